@@ -1,0 +1,220 @@
+/* What lies between validation and kernels: problems (checked arguments, reduced to pointers,
+ * extents and strides), plans (which kernel variant, with which tiles) and the backend table.
+ *
+ * validate.c turns public arguments into a problem, plan.c turns (problem, device) into a plan,
+ * a backend executes (problem, plan, exec). Strides count elements. */
+#ifndef MOELORA_CORE_BACKEND_H
+#define MOELORA_CORE_BACKEND_H
+
+#include "moelora.h"
+
+/* Integer ids of 4 or 8 bytes. */
+typedef struct moelora_ids {
+  const void *data;
+  int64_t stride[2];
+  bool is_64;
+} moelora_ids;
+
+/* Where every routed row goes: its expert and its adapter. */
+typedef struct moelora_routes {
+  int64_t num_tokens; /* M */
+  int32_t top_k;
+  int64_t num_rows;          /* P */
+  int32_t num_experts;       /* E, local */
+  moelora_ids topk_ids;      /* [M, top_k] */
+  const float *topk_weights; /* [M, top_k]; NULL where the operator needs none */
+  int64_t topk_weights_stride[2];
+  const int32_t *expert_map; /* [num_global]; NULL: ids are local */
+  int32_t num_global;
+  /* adapters; token_lora_mapping.data == NULL: every row is a base row */
+  int32_t max_loras;
+  moelora_ids token_lora_mapping; /* [M] */
+  const int32_t *lora_ranks;      /* [max_loras]; NULL: the stack's R */
+  const float *lora_scalings;     /* [max_loras]; NULL: 1 */
+  const void *adapter_enabled;    /* [max_loras] of 1 or 4 bytes; NULL: all */
+  int32_t adapter_enabled_bytes;
+} moelora_routes;
+
+/* Expert weights, row-major or packed. Element (e, n, k) is at
+ *   e*stride_e + (n/64)*stride_nt + (n%64)*stride_n + (k/64)*stride_kt + k%64,
+ * so row-major weights have stride_nt = 64*stride_n and stride_kt = 64. */
+typedef struct moelora_weights {
+  const void *data; /* [E, n, k] */
+  int64_t n, k;
+  int64_t stride_e, stride_nt, stride_n, stride_kt;
+  const void *bias; /* [E, n], rows contiguous; NULL: none */
+  int64_t bias_stride_e;
+  bool packed;
+} moelora_weights;
+
+/* One LoRA factor: element (l, e, i, j) at l*stride_l + e*stride_e + i*stride_i + j. A shared
+ * expert dimension has stride_e = 0. */
+typedef struct moelora_factor {
+  const void *data;
+  int64_t stride_l, stride_e, stride_i;
+} moelora_factor;
+
+typedef struct moelora_factors {
+  int32_t num_slices;                   /* 0: no adapters */
+  int32_t max_rank;                     /* R */
+  int64_t slice_n;                      /* output columns of one slice */
+  moelora_factor a[MOELORA_MAX_SLICES]; /* [max_loras, E, R, K] */
+  moelora_factor b[MOELORA_MAX_SLICES]; /* [max_loras, E, slice_n, R] */
+} moelora_factors;
+
+typedef struct moelora_align_problem {
+  moelora_align_mode mode;
+  moelora_routes routes;
+  int32_t block_size;
+  int64_t max_blocks;
+  int32_t *sorted_token_ids;       /* [max_blocks * block_size] */
+  int32_t *expert_ids;             /* [max_blocks] */
+  int32_t *lora_ids;               /* [max_blocks] or [max_blocks * block_size]; NULL: not wanted */
+  int32_t *num_tokens_post_padded; /* [1] */
+  float *sorted_weights;           /* [max_blocks * block_size]; NULL unless SORTING */
+  void *out_to_zero;
+  size_t out_to_zero_bytes;
+} moelora_align_problem;
+
+/* out[p] = act(x[row(p)] w[e]^T + LoRA + bias) * weight, for every routed row p. As a public
+ * operator there is no activation; as the halves of a layer, w13 has one and w2 has none. */
+typedef struct moelora_gemm_problem {
+  moelora_routes routes;
+  moelora_dtype dtype;
+  const void *x; /* [M, K] or [P, K] */
+  int64_t x_stride;
+  bool x_per_row; /* x has P rows: row p is x[p], else x[p / top_k] */
+  moelora_weights w;
+  moelora_factors lora;
+  bool mul_routed_weight;
+  void *out; /* [M, top_k, N] */
+  int64_t out_stride[2];
+} moelora_gemm_problem;
+
+typedef struct moelora_experts_problem {
+  moelora_routes routes;
+  moelora_dtype dtype;
+  int64_t hidden;       /* K */
+  int64_t intermediate; /* I */
+  const void *x;        /* [M, K] */
+  int64_t x_stride;
+  moelora_weights w13, w2;
+  moelora_factors w13_lora, w2_lora;
+  moelora_activation activation;
+  bool apply_router_weight_on_input;
+  void *out; /* [M, K] */
+  int64_t out_stride;
+} moelora_experts_problem;
+
+typedef struct moelora_pack_problem {
+  moelora_weights w; /* row-major source */
+  int64_t num_experts;
+  int32_t element_bytes;
+  void *out; /* [E, N/64, K/64, 64, 64] */
+} moelora_pack_problem;
+
+/* What a plan may depend on besides the problem. */
+typedef struct moelora_device_info {
+  moelora_device device;
+  int32_t compute_capability; /* CUDA: 80, 89, 90, ... */
+  int32_t num_units;          /* SMs, or CPU threads */
+  uint32_t cpu_isa;           /* bits of moelora_isa */
+} moelora_device_info;
+
+typedef enum moelora_isa {
+  MOELORA_ISA_SCALAR = 0, /* always there */
+  MOELORA_ISA_AVX2 = 1,   /* with FMA and F16C */
+  MOELORA_ISA_AVX512 = 2, /* F, BW, DQ, VL */
+  MOELORA_ISA_AVX512_BF16 = 4,
+  MOELORA_ISA_AMX_BF16 = 8,
+} moelora_isa;
+
+/* One row of a variants.inc: a compiled kernel. `id` indexes its backend's table of launchers. */
+typedef struct moelora_variant {
+  const char *name; /* e.g. "gemm_bf16_avx512bf16", "gemm_bf16_64x128x64_sm80" */
+  moelora_device device;
+  moelora_dtype dtype;
+  int32_t needs; /* CPU: one moelora_isa; CUDA: least compute capability */
+  int32_t id;
+  int32_t block_m, block_n, block_k; /* rows (tokens), output columns, depth of one tile */
+  int32_t stages;
+} moelora_variant;
+
+/* One grouped projection. */
+typedef struct moelora_gemm_plan {
+  const moelora_variant *variant;
+  int32_t block_rows; /* rows per alignment block; a multiple or divisor rule is the variant's */
+} moelora_gemm_plan;
+
+typedef struct moelora_experts_plan {
+  moelora_gemm_plan w13, w2; /* with the same block_rows: both run on one alignment */
+  bool partial_f32; /* rows of w2 wait for the top-k sum in float32, else in the compute dtype */
+} moelora_experts_plan;
+
+/* A backend executes plans. A NULL slot says that the operator is not supported; nothing else does.
+ * The *_workspace functions are exact and depend on nothing but problem and plan. */
+typedef struct moelora_backend {
+  const char *name;
+  moelora_status (*device_info)(int32_t device_index, moelora_device_info *info);
+  size_t (*align_workspace)(const moelora_align_problem *problem);
+  moelora_status (*align)(const moelora_align_problem *problem, const moelora_exec *exec);
+  size_t (*gemm_workspace)(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
+                           const moelora_exec *exec);
+  moelora_status (*gemm)(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
+                         const moelora_exec *exec);
+  size_t (*experts_workspace)(const moelora_experts_problem *problem,
+                              const moelora_experts_plan *plan, const moelora_exec *exec);
+  moelora_status (*experts)(const moelora_experts_problem *problem,
+                            const moelora_experts_plan *plan, const moelora_exec *exec);
+  moelora_status (*pack)(const moelora_pack_problem *problem, const moelora_exec *exec);
+} moelora_backend;
+
+extern const moelora_backend moelora_cpu_backend;
+#ifdef MOELORA_WITH_CUDA
+extern const moelora_backend moelora_cuda_backend;
+#endif
+
+/* plan.c; pure functions of their arguments and of the forced variant. */
+moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
+                                 const moelora_device_info *device, moelora_gemm_plan *plan);
+moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
+                                    const moelora_device_info *device, moelora_experts_plan *plan);
+
+/* validate.c */
+moelora_status moelora_check_align(const moelora_align_args *args, moelora_align_problem *problem);
+moelora_status moelora_check_gemm(const moelora_gemm_args *args, moelora_device device,
+                                  moelora_gemm_problem *problem);
+moelora_status moelora_check_experts(const moelora_experts_args *args, moelora_device device,
+                                     moelora_experts_problem *problem);
+moelora_status moelora_check_pack(const moelora_tensor *w, const moelora_tensor *out,
+                                  moelora_pack_problem *problem);
+
+/* status.c: records the message of this thread and returns `status`. */
+moelora_status moelora_fail(moelora_status status, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+
+/* Carves a workspace into aligned parts. With base == NULL the pointers are meaningless and `used`
+ * is the size to ask for, so that one layout function serves both questions. */
+typedef struct moelora_arena {
+  char *base;
+  size_t used;
+} moelora_arena;
+
+static inline void *moelora_take(moelora_arena *arena, size_t bytes) {
+  size_t at = arena->used;
+  arena->used = at + ((bytes + 255) & ~(size_t)255);
+  return arena->base ? arena->base + at : NULL;
+}
+
+static inline size_t moelora_dtype_bytes(moelora_dtype dtype) {
+  return dtype == MOELORA_I64                            ? 8
+         : dtype == MOELORA_F32 || dtype == MOELORA_I32  ? 4
+         : dtype == MOELORA_BF16 || dtype == MOELORA_F16 ? 2
+                                                         : 1;
+}
+
+static inline int64_t moelora_read_id(const moelora_ids *ids, int64_t at) {
+  return ids->is_64 ? ((const int64_t *)ids->data)[at] : ((const int32_t *)ids->data)[at];
+}
+
+#endif

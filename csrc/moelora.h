@@ -1,0 +1,217 @@
+/* moelora: mixture-of-experts operators with LoRA adapters applied inside the grouped GEMM.
+ *
+ * A plain C11 interface that knows neither Python nor torch. Every operator takes one struct of
+ * arguments (tensor views, outputs included) and one `moelora_exec` that says where to run. The
+ * library never allocates and never synchronises: outputs and workspace come from the caller,
+ * CUDA work is queued on the caller's stream, and every call can be captured in a CUDA graph.
+ *
+ * Names: M tokens, top_k experts chosen per token, P = M * top_k routed rows (flat index
+ * p = m * top_k + j), E experts on this rank, K hidden size, I intermediate size of one expert,
+ * R maximum rank of a stack of adapters, max_loras adapter slots.
+ *
+ * The exact function of a layer, for routed row (m, j) with local expert e and adapter l:
+ *
+ *   g = x[m] Wg[e]^T + s[l] (x[m] Ag[l,e]^T) Bg[l,e]^T + bias       (u likewise)
+ *   h = activation(g, u)
+ *   z = h W2[e]^T + s[l] (h A2[l,e]^T) B2[l,e]^T + bias
+ *   out[m] = sum over j of topk_weights[m,j] * z
+ *
+ * Expert or adapter ids outside their range are never used as an address: a row whose expert is out
+ * of range (or lives on another rank) is skipped, a row whose adapter is out of range or disabled
+ * is a base row. A base row gets the same bits whatever the other rows carry.
+ */
+#ifndef MOELORA_H
+#define MOELORA_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define MOELORA_VERSION "0.1.0"
+#define MOELORA_MAX_DIMS 5
+#define MOELORA_MAX_SLICES 4
+/* Side of a tile of packed weights, see moelora_pack_weights. */
+#define MOELORA_PACK 64
+
+typedef enum moelora_status {
+  MOELORA_OK = 0,
+  MOELORA_INVALID_ARGUMENT, /* a shape, dtype, stride or value that the contract excludes */
+  MOELORA_UNSUPPORTED,      /* valid, but this build or this device has no kernel for it */
+  MOELORA_WORKSPACE_TOO_SMALL,
+  MOELORA_DEVICE_ERROR, /* a CUDA call failed; the message carries its name */
+} moelora_status;
+
+/* The text of the last failure on this thread, "" if none. Valid until the thread's next call. */
+const char *moelora_error_message(void);
+
+typedef enum moelora_dtype {
+  MOELORA_F32 = 0,
+  MOELORA_BF16,
+  MOELORA_F16,
+  MOELORA_I32,
+  MOELORA_I64,
+  MOELORA_BOOL,
+} moelora_dtype;
+
+typedef enum moelora_device { MOELORA_CPU = 0, MOELORA_CUDA } moelora_device;
+
+/* A view of memory on the device of the call; strides count elements. `data == NULL` with
+ * `ndim == 0` says that an optional tensor is absent. */
+typedef struct moelora_tensor {
+  void *data;
+  moelora_dtype dtype;
+  int32_t ndim;
+  int64_t size[MOELORA_MAX_DIMS];
+  int64_t stride[MOELORA_MAX_DIMS];
+} moelora_tensor;
+
+typedef void (*moelora_task)(void *context, int64_t begin, int64_t end);
+
+/* Where and with what an operator runs. */
+typedef struct moelora_exec {
+  moelora_device device;
+  int32_t device_index; /* CUDA ordinal; unused on the CPU */
+  void *stream;         /* cudaStream_t; NULL is the default stream */
+  void *workspace;      /* 256-byte aligned, at least what *_workspace_size said; on `device` */
+  size_t workspace_bytes;
+  /* CPU only: runs `task` over [0, count), split at will over threads, and returns when all of it
+   * is done. NULL runs serially. */
+  void (*parallel_for)(int64_t count, moelora_task task, void *context);
+  int32_t num_threads; /* how many threads parallel_for spreads over; 0 counts as 1 */
+} moelora_exec;
+
+/* Stacked LoRA factors of one projection. Slice i covers output columns [i*N, (i+1)*N) in memory
+ * order; `num_slices == 0` says that the projection has no adapters. An expert dimension of 1 is
+ * one factor shared by all experts. */
+typedef struct moelora_lora {
+  int32_t num_slices;
+  moelora_tensor a[MOELORA_MAX_SLICES]; /* each [max_loras, E or 1, R, K] */
+  moelora_tensor b[MOELORA_MAX_SLICES]; /* each [max_loras, E or 1, N, R] */
+} moelora_lora;
+
+/* Which token carries which adapter. All of it is read on the device, so that a captured graph can
+ * be replayed with other adapters. */
+typedef struct moelora_adapters {
+  moelora_tensor token_lora_mapping; /* [M] int32 or int64, -1 = none; absent: no adapters at all */
+  moelora_tensor lora_ranks;         /* [max_loras] int32, true ranks; absent: R */
+  moelora_tensor lora_scalings;      /* [max_loras] float32; absent: 1 (folded into B) */
+  moelora_tensor adapter_enabled; /* [max_loras] or [max_loras + 1], bool or int32; absent: all */
+} moelora_adapters;
+
+/* Which token goes to which experts. */
+typedef struct moelora_routing {
+  moelora_tensor topk_ids;     /* [M, top_k] int32 or int64 */
+  moelora_tensor topk_weights; /* [M, top_k] float32 */
+  moelora_tensor expert_map;   /* [E_global] int32: local expert or -1; absent: ids are local */
+} moelora_routing;
+
+/* ---- alignment: sort routed rows by (expert, adapter) and pad to blocks ---- */
+
+typedef enum moelora_align_mode {
+  MOELORA_ALIGN_BASE = 0,  /* by expert; a block holds one expert */
+  MOELORA_ALIGN_UNIFORM,   /* by (expert, adapter); a block holds one pair */
+  MOELORA_ALIGN_SEGMENTED, /* by expert, rows inside ordered by adapter; padding per expert only */
+  MOELORA_ALIGN_SORTING, /* CK-tile's moe_sorting: token ids, weights, empty experts get a block */
+} moelora_align_mode;
+
+/* Order: local expert, then adapter (-1 first), then flat row index. Sizes: `blocks` is at least
+ * moelora_align_max_blocks(), rows = blocks * block_size. */
+typedef struct moelora_align_args {
+  moelora_align_mode mode;
+  int32_t num_experts; /* with expert_map: the number of global experts, expert_map.size(0) */
+  int32_t block_size;
+  int32_t max_loras;         /* UNIFORM and SEGMENTED */
+  moelora_routing routing;   /* topk_weights: SORTING only */
+  moelora_adapters adapters; /* token_lora_mapping and adapter_enabled; UNIFORM and SEGMENTED */
+  /* outputs */
+  moelora_tensor sorted_token_ids; /* [rows] int32: flat row (SORTING: token); padding M * top_k */
+  moelora_tensor expert_ids;       /* [blocks] int32: local expert; -1 past the end */
+  moelora_tensor lora_ids; /* UNIFORM: [blocks]; SEGMENTED: [rows]; int32, -1 = base or padding */
+  moelora_tensor num_tokens_post_padded; /* [1] int32 */
+  moelora_tensor sorted_weights;         /* SORTING: [rows] float32, 0 in padding */
+  moelora_tensor out_to_zero; /* SORTING: any contiguous float tensor, zeroed; may be absent */
+} moelora_align_args;
+
+/* Upper bound of the number of blocks: what the outputs must hold. */
+int64_t moelora_align_max_blocks(moelora_align_mode mode, int64_t num_rows, int32_t num_experts,
+                                 int32_t max_loras, int32_t block_size);
+moelora_status moelora_align_workspace_size(const moelora_align_args *args,
+                                            const moelora_exec *exec, size_t *bytes);
+moelora_status moelora_align(const moelora_align_args *args, const moelora_exec *exec);
+
+/* ---- one projection: base product + LoRA in one pass ---- */
+
+typedef struct moelora_gemm_args {
+  moelora_tensor x;    /* [M, K] or [P, K] */
+  moelora_tensor w;    /* [E, N, K], or packed [E, N/64, K/64, 64, 64] */
+  moelora_tensor bias; /* [E, N]; may be absent */
+  moelora_routing routing;
+  moelora_adapters adapters;
+  moelora_lora lora;
+  bool mul_routed_weight;
+  moelora_tensor out; /* [M, top_k, N]; rows of skipped experts become 0 */
+} moelora_gemm_args;
+
+moelora_status moelora_gemm_workspace_size(const moelora_gemm_args *args, const moelora_exec *exec,
+                                           size_t *bytes);
+moelora_status moelora_gemm(const moelora_gemm_args *args, const moelora_exec *exec);
+
+/* ---- the whole layer ---- */
+
+typedef enum moelora_activation {
+  MOELORA_SILU = 0,  /* silu(g) * u; gate rows then up rows */
+  MOELORA_GELU,      /* gelu_tanh(g) * u */
+  MOELORA_SWIGLUOAI, /* gpt-oss: gate and up rows interleaved, clamped at 7, alpha 1.702 */
+  MOELORA_RELU2,     /* relu(x)^2, not gated: w13 is [E, I, K] */
+} moelora_activation;
+
+typedef struct moelora_experts_args {
+  moelora_tensor hidden_states; /* [M, K] */
+  moelora_tensor w13;           /* [E, 2I, K] ([E, I, K] if not gated), or packed */
+  moelora_tensor w2;            /* [E, K, I], or packed */
+  moelora_tensor w13_bias;      /* [E, 2I]; may be absent */
+  moelora_tensor w2_bias;       /* [E, K]; may be absent */
+  moelora_routing routing;
+  moelora_adapters adapters;
+  moelora_lora w13_lora; /* 1 slice of 2I columns, or 2 of I columns each */
+  moelora_lora w2_lora;  /* 1 slice of K columns */
+  moelora_activation activation;
+  bool apply_router_weight_on_input; /* top_k must be 1 */
+  moelora_tensor out;                /* [M, K]; may be the memory of hidden_states */
+} moelora_experts_args;
+
+moelora_status moelora_experts_workspace_size(const moelora_experts_args *args,
+                                              const moelora_exec *exec, size_t *bytes);
+moelora_status moelora_experts(const moelora_experts_args *args, const moelora_exec *exec);
+
+/* ---- weights in tiles ---- */
+
+/* Copies w [E, N, K] to out [E, N/64, K/64, 64, 64]: tile (i, j) of an expert is one contiguous
+ * burst of 64 rows by 64 columns. N and K must be multiples of 64. */
+moelora_status moelora_pack_weights(const moelora_tensor *w, const moelora_tensor *out,
+                                    const moelora_exec *exec);
+
+/* ---- what is there, and what was chosen ---- */
+
+/* True if this build and this machine can run on `device`. */
+bool moelora_has_device(moelora_device device);
+/* Space-separated CPU features that dispatch looks at, e.g. "avx2 fma f16c avx512f avx512_bf16". */
+const char *moelora_cpu_features(void);
+/* Kernel variants compiled in, usable or not; NULL past the end. */
+const char *moelora_variant_name(int32_t index);
+/* True if the variant can run on this machine. */
+bool moelora_variant_usable(int32_t index);
+/* From now on every plan that can use the variant of this name does; NULL goes back to the table.
+ * The environment variable MOELORA_FORCE_VARIANT sets it at start. */
+moelora_status moelora_force_variant(const char *name);
+/* What the last operator on this thread ran, e.g. "w13=gemm_bf16_avx512bf16 w2=...". */
+const char *moelora_last_plan(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
