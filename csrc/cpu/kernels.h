@@ -1,0 +1,44 @@
+/* The seam between the CPU operators (any C compiler) and the kernels of one instruction set.
+ *
+ * An operand row is K contiguous values in the form that `dot` reads: the compute dtype itself, or
+ * float32 where the instruction set cannot multiply that dtype. Values are always rounded to the
+ * compute dtype, whatever form holds them.
+ *
+ * Neutrality: `dot` sums K in a fixed order that depends on k alone, never on the number of rows,
+ * on the position of a row or on alignment. Whatever shares a tile with a row cannot change its
+ * bits; all callers split K in the same passes. */
+#ifndef MOELORA_CPU_KERNELS_H
+#define MOELORA_CPU_KERNELS_H
+
+#include "core/backend.h"
+
+/* Weight rows of one `dot`. */
+#define MOELORA_DOT_N 4
+
+typedef struct moelora_cpu_kernels {
+  size_t operand_bytes;
+  /* dtype -> operand, n values; NULL: the operand is the dtype */
+  void (*widen)(const void *src, void *dst, int64_t n);
+  /* float32 -> rounded to the dtype, as operand (`round`) or as the dtype itself (`store`) */
+  void (*round)(const float *src, void *dst, int64_t n);
+  void (*store)(const float *src, void *dst, int64_t n);
+  /* dtype -> float32 */
+  void (*load)(const void *src, float *dst, int64_t n);
+  /* c[i * ldc + j] += sum over k of x[i][k] * w[j][k], i < m, j < MOELORA_DOT_N. Fetches
+   * w[j] + ahead_bytes into the cache on the way, unless ahead_bytes is 0. */
+  void (*dot)(int64_t m, int64_t k, const void *const *x /* [m] operand rows */,
+              const void *const *w /* [MOELORA_DOT_N] operand rows */, int64_t ahead_bytes,
+              float *c /* [m, ldc] */, int64_t ldc);
+  /* gate[i] = activation(gate[i], up[i]); see activation.h */
+  void (*activate)(moelora_activation activation, float *gate, const float *up, int64_t n);
+} moelora_cpu_kernels;
+
+/* The kernels of a row of variants.inc. */
+const moelora_cpu_kernels *moelora_cpu_kernels_of(const moelora_variant *variant);
+
+#define MOELORA_CPU_GEMM(NAME, DTYPE, ISA, BLOCK_M, BLOCK_N, BLOCK_K)                              \
+  extern const moelora_cpu_kernels moelora_##NAME;
+#include "cpu/variants.inc"
+#undef MOELORA_CPU_GEMM
+
+#endif
