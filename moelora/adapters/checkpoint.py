@@ -1,0 +1,366 @@
+"""PEFT checkpoints of MoE adapters, brought to one form: per layer and projection one pair (A, B).
+
+Key forms, after an optional `base_model.model.` and the path of the layer's experts:
+
+    .3.gate_proj.lora_A.weight        one pair per expert, A (r, in), B (out, r); Mixtral's names
+                                      w1 = gate, w3 = up, w2 = down are the same
+    .gate_proj.lora_A.weight          all experts stacked, A (E or 1, r, in), B (E or 1, out, r);
+                                      1, or a plain matrix, is one factor shared by all experts
+                                      ("shared outer" LoRA shares A of gate and up and B of down);
+                                      also gate_up_proj, with one A and B of 2I rows
+    [.base_layer]*.lora_A.weight      PEFT's `target_parameters`: A (E*r, in) with row e*r + k,
+                                      B (out, r*E) with column k*E + e (the expert varies fastest!)
+
+The last form does not name its parameter: PEFT nests one wrapper per targeted parameter, in the
+order in which the module registers them, so that the first is the innermost and has the most
+`base_layer`. Which parameters are targeted, adapter_config.json says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from moelora.adapters.config import LoraConfig
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+_PREFIX = "base_model.model."
+_KEY = re.compile(r"(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
+_WRAPPED = re.compile(r"(\.base_layer)*")
+_PROJECTION = re.compile(r"(\.(?P<expert>\d+))?\.(?P<name>[a-z0-9_]+)")
+_PROJECTIONS = {
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "gate_up_proj": "gate_up",
+    "w1": "gate",
+    "w3": "up",
+    "w2": "down",
+}
+
+
+@dataclass(frozen=True)
+class MoELayer:
+    """What the adapters of one MoE layer must fit.
+
+    `name` is the module path of the experts, e.g. `model.layers.0.mlp.experts`. `interleaved` says
+    that rows of w13 alternate between gate and up (gpt-oss) instead of gate rows then up rows.
+    """
+
+    name: str
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    gated: bool = True
+    interleaved: bool = False
+
+    def shape(self, projection: str) -> tuple[int, int]:
+        """(in, out) of a projection."""
+        k, i = self.hidden_size, self.intermediate_size
+        return {"gate": (k, i), "up": (k, i), "gate_up": (k, 2 * i), "down": (i, k)}[projection]
+
+    @property
+    def parameters(self) -> tuple[str, str]:
+        """The 3D parameters of the experts, in the order of registration."""
+        return ("gate_up_proj" if self.gated else "up_proj", "down_proj")
+
+
+@dataclass
+class Pair:
+    """The factors of one projection: A (E or 1, r, in), B (E or 1, out, r), scaling per expert."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scalings: list[float]  # one per expert, or one for all
+
+    @property
+    def rank(self) -> int:
+        return self.a.size(1)
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """What can be said of a checkpoint without reading its tensors."""
+
+    max_rank: int
+    fused: bool  # gate and up share one A
+    shared_outer: bool  # A of gate and up and B of down are shared by all experts
+
+
+@dataclass
+class _Factor:
+    """One tensor of a checkpoint and what its place in the configuration says about it."""
+
+    key: str
+    tensor: torch.Tensor
+    rank: int
+    scaling: float
+
+
+@dataclass
+class _Sides:
+    """What was found for one projection, by expert; None stands for all experts at once."""
+
+    a: dict[int | None, _Factor] = field(default_factory=dict)
+    b: dict[int | None, _Factor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a key belongs."""
+
+    layer: MoELayer
+    projection: str
+    side: str
+    expert: int | None
+    wrapped: bool
+    path: str  # what rank_pattern and alpha_pattern are matched against
+
+
+@contextmanager
+def open_weights(folder: Path) -> Iterator[Any]:
+    """The tensors of a checkpoint, as an object with `keys()` and `get_tensor(key)`."""
+    path = folder / WEIGHTS_FILE
+    if not path.is_file():
+        hint = ""
+        if (folder / "adapter_model.bin").exists():
+            hint = "; adapter_model.bin is a pickle and is never loaded, convert it to safetensors"
+        raise FileNotFoundError(f"{folder} holds no {WEIGHTS_FILE}{hint}")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as weights:
+            yield weights
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+class _State:
+    """A state dict with the interface of an open safetensors file."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor]):
+        self._state = state
+
+    def keys(self) -> Sequence[str]:
+        return list(self._state)
+
+    def get_tensor(self, key: str) -> torch.Tensor:
+        tensor = self._state[key]
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{key} is a {type(tensor).__name__}, wanted a tensor")
+        return tensor.detach().cpu()
+
+
+def load(
+    source: str | Path | Mapping[str, torch.Tensor],
+    config: Mapping[str, Any] | None,
+    layers: Sequence[MoELayer],
+) -> dict[str, dict[str, Pair]]:
+    """Reads and checks a whole adapter: layer name -> projection -> pair."""
+    if isinstance(source, Mapping):
+        if config is None:
+            raise ValueError("a state dict needs config=, the content of adapter_config.json")
+        return _read(_State(source), LoraConfig.parse(config), layers)
+    if config is not None:
+        raise ValueError("config= is for state dicts; a folder has its own adapter_config.json")
+    folder = _folder(source)
+    lora = LoraConfig.read(folder)
+    with open_weights(folder) as weights:
+        return _read(weights, lora, layers)
+
+
+def peek(folder: str | Path, layers: Sequence[MoELayer]) -> AdapterInfo:
+    """Reads the configuration and the header of a checkpoint, enough to size a pool for it."""
+    folder = _folder(folder)
+    lora = LoraConfig.read(folder)
+    fused, shared = True, True
+    with open_weights(folder) as weights:
+        names = _layer_names(layers)
+        for key in weights.keys():  # noqa: SIM118, not a dict
+            place = _locate(key, names, lora)
+            if place.projection in ("gate", "up"):
+                fused = fused and not place.layer.gated
+            if (place.side == "A") != (place.projection == "down"):
+                shape = weights.get_slice(key).get_shape()
+                alone = len(shape) == 2 or shape[0] == 1
+                shared = shared and place.expert is None and not place.wrapped and alone
+    return AdapterInfo(lora.max_rank, fused, shared)
+
+
+def _folder(source: str | Path) -> Path:
+    folder = Path(source)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder")
+    return folder
+
+
+def _layer_names(layers: Sequence[MoELayer]) -> dict[str, MoELayer]:
+    """Layers by module path; Mixtral's experts moved from `block_sparse_moe` to `mlp`."""
+    names = {layer.name: layer for layer in layers}
+    for layer in layers:
+        old = re.sub(r"\.mlp\.experts$", ".block_sparse_moe.experts", layer.name)
+        names.setdefault(old, layer)
+    return names
+
+
+def _locate(key: str, names: Mapping[str, MoELayer], lora: LoraConfig) -> _Place:
+    """Where `key` belongs; ValueError if moelora does not know."""
+    match = _KEY.fullmatch(key.removeprefix(_PREFIX))
+    path = match["path"] if match else ""
+    name = path
+    while name and name not in names:
+        name = name.rpartition(".")[0]
+    if match is None or not name:
+        raise ValueError(
+            f"{key} is not a LoRA factor of an expert; the experts of this pool are "
+            f"{next(iter(names))}, ..."
+        )
+    layer, rest, side = names[name], path[len(name) :], match["side"]
+
+    if _WRAPPED.fullmatch(rest):
+        targeted = [p for p in layer.parameters if lora.targets_parameter(f"{layer.name}.{p}")]
+        if not lora.target_parameters:
+            targeted = list(layer.parameters)
+        depth = rest.count(".base_layer")
+        if depth >= len(targeted):
+            raise ValueError(
+                f"{key} wraps parameter {depth + 1} of {layer.name}, but target_parameters "
+                f"{list(lora.target_parameters)} name {len(targeted)} of {list(layer.parameters)}"
+            )
+        parameter = targeted[len(targeted) - 1 - depth]
+        projection = _PROJECTIONS[parameter]
+        return _Place(layer, projection, side, None, True, f"{layer.name}.{parameter}")
+
+    match = _PROJECTION.fullmatch(rest)
+    projection = _PROJECTIONS.get(match["name"]) if match else None
+    if projection is None or (not layer.gated and projection in ("gate", "gate_up")):
+        wanted = sorted(_PROJECTIONS) if layer.gated else ["up_proj", "down_proj"]
+        raise ValueError(f"{key}: {rest.lstrip('.')} of {layer.name} is not one of {wanted}")
+    expert = None if match["expert"] is None else int(match["expert"])
+    if expert is not None and expert >= layer.num_experts:
+        raise ValueError(f"{key}: expert {expert} of {layer.num_experts} experts")
+    return _Place(layer, projection, side, expert, False, path)
+
+
+def _read(
+    weights: Any, lora: LoraConfig, layers: Sequence[MoELayer]
+) -> dict[str, dict[str, Pair]]:
+    names = _layer_names(layers)
+    found: dict[tuple[str, str], _Sides] = {}
+    places: dict[tuple[str, str], MoELayer] = {}
+    for key in sorted(weights.keys()):
+        place = _locate(key, names, lora)
+        factor = _factor(key, weights.get_tensor(key), place, lora)
+        index = (place.layer.name, place.projection)
+        places[index] = place.layer
+        sides = found.setdefault(index, _Sides())
+        side = sides.a if place.side == "A" else sides.b
+        taken = side.get(place.expert)
+        if taken is None and (place.expert is None) != (None in side) and side:
+            taken = next(iter(side.values()))
+        if taken is not None:
+            raise ValueError(f"{key} and {taken.key} are the same factor")
+        side[place.expert] = factor
+    if not found:
+        raise ValueError("the checkpoint holds no tensors")
+
+    adapter: dict[str, dict[str, Pair]] = {}
+    for (name, projection), sides in found.items():
+        pairs = adapter.setdefault(name, {})
+        pairs[projection] = _pair(sides, places[name, projection])
+    for (name, projection), sides in found.items():
+        if projection == "gate_up" and {"gate", "up"} & adapter[name].keys():
+            key = next(iter(sides.a.values())).key
+            raise ValueError(f"{key}: {name} has factors of gate_up_proj and of gate or up alone")
+    return adapter
+
+
+def _factor(key: str, tensor: torch.Tensor, place: _Place, lora: LoraConfig) -> _Factor:
+    """Checks one tensor and gives it the shape (E or 1, r, in) or (E or 1, out, r)."""
+    rank, scaling = lora.rank_and_scaling(place.path)
+    experts = place.layer.num_experts
+    wide, tall = place.layer.shape(place.projection)
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{key}: dtype is {tensor.dtype}, wanted float32, bfloat16 or float16")
+
+    matrix = (rank, wide) if place.side == "A" else (tall, rank)
+    if place.wrapped:
+        wanted = [(experts * rank, wide) if place.side == "A" else (tall, rank * experts)]
+    elif place.expert is not None:
+        wanted = [matrix]
+    else:
+        wanted = [(experts, *matrix), (1, *matrix), matrix]
+    if tuple(tensor.shape) not in wanted:
+        forms = " or ".join(str(w) for w in dict.fromkeys(wanted))
+        raise ValueError(f"{key}: shape is {tuple(tensor.shape)}, wanted {forms}")
+    if not torch.isfinite(tensor).all():
+        raise ValueError(f"{key} holds NaN or Inf")
+
+    if place.wrapped and place.side == "A":
+        tensor = tensor.reshape(experts, rank, wide)
+    elif place.wrapped:
+        tensor = tensor.reshape(tall, rank, experts).permute(2, 0, 1)
+    elif tensor.dim() == 2:
+        tensor = tensor.unsqueeze(0)
+    return _Factor(key, tensor, rank, scaling)
+
+
+def _pair(sides: _Sides, layer: MoELayer) -> Pair:
+    """Joins the factors of one projection; experts that the adapter leaves out become zero."""
+    every = [*sides.a.values(), *sides.b.values()]
+    for here, there, mine, other in (
+        (sides.a, sides.b, "lora_A", "lora_B"),
+        (sides.b, sides.a, "lora_B", "lora_A"),
+    ):
+        for expert, factor in here.items():
+            if expert in there or (there and (expert is None or None in there)):
+                continue
+            raise ValueError(f"{factor.key} has no {factor.key.replace(mine, other)}")
+
+    a, b = sides.a, sides.b
+    experts = sorted(e for e in {*a, *b} if e is not None)
+    for expert in experts or [None]:
+        left, right = a.get(expert, a.get(None)), b.get(expert, b.get(None))
+        if left.rank != right.rank:
+            raise ValueError(
+                f"{left.key} has rank {left.rank}, {right.key} has rank {right.rank}"
+            )
+    if experts:
+        scalings = [0.0] * layer.num_experts
+        for expert in experts:
+            # Where one side is shared, its own path has no expert in it; the other one decides.
+            scalings[expert] = (a.get(expert) or b[expert]).scaling
+        used = {scalings[e] for e in experts}
+        if len(used) == 1:
+            scalings = [used.pop()]
+    else:
+        scalings = [a[None].scaling]
+    rank = max(f.rank for f in every)
+    dtype = every[0].tensor.dtype
+    if any(f.tensor.dtype != dtype for f in every):
+        dtype = torch.float32
+    return Pair(
+        _stack(a, layer.num_experts, 1, rank, dtype),
+        _stack(b, layer.num_experts, 2, rank, dtype),
+        scalings,
+    )
+
+
+def _stack(
+    factors: dict[int | None, _Factor], experts: int, rank_dim: int, rank: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """One tensor (E or 1, ...) of all experts, ranks padded with zeros to the largest."""
+    if None in factors:
+        return factors[None].tensor.to(dtype)
+    shape = list(next(iter(factors.values())).tensor.shape)
+    shape[0], shape[rank_dim] = experts, rank
+    stacked = torch.zeros(shape, dtype=dtype)
+    for expert, factor in factors.items():
+        stacked[expert].narrow(rank_dim - 1, 0, factor.rank).copy_(factor.tensor[0])
+    return stacked

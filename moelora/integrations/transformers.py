@@ -1,0 +1,379 @@
+"""moelora inside Hugging Face transformers: `"moelora"` as an experts implementation.
+
+    import moelora.integrations.transformers as moelora_hf
+
+    model.set_experts_implementation("moelora")                       # the base model
+    pool = moelora_hf.load_adapters(model, {"law": "adapters/law", "code": "adapters/code"})
+    with torch.no_grad(), moelora_hf.use_adapters(model, ["law", None, "code"]):
+        model.generate(**batch_of_three, max_new_tokens=32)
+
+Importing this module registers the implementation. Nothing is merged into the weights: every row of
+a batch carries its own adapter, or none, through one fused operator per layer. Inference only.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+import moelora
+from moelora.adapters import AdapterPool, MoELayer, peek
+
+IMPLEMENTATION = "moelora"
+
+
+# ---- the base model ----
+
+
+def experts_forward(
+    self: nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """`fused_experts_lora` behind the signature of transformers' experts functions.
+
+    `self` is the experts module. Ids that are no expert's, the sentinels of expert parallelism,
+    are skipped. Raises NotImplementedError for a module that computes something else.
+    """
+    activation = _activation(self)
+    up, down = _parameters(self)
+    has_bias = getattr(self, "has_bias", False)
+    up_bias = getattr(self, f"{_up_name(self)}_bias") if has_bias else None
+    down_bias = self.down_proj_bias if has_bias else None
+    if torch.is_grad_enabled():
+        _refuse_gradients(hidden_states, top_k_weights, up, down, up_bias, down_bias)
+    w13, w2 = _transposed(self) if self.is_transposed else (up, down)
+
+    batch = _batch.get()
+    adapters = {} if batch is None else batch.adapters(self, hidden_states)
+    out = moelora.fused_experts_lora(
+        hidden_states.to(w13.dtype),
+        w13,
+        w2,
+        top_k_weights.to(torch.float32),
+        top_k_index,
+        w13_bias=up_bias,
+        w2_bias=down_bias,
+        activation=activation,
+        **adapters,
+    )
+    return out.to(hidden_states.dtype)
+
+
+def _up_name(experts: nn.Module) -> str:
+    return "gate_up_proj" if experts.has_gate else "up_proj"
+
+
+def _parameters(experts: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    return getattr(experts, _up_name(experts)), experts.down_proj
+
+
+def _refuse_gradients(*tensors: torch.Tensor | None) -> None:
+    if any(t is not None and t.requires_grad for t in tensors):
+        raise RuntimeError(
+            'experts_implementation="moelora" has no backward pass: call the model under '
+            "torch.no_grad() or torch.inference_mode()"
+        )
+
+
+_activations: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+@torch.compiler.assume_constant_result
+def _activation(experts: nn.Module) -> str:
+    """The activation of `experts` in moelora's words, found by trying it on a few numbers.
+
+    Class and config names do not decide what `_apply_gate` computes (clamps, offsets, layout), so
+    the function itself is asked; once per module.
+    """
+    known = _activations.get(experts)
+    if known is None:
+        known = _activations[experts] = _identify(experts)
+    return known
+
+
+@torch.no_grad()
+def _identify(experts: nn.Module) -> str:
+    name = type(experts).__name__
+    if getattr(experts, "has_post_expert_norm", False):
+        raise NotImplementedError(f"{name} normalises after every expert, which moelora has not")
+    up, down = _parameters(experts)
+    for parameter, weight in ((_up_name(experts), up), ("down_proj", down)):
+        if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise NotImplementedError(f"{name}.{parameter} is {weight.dtype}, which moelora has not")
+
+    # Past every clamp in use (7 to 10), and finer where the variants of gelu differ.
+    x = torch.cat([torch.linspace(-6, 6, 49), torch.tensor([-50.0, -20.0, 20.0, 50.0])])
+    gate, up = (t.flatten().to(down.device) for t in torch.meshgrid(x, x, indexing="ij"))
+    if not experts.has_gate:
+        got = experts.act_fn(gate)
+        wanted = {"relu2": F.relu(gate).square()}
+    elif getattr(experts, "is_concatenated", True):
+        got = experts._apply_gate(torch.cat([gate, up])[None])[0]
+        wanted = {"silu": F.silu(gate) * up, "gelu": F.gelu(gate, approximate="tanh") * up}
+    else:
+        got = experts._apply_gate(torch.stack([gate, up], dim=-1).flatten()[None])[0]
+        clamped = gate.clamp(max=7.0)
+        glu = clamped * torch.sigmoid(clamped * 1.702)
+        wanted = {"swigluoai": (up.clamp(-7.0, 7.0) + 1) * glu}
+    for activation, values in wanted.items():
+        if got.shape == values.shape and torch.allclose(got.float(), values, rtol=1e-4, atol=1e-4):
+            return activation
+    layout = "" if not experts.has_gate else " of its gate"
+    act = getattr(experts, "act_fn", None)
+    raise NotImplementedError(
+        f"the activation{layout} of {name} ({type(experts)._apply_gate.__qualname__}, "
+        f"act_fn={type(act).__name__}) is none of moelora's: {', '.join(wanted)}"
+    )
+
+
+_copies: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, torch.Tensor, torch.Tensor]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@torch.compiler.disable
+def _transposed(experts: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """w13 (E, 2I, K) and w2 (E, K, I) of a module that stores them as (E, in, out).
+
+    The copy is made once per module and again when a weight moves or is written to. Writes through
+    `.data` are not seen by autograd's version counter, and so not here either.
+    """
+    up, down = _parameters(experts)
+    # Anything but the module's own parameters (PEFT's parametrisations) lives for one call only.
+    own = up is experts._parameters.get(_up_name(experts)) and down is experts._parameters.get(
+        "down_proj"
+    )
+    key = (_identity(up), _identity(down))
+    cached = _copies.get(experts) if own else None
+    if cached is None or cached[0] != key:
+        with torch.no_grad():
+            w13, w2 = (w.detach().transpose(1, 2).contiguous() for w in (up, down))
+        cached = (key, w13, w2)
+        if own:
+            _copies[experts] = cached
+    return cached[1], cached[2]
+
+
+def _identity(weight: torch.Tensor) -> tuple:
+    version = 0 if weight.is_inference() else weight._version
+    return weight.data_ptr(), version, weight.dtype, weight.device, weight.shape
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+
+
+# ---- adapters ----
+
+
+@dataclass
+class _Attached:
+    """The pool of a model, and what the operator needs of it by `id` of the experts module."""
+
+    pool: AdapterPool
+    layers: dict[int, dict[str, Any]]
+    hook: Any
+
+
+_attached: weakref.WeakKeyDictionary[nn.Module, _Attached] = weakref.WeakKeyDictionary()
+
+
+class _Batch:
+    """Which adapter each row of the batches of one `use_adapters` carries."""
+
+    def __init__(self, model: nn.Module, attached: _Attached, slots: torch.Tensor):
+        self.model = model
+        self.layers = attached.layers
+        self.slots = slots  # (rows,) int32
+        self.token_lora_mapping: torch.Tensor | None = None
+
+    def start(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        """Spreads the rows over the tokens of the forward pass that begins."""
+        inputs = kwargs.get("input_ids")
+        if inputs is None and args:
+            inputs = args[0]
+        if inputs is None:
+            inputs = kwargs.get("inputs_embeds")
+        if inputs is None:
+            raise ValueError("use_adapters: the model was called without input_ids or inputs_embeds")
+        rows, length = inputs.shape[0], inputs.shape[1]
+        if rows != self.slots.numel():
+            raise ValueError(
+                f"use_adapters names {self.slots.numel()} rows, the model was called with {rows}; "
+                "if generate made copies of each row (num_beams, num_return_sequences) pass their "
+                "number as expand="
+            )
+        self.token_lora_mapping = self.slots[:, None].expand(rows, length).reshape(-1)
+
+    def adapters(self, experts: nn.Module, hidden_states: torch.Tensor) -> dict[str, Any]:
+        """The adapter arguments of `fused_experts_lora` for one layer."""
+        layer = self.layers.get(id(experts))
+        if layer is None:
+            return {}
+        mapping = self.token_lora_mapping
+        if mapping is None or mapping.numel() != hidden_states.shape[0]:
+            tokens = None if mapping is None else mapping.numel()
+            raise RuntimeError(
+                f"use_adapters: {hidden_states.shape[0]} tokens reached the experts, but the call "
+                f"of the model had {tokens}; call the model that was given to use_adapters"
+            )
+        return {"token_lora_mapping": mapping, **layer}
+
+
+_batch: ContextVar[_Batch | None] = ContextVar("moelora_batch", default=None)
+
+
+def _before_forward(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    batch = _batch.get()
+    if batch is not None and batch.model is model:
+        batch.start(args, kwargs)
+
+
+def moe_layers(model: nn.Module) -> dict[str, tuple[nn.Module, MoELayer]]:
+    """The experts modules of a model that go through transformers' experts interface, by name."""
+    layers = {}
+    for name, module in model.named_modules():
+        if not (hasattr(module, "is_transposed") and hasattr(module, "has_gate")):
+            continue
+        if ".base_layer" in name:
+            raise ValueError(f"{name} is wrapped by PEFT; load adapters into the plain model")
+        if getattr(module, "_is_expert_parallel", False):
+            raise NotImplementedError(f"{name} is expert parallel; its adapters are not sharded yet")
+        up, down = _parameters(module)
+        hidden, intermediate = down.shape[1:] if not module.is_transposed else down.shape[:0:-1]
+        layer = MoELayer(
+            name,
+            down.shape[0],
+            hidden,
+            intermediate,
+            gated=module.has_gate,
+            interleaved=module.has_gate and not getattr(module, "is_concatenated", True),
+        )
+        layers[name] = (module, layer)
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no experts behind transformers' interface")
+    return layers
+
+
+def load_adapters(
+    model: nn.Module,
+    adapters: Mapping[str, str | Path],
+    *,
+    max_loras: int | None = None,
+    max_rank: int | None = None,
+    dtype: torch.dtype | None = None,
+    w13_slices: int | None = None,
+    shared_outer: bool | None = None,
+) -> AdapterPool:
+    """Loads PEFT adapter folders into a pool and attaches it to `model`.
+
+    Args:
+        model: a transformers model; its experts implementation becomes `"moelora"`.
+        adapters: name -> folder with `adapter_config.json` and `adapter_model.safetensors`.
+        max_loras, max_rank: size of the pool; by default just enough for `adapters`. Give more to
+            add others later with `pool.add(name, folder)`.
+        dtype: of the factors, by default that of the experts.
+        w13_slices, shared_outer: see `AdapterPool`; by default what suits all of `adapters`.
+
+    Returns the pool. One pool per model: `unload_adapters` before loading another.
+    """
+    if model in _attached:
+        raise RuntimeError("the model has a pool already; add to that one, or unload_adapters first")
+    found = moe_layers(model)
+    specs = [layer for _, layer in found.values()]
+    weights = [module.down_proj for module, _ in found.values()]
+    devices = {w.device for w in weights}
+    if len(devices) > 1:
+        raise NotImplementedError(
+            f"the experts are on {sorted(map(str, devices))}; a pool lives on one device"
+        )
+
+    infos = [peek(folder, specs) for folder in adapters.values()]
+    if w13_slices is None:
+        w13_slices = 1 if infos and all(i.fused for i in infos) else 2
+    if shared_outer is None:
+        shared_outer = bool(infos) and all(i.shared_outer for i in infos)
+    if max_rank is None:
+        # Gate and up of a checkpoint that keeps them apart share one slice where rows interleave.
+        joined = any(layer.interleaved for layer in specs)
+        max_rank = max(
+            (i.max_rank * (2 if joined and not i.fused else 1) for i in infos), default=16
+        )
+    pool = AdapterPool(
+        specs,
+        max(len(adapters), 1) if max_loras is None else max_loras,
+        max_rank,
+        dtype=dtype or weights[0].dtype,
+        device=devices.pop(),
+        w13_slices=w13_slices,
+        shared_outer=shared_outer,
+    )
+    if len(adapters) > pool.max_loras:
+        raise ValueError(f"{len(adapters)} adapters do not fit into max_loras={pool.max_loras}")
+    for name, folder in adapters.items():
+        pool.add(name, folder)
+
+    model.set_experts_implementation(IMPLEMENTATION)
+    layers = {id(module): pool.layer(name) for name, (module, _) in found.items()}
+    hook = model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+    _attached[model] = _Attached(pool, layers, hook)
+    return pool
+
+
+def unload_adapters(model: nn.Module) -> None:
+    """Detaches the pool from the model, which goes on as base model."""
+    _pool_of(model).hook.remove()
+    del _attached[model]
+
+
+@contextmanager
+def use_adapters(
+    model: nn.Module, names: Sequence[str | None], *, expand: int = 1
+) -> Iterator[None]:
+    """Within the context, row i of every batch given to `model` carries adapter `names[i]`.
+
+    Args:
+        names: one adapter per row, None for the base model.
+        expand: consecutive rows per name: the num_beams or num_return_sequences (whichever is
+            larger) with which `generate` copies each row.
+
+    The adapters stay in their slots until the context ends. Like `torch.no_grad` the context
+    belongs to the thread that enters it.
+    """
+    attached = _pool_of(model)
+    if isinstance(names, str):
+        raise ValueError(f"names is the string {names!r}, wanted one name per row of the batch")
+    if expand < 1:
+        raise ValueError(f"expand is {expand}, wanted >= 1")
+    for name, (module, _) in moe_layers(model).items():
+        implementation = module.config._experts_implementation
+        if implementation != IMPLEMENTATION:
+            raise RuntimeError(
+                f"{name} runs experts_implementation={implementation!r}, which knows no adapters; "
+                f"call model.set_experts_implementation({IMPLEMENTATION!r})"
+            )
+    names = [name for name in names for _ in range(expand)]
+    with attached.pool.hold(names):
+        token = _batch.set(_Batch(model, attached, attached.pool.mapping(names)))
+        try:
+            yield
+        finally:
+            _batch.reset(token)
+
+
+def _pool_of(model: nn.Module) -> _Attached:
+    attached = _attached.get(model)
+    if attached is None:
+        raise RuntimeError(f"this {type(model).__name__} has no adapters; call load_adapters first")
+    return attached
