@@ -1,0 +1,95 @@
+# make demo    everything a user needs, then the demo
+# make test    everything CI checks on a machine without a GPU
+# make PYTHON=python3.12 ... picks the Python (>= 3.11) that .venv is made from.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+CXX ?= c++
+
+CTEST_FLAGS := -std=c11 -O2 -Wall -Wextra -Werror -Icsrc -Itests/c
+CTESTS := $(basename $(notdir $(wildcard tests/c/test_*.c)))
+CEXAMPLES := $(basename $(notdir $(wildcard examples/*.c)))
+C_FILES = $(shell find csrc tests/c examples -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
+
+.PHONY: demo test build lint conformance test-c test-py sanitize test-gpu sanitize-gpu \
+        bench-cpu wheel clean
+
+demo: build
+	$(PY) examples/demo.py
+
+# What CI holds against us, users do not see: warnings and register spills are errors here only.
+test: export MOELORA_WERROR = 1
+test: build
+	$(MAKE) --no-print-directory lint conformance test-c test-py
+
+# torch by itself first: the other packages then find it there and cannot pull in another one.
+$(VENV)/.ready: requirements-torch.txt requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "moelora's demo and tests need Python >= 3.11: make PYTHON=python3.12 ..."; exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet $$(cat requirements-torch.txt)
+	$(PY) -m pip install --quiet -r requirements.txt
+	touch $@
+
+$(VENV)/.editable: $(VENV)/.ready pyproject.toml setup.py
+	$(PY) -m pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+build: $(VENV)/.editable
+	$(PY) setup.py -q build_ext --inplace
+
+lint: $(VENV)/.ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES)
+
+# Our prototypes of torch's C functions against torch's own headers.
+conformance: $(VENV)/.ready
+	@if command -v $(CXX) > /dev/null; then \
+	  $(CXX) -std=c++20 -fsyntax-only -Wall -Werror -Icsrc tests/abi_conformance.cpp -I$$($(PY) -c \
+	    'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])')/include \
+	  && echo "conformance: csrc/glue/abi.h agrees with torch's headers"; \
+	else echo "conformance: NOT CHECKED, there is no C++ compiler ($(CXX))"; fi
+
+test-c: $(VENV)/.ready
+	$(PY) setup.py -q build_core
+	$(MAKE) --no-print-directory run-c WHERE=build/core
+
+sanitize: $(VENV)/.ready
+	MOELORA_SANITIZE=1 $(PY) setup.py -q build_core
+	$(MAKE) --no-print-directory run-c WHERE=build/sanitize \
+	  CTEST_FLAGS="$(CTEST_FLAGS) -g -fsanitize=address,undefined -fno-sanitize-recover=all"
+
+# Programs in C on libmoelora.a alone: the tests, and the examples, which must at least succeed.
+.PHONY: run-c
+run-c: $(CTESTS:%=$(WHERE)/%) $(CEXAMPLES:%=$(WHERE)/%)
+	@set -e; for program in $^; do echo "$$program"; ./$$program; done
+
+$(WHERE)/%: tests/c/%.c $(WHERE)/libmoelora.a $(wildcard tests/c/*.h)
+	$(CC) $(CTEST_FLAGS) $< -o $@ $(WHERE)/libmoelora.a -lm -lpthread
+
+$(WHERE)/%: examples/%.c $(WHERE)/libmoelora.a
+	$(CC) $(CTEST_FLAGS) $< -o $@ $(WHERE)/libmoelora.a -lm -lpthread
+
+test-py: $(VENV)/.editable
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 -m "not gpu" $(PYTEST_ARGS)
+
+# On GPU machines torch is already there: no venv, the Python of the caller.
+test-gpu:
+	$(PYTHON) setup.py -q build_ext --inplace
+	$(PYTHON) -m pytest -q -m gpu $(PYTEST_ARGS)
+
+sanitize-gpu:
+	$(PYTHON) setup.py -q build_ext --inplace
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
+	  $(PYTHON) -m pytest -q -x -m "gpu and not slow" $(PYTEST_ARGS)
+
+bench-cpu: build
+	$(PY) -m moelora bench cpu $(BENCH_ARGS)
+
+wheel: $(VENV)/.ready
+	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist .
+
+clean:
+	rm -rf build dist *.egg-info moelora/_C.abi3.so

@@ -1,0 +1,311 @@
+#include "glue/box.h"
+
+#include <inttypes.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+static _Thread_local struct {
+  moelora_status status;
+  char text[1024];
+} last_error;
+
+const char *box_last_error(moelora_status *status) {
+  *status = last_error.status;
+  return last_error.text;
+}
+
+void box_fail(moelora_box *box, moelora_status status, const char *format, ...) {
+  if (box->status != MOELORA_OK) {
+    return;
+  }
+  box->status = last_error.status = status;
+  int used = snprintf(last_error.text, sizeof last_error.text, "%s: ", box->op);
+  va_list args;
+  va_start(args, format);
+  vsnprintf(last_error.text + used, sizeof last_error.text - (size_t)used, format, args);
+  va_end(args);
+}
+
+bool box_check(moelora_box *box, moelora_status status) {
+  if (status != MOELORA_OK) {
+    box_fail(box, status, "%s", moelora_error_message());
+  }
+  return box->status == MOELORA_OK;
+}
+
+void box_open(moelora_box *box, const char *op) {
+  memset(box, 0, offsetof(moelora_box, handles));
+  box->op = op;
+  box->device_type = -1;
+  box->num_outputs = 0;
+  box->guard = NULL;
+  box->status = MOELORA_OK;
+}
+
+static int32_t dtype_to_torch(moelora_dtype dtype) {
+  switch (dtype) {
+  case MOELORA_F32:
+    return aoti_torch_dtype_float32();
+  case MOELORA_BF16:
+    return aoti_torch_dtype_bfloat16();
+  case MOELORA_F16:
+    return aoti_torch_dtype_float16();
+  case MOELORA_I32:
+    return aoti_torch_dtype_int32();
+  case MOELORA_I64:
+    return aoti_torch_dtype_int64();
+  case MOELORA_BOOL:
+    return aoti_torch_dtype_bool();
+  }
+  return -1;
+}
+
+static bool dtype_from_torch(int32_t code, moelora_dtype *dtype) {
+  for (int32_t i = MOELORA_F32; i <= MOELORA_BOOL; i++) {
+    if (dtype_to_torch((moelora_dtype)i) == code) {
+      *dtype = (moelora_dtype)i;
+      return true;
+    }
+  }
+  return false;
+}
+
+/* Where tensors without elements point: NULL would say that they are absent. */
+static char no_elements[256] __attribute__((aligned(256)));
+
+static const char *device_name(int32_t type) {
+  return type == aoti_torch_device_type_cuda()  ? "cuda"
+         : type == aoti_torch_device_type_cpu() ? "cpu"
+                                                : "another device type";
+}
+
+static void check_device(moelora_box *box, const char *name, AtenTensorHandle handle) {
+  int32_t type = -1, index = -1;
+  aoti_torch_get_device_type(handle, &type);
+  if (type == aoti_torch_device_type_cuda()) {
+    aoti_torch_get_device_index(handle, &index);
+  }
+  if (box->device_type < 0) {
+    box->device_type = type;
+    box->exec.device = type == aoti_torch_device_type_cuda() ? MOELORA_CUDA : MOELORA_CPU;
+    box->exec.device_index = index;
+  } else if (type != box->device_type || index != box->exec.device_index) {
+    box_fail(box, MOELORA_INVALID_ARGUMENT,
+             "%s is on %s (index %" PRId32 "), the first tensor is on %s (index %" PRId32 ")", name,
+             device_name(type), index, device_name(box->device_type), box->exec.device_index);
+  }
+}
+
+static moelora_tensor view(moelora_box *box, const char *name, StableIValue value, bool optional) {
+  AtenTensorHandle handle = (AtenTensorHandle)(uintptr_t)value;
+  moelora_tensor tensor = {0};
+  if (box->num_handles == BOX_MAX_HANDLES) {
+    aoti_torch_delete_tensor_object(handle);
+    box_fail(box, MOELORA_INVALID_ARGUMENT, "%s: too many tensors", name);
+    return tensor;
+  }
+  box->handles[box->num_handles++] = handle;
+
+  int64_t ndim = 0, *sizes = NULL, *strides = NULL;
+  int32_t code = -1;
+  aoti_torch_get_dim(handle, &ndim);
+  aoti_torch_get_sizes(handle, &sizes);
+  if (optional && ndim == 1 && sizes && sizes[0] == 0) {
+    return tensor;
+  }
+  check_device(box, name, handle);
+  aoti_torch_get_dtype(handle, &code);
+  if (!dtype_from_torch(code, &tensor.dtype)) {
+    box_fail(box, MOELORA_INVALID_ARGUMENT,
+             "%s has an unsupported dtype (known are float32, bfloat16, float16, int32, int64, "
+             "bool)",
+             name);
+    return tensor;
+  }
+  if (ndim > MOELORA_MAX_DIMS) {
+    box_fail(box, MOELORA_INVALID_ARGUMENT, "%s has %" PRId64 " dimensions, at most %d are known",
+             name, ndim, MOELORA_MAX_DIMS);
+    return tensor;
+  }
+  if (aoti_torch_get_strides(handle, &strides) || aoti_torch_get_data_ptr(handle, &tensor.data)) {
+    box_fail(box, MOELORA_INVALID_ARGUMENT, "%s is not a plain strided tensor", name);
+    return tensor;
+  }
+  tensor.ndim = (int32_t)ndim;
+  memcpy(tensor.size, sizes, (size_t)ndim * sizeof *sizes);
+  memcpy(tensor.stride, strides, (size_t)ndim * sizeof *strides);
+  if (!tensor.data) {
+    tensor.data = no_elements;
+  }
+  return tensor;
+}
+
+moelora_tensor box_tensor(moelora_box *box, const char *name, StableIValue value) {
+  return view(box, name, value, false);
+}
+
+moelora_tensor box_optional(moelora_box *box, const char *name, StableIValue value) {
+  return view(box, name, value, true);
+}
+
+static int32_t take_list(moelora_box *box, const char *name, const char *suffix, StableIValue value,
+                         moelora_tensor *out) {
+  StableListHandle list = (StableListHandle)(uintptr_t)value;
+  size_t size = 0;
+  char full_name[64];
+  torch_list_size(list, &size);
+  snprintf(full_name, sizeof full_name, "%s_%s", name, suffix);
+  if (size > MOELORA_MAX_SLICES) {
+    box_fail(box, MOELORA_INVALID_ARGUMENT, "%s has %zu slices, at most %d are known", full_name,
+             size, MOELORA_MAX_SLICES);
+  }
+  for (size_t i = 0; i < size; i++) {
+    StableIValue item = 0;
+    torch_list_get_item(list, i, &item);
+    if (i < MOELORA_MAX_SLICES) {
+      out[i] = box_tensor(box, full_name, item);
+    } else {
+      aoti_torch_delete_tensor_object((AtenTensorHandle)(uintptr_t)item);
+    }
+  }
+  torch_delete_list(list);
+  return (int32_t)size;
+}
+
+moelora_lora box_lora(moelora_box *box, const char *name, StableIValue a, StableIValue b) {
+  moelora_lora lora = {0};
+  lora.num_slices = take_list(box, name, "a", a, lora.a);
+  int32_t num_b = take_list(box, name, "b", b, lora.b);
+  if (lora.num_slices != num_b) {
+    box_fail(box, MOELORA_INVALID_ARGUMENT, "%s_a has %d slices, %s_b has %d", name,
+             lora.num_slices, name, num_b);
+  }
+  return lora;
+}
+
+int32_t box_int(moelora_box *box, const char *name, StableIValue value) {
+  int64_t wide = (int64_t)value;
+  if (wide < INT32_MIN || wide > INT32_MAX) {
+    box_fail(box, MOELORA_INVALID_ARGUMENT, "%s is %" PRId64 ", which is outside int32", name,
+             wide);
+    return 0;
+  }
+  return (int32_t)wide;
+}
+
+struct range_call {
+  moelora_task task;
+  void *context;
+};
+
+static void run_range(int64_t begin, int64_t end, void *ctx) {
+  const struct range_call *call = ctx;
+  call->task(call->context, begin, end);
+}
+
+static void torch_parallel(int64_t count, moelora_task task, void *context) {
+  struct range_call call = {task, context};
+  torch_parallel_for(0, count, 1, run_range, &call);
+}
+
+static void ready_cuda(moelora_box *box) {
+  if (!aoti_torch_get_current_cuda_stream || !aoti_torch_create_cuda_guard ||
+      !aoti_torch_delete_cuda_guard) {
+    box_fail(box, MOELORA_UNSUPPORTED, "tensors are on CUDA, but this torch has no CUDA");
+    return;
+  }
+  int32_t current = -1, index = box->exec.device_index;
+  aoti_torch_get_current_device_index(&current);
+  if (current != index && aoti_torch_create_cuda_guard(index, &box->guard)) {
+    box_fail(box, MOELORA_DEVICE_ERROR, "cannot switch to cuda:%d", index);
+  } else if (aoti_torch_get_current_cuda_stream(index, &box->exec.stream)) {
+    box_fail(box, MOELORA_DEVICE_ERROR, "cannot get the current stream of cuda:%d", index);
+  }
+}
+
+bool box_ready(moelora_box *box) {
+  if (box->status != MOELORA_OK) {
+    return false;
+  }
+  if (box->exec.device == MOELORA_CUDA) {
+    ready_cuda(box);
+  } else {
+    uint32_t threads = 1;
+    torch_get_num_threads(&threads);
+    box->exec.parallel_for = torch_parallel;
+    box->exec.num_threads = (int32_t)threads;
+  }
+  return box->status == MOELORA_OK;
+}
+
+static AtenTensorHandle allocate(moelora_box *box, const char *what, int32_t dtype, int32_t ndim,
+                                 const int64_t *sizes, const int64_t *strides) {
+  AtenTensorHandle handle = NULL;
+  if (aoti_torch_empty_strided(ndim, sizes, strides, dtype, box->device_type,
+                               box->exec.device_index, &handle)) {
+    box_fail(box, MOELORA_DEVICE_ERROR, "cannot allocate %s [%" PRId64 ", ...] on %s", what,
+             sizes[0], device_name(box->device_type));
+    return NULL;
+  }
+  return handle;
+}
+
+moelora_tensor box_output(moelora_box *box, moelora_dtype dtype, int32_t ndim,
+                          const int64_t *sizes) {
+  moelora_tensor tensor = {.dtype = dtype, .ndim = ndim};
+  int64_t stride = 1;
+  for (int32_t i = ndim - 1; i >= 0; i--) {
+    tensor.size[i] = sizes[i];
+    tensor.stride[i] = stride;
+    stride *= sizes[i] > 1 ? sizes[i] : 1;
+  }
+  AtenTensorHandle handle =
+      allocate(box, "an output", dtype_to_torch(dtype), ndim, tensor.size, tensor.stride);
+  if (handle) {
+    box->outputs[box->num_outputs++] = handle;
+    aoti_torch_get_data_ptr(handle, &tensor.data);
+    if (!tensor.data) {
+      tensor.data = no_elements;
+    }
+  }
+  return tensor;
+}
+
+bool box_workspace(moelora_box *box, size_t bytes) {
+  if (box->status != MOELORA_OK || bytes == 0) {
+    return box->status == MOELORA_OK;
+  }
+  /* torch aligns CPU memory to 64 bytes only. */
+  int64_t size = (int64_t)bytes + 255, stride = 1;
+  AtenTensorHandle handle =
+      allocate(box, "a workspace", aoti_torch_dtype_uint8(), 1, &size, &stride);
+  if (!handle) {
+    return false;
+  }
+  box->handles[box->num_handles++] = handle;
+  void *data = NULL;
+  aoti_torch_get_data_ptr(handle, &data);
+  box->exec.workspace = (void *)(((uintptr_t)data + 255) & ~(uintptr_t)255);
+  box->exec.workspace_bytes = bytes;
+  return true;
+}
+
+void box_close(moelora_box *box, StableIValue *stack) {
+  for (int32_t i = 0; i < box->num_handles; i++) {
+    aoti_torch_delete_tensor_object(box->handles[i]);
+  }
+  if (box->guard) {
+    aoti_torch_delete_cuda_guard(box->guard);
+  }
+  for (int32_t i = 0; i < box->num_outputs; i++) {
+    if (box->status == MOELORA_OK) {
+      stack[i] = (StableIValue)(uintptr_t)box->outputs[i];
+    } else {
+      aoti_torch_delete_tensor_object(box->outputs[i]);
+    }
+  }
+  if (box->status != MOELORA_OK) {
+    aoti_torch_check(false, box->op, "moelora", 0, last_error.text);
+  }
+}

@@ -1,0 +1,57 @@
+/* Between torch's boxed calls and moelora's structs: one moelora_box lives for one call of one
+ * operator. It owns every handle the call was given, notes the first failure, and gives
+ * everything back in box_close, which alone may raise.
+ *
+ * An absent optional tensor arrives as a 1-D tensor of 0 elements, of any dtype, on any device. */
+#ifndef MOELORA_GLUE_BOX_H
+#define MOELORA_GLUE_BOX_H
+
+#include "glue/abi.h"
+#include "moelora.h"
+
+/* fused_experts_lora: 14 tensors, 4 lists, 1 output, 1 workspace. */
+#define BOX_MAX_HANDLES (20 + 4 * MOELORA_MAX_SLICES)
+#define BOX_MAX_OUTPUTS 4
+
+typedef struct moelora_box {
+  const char *op;
+  moelora_exec exec;
+  int32_t device_type; /* torch's code, of the first tensor; -1: no tensor yet */
+  int32_t num_handles;
+  AtenTensorHandle handles[BOX_MAX_HANDLES];
+  int32_t num_outputs;
+  AtenTensorHandle outputs[BOX_MAX_OUTPUTS];
+  CUDAGuardHandle guard;
+  moelora_status status;
+} moelora_box;
+
+void box_open(moelora_box *box, const char *op);
+
+/* Arguments; each takes over its handle, also after a failure. */
+moelora_tensor box_tensor(moelora_box *box, const char *name, StableIValue value);
+moelora_tensor box_optional(moelora_box *box, const char *name, StableIValue value);
+moelora_lora box_lora(moelora_box *box, const char *name, StableIValue a, StableIValue b);
+int32_t box_int(moelora_box *box, const char *name, StableIValue value);
+
+/* After the last argument: picks stream and threads. False if anything failed so far. */
+bool box_ready(moelora_box *box);
+/* A new contiguous tensor, returned by the op if it succeeds. */
+moelora_tensor box_output(moelora_box *box, moelora_dtype dtype, int32_t ndim,
+                          const int64_t *sizes);
+bool box_workspace(moelora_box *box, size_t bytes);
+/* Notes the first failure: what follows it is usually its consequence. */
+void box_fail(moelora_box *box, moelora_status status, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+/* Notes a status of the core; true if it is MOELORA_OK. */
+bool box_check(moelora_box *box, moelora_status status);
+
+/* Releases what the box owns; writes the outputs to `stack`, or raises the first failure. */
+void box_close(moelora_box *box, StableIValue *stack);
+
+/* The last failure of this thread as it was raised, "" if none. */
+const char *box_last_error(moelora_status *status);
+
+/* ops.c: defines the operators and registers them. Returns NULL, or what went wrong. */
+const char *moelora_register_ops(void);
+
+#endif

@@ -1,0 +1,108 @@
+/* moelora._C: importing it registers the operators; its functions ask the core about itself. */
+#define Py_LIMITED_API 0x030a0000
+#include <Python.h>
+
+#include "glue/box.h"
+
+static PyObject *py_version(PyObject *self, PyObject *unused) {
+  (void)self, (void)unused;
+  return PyUnicode_FromString(MOELORA_VERSION);
+}
+
+static PyObject *variant_list(bool usable_only) {
+  PyObject *list = PyList_New(0);
+  const char *name;
+  for (int32_t i = 0; list && (name = moelora_variant_name(i)); i++) {
+    if (usable_only && !moelora_variant_usable(i)) {
+      continue;
+    }
+    PyObject *item = PyUnicode_FromString(name);
+    if (!item || PyList_Append(list, item) < 0) {
+      Py_CLEAR(list);
+    }
+    Py_XDECREF(item);
+  }
+  return list;
+}
+
+static PyObject *py_variants(PyObject *self, PyObject *unused) {
+  (void)self, (void)unused;
+  return variant_list(false);
+}
+
+static PyObject *py_usable(PyObject *self, PyObject *unused) {
+  (void)self, (void)unused;
+  return variant_list(true);
+}
+
+static PyObject *py_force_variant(PyObject *self, PyObject *name) {
+  (void)self;
+  const char *text = NULL;
+  if (name != Py_None && !(text = PyUnicode_AsUTF8AndSize(name, NULL))) {
+    return NULL;
+  }
+  if (moelora_force_variant(text) != MOELORA_OK) {
+    return PyErr_Format(PyExc_ValueError, "%s", moelora_error_message());
+  }
+  Py_RETURN_NONE;
+}
+
+static PyObject *py_last_plan(PyObject *self, PyObject *unused) {
+  (void)self, (void)unused;
+  return PyUnicode_FromString(moelora_last_plan());
+}
+
+static PyObject *py_last_error(PyObject *self, PyObject *unused) {
+  (void)self, (void)unused;
+  moelora_status status;
+  const char *text = box_last_error(&status);
+  return Py_BuildValue("is", (int)status, text);
+}
+
+static PyObject *py_cpu_features(PyObject *self, PyObject *unused) {
+  (void)self, (void)unused;
+  return PyUnicode_FromString(moelora_cpu_features());
+}
+
+static PyObject *py_has_cuda(PyObject *self, PyObject *unused) {
+  (void)self, (void)unused;
+  return PyBool_FromLong(moelora_has_device(MOELORA_CUDA));
+}
+
+static PyMethodDef methods[] = {
+    {"version", py_version, METH_NOARGS, "Version of the compiled library."},
+    {"variants", py_variants, METH_NOARGS, "Names of all kernel variants compiled in."},
+    {"usable", py_usable, METH_NOARGS, "Names of the kernel variants that can run here."},
+    {"force_variant", py_force_variant, METH_O,
+     "Prefer the kernel variant of this name in every plan that can use it; None undoes it."},
+    {"last_plan", py_last_plan, METH_NOARGS, "What the last operator of this thread ran."},
+    {"last_error", py_last_error, METH_NOARGS,
+     "(status, text) of the last error that an operator raised in this thread."},
+    {"cpu_features", py_cpu_features, METH_NOARGS, "CPU features that dispatch looks at."},
+    {"has_cuda", py_has_cuda, METH_NOARGS, "True if CUDA kernels are compiled in and can run."},
+    {NULL, NULL, 0, NULL},
+};
+
+static int execute(PyObject *module) {
+  const char *failed = moelora_register_ops();
+  if (failed) {
+    PyErr_Format(PyExc_ImportError, "moelora: torch refused an operator: %s", failed);
+    return -1;
+  }
+#ifdef MOELORA_WITH_CUDA
+  return PyModule_AddIntConstant(module, "WITH_CUDA", 1);
+#else
+  return PyModule_AddIntConstant(module, "WITH_CUDA", 0);
+#endif
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, execute}, {0, NULL}};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, .m_name = "moelora._C", .m_doc = "The compiled part of moelora.",
+    .m_methods = methods,  .m_slots = slots,
+};
+
+PyMODINIT_FUNC PyInit__C(void) {
+  return PyModuleDef_Init(&definition);
+}

@@ -1,0 +1,267 @@
+/* The operators as torch sees them: one schema and one boxed function each, for both devices. */
+#include "glue/box.h"
+
+static int64_t size_of(const moelora_tensor *tensor, int32_t dim) {
+  return dim < tensor->ndim ? tensor->size[dim] : 0;
+}
+
+/* Rows of output that `w` stands for: [E, N, K] or packed [E, N/64, K/64, 64, 64]. */
+static int64_t weight_rows(const moelora_tensor *w) {
+  return size_of(w, 1) * (w->ndim == 5 ? MOELORA_PACK : 1);
+}
+
+static int64_t num_blocks(const moelora_align_args *args) {
+  const moelora_tensor *ids = &args->routing.topk_ids;
+  if (args->block_size < 1 || args->num_experts < 1 || args->max_loras < 0) {
+    return 0; /* the core says what is wrong */
+  }
+  return moelora_align_max_blocks(args->mode, size_of(ids, 0) * size_of(ids, 1), args->num_experts,
+                                  args->max_loras, args->block_size);
+}
+
+static void run_align(moelora_box *box, moelora_align_args *args) {
+  if (!box_ready(box)) {
+    return;
+  }
+  int64_t blocks = num_blocks(args), rows = blocks * args->block_size, one = 1;
+  args->sorted_token_ids = box_output(box, MOELORA_I32, 1, &rows);
+  if (args->mode == MOELORA_ALIGN_SORTING) {
+    args->sorted_weights = box_output(box, MOELORA_F32, 1, &rows);
+  }
+  args->expert_ids = box_output(box, MOELORA_I32, 1, &blocks);
+  if (args->mode == MOELORA_ALIGN_UNIFORM || args->mode == MOELORA_ALIGN_SEGMENTED) {
+    args->lora_ids =
+        box_output(box, MOELORA_I32, 1, args->mode == MOELORA_ALIGN_UNIFORM ? &blocks : &rows);
+  }
+  args->num_tokens_post_padded = box_output(box, MOELORA_I32, 1, &one);
+  size_t bytes = 0;
+  if (box_check(box, moelora_align_workspace_size(args, &box->exec, &bytes)) &&
+      box_workspace(box, bytes)) {
+    box_check(box, moelora_align(args, &box->exec));
+  }
+}
+
+#define MOE_ALIGN_BLOCK_SIZE                                                                       \
+  "moe_align_block_size(Tensor topk_ids, int block_size, int num_experts, Tensor expert_map) -> "  \
+  "(Tensor, Tensor, Tensor)"
+
+static void moe_align_block_size(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+  (void)inputs, (void)outputs;
+  moelora_box box;
+  box_open(&box, "moe_align_block_size");
+  moelora_align_args args = {.mode = MOELORA_ALIGN_BASE};
+  args.routing.topk_ids = box_tensor(&box, "topk_ids", stack[0]);
+  args.block_size = box_int(&box, "block_size", stack[1]);
+  args.num_experts = box_int(&box, "num_experts", stack[2]);
+  args.routing.expert_map = box_optional(&box, "expert_map", stack[3]);
+  run_align(&box, &args);
+  box_close(&box, stack);
+}
+
+#define MOE_LORA_ALIGN_BLOCK_SIZE                                                                  \
+  "moe_lora_align_block_size(Tensor topk_ids, Tensor token_lora_mapping, int num_experts, int "    \
+  "block_size, int max_loras, int mode, Tensor adapter_enabled, Tensor expert_map) -> "            \
+  "(Tensor, Tensor, Tensor, Tensor)"
+
+static void moe_lora_align_block_size(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+  (void)inputs, (void)outputs;
+  moelora_box box;
+  box_open(&box, "moe_lora_align_block_size");
+  moelora_align_args args = {0};
+  args.routing.topk_ids = box_tensor(&box, "topk_ids", stack[0]);
+  args.adapters.token_lora_mapping = box_tensor(&box, "token_lora_mapping", stack[1]);
+  args.num_experts = box_int(&box, "num_experts", stack[2]);
+  args.block_size = box_int(&box, "block_size", stack[3]);
+  args.max_loras = box_int(&box, "max_loras", stack[4]);
+  args.mode = (moelora_align_mode)box_int(&box, "mode", stack[5]);
+  if (args.mode != MOELORA_ALIGN_UNIFORM && args.mode != MOELORA_ALIGN_SEGMENTED) {
+    box_fail(&box, MOELORA_INVALID_ARGUMENT, "mode is %d, must be %d (uniform) or %d (segmented)",
+             (int)args.mode, MOELORA_ALIGN_UNIFORM, MOELORA_ALIGN_SEGMENTED);
+  }
+  args.adapters.adapter_enabled = box_optional(&box, "adapter_enabled", stack[6]);
+  args.routing.expert_map = box_optional(&box, "expert_map", stack[7]);
+  run_align(&box, &args);
+  box_close(&box, stack);
+}
+
+#define MOE_SORTING                                                                                \
+  "moe_sorting(Tensor topk_ids, Tensor topk_weights, int num_experts, int block_size, "            \
+  "Tensor(a!) out_to_zero, Tensor expert_map) -> (Tensor, Tensor, Tensor, Tensor)"
+
+static void moe_sorting(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+  (void)inputs, (void)outputs;
+  moelora_box box;
+  box_open(&box, "moe_sorting");
+  moelora_align_args args = {.mode = MOELORA_ALIGN_SORTING};
+  args.routing.topk_ids = box_tensor(&box, "topk_ids", stack[0]);
+  args.routing.topk_weights = box_tensor(&box, "topk_weights", stack[1]);
+  args.num_experts = box_int(&box, "num_experts", stack[2]);
+  args.block_size = box_int(&box, "block_size", stack[3]);
+  args.out_to_zero = box_optional(&box, "out_to_zero", stack[4]);
+  args.routing.expert_map = box_optional(&box, "expert_map", stack[5]);
+  run_align(&box, &args);
+  box_close(&box, stack);
+}
+
+#define FUSED_MOE_LORA_GEMM_ARGS                                                                   \
+  "Tensor x, Tensor w, Tensor topk_weights, Tensor topk_ids, Tensor token_lora_mapping, Tensor[] " \
+  "lora_a, Tensor[] lora_b, Tensor lora_ranks, Tensor lora_scalings, Tensor adapter_enabled, "     \
+  "Tensor bias, Tensor expert_map, bool mul_routed_weight"
+
+static void run_gemm(const char *op, StableIValue *stack, bool has_out) {
+  moelora_box box;
+  box_open(&box, op);
+  moelora_gemm_args args = {0};
+  args.x = box_tensor(&box, "x", stack[0]);
+  args.w = box_tensor(&box, "w", stack[1]);
+  args.routing.topk_weights = box_tensor(&box, "topk_weights", stack[2]);
+  args.routing.topk_ids = box_tensor(&box, "topk_ids", stack[3]);
+  args.adapters.token_lora_mapping = box_optional(&box, "token_lora_mapping", stack[4]);
+  args.lora = box_lora(&box, "lora", stack[5], stack[6]);
+  args.adapters.lora_ranks = box_optional(&box, "lora_ranks", stack[7]);
+  args.adapters.lora_scalings = box_optional(&box, "lora_scalings", stack[8]);
+  args.adapters.adapter_enabled = box_optional(&box, "adapter_enabled", stack[9]);
+  args.bias = box_optional(&box, "bias", stack[10]);
+  args.routing.expert_map = box_optional(&box, "expert_map", stack[11]);
+  args.mul_routed_weight = stack[12] != 0;
+  if (has_out) {
+    args.out = box_tensor(&box, "out", stack[13]);
+  }
+  if (box_ready(&box)) {
+    const moelora_tensor *ids = &args.routing.topk_ids;
+    int64_t sizes[3] = {size_of(ids, 0), size_of(ids, 1), weight_rows(&args.w)};
+    if (!has_out) {
+      args.out = box_output(&box, args.x.dtype, 3, sizes);
+    }
+    size_t bytes = 0;
+    if (box_check(&box, moelora_gemm_workspace_size(&args, &box.exec, &bytes)) &&
+        box_workspace(&box, bytes)) {
+      box_check(&box, moelora_gemm(&args, &box.exec));
+    }
+  }
+  box_close(&box, stack);
+}
+
+#define FUSED_MOE_LORA_GEMM "fused_moe_lora_gemm(" FUSED_MOE_LORA_GEMM_ARGS ") -> Tensor"
+#define FUSED_MOE_LORA_GEMM_OUT                                                                    \
+  "fused_moe_lora_gemm_out(" FUSED_MOE_LORA_GEMM_ARGS ", Tensor(a!) out) -> ()"
+
+static void fused_moe_lora_gemm(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+  (void)inputs, (void)outputs;
+  run_gemm("fused_moe_lora_gemm", stack, false);
+}
+
+static void fused_moe_lora_gemm_out(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+  (void)inputs, (void)outputs;
+  run_gemm("fused_moe_lora_gemm_out", stack, true);
+}
+
+#define FUSED_EXPERTS_LORA_ARGS                                                                    \
+  "Tensor hidden_states, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor "     \
+  "token_lora_mapping, Tensor[] w13_lora_a, Tensor[] w13_lora_b, Tensor[] w2_lora_a, Tensor[] "    \
+  "w2_lora_b, Tensor lora_ranks, Tensor lora_scalings, Tensor adapter_enabled, Tensor w13_bias, "  \
+  "Tensor w2_bias, int activation, Tensor expert_map, bool apply_router_weight_on_input"
+
+static void run_experts(const char *op, StableIValue *stack, bool has_out) {
+  moelora_box box;
+  box_open(&box, op);
+  moelora_experts_args args = {0};
+  args.hidden_states = box_tensor(&box, "hidden_states", stack[0]);
+  args.w13 = box_tensor(&box, "w13", stack[1]);
+  args.w2 = box_tensor(&box, "w2", stack[2]);
+  args.routing.topk_weights = box_tensor(&box, "topk_weights", stack[3]);
+  args.routing.topk_ids = box_tensor(&box, "topk_ids", stack[4]);
+  args.adapters.token_lora_mapping = box_optional(&box, "token_lora_mapping", stack[5]);
+  args.w13_lora = box_lora(&box, "w13_lora", stack[6], stack[7]);
+  args.w2_lora = box_lora(&box, "w2_lora", stack[8], stack[9]);
+  args.adapters.lora_ranks = box_optional(&box, "lora_ranks", stack[10]);
+  args.adapters.lora_scalings = box_optional(&box, "lora_scalings", stack[11]);
+  args.adapters.adapter_enabled = box_optional(&box, "adapter_enabled", stack[12]);
+  args.w13_bias = box_optional(&box, "w13_bias", stack[13]);
+  args.w2_bias = box_optional(&box, "w2_bias", stack[14]);
+  args.activation = (moelora_activation)box_int(&box, "activation", stack[15]);
+  args.routing.expert_map = box_optional(&box, "expert_map", stack[16]);
+  args.apply_router_weight_on_input = stack[17] != 0;
+  if (has_out) {
+    args.out = box_tensor(&box, "out", stack[18]);
+  }
+  if (box_ready(&box)) {
+    int64_t sizes[2] = {size_of(&args.hidden_states, 0), size_of(&args.hidden_states, 1)};
+    if (!has_out) {
+      args.out = box_output(&box, args.hidden_states.dtype, 2, sizes);
+    }
+    size_t bytes = 0;
+    if (box_check(&box, moelora_experts_workspace_size(&args, &box.exec, &bytes)) &&
+        box_workspace(&box, bytes)) {
+      box_check(&box, moelora_experts(&args, &box.exec));
+    }
+  }
+  box_close(&box, stack);
+}
+
+#define FUSED_EXPERTS_LORA "fused_experts_lora(" FUSED_EXPERTS_LORA_ARGS ") -> Tensor"
+#define FUSED_EXPERTS_LORA_OUT                                                                     \
+  "fused_experts_lora_out(" FUSED_EXPERTS_LORA_ARGS ", Tensor(a!) out) -> ()"
+
+static void fused_experts_lora(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+  (void)inputs, (void)outputs;
+  run_experts("fused_experts_lora", stack, false);
+}
+
+static void fused_experts_lora_out(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+  (void)inputs, (void)outputs;
+  run_experts("fused_experts_lora_out", stack, true);
+}
+
+#define PREPACK_WEIGHTS "prepack_weights(Tensor w) -> Tensor"
+
+static void prepack_weights(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+  (void)inputs, (void)outputs;
+  moelora_box box;
+  box_open(&box, "prepack_weights");
+  moelora_tensor w = box_tensor(&box, "w", stack[0]);
+  if (box_ready(&box)) {
+    int64_t sizes[5] = {size_of(&w, 0), size_of(&w, 1) / MOELORA_PACK,
+                        size_of(&w, 2) / MOELORA_PACK, MOELORA_PACK, MOELORA_PACK};
+    moelora_tensor out = box_output(&box, w.dtype, 5, sizes);
+    if (box.status == MOELORA_OK) {
+      box_check(&box, moelora_pack_weights(&w, &out, &box.exec));
+    }
+  }
+  box_close(&box, stack);
+}
+
+static const struct {
+  const char *name, *schema;
+  void (*function)(StableIValue *, uint64_t, uint64_t);
+} ops[] = {
+    {"moe_align_block_size", MOE_ALIGN_BLOCK_SIZE, moe_align_block_size},
+    {"moe_lora_align_block_size", MOE_LORA_ALIGN_BLOCK_SIZE, moe_lora_align_block_size},
+    {"moe_sorting", MOE_SORTING, moe_sorting},
+    {"fused_moe_lora_gemm", FUSED_MOE_LORA_GEMM, fused_moe_lora_gemm},
+    {"fused_moe_lora_gemm_out", FUSED_MOE_LORA_GEMM_OUT, fused_moe_lora_gemm_out},
+    {"fused_experts_lora", FUSED_EXPERTS_LORA, fused_experts_lora},
+    {"fused_experts_lora_out", FUSED_EXPERTS_LORA_OUT, fused_experts_lora_out},
+    {"prepack_weights", PREPACK_WEIGHTS, prepack_weights},
+};
+
+const char *moelora_register_ops(void) {
+  /* torch keeps the operators while these handles live, which is for good. */
+  static TorchLibraryHandle definitions, cpu, cuda;
+  if (definitions) {
+    return NULL;
+  }
+  if (aoti_torch_library_init_def("moelora", __FILE__, __LINE__, &definitions) ||
+      aoti_torch_library_init_impl("moelora", "CPU", __FILE__, __LINE__, &cpu) ||
+      aoti_torch_library_init_impl("moelora", "CUDA", __FILE__, __LINE__, &cuda)) {
+    return "cannot create torch's operator library";
+  }
+  for (size_t i = 0; i < sizeof ops / sizeof *ops; i++) {
+    if (aoti_torch_library_def(definitions, ops[i].schema) ||
+        torch_library_impl(cpu, ops[i].name, ops[i].function, MOELORA_TORCH_ABI_VERSION) ||
+        torch_library_impl(cuda, ops[i].name, ops[i].function, MOELORA_TORCH_ABI_VERSION)) {
+      return ops[i].schema;
+    }
+  }
+  return NULL;
+}
