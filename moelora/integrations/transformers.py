@@ -183,6 +183,7 @@ class _Attached:
 
     pool: AdapterPool
     layers: dict[int, dict[str, Any]]
+    configs: dict[str, Any]  # by name of the experts module
     hook: Any
 
 
@@ -327,7 +328,8 @@ def load_adapters(
     model.set_experts_implementation(IMPLEMENTATION)
     layers = {id(module): pool.layer(name) for name, (module, _) in found.items()}
     hook = model.register_forward_pre_hook(_before_forward, with_kwargs=True)
-    _attached[model] = _Attached(pool, layers, hook)
+    configs = {name: module.config for name, (module, _) in found.items()}
+    _attached[model] = _Attached(pool, layers, configs, hook)
     return pool
 
 
@@ -356,8 +358,8 @@ def use_adapters(
         raise ValueError(f"names is the string {names!r}, wanted one name per row of the batch")
     if expand < 1:
         raise ValueError(f"expand is {expand}, wanted >= 1")
-    for name, (module, _) in moe_layers(model).items():
-        implementation = module.config._experts_implementation
+    for name, config in attached.configs.items():
+        implementation = config._experts_implementation
         if implementation != IMPLEMENTATION:
             raise RuntimeError(
                 f"{name} runs experts_implementation={implementation!r}, which knows no adapters; "
