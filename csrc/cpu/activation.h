@@ -1,0 +1,76 @@
+/* Activations in float32, in place: gate[i] = f(gate[i], up[i]). Included by the kernels of every
+ * instruction set, whose compiler flags vectorise the loops.
+ *
+ *   silu       g * sigmoid(g) * u
+ *   gelu       g * sigmoid(2 sqrt(2/pi) (g + 0.044715 g^3)) * u, which is gelu_tanh(g) * u
+ *   swigluoai  g = min(g, 7), u = clamp(u, -7, 7): g * sigmoid(1.702 g) * (u + 1)
+ *   relu2      max(g, 0)^2
+ */
+#ifndef MOELORA_CPU_ACTIVATION_H
+#define MOELORA_CPU_ACTIVATION_H
+
+#include <string.h>
+
+#include "moelora.h"
+
+/* exp to 2 ulp on [-87.3, 88.7], clamped outside; NaN stays NaN. x = n ln2 + r, |r| <= ln2 / 2, and
+ * a degree 6 polynomial for exp(r). */
+static inline float moelora_exp(float x) {
+  x = x < -87.3f ? -87.3f : x;
+  x = x > 88.3f ? 88.3f : x;
+  /* adding 1.5 * 2^23 rounds to an integer, which is then in the low bits */
+  const float shifter = 12582912.0f;
+  float shifted = x * 1.44269504f + shifter;
+  float n = shifted - shifter;
+  float r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  float poly = 1.9875691500e-4f;
+  poly = poly * r + 1.3981999507e-3f;
+  poly = poly * r + 8.3334519073e-3f;
+  poly = poly * r + 4.1665795894e-2f;
+  poly = poly * r + 1.6666665459e-1f;
+  poly = poly * r + 5.0000001201e-1f;
+  poly = poly * r * r + r + 1.0f;
+  uint32_t bits;
+  memcpy(&bits, &shifted, sizeof bits);
+  bits = (bits + 127) << 23;
+  float scale;
+  memcpy(&scale, &bits, sizeof scale);
+  return poly * scale;
+}
+
+static inline float moelora_times_sigmoid(float x, float y) {
+  return x / (1.0f + moelora_exp(-y));
+}
+
+static inline void moelora_activate(moelora_activation activation, float *restrict gate,
+                                    const float *restrict up, int64_t n) {
+  switch (activation) {
+  case MOELORA_SILU:
+    for (int64_t i = 0; i < n; i++)
+      gate[i] = moelora_times_sigmoid(gate[i], gate[i]) * up[i];
+    break;
+  case MOELORA_GELU:
+    for (int64_t i = 0; i < n; i++) {
+      float g = gate[i], inner = 1.5957691216f * (g + 0.044715f * g * g * g);
+      gate[i] = moelora_times_sigmoid(g, inner) * up[i];
+    }
+    break;
+  case MOELORA_SWIGLUOAI:
+    for (int64_t i = 0; i < n; i++) {
+      float g = gate[i] > 7.0f ? 7.0f : gate[i];
+      float u = up[i] > 7.0f ? 7.0f : up[i];
+      u = u < -7.0f ? -7.0f : u;
+      gate[i] = moelora_times_sigmoid(g, 1.702f * g) * (u + 1.0f);
+    }
+    break;
+  case MOELORA_RELU2:
+    for (int64_t i = 0; i < n; i++) {
+      float g = gate[i] < 0.0f ? 0.0f : gate[i];
+      gate[i] = g * g;
+    }
+    break;
+  }
+}
+
+#endif

@@ -1,0 +1,104 @@
+/* Sorted row ids in blocks of one expert (or one expert and adapter), for kernels that want every
+ * block uniform. Serial: a few operations per row beside a layer's thousands. */
+#include <string.h>
+
+#include "cpu/cpu.h"
+#include "cpu/routes.h"
+#include "cpu/sort.h"
+
+static moelora_routes align_routes(const moelora_align_problem *problem) {
+  moelora_routes routes = problem->routes;
+  if (problem->mode == MOELORA_ALIGN_BASE || problem->mode == MOELORA_ALIGN_SORTING)
+    routes.token_lora_mapping.data = NULL;
+  return routes;
+}
+
+size_t moelora_cpu_align_workspace(const moelora_align_problem *problem) {
+  moelora_routes routes = align_routes(problem);
+  moelora_arena arena = {0};
+  moelora_sorted sorted;
+  moelora_sorted_take(&routes, &arena, &sorted);
+  moelora_take(&arena, (size_t)routes.num_experts);
+  return arena.used;
+}
+
+static void fill_padding(const moelora_align_problem *problem) {
+  int64_t blocks = problem->max_blocks, rows = blocks * problem->block_size;
+  for (int64_t i = 0; i < rows; i++)
+    problem->sorted_token_ids[i] = (int32_t)problem->routes.num_rows;
+  for (int64_t i = 0; i < blocks; i++)
+    problem->expert_ids[i] = -1;
+  if (problem->lora_ids) {
+    int64_t count = problem->mode == MOELORA_ALIGN_SEGMENTED ? rows : blocks;
+    for (int64_t i = 0; i < count; i++)
+      problem->lora_ids[i] = -1;
+  }
+  if (problem->sorted_weights)
+    memset(problem->sorted_weights, 0, (size_t)rows * sizeof(float));
+}
+
+/* Writes sorted rows [begin, end) of one expert from block `block` on; returns the next block. */
+static int64_t write_blocks(const moelora_align_problem *problem, const moelora_sorted *sorted,
+                            int64_t begin, int64_t end, int32_t expert, int64_t block) {
+  const moelora_routes *routes = &problem->routes;
+  int64_t size = problem->block_size, next = block + (end - begin + size - 1) / size;
+  for (int64_t i = begin; i < end; i++) {
+    int64_t at = block * size + (i - begin);
+    int32_t row = sorted->row[i];
+    bool sorting = problem->mode == MOELORA_ALIGN_SORTING;
+    problem->sorted_token_ids[at] = sorting ? row / routes->top_k : row;
+    if (problem->sorted_weights)
+      problem->sorted_weights[at] = moelora_weight_of(routes, row);
+    if (problem->mode == MOELORA_ALIGN_SEGMENTED && problem->lora_ids)
+      problem->lora_ids[at] = sorted->adapter[i];
+  }
+  for (; block < next; block++) {
+    problem->expert_ids[block] = expert;
+    if (problem->mode == MOELORA_ALIGN_UNIFORM && problem->lora_ids)
+      problem->lora_ids[block] = sorted->adapter[begin];
+  }
+  return next;
+}
+
+/* Marks the experts of this rank: they get a block in SORTING mode even without rows. */
+static void mark_local(const moelora_routes *routes, uint8_t *local) {
+  memset(local, routes->expert_map ? 0 : 1, (size_t)routes->num_experts);
+  for (int32_t i = 0; routes->expert_map && i < routes->num_global; i++) {
+    int32_t expert = routes->expert_map[i];
+    if (expert >= 0 && expert < routes->num_experts)
+      local[expert] = 1;
+  }
+}
+
+moelora_status moelora_cpu_align(const moelora_align_problem *problem, const moelora_exec *exec) {
+  moelora_routes routes = align_routes(problem);
+  moelora_arena arena = {exec->workspace, 0};
+  moelora_sorted sorted;
+  moelora_sorted_take(&routes, &arena, &sorted);
+  uint8_t *local = moelora_take(&arena, (size_t)routes.num_experts);
+
+  moelora_sort_rows(&routes, &sorted);
+  fill_padding(problem);
+  if (problem->mode == MOELORA_ALIGN_SORTING)
+    mark_local(&routes, local);
+
+  int64_t block = 0;
+  for (int32_t e = 0; e < routes.num_experts; e++) {
+    int64_t begin = sorted.offset[e], end = sorted.offset[e + 1];
+    while (problem->mode == MOELORA_ALIGN_UNIFORM && begin < end) {
+      int64_t next = begin + 1;
+      while (next < end && sorted.adapter[next] == sorted.adapter[begin])
+        next++;
+      block = write_blocks(problem, &sorted, begin, next, e, block);
+      begin = next;
+    }
+    if (begin < end)
+      block = write_blocks(problem, &sorted, begin, end, e, block);
+    else if (problem->mode == MOELORA_ALIGN_SORTING && local[e])
+      problem->expert_ids[block++] = e;
+  }
+  *problem->num_tokens_post_padded = (int32_t)(block * problem->block_size);
+  if (problem->out_to_zero)
+    memset(problem->out_to_zero, 0, problem->out_to_zero_bytes);
+  return MOELORA_OK;
+}

@@ -1,0 +1,33 @@
+/* The CPU backend's table, and its kernels in the order of variants.inc. */
+#include "cpu/cpu.h"
+
+const moelora_cpu_kernels *moelora_cpu_kernels_of(const moelora_variant *variant) {
+  static const moelora_cpu_kernels *const kernels[] = {
+#define MOELORA_CPU_GEMM(NAME, DTYPE, ISA, BLOCK_M, BLOCK_N, BLOCK_K) &moelora_##NAME,
+#include "cpu/variants.inc"
+#undef MOELORA_CPU_GEMM
+  };
+  return kernels[variant->id];
+}
+
+static moelora_status device_info(int32_t device_index, moelora_device_info *info) {
+  (void)device_index;
+  *info = (moelora_device_info){
+      .device = MOELORA_CPU,
+      .num_units = 1,
+      .cpu_isa = moelora_cpu_isa(),
+  };
+  return MOELORA_OK;
+}
+
+const moelora_backend moelora_cpu_backend = {
+    .name = "cpu",
+    .device_info = device_info,
+    .align_workspace = moelora_cpu_align_workspace,
+    .align = moelora_cpu_align,
+    .gemm_workspace = moelora_cpu_gemm_workspace,
+    .gemm = moelora_cpu_gemm,
+    .experts_workspace = moelora_cpu_experts_workspace,
+    .experts = moelora_cpu_experts,
+    .pack = moelora_cpu_pack,
+};

@@ -1,0 +1,118 @@
+/* What the files of the CPU backend share. */
+#ifndef MOELORA_CPU_CPU_H
+#define MOELORA_CPU_CPU_H
+
+#include "core/backend.h"
+#include "cpu/kernels.h"
+#include "cpu/sort.h"
+
+static inline int64_t moelora_min(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
+static inline int64_t moelora_max(int64_t a, int64_t b) {
+  return a > b ? a : b;
+}
+static inline int64_t moelora_ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+/* Bound on BLOCK_N of variants.inc. */
+#define MOELORA_CPU_MAX_BLOCK_N 256
+
+/* isa.c: bits of moelora_isa that this machine runs. */
+uint32_t moelora_cpu_isa(void);
+
+/* parallel.c: task(context, i, worker) for every i in [0, count), handed out one by one; `worker`
+ * is in [0, moelora_cpu_workers(exec)) and names the scratch that the task may use. */
+typedef void (*moelora_cpu_task)(void *context, int64_t index, int32_t worker);
+int32_t moelora_cpu_workers(const moelora_exec *exec);
+void moelora_cpu_parallel(const moelora_exec *exec, int64_t count, moelora_cpu_task task,
+                          void *context);
+
+/* tile.c: the private memory of one worker. */
+typedef struct moelora_scratch {
+  const void **x;      /* [block_m] operand rows of a tile */
+  const void **x_pass; /* [block_m] the same, advanced to the current pass over K */
+  float *c;            /* [block_m, block_n] sums */
+  float *edge;         /* [block_m, MOELORA_DOT_N] sums of a ragged column group */
+  float *line;         /* [block_n] one row on its way out */
+  char *w;             /* [MOELORA_DOT_N, block_k] weight operands */
+} moelora_scratch;
+
+moelora_scratch *moelora_scratch_take(const moelora_variant *variant, const moelora_exec *exec,
+                                      moelora_arena *arena);
+
+/* tile.c: c[i * ldc + n - begin] += x[i] . w[n] over k, for i < m <= block_m and n in [begin, end);
+ * `w` is one expert's matrix, x rows are scratch->x. `stream` says that this is the first use of
+ * these weights, so that it pays to fetch ahead. */
+void moelora_cpu_tile(const moelora_variant *variant, const moelora_weights *w, int64_t begin,
+                      int64_t end, int64_t m, bool stream, float *c, int64_t ldc,
+                      moelora_scratch *scratch);
+
+/* gemm.c: one grouped projection over sorted rows. */
+typedef enum moelora_row_index {
+  MOELORA_BY_TOKEN,  /* x[p / top_k] */
+  MOELORA_BY_ROW,    /* x[p] */
+  MOELORA_BY_SORTED, /* x[position] */
+} moelora_row_index;
+
+typedef struct moelora_projection moelora_projection;
+struct moelora_projection {
+  const moelora_variant *variant;
+  const moelora_routes *routes;
+  const moelora_sorted *sorted;
+  moelora_scratch *scratch; /* [workers] */
+  const void *x;            /* operand rows of w->k values */
+  int64_t x_stride;
+  moelora_row_index x_index;
+  const moelora_weights *w;
+  const moelora_factors *lora;
+  void *shrunk; /* [P, num_slices, R] operands by sorted position; NULL: no adapters */
+  /* Where columns go: gated projections pair column c of the gate with column c of up. */
+  bool gated, interleaved, activated;
+  moelora_activation activation;
+  /* Takes the finished float32 columns [begin, begin + count) of sorted row `at`. */
+  void (*emit)(const moelora_projection *projection, int64_t at, int64_t begin, int64_t count,
+               const float *values);
+  void *out;
+  int64_t out_stride[2];
+  const moelora_variant *out_variant; /* the variant that reads `out`, where one does */
+  bool mul_routed_weight;
+};
+
+void moelora_cpu_project(const moelora_projection *projection, const moelora_exec *exec);
+
+/* gemm.c: operand rows of x for sorted rows [first, first + m) */
+void moelora_cpu_rows(const moelora_projection *projection, int64_t first, int64_t m,
+                      const void **x);
+
+/* gemm.c: rows of the compute dtype as operand rows, times weight[i] if given, rounded once. */
+size_t moelora_operands_bytes(const moelora_variant *variant, int64_t rows, int64_t k);
+void moelora_cpu_operands(const moelora_variant *variant, const void *x, int64_t x_stride,
+                          int64_t rows, int64_t k, const float *weight, int64_t weight_stride,
+                          void *out, const moelora_exec *exec);
+
+/* lora.c */
+size_t moelora_shrunk_bytes(const moelora_variant *variant, const moelora_routes *routes,
+                            const moelora_factors *lora);
+/* projection->shrunk = rounded(s * x A^T) for every row with an adapter */
+void moelora_cpu_shrink(const moelora_projection *projection, const moelora_exec *exec);
+/* c += shrunk B^T for sorted rows [first, first + m) of one expert and columns [begin, end) */
+void moelora_cpu_expand(const moelora_projection *projection, int64_t first, int64_t m,
+                        int64_t begin, int64_t end, float *c, int64_t ldc,
+                        moelora_scratch *scratch);
+
+/* The operators. */
+size_t moelora_cpu_align_workspace(const moelora_align_problem *problem);
+moelora_status moelora_cpu_align(const moelora_align_problem *problem, const moelora_exec *exec);
+size_t moelora_cpu_gemm_workspace(const moelora_gemm_problem *problem,
+                                  const moelora_gemm_plan *plan, const moelora_exec *exec);
+moelora_status moelora_cpu_gemm(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
+                                const moelora_exec *exec);
+size_t moelora_cpu_experts_workspace(const moelora_experts_problem *problem,
+                                     const moelora_experts_plan *plan, const moelora_exec *exec);
+moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
+                                   const moelora_experts_plan *plan, const moelora_exec *exec);
+moelora_status moelora_cpu_pack(const moelora_pack_problem *problem, const moelora_exec *exec);
+
+#endif

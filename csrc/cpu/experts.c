@@ -1,0 +1,155 @@
+/* The whole layer, in five steps over workspace arrays:
+ *
+ *   sort       rows by (expert, adapter)
+ *   w13        h [P, I] by sorted position, operands     = act(x w13^T + adapters + bias)
+ *   w2         z [P, K] by flat row, float32             = h w2^T + adapters + bias
+ *   combine    out [M, K]                                = sum over j of weight * z, rounded once
+ *
+ * each projection preceded by its shrink. `out` may be the memory of x: only combine writes it. */
+#include "cpu/cpu.h"
+#include "cpu/routes.h"
+
+typedef struct experts_layout {
+  moelora_sorted sorted;
+  moelora_scratch *scratch13, *scratch2;
+  void *x;        /* [M, K] operands; NULL where hidden_states are used as they are */
+  void *h;        /* [P, I] operands by sorted position */
+  float *z;       /* [P, K] by flat row */
+  void *shrunk13; /* NULL without adapters */
+  void *shrunk2;  /* NULL without adapters */
+  size_t bytes;
+} experts_layout;
+
+static experts_layout lay_out(const moelora_experts_problem *problem,
+                              const moelora_experts_plan *plan, const moelora_exec *exec,
+                              void *base) {
+  const moelora_routes *routes = &problem->routes;
+  const moelora_variant *v13 = plan->w13.variant, *v2 = plan->w2.variant;
+  moelora_arena arena = {base, 0};
+  experts_layout layout = {0};
+  moelora_sorted_take(routes, &arena, &layout.sorted);
+  layout.scratch13 = moelora_scratch_take(v13, exec, &arena);
+  layout.scratch2 = moelora_scratch_take(v2, exec, &arena);
+  if (moelora_cpu_kernels_of(v13)->widen || problem->apply_router_weight_on_input)
+    layout.x =
+        moelora_take(&arena, moelora_operands_bytes(v13, routes->num_tokens, problem->hidden));
+  layout.h =
+      moelora_take(&arena, moelora_operands_bytes(v2, routes->num_rows, problem->intermediate));
+  layout.z = moelora_take(&arena, (size_t)(routes->num_rows * problem->hidden) * sizeof(float));
+  if (routes->token_lora_mapping.data && problem->w13_lora.num_slices)
+    layout.shrunk13 = moelora_take(&arena, moelora_shrunk_bytes(v13, routes, &problem->w13_lora));
+  if (routes->token_lora_mapping.data && problem->w2_lora.num_slices)
+    layout.shrunk2 = moelora_take(&arena, moelora_shrunk_bytes(v2, routes, &problem->w2_lora));
+  layout.bytes = arena.used;
+  return layout;
+}
+
+size_t moelora_cpu_experts_workspace(const moelora_experts_problem *problem,
+                                     const moelora_experts_plan *plan, const moelora_exec *exec) {
+  return lay_out(problem, plan, exec, NULL).bytes;
+}
+
+/* h is read as w2's operand, so it is rounded into that form. */
+static void emit_h(const moelora_projection *p, int64_t at, int64_t begin, int64_t count,
+                   const float *values) {
+  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->out_variant);
+  kernels->round(values,
+                 (char *)p->out + (size_t)(at * p->out_stride[0] + begin) * kernels->operand_bytes,
+                 count);
+}
+
+static void emit_z(const moelora_projection *p, int64_t at, int64_t begin, int64_t count,
+                   const float *values) {
+  float *z = (float *)p->out + p->sorted->row[at] * p->out_stride[0] + begin;
+  for (int64_t j = 0; j < count; j++)
+    z[j] = values[j];
+}
+
+typedef struct combine_tasks {
+  const moelora_experts_problem *problem;
+  const moelora_variant *variant;
+  const float *z;
+} combine_tasks;
+
+static void combine_token(void *context, int64_t m, int32_t worker) {
+  (void)worker;
+  const combine_tasks *tasks = context;
+  const moelora_experts_problem *problem = tasks->problem;
+  const moelora_routes *routes = &problem->routes;
+  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(tasks->variant);
+  const size_t bytes = moelora_dtype_bytes(problem->dtype);
+  char *out = (char *)problem->out + (size_t)(m * problem->out_stride) * bytes;
+  for (int64_t k = 0; k < problem->hidden; k += 256) {
+    const int64_t count = moelora_min(256, problem->hidden - k);
+    float sum[256] = {0};
+    for (int64_t p = m * routes->top_k; p < (m + 1) * routes->top_k; p++) {
+      if (moelora_expert_of(routes, p) < 0)
+        continue;
+      const float weight =
+          problem->apply_router_weight_on_input ? 1.0f : moelora_weight_of(routes, p);
+      const float *z = tasks->z + p * problem->hidden + k;
+      for (int64_t i = 0; i < count; i++)
+        sum[i] += weight * z[i];
+    }
+    kernels->store(sum, out + (size_t)k * bytes, count);
+  }
+}
+
+moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
+                                   const moelora_experts_plan *plan, const moelora_exec *exec) {
+  const moelora_routes *routes = &problem->routes;
+  experts_layout layout = lay_out(problem, plan, exec, exec->workspace);
+  moelora_sort_rows(routes, &layout.sorted);
+  moelora_projection w13 = {
+      .variant = plan->w13.variant,
+      .routes = routes,
+      .sorted = &layout.sorted,
+      .scratch = layout.scratch13,
+      .x = problem->x,
+      .x_stride = problem->x_stride,
+      .x_index = MOELORA_BY_TOKEN,
+      .w = &problem->w13,
+      .lora = &problem->w13_lora,
+      .shrunk = layout.sorted.has_adapters ? layout.shrunk13 : NULL,
+      .activated = true,
+      .gated = problem->activation != MOELORA_RELU2,
+      .interleaved = problem->activation == MOELORA_SWIGLUOAI,
+      .activation = problem->activation,
+      .emit = emit_h,
+      .out = layout.h,
+      .out_stride = {problem->intermediate},
+      .out_variant = plan->w2.variant,
+  };
+  moelora_projection w2 = {
+      .variant = plan->w2.variant,
+      .routes = routes,
+      .sorted = &layout.sorted,
+      .scratch = layout.scratch2,
+      .x = layout.h,
+      .x_stride = problem->intermediate,
+      .x_index = MOELORA_BY_SORTED,
+      .w = &problem->w2,
+      .lora = &problem->w2_lora,
+      .shrunk = layout.sorted.has_adapters ? layout.shrunk2 : NULL,
+      .emit = emit_z,
+      .out = layout.z,
+      .out_stride = {problem->hidden},
+  };
+  if (layout.x) {
+    const float *weight = problem->apply_router_weight_on_input ? routes->topk_weights : NULL;
+    moelora_cpu_operands(w13.variant, problem->x, problem->x_stride, routes->num_tokens,
+                         problem->hidden, weight, routes->topk_weights_stride[0], layout.x, exec);
+    w13.x = layout.x;
+    w13.x_stride = problem->hidden;
+  }
+  if (w13.shrunk)
+    moelora_cpu_shrink(&w13, exec);
+  moelora_cpu_project(&w13, exec);
+  if (w2.shrunk)
+    moelora_cpu_shrink(&w2, exec);
+  moelora_cpu_project(&w2, exec);
+
+  combine_tasks combine = {problem, w2.variant, layout.z};
+  moelora_cpu_parallel(exec, routes->num_tokens, combine_token, &combine);
+  return MOELORA_OK;
+}

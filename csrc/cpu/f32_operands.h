@@ -1,0 +1,57 @@
+/* What the kernels of every instruction set share, compiled with its flags: conversions of whole
+ * rows and the table of a kernel whose operands are float32. */
+#ifndef MOELORA_CPU_F32_OPERANDS_H
+#define MOELORA_CPU_F32_OPERANDS_H
+
+#include <string.h>
+
+#include "cpu/activation.h"
+#include "cpu/convert.h"
+#include "cpu/kernels.h"
+
+/* The four conversions of a 16-bit type, from the two of one value. */
+#define CONVERSIONS(TYPE)                                                                          \
+  static inline void load_##TYPE(const void *src, float *dst, int64_t n) {                         \
+    const uint16_t *from = src;                                                                    \
+    for (int64_t i = 0; i < n; i++)                                                                \
+      dst[i] = moelora_##TYPE##_to_f32(from[i]);                                                   \
+  }                                                                                                \
+  static inline void store_##TYPE(const float *src, void *dst, int64_t n) {                        \
+    uint16_t *to = dst;                                                                            \
+    for (int64_t i = 0; i < n; i++)                                                                \
+      to[i] = moelora_f32_to_##TYPE(src[i]);                                                       \
+  }                                                                                                \
+  static inline void round_##TYPE(const float *src, void *dst, int64_t n) {                        \
+    float *to = dst;                                                                               \
+    for (int64_t i = 0; i < n; i++)                                                                \
+      to[i] = moelora_##TYPE##_to_f32(moelora_f32_to_##TYPE(src[i]));                              \
+  }                                                                                                \
+  static inline void widen_##TYPE(const void *src, void *dst, int64_t n) {                         \
+    load_##TYPE(src, dst, n);                                                                      \
+  }
+
+CONVERSIONS(bf16)
+
+static inline void load_f32(const void *src, float *dst, int64_t n) {
+  memcpy(dst, src, (size_t)n * sizeof(float));
+}
+
+static inline void store_f32(const float *src, void *dst, int64_t n) {
+  memcpy(dst, src, (size_t)n * sizeof(float));
+}
+
+static inline void round_f32(const float *src, void *dst, int64_t n) {
+  store_f32(src, dst, n);
+}
+
+/* The including file defines `dot` over float32. */
+#define F32_OPERANDS(TYPE, WIDEN)                                                                  \
+  {.operand_bytes = sizeof(float),                                                                 \
+   .widen = WIDEN,                                                                                 \
+   .round = round_##TYPE,                                                                          \
+   .store = store_##TYPE,                                                                          \
+   .load = load_##TYPE,                                                                            \
+   .dot = dot,                                                                                     \
+   .activate = moelora_activate}
+
+#endif

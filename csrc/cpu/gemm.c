@@ -1,0 +1,270 @@
+/* One grouped projection over sorted rows, and the operator that is exactly that.
+ *
+ * A task is (expert, block of columns, chunk of the expert's rows). Its weights, block_n rows of K,
+ * stream from memory once and stay in L2 while the rows pass in blocks of block_m:
+ *
+ *   c [block_m, block_n] = x w^T            the tile
+ *   c += shrunk B^T                         segment by segment
+ *   c += bias; activation                   gate columns in the left half of c, up in the right
+ *   emit(row)                               rounds, and writes where the next step reads
+ */
+#include <string.h>
+
+#include "cpu/cpu.h"
+#include "cpu/routes.h"
+
+/* Weight rows [begin, end) whose products lie in columns [at, at + end - begin) of the tile. */
+typedef struct column_range {
+  int64_t begin, end, at;
+} column_range;
+
+typedef struct project_tasks {
+  const moelora_projection *projection;
+  int64_t column_blocks, row_chunks, rows_per_chunk;
+  int64_t columns;       /* outputs of a block: block_n, or half of it if gated */
+  int64_t total_columns; /* outputs of the projection */
+} project_tasks;
+
+void moelora_cpu_rows(const moelora_projection *p, int64_t first, int64_t m, const void **x) {
+  const size_t stride = (size_t)p->x_stride * moelora_cpu_kernels_of(p->variant)->operand_bytes;
+  for (int64_t i = 0; i < m; i++) {
+    int64_t row = p->sorted->row[first + i];
+    int64_t at = p->x_index == MOELORA_BY_SORTED ? first + i
+                 : p->x_index == MOELORA_BY_ROW  ? row
+                                                 : row / p->routes->top_k;
+    x[i] = (const char *)p->x + (size_t)at * stride;
+  }
+}
+
+static void add_bias(const moelora_projection *p, int32_t expert, const column_range *range,
+                     int64_t m, float *c, float *line) {
+  const size_t bytes = moelora_dtype_bytes(p->variant->dtype);
+  const char *bias =
+      (const char *)p->w->bias + (size_t)(expert * p->w->bias_stride_e + range->begin) * bytes;
+  const int64_t count = range->end - range->begin, ldc = p->variant->block_n;
+  moelora_cpu_kernels_of(p->variant)->load(bias, line, count);
+  for (int64_t i = 0; i < m; i++)
+    for (int64_t j = 0; j < count; j++)
+      c[i * ldc + range->at + j] += line[j];
+}
+
+/* Turns a finished row of the tile into `count` outputs, in place or in `line`. */
+static const float *activate(const moelora_projection *p, float *c, int64_t count, float *line) {
+  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->variant);
+  if (!p->activated)
+    return c;
+  float *up = c + p->variant->block_n / 2;
+  if (p->interleaved) {
+    up = line + p->variant->block_n / 2;
+    for (int64_t j = 0; j < count; j++) {
+      line[j] = c[2 * j];
+      up[j] = c[2 * j + 1];
+    }
+    c = line;
+  }
+  kernels->activate(p->activation, c, up, count);
+  return c;
+}
+
+/* Sorted rows [first, first + m) of one expert, output columns [begin, begin + count). */
+static void project_tile(const moelora_projection *p, int64_t first, int64_t m, int64_t begin,
+                         int64_t count, bool stream, moelora_scratch *scratch) {
+  const int32_t expert = p->sorted->expert[first];
+  const int64_t ldc = p->variant->block_n;
+  column_range ranges[2] = {{begin, begin + count, 0}};
+  int num_ranges = 1;
+  if (p->interleaved) {
+    ranges[0] = (column_range){2 * begin, 2 * (begin + count), 0};
+  } else if (p->gated) {
+    int64_t up = p->w->n / 2 + begin;
+    ranges[num_ranges++] = (column_range){up, up + count, ldc / 2};
+  }
+  moelora_weights w = *p->w;
+  w.data =
+      (const char *)w.data + (size_t)(expert * w.stride_e) * moelora_dtype_bytes(p->variant->dtype);
+
+  memset(scratch->c, 0, (size_t)(m * ldc) * sizeof(float));
+  moelora_cpu_rows(p, first, m, scratch->x);
+  for (int i = 0; i < num_ranges; i++)
+    moelora_cpu_tile(p->variant, &w, ranges[i].begin, ranges[i].end, m, stream,
+                     scratch->c + ranges[i].at, ldc, scratch);
+  for (int i = 0; i < num_ranges; i++) {
+    if (p->shrunk)
+      moelora_cpu_expand(p, first, m, ranges[i].begin, ranges[i].end, scratch->c + ranges[i].at,
+                         ldc, scratch);
+    if (w.bias)
+      add_bias(p, expert, &ranges[i], m, scratch->c, scratch->line);
+  }
+  for (int64_t i = 0; i < m; i++)
+    p->emit(p, first + i, begin, count, activate(p, scratch->c + i * ldc, count, scratch->line));
+}
+
+static void project_task(void *context, int64_t index, int32_t worker) {
+  const project_tasks *tasks = context;
+  const moelora_projection *p = tasks->projection;
+  const int64_t chunk = index % tasks->row_chunks;
+  const int64_t block = index / tasks->row_chunks % tasks->column_blocks;
+  const int64_t expert = index / tasks->row_chunks / tasks->column_blocks;
+  const int64_t begin = block * tasks->columns;
+  const int64_t count = moelora_min(tasks->columns, tasks->total_columns - begin);
+  int64_t row = p->sorted->offset[expert] + chunk * tasks->rows_per_chunk;
+  const int64_t end = moelora_min(p->sorted->offset[expert + 1], row + tasks->rows_per_chunk);
+  for (bool stream = true; row < end; row += p->variant->block_m, stream = false)
+    project_tile(p, row, moelora_min(p->variant->block_m, end - row), begin, count, stream,
+                 &p->scratch[worker]);
+}
+
+void moelora_cpu_project(const moelora_projection *projection, const moelora_exec *exec) {
+  const moelora_sorted *sorted = projection->sorted;
+  const int32_t num_experts = projection->routes->num_experts;
+  const int64_t block_m = projection->variant->block_m, block_n = projection->variant->block_n;
+  project_tasks tasks = {
+      .projection = projection,
+      .columns = projection->gated ? block_n / 2 : block_n,
+      .total_columns = projection->gated ? projection->w->n / 2 : projection->w->n,
+  };
+  tasks.column_blocks = moelora_ceil_div(tasks.total_columns, tasks.columns);
+
+  int64_t active = 0, longest = 1;
+  for (int32_t e = 0; e < num_experts; e++) {
+    int64_t rows = sorted->offset[e + 1] - sorted->offset[e];
+    active += rows > 0;
+    longest = moelora_max(longest, rows);
+  }
+  /* Rows are split only where experts and columns give too few tasks to balance the workers: each
+   * chunk streams the weights again. */
+  int64_t wanted = 4 * moelora_cpu_workers(exec);
+  int64_t splits = moelora_ceil_div(wanted, moelora_max(1, active * tasks.column_blocks));
+  tasks.rows_per_chunk = block_m * moelora_ceil_div(moelora_ceil_div(longest, splits), block_m);
+  tasks.row_chunks = moelora_ceil_div(longest, tasks.rows_per_chunk);
+  moelora_cpu_parallel(exec, num_experts * tasks.column_blocks * tasks.row_chunks, project_task,
+                       &tasks);
+}
+
+size_t moelora_operands_bytes(const moelora_variant *variant, int64_t rows, int64_t k) {
+  return (size_t)(rows * k) * moelora_cpu_kernels_of(variant)->operand_bytes;
+}
+
+typedef struct operand_tasks {
+  const moelora_variant *variant;
+  const char *x;
+  int64_t x_stride, k;
+  const float *weight;
+  int64_t weight_stride;
+  char *out;
+} operand_tasks;
+
+static void operand_row(void *context, int64_t row, int32_t worker) {
+  (void)worker;
+  const operand_tasks *tasks = context;
+  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(tasks->variant);
+  const size_t bytes = moelora_dtype_bytes(tasks->variant->dtype);
+  const char *x = tasks->x + (size_t)(row * tasks->x_stride) * bytes;
+  char *out = tasks->out + (size_t)(row * tasks->k) * kernels->operand_bytes;
+  float line[256];
+  for (int64_t k = 0; k < tasks->k; k += 256) {
+    int64_t count = moelora_min(256, tasks->k - k);
+    kernels->load(x + (size_t)k * bytes, line, count);
+    for (int64_t i = 0; i < count && tasks->weight; i++)
+      line[i] *= tasks->weight[row * tasks->weight_stride];
+    kernels->round(line, out + (size_t)k * kernels->operand_bytes, count);
+  }
+}
+
+void moelora_cpu_operands(const moelora_variant *variant, const void *x, int64_t x_stride,
+                          int64_t rows, int64_t k, const float *weight, int64_t weight_stride,
+                          void *out, const moelora_exec *exec) {
+  operand_tasks tasks = {variant, x, x_stride, k, weight, weight_stride, out};
+  moelora_cpu_parallel(exec, rows, operand_row, &tasks);
+}
+
+/* ---- the operator ---- */
+
+typedef struct gemm_layout {
+  moelora_sorted sorted;
+  moelora_scratch *scratch;
+  void *x;      /* [rows of x, K] operands; NULL where x is one already */
+  void *shrunk; /* NULL without adapters */
+  size_t bytes;
+} gemm_layout;
+
+static gemm_layout gemm_lay_out(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
+                                const moelora_exec *exec, void *base) {
+  const moelora_routes *routes = &problem->routes;
+  moelora_arena arena = {base, 0};
+  gemm_layout layout = {0};
+  moelora_sorted_take(routes, &arena, &layout.sorted);
+  layout.scratch = moelora_scratch_take(plan->variant, exec, &arena);
+  if (moelora_cpu_kernels_of(plan->variant)->widen) {
+    int64_t rows = problem->x_per_row ? routes->num_rows : routes->num_tokens;
+    layout.x = moelora_take(&arena, moelora_operands_bytes(plan->variant, rows, problem->w.k));
+  }
+  if (problem->lora.num_slices && routes->token_lora_mapping.data)
+    layout.shrunk =
+        moelora_take(&arena, moelora_shrunk_bytes(plan->variant, routes, &problem->lora));
+  layout.bytes = arena.used;
+  return layout;
+}
+
+size_t moelora_cpu_gemm_workspace(const moelora_gemm_problem *problem,
+                                  const moelora_gemm_plan *plan, const moelora_exec *exec) {
+  return gemm_lay_out(problem, plan, exec, NULL).bytes;
+}
+
+static char *gemm_out(const moelora_projection *p, int64_t row, int64_t column) {
+  const int32_t top_k = p->routes->top_k;
+  int64_t at = row / top_k * p->out_stride[0] + row % top_k * p->out_stride[1] + column;
+  return (char *)p->out + (size_t)at * moelora_dtype_bytes(p->variant->dtype);
+}
+
+static void emit_out(const moelora_projection *p, int64_t at, int64_t begin, int64_t count,
+                     const float *values) {
+  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->variant);
+  const int64_t row = p->sorted->row[at];
+  float weighted[MOELORA_CPU_MAX_BLOCK_N];
+  if (p->mul_routed_weight) {
+    const float weight = moelora_weight_of(p->routes, row);
+    for (int64_t j = 0; j < count; j++)
+      weighted[j] = weight * values[j];
+    values = weighted;
+  }
+  kernels->store(values, gemm_out(p, row, begin), count);
+}
+
+moelora_status moelora_cpu_gemm(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
+                                const moelora_exec *exec) {
+  const moelora_routes *routes = &problem->routes;
+  gemm_layout layout = gemm_lay_out(problem, plan, exec, exec->workspace);
+  moelora_sort_rows(routes, &layout.sorted);
+  moelora_projection projection = {
+      .variant = plan->variant,
+      .routes = routes,
+      .sorted = &layout.sorted,
+      .scratch = layout.scratch,
+      .x = problem->x,
+      .x_stride = problem->x_stride,
+      .x_index = problem->x_per_row ? MOELORA_BY_ROW : MOELORA_BY_TOKEN,
+      .w = &problem->w,
+      .lora = &problem->lora,
+      .shrunk = layout.sorted.has_adapters ? layout.shrunk : NULL,
+      .emit = emit_out,
+      .out = problem->out,
+      .out_stride = {problem->out_stride[0], problem->out_stride[1]},
+      .mul_routed_weight = problem->mul_routed_weight,
+  };
+  if (layout.x) {
+    int64_t rows = problem->x_per_row ? routes->num_rows : routes->num_tokens;
+    moelora_cpu_operands(plan->variant, problem->x, problem->x_stride, rows, problem->w.k, NULL, 0,
+                         layout.x, exec);
+    projection.x = layout.x;
+    projection.x_stride = problem->w.k;
+  }
+  if (projection.shrunk)
+    moelora_cpu_shrink(&projection, exec);
+  moelora_cpu_project(&projection, exec);
+  for (int64_t p = 0; p < routes->num_rows; p++)
+    if (moelora_expert_of(routes, p) < 0)
+      memset(gemm_out(&projection, p, 0), 0,
+             (size_t)problem->w.n * moelora_dtype_bytes(problem->dtype));
+  return MOELORA_OK;
+}

@@ -1,0 +1,33 @@
+/* The kernels in plain C: the specification of the others, and what runs where nothing else does.
+ * Operands are float32; dot keeps 8 partial sums along K so that compilers can vectorise it. */
+#include "cpu/f32_operands.h"
+
+enum { LANES = 8 };
+
+static void dot(int64_t m, int64_t k, const void *const *x, const void *const *w,
+                int64_t ahead_bytes, float *c, int64_t ldc) {
+  (void)ahead_bytes;
+  for (int64_t i = 0; i < m; i++) {
+    const float *restrict a = x[i];
+    for (int64_t j = 0; j < MOELORA_DOT_N; j++) {
+      const float *restrict b = w[j];
+      float sum[LANES] = {0};
+      int64_t at = 0;
+      for (; at + LANES <= k; at += LANES)
+        for (int lane = 0; lane < LANES; lane++)
+          sum[lane] += a[at + lane] * b[at + lane];
+      for (int lane = 0; at + lane < k; lane++)
+        sum[lane] += a[at + lane] * b[at + lane];
+      for (int half = LANES / 2; half; half /= 2)
+        for (int lane = 0; lane < half; lane++)
+          sum[lane] += sum[lane + half];
+      c[i * ldc + j] += sum[0];
+    }
+  }
+}
+
+CONVERSIONS(f16)
+
+const moelora_cpu_kernels moelora_gemm_f32_scalar = F32_OPERANDS(f32, NULL);
+const moelora_cpu_kernels moelora_gemm_bf16_scalar = F32_OPERANDS(bf16, widen_bf16);
+const moelora_cpu_kernels moelora_gemm_f16_scalar = F32_OPERANDS(f16, widen_f16);

@@ -1,0 +1,42 @@
+/* Which instruction sets may be used: the CPU has them and the kernel saves their registers. */
+#include "cpu/cpu.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+
+/* XCR0 bits: SSE and AVX state, then also opmask and both halves of the ZMM state. */
+enum { XCR0_AVX = 0x6, XCR0_AVX512 = 0xe6 };
+
+static uint64_t read_xcr0(void) {
+  uint32_t low, high;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (uint64_t)high << 32 | low;
+}
+
+static bool has(uint32_t word, uint32_t bits) {
+  return (word & bits) == bits;
+}
+
+uint32_t moelora_cpu_isa(void) {
+  uint32_t a, b, c, d, isa = MOELORA_ISA_SCALAR;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !has(c, bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C))
+    return isa;
+  uint64_t xcr0 = read_xcr0();
+  if ((xcr0 & XCR0_AVX) != XCR0_AVX || !__get_cpuid_count(7, 0, &a, &b, &c, &d))
+    return isa;
+  uint32_t subleaves = a;
+  if (has(b, bit_AVX2))
+    isa |= MOELORA_ISA_AVX2;
+  if ((xcr0 & XCR0_AVX512) == XCR0_AVX512 &&
+      has(b, bit_AVX2 | bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL)) {
+    isa |= MOELORA_ISA_AVX512;
+    if (subleaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && has(a, bit_AVX512BF16))
+      isa |= MOELORA_ISA_AVX512_BF16;
+  }
+  return isa;
+}
+#else
+uint32_t moelora_cpu_isa(void) {
+  return MOELORA_ISA_SCALAR;
+}
+#endif

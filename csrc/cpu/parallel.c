@@ -1,0 +1,37 @@
+/* Dynamic hand-out of tasks: experts have very different numbers of rows. Every output is written
+ * by one task, so the order of execution changes no bits. */
+#include <stdatomic.h>
+
+#include "cpu/cpu.h"
+
+typedef struct handout {
+  atomic_llong next;
+  int64_t count;
+  moelora_cpu_task task;
+  void *context;
+} handout;
+
+int32_t moelora_cpu_workers(const moelora_exec *exec) {
+  return exec->parallel_for && exec->num_threads > 1 ? exec->num_threads : 1;
+}
+
+static void work(void *context, int64_t begin, int64_t end) {
+  handout *tasks = context;
+  for (int64_t worker = begin; worker < end; worker++) {
+    int64_t index;
+    while ((index = atomic_fetch_add_explicit(&tasks->next, 1, memory_order_relaxed)) <
+           tasks->count)
+      tasks->task(tasks->context, index, (int32_t)worker);
+  }
+}
+
+void moelora_cpu_parallel(const moelora_exec *exec, int64_t count, moelora_cpu_task task,
+                          void *context) {
+  handout tasks = {.count = count, .task = task, .context = context};
+  atomic_init(&tasks.next, 0);
+  int64_t workers = moelora_min(moelora_cpu_workers(exec), count);
+  if (workers > 1)
+    exec->parallel_for(workers, work, &tasks);
+  else
+    work(&tasks, 0, 1);
+}

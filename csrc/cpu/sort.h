@@ -1,0 +1,24 @@
+/* Routed rows in the order (local expert, adapter with -1 first, flat row), skipped rows left out.
+ */
+#ifndef MOELORA_CPU_SORT_H
+#define MOELORA_CPU_SORT_H
+
+#include "core/backend.h"
+
+typedef struct moelora_sorted {
+  int64_t num_rows;    /* rows that are not skipped */
+  bool has_adapters;   /* some row has an adapter */
+  int32_t *row;        /* [P] flat row at each sorted position */
+  int32_t *expert;     /* [P] its local expert */
+  int32_t *adapter;    /* [P] its adapter or -1 */
+  int32_t *offset;     /* [E + 1] first position of each expert */
+  int32_t *by_adapter; /* [M] scratch: tokens ordered by adapter */
+  int32_t *count;      /* [max_loras + 1] scratch */
+} moelora_sorted;
+
+/* Carves the arrays; then fills them. */
+void moelora_sorted_take(const moelora_routes *routes, moelora_arena *arena,
+                         moelora_sorted *sorted);
+void moelora_sort_rows(const moelora_routes *routes, moelora_sorted *sorted);
+
+#endif
