@@ -32,12 +32,13 @@ $(VENV)/.ready: requirements-torch.txt requirements.txt
 	$(PY) -m pip install --quiet -r requirements.txt
 	touch $@
 
-$(VENV)/.editable: $(VENV)/.ready pyproject.toml setup.py
+build: $(VENV)/.ready
+	$(PY) setup.py -q build_ext --inplace
+	@$(MAKE) --no-print-directory $(VENV)/.editable
+
+$(VENV)/.editable: $(VENV)/.ready pyproject.toml
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
-
-build: $(VENV)/.editable
-	$(PY) setup.py -q build_ext --inplace
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
@@ -72,7 +73,7 @@ $(WHERE)/%: tests/c/%.c $(WHERE)/libmoelora.a $(wildcard tests/c/*.h)
 $(WHERE)/%: examples/%.c $(WHERE)/libmoelora.a
 	$(CC) $(CTEST_FLAGS) $< -o $@ $(WHERE)/libmoelora.a -lm -lpthread
 
-test-py: $(VENV)/.editable
+test-py: build
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 -m "not gpu" $(PYTEST_ARGS)
 
 # On GPU machines torch is already there: no venv, the Python of the caller.

@@ -33,14 +33,14 @@ SANITIZE = os.environ.get("MOELORA_SANITIZE") == "1"
 X86 = platform.machine() in ("x86_64", "AMD64")
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
-AVX512 = AVX2 + ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
-AVX512BF16 = AVX512 + ["-mavx512bf16"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+AVX512BF16 = [*AVX512, "-mavx512bf16"]
 # Kernels of one instruction set live in files of that suffix; everything else is baseline code.
 ISA_FLAGS = {
     "_avx2": AVX2,
     "_avx512": AVX512,
     "_avx512bf16": AVX512BF16,
-    "_amx": AVX512BF16 + ["-mamx-tile", "-mamx-bf16"],
+    "_amx": [*AVX512BF16, "-mamx-tile", "-mamx-bf16"],
 }
 DEFAULT_CUDA_ARCHS = "80;90a"
 
@@ -229,9 +229,9 @@ class BuildExt(build_ext):
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         command = [*CC, "-shared", "-o", f"{target}.new", *map(str, objects), *cuda]
-        command += ["-Wl,--exclude-libs,ALL", "-Wl,-z,defs", "-Wl,--allow-shlib-undefined"]
-        command += [*torch_libraries(), "-lm", "-lpthread", "-ldl"]
-        subprocess.run(command, cwd=ROOT, check=True)
+        command += ["-Wl,--exclude-libs,ALL", *torch_libraries(), "-lm", "-lpthread", "-ldl"]
+        if subprocess.run(command, cwd=ROOT).returncode != 0:
+            raise SystemExit(f"{shlex.join(command)}\nfailed")
         os.replace(f"{target}.new", target)
 
     def copy_extensions_to_source(self):

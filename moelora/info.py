@@ -1,0 +1,69 @@
+"""`python -m moelora info`: what is installed, what was compiled, what can run here."""
+
+import argparse
+import platform
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from moelora import _C
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("info", help="versions, devices and kernel variants")
+    parser.set_defaults(run=run)
+
+
+def devices() -> list[str]:
+    """One line for each device that torch sees."""
+    lines = [f"cpu: {cpu_name()}, {torch.get_num_threads()} threads"]
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        lines.append(
+            f"cuda:{index}: {gpu.name}, sm_{gpu.major}{gpu.minor}, "
+            f"{gpu.multi_processor_count} SMs, {gpu.total_memory / 2**30:.0f} GiB"
+        )
+    return lines
+
+
+def cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def facts() -> dict[str, str]:
+    """What the table says, by row."""
+    if not _C.WITH_CUDA:
+        cuda = "not compiled in"
+    else:
+        cuda = "usable" if _C.has_cuda() else "compiled in, no usable GPU here"
+    return {
+        "moelora": _C.version(),
+        "extension": _C.__file__,
+        "python": platform.python_version(),
+        "torch": f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})",
+        "devices": "\n".join(devices()),
+        "CPU features": _C.cpu_features(),
+        "CUDA kernels": cuda,
+    }
+
+
+def run(args: argparse.Namespace) -> int:
+    table = Table(show_header=False, title="moelora")
+    for name, value in facts().items():
+        table.add_row(name, value)
+    usable = set(_C.usable())
+    variants = Table("variant", "usable here", title="kernel variants")
+    for name in _C.variants():
+        variants.add_row(name, "yes" if name in usable else "no")
+    console = Console()
+    console.print(table)
+    console.print(variants)
+    return 0
