@@ -1,0 +1,106 @@
+"""The pass rule, and memory with guard bands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Largest relative error of rounding a value to the dtype.
+UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-11}
+
+# How many roundings of the largest reference value are forgiven whatever the naive version did.
+# A result that is right still rounds once, and the naive error of a handful of outputs may be zero
+# by luck. For fp32 the floor, about 1e-6 of the scale, also covers another order of summation.
+# Terms of a test problem have size TYPICAL, though the few outputs of a tiny one may all cancel.
+FLOOR_ROUNDINGS = {torch.float32: 16, torch.bfloat16: 3, torch.float16: 3}
+TYPICAL = 0.25
+
+NAIVE_FACTOR = 1.5
+OUTER_RTOL, OUTER_ATOL = 5e-2, 1e-2
+
+
+def assert_close_to_ref(y: Tensor, ref64: Tensor, naive: Tensor, dtype: torch.dtype) -> float:
+    """Fail unless `y` is as accurate as the same computation done naively in its dtype.
+
+    The rule is max|y - ref64| <= 1.5 * max|naive - ref64| + floor, where the floor is a few
+    roundings of max(TYPICAL, max|ref64|) (see FLOOR_ROUNDINGS), and, as an outer fence that does
+    not trust the naive version, |y - ref64| <= 1e-2 + 5e-2 |ref64| everywhere.
+
+    Returns the error of `y` over what the rule allows (at most 1).
+    """
+    assert y.dtype == dtype, f"result has dtype {y.dtype}, wanted {dtype}"
+    assert y.shape == ref64.shape, f"result has shape {tuple(y.shape)}, not {tuple(ref64.shape)}"
+    assert torch.isfinite(ref64).all(), "the reference itself is not finite: bad problem"
+    if ref64.numel() == 0:
+        return 0.0
+    y64 = y.detach().cpu().double()
+    assert torch.isfinite(y64).all(), _describe("not finite", ~torch.isfinite(y64), y64, ref64)
+
+    error = (y64 - ref64).abs()
+    naive_error = (naive.detach().cpu().double() - ref64).abs().max().item()
+    scale = max(TYPICAL, ref64.abs().max().item())
+    floor = FLOOR_ROUNDINGS[dtype] * UNIT_ROUNDOFF[dtype] * scale
+    allowed = NAIVE_FACTOR * naive_error + floor
+    worst = error.max().item()
+    assert worst <= allowed, _describe(
+        f"error {worst:.3e} > {allowed:.3e} = {NAIVE_FACTOR} * naive {naive_error:.3e} "
+        f"+ {floor:.3e}",
+        error > allowed,
+        y64,
+        ref64,
+    )
+    outside = error > OUTER_ATOL + OUTER_RTOL * ref64.abs()
+    assert not outside.any(), _describe("outside the fence", outside, y64, ref64)
+    return worst / allowed
+
+
+def _describe(what: str, bad: Tensor, y: Tensor, ref: Tensor) -> str:
+    first = tuple(bad.nonzero()[0].tolist())
+    count = int(bad.sum())
+    return (
+        f"{what}; {count} of {bad.numel()} elements, first at {first}: "
+        f"got {y[first]:.6g}, reference {ref[first]:.6g}"
+    )
+
+
+GUARD_BYTES = 4096
+GUARD_BYTE = 0xA5
+
+
+@dataclass
+class Guarded:
+    """A tensor with a band of known bytes before and after it, itself full of NaN (or 0x5A)."""
+
+    tensor: Tensor
+    memory: Tensor  # uint8: band, tensor, band
+
+    def check(self, name: str = "tensor") -> None:
+        before, after = self.memory[:GUARD_BYTES], self.memory[-GUARD_BYTES:]
+        for place, band in (("before", before), ("after", after)):
+            touched = (band != GUARD_BYTE).nonzero()
+            assert touched.numel() == 0, (
+                f"{touched.numel()} bytes {place} {name} were overwritten, "
+                f"the first at byte {touched[0].item()} of the band"
+            )
+
+
+def guarded_empty(shape, dtype: torch.dtype, device="cpu") -> Guarded:
+    """Uninitialised-looking contiguous memory whose surroundings can be checked afterwards."""
+    numel = 1
+    for size in shape:
+        numel *= size
+    nbytes = numel * dtype.itemsize
+    # torch aligns `memory`, and the band is a multiple of 256 bytes: the tensor is aligned too.
+    memory = torch.full((2 * GUARD_BYTES + nbytes,), GUARD_BYTE, dtype=torch.uint8, device=device)
+    inside = memory[GUARD_BYTES : GUARD_BYTES + nbytes]
+    inside.fill_(0xFF if dtype.is_floating_point else 0x5A)
+    return Guarded(inside.view(dtype).view(shape), memory)
+
+
+def assert_unchanged(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+    """Fail if an operator wrote to one of its inputs; NaN counts as equal to itself."""
+    for name, value in before.items():
+        same = torch.equal(value.nan_to_num(1e4), after[name].nan_to_num(1e4))
+        assert same, f"input {name} was changed"

@@ -1,0 +1,331 @@
+"""The reference itself: closed forms, agreement of two ways to compute, and a rule that can fail.
+
+The independent oracles (transformers, PEFT) are in test_oracles.py.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import DTYPES, EDGE_CASES, Spec, draw_spec, random_specs, same_bits
+from checks import UNIT_ROUNDOFF, assert_close_to_ref, guarded_empty
+
+from moelora.reference import (
+    activate,
+    align_max_blocks_ref,
+    fused_experts_lora_ref,
+    fused_moe_lora_gemm_ref,
+    moe_align_block_size_ref,
+    moe_lora_align_block_size_ref,
+    moe_sorting_ref,
+    naive_fused_experts_lora,
+    naive_fused_moe_lora_gemm,
+)
+
+
+def dense_layer(p):
+    """The same layer by dense algebra: all experts for all tokens, with merged weights.
+
+    Only for problems without NaN in unused places, skipped rows or expert_map.
+    """
+    x, w13, w2 = p.hidden_states.double(), p.w13.double(), p.w2.double()
+    out = torch.zeros_like(x)
+    for m in range(x.size(0)):
+        merged13, merged2 = w13.clone(), w2.clone()
+        adapter = int(p.token_lora_mapping[m])
+        if adapter >= 0:
+            scaling = p.lora_scalings[adapter].double()
+            slices = zip(p.w13_lora_a, p.w13_lora_b, strict=True)
+            merged13 += scaling * torch.cat(
+                [b[adapter].double() @ a[adapter].double() for a, b in slices], dim=1
+            )
+            merged2 += scaling * (p.w2_lora_b[adapter].double() @ p.w2_lora_a[adapter].double())
+        gate, up = torch.einsum("eij,j->ei", merged13, x[m]).chunk(2, dim=1)
+        h = gate / (1 + torch.exp(-gate)) * up
+        z = torch.einsum("eki,ei->ek", merged2, h)
+        gates = torch.zeros(z.size(0), dtype=torch.float64)
+        gates.index_add_(0, p.topk_ids[m].long(), p.topk_weights[m].double())
+        out[m] = gates @ z
+    return out
+
+
+@pytest.mark.parametrize("tokens, top_k, experts", [(1, 1, 1), (6, 2, 4), (5, 3, 3)])
+def test_layer_equals_dense_algebra(tokens, top_k, experts):
+    sizes = {"tokens": tokens, "top_k": top_k, "experts": experts, "hidden": 20, "inter": 12}
+    spec = Spec(**sizes, ranks=(8, 8), mix="all_different")
+    p = spec.build()
+    torch.testing.assert_close(
+        fused_experts_lora_ref(**p.kwargs()), dense_layer(p), rtol=1e-12, atol=1e-12
+    )
+
+
+def test_layer_is_two_projections_and_an_activation():
+    p = Spec(tokens=7, top_k=2, bias=True, slices=1, activation="swigluoai").build()
+    gate_up = fused_moe_lora_gemm_ref(**p.gemm_kwargs("w13"))
+    h = activate(gate_up, "swigluoai").flatten(0, 1)
+    arguments = {**p.gemm_kwargs("w2", mul_routed_weight=True), "x": h}
+    out = fused_moe_lora_gemm_ref(**arguments).sum(dim=1)
+    torch.testing.assert_close(out, fused_experts_lora_ref(**p.kwargs()), rtol=1e-12, atol=1e-12)
+
+
+def test_activations_by_hand():
+    x = torch.tensor([[2.0, -1.0, 3.0, 0.5]], dtype=torch.float64)
+    sigmoid = lambda t: 1 / (1 + torch.exp(-torch.tensor(t, dtype=torch.float64)))  # noqa: E731
+    expected = [2.0 * sigmoid(2.0) * 3.0, -1.0 * sigmoid(-1.0) * 0.5]
+    torch.testing.assert_close(activate(x, "silu")[0], torch.stack(expected))
+    torch.testing.assert_close(activate(x, "relu2")[0].tolist(), [4.0, 0.0, 9.0, 0.25])
+
+    gelu = 0.5 * 2.0 * (1 + torch.tanh(torch.tensor((2 / torch.pi) ** 0.5 * (2 + 0.044715 * 8))))
+    torch.testing.assert_close(
+        activate(x, "gelu")[0, 0].item(), gelu.item() * 3.0, rtol=1e-6, atol=0
+    )
+
+    # Columns are gate, up, gate, up: gate is clamped from above only, up from both sides.
+    x = torch.tensor([[9.0, -20.0, -9.0, 8.0]], dtype=torch.float64)
+    expected = [(-7 + 1) * 7 * sigmoid(1.702 * 7), (7 + 1) * -9 * sigmoid(1.702 * -9)]
+    torch.testing.assert_close(activate(x, "swigluoai")[0], torch.stack(expected))
+    with pytest.raises(ValueError, match="activation is 'tanh'"):
+        activate(x, "tanh")
+
+
+def test_two_slices_cover_the_columns_in_memory_order():
+    """Two pairs equal one pair of twice the rank with a block-diagonal B."""
+    for activation in ("silu", "swigluoai"):
+        p = Spec(tokens=6, ranks=(4, 4), pass_ranks=False, activation=activation).build()
+        a = torch.cat(p.w13_lora_a, dim=2)
+        first, second = p.w13_lora_b
+        b = torch.cat(
+            (
+                torch.cat((first, torch.zeros_like(first)), dim=3),
+                torch.cat((torch.zeros_like(second), second), dim=3),
+            ),
+            dim=2,
+        )
+        fused = replace(p, w13_lora_a=a, w13_lora_b=b)
+        torch.testing.assert_close(
+            fused_experts_lora_ref(**p.kwargs()), fused_experts_lora_ref(**fused.kwargs())
+        )
+
+
+@pytest.mark.parametrize("name", EDGE_CASES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_naive_follows_the_reference(name, dtype):
+    """Bounds the naive error absolutely: a naive version that is far off would allow anything."""
+    p = replace(EDGE_CASES[name], dtype=dtype).build()
+    limit = 60 * UNIT_ROUNDOFF[dtype]
+    ref = fused_experts_lora_ref(**p.kwargs())
+    naive = naive_fused_experts_lora(**p.kwargs())
+    assert ref.shape == p.hidden_states.shape
+    torch.testing.assert_close(naive.double(), ref, rtol=limit, atol=limit)
+    for projection in ("w13", "w2"):
+        for mul_routed_weight in (False, True):
+            arguments = p.gemm_kwargs(projection, mul_routed_weight)
+            ref = fused_moe_lora_gemm_ref(**arguments)
+            naive = naive_fused_moe_lora_gemm(**arguments)
+            torch.testing.assert_close(naive.double(), ref, rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_naive_follows_the_reference_on_random_problems(dtype):
+    limit = 60 * UNIT_ROUNDOFF[dtype]
+    for spec in random_specs(150, dtypes=(dtype,)):
+        p = spec.build()
+        ref = fused_experts_lora_ref(**p.kwargs())
+        naive = naive_fused_experts_lora(**p.kwargs())
+        torch.testing.assert_close(
+            naive.double(), ref, rtol=limit, atol=limit, msg=lambda m, spec=spec: f"{spec}: {m}"
+        )
+
+
+def test_skipped_rows_and_base_rows():
+    p = Spec(routing="all_skipped", bias=True).build()
+    assert not fused_experts_lora_ref(**p.kwargs()).any()
+    assert not fused_moe_lora_gemm_ref(**p.gemm_kwargs("w13")).any()
+
+    for mix, ranks in (("disabled", (8, 4)), ("out_of_range", (8, 4)), ("all_different", (0, 8))):
+        p = Spec(mix=mix, ranks=ranks, tokens=16).build()
+        mapping = p.token_lora_mapping.tolist()
+        active = [0 <= a < 2 and ranks[a] > 0 for a in mapping]
+        if p.adapter_enabled is not None:
+            active = [on and bool(p.adapter_enabled[a]) for on, a in zip(active, mapping)]  # noqa: B905
+        with_lora = fused_experts_lora_ref(**p.kwargs())
+        base = fused_experts_lora_ref(**p.base().kwargs())
+        changed = (with_lora != base).any(dim=1)
+        assert changed.tolist() == active
+        assert any(active)
+        assert not all(active)
+
+
+MUTATIONS = {
+    "scaling forgotten": lambda p: replace(p, lora_scalings=None),
+    "adapter off by one": lambda p: replace(p, token_lora_mapping=p.token_lora_mapping ^ 1),
+    "rank cut by one": lambda p: replace(p, lora_ranks=p.lora_ranks - 1),
+    "experts swapped": lambda p: replace(p, topk_ids=p.topk_ids ^ 1),
+    "weights swapped": lambda p: replace(p, topk_weights=p.topk_weights.flip(1)),
+    "one element of x": lambda p: replace(p, hidden_states=one_changed(p.hidden_states)),
+    "one element of w2": lambda p: replace(p, w2=one_changed(p.w2)),
+    "bias of w2 forgotten": lambda p: replace(p, w2_bias=None),
+    "gate and up swapped": lambda p: replace(p, w13=p.w13.roll(p.w13.size(1) // 2, 1)),
+    "slices swapped": lambda p: replace(p, w13_lora_a=p.w13_lora_a[::-1]),
+    "another activation": lambda p: replace(p, spec=replace(p.spec, activation="gelu")),
+    "w2 delta forgotten": lambda p: replace(p, w2_lora_a=None, w2_lora_b=None),
+}
+
+
+def one_changed(t):
+    t = t.clone()
+    t[0].view(-1)[3] += 1
+    return t
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_pass_rule_notices(mutation, dtype):
+    """The rule accepts an accurate result and rejects one with a small mistake in it."""
+    p = Spec(tokens=8, bias=True, mix="all_different", dtype=dtype, ranks=(4, 4), seed=3).build()
+    p.topk_ids[0, 0] = 0
+    p.lora_scalings = torch.tensor([0.5, 2.0])
+    ref = fused_experts_lora_ref(**p.kwargs())
+    naive = naive_fused_experts_lora(**p.kwargs())
+    assert assert_close_to_ref(ref.to(dtype), ref, naive, dtype) <= 1
+    wrong = fused_experts_lora_ref(**MUTATIONS[mutation](p).kwargs()).to(dtype)
+    with pytest.raises(AssertionError, match="error .* > |outside the fence"):
+        assert_close_to_ref(wrong, ref, naive, dtype)
+
+
+def test_pass_rule_rejects_nan_dtype_and_shape():
+    ref = torch.zeros(2, 3, dtype=torch.float64)
+    y = torch.zeros(2, 3)
+    with pytest.raises(AssertionError, match="dtype"):
+        assert_close_to_ref(y.bfloat16(), ref, y, torch.float32)
+    with pytest.raises(AssertionError, match="shape"):
+        assert_close_to_ref(y[:1], ref, y, torch.float32)
+    y[1, 2] = float("nan")
+    with pytest.raises(AssertionError, match=r"not finite; 1 of 6 elements, first at \(1, 2\)"):
+        assert_close_to_ref(y, ref, ref, torch.float32)
+
+
+def test_guard_bands_notice_a_write():
+    guarded = guarded_empty((3, 5), torch.bfloat16)
+    assert guarded.tensor.isnan().all()
+    guarded.tensor.zero_()
+    guarded.check()
+    for byte in (4095, 4096 + 30):
+        guarded.memory[byte] = 0
+        with pytest.raises(AssertionError, match="1 bytes (before|after) out were overwritten"):
+            guarded.check("out")
+        guarded.memory[byte] = 0xA5
+
+
+def test_generator_is_reproducible_and_covers_what_it_names():
+    specs = random_specs(400)
+    assert specs == random_specs(400)
+    assert str(draw_spec(7)) == str(specs[7])
+    one, again = specs[7].build().tensors(), specs[7].build().tensors()
+    assert all(same_bits(one[name], again[name]) for name in one)
+    for field in ("mix", "sharing", "activation", "dtype", "routing", "slices", "strided"):
+        counts = {}
+        for spec in specs:
+            counts[getattr(spec, field)] = counts.get(getattr(spec, field), 0) + 1
+        assert min(counts.values()) >= 15, f"{field}: {counts}"
+    assert eval(str(specs[7]), {"Spec": Spec, "torch": torch}) == specs[7]
+
+
+def test_edge_cases_are_what_their_names_say():
+    build = {name: spec.build() for name, spec in EDGE_CASES.items()}
+    skipped = fused_experts_lora_ref(**build["expert_map_all_remote"].kwargs())
+    assert not skipped.any()
+    assert len(build["empty_experts"].topk_ids.unique()) < 16
+    assert build["stride_zero_experts"].w13_lora_a[0].stride(1) == 0
+    assert build["shared_outer"].w2_lora_b.size(1) == 1
+    strided = build["strided"]
+    assert strided.hidden_states.stride() == (72, 1)
+    assert strided.w13.stride(0) == 2 * 64 * 72
+    assert len(build["disabled_adapters"].adapter_enabled) == 3
+    assert len(build["disabled_adapters_vllm_length"].adapter_enabled) == 4
+    assert (build["expert_ids_out_of_range"].topk_ids >= 4).any()
+    assert build["int64_ids"].topk_ids.dtype == torch.int64
+
+
+def test_moving_a_problem_keeps_strides():
+    p = EDGE_CASES["strided_unaligned"].build()
+    moved = p.to("cpu").tensors()
+    for name, t in p.tensors().items():
+        assert moved[name].stride() == t.stride(), name
+        assert same_bits(moved[name].nan_to_num(0), t.nan_to_num(0)), name
+
+
+# Alignment, by hand. Five tokens, top-3, six experts, block 4 (Composable Kernel's own example).
+TOPK_IDS = [[0, 3, 5], [2, 3, 5], [1, 3, 5], [1, 2, 3], [1, 3, 5]]
+
+
+def test_sorting_example():
+    ids = torch.tensor(TOPK_IDS, dtype=torch.int32)
+    weights = torch.arange(15, dtype=torch.float32).view(5, 3) + 1  # a = 1, b = 2, ... o = 15
+    buffer = torch.full((5, 7), 3.0)
+    tokens, sorted_weights, experts, padded = moe_sorting_ref(
+        ids, weights, 6, 4, out_to_zero=buffer
+    )
+    x = 15  # padding
+    assert padded.tolist() == [28]
+    assert tokens.tolist()[:28] == (
+        [0, x, x, x, 2, 3, 4, x, 1, 3, x, x, 0, 1, 2, 3, 4, x, x, x, x, x, x, x, 0, 1, 2, 4]
+    )
+    a, b, c, d, e, f, g, h, i, j, k, l, m, n, o = range(1, 16)  # noqa: E741
+    assert sorted_weights.tolist()[:28] == (
+        [a, 0, 0, 0, g, j, m, 0, d, k, 0, 0, b, e, h, l, n, 0, 0, 0, 0, 0, 0, 0, c, f, i, o]
+    )
+    assert experts.tolist()[:7] == [0, 1, 2, 3, 3, 4, 5]
+    assert set(tokens.tolist()[28:]) == {x}
+    assert set(experts.tolist()[7:]) == {-1}
+    assert not buffer.any()
+
+
+def test_align_example():
+    ids = torch.tensor(TOPK_IDS, dtype=torch.int32)
+    rows, experts, padded = moe_align_block_size_ref(ids, 4, 6)
+    x = 15
+    assert padded.tolist() == [24]
+    assert rows.tolist()[:24] == (
+        [0, x, x, x, 6, 9, 12, x, 3, 10, x, x, 1, 4, 7, 11, 13, x, x, x, 2, 5, 8, 14]
+    )
+    assert experts.tolist()[:6] == [0, 1, 2, 3, 3, 5]
+    assert set(rows.tolist()[24:]) <= {x}
+
+
+def test_lora_align_example():
+    ids = torch.tensor([[0, 1], [1, 0], [1, 2], [1, 0]], dtype=torch.int32)
+    mapping = torch.tensor([1, -1, 1, 0], dtype=torch.int32)
+    rows, experts, loras, padded = moe_lora_align_block_size_ref(ids, mapping, 3, 2, 2)
+    assert padded.tolist() == [14]
+    assert rows.tolist()[:14] == [3, 8, 7, 8, 0, 8, 2, 8, 6, 8, 1, 4, 5, 8]
+    assert experts.tolist()[:7] == [0, 0, 0, 1, 1, 1, 2]
+    assert loras.tolist()[:7] == [-1, 0, 1, -1, 0, 1, 1]
+
+    rows, experts, loras, padded = moe_lora_align_block_size_ref(
+        ids, mapping, 3, 2, 2, mode="segmented"
+    )
+    assert padded.tolist() == [10]
+    assert rows.tolist()[:10] == [3, 7, 0, 8, 2, 6, 1, 4, 5, 8]
+    assert experts.tolist()[:5] == [0, 0, 1, 1, 2]
+    assert loras.tolist()[:10] == [-1, 0, 1, -1, -1, 0, 1, 1, 1, -1]
+
+
+@pytest.mark.parametrize("mode", ["base", "uniform", "segmented", "sorting"])
+def test_max_blocks_is_reached_but_never_passed(mode):
+    """Over all ways to give 6 rows to 2 experts and 2 adapter slots (one of them a base row)."""
+    for block_size in (1, 2, 3, 4, 8):
+        for num_rows in range(7):
+            most = 0
+            for code in range(4**num_rows):
+                keys = [(code >> (2 * i) & 1, code >> (2 * i + 1) & 1) for i in range(num_rows)]
+                if mode in ("base", "segmented", "sorting"):
+                    keys = [e for e, _ in keys]
+                blocks = sum(-(-keys.count(key) // block_size) for key in set(keys))
+                if mode == "sorting":
+                    blocks += 2 - len(set(keys))
+                most = max(most, blocks)
+            bound = align_max_blocks_ref(mode, num_rows, 2, block_size, max_loras=1)
+            assert bound >= most
+            # The bound ignores that rows come whole: one block over at most, or two in `sorting`.
+            assert bound <= most + 1 + (mode == "sorting")
