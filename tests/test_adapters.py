@@ -1,4 +1,4 @@
-"""AdapterPool: every checkpoint form against the product B A that it stands for, and its failures."""
+"""AdapterPool: every checkpoint form against the product B A that it stands for, and failures."""
 
 import json
 import math
@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 
 from moelora.adapters import AdapterPool, MoELayer, peek
 
-E, K, I = 4, 16, 24
-LAYERS = [MoELayer(f"model.layers.{n}.mlp.experts", E, K, I) for n in range(2)]
+E, K, N = 4, 16, 24
+LAYERS = [MoELayer(f"model.layers.{n}.mlp.experts", E, K, N) for n in range(2)]
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
-SIZES = {"gate": (K, I), "up": (K, I), "down": (I, K), "gate_up": (K, 2 * I)}
+SIZES = {"gate": (K, N), "up": (K, N), "down": (N, K), "gate_up": (K, 2 * N)}
 WIDE = {"gate_up_proj": "gate_up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 MIXTRAL = {"w1": "gate", "w3": "up", "w2": "down"}
 
@@ -131,7 +131,7 @@ def test_forms(tmp_path, form, slices):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_split_checkpoint_in_one_slice(interleaved):
-    layer = MoELayer(LAYERS[0].name, E, K, I, interleaved=interleaved)
+    layer = MoELayer(LAYERS[0].name, E, K, N, interleaved=interleaved)
     pool = AdapterPool([layer], 1, 8, dtype=torch.float32, w13_slices=1)
     state, delta = per_expert()
     pool.add("a", state, config=CONFIG)
@@ -145,10 +145,10 @@ def test_split_checkpoint_in_one_slice(interleaved):
 
 
 def test_layer_without_gate():
-    layer = MoELayer("backbone.layers.1.mixer.experts", E, K, I, gated=False)
+    layer = MoELayer("backbone.layers.1.mixer.experts", E, K, N, gated=False)
     pool = AdapterPool([layer], 1, 4, dtype=torch.float32)
     torch.manual_seed(0)
-    a, b = rand(E * 4, K), rand(I, 4 * E)
+    a, b = rand(E * 4, K), rand(N, 4 * E)
     key = f"base_model.model.{layer.name}"
     state = {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
     config = CONFIG | {"target_parameters": ["experts.up_proj"]}
@@ -204,7 +204,7 @@ def test_shared_outer(tmp_path, names, dims, shared_pool, slices):
 def test_stacked_gate_up():
     torch.manual_seed(0)
     key = "model.layers.1.mlp.experts.gate_up_proj"
-    a, b = rand(E, 4, K), rand(E, 2 * I, 4)
+    a, b = rand(E, 4, K), rand(E, 2 * N, 4)
     pool = make_pool()
     pool.add("a", {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}, config=CONFIG)
     gate, up = (b @ a).chunk(2, dim=1)
@@ -213,7 +213,7 @@ def test_stacked_gate_up():
 
 @pytest.mark.parametrize("parameter", ["gate_up_proj", "down_proj"])
 def test_one_target_parameter_decides_what_the_key_means(parameter):
-    """Both parameters of a layer with 2I == K, I == K would fit: only the configuration tells."""
+    """Both parameters of a layer with 2I == K, N == K would fit: only the configuration tells."""
     square = MoELayer("m.experts", E, 8, 8)
     pool = AdapterPool([square], 1, 4, dtype=torch.float32)
     projection = WIDE[parameter]
@@ -297,7 +297,7 @@ def test_scaling_of_experts_with_shared_b():
     """Where B is shared the scaling of one expert can only go into its A."""
     torch.manual_seed(0)
     key = "model.layers.0.mlp.experts"
-    a, b = rand(E, 4, I), rand(K, 4)
+    a, b = rand(E, 4, N), rand(K, 4)
     state = {f"{key}.{e}.down_proj.lora_A.weight": a[e] for e in range(E)}
     state[f"{key}.down_proj.lora_B.weight"] = b
     pool = make_pool(shared_outer=True)
@@ -314,7 +314,7 @@ def test_dtype_of_the_pool(dtype):
     pool.add("a", state, config=CONFIG)
     stacks = pool.layer(LAYERS[0].name)
     a = state["base_model.model.model.layers.0.mlp.experts.lora_A.weight"]
-    assert torch.equal(stacks["w2_lora_a"][0, :, :4], a.view(E, 4, I).to(dtype))
+    assert torch.equal(stacks["w2_lora_a"][0, :, :4], a.view(E, 4, N).to(dtype))
 
 
 # ---- what is refused ----
@@ -331,15 +331,19 @@ def broken(change):
     ("change", "message"),
     [
         (
-            lambda s, k: s.update({"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight":
-                                   rand(4, K)}),
+            lambda s, k: s.update(
+                {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": rand(4, K)}
+            ),
             r"layers\.0\.self_attn\.q_proj\.lora_A\.weight is not a LoRA factor of an expert",
         ),
         (
             lambda s, k: s.update({k.replace("lora_B.weight", "lora_magnitude_vector"): rand(K)}),
             r"lora_magnitude_vector is not a LoRA factor",
         ),
-        (lambda s, k: s.update({"base_model.model.lm_head.weight": rand(2, 2)}), r"lm_head\.weight"),
+        (
+            lambda s, k: s.update({"base_model.model.lm_head.weight": rand(2, 2)}),
+            r"lm_head\.weight",
+        ),
         (
             lambda s, k: s.update({k.replace("layers.0", "layers.7"): s[k]}),
             r"layers\.7\.mlp\.experts\.lora_B\.weight is not a LoRA factor",
@@ -349,14 +353,17 @@ def broken(change):
             r"experts\.router\.lora_B\.weight: router of .* is not one of",
         ),
         (
-            lambda s, k: s.update({k.replace("experts.", "experts.9.up_proj."): rand(I, 4)}),
+            lambda s, k: s.update({k.replace("experts.", "experts.9.up_proj."): rand(N, 4)}),
             r"9\.up_proj\.lora_B\.weight: expert 9 of 4 experts",
         ),
         (
             lambda s, k: s.update({k: rand(K, 3 * E)}),
             r"experts\.lora_B\.weight: shape is \(16, 12\), wanted \(16, 16\)",
         ),
-        (lambda s, k: s[k].view(-1)[3:4].fill_(math.nan), r"experts\.lora_B\.weight holds NaN or Inf"),
+        (
+            lambda s, k: s[k].view(-1)[3:4].fill_(math.nan),
+            r"experts\.lora_B\.weight holds NaN or Inf",
+        ),
         (lambda s, k: s[k].view(-1)[3:4].fill_(-math.inf), r"experts\.lora_B\.weight holds NaN"),
         (lambda s, k: s.update({k: s[k].int()}), r"lora_B\.weight: dtype is torch.int32"),
         (lambda s, k: s.pop(k), r"experts\.lora_A\.weight has no .*experts\.lora_B\.weight"),
@@ -598,7 +605,7 @@ def test_mapping():
 
 def test_memory():
     pool = AdapterPool(LAYERS, 3, 8, dtype=torch.bfloat16)
-    factors = 3 * E * 8 * (2 * (K + I) + (I + K)) * 2 * len(LAYERS)
+    factors = 3 * E * 8 * (2 * (K + N) + (N + K)) * 2 * len(LAYERS)
     assert pool.memory_bytes() == factors + 3 * (4 + 4 + 1)
     # The expert dimension of the three outer factors is gone; R is rounded up to 8.
     shared = AdapterPool(LAYERS, 3, 5, dtype=torch.bfloat16, shared_outer=True)

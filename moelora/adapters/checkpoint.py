@@ -248,9 +248,7 @@ def _locate(key: str, names: Mapping[str, MoELayer], lora: LoraConfig) -> _Place
     return _Place(layer, projection, side, expert, False, path)
 
 
-def _read(
-    weights: Any, lora: LoraConfig, layers: Sequence[MoELayer]
-) -> dict[str, dict[str, Pair]]:
+def _read(weights: Any, lora: LoraConfig, layers: Sequence[MoELayer]) -> dict[str, dict[str, Pair]]:
     names = _layer_names(layers)
     found: dict[tuple[str, str], _Sides] = {}
     places: dict[tuple[str, str], MoELayer] = {}
@@ -328,9 +326,7 @@ def _pair(sides: _Sides, layer: MoELayer) -> Pair:
     for expert in experts or [None]:
         left, right = a.get(expert, a.get(None)), b.get(expert, b.get(None))
         if left.rank != right.rank:
-            raise ValueError(
-                f"{left.key} has rank {left.rank}, {right.key} has rank {right.rank}"
-            )
+            raise ValueError(f"{left.key} has rank {left.rank}, {right.key} has rank {right.rank}")
     if experts:
         scalings = [0.0] * layer.num_experts
         for expert in experts:

@@ -65,21 +65,31 @@ class _Staged:
 class AdapterPool:
     """Stacked LoRA adapters of every MoE layer of one model, by name, in `max_loras` slots.
 
-    Args:
-        layers: the MoE layers, in any order.
-        max_loras: number of slots. Adding to a full pool evicts the least recently used adapter
-            that is neither pinned nor held.
-        max_rank: largest rank that fits.
-        dtype, device: of the factors; the dtype must be that of the activations.
-        w13_slices: 2 keeps gate and up as two pairs (the natural form of per-expert checkpoints),
-            1 as one pair whose A both share (the natural form of PEFT's `target_parameters`: half
-            the shrink work and memory). Either pool takes either checkpoint: two pairs in one
-            slice need the sum of their ranks. Layers without a gate or with interleaved rows
-            always have one slice.
-        shared_outer: A of gate and up and B of down have no expert dimension (SGLang's
-            `experts_shared_outer_loras`, vLLM's `enable_moe_shared_loras`); an adapter that has
-            its own per expert is refused. Without it shared factors are copied to every expert.
+    Parameters
+    ----------
+    layers : sequence of MoELayer
+        The MoE layers, in any order.
+    max_loras : int
+        Number of slots. Adding to a full pool evicts the least recently used adapter that is
+        neither pinned nor held.
+    max_rank : int
+        Largest rank that fits.
+    dtype : torch.dtype
+        Of the factors; must be that of the activations.
+    device : torch.device or str
+        Where the stacks live.
+    w13_slices : {2, 1}
+        2 keeps gate and up as two pairs (the natural form of per-expert checkpoints), 1 as one
+        pair whose A both share (the natural form of PEFT's `target_parameters`: half the shrink
+        work and memory). Either pool takes either checkpoint: two pairs in one slice need the sum
+        of their ranks. Layers without a gate or with interleaved rows always have one slice.
+    shared_outer : bool
+        A of gate and up and B of down have no expert dimension (SGLang's
+        `experts_shared_outer_loras`, vLLM's `enable_moe_shared_loras`); an adapter that has its
+        own per expert is refused. Without it shared factors are copied to every expert.
 
+    Notes
+    -----
     Every method may be called from any thread. An adapter in use by `hold` is neither evicted,
     removed nor replaced; the slots that `mapping` and `lookup` return are only good for as long as
     the adapter is held or pinned, or nobody adds adapters meanwhile.
@@ -132,13 +142,32 @@ class AdapterPool:
         pin: bool = False,
         replace: bool = False,
     ) -> int:
-        """Loads an adapter and returns its slot.
+        """Loads an adapter; after a failure the pool is as it was.
 
-        `source` is a PEFT folder (`adapter_config.json`, `adapter_model.safetensors`) or a state
-        dict, to which `config` then gives the content of `adapter_config.json`. A name that is
-        there already is an error unless `replace`, which keeps the slot. Raises ValueError or
-        FileNotFoundError for what cannot be loaded and RuntimeError when no slot can be freed; the
-        pool is then as it was.
+        Parameters
+        ----------
+        name : str
+            What the adapter will be called.
+        source : path or state dict
+            A PEFT folder (`adapter_config.json`, `adapter_model.safetensors`), or the tensors.
+        config : mapping, optional
+            The content of `adapter_config.json` that goes with a state dict.
+        pin : bool
+            Never evict it.
+        replace : bool
+            Load over an adapter of that name, in its slot, instead of refusing.
+
+        Returns
+        -------
+        int
+            The slot.
+
+        Raises
+        ------
+        ValueError, FileNotFoundError
+            The checkpoint cannot be loaded; the message names the key or option.
+        RuntimeError
+            No slot can be freed.
         """
         if not isinstance(name, str) or not name:
             raise ValueError(f"name is {name!r}, wanted a non-empty string")
@@ -358,8 +387,7 @@ class AdapterPool:
         rank = factor[0].size(1)
         if rank > self.max_rank:
             raise ValueError(
-                f"{layer}.{projection} has rank {rank}, but max_rank of the pool is "
-                f"{self.max_rank}"
+                f"{layer}.{projection} has rank {rank}, but max_rank of the pool is {self.max_rank}"
             )
         fitted = []
         for side, tensor, stack in zip("AB", factor, stacks, strict=True):
@@ -369,7 +397,7 @@ class AdapterPool:
                     "has shared_outer=True"
                 )
             converted = tensor.to(self.dtype)
-            if not torch.isfinite(converted).all():
+            if converted is not tensor and not torch.isfinite(converted).all():
                 raise ValueError(f"lora_{side} of {layer}.{projection} overflows {self.dtype}")
             fitted.append(converted)
         return fitted[0], fitted[1]

@@ -13,11 +13,10 @@ a batch carries its own adapter, or none, through one fused operator per layer. 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +54,8 @@ def experts_forward(
         _refuse_gradients(hidden_states, top_k_weights, up, down, up_bias, down_bias)
     w13, w2 = _transposed(self) if self.is_transposed else (up, down)
 
-    batch = _batch.get()
-    adapters = {} if batch is None else batch.adapters(self, hidden_states)
+    serving = getattr(self, "_moelora", None)
+    adapters = {} if serving is None else serving.adapters(self._moelora_layer, hidden_states)
     out = moelora.fused_experts_lora(
         hidden_states.to(w13.dtype),
         w13,
@@ -111,7 +110,9 @@ def _identify(experts: nn.Module) -> str:
     up, down = _parameters(experts)
     for parameter, weight in ((_up_name(experts), up), ("down_proj", down)):
         if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise NotImplementedError(f"{name}.{parameter} is {weight.dtype}, which moelora has not")
+            raise NotImplementedError(
+                f"{name}.{parameter} is {weight.dtype}, which moelora has not"
+            )
 
     # Past every clamp in use (7 to 10), and finer where the variants of gelu differ.
     x = torch.cat([torch.linspace(-6, 6, 49), torch.tensor([-50.0, -20.0, 20.0, 50.0])])
@@ -177,68 +178,68 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 # ---- adapters ----
 
 
-@dataclass
-class _Attached:
-    """The pool of a model, and what the operator needs of it by `id` of the experts module."""
+class _Serving:
+    """What a model with adapters carries: its pool, and which adapter each row of a batch has.
 
-    pool: AdapterPool
-    layers: dict[int, dict[str, Any]]
-    configs: dict[str, Any]  # by name of the experts module
-    hook: Any
+    The model and its experts modules refer to it by plain attributes, which torch.compile can
+    read. A copy of the model, or one that was pickled, has no adapters: copies are empty.
+    """
 
-
-_attached: weakref.WeakKeyDictionary[nn.Module, _Attached] = weakref.WeakKeyDictionary()
-
-
-class _Batch:
-    """Which adapter each row of the batches of one `use_adapters` carries."""
-
-    def __init__(self, model: nn.Module, attached: _Attached, slots: torch.Tensor):
-        self.model = model
-        self.layers = attached.layers
-        self.slots = slots  # (rows,) int32
+    def __init__(self) -> None:
+        self.pool: AdapterPool | None = None
+        self.layers: dict[str, dict[str, Any]] = {}  # arguments of the operator
+        self.configs: dict[str, Any] = {}  # of the experts modules
+        self.hook: Any = None
+        self.lock = threading.Lock()
+        self.thread: int | None = None  # that has entered use_adapters
+        self.slots: torch.Tensor | None = None  # (rows,) int32
         self.token_lora_mapping: torch.Tensor | None = None
 
-    def start(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """Spreads the rows over the tokens of the forward pass that begins."""
+    def __deepcopy__(self, memo: dict) -> _Serving:
+        copied = memo[id(self)] = _Serving()
+        return copied
+
+    def __reduce__(self) -> tuple:
+        return _Serving, ()
+
+    def before_forward(self, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        """Forward pre-hook: spreads the rows over the tokens of the pass that begins."""
+        slots = self.slots
+        if slots is None:
+            return
+        if not torch.compiler.is_compiling() and self.thread != threading.get_ident():
+            raise RuntimeError(
+                "use_adapters was entered in another thread; enter it in the thread that calls "
+                "the model, one thread at a time"
+            )
         inputs = kwargs.get("input_ids")
         if inputs is None and args:
             inputs = args[0]
         if inputs is None:
             inputs = kwargs.get("inputs_embeds")
         if inputs is None:
-            raise ValueError("use_adapters: the model was called without input_ids or inputs_embeds")
+            raise ValueError("use_adapters: the model was called without input_ids, inputs_embeds")
         rows, length = inputs.shape[0], inputs.shape[1]
-        if rows != self.slots.numel():
+        if rows != slots.shape[0]:
             raise ValueError(
-                f"use_adapters names {self.slots.numel()} rows, the model was called with {rows}; "
+                f"use_adapters names {slots.shape[0]} rows, the model was called with {rows}; "
                 "if generate made copies of each row (num_beams, num_return_sequences) pass their "
                 "number as expand="
             )
-        self.token_lora_mapping = self.slots[:, None].expand(rows, length).reshape(-1)
+        self.token_lora_mapping = slots[:, None].expand(rows, length).reshape(-1)
 
-    def adapters(self, experts: nn.Module, hidden_states: torch.Tensor) -> dict[str, Any]:
+    def adapters(self, layer: str, hidden_states: torch.Tensor) -> dict[str, Any]:
         """The adapter arguments of `fused_experts_lora` for one layer."""
-        layer = self.layers.get(id(experts))
-        if layer is None:
+        if self.slots is None:
             return {}
         mapping = self.token_lora_mapping
-        if mapping is None or mapping.numel() != hidden_states.shape[0]:
-            tokens = None if mapping is None else mapping.numel()
+        if mapping is None or mapping.shape[0] != hidden_states.shape[0]:
+            tokens = None if mapping is None else mapping.shape[0]
             raise RuntimeError(
                 f"use_adapters: {hidden_states.shape[0]} tokens reached the experts, but the call "
                 f"of the model had {tokens}; call the model that was given to use_adapters"
             )
-        return {"token_lora_mapping": mapping, **layer}
-
-
-_batch: ContextVar[_Batch | None] = ContextVar("moelora_batch", default=None)
-
-
-def _before_forward(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    batch = _batch.get()
-    if batch is not None and batch.model is model:
-        batch.start(args, kwargs)
+        return {"token_lora_mapping": mapping, **self.layers[layer]}
 
 
 def moe_layers(model: nn.Module) -> dict[str, tuple[nn.Module, MoELayer]]:
@@ -250,7 +251,9 @@ def moe_layers(model: nn.Module) -> dict[str, tuple[nn.Module, MoELayer]]:
         if ".base_layer" in name:
             raise ValueError(f"{name} is wrapped by PEFT; load adapters into the plain model")
         if getattr(module, "_is_expert_parallel", False):
-            raise NotImplementedError(f"{name} is expert parallel; its adapters are not sharded yet")
+            raise NotImplementedError(
+                f"{name} is expert parallel; its adapters are not sharded yet"
+            )
         up, down = _parameters(module)
         hidden, intermediate = down.shape[1:] if not module.is_transposed else down.shape[:0:-1]
         layer = MoELayer(
@@ -279,18 +282,29 @@ def load_adapters(
 ) -> AdapterPool:
     """Loads PEFT adapter folders into a pool and attaches it to `model`.
 
-    Args:
-        model: a transformers model; its experts implementation becomes `"moelora"`.
-        adapters: name -> folder with `adapter_config.json` and `adapter_model.safetensors`.
-        max_loras, max_rank: size of the pool; by default just enough for `adapters`. Give more to
-            add others later with `pool.add(name, folder)`.
-        dtype: of the factors, by default that of the experts.
-        w13_slices, shared_outer: see `AdapterPool`; by default what suits all of `adapters`.
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        Its experts implementation becomes `"moelora"`.
+    adapters : mapping
+        Name -> folder with `adapter_config.json` and `adapter_model.safetensors`.
+    max_loras, max_rank : int, optional
+        Size of the pool; by default just enough for `adapters`. Give more to add others later
+        with `pool.add(name, folder)`.
+    dtype : torch.dtype, optional
+        Of the factors, by default that of the experts.
+    w13_slices, shared_outer : optional
+        See `AdapterPool`; by default what suits all of `adapters`.
 
-    Returns the pool. One pool per model: `unload_adapters` before loading another.
+    Returns
+    -------
+    AdapterPool
+        The pool; a model has one, `unload_adapters` detaches it.
     """
-    if model in _attached:
-        raise RuntimeError("the model has a pool already; add to that one, or unload_adapters first")
+    if hasattr(model, "_moelora") and model._moelora.pool is not None:
+        raise RuntimeError(
+            "the model has a pool already; add to that one, or unload_adapters first"
+        )
     found = moe_layers(model)
     specs = [layer for _, layer in found.values()]
     weights = [module.down_proj for module, _ in found.values()]
@@ -326,17 +340,24 @@ def load_adapters(
         pool.add(name, folder)
 
     model.set_experts_implementation(IMPLEMENTATION)
-    layers = {id(module): pool.layer(name) for name, (module, _) in found.items()}
-    hook = model.register_forward_pre_hook(_before_forward, with_kwargs=True)
-    configs = {name: module.config for name, (module, _) in found.items()}
-    _attached[model] = _Attached(pool, layers, configs, hook)
+    serving = _Serving()
+    serving.pool = pool
+    serving.layers = {name: pool.layer(name) for name in found}
+    serving.configs = {name: module.config for name, (module, _) in found.items()}
+    serving.hook = model.register_forward_pre_hook(serving.before_forward, with_kwargs=True)
+    for name, (module, _) in found.items():
+        module._moelora, module._moelora_layer = serving, name
+    model._moelora = serving
     return pool
 
 
 def unload_adapters(model: nn.Module) -> None:
     """Detaches the pool from the model, which goes on as base model."""
-    _pool_of(model).hook.remove()
-    del _attached[model]
+    serving = _serving(model)
+    serving.hook.remove()
+    for module in model.modules():
+        if module.__dict__.get("_moelora") is serving:
+            del module._moelora
 
 
 @contextmanager
@@ -345,20 +366,27 @@ def use_adapters(
 ) -> Iterator[None]:
     """Within the context, row i of every batch given to `model` carries adapter `names[i]`.
 
-    Args:
-        names: one adapter per row, None for the base model.
-        expand: consecutive rows per name: the num_beams or num_return_sequences (whichever is
-            larger) with which `generate` copies each row.
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A model that went through `load_adapters`.
+    names : sequence of str or None
+        One adapter per row, None for the base model.
+    expand : int
+        Consecutive rows per name: the num_beams or num_return_sequences (whichever is larger) with
+        which `generate` copies each row.
 
-    The adapters stay in their slots until the context ends. Like `torch.no_grad` the context
-    belongs to the thread that enters it.
+    Notes
+    -----
+    The adapters stay in their slots until the context ends. The context belongs to the thread that
+    enters it: while it lasts, no other thread can call the model.
     """
-    attached = _pool_of(model)
+    serving = _serving(model)
     if isinstance(names, str):
         raise ValueError(f"names is the string {names!r}, wanted one name per row of the batch")
     if expand < 1:
         raise ValueError(f"expand is {expand}, wanted >= 1")
-    for name, config in attached.configs.items():
+    for name, config in serving.configs.items():
         implementation = config._experts_implementation
         if implementation != IMPLEMENTATION:
             raise RuntimeError(
@@ -366,16 +394,24 @@ def use_adapters(
                 f"call model.set_experts_implementation({IMPLEMENTATION!r})"
             )
     names = [name for name in names for _ in range(expand)]
-    with attached.pool.hold(names):
-        token = _batch.set(_Batch(model, attached, attached.pool.mapping(names)))
+    thread = threading.get_ident()
+    with serving.pool.hold(names):
+        slots = serving.pool.mapping(names)
+        with serving.lock:
+            if serving.thread not in (None, thread):
+                raise RuntimeError("another thread is using adapters with this model")
+            outer = serving.thread, serving.slots
+            serving.thread, serving.slots, serving.token_lora_mapping = thread, slots, None
         try:
             yield
         finally:
-            _batch.reset(token)
+            with serving.lock:
+                serving.thread, serving.slots = outer
+                serving.token_lora_mapping = None
 
 
-def _pool_of(model: nn.Module) -> _Attached:
-    attached = _attached.get(model)
-    if attached is None:
+def _serving(model: nn.Module) -> _Serving:
+    serving = model.__dict__.get("_moelora")
+    if serving is None or serving.pool is None:
         raise RuntimeError(f"this {type(model).__name__} has no adapters; call load_adapters first")
-    return attached
+    return serving
