@@ -224,12 +224,17 @@ class BuildExt(build_ext):
             print("moelora: CPU-only build (no nvcc found, or MOELORA_CUDA=0)")
         compiler = Compiler(BUILD / ("obj-cuda" if nvcc else "obj-cpu"), nvcc)
         objects = compiler.compile_all(sources(["core", "cpu", "glue"], nvcc))
-        # The static cudart must not lend its symbols to, or take those of, torch's own.
         cuda = [*cuda_library_dirs(nvcc), "-lcudart_static", "-lstdc++", "-lrt"] if nvcc else []
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         command = [*CC, "-shared", "-o", f"{target}.new", *map(str, objects), *cuda]
-        command += ["-Wl,--exclude-libs,ALL", *torch_libraries(), "-lm", "-lpthread", "-ldl"]
+        command += [
+            "-Wl,--version-script=csrc/glue/exports.map",
+            *torch_libraries(),
+            "-lm",
+            "-lpthread",
+            "-ldl",
+        ]
         if subprocess.run(command, cwd=ROOT).returncode != 0:
             raise SystemExit(f"{shlex.join(command)}\nfailed")
         os.replace(f"{target}.new", target)
@@ -265,9 +270,10 @@ class BuildCore(Command):
             subprocess.run(["ar", "rcs", str(archive), *map(str, objects)], check=True)
 
 
-setup(
-    version=version(),
-    ext_modules=[Extension("moelora._C", sources=[], py_limited_api=True)],
-    cmdclass={"build_ext": BuildExt, "build_core": BuildCore},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
-)
+if __name__ == "__main__":
+    setup(
+        version=version(),
+        ext_modules=[Extension("moelora._C", sources=[], py_limited_api=True)],
+        cmdclass={"build_ext": BuildExt, "build_core": BuildCore},
+        options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    )

@@ -23,6 +23,7 @@ ALIGN_MODES = {"uniform": 1, "segmented": 2}
 ERRORS = {1: ValueError, 2: NotImplementedError}
 PACK = 64
 
+_operators = torch.ops.moelora
 _absent_tensors: dict[torch.device, Tensor] = {}
 
 
@@ -160,7 +161,7 @@ def moe_align_block_size(
     (`csrc/moe/moe_align_sum_kernels.cu` in vLLM).
     """
     return _run(
-        torch.ops.moelora.moe_align_block_size.default,
+        _operators.moe_align_block_size.default,
         topk_ids,
         block_size,
         num_experts,
@@ -224,7 +225,7 @@ def moe_lora_align_block_size(
     """
     absent = _absent(topk_ids)
     return _run(
-        torch.ops.moelora.moe_lora_align_block_size.default,
+        _operators.moe_lora_align_block_size.default,
         topk_ids,
         token_lora_mapping,
         num_experts,
@@ -281,7 +282,7 @@ def moe_sorting(
     if out_to_zero is None:
         out_to_zero = topk_weights.new_empty(0)
     return _run(
-        torch.ops.moelora.moe_sorting.default,
+        _operators.moe_sorting.default,
         topk_ids,
         _or_absent(topk_weights, topk_weights, torch.float32),
         num_experts,
@@ -384,8 +385,8 @@ def fused_moe_lora_gemm(
         mul_routed_weight,
     )
     if out is None:
-        return _run(torch.ops.moelora.fused_moe_lora_gemm.default, *args)
-    _run(torch.ops.moelora.fused_moe_lora_gemm_out.default, *args, out)
+        return _run(_operators.fused_moe_lora_gemm.default, *args)
+    _run(_operators.fused_moe_lora_gemm_out.default, *args, out)
     return out
 
 
@@ -518,8 +519,8 @@ def fused_experts_lora(
         apply_router_weight_on_input,
     )
     if out is None:
-        return _run(torch.ops.moelora.fused_experts_lora.default, *args)
-    _run(torch.ops.moelora.fused_experts_lora_out.default, *args, out)
+        return _run(_operators.fused_experts_lora.default, *args)
+    _run(_operators.fused_experts_lora_out.default, *args, out)
     return out
 
 
@@ -541,4 +542,4 @@ def prepack_weights(w: Tensor) -> PackedWeights:
     ValueError
         `w` is not 3-D, or a size is not a multiple of 64.
     """
-    return PackedWeights(_run(torch.ops.moelora.prepack_weights.default, w))
+    return PackedWeights(_run(_operators.prepack_weights.default, w))

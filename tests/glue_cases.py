@@ -1,0 +1,72 @@
+"""Small valid argument lists of every compiled operator, for tests of the boundary itself."""
+
+import torch
+
+M, TOP_K, E, K, I, R, LORAS = 6, 2, 4, 64, 64, 4, 2
+
+
+def inputs(device="cpu", dtype=torch.float32, tokens=M):
+    """Keyword arguments of fused_experts_lora with everything but expert_map present."""
+    make = torch.Generator().manual_seed(7)
+
+    def normal(*shape):
+        return (torch.randn(*shape, generator=make) * 0.2).to(device, dtype)
+
+    scores = torch.rand(tokens, E, generator=make).softmax(-1)
+    topk_weights, topk_ids = scores.topk(TOP_K, dim=-1)
+    return {
+        "hidden_states": normal(tokens, K),
+        "w13": normal(E, 2 * I, K),
+        "w2": normal(E, K, I),
+        "topk_weights": topk_weights.to(device),
+        "topk_ids": topk_ids.to(device, torch.int32),
+        "token_lora_mapping": (torch.arange(tokens, dtype=torch.int32) % (LORAS + 1) - 1).to(
+            device
+        ),
+        "w13_lora_a": [normal(LORAS, E, R, K), normal(LORAS, E, R, K)],
+        "w13_lora_b": [normal(LORAS, E, I, R), normal(LORAS, E, I, R)],
+        "w2_lora_a": normal(LORAS, E, R, I),
+        "w2_lora_b": normal(LORAS, E, K, R),
+        "lora_ranks": torch.tensor([R, R // 2], dtype=torch.int32, device=device),
+        "lora_scalings": torch.tensor([2.0, 0.5], device=device),
+        "adapter_enabled": torch.ones(LORAS, dtype=torch.bool, device=device),
+        "w13_bias": normal(E, 2 * I),
+        "w2_bias": normal(E, K),
+    }
+
+
+def op_calls(device="cpu", dtype=torch.float32):
+    """(name, args) for torch.ops.moelora, each operator at least once."""
+    given = inputs(device, dtype)
+    absent = torch.empty(0, device=device)
+    ids, weights, mapping = (given[k] for k in ("topk_ids", "topk_weights", "token_lora_mapping"))
+    expert_map = torch.tensor([1, -1, 0, 2], dtype=torch.int32, device=device)
+    adapters = (given["lora_ranks"], given["lora_scalings"], given["adapter_enabled"])
+    gemm = (
+        *(given["hidden_states"], given["w13"], weights, ids, mapping),
+        *(given["w13_lora_a"], given["w13_lora_b"], *adapters, given["w13_bias"], absent, True),
+    )
+    experts = (
+        *(given["hidden_states"], given["w13"], given["w2"], weights, ids, mapping),
+        *(given["w13_lora_a"], given["w13_lora_b"], [given["w2_lora_a"]], [given["w2_lora_b"]]),
+        *(*adapters, given["w13_bias"], given["w2_bias"], 0, absent, False),
+    )
+    base = (*experts[:5], absent, [], [], [], [], *[absent] * 5, 1, absent, False)
+    return [
+        ("moe_align_block_size", (ids, 4, E, absent)),
+        ("moe_align_block_size", (ids.long(), 16, E, expert_map)),
+        ("moe_lora_align_block_size", (ids, mapping, E, 4, LORAS, 1, adapters[2], absent)),
+        ("moe_lora_align_block_size", (ids, mapping, E, 4, LORAS, 2, absent, expert_map)),
+        ("moe_sorting", (ids, weights, E, 4, torch.ones(M, K, device=device), absent)),
+        ("moe_sorting", (ids, weights, E, 4, absent.clone(), expert_map)),
+        ("fused_moe_lora_gemm", gemm),
+        ("fused_moe_lora_gemm_out", (*gemm, gemm[0].new_empty(M, TOP_K, 2 * I))),
+        ("fused_experts_lora", experts),
+        ("fused_experts_lora", base),
+        ("fused_experts_lora_out", (*experts, torch.empty_like(experts[0]))),
+        ("prepack_weights", (given["w13"],)),
+    ]
+
+
+def operator(name):
+    return getattr(torch.ops.moelora, name).default

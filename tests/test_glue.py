@@ -1,0 +1,302 @@
+"""The boundary between Python, torch and C: errors, ownership, threads, drift of the C ABI."""
+
+import inspect
+import re
+import resource
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from glue_cases import LORAS, TOP_K, E, I, K, M, inputs, op_calls, operator
+
+import moelora
+from moelora import _C, fake, ops
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def call(**changes):
+    return moelora.fused_experts_lora(**{**inputs(), **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"activation": "tanh"}, ValueError, "activation is 'tanh', must be one of 'silu'"),
+        ({"w2_lora_b": None}, ValueError, "w2_lora_a has 1 slices, w2_lora_b has 0"),
+        ({"hidden_states": torch.zeros(M, K).double()}, ValueError, "hidden_states .* dtype"),
+        ({"hidden_states": torch.zeros(M, K - 1)}, ValueError, "hidden_states"),
+        ({"hidden_states": torch.zeros(M)}, ValueError, "hidden_states"),
+        ({"hidden_states": torch.zeros(*[1] * 6)}, ValueError, "hidden_states has 6 dimensions"),
+        ({"w13": torch.zeros(E, 2 * I, K).to_sparse()}, (ValueError, RuntimeError), ""),
+        ({"w13_lora_a": [torch.zeros(1, 1, 1, K)] * 6}, ValueError, "w13_lora_a has 6 slices"),
+        ({"topk_ids": torch.zeros(M, TOP_K)}, ValueError, "topk_ids"),
+        ({"token_lora_mapping": torch.zeros(M + 1).int()}, ValueError, "token_lora_mapping"),
+    ],
+)
+def test_bad_arguments_name_themselves(changes, error, message):
+    with pytest.raises(error, match=message):
+        call(**changes)
+
+
+def test_the_operator_itself_raises_runtime_error():
+    name, args = next(c for c in op_calls() if c[0] == "fused_experts_lora")
+    with pytest.raises(RuntimeError, match=r"fused_experts_lora: activation is 99"):
+        operator(name)(*args[:15], 99, *args[16:])
+    status, text = _C.last_error()
+    assert status == 1
+    assert text.startswith("fused_experts_lora: activation is 99")
+
+
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1])
+def test_integers_beyond_int32(value):
+    with pytest.raises(ValueError, match=f"block_size is {value}, which is outside int32"):
+        moelora.moe_align_block_size(inputs()["topk_ids"], value, E)
+
+
+@pytest.mark.parametrize(("block_size", "num_experts"), [(0, E), (-4, E), (4, 0), (4, -1)])
+def test_alignment_refuses_sizes(block_size, num_experts):
+    with pytest.raises(ValueError, match="block_size" if block_size < 1 else "num_experts"):
+        moelora.moe_align_block_size(inputs()["topk_ids"], block_size, num_experts)
+
+
+def test_alignment_refuses_modes():
+    ids, mapping = inputs()["topk_ids"], inputs()["token_lora_mapping"]
+    with pytest.raises(ValueError, match="mode is 'base', must be one of 'uniform', 'segmented'"):
+        moelora.moe_lora_align_block_size(ids, mapping, E, 4, LORAS, mode="base")
+    absent = torch.empty(0)
+    with pytest.raises(RuntimeError, match=r"mode is 0, must be 1 \(uniform\) or 2 \(segmented\)"):
+        operator("moe_lora_align_block_size")(ids, mapping, E, 4, LORAS, 0, absent, absent)
+
+
+def test_an_error_writes_nothing():
+    out = torch.full((M, K), 7.0)
+    with pytest.raises(ValueError, match="w2"):
+        call(w2=torch.zeros(E, K, I + 64), out=out)
+    assert (out == 7).all()
+
+
+def test_a_stale_error_is_not_blamed():
+    with pytest.raises(ValueError, match="hidden_states"):
+        call(hidden_states=torch.zeros(M))
+    with pytest.raises(RuntimeError, match="Expected a value of type"):
+        call(w13="not a tensor")
+
+
+@pytest.mark.gpu
+def test_tensors_on_two_devices():
+    with pytest.raises(ValueError, match=r"w2 is on cuda \(index 0\), the first tensor is on cpu"):
+        call(w2=inputs("cuda")["w2"])
+
+
+def test_casts_and_none():
+    given = inputs()
+    want = moelora.fused_experts_lora(**given)
+    given["topk_ids"] = given["topk_ids"].long()
+    given["token_lora_mapping"] = given["token_lora_mapping"].long()
+    given["topk_weights"] = given["topk_weights"].double()
+    given["lora_ranks"] = given["lora_ranks"].long()
+    given["lora_scalings"] = given["lora_scalings"].double()
+    given["adapter_enabled"] = given["adapter_enabled"].long()
+    assert torch.equal(moelora.fused_experts_lora(**given), want)
+
+
+def test_a_list_of_one_is_a_tensor():
+    given = inputs()
+    want = moelora.fused_experts_lora(**given)
+    given["w2_lora_a"] = [given["w2_lora_a"]]
+    given["w2_lora_b"] = (given["w2_lora_b"],)
+    assert torch.equal(moelora.fused_experts_lora(**given), want)
+
+
+def test_empty_batch():
+    out = moelora.fused_experts_lora(**inputs(tokens=0))
+    assert out.shape == (0, K)
+
+
+def test_out_is_returned():
+    out = torch.empty(M, K)
+    assert call(out=out) is out
+    assert torch.equal(out, call())
+
+
+def test_packed_weights_describe_themselves():
+    w = inputs(dtype=torch.bfloat16)["w13"]
+    packed = moelora.prepack_weights(w)
+    assert packed.shape == w.shape
+    assert (packed.dtype, packed.device) == (w.dtype, w.device)
+    assert torch.equal(packed.unpack(), w)
+    assert torch.equal(packed.data[1, 1, 0], w[1, 64:, :64])
+    assert packed.to("cpu").shape == w.shape
+    with pytest.raises(ValueError, match="64"):
+        moelora.prepack_weights(torch.zeros(2, 64, 65))
+
+
+def test_shape_functions_agree_with_the_library():
+    """max_blocks in Python is moelora_align_max_blocks in C."""
+    for tokens in (0, 1, 3, 40):
+        ids = torch.zeros(tokens, TOP_K, dtype=torch.int32)
+        mapping = torch.zeros(tokens, dtype=torch.int32)
+        weights = torch.zeros(tokens, TOP_K)
+        for experts in (1, 5, 64):
+            for size in (1, 4, 64):
+                got = [
+                    moelora.moe_align_block_size(ids, size, experts)[1],
+                    moelora.moe_lora_align_block_size(ids, mapping, experts, size, 3)[1],
+                    moelora.moe_lora_align_block_size(
+                        ids, mapping, experts, size, 3, mode="segmented"
+                    )[1],
+                    moelora.moe_sorting(ids, weights, experts, size)[2],
+                ]
+                want = [fake.max_blocks(mode, ids.numel(), experts, 3, size) for mode in range(4)]
+                assert [len(blocks) for blocks in got] == want
+
+
+def test_nothing_is_kept_after_calls_and_failures():
+    """Every handle is given back: storages die, and memory does not grow."""
+    good, bad = inputs(), inputs()
+    bad["w2"] = torch.zeros(E, K, I + 64)
+    watched = torch.zeros(M, K)
+    storage = watched.untyped_storage()
+    before = storage._use_count()
+
+    def both():
+        moelora.fused_experts_lora(**{**good, "hidden_states": watched})
+        with pytest.raises(ValueError, match="w2"):
+            moelora.fused_experts_lora(**{**bad, "hidden_states": watched})
+        with pytest.raises(ValueError, match="slices"):
+            moelora.fused_experts_lora(**{**good, "w13_lora_a": [watched] * 9})
+
+    for _ in range(50):
+        both()
+    assert storage._use_count() == before
+
+    # A leaked workspace or output of these sizes would be megabytes a call.
+    wide = torch.zeros(4096, K)
+    ids = torch.zeros(4096, TOP_K, dtype=torch.int32)
+    weights = torch.zeros(4096, TOP_K)
+
+    def grow(times):
+        for _ in range(times):
+            moelora.fused_moe_lora_gemm(wide, good["w2"], weights, ids)
+            with pytest.raises(ValueError, match="out"):
+                moelora.fused_moe_lora_gemm(wide, good["w2"], weights, ids, out=wide)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    start = grow(5)
+    assert grow(40) - start < 40 * 1024  # KiB; 40 leaked outputs would be 80 MiB
+
+
+def test_threads():
+    """Two threads at once, each with its own errors and its own results."""
+    want, failures = call(), []
+
+    def work(index):
+        try:
+            for _ in range(30):
+                if not torch.equal(call(), want):
+                    failures.append("different result")
+                with pytest.raises(ValueError, match=f"block_size is {2**31 + index}"):
+                    moelora.moe_align_block_size(inputs()["topk_ids"], 2**31 + index, E)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_torch_threads_do_not_change_the_result():
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            results.append(call())
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*results)
+
+
+def test_module_functions():
+    assert _C.version() == moelora.__version__
+    variants, usable = _C.variants(), _C.usable()
+    assert variants
+    assert set(usable) <= set(variants)
+    assert len(set(variants)) == len(variants)
+    assert isinstance(_C.cpu_features(), str)
+    assert isinstance(_C.has_cuda(), bool)
+    call()
+    assert any(name in _C.last_plan() for name in usable)
+
+
+def test_force_variant():
+    call()
+    chosen = _C.last_plan()
+    try:
+        names = [n for n in _C.usable() if "f32" in n and "scalar" in n]
+        assert names
+        _C.force_variant(names[0])
+        call()
+        assert names[0] in _C.last_plan()
+        with pytest.raises(ValueError, match="no_such_variant"):
+            _C.force_variant("no_such_variant")
+        with pytest.raises(TypeError):
+            _C.force_variant(3)
+    finally:
+        _C.force_variant(None)
+    call()
+    assert _C.last_plan() == chosen
+
+
+def test_wrappers_take_the_arguments_of_the_operators():
+    """A parameter of a schema that no wrapper sets would be unreachable."""
+    for name in moelora.__all__:
+        if not hasattr(torch.ops.moelora, name):
+            continue
+        schema = {a.name for a in operator(name)._schema.arguments}
+        assert schema <= set(inspect.signature(getattr(moelora, name)).parameters)
+
+
+def test_every_public_function_is_documented():
+    for name in ops.__dict__.keys() & set(moelora.__all__):
+        assert "Parameters" in getattr(moelora, name).__doc__ or name == "PackedWeights"
+
+
+def compile_conformance(include):
+    torch_include = Path(torch.__file__).parent / "include"
+    command = ["c++", "-std=c++20", "-fsyntax-only", f"-I{include}", f"-I{torch_include}"]
+    source = ROOT / "tests/abi_conformance.cpp"
+    return subprocess.run([*command, str(source)], capture_output=True, text=True)
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler")
+def test_conformance_unit_notices_drift(tmp_path):
+    assert compile_conformance(ROOT / "csrc").returncode == 0
+    header = (ROOT / "csrc/glue/abi.h").read_text()
+    changed = re.sub(r"aoti_torch_get_dim\(AtenTensorHandle tensor, int64_t", "\\g<0>_t", header)
+    changed = changed.replace("int64_t_t", "int32_t")
+    assert changed != header
+    (tmp_path / "glue").mkdir()
+    (tmp_path / "glue/abi.h").write_text(changed)
+    failed = compile_conformance(tmp_path)
+    assert failed.returncode != 0
+    assert "aoti_torch_get_dim" in failed.stderr
+
+
+def test_conformance_covers_every_function():
+    """What the extension takes from torch is what abi.h declares, no more."""
+    if not shutil.which("nm"):
+        pytest.skip("no nm")
+    symbols = subprocess.run(
+        ["nm", "-D", "--undefined-only", _C.__file__], capture_output=True, text=True, check=True
+    ).stdout
+    used = set(re.findall(r"\b((?:aoti_)?torch_\w+)", symbols))
+    declared = set(re.findall(r"\b((?:aoti_)?torch_\w+)\(", (ROOT / "csrc/glue/abi.h").read_text()))
+    assert used == declared
