@@ -182,14 +182,15 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
 
 /* validate.c */
 moelora_status moelora_check_align(const moelora_align_args *args, moelora_align_problem *problem);
-moelora_status moelora_check_gemm(const moelora_gemm_args *args, moelora_device device,
-                                  moelora_gemm_problem *problem);
-moelora_status moelora_check_experts(const moelora_experts_args *args, moelora_device device,
+moelora_status moelora_check_gemm(const moelora_gemm_args *args, moelora_gemm_problem *problem);
+moelora_status moelora_check_experts(const moelora_experts_args *args,
                                      moelora_experts_problem *problem);
 moelora_status moelora_check_pack(const moelora_tensor *w, const moelora_tensor *out,
                                   moelora_pack_problem *problem);
 
-/* status.c: records the message of this thread and returns `status`. */
+/* status.c: forgets the message of this thread. */
+void moelora_clear_error(void);
+/* Records the message of this thread and returns `status`. */
 moelora_status moelora_fail(moelora_status status, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 

@@ -1,0 +1,218 @@
+#include "core/check.h"
+
+#include <stdio.h>
+
+const char *moelora_dtype_name(moelora_dtype dtype) {
+  switch (dtype) {
+  case MOELORA_F32:
+    return "float32";
+  case MOELORA_BF16:
+    return "bfloat16";
+  case MOELORA_F16:
+    return "float16";
+  case MOELORA_I32:
+    return "int32";
+  case MOELORA_I64:
+    return "int64";
+  case MOELORA_BOOL:
+    return "bool";
+  }
+  return "unknown";
+}
+
+bool moelora_is_absent(const moelora_tensor *tensor) {
+  return !tensor->data && tensor->ndim == 0;
+}
+
+/* Printable name of an argument. */
+typedef struct label {
+  char text[64];
+} label;
+
+static label label_of(moelora_arg arg) {
+  label result;
+  if (arg.index < 0)
+    snprintf(result.text, sizeof result.text, "%s", arg.name);
+  else
+    snprintf(result.text, sizeof result.text, "%s[%d]", arg.name, arg.index);
+  return result;
+}
+
+static bool is_empty(const moelora_tensor *tensor) {
+  for (int32_t i = 0; i < tensor->ndim; i++)
+    if (tensor->size[i] == 0)
+      return true;
+  return false;
+}
+
+/* More than any machine addresses, and far enough from 2^63 that multiples stay exact. */
+static const int64_t max_span_bytes = (int64_t)1 << 56;
+
+/* Bytes from the first element to the end of the last one; -1 beyond max_span_bytes. */
+static int64_t span_bytes(const moelora_tensor *tensor) {
+  if (is_empty(tensor))
+    return 0;
+  int64_t last = 0;
+  for (int32_t i = 0; i < tensor->ndim; i++) {
+    int64_t reach;
+    if (__builtin_mul_overflow(tensor->size[i] - 1, tensor->stride[i], &reach) ||
+        __builtin_add_overflow(last, reach, &last))
+      return -1;
+  }
+  int64_t bytes;
+  if (__builtin_add_overflow(last, 1, &last) ||
+      __builtin_mul_overflow(last, (int64_t)moelora_dtype_bytes(tensor->dtype), &bytes))
+    return -1;
+  return bytes <= max_span_bytes ? bytes : -1;
+}
+
+moelora_status moelora_check_large_view(moelora_arg arg, int32_t ndim, const char *layout) {
+  const moelora_tensor *t = arg.tensor;
+  MOELORA_REQUIRE(!moelora_is_absent(t), "%s is absent, expected a tensor %s", label_of(arg).text,
+                  layout);
+  MOELORA_REQUIRE(t->ndim == ndim, "%s has %d dimensions, expected %d: %s", label_of(arg).text,
+                  t->ndim, ndim, layout);
+  MOELORA_REQUIRE(t->dtype >= MOELORA_F32 && t->dtype <= MOELORA_BOOL,
+                  "%s has dtype %d, which is not a moelora_dtype", label_of(arg).text,
+                  (int)t->dtype);
+  for (int32_t i = 0; i < ndim; i++) {
+    MOELORA_REQUIRE(t->size[i] >= 0, "%s.size(%d) is %lld, expected 0 or more", label_of(arg).text,
+                    i, (long long)t->size[i]);
+    MOELORA_REQUIRE(t->size[i] <= 1 || t->stride[i] >= 0,
+                    "%s.stride(%d) is %lld, expected 0 or more", label_of(arg).text, i,
+                    (long long)t->stride[i]);
+  }
+  MOELORA_REQUIRE(span_bytes(t) >= 0, "%s has strides that reach beyond the address space",
+                  label_of(arg).text);
+  MOELORA_REQUIRE(t->data || is_empty(t), "%s has elements but its data pointer is NULL",
+                  label_of(arg).text);
+  MOELORA_REQUIRE((uintptr_t)t->data % moelora_dtype_bytes(t->dtype) == 0,
+                  "%s starts at %p, expected a multiple of the %zu bytes of %s", label_of(arg).text,
+                  t->data, moelora_dtype_bytes(t->dtype), moelora_dtype_name(t->dtype));
+  return MOELORA_OK;
+}
+
+moelora_status moelora_check_view(moelora_arg arg, int32_t ndim, const char *layout) {
+  MOELORA_TRY(moelora_check_large_view(arg, ndim, layout));
+  for (int32_t i = 0; i < ndim; i++)
+    MOELORA_REQUIRE(arg.tensor->size[i] <= INT32_MAX,
+                    "%s.size(%d) is %lld, expected at most 2147483647", label_of(arg).text, i,
+                    (long long)arg.tensor->size[i]);
+  return MOELORA_OK;
+}
+
+moelora_status moelora_check_size(moelora_arg arg, int32_t dim, int64_t want, const char *source) {
+  MOELORA_REQUIRE(arg.tensor->size[dim] == want, "%s.size(%d) is %lld, %s is %lld",
+                  label_of(arg).text, dim, (long long)arg.tensor->size[dim], source,
+                  (long long)want);
+  return MOELORA_OK;
+}
+
+moelora_status moelora_check_dtype(moelora_arg arg, moelora_dtype want, const char *source) {
+  MOELORA_REQUIRE(arg.tensor->dtype == want, "%s has dtype %s, expected %s%s%s", label_of(arg).text,
+                  moelora_dtype_name(arg.tensor->dtype), moelora_dtype_name(want),
+                  source ? " as " : "", source ? source : "");
+  return MOELORA_OK;
+}
+
+moelora_status moelora_check_id_dtype(moelora_arg arg) {
+  MOELORA_REQUIRE(arg.tensor->dtype == MOELORA_I32 || arg.tensor->dtype == MOELORA_I64,
+                  "%s has dtype %s, expected int32 or int64", label_of(arg).text,
+                  moelora_dtype_name(arg.tensor->dtype));
+  return MOELORA_OK;
+}
+
+moelora_status moelora_check_rows(moelora_arg arg) {
+  const moelora_tensor *t = arg.tensor;
+  int32_t last = t->ndim - 1;
+  MOELORA_REQUIRE(t->size[last] <= 1 || t->stride[last] == 1,
+                  "%s.stride(%d) is %lld, expected 1: the last dimension must be contiguous",
+                  label_of(arg).text, last, (long long)t->stride[last]);
+  return MOELORA_OK;
+}
+
+moelora_status moelora_check_contiguous(moelora_arg arg) {
+  const moelora_tensor *t = arg.tensor;
+  int64_t want = 1;
+  if (is_empty(t))
+    return MOELORA_OK;
+  for (int32_t i = t->ndim - 1; i >= 0; i--) {
+    MOELORA_REQUIRE(t->size[i] == 1 || t->stride[i] == want,
+                    "%s.stride(%d) is %lld, expected %lld: %s must be contiguous",
+                    label_of(arg).text, i, (long long)t->stride[i], (long long)want,
+                    label_of(arg).text);
+    want *= t->size[i];
+  }
+  return MOELORA_OK;
+}
+
+moelora_status moelora_check_vector(moelora_arg arg, moelora_dtype dtype, const char *layout) {
+  MOELORA_TRY(moelora_check_view(arg, 1, layout));
+  MOELORA_TRY(moelora_check_dtype(arg, dtype, NULL));
+  return moelora_check_contiguous(arg);
+}
+
+moelora_status moelora_check_distinct(moelora_arg arg) {
+  const moelora_tensor *t = arg.tensor;
+  if (is_empty(t))
+    return MOELORA_OK;
+  /* From the smallest stride up, each must step over all that the smaller ones reach. */
+  int64_t reach = 0;
+  bool done[MOELORA_MAX_DIMS] = {false};
+  for (int32_t step = 0; step < t->ndim; step++) {
+    int32_t at = -1;
+    for (int32_t i = 0; i < t->ndim; i++)
+      if (!done[i] && (at < 0 || t->stride[i] < t->stride[at]))
+        at = i;
+    done[at] = true;
+    if (t->size[at] == 1)
+      continue;
+    MOELORA_REQUIRE(t->stride[at] > reach,
+                    "%s.stride(%d) is %lld, expected at least %lld: elements of an output must not "
+                    "share memory",
+                    label_of(arg).text, at, (long long)t->stride[at], (long long)reach + 1);
+    reach += (t->size[at] - 1) * t->stride[at];
+  }
+  return MOELORA_OK;
+}
+
+/* Two matrices of one row stride whose rows lie side by side, as columns of one buffer do. */
+static bool side_by_side(const moelora_tensor *a, const moelora_tensor *b) {
+  if (a->ndim != 2 || b->ndim != 2 || a->size[0] < 1 || b->size[0] < 1)
+    return false;
+  int64_t bytes_a = (int64_t)moelora_dtype_bytes(a->dtype);
+  int64_t bytes_b = (int64_t)moelora_dtype_bytes(b->dtype);
+  int64_t pitch = a->stride[0] * bytes_a;
+  int64_t width_a = a->size[1] * bytes_a, width_b = b->size[1] * bytes_b;
+  if (pitch <= 0 || b->stride[0] * bytes_b != pitch || a->stride[1] != 1 || b->stride[1] != 1)
+    return false;
+  int64_t shift = ((int64_t)((uintptr_t)b->data - (uintptr_t)a->data) % pitch + pitch) % pitch;
+  return width_a <= shift && shift + width_b <= pitch;
+}
+
+moelora_status moelora_check_disjoint(moelora_arg out, moelora_arg other) {
+  const moelora_tensor *a = out.tensor, *b = other.tensor;
+  if (moelora_is_absent(a) || moelora_is_absent(b))
+    return MOELORA_OK;
+  uintptr_t a_begin = (uintptr_t)a->data, a_end = a_begin + (uintptr_t)span_bytes(a);
+  uintptr_t b_begin = (uintptr_t)b->data, b_end = b_begin + (uintptr_t)span_bytes(b);
+  bool apart = a_begin == a_end || b_begin == b_end || a_end <= b_begin || b_end <= a_begin;
+  MOELORA_REQUIRE(apart || side_by_side(a, b), "%s shares memory with %s", label_of(out).text,
+                  label_of(other).text);
+  return MOELORA_OK;
+}
+
+int64_t moelora_stride(const moelora_tensor *tensor, int32_t dim) {
+  if (tensor->size[dim] > 1)
+    return tensor->stride[dim];
+  return dim + 1 == tensor->ndim ? 1 : tensor->size[dim + 1] * moelora_stride(tensor, dim + 1);
+}
+
+bool moelora_same_view(const moelora_tensor *a, const moelora_tensor *b) {
+  if (a->data != b->data || a->dtype != b->dtype || a->ndim != b->ndim)
+    return false;
+  for (int32_t i = 0; i < a->ndim; i++)
+    if (a->size[i] != b->size[i] || (a->size[i] > 1 && a->stride[i] != b->stride[i]))
+      return false;
+  return true;
+}

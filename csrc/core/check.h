@@ -1,0 +1,71 @@
+/* Checks of one tensor view, shared by the validation of all operators. Each returns MOELORA_OK or
+ * records a message that names the argument, what was got and what was expected. */
+#ifndef MOELORA_CORE_CHECK_H
+#define MOELORA_CORE_CHECK_H
+
+#include "core/backend.h"
+
+/* A tensor under the name that users know; `index` >= 0 names an entry of a list, lora_a[index]. */
+typedef struct moelora_arg {
+  const char *name;
+  int32_t index;
+  const moelora_tensor *tensor;
+} moelora_arg;
+
+#define MOELORA_ARG(NAME, TENSOR) ((moelora_arg){(NAME), -1, (TENSOR)})
+
+#define MOELORA_TRY(CALL)                                                                          \
+  do {                                                                                             \
+    moelora_status status_ = (CALL);                                                               \
+    if (status_ != MOELORA_OK)                                                                     \
+      return status_;                                                                              \
+  } while (0)
+
+#define MOELORA_REQUIRE(CONDITION, ...)                                                            \
+  do {                                                                                             \
+    if (!(CONDITION))                                                                              \
+      return moelora_fail(MOELORA_INVALID_ARGUMENT, __VA_ARGS__);                                  \
+  } while (0)
+
+const char *moelora_dtype_name(moelora_dtype dtype);
+bool moelora_is_absent(const moelora_tensor *tensor);
+
+/* Dimensions, sizes up to INT32_MAX, strides that are not negative and keep every element
+ * addressable, a data pointer aligned to its elements. `layout` describes the expected dimensions,
+ * e.g. "[M, K]". */
+moelora_status moelora_check_view(moelora_arg arg, int32_t ndim, const char *layout);
+/* The same without the limit on sizes. */
+moelora_status moelora_check_large_view(moelora_arg arg, int32_t ndim, const char *layout);
+/* size(dim) == want, where `want` is the value of `source`, e.g. "w.size(2)". */
+moelora_status moelora_check_size(moelora_arg arg, int32_t dim, int64_t want, const char *source);
+moelora_status moelora_check_dtype(moelora_arg arg, moelora_dtype want, const char *source);
+/* dtype int32 or int64 */
+moelora_status moelora_check_id_dtype(moelora_arg arg);
+/* The last dimension has stride 1. */
+moelora_status moelora_check_rows(moelora_arg arg);
+/* Elements follow each other in memory order. */
+moelora_status moelora_check_contiguous(moelora_arg arg);
+/* A contiguous vector of a fixed dtype. */
+moelora_status moelora_check_vector(moelora_arg arg, moelora_dtype dtype, const char *layout);
+/* No two indices of an output share memory. */
+moelora_status moelora_check_distinct(moelora_arg arg);
+/* An output shares no memory with another argument; an absent argument shares none. Views of equal
+ * row stride that lie side by side in one buffer are told apart, others by their byte ranges. */
+moelora_status moelora_check_disjoint(moelora_arg out, moelora_arg other);
+/* The stride of a dimension; one of a single element gets that of a contiguous tensor, as callers
+ * may leave anything there. */
+int64_t moelora_stride(const moelora_tensor *tensor, int32_t dim);
+/* Same memory, same layout. */
+bool moelora_same_view(const moelora_tensor *a, const moelora_tensor *b);
+
+/* validate_routing.c: topk_ids, topk_weights, expert_map -> routes. */
+moelora_status moelora_check_routing(const moelora_routing *routing, bool need_weights,
+                                     moelora_routes *routes);
+/* validate_routing.c: the adapter tables -> routes; `max_loras` is the value of `source`. */
+moelora_status moelora_check_adapters(const moelora_adapters *adapters, int64_t max_loras,
+                                      const char *source, moelora_routes *routes);
+/* validate_routing.c: `out` shares no memory with routing and adapters. */
+moelora_status moelora_check_disjoint_routes(moelora_arg out, const moelora_routing *routing,
+                                             const moelora_adapters *adapters);
+
+#endif

@@ -1,0 +1,242 @@
+/* From a problem and a device to a kernel variant. A plan depends on shapes, dtype and device,
+ * never on adapters: a base row must meet the same kernel whatever the batch carries. */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/check.h"
+#include "core/plan.h"
+
+/* ---- variants ---- */
+
+/* Ids count from 0 in the order of each table. */
+enum {
+#define MOELORA_CPU_GEMM(NAME, DTYPE, ISA, BLOCK_M, BLOCK_N, BLOCK_K) CPU_##NAME,
+#include "cpu/variants.inc"
+#undef MOELORA_CPU_GEMM
+};
+enum {
+#define MOELORA_CUDA_GEMM(NAME, DTYPE, MIN_CC, BLOCK_M, BLOCK_N, BLOCK_K, STAGES) CUDA_##NAME,
+#include "cuda/variants.inc"
+#undef MOELORA_CUDA_GEMM
+};
+
+/* CUDA rows are here in CPU builds too, so that their plans can be tested without a GPU. */
+static const moelora_variant variants[] = {
+#define MOELORA_CPU_GEMM(NAME, DTYPE, ISA, BLOCK_M, BLOCK_N, BLOCK_K)                              \
+  {#NAME, MOELORA_CPU, MOELORA_##DTYPE, MOELORA_ISA_##ISA, CPU_##NAME, BLOCK_M, BLOCK_N, BLOCK_K,  \
+   1},
+#include "cpu/variants.inc"
+#undef MOELORA_CPU_GEMM
+#define MOELORA_CUDA_GEMM(NAME, DTYPE, MIN_CC, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)                  \
+  {#NAME, MOELORA_CUDA, MOELORA_##DTYPE, MIN_CC, CUDA_##NAME, BLOCK_M, BLOCK_N, BLOCK_K, STAGES},
+#include "cuda/variants.inc"
+#undef MOELORA_CUDA_GEMM
+};
+enum { NUM_VARIANTS = sizeof variants / sizeof *variants };
+
+const moelora_variant *moelora_variant_at(int32_t index) {
+  return index >= 0 && index < NUM_VARIANTS ? &variants[index] : NULL;
+}
+
+static const moelora_variant *find_variant(const char *name) {
+  for (int32_t i = 0; i < NUM_VARIANTS; i++)
+    if (strcmp(variants[i].name, name) == 0)
+      return &variants[i];
+  return NULL;
+}
+
+bool moelora_variant_runs_on(const moelora_variant *variant, const moelora_device_info *device) {
+  if (variant->device != device->device)
+    return false;
+  if (variant->device == MOELORA_CPU)
+    return (device->cpu_isa & (uint32_t)variant->needs) == (uint32_t)variant->needs;
+  /* wgmma exists on 9.0 alone; mma.sync, from 8.0 on, is everywhere later. */
+  return variant->needs == 90 ? device->compute_capability == 90
+                              : device->compute_capability >= variant->needs;
+}
+
+/* ---- forced variant, log and last plan ---- */
+
+static pthread_once_t environment_once = PTHREAD_ONCE_INIT;
+static _Atomic(const moelora_variant *) forced_variant;
+static _Atomic(bool) forced_unknown; /* MOELORA_FORCE_VARIANT names nothing */
+static bool log_plans;
+
+static void read_environment(void) {
+  const char *log = getenv("MOELORA_LOG"), *name = getenv("MOELORA_FORCE_VARIANT");
+  log_plans = log && strcmp(log, "plan") == 0;
+  if (name && *name) {
+    forced_variant = find_variant(name);
+    forced_unknown = !forced_variant;
+  }
+}
+
+moelora_status moelora_force_variant(const char *name) {
+  moelora_clear_error();
+  pthread_once(&environment_once, read_environment);
+  const moelora_variant *variant = name ? find_variant(name) : NULL;
+  MOELORA_REQUIRE(!name || variant, "variant '%s' does not exist", name);
+  forced_variant = variant;
+  forced_unknown = false;
+  return MOELORA_OK;
+}
+
+/* The variants of this thread's last plan; text is made only when asked for. */
+static _Thread_local struct {
+  const moelora_variant *gemm, *w13, *w2;
+} last;
+
+const char *moelora_last_plan(void) {
+  static _Thread_local char text[160];
+  text[0] = '\0';
+  if (last.gemm)
+    snprintf(text, sizeof text, "w=%s", last.gemm->name);
+  else if (last.w13)
+    snprintf(text, sizeof text, "w13=%s w2=%s", last.w13->name, last.w2->name);
+  return text;
+}
+
+/* ---- choice ---- */
+
+/* Routed rows that an expert of this rank gets on average, at least 1. */
+static int64_t rows_per_expert(const moelora_routes *routes) {
+  int64_t everywhere =
+      routes->num_global > routes->num_experts ? routes->num_global : routes->num_experts;
+  return routes->num_rows > everywhere ? (routes->num_rows + everywhere - 1) / everywhere : 1;
+}
+
+/* Rows of one block, from the average load of an expert. Routing is uneven, so that a block a
+ * little larger than the average keeps most experts in one block, and weights are read once. */
+static int32_t pick_cuda_block(int64_t rows) {
+  static const struct {
+    int64_t rows; /* up to this many per expert */
+    int32_t block;
+  } table[] = {
+      {8, 16},
+      {24, 32},
+      {96, 64},
+      {INT64_MAX, 128},
+  };
+  int32_t at = 0;
+  while (rows > table[at].rows)
+    at++;
+  return table[at].block;
+}
+
+/* TMA reads rows that start at multiples of 16 bytes, 8 elements. */
+static bool tma_reads(const moelora_weights *w) {
+  return (uintptr_t)w->data % 16 == 0 && w->stride_e % 8 == 0 && w->stride_n % 8 == 0 &&
+         w->k % 8 == 0;
+}
+
+/* Nearest to `block`, a larger one before a smaller one. */
+static bool is_nearer(int32_t candidate, int32_t best, int32_t block) {
+  if ((candidate >= block) != (best >= block))
+    return candidate >= block;
+  return candidate >= block ? candidate < best : candidate > best;
+}
+
+/* The newest instruction set that the device has; within it the block nearest to `block`, where
+ * block 0 takes the last row of the table. */
+static const moelora_variant *choose(const moelora_device_info *device, moelora_dtype dtype,
+                                     int32_t block, bool tma) {
+  const moelora_variant *best = NULL;
+  for (int32_t i = 0; i < NUM_VARIANTS; i++) {
+    const moelora_variant *v = &variants[i];
+    if (v->dtype != dtype || !moelora_variant_runs_on(v, device))
+      continue;
+    if (v->device == MOELORA_CUDA && v->needs == 90 && !tma)
+      continue;
+    if (!best || v->needs > best->needs ||
+        (v->needs == best->needs && (block == 0 || is_nearer(v->block_m, best->block_m, block))))
+      best = v;
+  }
+  return best;
+}
+
+/* Both halves of a layer run on one alignment, so one variant serves every `weights`. */
+static moelora_status plan_projections(const moelora_routes *routes, moelora_dtype dtype,
+                                       const moelora_weights *const *weights, int32_t count,
+                                       const moelora_device_info *device, moelora_gemm_plan *plan) {
+  pthread_once(&environment_once, read_environment);
+  MOELORA_REQUIRE(!forced_unknown, "MOELORA_FORCE_VARIANT is '%s': no such variant",
+                  getenv("MOELORA_FORCE_VARIANT"));
+  bool tma = true;
+  for (int32_t i = 0; i < count; i++)
+    tma = tma && tma_reads(weights[i]);
+  const moelora_variant *variant = forced_variant;
+  if (!variant || variant->dtype != dtype || !moelora_variant_runs_on(variant, device) ||
+      (variant->device == MOELORA_CUDA && variant->needs == 90 && !tma)) {
+    int32_t block = device->device == MOELORA_CUDA ? pick_cuda_block(rows_per_expert(routes)) : 0;
+    variant = choose(device, dtype, block, tma);
+  }
+  if (!variant && device->device == MOELORA_CUDA)
+    return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for CUDA compute capability %d.%d",
+                        moelora_dtype_name(dtype), device->compute_capability / 10,
+                        device->compute_capability % 10);
+  if (!variant)
+    return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for this CPU",
+                        moelora_dtype_name(dtype));
+  *plan = (moelora_gemm_plan){.variant = variant, .block_rows = variant->block_m};
+  return MOELORA_OK;
+}
+
+moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
+                                 const moelora_device_info *device, moelora_gemm_plan *plan) {
+  const moelora_weights *weights[] = {&problem->w};
+  return plan_projections(&problem->routes, problem->dtype, weights, 1, device, plan);
+}
+
+moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
+                                    const moelora_device_info *device, moelora_experts_plan *plan) {
+  const moelora_weights *weights[] = {&problem->w13, &problem->w2};
+  MOELORA_TRY(plan_projections(&problem->routes, problem->dtype, weights, 2, device, &plan->w13));
+  plan->w2 = plan->w13;
+  plan->partial_f32 = true; /* the top-k sum rounds once */
+  return MOELORA_OK;
+}
+
+/* ---- log ---- */
+
+static void log_plan(const char *operator, const char *shape, const moelora_routes *routes,
+                     const moelora_device_info *device, const moelora_gemm_plan *plan) {
+  const moelora_variant *variant = plan->variant;
+  char where[48];
+  if (device->device == MOELORA_CUDA)
+    snprintf(where, sizeof where, "sm_%d, %d SMs", device->compute_capability, device->num_units);
+  else
+    snprintf(where, sizeof where, "isa %#x, %d threads", device->cpu_isa, device->num_units);
+  fprintf(stderr,
+          "moelora: %s %s M=%lld top_k=%d E=%d %s: %s, blocks of %d rows (%s; %lld rows per "
+          "expert%s)\n",
+          operator, moelora_dtype_name(variant->dtype), (long long)routes->num_tokens,
+          routes->top_k, routes->num_experts, shape, variant->name, plan->block_rows, where,
+          (long long)rows_per_expert(routes), variant == forced_variant ? "; forced" : "");
+}
+
+void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device_info *device,
+                       const moelora_gemm_plan *plan) {
+  last.gemm = plan->variant;
+  last.w13 = last.w2 = NULL;
+  if (!log_plans)
+    return;
+  char shape[64];
+  snprintf(shape, sizeof shape, "N=%lld K=%lld", (long long)problem->w.n, (long long)problem->w.k);
+  log_plan("gemm", shape, &problem->routes, device, plan);
+}
+
+void moelora_note_experts(const moelora_experts_problem *problem, const moelora_device_info *device,
+                          const moelora_experts_plan *plan) {
+  last.gemm = NULL;
+  last.w13 = plan->w13.variant;
+  last.w2 = plan->w2.variant;
+  if (!log_plans)
+    return;
+  char shape[64];
+  snprintf(shape, sizeof shape, "K=%lld I=%lld", (long long)problem->hidden,
+           (long long)problem->intermediate);
+  log_plan("experts", shape, &problem->routes, device, &plan->w13);
+}

@@ -1,0 +1,168 @@
+/* The public operators: check, plan, hand over. */
+#include "core/check.h"
+#include "core/plan.h"
+
+/* One call on its way: where it runs and with what. */
+typedef struct call {
+  const moelora_backend *backend;
+  moelora_device_info device;
+} call;
+
+static moelora_status begin(const void *args, const moelora_exec *exec, call *call) {
+  moelora_clear_error();
+  MOELORA_REQUIRE(args && exec, "args or exec is NULL");
+  MOELORA_REQUIRE(exec->num_threads >= 0, "exec.num_threads is %d, expected 0 or more",
+                  exec->num_threads);
+  return moelora_find_device(exec, &call->backend, &call->device);
+}
+
+static moelora_status unsupported(const call *call, const char *name) {
+  return moelora_fail(MOELORA_UNSUPPORTED, "%s is not supported on %s", name, call->backend->name);
+}
+
+static moelora_status check_workspace(const moelora_exec *exec, size_t want) {
+  if (want && (!exec->workspace || exec->workspace_bytes < want))
+    return moelora_fail(MOELORA_WORKSPACE_TOO_SMALL,
+                        "the workspace has %zu bytes, expected at least %zu",
+                        exec->workspace ? exec->workspace_bytes : 0, want);
+  MOELORA_REQUIRE(!want || (uintptr_t)exec->workspace % 256 == 0,
+                  "the workspace starts at %p, expected a multiple of 256 bytes", exec->workspace);
+  return MOELORA_OK;
+}
+
+/* ---- alignment; runs for an empty batch too, as its outputs must be filled ---- */
+
+int64_t moelora_align_max_blocks(moelora_align_mode mode, int64_t num_rows, int32_t num_experts,
+                                 int32_t max_loras, int32_t block_size) {
+  if (num_rows < 0 || num_experts < 1 || block_size < 1 || max_loras < 0)
+    return 0;
+  if (mode == MOELORA_ALIGN_SORTING)
+    return num_experts + num_rows / block_size;
+  /* Every group adds at most one block that is not full. */
+  int64_t groups = num_experts;
+  if (mode == MOELORA_ALIGN_UNIFORM)
+    groups *= (int64_t)max_loras + 1;
+  if (groups > num_rows)
+    groups = num_rows;
+  return groups + (num_rows - groups) / block_size;
+}
+
+static moelora_status begin_align(const moelora_align_args *args, const moelora_exec *exec,
+                                  call *call, moelora_align_problem *problem, size_t *workspace) {
+  MOELORA_TRY(begin(args, exec, call));
+  MOELORA_TRY(moelora_check_align(args, problem));
+  if (!call->backend->align)
+    return unsupported(call, "moelora_align");
+  *workspace = call->backend->align_workspace(problem);
+  return MOELORA_OK;
+}
+
+moelora_status moelora_align_workspace_size(const moelora_align_args *args,
+                                            const moelora_exec *exec, size_t *bytes) {
+  call call;
+  moelora_align_problem problem;
+  *bytes = 0;
+  return begin_align(args, exec, &call, &problem, bytes);
+}
+
+moelora_status moelora_align(const moelora_align_args *args, const moelora_exec *exec) {
+  call call;
+  moelora_align_problem problem;
+  size_t workspace = 0;
+  MOELORA_TRY(begin_align(args, exec, &call, &problem, &workspace));
+  MOELORA_TRY(check_workspace(exec, workspace));
+  return call.backend->align(&problem, exec);
+}
+
+/* ---- one projection ---- */
+
+/* An empty batch needs no plan: `plan` stays without a variant. */
+static moelora_status begin_gemm(const moelora_gemm_args *args, const moelora_exec *exec,
+                                 call *call, moelora_gemm_problem *problem, moelora_gemm_plan *plan,
+                                 size_t *workspace) {
+  *plan = (moelora_gemm_plan){0};
+  *workspace = 0;
+  MOELORA_TRY(begin(args, exec, call));
+  MOELORA_TRY(moelora_check_gemm(args, problem));
+  if (problem->routes.num_rows == 0)
+    return MOELORA_OK;
+  if (!call->backend->gemm)
+    return unsupported(call, "moelora_gemm");
+  MOELORA_TRY(moelora_plan_gemm(problem, &call->device, plan));
+  *workspace = call->backend->gemm_workspace(problem, plan, exec);
+  return MOELORA_OK;
+}
+
+moelora_status moelora_gemm_workspace_size(const moelora_gemm_args *args, const moelora_exec *exec,
+                                           size_t *bytes) {
+  call call;
+  moelora_gemm_problem problem;
+  moelora_gemm_plan plan;
+  return begin_gemm(args, exec, &call, &problem, &plan, bytes);
+}
+
+moelora_status moelora_gemm(const moelora_gemm_args *args, const moelora_exec *exec) {
+  call call;
+  moelora_gemm_problem problem;
+  moelora_gemm_plan plan;
+  size_t workspace = 0;
+  MOELORA_TRY(begin_gemm(args, exec, &call, &problem, &plan, &workspace));
+  if (!plan.variant)
+    return MOELORA_OK;
+  MOELORA_TRY(check_workspace(exec, workspace));
+  moelora_note_gemm(&problem, &call.device, &plan);
+  return call.backend->gemm(&problem, &plan, exec);
+}
+
+/* ---- the whole layer ---- */
+
+static moelora_status begin_experts(const moelora_experts_args *args, const moelora_exec *exec,
+                                    call *call, moelora_experts_problem *problem,
+                                    moelora_experts_plan *plan, size_t *workspace) {
+  *plan = (moelora_experts_plan){0};
+  *workspace = 0;
+  MOELORA_TRY(begin(args, exec, call));
+  MOELORA_TRY(moelora_check_experts(args, problem));
+  if (problem->routes.num_rows == 0)
+    return MOELORA_OK;
+  if (!call->backend->experts)
+    return unsupported(call, "moelora_experts");
+  MOELORA_TRY(moelora_plan_experts(problem, &call->device, plan));
+  *workspace = call->backend->experts_workspace(problem, plan, exec);
+  return MOELORA_OK;
+}
+
+moelora_status moelora_experts_workspace_size(const moelora_experts_args *args,
+                                              const moelora_exec *exec, size_t *bytes) {
+  call call;
+  moelora_experts_problem problem;
+  moelora_experts_plan plan;
+  return begin_experts(args, exec, &call, &problem, &plan, bytes);
+}
+
+moelora_status moelora_experts(const moelora_experts_args *args, const moelora_exec *exec) {
+  call call;
+  moelora_experts_problem problem;
+  moelora_experts_plan plan;
+  size_t workspace = 0;
+  MOELORA_TRY(begin_experts(args, exec, &call, &problem, &plan, &workspace));
+  if (!plan.w13.variant)
+    return MOELORA_OK;
+  MOELORA_TRY(check_workspace(exec, workspace));
+  moelora_note_experts(&problem, &call.device, &plan);
+  return call.backend->experts(&problem, &plan, exec);
+}
+
+/* ---- packing ---- */
+
+moelora_status moelora_pack_weights(const moelora_tensor *w, const moelora_tensor *out,
+                                    const moelora_exec *exec) {
+  call call;
+  moelora_pack_problem problem;
+  MOELORA_TRY(begin(w, exec, &call));
+  MOELORA_REQUIRE(out, "out is NULL");
+  MOELORA_TRY(moelora_check_pack(w, out, &problem));
+  if (!call.backend->pack)
+    return unsupported(&call, "moelora_pack_weights");
+  return call.backend->pack(&problem, exec);
+}

@@ -1,0 +1,23 @@
+/* The error message of a thread. */
+#include <stdarg.h>
+#include <stdio.h>
+
+#include "core/backend.h"
+
+static _Thread_local char message[512];
+
+const char *moelora_error_message(void) {
+  return message;
+}
+
+void moelora_clear_error(void) {
+  message[0] = '\0';
+}
+
+moelora_status moelora_fail(moelora_status status, const char *format, ...) {
+  va_list args;
+  va_start(args, format);
+  vsnprintf(message, sizeof message, format, args);
+  va_end(args);
+  return status;
+}
