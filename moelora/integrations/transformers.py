@@ -305,6 +305,8 @@ def load_adapters(
         raise RuntimeError(
             "the model has a pool already; add to that one, or unload_adapters first"
         )
+    if max_loras is not None and len(adapters) > max_loras:
+        raise ValueError(f"{len(adapters)} adapters do not fit into max_loras={max_loras}")
     found = moe_layers(model)
     specs = [layer for _, layer in found.values()]
     weights = [module.down_proj for module, _ in found.values()]
@@ -334,8 +336,6 @@ def load_adapters(
         w13_slices=w13_slices,
         shared_outer=shared_outer,
     )
-    if len(adapters) > pool.max_loras:
-        raise ValueError(f"{len(adapters)} adapters do not fit into max_loras={pool.max_loras}")
     for name, folder in adapters.items():
         pool.add(name, folder)
 
