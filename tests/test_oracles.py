@@ -1,0 +1,373 @@
+"""Independent oracles: transformers' MoE blocks and PEFT's adapters, weights mapped to our layout.
+
+Everything runs in float64 where the oracle allows, so that the reference must agree to 1e-10. The
+operator is compared with the same oracle in float32.
+"""
+
+import math
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+import moelora
+from moelora.reference import fused_experts_lora_ref
+
+HIDDEN, INTER, EXPERTS, TOP_K, TOKENS = 40, 24, 6, 3, 11
+
+CONFIGS = {
+    "mixtral": transformers.MixtralConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=INTER,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+    ),
+    "qwen3_moe": transformers.Qwen3MoeConfig(
+        hidden_size=HIDDEN,
+        moe_intermediate_size=INTER,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        norm_topk_prob=True,
+    ),
+    "gpt_oss": transformers.GptOssConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=INTER,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+    ),
+    "deepseek_v3": transformers.DeepseekV3Config(
+        hidden_size=HIDDEN,
+        moe_intermediate_size=INTER,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        n_group=2,
+        topk_group=1,
+    ),
+    "nemotron_h": transformers.NemotronHConfig(
+        hidden_size=HIDDEN,
+        moe_intermediate_size=INTER,
+        moe_shared_expert_intermediate_size=INTER,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        n_group=1,
+        topk_group=1,
+        mlp_hidden_act="relu2",
+    ),
+}
+BLOCKS = {
+    "mixtral": MixtralSparseMoeBlock,
+    "qwen3_moe": Qwen3MoeSparseMoeBlock,
+    "gpt_oss": GptOssMLP,
+    "deepseek_v3": DeepseekV3MoE,
+    "nemotron_h": NemotronHMoE,
+}
+ACTIVATION = {"gpt_oss": "swigluoai", "nemotron_h": "relu2"}
+# Nemotron's router makes float32 weights of any input, and its experts sum in the weights' dtype.
+TOLERANCE = {"nemotron_h": 1e-6}
+
+
+def fill(module: nn.Module, seed: int) -> None:
+    """Random values of a size that makes every term of the layer count."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in module.parameters():
+            scale = p.size(-1) ** -0.5 if p.dim() > 1 else 0.5
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * scale)
+
+
+def make_block(name: str) -> nn.Module:
+    config = CONFIGS[name]
+    config._experts_implementation = "eager"
+    # DeepSeek's and Nemotron's routers hold buffers that only a whole model initialises.
+    block = BLOCKS[name](config).double().eval()
+    fill(block, 0)
+    for buffer in block.buffers():
+        buffer.zero_()
+    return block
+
+
+def layer_weights(name: str, experts: nn.Module) -> dict:
+    """A transformers experts module as arguments of `fused_experts_lora`."""
+    if name == "gpt_oss":  # stored (E, in, out)
+        return {
+            "w13": experts.gate_up_proj.detach().transpose(1, 2).contiguous(),
+            "w2": experts.down_proj.detach().transpose(1, 2).contiguous(),
+            "w13_bias": experts.gate_up_proj_bias.detach(),
+            "w2_bias": experts.down_proj_bias.detach(),
+            "activation": "swigluoai",
+        }
+    w13 = experts.up_proj if name == "nemotron_h" else experts.gate_up_proj
+    return {
+        "w13": w13.detach(),
+        "w2": experts.down_proj.detach(),
+        "activation": ACTIVATION.get(name, "silu"),
+    }
+
+
+def hidden_states(tokens: int = TOKENS) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(tokens, HIDDEN, generator=generator, dtype=torch.float64)
+
+
+def router(name: str, block: nn.Module, x: torch.Tensor) -> dict:
+    gate = block.router if name == "gpt_oss" else block.gate
+    _, topk_weights, topk_ids = gate(x)
+    return {"topk_weights": topk_weights.detach(), "topk_ids": topk_ids}
+
+
+def check_reference(expected: torch.Tensor, arguments: dict, tolerance: float = 1e-10) -> None:
+    y = fused_experts_lora_ref(**arguments)
+    torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
+
+
+def to_float32(value):
+    if isinstance(value, list):
+        return [to_float32(v) for v in value]
+    is_double = isinstance(value, torch.Tensor) and value.dtype == torch.float64
+    return value.float() if is_double else value
+
+
+def check_operator(expected: torch.Tensor, arguments: dict, tolerance: float = 0.0) -> None:
+    """fp32 sums of about HIDDEN terms: errors of some 1e-6 of the largest values are rounding."""
+    y = moelora.fused_experts_lora(**{k: to_float32(v) for k, v in arguments.items()})
+    scale = expected.abs().max().item()
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y.double(), expected, rtol=0, atol=5e-6 * scale + tolerance)
+
+
+CHECKS = {"reference": check_reference, "operator": check_operator}
+
+
+@pytest.fixture(params=CHECKS)
+def check(request):
+    return CHECKS[request.param]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", BLOCKS)
+def test_transformers_block(name, check):
+    block = make_block(name)
+    x = hidden_states()
+    expected = block(x.unsqueeze(0))
+    expected = (expected[0] if isinstance(expected, tuple) else expected).squeeze(0)
+    if hasattr(block, "shared_experts"):
+        expected = expected - block.shared_experts(x)
+    routing = router(name, block, x)
+    assert routing["topk_ids"].shape == (TOKENS, TOP_K)
+    arguments = {"hidden_states": x, **routing, **layer_weights(name, block.experts)}
+    check(expected, arguments, **({"tolerance": TOLERANCE[name]} if name in TOLERANCE else {}))
+
+
+ADAPTERS = {
+    "small": peft.LoraConfig(r=3, lora_alpha=12),
+    "large": peft.LoraConfig(r=8, lora_alpha=8, use_rslora=True),
+    "uneven": peft.LoraConfig(
+        r=4,
+        lora_alpha=6,
+        rank_pattern={"experts.gate_up_proj": 7},
+        alpha_pattern={"experts.gate_up_proj": 5},
+    ),
+}
+
+
+class OneLayer(nn.Module):
+    """PEFT wants a model around the block whose parameters it targets."""
+
+    def __init__(self, block: nn.Module, config):
+        super().__init__()
+        self.mlp = block
+        self.config = config
+
+    def forward(self, x):
+        return self.mlp(x)
+
+
+def peft_scaling(config: peft.LoraConfig, parameter: str) -> tuple[int, float]:
+    rank = config.rank_pattern.get(f"experts.{parameter}", config.r)
+    alpha = config.alpha_pattern.get(f"experts.{parameter}", config.lora_alpha)
+    return rank, alpha / (math.sqrt(rank) if config.use_rslora else rank)
+
+
+def peft_stacks(model: nn.Module, names: list[str]) -> dict:
+    """The adapters of a PEFT model with `target_parameters`, stacked into our layout.
+
+    PEFT keeps A as (r * E, in) with the expert as the slow index and B as (out, r * E) with the
+    expert as the fast one; gate and up share an A. The scaling of the two parameters of one adapter
+    may differ, ours may not, so it is folded into B.
+    """
+    down = model.base_model.model.mlp.experts  # gate_up_proj was wrapped first: it is inside
+    wrappers = {"w13": (down.base_layer, "gate_up_proj"), "w2": (down, "down_proj")}
+    max_rank = 8
+    stacks = {}
+    for projection, (wrapper, parameter) in wrappers.items():
+        assert wrapper.parameter_name == parameter
+        factors_a, factors_b = [], []
+        for name in names:
+            rank, scaling = peft_scaling(ADAPTERS[name], parameter)
+            a = wrapper.lora_A[name].weight.detach().view(EXPERTS, rank, -1)
+            b = wrapper.lora_B[name].weight.detach()
+            b = b.view(b.size(0), rank, EXPERTS).permute(2, 0, 1) * scaling
+            factors_a.append(nn.functional.pad(a, (0, 0, 0, max_rank - rank)))
+            factors_b.append(nn.functional.pad(b, (0, max_rank - rank)))
+        stacks[f"{projection}_lora_a"] = torch.stack(factors_a)
+        stacks[f"{projection}_lora_b"] = torch.stack(factors_b)
+    return stacks
+
+
+@torch.no_grad()
+# PEFT honours the patterns of target parameters (the shapes prove it) but says that it does not.
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_peft_target_parameters(name, check):
+    """Three adapters and base tokens in one batch; PEFT runs them one at a time."""
+    block = make_block(name)
+    weights = layer_weights(name, block.experts)  # before PEFT wraps the module
+    x = hidden_states()
+    routing = router(name, block, x)
+    rows = {"base": [], **{adapter: [] for adapter in ADAPTERS}}
+    slots = [-1, 0, 1, 2]
+    mapping = [slots[m % 4] for m in range(TOKENS)]
+    for m, slot in enumerate(mapping):
+        rows[(*ADAPTERS, "base")[slot]].append(m)
+
+    first, *others = ADAPTERS
+    model = OneLayer(block, CONFIGS[name])
+    for config in ADAPTERS.values():
+        config.target_modules = []
+        config.target_parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = peft.get_peft_model(model, ADAPTERS[first], adapter_name=first)
+    for other in others:
+        model.add_adapter(other, ADAPTERS[other])
+    model = model.double().eval()
+    lora = [p for n, p in model.named_parameters() if "lora_" in n]
+    assert len(lora) == 4 * len(ADAPTERS)
+    for i, p in enumerate(lora):
+        generator = torch.Generator().manual_seed(10 + i)
+        p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.2)
+
+    expected = torch.zeros_like(x)
+
+    def run():
+        y = model(x.unsqueeze(0))
+        return (y[0] if isinstance(y, tuple) else y).squeeze(0)
+
+    with model.disable_adapter():
+        base = run()
+    expected[rows["base"]] = base[rows["base"]]
+    for adapter in ADAPTERS:
+        model.set_adapter(adapter)
+        y = run()
+        expected[rows[adapter]] = y[rows[adapter]]
+        change = (y - base).abs().max() / base.abs().max()
+        assert change > 0.1, f"adapter {adapter} hardly changes the result"
+
+    check(
+        expected,
+        {
+            "hidden_states": x,
+            **routing,
+            **weights,
+            **peft_stacks(model, list(ADAPTERS)),
+            "token_lora_mapping": torch.tensor(mapping, dtype=torch.int32),
+        },
+    )
+
+
+class LinearExpert(nn.Module):
+    """One expert as three linear layers, the form of per-expert checkpoints."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj = nn.Linear(HIDDEN, INTER, bias=False)
+        self.up_proj = nn.Linear(HIDDEN, INTER, bias=False)
+        self.down_proj = nn.Linear(INTER, HIDDEN, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class LinearExperts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(LinearExpert() for _ in range(EXPERTS))
+
+    def forward(self, x, topk_weights, topk_ids):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, choice = torch.where(topk_ids == e)
+            out.index_add_(0, token, expert(x[token]) * topk_weights[token, choice, None])
+        return out
+
+
+@torch.no_grad()
+def test_peft_per_expert_linear_layers(check):
+    """Gate and up with an A each (two slices), true ranks and scalings passed beside the stacks."""
+    ranks, alphas = {"one": 2, "two": 5}, {"one": 3.0, "two": 20.0}
+    model = LinearExperts()
+    for name, rank in ranks.items():
+        config = peft.LoraConfig(
+            r=rank,
+            lora_alpha=alphas[name],
+            target_modules=["gate_proj", "up_proj", "down_proj"],
+            use_rslora=name == "two",
+        )
+        if name == "one":
+            model = peft.get_peft_model(model, config, adapter_name=name)
+        else:
+            model.add_adapter(name, config)
+    model = model.double().eval()
+    fill(model, 5)
+    experts = model.base_model.model.experts
+
+    def base(projection):
+        return torch.stack([getattr(e, projection).base_layer.weight.detach() for e in experts])
+
+    def stack(projection, factor):
+        """(adapters, E, 5, in) or (adapters, E, out, 5), NaN beyond an adapter's rank."""
+        stacked = []
+        for name in ranks:
+            layers = [getattr(getattr(e, projection), f"lora_{factor}")[name] for e in experts]
+            t = torch.stack([layer.weight.detach() for layer in layers])
+            missing = 5 - ranks[name]
+            padding = (0, 0, 0, missing) if factor == "A" else (0, missing)
+            stacked.append(nn.functional.pad(t, padding, value=float("nan")))
+        return torch.stack(stacked)
+
+    x = hidden_states()
+    generator = torch.Generator().manual_seed(2)
+    scores = torch.rand(TOKENS, EXPERTS, generator=generator, dtype=torch.float64)
+    topk_weights, topk_ids = scores.softmax(-1).topk(TOP_K)
+    mapping = torch.tensor([m % 3 - 1 for m in range(TOKENS)], dtype=torch.int32)
+
+    expected = torch.zeros_like(x)
+    for slot, name in enumerate(("one", "two")):
+        model.set_adapter(name)
+        y = model(x, topk_weights, topk_ids)
+        expected[mapping == slot] = y[mapping == slot]
+    with model.disable_adapter():
+        expected[mapping < 0] = model(x, topk_weights, topk_ids)[mapping < 0]
+
+    check(
+        expected,
+        {
+            "hidden_states": x,
+            "w13": torch.cat((base("gate_proj"), base("up_proj")), dim=1),
+            "w2": base("down_proj"),
+            "topk_weights": topk_weights,
+            "topk_ids": topk_ids,
+            "token_lora_mapping": mapping,
+            "w13_lora_a": [stack("gate_proj", "A"), stack("up_proj", "A")],
+            "w13_lora_b": [stack("gate_proj", "B"), stack("up_proj", "B")],
+            "w2_lora_a": stack("down_proj", "A"),
+            "w2_lora_b": stack("down_proj", "B"),
+            "lora_ranks": torch.tensor([2, 5], dtype=torch.int32),
+            "lora_scalings": torch.tensor([3.0 / 2, 20.0 / math.sqrt(5)], dtype=torch.float64),
+        },
+    )
