@@ -9,6 +9,7 @@ import torch  # noqa: F401  loads the libraries that moelora._C is linked agains
 
 from moelora import _C
 from moelora import fake as _fake  # noqa: F401  registers the shape functions
+from moelora.adapters import AdapterPool, MoELayer
 from moelora.ops import (
     PackedWeights,
     fused_experts_lora,
@@ -22,6 +23,8 @@ from moelora.ops import (
 __version__ = _C.version()
 
 __all__ = [
+    "AdapterPool",
+    "MoELayer",
     "PackedWeights",
     "__version__",
     "fused_experts_lora",
