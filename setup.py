@@ -154,6 +154,7 @@ class Compiler:
         if self.is_current(obj, command):
             return obj
         print(f"  {source}", flush=True)
+        Path(f"{obj}.cmd").unlink(missing_ok=True)
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         problems = report_ptxas(source, done.stderr) if source.suffix == ".cu" else done.stderr
         sys.stderr.write(problems)

@@ -31,7 +31,7 @@ def call(**changes):
         ({"hidden_states": torch.zeros(M, K - 1)}, ValueError, "hidden_states"),
         ({"hidden_states": torch.zeros(M)}, ValueError, "hidden_states"),
         ({"hidden_states": torch.zeros(*[1] * 6)}, ValueError, "hidden_states has 6 dimensions"),
-        ({"w13": torch.zeros(E, 2 * I, K).to_sparse()}, (ValueError, RuntimeError), ""),
+        ({"w13": torch.zeros(E, 2 * I, K).to_sparse()}, NotImplementedError, "SparseCPU"),
         ({"w13_lora_a": [torch.zeros(1, 1, 1, K)] * 6}, ValueError, "w13_lora_a has 6 slices"),
         ({"topk_ids": torch.zeros(M, TOP_K)}, ValueError, "topk_ids"),
         ({"token_lora_mapping": torch.zeros(M + 1).int()}, ValueError, "token_lora_mapping"),
@@ -156,12 +156,11 @@ def test_shape_functions_agree_with_the_library():
 
 
 def test_nothing_is_kept_after_calls_and_failures():
-    """Every handle is given back: storages die, and memory does not grow."""
+    """Every handle is given back: reference counts return, and memory does not grow."""
     good, bad = inputs(), inputs()
     bad["w2"] = torch.zeros(E, K, I + 64)
     watched = torch.zeros(M, K)
-    storage = watched.untyped_storage()
-    before = storage._use_count()
+    before = watched._use_count()
 
     def both():
         moelora.fused_experts_lora(**{**good, "hidden_states": watched})
@@ -172,7 +171,7 @@ def test_nothing_is_kept_after_calls_and_failures():
 
     for _ in range(50):
         both()
-    assert storage._use_count() == before
+    assert watched._use_count() == before
 
     # A leaked workspace or output of these sizes would be megabytes a call.
     wide = torch.zeros(4096, K)
