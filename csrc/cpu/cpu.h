@@ -43,10 +43,10 @@ moelora_scratch *moelora_scratch_take(const moelora_variant *variant, const moel
                                       moelora_arena *arena);
 
 /* tile.c: c[i * ldc + n - begin] += x[i] . w[n] over k, for i < m <= block_m and n in [begin, end);
- * `w` is one expert's matrix, x rows are scratch->x. `stream` says that this is the first use of
- * these weights, so that it pays to fetch ahead. */
+ * `w` is one expert's matrix, x rows are scratch->x. `next` is the first row of w that the caller
+ * will multiply after these, to be fetched ahead; w->n if none. */
 void moelora_cpu_tile(const moelora_variant *variant, const moelora_weights *w, int64_t begin,
-                      int64_t end, int64_t m, bool stream, float *c, int64_t ldc,
+                      int64_t end, int64_t m, int64_t next, float *c, int64_t ldc,
                       moelora_scratch *scratch);
 
 /* gemm.c: one grouped projection over sorted rows. */

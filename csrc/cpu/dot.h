@@ -32,7 +32,7 @@ dot_tile(const int rows, const bool fetch, int64_t k, const void *const *x, cons
     for (int j = 0; j < MOELORA_DOT_N; j++) {
       b[j] = load(wj[j] + at);
       if (fetch)
-        _mm_prefetch((const char *)(wj[j] + at) + ahead_bytes, _MM_HINT_T0);
+        _mm_prefetch((const char *)(wj[j] + at) + ahead_bytes, _MM_HINT_T1);
     }
     for (int i = 0; i < rows; i++) {
       vector a = load(xi[i] + at);

@@ -68,7 +68,7 @@ static const float *activate(const moelora_projection *p, float *c, int64_t coun
 
 /* Sorted rows [first, first + m) of one expert, output columns [begin, begin + count). */
 static void project_tile(const moelora_projection *p, int64_t first, int64_t m, int64_t begin,
-                         int64_t count, bool stream, moelora_scratch *scratch) {
+                         int64_t count, moelora_scratch *scratch) {
   const int32_t expert = p->sorted->expert[first];
   const int64_t ldc = p->variant->block_n;
   column_range ranges[2] = {{begin, begin + count, 0}};
@@ -86,8 +86,9 @@ static void project_tile(const moelora_projection *p, int64_t first, int64_t m, 
   memset(scratch->c, 0, (size_t)(m * ldc) * sizeof(float));
   moelora_cpu_rows(p, first, m, scratch->x);
   for (int i = 0; i < num_ranges; i++)
-    moelora_cpu_tile(p->variant, &w, ranges[i].begin, ranges[i].end, m, stream,
-                     scratch->c + ranges[i].at, ldc, scratch);
+    moelora_cpu_tile(p->variant, &w, ranges[i].begin, ranges[i].end, m,
+                     i + 1 < num_ranges ? ranges[i + 1].begin : w.n, scratch->c + ranges[i].at, ldc,
+                     scratch);
   for (int i = 0; i < num_ranges; i++) {
     if (p->shrunk)
       moelora_cpu_expand(p, first, m, ranges[i].begin, ranges[i].end, scratch->c + ranges[i].at,
@@ -109,8 +110,8 @@ static void project_task(void *context, int64_t index, int32_t worker) {
   const int64_t count = moelora_min(tasks->columns, tasks->total_columns - begin);
   int64_t row = p->sorted->offset[expert] + chunk * tasks->rows_per_chunk;
   const int64_t end = moelora_min(p->sorted->offset[expert + 1], row + tasks->rows_per_chunk);
-  for (bool stream = true; row < end; row += p->variant->block_m, stream = false)
-    project_tile(p, row, moelora_min(p->variant->block_m, end - row), begin, count, stream,
+  for (; row < end; row += p->variant->block_m)
+    project_tile(p, row, moelora_min(p->variant->block_m, end - row), begin, count,
                  &p->scratch[worker]);
 }
 

@@ -49,7 +49,7 @@ static void shrink_segment(const moelora_projection *p, int64_t first, int64_t m
   for (int64_t i = 0; i < rank; i += block) {
     int64_t count = moelora_min(block, rank - i);
     memset(scratch->c, 0, (size_t)(m * count) * sizeof(float));
-    moelora_cpu_tile(p->variant, &a, i, i + count, m, true, scratch->c, count, scratch);
+    moelora_cpu_tile(p->variant, &a, i, i + count, m, i + count, scratch->c, count, scratch);
     for (int64_t j = 0; j < m * count; j++)
       scratch->c[j] *= scaling;
     for (int64_t row = 0; row < m; row++)
@@ -107,7 +107,7 @@ static void expand_segment(const moelora_projection *p, int64_t first, int64_t m
         factor_matrix(p->variant, &lora->b[slice], adapter, expert, lora->slice_n, rank);
     for (int64_t i = 0; i < m; i++)
       scratch->x[i] = shrunk_row(p, first + i, slice);
-    moelora_cpu_tile(p->variant, &b, from - base, to - base, m, false, c + (from - begin), ldc,
+    moelora_cpu_tile(p->variant, &b, from - base, to - base, m, b.n, c + (from - begin), ldc,
                      scratch);
   }
 }
