@@ -1,0 +1,355 @@
+/* gemm, the layer and packing against plain loops, for every kernel variant that this machine runs:
+ * values, base neutrality, determinism over threads, guard bands, skipped ids. */
+#include <pthread.h>
+
+#include "naive.h"
+
+/* A thread pool of three, which starts with the last share. */
+enum { THREADS = 3 };
+
+typedef struct share {
+  moelora_task task;
+  void *context;
+  int64_t begin, end;
+} share;
+
+static void *run_share(void *argument) {
+  share *s = argument;
+  if (s->begin < s->end)
+    s->task(s->context, s->begin, s->end);
+  return NULL;
+}
+
+static void parallel_for(int64_t count, moelora_task task, void *context) {
+  pthread_t threads[THREADS];
+  share shares[THREADS];
+  for (int64_t i = THREADS - 1; i >= 0; i--) {
+    shares[i] = (share){task, context, count * i / THREADS, count * (i + 1) / THREADS};
+    CHECK(pthread_create(&threads[i], NULL, run_share, &shares[i]) == 0);
+  }
+  for (int64_t i = 0; i < THREADS; i++)
+    pthread_join(threads[i], NULL);
+}
+
+static const moelora_exec serial = {.device = MOELORA_CPU};
+static const moelora_exec threaded = {
+    .device = MOELORA_CPU, .parallel_for = parallel_for, .num_threads = THREADS};
+
+/* ---- random cases ---- */
+
+typedef struct sizes {
+  int64_t tokens, top_k, experts, hidden, inner, slots;
+} sizes;
+
+static int64_t pick(int64_t a, int64_t b, int64_t c) {
+  const int64_t values[] = {a, b, c};
+  return values[random_in(0, 2)];
+}
+
+static sizes random_sizes(bool packed) {
+  sizes s = {.tokens = pick(1, random_in(2, 9), 70), .experts = random_in(1, 7)};
+  s.top_k = random_in(1, s.experts < 4 ? s.experts : 4);
+  s.hidden = packed ? 64 * random_in(1, 2) : random_in(1, 150);
+  s.inner = packed ? 64 * random_in(1, 2) : random_in(1, 150);
+  s.slots = random_in(1, 4);
+  if (s.tokens == 70 && !packed)
+    s.hidden = s.inner = 33;
+  return s;
+}
+
+static bool maybe(void) {
+  return random_in(0, 1);
+}
+
+static moelora_dtype id_dtype(void) {
+  return maybe() ? MOELORA_I32 : MOELORA_I64;
+}
+
+static moelora_routing random_routing(sizes s) {
+  moelora_routing routing = {
+      .topk_weights = random_tensor(MOELORA_F32, 1, SIZES(s.tokens, s.top_k)),
+  };
+  int64_t known = s.experts;
+  if (maybe()) {
+    known = s.experts + 3;
+    routing.expert_map = random_ids(MOELORA_I32, -1, s.experts, 1, &known);
+  }
+  /* a few ids lie outside */
+  routing.topk_ids = random_ids(id_dtype(), -1, known, SIZES(s.tokens, s.top_k));
+  if (s.tokens > 1)
+    write_value(routing.topk_ids.data, routing.topk_ids.dtype, 0, 2147483647.0);
+  return routing;
+}
+
+static moelora_adapters random_adapters(sizes s, int64_t max_rank) {
+  moelora_adapters adapters = {
+      .token_lora_mapping = random_ids(id_dtype(), -2, s.slots, 1, &s.tokens),
+  };
+  if (maybe())
+    adapters.lora_ranks = random_ids(MOELORA_I32, 0, max_rank, 1, &s.slots);
+  if (maybe())
+    adapters.lora_scalings = random_tensor(MOELORA_F32, 2, 1, &s.slots);
+  if (maybe())
+    adapters.adapter_enabled =
+        random_ids(maybe() ? MOELORA_BOOL : MOELORA_I32, 0, 1, SIZES(s.slots + random_in(0, 1)));
+  return adapters;
+}
+
+static moelora_lora random_lora(sizes s, moelora_dtype dtype, int32_t slices, int64_t rank,
+                                int64_t n, int64_t k) {
+  moelora_lora lora = {.num_slices = slices};
+  double scale_a = 1 / sqrt((double)k), scale_b = 1 / sqrt((double)rank);
+  for (int32_t i = 0; i < slices; i++) {
+    lora.a[i] = random_tensor(dtype, scale_a, SIZES(s.slots, maybe() ? 1 : s.experts, rank, k));
+    lora.b[i] =
+        random_tensor(dtype, scale_b, SIZES(s.slots, maybe() ? 1 : s.experts, n / slices, rank));
+  }
+  return lora;
+}
+
+/* Row-major weights, or the same packed by the library. */
+static moelora_tensor random_weights(sizes s, moelora_dtype dtype, int64_t n, int64_t k,
+                                     bool packed) {
+  moelora_tensor w = random_tensor(dtype, 1 / sqrt((double)k), SIZES(s.experts, n, k));
+  if (!packed)
+    return w;
+  moelora_tensor tiles = new_tensor(dtype, SIZES(s.experts, n / 64, k / 64, 64, 64));
+  CHECK_OK(moelora_pack_weights(&w, &tiles, maybe() ? &serial : &threaded));
+  for (int64_t e = 0; e < s.experts; e++)
+    for (int64_t i = 0; i < n; i++)
+      for (int64_t j = 0; j < k; j++)
+        CHECK(weight_at(&tiles, e, i, j) == weight_at(&w, e, i, j));
+  return tiles;
+}
+
+/* ---- running ---- */
+
+static void run_gemm(const moelora_gemm_args *args, moelora_exec exec) {
+  size_t bytes;
+  CHECK_OK(moelora_gemm_workspace_size(args, &exec, &bytes));
+  give_workspace(&exec, bytes);
+  CHECK_OK(moelora_gemm(args, &exec));
+  if (bytes) {
+    exec.workspace_bytes = bytes - 1;
+    char want[128];
+    snprintf(want, sizeof want, "the workspace has %zu bytes, expected at least %zu", bytes - 1,
+             bytes);
+    CHECK_FAILS(moelora_gemm(args, &exec), MOELORA_WORKSPACE_TOO_SMALL, want);
+  }
+}
+
+static void run_experts(const moelora_experts_args *args, moelora_exec exec) {
+  size_t bytes;
+  CHECK_OK(moelora_experts_workspace_size(args, &exec, &bytes));
+  give_workspace(&exec, bytes);
+  CHECK_OK(moelora_experts(args, &exec));
+}
+
+/* |out - exact| against what a chain of roundings of the dtype may do. */
+static void check_close(const char *what, const moelora_tensor *out, const double *exact,
+                        const double *rounded, int64_t count) {
+  double error = 0, largest = 0;
+  int64_t cols = out->size[out->ndim - 1];
+  for (int64_t i = 0; i < count; i++) {
+    int64_t row = i / cols;
+    double got = out->ndim == 2 ? at(out, row, i % cols, 0, 0)
+                                : at(out, row / out->size[1], row % out->size[1], i % cols, 0);
+    if (!isfinite(got))
+      FAIL("%s: element %lld is %g", what, (long long)i, got);
+    error = fmax(error, fabs(got - exact[i]));
+    largest = fmax(largest, fabs(exact[i]));
+  }
+  /* The second term is one rounding of the largest output, for chains that happen to be exact. */
+  double unit = out->dtype == MOELORA_F32 ? 0x1p-22 : out->dtype == MOELORA_F16 ? 0x1p-11 : 0x1p-8;
+  double limit = 1.5 * max_difference(exact, rounded, count) + unit * largest;
+  if (error > limit)
+    FAIL("%s: error %g, expected at most %g (%s)", what, error, limit, moelora_last_plan());
+}
+
+static bool same_bytes(const moelora_tensor *a, const moelora_tensor *b) {
+  return memcmp(a->data, b->data, (size_t)count_of(a) * dtype_bytes(a->dtype)) == 0;
+}
+
+/* ---- one projection ---- */
+
+static void test_gemm(moelora_dtype dtype, uint64_t number, const char *variant) {
+  seed(number);
+  bool packed = number % 4 == 3;
+  sizes s = random_sizes(packed);
+  int32_t slices = (int32_t)random_in(0, 3);
+  int64_t rank = random_in(1, 20), n = s.inner;
+  if (slices == 3)
+    n = packed ? 192 : 3 * (1 + n / 3);
+  else if (slices == 2)
+    n = packed ? n : 2 * (1 + n / 2);
+  bool per_row = maybe();
+  moelora_gemm_args args = {
+      .x = random_tensor(dtype, 1, SIZES(per_row ? s.tokens * s.top_k : s.tokens, s.hidden)),
+      .w = random_weights(s, dtype, n, s.hidden, packed),
+      .bias = maybe() ? random_tensor(dtype, 1, SIZES(s.experts, n)) : absent,
+      .routing = random_routing(s),
+      .adapters = random_adapters(s, rank + 3), /* ranks beyond the stack's are cut to it */
+      .lora = random_lora(s, dtype, slices, rank, n, s.hidden),
+      .mul_routed_weight = maybe(),
+      .out = new_tensor(dtype, SIZES(s.tokens, s.top_k, n)),
+  };
+  if (maybe())
+    args.x = spread_rows(args.x, s.hidden + random_in(0, 9));
+  int64_t count = count_of(&args.out);
+  double *exact = allocate((size_t)count * 8), *rounded = allocate((size_t)count * 8);
+  naive_gemm(&args, (rounding){0}, exact);
+  naive_gemm(&args, (rounding){true, dtype}, rounded);
+
+  run_gemm(&args, serial);
+  char plan[96], what[96];
+  snprintf(plan, sizeof plan, "w=%s", variant);
+  snprintf(what, sizeof what, "gemm case %llu with %s", (unsigned long long)number, variant);
+  CHECK(strcmp(moelora_last_plan(), plan) == 0);
+  check_close(what, &args.out, exact, rounded, count);
+
+  moelora_gemm_args again = args;
+  again.out = new_tensor(dtype, SIZES(s.tokens, s.top_k, n));
+  run_gemm(&again, threaded);
+  CHECK(same_bytes(&args.out, &again.out));
+
+  /* Base neutrality: the rows of tokens without an adapter. */
+  again.adapters = (moelora_adapters){.token_lora_mapping = absent};
+  again.lora.num_slices = 0;
+  run_gemm(&again, serial);
+  for (int64_t m = 0; m < s.tokens; m++)
+    if (adapter_of(&args.adapters, slots_of(&args.lora, NULL), m) < 0)
+      CHECK(memcmp((char *)args.out.data + (size_t)(m * s.top_k * n) * dtype_bytes(dtype),
+                   (char *)again.out.data + (size_t)(m * s.top_k * n) * dtype_bytes(dtype),
+                   (size_t)(s.top_k * n) * dtype_bytes(dtype)) == 0);
+  release_all();
+}
+
+/* ---- the layer ---- */
+
+static void test_experts(moelora_dtype dtype, uint64_t number, const char *variant) {
+  seed(number + 1000);
+  bool packed = number % 4 == 3;
+  sizes s = random_sizes(packed);
+  moelora_activation activation = (moelora_activation)(number % 4);
+  bool early = number % 5 == 4;
+  if (early)
+    s.top_k = 1;
+  bool gated = activation != MOELORA_RELU2;
+  int64_t n13 = s.inner * (gated ? 2 : 1), rank = random_in(1, 20);
+  moelora_experts_args args = {
+      .hidden_states = random_tensor(dtype, 1, SIZES(s.tokens, s.hidden)),
+      .w13 = random_weights(s, dtype, n13, s.hidden, packed),
+      .w2 = random_weights(s, dtype, s.hidden, s.inner, packed && maybe()),
+      .w13_bias = maybe() ? random_tensor(dtype, 1, SIZES(s.experts, n13)) : absent,
+      .w2_bias = maybe() ? random_tensor(dtype, 1, SIZES(s.experts, s.hidden)) : absent,
+      .routing = random_routing(s),
+      .adapters = random_adapters(s, rank + 3),
+      .w13_lora = random_lora(s, dtype, (int32_t)random_in(0, gated ? 2 : 1), rank, n13, s.hidden),
+      .w2_lora =
+          random_lora(s, dtype, (int32_t)random_in(0, 1), random_in(1, 20), s.hidden, s.inner),
+      .activation = activation,
+      .apply_router_weight_on_input = early,
+      .out = new_tensor(dtype, SIZES(s.tokens, s.hidden)),
+  };
+  int64_t count = count_of(&args.out);
+  double *exact = allocate((size_t)count * 8), *rounded = allocate((size_t)count * 8);
+  naive_experts(&args, (rounding){0}, exact);
+  naive_experts(&args, (rounding){true, dtype}, rounded);
+
+  run_experts(&args, serial);
+  char plan[160], what[96];
+  snprintf(plan, sizeof plan, "w13=%s w2=%s", variant, variant);
+  snprintf(what, sizeof what, "layer case %llu with %s", (unsigned long long)number, variant);
+  CHECK(strcmp(moelora_last_plan(), plan) == 0);
+  check_close(what, &args.out, exact, rounded, count);
+
+  moelora_experts_args again = args;
+  again.out = new_tensor(dtype, SIZES(s.tokens, s.hidden));
+  run_experts(&again, threaded);
+  CHECK(same_bytes(&args.out, &again.out));
+
+  /* In place, from rows that lie apart. */
+  again.hidden_states = spread_rows(args.hidden_states, s.hidden + random_in(0, 9));
+  again.out = again.hidden_states;
+  run_experts(&again, serial);
+  size_t line = (size_t)s.hidden * dtype_bytes(dtype);
+  for (int64_t m = 0; m < s.tokens; m++)
+    CHECK(memcmp((char *)args.out.data + (size_t)m * line,
+                 (char *)again.out.data + (size_t)(m * again.out.stride[0]) * dtype_bytes(dtype),
+                 line) == 0);
+
+  /* Base neutrality. */
+  again = args;
+  again.out = new_tensor(dtype, SIZES(s.tokens, s.hidden));
+  again.adapters = (moelora_adapters){.token_lora_mapping = absent};
+  again.w13_lora.num_slices = again.w2_lora.num_slices = 0;
+  run_experts(&again, serial);
+  for (int64_t m = 0; m < s.tokens; m++)
+    if (adapter_of(&args.adapters, slots_of(&args.w13_lora, &args.w2_lora), m) < 0)
+      CHECK(memcmp((char *)args.out.data + (size_t)m * line,
+                   (char *)again.out.data + (size_t)m * line, line) == 0);
+  release_all();
+}
+
+/* A batch without tokens is legal and needs neither data nor workspace. */
+static void test_empty_batch(void) {
+  sizes s = {0, 2, 3, 8, 6, 2};
+  moelora_routing routing = {
+      .topk_ids = view(NULL, MOELORA_I32, SIZES(0, 2)),
+      .topk_weights = view(NULL, MOELORA_F32, SIZES(0, 2)),
+  };
+  moelora_adapters adapters = {.token_lora_mapping = view(NULL, MOELORA_I32, SIZES(0))};
+  moelora_experts_args layer = {
+      .hidden_states = view(NULL, MOELORA_F32, SIZES(0, 8)),
+      .w13 = random_weights(s, MOELORA_F32, 12, 8, false),
+      .w2 = random_weights(s, MOELORA_F32, 8, 6, false),
+      .routing = routing,
+      .adapters = adapters,
+      .w13_lora = random_lora(s, MOELORA_F32, 2, 4, 12, 8),
+      .w2_lora = random_lora(s, MOELORA_F32, 1, 4, 8, 6),
+      .out = view(NULL, MOELORA_F32, SIZES(0, 8)),
+  };
+  size_t bytes = 1;
+  CHECK_OK(moelora_experts_workspace_size(&layer, &serial, &bytes));
+  CHECK_INT(bytes, 0);
+  CHECK_OK(moelora_experts(&layer, &serial));
+  moelora_gemm_args gemm = {
+      .x = layer.hidden_states,
+      .w = layer.w13,
+      .routing = routing,
+      .adapters = adapters,
+      .lora = layer.w13_lora,
+      .out = view(NULL, MOELORA_F32, SIZES(0, 2, 12)),
+  };
+  bytes = 1;
+  CHECK_OK(moelora_gemm_workspace_size(&gemm, &serial, &bytes));
+  CHECK_INT(bytes, 0);
+  CHECK_OK(moelora_gemm(&gemm, &serial));
+  release_all();
+}
+
+static moelora_dtype dtype_of(const char *variant) {
+  return strstr(variant, "_bf16_")  ? MOELORA_BF16
+         : strstr(variant, "_f16_") ? MOELORA_F16
+                                    : MOELORA_F32;
+}
+
+int main(int argc, char **argv) {
+  uint64_t cases = argc > 1 ? strtoull(argv[1], NULL, 10) : 40;
+  int tested = 0;
+  test_empty_batch();
+  const char *name;
+  for (int32_t i = 0; (name = moelora_variant_name(i)); i++) {
+    if (!moelora_variant_usable(i) || strstr(name, "_sm"))
+      continue;
+    CHECK_OK(moelora_force_variant(name));
+    for (uint64_t number = 0; number < cases; number++) {
+      test_gemm(dtype_of(name), number, name);
+      test_experts(dtype_of(name), number, name);
+    }
+    tested++;
+  }
+  CHECK(tested >= 3); /* the scalar rows run everywhere */
+  printf("test_operators: %d variants, %llu cases each\n", tested, (unsigned long long)cases);
+  return 0;
+}
