@@ -149,22 +149,20 @@ moelora_tensor box_optional(moelora_box *box, const char *name, StableIValue val
   return view(box, name, value, true);
 }
 
-static int32_t take_list(moelora_box *box, const char *name, const char *suffix, StableIValue value,
+static int32_t take_list(moelora_box *box, const char *name, StableIValue value,
                          moelora_tensor *out) {
   StableListHandle list = (StableListHandle)(uintptr_t)value;
   size_t size = 0;
-  char full_name[64];
   torch_list_size(list, &size);
-  snprintf(full_name, sizeof full_name, "%s_%s", name, suffix);
   if (size > MOELORA_MAX_SLICES) {
-    box_fail(box, MOELORA_INVALID_ARGUMENT, "%s has %zu slices, at most %d are known", full_name,
-             size, MOELORA_MAX_SLICES);
+    box_fail(box, MOELORA_INVALID_ARGUMENT, "%s has %zu slices, at most %d are known", name, size,
+             MOELORA_MAX_SLICES);
   }
   for (size_t i = 0; i < size; i++) {
     StableIValue item = 0;
     torch_list_get_item(list, i, &item);
     if (i < MOELORA_MAX_SLICES) {
-      out[i] = box_tensor(box, full_name, item);
+      out[i] = box_tensor(box, name, item);
     } else {
       aoti_torch_delete_tensor_object((AtenTensorHandle)(uintptr_t)item);
     }
@@ -173,13 +171,14 @@ static int32_t take_list(moelora_box *box, const char *name, const char *suffix,
   return (int32_t)size;
 }
 
-moelora_lora box_lora(moelora_box *box, const char *name, StableIValue a, StableIValue b) {
+moelora_lora box_lora(moelora_box *box, const char *name_a, StableIValue a, const char *name_b,
+                      StableIValue b) {
   moelora_lora lora = {0};
-  lora.num_slices = take_list(box, name, "a", a, lora.a);
-  int32_t num_b = take_list(box, name, "b", b, lora.b);
+  lora.num_slices = take_list(box, name_a, a, lora.a);
+  int32_t num_b = take_list(box, name_b, b, lora.b);
   if (lora.num_slices != num_b) {
-    box_fail(box, MOELORA_INVALID_ARGUMENT, "%s_a has %d slices, %s_b has %d", name,
-             lora.num_slices, name, num_b);
+    box_fail(box, MOELORA_INVALID_ARGUMENT, "%s has %d slices, %s has %d", name_a, lora.num_slices,
+             name_b, num_b);
   }
   return lora;
 }

@@ -30,7 +30,8 @@ void box_open(moelora_box *box, const char *op);
 /* Arguments; each takes over its handle, also after a failure. */
 moelora_tensor box_tensor(moelora_box *box, const char *name, StableIValue value);
 moelora_tensor box_optional(moelora_box *box, const char *name, StableIValue value);
-moelora_lora box_lora(moelora_box *box, const char *name, StableIValue a, StableIValue b);
+moelora_lora box_lora(moelora_box *box, const char *name_a, StableIValue a, const char *name_b,
+                      StableIValue b);
 int32_t box_int(moelora_box *box, const char *name, StableIValue value);
 
 /* After the last argument: picks stream and threads. False if anything failed so far. */

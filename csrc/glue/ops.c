@@ -117,7 +117,7 @@ static void run_gemm(const char *op, StableIValue *stack, bool has_out) {
   args.routing.topk_weights = box_tensor(&box, "topk_weights", stack[2]);
   args.routing.topk_ids = box_tensor(&box, "topk_ids", stack[3]);
   args.adapters.token_lora_mapping = box_optional(&box, "token_lora_mapping", stack[4]);
-  args.lora = box_lora(&box, "lora", stack[5], stack[6]);
+  args.lora = box_lora(&box, "lora_a", stack[5], "lora_b", stack[6]);
   args.adapters.lora_ranks = box_optional(&box, "lora_ranks", stack[7]);
   args.adapters.lora_scalings = box_optional(&box, "lora_scalings", stack[8]);
   args.adapters.adapter_enabled = box_optional(&box, "adapter_enabled", stack[9]);
@@ -172,8 +172,8 @@ static void run_experts(const char *op, StableIValue *stack, bool has_out) {
   args.routing.topk_weights = box_tensor(&box, "topk_weights", stack[3]);
   args.routing.topk_ids = box_tensor(&box, "topk_ids", stack[4]);
   args.adapters.token_lora_mapping = box_optional(&box, "token_lora_mapping", stack[5]);
-  args.w13_lora = box_lora(&box, "w13_lora", stack[6], stack[7]);
-  args.w2_lora = box_lora(&box, "w2_lora", stack[8], stack[9]);
+  args.w13_lora = box_lora(&box, "w13_lora_a", stack[6], "w13_lora_b", stack[7]);
+  args.w2_lora = box_lora(&box, "w2_lora_a", stack[8], "w2_lora_b", stack[9]);
   args.adapters.lora_ranks = box_optional(&box, "lora_ranks", stack[10]);
   args.adapters.lora_scalings = box_optional(&box, "lora_scalings", stack[11]);
   args.adapters.adapter_enabled = box_optional(&box, "adapter_enabled", stack[12]);
