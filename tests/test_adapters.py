@@ -307,6 +307,15 @@ def test_scaling_of_experts_with_shared_b():
     check(pool, "a", {"down": delta}, 2.0)
 
 
+def test_ranks_of_a_and_b_differ():
+    key = "model.layers.0.mlp.experts"
+    state = {f"{key}.{e}.up_proj.lora_B.weight": rand(N, 2) for e in range(E)}
+    state[f"{key}.up_proj.lora_A.weight"] = rand(4, K)
+    config = CONFIG | {"rank_pattern": {r"\d\.up_proj": 2}}
+    with pytest.raises(ValueError, match=r"experts\.up_proj\.lora_A\.weight has rank 4, .* rank 2"):
+        make_pool().add("a", state, config=config)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dtype_of_the_pool(dtype):
     state, _ = wrapped()

@@ -550,6 +550,11 @@ def test_misuse(tmp_path):
     with pytest.raises(RuntimeError, match="experts_implementation='eager', which knows no"):
         with moelora_hf.use_adapters(model, ["a"]):
             pass
+    odd = mixtral()
+    odd.hidden_act = "gelu"
+    odd = transformers.AutoModelForCausalLM.from_config(odd)
+    with pytest.raises(NotImplementedError, match="activation of its gate of MixtralExperts"):
+        moelora_hf.load_adapters(odd, {"a": folder})
     dense = transformers.LlamaConfig(**COMMON, intermediate_size=24)
     dense = transformers.AutoModelForCausalLM.from_config(dense)
     with pytest.raises(ValueError, match="LlamaForCausalLM has no experts"):

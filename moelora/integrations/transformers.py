@@ -115,7 +115,8 @@ def _identify(experts: nn.Module) -> str:
             )
 
     # Past every clamp in use (7 to 10), and finer where the variants of gelu differ.
-    x = torch.cat([torch.linspace(-6, 6, 49), torch.tensor([-50.0, -20.0, 20.0, 50.0])])
+    x = [n / 4 for n in range(-24, 25)] + [-50.0, -20.0, 20.0, 50.0]
+    x = torch.tensor(x, dtype=torch.float32)
     gate, up = (t.flatten().to(down.device) for t in torch.meshgrid(x, x, indexing="ij"))
     if not experts.has_gate:
         got = experts.act_fn(gate)
@@ -148,8 +149,9 @@ _copies: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, torch.Tensor, torch.T
 def _transposed(experts: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     """w13 (E, 2I, K) and w2 (E, K, I) of a module that stores them as (E, in, out).
 
-    The copy is made once per module and again when a weight moves or is written to. Writes through
-    `.data` are not seen by autograd's version counter, and so not here either.
+    The copy, a second set of expert weights in memory, is made once per module and again when a
+    weight moves or is written to. Writes through `.data` are not seen by autograd's version
+    counter, and so not here either.
     """
     up, down = _parameters(experts)
     # Anything but the module's own parameters (PEFT's parametrisations) lives for one call only.
@@ -308,6 +310,8 @@ def load_adapters(
     if max_loras is not None and len(adapters) > max_loras:
         raise ValueError(f"{len(adapters)} adapters do not fit into max_loras={max_loras}")
     found = moe_layers(model)
+    for module, _ in found.values():
+        _activation(module)  # refuses what moelora cannot run before anything is loaded
     specs = [layer for _, layer in found.values()]
     weights = [module.down_proj for module, _ in found.values()]
     devices = {w.device for w in weights}
