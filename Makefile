@@ -8,9 +8,9 @@ PY := $(VENV)/bin/python
 CXX ?= c++
 
 CTEST_FLAGS := -std=c11 -O2 -Wall -Wextra -Werror -Icsrc -Itests/c
-CTESTS := $(basename $(notdir $(wildcard tests/c/test_*.c)))
-CEXAMPLES := $(basename $(notdir $(wildcard examples/*.c)))
-C_FILES = $(shell find csrc tests/c examples -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
+CPROGRAMS := $(basename $(notdir $(wildcard tests/c/*.c examples/c/*.c)))
+CTESTS := $(basename $(notdir $(wildcard tests/c/test_*.c examples/c/*.c)))
+C_FILES = $(shell find csrc tests/c examples/c -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test build lint conformance test-c test-py sanitize test-gpu sanitize-gpu \
         bench-cpu wheel clean
@@ -62,15 +62,15 @@ sanitize: $(VENV)/.ready
 	$(MAKE) --no-print-directory run-c WHERE=build/sanitize \
 	  CTEST_FLAGS="$(CTEST_FLAGS) -g -fsanitize=address,undefined -fno-sanitize-recover=all"
 
-# Programs in C on libmoelora.a alone: the tests, and the examples, which must at least succeed.
+# Programs in C on libmoelora.a alone; tests and examples run here, the others are for pytest.
 .PHONY: run-c
-run-c: $(CTESTS:%=$(WHERE)/%) $(CEXAMPLES:%=$(WHERE)/%)
-	@set -e; for program in $^; do echo "$$program"; ./$$program; done
+run-c: $(CPROGRAMS:%=$(WHERE)/%)
+	@set -e; for test in $(CTESTS); do echo "$(WHERE)/$$test"; ./$(WHERE)/$$test; done
 
 $(WHERE)/%: tests/c/%.c $(WHERE)/libmoelora.a $(wildcard tests/c/*.h)
 	$(CC) $(CTEST_FLAGS) $< -o $@ $(WHERE)/libmoelora.a -lm -lpthread
 
-$(WHERE)/%: examples/%.c $(WHERE)/libmoelora.a
+$(WHERE)/%: examples/c/%.c $(WHERE)/libmoelora.a
 	$(CC) $(CTEST_FLAGS) $< -o $@ $(WHERE)/libmoelora.a -lm -lpthread
 
 test-py: build

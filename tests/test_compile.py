@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from glue_cases import LORAS, E, inputs
+from glue_cases import DEVICES, LORAS, E, inputs
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import moelora
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Inductor needs a C++ compiler on the CPU, which is not ours to demand; the graph is ours.
 BACKEND = "aot_eager"
 

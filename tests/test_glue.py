@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from glue_cases import LORAS, TOP_K, E, I, K, M, inputs, op_calls, operator
+from glue_cases import DEVICES, LORAS, TOP_K, E, I, K, M, inputs, op_calls, operator
 
 import moelora
 from moelora import _C, fake, ops
@@ -86,10 +86,10 @@ def test_a_stale_error_is_not_blamed():
         call(w13="not a tensor")
 
 
-@pytest.mark.gpu
-def test_tensors_on_two_devices():
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_tensors_on_two_devices(device):
     with pytest.raises(ValueError, match=r"w2 is on cuda \(index 0\), the first tensor is on cpu"):
-        call(w2=inputs("cuda")["w2"])
+        call(w2=inputs(device)["w2"])
 
 
 def test_casts_and_none():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from glue_cases import op_calls, operator
+from glue_cases import DEVICES, op_calls, operator
 
 import moelora  # noqa: F401
 
@@ -10,8 +10,11 @@ CALLS = op_calls()
 IDS = [f"{name}-{i}" for i, (name, _) in enumerate(CALLS)]
 
 
-@pytest.mark.parametrize(("name", "args"), CALLS, ids=IDS)
-def test_opcheck(name, args):
+@pytest.mark.parametrize("index", range(len(CALLS)), ids=IDS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device, index):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    name, args = op_calls(device, dtype)[index]
     torch.library.opcheck(operator(name), args)
 
 
@@ -23,10 +26,3 @@ def test_every_operator_is_checked():
         if name.startswith(prefix)
     }
     assert registered == {name for name, _ in CALLS}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("index", range(len(CALLS)), ids=IDS)
-def test_opcheck_cuda(index):
-    name, args = op_calls("cuda", torch.bfloat16)[index]
-    torch.library.opcheck(operator(name), args)
