@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import DTYPES
 from checks import assert_close_to_ref, guarded_empty  # noqa: F401  (for `from conftest import`)
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+CUDA_DTYPES = (torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+def on_gpu(*values, **kwargs):
+    """A parameter set that needs a GPU."""
+    return pytest.param(*values, marks=[pytest.mark.gpu, needs_gpu], **kwargs)
+
+
+@pytest.fixture(params=["cpu", on_gpu("cuda")])
 def device(request) -> str:
     return request.param
 
 
-@pytest.fixture
-def supported_dtypes(device) -> tuple[torch.dtype, ...]:
-    """Compute dtypes of the device's backend."""
-    if device == "cuda":
-        return (torch.bfloat16, torch.float16)
-    return (torch.float32, torch.bfloat16, torch.float16)
+@pytest.fixture(
+    params=[
+        *(pytest.param(("cpu", d), id=f"cpu-{str(d)[6:]}") for d in DTYPES),
+        *(on_gpu(("cuda", d), id=f"cuda-{str(d)[6:]}") for d in CUDA_DTYPES),
+    ]
+)
+def device_and_dtype(request) -> tuple[str, torch.dtype]:
+    """Every device with every compute dtype that its backend has."""
+    return request.param

@@ -1,0 +1,165 @@
+"""moe_align_block_size, moe_lora_align_block_size, moe_sorting: equal to the lists, id by id."""
+
+import pytest
+import torch
+from cases import EDGE_CASES, Spec, random_specs
+
+import moelora
+from moelora.reference import (
+    moe_align_block_size_ref,
+    moe_lora_align_block_size_ref,
+    moe_sorting_ref,
+)
+
+BLOCK_SIZES = (1, 4, 16, 64)
+
+
+def assert_same(got, expected):
+    """Sizes, dtypes and every entry, padding and what lies past the end included."""
+    assert len(got) == len(expected)
+    for i, (g, e) in enumerate(zip(got, expected, strict=True)):
+        assert g.dtype == e.dtype, f"output {i}"
+        assert g.cpu().tolist() == e.tolist(), f"output {i}"
+
+
+def check_all(spec: Spec, block_size: int, device: str) -> None:
+    p = spec.build()
+    there = p.to(device)
+    arguments, arguments_there = p.align_kwargs(block_size), there.align_kwargs(block_size)
+    for mode in ("uniform", "segmented"):
+        assert_same(
+            moelora.moe_lora_align_block_size(**arguments_there, mode=mode),
+            moe_lora_align_block_size_ref(**arguments, mode=mode),
+        )
+    num_experts = arguments["num_experts"]
+    assert_same(
+        moelora.moe_align_block_size(
+            there.topk_ids, block_size, num_experts, expert_map=there.expert_map
+        ),
+        moe_align_block_size_ref(p.topk_ids, block_size, num_experts, expert_map=p.expert_map),
+    )
+    assert_same(
+        moelora.moe_sorting(
+            there.topk_ids, there.topk_weights, num_experts, block_size, expert_map=there.expert_map
+        ),
+        moe_sorting_ref(
+            p.topk_ids, p.topk_weights, num_experts, block_size, expert_map=p.expert_map
+        ),
+    )
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("name", EDGE_CASES)
+def test_edge_cases(name, block_size, device):
+    check_all(EDGE_CASES[name], block_size, device)
+
+
+def test_random_problems(device):
+    for spec in random_specs(150, first_seed=5000):
+        check_all(spec, BLOCK_SIZES[spec.seed % len(BLOCK_SIZES)] + spec.seed % 3, device)
+
+
+@pytest.mark.parametrize(
+    "tokens, top_k, experts, adapters",
+    [(3000, 2, 8, 3), (700, 8, 128, 8), (40, 8, 1024, 1024), (257, 6, 64, 33)],
+)
+def test_large(tokens, top_k, experts, adapters, device):
+    """More rows, experts and pairs than one thread block has threads."""
+    spec = Spec(
+        tokens=tokens,
+        top_k=top_k,
+        experts=experts,
+        hidden=1,
+        inter=1,
+        ranks=(1,) * adapters,
+        mix="disabled",
+        routing="out_of_range",
+    )
+    check_all(spec, 16, device)
+
+
+# Composable Kernel's example: five tokens, top-3, six experts, blocks of four.
+EXAMPLE = [[0, 3, 5], [2, 3, 5], [1, 3, 5], [1, 2, 3], [1, 3, 5]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_sorting_example(dtype, device):
+    ids = torch.tensor(EXAMPLE, dtype=torch.int32, device=device)
+    weights = torch.arange(15, dtype=torch.float32, device=device).view(5, 3) / 16
+    out = torch.full((5, 3, 33), 7.0, dtype=dtype, device=device)
+    around = out.clone()
+    tokens, sorted_weights, experts, padded = moelora.moe_sorting(
+        ids, weights, 6, 4, out_to_zero=out[1:4]
+    )
+    x = 15
+    assert padded.tolist() == [28]
+    assert tokens.tolist()[:28] == (
+        [0, x, x, x, 2, 3, 4, x, 1, 3, x, x, 0, 1, 2, 3, 4, x, x, x, x, x, x, x, 0, 1, 2, 4]
+    )
+    assert experts.tolist()[:7] == [0, 1, 2, 3, 3, 4, 5]
+    assert experts.tolist()[7:] == [-1] * (experts.numel() - 7)
+    row, weight = tokens[:28].cpu(), sorted_weights[:28].cpu()
+    assert not weight[row == x].any()
+    for slot in (row != x).nonzero().flatten().tolist():
+        choice = EXAMPLE[row[slot]].index(experts[slot // 4].item())
+        assert weight[slot] == weights[row[slot], choice]
+    assert not out[1:4].any()
+    assert torch.equal(out[0], around[0])
+    assert torch.equal(out[4], around[4])
+
+
+def test_sorting_zeroes_large_and_empty_outputs(device):
+    ids = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    weights = torch.ones(1, 1, device=device)
+    for shape in ((1 << 20, 3), (0, 5), (1,), ()):
+        out = torch.full(shape, float("nan"), device=device)
+        moelora.moe_sorting(ids, weights, 1, 1, out_to_zero=out)
+        assert out.numel() == int((out == 0).sum())
+
+
+def test_lora_align_example(device):
+    """Two adapters over three experts; rows of the base come first, order by token is kept."""
+    ids = torch.tensor([[0, 1], [1, 0], [1, 2], [1, 0]], dtype=torch.int32, device=device)
+    mapping = torch.tensor([1, -1, 1, 0], dtype=torch.int32, device=device)
+    rows, experts, loras, padded = moelora.moe_lora_align_block_size(ids, mapping, 3, 2, 2)
+    assert padded.tolist() == [14]
+    assert rows.tolist()[:14] == [3, 8, 7, 8, 0, 8, 2, 8, 6, 8, 1, 4, 5, 8]
+    assert experts.tolist()[:7] == [0, 0, 0, 1, 1, 1, 2]
+    assert loras.tolist()[:7] == [-1, 0, 1, -1, 0, 1, 1]
+
+    rows, experts, loras, padded = moelora.moe_lora_align_block_size(
+        ids, mapping, 3, 2, 2, mode="segmented"
+    )
+    assert padded.tolist() == [10]
+    assert rows.tolist()[:10] == [3, 7, 0, 8, 2, 6, 1, 4, 5, 8]
+    assert experts.tolist()[:5] == [0, 0, 1, 1, 2]
+    assert loras.tolist()[:10] == [-1, 0, 1, -1, -1, 0, 1, 1, 1, -1]
+
+
+def test_segmented_padding_does_not_depend_on_adapters(device):
+    p = Spec(tokens=64, mix="all_different", ranks=(1,) * 16, hidden=1, inter=1).build().to(device)
+    arguments = p.align_kwargs(16)
+    base = moelora.moe_align_block_size(p.topk_ids, 16, 4)
+    segmented = moelora.moe_lora_align_block_size(**arguments, mode="segmented")
+    uniform = moelora.moe_lora_align_block_size(**arguments, mode="uniform")
+    assert segmented[3].item() == base[2].item() < uniform[3].item()
+    assert torch.equal(segmented[1], base[1])
+
+
+def test_alignment_is_deterministic(device):
+    p = Spec(tokens=500, top_k=4, experts=16, ranks=(1, 1, 1), hidden=1, inter=1).build().to(device)
+    first = moelora.moe_lora_align_block_size(**p.align_kwargs(8))
+    for _ in range(5):
+        again = moelora.moe_lora_align_block_size(**p.align_kwargs(8))
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_work_is_linear_in_tokens():
+    """A quadratic loop over 400 000 rows would take minutes; the sort takes milliseconds."""
+    tokens = 100_000
+    ids = torch.randint(0, 64, (tokens, 4), dtype=torch.int32)
+    mapping = torch.randint(-1, 100, (tokens,), dtype=torch.int32)
+    rows, _, _, padded = moelora.moe_lora_align_block_size(ids, mapping, 64, 16, 100)
+    real = rows[rows < tokens * 4]
+    assert torch.equal(real.sort().values, torch.arange(tokens * 4, dtype=torch.int32))
+    assert padded.item() % 16 == 0

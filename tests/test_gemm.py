@@ -1,0 +1,165 @@
+"""fused_moe_lora_gemm: one projection, base and LoRA in one pass, against the fp64 loop."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import EDGE_CASES, Problem, Spec, random_specs
+from checks import assert_close_to_ref, assert_unchanged, guarded_empty
+
+import moelora
+from moelora.reference import fused_moe_lora_gemm_ref, naive_fused_moe_lora_gemm
+
+
+def check(p: Problem, projection: str, mul_routed_weight: bool, device: str) -> float:
+    """Runs the operator inside guard bands; returns the error over what is allowed."""
+    there = p.to(device)
+    arguments = p.gemm_kwargs(projection, mul_routed_weight)
+    arguments_there = there.gemm_kwargs(projection, mul_routed_weight)
+    ref = fused_moe_lora_gemm_ref(**arguments)
+    naive = naive_fused_moe_lora_gemm(**arguments_there)
+    inputs = {name: t.clone() for name, t in there.tensors().items()}
+
+    out = guarded_empty(ref.shape, p.spec.dtype, device)
+    y = moelora.fused_moe_lora_gemm(**arguments_there, out=out.tensor)
+    out.check("out")
+    assert y.data_ptr() == out.tensor.data_ptr()
+    assert_unchanged(inputs, there.tensors())
+    return assert_close_to_ref(y, ref, naive, p.spec.dtype)
+
+
+@pytest.mark.parametrize("name", EDGE_CASES)
+def test_edge_cases(name, device_and_dtype):
+    device, dtype = device_and_dtype
+    p = replace(EDGE_CASES[name], dtype=dtype).build()
+    for projection in ("w13", "w2"):
+        for mul_routed_weight in (False, True):
+            check(p, projection, mul_routed_weight, device)
+
+
+def test_random_problems(device_and_dtype):
+    device, dtype = device_and_dtype
+    for spec in random_specs(120, first_seed=1000, dtypes=(dtype,)):
+        try:
+            check(spec.build(), ("w13", "w2")[spec.seed % 2], spec.seed % 3 == 0, device)
+        except Exception as error:
+            raise AssertionError(f"{spec}: {error}") from error
+
+
+@pytest.mark.parametrize("slices", [3, 4])
+def test_more_slices(slices, device_and_dtype):
+    """Projections such as q, k, v: each slice of N columns has its own pair."""
+    device, dtype = device_and_dtype
+    p = Spec(
+        tokens=9, inter=slices * 10, slices=slices, activation="relu2", mix="many", dtype=dtype
+    ).build()
+    assert len(p.w13_lora_a) == slices
+    check(p, "w13", False, device)
+
+
+def test_skipped_rows_are_zero(device_and_dtype):
+    device, dtype = device_and_dtype
+    p = Spec(routing="out_of_range", tokens=12, bias=True, dtype=dtype).build().to(device)
+    skipped = (p.topk_ids < 0) | (p.topk_ids >= 4)
+    out = torch.full((12, 2, 64), float("nan"), dtype=dtype, device=device)
+    moelora.fused_moe_lora_gemm(**p.gemm_kwargs("w13"), out=out)
+    assert skipped.any()
+    assert not out[skipped].any()
+    assert out[~skipped].any(dim=1).all()
+
+
+def test_input_per_token_is_input_per_row(device_and_dtype):
+    """x (M, K) means the same as its rows repeated top_k times, x (M * top_k, K)."""
+    device, dtype = device_and_dtype
+    p = Spec(tokens=11, top_k=3, dtype=dtype).build().to(device)
+    arguments = p.gemm_kwargs("w13")
+    per_token = moelora.fused_moe_lora_gemm(**arguments)
+    arguments["x"] = arguments["x"].repeat_interleave(3, dim=0)
+    per_row = moelora.fused_moe_lora_gemm(**arguments)
+    assert torch.equal(per_token, per_row)
+
+
+def test_output_may_be_strided(device_and_dtype):
+    device, dtype = device_and_dtype
+    p = Spec(tokens=5, dtype=dtype).build().to(device)
+    expected = moelora.fused_moe_lora_gemm(**p.gemm_kwargs("w13"))
+    buffer = torch.full((10, 3, 64 + 7), 3.0, dtype=dtype, device=device)
+    out = buffer[::2, :2, 3 : 3 + 64]
+    moelora.fused_moe_lora_gemm(**p.gemm_kwargs("w13"), out=out)
+    assert torch.equal(out, expected)
+    out.fill_(3.0)
+    assert (buffer == 3.0).all(), "something around the output was written"
+
+
+def test_fused_columns_equal_two_slices(device_and_dtype):
+    """One pair over all columns and two pairs that repeat its A are the same adapter."""
+    device, dtype = device_and_dtype
+    p = Spec(tokens=9, slices=1, mix="many", dtype=dtype).build().to(device)
+    one = moelora.fused_moe_lora_gemm(**p.gemm_kwargs("w13"))
+    arguments = p.gemm_kwargs("w13")
+    arguments["lora_a"] = [p.w13_lora_a, p.w13_lora_a]
+    arguments["lora_b"] = list(p.w13_lora_b.chunk(2, dim=2))
+    two = moelora.fused_moe_lora_gemm(**arguments)
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance)
+
+
+def offset_problem(device, experts, out_columns, hidden, adapters, rank, expert_ids, slot):
+    """A bf16 projection whose tensors are allocated whole but filled only where they are read."""
+    generator = torch.Generator().manual_seed(0)
+
+    def values(*shape):
+        scale = shape[-1] ** -0.5
+        return (torch.randn(shape, generator=generator) * scale).bfloat16().to(device)
+
+    ids = torch.tensor([[e] for e in expert_ids], dtype=torch.int32)
+    touched = sorted(set(expert_ids))
+    small = {
+        "x": values(len(expert_ids), hidden) * hidden**0.5,
+        "w": values(len(touched), out_columns, hidden),
+        "lora_a": values(1, len(touched), rank, hidden),
+        "lora_b": values(1, len(touched), out_columns, rank),
+        "topk_weights": torch.ones(len(expert_ids), 1, device=device),
+        "topk_ids": torch.tensor(
+            [[touched.index(e)] for e in expert_ids], dtype=torch.int32, device=device
+        ),
+        "token_lora_mapping": torch.zeros(len(expert_ids), dtype=torch.int32, device=device),
+    }
+    large = {**small, "topk_ids": ids.to(device), "token_lora_mapping": slot + 0 * ids[:, 0]}
+    large["token_lora_mapping"] = large["token_lora_mapping"].to(device)
+    empty = {"dtype": torch.bfloat16, "device": device}
+    large["w"] = torch.empty(experts, out_columns, hidden, **empty)
+    large["lora_a"] = torch.empty(adapters, experts, rank, hidden, **empty)
+    large["lora_b"] = torch.empty(adapters, experts, out_columns, rank, **empty)
+    for i, e in enumerate(touched):
+        large["w"][e] = small["w"][i]
+        large["lora_a"][slot, e] = small["lora_a"][0, i]
+        large["lora_b"][slot, e] = small["lora_b"][0, i]
+    return small, large
+
+
+# Tensors of more than 2^31 elements (4.7 GB each): on a CPU only the touched pages take memory.
+OFFSETS = {
+    "lora_a": {"experts": 256, "out_columns": 64, "hidden": 7168, "adapters": 20, "rank": 64},
+    "lora_b": {"experts": 256, "out_columns": 7168, "hidden": 64, "adapters": 20, "rank": 64},
+    "w": {"experts": 1024, "out_columns": 320, "hidden": 7168, "adapters": 1, "rank": 1},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", OFFSETS)
+def test_offsets_beyond_int32(tensor, device):
+    """A row of adapter 19 and expert 255 starts more than 2^31 elements into its stack."""
+    if device == "cuda" and torch.cuda.mem_get_info()[0] < 20e9:
+        pytest.skip("needs 20 GB of free GPU memory")
+    sizes = OFFSETS[tensor]
+    last = sizes["experts"] - 1
+    small, large = offset_problem(
+        device, **sizes, expert_ids=[0, last, last // 2, last], slot=sizes["adapters"] - 1
+    )
+    assert large[tensor].numel() > 2**31
+    expected = moelora.fused_moe_lora_gemm(**small)
+    assert torch.equal(moelora.fused_moe_lora_gemm(**large), expected)
+    ref = fused_moe_lora_gemm_ref(**small)
+    naive = naive_fused_moe_lora_gemm(**small)
+    assert_close_to_ref(expected, ref, naive, torch.bfloat16)

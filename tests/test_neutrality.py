@@ -1,0 +1,115 @@
+"""Promises about bits: base rows are not touched by adapters, and a call repeats exactly."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import Problem, Spec, random_specs, same_bits
+
+import moelora
+from moelora.reference import active_adapter
+
+SPECS = {
+    "small": Spec(tokens=9, mix="many", ranks=(8, 16)),
+    "odd": Spec(tokens=17, hidden=33, inter=7, ranks=(3, 17, 1), mix="many", top_k=3),
+    "one_slice": Spec(tokens=20, hidden=100, inter=64, slices=1, mix="half_base", bias=True),
+    "one_expert": Spec(tokens=70, top_k=1, experts=2, routing="one_expert", mix="half_base"),
+    "disabled": Spec(tokens=20, ranks=(8, 4, 16), mix="disabled", hidden=128, inter=96),
+    "rank_zero": Spec(tokens=12, ranks=(0, 8), mix="all_different"),
+    "out_of_range": Spec(tokens=32, mix="out_of_range", ranks=(8, 16), routing="out_of_range"),
+    "large_rank": Spec(tokens=24, ranks=(256, 1), mix="many", hidden=256, inter=128),
+    "tiles": Spec(tokens=200, hidden=320, inter=192, ranks=(16,) * 8, mix="half_base"),
+    "swigluoai": Spec(tokens=24, activation="swigluoai", bias=True, mix="half_base"),
+    "relu2": Spec(tokens=24, activation="relu2", slices=1, mix="half_base"),
+}
+
+
+def base_rows(p: Problem) -> torch.Tensor:
+    enabled = None if p.adapter_enabled is None else p.adapter_enabled.tolist()
+    ranks = None if p.lora_ranks is None else p.lora_ranks.tolist()
+    slots = len(p.spec.ranks)
+    carried = p.token_lora_mapping.tolist()
+    return torch.tensor([active_adapter(a, slots, enabled, ranks) < 0 for a in carried])
+
+
+def check_neutral(p: Problem, device: str) -> None:
+    there, rows = p.to(device), base_rows(p)
+    y = moelora.fused_experts_lora(**there.kwargs()).cpu()
+    base = moelora.fused_experts_lora(**there.base().kwargs()).cpu()
+    assert same_bits(y[rows], base[rows]), "a base row of the layer depends on adapters"
+    for projection in ("w13", "w2"):
+        y = moelora.fused_moe_lora_gemm(**there.gemm_kwargs(projection)).cpu()
+        base = moelora.fused_moe_lora_gemm(**there.base().gemm_kwargs(projection)).cpu()
+        assert same_bits(y[rows], base[rows]), f"a base row of {projection} depends on adapters"
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_base_rows_have_the_bits_of_the_base_layer(name, device_and_dtype):
+    device, dtype = device_and_dtype
+    p = replace(SPECS[name], dtype=dtype).build()
+    rows = base_rows(p)
+    assert rows.any()
+    assert not rows.all()
+    check_neutral(p, device)
+
+
+def test_base_rows_of_random_problems(device_and_dtype):
+    device, dtype = device_and_dtype
+    for spec in random_specs(100, first_seed=2000, dtypes=(dtype,)):
+        if spec.mix == "absent":
+            continue
+        try:
+            check_neutral(spec.build(), device)
+        except AssertionError as error:
+            raise AssertionError(f"{spec}: {error}") from error
+
+
+def test_others_gaining_adapters_changes_nothing(device_and_dtype):
+    """Token by token, more of a batch of 40 carry an adapter; the rest keep their bits."""
+    device, dtype = device_and_dtype
+    p = Spec(tokens=40, mix="none", ranks=(4, 16, 64), hidden=96, inter=72, dtype=dtype)
+    p = p.build().to(device)
+    base = moelora.fused_experts_lora(**p.base().kwargs())
+    for count in (0, 1, 2, 7, 20, 39):
+        mapping = p.token_lora_mapping.clone()
+        mapping[:count] = torch.arange(count, dtype=torch.int32, device=device) % 3
+        y = moelora.fused_experts_lora(**replace(p, token_lora_mapping=mapping).kwargs())
+        assert same_bits(y[count:], base[count:])
+        if count:
+            assert (y[:count] != base[:count]).any(dim=1).all()
+
+
+def test_hostile_factors_do_not_reach_base_rows(device_and_dtype):
+    """Infinite and NaN factors of the adapters in a batch stay with the rows that carry them."""
+    device, dtype = device_and_dtype
+    p = Spec(tokens=24, mix="half_base", ranks=(8, 8), dtype=dtype).build()
+    p.w13_lora_a[0][0] = float("inf")
+    p.w13_lora_b[1][1] = float("nan")
+    p.w2_lora_a[:] = float("nan")
+    check_neutral(p, device)
+
+
+def test_same_inputs_same_bits(device_and_dtype):
+    device, dtype = device_and_dtype
+    for spec in (SPECS["tiles"], SPECS["odd"], SPECS["large_rank"]):
+        p = replace(spec, dtype=dtype).build().to(device)
+        layer = moelora.fused_experts_lora(**p.kwargs())
+        gemm = moelora.fused_moe_lora_gemm(**p.gemm_kwargs("w13"))
+        for _ in range(5):
+            assert same_bits(moelora.fused_experts_lora(**p.kwargs()), layer)
+            assert same_bits(moelora.fused_moe_lora_gemm(**p.gemm_kwargs("w13")), gemm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_number_of_threads_does_not_change_bits(dtype):
+    p = replace(SPECS["tiles"], dtype=dtype).build()
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(moelora.fused_experts_lora(**p.kwargs()))
+    finally:
+        torch.set_num_threads(threads)
+    assert same_bits(results[0], results[1])
+    assert same_bits(results[0], results[2])

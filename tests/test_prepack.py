@@ -1,0 +1,78 @@
+"""prepack_weights: the tiles, and that every operator takes them in place of plain weights."""
+
+import pytest
+import torch
+from cases import Spec, same_bits
+from checks import assert_close_to_ref
+
+import moelora
+from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
+
+PACKABLE = {"hidden": 128, "inter": 64, "experts": 3}
+
+
+def packed(arguments: dict, *names: str) -> dict:
+    return {**arguments, **{name: moelora.prepack_weights(arguments[name]) for name in names}}
+
+
+@pytest.mark.parametrize("shape", [(1, 64, 64), (3, 128, 64), (2, 64, 192), (5, 320, 256)])
+def test_tiles_and_back(shape, device_and_dtype):
+    device, dtype = device_and_dtype
+    w = torch.randn(shape).to(device, dtype)
+    weights = moelora.prepack_weights(w)
+    experts, rows, columns = shape
+    assert (weights.shape, weights.dtype, weights.device) == (w.shape, w.dtype, w.device)
+    assert weights.data.shape == (experts, rows // 64, columns // 64, 64, 64)
+    for i in range(rows // 64):
+        for j in range(columns // 64):
+            tile = w[:, 64 * i : 64 * (i + 1), 64 * j : 64 * (j + 1)]
+            assert same_bits(weights.data[:, i, j], tile)
+    assert same_bits(weights.unpack(), w)
+
+
+def test_strided_weights(device):
+    wide = torch.randn(6, 128, 64 + 8, device=device, dtype=torch.bfloat16)
+    w = wide[::2, :, 4 : 4 + 64]
+    assert same_bits(moelora.prepack_weights(w).unpack(), w)
+
+
+@pytest.mark.parametrize("shape, dimension", [((2, 100, 64), 1), ((2, 64, 100), 2)])
+def test_sizes_that_are_no_multiple_of_64(shape, dimension, device):
+    with pytest.raises((ValueError, RuntimeError), match=rf"w.size\({dimension}\) is 100.*64"):
+        moelora.prepack_weights(torch.zeros(shape, device=device))
+
+
+@pytest.mark.parametrize("names", [("w13",), ("w2",), ("w13", "w2")])
+@pytest.mark.parametrize("tokens", [1, 9, 150])
+def test_layer_with_packed_weights(names, tokens, device_and_dtype):
+    device, dtype = device_and_dtype
+    p = Spec(**PACKABLE, tokens=tokens, dtype=dtype, bias=True, mix="half_base").build()
+    there = p.to(device)
+    y = moelora.fused_experts_lora(**packed(there.kwargs(), *names))
+    ref = fused_experts_lora_ref(**p.kwargs())
+    naive = naive_fused_experts_lora(**there.kwargs())
+    assert_close_to_ref(y, ref, naive, dtype)
+
+    base = moelora.fused_experts_lora(**packed(there.base().kwargs(), *names))
+    rows = p.token_lora_mapping < 0
+    assert same_bits(y.cpu()[rows], base.cpu()[rows])
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swigluoai", "relu2"])
+def test_activations_with_packed_weights(activation, device_and_dtype):
+    device, dtype = device_and_dtype
+    slices = 1 if activation == "relu2" else 2
+    p = Spec(**PACKABLE, activation=activation, slices=slices, dtype=dtype).build()
+    there = p.to(device)
+    y = moelora.fused_experts_lora(**packed(there.kwargs(), "w13", "w2"))
+    ref = fused_experts_lora_ref(**p.kwargs())
+    assert_close_to_ref(y, ref, naive_fused_experts_lora(**there.kwargs()), dtype)
+
+
+def test_gemm_with_packed_weights(device_and_dtype):
+    device, dtype = device_and_dtype
+    p = Spec(**PACKABLE, tokens=9, dtype=dtype).build().to(device)
+    plain = moelora.fused_moe_lora_gemm(**p.gemm_kwargs("w13"))
+    tiles = moelora.fused_moe_lora_gemm(**packed(p.gemm_kwargs("w13"), "w"))
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
+    torch.testing.assert_close(tiles, plain, rtol=tolerance, atol=tolerance)
