@@ -41,24 +41,27 @@ def ours(batch, w13, w2, factors=None):
     )
 
 
+def lora_delta(a, b, adapter, expert, v):
+    """B (A v) of one pair in float64."""
+    return b[adapter, expert].double() @ (a[adapter, expert].double() @ v)
+
+
 def reference_rows(batch, w13, w2, factors, tokens):
     """Rows `tokens` of the layer, in float64."""
     rows = []
-    half = w2.shape[2]
     for m in tokens:
         x, adapter = batch.x[m].double(), int(batch.mapping[m])
         adapted = factors is not None and adapter >= 0
         total = torch.zeros_like(x)
         for j, e in enumerate(batch.topk_ids[m].tolist()):
-
-            def delta(a, b, v, at=(adapter, e)):
-                return b[at].double() @ (a[at].double() @ v) if adapted else 0.0
-
-            g, u = (w13[e].double() @ x).split(half)
-            g = g + delta(factors and factors.a13[0], factors and factors.b13[0], x)
-            u = u + delta(factors and factors.a13[1], factors and factors.b13[1], x)
+            g, u = (w13[e].double() @ x).split(w2.shape[2])
+            if adapted:
+                g = g + lora_delta(factors.a13[0], factors.b13[0], adapter, e, x)
+                u = u + lora_delta(factors.a13[1], factors.b13[1], adapter, e, x)
             h = torch.nn.functional.silu(g) * u
-            z = w2[e].double() @ h + delta(factors and factors.a2, factors and factors.b2, h)
+            z = w2[e].double() @ h
+            if adapted:
+                z = z + lora_delta(factors.a2, factors.b2, adapter, e, h)
             total += batch.topk_weights[m, j].double() * z
         rows.append(total)
     return torch.stack(rows)
