@@ -16,6 +16,8 @@ UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16
 # Terms of a test problem have size TYPICAL, though the few outputs of a tiny one may all cancel.
 FLOOR_ROUNDINGS = {torch.float32: 16, torch.bfloat16: 3, torch.float16: 3}
 TYPICAL = 0.25
+# The largest naive error of so few outputs is a matter of luck: the floor is doubled.
+FEW_OUTPUTS = 64
 
 NAIVE_FACTOR = 1.5
 OUTER_RTOL, OUTER_ATOL = 5e-2, 1e-2
@@ -41,7 +43,8 @@ def assert_close_to_ref(y: Tensor, ref64: Tensor, naive: Tensor, dtype: torch.dt
     error = (y64 - ref64).abs()
     naive_error = (naive.detach().cpu().double() - ref64).abs().max().item()
     scale = max(TYPICAL, ref64.abs().max().item())
-    floor = FLOOR_ROUNDINGS[dtype] * UNIT_ROUNDOFF[dtype] * scale
+    roundings = FLOOR_ROUNDINGS[dtype] * (2 if ref64.numel() < FEW_OUTPUTS else 1)
+    floor = roundings * UNIT_ROUNDOFF[dtype] * scale
     allowed = NAIVE_FACTOR * naive_error + floor
     worst = error.max().item()
     assert worst <= allowed, _describe(

@@ -146,7 +146,6 @@ OFFSETS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tensor", OFFSETS)
 def test_offsets_beyond_int32(tensor, device):
     """A row of adapter 19 and expert 255 starts more than 2^31 elements into its stack."""
