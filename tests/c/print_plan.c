@@ -1,0 +1,79 @@
+/* Plans for devices that need not be there. Each line of stdin is a problem and a device,
+ *
+ *   DTYPE M TOP_K E GLOBAL_E K I RANK cpu ISA_BITS
+ *   DTYPE M TOP_K E GLOBAL_E K I RANK cuda COMPUTE_CAPABILITY
+ *
+ * with RANK 0 for no adapters; the answer on stdout is the plan of the layer,
+ *
+ *   VARIANT13 VARIANT2 BLOCK_ROWS       or       error: MESSAGE
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/backend.h"
+
+static const moelora_dtype dtypes[] = {MOELORA_F32, MOELORA_BF16, MOELORA_F16};
+static const char *dtype_names[] = {"float32", "bfloat16", "float16"};
+
+static moelora_dtype parse_dtype(const char *name) {
+  for (int i = 0; i < 3; i++)
+    if (strcmp(name, dtype_names[i]) == 0)
+      return dtypes[i];
+  fprintf(stderr, "dtype %s\n", name);
+  exit(2);
+}
+
+int main(void) {
+  char dtype[16], kind[8];
+  long long tokens, top_k, experts, global, hidden, inner, rank;
+  int level;
+  /* Any memory will do: a plan reads addresses for their alignment, never what is there. */
+  static _Alignas(256) char memory[256];
+  while (scanf("%15s %lld %lld %lld %lld %lld %lld %lld %7s %i", dtype, &tokens, &top_k, &experts,
+               &global, &hidden, &inner, &rank, kind, &level) == 10) {
+    moelora_experts_problem problem = {
+        .routes =
+            {
+                .num_tokens = tokens,
+                .top_k = (int32_t)top_k,
+                .num_rows = tokens * top_k,
+                .num_experts = (int32_t)experts,
+                .expert_map = global > experts ? (const int32_t *)memory : NULL,
+                .num_global = global > experts ? (int32_t)global : 0,
+                .max_loras = rank ? 8 : 0,
+                .token_lora_mapping = {.data = rank ? memory : NULL},
+            },
+        .dtype = parse_dtype(dtype),
+        .hidden = hidden,
+        .intermediate = inner,
+        .w13 = {.data = memory,
+                .n = 2 * inner,
+                .k = hidden,
+                .stride_e = 2 * inner * hidden,
+                .stride_n = hidden,
+                .stride_nt = 64 * hidden,
+                .stride_kt = 64},
+        .w2 = {.data = memory,
+               .n = hidden,
+               .k = inner,
+               .stride_e = inner * hidden,
+               .stride_n = inner,
+               .stride_nt = 64 * inner,
+               .stride_kt = 64},
+        .w13_lora = {.num_slices = rank ? 2 : 0, .max_rank = (int32_t)rank, .slice_n = inner},
+        .w2_lora = {.num_slices = rank ? 1 : 0, .max_rank = (int32_t)rank, .slice_n = hidden},
+    };
+    moelora_device_info device = {
+        .device = MOELORA_CPU, .num_units = 1, .cpu_isa = (uint32_t)level};
+    if (strcmp(kind, "cuda") == 0)
+      device = (moelora_device_info){
+          .device = MOELORA_CUDA, .compute_capability = level, .num_units = 132};
+    moelora_experts_plan plan;
+    if (moelora_plan_experts(&problem, &device, &plan) == MOELORA_OK)
+      printf("%s %s %d\n", plan.w13.variant->name, plan.w2.variant->name, plan.w13.block_rows);
+    else
+      printf("error: %s\n", moelora_error_message());
+  }
+  return 0;
+}

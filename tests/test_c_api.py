@@ -1,0 +1,82 @@
+"""The C interface without Python: its test programs and the example, plain and under sanitizers."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+from c_programs import ROOT, compile_program, library, run
+
+PROGRAMS = sorted((ROOT / "tests/c").glob("test_*.c"))
+EXAMPLES = sorted((ROOT / "examples/c").glob("*.c"))
+
+
+def test_there_are_programs():
+    assert len(PROGRAMS) >= 3 and len(EXAMPLES) >= 1
+
+
+@pytest.mark.parametrize("sanitize", [False, True], ids=["plain", "sanitized"])
+@pytest.mark.parametrize("source", PROGRAMS, ids=lambda p: p.stem)
+def test_program(source, sanitize, tmp_path):
+    done = run(compile_program(source, tmp_path, sanitize))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{source.stem}: ")
+
+
+@pytest.mark.parametrize("sanitize", [False, True], ids=["plain", "sanitized"])
+@pytest.mark.parametrize("source", EXAMPLES, ids=lambda p: p.stem)
+def test_example(source, sanitize, tmp_path):
+    done = run(compile_program(source, tmp_path, sanitize))
+    assert done.returncode == 0, done.stdout + done.stderr
+    differences = re.findall(r"max difference (\S+) of (\S+)", done.stdout)
+    assert len(differences) >= 3
+    assert all(float(difference) < 1e-5 * float(scale) for difference, scale in differences)
+
+
+def test_the_sanitizer_notices_a_short_workspace(tmp_path):
+    """The sanitized run is worth nothing if it cannot fail."""
+    source = tmp_path / "overrun.c"
+    source.write_text(
+        """
+#include "harness.h"
+int main(void) {
+  float *x = malloc(4 * sizeof *x);
+  moelora_tensor ids = random_ids(MOELORA_I32, 0, 3, SIZES(9, 2));
+  moelora_exec exec = {.device = MOELORA_CPU};
+  moelora_align_args args = {.num_experts = 4, .block_size = 4, .routing.topk_ids = ids,
+                             .sorted_token_ids = view(x, MOELORA_I32, SIZES(36)),
+                             .expert_ids = new_tensor(MOELORA_I32, SIZES(9)),
+                             .num_tokens_post_padded = new_tensor(MOELORA_I32, SIZES(1))};
+  give_workspace(&exec, 1 << 16);
+  return moelora_align(&args, &exec);
+}
+"""
+    )
+    done = run(compile_program(source, tmp_path, sanitize=True))
+    assert done.returncode != 0
+    assert "heap-buffer-overflow" in done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("nm"), reason="no binutils")
+def test_the_library_allocates_nothing_and_knows_no_runtime():
+    symbols = subprocess.run(["nm", "-u", library()], capture_output=True, text=True).stdout.split()
+    wanted = {s for s in symbols if s not in ("U", "w") and not s.endswith(":")}
+    assert "pthread_once" in wanted  # the list is not empty by mistake
+    assert not wanted & {"malloc", "calloc", "realloc", "free", "aligned_alloc", "posix_memalign"}
+    assert not [s for s in wanted if s.startswith(("Py", "_Py", "aoti_", "torch_", "cuda", "_Z"))]
+
+
+@pytest.mark.parametrize("language", ["c", "c++"])
+def test_the_public_header_stands_alone(language, tmp_path):
+    compiler = shutil.which("cc" if language == "c" else "c++")
+    if not compiler:
+        pytest.skip(f"no {language} compiler")
+    standard = {"c": "-std=c11", "c++": "-std=c++11"}[language]
+    source = tmp_path / "user"
+    source.write_text(
+        '#include "moelora.h"\nint main(void) { return moelora_has_device(MOELORA_CPU); }\n'
+    )
+    command = [compiler, "-x", language, standard, "-pedantic", "-Wall", "-Wextra", "-Werror"]
+    command += [f"-I{ROOT / 'csrc'}", "-fsyntax-only", source]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

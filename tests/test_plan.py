@@ -1,0 +1,157 @@
+"""Plans: which kernel runs what, for devices that need not be there."""
+
+import platform
+import re
+
+import pytest
+from c_programs import ROOT, compile_program, run
+
+AVX2, AVX512, AVX512_BF16 = 1, 2, 4
+QWEN3 = {"experts": 128, "top_k": 8, "hidden": 2048, "inter": 768}
+MIXTRAL = {"experts": 8, "top_k": 2, "hidden": 4096, "inter": 14336}
+TOKENS = [1, 2, 8, 64, 256, 1024, 4096, 16384, 131072]
+
+x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="rows of x86 instruction sets")
+
+
+@pytest.fixture(scope="module")
+def print_plan(tmp_path_factory):
+    return compile_program(ROOT / "tests/c/print_plan.c", tmp_path_factory.mktemp("plan"))
+
+
+@pytest.fixture(scope="module")
+def plan(print_plan):
+    """(variant of w13, variant of w2, block_rows) of one layer, or the message of the refusal."""
+
+    def ask(device, dtype="bfloat16", tokens=8, rank=0, remote=0, env=None, **shape):
+        s = QWEN3 | shape
+        line = [dtype, tokens, s["top_k"], s["experts"], s["experts"] + remote]
+        line += [s["hidden"], s["inter"], rank, *device]
+        done = run(print_plan, stdin=" ".join(map(str, line)), **(env or {}))
+        assert done.returncode == 0, done.stderr
+        answer = done.stdout.strip()
+        if answer.startswith("error: "):
+            return answer.removeprefix("error: ")
+        w13, w2, block_rows = answer.split()
+        return w13, w2, int(block_rows)
+
+    return ask
+
+
+def rows_of(table):
+    """Names and arguments of the rows of a variants.inc."""
+    text = (ROOT / table).read_text()
+    rows = re.findall(r"^MOELORA_\w+_GEMM\((.*)\)$", text, re.M)
+    return [[field.strip() for field in row.split(",")] for row in rows]
+
+
+CUDA_ROWS = rows_of("csrc/cuda/variants.inc")
+
+
+@pytest.mark.parametrize(
+    "isa, dtype, want",
+    [
+        (0, "float32", "gemm_f32_scalar"),
+        (0, "bfloat16", "gemm_bf16_scalar"),
+        (0, "float16", "gemm_f16_scalar"),
+        pytest.param(AVX2, "float32", "gemm_f32_avx2", marks=x86),
+        pytest.param(AVX2, "bfloat16", "gemm_bf16_avx2", marks=x86),
+        pytest.param(AVX2, "float16", "gemm_f16_avx2", marks=x86),
+        pytest.param(AVX2 | AVX512, "float32", "gemm_f32_avx512", marks=x86),
+        pytest.param(AVX2 | AVX512, "bfloat16", "gemm_bf16_avx512", marks=x86),
+        pytest.param(AVX2 | AVX512 | AVX512_BF16, "bfloat16", "gemm_bf16_avx512bf16", marks=x86),
+        pytest.param(AVX2 | AVX512 | AVX512_BF16, "float16", "gemm_f16_avx512", marks=x86),
+    ],
+)
+def test_the_best_instruction_set_of_a_cpu(plan, isa, dtype, want):
+    w13, w2, block_rows = plan(("cpu", isa), dtype)
+    assert (w13, w2) == (want, want)
+    assert block_rows > 0
+
+
+@pytest.mark.parametrize("shape", [QWEN3, MIXTRAL], ids=["qwen3", "mixtral"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+def test_every_gpu_from_ampere_on_has_a_plan(plan, capability, dtype, shape):
+    short = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+    blocks = []
+    for tokens in TOKENS:
+        w13, w2, block_rows = plan(("cuda", capability), dtype, tokens, **shape)
+        for name in (w13, w2):
+            (row,) = [row for row in CUDA_ROWS if row[0] == name]
+            assert short in name.split("_")
+            assert int(row[2]) <= capability
+            # wgmma is an instruction of 9.0 and of nothing later
+            assert int(row[2]) != 90 or capability == 90
+        blocks.append(block_rows)
+    assert blocks == sorted(blocks), "more tokens never make blocks smaller"
+    assert blocks[0] < blocks[-1]
+
+
+def test_blocks_follow_the_rows_of_an_expert(plan):
+    sm80 = ("cuda", 80)
+    few = plan(sm80, tokens=16)  # 128 rows over 128 experts
+    many = plan(sm80, tokens=16, experts=1, top_k=1)
+    crowd = plan(sm80, tokens=4096, experts=8, top_k=2)
+    assert few[2] <= many[2] < crowd[2]
+    # An expert sees the same rows whether its neighbours live here or on other ranks.
+    assert plan(sm80, tokens=512, experts=16, remote=112) == plan(sm80, tokens=512, experts=128)
+
+
+@pytest.mark.parametrize("device", [("cpu", 7), ("cuda", 80), ("cuda", 90)])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_adapters_never_change_a_plan(plan, device, tokens):
+    base = plan(device, tokens=tokens)
+    assert all(plan(device, tokens=tokens, rank=rank) == base for rank in (1, 16, 256))
+
+
+def test_what_no_kernel_serves(plan):
+    refusal = "no float32 kernel for CUDA compute capability 9.0"
+    assert plan(("cuda", 90), "float32") == refusal
+    assert plan(("cuda", 75)) == "no bfloat16 kernel for CUDA compute capability 7.5"
+
+
+def test_rows_that_tma_cannot_read_stay_with_mma_sync(plan):
+    """2050 columns of 2 bytes: rows do not start at multiples of 16 bytes."""
+    w13, w2, _ = plan(("cuda", 90), hidden=2050)
+    for name in (w13, w2):
+        (row,) = [row for row in CUDA_ROWS if row[0] == name]
+        assert int(row[2]) < 90
+
+
+def test_forcing_a_variant(plan):
+    def forced(name, *args, **kwargs):
+        return plan(*args, env={"MOELORA_FORCE_VARIANT": name}, **kwargs)
+
+    scalar = "gemm_bf16_scalar"
+    assert forced(scalar, ("cpu", 7))[:2] == (scalar, scalar)
+    # of another dtype, of another device: the table decides
+    assert forced(scalar, ("cpu", 7), "float32") == plan(("cpu", 7), "float32")
+    assert forced(scalar, ("cuda", 80)) == plan(("cuda", 80))
+    for name, dtype, _, block_m, *_ in CUDA_ROWS:
+        kwargs = {"dtype": {"BF16": "bfloat16", "F16": "float16"}[dtype]}
+        assert forced(name, ("cuda", 90), **kwargs) == (name, name, int(block_m))
+    assert forced("gemm_bf16_typo", ("cpu", 0)) == (
+        "MOELORA_FORCE_VARIANT is 'gemm_bf16_typo': no such variant"
+    )
+
+
+@x86
+def test_a_forced_variant_that_the_machine_cannot_run_is_ignored(plan):
+    env = {"MOELORA_FORCE_VARIANT": "gemm_bf16_avx512"}
+    assert plan(("cpu", AVX2), env=env) == plan(("cpu", AVX2))
+
+
+def test_plans_are_logged_on_request(tmp_path):
+    example = compile_program(ROOT / "examples/c/layer.c", tmp_path)
+    assert run(example).stderr == ""
+    lines = run(example, MOELORA_LOG="plan").stderr.splitlines()
+    pattern = (
+        r"moelora: (gemm|experts) float32 M=\d+ top_k=\d+ E=\d+ .*: gemm_f32_\w+, blocks of \d+ "
+        r"rows \(isa (0x\w+|0), \d+ threads; \d+ rows per expert\)"
+    )
+    assert len(lines) >= 2
+    assert all(re.match(pattern, line) for line in lines), lines
+    forced = run(example, MOELORA_LOG="plan", MOELORA_FORCE_VARIANT="gemm_f32_scalar")
+    assert all("gemm_f32_scalar" in line for line in forced.stderr.splitlines())
+    assert all(line.endswith("; forced)") for line in forced.stderr.splitlines())

@@ -1,0 +1,84 @@
+"""Every kernel variant that this machine runs, forced in turn, on the cases of the default one."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from cases import EDGE_CASES, Spec, same_bits
+from checks import assert_close_to_ref
+
+import moelora
+from moelora import _C
+from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+def variant(name: str):
+    marks = [pytest.mark.gpu] if "_sm" in name else []
+    if name not in _C.usable():
+        marks.append(pytest.mark.skip(reason="this machine cannot run it"))
+    return pytest.param(name, marks=marks)
+
+
+@pytest.fixture(params=[variant(name) for name in _C.variants()])
+def forced(request):
+    """(name, device, dtype) of a variant that every plan of its dtype now uses."""
+    name = request.param
+    _C.force_variant(name)
+    yield name, "cuda" if "_sm" in name else "cpu", DTYPES[name.split("_")[1]]
+    _C.force_variant(None)
+
+
+@contextmanager
+def naming(spec: Spec):
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{spec}: {error}") from error
+
+
+@cache
+def expectation(spec: Spec, device: str):
+    """The problem on its device, the fp64 result, the naive result: the same for all variants."""
+    problem = spec.build()
+    there = problem.to(device)
+    ref = fused_experts_lora_ref(**problem.kwargs())
+    return there, ref, naive_fused_experts_lora(**there.kwargs())
+
+
+def test_layer(forced):
+    name, device, dtype = forced
+    specs = [replace(spec, dtype=dtype) for spec in EDGE_CASES.values()]
+    # deeper and wider than a tile of any variant
+    specs.append(Spec(dtype=dtype, tokens=70, hidden=2112, inter=320, experts=1, ranks=(16, 200)))
+    for spec in specs:
+        with naming(spec):
+            problem, ref, naive = expectation(spec, device)
+            y = moelora.fused_experts_lora(**problem.kwargs())
+            assert_close_to_ref(y, ref, naive, dtype)
+            assert spec.tokens == 0 or name in _C.last_plan()
+
+
+def test_base_rows_keep_their_bits(forced):
+    name, device, dtype = forced
+    for tokens in (1, 3, 17, 130):
+        spec = Spec(dtype=dtype, tokens=tokens, mix="half_base", hidden=200, inter=136)
+        with naming(spec):
+            problem = spec.build().to(device)
+            mixed = moelora.fused_experts_lora(**problem.kwargs())
+            again = moelora.fused_experts_lora(**problem.kwargs())
+            base = moelora.fused_experts_lora(**problem.base().kwargs())
+            assert same_bits(mixed, again)
+            rows = problem.token_lora_mapping == -1
+            assert same_bits(mixed[rows], base[rows])
+            assert tokens == 1 or not same_bits(mixed[~rows], base[~rows])
+
+
+def test_only_rows_of_this_build_are_listed():
+    assert any(name.endswith("_scalar") for name in _C.usable())
+    assert all("_sm" not in name for name in _C.variants()) or _C.WITH_CUDA
