@@ -34,7 +34,6 @@ typedef struct moelora_scratch {
   const void **x;      /* [block_m] operand rows of a tile */
   const void **x_pass; /* [block_m] the same, advanced to the current pass over K */
   float *c;            /* [block_m, block_n] sums */
-  float *edge;         /* [block_m, MOELORA_DOT_N] sums of a ragged column group */
   float *line;         /* [block_n] one row on its way out */
   char *w;             /* [MOELORA_DOT_N, block_k] weight operands */
 } moelora_scratch;
@@ -42,11 +41,18 @@ typedef struct moelora_scratch {
 moelora_scratch *moelora_scratch_take(const moelora_variant *variant, const moelora_exec *exec,
                                       moelora_arena *arena);
 
+static inline const char *moelora_row_at(const moelora_weights *w, moelora_dtype dtype, int64_t n) {
+  int64_t at = w->packed ? n / MOELORA_PACK * w->stride_nt + n % MOELORA_PACK * w->stride_n
+                         : n * w->stride_n;
+  return (const char *)w->data + (size_t)at * moelora_dtype_bytes(dtype);
+}
+
 /* tile.c: c[i * ldc + n - begin] += x[i] . w[n] over k, for i < m <= block_m and n in [begin, end);
- * `w` is one expert's matrix, x rows are scratch->x. `next` is the first row of w that the caller
- * will multiply after these, to be fetched ahead; w->n if none. */
+ * `w` is one expert's matrix, x rows are scratch->x. `next` is the first of MOELORA_DOT_N rows,
+ * laid out as in w, that this worker multiplies afterwards: they are fetched ahead. NULL if none.
+ */
 void moelora_cpu_tile(const moelora_variant *variant, const moelora_weights *w, int64_t begin,
-                      int64_t end, int64_t m, int64_t next, float *c, int64_t ldc,
+                      int64_t end, int64_t m, const void *next, float *c, int64_t ldc,
                       moelora_scratch *scratch);
 
 /* gemm.c: one grouped projection over sorted rows. */
@@ -97,6 +103,9 @@ size_t moelora_shrunk_bytes(const moelora_variant *variant, const moelora_routes
                             const moelora_factors *lora);
 /* projection->shrunk = rounded(s * x A^T) for every row with an adapter */
 void moelora_cpu_shrink(const moelora_projection *projection, const moelora_exec *exec);
+/* Fetches the rows of B that moelora_cpu_expand will read into L2. */
+void moelora_cpu_expand_ahead(const moelora_projection *projection, int64_t first, int64_t m,
+                              int64_t begin, int64_t end);
 /* c += shrunk B^T for sorted rows [first, first + m) of one expert and columns [begin, end) */
 void moelora_cpu_expand(const moelora_projection *projection, int64_t first, int64_t m,
                         int64_t begin, int64_t end, float *c, int64_t ldc,

@@ -14,13 +14,14 @@
  * The order of additions depends on k alone, so every instance gives a row the same bits. */
 
 static inline __attribute__((always_inline)) void
-dot_tile(const int rows, const bool fetch, int64_t k, const void *const *x, const void *const *w,
-         int64_t ahead_bytes, float *c, int64_t ldc) {
+dot_tile(const int rows, const bool fetch, int64_t columns, int64_t k, const void *const *x,
+         const char *w, int64_t w_stride, int64_t ahead, float *c, int64_t ldc) {
   const element *restrict wj[MOELORA_DOT_N];
   const element *restrict xi[DOT_ROWS];
   sum total[DOT_ROWS][MOELORA_DOT_N];
-  for (int j = 0; j < MOELORA_DOT_N; j++)
-    wj[j] = w[j];
+  /* of fewer columns, the last stands in for the missing */
+  for (int64_t j = 0; j < MOELORA_DOT_N; j++)
+    wj[j] = (const element *)(w + (j < columns ? j : columns - 1) * w_stride);
   for (int i = 0; i < rows; i++) {
     xi[i] = x[i];
     for (int j = 0; j < MOELORA_DOT_N; j++)
@@ -31,8 +32,9 @@ dot_tile(const int rows, const bool fetch, int64_t k, const void *const *x, cons
     vector b[MOELORA_DOT_N];
     for (int j = 0; j < MOELORA_DOT_N; j++) {
       b[j] = load(wj[j] + at);
+      /* L2 and not L1: rows a power of two apart meet in few of its sets */
       if (fetch)
-        _mm_prefetch((const char *)(wj[j] + at) + ahead_bytes, _MM_HINT_T1);
+        _mm_prefetch((const char *)(wj[j] + at) + ahead, _MM_HINT_T1);
     }
     for (int i = 0; i < rows; i++) {
       vector a = load(xi[i] + at);
@@ -51,35 +53,49 @@ dot_tile(const int rows, const bool fetch, int64_t k, const void *const *x, cons
     }
   }
   for (int i = 0; i < rows; i++) {
+    float *out = c + i * ldc;
     __m128 totals = add_lanes(total[i][0], total[i][1], total[i][2], total[i][3]);
-    _mm_storeu_ps(c + i * ldc, _mm_add_ps(_mm_loadu_ps(c + i * ldc), totals));
+    if (columns >= MOELORA_DOT_N) {
+      _mm_storeu_ps(out, _mm_add_ps(_mm_loadu_ps(out), totals));
+    } else {
+      float part[MOELORA_DOT_N];
+      _mm_storeu_ps(part, totals);
+      for (int64_t j = 0; j < columns; j++)
+        out[j] += part[j];
+    }
   }
 }
 
 #define DOT_CASE(ROWS)                                                                             \
   case ROWS:                                                                                       \
-    if (ROWS <= DOT_ROWS && ahead_bytes)                                                           \
-      dot_tile(ROWS <= DOT_ROWS ? ROWS : 1, true, k, x, w, ahead_bytes, c, ldc);                   \
+    if (ROWS <= DOT_ROWS && ahead)                                                                 \
+      dot_tile(ROWS <= DOT_ROWS ? ROWS : 1, true, columns, k, xi, w, w_stride, ahead, ci, ldc);    \
     else                                                                                           \
-      dot_tile(ROWS <= DOT_ROWS ? ROWS : 1, false, k, x, w, 0, c, ldc);                            \
+      dot_tile(ROWS <= DOT_ROWS ? ROWS : 1, false, columns, k, xi, w, w_stride, 0, ci, ldc);       \
     break;
 
-static void dot(int64_t m, int64_t k, const void *const *x, const void *const *w,
-                int64_t ahead_bytes, float *c, int64_t ldc) {
-  while (m > 0) {
-    int64_t rows = m < DOT_ROWS ? m : DOT_ROWS;
-    switch (rows) {
-      DOT_CASE(1)
-      DOT_CASE(2)
-      DOT_CASE(3)
-      DOT_CASE(4)
-      DOT_CASE(5)
-      DOT_CASE(6)
+static void dot(int64_t m, int64_t n, int64_t k, const void *const *x, const void *weights,
+                int64_t w_stride, const void *next, float *c, int64_t ldc) {
+  const char *w = weights;
+  for (int64_t columns = n; columns > 0; columns -= MOELORA_DOT_N) {
+    int64_t ahead = columns > MOELORA_DOT_N ? MOELORA_DOT_N * w_stride
+                    : next                  ? (intptr_t)next - (intptr_t)w
+                                            : 0;
+    const void *const *xi = x;
+    float *ci = c;
+    for (int64_t left = m, rows; left > 0; left -= rows, xi += rows, ci += rows * ldc) {
+      rows = left < DOT_ROWS ? left : DOT_ROWS;
+      switch (rows) {
+        DOT_CASE(1)
+        DOT_CASE(2)
+        DOT_CASE(3)
+        DOT_CASE(4)
+        DOT_CASE(5)
+        DOT_CASE(6)
+      }
+      ahead = 0; /* the first rows have fetched */
     }
-    /* the first rows have fetched */
-    ahead_bytes = 0;
-    m -= rows;
-    x += rows;
-    c += rows * ldc;
+    w += MOELORA_DOT_N * w_stride;
+    c += MOELORA_DOT_N;
   }
 }

@@ -71,24 +71,26 @@ static void project_tile(const moelora_projection *p, int64_t first, int64_t m, 
                          int64_t count, moelora_scratch *scratch) {
   const int32_t expert = p->sorted->expert[first];
   const int64_t ldc = p->variant->block_n;
+  const int64_t up = p->w->n / 2 + begin;
   column_range ranges[2] = {{begin, begin + count, 0}};
   int num_ranges = 1;
   if (p->interleaved) {
     ranges[0] = (column_range){2 * begin, 2 * (begin + count), 0};
   } else if (p->gated) {
-    int64_t up = p->w->n / 2 + begin;
     ranges[num_ranges++] = (column_range){up, up + count, ldc / 2};
   }
   moelora_weights w = *p->w;
   w.data =
       (const char *)w.data + (size_t)(expert * w.stride_e) * moelora_dtype_bytes(p->variant->dtype);
 
+  for (int i = 0; i < num_ranges && p->shrunk; i++)
+    moelora_cpu_expand_ahead(p, first, m, ranges[i].begin, ranges[i].end);
   memset(scratch->c, 0, (size_t)(m * ldc) * sizeof(float));
   moelora_cpu_rows(p, first, m, scratch->x);
   for (int i = 0; i < num_ranges; i++)
     moelora_cpu_tile(p->variant, &w, ranges[i].begin, ranges[i].end, m,
-                     i + 1 < num_ranges ? ranges[i + 1].begin : w.n, scratch->c + ranges[i].at, ldc,
-                     scratch);
+                     i + 1 < num_ranges ? moelora_row_at(&w, p->variant->dtype, up) : NULL,
+                     scratch->c + ranges[i].at, ldc, scratch);
   for (int i = 0; i < num_ranges; i++) {
     if (p->shrunk)
       moelora_cpu_expand(p, first, m, ranges[i].begin, ranges[i].end, scratch->c + ranges[i].at,

@@ -4,13 +4,13 @@
 
 enum { LANES = 8 };
 
-static void dot(int64_t m, int64_t k, const void *const *x, const void *const *w,
-                int64_t ahead_bytes, float *c, int64_t ldc) {
-  (void)ahead_bytes;
-  for (int64_t i = 0; i < m; i++) {
-    const float *restrict a = x[i];
-    for (int64_t j = 0; j < MOELORA_DOT_N; j++) {
-      const float *restrict b = w[j];
+static void dot(int64_t m, int64_t n, int64_t k, const void *const *x, const void *w,
+                int64_t w_stride, const void *next, float *c, int64_t ldc) {
+  (void)next;
+  for (int64_t j = 0; j < n; j++) {
+    const float *restrict b = (const float *)((const char *)w + j * w_stride);
+    for (int64_t i = 0; i < m; i++) {
+      const float *restrict a = x[i];
       float sum[LANES] = {0};
       int64_t at = 0;
       for (; at + LANES <= k; at += LANES)

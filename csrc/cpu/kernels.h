@@ -12,7 +12,7 @@
 
 #include "core/backend.h"
 
-/* Weight rows of one `dot`. */
+/* Weight rows of a micro tile. */
 #define MOELORA_DOT_N 4
 
 typedef struct moelora_cpu_kernels {
@@ -24,10 +24,11 @@ typedef struct moelora_cpu_kernels {
   void (*store)(const float *src, void *dst, int64_t n);
   /* dtype -> float32 */
   void (*load)(const void *src, float *dst, int64_t n);
-  /* c[i * ldc + j] += sum over k of x[i][k] * w[j][k], i < m, j < MOELORA_DOT_N. Fetches
-   * w[j] + ahead_bytes into the cache on the way, unless ahead_bytes is 0. */
-  void (*dot)(int64_t m, int64_t k, const void *const *x /* [m] operand rows */,
-              const void *const *w /* [MOELORA_DOT_N] operand rows */, int64_t ahead_bytes,
+  /* c[i * ldc + j] += sum over q < k of x[i][q] * w_j[q], for i < m and j < n, where weight row w_j
+   * is at w + j * w_stride bytes. Fetches weights MOELORA_DOT_N rows ahead into L2, and the rows at
+   * `next` after the last ones, unless `next` is NULL. */
+  void (*dot)(int64_t m, int64_t n, int64_t k, const void *const *x /* [m] operand rows */,
+              const void *w /* [n] operand rows */, int64_t w_stride, const void *next,
               float *c /* [m, ldc] */, int64_t ldc);
   /* gate[i] = activation(gate[i], up[i]); see activation.h */
   void (*activate)(moelora_activation activation, float *gate, const float *up, int64_t n);

@@ -36,20 +36,35 @@ static char *shrunk_row(const moelora_projection *p, int64_t at, int32_t slice) 
                                  moelora_cpu_kernels_of(p->variant)->operand_bytes;
 }
 
-/* Shrinks sorted rows [first, first + m), which share expert and adapter, for one slice. */
-static void shrink_segment(const moelora_projection *p, int64_t first, int64_t m, int32_t slice,
-                           moelora_scratch *scratch) {
-  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->variant);
-  const int32_t adapter = p->sorted->adapter[first], expert = p->sorted->expert[first];
+/* End of the segment that starts at sorted row `at`, looking no further than `end`. */
+static int64_t segment_end(const moelora_sorted *sorted, int64_t at, int64_t end) {
+  int64_t next = at + 1;
+  while (next < end && sorted->expert[next] == sorted->expert[at] &&
+         sorted->adapter[next] == sorted->adapter[at])
+    next++;
+  return next;
+}
+
+static moelora_weights factor_a(const moelora_projection *p, int64_t at, int32_t slice) {
+  const int32_t adapter = p->sorted->adapter[at], expert = p->sorted->expert[at];
   const int32_t rank = moelora_rank_of(p->routes, adapter, p->lora->max_rank);
+  return factor_matrix(p->variant, &p->lora->a[slice], adapter, expert, rank, p->w->k);
+}
+
+/* Shrinks sorted rows [first, first + m), one segment, for one slice. `next` is the A after it. */
+static void shrink_segment(const moelora_projection *p, int64_t first, int64_t m, int32_t slice,
+                           const void *next, moelora_scratch *scratch) {
+  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->variant);
+  const int32_t adapter = p->sorted->adapter[first];
   const float scaling = p->routes->lora_scalings ? p->routes->lora_scalings[adapter] : 1.0f;
   const int64_t block = p->variant->block_n;
-  moelora_weights a = factor_matrix(p->variant, &p->lora->a[slice], adapter, expert, rank, p->w->k);
+  const moelora_weights a = factor_a(p, first, slice);
   moelora_cpu_rows(p, first, m, scratch->x);
-  for (int64_t i = 0; i < rank; i += block) {
-    int64_t count = moelora_min(block, rank - i);
+  for (int64_t i = 0; i < a.n; i += block) {
+    const int64_t count = moelora_min(block, a.n - i);
+    const void *after = i + count < a.n ? moelora_row_at(&a, p->variant->dtype, i + count) : next;
     memset(scratch->c, 0, (size_t)(m * count) * sizeof(float));
-    moelora_cpu_tile(p->variant, &a, i, i + count, m, i + count, scratch->c, count, scratch);
+    moelora_cpu_tile(p->variant, &a, i, i + count, m, after, scratch->c, count, scratch);
     for (int64_t j = 0; j < m * count; j++)
       scratch->c[j] *= scaling;
     for (int64_t row = 0; row < m; row++)
@@ -66,18 +81,16 @@ typedef struct shrink_tasks {
 static void shrink_chunk(void *context, int64_t index, int32_t worker) {
   const shrink_tasks *tasks = context;
   const moelora_projection *p = tasks->projection;
-  const moelora_sorted *sorted = p->sorted;
-  const int32_t num_slices = p->lora->num_slices;
-  int64_t at = index / num_slices * tasks->chunk;
-  const int64_t end = moelora_min(at + tasks->chunk, sorted->num_rows);
-  while (at < end) {
-    int64_t next = at + 1;
-    while (next < end && sorted->expert[next] == sorted->expert[at] &&
-           sorted->adapter[next] == sorted->adapter[at])
-      next++;
-    if (sorted->adapter[at] >= 0)
-      shrink_segment(p, at, next - at, (int32_t)(index % num_slices), &p->scratch[worker]);
-    at = next;
+  const int32_t num_slices = p->lora->num_slices, slice = (int32_t)(index % num_slices);
+  int64_t at = index / num_slices * tasks->chunk, next;
+  const int64_t end = moelora_min(at + tasks->chunk, p->sorted->num_rows);
+  for (; at < end; at = next) {
+    next = segment_end(p->sorted, at, end);
+    if (p->sorted->adapter[at] < 0)
+      continue;
+    const bool more = next < end && p->sorted->adapter[next] >= 0;
+    const void *ahead = more ? factor_a(p, next, slice).data : NULL;
+    shrink_segment(p, at, next - at, slice, ahead, &p->scratch[worker]);
   }
 }
 
@@ -91,35 +104,52 @@ void moelora_cpu_shrink(const moelora_projection *projection, const moelora_exec
                        shrink_chunk, &tasks);
 }
 
-/* One segment's part of moelora_cpu_expand: rows [first, first + m) share the adapter. */
-static void expand_segment(const moelora_projection *p, int64_t first, int64_t m, int64_t begin,
-                           int64_t end, float *c, int64_t ldc, moelora_scratch *scratch) {
+/* The part of one B that covers columns [begin, end) of the projection: rows [from, to) of `b`. */
+typedef struct factor_b_part {
+  moelora_weights b;
+  int64_t from, to;
+} factor_b_part;
+
+static factor_b_part factor_b(const moelora_projection *p, int64_t at, int32_t slice, int64_t begin,
+                              int64_t end) {
   const moelora_factors *lora = p->lora;
-  const int32_t adapter = p->sorted->adapter[first], expert = p->sorted->expert[first];
+  const int32_t adapter = p->sorted->adapter[at], expert = p->sorted->expert[at];
   const int32_t rank = moelora_rank_of(p->routes, adapter, lora->max_rank);
-  for (int32_t slice = 0; slice < lora->num_slices; slice++) {
-    const int64_t base = slice * lora->slice_n;
-    const int64_t from = moelora_max(begin, base);
-    const int64_t to = moelora_min(end, base + lora->slice_n);
-    if (from >= to)
-      continue;
-    moelora_weights b =
-        factor_matrix(p->variant, &lora->b[slice], adapter, expert, lora->slice_n, rank);
-    for (int64_t i = 0; i < m; i++)
-      scratch->x[i] = shrunk_row(p, first + i, slice);
-    moelora_cpu_tile(p->variant, &b, from - base, to - base, m, b.n, c + (from - begin), ldc,
-                     scratch);
+  const int64_t base = slice * lora->slice_n;
+  return (factor_b_part){
+      .b = factor_matrix(p->variant, &lora->b[slice], adapter, expert, lora->slice_n, rank),
+      .from = moelora_max(begin, base) - base,
+      .to = moelora_min(end, base + lora->slice_n) - base,
+  };
+}
+
+void moelora_cpu_expand_ahead(const moelora_projection *p, int64_t first, int64_t m, int64_t begin,
+                              int64_t end) {
+  for (int64_t at = first, next; at < first + m; at = next) {
+    next = segment_end(p->sorted, at, first + m);
+    for (int32_t slice = 0; p->sorted->adapter[at] >= 0 && slice < p->lora->num_slices; slice++) {
+      const factor_b_part part = factor_b(p, at, slice, begin, end);
+      const int64_t bytes = part.b.k * (int64_t)moelora_dtype_bytes(p->variant->dtype);
+      for (int64_t n = part.from; n < part.to; n++)
+        for (int64_t i = 0; i < bytes; i += 64)
+          __builtin_prefetch(moelora_row_at(&part.b, p->variant->dtype, n) + i, 0, 2);
+    }
   }
 }
 
-void moelora_cpu_expand(const moelora_projection *projection, int64_t first, int64_t m,
-                        int64_t begin, int64_t end, float *c, int64_t ldc,
-                        moelora_scratch *scratch) {
-  const int32_t *adapter = projection->sorted->adapter + first;
-  for (int64_t at = 0, next; at < m; at = next) {
-    for (next = at + 1; next < m && adapter[next] == adapter[at]; next++)
-      ;
-    if (adapter[at] >= 0)
-      expand_segment(projection, first + at, next - at, begin, end, c + at * ldc, ldc, scratch);
+void moelora_cpu_expand(const moelora_projection *p, int64_t first, int64_t m, int64_t begin,
+                        int64_t end, float *c, int64_t ldc, moelora_scratch *scratch) {
+  for (int64_t at = first, next; at < first + m; at = next) {
+    next = segment_end(p->sorted, at, first + m);
+    for (int32_t slice = 0; p->sorted->adapter[at] >= 0 && slice < p->lora->num_slices; slice++) {
+      const factor_b_part part = factor_b(p, at, slice, begin, end);
+      if (part.from >= part.to)
+        continue;
+      for (int64_t i = at; i < next; i++)
+        scratch->x[i - at] = shrunk_row(p, i, slice);
+      const int64_t column = slice * p->lora->slice_n + part.from - begin;
+      moelora_cpu_tile(p->variant, &part.b, part.from, part.to, next - at, NULL,
+                       c + (at - first) * ldc + column, ldc, scratch);
+    }
   }
 }
