@@ -29,15 +29,32 @@ static moelora_status check_at_least_one(moelora_arg arg) {
   return MOELORA_OK;
 }
 
-/* How messages call a weight's N or K: a dimension, or in tiles a dimension times 64. */
-typedef struct extent_name {
-  char text[48];
-} extent_name;
+/* A weight's N or K as messages call it: a dimension, in tiles times 64, for a slice divided by
+ * their number. Made into text only when a check fails. */
+typedef struct extent {
+  const char *w;
+  int32_t dim;
+  bool packed;
+  int32_t slices;
+} extent;
 
-static extent_name name_of_extent(const char *w, int32_t dim, bool packed) {
-  extent_name name;
-  snprintf(name.text, sizeof name.text, packed ? "%s.size(%d) * 64" : "%s.size(%d)", w, dim);
+typedef struct extent_text {
+  char text[64];
+} extent_text;
+
+static extent_text name_of(extent extent) {
+  extent_text name;
+  int used = snprintf(name.text, sizeof name.text,
+                      extent.packed ? "%s.size(%d) * 64" : "%s.size(%d)", extent.w, extent.dim);
+  if (extent.slices > 1)
+    snprintf(name.text + used, sizeof name.text - (size_t)used, " / %d slices", extent.slices);
   return name;
+}
+
+static moelora_status check_extent(moelora_arg arg, int32_t dim, int64_t want, extent source) {
+  if (arg.tensor->size[dim] == want)
+    return MOELORA_OK;
+  return moelora_check_size(arg, dim, want, name_of(source).text);
 }
 
 static moelora_status check_weights(moelora_arg arg, moelora_weights *weights,
@@ -85,9 +102,8 @@ static moelora_status check_bias(moelora_arg arg, const moelora_tensor *w, const
     return MOELORA_OK;
   MOELORA_TRY(moelora_check_view(arg, 2, "[E, N]"));
   MOELORA_TRY(moelora_check_dtype(arg, w->dtype, w_name));
-  MOELORA_TRY(moelora_check_size(arg, 0, num_experts, name_of_extent(w_name, 0, false).text));
-  MOELORA_TRY(
-      moelora_check_size(arg, 1, weights->n, name_of_extent(w_name, 1, weights->packed).text));
+  MOELORA_TRY(check_extent(arg, 0, num_experts, (extent){.w = w_name}));
+  MOELORA_TRY(check_extent(arg, 1, weights->n, (extent){w_name, 1, weights->packed, 1}));
   MOELORA_TRY(moelora_check_rows(arg));
   weights->bias = arg.tensor->data;
   weights->bias_stride_e = moelora_stride(arg.tensor, 0);
@@ -126,16 +142,14 @@ static moelora_status check_lora(const moelora_lora *lora, const projection_name
                   names->lora_a, slices, MOELORA_MAX_SLICES);
   if (slices == 0)
     return MOELORA_OK;
-  const extent_name n_name = name_of_extent(names->w, 1, weights->packed);
-  const extent_name k_name = name_of_extent(names->w, 2, weights->packed);
+  const extent n_name = {names->w, 1, weights->packed, 1};
+  const extent k_name = {names->w, 2, weights->packed, 1};
   MOELORA_REQUIRE(weights->n % slices == 0,
-                  "%s is %lld, expected a multiple of the %d slices of %s", n_name.text,
+                  "%s is %lld, expected a multiple of the %d slices of %s", name_of(n_name).text,
                   (long long)weights->n, slices, names->lora_a);
   factors->num_slices = slices;
   factors->slice_n = weights->n / slices;
-  char slice_name[96];
-  snprintf(slice_name, sizeof slice_name, slices == 1 ? "%s" : "%s / %d slices", n_name.text,
-           slices);
+  const extent slice_name = {names->w, 1, weights->packed, slices};
   for (int32_t i = 0; i < slices; i++) {
     const moelora_arg a = {names->lora_a, i, &lora->a[i]}, b = {names->lora_b, i, &lora->b[i]};
     MOELORA_TRY(check_factor(a, w, names->w, "[max_loras, E or 1, R, K]", &factors->a[i]));
@@ -151,8 +165,8 @@ static moelora_status check_lora(const moelora_lora *lora, const projection_name
     MOELORA_TRY(moelora_check_size(b, 0, *max_loras, source));
     MOELORA_TRY(moelora_check_size(a, 2, factors->max_rank, "the rank of the first slice"));
     MOELORA_TRY(moelora_check_size(b, 3, factors->max_rank, "the rank of the first slice"));
-    MOELORA_TRY(moelora_check_size(a, 3, weights->k, k_name.text));
-    MOELORA_TRY(moelora_check_size(b, 2, factors->slice_n, slice_name));
+    MOELORA_TRY(check_extent(a, 3, weights->k, k_name));
+    MOELORA_TRY(check_extent(b, 2, factors->slice_n, slice_name));
   }
   return MOELORA_OK;
 }
@@ -206,10 +220,10 @@ moelora_status moelora_check_gemm(const moelora_gemm_args *args, moelora_gemm_pr
   MOELORA_TRY(check_compute_dtype(x));
   MOELORA_TRY(moelora_check_rows(x));
   MOELORA_TRY(check_weights(w, weights, &routes->num_experts));
-  const extent_name k_name = name_of_extent("w", 2, weights->packed);
-  const extent_name n_name = name_of_extent("w", 1, weights->packed);
+  const extent k_name = {"w", 2, weights->packed, 1};
+  const extent n_name = {"w", 1, weights->packed, 1};
   MOELORA_TRY(moelora_check_dtype(w, args->x.dtype, "x"));
-  MOELORA_TRY(moelora_check_size(x, 1, weights->k, k_name.text));
+  MOELORA_TRY(check_extent(x, 1, weights->k, k_name));
   MOELORA_TRY(check_bias(bias, &args->w, "w", routes->num_experts, weights));
 
   MOELORA_TRY(moelora_check_routing(&args->routing, args->mul_routed_weight, routes));
@@ -232,7 +246,7 @@ moelora_status moelora_check_gemm(const moelora_gemm_args *args, moelora_gemm_pr
   MOELORA_TRY(moelora_check_dtype(out, args->x.dtype, "x"));
   MOELORA_TRY(moelora_check_size(out, 0, routes->num_tokens, "topk_ids.size(0)"));
   MOELORA_TRY(moelora_check_size(out, 1, routes->top_k, "topk_ids.size(1)"));
-  MOELORA_TRY(moelora_check_size(out, 2, weights->n, n_name.text));
+  MOELORA_TRY(check_extent(out, 2, weights->n, n_name));
   MOELORA_TRY(moelora_check_rows(out));
   MOELORA_TRY(moelora_check_distinct(out));
   const moelora_arg inputs[] = {x, w, bias};
@@ -267,24 +281,24 @@ static moelora_status check_layer_shapes(const moelora_experts_args *args,
   MOELORA_TRY(moelora_check_dtype(w2, args->hidden_states.dtype, "hidden_states"));
 
   const bool packed13 = problem->w13.packed, packed2 = problem->w2.packed;
-  const extent_name k13 = name_of_extent("w13", 2, packed13);
-  const extent_name n13 = name_of_extent("w13", 1, packed13);
-  const extent_name n2 = name_of_extent("w2", 1, packed2);
-  const extent_name k2 = name_of_extent("w2", 2, packed2);
-  MOELORA_TRY(moelora_check_size(x, 1, problem->w13.k, k13.text));
+  const extent k13 = {"w13", 2, packed13, 1};
+  const extent n13 = {"w13", 1, packed13, 1};
+  const extent n2 = {"w2", 1, packed2, 1};
+  const extent k2 = {"w2", 2, packed2, 1};
+  MOELORA_TRY(check_extent(x, 1, problem->w13.k, k13));
   MOELORA_TRY(moelora_check_size(w2, 0, problem->routes.num_experts, "w13.size(0)"));
   MOELORA_REQUIRE(problem->w2.n == problem->w13.k,
-                  "%s is %lld, %s is %lld: both are the hidden size", n2.text,
-                  (long long)problem->w2.n, k13.text, (long long)problem->w13.k);
+                  "%s is %lld, %s is %lld: both are the hidden size", name_of(n2).text,
+                  (long long)problem->w2.n, name_of(k13).text, (long long)problem->w13.k);
 
   MOELORA_REQUIRE(args->activation >= MOELORA_SILU && args->activation <= MOELORA_RELU2,
                   "activation is %d, expected a moelora_activation", (int)args->activation);
   bool gated = args->activation != MOELORA_RELU2;
   int64_t want = problem->w2.k * (gated ? 2 : 1);
   MOELORA_REQUIRE(problem->w13.n == want,
-                  "%s is %lld, expected %lld: %s%s, as the activation is %sgated", n13.text,
-                  (long long)problem->w13.n, (long long)want, gated ? "2 * " : "", k2.text,
-                  gated ? "" : "not ");
+                  "%s is %lld, expected %lld: %s%s, as the activation is %sgated",
+                  name_of(n13).text, (long long)problem->w13.n, (long long)want,
+                  gated ? "2 * " : "", name_of(k2).text, gated ? "" : "not ");
   problem->hidden = problem->w13.k;
   problem->intermediate = problem->w2.k;
   return MOELORA_OK;
