@@ -102,7 +102,8 @@ typedef struct moelora_adapters {
   moelora_tensor adapter_enabled; /* [max_loras] or [max_loras + 1], bool or int32; absent: all */
 } moelora_adapters;
 
-/* Which token goes to which experts. */
+/* Which token goes to which experts. top_k is at least 1 and may exceed the number of experts, as
+ * experts may repeat; M * top_k fits int32. */
 typedef struct moelora_routing {
   moelora_tensor topk_ids;     /* [M, top_k] int32 or int64 */
   moelora_tensor topk_weights; /* [M, top_k] float32 */
@@ -206,9 +207,12 @@ const char *moelora_variant_name(int32_t index);
 /* True if the variant can run on this machine. */
 bool moelora_variant_usable(int32_t index);
 /* From now on every plan that can use the variant of this name does; NULL goes back to the table.
- * The environment variable MOELORA_FORCE_VARIANT sets it at start. */
+ * The environment variable MOELORA_FORCE_VARIANT sets it at start; a name that does not exist then
+ * fails every gemm and layer. */
 moelora_status moelora_force_variant(const char *name);
-/* What the last operator on this thread ran, e.g. "w13=gemm_bf16_avx512bf16 w2=...". */
+/* What the last gemm or layer on this thread ran: "w=gemm_bf16_avx2", or for a layer
+ * "w13=gemm_bf16_avx512bf16 w2=gemm_bf16_avx512bf16". The environment variable MOELORA_LOG=plan
+ * prints every choice and its reasons to stderr. */
 const char *moelora_last_plan(void);
 
 #ifdef __cplusplus
