@@ -13,15 +13,17 @@
  *
  * The order of additions depends on k alone, so every instance gives a row the same bits. */
 
-static inline __attribute__((always_inline)) void
-dot_tile(const int rows, const bool fetch, int64_t columns, int64_t k, const void *const *x,
-         const char *w, int64_t w_stride, int64_t ahead, float *c, int64_t ldc) {
+static inline __attribute__((always_inline)) void dot_tile(const int rows, const bool fetch,
+                                                           const bool ragged, int64_t columns,
+                                                           int64_t k, const void *const *x,
+                                                           const char *w, int64_t w_stride,
+                                                           int64_t ahead, float *c, int64_t ldc) {
   const element *restrict wj[MOELORA_DOT_N];
   const element *restrict xi[DOT_ROWS];
   sum total[DOT_ROWS][MOELORA_DOT_N];
   /* of fewer columns, the last stands in for the missing */
   for (int64_t j = 0; j < MOELORA_DOT_N; j++)
-    wj[j] = (const element *)(w + (j < columns ? j : columns - 1) * w_stride);
+    wj[j] = (const element *)(w + (ragged && j >= columns ? columns - 1 : j) * w_stride);
   for (int i = 0; i < rows; i++) {
     xi[i] = x[i];
     for (int j = 0; j < MOELORA_DOT_N; j++)
@@ -55,7 +57,7 @@ dot_tile(const int rows, const bool fetch, int64_t columns, int64_t k, const voi
   for (int i = 0; i < rows; i++) {
     float *out = c + i * ldc;
     __m128 totals = add_lanes(total[i][0], total[i][1], total[i][2], total[i][3]);
-    if (columns >= MOELORA_DOT_N) {
+    if (!ragged) {
       _mm_storeu_ps(out, _mm_add_ps(_mm_loadu_ps(out), totals));
     } else {
       float part[MOELORA_DOT_N];
@@ -66,12 +68,16 @@ dot_tile(const int rows, const bool fetch, int64_t columns, int64_t k, const voi
   }
 }
 
+#define DOT_TILE(ROWS, FETCH, RAGGED)                                                              \
+  dot_tile(ROWS <= DOT_ROWS ? ROWS : 1, FETCH, RAGGED, columns, k, xi, w, w_stride, ahead, ci, ldc)
 #define DOT_CASE(ROWS)                                                                             \
   case ROWS:                                                                                       \
-    if (ROWS <= DOT_ROWS && ahead)                                                                 \
-      dot_tile(ROWS <= DOT_ROWS ? ROWS : 1, true, columns, k, xi, w, w_stride, ahead, ci, ldc);    \
+    if (columns < MOELORA_DOT_N)                                                                   \
+      DOT_TILE(ROWS, false, true);                                                                 \
+    else if (ahead)                                                                                \
+      DOT_TILE(ROWS, true, false);                                                                 \
     else                                                                                           \
-      dot_tile(ROWS <= DOT_ROWS ? ROWS : 1, false, columns, k, xi, w, w_stride, 0, ci, ldc);       \
+      DOT_TILE(ROWS, false, false);                                                                \
     break;
 
 static void dot(int64_t m, int64_t n, int64_t k, const void *const *x, const void *weights,
