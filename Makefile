@@ -87,7 +87,7 @@ sanitize-gpu:
 	  $(PYTHON) -m pytest -q -x -m "gpu and not slow" $(PYTEST_ARGS)
 
 bench-cpu: build
-	$(PY) -m moelora bench cpu $(BENCH_ARGS)
+	$(PY) -m benchmarks.cpu_layer --out benchmarks/results/cpu-layer.json $(BENCH_ARGS)
 
 wheel: $(VENV)/.ready
 	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist .

@@ -51,17 +51,14 @@ def version():
 
 
 def cuda_compiler():
-    """The nvcc command, or None for a CPU-only build."""
-    if os.environ.get("MOELORA_CUDA") == "0" or SANITIZE or not X86:
-        return None
+    """(the nvcc command or None, why not)."""
+    if os.environ.get("MOELORA_CUDA") == "0":
+        return None, "MOELORA_CUDA=0"
     if not any((ROOT / "csrc/cuda").glob("*.cu")):
-        return None
-    if "NVCC" in os.environ:
-        return os.environ["NVCC"]
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if home and (Path(home) / "bin/nvcc").exists():
-        return str(Path(home) / "bin/nvcc")
-    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+        return None, "no CUDA sources here"
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    found = os.environ.get("NVCC") or shutil.which("nvcc", path=f"{home}/bin")
+    return found or shutil.which("nvcc"), "nvcc is neither in CUDA_HOME nor on PATH"
 
 
 def cuda_library_dirs(nvcc):
@@ -218,11 +215,12 @@ class BuildExt(build_ext):
     def build_extension(self, ext):
         if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
             raise SystemExit("Python.h not found: install Python's headers (python3-dev)")
-        nvcc = cuda_compiler()
-        if nvcc:
-            print(f"moelora: CPU and CUDA build ({nvcc})")
-        else:
-            print("moelora: CPU-only build (no nvcc found, or MOELORA_CUDA=0)")
+        nvcc, reason = cuda_compiler()
+        print(
+            f"moelora: CPU and CUDA build ({nvcc})"
+            if nvcc
+            else f"moelora: CPU-only build ({reason})"
+        )
         compiler = Compiler(BUILD / ("obj-cuda" if nvcc else "obj-cpu"), nvcc)
         objects = compiler.compile_all(sources(["core", "cpu", "glue"], nvcc))
         cuda = [*cuda_library_dirs(nvcc), "-lcudart_static", "-lstdc++", "-lrt"] if nvcc else []
@@ -267,8 +265,13 @@ class BuildCore(Command):
             nvcc = None
             objects = Compiler(where / "obj", nvcc).compile_all(sources(["core", "cpu"], nvcc))
             archive = where / "libmoelora.a"
-            archive.unlink(missing_ok=True)
-            subprocess.run(["ar", "rcs", str(archive), *map(str, objects)], check=True)
+            newest = max(obj.stat().st_mtime_ns for obj in objects)
+            if archive.exists() and archive.stat().st_mtime_ns >= newest:
+                return
+            fresh = archive.with_suffix(".new")
+            fresh.unlink(missing_ok=True)
+            subprocess.run(["ar", "rcs", str(fresh), *map(str, objects)], check=True)
+            os.replace(fresh, archive)
 
 
 if __name__ == "__main__":

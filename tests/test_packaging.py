@@ -88,7 +88,7 @@ def build(tmp_path, **environment):
 def test_a_second_build_compiles_nothing(tmp_path):
     build(tmp_path, MOELORA_CUDA="0")
     again = build(tmp_path, MOELORA_CUDA="0")
-    assert "CPU-only build" in again
+    assert "CPU-only build (MOELORA_CUDA=0)" in again
     assert "csrc/" not in again
     assert (tmp_path / "moelora/_C.abi3.so").exists()
 
