@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from moelora import _C
 
@@ -23,6 +24,7 @@ ALIGN_MODES = {"uniform": 1, "segmented": 2}
 ERRORS = {1: ValueError, 2: NotImplementedError}
 PACK = 64
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _operators = torch.ops.moelora
 _absent_tensors: dict[torch.device, Tensor] = {}
 
@@ -70,7 +72,7 @@ Factors: TypeAlias = Tensor | Sequence[Tensor]
 
 def _absent(like: Tensor) -> Tensor:
     """A tensor that says "none". Cached, except where a tracer must see it made."""
-    if torch.compiler.is_compiling() or type(like) not in (Tensor, torch.nn.Parameter):
+    if is_compiling() or type(like) not in _PLAIN:
         return like.new_empty(0)
     device = like.device
     found = _absent_tensors.get(device)
@@ -110,7 +112,7 @@ def _choose(name: str, value: str, known: dict[str, int]) -> int:
 
 def _run(op, *args):
     """Calls a compiled operator; its own complaints become the exception that Python expects."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return op(*args)
     try:
         return op(*args)
