@@ -51,7 +51,7 @@ def meta():
         "moelora": moelora.__version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "command": "python " + shlex.join(sys.argv),
+        "command": "python " + shlex.join(sys.orig_argv[1:]),
     }
 
 

@@ -1,0 +1,134 @@
+"""transformers' experts modules with PEFT adapters as rivals, as their users run them.
+
+The module is the experts module of a real one-layer model, on the very tensors that we read, with
+`set_experts_implementation` as its users call it. PEFT targets the 3-D expert weights
+(`target_parameters`); it serves one adapter per forward and folds it into a copy of all expert
+weights for that forward, so a mixed batch runs adapter by adapter over the rows of that adapter.
+One A serves gate and up there: hand in factors whose two A are equal.
+"""
+
+import time
+import warnings
+
+import peft
+import torch
+import transformers
+from torch import nn
+
+IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
+COPY_LIMIT = 4e9  # bytes of weights that batched_mm may gather for one forward
+
+
+def tiny(config_class, **sizes):
+    """A config of one layer whose other parts are as small as they can be."""
+    return config_class(
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        vocab_size=8,
+        **sizes,
+    )
+
+
+def qwen3(model):
+    return transformers.Qwen3MoeForCausalLM, tiny(
+        transformers.Qwen3MoeConfig,
+        hidden_size=model.hidden,
+        moe_intermediate_size=model.intermediate,
+        num_experts=model.experts,
+        num_experts_per_tok=model.top_k,
+    )
+
+
+def mixtral(model):
+    return transformers.MixtralForCausalLM, tiny(
+        transformers.MixtralConfig,
+        hidden_size=model.hidden,
+        intermediate_size=model.intermediate,
+        num_local_experts=model.experts,
+        num_experts_per_tok=model.top_k,
+    )
+
+
+MODELS = {"qwen3": qwen3, "mixtral": mixtral}
+
+
+class Skipped(Exception):
+    """Why a rival was not timed."""
+
+
+class Peer:
+    """One experts module over w13 [E, 2I, K], w2 [E, K, I] and the adapters of several ranks."""
+
+    def __init__(self, name, model, w13, w2):
+        model_class, config = MODELS[name](model)
+        with torch.device("meta"):  # attention and embeddings are never run
+            self.model = model_class(config).eval()
+        self.experts = self.model.model.layers[0].mlp.experts
+        self.experts.gate_up_proj = nn.Parameter(w13, requires_grad=False)
+        self.experts.down_proj = nn.Parameter(w2, requires_grad=False)
+        self.peft = None
+
+    def add_adapters(self, rank, factors):
+        """Adapters "<rank>-0", "<rank>-1", ... in PEFT's own layout; scaling 1."""
+        for i in range(factors.a2.shape[0]):
+            config = peft.LoraConfig(
+                r=rank,
+                lora_alpha=rank,
+                target_modules=[],
+                target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            )
+            adapter = f"{rank}-{i}"
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # between PEFT and transformers
+                self.add_empty(adapter, config)
+            down = self.model.model.layers[0].mlp.experts
+            b13 = torch.cat([b[i] for b in factors.b13], dim=1)
+            self.fill(down.base_layer, "gate_up_proj", adapter, factors.a13[0][i], b13)
+            self.fill(down, "down_proj", adapter, factors.a2[i], factors.b2[i])
+
+    def add_empty(self, adapter, config):
+        if self.peft is None:
+            self.peft = peft.get_peft_model(
+                self.model, config, adapter_name=adapter, low_cpu_mem_usage=True
+            )
+        else:
+            self.peft.add_adapter(adapter, config, low_cpu_mem_usage=True)
+
+    @staticmethod
+    def fill(wrapper, parameter, adapter, a, b):
+        """a [E, R, in] and b [E, out, R] as PEFT's (R * E, in), expert slow, and (out, R * E),
+        expert fast."""
+        assert wrapper.parameter_name == parameter
+        a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+        wrapper.lora_A[adapter].weight = nn.Parameter(a, requires_grad=False)
+        wrapper.lora_B[adapter].weight = nn.Parameter(b, requires_grad=False)
+
+    def base(self, batch, implementation):
+        """The layer without adapters."""
+        self.model.set_experts_implementation(implementation)
+        return self.experts(batch.x, batch.topk_ids, batch.topk_weights)
+
+    def run(self, batch, implementation, rank, patience_s=None):
+        """The layer, adapter by adapter. Raises Skipped once `patience_s` is out of reach."""
+        self.model.set_experts_implementation(implementation)
+        experts = self.model.model.layers[0].mlp.experts
+        out = torch.empty_like(batch.x)
+        adapters = batch.mapping.unique().tolist()
+        started = time.perf_counter()
+        for done, adapter in enumerate(adapters, 1):
+            rows = (batch.mapping == adapter).nonzero().squeeze(1)
+            self.peft.set_adapter(f"{rank}-{adapter}", inference_mode=True)
+            out[rows] = experts(batch.x[rows], batch.topk_ids[rows], batch.topk_weights[rows])
+            estimate = (time.perf_counter() - started) / done * len(adapters)
+            if patience_s is not None and estimate > patience_s:
+                raise Skipped(f"about {estimate:.1f} s a call, {len(adapters)} adapters in turn")
+        return out
+
+    def check_copies(self, batch, implementation):
+        """Raises Skipped where batched_mm would gather more weights than fit."""
+        rows = int(batch.mapping.unique(return_counts=True)[1].max()) * batch.topk_ids.shape[1]
+        w13 = self.experts.gate_up_proj
+        copied = rows * w13[0].numel() * w13.element_size()
+        if implementation == "batched_mm" and copied > COPY_LIMIT:
+            raise Skipped(f"gathers {copied / 1e9:.0f} GB of weights for one adapter")
