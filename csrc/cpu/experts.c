@@ -150,6 +150,7 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
   moelora_cpu_project(&w2, exec);
 
   combine_tasks combine = {problem, w2.variant, layout.z};
-  moelora_cpu_parallel(exec, routes->num_tokens, combine_token, &combine);
+  moelora_cpu_parallel(exec, routes->num_tokens, routes->num_rows * problem->hidden, combine_token,
+                       &combine);
   return MOELORA_OK;
 }

@@ -140,8 +140,10 @@ void moelora_cpu_project(const moelora_projection *projection, const moelora_exe
   int64_t splits = moelora_ceil_div(wanted, moelora_max(1, active * tasks.column_blocks));
   tasks.rows_per_chunk = block_m * moelora_ceil_div(moelora_ceil_div(longest, splits), block_m);
   tasks.row_chunks = moelora_ceil_div(longest, tasks.rows_per_chunk);
-  moelora_cpu_parallel(exec, num_experts * tasks.column_blocks * tasks.row_chunks, project_task,
-                       &tasks);
+  /* A micro tile multiplies a weight by several rows in the time of a read. */
+  int64_t passes = moelora_max(active, sorted->num_rows / 16);
+  moelora_cpu_parallel(exec, num_experts * tasks.column_blocks * tasks.row_chunks,
+                       passes * projection->w->n * projection->w->k, project_task, &tasks);
 }
 
 size_t moelora_operands_bytes(const moelora_variant *variant, int64_t rows, int64_t k) {
@@ -178,7 +180,7 @@ void moelora_cpu_operands(const moelora_variant *variant, const void *x, int64_t
                           int64_t rows, int64_t k, const float *weight, int64_t weight_stride,
                           void *out, const moelora_exec *exec) {
   operand_tasks tasks = {variant, x, x_stride, k, weight, weight_stride, out};
-  moelora_cpu_parallel(exec, rows, operand_row, &tasks);
+  moelora_cpu_parallel(exec, rows, rows * k, operand_row, &tasks);
 }
 
 /* ---- the operator ---- */

@@ -95,13 +95,15 @@ static void shrink_chunk(void *context, int64_t index, int32_t worker) {
 }
 
 void moelora_cpu_shrink(const moelora_projection *projection, const moelora_exec *exec) {
+  const moelora_factors *lora = projection->lora;
   const int64_t rows = projection->sorted->num_rows;
   /* A few tasks per worker, and never more rows than a tile. */
   int64_t chunk = moelora_ceil_div(rows, 4 * moelora_cpu_workers(exec));
   chunk = moelora_max(1, moelora_min(chunk, projection->variant->block_m));
   shrink_tasks tasks = {projection, chunk};
-  moelora_cpu_parallel(exec, moelora_ceil_div(rows, chunk) * projection->lora->num_slices,
-                       shrink_chunk, &tasks);
+  moelora_cpu_parallel(exec, moelora_ceil_div(rows, chunk) * lora->num_slices,
+                       rows * lora->num_slices * lora->max_rank * projection->w->k, shrink_chunk,
+                       &tasks);
 }
 
 /* The part of one B that covers columns [begin, end) of the projection: rows [from, to) of `b`. */

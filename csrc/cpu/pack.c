@@ -21,6 +21,7 @@ static void pack_rows(void *context, int64_t index, int32_t worker) {
 moelora_status moelora_cpu_pack(const moelora_pack_problem *problem, const moelora_exec *exec) {
   moelora_pack_problem copy = *problem;
   int64_t row_tiles = problem->w.n / MOELORA_PACK;
-  moelora_cpu_parallel(exec, problem->num_experts * row_tiles, pack_rows, &copy);
+  moelora_cpu_parallel(exec, problem->num_experts * row_tiles,
+                       problem->num_experts * problem->w.n * problem->w.k, pack_rows, &copy);
   return MOELORA_OK;
 }

@@ -25,11 +25,16 @@ static void work(void *context, int64_t begin, int64_t end) {
   }
 }
 
-void moelora_cpu_parallel(const moelora_exec *exec, int64_t count, moelora_cpu_task task,
-                          void *context) {
+/* Elements a thread must get before it is woken: ten microseconds of streaming, about what the
+ * waking and the wait at the end cost. */
+enum { ELEMENTS_PER_WORKER = 1 << 16 };
+
+void moelora_cpu_parallel(const moelora_exec *exec, int64_t count, int64_t elements,
+                          moelora_cpu_task task, void *context) {
   handout tasks = {.count = count, .task = task, .context = context};
   atomic_init(&tasks.next, 0);
   int64_t workers = moelora_min(moelora_cpu_workers(exec), count);
+  workers = moelora_min(workers, elements / ELEMENTS_PER_WORKER);
   if (workers > 1)
     exec->parallel_for(workers, work, &tasks);
   else
