@@ -8,6 +8,10 @@
 
 #include "moelora.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 /* Integer ids of 4 or 8 bytes. */
 typedef struct moelora_ids {
   const void *data;
@@ -217,5 +221,9 @@ static inline size_t moelora_dtype_bytes(moelora_dtype dtype) {
 static inline int64_t moelora_read_id(const moelora_ids *ids, int64_t at) {
   return ids->is_64 ? ((const int64_t *)ids->data)[at] : ((const int32_t *)ids->data)[at];
 }
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

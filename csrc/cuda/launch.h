@@ -1,0 +1,92 @@
+/* What the CUDA files of a layer ask of each other. Every function queues work on `stream` and
+ * returns a status; pointers are device memory unless said otherwise; strides count elements. */
+#ifndef MOELORA_CUDA_LAUNCH_H
+#define MOELORA_CUDA_LAUNCH_H
+
+#include <cuda_runtime.h>
+
+#include "core/backend.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* One grouped projection over aligned rows:
+ *   out[p] = act(x[p / x_divisor] w[e]^T + hl[p] B[l, e]^T + bias[e]) * weight
+ * Kernels take it by value. */
+typedef struct moelora_gemm_launch {
+  /* alignment: blocks of block_rows rows, each of one expert, rows ordered by adapter */
+  const int32_t *sorted_ids; /* [max_blocks * block_rows] flat row p; num_rows in padding */
+  const int32_t *expert_ids; /* [max_blocks] */
+  const int32_t *lora_ids;   /* [max_blocks * block_rows], -1 = base; NULL: no adapters */
+  const int32_t *num_post;   /* [1], rows with their padding */
+  int32_t max_blocks, block_rows;
+  int32_t num_rows; /* P */
+  int32_t num_experts;
+  int32_t top_k;
+  /* operands */
+  const void *x; /* [P / x_divisor, K] */
+  int64_t x_stride;
+  int32_t x_divisor;
+  int32_t k;
+  moelora_weights w;
+  int32_t n_out; /* outputs per row: I of a gated projection, else N */
+  bool gated;
+  bool interleaved;     /* gate and up rows alternate */
+  bool vectors;         /* x, w and out allow 16-byte accesses */
+  bool factors_vectors; /* the factors B do */
+  /* adapters */
+  const void *hl;              /* [P, num_slices * hl_slice] scaled shrink result */
+  int64_t hl_stride, hl_slice; /* hl_slice: max_rank rounded up to 16 */
+  moelora_factors lora;        /* num_slices == 0: none */
+  const int32_t *lora_ranks;   /* [max_loras]; NULL: max_rank */
+  /* epilogue */
+  int32_t activation;        /* moelora_activation, or -1 */
+  const float *topk_weights; /* NULL: rows are not weighted */
+  int64_t topk_weights_stride[2];
+  bool out_f32;
+  void *out; /* row p at (p / top_k) * out_stride[0] + (p % top_k) * out_stride[1] */
+  int64_t out_stride[2];
+} moelora_gemm_launch;
+
+/* align.cu: the segmented alignment above, and its scratch memory. Zeroes `zero` on the way. */
+size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes, int32_t block_rows);
+moelora_status moelora_cuda_align_rows(const moelora_routes *routes, int32_t block_rows,
+                                       int64_t max_blocks, int32_t *sorted_ids, int32_t *expert_ids,
+                                       int32_t *lora_ids, int32_t *num_post, void *workspace,
+                                       size_t workspace_bytes, void *zero, size_t zero_bytes,
+                                       void *stream);
+
+/* lora.cu: hl[p, slice * hl_slice + r] = round(s x A^T), zero from the true rank to the next
+ * multiple of 16. Base rows are not written. `vectors`: x and A allow 16-byte accesses. */
+moelora_status moelora_cuda_shrink(const moelora_gemm_launch *g, const float *lora_scalings,
+                                   bool vectors, moelora_dtype dtype, void *hl,
+                                   const moelora_exec *exec);
+
+/* gemm_sm80.cu, gemm_sm90.cu */
+moelora_status moelora_cuda_gemm_sm80(const moelora_gemm_launch *g, const moelora_variant *variant,
+                                      const moelora_exec *exec);
+moelora_status moelora_cuda_gemm_sm90(const moelora_gemm_launch *g, const moelora_variant *variant,
+                                      const moelora_exec *exec);
+
+/* experts.cu: slots of the backend's table */
+size_t moelora_cuda_gemm_workspace(const moelora_gemm_problem *problem,
+                                   const moelora_gemm_plan *plan, const moelora_exec *exec);
+moelora_status moelora_cuda_gemm(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
+                                 const moelora_exec *exec);
+size_t moelora_cuda_experts_workspace(const moelora_experts_problem *problem,
+                                      const moelora_experts_plan *plan, const moelora_exec *exec);
+moelora_status moelora_cuda_experts(const moelora_experts_problem *problem,
+                                    const moelora_experts_plan *plan, const moelora_exec *exec);
+
+/* backend.cu: MOELORA_OK, or the failure of a CUDA call with its name, on which the error is
+ * cleared so that the next call works. */
+moelora_status moelora_cuda_check(cudaError_t error, const char *what);
+int32_t moelora_cuda_num_sms(int32_t device_index);
+/* True if the current device knows programmatic dependent launch. */
+bool moelora_cuda_can_overlap(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
