@@ -126,10 +126,18 @@ static int32_t pick_cuda_block(int64_t rows) {
   return table[at].block;
 }
 
-/* TMA reads rows that start at multiples of 16 bytes, 8 elements. */
-static bool tma_reads(const moelora_weights *w) {
-  return (uintptr_t)w->data % 16 == 0 && w->stride_e % 8 == 0 && w->stride_n % 8 == 0 &&
-         w->k % 8 == 0;
+/* What a problem lets a CUDA kernel do, from shapes, strides and pointers of everything but
+ * adapters: 16-byte accesses, and boxes of 64 weight rows by TMA. */
+typedef struct access {
+  bool vectors, tma;
+} access;
+
+static bool is_vector_row(const void *data, int64_t stride, int64_t length) {
+  return (uintptr_t)data % 16 == 0 && stride % 8 == 0 && length % 8 == 0;
+}
+
+static bool is_vector_weights(const moelora_weights *w) {
+  return is_vector_row(w->data, w->stride_n, w->k) && w->stride_e % 8 == 0 && w->n % 8 == 0;
 }
 
 /* Nearest to `block`, a larger one before a smaller one. */
@@ -139,16 +147,22 @@ static bool is_nearer(int32_t candidate, int32_t best, int32_t block) {
   return candidate >= block ? candidate < best : candidate > best;
 }
 
+/* Element by element, a tile of 128 rows would spill registers: it has no such kernel. */
+static bool serves(const moelora_variant *v, const access *access) {
+  return v->device == MOELORA_CPU || (v->needs == 90 ? access->tma : access->vectors) ||
+         (v->needs < 90 && v->block_m <= 64);
+}
+
 /* The newest instruction set that the device has; within it the block nearest to `block`, where
  * block 0 takes the last row of the table. */
 static const moelora_variant *choose(const moelora_device_info *device, moelora_dtype dtype,
-                                     int32_t block, bool tma) {
+                                     int32_t block, const access *access) {
   const moelora_variant *best = NULL;
   for (int32_t i = 0; i < NUM_VARIANTS; i++) {
     const moelora_variant *v = &variants[i];
     if (v->dtype != dtype || !moelora_variant_runs_on(v, device))
       continue;
-    if (v->device == MOELORA_CUDA && v->needs == 90 && !tma)
+    if (!serves(v, access))
       continue;
     if (!best || v->needs > best->needs ||
         (v->needs == best->needs && (block == 0 || is_nearer(v->block_m, best->block_m, block))))
@@ -157,21 +171,18 @@ static const moelora_variant *choose(const moelora_device_info *device, moelora_
   return best;
 }
 
-/* Both halves of a layer run on one alignment, so one variant serves every `weights`. */
+/* Both halves of a layer run on one alignment, so one variant serves both. */
 static moelora_status plan_projections(const moelora_routes *routes, moelora_dtype dtype,
-                                       const moelora_weights *const *weights, int32_t count,
-                                       const moelora_device_info *device, moelora_gemm_plan *plan) {
+                                       const access *access, const moelora_device_info *device,
+                                       moelora_gemm_plan *plan) {
   pthread_once(&environment_once, read_environment);
   MOELORA_REQUIRE(!forced_unknown, "MOELORA_FORCE_VARIANT is '%s': no such variant",
                   getenv("MOELORA_FORCE_VARIANT"));
-  bool tma = true;
-  for (int32_t i = 0; i < count; i++)
-    tma = tma && tma_reads(weights[i]);
   const moelora_variant *variant = forced_variant;
   if (!variant || variant->dtype != dtype || !moelora_variant_runs_on(variant, device) ||
-      (variant->device == MOELORA_CUDA && variant->needs == 90 && !tma)) {
+      !serves(variant, access)) {
     int32_t block = device->device == MOELORA_CUDA ? pick_cuda_block(rows_per_expert(routes)) : 0;
-    variant = choose(device, dtype, block, tma);
+    variant = choose(device, dtype, block, access);
   }
   if (!variant && device->device == MOELORA_CUDA)
     return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for CUDA compute capability %d.%d",
@@ -186,16 +197,31 @@ static moelora_status plan_projections(const moelora_routes *routes, moelora_dty
 
 moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                                  const moelora_device_info *device, moelora_gemm_plan *plan) {
-  const moelora_weights *weights[] = {&problem->w};
-  return plan_projections(&problem->routes, problem->dtype, weights, 1, device, plan);
+  access access;
+  access.vectors = is_vector_weights(&problem->w) &&
+                   is_vector_row(problem->x, problem->x_stride, problem->w.k) &&
+                   is_vector_row(problem->out, problem->out_stride[0], problem->w.n) &&
+                   problem->out_stride[1] % 8 == 0;
+  access.tma = access.vectors;
+  return plan_projections(&problem->routes, problem->dtype, &access, device, plan);
 }
 
 moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                                     const moelora_device_info *device, moelora_experts_plan *plan) {
-  const moelora_weights *weights[] = {&problem->w13, &problem->w2};
-  MOELORA_TRY(plan_projections(&problem->routes, problem->dtype, weights, 2, device, &plan->w13));
+  const bool gated = problem->activation != MOELORA_RELU2;
+  access access;
+  access.vectors = is_vector_weights(&problem->w13) && is_vector_weights(&problem->w2) &&
+                   is_vector_row(problem->x, problem->x_stride, problem->hidden);
+  /* A box of packed rows is one tile: all of it gate rows or all of it up rows. */
+  access.tma = access.vectors &&
+               !(problem->w13.packed && gated &&
+                 (problem->activation == MOELORA_SWIGLUOAI || problem->intermediate % 64 != 0));
+  MOELORA_TRY(plan_projections(&problem->routes, problem->dtype, &access, device, &plan->w13));
   plan->w2 = plan->w13;
-  plan->partial_f32 = true; /* the top-k sum rounds once */
+  /* Rows that wait for their sum do so in float32, so that the sum alone rounds, as long as the L2
+   * cache of a GPU holds them; beyond it their traffic would cost up to a fifth of the layer. */
+  plan->partial_f32 = device->device == MOELORA_CPU ||
+                      problem->routes.num_rows * problem->hidden <= ((int64_t)8 << 20);
   return MOELORA_OK;
 }
 
