@@ -15,7 +15,7 @@ Rivals: `loop`, experts one by one with index_select, torch.mm and two more prod
 adapter's rows; `grouped_mm_peft` and `batched_mm_peft`, transformers' experts with PEFT, which
 serves one adapter at a time (see peer_transformers.py); `grouped_mm_base`, the same module without
 adapters. Every output is compared with float64 on a few tokens, and with ours on all, before it is
-timed. A rival that needs more than two seconds a call is left out, and the file says why.
+timed. A rival that needs more than `--patience-s` seconds a call is left out, and the file says why.
 """
 
 import argparse
@@ -339,7 +339,7 @@ def show(rows):
             table.add_section()
         last = r["model"], r["dtype"]
         table.add_row(*last, str(r["tokens"]), str(r["rank"]), *cells)
-    console = Console(width=None if Console().is_terminal else 130)
+    console = Console(width=None if Console().is_terminal else 150)
     console.print(table)
     for r in rows:
         for column, goal in goals(r).items():
@@ -355,8 +355,8 @@ def parse(argv):
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--adapters", default=8, type=int)
     parser.add_argument("--threads", type=int, help="torch's number of threads")
-    parser.add_argument("--budget-s", default=0.4, type=float, help="seconds per rival and case")
-    parser.add_argument("--patience-s", default=2.0, type=float, help="longest call of a rival")
+    parser.add_argument("--budget-s", default=0.3, type=float, help="seconds per rival and case")
+    parser.add_argument("--patience-s", default=1.5, type=float, help="longest call of a rival")
     parser.add_argument("--mm-size", default=2048, type=int, help="size of the torch.mm yardstick")
     parser.add_argument("--quick", action="store_true", help=f"a first look: {QUICK}")
     parser.add_argument("--out", help="result file to write")
