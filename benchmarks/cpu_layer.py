@@ -15,7 +15,7 @@ Rivals: `loop`, experts one by one with index_select, torch.mm and two more prod
 adapter's rows; `grouped_mm_peft` and `batched_mm_peft`, transformers' experts with PEFT, which
 serves one adapter at a time (see peer_transformers.py); `grouped_mm_base`, the same module without
 adapters. Every output is compared with float64 on a few tokens, and with ours on all, before it is
-timed. A rival that needs more than `--patience-s` seconds a call is left out, and the file says why.
+timed. A rival that needs more than `--patience-s` seconds a call is left out; the file says why.
 """
 
 import argparse
