@@ -1,0 +1,302 @@
+/* Alignment on the host: which sorts a problem needs, their workspace, their launches.
+ *
+ *   experts * (adapters + 1) <= ALIGN_MAX_KEYS   rows by (expert, adapter), one sort
+ *   otherwise                                    tokens by adapter, then their rows by expert:
+ * stable, so the order is the same; UNIFORM also pads pairs
+ *
+ * A sort is one launch up to SMALL_ITEMS items and two beyond. Launches of one call overlap by
+ * programmatic dependent launch where the GPU has it. */
+#include "cuda/align.h"
+#include "cuda/backend.h"
+
+/* Each CTA of a small sort counts all items: 16 for each of its threads. */
+constexpr int64_t SMALL_ITEMS = 16384;
+/* Output rows that one CTA fills while it places its items. */
+constexpr int64_t FILL_ROWS = 4096;
+constexpr int64_t MAX_SMALL_CHUNKS = 128;
+/* Counts of a chunk are 16 bits wide. */
+constexpr int64_t MAX_CHUNK_ITEMS = 63 * ALIGN_THREADS;
+
+/* ---- shapes ---- */
+
+struct sort_shape {
+  bool small;
+  uint32_t num_chunks, chunk_items;
+  size_t table_bytes;
+};
+
+static int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+static sort_shape shape_of(int64_t items, int64_t keys, int64_t out_rows) {
+  sort_shape shape = {};
+  shape.small = items <= SMALL_ITEMS;
+  if (shape.small) {
+    int64_t fill = ceil_div(out_rows, FILL_ROWS);
+    int64_t chunks = fill < MAX_SMALL_CHUNKS ? fill : MAX_SMALL_CHUNKS;
+    int64_t least = ceil_div(items, ALIGN_GROUP);
+    chunks = chunks < least ? least : chunks;
+    shape.num_chunks = (uint32_t)(chunks < 1 ? 1 : chunks);
+    shape.chunk_items = ALIGN_GROUP;
+    return shape;
+  }
+  /* A CTA places ALIGN_THREADS items in about the time in which it reads 56000 counts of the table,
+   * so with n chunks it takes items / (1024 n) + n * keys / 56000 of that time: least at
+   * n = sqrt(55 items / keys). */
+  int64_t chunks = 1;
+  while (chunks < 128 && (chunks + 1) * (chunks + 1) * keys <= 55 * items)
+    chunks++;
+  int64_t size = ceil_div(ceil_div(items, chunks), ALIGN_THREADS) * ALIGN_THREADS;
+  size = size < MAX_CHUNK_ITEMS ? size : MAX_CHUNK_ITEMS;
+  shape.chunk_items = (uint32_t)size;
+  shape.num_chunks = (uint32_t)ceil_div(items, size);
+  shape.table_bytes = (size_t)shape.num_chunks * (size_t)((keys + 1) / 2) * sizeof(uint32_t);
+  return shape;
+}
+
+/* What a call keeps in its workspace; NULL where it needs none. */
+struct scratch {
+  uint32_t *table;
+  int32_t *order;                          /* [M] */
+  int32_t *row, *expert, *adapter, *count; /* [P], [P], [P], [1] */
+};
+
+static bool sorts_by_adapter(const moelora_align_problem *problem) {
+  bool wanted = problem->mode == MOELORA_ALIGN_UNIFORM || problem->mode == MOELORA_ALIGN_SEGMENTED;
+  return wanted && problem->routes.token_lora_mapping.data && problem->routes.max_loras > 0;
+}
+
+static int64_t adapter_keys_of(const moelora_align_problem *problem) {
+  return sorts_by_adapter(problem) ? (int64_t)problem->routes.max_loras + 1 : 1;
+}
+
+static bool one_sort_does(const moelora_align_problem *problem) {
+  return problem->routes.num_experts * adapter_keys_of(problem) <= ALIGN_MAX_KEYS;
+}
+
+static size_t take_scratch(const moelora_align_problem *problem, char *base, scratch *parts) {
+  const moelora_routes *routes = &problem->routes;
+  moelora_arena arena = {base, 0};
+  *parts = {};
+  const int64_t experts = routes->num_experts, adapters = adapter_keys_of(problem);
+  size_t table = 0;
+  if (one_sort_does(problem)) {
+    table = shape_of(routes->num_rows, experts * adapters, 0).table_bytes;
+  } else {
+    size_t tokens = shape_of(routes->num_tokens, adapters, 0).table_bytes;
+    table = shape_of(routes->num_rows, experts, 0).table_bytes;
+    table = table > tokens ? table : tokens;
+    parts->order = (int32_t *)moelora_take(&arena, (size_t)routes->num_tokens * sizeof(int32_t));
+    if (problem->mode == MOELORA_ALIGN_UNIFORM) {
+      const size_t rows = (size_t)routes->num_rows * sizeof(int32_t);
+      parts->row = (int32_t *)moelora_take(&arena, rows);
+      parts->expert = (int32_t *)moelora_take(&arena, rows);
+      parts->adapter = (int32_t *)moelora_take(&arena, rows);
+      parts->count = (int32_t *)moelora_take(&arena, sizeof(int32_t));
+    }
+  }
+  if (table)
+    parts->table = (uint32_t *)moelora_take(&arena, table);
+  return arena.used;
+}
+
+/* ---- sorts ---- */
+
+static align_divisor divisor_of(int64_t value) {
+  align_divisor d = {(uint32_t)value, 0, 0};
+  while ((uint64_t)1 << d.shift < (uint64_t)value)
+    d.shift++;
+  uint64_t rest = ((uint64_t)1 << d.shift) - (uint64_t)value;
+  d.magic = (uint32_t)((rest << 32) / (uint64_t)value + 1);
+  return d;
+}
+
+static void set_size(align_sort *sort, int64_t items, int64_t keys, int64_t ways,
+                     const scratch &parts) {
+  sort_shape shape = shape_of(items, keys, sort->max_blocks * sort->block_size.value);
+  sort->num_items = (uint32_t)items;
+  sort->num_keys = (uint32_t)keys;
+  sort->ways = (uint32_t)ways;
+  sort->num_groups = (uint32_t)(keys / ways);
+  sort->num_chunks = shape.num_chunks;
+  sort->chunk_items = shape.chunk_items;
+  sort->table = shape.small ? NULL : parts.table;
+}
+
+/* All of a problem but how its items are sorted. */
+static align_sort describe(const moelora_align_problem *problem) {
+  align_sort sort = {};
+  sort.routes = problem->routes;
+  sort.top_k = divisor_of(problem->routes.top_k);
+  sort.adapter_keys = divisor_of(1);
+  sort.block_size = divisor_of(problem->block_size);
+  sort.by_expert = true;
+  sort.emit_tokens = sort.empty_blocks = problem->mode == MOELORA_ALIGN_SORTING;
+  sort.sorted_ids = problem->sorted_token_ids;
+  sort.expert_ids = problem->expert_ids;
+  sort.block_loras = problem->mode == MOELORA_ALIGN_UNIFORM ? problem->lora_ids : NULL;
+  sort.row_loras = problem->mode == MOELORA_ALIGN_SEGMENTED ? problem->lora_ids : NULL;
+  sort.sorted_weights = problem->sorted_weights;
+  sort.num_post = problem->num_tokens_post_padded;
+  sort.max_blocks = problem->max_blocks;
+  sort.padding = (int32_t)problem->routes.num_rows;
+  sort.zero = problem->out_to_zero;
+  sort.zero_bytes = problem->out_to_zero ? problem->out_to_zero_bytes : 0;
+  return sort;
+}
+
+/* Tokens by adapter, unpadded, into parts.order. */
+static align_sort describe_tokens(const moelora_align_problem *problem, const scratch &parts) {
+  align_sort sort = {};
+  const int64_t tokens = problem->routes.num_tokens, adapters = adapter_keys_of(problem);
+  sort.routes = problem->routes;
+  sort.top_k = sort.block_size = divisor_of(1);
+  sort.by_adapter = true;
+  sort.adapter_keys = divisor_of(adapters);
+  sort.sorted_ids = parts.order;
+  sort.max_blocks = tokens;
+  set_size(&sort, tokens, adapters, 1, parts);
+  return sort;
+}
+
+static cudaError_t run_sort(const align_sort &sort, align_launch *launch) {
+  cudaError_t error;
+  if (sort.table) {
+    error = align_launch_count(sort, *launch);
+    launch->after_own = true;
+    if (error == cudaSuccess)
+      error = align_launch_place(sort, *launch);
+  } else {
+    error = align_launch_small(sort, *launch);
+  }
+  launch->after_own = true;
+  return error;
+}
+
+static cudaError_t run_one_sort(const moelora_align_problem *problem, const scratch &parts,
+                                align_launch *launch) {
+  align_sort sort = describe(problem);
+  const int64_t adapters = adapter_keys_of(problem);
+  sort.by_adapter = sorts_by_adapter(problem);
+  sort.adapter_keys = divisor_of(adapters);
+  set_size(&sort, problem->routes.num_rows, problem->routes.num_experts * adapters,
+           problem->mode == MOELORA_ALIGN_SEGMENTED ? adapters : 1, parts);
+  return run_sort(sort, launch);
+}
+
+static cudaError_t run_two_sorts(const moelora_align_problem *problem, const scratch &parts,
+                                 align_launch *launch) {
+  cudaError_t error = run_sort(describe_tokens(problem, parts), launch);
+  if (error != cudaSuccess)
+    return error;
+  align_sort rows = describe(problem);
+  align_pad pad = {};
+  pad.out = rows;
+  rows.order = parts.order;
+  if (problem->mode == MOELORA_ALIGN_UNIFORM) {
+    /* blocks of one row: unpadded, with the expert and the adapter of each row */
+    rows.block_size = divisor_of(1);
+    rows.max_blocks = problem->routes.num_rows;
+    rows.sorted_ids = parts.row;
+    rows.expert_ids = parts.expert;
+    rows.row_loras = parts.adapter;
+    rows.block_loras = NULL;
+    rows.num_post = parts.count;
+  }
+  set_size(&rows, problem->routes.num_rows, problem->routes.num_experts, 1, parts);
+  error = run_sort(rows, launch);
+  if (error != cudaSuccess || problem->mode != MOELORA_ALIGN_UNIFORM)
+    return error;
+  pad.row = parts.row;
+  pad.expert = parts.expert;
+  pad.adapter = parts.adapter;
+  pad.count = parts.count;
+  return align_launch_pad(pad, *launch);
+}
+
+/* ---- launches ---- */
+
+cudaError_t align_launch_kernel(const void *kernel, uint32_t ctas, size_t shared_bytes,
+                                const align_launch &launch, void *argument) {
+  /* 48 KiB, static memory included, need no permission */
+  if (shared_bytes > (40 << 10)) {
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                             (int)shared_bytes);
+    if (error != cudaSuccess)
+      return error;
+  }
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(ctas);
+  config.blockDim = dim3(ALIGN_THREADS);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = launch.stream;
+  config.attrs = &early;
+  config.numAttrs = launch.after_own && moelora_cuda_can_overlap() ? 1 : 0;
+  void *arguments[] = {argument};
+  return cudaLaunchKernelExC(&config, kernel, arguments);
+}
+
+/* ---- the backend's slots ---- */
+
+extern "C" size_t moelora_cuda_align_workspace(const moelora_align_problem *problem) {
+  scratch parts;
+  return take_scratch(problem, NULL, &parts);
+}
+
+static moelora_status run(const moelora_align_problem *problem, void *workspace, void *stream) {
+  const int64_t adapters = adapter_keys_of(problem);
+  if (problem->routes.num_experts > ALIGN_MAX_KEYS || adapters > ALIGN_MAX_KEYS)
+    return moelora_fail(MOELORA_UNSUPPORTED,
+                        "%d experts and %lld adapters: CUDA alignment takes at most %d of either",
+                        problem->routes.num_experts, (long long)adapters - 1, ALIGN_MAX_KEYS - 1);
+  scratch parts;
+  take_scratch(problem, (char *)workspace, &parts);
+  align_launch launch = {(cudaStream_t)stream, false};
+  cudaError_t error = one_sort_does(problem) ? run_one_sort(problem, parts, &launch)
+                                             : run_two_sorts(problem, parts, &launch);
+  return moelora_cuda_check(error, "align");
+}
+
+extern "C" moelora_status moelora_cuda_align(const moelora_align_problem *problem,
+                                             const moelora_exec *exec) {
+  return run(problem, exec->workspace, exec->stream);
+}
+
+static moelora_align_problem rows_problem(const moelora_routes *routes, int32_t block_rows) {
+  moelora_align_problem problem = {};
+  problem.mode = MOELORA_ALIGN_SEGMENTED;
+  problem.routes = *routes;
+  problem.block_size = block_rows;
+  return problem;
+}
+
+extern "C" size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes,
+                                                    int32_t block_rows) {
+  moelora_align_problem problem = rows_problem(routes, block_rows);
+  return moelora_cuda_align_workspace(&problem);
+}
+
+extern "C" moelora_status moelora_cuda_align_rows(const moelora_routes *routes, int32_t block_rows,
+                                                  int64_t max_blocks, int32_t *sorted_ids,
+                                                  int32_t *expert_ids, int32_t *lora_ids,
+                                                  int32_t *num_post, void *workspace,
+                                                  size_t workspace_bytes, void *zero,
+                                                  size_t zero_bytes, void *stream) {
+  moelora_align_problem problem = rows_problem(routes, block_rows);
+  size_t want = moelora_cuda_align_workspace(&problem);
+  if (workspace_bytes < want)
+    return moelora_fail(MOELORA_WORKSPACE_TOO_SMALL, "alignment got %zu bytes, expected %zu",
+                        workspace_bytes, want);
+  problem.max_blocks = max_blocks;
+  problem.sorted_token_ids = sorted_ids;
+  problem.expert_ids = expert_ids;
+  problem.lora_ids = lora_ids;
+  problem.num_tokens_post_padded = num_post;
+  problem.out_to_zero = zero;
+  problem.out_to_zero_bytes = zero_bytes;
+  return run(&problem, workspace, stream);
+}

@@ -1,0 +1,78 @@
+/* What the host side of alignment hands to its kernels. */
+#ifndef MOELORA_CUDA_ALIGN_H
+#define MOELORA_CUDA_ALIGN_H
+
+#include <cuda_runtime.h>
+
+#include "cuda/launch.h"
+
+constexpr int ALIGN_THREADS = 1024;
+/* Threads that rank their items by comparing with each other: 128 keys are 96 compares for the last
+ * warp, about as long as one barrier takes. */
+constexpr int ALIGN_GROUP = 128;
+/* Three bins of 4 bytes a key, beside 5 KiB of static memory, fit the 99 KiB of shared memory that
+ * every GPU from sm_80 on gives a CTA. */
+constexpr int ALIGN_MAX_KEYS = 7680;
+
+/* n / value == (mulhi(n, magic) + n) >> shift for n < 2^31. */
+struct align_divisor {
+  uint32_t value, magic, shift;
+};
+
+/* One stable counting sort; align.cuh says what keys, ways and groups are. */
+struct align_sort {
+  moelora_routes routes;
+  const int32_t *order; /* [M] tokens in the order in which they come; NULL: as they are */
+  uint32_t num_items;
+  bool by_expert, by_adapter; /* what makes up a key */
+  bool emit_tokens;           /* sorted_ids get tokens, not rows */
+  bool empty_blocks;          /* experts without items get a block */
+  align_divisor top_k;        /* items per token */
+  align_divisor adapter_keys; /* max_loras + 1, or 1 */
+  align_divisor block_size;
+  uint32_t num_keys, num_groups, ways;
+  uint32_t num_chunks, chunk_items;
+  uint32_t *table; /* [num_chunks, ceil(num_keys / 2)] pairs of 16-bit counts; large sorts only */
+  /* outputs; all but sorted_ids may be NULL */
+  int32_t *sorted_ids;   /* [max_blocks * block_size] */
+  int32_t *expert_ids;   /* [max_blocks] */
+  int32_t *block_loras;  /* [max_blocks] */
+  int32_t *row_loras;    /* [max_blocks * block_size] */
+  float *sorted_weights; /* [max_blocks * block_size] */
+  int32_t *num_post;     /* [1] */
+  int64_t max_blocks;
+  int32_t padding; /* sorted_ids of rows that are none */
+  void *zero;
+  size_t zero_bytes;
+};
+
+/* Pads what was sorted by (expert, adapter) into blocks of one pair: `row`, `expert`, `adapter`
+ * [*count]. For key spaces whose counts fit no shared memory. */
+struct align_pad {
+  const int32_t *row, *expert, *adapter; /* [*count] */
+  const int32_t *count;                  /* [1] */
+  align_sort out;                        /* block size and outputs */
+};
+
+/* How a kernel is queued: `after_own` says that the launch before it on the stream is one of the
+ * same operator, so that the two may overlap. */
+struct align_launch {
+  cudaStream_t stream;
+  bool after_own;
+};
+
+cudaError_t align_launch_small(const align_sort &sort, const align_launch &launch);
+cudaError_t align_launch_count(const align_sort &sort, const align_launch &launch);
+cudaError_t align_launch_place(const align_sort &sort, const align_launch &launch);
+cudaError_t align_launch_pad(const align_pad &pad, const align_launch &launch);
+
+/* align.cu: sets the kernel's shared memory limit and queues it. */
+cudaError_t align_launch_kernel(const void *kernel, uint32_t ctas, size_t shared_bytes,
+                                const align_launch &launch, void *argument);
+
+static inline uint32_t align_zero_ctas(const align_sort &sort) {
+  size_t bytes_per_cta = 64 << 10, ctas = (sort.zero_bytes + bytes_per_cta - 1) / bytes_per_cta;
+  return (uint32_t)(ctas < 256 ? ctas : 256);
+}
+
+#endif

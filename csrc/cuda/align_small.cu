@@ -1,0 +1,69 @@
+/* Sorts of at most a few thousand items in one launch. Every CTA reads all of them, which costs
+ * less than a second launch or a grid-wide barrier, and places ALIGN_GROUP of them: before[k],
+ * total[k]   items of key k before the chunk, and from its begin on Both are sums of ones, in
+ * shared memory, whose order does not matter. */
+#include "cuda/align.cuh"
+
+/* Loads in flight per thread while counting. */
+constexpr int BATCH = 8;
+
+template <typename Id, typename Lora>
+static __global__ void __launch_bounds__(ALIGN_THREADS)
+    align_small(const __grid_constant__ align_sort s) {
+  if (blockIdx.x >= s.num_chunks) {
+    write_zeros(s);
+    return;
+  }
+  extern __shared__ int32_t memory[];
+  __shared__ align_shared shared;
+  const align_bins bins = {memory, memory + s.num_keys, memory + 2 * s.num_keys};
+  const uint32_t begin = blockIdx.x * ALIGN_GROUP;
+
+  wait_for_previous_launch();
+  allow_next_launch();
+  clear_bins(s, bins, shared);
+  int32_t key[BATCH];
+  load_keys<Id, Lora>(s, threadIdx.x, s.num_items, key);
+  __syncthreads();
+  mark_local_experts(s, shared);
+  for (uint32_t base = 0;;) {
+#pragma unroll
+    for (int u = 0; u < BATCH; u++) {
+      /* a warp's items lie on one side of `begin`, both being multiples of 32 */
+      int32_t *bin = base + u * ALIGN_THREADS + threadIdx.x < begin ? bins.before : bins.total;
+      if (key[u] >= 0)
+        atomicAdd(bin + key[u], 1);
+    }
+    base += BATCH * ALIGN_THREADS;
+    if (base >= s.num_items)
+      break;
+    load_keys<Id, Lora>(s, base + threadIdx.x, s.num_items, key);
+  }
+  int32_t own[1] = {-1};
+  const uint32_t index = begin + threadIdx.x;
+  if (threadIdx.x < ALIGN_GROUP) {
+    load_keys<Id, Lora>(s, index, s.num_items, own);
+    shared.key[threadIdx.x] = own[0];
+  }
+  __syncthreads();
+
+  int32_t num_blocks = lay_out(s, bins, shared);
+  if (threadIdx.x < ALIGN_GROUP) {
+    int32_t rank = rank_in_group(shared.key, own[0]);
+    if (own[0] >= 0)
+      write_item<Lora>(s, index, own[0], bins.start[own[0]] + bins.before[own[0]] + rank);
+  }
+  write_around_items(s, bins, shared, num_blocks);
+}
+
+cudaError_t align_launch_small(const align_sort &sort, const align_launch &launch) {
+  static const void *const kernels[2][2] = {
+      {(const void *)align_small<int32_t, int32_t>, (const void *)align_small<int32_t, int64_t>},
+      {(const void *)align_small<int64_t, int32_t>, (const void *)align_small<int64_t, int64_t>},
+  };
+  align_sort argument = sort;
+  size_t bytes = (3 * (size_t)sort.num_keys + 1) * sizeof(int32_t);
+  return align_launch_kernel(
+      kernels[sort.routes.topk_ids.is_64][sort.routes.token_lora_mapping.is_64],
+      sort.num_chunks + align_zero_ctas(sort), bytes, launch, &argument);
+}
