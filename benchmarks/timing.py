@@ -14,6 +14,9 @@ class GraphTimer:
     def __init__(self):
         self.stream = torch.cuda.Stream()
         self.pool = torch.cuda.graph_pool_handle()
+        # The pool lives as long as a graph that uses it.
+        scratch = torch.zeros(1, device="cuda")
+        self.keeper = self.capture([lambda: scratch.add_(1)])
 
     def capture(self, calls):
         """One graph of `calls` back to back, after one plain run of each."""

@@ -77,6 +77,13 @@ extern "C" bool moelora_cuda_can_overlap(void) {
 }
 
 extern "C" const moelora_backend moelora_cuda_backend = {
-    "cuda", device_info,       moelora_cuda_align_workspace, moelora_cuda_align, NULL, NULL, NULL,
-    NULL,   moelora_cuda_pack,
+    "cuda",
+    device_info,
+    moelora_cuda_align_workspace,
+    moelora_cuda_align,
+    moelora_cuda_gemm_workspace,
+    moelora_cuda_gemm,
+    moelora_cuda_experts_workspace,
+    moelora_cuda_experts,
+    moelora_cuda_pack,
 };

@@ -1,0 +1,346 @@
+/* One projection, and the layer: the order of launches and what lies in the workspace.
+ *
+ *   align -> [scale x] -> shrink13 -> w13 + expand + activation -> shrink2 -> w2 + expand + weight -> sum
+ *
+ * All of it works on flat rows p = m * top_k + j: h [P, I] and the unsummed outputs z [P, K] are stored
+ * by p, so that the top-k sum needs no permutation and the public projection is the same kernel. */
+#include "kernel_launch.cuh"
+#include "ptx/mma.cuh"
+
+namespace {
+
+constexpr int kThreads = 256;
+
+/* Local expert of flat row p; -1 if the row is skipped. */
+__device__ __forceinline__ int local_expert(const moelora_routes &r, int64_t p) {
+  const int64_t at = p / r.top_k * r.topk_ids.stride[0] + p % r.top_k * r.topk_ids.stride[1];
+  int64_t id = r.topk_ids.is_64 ? ((const int64_t *)r.topk_ids.data)[at]
+                                : ((const int32_t *)r.topk_ids.data)[at];
+  if (r.expert_map) id = id >= 0 && id < r.num_global ? r.expert_map[id] : -1;
+  return id >= 0 && id < r.num_experts ? (int)id : -1;
+}
+
+/* out[p] = 0 for rows whose expert is not here; a warp per row. */
+__global__ void __launch_bounds__(kThreads)
+    zero_skipped(const __grid_constant__ moelora_routes routes, uint16_t *out, int64_t stride_m,
+                 int64_t stride_j, int64_t n) {
+  wait_for_previous_kernel();
+  start_next_kernel();
+  const int64_t warps = (int64_t)gridDim.x * (kThreads / 32);
+  for (int64_t p = (int64_t)blockIdx.x * (kThreads / 32) + threadIdx.x / 32; p < routes.num_rows;
+       p += warps) {
+    if (local_expert(routes, p) >= 0) continue;
+    uint16_t *row = out + p / routes.top_k * stride_m + p % routes.top_k * stride_j;
+    for (int64_t i = threadIdx.x % 32; i < n; i += 32) row[i] = 0;
+  }
+}
+
+/* out[m] = round(weight[m] x[m]). */
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    scale_rows(const T *x, int64_t x_stride, const float *weights, int64_t weights_stride, T *out,
+               int64_t rows, int64_t k) {
+  wait_for_previous_kernel();
+  start_next_kernel();
+  for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < rows * k;
+       i += (int64_t)gridDim.x * kThreads)
+    out[i] = Element<T>::round(weights[i / k * weights_stride] *
+                               Element<T>::to_float(x[i / k * x_stride + i % k]));
+}
+
+/* out[m] = round(sum over j of z[m * top_k + j]) in float32, in the order of j. A thread adds WIDTH
+ * neighbouring columns. */
+template <class T, class Z, int WIDTH>
+__global__ void __launch_bounds__(kThreads)
+    sum_rows(const __grid_constant__ moelora_routes routes, const Z *z, T *out, int64_t out_stride,
+             int32_t k) {
+  wait_for_previous_kernel();
+  start_next_kernel();
+  const int32_t columns = (k + WIDTH - 1) / WIDTH;
+  const int64_t count = routes.num_tokens * columns;
+  for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < count;
+       i += (int64_t)gridDim.x * kThreads) {
+    const int64_t m = i / columns, column = i % columns * WIDTH;
+    float sum[WIDTH] = {};
+    for (int j = 0; j < routes.top_k; j++) {
+      const int64_t p = m * routes.top_k + j;
+      if (local_expert(routes, p) < 0) continue;
+      Z piece[WIDTH];
+      const Z *from = z + p * k + column;
+      if constexpr (WIDTH > 1) {
+#pragma unroll
+        for (int v = 0; v < WIDTH * (int)sizeof(Z) / 16; v++)
+          ((uint4 *)piece)[v] = ((const uint4 *)from)[v];
+      } else {
+        piece[0] = *from;
+      }
+#pragma unroll
+      for (int c = 0; c < WIDTH; c++) {
+        if constexpr (sizeof(Z) == 4)
+          sum[c] += piece[c];
+        else
+          sum[c] += Element<Z>::to_float(piece[c]);
+      }
+    }
+    T rounded[WIDTH];
+#pragma unroll
+    for (int c = 0; c < WIDTH; c++) rounded[c] = Element<T>::round(sum[c]);
+    T *to = out + m * out_stride + column;
+    if constexpr (WIDTH > 1)
+      *(uint4 *)to = *(const uint4 *)rounded;
+    else
+      *to = rounded[0];
+  }
+}
+
+int64_t blocks_for(int64_t threads) { return (threads + kThreads - 1) / kThreads; }
+
+template <class T, class Z, int WIDTH>
+moelora_status sum_as(const moelora_experts_problem *e, const void *z, const moelora_exec *exec) {
+  return launch_kernel<sum_rows<T, Z, WIDTH>>(
+      "sum_rows", blocks_for(e->routes.num_tokens * ((e->hidden + WIDTH - 1) / WIDTH)), kThreads, 0,
+      exec, e->routes, (const Z *)z, (T *)e->out, e->out_stride, (int32_t)e->hidden);
+}
+
+template <class T>
+moelora_status sum(const moelora_experts_problem *e, const void *z, bool z_f32,
+                   const moelora_exec *exec) {
+  const bool vectors =
+      e->hidden % 8 == 0 && (uintptr_t)e->out % 16 == 0 && e->out_stride % 8 == 0;
+  if (z_f32) return vectors ? sum_as<T, float, 8>(e, z, exec) : sum_as<T, float, 1>(e, z, exec);
+  return vectors ? sum_as<T, T, 8>(e, z, exec) : sum_as<T, T, 1>(e, z, exec);
+}
+
+/* ---- workspace ---- */
+
+struct Alignment {
+  int32_t *sorted_ids, *expert_ids, *lora_ids, *num_post;
+  void *scratch;
+  size_t scratch_bytes;
+  int64_t max_blocks;
+};
+
+Alignment take_alignment(moelora_arena *arena, const moelora_routes *routes, int32_t block_rows) {
+  Alignment a;
+  a.max_blocks = moelora_align_max_blocks(MOELORA_ALIGN_SEGMENTED, routes->num_rows,
+                                          routes->num_experts, routes->max_loras, block_rows);
+  const size_t rows = (size_t)a.max_blocks * block_rows;
+  a.sorted_ids = (int32_t *)moelora_take(arena, 4 * rows);
+  a.expert_ids = (int32_t *)moelora_take(arena, 4 * (size_t)a.max_blocks);
+  a.lora_ids = routes->token_lora_mapping.data ? (int32_t *)moelora_take(arena, 4 * rows) : nullptr;
+  a.num_post = (int32_t *)moelora_take(arena, 4);
+  a.scratch_bytes = moelora_cuda_align_rows_workspace(routes, block_rows);
+  a.scratch = moelora_take(arena, a.scratch_bytes);
+  return a;
+}
+
+moelora_status align(const Alignment *a, const moelora_routes *routes, int32_t block_rows,
+                     const moelora_exec *exec) {
+  return moelora_cuda_align_rows(routes, block_rows, a->max_blocks, a->sorted_ids, a->expert_ids,
+                                 a->lora_ids, a->num_post, a->scratch, a->scratch_bytes, nullptr,
+                                 0, exec->stream);
+}
+
+int64_t slice_width(const moelora_factors *f) { return (f->max_rank + 15) / 16 * 16; }
+
+void *take_shrunk(moelora_arena *arena, const moelora_routes *routes, const moelora_factors *f) {
+  if (f->num_slices == 0) return nullptr;
+  return moelora_take(arena, 2 * (size_t)(routes->num_rows * f->num_slices * slice_width(f)));
+}
+
+bool vector_factor(const moelora_factor *f) {
+  return (uintptr_t)f->data % 16 == 0 && f->stride_l % 8 == 0 && f->stride_e % 8 == 0 &&
+         f->stride_i % 8 == 0;
+}
+
+bool vector_factors(const moelora_factor *factors, int32_t count) {
+  bool all = true;
+  for (int32_t i = 0; i < count; i++) all = all && vector_factor(&factors[i]);
+  return all;
+}
+
+bool vector_weights(const moelora_weights *w) {
+  return (uintptr_t)w->data % 16 == 0 && w->stride_e % 8 == 0 && w->stride_n % 8 == 0 &&
+         w->k % 8 == 0 && w->n % 8 == 0;
+}
+
+/* ---- one projection over an alignment ---- */
+
+moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
+                               const moelora_gemm_plan *plan, const moelora_weights *w,
+                               const moelora_factors *lora) {
+  moelora_gemm_launch g = {};
+  g.sorted_ids = a->sorted_ids;
+  g.expert_ids = a->expert_ids;
+  g.num_post = a->num_post;
+  g.max_blocks = (int32_t)a->max_blocks;
+  g.block_rows = plan->block_rows;
+  g.num_rows = (int32_t)routes->num_rows;
+  g.num_experts = routes->num_experts;
+  g.top_k = routes->top_k;
+  g.k = (int32_t)w->k;
+  g.w = *w;
+  g.n_out = (int32_t)w->n;
+  g.activation = -1;
+  if (a->lora_ids && lora->num_slices > 0) {
+    g.lora_ids = a->lora_ids;
+    g.lora = *lora;
+    g.lora_ranks = routes->lora_ranks;
+    g.hl_slice = slice_width(lora);
+    g.hl_stride = g.hl_slice * lora->num_slices;
+    g.factors_vectors = vector_factors(lora->b, lora->num_slices);
+  }
+  return g;
+}
+
+moelora_status project(moelora_gemm_launch *g, const moelora_gemm_plan *plan,
+                       const moelora_routes *routes, void *hl, const moelora_exec *exec) {
+  const bool x_vectors = (uintptr_t)g->x % 16 == 0 && g->x_stride % 8 == 0 && g->k % 8 == 0;
+  const bool out_vectors = (uintptr_t)g->out % 16 == 0 && g->out_stride[0] % 8 == 0 &&
+                           g->out_stride[1] % 8 == 0 && g->n_out % 8 == 0;
+  g->vectors = x_vectors && out_vectors && vector_weights(&g->w);
+  if (g->lora_ids) {
+    const bool vectors = x_vectors && vector_factors(g->lora.a, g->lora.num_slices);
+    moelora_status status =
+        moelora_cuda_shrink(g, routes->lora_scalings, vectors, plan->variant->dtype, hl, exec);
+    if (status != MOELORA_OK) return status;
+    g->hl = hl;
+  }
+  return plan->variant->needs >= 90 ? moelora_cuda_gemm_sm90(g, plan->variant, exec)
+                                    : moelora_cuda_gemm_sm80(g, plan->variant, exec);
+}
+
+struct GemmLayout {
+  Alignment alignment;
+  void *hl;
+  size_t bytes;
+};
+
+GemmLayout lay_out_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *plan, void *base) {
+  moelora_arena arena = {(char *)base, 0};
+  GemmLayout l;
+  l.alignment = take_alignment(&arena, &p->routes, plan->block_rows);
+  l.hl = take_shrunk(&arena, &p->routes, &p->lora);
+  l.bytes = arena.used;
+  return l;
+}
+
+struct ExpertsLayout {
+  Alignment alignment;
+  void *x; /* scaled hidden states; only with apply_router_weight_on_input */
+  void *hl13, *h, *hl2, *z;
+  size_t bytes;
+};
+
+ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_experts_plan *plan,
+                              void *base) {
+  moelora_arena arena = {(char *)base, 0};
+  ExpertsLayout l;
+  const size_t rows = (size_t)p->routes.num_rows;
+  l.alignment = take_alignment(&arena, &p->routes, plan->w13.block_rows);
+  l.x = p->apply_router_weight_on_input
+            ? moelora_take(&arena, 2 * (size_t)(p->routes.num_tokens * p->hidden))
+            : nullptr;
+  l.hl13 = take_shrunk(&arena, &p->routes, &p->w13_lora);
+  l.h = moelora_take(&arena, 2 * rows * p->intermediate);
+  l.hl2 = take_shrunk(&arena, &p->routes, &p->w2_lora);
+  l.z = moelora_take(&arena, (plan->partial_f32 ? 4 : 2) * rows * p->hidden);
+  l.bytes = arena.used;
+  return l;
+}
+
+template <class T>
+moelora_status run_experts(const moelora_experts_problem *p, const moelora_experts_plan *plan,
+                           const moelora_exec *exec) {
+  const ExpertsLayout l = lay_out_experts(p, plan, exec->workspace);
+  const moelora_routes *routes = &p->routes;
+  moelora_status status = align(&l.alignment, routes, plan->w13.block_rows, exec);
+  if (status != MOELORA_OK) return status;
+
+  moelora_gemm_launch g = projection(&l.alignment, routes, &plan->w13, &p->w13, &p->w13_lora);
+  g.x = p->x;
+  g.x_stride = p->x_stride;
+  if (p->apply_router_weight_on_input) {
+    status = launch_kernel<scale_rows<T>>(
+        "scale_rows", blocks_for(routes->num_tokens * p->hidden), kThreads, 0, exec,
+        (const T *)p->x, p->x_stride, routes->topk_weights, routes->topk_weights_stride[0],
+        (T *)l.x, routes->num_tokens, p->hidden);
+    if (status != MOELORA_OK) return status;
+    g.x = l.x;
+    g.x_stride = p->hidden;
+  }
+  g.x_divisor = routes->top_k;
+  g.n_out = (int32_t)p->intermediate;
+  g.gated = p->activation != MOELORA_RELU2;
+  g.interleaved = p->activation == MOELORA_SWIGLUOAI;
+  g.activation = p->activation;
+  g.out = l.h;
+  g.out_stride[0] = routes->top_k * p->intermediate;
+  g.out_stride[1] = p->intermediate;
+  status = project(&g, &plan->w13, routes, l.hl13, exec);
+  if (status != MOELORA_OK) return status;
+
+  g = projection(&l.alignment, routes, &plan->w2, &p->w2, &p->w2_lora);
+  g.x = l.h;
+  g.x_stride = p->intermediate;
+  g.x_divisor = 1;
+  if (!p->apply_router_weight_on_input) {
+    g.topk_weights = routes->topk_weights;
+    g.topk_weights_stride[0] = routes->topk_weights_stride[0];
+    g.topk_weights_stride[1] = routes->topk_weights_stride[1];
+  }
+  g.out_f32 = plan->partial_f32;
+  g.out = l.z;
+  g.out_stride[0] = routes->top_k * p->hidden;
+  g.out_stride[1] = p->hidden;
+  status = project(&g, &plan->w2, routes, l.hl2, exec);
+  if (status != MOELORA_OK) return status;
+
+  return sum<T>(p, l.z, plan->partial_f32, exec);
+}
+
+} // namespace
+
+size_t moelora_cuda_gemm_workspace(const moelora_gemm_problem *problem,
+                                   const moelora_gemm_plan *plan, const moelora_exec *exec) {
+  (void)exec;
+  return lay_out_gemm(problem, plan, nullptr).bytes;
+}
+
+moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *plan,
+                                 const moelora_exec *exec) {
+  const GemmLayout l = lay_out_gemm(p, plan, exec->workspace);
+  const moelora_routes *routes = &p->routes;
+  moelora_status status = align(&l.alignment, routes, plan->block_rows, exec);
+  if (status != MOELORA_OK) return status;
+  status = launch_kernel<zero_skipped>("zero_skipped", blocks_for(32 * routes->num_rows), kThreads,
+                                       0, exec, *routes, (uint16_t *)p->out, p->out_stride[0],
+                                       p->out_stride[1], p->w.n);
+  if (status != MOELORA_OK) return status;
+
+  moelora_gemm_launch g = projection(&l.alignment, routes, plan, &p->w, &p->lora);
+  g.x = p->x;
+  g.x_stride = p->x_stride;
+  g.x_divisor = p->x_per_row ? 1 : routes->top_k;
+  if (p->mul_routed_weight) {
+    g.topk_weights = routes->topk_weights;
+    g.topk_weights_stride[0] = routes->topk_weights_stride[0];
+    g.topk_weights_stride[1] = routes->topk_weights_stride[1];
+  }
+  g.out = p->out;
+  g.out_stride[0] = p->out_stride[0];
+  g.out_stride[1] = p->out_stride[1];
+  return project(&g, plan, routes, l.hl, exec);
+}
+
+size_t moelora_cuda_experts_workspace(const moelora_experts_problem *problem,
+                                      const moelora_experts_plan *plan, const moelora_exec *exec) {
+  (void)exec;
+  return lay_out_experts(problem, plan, nullptr).bytes;
+}
+
+moelora_status moelora_cuda_experts(const moelora_experts_problem *problem,
+                                    const moelora_experts_plan *plan, const moelora_exec *exec) {
+  return problem->dtype == MOELORA_BF16 ? run_experts<__nv_bfloat16>(problem, plan, exec)
+                                        : run_experts<__half>(problem, plan, exec);
+}

@@ -1,0 +1,135 @@
+/* sm_80 and up: asynchronous 16-byte copies, matrix loads, mma.sync, and programmatic dependent
+ * launch where the chip has it. Addresses of shared memory are 32-bit, in the shared window. */
+#ifndef MOELORA_CUDA_PTX_MMA_CUH
+#define MOELORA_CUDA_PTX_MMA_CUH
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+template <class T> struct Element;
+template <> struct Element<__nv_bfloat16> {
+  static constexpr bool is_bf16 = true;
+  static __device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
+  static __device__ __forceinline__ __nv_bfloat16 round(float v) { return __float2bfloat16_rn(v); }
+};
+template <> struct Element<__half> {
+  static constexpr bool is_bf16 = false;
+  static __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
+  static __device__ __forceinline__ __half round(float v) { return __float2half_rn(v); }
+};
+
+/* Two rounded values in one register, the first in the low half. */
+template <class T> __device__ __forceinline__ uint32_t pack2(float low, float high) {
+  T pair[2] = {Element<T>::round(low), Element<T>::round(high)};
+  return *(const uint32_t *)pair;
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void *p) {
+  return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+/* 16 bytes to shared memory, zeros if not `copy` (then `from` is not read, but must be mapped). */
+__device__ __forceinline__ void copy_async_16(uint32_t to, const void *from, bool copy) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(copy ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void copy_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+template <int PENDING> __device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+/* `count` (0..8) elements to 16 bytes of shared memory, zeros behind them; no alignment needed. */
+template <class T>
+__device__ __forceinline__ void copy_elements(uint32_t to, const T *from, int count) {
+  uint32_t pairs[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    uint32_t low = 2 * i < count ? ((const uint16_t *)from)[2 * i] : 0;
+    uint32_t high = 2 * i + 1 < count ? ((const uint16_t *)from)[2 * i + 1] : 0;
+    pairs[i] = low | high << 16;
+  }
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(pairs[0]), "r"(pairs[1]),
+               "r"(pairs[2]), "r"(pairs[3])
+               : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared_16(uint32_t at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(at)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void load_matrix_x4(uint32_t (&v)[4], uint32_t at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(at)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_matrix_x2(uint32_t (&v)[2], uint32_t at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(v[0]), "=r"(v[1])
+               : "r"(at)
+               : "memory");
+}
+
+/* d[16, 8] += a[16, 16] b[8, 16]^T. Thread t holds rows t/4 and t/4 + 8, columns 2(t%4) and next. */
+template <class T>
+__device__ __forceinline__ void mma_16816(float *d, const uint32_t *a, const uint32_t *b) {
+#define MOELORA_MMA(TYPE)                                                                          \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "                      \
+               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                   \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                    \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+  if constexpr (Element<T>::is_bf16)
+    MOELORA_MMA("bf16");
+  else
+    MOELORA_MMA("f16");
+#undef MOELORA_MMA
+}
+
+/* Zeroes what an A fragment holds of depth `count` and beyond. */
+__device__ __forceinline__ void mask_depth(uint32_t (&a)[4], int count) {
+  if (count >= 16) return;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int k = (threadIdx.x & 3) * 2 + (i / 2) * 8;
+    a[i] &= (k < count ? 0xffffu : 0u) | (k + 1 < count ? 0xffff0000u : 0u);
+  }
+}
+
+/* An 8x8 tile of 16-bit elements spread over a warp, transposed. */
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t v) {
+  uint32_t out;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(v));
+  return out;
+}
+
+__device__ __forceinline__ void prefetch(const void *p) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(p));
+}
+
+/* Programmatic dependent launch: the next kernel of the stream may start, and must wait before it
+ * touches memory that this one writes or reads. No-ops before sm_90. */
+__device__ __forceinline__ void start_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+#endif

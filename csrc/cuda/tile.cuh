@@ -1,0 +1,331 @@
+/* What the grouped GEMM kernels share: the walk over tiles, segments of adapters, and what happens to
+ * an accumulator between the last product and memory.
+ *
+ * All kernels multiply with operands swapped: weight rows are the M side of an instruction, tokens
+ * its N side. A CTA's tile is TOKENS tokens (one alignment block) by TILES groups of 64 weight rows.
+ * Groups come in pairs: of a gated projection the even one holds gate rows, the odd one the up rows
+ * of the same 64 outputs. A pair belongs to four warps; warp w of them owns rows 16w to 16w + 15 of
+ * both, as accumulators d[2][N / 2]: d[g][4i + q] is row lane/4 + 8 (q / 2) of group g, token
+ * 8i + 2 (lane % 4) + q % 2.
+ *
+ * In shared memory a stage holds rows of 128 bytes (64 elements of depth), 16-byte chunk c of row r at
+ * c ^ (r & 7):
+ *   W [TILES][64]   weight rows, or rows of a LoRA factor B
+ *   X [TOKENS]      token rows, or rows of the shrink result hl */
+#ifndef MOELORA_CUDA_TILE_CUH
+#define MOELORA_CUDA_TILE_CUH
+
+#include "launch.h"
+#include "ptx/mma.cuh"
+
+constexpr int kDepth = 64;
+constexpr int kRowBytes = 128;
+constexpr int kGroupBytes = 64 * kRowBytes;
+constexpr int kRanks = 4096; // above every rank, so that adapter and rank share a register
+
+/* Extents of a CTA's tile. */
+template <int TOKENS_, int TILES_> struct Extent {
+  static constexpr int TOKENS = TOKENS_, TILES = TILES_;
+  static constexpr int ROWS = 64 * TILES;
+  static constexpr int LANES = (TOKENS + 31) / 32; // tokens that one lane of a warp looks after
+  static constexpr int W_BYTES = TILES * kGroupBytes, X_BYTES = TOKENS * kRowBytes;
+  static constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
+};
+
+struct Tile {
+  int32_t block, column, expert;
+};
+
+template <class E>
+__device__ __forceinline__ Tile tile_at(const moelora_gemm_launch &g, int index, int columns,
+                                        int blocks) {
+  // Eight blocks by all columns: CTAs that run together share weights (blocks of one expert) and
+  // token rows (columns of one block) in L2.
+  constexpr int GROUP = 8;
+  const int first = index / (GROUP * columns) * GROUP;
+  const int height = min(GROUP, blocks - first);
+  const int rest = index % (GROUP * columns);
+  Tile t;
+  t.column = rest / height;
+  t.block = first + rest % height;
+  t.expert = g.expert_ids[t.block];
+  return t;
+}
+
+/* Columns of tiles that cover the outputs. */
+template <class E> __host__ __device__ inline int tile_columns(const moelora_gemm_launch &g) {
+  const int outputs = g.gated ? E::ROWS / 2 : E::ROWS;
+  return (g.n_out + outputs - 1) / outputs;
+}
+
+/* Output that row 0 of a group stands for; the group's row r stands for output first + r. */
+template <class E>
+__device__ __forceinline__ int first_output(const moelora_gemm_launch &g, int column, int group) {
+  return g.gated ? column * (E::ROWS / 2) + group / 2 * 64 : column * E::ROWS + group * 64;
+}
+
+/* Row of w (and of its bias and factors) that makes an output in a group. */
+__device__ __forceinline__ int64_t weight_row(const moelora_gemm_launch &g, int group, int output) {
+  if (!g.gated) return output;
+  const int half = group & 1;
+  return g.interleaved ? 2 * (int64_t)output + half : (int64_t)half * g.n_out + output;
+}
+
+/* Flat row of a block's token t; num_rows in padding. */
+template <class E>
+__device__ __forceinline__ int32_t block_row(const moelora_gemm_launch &g, int block, int t) {
+  return t < E::TOKENS ? g.sorted_ids[(int64_t)block * E::TOKENS + t] : g.num_rows;
+}
+
+__device__ __forceinline__ const float *routed_weight(const moelora_gemm_launch &g, int row) {
+  return g.topk_weights + row / g.top_k * g.topk_weights_stride[0] +
+         row % g.top_k * g.topk_weights_stride[1];
+}
+
+__device__ __forceinline__ int64_t output_offset(const moelora_gemm_launch &g, int row) {
+  return row / g.top_k * g.out_stride[0] + row % g.top_k * g.out_stride[1];
+}
+
+/* Runs of equal adapter among the tokens of a block. Lane t of a warp knows tokens t, t + 32, ...;
+ * every warp finds them by itself, and all find the same. */
+template <int LANES> struct Segments {
+  int32_t pair[LANES]; // adapter * kRanks + true rank; -1 for a base row
+  uint32_t starts[LANES];
+
+  __device__ __forceinline__ void load(const int32_t *lora_ids, int tokens,
+                                       const int32_t *lora_ranks, int max_rank) {
+#pragma unroll
+    for (int i = 0; i < LANES; i++) {
+      const int t = i * 32 + (threadIdx.x & 31);
+      pair[i] = -1;
+      if (!lora_ids || t >= tokens) continue;
+      const int lora = lora_ids[t];
+      if (lora < 0) continue;
+      const int rank = lora_ranks ? min(lora_ranks[lora], max_rank) : max_rank;
+      if (rank > 0) pair[i] = lora * kRanks + rank;
+    }
+    int before = -2;
+#pragma unroll
+    for (int i = 0; i < LANES; i++) {
+      int previous = __shfl_up_sync(0xffffffffu, pair[i], 1);
+      if ((threadIdx.x & 31) == 0) previous = before;
+      starts[i] = __ballot_sync(0xffffffffu, pair[i] != previous);
+      before = __shfl_sync(0xffffffffu, pair[i], 31);
+    }
+  }
+
+  /* First start at or after token t; `tokens` if none. */
+  __device__ __forceinline__ int next(int t, int tokens) const {
+    int found = tokens;
+#pragma unroll
+    for (int i = LANES - 1; i >= 0; i--) {
+      uint32_t mask = starts[i];
+      if (t > i * 32) mask = t - i * 32 < 32 ? mask & (0xffffffffu << (t - i * 32)) : 0;
+      if (mask) found = i * 32 + __ffs(mask) - 1;
+    }
+    return min(found, tokens);
+  }
+
+  __device__ __forceinline__ int at(int t) const {
+    int value = 0;
+#pragma unroll
+    for (int i = 0; i < LANES; i++) {
+      const int here = __shfl_sync(0xffffffffu, pair[i], t & 31);
+      value = t / 32 == i ? here : value;
+    }
+    return value;
+  }
+};
+
+template <class E>
+__device__ __forceinline__ bool group_meets_slice(const moelora_gemm_launch &g, int column,
+                                                  int group, int slice) {
+  const int output = first_output<E>(g, column, group);
+  if (output >= g.n_out) return false;
+  const int64_t begin = weight_row(g, group, output);
+  const int64_t end = weight_row(g, group, min(output + 63, g.n_out - 1));
+  return end >= slice * g.lora.slice_n && begin < (slice + 1) * g.lora.slice_n;
+}
+
+/* One stage of adapter work: ranks [rank, rank + depth) of one slice for tokens [low, high). */
+struct AdapterStage {
+  int low = 0, high = 0, pair = -1, slice = 0, rank = 0, depth = 0;
+};
+
+/* Moves on to a tile's next adapter stage, the first one from a fresh `s`; false behind the last.
+ * The order is the same for all warps, whether they load or multiply. */
+template <class E>
+__device__ __forceinline__ bool next_stage(const moelora_gemm_launch &g, const Tile &tile,
+                                           const Segments<E::LANES> &segments, AdapterStage &s) {
+  s.rank += kDepth;
+  while (s.pair < 0 || s.rank >= s.pair % kRanks) {
+    s.rank = 0;
+    if (s.pair < 0 || ++s.slice == g.lora.num_slices) {
+      s.slice = 0;
+      s.low = s.high;
+      if (s.low >= E::TOKENS) return false;
+      s.high = segments.next(s.low + 1, E::TOKENS);
+      s.pair = segments.at(s.low);
+      if (s.pair < 0) continue;
+    }
+    bool meets = false;
+    for (int group = 0; group < E::TILES; group++)
+      meets |= group_meets_slice<E>(g, tile.column, group, s.slice);
+    if (!meets) s.rank = kRanks;
+  }
+  s.depth = min(kDepth, s.pair % kRanks - s.rank);
+  return true;
+}
+
+/* This thread's part of an adapter stage: chunk thread % 8 of rows thread / 8 + i * THREADS / 8. */
+template <class E, class T, int THREADS>
+__device__ __forceinline__ void load_adapter_stage(const moelora_gemm_launch &g, const Tile &tile,
+                                                   const AdapterStage &s, uint32_t w, uint32_t x,
+                                                   int thread) {
+  const int chunk = thread & 7, column = s.rank + chunk * 8;
+  if (chunk * 8 >= (s.depth + 15) / 16 * 16) return;
+  const uint32_t swizzled = (chunk ^ (thread / 8 & 7)) << 4;
+  const moelora_factor &b = g.lora.b[s.slice];
+  const T *factor = (const T *)b.data + s.pair / kRanks * b.stride_l + tile.expert * b.stride_e;
+#pragma unroll 1
+  for (int row = thread / 8; row < E::ROWS; row += THREADS / 8) {
+    const int output = first_output<E>(g, tile.column, row / 64) + row % 64;
+    const int64_t n = weight_row(g, row / 64, output) - s.slice * g.lora.slice_n;
+    const bool there =
+        output < g.n_out && n >= 0 && n < g.lora.slice_n && column < g.lora.max_rank;
+    const uint32_t to = w + row * kRowBytes + swizzled;
+    const T *from = there ? factor + n * b.stride_i + column : factor;
+    if (g.factors_vectors)
+      copy_async_16(to, from, there);
+    else
+      copy_elements(to, from, there ? min(8, g.lora.max_rank - column) : 0);
+  }
+#pragma unroll 1
+  for (int t = thread / 8; t < s.high; t += THREADS / 8) {
+    if (t < s.low) continue;
+    const int row = block_row<E>(g, tile.block, t);
+    copy_async_16(x + t * kRowBytes + swizzled,
+                  (const T *)g.hl + row * g.hl_stride + s.slice * g.hl_slice + column, true);
+  }
+}
+
+/* d += B hl^T for the tokens of one adapter stage. Each 16 x 8 piece is multiplied into registers of
+ * its own and added only where its token belongs to the segment: what an adapter's factors hold, NaN
+ * included, never reaches a token that does not carry it, and a base row keeps its bits. */
+template <class E, class T, int N>
+__device__ __forceinline__ void expand(float (&d)[2][N / 2], const moelora_gemm_launch &g,
+                                       const Tile &tile, const AdapterStage &s, uint32_t w,
+                                       uint32_t x, int pair) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    if (!group_meets_slice<E>(g, tile.column, 2 * pair + half, s.slice)) continue;
+#pragma unroll 1
+    for (int k = 0; k < s.depth; k += 16) {
+      uint32_t a[4];
+      const int row = warp * 16 + (lane & 15);
+      load_matrix_x4(a, w + (2 * pair + half) * kGroupBytes + row * kRowBytes +
+                            ((k / 8 + (lane >> 4) ^ row & 7) << 4));
+      mask_depth(a, s.depth - k);
+#pragma unroll
+      for (int i = 0; i < N / 8; i++) {
+        if (i * 8 >= s.high || i * 8 + 8 <= s.low) continue;
+        uint32_t b[2];
+        const int token = i * 8 + (lane & 7);
+        load_matrix_x2(b, x + token * kRowBytes + ((k / 8 + (lane >> 3 & 1) ^ token & 7) << 4));
+        float delta[4] = {0.f, 0.f, 0.f, 0.f};
+        mma_16816<T>(delta, a, b);
+        const int t = i * 8 + (lane & 3) * 2;
+        if (t >= s.low && t < s.high) d[half][4 * i] += delta[0], d[half][4 * i + 2] += delta[2];
+        if (t + 1 >= s.low && t + 1 < s.high)
+          d[half][4 * i + 1] += delta[1], d[half][4 * i + 3] += delta[3];
+      }
+    }
+  }
+}
+
+/* All three gated activations are g' sigmoid(g' (a + b g'^2)) (u' + c): silu has a = 1; gelu in its
+ * tanh form is the identity 1 + tanh(t) = 2 sigmoid(2t); gpt-oss clamps both and has a = 1.702. The
+ * clamps are written so that NaN stays NaN. */
+__device__ __forceinline__ float activate(int activation, float gate, float up) {
+  float a = 1.f, b = 0.f;
+  if (activation == MOELORA_GELU) a = 1.5957691216057308f, b = 0.07135481627159729f;
+  if (activation == MOELORA_SWIGLUOAI) {
+    a = 1.702f;
+    gate = gate > 7.f ? 7.f : gate;
+    up = (up > 7.f ? 7.f : up < -7.f ? -7.f : up) + 1.f;
+  }
+  return gate * up / (1.f + __expf(-gate * (a + b * gate * gate)));
+}
+
+/* Bias, activation and routed weight, in place; afterwards d[0] holds a gated projection's outputs.
+ * Lane t holds the weights of tokens t, t + 32, .... */
+template <class E, class T, int N>
+__device__ __forceinline__ void finish(float (&d)[2][N / 2], const moelora_gemm_launch &g,
+                                       const Tile &tile, int pair,
+                                       const float (&weights)[E::LANES]) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+  if (g.w.bias) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int half = j / 2, eight = j % 2, group = 2 * pair + half;
+      const int output =
+          first_output<E>(g, tile.column, group) + warp * 16 + lane / 4 + 8 * eight;
+      float bias = 0.f;
+      if (output < g.n_out)
+        bias = Element<T>::to_float(((const T *)g.w.bias)[tile.expert * g.w.bias_stride_e +
+                                                          weight_row(g, group, output)]);
+#pragma unroll
+      for (int i = 0; i < N / 8; i++) {
+        d[half][4 * i + 2 * eight] += bias;
+        d[half][4 * i + 2 * eight + 1] += bias;
+      }
+    }
+  }
+  if (g.gated) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) d[0][i] = activate(g.activation, d[0][i], d[1][i]);
+  } else if (g.activation == MOELORA_RELU2) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float v = d[half][i];
+        d[half][i] = v < 0.f ? 0.f : v * v;
+      }
+  }
+  if (g.topk_weights) {
+#pragma unroll
+    for (int i = 0; i < N / 8; i++)
+#pragma unroll
+      for (int odd = 0; odd < 2; odd++) {
+        const float weight =
+            __shfl_sync(0xffffffffu, weights[i / 4], (i % 4) * 8 + (lane & 3) * 2 + odd);
+#pragma unroll
+        for (int eight = 0; eight < 2; eight++) {
+          d[0][4 * i + 2 * eight + odd] *= weight;
+          d[1][4 * i + 2 * eight + odd] *= weight;
+        }
+      }
+  }
+}
+
+/* One group's results in float32: eight lanes hold eight neighbouring outputs of a token, a whole
+ * sector. */
+template <class E, int N>
+__device__ __forceinline__ void store_f32(const float (&d)[N / 2], const moelora_gemm_launch &g,
+                                          int first, const int32_t (&rows)[E::LANES]) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+#pragma unroll
+  for (int i = 0; i < N / 8; i++)
+#pragma unroll
+    for (int q = 0; q < 4; q++) {
+      const int output = first + warp * 16 + lane / 4 + 8 * (q / 2);
+      const int row =
+          __shfl_sync(0xffffffffu, rows[i / 4], (i % 4) * 8 + (lane & 3) * 2 + q % 2);
+      if (row < g.num_rows && output < g.n_out)
+        ((float *)g.out)[output_offset(g, row) + output] = d[4 * i + q];
+    }
+}
+
+#endif
