@@ -249,7 +249,7 @@ extern "C" size_t moelora_cuda_align_workspace(const moelora_align_problem *prob
 
 static moelora_status run(const moelora_align_problem *problem, void *workspace, void *stream) {
   const int64_t adapters = adapter_keys_of(problem);
-  if (problem->routes.num_experts > ALIGN_MAX_KEYS || adapters > ALIGN_MAX_KEYS)
+  if (problem->routes.num_experts >= ALIGN_MAX_KEYS || adapters > ALIGN_MAX_KEYS)
     return moelora_fail(MOELORA_UNSUPPORTED,
                         "%d experts and %lld adapters: CUDA alignment takes at most %d of either",
                         problem->routes.num_experts, (long long)adapters - 1, ALIGN_MAX_KEYS - 1);

@@ -1,0 +1,350 @@
+"""What only a GPU can get wrong: parity with the CPU, every sort path, large offsets, errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import EDGE_CASES, Spec, random_specs, same_bits
+from checks import assert_close_to_ref
+from conftest import CUDA_DTYPES, needs_gpu
+
+import moelora
+from moelora.reference import (
+    fused_experts_lora_ref,
+    fused_moe_lora_gemm_ref,
+    naive_fused_experts_lora,
+    naive_fused_moe_lora_gemm,
+)
+
+pytestmark = [pytest.mark.gpu, needs_gpu]
+GPU = "cuda"
+
+
+# ---- the two backends ----
+
+
+@pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
+def test_parity_with_the_cpu(dtype):
+    """The CPU's results take the place of the reference."""
+    specs = [replace(spec, dtype=dtype) for spec in EDGE_CASES.values()]
+    specs += random_specs(60, first_seed=7000, dtypes=(dtype,))
+    for spec in specs:
+        p = spec.build()
+        there = p.to(GPU)
+        try:
+            y = moelora.fused_experts_lora(**there.kwargs())
+            cpu = moelora.fused_experts_lora(**p.kwargs()).double()
+            assert_close_to_ref(y, cpu, naive_fused_experts_lora(**p.kwargs()), dtype)
+            y = moelora.fused_moe_lora_gemm(**there.gemm_kwargs("w2", True))
+            cpu = moelora.fused_moe_lora_gemm(**p.gemm_kwargs("w2", True)).double()
+            naive = naive_fused_moe_lora_gemm(**p.gemm_kwargs("w2", True))
+            assert_close_to_ref(y, cpu, naive, dtype)
+        except AssertionError as error:
+            raise AssertionError(f"{spec}: {error}") from error
+
+
+# ---- alignment: sizes on both sides of every choice that csrc/cuda/align.cu makes ----
+
+ALIGNMENTS = {
+    # tokens, top_k, experts, adapters
+    "one_row": (1, 1, 1, 1),
+    "one_group": (16, 8, 128, 8),
+    "several_batches": (1025, 8, 128, 8),
+    "largest_small_sort": (2048, 8, 128, 8),
+    "smallest_large_sort": (16385, 1, 8, 8),
+    "large_sort": (16384, 8, 128, 8),
+    "few_keys": (40000, 2, 8, 1),
+    "most_keys": (5000, 4, 256, 29),
+    "too_many_keys": (300, 8, 256, 30),
+    "too_many_keys_large_sort": (5000, 6, 512, 64),
+    "too_many_keys_many_tokens": (20000, 2, 1024, 1024),
+    "no_power_of_two": (12345, 3, 100, 7),
+    "a_million_rows": (125_000, 8, 64, 16),
+}
+
+
+def align_inputs(tokens, top_k, experts, adapters, mix, seed=0, wide=False):
+    make = torch.Generator().manual_seed(seed)
+    low, high = {"uniform": (0, experts), "one": (experts // 2, experts // 2 + 1)}.get(
+        mix, (-1, experts + 2)
+    )
+    ids = torch.randint(low, high, (tokens, top_k), generator=make)
+    if mix == "zipf":
+        ids = (torch.rand(tokens, top_k, generator=make) ** 4 * experts).long()
+    carried = (0, 1) if mix == "one" else (-2, adapters + 2)
+    mapping = torch.randint(*carried, (tokens,), generator=make)
+    enabled = torch.rand(adapters, generator=make) < 0.8 if mix == "strange" else None
+    if not wide:
+        ids, mapping = ids.int(), mapping.int()
+    elif mix == "strange":
+        ids[::7] += 2**32  # in range if only the low half is read
+        mapping[::5] -= 2**33
+    return ids, mapping, enabled
+
+
+def every_alignment(ids, mapping, enabled, experts, adapters, block_size, weights):
+    yield moelora.moe_align_block_size(ids, block_size, experts)
+    yield moelora.moe_sorting(ids, weights, experts, block_size)
+    for mode in ("uniform", "segmented"):
+        yield moelora.moe_lora_align_block_size(
+            ids, mapping, experts, block_size, adapters, mode=mode, adapter_enabled=enabled
+        )
+
+
+@pytest.mark.parametrize("mix", ["uniform", "one", "zipf", "strange"])
+@pytest.mark.parametrize("name", ALIGNMENTS)
+def test_alignment_equals_the_cpu(name, mix):
+    """Every id of every output; block size and width of ids vary with the case."""
+    tokens, top_k, experts, adapters = ALIGNMENTS[name]
+    variant = len(name) + len(mix)
+    block_size = (16, 128, 7, 64, 1)[variant % 5]
+    ids, mapping, enabled = align_inputs(*ALIGNMENTS[name], mix, wide=variant % 2 == 1)
+    weights = torch.rand(tokens, top_k)
+    here = (ids, mapping, enabled)
+    there = tuple(None if t is None else t.to(GPU) for t in here)
+    for got, expected in zip(
+        every_alignment(*there, experts, adapters, block_size, weights.to(GPU)),
+        every_alignment(*here, experts, adapters, block_size, weights),
+        strict=True,
+    ):
+        for i, (g, e) in enumerate(zip(got, expected, strict=True)):
+            assert torch.equal(g.cpu(), e), f"output {i}"
+
+
+def test_alignment_of_strided_ids_with_an_expert_map():
+    make = torch.Generator().manual_seed(3)
+    wide = torch.randint(-1, 65, (5000, 2 * 6 + 3), generator=make)
+    ids = wide[:, 1:13:2]
+    weights = torch.rand(5000, 9, generator=make)[:, :6]
+    expert_map = torch.full((64,), -1, dtype=torch.int32)
+    expert_map[torch.randperm(64, generator=make)[:40]] = torch.arange(40, dtype=torch.int32)
+    mapping = torch.randint(-1, 5, (10000,), generator=make, dtype=torch.int32)[::2]
+    for tokens in (50, 5000):
+        cut = (ids[:tokens], weights[:tokens], expert_map, mapping[:tokens])
+        results = []
+        for device in (GPU, "cpu"):
+            # a view on the device has the strides of its source
+            a, w, m, t = (x if device == "cpu" else strided_copy(x) for x in cut)
+            results.append(
+                [
+                    *moelora.moe_sorting(a, w, 64, 16, expert_map=m),
+                    *moelora.moe_lora_align_block_size(a, t, 64, 16, 5, expert_map=m),
+                    *moelora.moe_align_block_size(a, 16, 64, expert_map=m),
+                ]
+            )
+        for i, (g, e) in enumerate(zip(*results, strict=True)):
+            assert torch.equal(g.cpu(), e), f"output {i}, {tokens} tokens"
+
+
+def strided_copy(t: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=GPU)
+    copy.copy_(t)
+    assert copy.stride() == t.stride()
+    return copy
+
+
+@pytest.mark.parametrize("offset", [0, 1, 7])
+@pytest.mark.parametrize("elements", [0, 1, 8, 100_003, 5_000_000])
+def test_zeroing_touches_nothing_else(elements, offset):
+    """Any start and any length, of 2-byte elements."""
+    memory = torch.full((elements + offset + 64,), 3.0, dtype=torch.bfloat16, device=GPU)
+    ids = torch.zeros(4, 2, dtype=torch.int32, device=GPU)
+    weights = torch.ones(4, 2, device=GPU)
+    moelora.moe_sorting(ids, weights, 2, 4, out_to_zero=memory[offset : offset + elements])
+    assert not memory[offset : offset + elements].any()
+    assert (memory[:offset] == 3).all()
+    assert (memory[offset + elements :] == 3).all()
+
+
+# ---- offsets beyond 2^31 elements ----
+
+
+def needs_memory(gigabytes: float) -> None:
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0] / 1e9
+    if free < gigabytes:
+        pytest.skip(f"needs {gigabytes} GB of GPU memory, {free:.0f} GB are free")
+
+
+def poisoned(*shape: int) -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=torch.bfloat16, device=GPU)
+
+
+@pytest.mark.slow
+def test_adapter_offsets_beyond_int32():
+    """256 experts, hidden size 7168, rank 64: adapter 19 begins at element 2.2e9 of its stack."""
+    needs_memory(16)
+    experts, hidden, inter, rank, slots = 256, 7168, 64, 64, 20
+    assert (slots - 1) * experts * rank * hidden > 2**31
+    used_experts, used_slots = [0, 1, 255], [0, 19]
+    spec = Spec(
+        tokens=14,
+        top_k=2,
+        experts=len(used_experts),
+        hidden=hidden,
+        inter=inter,
+        ranks=(rank, rank),
+        mix="many",
+        slices=1,
+        dtype=torch.bfloat16,
+    )
+    p = spec.build()
+    large = {
+        "w13": poisoned(experts, 2 * inter, hidden),
+        "w2": poisoned(experts, hidden, inter),
+        "w13_lora_a": poisoned(slots, experts, rank, hidden),
+        "w13_lora_b": poisoned(slots, experts, 2 * inter, rank),
+        "w2_lora_a": poisoned(slots, experts, rank, inter),
+        "w2_lora_b": poisoned(slots, experts, hidden, rank),
+    }
+    for i, e in enumerate(used_experts):
+        for name in ("w13", "w2"):
+            large[name][e] = getattr(p, name)[i]
+        for j, slot in enumerate(used_slots):
+            for name in ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b"):
+                large[name][slot, e] = getattr(p, name)[j, i]
+    expert_of = torch.tensor(used_experts, dtype=torch.int32)
+    slot_of = torch.tensor([*used_slots, -1], dtype=torch.int32)  # -1 finds the last entry
+    there = {
+        **p.to(GPU).kwargs(),
+        **large,
+        "topk_ids": expert_of[p.topk_ids.long()].to(GPU),
+        "token_lora_mapping": slot_of[p.token_lora_mapping.long()].to(GPU),
+        "lora_ranks": torch.full((slots,), rank, dtype=torch.int32, device=GPU),
+        "lora_scalings": torch.full((slots,), float("nan"), device=GPU),
+    }
+    there["lora_scalings"][used_slots] = p.lora_scalings.to(GPU)
+    assert {0, 1} <= set(p.token_lora_mapping.tolist())
+    y = moelora.fused_experts_lora(**there)
+    ref = fused_experts_lora_ref(**p.kwargs())
+    assert_close_to_ref(y, ref, naive_fused_experts_lora(**p.kwargs()), torch.bfloat16)
+
+
+@pytest.mark.slow
+def test_row_offsets_beyond_int32():
+    """Inputs, intermediate rows and outputs of more than 2^31 elements."""
+    needs_memory(40)
+    hidden = 4096
+    tokens = 2**31 // hidden + 1500
+    p = Spec(
+        tokens=8, top_k=1, experts=2, hidden=hidden, inter=64, ranks=(8, 16), dtype=torch.bfloat16
+    ).build()
+    make = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 2, (tokens, 1), generator=make, dtype=torch.int32)
+    mapping = torch.randint(-1, 2, (tokens,), generator=make, dtype=torch.int32)
+    weights = torch.rand(tokens, 1, generator=make)
+    x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device=GPU)
+    edge = 2**31 // hidden
+    windows = [0, 1, edge // 2, *range(edge - 2, edge + 2), tokens - 2, tokens - 1]
+    small = replace(
+        p,
+        hidden_states=x[windows].cpu(),
+        rows=torch.randn(tokens, 64, dtype=torch.bfloat16)[windows],
+        topk_ids=ids[windows],
+        topk_weights=weights[windows],
+        token_lora_mapping=mapping[windows],
+    )
+    there = replace(
+        p.to(GPU),
+        hidden_states=x,
+        topk_ids=ids.to(GPU),
+        topk_weights=weights.to(GPU),
+        token_lora_mapping=mapping.to(GPU),
+    )
+    y = moelora.fused_experts_lora(**there.kwargs())[windows]
+    ref = fused_experts_lora_ref(**small.kwargs())
+    assert_close_to_ref(y, ref, naive_fused_experts_lora(**small.kwargs()), torch.bfloat16)
+    del y, x
+
+    rows = torch.zeros(tokens, 64, dtype=torch.bfloat16, device=GPU)
+    rows[windows] = small.rows.to(GPU)
+    there = replace(there, hidden_states=None, rows=rows)
+    y = moelora.fused_moe_lora_gemm(**there.gemm_kwargs("w2"))
+    assert y.numel() > 2**31
+    ref = fused_moe_lora_gemm_ref(**small.gemm_kwargs("w2"))
+    naive = naive_fused_moe_lora_gemm(**small.gemm_kwargs("w2"))
+    assert_close_to_ref(y[windows], ref, naive, torch.bfloat16)
+
+
+@pytest.mark.slow
+def test_weight_offsets_beyond_int32():
+    needs_memory(30)
+    experts, hidden, inter = 40, 4096, 6912
+    assert (experts - 1) * 2 * inter * hidden > 2**31
+    used = [0, experts - 1]
+    spec = Spec(tokens=6, top_k=2, experts=2, hidden=hidden, inter=inter, ranks=(16,))
+    p = replace(spec, dtype=torch.bfloat16).build().base()
+    w13, w2 = poisoned(experts, 2 * inter, hidden), poisoned(experts, hidden, inter)
+    for i, e in enumerate(used):
+        w13[e], w2[e] = p.w13[i].to(GPU), p.w2[i].to(GPU)
+    there = {
+        **p.to(GPU).kwargs(),
+        "w13": w13,
+        "w2": w2,
+        "topk_ids": torch.tensor(used, dtype=torch.int32)[p.topk_ids.long()].to(GPU),
+    }
+    ref = fused_experts_lora_ref(**p.kwargs())
+    naive = naive_fused_experts_lora(**p.kwargs())
+    assert_close_to_ref(moelora.fused_experts_lora(**there), ref, naive, torch.bfloat16)
+
+    packed = moelora.prepack_weights(w13)
+    assert same_bits(packed.unpack()[-1].cpu(), p.w13[-1])
+    there["w13"] = packed
+    assert_close_to_ref(moelora.fused_experts_lora(**there), ref, naive, torch.bfloat16)
+
+
+# ---- errors ----
+
+
+def test_more_keys_than_the_device_counts():
+    ids = torch.zeros(4, 2, dtype=torch.int32, device=GPU)
+    with pytest.raises((RuntimeError, NotImplementedError), match="9000 experts.*at most 7679"):
+        moelora.moe_align_block_size(ids, 16, 9000)
+    assert moelora.moe_align_block_size(ids, 16, 7000)[2].item() == 16
+
+
+# A stream capture that something else broke refuses our launch without harming the context; torch's
+# own state may not survive a failed capture, so all of it has a process to itself.
+BROKEN_CAPTURE = """
+    import pytest, torch, moelora
+
+    ids = torch.tensor([[0, 1], [1, 2], [2, 0]], dtype=torch.int32, device="cuda")
+    expected = [t.tolist() for t in moelora.moe_align_block_size(ids, 4, 3)]
+    weights = torch.randn(2, 64, 64, device="cuda", dtype=torch.bfloat16)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        with pytest.raises(RuntimeError):
+            stream.synchronize()  # not allowed here: the capture is lost
+        for call in (
+            lambda: moelora.moe_align_block_size(ids, 4, 3),
+            lambda: moelora.prepack_weights(weights),
+        ):
+            with pytest.raises(RuntimeError, match="cudaErrorStreamCapture") as error:
+                call()
+            print(error.value)
+        with pytest.raises(RuntimeError):
+            graph.capture_end()
+    assert [t.tolist() for t in moelora.moe_align_block_size(ids, 4, 3)] == expected
+    assert torch.equal(moelora.prepack_weights(weights).unpack(), weights)
+    print("the next call works")
+"""
+
+
+def test_a_gpu_error_has_a_name_and_the_next_call_works():
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(BROKEN_CAPTURE)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "align: cudaErrorStreamCaptureInvalidated" in done.stdout
+    assert "pack: cudaErrorStreamCaptureInvalidated" in done.stdout
+    assert "the next call works" in done.stdout
