@@ -1,0 +1,215 @@
+"""Every CUDA kernel on small problems, for compute-sanitizer.
+
+    python tests/sanitize_gpu.py                           # run and check the calls
+    python tests/sanitize_gpu.py --tools memcheck,racecheck,initcheck,synccheck --log FILE
+
+The second form runs the first under each tool, torch's caching allocator off so that every tensor
+and workspace is an allocation of its own with bounds that memcheck knows to the byte. It fails if
+any tool found anything, and writes what ran, where and with which versions to FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+FAILED = 9
+
+
+def alignments():
+    """(name, call on a device): all modes on every path that csrc/cuda/align.cu can take."""
+    import torch
+
+    import moelora
+
+    sizes = {
+        # tokens, top_k, experts, adapters, dtype of ids
+        "small": (40, 3, 9, 4, torch.int32),
+        "small, several CTAs": (300, 4, 32, 8, torch.int64),
+        "large": (8300, 2, 11, 3, torch.int32),
+        "two sorts": (60, 4, 300, 40, torch.int64),
+        "two sorts, large": (17000, 1, 300, 40, torch.int32),
+    }
+    for name, (tokens, top_k, experts, adapters, dtype) in sizes.items():
+        make = torch.Generator().manual_seed(tokens)
+        ids = torch.randint(-1, experts + 1, (tokens, top_k), generator=make).to(dtype)
+        mapping = torch.randint(-1, adapters + 1, (tokens,), generator=make).to(dtype)
+        weights = torch.rand(tokens, top_k, generator=make)
+        enabled = torch.rand(adapters, generator=make) < 0.8
+        local = torch.rand(experts, generator=make) < 0.7
+        expert_map = torch.where(local, local.cumsum(0) - 1, -1).int()
+        zero = torch.ones(tokens, 37)
+
+        def base(device, t=(ids, expert_map), experts=experts):
+            a, m = (x.to(device) for x in t)
+            return moelora.moe_align_block_size(a, 16, experts, expert_map=m)
+
+        def sorting(device, t=(ids, weights, zero, expert_map), experts=experts):
+            a, w, z, m = (x.to(device, copy=True) for x in t)
+            found = moelora.moe_sorting(a, w, experts, 16, out_to_zero=z, expert_map=m)
+            return (*found, z)
+
+        def lora(device, mode, t=(ids, mapping, enabled), e=experts, slots=adapters):
+            a, c, on = (x.to(device) for x in t)
+            return moelora.moe_lora_align_block_size(
+                a, c, e, 16, slots, mode=mode, adapter_enabled=on
+            )
+
+        yield f"moe_align_block_size, {name}", base
+        yield f"moe_sorting, {name}", sorting
+        for mode in ("uniform", "segmented"):
+            yield (
+                f"moe_lora_align_block_size {mode}, {name}",
+                lambda device, mode=mode, lora=lora: lora(device, mode),
+            )
+
+
+def layers(dtype):
+    """Problems that reach every epilogue and edge once, small enough for racecheck."""
+    from cases import Spec
+
+    plain = Spec(
+        dtype=dtype, tokens=21, hidden=136, inter=72, ranks=(8, 17), mix="half_base", bias=True
+    )
+    yield plain
+    yield replace(plain, activation="swigluoai", tokens=3, mix="all_different")
+    yield replace(plain, activation="relu2", slices=1, sharing="outer", scalings=False)
+    yield replace(plain, activation="gelu", strided=1, int64_ids=True, mix="out_of_range")
+    yield replace(plain, remote=3, routing="out_of_range", mix="disabled", ranks=(64, 3, 256))
+    yield replace(plain, hidden=128, inter=64, tokens=150, experts=2, slices=1, bias=False)
+    yield replace(plain, mix="absent", top_k=1, weight_on_input=True)
+
+
+def check_layers() -> int:
+    import torch
+    from checks import assert_close_to_ref
+
+    import moelora
+    from moelora import _C
+    from moelora.reference import (
+        fused_experts_lora_ref,
+        fused_moe_lora_gemm_ref,
+        naive_fused_experts_lora,
+        naive_fused_moe_lora_gemm,
+    )
+
+    count = 0
+    names = [name for name in _C.usable() if "_sm" in name]
+    for name in names:
+        dtype = torch.bfloat16 if "_bf16_" in name else torch.float16
+        _C.force_variant(name)
+        for spec in layers(dtype):
+            p = spec.build()
+            there = p.to("cuda")
+            print(f"{name}: {spec}", flush=True)
+            arguments = there.kwargs()
+            y = moelora.fused_experts_lora(**arguments)
+            ref, naive = (
+                fused_experts_lora_ref(**p.kwargs()),
+                naive_fused_experts_lora(**p.kwargs()),
+            )
+            assert_close_to_ref(y, ref, naive, dtype)
+            if spec.hidden % 64 == 0:
+                for w in ("w13", "w2"):
+                    arguments[w] = moelora.prepack_weights(arguments[w])
+                y = moelora.fused_experts_lora(**arguments)
+                assert_close_to_ref(y, ref, naive, dtype)
+            for which in ("w13", "w2"):
+                y = moelora.fused_moe_lora_gemm(**there.gemm_kwargs(which, True))
+                arguments_here = p.gemm_kwargs(which, True)
+                ref = fused_moe_lora_gemm_ref(**arguments_here)
+                assert_close_to_ref(y, ref, naive_fused_moe_lora_gemm(**arguments_here), dtype)
+            count += 1
+    _C.force_variant(None)
+    return count
+
+
+def check_packing() -> int:
+    import torch
+
+    import moelora
+
+    wide = torch.randn(3, 128, 64 + 5)
+    for dtype in (torch.bfloat16, torch.float32):
+        for w in (torch.randn(2, 64, 192).to(dtype), wide.to(dtype)[:, :, 3:67]):
+            there = w.to("cuda") if w.is_contiguous() else wide.to(dtype).to("cuda")[:, :, 3:67]
+            print(f"prepack_weights: {tuple(w.shape)} {dtype}", flush=True)
+            assert torch.equal(moelora.prepack_weights(there).unpack().cpu(), w)
+    return 4
+
+
+def check_all() -> None:
+    import torch
+
+    count = 0
+    for name, call in alignments():
+        print(name, flush=True)
+        for i, (got, expected) in enumerate(zip(call("cuda"), call("cpu"), strict=True)):
+            assert torch.equal(got.cpu(), expected), f"{name}: output {i}"
+        count += 1
+    count += check_packing() + check_layers()
+    torch.cuda.synchronize()
+    print(f"{count} problems, all right")
+
+
+def first_line(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = (done.stdout or done.stderr).strip().splitlines()
+    return lines[-1] if lines else "?"
+
+
+def run_tools(tools: list[str], log: Path) -> int:
+    import torch
+
+    from benchmarks import results
+
+    meta = results.meta()
+    lines = [f"{key}: {value}" for key, value in meta.items()]
+    lines.append(f"compute-sanitizer: {first_line('compute-sanitizer', '--version')}")
+    lines.append(f"capability: {torch.cuda.get_device_capability()}")
+    failed = 0
+    log.parent.mkdir(parents=True, exist_ok=True)
+    for tool in tools:
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FAILED)]
+        command += [sys.executable, str(Path(__file__).resolve())]
+        print(f"== {tool}", flush=True)
+        started = time.monotonic()
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        failed += done.returncode != 0
+        lines += ["", f"== {tool}: exit status {done.returncode}, "]
+        lines[-1] += f"{time.monotonic() - started:.0f} s"
+        lines.append(done.stdout.rstrip().replace(f"{ROOT}/", ""))
+        # written after each tool, so that a time limit costs only what it cut off
+        log.write_text("\n".join(lines) + "\n")
+        print("\n".join(done.stdout.splitlines()[-6:]), flush=True)
+    print(f"{len(tools) - failed} of {len(tools)} tools found nothing; {log}")
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tools", help="comma-separated tools of compute-sanitizer to run under")
+    parser.add_argument("--log", default="build/sanitize-gpu.log", type=Path)
+    args = parser.parse_args()
+    if args.tools:
+        return run_tools(args.tools.split(","), args.log)
+    check_all()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
