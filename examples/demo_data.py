@@ -127,7 +127,11 @@ def held_out_excerpt(domain: str, size: int = EVAL_BYTES, pieces: int = 8) -> by
 
 
 def eval_windows(domain: str, count: int | None = None) -> torch.Tensor:
-    """The committed held-out text as `(count, WINDOW)` tokens, the same on every machine."""
+    """`count` windows spread over the committed held-out text, `(count, WINDOW)` tokens."""
     tokens = encode((EVAL_DIR / f"{domain}.txt").read_bytes())
     windows = tokens[: len(tokens) // WINDOW * WINDOW].view(-1, WINDOW)
-    return windows if count is None else windows[:count]
+    if count is None:
+        return windows
+    if not 1 <= count <= len(windows):
+        raise ValueError(f"count is {count}, {domain!r} has {len(windows)} windows")
+    return windows[torch.arange(count) * len(windows) // count]
