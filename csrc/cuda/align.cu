@@ -112,6 +112,7 @@ static align_divisor divisor_of(int64_t value) {
   return d;
 }
 
+/* The last step of a description: the rest must be there. */
 static void set_size(align_sort *sort, int64_t items, int64_t keys, int64_t ways,
                      const scratch &parts) {
   sort_shape shape = shape_of(items, keys, sort->max_blocks * sort->block_size.value);
@@ -122,6 +123,10 @@ static void set_size(align_sort *sort, int64_t items, int64_t keys, int64_t ways
   sort->num_chunks = shape.num_chunks;
   sort->chunk_items = shape.chunk_items;
   sort->table = shape.small ? NULL : parts.table;
+  const moelora_ids *ids = &sort->routes.topk_ids, *mapping = &sort->routes.token_lora_mapping;
+  sort->dense = sort->by_expert && !sort->order && ids->stride[1] == 1 &&
+                ids->stride[0] == sort->top_k.value &&
+                (!sort->by_adapter || mapping->stride[0] == 1);
 }
 
 /* All of a problem but how its items are sorted. */

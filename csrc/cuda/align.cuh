@@ -73,20 +73,28 @@ static __device__ __forceinline__ align_item locate(const align_sort &s, uint32_
  * loads of a step are in flight together. An id outside its range reads entry 0 and drops the
  * result. */
 
+/* 0 <= id < size, in one comparison */
+static __device__ __forceinline__ bool inside(int32_t id, int32_t size) {
+  return (uint32_t)id < (uint32_t)size;
+}
+static __device__ __forceinline__ bool inside(int64_t id, int32_t size) {
+  return (uint64_t)id < (uint64_t)size;
+}
+
 /* id -> local expert, or -1 */
 template <typename Id, int N>
 static __device__ __forceinline__ void local_experts(const moelora_routes &routes, Id (&id)[N]) {
   if (routes.expert_map) {
 #pragma unroll
     for (int u = 0; u < N; u++) {
-      const bool inside = id[u] >= 0 && id[u] < routes.num_global;
-      const int32_t expert = routes.expert_map[inside ? id[u] : 0];
-      id[u] = inside ? expert : -1;
+      const bool known = inside(id[u], routes.num_global);
+      const int32_t expert = routes.expert_map[known ? id[u] : 0];
+      id[u] = known ? expert : -1;
     }
   }
 #pragma unroll
   for (int u = 0; u < N; u++)
-    if (id[u] >= routes.num_experts)
+    if (!inside(id[u], routes.num_experts))
       id[u] = -1;
 }
 
@@ -96,7 +104,7 @@ static __device__ __forceinline__ void active_adapters(const moelora_routes &rou
                                                        Lora (&id)[N]) {
 #pragma unroll
   for (int u = 0; u < N; u++)
-    if (id[u] < 0 || id[u] >= routes.max_loras)
+    if (!inside(id[u], routes.max_loras))
       id[u] = -1;
   if (!routes.adapter_enabled)
     return;
@@ -116,6 +124,45 @@ static __device__ __forceinline__ void active_adapters(const moelora_routes &rou
       id[u] = -1;
 }
 
+/* Ids of the experts and adapters of N items, as they are in memory. */
+template <typename Id, typename Lora, int N>
+static __device__ __forceinline__ void load_ids(const align_sort &s, const uint32_t (&index)[N],
+                                                Id (&expert)[N], Lora (&adapter)[N]) {
+  const Id *ids = (const Id *)s.routes.topk_ids.data;
+  const Lora *mapping = (const Lora *)s.routes.token_lora_mapping.data;
+  if (s.dense) { /* the usual case, at half of the instructions */
+#pragma unroll
+    for (int u = 0; u < N; u++)
+      expert[u] = ids[index[u]];
+    if (s.by_adapter) {
+#pragma unroll
+      for (int u = 0; u < N; u++)
+        adapter[u] = mapping[divide(index[u], s.top_k)];
+    }
+    return;
+  }
+  align_item item[N];
+#pragma unroll
+  for (int u = 0; u < N; u++)
+    item[u] = locate(s, index[u]);
+  if (s.order) { /* written by an earlier launch: not through L1 */
+#pragma unroll
+    for (int u = 0; u < N; u++)
+      item[u].token = (uint32_t)__ldcg(s.order + item[u].token);
+  }
+  if (s.by_expert) {
+#pragma unroll
+    for (int u = 0; u < N; u++)
+      expert[u] = ids[item[u].token * s.routes.topk_ids.stride[0] +
+                      item[u].choice * s.routes.topk_ids.stride[1]];
+  }
+  if (s.by_adapter) {
+#pragma unroll
+    for (int u = 0; u < N; u++)
+      adapter[u] = mapping[item[u].token * s.routes.token_lora_mapping.stride[0]];
+  }
+}
+
 /* Keys of items first, first + ALIGN_THREADS, ... below `end`; -1 for the others. */
 template <typename Id, typename Lora, int N>
 static __device__ __forceinline__ void load_keys(const align_sort &s, uint32_t first, uint32_t end,
@@ -125,35 +172,19 @@ static __device__ __forceinline__ void load_keys(const align_sort &s, uint32_t f
     key[u] = -1;
   if (first >= end)
     return;
-  align_item item[N];
+  uint32_t index[N];
   Id expert[N];
   Lora adapter[N];
 #pragma unroll
   for (int u = 0; u < N; u++) {
-    const uint32_t index = first + u * ALIGN_THREADS;
-    item[u] = locate(s, index < end ? index : first);
+    index[u] = first + u * ALIGN_THREADS;
+    index[u] = index[u] < end ? index[u] : first;
     expert[u] = 0;
     adapter[u] = -1;
   }
-  if (s.order) { /* written by an earlier launch: not through L1 */
-#pragma unroll
-    for (int u = 0; u < N; u++)
-      item[u].token = (uint32_t)__ldcg(s.order + item[u].token);
-  }
-  if (s.by_expert) {
-    const Id *ids = (const Id *)s.routes.topk_ids.data;
-#pragma unroll
-    for (int u = 0; u < N; u++)
-      expert[u] = ids[item[u].token * s.routes.topk_ids.stride[0] +
-                      item[u].choice * s.routes.topk_ids.stride[1]];
-  }
-  if (s.by_adapter) {
-    const Lora *mapping = (const Lora *)s.routes.token_lora_mapping.data;
-#pragma unroll
-    for (int u = 0; u < N; u++)
-      adapter[u] = mapping[item[u].token * s.routes.token_lora_mapping.stride[0]];
+  load_ids(s, index, expert, adapter);
+  if (s.by_adapter)
     active_adapters(s.routes, adapter);
-  }
   if (s.by_expert)
     local_experts(s.routes, expert);
 #pragma unroll

@@ -25,6 +25,7 @@ struct align_sort {
   const int32_t *order; /* [M] tokens in the order in which they come; NULL: as they are */
   uint32_t num_items;
   bool by_expert, by_adapter; /* what makes up a key */
+  bool dense;                 /* item i is topk_ids[i], of token i / top_k, without gaps */
   bool emit_tokens;           /* sorted_ids get tokens, not rows */
   bool empty_blocks;          /* experts without items get a block */
   align_divisor top_k;        /* items per token */
