@@ -151,21 +151,20 @@ __global__ void __launch_bounds__(64 * E::TILES, 4 / E::TILES)
     for (int i = 0; i < E::TOKENS / 2; i++) d[0][i] = d[1][i] = 0.f;
 
     // Segments are found anew for each stage: kept, they would cost the main loop its registers.
-    auto advance = [&](AdapterStage &stage) {
-      if (!g.lora_ids) return false;
+    auto find_segments = [&] {
       Segments<E::LANES> segments;
       segments.load(g.lora_ids + (int64_t)tile.block * E::TOKENS, E::TOKENS, g.lora_ranks,
                     g.lora.max_rank);
-      return next_stage<E>(g, tile, segments, stage);
+      return segments;
     };
-    AdapterStage ahead, now;
-    bool more = true;
+    Piece ahead, now;
+    bool more = g.lora_ids != nullptr;
     auto copy_ahead = [&](int step) {
       const uint32_t w = base + step % STAGES * E::STAGE_BYTES, x = w + E::W_BYTES;
       if (step < depth_steps)
         loader.copy(g, step, w, x);
-      else if (more && (more = advance(ahead)))
-        load_adapter_stage<E, T, THREADS>(g, tile, ahead, w, x, threadIdx.x);
+      else if (more)
+        more = load_pieces<E, T, THREADS>(g, tile, find_segments(), ahead, w, x, threadIdx.x);
       copy_async_commit();
     };
     for (int step = 0; step < STAGES - 1; step++) copy_ahead(step);
@@ -174,12 +173,16 @@ __global__ void __launch_bounds__(64 * E::TILES, 4 / E::TILES)
       __syncthreads();
       copy_ahead(step + STAGES - 1);
       const uint32_t w = base + step % STAGES * E::STAGE_BYTES, x = w + E::W_BYTES;
-      if (step < depth_steps)
+      if (step < depth_steps) {
         multiply<E, T>(d, w, x, pair, count);
-      else if (advance(now))
-        expand<E, T, E::TOKENS>(d, g, tile, now, w, x, pair);
-      else
-        break;
+        continue;
+      }
+      if (!g.lora_ids) break;
+      const Segments<E::LANES> segments = find_segments();
+      int slot = 0;
+      while (slot < pieces_per_stage(g) && next_piece<E>(g, tile, segments, now))
+        expand<E, T, E::TOKENS>(d, g, tile, now, slot++, w, x, pair);
+      if (slot == 0) break;
     }
 
     int32_t rows[E::LANES];
@@ -199,7 +202,6 @@ __global__ void __launch_bounds__(64 * E::TILES, 4 / E::TILES)
       else
         store_rounded<E, T>(d[half], g, first, rows);
     }
-    __syncthreads(); // the next tile's copies would overtake readers of the last stages
   }
 }
 
@@ -221,8 +223,8 @@ struct Launch<80, T, BLOCK_M, BLOCK_N, STAGES> {
         "gemm_sm80", (int64_t)g->max_blocks * tile_columns<E>(*g), 64 * E::TILES, SHARED, exec, *g);
   }
   static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
-    // Element by element the largest tile would spill; the plan gives unaligned problems smaller ones.
-    if constexpr (BLOCK_M <= 64)
+    // Element by element larger tiles would spill; the plan gives unaligned problems these.
+    if constexpr (BLOCK_M <= 32)
       if (!g->vectors) return run_as<false>(g, exec);
     if (!g->vectors)
       return moelora_fail(MOELORA_UNSUPPORTED, "blocks of %d rows need 16-byte alignment", BLOCK_M);

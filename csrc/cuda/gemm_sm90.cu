@@ -93,14 +93,14 @@ __device__ void produce(const CUtensorMap *map, const moelora_gemm_launch &g, Ri
     Segments<S::LANES> segments;
     segments.load(g.lora_ids + (int64_t)tile.block * S::TOKENS, S::TOKENS, g.lora_ranks,
                   g.lora.max_rank);
-    AdapterStage s;
-    while (next_stage<S>(g, tile, segments, s)) {
+    for (Piece cursor;; ring.advance()) {
       barrier_wait(ring.empty + 8 * ring.stage, ring.phase ^ 1);
+      if (!load_pieces<S, T, kProducers>(g, tile, segments, cursor, ring.weights(), ring.tokens(),
+                                         thread))
+        break;
       const uint32_t full = ring.full + 8 * ring.stage;
-      load_adapter_stage<S, T, kProducers>(g, tile, s, ring.weights(), ring.tokens(), thread);
       if (thread == 0) barrier_arrive(full);
       barrier_arrive_after_copies(full);
-      ring.advance();
     }
   }
 }
@@ -177,14 +177,20 @@ __device__ __forceinline__ void consume_tile(const moelora_gemm_launch &g, Ring<
     Segments<S::LANES> segments;
     segments.load(g.lora_ids + (int64_t)tile.block * S::TOKENS, S::TOKENS, g.lora_ranks,
                   g.lora.max_rank);
-    AdapterStage s;
-    while (next_stage<S>(g, tile, segments, s)) {
-      barrier_wait(ring.full + 8 * ring.stage, ring.phase);
-      expand<S, T, N>(d, g, tile, s, ring.weights(), ring.tokens(), consumer);
+    const int per_stage = pieces_per_stage(g);
+    int slot = 0;
+    auto release = [&] {
       __syncwarp();
       if (lane == 0) barrier_arrive(ring.empty + 8 * ring.stage);
       ring.advance();
+      slot = 0;
+    };
+    for (Piece s; next_piece<S>(g, tile, segments, s);) {
+      if (slot == 0) barrier_wait(ring.full + 8 * ring.stage, ring.phase);
+      expand<S, T, N>(d, g, tile, s, slot, ring.weights(), ring.tokens(), consumer);
+      if (++slot == per_stage) release();
     }
+    if (slot > 0) release();
   }
   int32_t rows[S::LANES];
   float weights[S::LANES];

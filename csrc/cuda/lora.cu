@@ -5,8 +5,9 @@
  *
  * A warp takes ROWS = 16 * TILES rows and one segment of them after the other. Both operands have
  * depth contiguous, and a dot product may take depth in any order, so a lane loads 16 bytes of a row
- * and calls them two steps of an mma fragment: no shared memory, whole sectors. Where there are few
- * rows, SPLIT warps share an item, each a stretch of the depth, and add up in a fixed order. */
+ * and calls them two steps of an mma fragment: no shared memory, whole sectors. The
+ * segments of an item are dealt out to SHARES takers. Where there are few rows, the SPLIT warps of a
+ * block take a stretch of the depth each and add up in a fixed order. */
 #include "kernel_launch.cuh"
 #include "tile.cuh"
 
@@ -33,10 +34,11 @@ __device__ __forceinline__ uint4 load_chunk(const T *row, int k, int depth) {
   return v;
 }
 
-template <class T, int TILES, int SPLIT, bool VECTORS>
+template <class T, int TILES, int SPLIT, int SHARES, bool VECTORS>
 __global__ void __launch_bounds__(32 * kWarps) shrink(const __grid_constant__ Params p) {
   constexpr int ROWS = 16 * TILES, LANES = (ROWS + 31) / 32;
-  constexpr int COLUMNS = TILES == 1 && VECTORS ? 8 : 4; // of 8 ranks, per pass
+  constexpr int COLUMNS = 4;                         // of 8 ranks, per pass
+  constexpr int AHEAD = !VECTORS || TILES > 1 ? 1 : 4; // depth steps in flight
   const moelora_gemm_launch &g = p.g;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   __shared__ float partial[SPLIT > 1 ? kWarps : 1][SPLIT > 1 ? 16 * 8 * COLUMNS : 1];
@@ -46,9 +48,10 @@ __global__ void __launch_bounds__(32 * kWarps) shrink(const __grid_constant__ Pa
   const int stretch = (g.k / SPLIT + 31) / 32 * 32 + (g.k % SPLIT ? 32 : 0);
 
   // Warps of one item never part ways: what bounds these loops is the same for all of them.
-  for (int item = (int)blockIdx.x * (kWarps / SPLIT) + warp / SPLIT; item < items;
-       item += gridDim.x * (kWarps / SPLIT)) {
-    const int first = item * ROWS;
+  for (int share = (int)blockIdx.x * (kWarps / SPLIT) + warp / SPLIT; share < items * SHARES;
+       share += gridDim.x * (kWarps / SPLIT)) {
+    const int first = share / SHARES * ROWS;
+    int segment = 0;
     const int expert = g.expert_ids[first / g.block_rows];
     Segments<LANES> segments;
     segments.load(g.lora_ids + first, ROWS, g.lora_ranks, g.lora.max_rank);
@@ -67,7 +70,9 @@ __global__ void __launch_bounds__(32 * kWarps) shrink(const __grid_constant__ Pa
 
     for (int low = 0; low < ROWS;) {
       const int high = segments.next(low + 1, ROWS), pair = segments.at(low);
-      const int lora = pair / kRanks, rank = pair < 0 ? 0 : pair % kRanks;
+      // Every SHARES-th adapted segment is this one's.
+      const bool taken = pair >= 0 && segment++ % SHARES == share % SHARES;
+      const int lora = pair / kRanks, rank = taken ? pair % kRanks : 0;
       const int per_slice = (rank + 15) / 16 * 2, tiles = per_slice * g.lora.num_slices;
       const float scaling = rank && p.scalings ? p.scalings[lora] : 1.f;
       for (int done = 0; done < tiles; done += COLUMNS) {
@@ -84,27 +89,35 @@ __global__ void __launch_bounds__(32 * kWarps) shrink(const __grid_constant__ Pa
         }
         float d[TILES][COLUMNS][4] = {};
         const int begin = warp % SPLIT * stretch, end = min(g.k, begin + stretch);
-        for (int k = begin + (lane & 3) * 8; k < end + (lane & 3) * 8; k += 32) {
-          uint4 left[TILES][2];
+        for (int k = begin + (lane & 3) * 8; k < end + (lane & 3) * 8; k += 32 * AHEAD) {
+          // All loads of AHEAD steps first: it is their number in flight that hides the latency.
+          uint4 left[AHEAD][TILES][2], right[AHEAD][COLUMNS];
 #pragma unroll
-          for (int t = 0; t < TILES; t++)
+          for (int step = 0; step < AHEAD; step++) {
 #pragma unroll
-            for (int eight = 0; eight < 2; eight++)
-              left[t][eight] = load_chunk<T, VECTORS>(x[t][eight], k, end);
+            for (int c = 0; c < COLUMNS; c++)
+              right[step][c] = load_chunk<T, VECTORS>(a[c], k + 32 * step, end);
 #pragma unroll
-          for (int c = 0; c < COLUMNS; c++) {
-            if (done + c >= tiles) break;
-            const uint4 right = load_chunk<T, VECTORS>(a[c], k, end);
+            for (int t = 0; t < TILES; t++)
+#pragma unroll
+              for (int eight = 0; eight < 2; eight++)
+                left[step][t][eight] = load_chunk<T, VECTORS>(x[t][eight], k + 32 * step, end);
+          }
+#pragma unroll
+          for (int step = 0; step < AHEAD; step++)
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
               if (t * 16 >= high || t * 16 + 16 <= low) continue;
-              const uint4 &u = left[t][0], &v = left[t][1];
-              const uint32_t a0[4] = {u.x, v.x, u.y, v.y}, b0[2] = {right.x, right.y};
-              const uint32_t a1[4] = {u.z, v.z, u.w, v.w}, b1[2] = {right.z, right.w};
-              mma_16816<T>(d[t][c], a0, b0);
-              mma_16816<T>(d[t][c], a1, b1);
+              const uint4 &u = left[step][t][0], &v = left[step][t][1];
+              const uint32_t a0[4] = {u.x, v.x, u.y, v.y}, a1[4] = {u.z, v.z, u.w, v.w};
+#pragma unroll
+              for (int c = 0; c < COLUMNS; c++) {
+                const uint4 &b = right[step][c];
+                const uint32_t b0[2] = {b.x, b.y}, b1[2] = {b.z, b.w};
+                mma_16816<T>(d[t][c], a0, b0);
+                mma_16816<T>(d[t][c], a1, b1);
+              }
             }
-          }
         }
         if constexpr (SPLIT > 1) {
           static_assert(TILES == 1 && SPLIT == kWarps, "one item of 16 rows per block");
@@ -152,9 +165,10 @@ moelora_status launch(const Params &p, const moelora_exec *exec) {
   const int64_t rows = (int64_t)p.g.max_blocks * p.g.block_rows;
   // Four tiles a warp read a factor once for 64 rows; it takes that many rows to fill the chip.
   if (p.g.block_rows >= 64 && rows >= 64 * kWarps * moelora_cuda_num_sms(exec->device_index))
-    return launch_kernel<shrink<T, 4, 1, VECTORS>>("shrink", (rows / 64 + kWarps - 1) / kWarps,
-                                                   32 * kWarps, 0, exec, p);
-  return launch_kernel<shrink<T, 1, kWarps, VECTORS>>("shrink", rows / 16, 32 * kWarps, 0, exec, p);
+    return launch_kernel<shrink<T, 4, 1, 2, VECTORS>>(
+        "shrink", (rows / 64 * 2 + kWarps - 1) / kWarps, 32 * kWarps, 0, exec, p);
+  return launch_kernel<shrink<T, 1, kWarps, 4, VECTORS>>("shrink", rows / 16 * 4, 32 * kWarps, 0,
+                                                         exec, p);
 }
 
 } // namespace

@@ -147,99 +147,134 @@ __device__ __forceinline__ bool group_meets_slice(const moelora_gemm_launch &g, 
   return end >= slice * g.lora.slice_n && begin < (slice + 1) * g.lora.slice_n;
 }
 
-/* One stage of adapter work: ranks [rank, rank + depth) of one slice for tokens [low, high). */
-struct AdapterStage {
+/* Adapter work comes in pieces: up to 16 ranks [rank, rank + depth) of the adapter of tokens
+ * [low, high). Where gate and up have a slice each, a piece covers both: groups of gate rows take
+ * slice 0, groups of up rows slice 1. Otherwise it covers `slice`. */
+struct Piece {
   int low = 0, high = 0, pair = -1, slice = 0, rank = 0, depth = 0;
 };
 
-/* Moves on to a tile's next adapter stage, the first one from a fresh `s`; false behind the last.
- * The order is the same for all warps, whether they load or multiply. */
+constexpr int kPieceDepth = 16;
+
+__device__ __forceinline__ bool is_paired(const moelora_gemm_launch &g) {
+  return g.gated && !g.interleaved && g.lora.num_slices == 2;
+}
+
+/* Pieces in a stage. In W, piece j of a stage lies in chunks 2j and 2j + 1; in X too, but the two
+ * slices of a paired piece follow each other, in chunks 4j to 4j + 3. */
+__device__ __forceinline__ int pieces_per_stage(const moelora_gemm_launch &g) {
+  return is_paired(g) ? 2 : 4;
+}
+
+/* Moves on to a tile's next piece, the first one from a fresh `s`; false behind the last. The order
+ * is the same for all warps, whether they load or multiply. */
 template <class E>
-__device__ __forceinline__ bool next_stage(const moelora_gemm_launch &g, const Tile &tile,
-                                           const Segments<E::LANES> &segments, AdapterStage &s) {
-  s.rank += kDepth;
+__device__ __forceinline__ bool next_piece(const moelora_gemm_launch &g, const Tile &tile,
+                                           const Segments<E::LANES> &segments, Piece &s) {
+  const int slices = is_paired(g) ? 1 : g.lora.num_slices;
+  s.rank += kPieceDepth;
   while (s.pair < 0 || s.rank >= s.pair % kRanks) {
     s.rank = 0;
-    if (s.pair < 0 || ++s.slice == g.lora.num_slices) {
+    if (s.pair < 0 || ++s.slice == slices) {
       s.slice = 0;
       s.low = s.high;
+      s.pair = -1;
       if (s.low >= E::TOKENS) return false;
       s.high = segments.next(s.low + 1, E::TOKENS);
       s.pair = segments.at(s.low);
       if (s.pair < 0) continue;
     }
-    bool meets = false;
-    for (int group = 0; group < E::TILES; group++)
-      meets |= group_meets_slice<E>(g, tile.column, group, s.slice);
+    bool meets = slices == 1;
+    for (int group = 0; group < E::TILES && !meets; group++)
+      meets = group_meets_slice<E>(g, tile.column, group, s.slice);
     if (!meets) s.rank = kRanks;
   }
-  s.depth = min(kDepth, s.pair % kRanks - s.rank);
+  s.depth = min(kPieceDepth, s.pair % kRanks - s.rank);
   return true;
 }
 
-/* This thread's part of an adapter stage: chunk thread % 8 of rows thread / 8 + i * THREADS / 8. */
+/* This thread's part of a stage of pieces: chunk thread % 8 of rows thread / 8 + i * THREADS / 8.
+ * False, with nothing to copy, behind the last piece. */
 template <class E, class T, int THREADS>
-__device__ __forceinline__ void load_adapter_stage(const moelora_gemm_launch &g, const Tile &tile,
-                                                   const AdapterStage &s, uint32_t w, uint32_t x,
-                                                   int thread) {
-  const int chunk = thread & 7, column = s.rank + chunk * 8;
-  if (chunk * 8 >= (s.depth + 15) / 16 * 16) return;
+__device__ __forceinline__ bool load_pieces(const moelora_gemm_launch &g, const Tile &tile,
+                                            const Segments<E::LANES> &segments, Piece &cursor,
+                                            uint32_t w, uint32_t x, int thread) {
+  const bool paired = is_paired(g);
+  const int chunk = thread & 7, per_stage = pieces_per_stage(g);
+  Piece of_w, of_x; // of this thread's chunk
+  int count = 0;
+  while (count < per_stage && next_piece<E>(g, tile, segments, cursor)) {
+    if (chunk / 2 == count) of_w = cursor;
+    if ((paired ? chunk / 4 : chunk / 2) == count) of_x = cursor;
+    count++;
+  }
   const uint32_t swizzled = (chunk ^ (thread / 8 & 7)) << 4;
-  const moelora_factor &b = g.lora.b[s.slice];
-  const T *factor = (const T *)b.data + s.pair / kRanks * b.stride_l + tile.expert * b.stride_e;
-#pragma unroll 1
-  for (int row = thread / 8; row < E::ROWS; row += THREADS / 8) {
-    const int output = first_output<E>(g, tile.column, row / 64) + row % 64;
-    const int64_t n = weight_row(g, row / 64, output) - s.slice * g.lora.slice_n;
-    const bool there =
-        output < g.n_out && n >= 0 && n < g.lora.slice_n && column < g.lora.max_rank;
-    const uint32_t to = w + row * kRowBytes + swizzled;
-    const T *from = there ? factor + n * b.stride_i + column : factor;
-    if (g.factors_vectors)
-      copy_async_16(to, from, there);
-    else
-      copy_elements(to, from, there ? min(8, g.lora.max_rank - column) : 0);
+  if (of_w.pair >= 0) {
+    const int column = of_w.rank + (chunk & 1) * 8;
+#pragma unroll 2
+    for (int row = thread / 8; row < E::ROWS; row += THREADS / 8) {
+      const int group = row / 64, slice = paired ? group & 1 : of_w.slice;
+      const int output = first_output<E>(g, tile.column, group) + row % 64;
+      const int64_t n =
+          paired ? output : weight_row(g, group, output) - slice * g.lora.slice_n;
+      const bool there =
+          output < g.n_out && n >= 0 && n < g.lora.slice_n && column < g.lora.max_rank;
+      const moelora_factor &b = g.lora.b[slice];
+      const T *factor =
+          (const T *)b.data + of_w.pair / kRanks * b.stride_l + tile.expert * b.stride_e;
+      const T *from = there ? factor + n * b.stride_i + column : factor;
+      if (g.factors_vectors)
+        copy_async_16(w + row * kRowBytes + swizzled, from, there);
+      else
+        copy_elements(w + row * kRowBytes + swizzled, from,
+                      there ? min(8, g.lora.max_rank - column) : 0);
+    }
   }
+  if (of_x.pair >= 0) {
+    const int slice = paired ? chunk / 2 & 1 : of_x.slice;
+    const T *hl = (const T *)g.hl + slice * g.hl_slice + of_x.rank + (chunk & 1) * 8;
 #pragma unroll 1
-  for (int t = thread / 8; t < s.high; t += THREADS / 8) {
-    if (t < s.low) continue;
-    const int row = block_row<E>(g, tile.block, t);
-    copy_async_16(x + t * kRowBytes + swizzled,
-                  (const T *)g.hl + row * g.hl_stride + s.slice * g.hl_slice + column, true);
+    for (int t = thread / 8; t < of_x.high; t += THREADS / 8)
+      if (t >= of_x.low)
+        copy_async_16(x + t * kRowBytes + swizzled,
+                      hl + block_row<E>(g, tile.block, t) * g.hl_stride, true);
   }
+  return count > 0;
 }
 
-/* d += B hl^T for the tokens of one adapter stage. Each 16 x 8 piece is multiplied into registers of
- * its own and added only where its token belongs to the segment: what an adapter's factors hold, NaN
- * included, never reaches a token that does not carry it, and a base row keeps its bits. */
+/* d += B hl^T for the tokens of piece `slot` of a stage. Each 16 x 8 patch is multiplied into
+ * registers of its own and added only where its token belongs to the segment: what an adapter's
+ * factors hold, NaN included, never reaches a token that does not carry it, and a base row keeps its
+ * bits. */
 template <class E, class T, int N>
 __device__ __forceinline__ void expand(float (&d)[2][N / 2], const moelora_gemm_launch &g,
-                                       const Tile &tile, const AdapterStage &s, uint32_t w,
+                                       const Tile &tile, const Piece &s, int slot, uint32_t w,
                                        uint32_t x, int pair) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+  const bool paired = is_paired(g);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    if (!group_meets_slice<E>(g, tile.column, 2 * pair + half, s.slice)) continue;
-#pragma unroll 1
-    for (int k = 0; k < s.depth; k += 16) {
-      uint32_t a[4];
-      const int row = warp * 16 + (lane & 15);
-      load_matrix_x4(a, w + (2 * pair + half) * kGroupBytes + row * kRowBytes +
-                            ((k / 8 + (lane >> 4) ^ row & 7) << 4));
-      mask_depth(a, s.depth - k);
+    const int group = 2 * pair + half;
+    if (!paired && g.lora.num_slices > 1 && !group_meets_slice<E>(g, tile.column, group, s.slice))
+      continue;
+    uint32_t a[4];
+    const int row = warp * 16 + (lane & 15);
+    load_matrix_x4(a, w + group * kGroupBytes + row * kRowBytes +
+                          ((2 * slot + (lane >> 4) ^ row & 7) << 4));
+    mask_depth(a, s.depth);
+    const int first = paired ? 4 * slot + 2 * half : 2 * slot;
 #pragma unroll
-      for (int i = 0; i < N / 8; i++) {
-        if (i * 8 >= s.high || i * 8 + 8 <= s.low) continue;
-        uint32_t b[2];
-        const int token = i * 8 + (lane & 7);
-        load_matrix_x2(b, x + token * kRowBytes + ((k / 8 + (lane >> 3 & 1) ^ token & 7) << 4));
-        float delta[4] = {0.f, 0.f, 0.f, 0.f};
-        mma_16816<T>(delta, a, b);
-        const int t = i * 8 + (lane & 3) * 2;
-        if (t >= s.low && t < s.high) d[half][4 * i] += delta[0], d[half][4 * i + 2] += delta[2];
-        if (t + 1 >= s.low && t + 1 < s.high)
-          d[half][4 * i + 1] += delta[1], d[half][4 * i + 3] += delta[3];
-      }
+    for (int i = 0; i < N / 8; i++) {
+      if (i * 8 >= s.high || i * 8 + 8 <= s.low) continue;
+      uint32_t b[2];
+      const int token = i * 8 + (lane & 7);
+      load_matrix_x2(b, x + token * kRowBytes + ((first + (lane >> 3 & 1) ^ token & 7) << 4));
+      float delta[4] = {0.f, 0.f, 0.f, 0.f};
+      mma_16816<T>(delta, a, b);
+      const int t = i * 8 + (lane & 3) * 2;
+      if (t >= s.low && t < s.high) d[half][4 * i] += delta[0], d[half][4 * i + 2] += delta[2];
+      if (t + 1 >= s.low && t + 1 < s.high)
+        d[half][4 * i + 1] += delta[1], d[half][4 * i + 3] += delta[3];
     }
   }
 }
