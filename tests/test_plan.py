@@ -88,6 +88,15 @@ def test_every_gpu_from_ampere_on_has_a_plan(plan, capability, dtype, shape):
     assert blocks[0] < blocks[-1]
 
 
+@pytest.mark.parametrize("capability, kib", [(80, 163), (86, 99), (89, 99), (120, 99)])
+def test_a_plan_fits_the_shared_memory_of_its_gpu(plan, capability, kib):
+    for tokens in TOKENS:
+        name = plan(("cuda", capability), tokens=tokens)[0]
+        (row,) = [row for row in CUDA_ROWS if row[0] == name]
+        block_m, block_n, block_k, stages = map(int, row[3:])
+        assert stages * (block_m + block_n) * block_k * 2 <= kib * 1024, name
+
+
 def test_blocks_follow_the_rows_of_an_expert(plan):
     sm80 = ("cuda", 80)
     few = plan(sm80, tokens=16)  # 128 rows over 128 experts

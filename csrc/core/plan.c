@@ -48,14 +48,24 @@ static const moelora_variant *find_variant(const char *name) {
   return NULL;
 }
 
+/* Shared memory that a CTA may have: much on data-centre chips and on the boards made like them. */
+static int32_t shared_bytes(int32_t compute_capability) {
+  bool large = compute_capability == 80 || compute_capability == 87;
+  bool largest = compute_capability >= 90 && compute_capability < 120;
+  return (largest ? 227 : large ? 163 : 99) * 1024;
+}
+
 bool moelora_variant_runs_on(const moelora_variant *variant, const moelora_device_info *device) {
   if (variant->device != device->device)
     return false;
   if (variant->device == MOELORA_CPU)
     return (device->cpu_isa & (uint32_t)variant->needs) == (uint32_t)variant->needs;
   /* wgmma exists on 9.0 alone; mma.sync, from 8.0 on, is everywhere later. */
-  return variant->needs == 90 ? device->compute_capability == 90
-                              : device->compute_capability >= variant->needs;
+  if (variant->needs == 90)
+    return device->compute_capability == 90;
+  int32_t stage = (variant->block_m + variant->block_n) * variant->block_k * 2;
+  return device->compute_capability >= variant->needs &&
+         variant->stages * stage <= shared_bytes(device->compute_capability);
 }
 
 /* ---- forced variant, log and last plan ---- */
@@ -137,7 +147,17 @@ static bool is_vector_row(const void *data, int64_t stride, int64_t length) {
 }
 
 static bool is_vector_weights(const moelora_weights *w) {
-  return is_vector_row(w->data, w->stride_n, w->k) && w->stride_e % 8 == 0 && w->n % 8 == 0;
+  return is_vector_row(w->data, w->stride_n, w->k) && w->stride_e % 8 == 0 &&
+         w->stride_nt % 8 == 0 && w->stride_kt % 8 == 0 && w->n % 8 == 0;
+}
+
+/* One tensor map covers all experts: rows that lie apart, or tiles that lie together. */
+static bool is_tma_weights(const moelora_weights *w) {
+  const int64_t tile = MOELORA_PACK * MOELORA_PACK;
+  if (w->packed)
+    return w->stride_kt == tile && w->stride_nt == w->k / MOELORA_PACK * tile &&
+           w->stride_e == w->n / MOELORA_PACK * w->stride_nt;
+  return w->stride_e > 0 && w->stride_n > 0;
 }
 
 /* Nearest to `block`, a larger one before a smaller one. */
@@ -147,10 +167,10 @@ static bool is_nearer(int32_t candidate, int32_t best, int32_t block) {
   return candidate >= block ? candidate < best : candidate > best;
 }
 
-/* Element by element, a tile of 128 rows would spill registers: it has no such kernel. */
+/* Element by element, the tiles above 32 rows would spill registers: they have no such kernel. */
 static bool serves(const moelora_variant *v, const access *access) {
   return v->device == MOELORA_CPU || (v->needs == 90 ? access->tma : access->vectors) ||
-         (v->needs < 90 && v->block_m <= 64);
+         (v->needs < 90 && v->block_m <= 32);
 }
 
 /* The newest instruction set that the device has; within it the block nearest to `block`, where
@@ -202,7 +222,7 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                    is_vector_row(problem->x, problem->x_stride, problem->w.k) &&
                    is_vector_row(problem->out, problem->out_stride[0], problem->w.n) &&
                    problem->out_stride[1] % 8 == 0;
-  access.tma = access.vectors;
+  access.tma = access.vectors && is_tma_weights(&problem->w);
   return plan_projections(&problem->routes, problem->dtype, &access, device, plan);
 }
 
@@ -213,7 +233,7 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
   access.vectors = is_vector_weights(&problem->w13) && is_vector_weights(&problem->w2) &&
                    is_vector_row(problem->x, problem->x_stride, problem->hidden);
   /* A box of packed rows is one tile: all of it gate rows or all of it up rows. */
-  access.tma = access.vectors &&
+  access.tma = access.vectors && is_tma_weights(&problem->w13) && is_tma_weights(&problem->w2) &&
                !(problem->w13.packed && gated &&
                  (problem->activation == MOELORA_SWIGLUOAI || problem->intermediate % 64 != 0));
   MOELORA_TRY(plan_projections(&problem->routes, problem->dtype, &access, device, &plan->w13));

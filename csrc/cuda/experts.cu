@@ -6,6 +6,7 @@
  * by p, so that the top-k sum needs no permutation and the public projection is the same kernel. */
 #include "kernel_launch.cuh"
 #include "ptx/mma.cuh"
+#include "tile.cuh"
 
 namespace {
 
@@ -161,7 +162,7 @@ bool vector_factors(const moelora_factor *factors, int32_t count) {
 
 bool vector_weights(const moelora_weights *w) {
   return (uintptr_t)w->data % 16 == 0 && w->stride_e % 8 == 0 && w->stride_n % 8 == 0 &&
-         w->k % 8 == 0 && w->n % 8 == 0;
+         w->stride_nt % 8 == 0 && w->stride_kt % 8 == 0 && w->k % 8 == 0 && w->n % 8 == 0;
 }
 
 /* ---- one projection over an alignment ---- */
@@ -188,7 +189,7 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
     g.lora_ranks = routes->lora_ranks;
     g.hl_slice = slice_width(lora);
     g.hl_stride = g.hl_slice * lora->num_slices;
-    g.factors_vectors = vector_factors(lora->b, lora->num_slices);
+    g.factors_vectors = lora->max_rank % 8 == 0 && vector_factors(lora->b, lora->num_slices);
   }
   return g;
 }
@@ -200,6 +201,11 @@ moelora_status project(moelora_gemm_launch *g, const moelora_gemm_plan *plan,
                            g->out_stride[1] % 8 == 0 && g->n_out % 8 == 0;
   g->vectors = x_vectors && out_vectors && vector_weights(&g->w);
   if (g->lora_ids) {
+    if (g->lora.max_rank >= kRanks || routes->max_loras > INT32_MAX / kRanks)
+      return moelora_fail(MOELORA_UNSUPPORTED,
+                          "%d adapters of rank %d: the GPU kernels take ranks below %d and at most "
+                          "%d adapters",
+                          routes->max_loras, g->lora.max_rank, kRanks, INT32_MAX / kRanks);
     const bool vectors = x_vectors && vector_factors(g->lora.a, g->lora.num_slices);
     moelora_status status =
         moelora_cuda_shrink(g, routes->lora_scalings, vectors, plan->variant->dtype, hl, exec);

@@ -163,8 +163,8 @@ __global__ void __launch_bounds__(32 * kWarps) shrink(const __grid_constant__ Pa
 template <class T, bool VECTORS>
 moelora_status launch(const Params &p, const moelora_exec *exec) {
   const int64_t rows = (int64_t)p.g.max_blocks * p.g.block_rows;
-  // Four tiles a warp read a factor once for 64 rows; it takes that many rows to fill the chip.
-  if (p.g.block_rows >= 64 && rows >= 64 * kWarps * moelora_cuda_num_sms(exec->device_index))
+  // Four tiles a warp read a factor once for 64 rows, all of one block; it takes many to fill the chip.
+  if (p.g.block_rows % 64 == 0 && rows >= 64 * kWarps * moelora_cuda_num_sms(exec->device_index))
     return launch_kernel<shrink<T, 4, 1, 2, VECTORS>>(
         "shrink", (rows / 64 * 2 + kWarps - 1) / kWarps, 32 * kWarps, 0, exec, p);
   return launch_kernel<shrink<T, 1, kWarps, 4, VECTORS>>("shrink", rows / 16 * 4, 32 * kWarps, 0,
