@@ -126,9 +126,9 @@ def held_out_excerpt(domain: str, size: int = EVAL_BYTES, pieces: int = 8) -> by
     return excerpt
 
 
-def eval_windows(domain: str, count: int | None = None) -> torch.Tensor:
+def eval_windows(domain: str, count: int | None = None, folder: Path = EVAL_DIR) -> torch.Tensor:
     """`count` windows spread over the committed held-out text, `(count, WINDOW)` tokens."""
-    tokens = encode((EVAL_DIR / f"{domain}.txt").read_bytes())
+    tokens = encode((folder / f"{domain}.txt").read_bytes())
     windows = tokens[: len(tokens) // WINDOW * WINDOW].view(-1, WINDOW)
     if count is None:
         return windows

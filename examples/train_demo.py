@@ -3,7 +3,7 @@
 A byte-level mixture of experts (transformers' Qwen3-MoE class) is trained on the standard library
 with a small share of every adapter's domain; then PEFT trains one LoRA adapter per domain on the
 3-D expert weights alone, with the base model frozen as it was saved. Everything is written in bf16
-and the losses that go into `training.json` are those of the saved files, on the committed excerpts.
+and the losses that go into `training.json` are those of the saved files, on the held-out text beside them.
 """
 
 import argparse
@@ -20,7 +20,6 @@ from demo_data import (
     ADAPTER_DOMAINS,
     ADAPTERS_DIR,
     DOMAINS,
-    EVAL_DIR,
     MODEL_DIR,
     WINDOW,
     eval_windows,
@@ -116,11 +115,11 @@ def train(model, windows: Windows, steps: int, lr: float, decay: float, title: s
 
 
 @torch.no_grad()
-def evaluate(model) -> dict[str, float]:
-    """Mean cross entropy in nats per byte, by domain, on the committed excerpts."""
+def evaluate(model, folder: Path) -> dict[str, float]:
+    """Mean cross entropy in nats per byte, by domain, on the held-out text in `folder`."""
     losses = {}
     for name in DOMAINS:
-        tokens = eval_windows(name)
+        tokens = eval_windows(name, folder=folder)
         logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
         losses[name] = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), tokens[:, 1:].flatten()
@@ -188,31 +187,34 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     transformers.utils.logging.disable_progress_bar()
 
+    held_out = args.model / "eval"
     report_path = args.model / "training.json"
     report = json.loads(report_path.read_text()) if report_path.exists() else {}
     report = {"cpu seconds": {}, **report}
+    steps = report.get("made with", {}).get("base steps")
     if not args.keep_base:
-        EVAL_DIR.mkdir(parents=True, exist_ok=True)
+        steps = args.steps
+        held_out.mkdir(parents=True, exist_ok=True)
         for name in DOMAINS:
-            (EVAL_DIR / f"{name}.txt").write_bytes(held_out_excerpt(name))
-        report["cpu seconds"]["base"] = round(train_base(args.model, args.steps))
+            (held_out / f"{name}.txt").write_bytes(held_out_excerpt(name))
+        report["cpu seconds"]["base"] = round(train_base(args.model, steps))
     for name in args.adapters:
         seconds = train_adapter(args.model, args.adapters_dir / name, name, args.adapter_steps)
         report["cpu seconds"][name] = round(seconds)
 
     base = load_base(args.model)
-    report["losses"] = {"no adapter": evaluate(base)}
+    report["losses"] = {"no adapter": evaluate(base, held_out)}
     for name in ADAPTER_DOMAINS:
         if (args.adapters_dir / name).exists():
             model = PeftModel.from_pretrained(load_base(args.model), args.adapters_dir / name)
-            report["losses"][name] = evaluate(model.eval())
+            report["losses"][name] = evaluate(model.eval(), held_out)
     report["made with"] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "peft": peft.__version__,
         "threads": args.threads,
-        "base steps": args.steps,
+        "base steps": steps,
         "adapter steps": args.adapter_steps,
         "tokens per step": BATCH * WINDOW,
         "seed": SEED,
