@@ -3,7 +3,7 @@
 A byte-level mixture of experts (transformers' Qwen3-MoE class) is trained on the standard library
 with a small share of every adapter's domain; then PEFT trains one LoRA adapter per domain on the
 3-D expert weights alone, with the base model frozen as it was saved. Everything is written in bf16
-and the losses that go into `training.json` are those of the saved files, on the held-out text beside them.
+and `training.json` has the losses of the saved files on the held-out text beside them.
 """
 
 import argparse
