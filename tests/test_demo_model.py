@@ -24,7 +24,7 @@ from demo_data import (  # noqa: E402
     eval_windows,
 )
 
-ROWS = 3  # of each domain
+ROWS = 6  # of each domain; with 3 one domain gains 4.6 % only
 
 
 def load_model():
