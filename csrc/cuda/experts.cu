@@ -1,9 +1,11 @@
 /* One projection, and the layer: the order of launches and what lies in the workspace.
  *
- *   align -> [scale x] -> shrink13 -> w13 + expand + activation -> shrink2 -> w2 + expand + weight -> sum
+ *   align -> [scale x] -> shrink13 -> w13 + expand + activation -> shrink2 -> w2 + expand + weight
+ * -> sum
  *
- * All of it works on flat rows p = m * top_k + j: h [P, I] and the unsummed outputs z [P, K] are stored
- * by p, so that the top-k sum needs no permutation and the public projection is the same kernel. */
+ * All of it works on flat rows p = m * top_k + j: h [P, I] and the unsummed outputs z [P, K] are
+ * stored by p, so that the top-k sum needs no permutation and the public projection is the same
+ * kernel. */
 #include "kernel_launch.cuh"
 #include "ptx/mma.cuh"
 #include "tile.cuh"
@@ -17,7 +19,8 @@ __device__ __forceinline__ int local_expert(const moelora_routes &r, int64_t p) 
   const int64_t at = p / r.top_k * r.topk_ids.stride[0] + p % r.top_k * r.topk_ids.stride[1];
   int64_t id = r.topk_ids.is_64 ? ((const int64_t *)r.topk_ids.data)[at]
                                 : ((const int32_t *)r.topk_ids.data)[at];
-  if (r.expert_map) id = id >= 0 && id < r.num_global ? r.expert_map[id] : -1;
+  if (r.expert_map)
+    id = id >= 0 && id < r.num_global ? r.expert_map[id] : -1;
   return id >= 0 && id < r.num_experts ? (int)id : -1;
 }
 
@@ -30,9 +33,11 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t warps = (int64_t)gridDim.x * (kThreads / 32);
   for (int64_t p = (int64_t)blockIdx.x * (kThreads / 32) + threadIdx.x / 32; p < routes.num_rows;
        p += warps) {
-    if (local_expert(routes, p) >= 0) continue;
+    if (local_expert(routes, p) >= 0)
+      continue;
     uint16_t *row = out + p / routes.top_k * stride_m + p % routes.top_k * stride_j;
-    for (int64_t i = threadIdx.x % 32; i < n; i += 32) row[i] = 0;
+    for (int64_t i = threadIdx.x % 32; i < n; i += 32)
+      row[i] = 0;
   }
 }
 
@@ -65,8 +70,9 @@ __global__ void __launch_bounds__(kThreads)
     float sum[WIDTH] = {};
     for (int j = 0; j < routes.top_k; j++) {
       const int64_t p = m * routes.top_k + j;
-      if (local_expert(routes, p) < 0) continue;
-      Z piece[WIDTH];
+      if (local_expert(routes, p) < 0)
+        continue;
+      __align__(16) Z piece[WIDTH];
       const Z *from = z + p * k + column;
       if constexpr (WIDTH > 1) {
 #pragma unroll
@@ -83,9 +89,10 @@ __global__ void __launch_bounds__(kThreads)
           sum[c] += Element<Z>::to_float(piece[c]);
       }
     }
-    T rounded[WIDTH];
+    __align__(16) T rounded[WIDTH];
 #pragma unroll
-    for (int c = 0; c < WIDTH; c++) rounded[c] = Element<T>::round(sum[c]);
+    for (int c = 0; c < WIDTH; c++)
+      rounded[c] = Element<T>::round(sum[c]);
     T *to = out + m * out_stride + column;
     if constexpr (WIDTH > 1)
       *(uint4 *)to = *(const uint4 *)rounded;
@@ -94,7 +101,9 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-int64_t blocks_for(int64_t threads) { return (threads + kThreads - 1) / kThreads; }
+int64_t blocks_for(int64_t threads) {
+  return (threads + kThreads - 1) / kThreads;
+}
 
 template <class T, class Z, int WIDTH>
 moelora_status sum_as(const moelora_experts_problem *e, const void *z, const moelora_exec *exec) {
@@ -106,9 +115,9 @@ moelora_status sum_as(const moelora_experts_problem *e, const void *z, const moe
 template <class T>
 moelora_status sum(const moelora_experts_problem *e, const void *z, bool z_f32,
                    const moelora_exec *exec) {
-  const bool vectors =
-      e->hidden % 8 == 0 && (uintptr_t)e->out % 16 == 0 && e->out_stride % 8 == 0;
-  if (z_f32) return vectors ? sum_as<T, float, 8>(e, z, exec) : sum_as<T, float, 1>(e, z, exec);
+  const bool vectors = e->hidden % 8 == 0 && (uintptr_t)e->out % 16 == 0 && e->out_stride % 8 == 0;
+  if (z_f32)
+    return vectors ? sum_as<T, float, 8>(e, z, exec) : sum_as<T, float, 1>(e, z, exec);
   return vectors ? sum_as<T, T, 8>(e, z, exec) : sum_as<T, T, 1>(e, z, exec);
 }
 
@@ -138,14 +147,17 @@ Alignment take_alignment(moelora_arena *arena, const moelora_routes *routes, int
 moelora_status align(const Alignment *a, const moelora_routes *routes, int32_t block_rows,
                      const moelora_exec *exec) {
   return moelora_cuda_align_rows(routes, block_rows, a->max_blocks, a->sorted_ids, a->expert_ids,
-                                 a->lora_ids, a->num_post, a->scratch, a->scratch_bytes, nullptr,
-                                 0, exec->stream);
+                                 a->lora_ids, a->num_post, a->scratch, a->scratch_bytes, nullptr, 0,
+                                 exec->stream);
 }
 
-int64_t slice_width(const moelora_factors *f) { return (f->max_rank + 15) / 16 * 16; }
+int64_t slice_width(const moelora_factors *f) {
+  return (f->max_rank + 15) / 16 * 16;
+}
 
 void *take_shrunk(moelora_arena *arena, const moelora_routes *routes, const moelora_factors *f) {
-  if (f->num_slices == 0) return nullptr;
+  if (f->num_slices == 0)
+    return nullptr;
   return moelora_take(arena, 2 * (size_t)(routes->num_rows * f->num_slices * slice_width(f)));
 }
 
@@ -156,7 +168,8 @@ bool vector_factor(const moelora_factor *f) {
 
 bool vector_factors(const moelora_factor *factors, int32_t count) {
   bool all = true;
-  for (int32_t i = 0; i < count; i++) all = all && vector_factor(&factors[i]);
+  for (int32_t i = 0; i < count; i++)
+    all = all && vector_factor(&factors[i]);
   return all;
 }
 
@@ -209,7 +222,8 @@ moelora_status project(moelora_gemm_launch *g, const moelora_gemm_plan *plan,
     const bool vectors = x_vectors && vector_factors(g->lora.a, g->lora.num_slices);
     moelora_status status =
         moelora_cuda_shrink(g, routes->lora_scalings, vectors, plan->variant->dtype, hl, exec);
-    if (status != MOELORA_OK) return status;
+    if (status != MOELORA_OK)
+      return status;
     g->hl = hl;
   }
   return plan->variant->needs >= 90 ? moelora_cuda_gemm_sm90(g, plan->variant, exec)
@@ -261,17 +275,19 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   const ExpertsLayout l = lay_out_experts(p, plan, exec->workspace);
   const moelora_routes *routes = &p->routes;
   moelora_status status = align(&l.alignment, routes, plan->w13.block_rows, exec);
-  if (status != MOELORA_OK) return status;
+  if (status != MOELORA_OK)
+    return status;
 
   moelora_gemm_launch g = projection(&l.alignment, routes, &plan->w13, &p->w13, &p->w13_lora);
   g.x = p->x;
   g.x_stride = p->x_stride;
   if (p->apply_router_weight_on_input) {
-    status = launch_kernel<scale_rows<T>>(
-        "scale_rows", blocks_for(routes->num_tokens * p->hidden), kThreads, 0, exec,
-        (const T *)p->x, p->x_stride, routes->topk_weights, routes->topk_weights_stride[0],
-        (T *)l.x, routes->num_tokens, p->hidden);
-    if (status != MOELORA_OK) return status;
+    status = launch_kernel<scale_rows<T>>("scale_rows", blocks_for(routes->num_tokens * p->hidden),
+                                          kThreads, 0, exec, (const T *)p->x, p->x_stride,
+                                          routes->topk_weights, routes->topk_weights_stride[0],
+                                          (T *)l.x, routes->num_tokens, p->hidden);
+    if (status != MOELORA_OK)
+      return status;
     g.x = l.x;
     g.x_stride = p->hidden;
   }
@@ -284,7 +300,8 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.out_stride[0] = routes->top_k * p->intermediate;
   g.out_stride[1] = p->intermediate;
   status = project(&g, &plan->w13, routes, l.hl13, exec);
-  if (status != MOELORA_OK) return status;
+  if (status != MOELORA_OK)
+    return status;
 
   g = projection(&l.alignment, routes, &plan->w2, &p->w2, &p->w2_lora);
   g.x = l.h;
@@ -300,7 +317,8 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.out_stride[0] = routes->top_k * p->hidden;
   g.out_stride[1] = p->hidden;
   status = project(&g, &plan->w2, routes, l.hl2, exec);
-  if (status != MOELORA_OK) return status;
+  if (status != MOELORA_OK)
+    return status;
 
   return sum<T>(p, l.z, plan->partial_f32, exec);
 }
@@ -318,11 +336,13 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
   const GemmLayout l = lay_out_gemm(p, plan, exec->workspace);
   const moelora_routes *routes = &p->routes;
   moelora_status status = align(&l.alignment, routes, plan->block_rows, exec);
-  if (status != MOELORA_OK) return status;
+  if (status != MOELORA_OK)
+    return status;
   status = launch_kernel<zero_skipped>("zero_skipped", blocks_for(32 * routes->num_rows), kThreads,
                                        0, exec, *routes, (uint16_t *)p->out, p->out_stride[0],
                                        p->out_stride[1], p->w.n);
-  if (status != MOELORA_OK) return status;
+  if (status != MOELORA_OK)
+    return status;
 
   moelora_gemm_launch g = projection(&l.alignment, routes, plan, &p->w, &p->lora);
   g.x = p->x;

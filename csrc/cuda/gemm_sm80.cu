@@ -4,8 +4,8 @@
  *
  * A CTA walks over tiles (tile.cuh). All its threads copy ahead into a ring of STAGES stages and
  * multiply behind; first the depth of the base product, then the adapter stages, in one pipeline.
- * The depth is summed in steps of 16 in order, whatever the tile, so that all variants agree bit for
- * bit. Without 16-byte alignment (VECTORS false) rows are copied element by element. */
+ * The depth is summed in steps of 16 in order, whatever the tile, so that all variants agree bit
+ * for bit. Without 16-byte alignment (VECTORS false) rows are copied element by element. */
 #include <type_traits>
 
 #include "kernel_launch.cuh"
@@ -80,12 +80,14 @@ __device__ __forceinline__ void multiply(float (&d)[2][E::TOKENS / 2], uint32_t 
   for (int k = 0; k < kDepth / 8; k += 2) {
     uint32_t a[2][4];
     const int row = warp * 16 + (lane & 15);
-    const uint32_t at = pair * 2 * kGroupBytes + row * kRowBytes + ((k + (lane >> 4) ^ row & 7) << 4);
+    const uint32_t at =
+        pair * 2 * kGroupBytes + row * kRowBytes + ((k + (lane >> 4) ^ row & 7) << 4);
     load_matrix_x4(a[0], w + at);
     load_matrix_x4(a[1], w + at + kGroupBytes);
 #pragma unroll
     for (int i = 0; i < E::TOKENS / 8; i += 2) {
-      if (i * 8 >= count) break;
+      if (i * 8 >= count)
+        break;
       uint32_t b[4];
       const int token = i * 8 + (lane >> 4) * 8 + (lane & 7);
       load_matrix_x4(b, x + token * kRowBytes + ((k + (lane >> 3 & 1) ^ token & 7) << 4));
@@ -109,16 +111,17 @@ __device__ __forceinline__ void store_rounded(const float (&d)[E::TOKENS / 2],
     const int row = __shfl_sync(0xffffffffu, rows[i / 4], (i % 4) * 8 + lane / 4);
 #pragma unroll
     for (int eight = 0; eight < 2; eight++) {
-      const uint32_t v =
-          transpose_8x8(pack2<T>(d[4 * i + 2 * eight], d[4 * i + 2 * eight + 1]));
+      const uint32_t v = transpose_8x8(pack2<T>(d[4 * i + 2 * eight], d[4 * i + 2 * eight + 1]));
       const int output = first + warp * 16 + 8 * eight + 2 * (lane & 3);
-      if (row >= g.num_rows || output >= g.n_out) continue;
+      if (row >= g.num_rows || output >= g.n_out)
+        continue;
       uint16_t *to = (uint16_t *)g.out + output_offset(g, row) + output;
       if (g.vectors) {
         *(uint32_t *)to = v;
       } else {
         to[0] = (uint16_t)v;
-        if (output + 1 < g.n_out) to[1] = (uint16_t)(v >> 16);
+        if (output + 1 < g.n_out)
+          to[1] = (uint16_t)(v >> 16);
       }
     }
   }
@@ -143,12 +146,13 @@ __global__ void __launch_bounds__(64 * E::TILES, 4 / E::TILES)
     int count = 0;
 #pragma unroll
     for (int i = 0; i < E::LANES; i++)
-      count += __popc(__ballot_sync(
-          0xffffffffu, block_row<E>(g, tile.block, i * 32 + lane) < g.num_rows));
+      count += __popc(
+          __ballot_sync(0xffffffffu, block_row<E>(g, tile.block, i * 32 + lane) < g.num_rows));
 
     float d[2][E::TOKENS / 2];
 #pragma unroll
-    for (int i = 0; i < E::TOKENS / 2; i++) d[0][i] = d[1][i] = 0.f;
+    for (int i = 0; i < E::TOKENS / 2; i++)
+      d[0][i] = d[1][i] = 0.f;
 
     // Segments are found anew for each stage: kept, they would cost the main loop its registers.
     auto find_segments = [&] {
@@ -167,7 +171,8 @@ __global__ void __launch_bounds__(64 * E::TILES, 4 / E::TILES)
         more = load_pieces<E, T, THREADS>(g, tile, find_segments(), ahead, w, x, threadIdx.x);
       copy_async_commit();
     };
-    for (int step = 0; step < STAGES - 1; step++) copy_ahead(step);
+    for (int step = 0; step < STAGES - 1; step++)
+      copy_ahead(step);
     for (int step = 0;; step++) {
       copy_async_wait<STAGES - 2>();
       __syncthreads();
@@ -177,12 +182,14 @@ __global__ void __launch_bounds__(64 * E::TILES, 4 / E::TILES)
         multiply<E, T>(d, w, x, pair, count);
         continue;
       }
-      if (!g.lora_ids) break;
+      if (!g.lora_ids)
+        break;
       const Segments<E::LANES> segments = find_segments();
       int slot = 0;
       while (slot < pieces_per_stage(g) && next_piece<E>(g, tile, segments, now))
         expand<E, T, E::TOKENS>(d, g, tile, now, slot++, w, x, pair);
-      if (slot == 0) break;
+      if (slot == 0)
+        break;
     }
 
     int32_t rows[E::LANES];
@@ -195,7 +202,8 @@ __global__ void __launch_bounds__(64 * E::TILES, 4 / E::TILES)
     finish<E, T, E::TOKENS>(d, g, tile, pair, weights);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      if (half == 1 && g.gated) break;
+      if (half == 1 && g.gated)
+        break;
       const int first = first_output<E>(g, tile.column, 2 * pair + half);
       if (g.out_f32)
         store_f32<E, E::TOKENS>(d[half], g, first, rows);
@@ -225,7 +233,8 @@ struct Launch<80, T, BLOCK_M, BLOCK_N, STAGES> {
   static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
     // Element by element larger tiles would spill; the plan gives unaligned problems these.
     if constexpr (BLOCK_M <= 32)
-      if (!g->vectors) return run_as<false>(g, exec);
+      if (!g->vectors)
+        return run_as<false>(g, exec);
     if (!g->vectors)
       return moelora_fail(MOELORA_UNSUPPORTED, "blocks of %d rows need 16-byte alignment", BLOCK_M);
     return run_as<true>(g, exec);
@@ -247,7 +256,8 @@ moelora_status moelora_cuda_gemm_sm80(const moelora_gemm_launch *g, const moelor
                                       const moelora_exec *exec) {
   switch (variant->id) {
 #define MOELORA_CUDA_GEMM(NAME, DTYPE, MIN_CC, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)                  \
-  case NAME: return Launch<MIN_CC, DTYPE, BLOCK_M, BLOCK_N, STAGES>::run(g, exec);
+  case NAME:                                                                                       \
+    return Launch<MIN_CC, DTYPE, BLOCK_M, BLOCK_N, STAGES>::run(g, exec);
 #include "variants.inc"
 #undef MOELORA_CUDA_GEMM
   }

@@ -5,8 +5,8 @@
  * One CTA per SM walks over tiles (tile.cuh). Its producer warpgroup fills a ring of stages: weight
  * rows by TMA, token rows gathered by cp.async; behind the depth of the base product come the
  * adapter stages. Its one or two consumer warpgroups own a pair of 64-row groups each and multiply
- * with wgmma, whose accumulators lie in registers as mma.sync's do. The token side of wgmma is sized
- * per tile in quarters, so that an expert with few tokens wastes few columns. */
+ * with wgmma, whose accumulators lie in registers as mma.sync's do. The token side of wgmma is
+ * sized per tile in quarters, so that an expert with few tokens wastes few columns. */
 #include <cuda.h>
 
 #include "kernel_launch.cuh"
@@ -20,14 +20,12 @@ constexpr int kProducers = 128; // threads
 constexpr int kStagingTokens = 32;
 constexpr int kStagingBytes = 2 * kStagingTokens * kRowBytes; // two buffers per consumer
 
-template <int TOKENS_, int CONSUMERS_, int STAGES_>
-struct Shape : Extent<TOKENS_, 2 * CONSUMERS_> {
+template <int TOKENS_, int CONSUMERS_, int STAGES_> struct Shape : Extent<TOKENS_, 2 * CONSUMERS_> {
   using E = Extent<TOKENS_, 2 * CONSUMERS_>;
   static constexpr int CONSUMERS = CONSUMERS_, STAGES = STAGES_;
   static constexpr int THREADS = kProducers + 128 * CONSUMERS;
   // Up to 1023 bytes go to the alignment that the swizzle needs.
-  static constexpr int SHARED =
-      1024 + STAGES * (E::STAGE_BYTES + 16) + CONSUMERS * kStagingBytes;
+  static constexpr int SHARED = 1024 + STAGES * (E::STAGE_BYTES + 16) + CONSUMERS * kStagingBytes;
   static_assert(TOKENS_ % 8 == 0 && SHARED <= 232448, "227 KB of shared memory per block");
 };
 
@@ -38,7 +36,8 @@ template <class S> struct Ring {
   __device__ __forceinline__ uint32_t weights() const { return base + stage * S::STAGE_BYTES; }
   __device__ __forceinline__ uint32_t tokens() const { return weights() + S::W_BYTES; }
   __device__ __forceinline__ void advance() {
-    if (++stage == S::STAGES) stage = 0, phase ^= 1;
+    if (++stage == S::STAGES)
+      stage = 0, phase ^= 1;
   }
 };
 
@@ -89,7 +88,8 @@ __device__ void produce(const CUtensorMap *map, const moelora_gemm_launch &g, Ri
       barrier_arrive_after_copies(full);
       ring.advance();
     }
-    if (!g.lora_ids) continue;
+    if (!g.lora_ids)
+      continue;
     Segments<S::LANES> segments;
     segments.load(g.lora_ids + (int64_t)tile.block * S::TOKENS, S::TOKENS, g.lora_ranks,
                   g.lora.max_rank);
@@ -99,14 +99,15 @@ __device__ void produce(const CUtensorMap *map, const moelora_gemm_launch &g, Ri
                                          thread))
         break;
       const uint32_t full = ring.full + 8 * ring.stage;
-      if (thread == 0) barrier_arrive(full);
+      if (thread == 0)
+        barrier_arrive(full);
       barrier_arrive_after_copies(full);
     }
   }
 }
 
-/* One group's results, rounded, by token row: transposed through shared memory, so that a warp writes
- * whole 128-byte lines. */
+/* One group's results, rounded, by token row: transposed through shared memory, so that a warp
+ * writes whole 128-byte lines. */
 template <class S, class T, int N>
 __device__ __forceinline__ void store_rounded(const float (&d)[N / 2], const moelora_gemm_launch &g,
                                               int first, int consumer,
@@ -147,14 +148,17 @@ __device__ __forceinline__ void consume_tile(const moelora_gemm_launch &g, Ring<
   const int lane = threadIdx.x & 31;
   float d[2][N / 2];
 #pragma unroll
-  for (int i = 0; i < N / 2; i++) d[0][i] = d[1][i] = 0.f;
+  for (int i = 0; i < N / 2; i++)
+    d[0][i] = d[1][i] = 0.f;
 
   const int depth_steps = (g.k + kDepth - 1) / kDepth;
   int previous = 0;
 #pragma unroll 1
   for (int step = 0; step < depth_steps; step++) {
     barrier_wait(ring.full + 8 * ring.stage, ring.phase);
+#ifndef MOELORA_NO_FENCE
     fence_async_proxy(); // cp.async wrote X through the ordinary proxy
+#endif
     wgmma_fence();
     const uint64_t a = wgmma_descriptor(ring.weights() + consumer * 2 * kGroupBytes);
     const uint64_t b = wgmma_descriptor(ring.tokens());
@@ -165,12 +169,14 @@ __device__ __forceinline__ void consume_tile(const moelora_gemm_launch &g, Ring<
     }
     wgmma_commit();
     wgmma_wait<1>();
-    if (step > 0 && lane == 0) barrier_arrive(ring.empty + 8 * previous);
+    if (step > 0 && lane == 0)
+      barrier_arrive(ring.empty + 8 * previous);
     previous = ring.stage;
     ring.advance();
   }
   wgmma_wait<0>();
-  if (lane == 0) barrier_arrive(ring.empty + 8 * previous);
+  if (lane == 0)
+    barrier_arrive(ring.empty + 8 * previous);
 
   // Accumulators fill the registers: what the rest of the tile needs was only brought near.
   if (g.lora_ids) {
@@ -181,16 +187,20 @@ __device__ __forceinline__ void consume_tile(const moelora_gemm_launch &g, Ring<
     int slot = 0;
     auto release = [&] {
       __syncwarp();
-      if (lane == 0) barrier_arrive(ring.empty + 8 * ring.stage);
+      if (lane == 0)
+        barrier_arrive(ring.empty + 8 * ring.stage);
       ring.advance();
       slot = 0;
     };
     for (Piece s; next_piece<S>(g, tile, segments, s);) {
-      if (slot == 0) barrier_wait(ring.full + 8 * ring.stage, ring.phase);
+      if (slot == 0)
+        barrier_wait(ring.full + 8 * ring.stage, ring.phase);
       expand<S, T, N>(d, g, tile, s, slot, ring.weights(), ring.tokens(), consumer);
-      if (++slot == per_stage) release();
+      if (++slot == per_stage)
+        release();
     }
-    if (slot > 0) release();
+    if (slot > 0)
+      release();
   }
   int32_t rows[S::LANES];
   float weights[S::LANES];
@@ -202,7 +212,8 @@ __device__ __forceinline__ void consume_tile(const moelora_gemm_launch &g, Ring<
   finish<S, T, N>(d, g, tile, consumer, weights);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    if (half == 1 && g.gated) break;
+    if (half == 1 && g.gated)
+      break;
     const int first = first_output<S>(g, tile.column, 2 * consumer + half);
     if (g.out_f32)
       store_f32<S, N>(d[half], g, first, rows);
@@ -225,8 +236,10 @@ __device__ void consume(const moelora_gemm_launch &g, Ring<S> ring, int consumer
       const int t = i * 32 + lane;
       const int row = block_row<S>(g, tile.block, t);
       count += __popc(__ballot_sync(0xffffffffu, row < g.num_rows));
-      if (g.topk_weights && row < g.num_rows) prefetch(routed_weight(g, row));
-      if (g.lora_ids && t < S::TOKENS) prefetch(&g.lora_ids[(int64_t)tile.block * S::TOKENS + t]);
+      if (g.topk_weights && row < g.num_rows)
+        prefetch(routed_weight(g, row));
+      if (g.lora_ids && t < S::TOKENS)
+        prefetch(&g.lora_ids[(int64_t)tile.block * S::TOKENS + t]);
     }
     const int quarter = (count + WIDTH - 1) / WIDTH;
     if (quarter <= 1)
@@ -265,11 +278,14 @@ __global__ void __launch_bounds__(S::THREADS, 1)
   start_next_kernel();
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
   if (warpgroup == 0) {
-    // 384 threads start with 168 registers each; what the producers give is what consumers can take.
-    if constexpr (S::CONSUMERS == 2) give_registers<72>();
+    // 384 threads start with 168 registers each; what the producers give is what consumers can
+    // take.
+    if constexpr (S::CONSUMERS == 2)
+      give_registers<72>();
     produce<S, T>(&map, g, ring);
   } else {
-    if constexpr (S::CONSUMERS == 2) take_registers<216>();
+    if constexpr (S::CONSUMERS == 2)
+      take_registers<216>();
     consume<S, T>(g, ring, warpgroup - 1, staging + (warpgroup - 1) * kStagingBytes);
   }
 #endif
@@ -288,20 +304,21 @@ EncodeTiled find_encoder() {
   if (!encode) {
     void *found = nullptr;
     cudaDriverEntryPointQueryResult result;
-    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
-                                         cudaEnableDefault, &result) == cudaSuccess &&
+    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
+                                         &result) == cudaSuccess &&
         result == cudaDriverEntryPointSuccess)
       encode = (EncodeTiled)found;
   }
   return encode;
 }
 
-/* Boxes of 64 rows by 64 of depth. Row-major weights are [E, half, n, K], where half tells gate from
- * up whether they follow or alternate; packed ones [E * N/64, K/64, 64, 64]. Rows and depth past the
- * end read as zeros. */
+/* Boxes of 64 rows by 64 of depth. Row-major weights are [E, half, n, K], where half tells gate
+ * from up whether they follow or alternate; packed ones [E * N/64, K/64, 64, 64]. Rows and depth
+ * past the end read as zeros. */
 moelora_status map_weights(const moelora_gemm_launch *g, bool is_bf16, CUtensorMap *map) {
   const EncodeTiled encode = find_encoder();
-  if (!encode) return moelora_fail(MOELORA_DEVICE_ERROR, "the driver has no cuTensorMapEncodeTiled");
+  if (!encode)
+    return moelora_fail(MOELORA_DEVICE_ERROR, "the driver has no cuTensorMapEncodeTiled");
   const moelora_weights *w = &g->w;
   const cuuint64_t experts = w->stride_e ? g->num_experts : 1, row = w->stride_n * 2;
   const cuuint64_t half = g->interleaved ? row : row * g->n_out;
@@ -339,10 +356,10 @@ struct Launch<90, T, BLOCK_M, BLOCK_N, STAGES> {
   static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
     CUtensorMap map;
     const moelora_status status = map_weights(g, Element<T>::is_bf16, &map);
-    if (status != MOELORA_OK) return status;
-    return launch_kernel<gemm_sm90<S, T>>("gemm_sm90",
-                                          (int64_t)g->max_blocks * tile_columns<S>(*g), S::THREADS,
-                                          S::SHARED, exec, map, *g);
+    if (status != MOELORA_OK)
+      return status;
+    return launch_kernel<gemm_sm90<S, T>>("gemm_sm90", (int64_t)g->max_blocks * tile_columns<S>(*g),
+                                          S::THREADS, S::SHARED, exec, map, *g);
   }
 };
 
@@ -361,7 +378,8 @@ moelora_status moelora_cuda_gemm_sm90(const moelora_gemm_launch *g, const moelor
                                       const moelora_exec *exec) {
   switch (variant->id) {
 #define MOELORA_CUDA_GEMM(NAME, DTYPE, MIN_CC, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)                  \
-  case NAME: return Launch<MIN_CC, DTYPE, BLOCK_M, BLOCK_N, STAGES>::run(g, exec);
+  case NAME:                                                                                       \
+    return Launch<MIN_CC, DTYPE, BLOCK_M, BLOCK_N, STAGES>::run(g, exec);
 #include "variants.inc"
 #undef MOELORA_CUDA_GEMM
   }

@@ -6,8 +6,8 @@
 
 constexpr int kMaxDevices = 64;
 
-/* Blocks of KERNEL that the device of `exec` holds at once. Asked once for each device, where it also
- * gets its shared memory; races write the same values. */
+/* Blocks of KERNEL that the device of `exec` holds at once. Asked once for each device, where it
+ * also gets its shared memory; races write the same values. */
 template <auto KERNEL>
 cudaError_t resident_blocks(int threads, size_t shared_bytes, const moelora_exec *exec,
                             int64_t *blocks) {
@@ -21,23 +21,26 @@ cudaError_t resident_blocks(int threads, size_t shared_bytes, const moelora_exec
     int per_sm = 0;
     if (error == cudaSuccess)
       error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, KERNEL, threads, shared_bytes);
-    if (error != cudaSuccess) return error;
+    if (error != cudaSuccess)
+      return error;
     *known = moelora_cuda_num_sms(exec->device_index) * (per_sm > 0 ? per_sm : 1);
   }
   *blocks = *known;
   return cudaSuccess;
 }
 
-/* Queues KERNEL(args...) on at most as many blocks as are resident at once; the kernel walks over the
- * `work` blocks there would be. It may start while its predecessor drains, so every kernel must
+/* Queues KERNEL(args...) on at most as many blocks as are resident at once; the kernel walks over
+ * the `work` blocks there would be. It may start while its predecessor drains, so every kernel must
  * wait_for_previous_kernel() before it touches memory. */
 template <auto KERNEL, class... Args>
 moelora_status launch_kernel(const char *name, int64_t work, int threads, size_t shared_bytes,
                              const moelora_exec *exec, Args... args) {
-  if (work == 0) return MOELORA_OK;
+  if (work == 0)
+    return MOELORA_OK;
   int64_t resident = 0;
   cudaError_t error = resident_blocks<KERNEL>(threads, shared_bytes, exec, &resident);
-  if (error != cudaSuccess) return moelora_cuda_check(error, name);
+  if (error != cudaSuccess)
+    return moelora_cuda_check(error, name);
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;

@@ -32,16 +32,16 @@ typedef struct moelora_gemm_launch {
   moelora_weights w;
   int32_t n_out; /* outputs per row: I of a gated projection, else N */
   bool gated;
-  bool interleaved;  /* gate and up rows alternate */
-  bool vectors;      /* x, w and out allow 16-byte accesses */
+  bool interleaved;     /* gate and up rows alternate */
+  bool vectors;         /* x, w and out allow 16-byte accesses */
   bool factors_vectors; /* the factors B do */
   /* adapters */
-  const void *hl;                 /* [P, num_slices * hl_slice] scaled shrink result */
-  int64_t hl_stride, hl_slice;    /* hl_slice: max_rank rounded up to 16 */
-  moelora_factors lora;           /* num_slices == 0: none */
-  const int32_t *lora_ranks;      /* [max_loras]; NULL: max_rank */
+  const void *hl;              /* [P, num_slices * hl_slice] scaled shrink result */
+  int64_t hl_stride, hl_slice; /* hl_slice: max_rank rounded up to 16 */
+  moelora_factors lora;        /* num_slices == 0: none */
+  const int32_t *lora_ranks;   /* [max_loras]; NULL: max_rank */
   /* epilogue */
-  int32_t activation; /* moelora_activation, or -1 */
+  int32_t activation;        /* moelora_activation, or -1 */
   const float *topk_weights; /* NULL: rows are not weighted */
   int64_t topk_weights_stride[2];
   bool out_f32;
@@ -52,10 +52,10 @@ typedef struct moelora_gemm_launch {
 /* align.cu: the segmented alignment above, and its scratch memory. Zeroes `zero` on the way. */
 size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes, int32_t block_rows);
 moelora_status moelora_cuda_align_rows(const moelora_routes *routes, int32_t block_rows,
-                                       int64_t max_blocks, int32_t *sorted_ids,
-                                       int32_t *expert_ids, int32_t *lora_ids, int32_t *num_post,
-                                       void *workspace, size_t workspace_bytes, void *zero,
-                                       size_t zero_bytes, void *stream);
+                                       int64_t max_blocks, int32_t *sorted_ids, int32_t *expert_ids,
+                                       int32_t *lora_ids, int32_t *num_post, void *workspace,
+                                       size_t workspace_bytes, void *zero, size_t zero_bytes,
+                                       void *stream);
 
 /* lora.cu: hl[p, slice * hl_slice + r] = round(s x A^T), zero from the true rank to the next
  * multiple of 16. Base rows are not written. `vectors`: x and A allow 16-byte accesses. */
@@ -72,8 +72,8 @@ moelora_status moelora_cuda_gemm_sm90(const moelora_gemm_launch *g, const moelor
 /* experts.cu: slots of the backend's table */
 size_t moelora_cuda_gemm_workspace(const moelora_gemm_problem *problem,
                                    const moelora_gemm_plan *plan, const moelora_exec *exec);
-moelora_status moelora_cuda_gemm(const moelora_gemm_problem *problem,
-                                 const moelora_gemm_plan *plan, const moelora_exec *exec);
+moelora_status moelora_cuda_gemm(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
+                                 const moelora_exec *exec);
 size_t moelora_cuda_experts_workspace(const moelora_experts_problem *problem,
                                       const moelora_experts_plan *plan, const moelora_exec *exec);
 moelora_status moelora_cuda_experts(const moelora_experts_problem *problem,

@@ -1,17 +1,16 @@
-/* What the grouped GEMM kernels share: the walk over tiles, segments of adapters, and what happens to
- * an accumulator between the last product and memory.
+/* What the grouped GEMM kernels share: the walk over tiles, segments of adapters, and what happens
+ * to an accumulator between the last product and memory.
  *
  * All kernels multiply with operands swapped: weight rows are the M side of an instruction, tokens
- * its N side. A CTA's tile is TOKENS tokens (one alignment block) by TILES groups of 64 weight rows.
- * Groups come in pairs: of a gated projection the even one holds gate rows, the odd one the up rows
- * of the same 64 outputs. A pair belongs to four warps; warp w of them owns rows 16w to 16w + 15 of
- * both, as accumulators d[2][N / 2]: d[g][4i + q] is row lane/4 + 8 (q / 2) of group g, token
- * 8i + 2 (lane % 4) + q % 2.
+ * its N side. A CTA's tile is TOKENS tokens (one alignment block) by TILES groups of 64 weight
+ * rows. Groups come in pairs: of a gated projection the even one holds gate rows, the odd one the
+ * up rows of the same 64 outputs. A pair belongs to four warps; warp w of them owns rows 16w to 16w
+ * + 15 of both, as accumulators d[2][N / 2]: d[g][4i + q] is row lane/4 + 8 (q / 2) of group g,
+ * token 8i + 2 (lane % 4) + q % 2.
  *
- * In shared memory a stage holds rows of 128 bytes (64 elements of depth), 16-byte chunk c of row r at
- * c ^ (r & 7):
- *   W [TILES][64]   weight rows, or rows of a LoRA factor B
- *   X [TOKENS]      token rows, or rows of the shrink result hl */
+ * In shared memory a stage holds rows of 128 bytes (64 elements of depth), 16-byte chunk c of row r
+ * at c ^ (r & 7): W [TILES][64]   weight rows, or rows of a LoRA factor B X [TOKENS]      token
+ * rows, or rows of the shrink result hl */
 #ifndef MOELORA_CUDA_TILE_CUH
 #define MOELORA_CUDA_TILE_CUH
 
@@ -66,7 +65,8 @@ __device__ __forceinline__ int first_output(const moelora_gemm_launch &g, int co
 
 /* Row of w (and of its bias and factors) that makes an output in a group. */
 __device__ __forceinline__ int64_t weight_row(const moelora_gemm_launch &g, int group, int output) {
-  if (!g.gated) return output;
+  if (!g.gated)
+    return output;
   const int half = group & 1;
   return g.interleaved ? 2 * (int64_t)output + half : (int64_t)half * g.n_out + output;
 }
@@ -98,17 +98,21 @@ template <int LANES> struct Segments {
     for (int i = 0; i < LANES; i++) {
       const int t = i * 32 + (threadIdx.x & 31);
       pair[i] = -1;
-      if (!lora_ids || t >= tokens) continue;
+      if (!lora_ids || t >= tokens)
+        continue;
       const int lora = lora_ids[t];
-      if (lora < 0) continue;
+      if (lora < 0)
+        continue;
       const int rank = lora_ranks ? min(lora_ranks[lora], max_rank) : max_rank;
-      if (rank > 0) pair[i] = lora * kRanks + rank;
+      if (rank > 0)
+        pair[i] = lora * kRanks + rank;
     }
     int before = -2;
 #pragma unroll
     for (int i = 0; i < LANES; i++) {
       int previous = __shfl_up_sync(0xffffffffu, pair[i], 1);
-      if ((threadIdx.x & 31) == 0) previous = before;
+      if ((threadIdx.x & 31) == 0)
+        previous = before;
       starts[i] = __ballot_sync(0xffffffffu, pair[i] != previous);
       before = __shfl_sync(0xffffffffu, pair[i], 31);
     }
@@ -120,8 +124,10 @@ template <int LANES> struct Segments {
 #pragma unroll
     for (int i = LANES - 1; i >= 0; i--) {
       uint32_t mask = starts[i];
-      if (t > i * 32) mask = t - i * 32 < 32 ? mask & (0xffffffffu << (t - i * 32)) : 0;
-      if (mask) found = i * 32 + __ffs(mask) - 1;
+      if (t > i * 32)
+        mask = t - i * 32 < 32 ? mask & (0xffffffffu << (t - i * 32)) : 0;
+      if (mask)
+        found = i * 32 + __ffs(mask) - 1;
     }
     return min(found, tokens);
   }
@@ -141,7 +147,8 @@ template <class E>
 __device__ __forceinline__ bool group_meets_slice(const moelora_gemm_launch &g, int column,
                                                   int group, int slice) {
   const int output = first_output<E>(g, column, group);
-  if (output >= g.n_out) return false;
+  if (output >= g.n_out)
+    return false;
   const int64_t begin = weight_row(g, group, output);
   const int64_t end = weight_row(g, group, min(output + 63, g.n_out - 1));
   return end >= slice * g.lora.slice_n && begin < (slice + 1) * g.lora.slice_n;
@@ -179,15 +186,18 @@ __device__ __forceinline__ bool next_piece(const moelora_gemm_launch &g, const T
       s.slice = 0;
       s.low = s.high;
       s.pair = -1;
-      if (s.low >= E::TOKENS) return false;
+      if (s.low >= E::TOKENS)
+        return false;
       s.high = segments.next(s.low + 1, E::TOKENS);
       s.pair = segments.at(s.low);
-      if (s.pair < 0) continue;
+      if (s.pair < 0)
+        continue;
     }
     bool meets = slices == 1;
     for (int group = 0; group < E::TILES && !meets; group++)
       meets = group_meets_slice<E>(g, tile.column, group, s.slice);
-    if (!meets) s.rank = kRanks;
+    if (!meets)
+      s.rank = kRanks;
   }
   s.depth = min(kPieceDepth, s.pair % kRanks - s.rank);
   return true;
@@ -204,8 +214,10 @@ __device__ __forceinline__ bool load_pieces(const moelora_gemm_launch &g, const 
   Piece of_w, of_x; // of this thread's chunk
   int count = 0;
   while (count < per_stage && next_piece<E>(g, tile, segments, cursor)) {
-    if (chunk / 2 == count) of_w = cursor;
-    if ((paired ? chunk / 4 : chunk / 2) == count) of_x = cursor;
+    if (chunk / 2 == count)
+      of_w = cursor;
+    if ((paired ? chunk / 4 : chunk / 2) == count)
+      of_x = cursor;
     count++;
   }
   const uint32_t swizzled = (chunk ^ (thread / 8 & 7)) << 4;
@@ -215,8 +227,7 @@ __device__ __forceinline__ bool load_pieces(const moelora_gemm_launch &g, const 
     for (int row = thread / 8; row < E::ROWS; row += THREADS / 8) {
       const int group = row / 64, slice = paired ? group & 1 : of_w.slice;
       const int output = first_output<E>(g, tile.column, group) + row % 64;
-      const int64_t n =
-          paired ? output : weight_row(g, group, output) - slice * g.lora.slice_n;
+      const int64_t n = paired ? output : weight_row(g, group, output) - slice * g.lora.slice_n;
       const bool there =
           output < g.n_out && n >= 0 && n < g.lora.slice_n && column < g.lora.max_rank;
       const moelora_factor &b = g.lora.b[slice];
@@ -244,8 +255,8 @@ __device__ __forceinline__ bool load_pieces(const moelora_gemm_launch &g, const 
 
 /* d += B hl^T for the tokens of piece `slot` of a stage. Each 16 x 8 patch is multiplied into
  * registers of its own and added only where its token belongs to the segment: what an adapter's
- * factors hold, NaN included, never reaches a token that does not carry it, and a base row keeps its
- * bits. */
+ * factors hold, NaN included, never reaches a token that does not carry it, and a base row keeps
+ * its bits. */
 template <class E, class T, int N>
 __device__ __forceinline__ void expand(float (&d)[2][N / 2], const moelora_gemm_launch &g,
                                        const Tile &tile, const Piece &s, int slot, uint32_t w,
@@ -265,14 +276,16 @@ __device__ __forceinline__ void expand(float (&d)[2][N / 2], const moelora_gemm_
     const int first = paired ? 4 * slot + 2 * half : 2 * slot;
 #pragma unroll
     for (int i = 0; i < N / 8; i++) {
-      if (i * 8 >= s.high || i * 8 + 8 <= s.low) continue;
+      if (i * 8 >= s.high || i * 8 + 8 <= s.low)
+        continue;
       uint32_t b[2];
       const int token = i * 8 + (lane & 7);
       load_matrix_x2(b, x + token * kRowBytes + ((first + (lane >> 3 & 1) ^ token & 7) << 4));
       float delta[4] = {0.f, 0.f, 0.f, 0.f};
       mma_16816<T>(delta, a, b);
       const int t = i * 8 + (lane & 3) * 2;
-      if (t >= s.low && t < s.high) d[half][4 * i] += delta[0], d[half][4 * i + 2] += delta[2];
+      if (t >= s.low && t < s.high)
+        d[half][4 * i] += delta[0], d[half][4 * i + 2] += delta[2];
       if (t + 1 >= s.low && t + 1 < s.high)
         d[half][4 * i + 1] += delta[1], d[half][4 * i + 3] += delta[3];
     }
@@ -284,7 +297,8 @@ __device__ __forceinline__ void expand(float (&d)[2][N / 2], const moelora_gemm_
  * clamps are written so that NaN stays NaN. */
 __device__ __forceinline__ float activate(int activation, float gate, float up) {
   float a = 1.f, b = 0.f;
-  if (activation == MOELORA_GELU) a = 1.5957691216057308f, b = 0.07135481627159729f;
+  if (activation == MOELORA_GELU)
+    a = 1.5957691216057308f, b = 0.07135481627159729f;
   if (activation == MOELORA_SWIGLUOAI) {
     a = 1.702f;
     gate = gate > 7.f ? 7.f : gate;
@@ -304,12 +318,11 @@ __device__ __forceinline__ void finish(float (&d)[2][N / 2], const moelora_gemm_
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const int half = j / 2, eight = j % 2, group = 2 * pair + half;
-      const int output =
-          first_output<E>(g, tile.column, group) + warp * 16 + lane / 4 + 8 * eight;
+      const int output = first_output<E>(g, tile.column, group) + warp * 16 + lane / 4 + 8 * eight;
       float bias = 0.f;
       if (output < g.n_out)
-        bias = Element<T>::to_float(((const T *)g.w.bias)[tile.expert * g.w.bias_stride_e +
-                                                          weight_row(g, group, output)]);
+        bias = Element<T>::to_float(
+            ((const T *)g.w.bias)[tile.expert * g.w.bias_stride_e + weight_row(g, group, output)]);
 #pragma unroll
       for (int i = 0; i < N / 8; i++) {
         d[half][4 * i + 2 * eight] += bias;
@@ -319,7 +332,8 @@ __device__ __forceinline__ void finish(float (&d)[2][N / 2], const moelora_gemm_
   }
   if (g.gated) {
 #pragma unroll
-    for (int i = 0; i < N / 2; i++) d[0][i] = activate(g.activation, d[0][i], d[1][i]);
+    for (int i = 0; i < N / 2; i++)
+      d[0][i] = activate(g.activation, d[0][i], d[1][i]);
   } else if (g.activation == MOELORA_RELU2) {
 #pragma unroll
     for (int i = 0; i < N / 2; i++)
@@ -356,8 +370,7 @@ __device__ __forceinline__ void store_f32(const float (&d)[N / 2], const moelora
 #pragma unroll
     for (int q = 0; q < 4; q++) {
       const int output = first + warp * 16 + lane / 4 + 8 * (q / 2);
-      const int row =
-          __shfl_sync(0xffffffffu, rows[i / 4], (i % 4) * 8 + (lane & 3) * 2 + q % 2);
+      const int row = __shfl_sync(0xffffffffu, rows[i / 4], (i % 4) * 8 + (lane & 3) * 2 + q % 2);
       if (row < g.num_rows && output < g.n_out)
         ((float *)g.out)[output_offset(g, row) + output] = d[4 * i + q];
     }

@@ -1,5 +1,5 @@
-/* sm_90a: mbarriers, the tensor copy engine, wgmma ordering, register hand-over. Addresses of shared
- * memory are 32-bit, in the shared window. */
+/* sm_90a: mbarriers, the tensor copy engine, wgmma ordering, register hand-over. Addresses of
+ * shared memory are 32-bit, in the shared window. */
 #ifndef MOELORA_CUDA_PTX_HOPPER_CUH
 #define MOELORA_CUDA_PTX_HOPPER_CUH
 
@@ -55,7 +55,8 @@ __device__ __forceinline__ void tma_load_4d(uint32_t to, const CUtensorMap *map,
                : "memory");
 }
 
-/* Orders ordinary writes to shared memory, seen by this thread, before its wgmma and bulk copies. */
+/* Orders ordinary writes to shared memory, seen by this thread, before its wgmma and bulk copies.
+ */
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -82,7 +82,8 @@ __device__ __forceinline__ void load_matrix_x2(uint32_t (&v)[2], uint32_t at) {
                : "memory");
 }
 
-/* d[16, 8] += a[16, 16] b[8, 16]^T. Thread t holds rows t/4 and t/4 + 8, columns 2(t%4) and next. */
+/* d[16, 8] += a[16, 16] b[8, 16]^T. Thread t holds rows t/4 and t/4 + 8, columns 2(t%4) and next.
+ */
 template <class T>
 __device__ __forceinline__ void mma_16816(float *d, const uint32_t *a, const uint32_t *b) {
 #define MOELORA_MMA(TYPE)                                                                          \
@@ -99,7 +100,8 @@ __device__ __forceinline__ void mma_16816(float *d, const uint32_t *a, const uin
 
 /* Zeroes what an A fragment holds of depth `count` and beyond. */
 __device__ __forceinline__ void mask_depth(uint32_t (&a)[4], int count) {
-  if (count >= 16) return;
+  if (count >= 16)
+    return;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const int k = (threadIdx.x & 3) * 2 + (i / 2) * 8;
