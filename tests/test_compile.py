@@ -52,14 +52,14 @@ def test_dynamic_number_of_tokens(device):
         moelora.fused_experts_lora, fullgraph=True, backend=counter, dynamic=True
     )
     for tokens in (6, 9, 17):
-        given = inputs(device, tokens=tokens)
+        given = inputs(device, torch.bfloat16, tokens)
         assert same(compiled(**given), moelora.fused_experts_lora(**given))
     assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_packed_weights(device):
-    given = inputs(device)
+    given = inputs(device, torch.bfloat16)
     given["w13"] = moelora.prepack_weights(given["w13"])
     given["w2"] = moelora.prepack_weights(given["w2"])
     compiled = torch.compile(moelora.fused_experts_lora, fullgraph=True, backend=BACKEND)
@@ -68,7 +68,7 @@ def test_packed_weights(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_gemm(device):
-    given = inputs(device)
+    given = inputs(device, torch.bfloat16)
 
     def project(x, w, weights, ids, mapping, a, b, out):
         packed = moelora.prepack_weights(w)
@@ -94,7 +94,7 @@ def test_gemm(device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", ["uniform", "segmented"])
 def test_alignments(device, mode):
-    given = inputs(device)
+    given = inputs(device, torch.bfloat16)
     ids, weights = given["topk_ids"], given["topk_weights"]
     mapping = given["token_lora_mapping"]
 

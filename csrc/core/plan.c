@@ -118,17 +118,15 @@ static int64_t rows_per_expert(const moelora_routes *routes) {
   return routes->num_rows > everywhere ? (routes->num_rows + everywhere - 1) / everywhere : 1;
 }
 
-/* Rows of one block, from the average load of an expert. Routing is uneven, so that a block a
- * little larger than the average keeps most experts in one block, and weights are read once. */
+/* Rows of one block, from the average load of an expert. Routing is uneven: a block that holds the
+ * average and about two and a half of its square roots keeps nearly every expert in one block, and
+ * weights are read once. */
 static int32_t pick_cuda_block(int64_t rows) {
   static const struct {
     int64_t rows; /* up to this many per expert */
     int32_t block;
   } table[] = {
-      {8, 16},
-      {24, 32},
-      {96, 64},
-      {INT64_MAX, 128},
+      {8, 16}, {18, 32}, {44, 64}, {70, 96}, {INT64_MAX, 128},
   };
   int32_t at = 0;
   while (rows > table[at].rows)

@@ -49,7 +49,8 @@ __device__ void produce(const CUtensorMap *map, const moelora_gemm_launch &g, Ri
   const uint32_t mine = thread / 8 * kRowBytes + ((chunk ^ (thread / 8 & 7)) << 4);
   const int depth_steps = (g.k + kDepth - 1) / kDepth;
   const int columns = tile_columns<S>(g), blocks = *g.num_post / S::TOKENS;
-  const uint64_t policy = evict_first_policy();
+  // Few tokens read each weight once; the blocks of a busy expert read it one after the other.
+  const uint64_t policy = S::TOKENS <= 32 ? evict_first_policy() : evict_normal_policy();
   const T *x = (const T *)g.x;
 
   for (int index = blockIdx.x; index < blocks * columns; index += gridDim.x) {
@@ -60,6 +61,10 @@ __device__ void produce(const CUtensorMap *map, const moelora_gemm_launch &g, Ri
       const int row = block_row<S>(g, tile.block, thread / 8 + 16 * i);
       token[i] = row < g.num_rows ? row / g.x_divisor : -1;
     }
+    Segments<S::LANES> segments;
+    if (g.lora_ids)
+      segments.load(g.lora_ids + (int64_t)tile.block * S::TOKENS, S::TOKENS, g.lora_ranks,
+                    g.lora.max_rank);
     for (int step = 0; step < depth_steps; step++) {
       barrier_wait(ring.empty + 8 * ring.stage, ring.phase ^ 1);
       const uint32_t full = ring.full + 8 * ring.stage;
@@ -90,9 +95,6 @@ __device__ void produce(const CUtensorMap *map, const moelora_gemm_launch &g, Ri
     }
     if (!g.lora_ids)
       continue;
-    Segments<S::LANES> segments;
-    segments.load(g.lora_ids + (int64_t)tile.block * S::TOKENS, S::TOKENS, g.lora_ranks,
-                  g.lora.max_rank);
     for (Piece cursor;; ring.advance()) {
       barrier_wait(ring.empty + 8 * ring.stage, ring.phase ^ 1);
       if (!load_pieces<S, T, kProducers>(g, tile, segments, cursor, ring.weights(), ring.tokens(),
@@ -156,9 +158,7 @@ __device__ __forceinline__ void consume_tile(const moelora_gemm_launch &g, Ring<
 #pragma unroll 1
   for (int step = 0; step < depth_steps; step++) {
     barrier_wait(ring.full + 8 * ring.stage, ring.phase);
-#ifndef MOELORA_NO_FENCE
     fence_async_proxy(); // cp.async wrote X through the ordinary proxy
-#endif
     wgmma_fence();
     const uint64_t a = wgmma_descriptor(ring.weights() + consumer * 2 * kGroupBytes);
     const uint64_t b = wgmma_descriptor(ring.tokens());
@@ -281,11 +281,11 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     // 384 threads start with 168 registers each; what the producers give is what consumers can
     // take.
     if constexpr (S::CONSUMERS == 2)
-      give_registers<72>();
+      give_registers<88>();
     produce<S, T>(&map, g, ring);
   } else {
     if constexpr (S::CONSUMERS == 2)
-      take_registers<216>();
+      take_registers<208>();
     consume<S, T>(g, ring, warpgroup - 1, staging + (warpgroup - 1) * kStagingBytes);
   }
 #endif

@@ -41,8 +41,8 @@ __device__ __forceinline__ uint4 load_chunk(const T *row, int k, int depth) {
 template <class T, int TILES, bool VECTORS>
 __global__ void __launch_bounds__(32 * kWarps, 1) shrink(const __grid_constant__ Params p) {
   constexpr int ROWS = 16 * TILES, LANES = (ROWS + 31) / 32;
-  constexpr int AHEAD = VECTORS && TILES == 1 ? 4 : 1; // depth steps in flight
-  constexpr int VALUES = TILES * kColumns * 4;         // of one lane
+  constexpr int AHEAD = VECTORS ? 4 : 1;       // depth steps in flight
+  constexpr int VALUES = TILES * kColumns * 4; // of one lane
   const moelora_gemm_launch &g = p.g;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   extern __shared__ float partial[]; // [kWarps][TILES * kColumns * 4][32 lanes]
@@ -177,11 +177,11 @@ moelora_status launch(const Params &p, const moelora_exec *exec) {
 
 template <class T>
 moelora_status launch_as(const Params &p, bool vectors, const moelora_exec *exec) {
-  // Where a block has that many rows, a factor is read once for 64 of them.
-  const bool tall = p.g.block_rows % 64 == 0;
+  // Where a block has that many rows, a factor is read once for 32 of them.
+  const bool tall = p.g.block_rows % 32 == 0;
   if (!vectors)
     return launch<T, 1, false>(p, exec);
-  return tall ? launch<T, 4, true>(p, exec) : launch<T, 1, true>(p, exec);
+  return tall ? launch<T, 2, true>(p, exec) : launch<T, 1, true>(p, exec);
 }
 
 } // namespace

@@ -23,9 +23,11 @@ template <int N> struct Wgmma;
 
 BODY = """
 template <> struct Wgmma<{n}> {{
-  template <bool IS_BF16> static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {{
+  template <bool IS_BF16>
+  static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {{
 #define MOELORA_WGMMA(TYPE) \\
-  asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32." TYPE "." TYPE " {{{regs}}}, %{a}, %{b}, 1, 1, 1, 0, 0;" \\
+  asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32." TYPE "." TYPE \\
+               " {{{regs}}}, %{a}, %{b}, 1, 1, 1, 0, 0;" \\
                : {outs} : "l"(a), "l"(b))
     if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
 #undef MOELORA_WGMMA

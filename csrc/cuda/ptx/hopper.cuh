@@ -47,6 +47,12 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   return policy;
 }
 
+__device__ __forceinline__ uint64_t evict_normal_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 __device__ __forceinline__ void tma_load_4d(uint32_t to, const CUtensorMap *map, int c0, int c1,
                                             int c2, int c3, uint32_t barrier, uint64_t policy) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"

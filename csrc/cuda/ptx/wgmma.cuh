@@ -12,9 +12,11 @@
 template <int N> struct Wgmma;
 // clang-format off
 template <> struct Wgmma<8> {
-  template <bool IS_BF16> static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
+  template <bool IS_BF16>
+  static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32." TYPE "." TYPE " {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 0, 0;" \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32." TYPE "." TYPE \
+               " {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 0, 0;" \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a), "l"(b))
     if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
 #undef MOELORA_WGMMA
@@ -23,9 +25,11 @@ template <> struct Wgmma<8> {
 // clang-format on
 // clang-format off
 template <> struct Wgmma<16> {
-  template <bool IS_BF16> static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
+  template <bool IS_BF16>
+  static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." TYPE "." TYPE " {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, 1, 1, 1, 0, 0;" \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." TYPE "." TYPE \
+               " {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, 1, 1, 1, 0, 0;" \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]) : "l"(a), "l"(b))
     if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
 #undef MOELORA_WGMMA
@@ -34,9 +38,11 @@ template <> struct Wgmma<16> {
 // clang-format on
 // clang-format off
 template <> struct Wgmma<24> {
-  template <bool IS_BF16> static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
+  template <bool IS_BF16>
+  static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n24k16.f32." TYPE "." TYPE " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, %12, %13, 1, 1, 1, 0, 0;" \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n24k16.f32." TYPE "." TYPE \
+               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, %12, %13, 1, 1, 1, 0, 0;" \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]) : "l"(a), "l"(b))
     if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
 #undef MOELORA_WGMMA
@@ -45,9 +51,11 @@ template <> struct Wgmma<24> {
 // clang-format on
 // clang-format off
 template <> struct Wgmma<32> {
-  template <bool IS_BF16> static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
+  template <bool IS_BF16>
+  static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, 1, 1, 1, 0, 0;" \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE \
+               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, 1, 1, 1, 0, 0;" \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]) : "l"(a), "l"(b))
     if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
 #undef MOELORA_WGMMA
@@ -56,9 +64,11 @@ template <> struct Wgmma<32> {
 // clang-format on
 // clang-format off
 template <> struct Wgmma<40> {
-  template <bool IS_BF16> static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
+  template <bool IS_BF16>
+  static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n40k16.f32." TYPE "." TYPE " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19}, %20, %21, 1, 1, 1, 0, 0;" \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n40k16.f32." TYPE "." TYPE \
+               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19}, %20, %21, 1, 1, 1, 0, 0;" \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]) : "l"(a), "l"(b))
     if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
 #undef MOELORA_WGMMA
@@ -67,9 +77,11 @@ template <> struct Wgmma<40> {
 // clang-format on
 // clang-format off
 template <> struct Wgmma<48> {
-  template <bool IS_BF16> static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
+  template <bool IS_BF16>
+  static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n48k16.f32." TYPE "." TYPE " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, %24, %25, 1, 1, 1, 0, 0;" \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n48k16.f32." TYPE "." TYPE \
+               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, %24, %25, 1, 1, 1, 0, 0;" \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]) : "l"(a), "l"(b))
     if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
 #undef MOELORA_WGMMA
@@ -78,9 +90,11 @@ template <> struct Wgmma<48> {
 // clang-format on
 // clang-format off
 template <> struct Wgmma<64> {
-  template <bool IS_BF16> static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
+  template <bool IS_BF16>
+  static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, 1, 1, 1, 0, 0;" \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE \
+               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, 1, 1, 1, 0, 0;" \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]) : "l"(a), "l"(b))
     if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
 #undef MOELORA_WGMMA
@@ -89,9 +103,11 @@ template <> struct Wgmma<64> {
 // clang-format on
 // clang-format off
 template <> struct Wgmma<72> {
-  template <bool IS_BF16> static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
+  template <bool IS_BF16>
+  static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n72k16.f32." TYPE "." TYPE " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35}, %36, %37, 1, 1, 1, 0, 0;" \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n72k16.f32." TYPE "." TYPE \
+               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35}, %36, %37, 1, 1, 1, 0, 0;" \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]) : "l"(a), "l"(b))
     if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
 #undef MOELORA_WGMMA
@@ -100,9 +116,11 @@ template <> struct Wgmma<72> {
 // clang-format on
 // clang-format off
 template <> struct Wgmma<80> {
-  template <bool IS_BF16> static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
+  template <bool IS_BF16>
+  static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n80k16.f32." TYPE "." TYPE " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39}, %40, %41, 1, 1, 1, 0, 0;" \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n80k16.f32." TYPE "." TYPE \
+               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39}, %40, %41, 1, 1, 1, 0, 0;" \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]) : "l"(a), "l"(b))
     if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
 #undef MOELORA_WGMMA
@@ -111,9 +129,11 @@ template <> struct Wgmma<80> {
 // clang-format on
 // clang-format off
 template <> struct Wgmma<96> {
-  template <bool IS_BF16> static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
+  template <bool IS_BF16>
+  static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n96k16.f32." TYPE "." TYPE " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, %48, %49, 1, 1, 1, 0, 0;" \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n96k16.f32." TYPE "." TYPE \
+               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, %48, %49, 1, 1, 1, 0, 0;" \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]) : "l"(a), "l"(b))
     if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
 #undef MOELORA_WGMMA
@@ -122,9 +142,11 @@ template <> struct Wgmma<96> {
 // clang-format on
 // clang-format off
 template <> struct Wgmma<120> {
-  template <bool IS_BF16> static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
+  template <bool IS_BF16>
+  static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n120k16.f32." TYPE "." TYPE " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59}, %60, %61, 1, 1, 1, 0, 0;" \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n120k16.f32." TYPE "." TYPE \
+               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59}, %60, %61, 1, 1, 1, 0, 0;" \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]) : "l"(a), "l"(b))
     if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
 #undef MOELORA_WGMMA
@@ -133,9 +155,11 @@ template <> struct Wgmma<120> {
 // clang-format on
 // clang-format off
 template <> struct Wgmma<128> {
-  template <bool IS_BF16> static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
+  template <bool IS_BF16>
+  static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, 1, 1, 1, 0, 0;" \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE \
+               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, 1, 1, 1, 0, 0;" \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]) : "l"(a), "l"(b))
     if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
 #undef MOELORA_WGMMA
@@ -144,9 +168,11 @@ template <> struct Wgmma<128> {
 // clang-format on
 // clang-format off
 template <> struct Wgmma<160> {
-  template <bool IS_BF16> static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
+  template <bool IS_BF16>
+  static __device__ __forceinline__ void mma(float *d, uint64_t a, uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n160k16.f32." TYPE "." TYPE " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79}, %80, %81, 1, 1, 1, 0, 0;" \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n160k16.f32." TYPE "." TYPE \
+               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79}, %80, %81, 1, 1, 1, 0, 0;" \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]) : "l"(a), "l"(b))
     if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
 #undef MOELORA_WGMMA
