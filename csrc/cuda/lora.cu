@@ -3,7 +3,7 @@
  * for rows p of adapter l, r below its true rank; zero from there to the next multiple of 16. Rows
  * come in alignment order, so that neighbours share an expert and mostly an adapter.
  *
- * A block takes ROWS = 16 * TILES rows and a share of their segments, every kShares-th. Its warps
+ * A block takes ROWS = 16 * TILES rows and a share of their segments, every SHARES-th. Its warps
  * take a stretch of the depth each and add up in a fixed order. Both operands have depth
  * contiguous, and a dot product may take depth in any order, so a lane loads 16 bytes of a row and
  * calls them two steps of an mma fragment: no staging, whole sectors. */
@@ -13,7 +13,6 @@
 namespace {
 
 constexpr int kWarps = 8;
-constexpr int kShares = 4;
 constexpr int kColumns = 4; // of 8 ranks, per pass
 
 struct Params {
@@ -38,7 +37,7 @@ __device__ __forceinline__ uint4 load_chunk(const T *row, int k, int depth) {
   return v;
 }
 
-template <class T, int TILES, bool VECTORS>
+template <class T, int TILES, int SHARES, bool VECTORS>
 __global__ void __launch_bounds__(32 * kWarps, 1) shrink(const __grid_constant__ Params p) {
   constexpr int ROWS = 16 * TILES, LANES = (ROWS + 31) / 32;
   constexpr int AHEAD = VECTORS ? 4 : 1;       // depth steps in flight
@@ -52,8 +51,8 @@ __global__ void __launch_bounds__(32 * kWarps, 1) shrink(const __grid_constant__
   const int stretch = ((g.k + kWarps - 1) / kWarps + 31) / 32 * 32;
 
   // Warps of one item never part ways: what bounds these loops is the same for all of them.
-  for (int share = blockIdx.x; share < items * kShares; share += gridDim.x) {
-    const int first = share / kShares * ROWS;
+  for (int share = blockIdx.x; share < items * SHARES; share += gridDim.x) {
+    const int first = share / SHARES * ROWS;
     int segment = 0;
     const int expert = g.expert_ids[first / g.block_rows];
     Segments<LANES> segments;
@@ -73,8 +72,8 @@ __global__ void __launch_bounds__(32 * kWarps, 1) shrink(const __grid_constant__
 
     for (int low = 0; low < ROWS;) {
       const int high = segments.next(low + 1, ROWS), pair = segments.at(low);
-      // Every kShares-th adapted segment is this block's.
-      const bool taken = pair >= 0 && segment++ % kShares == share % kShares;
+      // Every SHARES-th adapted segment is this block's.
+      const bool taken = pair >= 0 && segment++ % SHARES == share % SHARES;
       const int lora = pair / kRanks, rank = taken ? pair % kRanks : 0;
       const int per_slice = (rank + 15) / 16 * 2, tiles = per_slice * g.lora.num_slices;
       const float scaling = rank && p.scalings ? p.scalings[lora] : 1.f;
@@ -167,21 +166,23 @@ __global__ void __launch_bounds__(32 * kWarps, 1) shrink(const __grid_constant__
   }
 }
 
-template <class T, int TILES, bool VECTORS>
-moelora_status launch(const Params &p, const moelora_exec *exec) {
+template <class T, int TILES, int SHARES, bool VECTORS>
+moelora_status launch(const Params &p, int64_t rows, const moelora_exec *exec) {
   constexpr size_t SHARED = sizeof(float) * kWarps * TILES * kColumns * 4 * 32;
-  const int64_t rows = (int64_t)p.g.max_blocks * p.g.block_rows;
-  return launch_kernel<shrink<T, TILES, VECTORS>>("shrink", rows / (16 * TILES) * kShares,
-                                                  32 * kWarps, SHARED, exec, p);
+  return launch_kernel<shrink<T, TILES, SHARES, VECTORS>>("shrink", rows / (16 * TILES) * SHARES,
+                                                          32 * kWarps, SHARED, exec, p);
 }
 
 template <class T>
 moelora_status launch_as(const Params &p, bool vectors, const moelora_exec *exec) {
-  // Where a block has that many rows, a factor is read once for 32 of them.
-  const bool tall = p.g.block_rows % 32 == 0;
+  const int64_t rows = (int64_t)p.g.max_blocks * p.g.block_rows;
   if (!vectors)
-    return launch<T, 1, false>(p, exec);
-  return tall ? launch<T, 2, true>(p, exec) : launch<T, 1, true>(p, exec);
+    return launch<T, 1, 4, false>(p, rows, exec);
+  if (p.g.block_rows % 32 != 0)
+    return launch<T, 1, 4, true>(p, rows, exec);
+  // Shares are for chips that the items alone do not fill: an idle share still looks for its work.
+  const bool full = rows / 32 >= 2 * moelora_cuda_num_sms(exec->device_index);
+  return full ? launch<T, 2, 1, true>(p, rows, exec) : launch<T, 2, 4, true>(p, rows, exec);
 }
 
 } // namespace
