@@ -101,6 +101,9 @@ __device__ void produce(const CUtensorMap *map, const moelora_gemm_launch &g, Ri
                                          thread))
         break;
       const uint32_t full = ring.full + 8 * ring.stage;
+      // The arrival below speaks for asynchronous copies, not for plain stores.
+      if (!g.factors_vectors)
+        __threadfence_block();
       if (thread == 0)
         barrier_arrive(full);
       barrier_arrive_after_copies(full);

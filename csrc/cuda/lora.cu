@@ -177,9 +177,9 @@ template <class T>
 moelora_status launch_as(const Params &p, bool vectors, const moelora_exec *exec) {
   const int64_t rows = (int64_t)p.g.max_blocks * p.g.block_rows;
   if (!vectors)
-    return launch<T, 1, 4, false>(p, rows, exec);
+    return launch<T, 1, 2, false>(p, rows, exec);
   if (p.g.block_rows % 32 != 0)
-    return launch<T, 1, 4, true>(p, rows, exec);
+    return launch<T, 1, 2, true>(p, rows, exec);
   // Shares are for chips that the items alone do not fill: an idle share still looks for its work.
   const bool full = rows / 32 >= 2 * moelora_cuda_num_sms(exec->device_index);
   return full ? launch<T, 2, 1, true>(p, rows, exec) : launch<T, 2, 4, true>(p, rows, exec);
