@@ -83,8 +83,8 @@ test-gpu:
 
 sanitize-gpu:
 	$(PYTHON) setup.py -q build_ext --inplace
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
-	  $(PYTHON) -m pytest -q -x -m "gpu and not slow" $(PYTEST_ARGS)
+	$(PYTHON) tests/sanitize_gpu.py --tools memcheck,initcheck,synccheck,racecheck \
+	  --log benchmarks/results/gpu-sanitize.log
 
 bench-cpu: build
 	$(PY) -m benchmarks.cpu_layer --out benchmarks/results/cpu-layer.json $(BENCH_ARGS)

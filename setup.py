@@ -40,7 +40,6 @@ ISA_FLAGS = {
     "_avx2": AVX2,
     "_avx512": AVX512,
     "_avx512bf16": AVX512BF16,
-    "_amx": [*AVX512BF16, "-mamx-tile", "-mamx-bf16"],
 }
 DEFAULT_CUDA_ARCHS = "80;90a"
 
