@@ -218,6 +218,16 @@ static inline size_t moelora_dtype_bytes(moelora_dtype dtype) {
                                                          : 1;
 }
 
+/* True if rows of 16-bit elements, `stride` apart, allow 16-byte accesses throughout. */
+static inline bool moelora_is_vector_row(const void *data, int64_t stride, int64_t length) {
+  return (uintptr_t)data % 16 == 0 && stride % 8 == 0 && length % 8 == 0;
+}
+
+static inline bool moelora_is_vector_weights(const moelora_weights *w) {
+  return moelora_is_vector_row(w->data, w->stride_n, w->k) && w->stride_e % 8 == 0 &&
+         w->stride_nt % 8 == 0 && w->stride_kt % 8 == 0 && w->n % 8 == 0;
+}
+
 static inline int64_t moelora_read_id(const moelora_ids *ids, int64_t at) {
   return ids->is_64 ? ((const int64_t *)ids->data)[at] : ((const int32_t *)ids->data)[at];
 }

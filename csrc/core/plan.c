@@ -140,15 +140,6 @@ typedef struct access {
   bool vectors, tma;
 } access;
 
-static bool is_vector_row(const void *data, int64_t stride, int64_t length) {
-  return (uintptr_t)data % 16 == 0 && stride % 8 == 0 && length % 8 == 0;
-}
-
-static bool is_vector_weights(const moelora_weights *w) {
-  return is_vector_row(w->data, w->stride_n, w->k) && w->stride_e % 8 == 0 &&
-         w->stride_nt % 8 == 0 && w->stride_kt % 8 == 0 && w->n % 8 == 0;
-}
-
 /* One tensor map covers all experts: rows that lie apart, or tiles that lie together. */
 static bool is_tma_weights(const moelora_weights *w) {
   const int64_t tile = MOELORA_PACK * MOELORA_PACK;
@@ -216,9 +207,9 @@ static moelora_status plan_projections(const moelora_routes *routes, moelora_dty
 moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                                  const moelora_device_info *device, moelora_gemm_plan *plan) {
   access access;
-  access.vectors = is_vector_weights(&problem->w) &&
-                   is_vector_row(problem->x, problem->x_stride, problem->w.k) &&
-                   is_vector_row(problem->out, problem->out_stride[0], problem->w.n) &&
+  access.vectors = moelora_is_vector_weights(&problem->w) &&
+                   moelora_is_vector_row(problem->x, problem->x_stride, problem->w.k) &&
+                   moelora_is_vector_row(problem->out, problem->out_stride[0], problem->w.n) &&
                    problem->out_stride[1] % 8 == 0;
   access.tma = access.vectors && is_tma_weights(&problem->w);
   return plan_projections(&problem->routes, problem->dtype, &access, device, plan);
@@ -228,8 +219,9 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                                     const moelora_device_info *device, moelora_experts_plan *plan) {
   const bool gated = problem->activation != MOELORA_RELU2;
   access access;
-  access.vectors = is_vector_weights(&problem->w13) && is_vector_weights(&problem->w2) &&
-                   is_vector_row(problem->x, problem->x_stride, problem->hidden);
+  access.vectors = moelora_is_vector_weights(&problem->w13) &&
+                   moelora_is_vector_weights(&problem->w2) &&
+                   moelora_is_vector_row(problem->x, problem->x_stride, problem->hidden);
   /* A box of packed rows is one tile: all of it gate rows or all of it up rows. */
   access.tma = access.vectors && is_tma_weights(&problem->w13) && is_tma_weights(&problem->w2) &&
                !(problem->w13.packed && gated &&

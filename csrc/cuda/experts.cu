@@ -115,7 +115,7 @@ moelora_status sum_as(const moelora_experts_problem *e, const void *z, const moe
 template <class T>
 moelora_status sum(const moelora_experts_problem *e, const void *z, bool z_f32,
                    const moelora_exec *exec) {
-  const bool vectors = e->hidden % 8 == 0 && (uintptr_t)e->out % 16 == 0 && e->out_stride % 8 == 0;
+  const bool vectors = moelora_is_vector_row(e->out, e->out_stride, e->hidden);
   if (z_f32)
     return vectors ? sum_as<T, float, 8>(e, z, exec) : sum_as<T, float, 1>(e, z, exec);
   return vectors ? sum_as<T, T, 8>(e, z, exec) : sum_as<T, T, 1>(e, z, exec);
@@ -173,11 +173,6 @@ bool vector_factors(const moelora_factor *factors, int32_t count) {
   return all;
 }
 
-bool vector_weights(const moelora_weights *w) {
-  return (uintptr_t)w->data % 16 == 0 && w->stride_e % 8 == 0 && w->stride_n % 8 == 0 &&
-         w->stride_nt % 8 == 0 && w->stride_kt % 8 == 0 && w->k % 8 == 0 && w->n % 8 == 0;
-}
-
 /* ---- one projection over an alignment ---- */
 
 moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
@@ -209,10 +204,9 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
 
 moelora_status project(moelora_gemm_launch *g, const moelora_gemm_plan *plan,
                        const moelora_routes *routes, void *hl, const moelora_exec *exec) {
-  const bool x_vectors = (uintptr_t)g->x % 16 == 0 && g->x_stride % 8 == 0 && g->k % 8 == 0;
-  const bool out_vectors = (uintptr_t)g->out % 16 == 0 && g->out_stride[0] % 8 == 0 &&
-                           g->out_stride[1] % 8 == 0 && g->n_out % 8 == 0;
-  g->vectors = x_vectors && out_vectors && vector_weights(&g->w);
+  const bool x_vectors = moelora_is_vector_row(g->x, g->x_stride, g->k);
+  g->vectors = x_vectors && moelora_is_vector_row(g->out, g->out_stride[0], g->n_out) &&
+               g->out_stride[1] % 8 == 0 && moelora_is_vector_weights(&g->w);
   if (g->lora_ids) {
     if (g->lora.max_rank >= kRanks || routes->max_loras > INT32_MAX / kRanks)
       return moelora_fail(MOELORA_UNSUPPORTED,

@@ -10,6 +10,7 @@
 
 #include "kernel_launch.cuh"
 #include "tile.cuh"
+#include "variants.cuh"
 
 namespace {
 
@@ -241,25 +242,9 @@ struct Launch<80, T, BLOCK_M, BLOCK_N, STAGES> {
   }
 };
 
-using BF16 = __nv_bfloat16;
-using F16 = __half;
-
-enum {
-#define MOELORA_CUDA_GEMM(NAME, DTYPE, MIN_CC, BLOCK_M, BLOCK_N, BLOCK_K, STAGES) NAME,
-#include "variants.inc"
-#undef MOELORA_CUDA_GEMM
-};
-
 } // namespace
 
 moelora_status moelora_cuda_gemm_sm80(const moelora_gemm_launch *g, const moelora_variant *variant,
                                       const moelora_exec *exec) {
-  switch (variant->id) {
-#define MOELORA_CUDA_GEMM(NAME, DTYPE, MIN_CC, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)                  \
-  case NAME:                                                                                       \
-    return Launch<MIN_CC, DTYPE, BLOCK_M, BLOCK_N, STAGES>::run(g, exec);
-#include "variants.inc"
-#undef MOELORA_CUDA_GEMM
-  }
-  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s has no kernel", variant->name);
+  return launch_variant<Launch>(g, variant, exec);
 }
