@@ -142,6 +142,7 @@ typedef struct moelora_variant {
   int32_t id;
   int32_t block_m, block_n, block_k; /* rows (tokens), output columns, depth of one tile */
   int32_t stages;
+  int32_t cluster; /* CUDA: CTAs that share weight rows */
 } moelora_variant;
 
 /* One grouped projection. */

@@ -18,7 +18,8 @@ enum {
 #undef MOELORA_CPU_GEMM
 };
 enum {
-#define MOELORA_CUDA_GEMM(NAME, DTYPE, MIN_CC, BLOCK_M, BLOCK_N, BLOCK_K, STAGES) CUDA_##NAME,
+#define MOELORA_CUDA_GEMM(NAME, DTYPE, MIN_CC, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER)         \
+  CUDA_##NAME,
 #include "cuda/variants.inc"
 #undef MOELORA_CUDA_GEMM
 };
@@ -26,12 +27,22 @@ enum {
 /* CUDA rows are here in CPU builds too, so that their plans can be tested without a GPU. */
 static const moelora_variant variants[] = {
 #define MOELORA_CPU_GEMM(NAME, DTYPE, ISA, BLOCK_M, BLOCK_N, BLOCK_K)                              \
-  {#NAME, MOELORA_CPU, MOELORA_##DTYPE, MOELORA_ISA_##ISA, CPU_##NAME, BLOCK_M, BLOCK_N, BLOCK_K,  \
-   1},
+  {                                                                                                \
+      #NAME,                                                                                       \
+      MOELORA_CPU,                                                                                 \
+      MOELORA_##DTYPE,                                                                             \
+      MOELORA_ISA_##ISA,                                                                           \
+      CPU_##NAME,                                                                                  \
+      BLOCK_M,                                                                                     \
+      BLOCK_N,                                                                                     \
+      BLOCK_K,                                                                                     \
+      1,                                                                                           \
+      1},
 #include "cpu/variants.inc"
 #undef MOELORA_CPU_GEMM
-#define MOELORA_CUDA_GEMM(NAME, DTYPE, MIN_CC, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)                  \
-  {#NAME, MOELORA_CUDA, MOELORA_##DTYPE, MIN_CC, CUDA_##NAME, BLOCK_M, BLOCK_N, BLOCK_K, STAGES},
+#define MOELORA_CUDA_GEMM(NAME, DTYPE, MIN_CC, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER)         \
+  {#NAME,   MOELORA_CUDA, MOELORA_##DTYPE, MIN_CC, CUDA_##NAME,                                    \
+   BLOCK_M, BLOCK_N,      BLOCK_K,         STAGES, CLUSTER},
 #include "cuda/variants.inc"
 #undef MOELORA_CUDA_GEMM
 };
@@ -118,20 +129,26 @@ static int64_t rows_per_expert(const moelora_routes *routes) {
   return routes->num_rows > everywhere ? (routes->num_rows + everywhere - 1) / everywhere : 1;
 }
 
-/* Rows of one block, from the average load of an expert. Routing is uneven: a block that holds the
- * average and about two and a half of its square roots keeps nearly every expert in one block, and
- * weights are read once. */
-static int32_t pick_cuda_block(int64_t rows) {
+/* The shape of a CUDA kernel that suits a load. */
+typedef struct shape {
+  int32_t block, cluster;
+} shape;
+
+/* From the average rows of an expert. Routing is uneven: a block, or a cluster of them, that holds
+ * the average and about two and a half of its square roots keeps nearly every expert together, and
+ * weights leave the L2 cache once. */
+static shape pick_cuda_shape(int64_t rows) {
   static const struct {
     int64_t rows; /* up to this many per expert */
-    int32_t block;
+    shape shape;
   } table[] = {
-      {8, 16}, {18, 32}, {44, 64}, {70, 96}, {INT64_MAX, 128},
+      {8, {16, 1}},  {18, {32, 1}},   {44, {64, 1}},
+      {70, {96, 1}}, {100, {128, 1}}, {INT64_MAX, {160, 2}},
   };
   int32_t at = 0;
   while (rows > table[at].rows)
     at++;
-  return table[at].block;
+  return table[at].shape;
 }
 
 /* What a problem lets a CUDA kernel do, from shapes, strides and pointers of everything but
@@ -149,11 +166,14 @@ static bool is_tma_weights(const moelora_weights *w) {
   return w->stride_e > 0 && w->stride_n > 0;
 }
 
-/* Nearest to `block`, a larger one before a smaller one. */
-static bool is_nearer(int32_t candidate, int32_t best, int32_t block) {
-  if ((candidate >= block) != (best >= block))
-    return candidate >= block;
-  return candidate >= block ? candidate < best : candidate > best;
+/* Nearest to the wanted block, a larger one before a smaller one; of these the wanted cluster. */
+static bool is_nearer(const moelora_variant *v, const moelora_variant *best, shape want) {
+  const int32_t candidate = v->block_m, known = best->block_m;
+  if (candidate == known)
+    return v->cluster == want.cluster && best->cluster != want.cluster;
+  if ((candidate >= want.block) != (known >= want.block))
+    return candidate >= want.block;
+  return candidate >= want.block ? candidate < known : candidate > known;
 }
 
 /* Element by element, the tiles above 32 rows would spill registers: they have no such kernel. */
@@ -162,10 +182,10 @@ static bool serves(const moelora_variant *v, const access *access) {
          (v->needs < 90 && v->block_m <= 32);
 }
 
-/* The newest instruction set that the device has; within it the block nearest to `block`, where
+/* The newest instruction set that the device has; within it the shape nearest to `want`, where
  * block 0 takes the last row of the table. */
 static const moelora_variant *choose(const moelora_device_info *device, moelora_dtype dtype,
-                                     int32_t block, const access *access) {
+                                     shape want, const access *access) {
   const moelora_variant *best = NULL;
   for (int32_t i = 0; i < NUM_VARIANTS; i++) {
     const moelora_variant *v = &variants[i];
@@ -174,7 +194,7 @@ static const moelora_variant *choose(const moelora_device_info *device, moelora_
     if (!serves(v, access))
       continue;
     if (!best || v->needs > best->needs ||
-        (v->needs == best->needs && (block == 0 || is_nearer(v->block_m, best->block_m, block))))
+        (v->needs == best->needs && (want.block == 0 || is_nearer(v, best, want))))
       best = v;
   }
   return best;
@@ -190,8 +210,9 @@ static moelora_status plan_projections(const moelora_routes *routes, moelora_dty
   const moelora_variant *variant = forced_variant;
   if (!variant || variant->dtype != dtype || !moelora_variant_runs_on(variant, device) ||
       !serves(variant, access)) {
-    int32_t block = device->device == MOELORA_CUDA ? pick_cuda_block(rows_per_expert(routes)) : 0;
-    variant = choose(device, dtype, block, access);
+    const bool cuda = device->device == MOELORA_CUDA;
+    variant = choose(device, dtype, cuda ? pick_cuda_shape(rows_per_expert(routes)) : (shape){0, 1},
+                     access);
   }
   if (!variant && device->device == MOELORA_CUDA)
     return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for CUDA compute capability %d.%d",

@@ -165,6 +165,15 @@ static align_sort describe_tokens(const moelora_align_problem *problem, const sc
   return sort;
 }
 
+/* What a layer asks beyond the public modes. */
+static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
+  if (!blocks)
+    return;
+  sort->even = sort->pairs = true;
+  sort->cluster = (uint32_t)blocks->cluster;
+  sort->block_counts = blocks->counts;
+}
+
 static cudaError_t run_sort(const align_sort &sort, align_launch *launch) {
   cudaError_t error;
   if (sort.table) {
@@ -179,9 +188,10 @@ static cudaError_t run_sort(const align_sort &sort, align_launch *launch) {
   return error;
 }
 
-static cudaError_t run_one_sort(const moelora_align_problem *problem, const scratch &parts,
-                                align_launch *launch) {
+static cudaError_t run_one_sort(const moelora_align_problem *problem, const moelora_blocks *blocks,
+                                const scratch &parts, align_launch *launch) {
   align_sort sort = describe(problem);
+  apply_blocks(&sort, blocks);
   const int64_t adapters = adapter_keys_of(problem);
   sort.by_adapter = sorts_by_adapter(problem);
   sort.adapter_keys = divisor_of(adapters);
@@ -190,12 +200,13 @@ static cudaError_t run_one_sort(const moelora_align_problem *problem, const scra
   return run_sort(sort, launch);
 }
 
-static cudaError_t run_two_sorts(const moelora_align_problem *problem, const scratch &parts,
-                                 align_launch *launch) {
+static cudaError_t run_two_sorts(const moelora_align_problem *problem, const moelora_blocks *blocks,
+                                 const scratch &parts, align_launch *launch) {
   cudaError_t error = run_sort(describe_tokens(problem, parts), launch);
   if (error != cudaSuccess)
     return error;
   align_sort rows = describe(problem);
+  apply_blocks(&rows, blocks);
   align_pad pad = {};
   pad.out = rows;
   rows.order = parts.order;
@@ -252,7 +263,8 @@ extern "C" size_t moelora_cuda_align_workspace(const moelora_align_problem *prob
   return take_scratch(problem, NULL, &parts);
 }
 
-static moelora_status run(const moelora_align_problem *problem, void *workspace, void *stream) {
+static moelora_status run(const moelora_align_problem *problem, const moelora_blocks *blocks,
+                          void *workspace, void *stream) {
   const int64_t adapters = adapter_keys_of(problem);
   if (problem->routes.num_experts >= ALIGN_MAX_KEYS || adapters > ALIGN_MAX_KEYS)
     return moelora_fail(MOELORA_UNSUPPORTED,
@@ -261,47 +273,54 @@ static moelora_status run(const moelora_align_problem *problem, void *workspace,
   scratch parts;
   take_scratch(problem, (char *)workspace, &parts);
   align_launch launch = {(cudaStream_t)stream, false};
-  cudaError_t error = one_sort_does(problem) ? run_one_sort(problem, parts, &launch)
-                                             : run_two_sorts(problem, parts, &launch);
+  cudaError_t error = one_sort_does(problem) ? run_one_sort(problem, blocks, parts, &launch)
+                                             : run_two_sorts(problem, blocks, parts, &launch);
   return moelora_cuda_check(error, "align");
 }
 
 extern "C" moelora_status moelora_cuda_align(const moelora_align_problem *problem,
                                              const moelora_exec *exec) {
-  return run(problem, exec->workspace, exec->stream);
+  return run(problem, NULL, exec->workspace, exec->stream);
 }
 
-static moelora_align_problem rows_problem(const moelora_routes *routes, int32_t block_rows) {
+/* ---- blocks of a layer ---- */
+
+static moelora_align_problem rows_problem(const moelora_routes *routes, int32_t rows) {
   moelora_align_problem problem = {};
   problem.mode = MOELORA_ALIGN_SEGMENTED;
   problem.routes = *routes;
-  problem.block_size = block_rows;
+  problem.block_size = rows;
   return problem;
 }
 
-extern "C" size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes,
-                                                    int32_t block_rows) {
-  moelora_align_problem problem = rows_problem(routes, block_rows);
+/* A cluster of blocks is one block of their rows together. */
+extern "C" int64_t moelora_cuda_max_blocks(const moelora_routes *routes, int32_t rows,
+                                           int32_t cluster) {
+  return cluster * moelora_align_max_blocks(MOELORA_ALIGN_SEGMENTED, routes->num_rows,
+                                            routes->num_experts, routes->max_loras, cluster * rows);
+}
+
+extern "C" size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes, int32_t rows) {
+  moelora_align_problem problem = rows_problem(routes, rows);
   return moelora_cuda_align_workspace(&problem);
 }
 
-extern "C" moelora_status moelora_cuda_align_rows(const moelora_routes *routes, int32_t block_rows,
-                                                  int64_t max_blocks, int32_t *sorted_ids,
-                                                  int32_t *expert_ids, int32_t *lora_ids,
-                                                  int32_t *num_post, void *workspace,
-                                                  size_t workspace_bytes, void *zero,
-                                                  size_t zero_bytes, void *stream) {
-  moelora_align_problem problem = rows_problem(routes, block_rows);
+extern "C" moelora_status moelora_cuda_align_rows(const moelora_routes *routes,
+                                                  const moelora_blocks *blocks, void *workspace,
+                                                  size_t workspace_bytes, void *stream) {
+  moelora_align_problem problem = rows_problem(routes, blocks->rows);
   size_t want = moelora_cuda_align_workspace(&problem);
   if (workspace_bytes < want)
     return moelora_fail(MOELORA_WORKSPACE_TOO_SMALL, "alignment got %zu bytes, expected %zu",
                         workspace_bytes, want);
-  problem.max_blocks = max_blocks;
-  problem.sorted_token_ids = sorted_ids;
-  problem.expert_ids = expert_ids;
-  problem.lora_ids = lora_ids;
-  problem.num_tokens_post_padded = num_post;
-  problem.out_to_zero = zero;
-  problem.out_to_zero_bytes = zero_bytes;
-  return run(&problem, workspace, stream);
+  if (blocks->pairs && routes->max_loras > INT32_MAX / kRanks)
+    return moelora_fail(MOELORA_UNSUPPORTED, "%d adapters: the GPU kernels take at most %d",
+                        routes->max_loras, INT32_MAX / kRanks);
+  problem.max_blocks = blocks->max_blocks;
+  problem.sorted_token_ids = blocks->sorted_ids;
+  problem.expert_ids = blocks->expert_ids;
+  problem.lora_ids = blocks->pairs;
+  problem.sorted_weights = blocks->weights;
+  problem.num_tokens_post_padded = blocks->num_post;
+  return run(&problem, blocks, workspace, stream);
 }

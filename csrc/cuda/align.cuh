@@ -240,7 +240,26 @@ static __device__ __forceinline__ int32_t blocks_of(const align_sort &s, const a
   if (count == 0)
     return s.empty_blocks &&
            (!s.routes.expert_map || (shared.local[group / 32] >> group % 32 & 1u));
-  return (int32_t)divide((uint32_t)count - 1, s.block_size) + 1;
+  const int32_t blocks = (int32_t)divide((uint32_t)count - 1, s.block_size) + 1;
+  return s.cluster == 2 ? (blocks + 1) & ~1 : blocks;
+}
+
+/* Items of each block but the last ones, where `count` of them are dealt out evenly: the fewest
+ * eights that fit. */
+static __device__ __forceinline__ int32_t even_share(int32_t count, int32_t blocks) {
+  return ((count + blocks - 1) / blocks + 7) & ~7;
+}
+
+/* The group of a key, its first position and its items. */
+struct align_group {
+  uint32_t index;
+  int32_t first, count;
+};
+
+static __device__ __forceinline__ align_group group_of(const align_sort &s, const align_bins &bins,
+                                                       uint32_t index) {
+  const int32_t *count = s.ways == 1 ? bins.total : bins.total + s.num_groups;
+  return {index, bins.start[index * s.ways], count[index]};
 }
 
 /* A thread's share of n consecutive bins. Odd, so that a warp's accesses fall in 32 banks. */
@@ -333,16 +352,28 @@ static __device__ __forceinline__ void write_around_items(const align_sort &s,
   const int lane = threadIdx.x % 32;
   /* the last warps first: the first ones still place items */
   const uint32_t warp = ALIGN_WARPS - 1 - threadIdx.x / 32;
-  const int32_t *count = s.ways == 1 ? bins.total : bins.total + s.num_groups;
+  const int32_t size = (int32_t)s.block_size.value;
   for (uint32_t g = blockIdx.x + s.num_chunks * warp; g < s.num_groups;
        g += s.num_chunks * ALIGN_WARPS) {
-    int32_t first = bins.start[g * s.ways], blocks = blocks_of(s, shared, g, count[g]);
-    int32_t end = first + blocks * (int32_t)s.block_size.value;
-    for (int32_t position = first + count[g] + lane; position < end; position += 32)
-      write_padding(s, position);
+    const align_group group = group_of(s, bins, g);
+    const int32_t blocks = blocks_of(s, shared, g, group.count);
+    const int32_t block = (int32_t)divide((uint32_t)group.first, s.block_size);
+    if (s.even && blocks > 0) {
+      const int32_t share = even_share(group.count, blocks);
+      for (int32_t b = 0; b < blocks; b++) {
+        const int32_t here = min(max(group.count - b * share, 0), share);
+        if (s.block_counts && lane == 0)
+          s.block_counts[block + b] = here;
+        for (int32_t i = here + lane; i < size; i += 32)
+          write_padding(s, group.first + b * size + i);
+      }
+    } else {
+      const int32_t end = group.first + blocks * size;
+      for (int32_t position = group.first + group.count + lane; position < end; position += 32)
+        write_padding(s, position);
+    }
     if (!s.expert_ids)
       continue;
-    int32_t block = (int32_t)divide((uint32_t)first, s.block_size);
     int32_t expert = s.ways == 1 ? (int32_t)divide(g, s.adapter_keys) : (int32_t)g;
     int32_t adapter = (int32_t)g - expert * (int32_t)s.adapter_keys.value - s.by_adapter;
     for (int32_t b = block + lane; b < block + blocks; b += 32) {
@@ -354,7 +385,7 @@ static __device__ __forceinline__ void write_around_items(const align_sort &s,
 
   const int64_t me = (int64_t)blockIdx.x * ALIGN_THREADS + threadIdx.x;
   const int64_t step = (int64_t)s.num_chunks * ALIGN_THREADS;
-  const int64_t size = s.block_size.value, rows = num_blocks * size;
+  const int64_t rows = (int64_t)num_blocks * size;
   for (int64_t position = rows + me; position < s.max_blocks * size; position += step)
     write_padding(s, position);
   for (int64_t b = num_blocks + me; s.expert_ids && b < s.max_blocks; b += step) {
@@ -378,9 +409,23 @@ static __device__ __forceinline__ int32_t rank_in_group(const int32_t *group_key
   return rank;
 }
 
+/* Where the item goes that would be at `position` if its group were filled block after block. */
+static __device__ __forceinline__ int32_t even_position(const align_sort &s, const align_bins &bins,
+                                                        const align_shared &shared, int32_t key,
+                                                        int32_t position) {
+  const align_group group =
+      group_of(s, bins, s.ways == 1 ? (uint32_t)key : divide((uint32_t)key, s.adapter_keys));
+  const int32_t share = even_share(group.count, blocks_of(s, shared, group.index, group.count));
+  const int32_t item = position - group.first, block = item / share;
+  return group.first + block * (int32_t)s.block_size.value + item - block * share;
+}
+
 template <typename Lora>
-static __device__ __forceinline__ void write_item(const align_sort &s, uint32_t index, int32_t key,
-                                                  int32_t position) {
+static __device__ __forceinline__ void write_item(const align_sort &s, const align_bins &bins,
+                                                  const align_shared &shared, uint32_t index,
+                                                  int32_t key, int32_t position) {
+  if (s.even)
+    position = even_position(s, bins, shared, key, position);
   align_item item = locate(s, index);
   if (s.order)
     item.token = (uint32_t)__ldcg(s.order + item.token);
@@ -399,7 +444,13 @@ static __device__ __forceinline__ void write_item(const align_sort &s, uint32_t 
                         .data)[item.token * s.routes.token_lora_mapping.stride[0]];
       active_adapters(s.routes, adapter);
     }
-    s.row_loras[position] = (int32_t)adapter[0];
+    int32_t value = (int32_t)adapter[0];
+    if (s.pairs && value >= 0) {
+      const int32_t rank =
+          s.routes.lora_ranks ? min(s.routes.lora_ranks[value], kRanks - 1) : kRanks - 1;
+      value = rank > 0 ? value * kRanks + rank : -1;
+    }
+    s.row_loras[position] = value;
   }
 }
 

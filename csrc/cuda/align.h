@@ -28,6 +28,8 @@ struct align_sort {
   bool dense;                 /* item i is topk_ids[i], of token i / top_k, without gaps */
   bool emit_tokens;           /* sorted_ids get tokens, not rows */
   bool empty_blocks;          /* experts without items get a block */
+  bool even;                  /* items of a group are dealt out evenly over its blocks */
+  uint32_t cluster;           /* 1 or 2: a group has a multiple of so many blocks */
   align_divisor top_k;        /* items per token */
   align_divisor adapter_keys; /* max_loras + 1, or 1 */
   align_divisor block_size;
@@ -38,7 +40,9 @@ struct align_sort {
   int32_t *sorted_ids;   /* [max_blocks * block_size] */
   int32_t *expert_ids;   /* [max_blocks] */
   int32_t *block_loras;  /* [max_blocks] */
+  int32_t *block_counts; /* [max_blocks] items of a block; only of even groups */
   int32_t *row_loras;    /* [max_blocks * block_size] */
+  bool pairs;            /* row_loras get adapter * kRanks + true rank, -1 if that is 0 */
   float *sorted_weights; /* [max_blocks * block_size] */
   int32_t *num_post;     /* [1] */
   int64_t max_blocks;

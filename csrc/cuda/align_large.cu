@@ -131,7 +131,7 @@ static __global__ void __launch_bounds__(ALIGN_THREADS)
     int32_t rank = rank_in_group(shared.key + threadIdx.x / ALIGN_GROUP * ALIGN_GROUP, key[0]);
     int32_t position = take_positions(bins, key[0], rank, end - tile);
     if (key[0] >= 0)
-      write_item<Lora>(s, index, key[0], position);
+      write_item<Lora>(s, bins, shared, index, key[0], position);
     key[0] = next[0];
   }
 }

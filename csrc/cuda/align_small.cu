@@ -51,7 +51,8 @@ static __global__ void __launch_bounds__(ALIGN_THREADS)
   if (threadIdx.x < ALIGN_GROUP) {
     int32_t rank = rank_in_group(shared.key, own[0]);
     if (own[0] >= 0)
-      write_item<Lora>(s, index, own[0], bins.start[own[0]] + bins.before[own[0]] + rank);
+      write_item<Lora>(s, bins, shared, index, own[0],
+                       bins.start[own[0]] + bins.before[own[0]] + rank);
   }
   write_around_items(s, bins, shared, num_blocks);
 }

@@ -3,9 +3,10 @@
  *   align -> [scale x] -> shrink13 -> w13 + expand + activation -> shrink2 -> w2 + expand + weight
  * -> sum
  *
- * All of it works on flat rows p = m * top_k + j: h [P, I] and the unsummed outputs z [P, K] are
- * stored by p, so that the top-k sum needs no permutation and the public projection is the same
- * kernel. */
+ * What stays between the projections lies by position in the blocks of rows: the shrink results hl
+ * and h [position, I], which the copy engine can then read in boxes. The unsummed outputs z [P, K]
+ * are stored by flat row p = m * top_k + j, so that the top-k sum needs no permutation and the
+ * public projection is the same kernel. */
 #include "kernel_launch.cuh"
 #include "ptx/mma.cuh"
 #include "tile.cuh"
@@ -124,41 +125,48 @@ moelora_status sum(const moelora_experts_problem *e, const void *z, bool z_f32,
 /* ---- workspace ---- */
 
 struct Alignment {
-  int32_t *sorted_ids, *expert_ids, *lora_ids, *num_post;
+  moelora_blocks blocks;
   void *scratch;
   size_t scratch_bytes;
-  int64_t max_blocks;
 };
 
-Alignment take_alignment(moelora_arena *arena, const moelora_routes *routes, int32_t block_rows) {
+Alignment take_alignment(moelora_arena *arena, const moelora_routes *routes,
+                         const moelora_gemm_plan *plan, bool weighted) {
   Alignment a;
-  a.max_blocks = moelora_align_max_blocks(MOELORA_ALIGN_SEGMENTED, routes->num_rows,
-                                          routes->num_experts, routes->max_loras, block_rows);
-  const size_t rows = (size_t)a.max_blocks * block_rows;
-  a.sorted_ids = (int32_t *)moelora_take(arena, 4 * rows);
-  a.expert_ids = (int32_t *)moelora_take(arena, 4 * (size_t)a.max_blocks);
-  a.lora_ids = routes->token_lora_mapping.data ? (int32_t *)moelora_take(arena, 4 * rows) : nullptr;
-  a.num_post = (int32_t *)moelora_take(arena, 4);
-  a.scratch_bytes = moelora_cuda_align_rows_workspace(routes, block_rows);
+  moelora_blocks *blocks = &a.blocks;
+  blocks->rows = plan->block_rows;
+  blocks->cluster = plan->variant->cluster;
+  blocks->max_blocks = moelora_cuda_max_blocks(routes, blocks->rows, blocks->cluster);
+  const size_t count = (size_t)blocks->max_blocks, rows = count * blocks->rows;
+  blocks->sorted_ids = (int32_t *)moelora_take(arena, 4 * rows);
+  blocks->expert_ids = (int32_t *)moelora_take(arena, 4 * count);
+  blocks->counts = (int32_t *)moelora_take(arena, 4 * count);
+  blocks->pairs =
+      routes->token_lora_mapping.data ? (int32_t *)moelora_take(arena, 4 * rows) : nullptr;
+  blocks->weights = weighted ? (float *)moelora_take(arena, 4 * rows) : nullptr;
+  blocks->num_post = (int32_t *)moelora_take(arena, 4);
+  a.scratch_bytes = moelora_cuda_align_rows_workspace(routes, blocks->rows);
   a.scratch = moelora_take(arena, a.scratch_bytes);
   return a;
 }
 
-moelora_status align(const Alignment *a, const moelora_routes *routes, int32_t block_rows,
-                     const moelora_exec *exec) {
-  return moelora_cuda_align_rows(routes, block_rows, a->max_blocks, a->sorted_ids, a->expert_ids,
-                                 a->lora_ids, a->num_post, a->scratch, a->scratch_bytes, nullptr, 0,
-                                 exec->stream);
+moelora_status align(const Alignment *a, const moelora_routes *routes, const moelora_exec *exec) {
+  return moelora_cuda_align_rows(routes, &a->blocks, a->scratch, a->scratch_bytes, exec->stream);
+}
+
+/* Rows of what lies by position. */
+size_t positions(const Alignment *a) {
+  return (size_t)a->blocks.max_blocks * a->blocks.rows;
 }
 
 int64_t slice_width(const moelora_factors *f) {
   return (f->max_rank + 15) / 16 * 16;
 }
 
-void *take_shrunk(moelora_arena *arena, const moelora_routes *routes, const moelora_factors *f) {
+void *take_shrunk(moelora_arena *arena, const Alignment *a, const moelora_factors *f) {
   if (f->num_slices == 0)
     return nullptr;
-  return moelora_take(arena, 2 * (size_t)(routes->num_rows * f->num_slices * slice_width(f)));
+  return moelora_take(arena, 2 * positions(a) * f->num_slices * slice_width(f));
 }
 
 bool vector_factor(const moelora_factor *f) {
@@ -176,14 +184,9 @@ bool vector_factors(const moelora_factor *factors, int32_t count) {
 /* ---- one projection over an alignment ---- */
 
 moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
-                               const moelora_gemm_plan *plan, const moelora_weights *w,
-                               const moelora_factors *lora) {
+                               const moelora_weights *w, const moelora_factors *lora) {
   moelora_gemm_launch g = {};
-  g.sorted_ids = a->sorted_ids;
-  g.expert_ids = a->expert_ids;
-  g.num_post = a->num_post;
-  g.max_blocks = (int32_t)a->max_blocks;
-  g.block_rows = plan->block_rows;
+  g.blocks = a->blocks;
   g.num_rows = (int32_t)routes->num_rows;
   g.num_experts = routes->num_experts;
   g.top_k = routes->top_k;
@@ -191,10 +194,10 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
   g.w = *w;
   g.n_out = (int32_t)w->n;
   g.activation = -1;
-  if (a->lora_ids && lora->num_slices > 0) {
-    g.lora_ids = a->lora_ids;
+  if (lora->num_slices == 0)
+    g.blocks.pairs = nullptr;
+  if (g.blocks.pairs) {
     g.lora = *lora;
-    g.lora_ranks = routes->lora_ranks;
     g.hl_slice = slice_width(lora);
     g.hl_stride = g.hl_slice * lora->num_slices;
     g.factors_vectors = lora->max_rank % 8 == 0 && vector_factors(lora->b, lora->num_slices);
@@ -207,12 +210,7 @@ moelora_status project(moelora_gemm_launch *g, const moelora_gemm_plan *plan,
   const bool x_vectors = moelora_is_vector_row(g->x, g->x_stride, g->k);
   g->vectors = x_vectors && moelora_is_vector_row(g->out, g->out_stride[0], g->n_out) &&
                g->out_stride[1] % 8 == 0 && moelora_is_vector_weights(&g->w);
-  if (g->lora_ids) {
-    if (g->lora.max_rank >= kRanks || routes->max_loras > INT32_MAX / kRanks)
-      return moelora_fail(MOELORA_UNSUPPORTED,
-                          "%d adapters of rank %d: the GPU kernels take ranks below %d and at most "
-                          "%d adapters",
-                          routes->max_loras, g->lora.max_rank, kRanks, INT32_MAX / kRanks);
+  if (g->blocks.pairs) {
     const bool vectors = x_vectors && vector_factors(g->lora.a, g->lora.num_slices);
     moelora_status status =
         moelora_cuda_shrink(g, routes->lora_scalings, vectors, plan->variant->dtype, hl, exec);
@@ -224,6 +222,13 @@ moelora_status project(moelora_gemm_launch *g, const moelora_gemm_plan *plan,
                                     : moelora_cuda_gemm_sm80(g, plan->variant, exec);
 }
 
+moelora_status check_rank(const moelora_factors *lora) {
+  if (lora->num_slices > 0 && lora->max_rank >= kRanks)
+    return moelora_fail(MOELORA_UNSUPPORTED, "rank %d: the GPU kernels take ranks below %d",
+                        lora->max_rank, kRanks);
+  return MOELORA_OK;
+}
+
 struct GemmLayout {
   Alignment alignment;
   void *hl;
@@ -233,8 +238,8 @@ struct GemmLayout {
 GemmLayout lay_out_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *plan, void *base) {
   moelora_arena arena = {(char *)base, 0};
   GemmLayout l;
-  l.alignment = take_alignment(&arena, &p->routes, plan->block_rows);
-  l.hl = take_shrunk(&arena, &p->routes, &p->lora);
+  l.alignment = take_alignment(&arena, &p->routes, plan, p->mul_routed_weight);
+  l.hl = take_shrunk(&arena, &l.alignment, &p->lora);
   l.bytes = arena.used;
   return l;
 }
@@ -251,13 +256,13 @@ ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_ex
   moelora_arena arena = {(char *)base, 0};
   ExpertsLayout l;
   const size_t rows = (size_t)p->routes.num_rows;
-  l.alignment = take_alignment(&arena, &p->routes, plan->w13.block_rows);
+  l.alignment = take_alignment(&arena, &p->routes, &plan->w13, !p->apply_router_weight_on_input);
   l.x = p->apply_router_weight_on_input
             ? moelora_take(&arena, 2 * (size_t)(p->routes.num_tokens * p->hidden))
             : nullptr;
-  l.hl13 = take_shrunk(&arena, &p->routes, &p->w13_lora);
-  l.h = moelora_take(&arena, 2 * rows * p->intermediate);
-  l.hl2 = take_shrunk(&arena, &p->routes, &p->w2_lora);
+  l.hl13 = take_shrunk(&arena, &l.alignment, &p->w13_lora);
+  l.h = moelora_take(&arena, 2 * positions(&l.alignment) * p->intermediate);
+  l.hl2 = take_shrunk(&arena, &l.alignment, &p->w2_lora);
   l.z = moelora_take(&arena, (plan->partial_f32 ? 4 : 2) * rows * p->hidden);
   l.bytes = arena.used;
   return l;
@@ -268,11 +273,15 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
                            const moelora_exec *exec) {
   const ExpertsLayout l = lay_out_experts(p, plan, exec->workspace);
   const moelora_routes *routes = &p->routes;
-  moelora_status status = align(&l.alignment, routes, plan->w13.block_rows, exec);
+  moelora_status status = check_rank(&p->w13_lora);
+  if (status == MOELORA_OK)
+    status = check_rank(&p->w2_lora);
+  if (status == MOELORA_OK)
+    status = align(&l.alignment, routes, exec);
   if (status != MOELORA_OK)
     return status;
 
-  moelora_gemm_launch g = projection(&l.alignment, routes, &plan->w13, &p->w13, &p->w13_lora);
+  moelora_gemm_launch g = projection(&l.alignment, routes, &p->w13, &p->w13_lora);
   g.x = p->x;
   g.x_stride = p->x_stride;
   if (p->apply_router_weight_on_input) {
@@ -291,21 +300,17 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.interleaved = p->activation == MOELORA_SWIGLUOAI;
   g.activation = p->activation;
   g.out = l.h;
-  g.out_stride[0] = routes->top_k * p->intermediate;
-  g.out_stride[1] = p->intermediate;
+  g.out_by_position = true;
+  g.out_stride[0] = p->intermediate;
   status = project(&g, &plan->w13, routes, l.hl13, exec);
   if (status != MOELORA_OK)
     return status;
 
-  g = projection(&l.alignment, routes, &plan->w2, &p->w2, &p->w2_lora);
+  g = projection(&l.alignment, routes, &p->w2, &p->w2_lora);
   g.x = l.h;
   g.x_stride = p->intermediate;
-  g.x_divisor = 1;
-  if (!p->apply_router_weight_on_input) {
-    g.topk_weights = routes->topk_weights;
-    g.topk_weights_stride[0] = routes->topk_weights_stride[0];
-    g.topk_weights_stride[1] = routes->topk_weights_stride[1];
-  }
+  g.x_divisor = 0;
+  g.weighted = !p->apply_router_weight_on_input;
   g.out_f32 = plan->partial_f32;
   g.out = l.z;
   g.out_stride[0] = routes->top_k * p->hidden;
@@ -329,7 +334,9 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
                                  const moelora_exec *exec) {
   const GemmLayout l = lay_out_gemm(p, plan, exec->workspace);
   const moelora_routes *routes = &p->routes;
-  moelora_status status = align(&l.alignment, routes, plan->block_rows, exec);
+  moelora_status status = check_rank(&p->lora);
+  if (status == MOELORA_OK)
+    status = align(&l.alignment, routes, exec);
   if (status != MOELORA_OK)
     return status;
   status = launch_kernel<zero_skipped>("zero_skipped", blocks_for(32 * routes->num_rows), kThreads,
@@ -338,15 +345,11 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
   if (status != MOELORA_OK)
     return status;
 
-  moelora_gemm_launch g = projection(&l.alignment, routes, plan, &p->w, &p->lora);
+  moelora_gemm_launch g = projection(&l.alignment, routes, &p->w, &p->lora);
   g.x = p->x;
   g.x_stride = p->x_stride;
   g.x_divisor = p->x_per_row ? 1 : routes->top_k;
-  if (p->mul_routed_weight) {
-    g.topk_weights = routes->topk_weights;
-    g.topk_weights_stride[0] = routes->topk_weights_stride[0];
-    g.topk_weights_stride[1] = routes->topk_weights_stride[1];
-  }
+  g.weighted = p->mul_routed_weight;
   g.out = p->out;
   g.out_stride[0] = p->out_stride[0];
   g.out_stride[1] = p->out_stride[1];

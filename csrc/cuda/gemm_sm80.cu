@@ -39,8 +39,8 @@ template <class E, class T, bool VECTORS> struct Loader {
     }
 #pragma unroll
     for (int i = 0; i < X_ROWS; i++) {
-      const int p = block_row<E>(g, tile.block, thread / 8 + i * STEP);
-      token[i] = p < g.num_rows ? p / g.x_divisor : -1;
+      const int t = thread / 8 + i * STEP;
+      token[i] = x_row<E>(g, tile.block, t, block_row<E>(g, tile.block, t));
     }
   }
 
@@ -67,7 +67,7 @@ template <class E, class T, bool VECTORS> struct Loader {
                                              const T *mapped) {
     const bool there = offset >= 0 && left > 0;
     if (VECTORS)
-      copy_async_16(to, there ? from + offset : mapped, there);
+      copy_async_16(to, there ? from + offset : mapped, there ? 16 : 0);
     else
       copy_elements(to, from + offset, there ? min(8, left) : 0);
   }
@@ -104,19 +104,19 @@ __device__ __forceinline__ void multiply(float (&d)[2][E::TOKENS / 2], uint32_t 
 /* One group's results, rounded. Transposed in registers, a lane holds two outputs of a token. */
 template <class E, class T>
 __device__ __forceinline__ void store_rounded(const float (&d)[E::TOKENS / 2],
-                                              const moelora_gemm_launch &g, int first,
+                                              const moelora_gemm_launch &g, int first, int block,
                                               const int32_t (&rows)[E::LANES]) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
 #pragma unroll
   for (int i = 0; i < E::TOKENS / 8; i++) {
-    const int row = __shfl_sync(0xffffffffu, rows[i / 4], (i % 4) * 8 + lane / 4);
+    const int t = i * 8 + lane / 4, row = __shfl_sync(0xffffffffu, rows[i / 4], t % 32);
 #pragma unroll
     for (int eight = 0; eight < 2; eight++) {
       const uint32_t v = transpose_8x8(pack2<T>(d[4 * i + 2 * eight], d[4 * i + 2 * eight + 1]));
       const int output = first + warp * 16 + 8 * eight + 2 * (lane & 3);
       if (row >= g.num_rows || output >= g.n_out)
         continue;
-      uint16_t *to = (uint16_t *)g.out + output_offset(g, row) + output;
+      uint16_t *to = (uint16_t *)g.out + output_offset(g, block * E::TOKENS + t, row) + output;
       if (g.vectors) {
         *(uint32_t *)to = v;
       } else {
@@ -137,18 +137,14 @@ __global__ void __launch_bounds__(64 * E::TILES, 4 / E::TILES)
   const int lane = threadIdx.x & 31, pair = threadIdx.x / 128;
   wait_for_previous_kernel();
   start_next_kernel();
-  const int columns = tile_columns<E>(g), blocks = *g.num_post / E::TOKENS;
+  const int columns = tile_columns<E>(g), blocks = *g.blocks.num_post / E::TOKENS;
   const int depth_steps = (g.k + kDepth - 1) / kDepth;
 
   for (int index = blockIdx.x; index < blocks * columns; index += gridDim.x) {
     const Tile tile = tile_at<E>(g, index, columns, blocks);
     Loader<E, T, VECTORS> loader;
     loader.open(g, tile);
-    int count = 0;
-#pragma unroll
-    for (int i = 0; i < E::LANES; i++)
-      count += __popc(
-          __ballot_sync(0xffffffffu, block_row<E>(g, tile.block, i * 32 + lane) < g.num_rows));
+    const int count = g.blocks.counts[tile.block];
 
     float d[2][E::TOKENS / 2];
 #pragma unroll
@@ -158,18 +154,18 @@ __global__ void __launch_bounds__(64 * E::TILES, 4 / E::TILES)
     // Segments are found anew for each stage: kept, they would cost the main loop its registers.
     auto find_segments = [&] {
       Segments<E::LANES> segments;
-      segments.load(g.lora_ids + (int64_t)tile.block * E::TOKENS, E::TOKENS, g.lora_ranks,
-                    g.lora.max_rank);
+      segments.load(g, (int64_t)tile.block * E::TOKENS, E::TOKENS);
       return segments;
     };
     Piece ahead, now;
-    bool more = g.lora_ids != nullptr;
+    bool more = g.blocks.pairs != nullptr;
     auto copy_ahead = [&](int step) {
       const uint32_t w = base + step % STAGES * E::STAGE_BYTES, x = w + E::W_BYTES;
       if (step < depth_steps)
         loader.copy(g, step, w, x);
       else if (more)
-        more = load_pieces<E, T, THREADS>(g, tile, find_segments(), ahead, w, x, threadIdx.x);
+        more = load_pieces<E, T, THREADS>(g, tile, find_segments(), count, ahead, w, x,
+                                          threadIdx.x) > 0;
       copy_async_commit();
     };
     for (int step = 0; step < STAGES - 1; step++)
@@ -183,7 +179,7 @@ __global__ void __launch_bounds__(64 * E::TILES, 4 / E::TILES)
         multiply<E, T>(d, w, x, pair, count);
         continue;
       }
-      if (!g.lora_ids)
+      if (!g.blocks.pairs)
         break;
       const Segments<E::LANES> segments = find_segments();
       int slot = 0;
@@ -198,7 +194,7 @@ __global__ void __launch_bounds__(64 * E::TILES, 4 / E::TILES)
 #pragma unroll
     for (int i = 0; i < E::LANES; i++) {
       rows[i] = block_row<E>(g, tile.block, i * 32 + lane);
-      weights[i] = g.topk_weights && rows[i] < g.num_rows ? *routed_weight(g, rows[i]) : 0.f;
+      weights[i] = routed_weight<E>(g, tile.block, i * 32 + lane);
     }
     finish<E, T, E::TOKENS>(d, g, tile, pair, weights);
 #pragma unroll
@@ -207,21 +203,21 @@ __global__ void __launch_bounds__(64 * E::TILES, 4 / E::TILES)
         break;
       const int first = first_output<E>(g, tile.column, 2 * pair + half);
       if (g.out_f32)
-        store_f32<E, E::TOKENS>(d[half], g, first, rows);
+        store_f32<E, E::TOKENS>(d[half], g, first, tile.block, rows);
       else
-        store_rounded<E, T>(d[half], g, first, rows);
+        store_rounded<E, T>(d[half], g, first, tile.block, rows);
     }
   }
 }
 
-template <int MIN_CC, class T, int BLOCK_M, int BLOCK_N, int STAGES> struct Launch {
+template <int MIN_CC, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER> struct Launch {
   static moelora_status run(const moelora_gemm_launch *, const moelora_exec *) {
     return moelora_fail(MOELORA_UNSUPPORTED, "not an sm_80 kernel");
   }
 };
 
 template <class T, int BLOCK_M, int BLOCK_N, int STAGES>
-struct Launch<80, T, BLOCK_M, BLOCK_N, STAGES> {
+struct Launch<80, T, BLOCK_M, BLOCK_N, STAGES, 1> {
   using E = Extent<BLOCK_M, BLOCK_N / 64>;
 
   template <bool VECTORS>
@@ -229,7 +225,7 @@ struct Launch<80, T, BLOCK_M, BLOCK_N, STAGES> {
     constexpr int SHARED = STAGES * E::STAGE_BYTES;
     static_assert(SHARED <= 166912, "163 KB of shared memory on sm_80");
     return launch_kernel<gemm_sm80<E, T, STAGES, VECTORS>>(
-        "gemm_sm80", (int64_t)g->max_blocks * tile_columns<E>(*g), 64 * E::TILES, SHARED, exec, *g);
+        "gemm_sm80", g->blocks.max_blocks * tile_columns<E>(*g), 64 * E::TILES, SHARED, exec, *g);
   }
   static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
     // Element by element larger tiles would spill; the plan gives unaligned problems these.

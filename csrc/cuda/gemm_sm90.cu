@@ -2,121 +2,30 @@
  *
  *   out[p] = act( w[e] x[p] + B[l, e] hl[p] + bias[e] ) * weight
  *
- * One CTA per SM walks over tiles (tile.cuh). Its producer warpgroup fills a ring of stages: weight
- * rows by TMA, token rows gathered by cp.async; behind the depth of the base product come the
- * adapter stages. Its one or two consumer warpgroups own a pair of 64-row groups each and multiply
- * with wgmma, whose accumulators lie in registers as mma.sync's do. The token side of wgmma is
- * sized per tile in quarters, so that an expert with few tokens wastes few columns. */
+ * One CTA per SM walks over tiles (tile.cuh). A producer warpgroup (sm90_produce.cuh) fills a ring
+ * of stages (sm90_ring.cuh); its one or two consumer warpgroups own a pair of 64-row groups each
+ * and multiply with wgmma, whose accumulators lie in registers as mma.sync's do. The token side of
+ * wgmma is sized per tile, so that an expert with few tokens wastes few columns.
+ *
+ * Adapters are more depth: a stage of them holds, for up to 64 (segment, rank) columns, rows of B
+ * beside the shrink results of the tokens that carry the segment's adapter, and zeros for all
+ * others. What the others get added is exactly zero as long as B is finite. The consumers look: an
+ * output whose row of B is not becomes NaN for the tokens that carry the adapter, and for no
+ * others. */
 #include <cuda.h>
 
 #include "kernel_launch.cuh"
-#include "ptx/hopper.cuh"
 #include "ptx/wgmma.cuh"
-#include "tile.cuh"
+#include "sm90_produce.cuh"
 #include "variants.cuh"
 
 namespace {
-
-constexpr int kProducers = 128; // threads
-constexpr int kStagingTokens = 32;
-constexpr int kStagingBytes = 2 * kStagingTokens * kRowBytes; // two buffers per consumer
-
-template <int TOKENS_, int CONSUMERS_, int STAGES_> struct Shape : Extent<TOKENS_, 2 * CONSUMERS_> {
-  using E = Extent<TOKENS_, 2 * CONSUMERS_>;
-  static constexpr int CONSUMERS = CONSUMERS_, STAGES = STAGES_;
-  static constexpr int THREADS = kProducers + 128 * CONSUMERS;
-  // Up to 1023 bytes go to the alignment that the swizzle needs.
-  static constexpr int SHARED = 1024 + STAGES * (E::STAGE_BYTES + 16) + CONSUMERS * kStagingBytes;
-  static_assert(TOKENS_ % 8 == 0 && SHARED <= 232448, "227 KB of shared memory per block");
-};
-
-template <class S> struct Ring {
-  uint32_t base, full, empty;
-  int stage = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ uint32_t weights() const { return base + stage * S::STAGE_BYTES; }
-  __device__ __forceinline__ uint32_t tokens() const { return weights() + S::W_BYTES; }
-  __device__ __forceinline__ void advance() {
-    if (++stage == S::STAGES)
-      stage = 0, phase ^= 1;
-  }
-};
-
-template <class S, class T>
-__device__ void produce(const CUtensorMap *map, const moelora_gemm_launch &g, Ring<S> ring) {
-  const int thread = threadIdx.x, chunk = thread & 7;
-  constexpr int PER_THREAD = (S::TOKENS + 15) / 16;
-  // This thread fills chunk `chunk` of token rows thread / 8 + 16 i.
-  const uint32_t mine = thread / 8 * kRowBytes + ((chunk ^ (thread / 8 & 7)) << 4);
-  const int depth_steps = (g.k + kDepth - 1) / kDepth;
-  const int columns = tile_columns<S>(g), blocks = *g.num_post / S::TOKENS;
-  // Few tokens read each weight once; the blocks of a busy expert read it one after the other.
-  const uint64_t policy = S::TOKENS <= 32 ? evict_first_policy() : evict_normal_policy();
-  const T *x = (const T *)g.x;
-
-  for (int index = blockIdx.x; index < blocks * columns; index += gridDim.x) {
-    const Tile tile = tile_at<S>(g, index, columns, blocks);
-    int32_t token[PER_THREAD]; // rows of x, -1 in padding
-#pragma unroll
-    for (int i = 0; i < PER_THREAD; i++) {
-      const int row = block_row<S>(g, tile.block, thread / 8 + 16 * i);
-      token[i] = row < g.num_rows ? row / g.x_divisor : -1;
-    }
-    Segments<S::LANES> segments;
-    if (g.lora_ids)
-      segments.load(g.lora_ids + (int64_t)tile.block * S::TOKENS, S::TOKENS, g.lora_ranks,
-                    g.lora.max_rank);
-    for (int step = 0; step < depth_steps; step++) {
-      barrier_wait(ring.empty + 8 * ring.stage, ring.phase ^ 1);
-      const uint32_t full = ring.full + 8 * ring.stage;
-      if (thread == 0) {
-        barrier_expect(full, S::W_BYTES);
-        for (int group = 0; group < S::TILES; group++) {
-          const int output = first_output<S>(g, tile.column, group);
-          const uint32_t to = ring.weights() + group * kGroupBytes;
-          if (g.w.packed)
-            tma_load_4d(to, map, 0, 0, step,
-                        (int)((tile.expert * g.w.n + weight_row(g, group, output)) / 64), full,
-                        policy);
-          else
-            tma_load_4d(to, map, step * kDepth, output, g.gated ? group & 1 : 0, tile.expert, full,
-                        policy);
-        }
-      }
-      const int column = step * kDepth + chunk * 8;
-#pragma unroll
-      for (int i = 0; i < PER_THREAD; i++)
-        if (S::TOKENS % 16 == 0 || thread / 8 + 16 * i < S::TOKENS) {
-          const bool copy = column < g.k && token[i] >= 0;
-          copy_async_16(ring.tokens() + mine + i * 16 * kRowBytes,
-                        x + (copy ? token[i] * g.x_stride + column : 0), copy);
-        }
-      barrier_arrive_after_copies(full);
-      ring.advance();
-    }
-    if (!g.lora_ids)
-      continue;
-    for (Piece cursor;; ring.advance()) {
-      barrier_wait(ring.empty + 8 * ring.stage, ring.phase ^ 1);
-      if (!load_pieces<S, T, kProducers>(g, tile, segments, cursor, ring.weights(), ring.tokens(),
-                                         thread))
-        break;
-      const uint32_t full = ring.full + 8 * ring.stage;
-      // The arrival below speaks for asynchronous copies, not for plain stores.
-      if (!g.factors_vectors)
-        __threadfence_block();
-      if (thread == 0)
-        barrier_arrive(full);
-      barrier_arrive_after_copies(full);
-    }
-  }
-}
 
 /* One group's results, rounded, by token row: transposed through shared memory, so that a warp
  * writes whole 128-byte lines. */
 template <class S, class T, int N>
 __device__ __forceinline__ void store_rounded(const float (&d)[N / 2], const moelora_gemm_launch &g,
-                                              int first, int consumer,
+                                              int first, const TileNote &note, int consumer,
                                               const int32_t (&rows)[S::LANES], uint32_t staging) {
   const int thread = threadIdx.x & 127, lane = thread & 31, warp = thread >> 5;
 #pragma unroll
@@ -139,8 +48,9 @@ __device__ __forceinline__ void store_rounded(const float (&d)[N / 2], const moe
     for (int i = 0; i < kStagingTokens / 16; i++) {
       const int token = i * 16 + thread / 8, chunk = thread & 7;
       const int row = __shfl_sync(0xffffffffu, rows[c / 32], token);
-      if (c + token < N && row < g.num_rows && first + chunk * 8 < g.n_out)
-        *(uint4 *)((T *)g.out + output_offset(g, row) + first + chunk * 8) =
+      if (c + token < note.count && first + chunk * 8 < g.n_out)
+        *(uint4 *)((T *)g.out + output_offset(g, note.tile.block * S::TOKENS + c + token, row) +
+                   first + chunk * 8) =
             load_shared_16(buffer + token * kRowBytes + ((chunk ^ (token & 7)) << 4));
     }
   }
@@ -148,10 +58,114 @@ __device__ __forceinline__ void store_rounded(const float (&d)[N / 2], const moe
   warpgroup_sync(consumer + 1);
 }
 
+/* Infinities and NaNs in rows of B, see above. */
+template <class S, class T> struct Wild {
+  static constexpr uint32_t EXPONENT = Element<T>::is_bf16 ? 0x7f807f80u : 0x7c007c00u;
+  static constexpr uint32_t UNIT = Element<T>::is_bf16 ? 0x00800080u : 0x04000400u;
+
+  /* An exponent of all ones carries into the sign. */
+  static __device__ __forceinline__ uint32_t signs(uint32_t v) {
+    return (v & EXPONENT) + UNIT & 0x80008000u;
+  }
+  static __device__ __forceinline__ uint32_t cleared(uint32_t v) {
+    return v & ~((signs(v) >> 15) * 0xffffu);
+  }
+
+  /* Zeros where they were in the consumer's rows of a stage; true if there were any. */
+  static __device__ __forceinline__ bool clear(uint32_t weights, int consumer, int pieces) {
+    const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5 & 3) * 16 + lane / 2;
+    bool found = false;
+#pragma unroll 1
+    for (int i = 0; i < 2 * pieces; i++) {
+      const int chunk = (i & ~1) + (lane & 1);
+      const uint32_t at =
+          weights + (i & 1) * kGroupBytes + row * kRowBytes + ((chunk ^ (row & 7)) << 4);
+      uint4 v = load_shared_16(at);
+      if (signs(v.x) | signs(v.y) | signs(v.z) | signs(v.w)) {
+        v.x = cleared(v.x), v.y = cleared(v.y), v.z = cleared(v.z), v.w = cleared(v.w);
+        store_shared_16(at, v);
+        found = true;
+      }
+    }
+    return uniform(warpgroup_any(consumer + 1, found));
+  }
+
+  /* NaN to the outputs of the rows of B that hold some, for the tokens that carry the adapter.
+   * Thread i of the consumer looks after row i of its groups. */
+  static __device__ __noinline__ void poison(const moelora_gemm_launch &g, const TileNote &note,
+                                             int consumer) {
+    warpgroup_sync(consumer + 1); // behind the stores of the finite parts
+    const int i = threadIdx.x & 127, group = 2 * consumer + i / 64;
+    const int output = first_output<S>(g, note.tile.column, group) + i % 64;
+    if (output >= g.n_out)
+      return;
+    const int64_t row = weight_row(g, group, output);
+    const int slice = (int)(row / g.lora.slice_n);
+    int32_t known = -1;
+    bool wild = false;
+    for (int t = 0; t < note.count; t++) {
+      const int64_t position = (int64_t)note.tile.block * S::TOKENS + t;
+      const int32_t pair = g.blocks.pairs[position];
+      if (pair != known) {
+        const moelora_factor &b = g.lora.b[slice];
+        const uint16_t *from = (const uint16_t *)b.data + pair / kRanks * b.stride_l +
+                               note.tile.expert * b.stride_e +
+                               (row - slice * g.lora.slice_n) * b.stride_i;
+        wild = false;
+        for (int r = 0; pair >= 0 && r < min(pair % kRanks, g.lora.max_rank); r++)
+          wild |= signs(from[r]) != 0;
+        known = pair;
+      }
+      if (!wild)
+        continue;
+      const int64_t at =
+          output_offset(g, (int)position, g.out_by_position ? 0 : g.blocks.sorted_ids[position]) +
+          output;
+      if (g.out_f32)
+        ((float *)g.out)[at] = __int_as_float(0x7fffffff);
+      else
+        ((T *)g.out)[at] = Element<T>::round(__int_as_float(0x7fffffff));
+    }
+  }
+};
+
+/* Returns true if something in B was neither finite nor added. */
+template <class S, class T, int N>
+__device__ __forceinline__ bool add_adapters(float (&d)[2][N / 2], const moelora_gemm_launch &g,
+                                             const Ring<S> &ring, int consumer) {
+  ring.wait_full();
+  const PiecesNote note = PiecesNote::read(ring.note());
+  const uint32_t weights = ring.weights() + consumer * 2 * kGroupBytes;
+  const bool wild = note.mixed && Wild<S, T>::clear(weights, consumer, note.pieces);
+  fence_async_proxy(); // cp.async, or `clear`, wrote through the ordinary proxy
+  const uint64_t a = wgmma_descriptor(weights), b = wgmma_descriptor(ring.tokens());
+  const int step = is_paired(g) ? 4 : 2, up = is_paired(g) ? 2 : 0; // chunks, as in load_pieces
+#pragma unroll 1
+  for (int slot = 0; slot < note.pieces; slot++) {
+    wgmma_fence();
+    Wgmma<N>::template mma<Element<T>::is_bf16>(d[0], a + 2 * slot, b + step * slot);
+    Wgmma<N>::template mma<Element<T>::is_bf16>(d[1], a + kGroupBytes / 16 + 2 * slot,
+                                                b + step * slot + up);
+    wgmma_commit();
+    wgmma_wait<0>();
+  }
+  return wild;
+}
+
 template <class S, class T, int N>
 __device__ __forceinline__ void consume_tile(const moelora_gemm_launch &g, Ring<S> &ring,
-                                             const Tile &tile, int consumer, uint32_t staging) {
+                                             const TileNote &note, int consumer) {
   const int lane = threadIdx.x & 31;
+  const Tile &tile = note.tile;
+  // Accumulators fill the registers: what the epilogue needs is only brought near.
+#pragma unroll
+  for (int i = 0; i < S::LANES; i++) {
+    const int64_t position = (int64_t)tile.block * S::TOKENS + i * 32 + lane;
+    if (!g.out_by_position && i * 32 + lane < note.count)
+      prefetch(&g.blocks.sorted_ids[position]);
+    if (g.weighted && i * 32 + lane < note.count)
+      prefetch(&g.blocks.weights[position]);
+  }
   float d[2][N / 2];
 #pragma unroll
   for (int i = 0; i < N / 2; i++)
@@ -161,7 +175,7 @@ __device__ __forceinline__ void consume_tile(const moelora_gemm_launch &g, Ring<
   int previous = 0;
 #pragma unroll 1
   for (int step = 0; step < depth_steps; step++) {
-    barrier_wait(ring.full + 8 * ring.stage, ring.phase);
+    ring.wait_full();
     fence_async_proxy(); // cp.async wrote X through the ordinary proxy
     wgmma_fence();
     const uint64_t a = wgmma_descriptor(ring.weights() + consumer * 2 * kGroupBytes);
@@ -173,45 +187,26 @@ __device__ __forceinline__ void consume_tile(const moelora_gemm_launch &g, Ring<
     }
     wgmma_commit();
     wgmma_wait<1>();
-    if (step > 0 && lane == 0)
-      barrier_arrive(ring.empty + 8 * previous);
+    if (step > 0)
+      ring.release(previous);
     previous = ring.stage;
     ring.advance();
   }
   wgmma_wait<0>();
-  if (lane == 0)
-    barrier_arrive(ring.empty + 8 * previous);
-
-  // Accumulators fill the registers: what the rest of the tile needs was only brought near.
-  if (g.lora_ids) {
-    Segments<S::LANES> segments;
-    segments.load(g.lora_ids + (int64_t)tile.block * S::TOKENS, S::TOKENS, g.lora_ranks,
-                  g.lora.max_rank);
-    const int per_stage = pieces_per_stage(g);
-    int slot = 0;
-    auto release = [&] {
-      __syncwarp();
-      if (lane == 0)
-        barrier_arrive(ring.empty + 8 * ring.stage);
-      ring.advance();
-      slot = 0;
-    };
-    for (Piece s; next_piece<S>(g, tile, segments, s);) {
-      if (slot == 0)
-        barrier_wait(ring.full + 8 * ring.stage, ring.phase);
-      expand<S, T, N>(d, g, tile, s, slot, ring.weights(), ring.tokens(), consumer);
-      if (++slot == per_stage)
-        release();
-    }
-    if (slot > 0)
-      release();
+  ring.release(previous);
+  bool wild = false;
+  for (int i = 0; i < note.adapter_stages; i++) {
+    wild |= add_adapters<S, T, N>(d, g, ring, consumer);
+    ring.release(ring.stage);
+    ring.advance();
   }
+
   int32_t rows[S::LANES];
   float weights[S::LANES];
 #pragma unroll
   for (int i = 0; i < S::LANES; i++) {
-    rows[i] = block_row<S>(g, tile.block, i * 32 + lane);
-    weights[i] = g.topk_weights && rows[i] < g.num_rows ? *routed_weight(g, rows[i]) : 0.f;
+    rows[i] = g.out_by_position ? 0 : block_row<S>(g, tile.block, i * 32 + lane);
+    weights[i] = routed_weight<S>(g, tile.block, i * 32 + lane);
   }
   finish<S, T, N>(d, g, tile, consumer, weights);
 #pragma unroll
@@ -220,65 +215,53 @@ __device__ __forceinline__ void consume_tile(const moelora_gemm_launch &g, Ring<
       break;
     const int first = first_output<S>(g, tile.column, 2 * consumer + half);
     if (g.out_f32)
-      store_f32<S, N>(d[half], g, first, rows);
+      store_f32<S, N>(d[half], g, first, tile.block, rows);
     else
-      store_rounded<S, T, N>(d[half], g, first, consumer, rows, staging);
+      store_rounded<S, T, N>(d[half], g, first, note, consumer, rows, ring.staging(consumer));
   }
 }
 
-template <class S, class T>
-__device__ void consume(const moelora_gemm_launch &g, Ring<S> ring, int consumer,
-                        uint32_t staging) {
-  constexpr int WIDTH = S::TOKENS >= 32 ? S::TOKENS / 4 : 8;
-  const int lane = threadIdx.x & 31;
-  const int columns = tile_columns<S>(g), blocks = *g.num_post / S::TOKENS;
-  for (int index = blockIdx.x; index < blocks * columns; index += gridDim.x) {
-    const Tile tile = tile_at<S>(g, index, columns, blocks);
-    int count = 0;
-#pragma unroll
-    for (int i = 0; i < S::LANES; i++) {
-      const int t = i * 32 + lane;
-      const int row = block_row<S>(g, tile.block, t);
-      count += __popc(__ballot_sync(0xffffffffu, row < g.num_rows));
-      if (g.topk_weights && row < g.num_rows)
-        prefetch(routed_weight(g, row));
-      if (g.lora_ids && t < S::TOKENS)
-        prefetch(&g.lora_ids[(int64_t)tile.block * S::TOKENS + t]);
+/* The narrowest wgmma that holds the tile's tokens, from width N on. */
+template <class S, class T, int N>
+__device__ __forceinline__ void consume_fitting(const moelora_gemm_launch &g, Ring<S> &ring,
+                                                const TileNote &note, int consumer) {
+  if constexpr (N < S::TOKENS) {
+    if (note.count > N) {
+      consume_fitting<S, T, N + S::STEP>(g, ring, note, consumer);
+      return;
     }
-    const int quarter = (count + WIDTH - 1) / WIDTH;
-    if (quarter <= 1)
-      consume_tile<S, T, WIDTH>(g, ring, tile, consumer, staging);
-    else if constexpr (S::TOKENS < 32)
-      consume_tile<S, T, S::TOKENS>(g, ring, tile, consumer, staging);
-    else if (quarter == 2)
-      consume_tile<S, T, 2 * WIDTH>(g, ring, tile, consumer, staging);
-    else if (quarter == 3)
-      consume_tile<S, T, 3 * WIDTH>(g, ring, tile, consumer, staging);
-    else
-      consume_tile<S, T, 4 * WIDTH>(g, ring, tile, consumer, staging);
+  }
+  consume_tile<S, T, N>(g, ring, note, consumer);
+}
+
+template <class S, class T>
+__device__ __forceinline__ void consume(const moelora_gemm_launch &g, Ring<S> ring, int consumer) {
+  for (;;) {
+    ring.wait_full();
+    const TileNote note = TileNote::read(ring.note());
+    if (note.tile.block < 0)
+      return;
+    consume_fitting<S, T, S::LEAST>(g, ring, note, consumer);
   }
 }
 
 template <class S, class T>
 __global__ void __launch_bounds__(S::THREADS, 1)
-    gemm_sm90(const __grid_constant__ CUtensorMap map,
+    gemm_sm90(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap x_map,
               const __grid_constant__ moelora_gemm_launch g) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ char shared[];
-  Ring<S> ring;
-  ring.base = (shared_address(shared) + 1023) & ~1023u;
-  const uint32_t staging = ring.base + S::STAGES * S::STAGE_BYTES;
-  ring.full = staging + S::CONSUMERS * kStagingBytes;
-  ring.empty = ring.full + 8 * S::STAGES;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < S::STAGES; i++) {
-      barrier_init(ring.full + 8 * i, kProducers + 1);
-      barrier_init(ring.empty + 8 * i, 4 * S::CONSUMERS);
-    }
-    barrier_init_visible();
-  }
-  __syncthreads();
-  wait_for_previous_kernel();
+  Ring<S> ring(shared);
+  if (threadIdx.x == 0)
+    ring.init();
+  if constexpr (S::CLUSTER > 1)
+    cluster_sync();
+  else
+    __syncthreads();
+  // With adapters the kernel before is the shrink. It let this one start only after it had itself
+  // waited for all that came before, so that nothing but its own results is missing here.
+  if (!g.blocks.pairs)
+    wait_for_previous_kernel();
   start_next_kernel();
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
   if (warpgroup == 0) {
@@ -286,12 +269,17 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     // take.
     if constexpr (S::CONSUMERS == 2)
       give_registers<88>();
-    produce<S, T>(&map, g, ring);
+    produce<S, T>(&w_map, &x_map, g, ring);
   } else {
     if constexpr (S::CONSUMERS == 2)
       take_registers<208>();
-    consume<S, T>(g, ring, warpgroup - 1, staging + (warpgroup - 1) * kStagingBytes);
+    consume<S, T>(g, ring, warpgroup - 1);
   }
+  // Whoever waits for this kernel relies on the one before it, too.
+  wait_for_previous_kernel();
+  // No CTA leaves while its neighbour may still reach into its memory.
+  if constexpr (S::CLUSTER > 1)
+    cluster_sync();
 #endif
 }
 
@@ -316,13 +304,26 @@ EncodeTiled find_encoder() {
   return encode;
 }
 
+moelora_status encode_map(CUtensorMap *map, bool is_bf16, cuuint32_t rank, void *data,
+                          const cuuint64_t *sizes, const cuuint64_t *strides,
+                          const cuuint32_t *box) {
+  const EncodeTiled encode = find_encoder();
+  if (!encode)
+    return moelora_fail(MOELORA_DEVICE_ERROR, "the driver has no cuTensorMapEncodeTiled");
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  const CUresult result = encode(
+      map, is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank, data,
+      sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS)
+    return moelora_fail(MOELORA_DEVICE_ERROR, "cuTensorMapEncodeTiled failed with %d", (int)result);
+  return MOELORA_OK;
+}
+
 /* Boxes of 64 rows by 64 of depth. Row-major weights are [E, half, n, K], where half tells gate
  * from up whether they follow or alternate; packed ones [E * N/64, K/64, 64, 64]. Rows and depth
  * past the end read as zeros. */
 moelora_status map_weights(const moelora_gemm_launch *g, bool is_bf16, CUtensorMap *map) {
-  const EncodeTiled encode = find_encoder();
-  if (!encode)
-    return moelora_fail(MOELORA_DEVICE_ERROR, "the driver has no cuTensorMapEncodeTiled");
   const moelora_weights *w = &g->w;
   const cuuint64_t experts = w->stride_e ? g->num_experts : 1, row = w->stride_n * 2;
   const cuuint64_t half = g->interleaved ? row : row * g->n_out;
@@ -337,33 +338,38 @@ moelora_status map_weights(const moelora_gemm_launch *g, bool is_bf16, CUtensorM
     memcpy(sizes, packed_sizes, sizeof sizes);
     memcpy(strides, packed_strides, sizeof strides);
   }
-  const cuuint32_t box[4] = {64, 64, 1, 1}, steps[4] = {1, 1, 1, 1};
-  const CUresult result =
-      encode(map, is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
-             (void *)w->data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS)
-    return moelora_fail(MOELORA_DEVICE_ERROR, "cuTensorMapEncodeTiled failed with %d", (int)result);
-  return MOELORA_OK;
+  const cuuint32_t box[4] = {64, 64, 1, 1};
+  return encode_map(map, is_bf16, 4, (void *)w->data, sizes, strides, box);
 }
 
-template <int MIN_CC, class T, int BLOCK_M, int BLOCK_N, int STAGES> struct Launch {
+/* Boxes of `rows` rows of x by 64 of depth, where x lies by position. */
+moelora_status map_tokens(const moelora_gemm_launch *g, bool is_bf16, int rows, CUtensorMap *map) {
+  const cuuint64_t sizes[2] = {(cuuint64_t)g->k,
+                               (cuuint64_t)(g->blocks.max_blocks * g->blocks.rows)};
+  const cuuint64_t strides[1] = {(cuuint64_t)g->x_stride * 2};
+  const cuuint32_t box[2] = {64, (cuuint32_t)rows};
+  return encode_map(map, is_bf16, 2, (void *)g->x, sizes, strides, box);
+}
+
+template <int MIN_CC, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER> struct Launch {
   static moelora_status run(const moelora_gemm_launch *, const moelora_exec *) {
     return moelora_fail(MOELORA_UNSUPPORTED, "not an sm_90 kernel");
   }
 };
 
-template <class T, int BLOCK_M, int BLOCK_N, int STAGES>
-struct Launch<90, T, BLOCK_M, BLOCK_N, STAGES> {
-  using S = Shape<BLOCK_M, BLOCK_N / 128, STAGES>;
+template <class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
+struct Launch<90, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
+  using S = Shape<BLOCK_M, BLOCK_N / 128, STAGES, CLUSTER>;
   static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
-    CUtensorMap map;
-    const moelora_status status = map_weights(g, Element<T>::is_bf16, &map);
+    CUtensorMap w_map, x_map = {};
+    moelora_status status = map_weights(g, Element<T>::is_bf16, &w_map);
+    if (status == MOELORA_OK && g->x_divisor == 0)
+      status = map_tokens(g, Element<T>::is_bf16, S::BOX, &x_map);
     if (status != MOELORA_OK)
       return status;
-    return launch_kernel<gemm_sm90<S, T>>("gemm_sm90", (int64_t)g->max_blocks * tile_columns<S>(*g),
-                                          S::THREADS, S::SHARED, exec, map, *g);
+    return launch_kernel<gemm_sm90<S, T>, CLUSTER>("gemm_sm90",
+                                                   g->blocks.max_blocks * tile_columns<S>(*g),
+                                                   S::THREADS, S::SHARED, exec, w_map, x_map, *g);
   }
 };
 

@@ -29,10 +29,10 @@ cudaError_t resident_blocks(int threads, size_t shared_bytes, const moelora_exec
   return cudaSuccess;
 }
 
-/* Queues KERNEL(args...) on at most as many blocks as are resident at once; the kernel walks over
- * the `work` blocks there would be. It may start while its predecessor drains, so every kernel must
- * wait_for_previous_kernel() before it touches memory. */
-template <auto KERNEL, class... Args>
+/* Queues KERNEL(args...) on at most as many blocks as are resident at once, in clusters of CLUSTER;
+ * the kernel walks over the `work` blocks there would be. It may start while its predecessor
+ * drains, so every kernel must wait_for_previous_kernel() before it touches memory. */
+template <auto KERNEL, int CLUSTER = 1, class... Args>
 moelora_status launch_kernel(const char *name, int64_t work, int threads, size_t shared_bytes,
                              const moelora_exec *exec, Args... args) {
   if (work == 0)
@@ -41,16 +41,23 @@ moelora_status launch_kernel(const char *name, int64_t work, int threads, size_t
   cudaError_t error = resident_blocks<KERNEL>(threads, shared_bytes, exec, &resident);
   if (error != cudaSuccess)
     return moelora_cuda_check(error, name);
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  unsigned count = 0;
+  if (moelora_cuda_can_overlap()) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (CLUSTER > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {CLUSTER, 1, 1};
+  }
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3((unsigned)(work < resident ? work : resident));
+  config.gridDim = dim3((unsigned)((work < resident ? work : resident) / CLUSTER * CLUSTER));
   config.blockDim = dim3((unsigned)threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = (cudaStream_t)exec->stream;
-  config.attrs = &early;
-  config.numAttrs = moelora_cuda_can_overlap() ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   return moelora_cuda_check(cudaLaunchKernelEx(&config, KERNEL, args...), name);
 }
 

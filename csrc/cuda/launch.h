@@ -11,23 +11,37 @@
 extern "C" {
 #endif
 
-/* One grouped projection over aligned rows:
+/* Above every rank, so that adapter and true rank share a word: a pair is adapter * kRanks + rank.
+ */
+constexpr int32_t kRanks = 4096;
+
+/* Routed rows dealt to blocks of one expert each, in the order of their adapters. Block b holds
+ * counts[b] rows from position b * rows on; what follows up to (b + 1) * rows is padding. The rows
+ * of an expert are spread evenly, in eights, over the fewest blocks that hold them. `cluster`
+ * neighbouring blocks always belong to one expert; the last of them may be empty. */
+typedef struct moelora_blocks {
+  int32_t rows, cluster;
+  int64_t max_blocks;
+  int32_t *sorted_ids; /* [max_blocks * rows] flat row p; P in padding */
+  int32_t *expert_ids; /* [max_blocks] */
+  int32_t *counts;     /* [max_blocks] */
+  int32_t *pairs;      /* [max_blocks * rows], -1 = base or padding; NULL: no adapters */
+  float *weights;      /* [max_blocks * rows] routing weights; NULL: not asked for */
+  int32_t *num_post;   /* [1], positions in use */
+} moelora_blocks;
+
+/* One grouped projection over blocks of rows:
  *   out[p] = act(x[p / x_divisor] w[e]^T + hl[p] B[l, e]^T + bias[e]) * weight
  * Kernels take it by value. */
 typedef struct moelora_gemm_launch {
-  /* alignment: blocks of block_rows rows, each of one expert, rows ordered by adapter */
-  const int32_t *sorted_ids; /* [max_blocks * block_rows] flat row p; num_rows in padding */
-  const int32_t *expert_ids; /* [max_blocks] */
-  const int32_t *lora_ids;   /* [max_blocks * block_rows], -1 = base; NULL: no adapters */
-  const int32_t *num_post;   /* [1], rows with their padding */
-  int32_t max_blocks, block_rows;
+  moelora_blocks blocks;
   int32_t num_rows; /* P */
   int32_t num_experts;
   int32_t top_k;
   /* operands */
-  const void *x; /* [P / x_divisor, K] */
+  const void *x; /* [P / x_divisor, K], or by position */
   int64_t x_stride;
-  int32_t x_divisor;
+  int32_t x_divisor; /* 0: x is by position */
   int32_t k;
   moelora_weights w;
   int32_t n_out; /* outputs per row: I of a gated projection, else N */
@@ -36,28 +50,26 @@ typedef struct moelora_gemm_launch {
   bool vectors;         /* x, w and out allow 16-byte accesses */
   bool factors_vectors; /* the factors B do */
   /* adapters */
-  const void *hl;              /* [P, num_slices * hl_slice] scaled shrink result */
+  const void *hl;              /* [position, num_slices * hl_slice] scaled shrink result */
   int64_t hl_stride, hl_slice; /* hl_slice: max_rank rounded up to 16 */
   moelora_factors lora;        /* num_slices == 0: none */
   const int32_t *lora_ranks;   /* [max_loras]; NULL: max_rank */
   /* epilogue */
-  int32_t activation;        /* moelora_activation, or -1 */
-  const float *topk_weights; /* NULL: rows are not weighted */
-  int64_t topk_weights_stride[2];
+  int32_t activation; /* moelora_activation, or -1 */
+  bool weighted;
   bool out_f32;
-  void *out; /* row p at (p / top_k) * out_stride[0] + (p % top_k) * out_stride[1] */
+  bool out_by_position; /* rows out_stride[0] apart */
+  void *out; /* else row p at (p / top_k) * out_stride[0] + (p % top_k) * out_stride[1] */
   int64_t out_stride[2];
 } moelora_gemm_launch;
 
-/* align.cu: the segmented alignment above, and its scratch memory. Zeroes `zero` on the way. */
-size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes, int32_t block_rows);
-moelora_status moelora_cuda_align_rows(const moelora_routes *routes, int32_t block_rows,
-                                       int64_t max_blocks, int32_t *sorted_ids, int32_t *expert_ids,
-                                       int32_t *lora_ids, int32_t *num_post, void *workspace,
-                                       size_t workspace_bytes, void *zero, size_t zero_bytes,
-                                       void *stream);
+/* align.cu: fills the blocks. */
+int64_t moelora_cuda_max_blocks(const moelora_routes *routes, int32_t rows, int32_t cluster);
+size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes, int32_t rows);
+moelora_status moelora_cuda_align_rows(const moelora_routes *routes, const moelora_blocks *blocks,
+                                       void *workspace, size_t workspace_bytes, void *stream);
 
-/* lora.cu: hl[p, slice * hl_slice + r] = round(s x A^T), zero from the true rank to the next
+/* lora.cu: hl[position, slice * hl_slice + r] = round(s x A^T), zero from the true rank to the next
  * multiple of 16. Base rows are not written. `vectors`: x and A allow 16-byte accesses. */
 moelora_status moelora_cuda_shrink(const moelora_gemm_launch *g, const float *lora_scalings,
                                    bool vectors, moelora_dtype dtype, void *hl,

@@ -1,188 +1,231 @@
-/* Shrink: hl[p, slice * hl_slice + r] = round( s[l] * sum_k a[l, e, r, k] x[p, k] )
+/* Shrink: hl[position, slice * hl_slice + r] = round( s[l] * sum_k a[l, e, r, k] x[k] )
  *
- * for rows p of adapter l, r below its true rank; zero from there to the next multiple of 16. Rows
- * come in alignment order, so that neighbours share an expert and mostly an adapter.
+ * for rows of adapter l, r below its true rank; zero from there to the next multiple of 16.
  *
- * A block takes ROWS = 16 * TILES rows and a share of their segments, every SHARES-th. Its warps
- * take a stretch of the depth each and add up in a fixed order. Both operands have depth
- * contiguous, and a dot product may take depth in any order, so a lane loads 16 bytes of a row and
- * calls them two steps of an mma fragment: no staging, whole sectors. */
+ * An item is one pass over the depth: up to RANKS rows of A, slice after slice, by up to 32 tokens
+ * of one segment. The items of a block of rows are dealt to SHARES CTAs. A CTA copies ahead into a
+ * ring of stages; a stage holds rows of 256 bytes, 128 of depth, 16-byte chunk c of row r at
+ * c ^ (r & 7): first RANKS rows of A, then 32 token rows. Its four warps take two of the eight
+ * 16-deep steps of a stage each and add up, in a fixed order, at the end. */
 #include "kernel_launch.cuh"
 #include "tile.cuh"
 
 namespace {
 
-constexpr int kWarps = 8;
-constexpr int kColumns = 4; // of 8 ranks, per pass
+constexpr int kWarps = 4, kThreads = 32 * kWarps;
+constexpr int kTokens = 32;
+constexpr int kStageDepth = 128, kStageRowBytes = 2 * kStageDepth;
 
 struct Params {
   moelora_gemm_launch g;
   const float *scalings; // [max_loras] or NULL
+  int32_t shares;
   void *hl;
 };
 
-/* Eight elements of a row from depth k on, zeros past the end. */
-template <class T, bool VECTORS>
-__device__ __forceinline__ uint4 load_chunk(const T *row, int k, int depth) {
-  uint4 v = {0, 0, 0, 0};
-  if (!row || k >= depth)
-    return v;
-  if (VECTORS)
-    return *(const uint4 *)(row + k);
-  uint16_t *parts = (uint16_t *)&v;
-#pragma unroll
-  for (int i = 0; i < 8; i++)
-    if (k + i < depth)
-      parts[i] = ((const uint16_t *)row)[k + i];
-  return v;
+/* Columns [first, first + RANKS) of the shrink results of tokens [low, high) of a block. */
+struct Item {
+  int block, expert, pair, low, high, first;
+};
+
+template <int RANKS_> struct Layout {
+  static constexpr int RANKS = RANKS_, ROWS = RANKS + kTokens, STAGES = 4;
+  static constexpr int RESIDENT = RANKS > 32 ? 2 : 3; // CTAs per SM
+  static constexpr int STAGE_BYTES = ROWS * kStageRowBytes;
+  static constexpr int PITCH = RANKS + 4; // floats between tokens of the partial sums
+  static constexpr int SHARED = STAGES * STAGE_BYTES;
+  static_assert(kWarps * kTokens * PITCH * 4 <= SHARED, "partial sums fit where the stages were");
+};
+
+__device__ __forceinline__ int padded(int rank) {
+  return (rank + 15) / 16 * 16;
 }
 
-template <class T, int TILES, int SHARES, bool VECTORS>
-__global__ void __launch_bounds__(32 * kWarps, 1) shrink(const __grid_constant__ Params p) {
-  constexpr int ROWS = 16 * TILES, LANES = (ROWS + 31) / 32;
-  constexpr int AHEAD = VECTORS ? 4 : 1;       // depth steps in flight
-  constexpr int VALUES = TILES * kColumns * 4; // of one lane
-  const moelora_gemm_launch &g = p.g;
+template <class T, class L, bool VECTORS> struct Operands {
+  static constexpr int STEP = kThreads / 16; // rows between two rows of one thread
+  static constexpr int A_ROWS = L::RANKS / STEP, X_ROWS = kTokens / STEP;
+  const T *a[A_ROWS], *x[X_ROWS]; // at depth 0; NULL: zeros
+
+  __device__ __forceinline__ void open(const moelora_gemm_launch &g, const Item &item) {
+    const int thread = threadIdx.x, rank = item.pair % kRanks, width = padded(rank);
+#pragma unroll
+    for (int i = 0; i < X_ROWS; i++) {
+      const int t = item.low + thread / 16 + i * STEP;
+      const int64_t position = (int64_t)item.block * g.blocks.rows + t;
+      x[i] = nullptr;
+      if (t < item.high)
+        x[i] = (const T *)g.x +
+               (g.x_divisor ? g.blocks.sorted_ids[position] / g.x_divisor : position) * g.x_stride;
+    }
+#pragma unroll
+    for (int i = 0; i < A_ROWS; i++) {
+      const int column = item.first + thread / 16 + i * STEP;
+      const int slice = column / width, r = column % width;
+      a[i] = nullptr;
+      if (slice < g.lora.num_slices && r < rank) {
+        const moelora_factor &f = g.lora.a[slice];
+        a[i] = (const T *)f.data + item.pair / kRanks * f.stride_l + item.expert * f.stride_e +
+               r * f.stride_i;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void copy(const moelora_gemm_launch &g, int step,
+                                       uint32_t stage) const {
+    const int thread = threadIdx.x, chunk = thread & 15, row = thread / 16;
+    const int column = step * kStageDepth + chunk * 8, left = g.k - column;
+#pragma unroll
+    for (int i = 0; i < A_ROWS + X_ROWS; i++) {
+      const T *from = i < A_ROWS ? a[i] : x[i - A_ROWS];
+      const int r = row + i * STEP;
+      const uint32_t to = stage + r * kStageRowBytes + ((chunk ^ (r & 7)) << 4);
+      const bool there = from && left > 0;
+      if (VECTORS)
+        copy_async_16(to, there ? from + column : (const T *)g.x, there ? 16 : 0);
+      else
+        copy_elements(to, from + column, there ? min(8, left) : 0);
+    }
+  }
+};
+
+template <class T, class L>
+__device__ __forceinline__ void multiply(float (&d)[L::RANKS / 16][kTokens / 8][4], uint32_t stage,
+                                         int tokens) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  extern __shared__ float partial[]; // [kWarps][TILES * kColumns * 4][32 lanes]
-  wait_for_previous_kernel();
-  start_next_kernel();
-  const int items = (*g.num_post + ROWS - 1) / ROWS;
-  const int stretch = ((g.k + kWarps - 1) / kWarps + 31) / 32 * 32;
-
-  // Warps of one item never part ways: what bounds these loops is the same for all of them.
-  for (int share = blockIdx.x; share < items * SHARES; share += gridDim.x) {
-    const int first = share / SHARES * ROWS;
-    int segment = 0;
-    const int expert = g.expert_ids[first / g.block_rows];
-    Segments<LANES> segments;
-    segments.load(g.lora_ids + first, ROWS, g.lora_ranks, g.lora.max_rank);
-    int32_t rows[LANES];
 #pragma unroll
-    for (int i = 0; i < LANES; i++)
-      rows[i] = i * 32 + lane < ROWS ? g.sorted_ids[first + i * 32 + lane] : g.num_rows;
-    const T *x[TILES][2];
+  for (int k = warp; k < kStageDepth / 16; k += kWarps) {
+    uint32_t a[L::RANKS / 16][4];
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
+    for (int m = 0; m < L::RANKS / 16; m++) {
+      const int row = m * 16 + (lane & 15);
+      load_matrix_x4(a[m], stage + row * kStageRowBytes + ((2 * k + (lane >> 4) ^ row & 7) << 4));
+    }
 #pragma unroll
-      for (int eight = 0; eight < 2; eight++) {
-        const int row = __shfl_sync(0xffffffffu, rows[t / 2], t % 2 * 16 + eight * 8 + lane / 4);
-        x[t][eight] = row < g.num_rows ? (const T *)g.x + row / g.x_divisor * g.x_stride : nullptr;
+    for (int n = 0; n < kTokens / 8; n += 2) {
+      if (n * 8 >= tokens)
+        break;
+      uint32_t b[4];
+      const int row = L::RANKS + n * 8 + (lane >> 4) * 8 + (lane & 7);
+      load_matrix_x4(b, stage + row * kStageRowBytes + ((2 * k + (lane >> 3 & 1) ^ row & 7) << 4));
+#pragma unroll
+      for (int m = 0; m < L::RANKS / 16; m++) {
+        mma_16816<T>(d[m][n], a[m], b);
+        mma_16816<T>(d[m][n + 1], a[m], b + 2);
       }
-
-    for (int low = 0; low < ROWS;) {
-      const int high = segments.next(low + 1, ROWS), pair = segments.at(low);
-      // Every SHARES-th adapted segment is this block's.
-      const bool taken = pair >= 0 && segment++ % SHARES == share % SHARES;
-      const int lora = pair / kRanks, rank = taken ? pair % kRanks : 0;
-      const int per_slice = (rank + 15) / 16 * 2, tiles = per_slice * g.lora.num_slices;
-      const float scaling = rank && p.scalings ? p.scalings[lora] : 1.f;
-      for (int done = 0; done < tiles; done += kColumns) {
-        const T *a[kColumns];
-#pragma unroll
-        for (int c = 0; c < kColumns; c++) {
-          const int slice = (done + c) / per_slice;
-          const int r = (done + c) % per_slice * 8 + lane / 4;
-          a[c] = nullptr;
-          if (done + c < tiles && r < rank) {
-            const moelora_factor &f = g.lora.a[slice];
-            a[c] = (const T *)f.data + lora * f.stride_l + expert * f.stride_e + r * f.stride_i;
-          }
-        }
-        float d[TILES][kColumns][4] = {};
-        const int begin = warp * stretch, end = min(g.k, begin + stretch);
-        for (int k = begin + (lane & 3) * 8; k < end + (lane & 3) * 8; k += 32 * AHEAD) {
-          // All loads of AHEAD steps first: it is their number in flight that hides the latency.
-          uint4 left[AHEAD][TILES][2], right[AHEAD][kColumns];
-#pragma unroll
-          for (int step = 0; step < AHEAD; step++) {
-#pragma unroll
-            for (int c = 0; c < kColumns; c++)
-              right[step][c] = load_chunk<T, VECTORS>(a[c], k + 32 * step, end);
-#pragma unroll
-            for (int t = 0; t < TILES; t++) {
-              const bool meets = t * 16 < high && t * 16 + 16 > low;
-#pragma unroll
-              for (int eight = 0; eight < 2; eight++)
-                left[step][t][eight] =
-                    load_chunk<T, VECTORS>(meets ? x[t][eight] : nullptr, k + 32 * step, end);
-            }
-          }
-#pragma unroll
-          for (int step = 0; step < AHEAD; step++)
-#pragma unroll
-            for (int t = 0; t < TILES; t++) {
-              if (t * 16 >= high || t * 16 + 16 <= low)
-                continue;
-              const uint4 &u = left[step][t][0], &v = left[step][t][1];
-              const uint32_t a0[4] = {u.x, v.x, u.y, v.y}, a1[4] = {u.z, v.z, u.w, v.w};
-#pragma unroll
-              for (int c = 0; c < kColumns; c++) {
-                const uint4 &b = right[step][c];
-                const uint32_t b0[2] = {b.x, b.y}, b1[2] = {b.z, b.w};
-                mma_16816<T>(d[t][c], a0, b0);
-                mma_16816<T>(d[t][c], a1, b1);
-              }
-            }
-        }
-        float *flat = &d[0][0][0];
-#pragma unroll
-        for (int v = 0; v < VALUES; v++)
-          partial[(warp * VALUES + v) * 32 + lane] = flat[v];
-        __syncthreads();
-        // Warp w adds up values w, w + kWarps, ... and leaves them with warp 0.
-        for (int v = warp; v < VALUES; v += kWarps) {
-          float total = 0.f;
-#pragma unroll
-          for (int other = 0; other < kWarps; other++)
-            total += partial[(other * VALUES + v) * 32 + lane];
-          partial[v * 32 + lane] = total;
-        }
-        __syncthreads();
-        // Tile t and half `eight` of it are stored by warp 2t + eight.
-        if (warp < 2 * TILES) {
-          const int t = warp / 2, eight = warp % 2, at = t * 16 + eight * 8 + lane / 4;
-          int row = g.num_rows;
-#pragma unroll
-          for (int i = 0; i < LANES; i++) {
-            const int here = __shfl_sync(0xffffffffu, rows[i], at & 31);
-            row = at / 32 == i ? here : row;
-          }
-          for (int c = 0; c < kColumns && done + c < tiles; c++) {
-            if (at < low || at >= high || row >= g.num_rows)
-              break;
-            const int slice = (done + c) / per_slice;
-            const int r = (done + c) % per_slice * 8 + (lane & 3) * 2;
-            const float *sum = partial + ((t * kColumns + c) * 4 + 2 * eight) * 32 + lane;
-            T *to = (T *)p.hl + row * g.hl_stride + slice * g.hl_slice + r;
-            *(uint32_t *)to =
-                pack2<T>(r < rank ? scaling * sum[0] : 0.f, r + 1 < rank ? scaling * sum[32] : 0.f);
-          }
-        }
-        __syncthreads(); // the next pass writes where this one was read
-      }
-      low = high;
     }
   }
 }
 
-template <class T, int TILES, int SHARES, bool VECTORS>
-moelora_status launch(const Params &p, int64_t rows, const moelora_exec *exec) {
-  constexpr size_t SHARED = sizeof(float) * kWarps * TILES * kColumns * 4 * 32;
-  return launch_kernel<shrink<T, TILES, SHARES, VECTORS>>("shrink", rows / (16 * TILES) * SHARES,
-                                                          32 * kWarps, SHARED, exec, p);
+/* Adds up the warps' sums, scales and rounds. */
+template <class T, class L>
+__device__ __forceinline__ void store(const float (&d)[L::RANKS / 16][kTokens / 8][4],
+                                      const Params &p, const Item &item, float *partial) {
+  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+  const int rank = item.pair % kRanks, width = padded(rank);
+#pragma unroll
+  for (int m = 0; m < L::RANKS / 16; m++)
+#pragma unroll
+    for (int n = 0; n < kTokens / 8; n++)
+#pragma unroll
+      for (int q = 0; q < 4; q++) {
+        const int token = n * 8 + 2 * (lane & 3) + q % 2, row = m * 16 + lane / 4 + 8 * (q / 2);
+        partial[(warp * kTokens + token) * L::PITCH + row] = d[m][n][q];
+      }
+  __syncthreads();
+  const float scaling = p.scalings ? p.scalings[item.pair / kRanks] : 1.f;
+  for (int i = thread; i < kTokens * L::RANKS / 8; i += kThreads) {
+    const int token = i / (L::RANKS / 8), row = i % (L::RANKS / 8) * 8;
+    const int slice = (item.first + row) / width, r = (item.first + row) % width;
+    if (item.low + token >= item.high || slice >= p.g.lora.num_slices)
+      continue;
+    __align__(16) uint32_t rounded[4];
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+      float sum[2] = {0.f, 0.f};
+#pragma unroll
+      for (int w = 0; w < kWarps; w++) {
+        sum[0] += partial[(w * kTokens + token) * L::PITCH + row + j];
+        sum[1] += partial[(w * kTokens + token) * L::PITCH + row + j + 1];
+      }
+      rounded[j / 2] = pack2<T>(r + j < rank ? scaling * sum[0] : 0.f,
+                                r + j + 1 < rank ? scaling * sum[1] : 0.f);
+    }
+    const int64_t position = (int64_t)item.block * p.g.blocks.rows + item.low + token;
+    *(uint4 *)((T *)p.hl + position * p.g.hl_stride + slice * p.g.hl_slice + r) =
+        *(const uint4 *)rounded;
+  }
+  __syncthreads(); // the next item writes where this one was read
+}
+
+template <class T, class L, bool VECTORS>
+__device__ __forceinline__ void run_item(const Params &p, const Item &item, char *shared) {
+  const uint32_t base = shared_address(shared);
+  const int steps = (p.g.k + kStageDepth - 1) / kStageDepth;
+  Operands<T, L, VECTORS> operands;
+  operands.open(p.g, item);
+  auto copy_ahead = [&](int step) {
+    if (step < steps)
+      operands.copy(p.g, step, base + step % L::STAGES * L::STAGE_BYTES);
+    copy_async_commit();
+  };
+  float d[L::RANKS / 16][kTokens / 8][4] = {};
+  for (int step = 0; step < L::STAGES - 1; step++)
+    copy_ahead(step);
+  for (int step = 0; step < steps; step++) {
+    copy_async_wait<L::STAGES - 2>();
+    __syncthreads();
+    copy_ahead(step + L::STAGES - 1);
+    multiply<T, L>(d, base + step % L::STAGES * L::STAGE_BYTES, item.high - item.low);
+  }
+  __syncthreads();
+  store<T, L>(d, p, item, (float *)shared);
+}
+
+template <class T, class L, bool VECTORS>
+__global__ void __launch_bounds__(kThreads, L::RESIDENT) shrink(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) char shared[];
+  const moelora_gemm_launch &g = p.g;
+  // A thread looks after eight rows of a block at most.
+  constexpr int LANES = 8;
+  wait_for_previous_kernel();
+  start_next_kernel();
+  const int blocks = *g.blocks.num_post / g.blocks.rows;
+  for (int unit = blockIdx.x; unit < blocks * p.shares; unit += gridDim.x) {
+    Item item;
+    item.block = unit / p.shares;
+    item.expert = g.blocks.expert_ids[item.block];
+    const int count = g.blocks.counts[item.block];
+    Segments<LANES> segments;
+    segments.load(g, (int64_t)item.block * g.blocks.rows, count);
+    int index = 0;
+    for (int low = 0, high; low < count; low = high) {
+      high = segments.next(low + 1, count);
+      item.pair = segments.at(low);
+      if (item.pair < 0)
+        continue;
+      const int columns = padded(item.pair % kRanks) * g.lora.num_slices;
+      for (item.low = low; item.low < high; item.low += kTokens) {
+        item.high = min(high, item.low + kTokens);
+        for (item.first = 0; item.first < columns; item.first += L::RANKS)
+          if (index++ % p.shares == unit % p.shares)
+            run_item<T, L, VECTORS>(p, item, shared);
+      }
+    }
+  }
+}
+
+template <class T, int RANKS, bool VECTORS>
+moelora_status launch(const Params &p, const moelora_exec *exec) {
+  using L = Layout<RANKS>;
+  return launch_kernel<shrink<T, L, VECTORS>>("shrink", p.g.blocks.max_blocks * p.shares, kThreads,
+                                              L::SHARED, exec, p);
 }
 
 template <class T>
 moelora_status launch_as(const Params &p, bool vectors, const moelora_exec *exec) {
-  const int64_t rows = (int64_t)p.g.max_blocks * p.g.block_rows;
   if (!vectors)
-    return launch<T, 1, 2, false>(p, rows, exec);
-  if (p.g.block_rows % 32 != 0)
-    return launch<T, 1, 2, true>(p, rows, exec);
-  // Shares are for chips that the items alone do not fill: an idle share still looks for its work.
-  const bool full = rows / 32 >= 2 * moelora_cuda_num_sms(exec->device_index);
-  return full ? launch<T, 2, 1, true>(p, rows, exec) : launch<T, 2, 4, true>(p, rows, exec);
+    return launch<T, 32, false>(p, exec);
+  return p.g.hl_stride <= 32 ? launch<T, 32, true>(p, exec) : launch<T, 64, true>(p, exec);
 }
 
 } // namespace
@@ -190,7 +233,9 @@ moelora_status launch_as(const Params &p, bool vectors, const moelora_exec *exec
 moelora_status moelora_cuda_shrink(const moelora_gemm_launch *g, const float *lora_scalings,
                                    bool vectors, moelora_dtype dtype, void *hl,
                                    const moelora_exec *exec) {
-  const Params p = {*g, lora_scalings, hl};
+  // Small blocks hold few segments; an idle share still looks for its work.
+  const int32_t shares = g->blocks.rows <= 32 ? 4 : 8;
+  const Params p = {*g, lora_scalings, shares, hl};
   return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(p, vectors, exec)
                                : launch_as<__half>(p, vectors, exec);
 }

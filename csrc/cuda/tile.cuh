@@ -2,7 +2,7 @@
  * to an accumulator between the last product and memory.
  *
  * All kernels multiply with operands swapped: weight rows are the M side of an instruction, tokens
- * its N side. A CTA's tile is TOKENS tokens (one alignment block) by TILES groups of 64 weight
+ * its N side. A CTA's tile is TOKENS tokens (one block) by TILES groups of 64 weight
  * rows. Groups come in pairs: of a gated projection the even one holds gate rows, the odd one the
  * up rows of the same 64 outputs. A pair belongs to four warps; warp w of them owns rows 16w to 16w
  * + 15 of both, as accumulators d[2][N / 2]: d[g][4i + q] is row lane/4 + 8 (q / 2) of group g,
@@ -20,7 +20,6 @@
 constexpr int kDepth = 64;
 constexpr int kRowBytes = 128;
 constexpr int kGroupBytes = 64 * kRowBytes;
-constexpr int kRanks = 4096; // above every rank, so that adapter and rank share a register
 
 /* Extents of a CTA's tile. */
 template <int TOKENS_, int TILES_> struct Extent {
@@ -35,19 +34,20 @@ struct Tile {
   int32_t block, column, expert;
 };
 
-template <class E>
+/* Tile `index` of a walk over units of CLUSTER blocks; `block` is the unit's first. */
+template <class E, int CLUSTER = 1>
 __device__ __forceinline__ Tile tile_at(const moelora_gemm_launch &g, int index, int columns,
-                                        int blocks) {
+                                        int units) {
   // Eight blocks by all columns: CTAs that run together share weights (blocks of one expert) and
   // token rows (columns of one block) in L2.
-  constexpr int GROUP = 8;
+  constexpr int GROUP = 8 / CLUSTER;
   const int first = index / (GROUP * columns) * GROUP;
-  const int height = min(GROUP, blocks - first);
+  const int height = min(GROUP, units - first);
   const int rest = index % (GROUP * columns);
   Tile t;
   t.column = rest / height;
-  t.block = first + rest % height;
-  t.expert = g.expert_ids[t.block];
+  t.block = (first + rest % height) * CLUSTER;
+  t.expert = g.blocks.expert_ids[t.block];
   return t;
 }
 
@@ -74,15 +74,27 @@ __device__ __forceinline__ int64_t weight_row(const moelora_gemm_launch &g, int 
 /* Flat row of a block's token t; num_rows in padding. */
 template <class E>
 __device__ __forceinline__ int32_t block_row(const moelora_gemm_launch &g, int block, int t) {
-  return t < E::TOKENS ? g.sorted_ids[(int64_t)block * E::TOKENS + t] : g.num_rows;
+  return t < E::TOKENS ? g.blocks.sorted_ids[(int64_t)block * E::TOKENS + t] : g.num_rows;
 }
 
-__device__ __forceinline__ const float *routed_weight(const moelora_gemm_launch &g, int row) {
-  return g.topk_weights + row / g.top_k * g.topk_weights_stride[0] +
-         row % g.top_k * g.topk_weights_stride[1];
+/* Row of x that belongs to a block's token t, from its flat row; -1 in padding. */
+template <class E>
+__device__ __forceinline__ int32_t x_row(const moelora_gemm_launch &g, int block, int t, int row) {
+  if (row >= g.num_rows)
+    return -1;
+  return g.x_divisor ? row / g.x_divisor : block * E::TOKENS + t;
 }
 
-__device__ __forceinline__ int64_t output_offset(const moelora_gemm_launch &g, int row) {
+template <class E>
+__device__ __forceinline__ float routed_weight(const moelora_gemm_launch &g, int block, int t) {
+  return g.weighted && t < E::TOKENS ? g.blocks.weights[(int64_t)block * E::TOKENS + t] : 0.f;
+}
+
+/* Where the outputs of a row begin, from its position and its flat row. */
+__device__ __forceinline__ int64_t output_offset(const moelora_gemm_launch &g, int position,
+                                                 int row) {
+  if (g.out_by_position)
+    return position * g.out_stride[0];
   return row / g.top_k * g.out_stride[0] + row % g.top_k * g.out_stride[1];
 }
 
@@ -92,21 +104,21 @@ template <int LANES> struct Segments {
   int32_t pair[LANES]; // adapter * kRanks + true rank; -1 for a base row
   uint32_t starts[LANES];
 
-  __device__ __forceinline__ void load(const int32_t *lora_ids, int tokens,
-                                       const int32_t *lora_ranks, int max_rank) {
+  __device__ __forceinline__ void load(const moelora_gemm_launch &g, int64_t position, int tokens) {
 #pragma unroll
     for (int i = 0; i < LANES; i++) {
       const int t = i * 32 + (threadIdx.x & 31);
-      pair[i] = -1;
-      if (!lora_ids || t >= tokens)
-        continue;
-      const int lora = lora_ids[t];
-      if (lora < 0)
-        continue;
-      const int rank = lora_ranks ? min(lora_ranks[lora], max_rank) : max_rank;
-      if (rank > 0)
-        pair[i] = lora * kRanks + rank;
+      pair[i] = t < tokens ? g.blocks.pairs[position + t] : -1;
     }
+    find(g.lora.max_rank);
+  }
+
+  /* From pairs that are there already. */
+  __device__ __forceinline__ void find(int max_rank) {
+#pragma unroll
+    for (int i = 0; i < LANES; i++)
+      if (pair[i] >= 0 && pair[i] % kRanks > max_rank)
+        pair[i] += max_rank - pair[i] % kRanks;
     int before = -2;
 #pragma unroll
     for (int i = 0; i < LANES; i++) {
@@ -154,11 +166,11 @@ __device__ __forceinline__ bool group_meets_slice(const moelora_gemm_launch &g, 
   return end >= slice * g.lora.slice_n && begin < (slice + 1) * g.lora.slice_n;
 }
 
-/* Adapter work comes in pieces: up to 16 ranks [rank, rank + depth) of the adapter of tokens
- * [low, high). Where gate and up have a slice each, a piece covers both: groups of gate rows take
+/* Adapter work comes in pieces: up to 16 ranks from `rank` on of the adapter of tokens [low, high).
+ * Where gate and up have a slice each, a piece covers both: groups of gate rows take
  * slice 0, groups of up rows slice 1. Otherwise it covers `slice`. */
 struct Piece {
-  int low = 0, high = 0, pair = -1, slice = 0, rank = 0, depth = 0;
+  int low = 0, high = 0, pair = -1, slice = 0, rank = 0;
 };
 
 constexpr int kPieceDepth = 16;
@@ -199,16 +211,16 @@ __device__ __forceinline__ bool next_piece(const moelora_gemm_launch &g, const T
     if (!meets)
       s.rank = kRanks;
   }
-  s.depth = min(kPieceDepth, s.pair % kRanks - s.rank);
   return true;
 }
 
-/* This thread's part of a stage of pieces: chunk thread % 8 of rows thread / 8 + i * THREADS / 8.
- * False, with nothing to copy, behind the last piece. */
+/* This thread's part of a stage of pieces: chunk thread % 8 of rows thread / 8 + i * THREADS / 8,
+ * zeros beyond the true rank and, up to token `tokens`, outside of the segment. Returns the number
+ * of pieces. */
 template <class E, class T, int THREADS>
-__device__ __forceinline__ bool load_pieces(const moelora_gemm_launch &g, const Tile &tile,
-                                            const Segments<E::LANES> &segments, Piece &cursor,
-                                            uint32_t w, uint32_t x, int thread) {
+__device__ __forceinline__ int load_pieces(const moelora_gemm_launch &g, const Tile &tile,
+                                           const Segments<E::LANES> &segments, int tokens,
+                                           Piece &cursor, uint32_t w, uint32_t x, int thread) {
   const bool paired = is_paired(g);
   const int chunk = thread & 7, per_stage = pieces_per_stage(g);
   Piece of_w, of_x; // of this thread's chunk
@@ -223,34 +235,34 @@ __device__ __forceinline__ bool load_pieces(const moelora_gemm_launch &g, const 
   const uint32_t swizzled = (chunk ^ (thread / 8 & 7)) << 4;
   if (of_w.pair >= 0) {
     const int column = of_w.rank + (chunk & 1) * 8;
+    const int ranks = min(8, of_w.pair % kRanks - column); // of this chunk
 #pragma unroll 2
     for (int row = thread / 8; row < E::ROWS; row += THREADS / 8) {
       const int group = row / 64, slice = paired ? group & 1 : of_w.slice;
       const int output = first_output<E>(g, tile.column, group) + row % 64;
       const int64_t n = paired ? output : weight_row(g, group, output) - slice * g.lora.slice_n;
-      const bool there =
-          output < g.n_out && n >= 0 && n < g.lora.slice_n && column < g.lora.max_rank;
+      const bool there = output < g.n_out && n >= 0 && n < g.lora.slice_n && ranks > 0;
       const moelora_factor &b = g.lora.b[slice];
       const T *factor =
           (const T *)b.data + of_w.pair / kRanks * b.stride_l + tile.expert * b.stride_e;
       const T *from = there ? factor + n * b.stride_i + column : factor;
       if (g.factors_vectors)
-        copy_async_16(w + row * kRowBytes + swizzled, from, there);
+        copy_async_16(w + row * kRowBytes + swizzled, from, there ? 2 * ranks : 0);
       else
-        copy_elements(w + row * kRowBytes + swizzled, from,
-                      there ? min(8, g.lora.max_rank - column) : 0);
+        copy_elements(w + row * kRowBytes + swizzled, from, there ? ranks : 0);
     }
   }
   if (of_x.pair >= 0) {
     const int slice = paired ? chunk / 2 & 1 : of_x.slice;
     const T *hl = (const T *)g.hl + slice * g.hl_slice + of_x.rank + (chunk & 1) * 8;
 #pragma unroll 1
-    for (int t = thread / 8; t < of_x.high; t += THREADS / 8)
-      if (t >= of_x.low)
-        copy_async_16(x + t * kRowBytes + swizzled,
-                      hl + block_row<E>(g, tile.block, t) * g.hl_stride, true);
+    for (int t = thread / 8; t < tokens; t += THREADS / 8) {
+      const bool carries = t >= of_x.low && t < of_x.high;
+      const int64_t position = (int64_t)tile.block * E::TOKENS + (carries ? t : of_x.low);
+      copy_async_16(x + t * kRowBytes + swizzled, hl + position * g.hl_stride, carries ? 16 : 0);
+    }
   }
-  return count > 0;
+  return count;
 }
 
 /* d += B hl^T for the tokens of piece `slot` of a stage. Each 16 x 8 patch is multiplied into
@@ -272,7 +284,6 @@ __device__ __forceinline__ void expand(float (&d)[2][N / 2], const moelora_gemm_
     const int row = warp * 16 + (lane & 15);
     load_matrix_x4(a, w + group * kGroupBytes + row * kRowBytes +
                           ((2 * slot + (lane >> 4) ^ row & 7) << 4));
-    mask_depth(a, s.depth);
     const int first = paired ? 4 * slot + 2 * half : 2 * slot;
 #pragma unroll
     for (int i = 0; i < N / 8; i++) {
@@ -343,7 +354,7 @@ __device__ __forceinline__ void finish(float (&d)[2][N / 2], const moelora_gemm_
         d[half][i] = v < 0.f ? 0.f : v * v;
       }
   }
-  if (g.topk_weights) {
+  if (g.weighted) {
 #pragma unroll
     for (int i = 0; i < N / 8; i++)
 #pragma unroll
@@ -363,16 +374,17 @@ __device__ __forceinline__ void finish(float (&d)[2][N / 2], const moelora_gemm_
  * sector. */
 template <class E, int N>
 __device__ __forceinline__ void store_f32(const float (&d)[N / 2], const moelora_gemm_launch &g,
-                                          int first, const int32_t (&rows)[E::LANES]) {
+                                          int first, int block, const int32_t (&rows)[E::LANES]) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
 #pragma unroll
   for (int i = 0; i < N / 8; i++)
 #pragma unroll
     for (int q = 0; q < 4; q++) {
       const int output = first + warp * 16 + lane / 4 + 8 * (q / 2);
-      const int row = __shfl_sync(0xffffffffu, rows[i / 4], (i % 4) * 8 + (lane & 3) * 2 + q % 2);
+      const int t = i * 8 + (lane & 3) * 2 + q % 2;
+      const int row = __shfl_sync(0xffffffffu, rows[i / 4], t % 32);
       if (row < g.num_rows && output < g.n_out)
-        ((float *)g.out)[output_offset(g, row) + output] = d[4 * i + q];
+        ((float *)g.out)[output_offset(g, block * E::TOKENS + t, row) + output] = d[4 * i + q];
     }
 }
 

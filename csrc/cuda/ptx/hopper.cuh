@@ -61,6 +61,66 @@ __device__ __forceinline__ void tma_load_4d(uint32_t to, const CUtensorMap *map,
                : "memory");
 }
 
+/* The same box, and the same barrier's bytes, for both CTAs of a cluster. */
+__device__ __forceinline__ void tma_load_4d_pair(uint32_t to, const CUtensorMap *map, int c0,
+                                                 int c1, int c2, int c3, uint32_t barrier,
+                                                 uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7, %8;" ::"r"(to),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier), "h"((uint16_t)3), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load_2d(uint32_t to, const CUtensorMap *map, int c0, int c1,
+                                            uint32_t barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+               "l"(map), "r"(c0), "r"(c1), "r"(barrier)
+               : "memory");
+}
+
+/* ---- clusters of CTAs ---- */
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.aligned;\n"
+               "barrier.cluster.wait.aligned;" ::
+                   : "memory");
+}
+
+/* Arrives at CTA `rank`'s copy of a barrier. A release at cluster scope would fence all of global
+ * memory; the stage was only read, and a plain arrival orders reads before it. */
+__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
+  asm volatile("{\n"
+               ".reg .b32 there;\n"
+               "mapa.shared::cluster.u32 there, %0, %1;\n"
+               "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+               "}" ::"r"(barrier),
+               "r"(rank)
+               : "memory");
+}
+
+/* True if `value` is for any of the 128 threads that meet at named barrier `id`. */
+__device__ __forceinline__ bool warpgroup_any(int id, bool value) {
+  uint32_t any;
+  asm volatile("{\n"
+               ".reg .pred mine, all;\n"
+               "setp.ne.u32 mine, %1, 0;\n"
+               "barrier.cta.red.or.pred all, %2, 128, mine;\n"
+               "selp.u32 %0, 1, 0, all;\n"
+               "}"
+               : "=r"(any)
+               : "r"((uint32_t)value), "r"(id)
+               : "memory");
+  return any;
+}
+
 /* Orders ordinary writes to shared memory, seen by this thread, before its wgmma and bulk copies.
  */
 __device__ __forceinline__ void fence_async_proxy() {

@@ -29,10 +29,10 @@ __device__ __forceinline__ uint32_t shared_address(const void *p) {
   return (uint32_t)__cvta_generic_to_shared(p);
 }
 
-/* 16 bytes to shared memory, zeros if not `copy` (then `from` is not read, but must be mapped). */
-__device__ __forceinline__ void copy_async_16(uint32_t to, const void *from, bool copy) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-               "r"(copy ? 16 : 0)
+/* 16 bytes to shared memory: `bytes` (0..16) of them read, the rest zeros. `from` must be mapped
+ * even if nothing is read. */
+__device__ __forceinline__ void copy_async_16(uint32_t to, const void *from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
 }
 
@@ -42,6 +42,12 @@ __device__ __forceinline__ void copy_async_commit() {
 
 template <int PENDING> __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_16(uint32_t at, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
 }
 
 /* `count` (0..8) elements to 16 bytes of shared memory, zeros behind them; no alignment needed. */
@@ -54,9 +60,7 @@ __device__ __forceinline__ void copy_elements(uint32_t to, const T *from, int co
     uint32_t high = 2 * i + 1 < count ? ((const uint16_t *)from)[2 * i + 1] : 0;
     pairs[i] = low | high << 16;
   }
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(pairs[0]), "r"(pairs[1]),
-               "r"(pairs[2]), "r"(pairs[3])
-               : "memory");
+  store_shared_16(to, make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
 }
 
 __device__ __forceinline__ uint4 load_shared_16(uint32_t at) {
@@ -96,17 +100,6 @@ __device__ __forceinline__ void mma_16816(float *d, const uint32_t *a, const uin
   else
     MOELORA_MMA("f16");
 #undef MOELORA_MMA
-}
-
-/* Zeroes what an A fragment holds of depth `count` and beyond. */
-__device__ __forceinline__ void mask_depth(uint32_t (&a)[4], int count) {
-  if (count >= 16)
-    return;
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const int k = (threadIdx.x & 3) * 2 + (i / 2) * 8;
-    a[i] &= (k < count ? 0xffffu : 0u) | (k + 1 < count ? 0xffff0000u : 0u);
-  }
 }
 
 /* An 8x8 tile of 16-bit elements spread over a warp, transposed. */

@@ -1,0 +1,120 @@
+/* The ring of a Hopper GEMM: stages of shared memory that a producer warpgroup fills and one or two
+ * consumer warpgroups empty, and what the producer tells the consumers about them.
+ *
+ *   STAGES x { W [TILES][64] rows, X [TOKENS] rows }      rows of 128 bytes, see tile.cuh
+ *   CONSUMERS x { staging }                                results on their way out
+ *   STAGES x { note }                                      32 bytes
+ *   STAGES x { full }, STAGES x { empty }                  mbarriers
+ *
+ * The CTAs of a cluster work on neighbouring blocks of one expert and share its weights: each loads
+ * its part and the copy engine delivers it to both, so that a stage is free when the consumers of
+ * both have left it, and the rings of both go in step. */
+#ifndef MOELORA_CUDA_SM90_RING_CUH
+#define MOELORA_CUDA_SM90_RING_CUH
+
+#include "ptx/hopper.cuh"
+#include "tile.cuh"
+
+constexpr int kProducers = 128; // threads
+constexpr int kStagingTokens = 32;
+constexpr int kStagingBytes = 2 * kStagingTokens * kRowBytes; // two buffers per consumer
+constexpr int kNoteBytes = 32;
+
+template <int TOKENS_, int CONSUMERS_, int STAGES_, int CLUSTER_>
+struct Shape : Extent<TOKENS_, 2 * CONSUMERS_> {
+  using E = Extent<TOKENS_, 2 * CONSUMERS_>;
+  static constexpr int CONSUMERS = CONSUMERS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
+  static constexpr int THREADS = kProducers + 128 * CONSUMERS;
+  static constexpr int BOX = TOKENS_ < 32 ? TOKENS_ : 32; // token rows that one copy brings
+  // Widths of the token side of wgmma: from half of a full tile on, in steps.
+  static constexpr int STEP = TOKENS_ < 64 ? 8 : 16, LEAST = TOKENS_ / 2;
+  // Up to 1023 bytes go to the alignment that the swizzle needs.
+  static constexpr int SHARED =
+      1024 + STAGES * (E::STAGE_BYTES + 16 + kNoteBytes) + CONSUMERS * kStagingBytes;
+  static_assert(TOKENS_ % BOX == 0 && LEAST % STEP == 0, "whole boxes, whole steps");
+  static_assert(SHARED <= 232448, "227 KB of shared memory per block");
+};
+
+template <class S> struct Ring {
+  static constexpr uint32_t STAGING = S::STAGES * S::STAGE_BYTES;
+  static constexpr uint32_t NOTES = STAGING + S::CONSUMERS * kStagingBytes;
+  static constexpr uint32_t FULL = NOTES + S::STAGES * kNoteBytes;
+  static constexpr uint32_t EMPTY = FULL + 8 * S::STAGES;
+  uint32_t base;
+  int stage = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ explicit Ring(const void *shared)
+      : base((shared_address(shared) + 1023) & ~1023u) {}
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < S::STAGES; i++) {
+      barrier_init(base + FULL + 8 * i, kProducers + 1);
+      barrier_init(base + EMPTY + 8 * i, 4 * S::CONSUMERS * S::CLUSTER);
+    }
+    barrier_init_visible();
+  }
+  __device__ __forceinline__ uint32_t staging(int consumer) const {
+    return base + STAGING + consumer * kStagingBytes;
+  }
+  __device__ __forceinline__ uint32_t weights() const { return base + stage * S::STAGE_BYTES; }
+  __device__ __forceinline__ uint32_t tokens() const { return weights() + S::W_BYTES; }
+  __device__ __forceinline__ uint32_t note() const { return base + NOTES + stage * kNoteBytes; }
+  __device__ __forceinline__ uint32_t full() const { return base + FULL + 8 * stage; }
+  __device__ __forceinline__ void wait_full() const { barrier_wait(full(), phase); }
+  __device__ __forceinline__ void wait_empty() const {
+    barrier_wait(base + EMPTY + 8 * stage, phase ^ 1);
+  }
+  /* One arrival of each consumer warp, at all CTAs of the cluster. */
+  __device__ __forceinline__ void release(int which) const {
+    const int lane = threadIdx.x & 31;
+    if (S::CLUSTER == 1 && lane == 0)
+      barrier_arrive(base + EMPTY + 8 * which);
+    if (S::CLUSTER > 1 && lane < S::CLUSTER)
+      barrier_arrive_at(base + EMPTY + 8 * which, lane);
+  }
+  __device__ __forceinline__ void advance() {
+    if (++stage == S::STAGES)
+      stage = 0, phase ^= 1;
+  }
+};
+
+/* What every lane read alike, so that the compiler, too, knows it for the same in all of a warp. */
+__device__ __forceinline__ uint32_t uniform(uint32_t value) {
+  return __shfl_sync(0xffffffffu, value, 0);
+}
+
+/* With the first stage of a tile: the tile, the rows in use, how many adapter stages follow the
+ * depth of the base product. Behind the last tile comes a stage with block -1. */
+struct TileNote {
+  Tile tile;
+  int count, adapter_stages;
+
+  __device__ __forceinline__ void write(uint32_t at) const {
+    store_shared_16(at,
+                    make_uint4(tile.block, tile.column, tile.expert, count | adapter_stages << 16));
+  }
+  static __device__ __forceinline__ TileNote read(uint32_t at) {
+    const uint4 v = load_shared_16(at);
+    const uint32_t counts = uniform(v.w);
+    return {{(int)uniform(v.x), (int)v.y, (int)v.z}, (int)(counts & 0xffff), (int)(counts >> 16)};
+  }
+};
+
+/* With an adapter stage: its pieces and their tokens; `mixed` if the block's tokens do not all
+ * carry one adapter. */
+struct PiecesNote {
+  int pieces;
+  bool mixed;
+
+  __device__ __forceinline__ void write(uint32_t at) const {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + 16), "r"(pieces | mixed << 16) : "memory");
+  }
+  static __device__ __forceinline__ PiecesNote read(uint32_t at) {
+    uint32_t v;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(at + 16) : "memory");
+    v = uniform(v);
+    return {(int)(v & 0xffff), v >> 16 != 0};
+  }
+};
+
+#endif
