@@ -206,10 +206,11 @@ typedef struct moelora_lists {
 
 /* Fills the lists of the adapters that `lists.lora_ids` names: rows ordered by local expert, each
  * expert padded to whole blocks with M * top_k, expert_ids -1 past the end. Lists of other adapters
- * are left as they are. `rows` may be less than blocks * block_size: what does not fit is left out,
- * so callers give P + E * (block_size - 1) rows, or P * block_size where that is less. */
+ * are left as they are. A list holds at least the blocks of an adapter that all tokens carry,
+ * moelora_align_max_blocks(MOELORA_ALIGN_BASE, ...), and as many rows as these. */
 typedef struct moelora_align_lists_args {
   int32_t num_experts; /* with expert_map: the number of global experts */
+  int32_t max_loras;
   moelora_routing routing;
   moelora_adapters adapters; /* token_lora_mapping and adapter_enabled */
   moelora_lists lists;       /* outputs but for lora_ids */
