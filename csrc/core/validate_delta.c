@@ -36,6 +36,12 @@ static moelora_status check_lists(const moelora_lists *lists, int64_t max_loras,
                   lists->num_active, (long long)lists->lora_ids.size[0]);
   MOELORA_REQUIRE(lists->block_size >= 1, "block_size is %d, expected at least 1",
                   lists->block_size);
+  MOELORA_REQUIRE((int64_t)lists->expert_ids.size[1] * lists->block_size >=
+                      lists->sorted_token_ids.size[1],
+                  "expert_ids.size(1) is %lld, expected at least a block of %d for each of the "
+                  "%lld rows of sorted_token_ids",
+                  (long long)lists->expert_ids.size[1], lists->block_size,
+                  (long long)lists->sorted_token_ids.size[1]);
   *blocks = (moelora_list_blocks){
       .sorted_token_ids = lists->sorted_token_ids.data,
       .rows = lists->sorted_token_ids.size[1],

@@ -52,6 +52,7 @@ AOTITorchError aoti_torch_empty_strided(int64_t ndim, const int64_t *sizes_ptr,
                                         const int64_t *strides_ptr, int32_t dtype,
                                         int32_t device_type, int32_t device_index,
                                         AtenTensorHandle *ret_new_tensor);
+AOTITorchError aoti_torch_zero_(AtenTensorHandle self);
 AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle tensor);
 
 /* lists; the elements are the taker's to delete */

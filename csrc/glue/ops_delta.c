@@ -22,6 +22,7 @@ typedef struct delta_form {
   bool finish;         /* FINISH follows */
   bool silu_and_mul;
   bool combine; /* weighted and added */
+  bool whole;   /* without add_inputs, rows without an adapter become 0 */
 } delta_form;
 
 /* Both take `at`, the place of the first of their arguments, and return the place after them. */
@@ -82,7 +83,11 @@ static void run_delta(delta_form form, StableIValue *stack) {
   size_t bytes = 0;
   if (box_ready(&box) && box_check(&box, moelora_delta_workspace_size(&args, &box.exec, &bytes)) &&
       box_workspace(&box, bytes)) {
-    box_check(&box, moelora_delta(&args, &box.exec));
+    if (form.whole && !args.add_inputs && aoti_torch_zero_(box.handles[0])) {
+      box_fail(&box, MOELORA_DEVICE_ERROR, "cannot zero out");
+    } else {
+      box_check(&box, moelora_delta(&args, &box.exec));
+    }
   }
   box_close(&box, stack);
 }
@@ -96,8 +101,8 @@ static void run_delta(delta_form form, StableIValue *stack) {
 DELTA_OP(fused_moe_lora, .shrink = true, .expand = true, .listed = true, .finish = true)
 DELTA_OP(fused_moe_lora_shrink, .shrink = true, .listed = true)
 DELTA_OP(fused_moe_lora_expand, .expand = true, .listed = true, .finish = true)
-DELTA_OP(moe_lora_gate_up_delta, .shrink = true, .expand = true, .finish = true)
-DELTA_OP(moe_lora_down_delta, .shrink = true, .expand = true, .finish = true)
+DELTA_OP(moe_lora_gate_up_delta, .shrink = true, .expand = true, .finish = true, .whole = true)
+DELTA_OP(moe_lora_down_delta, .shrink = true, .expand = true, .finish = true, .whole = true)
 DELTA_OP(moe_lora_a, .shrink = true)
 DELTA_OP(moe_lora_gate_up_b, .expand = true, .silu_and_mul = true)
 DELTA_OP(moe_lora_down_combine, .shrink = true, .expand = true, .combine = true)
