@@ -142,7 +142,7 @@ def weighted(z: Tensor, topk_weights: Tensor) -> Tensor:
 
 def active_rows(rows: Rows, top_k: int) -> Tensor:
     """(M, top_k) bool: rows that have an adapter and an expert."""
-    return torch.tensor([work is not None for work in rows]).view(-1, top_k)
+    return torch.tensor([w is not None for w in rows], dtype=torch.bool).view(-1, top_k)
 
 
 def moe_lora_delta_ref(
