@@ -90,7 +90,6 @@ def _delta(
         experts,
         mul_routed_weight,
         add_inputs,
-        0,
     )
     return out
 
