@@ -33,7 +33,7 @@ def run_named(names: dict[str, str], op, *args) -> None:
 
 def known_experts(factors: Sequence[Tensor], num_experts: int | None) -> int | None:
     """How many experts there are; None if all factors are shared and nobody says."""
-    largest = max((f.size(1) for f in factors if f.dim() == 4), default=1)
+    largest = max([1, *(f.size(1) for f in factors if f.dim() == 4)])
     return num_experts or (largest if largest > 1 else None)
 
 
@@ -90,7 +90,6 @@ def _delta(
         experts,
         mul_routed_weight,
         add_inputs,
-        0,
     )
     return out
 

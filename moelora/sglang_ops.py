@@ -154,28 +154,22 @@ def moe_lora_buffers(pool: AdapterPool, layer: str) -> dict[str, Tensor]:
     }
 
 
-def _routing(
+def _who(
     factors: Sequence[Tensor],
-    routing_weights: Tensor | None,
     expert_ids: Tensor,
     weight_indices: Tensor,
     lora_ranks: Tensor | None,
-    scalings: Tensor | None,
     adapter_enabled: Tensor | None,
     num_experts: int | None,
+    *weights: Tensor | None,
 ) -> tuple:
+    """Who works on what; `weights` are routing weights and scalings, where a stage takes them."""
     absent = _absent(expert_ids)
     expert_ids, _, experts = one_expert(expert_ids, None, known_experts(factors, num_experts))
-    return (
-        _or_absent(routing_weights, absent, torch.float32),
-        expert_ids,
-        weight_indices,
-        _or_absent(lora_ranks, absent, torch.int32),
-        _or_absent(scalings, absent, torch.float32),
-        _enabled(adapter_enabled, absent),
-        absent,
-        experts,
-    )
+    weights = tuple(_or_absent(w, absent, torch.float32) for w in weights)
+    ranks = _or_absent(lora_ranks, absent, torch.int32)
+    enabled = _enabled(adapter_enabled, absent)
+    return (expert_ids, *weights[:1], weight_indices, ranks, *weights[1:], enabled, experts)
 
 
 def moe_lora_a(
@@ -224,9 +218,7 @@ def moe_lora_a(
     """
     if out is None:
         out = x.new_zeros((*expert_ids.shape, lora_a.size(-2)))
-    who = _routing(
-        [lora_a], None, expert_ids, weight_indices, lora_ranks, None, adapter_enabled, num_experts
-    )
+    who = _who([lora_a], expert_ids, weight_indices, lora_ranks, adapter_enabled, num_experts)
     op = _operators.moe_lora_a.default
     run_named({**NAMES, "h": "out"}, op, out.unsqueeze(0), x, [lora_a], *who)
     return out
@@ -270,16 +262,7 @@ def moe_lora_gate_up_b(
     """
     if out is None:
         out = intermediate_a.new_zeros((*expert_ids.shape, gate_up_b.size(-2) // 2))
-    who = _routing(
-        [gate_up_b],
-        None,
-        expert_ids,
-        weight_indices,
-        lora_ranks,
-        None,
-        adapter_enabled,
-        num_experts,
-    )
+    who = _who([gate_up_b], expert_ids, weight_indices, lora_ranks, adapter_enabled, num_experts)
     names = {**NAMES, "h": "intermediate_a", "lora_b": "gate_up_b"}
     op = _operators.moe_lora_gate_up_b.default
     run_named(names, op, out, intermediate_a.unsqueeze(0), [gate_up_b], *who)
@@ -332,15 +315,15 @@ def moe_lora_down_combine(
     NotImplementedError
         This build or this device has no kernel for it.
     """
-    who = _routing(
+    who = _who(
         [down_a, down_b],
-        routing_weights,
         expert_ids,
         weight_indices,
         lora_ranks,
-        scalings,
         adapter_enabled,
         num_experts,
+        routing_weights,
+        scalings,
     )
     x = activated.flatten(0, 1) if activated.dim() == 3 else activated
     names = {**NAMES, "x": "activated", "lora_a": "down_a", "lora_b": "down_b", "out": "output"}
@@ -370,15 +353,15 @@ def moe_lora_fused(
     Arguments, result and errors are those of the stages. The result differs from theirs by
     rounding at most.
     """
-    who = _routing(
+    who = _who(
         [gate_up_a, gate_up_b, down_a, down_b],
-        routing_weights,
         expert_ids,
         weight_indices,
         lora_ranks,
-        scalings,
         adapter_enabled,
         num_experts,
+        routing_weights,
+        scalings,
     )
     factors = ([gate_up_a], [gate_up_b], [down_a], [down_b])
     names = {**NAMES, "hidden_states": "x"}
