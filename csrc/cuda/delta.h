@@ -19,7 +19,7 @@ typedef struct delta_rows {
   int32_t max_rank;
   moelora_routes routes;
   moelora_list_blocks lists;
-  /* DELTA_SORTED; the first two are as long as `count` says, at most P */
+  /* DELTA_SORTED; `count` of P entries are rows */
   const int32_t *row, *expert, *adapter; /* [P]; adapter -1: none */
   const int32_t *count;                  /* [1] */
 } delta_rows;

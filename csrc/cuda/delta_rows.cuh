@@ -73,11 +73,12 @@ __device__ __forceinline__ int64_t for_each_list(const delta_rows &r, Visit visi
   return before;
 }
 
+/* Sorted rows that are none have windows too: to ask how many there are would cost every kernel a
+ * round trip to memory before its first load. */
 __device__ __forceinline__ int64_t count_windows(const delta_rows &r) {
   if (r.order == DELTA_LISTED)
     return for_each_list(r, [](int32_t, int64_t, int64_t) {});
-  const int64_t rows = r.order == DELTA_SORTED ? *r.count : r.routes.num_rows;
-  return (rows + r.window - 1) / r.window;
+  return (r.routes.num_rows + r.window - 1) / r.window;
 }
 
 __device__ __forceinline__ ListWindow find_list_window(const delta_rows &r, int64_t window) {
@@ -121,13 +122,16 @@ __device__ __forceinline__ WindowRow route_row(const delta_rows &r, int64_t at) 
 __device__ __forceinline__ WindowRow window_row(const delta_rows &r, int64_t window, int i) {
   WindowRow found;
   const int64_t at = window * r.window + i;
-  if (i >= r.window || at >= (r.order == DELTA_SORTED ? *r.count : r.routes.num_rows))
+  if (i >= r.window || at >= r.routes.num_rows)
     return found;
   if (r.order == DELTA_BY_ROUTE)
     return route_row(r, at);
-  found.row = r.row[at];
-  found.expert = r.expert[at];
-  found.adapter = r.adapter[at];
+  const int32_t row = r.row[at], expert = r.expert[at], adapter = r.adapter[at];
+  if (at < *r.count) { // in flight with the others
+    found.row = row;
+    found.expert = expert;
+    found.adapter = adapter;
+  }
   return found;
 }
 
