@@ -130,7 +130,24 @@ def prepare_moe_lora_batch_of_pool(
     seq_lens: Tensor | Sequence[int] | None = None,
     num_tokens: int | None = None,
 ) -> MoELoRABatchInfo:
-    """`prepare_moe_lora_batch` for adapters of a pool, by name; None is no adapter."""
+    """`prepare_moe_lora_batch` for adapters of a pool, by name.
+
+    Parameters
+    ----------
+    pool : AdapterPool
+        Its slots are good for as long as the adapters are held or pinned (see `AdapterPool`).
+    names : sequence of str or None
+        The adapter of each token, or of each sequence with `seq_lens`; None is no adapter.
+    seq_lens, num_tokens
+        As in `prepare_moe_lora_batch`.
+
+    Raises
+    ------
+    KeyError
+        A name is not in the pool.
+    ValueError
+        As `prepare_moe_lora_batch`.
+    """
     return prepare_moe_lora_batch(
         pool.mapping(names),
         pool.lora_ranks,
@@ -142,7 +159,25 @@ def prepare_moe_lora_batch_of_pool(
 
 
 def moe_lora_buffers(pool: AdapterPool, layer: str) -> dict[str, Tensor]:
-    """The four buffers of one layer of a pool with `w13_slices=1`, as `run_moe_lora` names them."""
+    """The four buffers of one layer of a pool, as `run_moe_lora` names them.
+
+    Parameters
+    ----------
+    pool : AdapterPool
+        With `w13_slices=1`: gate and up share one A here.
+    layer : str
+        The name of the layer.
+
+    Returns
+    -------
+    dict of str to Tensor
+        Views of the pool's memory, which later adapters are loaded into.
+
+    Raises
+    ------
+    ValueError
+        The pool has `w13_slices=2`.
+    """
     stacks = pool.layer(layer)
     if not isinstance(stacks["w13_lora_a"], Tensor):
         raise ValueError("the pool has w13_slices=2, expected 1: gate and up share one A here")
@@ -350,8 +385,32 @@ def moe_lora_fused(
 ) -> Tensor:
     """All three stages in one operator: rows are sorted once, and nothing between is allocated.
 
-    Arguments, result and errors are those of the stages. The result differs from theirs by
-    rounding at most.
+    Parameters
+    ----------
+    x : Tensor, shape (M, K)
+        Input of each token. float32, bfloat16 or float16 (CUDA: the latter two).
+    expert_ids, routing_weights : Tensor, shape (M, top_k)
+        Experts of each token and their weights.
+    gate_up_a, gate_up_b : Tensor, shapes (max_loras, E or 1, R, K) and (max_loras, E or 1, 2 I, R)
+        Gate and up factors, gate rows of `gate_up_b` first.
+    down_a, down_b : Tensor, shapes (max_loras, E or 1, R, I) and (max_loras, E or 1, K, R)
+        Down factors; their R may differ.
+    weight_indices, lora_ranks, scalings, adapter_enabled, num_experts
+        As in the stages.
+    output : Tensor, shape (M, K)
+        Added to in place; tokens without an adapter keep their bits.
+
+    Returns
+    -------
+    Tensor, shape (M, K)
+        `output`, which differs from that of the stages by rounding at most.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    NotImplementedError
+        This build or this device has no kernel for it.
     """
     who = _who(
         [gate_up_a, gate_up_b, down_a, down_b],

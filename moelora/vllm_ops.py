@@ -168,7 +168,8 @@ def fused_moe_lora(
     lora_ids : Tensor, shape (any,), int32, optional
         Adapters whose lists count; -1 and ids from `max_loras` on are skipped.
     num_active_loras : Tensor of one element in host memory, or int, optional
-        How many entries of `lora_ids` to look at.
+        How many entries of `lora_ids` to look at. Read on the host: a captured graph keeps it, and
+        finds out from -1 in `lora_ids` that fewer are active.
     adapter_enabled : Tensor, shape (max_loras,) or (max_loras + 1,), bool or int, optional
         Zero turns an adapter off.
     shrink_block_size_m : int
