@@ -109,6 +109,16 @@ def test_random_problems(device_and_dtype, monkeypatch):
             raise AssertionError(f"{spec}: {error}") from error
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["staged", "fused"])
+def test_halves_of_different_rank(fused, device_and_dtype, monkeypatch):
+    device, dtype = device_and_dtype
+    spec = replace(SPEC, dtype=dtype, ranks=(8, 8), pass_ranks=False)
+    p, other = spec.build(), replace(spec, ranks=(24, 24), seed=1).build()
+    check(
+        replace(p, w2_lora_a=other.w2_lora_a, w2_lora_b=other.w2_lora_b), device, monkeypatch, fused
+    )
+
+
 @pytest.mark.parametrize("name", ["plain", "odd_sizes", "out_of_range", "strided", "spare_rank"])
 def test_stages(name, device_and_dtype):
     """Each stage by itself: new tensors are 0, given ones untouched where nothing is active."""
