@@ -58,6 +58,20 @@ def op_calls(device="cpu", dtype=torch.float32):
         *(given["w13_lora_a"], given["w13_lora_b"], [given["w2_lora_a"]], [given["w2_lora_b"]]),
         *(*adapters, given["w13_bias"], given["w2_bias"], 0, absent, False),
     )
+    a13, b13, a2, b2 = experts[6:10]
+    routing = (weights, ids, mapping, *adapters, absent, E)
+    stage = (ids, mapping, adapters[0], adapters[2], E)
+    combine = (ids, weights, mapping, *adapters, E)
+    x, h, rows = gemm[0], gemm[0].new_zeros(2, M, TOP_K, R), gemm[0].new_ones(M * TOP_K, I)
+    wide, narrow = x.new_ones(M, TOP_K, 2 * I), x.new_ones(M, TOP_K, K)
+    lists = [
+        torch.zeros(LORAS, n, dtype=torch.int32, device=device) for n in (M * TOP_K * 4, M * TOP_K)
+    ]
+    lists.append(torch.full((LORAS,), 4, dtype=torch.int32, device=device))
+    lora_ids = torch.tensor([1, -1, 0], dtype=torch.int32, device=device)
+    listed = (weights, *lists, mapping, TOP_K, lora_ids, torch.tensor([3]), adapters[2], E, 4)
+    naive = (weights, absent, ids, absent, mapping, TOP_K, absent, torch.tensor([0]), absent, E, 4)
+    fused = (a13[:1], [torch.cat(b13, 2)], a2, b2)
     base = (*experts[:5], absent, [], [], [], [], *[absent] * 5, 1, absent, False)
     return [
         ("moe_align_block_size", (ids, 4, E, absent)),
@@ -72,6 +86,20 @@ def op_calls(device="cpu", dtype=torch.float32):
         ("fused_experts_lora", base),
         ("fused_experts_lora_out", (*experts, torch.empty_like(experts[0]))),
         ("prepack_weights", (given["w13"],)),
+        (
+            "moe_lora_align_block_size_out",
+            (*lists, ids, mapping, E, 4, LORAS, absent, lora_ids, absent),
+        ),
+        ("fused_moe_lora", (wide, x, a13, b13, *listed, True, True, 0)),
+        ("fused_moe_lora", (wide, x, a13, b13, *naive, False, False, 0)),
+        ("fused_moe_lora_shrink", (h, x, a13, *listed)),
+        ("fused_moe_lora_expand", (wide, h, b13, *naive, True, True, 0)),
+        ("moe_lora_gate_up_delta", (wide, x, a13, b13, *routing, False, True)),
+        ("moe_lora_down_delta", (narrow, rows, a2, b2, *routing, True, False)),
+        ("moe_lora_a", (h[:1], x, fused[0], *stage)),
+        ("moe_lora_gate_up_b", (x.new_ones(M, TOP_K, I), h[:1], fused[1], *stage)),
+        ("moe_lora_down_combine", (torch.ones_like(x), rows, a2, b2, *combine)),
+        ("moe_lora_fused", (torch.ones_like(x), x, *fused, *combine)),
     ]
 
 

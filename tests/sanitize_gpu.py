@@ -64,6 +64,10 @@ def alignments():
 
         yield f"moe_align_block_size, {name}", base
         yield f"moe_sorting, {name}", sorting
+        yield (
+            f"moe_lora_align_block_size of vLLM, {name}",
+            lambda device, t=(ids, mapping, enabled, experts, adapters): align_lists(device, *t),
+        )
         for mode in ("uniform", "segmented"):
             yield (
                 f"moe_lora_align_block_size {mode}, {name}",
@@ -131,6 +135,102 @@ def check_layers() -> int:
     return count
 
 
+def check_deltas() -> int:
+    """Both deltas, vLLM's lists and halves, and SGLang's operators, beside the CPU's results."""
+    import torch
+    from cases import Spec
+    from delta_cases import Lists, delta_kwargs, delta_operator
+
+    import moelora
+    from moelora import sglang_ops
+
+    def close(there, here, dtype):
+        tolerance = 4e-2 if dtype == torch.bfloat16 else 5e-3
+        torch.testing.assert_close(there.cpu(), here, rtol=tolerance, atol=tolerance)
+
+    def routed(p, which, summed):
+        rows = (p.spec.tokens, p.spec.top_k)
+        columns = p.spec.hidden if which == "w2" else p.w13.size(1)
+        out = torch.ones(*rows, columns, dtype=p.spec.dtype, device=p.topk_ids.device)
+        return delta_operator(which)(
+            **delta_kwargs(p, which, mul_routed_weight=summed), add_inputs=summed, out=out
+        )
+
+    def vllm(p, which, naive):
+        lists = Lists(p, which, naive)
+        made = {"dtype": p.spec.dtype, "device": p.topk_ids.device}
+        h = torch.zeros(len(lists.a), p.spec.tokens, p.spec.top_k, lists.a[0].size(2), **made)
+        columns = sum(b.size(2) for b in lists.b)
+        whole, halves = (torch.ones(p.spec.tokens, p.spec.top_k, columns, **made) for _ in "ab")
+        lists.fused(whole, mul_routed_weight=True)
+        lists.shrink(h, lists.a)
+        lists.expand(halves, h, lists.b, mul_routed_weight=True)
+        return torch.stack((whole, halves))
+
+    def sglang(p, fused):
+        batch = moelora.MoELoRABatchInfo(
+            p.token_lora_mapping, p.lora_ranks, p.lora_scalings, p.adapter_enabled
+        )
+        rule = sglang_ops.should_use_fused_kernel
+        sglang_ops.should_use_fused_kernel = lambda tokens, top_k: fused
+        try:
+            return moelora.run_moe_lora(
+                *(p.hidden_states, p.topk_ids, p.topk_weights, batch, p.w13_lora_a, p.w13_lora_b),
+                *(p.w2_lora_a, p.w2_lora_b, torch.ones_like(p.hidden_states).contiguous()),
+            )
+        finally:
+            sglang_ops.should_use_fused_kernel = rule
+
+    count = 0
+    for dtype in (torch.bfloat16, torch.float16):
+        for spec in layers(dtype):
+            if spec.mix == "absent":
+                continue
+            p = spec.build()
+            there = p.to("cuda")
+            print(f"delta: {spec}", flush=True)
+            for which in ("w13", "w2"):
+                for summed in (False, True):
+                    close(routed(there, which, summed), routed(p, which, summed), dtype)
+            count += 1
+        plain = Spec(dtype=dtype, tokens=21, hidden=136, inter=72, ranks=(17, 17), pass_ranks=False)
+        for spec in (plain, replace(plain, sharing="expanded", tokens=90, mix="out_of_range")):
+            p = spec.build()
+            there = p.to("cuda")
+            for naive in (False, True):
+                print(f"fused_moe_lora, naive {naive}: {spec}", flush=True)
+                for which in ("w13", "w2"):
+                    close(vllm(there, which, naive), vllm(p, which, naive), dtype)
+                count += 1
+        for spec in (replace(plain, slices=1), replace(plain, slices=1, tokens=90, top_k=3)):
+            p = spec.build()
+            there = p.to("cuda")
+            for fused in (False, True):
+                print(f"run_moe_lora, fused {fused}: {spec}", flush=True)
+                close(sglang(there, fused), sglang(p, fused), dtype)
+                count += 1
+    return count
+
+
+def align_lists(device, ids, mapping, enabled, experts, slots):
+    """vLLM's form of the alignment, every other list asked for."""
+    import torch
+
+    import moelora
+
+    rows = ids.numel() + min(ids.numel(), experts) * 15
+    made = [
+        torch.full(shape, 77, dtype=torch.int32, device=device)
+        for shape in ((slots, rows), (slots, -(-rows // 16)), (slots,))
+    ]
+    lora_ids = torch.arange(-1, slots + 2, 2, dtype=torch.int32, device=device)
+    moelora.moe_lora_align_block_size(
+        *(ids.to(device), mapping.to(device), experts, 16, slots, rows, -(-rows // 16), *made),
+        *(enabled.to(device), lora_ids),
+    )
+    return made
+
+
 def check_packing() -> int:
     import torch
 
@@ -154,7 +254,7 @@ def check_all() -> None:
         for i, (got, expected) in enumerate(zip(call("cuda"), call("cpu"), strict=True)):
             assert torch.equal(got.cpu(), expected), f"{name}: output {i}"
         count += 1
-    count += check_packing() + check_layers()
+    count += check_packing() + check_deltas() + check_layers()
     torch.cuda.synchronize()
     print(f"{count} problems, all right")
 

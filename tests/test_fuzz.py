@@ -17,15 +17,17 @@ import torch
 from cases import ACTIVATIONS, MIXES, POISON, Problem, Spec, same_bits
 from checks import assert_close_to_ref, assert_unchanged, guarded_empty
 from conftest import CUDA_DTYPES, needs_gpu
+from delta_cases import Lists, delta_kwargs, delta_operator
 
 import moelora
-from moelora import _C
+from moelora import _C, sglang_ops
 from moelora.reference import (
     fused_experts_lora_ref,
     fused_moe_lora_gemm_ref,
     naive_fused_experts_lora,
     naive_fused_moe_lora_gemm,
 )
+from moelora.reference_delta import moe_lora_delta_ref, run_moe_lora_ref
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, needs_gpu]
 
@@ -252,6 +254,82 @@ def check_layer(seed: int) -> None:
 def test_layers(batch):
     for seed in batch:
         naming_the_seed(check_layer, seed)
+
+
+# ---- adapters alone ----
+
+
+def check_sum(run, base: torch.Tensor, delta: torch.Tensor, naive, active) -> None:
+    """`run` adds to a copy of `base`: the same bits twice, and those of `base` where not active."""
+
+    def added(out):
+        run(out.copy_(base))
+
+    y = twice(added, base.shape, base.dtype).cpu()
+    before = base.cpu()
+    assert same_bits(y[~active], before[~active]), "a row without an adapter has changed"
+    ref = (before.double() + delta)[active]
+    assert_close_to_ref(y[active], ref, (before + naive)[active], base.dtype)
+
+
+def check_delta(seed: int) -> None:
+    spec, rng = draw(seed)
+    if spec.mix == "absent":
+        return
+    p = spec.build()
+    there = p.to("cuda")
+    before = {name: t.clone() for name, t in there.tensors().items()}
+    make = torch.Generator().manual_seed(seed)
+    try:
+        which, weighted = rng.choice(("w13", "w2")), rng.random() < 0.5
+        arguments = delta_kwargs(p, which, mul_routed_weight=weighted)
+        delta, active = moe_lora_delta_ref(**arguments)
+        naive, _ = moe_lora_delta_ref(**arguments, dtype=spec.dtype)
+        base = torch.randn(delta.shape, generator=make).to("cuda", spec.dtype)
+        arguments = delta_kwargs(there, which, mul_routed_weight=weighted)
+        run = delta_operator(which)
+        check_sum(lambda out: run(**arguments, out=out), base, delta, naive, active)
+        if not (spec.pass_ranks or spec.scalings or spec.remote):
+            lists = Lists(there, which, rng.random() < 0.5, rng.choice((16, 32, 64)))
+            check_sum(
+                lambda out: lists.fused(out, mul_routed_weight=weighted),
+                *(base, delta, naive, active),
+            )
+        if spec.slices == 1 and spec.activation != "relu2" and not spec.remote:
+            check_mlp(p, there, make)
+        assert_unchanged(before, there.tensors())
+    except Exception as error:
+        raise AssertionError(f"{spec}: {error}") from error
+
+
+def check_mlp(p: Problem, there: Problem, make: torch.Generator) -> None:
+    def arguments(p):
+        return (
+            *(p.hidden_states, p.topk_ids, p.topk_weights),
+            *(p.token_lora_mapping, p.lora_ranks, p.lora_scalings),
+            *(p.w13_lora_a, p.w13_lora_b, p.w2_lora_a, p.w2_lora_b),
+        )
+
+    delta, active = run_moe_lora_ref(*arguments(p), adapter_enabled=p.adapter_enabled)
+    naive, _ = run_moe_lora_ref(
+        *arguments(p), adapter_enabled=p.adapter_enabled, dtype=p.spec.dtype
+    )
+    base = torch.randn(delta.shape, generator=make).to("cuda", p.spec.dtype)
+    x, ids, weights, *adapters = arguments(there)
+    batch = moelora.MoELoRABatchInfo(*adapters[:3], there.adapter_enabled)
+    for fused in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sglang_ops, "should_use_fused_kernel", lambda m, k, fused=fused: fused)
+            check_sum(
+                lambda out: moelora.run_moe_lora(x, ids, weights, batch, *adapters[3:], out),
+                *(base, delta, naive, active),
+            )
+
+
+@pytest.mark.parametrize("batch", seeds(500, FIRST + 2_000_000), ids=lambda r: f"from_{r.start}")
+def test_deltas(batch):
+    for seed in batch:
+        naming_the_seed(check_delta, seed)
 
 
 def test_seeds_repeat():

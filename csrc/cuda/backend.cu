@@ -2,6 +2,7 @@
 #include <atomic>
 
 #include "cuda/backend.h"
+#include "cuda/delta.h"
 #include "cuda/launch.h"
 
 constexpr int MAX_DEVICES = 64;
@@ -42,19 +43,27 @@ static moelora_status device_info(int32_t device_index, moelora_device_info *inf
 }
 
 /* Asked on every launch: found once per device. 0 is not yet known. */
-static std::atomic<int32_t> sms_of[MAX_DEVICES], overlap_of[MAX_DEVICES];
+static std::atomic<int32_t> sms_of[MAX_DEVICES], shared_of[MAX_DEVICES], overlap_of[MAX_DEVICES];
 
-extern "C" int32_t moelora_cuda_num_sms(int32_t device_index) {
-  if (device_index < 0 || device_index >= MAX_DEVICES)
+static int32_t known_attribute(std::atomic<int32_t> *of, cudaDeviceAttr name, int32_t device) {
+  if (device < 0 || device >= MAX_DEVICES)
     return 1;
-  int32_t known = sms_of[device_index].load(std::memory_order_relaxed);
+  int32_t known = of[device].load(std::memory_order_relaxed);
   if (known)
     return known;
-  int sms = 0;
-  if (cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device_index) != cudaSuccess)
+  int value = 0;
+  if (cudaDeviceGetAttribute(&value, name, device) != cudaSuccess)
     return 1;
-  sms_of[device_index].store(sms, std::memory_order_relaxed);
-  return sms;
+  of[device].store(value, std::memory_order_relaxed);
+  return value;
+}
+
+extern "C" int32_t moelora_cuda_num_sms(int32_t device_index) {
+  return known_attribute(sms_of, cudaDevAttrMultiProcessorCount, device_index);
+}
+
+extern "C" int64_t moelora_cuda_shared_bytes(int32_t device_index) {
+  return known_attribute(shared_of, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_index);
 }
 
 static __global__ void loaded_code() {}
@@ -86,4 +95,10 @@ extern "C" const moelora_backend moelora_cuda_backend = {
     moelora_cuda_experts_workspace,
     moelora_cuda_experts,
     moelora_cuda_pack,
+    moelora_cuda_align_lists_workspace,
+    moelora_cuda_align_lists,
+    moelora_cuda_delta_workspace,
+    moelora_cuda_delta,
+    moelora_cuda_mlp_delta_workspace,
+    moelora_cuda_mlp_delta,
 };

@@ -12,6 +12,21 @@ extern "C" {
 size_t moelora_cuda_align_workspace(const moelora_align_problem *problem);
 moelora_status moelora_cuda_align(const moelora_align_problem *problem, const moelora_exec *exec);
 
+/* delta.cu */
+size_t moelora_cuda_delta_workspace(const moelora_delta_problem *problem,
+                                    const moelora_delta_plan *plan, const moelora_exec *exec);
+moelora_status moelora_cuda_delta(const moelora_delta_problem *problem,
+                                  const moelora_delta_plan *plan, const moelora_exec *exec);
+size_t moelora_cuda_mlp_delta_workspace(const moelora_mlp_delta_problem *problem,
+                                        const moelora_delta_plan *plan, const moelora_exec *exec);
+moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem *problem,
+                                      const moelora_delta_plan *plan, const moelora_exec *exec);
+
+/* delta_align.cu */
+size_t moelora_cuda_align_lists_workspace(const moelora_align_lists_problem *problem);
+moelora_status moelora_cuda_align_lists(const moelora_align_lists_problem *problem,
+                                        const moelora_exec *exec);
+
 /* pack.cu */
 moelora_status moelora_cuda_pack(const moelora_pack_problem *problem, const moelora_exec *exec);
 

@@ -1,0 +1,459 @@
+/* Adapters alone: which launches, in which order, and what lies in the workspace.
+ *
+ *   [sort] -> shrink -> expand [-> combine]
+ *
+ * h and whatever waits for a sum is stored by flat row. Few rows are not sorted: where pairs hardly
+ * repeat, reading the factors of a repeated one again costs less than a sort does. */
+#include <math.h>
+
+#include "cuda/backend.h"
+#include "delta_rows.cuh"
+#include "kernel_launch.cuh"
+
+namespace {
+
+constexpr int kThreads = 256;
+
+/* ---- kernels around the two halves ---- */
+
+__global__ void __launch_bounds__(kThreads) clear_bytes(uint32_t *to, int64_t words) {
+  wait_for_previous_kernel();
+  start_next_kernel();
+  for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < words;
+       i += (int64_t)gridDim.x * kThreads)
+    to[i] = 0;
+}
+
+struct Combine {
+  delta_rows rows;
+  const uint8_t *written; // [P]; NULL: what rows say
+  const void *z;          // [P, z_stride]
+  int64_t z_stride;
+  bool add;
+  void *out; // [M, columns]
+  int64_t out_stride;
+  int32_t columns;
+};
+
+/* Flat row has an adapter and an expert here. */
+__device__ __forceinline__ bool is_active(const Combine &p, int64_t row) {
+  if (p.written)
+    return p.written[row] != 0;
+  const WindowRow found = route_row(p.rows, row);
+  return found.expert >= 0 && found.adapter >= 0 && true_rank(p.rows, found.adapter) > 0;
+}
+
+/* out[m] = [out[m] +] sum over j of z[m * top_k + j] in float32, in the order of j, where any of
+ * these rows is active. A thread adds WIDTH neighbouring columns. */
+template <class T, class Z, int WIDTH>
+__global__ void __launch_bounds__(kThreads) combine_rows(const __grid_constant__ Combine p) {
+  wait_for_previous_kernel();
+  start_next_kernel();
+  const int32_t pieces = (p.columns + WIDTH - 1) / WIDTH, top_k = p.rows.routes.top_k;
+  const int64_t count = p.rows.routes.num_tokens * pieces;
+  for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < count;
+       i += (int64_t)gridDim.x * kThreads) {
+    const int64_t token = i / pieces, column = i % pieces * WIDTH;
+    float sum[WIDTH] = {};
+    bool any = false;
+    for (int j = 0; j < top_k; j++) {
+      if (!is_active(p, token * top_k + j))
+        continue;
+      any = true;
+      __align__(16) Z piece[WIDTH];
+      const Z *from = (const Z *)p.z + (token * top_k + j) * p.z_stride + column;
+      if constexpr (WIDTH > 1) {
+#pragma unroll
+        for (int v = 0; v < WIDTH * (int)sizeof(Z) / 16; v++)
+          ((uint4 *)piece)[v] = ((const uint4 *)from)[v];
+      } else {
+        piece[0] = *from;
+      }
+#pragma unroll
+      for (int c = 0; c < WIDTH; c++) {
+        if constexpr (sizeof(Z) == 4)
+          sum[c] += piece[c];
+        else
+          sum[c] += Element<Z>::to_float(piece[c]);
+      }
+    }
+    if (!any)
+      continue;
+    T *to = (T *)p.out + token * p.out_stride + column;
+    __align__(16) T rounded[WIDTH];
+    if constexpr (WIDTH > 1)
+      *(uint4 *)rounded = *(const uint4 *)to;
+    else
+      rounded[0] = *to;
+#pragma unroll
+    for (int c = 0; c < WIDTH; c++)
+      rounded[c] = Element<T>::round((p.add ? Element<T>::to_float(rounded[c]) : 0.f) + sum[c]);
+    if constexpr (WIDTH > 1)
+      *(uint4 *)to = *(const uint4 *)rounded;
+    else
+      *to = rounded[0];
+  }
+}
+
+int64_t blocks_for(int64_t threads) {
+  return (threads + kThreads - 1) / kThreads;
+}
+
+template <class T, class Z> moelora_status combine_as(const Combine &c, const moelora_exec *exec) {
+  const int64_t tokens = c.rows.routes.num_tokens;
+  if (moelora_is_vector_row(c.out, c.out_stride, c.columns))
+    return launch_kernel<combine_rows<T, Z, 8>>(
+        "delta_combine", blocks_for(tokens * (c.columns / 8)), kThreads, 0, exec, c);
+  return launch_kernel<combine_rows<T, Z, 1>>("delta_combine", blocks_for(tokens * c.columns),
+                                              kThreads, 0, exec, c);
+}
+
+moelora_status combine(const Combine &c, bool z_f32, moelora_dtype dtype,
+                       const moelora_exec *exec) {
+  if (dtype == MOELORA_BF16)
+    return z_f32 ? combine_as<__nv_bfloat16, float>(c, exec)
+                 : combine_as<__nv_bfloat16, __nv_bfloat16>(c, exec);
+  return z_f32 ? combine_as<__half, float>(c, exec) : combine_as<__half, __half>(c, exec);
+}
+
+/* ---- rows ---- */
+
+/* Bytes of all factors of one (expert, adapter) pair. */
+double pair_bytes(const moelora_factors *lora, int64_t k, bool shrinks, bool expands) {
+  return 2.0 * lora->num_slices * lora->max_rank *
+         ((shrinks ? (double)k : 0.0) + (expands ? (double)lora->slice_n : 0.0));
+}
+
+/* A sort takes as long as reading about 20 MB. Rows draw their pairs from a pool of experts times
+ * adapters; what lies idle of these is not known here, and more than 8 are rarely in one batch. */
+bool wants_sort(const moelora_routes *routes, double bytes_of_pair) {
+  const double rows = (double)routes->num_rows;
+  const double adapters = routes->max_loras < 8 ? routes->max_loras : 8;
+  const double pool = routes->num_experts * adapters;
+  const double repeated = rows - pool * (1.0 - exp(-rows / pool));
+  return repeated * bytes_of_pair > 20e6;
+}
+
+} // namespace
+
+static moelora_align_problem sort_problem(const moelora_routes *routes,
+                                          const delta_sorted *sorted) {
+  moelora_align_problem problem = {};
+  problem.mode = MOELORA_ALIGN_SEGMENTED;
+  problem.routes = *routes;
+  problem.block_size = 1;
+  problem.max_blocks = routes->num_rows;
+  problem.sorted_token_ids = sorted->row;
+  problem.expert_ids = sorted->expert;
+  problem.lora_ids = sorted->adapter;
+  problem.num_tokens_post_padded = sorted->count;
+  return problem;
+}
+
+extern "C" delta_sorted delta_take_sorted(const moelora_routes *routes, moelora_arena *arena) {
+  delta_sorted sorted = {};
+  const size_t bytes = sizeof(int32_t) * (size_t)routes->num_rows;
+  sorted.row = (int32_t *)moelora_take(arena, bytes);
+  sorted.expert = (int32_t *)moelora_take(arena, bytes);
+  sorted.adapter = (int32_t *)moelora_take(arena, bytes);
+  sorted.count = (int32_t *)moelora_take(arena, sizeof(int32_t));
+  const moelora_align_problem problem = sort_problem(routes, &sorted);
+  sorted.scratch_bytes = moelora_cuda_align_workspace(&problem);
+  sorted.scratch = moelora_take(arena, sorted.scratch_bytes);
+  return sorted;
+}
+
+extern "C" moelora_status delta_sort(const moelora_routes *routes, const delta_sorted *sorted,
+                                     const moelora_exec *exec) {
+  const moelora_align_problem problem = sort_problem(routes, sorted);
+  moelora_exec inner = *exec;
+  inner.workspace = sorted->scratch;
+  inner.workspace_bytes = sorted->scratch_bytes;
+  return moelora_cuda_align(&problem, &inner);
+}
+
+namespace {
+
+delta_rows rows_of(const moelora_routes *routes, const delta_sorted *sorted) {
+  delta_rows rows = {};
+  rows.order = sorted ? DELTA_SORTED : DELTA_BY_ROUTE;
+  rows.routes = *routes;
+  if (sorted) {
+    rows.row = sorted->row;
+    rows.expert = sorted->expert;
+    rows.adapter = sorted->adapter;
+    rows.count = sorted->count;
+  }
+  return rows;
+}
+
+/* ---- the two halves ---- */
+
+bool vector_factors(const moelora_factor *factors, int32_t count) {
+  bool all = true;
+  for (int32_t i = 0; i < count; i++)
+    all = all && (uintptr_t)factors[i].data % 16 == 0 && factors[i].stride_l % 8 == 0 &&
+          factors[i].stride_e % 8 == 0 && factors[i].stride_i % 8 == 0;
+  return all;
+}
+
+/* h [slices, M, top_k, R], or our own with rows of all slices. */
+struct Shrunk {
+  void *data;
+  int64_t stride[3];
+};
+
+size_t shrunk_bytes(const moelora_routes *routes, const moelora_factors *lora) {
+  return 2 * (size_t)(routes->num_rows * lora->num_slices * delta_slice_width(lora));
+}
+
+Shrunk own_shrunk(void *data, const moelora_routes *routes, const moelora_factors *lora) {
+  const int64_t width = delta_slice_width(lora), row = width * lora->num_slices;
+  return {data, {width, routes->top_k * row, row}};
+}
+
+moelora_status shrink(const delta_rows *rows, const void *x, int64_t x_stride, bool x_per_row,
+                      int64_t k, const moelora_factors *lora, const float *scalings,
+                      const Shrunk *h, moelora_dtype dtype, const moelora_exec *exec) {
+  delta_shrink s = {};
+  s.rows = *rows;
+  s.rows.max_rank = lora->max_rank;
+  s.x = x;
+  s.x_stride = x_stride;
+  s.x_divisor = x_per_row ? 1 : rows->routes.top_k;
+  s.k = (int32_t)k;
+  s.lora = *lora;
+  s.scalings = scalings;
+  s.vectors = moelora_is_vector_row(x, x_stride, k) && vector_factors(lora->a, lora->num_slices);
+  s.h = h->data;
+  s.pairs = (uintptr_t)h->data % 4 == 0 && lora->max_rank % 2 == 0;
+  for (int i = 0; i < 3; i++) {
+    s.h_stride[i] = h->stride[i];
+    s.pairs = s.pairs && h->stride[i] % 2 == 0;
+  }
+  return delta_launch_shrink(&s, dtype, exec);
+}
+
+/* All of an expand but what becomes of z. */
+delta_expand begin_expand(const delta_rows *rows, const Shrunk *h, const moelora_factors *lora) {
+  delta_expand e = {};
+  e.rows = *rows;
+  e.rows.max_rank = lora->max_rank;
+  e.lora = *lora;
+  e.h = h->data;
+  e.vectors = (uintptr_t)h->data % 16 == 0 && lora->max_rank % 8 == 0 && lora->slice_n % 8 == 0 &&
+              vector_factors(lora->b, lora->num_slices);
+  for (int i = 0; i < 3; i++) {
+    e.h_stride[i] = h->stride[i];
+    e.vectors = e.vectors && h->stride[i] % 8 == 0;
+  }
+  return e;
+}
+
+void set_out(delta_expand *e, void *out, int64_t token_stride, int64_t choice_stride) {
+  e->out = out;
+  e->out_stride[0] = token_stride;
+  e->out_stride[1] = choice_stride;
+  e->vectors =
+      e->vectors && (uintptr_t)out % 16 == 0 && token_stride % 8 == 0 && choice_stride % 8 == 0;
+}
+
+/* Rows that wait for their sum do so in float32, so that the sum alone rounds, as long as the L2
+ * cache holds them; beyond it their traffic would cost as much as all the rest. */
+struct Waiting {
+  void *data; // [P, stride]
+  int64_t stride;
+  bool f32;
+};
+
+Waiting take_waiting(const moelora_routes *routes, int64_t columns, moelora_arena *arena) {
+  Waiting z = {};
+  z.stride = (columns + 7) / 8 * 8;
+  z.f32 = routes->num_rows * columns <= ((int64_t)8 << 20);
+  z.data = moelora_take(arena, (z.f32 ? 4 : 2) * (size_t)(routes->num_rows * z.stride));
+  return z;
+}
+
+moelora_status expand_and_combine(delta_expand *e, const Waiting *z, uint8_t *written,
+                                  int64_t columns, bool add, void *out, int64_t out_stride,
+                                  moelora_dtype dtype, const moelora_exec *exec) {
+  const moelora_routes *routes = &e->rows.routes;
+  set_out(e, z->data, routes->top_k * z->stride, z->stride);
+  e->f32 = z->f32;
+  e->written = written;
+  moelora_status status = MOELORA_OK;
+  if (written) {
+    const int64_t words = (routes->num_rows + 3) / 4;
+    status = launch_kernel<clear_bytes>("clear_bytes", blocks_for(words), kThreads, 0, exec,
+                                        (uint32_t *)written, words);
+  }
+  if (status == MOELORA_OK)
+    status = delta_launch_expand(e, dtype, exec);
+  Combine c = {};
+  c.rows = e->rows;
+  c.written = written;
+  c.z = z->data;
+  c.z_stride = z->stride;
+  c.add = add;
+  c.out = out;
+  c.out_stride = out_stride;
+  c.columns = (int32_t)columns;
+  return status == MOELORA_OK ? combine(c, z->f32, dtype, exec) : status;
+}
+
+/* ---- one adapter ---- */
+
+struct DeltaLayout {
+  bool sorts;
+  delta_sorted sorted;
+  void *h;
+  Waiting z;
+  uint8_t *written;
+  size_t bytes;
+};
+
+DeltaLayout lay_out(const moelora_delta_problem *p, void *base) {
+  moelora_arena arena = {(char *)base, 0};
+  DeltaLayout l = {};
+  const bool listed = p->lists.sorted_token_ids;
+  l.sorts = !listed && wants_sort(&p->routes, pair_bytes(&p->lora, p->k, p->x, p->out));
+  if (l.sorts)
+    l.sorted = delta_take_sorted(&p->routes, &arena);
+  if (!p->h)
+    l.h = moelora_take(&arena, shrunk_bytes(&p->routes, &p->lora));
+  if (p->sum_top_k) {
+    l.z = take_waiting(&p->routes, p->columns, &arena);
+    if (listed)
+      l.written = (uint8_t *)moelora_take(&arena, (size_t)p->routes.num_rows + 3);
+  }
+  l.bytes = arena.used;
+  return l;
+}
+
+bool has_rows(const moelora_delta_problem *p) {
+  return p->routes.max_loras > 0 &&
+         (p->lists.sorted_token_ids ? p->lists.num_active > 0
+                                    : p->routes.token_lora_mapping.data != nullptr);
+}
+
+} // namespace
+
+extern "C" size_t moelora_cuda_delta_workspace(const moelora_delta_problem *problem,
+                                               const moelora_delta_plan *plan,
+                                               const moelora_exec *exec) {
+  (void)plan, (void)exec;
+  return lay_out(problem, nullptr).bytes;
+}
+
+extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
+                                             const moelora_delta_plan *plan,
+                                             const moelora_exec *exec) {
+  (void)plan;
+  if (!has_rows(p))
+    return MOELORA_OK;
+  if (p->silu_and_mul && p->lora.num_slices != 1 && p->lora.num_slices % 2 != 0)
+    return moelora_fail(MOELORA_UNSUPPORTED,
+                        "silu_and_mul of %d slices: the GPU kernels take 1 or an even number",
+                        p->lora.num_slices);
+  const DeltaLayout l = lay_out(p, exec->workspace);
+  const moelora_routes *routes = &p->routes;
+  delta_rows rows = rows_of(routes, l.sorts ? &l.sorted : nullptr);
+  if (p->lists.sorted_token_ids)
+    rows.order = DELTA_LISTED;
+  rows.lists = p->lists;
+  moelora_status status = l.sorts ? delta_sort(routes, &l.sorted, exec) : MOELORA_OK;
+
+  const Shrunk h = p->h ? Shrunk{p->h, {p->h_stride[0], p->h_stride[1], p->h_stride[2]}}
+                        : own_shrunk(l.h, routes, &p->lora);
+  if (status == MOELORA_OK && p->x)
+    status = shrink(&rows, p->x, p->x_stride, p->x_per_row, p->k, &p->lora, routes->lora_scalings,
+                    &h, p->dtype, exec);
+  if (status != MOELORA_OK || !p->out)
+    return status;
+
+  delta_expand e = begin_expand(&rows, &h, &p->lora);
+  e.topk_weights = p->mul_routed_weight ? routes->topk_weights : nullptr;
+  if (p->sum_top_k)
+    return expand_and_combine(&e, &l.z, l.written, p->columns, p->add_inputs, p->out,
+                              p->out_stride[0], p->dtype, exec);
+  set_out(&e, p->out, p->out_stride[0], p->out_stride[1]);
+  e.add = p->add_inputs;
+  e.silu_and_mul = p->silu_and_mul;
+  if (e.silu_and_mul)
+    e.vectors = e.vectors && (p->lora.num_slices != 1 || p->lora.slice_n % 16 == 0);
+  return delta_launch_expand(&e, p->dtype, exec);
+}
+
+/* ---- an adapter MLP ---- */
+
+namespace {
+
+struct MlpLayout {
+  bool sorts;
+  delta_sorted sorted;
+  void *h1, *act, *h2;
+  Waiting z;
+  size_t bytes;
+};
+
+MlpLayout lay_out_mlp(const moelora_mlp_delta_problem *p, void *base) {
+  moelora_arena arena = {(char *)base, 0};
+  MlpLayout l = {};
+  l.sorts = wants_sort(&p->routes, pair_bytes(&p->gate_up, p->hidden, true, true) +
+                                       pair_bytes(&p->down, p->intermediate, true, true));
+  if (l.sorts)
+    l.sorted = delta_take_sorted(&p->routes, &arena);
+  l.h1 = moelora_take(&arena, shrunk_bytes(&p->routes, &p->gate_up));
+  l.act = moelora_take(&arena, 2 * (size_t)(p->routes.num_rows * p->intermediate));
+  l.h2 = moelora_take(&arena, shrunk_bytes(&p->routes, &p->down));
+  l.z = take_waiting(&p->routes, p->hidden, &arena);
+  l.bytes = arena.used;
+  return l;
+}
+
+} // namespace
+
+extern "C" size_t moelora_cuda_mlp_delta_workspace(const moelora_mlp_delta_problem *problem,
+                                                   const moelora_delta_plan *plan,
+                                                   const moelora_exec *exec) {
+  (void)plan, (void)exec;
+  return delta_mlp_fits(problem, exec) ? 0 : lay_out_mlp(problem, nullptr).bytes;
+}
+
+extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem *p,
+                                                 const moelora_delta_plan *plan,
+                                                 const moelora_exec *exec) {
+  (void)plan;
+  if (!p->routes.token_lora_mapping.data || p->routes.max_loras == 0)
+    return MOELORA_OK;
+  if (delta_mlp_fits(p, exec))
+    return delta_launch_mlp(p, exec);
+  const MlpLayout l = lay_out_mlp(p, exec->workspace);
+  const moelora_routes *routes = &p->routes;
+  const int64_t intermediate = p->intermediate;
+  const delta_rows rows = rows_of(routes, l.sorts ? &l.sorted : nullptr);
+  moelora_status status = l.sorts ? delta_sort(routes, &l.sorted, exec) : MOELORA_OK;
+
+  const Shrunk h1 = own_shrunk(l.h1, routes, &p->gate_up);
+  if (status == MOELORA_OK)
+    status = shrink(&rows, p->x, p->x_stride, false, p->hidden, &p->gate_up, nullptr, &h1, p->dtype,
+                    exec);
+  if (status != MOELORA_OK)
+    return status;
+  delta_expand e = begin_expand(&rows, &h1, &p->gate_up);
+  e.silu_and_mul = true;
+  set_out(&e, l.act, routes->top_k * intermediate, intermediate);
+  e.vectors = e.vectors && intermediate % 8 == 0;
+  status = delta_launch_expand(&e, p->dtype, exec);
+
+  const Shrunk h2 = own_shrunk(l.h2, routes, &p->down);
+  if (status == MOELORA_OK)
+    status = shrink(&rows, l.act, intermediate, true, intermediate, &p->down, routes->lora_scalings,
+                    &h2, p->dtype, exec);
+  if (status != MOELORA_OK)
+    return status;
+  e = begin_expand(&rows, &h2, &p->down);
+  e.topk_weights = routes->topk_weights;
+  return expand_and_combine(&e, &l.z, nullptr, p->hidden, true, p->out, p->out_stride, p->dtype,
+                            exec);
+}

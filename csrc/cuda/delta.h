@@ -1,0 +1,104 @@
+/* What the host side of the adapters' delta hands to its kernels. Strides count elements. */
+#ifndef MOELORA_CUDA_DELTA_H
+#define MOELORA_CUDA_DELTA_H
+
+#include "cuda/launch.h"
+
+/* Where rows come from, in which order. */
+typedef enum delta_order {
+  DELTA_BY_ROUTE, /* flat rows as they are */
+  DELTA_SORTED,   /* by expert, then adapter */
+  DELTA_LISTED,   /* by the caller's lists */
+} delta_order;
+
+/* Routed rows and what each of them carries. Kernels walk over windows of `window` rows in this
+ * order; a list is cut into windows block by block, so that each of these knows one pair. */
+typedef struct delta_rows {
+  delta_order order;
+  int32_t window;
+  int32_t max_rank;
+  moelora_routes routes;
+  moelora_list_blocks lists;
+  /* DELTA_SORTED; `count` of P entries are rows */
+  const int32_t *row, *expert, *adapter; /* [P]; adapter -1: none */
+  const int32_t *count;                  /* [1] */
+} delta_rows;
+
+/* Where a sort puts them, and its scratch memory. */
+typedef struct delta_sorted {
+  int32_t *row, *expert, *adapter, *count;
+  void *scratch;
+  size_t scratch_bytes;
+} delta_sorted;
+
+/* h[p, slice] = round(s x[p / x_divisor] A[l, e]^T), zero from the true rank to max_rank. */
+typedef struct delta_shrink {
+  delta_rows rows;
+  const void *x; /* [P / x_divisor, k] */
+  int64_t x_stride;
+  int32_t x_divisor;
+  int32_t k;
+  moelora_factors lora;
+  const float *scalings; /* [max_loras]; NULL: 1 */
+  bool vectors;          /* x and A allow 16-byte accesses */
+  bool pairs;            /* h allows 4-byte accesses */
+  void *h;
+  int64_t h_stride[3]; /* slice, token, choice */
+} delta_shrink;
+
+/* z[p] = h[p, slice] B[l, e]^T in columns slice * slice_n on; then silu, weight and sum. */
+typedef struct delta_expand {
+  delta_rows rows;
+  const void *h;
+  int64_t h_stride[3]; /* slice, token, choice */
+  moelora_factors lora;
+  bool silu_and_mul;
+  const float *topk_weights; /* NULL: rows are not weighted */
+  bool add;                  /* out += z */
+  bool f32;                  /* out is float32 */
+  bool vectors;              /* h, B and out allow 16-byte accesses */
+  void *out;
+  int64_t out_stride[2]; /* token, choice */
+  uint8_t *written;      /* [P], set to 1 for rows that are; NULL: not wanted */
+} delta_expand;
+
+/* Ranks of a slice, padded so that 16 of them never belong to two slices. */
+static inline __host__ __device__ int32_t delta_slice_width(const moelora_factors *lora) {
+  return (lora->max_rank + 15) / 16 * 16;
+}
+
+/* Windows of at most `rows` rows; returns an upper bound of their number. */
+static inline int64_t delta_set_window(delta_rows *r, int64_t rows) {
+  if (r->order != DELTA_LISTED) {
+    r->window = (int32_t)rows;
+    return (r->routes.num_rows + rows - 1) / rows;
+  }
+  const int64_t size = r->lists.block_size, pieces = (size + rows - 1) / rows;
+  r->window = (int32_t)((size + pieces - 1) / pieces);
+  return r->lists.num_active * r->lists.blocks * pieces;
+}
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* delta.cu: rows by expert, then adapter, in the form of DELTA_SORTED. */
+delta_sorted delta_take_sorted(const moelora_routes *routes, moelora_arena *arena);
+moelora_status delta_sort(const moelora_routes *routes, const delta_sorted *sorted,
+                          const moelora_exec *exec);
+/* delta_shrink.cu, delta_expand.cu; both choose the window of `rows`. */
+moelora_status delta_launch_shrink(const delta_shrink *shrink, moelora_dtype dtype,
+                                   const moelora_exec *exec);
+moelora_status delta_launch_expand(const delta_expand *expand, moelora_dtype dtype,
+                                   const moelora_exec *exec);
+/* delta_mlp.cu: an adapter MLP in one launch, for batches so small that launches are what they
+ * cost. */
+bool delta_mlp_fits(const moelora_mlp_delta_problem *problem, const moelora_exec *exec);
+moelora_status delta_launch_mlp(const moelora_mlp_delta_problem *problem, const moelora_exec *exec);
+/* backend.cu: shared memory that a CTA may have. */
+int64_t moelora_cuda_shared_bytes(int32_t device_index);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

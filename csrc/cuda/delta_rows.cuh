@@ -1,0 +1,209 @@
+/* Windows of routed rows in shared memory, cut into segments of one (expert, adapter) pair.
+ *
+ * All threads of a CTA walk over the same windows. A row that has no adapter, an adapter of rank 0
+ * or no expert here has rank 0 and belongs to no segment: nothing of it is read or written. */
+#ifndef MOELORA_CUDA_DELTA_ROWS_CUH
+#define MOELORA_CUDA_DELTA_ROWS_CUH
+
+#include "cuda/align.cuh"
+#include "cuda/delta.h"
+#include "ptx/mma.cuh"
+
+/* The rows of a window of at most ROWS, and its segments in order: number s has rows low[s] to
+ * high[s] - 1. */
+template <int ROWS> struct Window {
+  int32_t row[ROWS], expert[ROWS], adapter[ROWS], rank[ROWS];
+  int32_t low[ROWS], high[ROWS];
+  uint32_t starts[(ROWS + 31) / 32]; // bit of each row that starts a segment
+  int32_t segments;
+};
+
+struct WindowRow {
+  int32_t row = -1, expert = -1, adapter = -1;
+};
+
+/* What `window` of a list is: rows [first, end) of block `block` of the list of `adapter`. */
+struct ListWindow {
+  int32_t adapter = -1;
+  int64_t block = 0, first = 0, end = 0;
+};
+
+__device__ __forceinline__ int64_t delta_load_id(const moelora_ids &ids, int64_t at) {
+  return ids.is_64 ? ((const int64_t *)ids.data)[at] : ((const int32_t *)ids.data)[at];
+}
+
+__device__ __forceinline__ int64_t windows_per_block(const delta_rows &r) {
+  return (r.lists.block_size + r.window - 1) / r.window;
+}
+
+/* Windows of the list that entry `at` of lora_ids names. */
+__device__ __forceinline__ int64_t windows_of_list(const delta_rows &r, int32_t at,
+                                                   int32_t *adapter) {
+  *adapter = -1;
+  if (at >= r.lists.num_active)
+    return 0;
+  int32_t id[1] = {r.lists.lora_ids[at]};
+  active_adapters(r.routes, id);
+  if (id[0] < 0)
+    return 0;
+  *adapter = id[0];
+  const int64_t size = r.lists.block_size;
+  const int64_t used = min((int64_t)r.lists.num_tokens_post_padded[id[0]], r.lists.rows);
+  return min(max(used + size - 1, (int64_t)0) / size, r.lists.blocks) * windows_per_block(r);
+}
+
+/* Calls visit(adapter, windows before it, its windows) for each list, from all lanes of a warp with
+ * one list each; adapter is -1 for lanes without one. Returns the number of windows. */
+template <class Visit>
+__device__ __forceinline__ int64_t for_each_list(const delta_rows &r, Visit visit) {
+  int64_t before = 0;
+  for (int32_t at = 0; at < r.lists.num_active; at += 32) {
+    int32_t adapter;
+    const int lane = threadIdx.x % 32;
+    const int64_t own = windows_of_list(r, at + lane, &adapter);
+    int64_t sum = own;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int64_t other = __shfl_up_sync(~0u, sum, step);
+      sum += lane >= step ? other : 0;
+    }
+    visit(adapter, before + sum - own, own);
+    before += __shfl_sync(~0u, sum, 31);
+  }
+  return before;
+}
+
+/* Sorted rows that are none have windows too: to ask how many there are would cost every kernel a
+ * round trip to memory before its first load. */
+__device__ __forceinline__ int64_t count_windows(const delta_rows &r) {
+  if (r.order == DELTA_LISTED)
+    return for_each_list(r, [](int32_t, int64_t, int64_t) {});
+  return (r.routes.num_rows + r.window - 1) / r.window;
+}
+
+__device__ __forceinline__ ListWindow find_list_window(const delta_rows &r, int64_t window) {
+  ListWindow found;
+  int64_t index = 0;
+  for_each_list(r, [&](int32_t adapter, int64_t before, int64_t own) {
+    const bool here = window >= before && window < before + own;
+    const uint32_t lanes = __ballot_sync(~0u, here);
+    if (lanes) {
+      found.adapter = __shfl_sync(~0u, adapter, __ffs(lanes) - 1);
+      index = window - __shfl_sync(~0u, before, __ffs(lanes) - 1);
+    }
+  });
+  const int64_t pieces = windows_per_block(r), size = r.lists.block_size;
+  found.block = index / pieces;
+  const int64_t block_end = min((found.block + 1) * size, r.lists.rows);
+  found.first = found.block * size + index % pieces * r.window;
+  found.end = min(min(found.first + r.window, block_end),
+                  found.adapter < 0 ? 0 : (int64_t)r.lists.num_tokens_post_padded[found.adapter]);
+  return found;
+}
+
+/* What flat row `at` carries by routing. */
+__device__ __forceinline__ WindowRow route_row(const delta_rows &r, int64_t at) {
+  const moelora_routes &routes = r.routes;
+  const int64_t token = (uint32_t)at / (uint32_t)routes.top_k, choice = at - token * routes.top_k;
+  int64_t expert[1] = {delta_load_id(routes.topk_ids, token * routes.topk_ids.stride[0] +
+                                                          choice * routes.topk_ids.stride[1])};
+  int64_t adapter[1] = {
+      delta_load_id(routes.token_lora_mapping, token * routes.token_lora_mapping.stride[0])};
+  local_experts(routes, expert);
+  active_adapters(routes, adapter);
+  WindowRow found;
+  found.row = (int32_t)at;
+  found.expert = (int32_t)expert[0];
+  found.adapter = (int32_t)adapter[0];
+  return found;
+}
+
+/* Row `i` of a window by routing or after sorting. */
+__device__ __forceinline__ WindowRow window_row(const delta_rows &r, int64_t window, int i) {
+  WindowRow found;
+  const int64_t at = window * r.window + i;
+  if (i >= r.window || at >= r.routes.num_rows)
+    return found;
+  if (r.order == DELTA_BY_ROUTE)
+    return route_row(r, at);
+  const int32_t row = r.row[at], expert = r.expert[at], adapter = r.adapter[at];
+  if (at < *r.count) { // in flight with the others
+    found.row = row;
+    found.expert = expert;
+    found.adapter = adapter;
+  }
+  return found;
+}
+
+__device__ __forceinline__ int true_rank(const delta_rows &r, int32_t adapter) {
+  return r.routes.lora_ranks ? max(0, min(r.routes.lora_ranks[adapter], r.max_rank)) : r.max_rank;
+}
+
+/* Row `i` of a window of a list. */
+__device__ __forceinline__ WindowRow listed_row(const delta_rows &r, const ListWindow &list,
+                                                int i) {
+  WindowRow found;
+  if (list.first + i >= list.end)
+    return found;
+  const int32_t row =
+      r.lists.sorted_token_ids[list.adapter * r.lists.sorted_stride + list.first + i];
+  const int32_t expert = r.lists.expert_ids[list.adapter * r.lists.expert_stride + list.block];
+  if (!inside(row, (int32_t)r.routes.num_rows) || !inside(expert, r.routes.num_experts))
+    return found;
+  found.row = row;
+  found.expert = expert;
+  found.adapter = list.adapter;
+  return found;
+}
+
+/* Fills `w`, between barriers: whoever still reads the window before is waited for. ROWS is at most
+ * the number of threads, and a multiple of 32. On the way, each(i, p) is called by one thread for
+ * every row i of the window that has an adapter. */
+template <int ROWS, class Each>
+__device__ __forceinline__ void load_window(const delta_rows &r, int64_t window, Window<ROWS> &w,
+                                            Each each) {
+  const int i = threadIdx.x, warp = threadIdx.x / 32;
+  WindowRow own;
+  if (r.order != DELTA_LISTED)
+    own = window_row(r, window, i);
+  else
+    own = listed_row(r, find_list_window(r, window), i < r.window ? i : INT32_MAX / 2);
+  const int rank = own.expert >= 0 && own.adapter >= 0 ? true_rank(r, own.adapter) : 0;
+  __syncthreads();
+  if (i < ROWS) {
+    w.row[i] = own.row;
+    w.expert[i] = own.expert;
+    w.adapter[i] = own.adapter;
+    w.rank[i] = rank;
+    if (rank > 0)
+      each(i, (uint32_t)own.row);
+  }
+  __syncthreads();
+  bool starts = false, ends = false; // ends: the row before this one was the last of a segment
+  if (i < ROWS) {
+    const bool first = i == 0 || w.expert[i - 1] != own.expert || w.adapter[i - 1] != own.adapter;
+    starts = first && rank > 0;
+    ends = first && i > 0 && w.rank[i > 0 ? i - 1 : 0] > 0;
+    const uint32_t mask = __ballot_sync(~0u, starts);
+    if (i % 32 == 0)
+      w.starts[warp] = mask;
+  }
+  __syncthreads();
+  if (i < ROWS) {
+    int before = __popc(w.starts[warp] & ((1u << i % 32) - 1));
+    for (int other = 0; other < warp; other++)
+      before += __popc(w.starts[other]);
+    if (starts)
+      w.low[before] = i;
+    if (ends)
+      w.high[before - 1] = i;
+    if (i == ROWS - 1) {
+      w.segments = before + starts;
+      if (rank > 0)
+        w.high[before + starts - 1] = ROWS;
+    }
+  }
+  __syncthreads();
+}
+
+#endif
