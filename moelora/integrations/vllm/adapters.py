@@ -82,6 +82,7 @@ def _recording_rank(set_lora: Callable) -> Callable:
     def wrapped(self, index: int, lora_a, lora_b) -> None:
         set_lora(self, index, lora_a, lora_b)
         # Each (experts or 1, rank, columns). A slot that is reset later is disabled as well.
-        self.lora_ranks[index] = max(a.size(1) for a in lora_a if a is not None)
+        if hasattr(self, "lora_ranks"):
+            self.lora_ranks[index] = max(a.size(1) for a in lora_a if a is not None)
 
     return wrapped
