@@ -164,7 +164,7 @@ class Job:
             self.process = subprocess.Popen(
                 [str(c) for c in command],
                 cwd=ROOT,
-                env={**os.environ, **environment},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -291,30 +291,34 @@ class Bench:
         model = ["--model", self.work / "tiny", "--lps", lps]
         return self.job("reference", [sys.executable, script, *model], 90)
 
-    def one_gpu(self):
-        tiny = self.make("tiny", "--preset", "tiny")
-        a3b = self.make("a3b", "--preset", "a3b", "--layers", str(self.args.layers))
-        made = [self.done(job) for job in (tiny, a3b)]
-        if made[0]:
-            for name in ("moelora", "vllm"):
-                job = self.engine(name, "tiny", "--lora", "--check", ours=name == "moelora")
-                self.read(name, job)
-            reference = self.reference("moelora")
-            if reference is not None:
-                ok = self.done(reference)
-                said = reference.log.read_text().splitlines()[-6:]
-                self.checks.append({"topic": "reference", "said": said, "ok": ok})
-        if made[1]:
-            for lora in (True, False):
-                for engine in ("vllm", "moelora"):
-                    name = f"{engine} speed, {'' if lora else 'no '}LoRA"
-                    flags = ["--speed", *(["--lora"] if lora else [])]
-                    self.read(name, self.engine(name, "a3b", *flags, ours=engine == "moelora"))
-        if made[0]:
-            compiled = ("--lora", "--check", "--compile")
-            self.read("moelora compiled", self.engine("moelora compiled", "tiny", *compiled))
+    def answers(self):
+        if not self.done(self.make("tiny", "--preset", "tiny")):
+            return
+        for name in ("moelora", "vllm"):
+            job = self.engine(name, "tiny", "--lora", "--check", ours=name == "moelora")
+            self.read(name, job)
+        reference = self.reference("moelora")
+        if reference is not None:
+            ok = self.done(reference)
+            said = reference.log.read_text().splitlines()[-6:]
+            self.checks.append({"topic": "reference", "said": said, "ok": ok})
 
-    def two_gpus(self):
+    def speed(self):
+        layers = ("--layers", str(self.args.layers))
+        if not self.done(self.make("a3b", "--preset", "a3b", *layers)):
+            return
+        for lora in (True, False):
+            for engine in ("vllm", "moelora"):
+                name = f"{engine} speed, {'' if lora else 'no '}LoRA"
+                flags = ["--speed", *(["--lora"] if lora else [])]
+                self.read(name, self.engine(name, "a3b", *flags, ours=engine == "moelora"))
+
+    def compiled(self):
+        if "moelora" in self.runs:
+            flags = ("--lora", "--check", "--compile")
+            self.read("moelora compiled", self.engine("moelora compiled", "tiny", *flags))
+
+    def parallel(self):
         if not self.done(self.make("tiny", "--preset", "tiny")):
             return
         check, two = ("--lora", "--check"), ("--tensor-parallel", "2")
@@ -331,11 +335,17 @@ def main(argv=None):
     p.add_argument("--work", type=pathlib.Path, default=pathlib.Path("/tmp/moelora-e2e"))
     p.add_argument("--budget-s", type=float, default=470, help="no stage lasts longer than this")
     p.add_argument("--layers", type=int, default=4, help="of the model that is timed")
-    p.add_argument("--parallel", action="store_true", help="two GPUs: answers only")
+    p.add_argument("--only", choices=("answers", "speed"), help="leave the other out")
+    p.add_argument("--parallel", action="store_true", help="answers with two GPUs, nothing else")
     args = p.parse_args(argv)
     bench = Bench(args)
+    stages = [bench.parallel]
+    if not args.parallel:
+        stages = [bench.answers, bench.speed, bench.compiled]
+        stages = [s for s in stages if args.only in (None, s.__name__)]
     if bench.install():
-        bench.two_gpus() if args.parallel else bench.one_gpu()
+        for stage in stages:
+            stage()
     rows = bench.write()
     for row in rows:
         if row["topic"] == "speed":
