@@ -70,6 +70,8 @@ def test_wheel(wheel):
         names = set(archive.namelist())
         (metadata,) = (n for n in names if n.endswith("/METADATA"))
         headers = HeaderParser().parsestr(archive.read(metadata).decode())
+        (entry_points,) = (n for n in names if n.endswith("/entry_points.txt"))
+        plugins = archive.read(entry_points).decode()
     modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "moelora").rglob("*.py")}
     assert modules <= names
     assert {"moelora/_C.abi3.so", "moelora/py.typed"} <= names
@@ -78,6 +80,7 @@ def test_wheel(wheel):
     assert "torch>=2.11" in headers.get_all("Requires-Dist")
     assert headers["Requires-Python"] == ">=3.10"
     assert headers["Version"] == _C.version()
+    assert "[vllm.general_plugins]\nmoelora = moelora.integrations.vllm:register" in plugins
 
 
 def build(tmp_path, **environment):

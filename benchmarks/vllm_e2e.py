@@ -1,0 +1,362 @@
+"""vLLM end to end, with moelora and without: the same answers, and tokens per second.
+
+    python -m benchmarks.vllm_e2e --peers .peers/vllm_e2e --out benchmarks/results/h200-e2e.json
+    python -m benchmarks.vllm_e2e --peers .peers/vllm_e2e --parallel --out ...-e2e-parallel.json
+
+One engine of vLLM 0.26 after the other, each in its own process (`benchmarks.vllm_engine`), on
+models of random weights with four PEFT adapters of ranks 16 and 64. moelora is found by its entry
+point, as after `pip install`, and `MOELORA_VLLM=0` makes the engines to compare with. `--peers` is
+a folder with vLLM packed for a machine without a network, `install_chunk.sh`, `make_model.py` and
+`hf_check.py`. Needs one GPU (two with `--parallel`) and Python 3.11.
+
+Every stage has a deadline, none starts after the budget, and the result file is written after each.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+
+import tomllib
+
+from benchmarks import results
+from moelora.integrations.vllm import OWN_PATH, SWITCH
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+RANKS = "16,16,64,64"
+OURS = "TritonExpertsWithLoRA"
+TIE = 0.3  # a gap of log-probabilities that rounding may bridge, as kernels differ with batch size
+SAME = 0.1  # median difference of prompts' log-probabilities between two right engines
+TARGETS = [
+    ("prefill", ("moelora", "4 mixed", True), ("vllm", "base", False), 1.0),
+    ("decode", ("moelora", "4 mixed", True), ("vllm", "4 mixed", True), 1.25),
+]
+
+
+# ---- comparing answers ----
+
+
+def differences(a, b):
+    """|difference| of the log-probabilities of two replies' prompts."""
+    return [abs(x - y) for x, y in zip(a["prompt"], b["prompt"], strict=True)]
+
+
+def first_gap(a, b):
+    """Where two greedy replies part: how close their two tokens were. None if they do not."""
+    for step, (x, y) in enumerate(zip(a["tokens"], b["tokens"], strict=True)):
+        if x != y:
+            tops = [r["top"][step] for r in (a, b)]
+            gaps = [abs(t[str(x)] - t[str(y)]) for t in tops if str(x) in t and str(y) in t]
+            return min(gaps, default=float("inf"))
+    return None
+
+
+def compare(what, names, ours, theirs):
+    """One row for the base and each adapter: `ours` and `theirs` are [who][prompt] replies."""
+    rows = []
+    for name, a, b in zip(names, ours, theirs, strict=True):
+        off = [d for x, y in zip(a, b, strict=True) for d in differences(x, y)]
+        gaps = [g for x, y in zip(a, b, strict=True) if (g := first_gap(x, y)) is not None]
+        ties = sum(gap <= max(TIE, *off) for gap in gaps)
+        rows.append(
+            {
+                "topic": "answers",
+                "compared": what,
+                "who": name,
+                "requests": len(a),
+                "same_tokens": len(a) - len(gaps),
+                "near_ties": ties,
+                "worst_gap": round(max(gaps, default=0.0), 4),
+                "prompt_median": round(statistics.median(off), 5),
+                "prompt_max": round(max(off), 4),
+                "ok": ties == len(gaps) and statistics.median(off) < SAME,
+            }
+        )
+    return rows
+
+
+def adapters_act(what, check):
+    """An adapter must move the log-probabilities by far more than batching does."""
+    names, alone, mixed = check["names"], check["alone"], check["mixed"]
+    rows = []
+    for name, row, other in list(zip(names, alone, mixed, strict=True))[1:]:
+        moved, noise = (
+            statistics.median(d for a, b in zip(row, r, strict=True) for d in differences(a, b))
+            for r in (alone[0], other)
+        )
+        ok = moved > 10 * max(noise, 1e-4)
+        rows.append({"topic": "acts", "compared": what, "who": name, "moved": moved, "ok": ok})
+    return rows
+
+
+def answers(runs):
+    """Rows of every comparison for which there are runs."""
+    checks = {name: run["check"] for name, run in runs.items() if "check" in run}
+    rows = []
+    for name, check in checks.items():
+        names = check["names"]
+        rows += compare(f"{name}: mixed, each alone", names, check["mixed"], check["alone"])
+        rows += adapters_act(name, check)
+    for name, other in [
+        ("moelora", "vllm"),
+        ("moelora compiled", "moelora"),
+        ("moelora tensor parallel", "moelora"),
+        ("moelora expert parallel", "moelora"),
+    ]:
+        if name in checks and other in checks:
+            a, b = checks[name], checks[other]
+            rows += compare(f"{name}, {other}", a["names"], a["alone"], b["alone"])
+            rows += compare(f"{name}, {other}: mixed", a["names"], a["mixed"], b["mixed"])
+    return rows
+
+
+# ---- comparing speeds ----
+
+
+def speeds(runs):
+    rows = []
+    for engine, lora in [(e, lora) for lora in (False, True) for e in ("vllm", "moelora")]:
+        run = runs.get(f"{engine} speed, {'' if lora else 'no '}LoRA", {})
+        for batch, table in run.get("speed", {}).items():
+            row = {"topic": "speed", "engine": engine, "lora_enabled": lora, "batch": batch}
+            for what, measured in table.items():
+                row[f"{what}_tok_s"] = measured["tokens_per_s"]
+                row[f"{what}_s"] = measured["seconds"]
+                row[f"{what}_gpu_ms"] = measured["gpu_ms"]
+            rows.append(row)
+    return rows
+
+
+def targets(rows):
+    def find(what, engine, batch, lora):
+        for row in rows:
+            if (row["engine"], row["batch"], row["lora_enabled"]) == (engine, batch, lora):
+                return row[f"{what}_tok_s"]
+
+    made = []
+    for what, ours, theirs, wanted in TARGETS:
+        a, b = find(what, *ours), find(what, *theirs)
+        if a and b:
+            lora = "LoRA" if theirs[2] else "no LoRA"
+            name = f"{what}, moelora {ours[1]} / vllm {theirs[1]}, {lora}"
+            ratio = round(a / b, 3)
+            made.append({"topic": "target", "what": name, "ratio": ratio, "wanted": wanted})
+            made[-1]["ok"] = ratio >= wanted
+    return made
+
+
+# ---- running engines ----
+
+
+class Job:
+    """A command in a process group of its own, with a log and a deadline."""
+
+    def __init__(self, name, command, folder, seconds, **environment):
+        self.name, self.log = name, folder / f"{name.replace(' ', '-').replace(',', '')}.log"
+        self.seconds, self.start = seconds, time.monotonic()
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                [str(c) for c in command],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait(self):
+        """What became of it: {"stage", "seconds", "end"}; nothing of it runs on."""
+        left = self.seconds - (time.monotonic() - self.start)
+        try:
+            code = self.process.wait(max(left, 0.1))
+            end = "ok" if code == 0 else f"exit status {code}"
+        except subprocess.TimeoutExpired:
+            end = f"stopped after {self.seconds:.0f} s"
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+        seconds = round(time.monotonic() - self.start, 1)
+        print(f"{self.name}: {end}, {seconds} s", flush=True)
+        return {"stage": self.name, "seconds": seconds, "end": end}
+
+
+class Bench:
+    """Stages in order, what came of them, and the file that says so."""
+
+    def __init__(self, args):
+        self.args, self.start = args, time.monotonic()
+        self.work = args.work
+        shutil.rmtree(self.work, ignore_errors=True)
+        self.work.mkdir(parents=True)
+        self.site = self.work / "site"
+        self.stages, self.runs, self.checks = [], {}, []
+
+    def left(self):
+        return self.args.budget_s - (time.monotonic() - self.start)
+
+    def job(self, name, command, seconds, **environment):
+        """Starts a stage, if there is time for it."""
+        if self.left() < min(seconds, 30):
+            self.stages.append({"stage": name, "seconds": 0, "end": "no time left"})
+            return None
+        return Job(name, command, self.work, min(seconds, self.left()), **environment)
+
+    def done(self, job):
+        if job is None:
+            return False
+        self.stages.append(job.wait())
+        return self.stages[-1]["end"] == "ok"
+
+    def engine(self, name, model, *flags, seconds=120, ours=True, **environment):
+        """Starts an engine; `read` takes its result."""
+        path = [ROOT, self.site, self.work / "plugin", os.environ.get("PYTHONPATH", "")]
+        out = self.result_file(name)
+        return self.job(
+            name,
+            [sys.executable, "-m", "benchmarks.vllm_engine", "--model", self.work / model]
+            + ["--out", out, *flags],
+            seconds,
+            PYTHONPATH=os.pathsep.join(str(p) for p in path if str(p)),
+            **{SWITCH: "1" if ours else "0", **environment},
+        )
+
+    def result_file(self, name):
+        return self.work / f"{name.replace(' ', '-').replace(',', '')}.json"
+
+    def read(self, name, job):
+        """Whatever the engine had written, even if it did not end well."""
+        self.done(job)
+        if self.result_file(name).exists():
+            self.runs[name] = run = json.loads(self.result_file(name).read_text())
+            layers = ", ".join(sorted(set(run["layers"])))
+            served = layers == OURS and OWN_PATH not in job.log.read_text(errors="replace")
+            row = {"topic": "layers", "run": name, "experts": layers, "served": served}
+            self.checks.append(row | {"ok": served == name.startswith("moelora")})
+        self.write()
+
+    def write(self):
+        rows = speeds(self.runs)
+        rows += targets(rows) + answers(self.runs) + self.checks
+        results.write(self.args.out, rows, stages=self.stages)
+        with open(self.args.out.with_suffix(".log"), "w") as log:
+            for path in sorted(self.work.glob("*.log"), key=lambda p: p.stat().st_mtime):
+                lines = path.read_text(errors="replace").splitlines()
+                log.write("\n".join([f"==== {path.stem}", *lines[:3], *lines[3:][-60:], ""]))
+        return rows
+
+    # -- stages --
+
+    def install(self):
+        """vLLM into `site`, and moelora's entry point where vLLM looks for it."""
+        script = self.args.peers / "install_chunk.sh"
+        with open(ROOT / "pyproject.toml", "rb") as file:
+            groups = tomllib.load(file)["project"]["entry-points"]
+        info = self.work / "plugin" / "moelora-0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: moelora\nVersion: 0\n")
+        lines = []
+        for group, entries in groups.items():
+            lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
+        (info / "entry_points.txt").write_text("\n".join([*lines, ""]))
+        return self.done(self.job("unpack", ["bash", script, "1"], 90, SITE=str(self.site)))
+
+    def make(self, model, *options):
+        command = [sys.executable, self.args.peers / "make_model.py", "--out", self.work / model]
+        return self.job(f"make {model}", [*command, *options, "--adapters", RANKS], 120)
+
+    def reference(self, name):
+        """transformers in fp32 with adapters merged, against a run's prompts."""
+        check = self.runs.get(name, {}).get("check")
+        if check is None:
+            return None
+        alone = check["alone"]
+        lps = self.work / "lps.json"
+        replies = {
+            "names": check["names"],
+            "target": "experts",
+            "prompts": check["prompts"],
+            "lps": [[r["prompt"] for r in row] for row in alone],
+            "tokens": [[r["tokens"] for r in row] for row in alone],
+        }
+        lps.write_text(json.dumps(replies))
+        script = self.args.peers / "hf_check.py"
+        model = ["--model", self.work / "tiny", "--lps", lps]
+        return self.job("reference", [sys.executable, script, *model], 90)
+
+    def answers(self):
+        if not self.done(self.make("tiny", "--preset", "tiny")):
+            return
+        for name in ("moelora", "vllm"):
+            job = self.engine(name, "tiny", "--lora", "--check", ours=name == "moelora")
+            self.read(name, job)
+        reference = self.reference("moelora")
+        if reference is not None:
+            ok = self.done(reference)
+            said = reference.log.read_text().splitlines()[-6:]
+            self.checks.append({"topic": "reference", "said": said, "ok": ok})
+
+    def speed(self):
+        layers = ("--layers", str(self.args.layers))
+        if not self.done(self.make("a3b", "--preset", "a3b", *layers)):
+            return
+        for lora in (True, False):
+            for engine in ("vllm", "moelora"):
+                name = f"{engine} speed, {'' if lora else 'no '}LoRA"
+                flags = ["--speed", *(["--lora"] if lora else [])]
+                self.read(name, self.engine(name, "a3b", *flags, ours=engine == "moelora"))
+
+    def compiled(self):
+        if "moelora" in self.runs:
+            flags = ("--lora", "--check", "--compile")
+            self.read("moelora compiled", self.engine("moelora compiled", "tiny", *flags))
+
+    def parallel(self):
+        if not self.done(self.make("tiny", "--preset", "tiny")):
+            return
+        check, two = ("--lora", "--check"), ("--tensor-parallel", "2")
+        self.read("moelora", self.engine("moelora", "tiny", *check, CUDA_VISIBLE_DEVICES="0"))
+        for name, more in [("tensor", ()), ("expert", ("--expert-parallel",))]:
+            name = f"moelora {name} parallel"
+            self.read(name, self.engine(name, "tiny", *check, *two, *more))
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p.add_argument("--peers", type=pathlib.Path, default=ROOT / ".peers/vllm_e2e")
+    p.add_argument("--out", type=pathlib.Path, required=True)
+    p.add_argument("--work", type=pathlib.Path, default=pathlib.Path("/tmp/moelora-e2e"))
+    p.add_argument("--budget-s", type=float, default=470, help="no stage lasts longer than this")
+    p.add_argument("--layers", type=int, default=4, help="of the model that is timed")
+    p.add_argument("--only", choices=("answers", "speed"), help="leave the other out")
+    p.add_argument("--parallel", action="store_true", help="answers with two GPUs, nothing else")
+    args = p.parse_args(argv)
+    bench = Bench(args)
+    stages = [bench.parallel]
+    if not args.parallel:
+        stages = [bench.answers, bench.speed, bench.compiled]
+        stages = [s for s in stages if args.only in (None, s.__name__)]
+    if bench.install():
+        for stage in stages:
+            stage()
+    rows = bench.write()
+    for row in rows:
+        if row["topic"] == "speed":
+            print("{engine:8} LoRA {lora_enabled!s:5} {batch:8}".format(**row), end=" ")
+            print(f"prefill {row['prefill_tok_s']:>9,} tok/s", end="  ")
+            print(f"decode {row.get('decode_tok_s', 0):>8,} tok/s")
+        elif row["topic"] != "reference":
+            print(*(f"{k} {v}" for k, v in row.items() if k != "topic"), sep=" | ")
+    good = [row["ok"] for row in rows if row["topic"] not in ("speed", "target")]
+    return 0 if all(good) and all(stage["end"] == "ok" for stage in bench.stages) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

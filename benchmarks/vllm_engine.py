@@ -1,0 +1,230 @@
+"""One vLLM engine: who runs its MoE layers, what its requests get, how fast it is.
+
+    python -m benchmarks.vllm_engine --model /tmp/tiny --out /tmp/run.json --lora --check
+
+Started by `benchmarks.vllm_e2e`, in a process of its own for each engine; whether moelora serves
+the layers is decided by its environment (`MOELORA_VLLM`), as in production. The result file is
+written after each part, so that what was measured survives what comes after it.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import random
+import statistics
+import sys
+import time
+
+for name, value in {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # uses NVLink multicast, which not every host allows
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}.items():
+    os.environ.setdefault(name, value)
+
+PREFILL = (16, 2048)  # prompts, tokens of each
+DECODE = (64, 32, 128)  # sequences, prompt tokens, new tokens
+CHECK = (6, 16)  # prompts for each adapter, new tokens
+MAX_SEQS = 64
+
+
+def parse(argv=None):
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p.add_argument("--model", type=pathlib.Path, required=True, help="folder with manifest.json")
+    p.add_argument("--out", type=pathlib.Path, required=True)
+    p.add_argument("--lora", action="store_true", help="an engine with LoRA enabled")
+    p.add_argument("--check", action="store_true", help="tokens and log-probabilities")
+    p.add_argument("--speed", action="store_true", help="prefill and decode, tokens/s")
+    p.add_argument("--compile", action="store_true", help="torch.compile, vLLM's default")
+    p.add_argument("--tensor-parallel", type=int, default=1)
+    p.add_argument("--expert-parallel", action="store_true")
+    p.add_argument("--reps", type=int, default=5)
+    return p.parse_args(argv)
+
+
+class Engine:
+    def __init__(self, args):
+        from vllm import LLM
+        from vllm.lora.request import LoRARequest
+
+        manifest = json.loads((args.model / "manifest.json").read_text())
+        folders = [pathlib.Path(f) for f in manifest["adapters"]] if args.lora else []
+        ranks = [int(f.name.rpartition("-r")[2]) for f in folders]
+        options = {}
+        if args.lora:
+            options = {
+                "enable_lora": True,
+                "max_loras": len(folders),
+                "max_cpu_loras": len(folders),
+                "max_lora_rank": max(ranks),
+                "lora_target_modules": ["experts"],
+            }
+        if not args.compile:
+            options["compilation_config"] = {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64],
+            }
+        self.llm = LLM(
+            model=manifest["base"],
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            seed=0,
+            load_format="safetensors",
+            gpu_memory_utilization=0.6,
+            max_model_len=4096,
+            max_num_batched_tokens=8192,
+            max_num_seqs=MAX_SEQS,
+            enable_prefix_caching=False,
+            tensor_parallel_size=args.tensor_parallel,
+            enable_expert_parallel=args.expert_parallel,
+            disable_custom_all_reduce=True,
+            **options,
+        )
+        self.vocab, self.shape, self.ranks = manifest["vocab"], manifest["shape"], ranks
+        self.adapters = [LoRARequest(f.name, i + 1, str(f)) for i, f in enumerate(folders)]
+        self.random = random.Random(1)
+
+    def prompts(self, lengths):
+        draw = self.random.randrange
+        return [{"prompt_token_ids": [draw(3, self.vocab) for _ in range(n)]} for n in lengths]
+
+    def generate(self, prompts, adapters, **sampling):
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **sampling)
+        adapters = adapters if any(adapters) else None
+        return self.llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
+
+
+def moe_layers(worker):
+    """The experts classes in a worker's model."""
+    found = set()
+    for module in worker.get_model().modules():
+        method = getattr(module, "quant_method", None)
+        for kernel in (getattr(module, "_moe_kernel", None), getattr(method, "moe_kernel", None)):
+            if kernel is not None:
+                found.add(type(kernel.fused_experts).__name__)
+    return ", ".join(sorted(found)) or "no MoE kernel found"
+
+
+# ---- what requests get ----
+
+
+def reply(output):
+    """A request's result, as plain numbers: `top` has the best tokens at each step."""
+    ids = output.prompt_token_ids
+    prompt = [output.prompt_logprobs[i][ids[i]].logprob for i in range(1, len(ids))]
+    top = [{str(t): p.logprob for t, p in step.items()} for step in output.outputs[0].logprobs]
+    return {"prompt": prompt, "tokens": list(output.outputs[0].token_ids), "top": top}
+
+
+def check(engine):
+    """Replies of the base model and of each adapter alone, and of all of them in one batch."""
+    count, new = CHECK
+    prompts = engine.prompts(24 + 13 * i for i in range(count))
+    who = [None, *engine.adapters]
+    options = {"max_tokens": new, "logprobs": 5, "prompt_logprobs": 0}
+    alone = [engine.generate(prompts, [a] * count, **options) for a in who]
+    order = [(i, j) for j in range(count) for i in range(len(who))]
+    outputs = engine.generate([prompts[j] for _, j in order], [who[i] for i, _ in order], **options)
+    mixed = [[None] * count for _ in who]
+    for (i, j), output in zip(order, outputs, strict=True):
+        mixed[i][j] = reply(output)
+    return {
+        "names": ["base", *(a.lora_name for a in engine.adapters)],
+        "prompts": [p["prompt_token_ids"] for p in prompts],
+        "alone": [[reply(o) for o in row] for row in alone],
+        "mixed": mixed,
+    }
+
+
+# ---- how fast ----
+
+
+def gpu_milliseconds(run):
+    """All kernels together, and the longest ones; None where there is no profiler for them."""
+    from torch.profiler import ProfilerActivity, profile, supported_activities
+
+    if ProfilerActivity.CUDA not in supported_activities():
+        return None
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+    kernels = [(e.self_device_time_total / 1e3, e.key) for e in profiler.key_averages()]
+    kernels.sort(reverse=True)
+    return {
+        "total": round(sum(ms for ms, _ in kernels), 2),
+        "top": [[round(ms, 3), name[:100]] for ms, name in kernels[:12]],
+    }
+
+
+def speed(engine, reps, save):
+    import torch
+
+    def measure(prompts, adapters, new, work):
+        def run(new=new):
+            engine.generate(prompts, adapters, max_tokens=new)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+
+        run()  # loads adapters, compiles what is compiled late
+        seconds = []
+        for _ in range(reps):
+            start = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - start)
+        return {
+            "tokens_per_s": round(work / statistics.median(seconds)),
+            "seconds": [round(s, 5) for s in seconds],
+            "gpu_ms": gpu_milliseconds(lambda: run(min(new, 16))),
+        }
+
+    long = engine.prompts([PREFILL[1]] * PREFILL[0])
+    short = engine.prompts([DECODE[1]] * DECODE[0])
+    batches = {"base": [None]}
+    if engine.adapters:
+        batches[f"{len(engine.adapters)} mixed"] = engine.adapters
+    table = {}
+    for name, carried in batches.items():
+
+        def spread(prompts, carried=carried):
+            return [carried[i % len(carried)] for i in range(len(prompts))]
+
+        table[name] = {
+            "prefill": measure(long, spread(long), 1, PREFILL[0] * PREFILL[1]),
+            "decode": measure(short, spread(short), DECODE[2], DECODE[0] * DECODE[2]),
+        }
+        save(speed=table)
+
+
+def main():
+    args = parse()
+    result = {}
+
+    def save(**more):
+        result.update(more)
+        args.out.write_text(json.dumps(result))
+
+    start = time.time()
+    engine = Engine(args)
+    layers = engine.llm.collective_rpc(moe_layers)
+    save(
+        start_s=round(time.time() - start, 1), layers=layers, shape=engine.shape, ranks=engine.ranks
+    )
+    print(f"engine up in {result['start_s']} s, MoE layers: {layers}")
+    if args.check:
+        save(check=check(engine))
+    if args.speed:
+        speed(engine, args.reps, save)
+    save(done=True)
+    sys.stdout.flush()
+    os._exit(0)  # no teardown of the engine
+
+
+if __name__ == "__main__":
+    main()

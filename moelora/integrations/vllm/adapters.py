@@ -1,0 +1,88 @@
+"""What vLLM knows about adapters, kept where kernels and captured graphs can read it.
+
+Two device tensors are kept true, in place, by work done once a step or once a load, so that no
+layer launches anything for it:
+
+token_lora_mapping, int32, slot of each token
+    vLLM does not rewrite its mapping when no token has an adapter, nor the rows past the last
+    token, which a graph captured for more tokens reads. Here both become -1.
+lora_ranks, (max_loras,) int32
+    True rank of the adapter in each slot; vLLM keeps the stacks' maximum only, and pads with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moelora.integrations.vllm import wrap
+
+
+def install() -> None:
+    from vllm.lora.layers.fused_moe import FusedMoE3DWithLoRA, FusedMoEWithLoRA
+    from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
+
+    wrap(LoRAKernelMeta, "prepare_tensors", _no_stale_slots)
+    wrap(FusedMoEWithLoRA, "_build_lora_context", _with_ranks)
+    for layer in (FusedMoEWithLoRA, FusedMoE3DWithLoRA):
+        wrap(layer, "set_lora", _recording_rank)
+
+
+def arguments(ctx: Any, num_tokens: int) -> dict[str, Any]:
+    """Arguments of `fused_experts_lora` that a `MoELoRAContext` holds; none if no token needs any.
+
+    The flag on the host that no token has an adapter is read when vLLM's own path reads it, in
+    eager calls and in captures: vLLM replays a graph captured without adapters only without.
+    """
+    # After tokens were exchanged between ranks, theirs may have adapters though ours have none.
+    mapping = ctx.local_token_lora_mapping
+    if mapping is None:
+        meta = ctx.punica_wrapper.token_mapping_meta
+        if meta.no_lora_flag_cpu.item():
+            return {}
+        mapping = meta.token_lora_mapping[:num_tokens]
+    return {
+        "token_lora_mapping": mapping,
+        "w13_lora_a": ctx.w13_lora_a_stacked,
+        "w13_lora_b": ctx.w13_lora_b_stacked,
+        "w2_lora_a": ctx.w2_lora_a_stacked,
+        "w2_lora_b": ctx.w2_lora_b_stacked,
+        "lora_ranks": ctx.lora_ranks,
+        "adapter_enabled": ctx.adapter_enabled,
+    }
+
+
+def _no_stale_slots(prepare_tensors: Callable) -> Callable:
+    def wrapped(self, token_lora_mapping: torch.Tensor) -> None:
+        prepare_tensors(self, token_lora_mapping)
+        written = 0 if self.no_lora_flag_cpu.item() else token_lora_mapping.size(0)
+        self.token_lora_mapping[written:].fill_(-1)
+
+    return wrapped
+
+
+def _with_ranks(build_lora_context: Callable) -> Callable:
+    def wrapped(self):
+        ctx = build_lora_context(self)
+        if not hasattr(self, "lora_ranks"):
+            stack = self.w2_lora_a_stacked[0]
+            with torch.inference_mode(False):
+                self.lora_ranks = torch.full(
+                    stack.shape[:1], stack.size(2), dtype=torch.int32, device=stack.device
+                )
+        ctx.lora_ranks = self.lora_ranks
+        return ctx
+
+    return wrapped
+
+
+def _recording_rank(set_lora: Callable) -> Callable:
+    def wrapped(self, index: int, lora_a, lora_b) -> None:
+        set_lora(self, index, lora_a, lora_b)
+        # Each (experts or 1, rank, columns). A slot that is reset later is disabled as well.
+        if hasattr(self, "lora_ranks"):
+            self.lora_ranks[index] = max(a.size(1) for a in lora_a if a is not None)
+
+    return wrapped

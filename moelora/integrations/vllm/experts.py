@@ -1,0 +1,205 @@
+"""The experts class that vLLM gives its unquantised MoE layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import vllm.envs as envs
+from vllm.model_executor.layers.fused_moe import modular_kernel
+from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+from moelora import fused_experts_lora
+from moelora.integrations.vllm import OWN_PATH, adapters, say_once, wrap
+
+# MoEActivation's values in moelora's words. vLLM's "gelu" is the exact one, moelora's the tanh
+# form.
+ACTIVATIONS = {
+    "silu": "silu",
+    "gelu_tanh": "gelu",
+    "swigluoai": "swigluoai",
+    "relu2_no_mul": "relu2",
+}
+
+
+class TritonExpertsWithLoRA(TritonExperts):
+    """`fused_experts_lora` where vLLM's Triton experts were, in engines with and without LoRA.
+
+    Same place in the layer: `apply` writes the weighted sum over the chosen experts, (M, K), and
+    finds adapters in the `MoELoRAContext` that `FusedMoEWithLoRA` sets; without one, the layer has
+    no adapters. Tensor parallel: weights and stacks are this rank's shards. Expert parallel:
+    `expert_map` skips other ranks' experts.
+
+    Two results differ from vLLM's own by more than rounding, and are those of the merged model:
+    a router weight on the input multiplies the adapter's input too, and the low-rank product
+    enters the accumulators of the base product unrounded.
+    """
+
+    def __init__(self, moe_config, quant_config):
+        super().__init__(moe_config, quant_config)
+        self._reasons: dict[Any, str | None] = {}  # of each activation
+        self._refusal: str | None = None  # the operator's own
+
+    def set_lora_context(self, ctx) -> None:
+        super().set_lora_context(ctx)
+        self._reasons.clear()
+
+    def reason_against(self, activation) -> str | None:
+        """Why a layer like this runs vLLM's own path, as far as is known without its tensors."""
+        if getattr(self, "post_gemm2_hook", None) is not None:
+            return "the rows before the weighted sum are wanted"
+        if activation not in self._reasons:
+            self._reasons[activation] = self._find_reason(activation)
+        return self._reasons[activation]
+
+    def _find_reason(self, activation) -> str | None:
+        ctx = self._lora_context
+        dtype = quantisation(self)
+        if dtype is not None:
+            return f"the base is quantised ({dtype})"
+        if activation.value not in ACTIVATIONS:
+            return f"there is no activation {activation.value!r}"
+        clamps = (self.quant_config.gemm1_clamp_limit, self.moe_config.swiglu_limit)
+        if activation.value == "silu" and clamps != (None, None):
+            return "there is no silu with a clamp"
+        if envs.VLLM_BATCH_INVARIANT:
+            return "VLLM_BATCH_INVARIANT is set, and kernels are chosen by the batch's size"
+        if ctx is not None and ctx.fully_sharded:
+            return "the adapters are fully sharded"
+        if ctx is not None and activation.value == "swigluoai" and len(ctx.w13_lora_a_stacked) > 1:
+            return "gate and up have adapters of their own, while their weights are interleaved"
+        return None
+
+    def workspace_shapes(self, *problem):
+        """Of vLLM's workspace only the output is used: the operator's comes from torch's pool."""
+        activation = problem[-1]
+        shapes = super().workspace_shapes(*problem)
+        return shapes if self.reason_against(activation) else ((0,), (0,), shapes[2])
+
+    def apply(
+        self,
+        output,
+        hidden_states,
+        w1,
+        w2,
+        topk_weights,
+        topk_ids,
+        activation,
+        global_num_experts,
+        expert_map,
+        a1q_scale,
+        a2_scale,
+        workspace13,
+        workspace2,
+        expert_tokens_meta,
+        apply_router_weight_on_input,
+    ):
+        reason = self.reason_against(activation)
+        if reason is None:
+            if self._refusal is None:
+                self._refusal = self._serve(
+                    output,
+                    hidden_states,
+                    w1,
+                    w2,
+                    topk_weights,
+                    topk_ids,
+                    activation,
+                    expert_map,
+                    apply_router_weight_on_input,
+                )
+            if self._refusal is None:
+                return None
+            reason = self._refusal
+            problem = hidden_states.size(0), w1.size(1), hidden_states.size(1), topk_ids.size(1)
+            experts = global_num_experts, w1.size(0), expert_tokens_meta
+            shapes = super().workspace_shapes(*problem, *experts, activation)
+            workspace13, workspace2 = (hidden_states.new_empty(shape) for shape in shapes[:2])
+        say_once(f"{reason}; {OWN_PATH}")
+        return super().apply(
+            output,
+            hidden_states,
+            w1,
+            w2,
+            topk_weights,
+            topk_ids,
+            activation,
+            global_num_experts,
+            expert_map,
+            a1q_scale,
+            a2_scale,
+            workspace13,
+            workspace2,
+            expert_tokens_meta,
+            apply_router_weight_on_input,
+        )
+
+    def _serve(
+        self,
+        output,
+        hidden_states,
+        w1,
+        w2,
+        topk_weights,
+        topk_ids,
+        activation,
+        expert_map,
+        apply_router_weight_on_input,
+    ) -> str | None:
+        """Writes `output`, or returns why the operator refuses, which it does before it writes."""
+        if any(getattr(w, "_vllm_is_uva_offloaded", False) for w in (w1, w2)):
+            return "the expert weights are in host memory"
+        if apply_router_weight_on_input:  # vLLM's prepare step has multiplied hidden_states
+            topk_weights = torch.ones_like(topk_weights)
+        ctx = self._lora_context
+        lora = {} if ctx is None else adapters.arguments(ctx, hidden_states.size(0))
+        try:
+            fused_experts_lora(
+                hidden_states,
+                w1,
+                w2,
+                topk_weights,
+                topk_ids,
+                w13_bias=self.w1_bias,
+                w2_bias=self.w2_bias,
+                activation=ACTIVATIONS[activation.value],
+                expert_map=expert_map,
+                out=output,
+                **lora,
+            )
+        except (ValueError, NotImplementedError) as refusal:
+            return str(refusal)
+        return None
+
+
+def quantisation(experts) -> str | torch.dtype | None:
+    """The quantised dtype of weights, or of activations; None for an unquantised layer."""
+    return experts.quant_config.weight_quant_dtype or experts.quant_config.quant_dtype
+
+
+def install() -> None:
+    """Give unquantised layers the class above wherever vLLM chooses its Triton experts."""
+
+    def choose(backend_to_kernel_cls):
+        def wrapped(backend):
+            return [
+                TritonExpertsWithLoRA if cls is TritonExperts else cls
+                for cls in backend_to_kernel_cls(backend)
+            ]
+
+        return wrapped
+
+    def name_others(init):
+        def wrapped(self, prepare_finalize, fused_experts):
+            init(self, prepare_finalize, fused_experts)
+            if not isinstance(fused_experts, TritonExpertsWithLoRA):
+                dtype = quantisation(fused_experts)
+                base = "unquantised" if dtype is None else f"quantised ({dtype})"
+                name = type(fused_experts).__name__
+                say_once(f"vLLM gives {base} layers to {name}; {OWN_PATH}")
+
+        return wrapped
+
+    wrap(unquantized, "backend_to_kernel_cls", choose)
+    wrap(modular_kernel.FusedMoEKernel, "__init__", name_others)

@@ -1,0 +1,181 @@
+"""The end-to-end benchmark: its comparisons, and all its stages on a pretended vLLM."""
+
+import json
+import shutil
+import sys
+
+import pytest
+
+pytest.importorskip("tomllib")
+
+from benchmarks import vllm_e2e  # noqa: E402
+
+INSTALL = """\
+mkdir -p $SITE/vllm/lora
+cp $(dirname $0)/vllm.py $SITE/vllm/__init__.py
+touch $SITE/vllm/lora/__init__.py
+echo 'from types import SimpleNamespace
+def LoRARequest(name, number, path):
+    return SimpleNamespace(lora_name=name, lora_int_id=number)' > $SITE/vllm/lora/request.py
+"""
+
+MAKE_MODEL = """\
+import json, pathlib, sys
+out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+out.mkdir(parents=True)
+adapters = [str(out / f"lora{i}-r{r}") for i, r in enumerate((16, 16, 64, 64), 1)]
+manifest = {"base": str(out / "base"), "adapters": adapters, "vocab": 100, "shape": {}}
+(out / "manifest.json").write_text(json.dumps(manifest))
+"""
+
+HF_CHECK = """\
+import json, sys
+assert json.load(open(sys.argv[-1]))["names"][0] == "base"
+print("reference check OK")
+"""
+
+VLLM = """\
+import importlib.metadata, os, sys
+from types import SimpleNamespace as N
+
+def SamplingParams(**options):
+    return N(**options)
+
+class LLM:
+    def __init__(self, **options):
+        plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
+        served = os.environ["MOELORA_VLLM"] == "1" and "moelora" in plugins.names
+        self.name = "TritonExpertsWithLoRA" if served else "TritonExperts"
+        if os.environ.get("SAY"):
+            print(os.environ["SAY"])
+        if options.get("enable_expert_parallel"):
+            sys.exit("no experts here")
+
+    def collective_rpc(self, function):
+        kernel = N(fused_experts=type(self.name, (), {})())
+        model = N(modules=lambda: [N(_moe_kernel=kernel)])
+        return [function(N(get_model=lambda: model))]
+
+    def generate(self, prompts, sampling, use_tqdm, lora_request):
+        return [self.one(p["prompt_token_ids"], a, sampling.max_tokens)
+                for p, a in zip(prompts, lora_request or [None] * len(prompts))]
+
+    def one(self, ids, adapter, new):
+        shift = adapter.lora_int_id if adapter else 0
+        prompt = [None] + [{i: N(logprob=-1.0 - shift)} for i in ids[1:]]
+        tokens = [(sum(ids) + shift + n) % 100 for n in range(new)]
+        top = [{t: N(logprob=-0.1), t + 1: N(logprob=-3.0)} for t in tokens]
+        return N(prompt_token_ids=ids, prompt_logprobs=prompt,
+                 outputs=[N(token_ids=tokens, logprobs=top)])
+"""
+
+
+@pytest.fixture
+def peers(tmp_path):
+    folder = tmp_path / "peers"
+    folder.mkdir()
+    (folder / "install_chunk.sh").write_text(INSTALL)
+    (folder / "make_model.py").write_text(MAKE_MODEL)
+    (folder / "hf_check.py").write_text(HF_CHECK)
+    (folder / "vllm.py").write_text(VLLM)
+    return folder
+
+
+def run(tmp_path, peers, *options):
+    out = tmp_path / "out" / "e2e.json"
+    arguments = ["--peers", peers, "--out", out, "--work", tmp_path / "work", *options]
+    code = vllm_e2e.main([str(a) for a in arguments])
+    return code, json.loads(out.read_text()), out.with_suffix(".log").read_text()
+
+
+def topics(written, topic):
+    return [row for row in written["cases"] if row["topic"] == topic]
+
+
+@pytest.mark.slow
+def test_one_gpu(tmp_path, peers):
+    code, written, log = run(tmp_path, peers)
+    assert code == 0, log
+    assert {stage["end"] for stage in written["meta"]["stages"]} == {"ok"}
+    assert len(written["meta"]["stages"]) == 11
+    rows = topics(written, "speed")
+    assert [(r["engine"], r["lora_enabled"], r["batch"]) for r in rows] == [
+        ("vllm", False, "base"),
+        ("moelora", False, "base"),
+        *(("vllm", True, b) for b in ("base", "4 mixed")),
+        *(("moelora", True, b) for b in ("base", "4 mixed")),
+    ]
+    assert all(row["prefill_tok_s"] > 0 and row["decode_tok_s"] > 0 for row in rows)
+    assert [row["wanted"] for row in topics(written, "target")] == [1.0, 1.25]
+    assert topics(written, "reference")[0]["said"] == ["reference check OK"]
+    served = {row["run"]: row["served"] for row in topics(written, "layers")}
+    assert served.pop("moelora compiled") and served.pop("moelora") and not served.pop("vllm")
+    assert len(served) == 4
+    answers = topics(written, "answers")
+    assert {row["compared"] for row in answers} >= {"moelora, vllm", "moelora, vllm: mixed"}
+    assert all(row["same_tokens"] == row["requests"] == 6 for row in answers)
+
+
+def test_two_gpus_of_which_one_stage_fails(tmp_path, peers):
+    code, written, log = run(tmp_path, peers, "--parallel")
+    assert code == 1
+    assert all(row["ok"] for row in written["cases"])
+    assert {row["compared"] for row in topics(written, "answers")} == {
+        "moelora: mixed, each alone",
+        "moelora tensor parallel: mixed, each alone",
+        "moelora tensor parallel, moelora",
+        "moelora tensor parallel, moelora: mixed",
+    }
+    assert written["meta"]["stages"][-1]["stage"] == "moelora expert parallel"
+    assert written["meta"]["stages"][-1]["end"] == "exit status 1"
+    assert "no experts here" in log
+
+
+def test_a_layer_that_fell_back_is_found(tmp_path, peers, monkeypatch):
+    monkeypatch.setenv("SAY", "moelora: no reason; vLLM's own path runs")
+    code, written, _ = run(tmp_path, peers, "--parallel")
+    assert code == 1
+    assert not any(row["ok"] for row in topics(written, "layers"))
+
+
+def test_no_stage_starts_after_the_budget(tmp_path, peers):
+    code, written, _ = run(tmp_path, peers, "--budget-s", "0")
+    assert code == 1
+    assert written["meta"]["stages"] == [{"stage": "unpack", "seconds": 0, "end": "no time left"}]
+
+
+def test_a_stage_is_stopped_at_its_deadline(tmp_path):
+    job = vllm_e2e.Job("sleeper", [shutil.which("sleep"), 60], tmp_path, 0.2)
+    assert job.wait()["end"] == "stopped after 0 s"
+    assert job.process.returncode == -9
+    assert vllm_e2e.Job("python", [sys.executable, "-c", ""], tmp_path, 30).wait()["end"] == "ok"
+
+
+def reply(tokens, prompt=(-1.0, -2.0), gap=1.0):
+    top = [{str(t): 0.0, "7": -gap} for t in tokens]
+    return {"prompt": list(prompt), "tokens": tokens, "top": top}
+
+
+def test_answers_that_part_where_they_were_close_are_near_ties():
+    same, close, far = reply([1, 2]), reply([1, 7], gap=0.2), reply([1, 7], gap=2.0)
+    close["top"] = [{"1": 0.0}, {"7": 0.0, "2": -0.2}]
+    far["top"] = [{"1": 0.0}, {"7": 0.0, "2": -2.0}]
+    other = reply([1, 2], gap=2.0)
+    (row,) = vllm_e2e.compare("x", ["base"], [[same, close]], [[same, same]])
+    assert (row["same_tokens"], row["near_ties"], row["ok"]) == (1, 1, True)
+    assert row["worst_gap"] == 0.2
+    (row,) = vllm_e2e.compare("x", ["base"], [[same, far]], [[same, other]])
+    assert (row["same_tokens"], row["near_ties"], row["ok"]) == (1, 0, False)
+
+
+def test_answers_of_a_wrong_model_are_told_by_their_prompts():
+    (row,) = vllm_e2e.compare("x", ["base"], [[reply([1], (-1.0, -2.5))]], [[reply([1])]])
+    assert row["prompt_median"] == 0.25
+    assert not row["ok"]
+
+
+def test_adapters_that_do_nothing_are_told():
+    base, moved = [reply([1])], [reply([1], (-3.0, -4.0))]
+    check = {"names": ["base", "a", "b"], "alone": [base, moved, base], "mixed": [base] * 3}
+    check["mixed"] = [base, moved, base]
+    assert [row["ok"] for row in vllm_e2e.adapters_act("x", check)] == [True, False]

@@ -1,0 +1,297 @@
+"""As much of vLLM as `moelora.integrations.vllm` touches, to test it where vLLM is not installed.
+
+Same names, signatures and state as in vLLM 0.26 and 0.33; the tests run on the real modules too,
+where they can be imported, and so tell if this drifts.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+from types import ModuleType, SimpleNamespace
+
+import torch
+
+OWN = 77.0  # what vLLM's own path writes
+
+
+class MoEActivation(Enum):
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    SWIGLUOAI = "swigluoai"
+    RELU2_NO_MUL = "relu2_no_mul"
+    SILU_NO_MUL = "silu_no_mul"
+
+
+def biased_moe_quant_config(
+    w1_bias, w2_bias, gemm1_alpha=None, gemm1_beta=None, gemm1_clamp_limit=None
+):
+    return SimpleNamespace(
+        quant_dtype=None,
+        weight_quant_dtype=None,
+        w1_bias=w1_bias,
+        w2_bias=w2_bias,
+        gemm1_clamp_limit=gemm1_clamp_limit,
+    )
+
+
+def fp8_w8a8_moe_quant_config(w1_scale, w2_scale):
+    config = biased_moe_quant_config(None, None)
+    config.quant_dtype = config.weight_quant_dtype = torch.float8_e4m3fn
+    return config
+
+
+class TritonExperts:
+    _lora_context = None
+
+    def __init__(self, moe_config, quant_config):
+        self.moe_config, self.quant_config = moe_config, quant_config
+
+    @property
+    def w1_bias(self):
+        return self.quant_config.w1_bias
+
+    @property
+    def w2_bias(self):
+        return self.quant_config.w2_bias
+
+    @property
+    def a2_scale(self):
+        return None
+
+    def set_lora_context(self, ctx):
+        self._lora_context = ctx
+
+    def workspace_shapes(
+        self,
+        M,
+        N,
+        K,
+        topk,
+        global_num_experts,
+        local_num_experts,
+        expert_tokens_meta,
+        activation,
+    ):
+        width = N if activation.value.endswith("_no_mul") else N // 2
+        return (M, topk, max(width, K)), (M, topk, max(N, K)), (M, K)
+
+    def apply(
+        self,
+        output,
+        hidden_states,
+        w1,
+        w2,
+        topk_weights,
+        topk_ids,
+        activation,
+        global_num_experts,
+        expert_map,
+        a1q_scale,
+        a2_scale,
+        workspace13,
+        workspace2,
+        expert_tokens_meta,
+        apply_router_weight_on_input,
+    ):
+        raise AssertionError("the tests put their own path here")
+
+
+class OtherExperts(TritonExperts):
+    pass
+
+
+class MoEPrepareAndFinalizeNoDPEPModular:
+    pass
+
+
+class FusedMoEKernel:
+    def __init__(self, prepare_finalize, fused_experts):
+        self.fused_experts = fused_experts
+
+    def apply(
+        self,
+        hidden_states,
+        w1,
+        w2,
+        topk_weights,
+        topk_ids,
+        activation,
+        global_num_experts,
+        expert_map,
+        apply_router_weight_on_input,
+    ):
+        if apply_router_weight_on_input:
+            hidden_states = hidden_states * topk_weights.to(hidden_states.dtype)
+        (m, k), topk = hidden_states.shape, topk_ids.size(1)
+        shapes = self.fused_experts.workspace_shapes(
+            m, w1.size(1), k, topk, global_num_experts, w1.size(0), None, activation
+        )
+        # The output and the first workspace share memory.
+        common = hidden_states.new_empty(max(prod(shapes[0]), prod(shapes[2])))
+        output = common[: m * k].view(m, k)
+        self.fused_experts.apply(
+            output=output,
+            hidden_states=hidden_states,
+            w1=w1,
+            w2=w2,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            activation=activation,
+            global_num_experts=global_num_experts,
+            expert_map=expert_map,
+            a1q_scale=None,
+            a2_scale=self.fused_experts.a2_scale,
+            workspace13=common[: prod(shapes[0])].view(shapes[0]),
+            workspace2=hidden_states.new_empty(shapes[1]),
+            expert_tokens_meta=None,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+        )
+        return output.clone()
+
+
+class UnquantizedMoeBackend(Enum):
+    TRITON = "TRITON"
+    BATCHED_TRITON = "BATCHED_TRITON"
+
+
+def backend_to_kernel_cls(backend):
+    return [TritonExperts if backend is UnquantizedMoeBackend.TRITON else OtherExperts]
+
+
+@dataclass
+class MoELoRAContext:
+    w13_lora_a_stacked: tuple
+    w13_lora_b_stacked: tuple
+    w2_lora_a_stacked: tuple
+    w2_lora_b_stacked: tuple
+    adapter_enabled: torch.Tensor
+    fully_sharded: bool
+    punica_wrapper: object
+    local_token_lora_mapping: torch.Tensor | None = None
+
+
+class FusedMoEWithLoRA(torch.nn.Module):
+    def create_lora_weights(self, max_loras, lora_config, model_config=None):
+        self.fully_sharded = lora_config.fully_sharded_loras
+        shared = lora_config.enable_moe_shared_loras
+        self.adapter_enabled = torch.zeros(max_loras + 1, dtype=torch.int, device=self.device)
+        c, r, dtype = self.moe_config, lora_config.max_lora_rank, lora_config.lora_dtype
+        e, k, i = c.num_local_experts, c.hidden_dim, c.intermediate_size_per_partition
+        columns = 2 * i if isinstance(self, FusedMoE3DWithLoRA) else i
+
+        def stacks(count, experts, *shape):
+            size = (max_loras, experts, *shape)
+            return tuple(torch.zeros(size, dtype=dtype, device=self.device) for _ in range(count))
+
+        self.w13_lora_a_stacked = stacks(self._w13_slices, 1 if shared else e, r, k)
+        self.w13_lora_b_stacked = stacks(self._w13_slices, e, columns, r)
+        self.w2_lora_a_stacked = stacks(1, e, r, i)
+        self.w2_lora_b_stacked = stacks(1, 1 if shared else e, k, r)
+
+    def reset_lora(self, index):
+        for stack in (*self.w13_lora_a_stacked, *self.w13_lora_b_stacked):
+            stack[index] = 0
+        self.w2_lora_a_stacked[0][index] = 0
+        self.w2_lora_b_stacked[0][index] = 0
+        self.adapter_enabled[index] = 0
+
+    def set_lora(self, index, lora_a, lora_b):
+        self._fill(index, lora_a, lora_b)
+
+    def _fill(self, index, lora_a, lora_b):
+        self.reset_lora(index)
+        self.adapter_enabled[index] = 1
+        # (gate, down, up), or (gate and up, down).
+        order = (0, 2)[: self._w13_slices]
+        a, b = ([t[i] for i in order] for t in (lora_a, lora_b))
+        pairs = [
+            *zip(self.w13_lora_a_stacked, a, strict=True),
+            *zip(self.w13_lora_b_stacked, b, strict=True),
+            (self.w2_lora_a_stacked[0], lora_a[1]),
+            (self.w2_lora_b_stacked[0], lora_b[1]),
+        ]
+        for stack, factor in pairs:
+            stack[index, :, : factor.shape[1], : factor.shape[2]].copy_(factor)
+
+    def _build_lora_context(self):
+        return MoELoRAContext(
+            w13_lora_a_stacked=self.w13_lora_a_stacked,
+            w13_lora_b_stacked=self.w13_lora_b_stacked,
+            w2_lora_a_stacked=self.w2_lora_a_stacked,
+            w2_lora_b_stacked=self.w2_lora_b_stacked,
+            adapter_enabled=self.adapter_enabled,
+            fully_sharded=self.fully_sharded,
+            punica_wrapper=self.punica_wrapper,
+        )
+
+    def set_mapping(self, punica_wrapper):
+        self.punica_wrapper = punica_wrapper
+        self._moe_kernel.fused_experts.set_lora_context(self._build_lora_context())
+
+
+class FusedMoE3DWithLoRA(FusedMoEWithLoRA):
+    def set_lora(self, index, lora_a, lora_b):
+        self._fill(index, lora_a, lora_b)
+
+
+@dataclass
+class LoRAKernelMeta:
+    token_lora_mapping: torch.Tensor
+    active_lora_ids: torch.Tensor
+    no_lora_flag_cpu: torch.Tensor
+
+    @staticmethod
+    def make(max_loras, max_num_tokens, device, captured_lora_counts=None):
+        return LoRAKernelMeta(
+            token_lora_mapping=torch.empty(max_num_tokens, dtype=torch.int32, device=device),
+            active_lora_ids=torch.empty(max_loras + 1, dtype=torch.int32, device=device),
+            no_lora_flag_cpu=torch.tensor([False]),
+        )
+
+    def prepare_tensors(self, token_lora_mapping):
+        self.active_lora_ids.fill_(-1)
+        self.no_lora_flag_cpu[0] = torch.all(token_lora_mapping == -1)
+        if self.no_lora_flag_cpu.item():
+            return
+        self.token_lora_mapping[: token_lora_mapping.size(0)].copy_(token_lora_mapping)
+        ids = token_lora_mapping.unique()
+        self.active_lora_ids[: ids.size(0)].copy_(ids)
+
+
+_MOE = "vllm.model_executor.layers.fused_moe"
+_HERE = sys.modules[__name__]
+PLACES = {
+    f"{_MOE}.activation": ["MoEActivation"],
+    f"{_MOE}.config": ["biased_moe_quant_config", "fp8_w8a8_moe_quant_config"],
+    f"{_MOE}.experts.lora_context": ["MoELoRAContext"],
+    f"{_MOE}.experts.triton_moe": ["TritonExperts"],
+    f"{_MOE}.modular_kernel": ["FusedMoEKernel"],
+    f"{_MOE}.oracle.unquantized": ["UnquantizedMoeBackend", "backend_to_kernel_cls"],
+    f"{_MOE}.prepare_finalize": ["MoEPrepareAndFinalizeNoDPEPModular"],
+    "vllm.lora.layers.fused_moe": ["FusedMoEWithLoRA", "FusedMoE3DWithLoRA"],
+    "vllm.lora.ops.triton_ops.lora_kernel_metadata": ["LoRAKernelMeta"],
+}
+
+
+def modules(version: str) -> dict[str, ModuleType]:
+    """Entries for `sys.modules`."""
+    made: dict[str, ModuleType] = {}
+    for place in [*PLACES, "vllm.envs", "vllm.platforms"]:
+        parts = place.split(".")
+        for n in range(1, len(parts) + 1):
+            name = ".".join(parts[:n])
+            if name not in made:
+                made[name] = ModuleType(name)
+                if n > 1:
+                    setattr(made[".".join(parts[: n - 1])], parts[n - 1], made[name])
+    for place, names in PLACES.items():
+        for name in names:
+            setattr(made[place], name, getattr(_HERE, name))
+    made["vllm"].__version__ = version
+    made["vllm.envs"].VLLM_BATCH_INVARIANT = False
+    made["vllm.platforms"].current_platform = SimpleNamespace(is_cuda=lambda: True)
+    return made
