@@ -189,6 +189,90 @@ moelora_status moelora_experts_workspace_size(const moelora_experts_args *args,
                                               const moelora_exec *exec, size_t *bytes);
 moelora_status moelora_experts(const moelora_experts_args *args, const moelora_exec *exec);
 
+/* ---- adapters alone: the delta that an engine adds to a base product made elsewhere ---- */
+
+/* vLLM's alignment: one list of blocks for each adapter slot. Block b of list l holds rows
+ * [b * block_size, (b + 1) * block_size) of sorted_token_ids[l], all of expert expert_ids[l, b].
+ * Only the lists that lora_ids[0 .. num_active) name count, each of them once; an id that is
+ * negative, not below max_loras, or disabled is skipped. */
+typedef struct moelora_lists {
+  moelora_tensor sorted_token_ids; /* [max_loras, rows] int32: flat row p; others are padding */
+  moelora_tensor expert_ids;       /* [max_loras, blocks] int32: local expert, -1 = skip */
+  moelora_tensor num_tokens_post_padded; /* [max_loras] int32: rows in use, padding included */
+  moelora_tensor lora_ids;               /* [any] int32 */
+  int32_t num_active;                    /* 0 to lora_ids.size(0) */
+  int32_t block_size;
+} moelora_lists;
+
+/* Fills the lists of the adapters that `lists.lora_ids` names: rows ordered by local expert, each
+ * expert padded to whole blocks with M * top_k, expert_ids -1 past the end. Lists of other adapters
+ * are left as they are. A list holds at least the blocks of an adapter that all tokens carry,
+ * moelora_align_max_blocks(MOELORA_ALIGN_BASE, ...), and as many rows as these. */
+typedef struct moelora_align_lists_args {
+  int32_t num_experts; /* with expert_map: the number of global experts */
+  int32_t max_loras;
+  moelora_routing routing;
+  moelora_adapters adapters; /* token_lora_mapping and adapter_enabled */
+  moelora_lists lists;       /* outputs but for lora_ids */
+} moelora_align_lists_args;
+
+moelora_status moelora_align_lists_workspace_size(const moelora_align_lists_args *args,
+                                                  const moelora_exec *exec, size_t *bytes);
+moelora_status moelora_align_lists(const moelora_align_lists_args *args, const moelora_exec *exec);
+
+/* For every routed row p that has an adapter l and an expert e on this rank:
+ *
+ *   h[slice, p] = s[l] x A[slice][l,e]^T      rounded to the dtype of x; 0 from the true rank on
+ *   z           = h[slice, p] B[slice][l,e]^T   in columns slice * N to (slice + 1) * N
+ *
+ * x and h given: the shrink alone. h and out: the expand alone, which uses no scaling. x and out:
+ * both, h stays inside. Rows that have no adapter (none, disabled, of rank 0) or whose expert is
+ * skipped keep their bits in h and in out, whatever the flags say.
+ *
+ * What becomes of z: with `silu_and_mul` the first half of the columns is gate, the second up, and
+ * silu(gate) * up takes their place (then not add_inputs, not mul_routed_weight, out_offset 0).
+ * With mul_routed_weight it is multiplied by topk_weights. A 3-D out takes each row's z; a 2-D out
+ * takes the sum over the rows of a token, in float32. All of it is rounded once. */
+typedef struct moelora_delta_args {
+  int32_t num_experts;     /* E on this rank */
+  moelora_routing routing; /* topk_ids absent: `lists` say where rows go */
+  moelora_lists lists;     /* sorted_token_ids absent: `routing` and `adapters` say it */
+  int64_t num_tokens;      /* M and top_k of lists; topk_ids has them otherwise */
+  int32_t top_k;
+  moelora_adapters adapters;
+  moelora_lora lora; /* a is absent in an expand, b in a shrink */
+  moelora_tensor x;  /* [M, K] or [P, K] */
+  moelora_tensor h;  /* [slices, M, top_k, R] */
+  bool silu_and_mul, mul_routed_weight;
+  bool add_inputs;    /* out += z, else out = z */
+  moelora_tensor out; /* [M, top_k, >= out_offset + columns], or [M, the same] */
+  int64_t out_offset; /* first column */
+} moelora_delta_args;
+
+moelora_status moelora_delta_workspace_size(const moelora_delta_args *args,
+                                            const moelora_exec *exec, size_t *bytes);
+moelora_status moelora_delta(const moelora_delta_args *args, const moelora_exec *exec);
+
+/* SGLang's all-in-one: a whole adapter MLP beside the base layer,
+ *
+ *   out[m] += sum over j of topk_weights[m,j] * s[l] * B2 A2 (silu(Bg Ag x[m]) * (Bu Au x[m]))
+ *
+ * This is not the LoRA of the layer above: its activation sees nothing of the base product.
+ * Scalings count once, in the second half. Tokens without an adapter keep their bits. */
+typedef struct moelora_mlp_delta_args {
+  int32_t num_experts;
+  moelora_tensor hidden_states; /* [M, K] */
+  moelora_routing routing;
+  moelora_adapters adapters;
+  moelora_lora gate_up; /* 1 slice of 2I columns, or 2 of I columns each */
+  moelora_lora down;    /* 1 slice of K columns */
+  moelora_tensor out;   /* [M, K] */
+} moelora_mlp_delta_args;
+
+moelora_status moelora_mlp_delta_workspace_size(const moelora_mlp_delta_args *args,
+                                                const moelora_exec *exec, size_t *bytes);
+moelora_status moelora_mlp_delta(const moelora_mlp_delta_args *args, const moelora_exec *exec);
+
 /* ---- weights in tiles ---- */
 
 /* Copies w [E, N, K] to out [E, N/64, K/64, 64, 64]: tile (i, j) of an expert is one contiguous

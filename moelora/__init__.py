@@ -10,6 +10,7 @@ import torch  # noqa: F401  loads the libraries that moelora._C is linked agains
 from moelora import _C
 from moelora import fake as _fake  # noqa: F401  registers the shape functions
 from moelora.adapters import AdapterPool, MoELayer
+from moelora.delta import moe_lora_down_delta, moe_lora_gate_up_delta
 from moelora.ops import (
     PackedWeights,
     fused_experts_lora,
@@ -19,18 +20,44 @@ from moelora.ops import (
     moe_sorting,
     prepack_weights,
 )
+from moelora.sglang_ops import (
+    MoELoRABatchInfo,
+    moe_lora_a,
+    moe_lora_buffers,
+    moe_lora_down_combine,
+    moe_lora_fused,
+    moe_lora_gate_up_b,
+    prepare_moe_lora_batch,
+    prepare_moe_lora_batch_of_pool,
+    run_moe_lora,
+)
+from moelora.vllm_ops import fused_moe_lora, fused_moe_lora_expand, fused_moe_lora_shrink
 
 __version__ = _C.version()
 
 __all__ = [
     "AdapterPool",
     "MoELayer",
+    "MoELoRABatchInfo",
     "PackedWeights",
     "__version__",
     "fused_experts_lora",
+    "fused_moe_lora",
+    "fused_moe_lora_expand",
     "fused_moe_lora_gemm",
+    "fused_moe_lora_shrink",
     "moe_align_block_size",
+    "moe_lora_a",
     "moe_lora_align_block_size",
+    "moe_lora_buffers",
+    "moe_lora_down_combine",
+    "moe_lora_down_delta",
+    "moe_lora_fused",
+    "moe_lora_gate_up_b",
+    "moe_lora_gate_up_delta",
     "moe_sorting",
     "prepack_weights",
+    "prepare_moe_lora_batch",
+    "prepare_moe_lora_batch_of_pool",
+    "run_moe_lora",
 ]

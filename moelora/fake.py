@@ -64,10 +64,17 @@ def _(hidden_states, *others):
     return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
 
 
-@torch.library.register_fake("moelora::fused_moe_lora_gemm_out")
-@torch.library.register_fake("moelora::fused_experts_lora_out")
-def _(*args):
+def _writes_in_place(*args):
     return None
+
+
+for _name in (
+    *("fused_moe_lora_gemm_out", "fused_experts_lora_out", "moe_lora_align_block_size_out"),
+    *("fused_moe_lora", "fused_moe_lora_shrink", "fused_moe_lora_expand"),
+    *("moe_lora_gate_up_delta", "moe_lora_down_delta"),
+    *("moe_lora_a", "moe_lora_gate_up_b", "moe_lora_down_combine", "moe_lora_fused"),
+):
+    torch.library.register_fake(f"moelora::{_name}", _writes_in_place)
 
 
 @torch.library.register_fake("moelora::prepack_weights")

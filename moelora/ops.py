@@ -177,14 +177,23 @@ def moe_lora_align_block_size(
     num_experts: int,
     block_size: int,
     max_loras: int,
+    max_num_tokens_padded: int | None = None,
+    max_num_m_blocks: int | None = None,
+    sorted_token_ids: Tensor | None = None,
+    expert_ids: Tensor | None = None,
+    num_tokens_post_pad: Tensor | None = None,
+    adapter_enabled: Tensor | None = None,
+    lora_ids: Tensor | None = None,
+    expert_map: Tensor | None = None,
     *,
     mode: str = "uniform",
-    adapter_enabled: Tensor | None = None,
-    expert_map: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """Sort routed rows by (expert, adapter) and pad to whole blocks.
 
     Rows are ordered by (expert, adapter, flat index), base rows (-1) first.
+
+    Given `sorted_token_ids` and the arguments around it, this is vLLM's operator: one list of
+    blocks per adapter, written into the caller's tensors. Its arguments stand in vLLM's order.
 
     Parameters
     ----------
@@ -196,12 +205,24 @@ def moe_lora_align_block_size(
         As in `moe_align_block_size`.
     max_loras : int
         Number of adapter slots; ids from there on count as -1.
+    max_num_tokens_padded, max_num_m_blocks : int, optional
+        vLLM's form: rows and blocks of each list, at least
+        `M * top_k + min(M * top_k, num_experts) * (block_size - 1)` rows.
+    sorted_token_ids : Tensor, shape (max_loras, max_num_tokens_padded), or flat, int32, optional
+        vLLM's form, written: flat row indices of each list, padding `M * top_k`.
+    expert_ids : Tensor, shape (max_loras, max_num_m_blocks), or flat, int32, optional
+        vLLM's form, written: expert of each block, -1 past the end.
+    num_tokens_post_pad : Tensor, shape (max_loras,), int32, optional
+        vLLM's form, written: rows in use of each list, padding included.
+    adapter_enabled : Tensor, shape (max_loras,) or (max_loras + 1,), bool or int, optional
+        Zero turns an adapter off: its tokens become base rows.
+    lora_ids : Tensor, shape (any,), int32, optional
+        vLLM's form: adapters whose lists are written. Those of other adapters, and of disabled
+        ones, stay as they are; -1 and ids from `max_loras` on are skipped.
     mode : {"uniform", "segmented"}
         "uniform": every block holds one (expert, adapter) pair, and is padded to it.
         "segmented": a block holds one expert, its rows are ordered by adapter, and padding does
         not depend on the number of adapters.
-    adapter_enabled : Tensor, shape (max_loras,) or (max_loras + 1,), bool or int, optional
-        Zero turns an adapter off: its tokens become base rows.
 
     Returns
     -------
@@ -215,6 +236,8 @@ def moe_lora_align_block_size(
     num_tokens_post_padded : Tensor, shape (1,), int32
         Rows in use, padding included.
 
+    In vLLM's form: None.
+
     Raises
     ------
     ValueError
@@ -226,6 +249,25 @@ def moe_lora_align_block_size(
     instead of one list for each.
     """
     absent = _absent(topk_ids)
+    if sorted_token_ids is not None:
+        if expert_ids is None or num_tokens_post_pad is None or lora_ids is None:
+            raise ValueError(
+                "expert_ids, num_tokens_post_pad or lora_ids is None, sorted_token_ids is not"
+            )
+        return _run(
+            _operators.moe_lora_align_block_size_out.default,
+            _per_adapter("sorted_token_ids", sorted_token_ids, max_loras, max_num_tokens_padded),
+            _per_adapter("expert_ids", expert_ids, max_loras, max_num_m_blocks),
+            num_tokens_post_pad,
+            topk_ids,
+            token_lora_mapping,
+            num_experts,
+            block_size,
+            max_loras,
+            _enabled(adapter_enabled, absent),
+            lora_ids if lora_ids.dtype is torch.int32 else lora_ids.to(torch.int32),
+            _or_absent(expert_map, absent, torch.int32),
+        )
     return _run(
         _operators.moe_lora_align_block_size.default,
         topk_ids,
@@ -237,6 +279,17 @@ def moe_lora_align_block_size(
         _enabled(adapter_enabled, absent),
         _or_absent(expert_map, absent, torch.int32),
     )
+
+
+def _per_adapter(name: str, lists: Tensor, max_loras: int, width: int | None) -> Tensor:
+    """Lists of `width` for each adapter slot, as a matrix; vLLM allocates them flat."""
+    if lists.dim() == 1 and width is not None and lists.numel() == max_loras * width:
+        return lists.view(max_loras, width)
+    if lists.dim() == 1 or (width is not None and lists.size(-1) != width):
+        raise ValueError(
+            f"{name} has shape {tuple(lists.shape)}, expected ({max_loras}, {width}), or flat"
+        )
+    return lists
 
 
 def moe_sorting(

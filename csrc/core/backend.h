@@ -110,6 +110,58 @@ typedef struct moelora_experts_problem {
   int64_t out_stride;
 } moelora_experts_problem;
 
+/* moelora_lists, reduced. */
+typedef struct moelora_list_blocks {
+  int32_t *sorted_token_ids; /* [max_loras, rows]; NULL: rows come from moelora_routes */
+  int64_t rows, sorted_stride;
+  int32_t *expert_ids; /* [max_loras, blocks] */
+  int64_t blocks, expert_stride;
+  int32_t *num_tokens_post_padded; /* [max_loras] */
+  const int32_t *lora_ids;         /* [num_active] */
+  int32_t num_active;
+  int32_t block_size;
+} moelora_list_blocks;
+
+typedef struct moelora_align_lists_problem {
+  moelora_routes routes;
+  moelora_list_blocks lists;
+} moelora_align_lists_problem;
+
+/* Adapters alone: x -> h -> out, or one half of it. With lists, routes.topk_ids and
+ * routes.token_lora_mapping are NULL; everything else in routes holds. */
+typedef struct moelora_delta_problem {
+  moelora_routes routes;
+  moelora_list_blocks lists;
+  moelora_dtype dtype;
+  moelora_factors lora; /* a[] in a shrink, b[] in an expand; stride_e = 0 if shared */
+  int64_t k;            /* columns of x */
+  int64_t columns;      /* of z: num_slices * slice_n */
+  const void *x;        /* [M, k] or [P, k]; NULL: expand alone */
+  int64_t x_stride;
+  bool x_per_row;
+  void *h; /* [num_slices, M, top_k, R]; NULL: stays inside */
+  int64_t h_stride[3];
+  bool silu_and_mul; /* columns [0, columns / 2) are gate, the rest up; `columns / 2` go to out */
+  bool mul_routed_weight;
+  bool add_inputs;
+  bool sum_top_k; /* out is [M, columns] and takes the sum over j */
+  void *out;      /* [M, top_k, columns], past out_offset; NULL: shrink alone */
+  int64_t out_stride[2];
+} moelora_delta_problem;
+
+typedef struct moelora_mlp_delta_problem {
+  moelora_routes routes;
+  moelora_dtype dtype;
+  int64_t hidden;       /* K */
+  int64_t intermediate; /* I */
+  const void *x;        /* [M, K] */
+  int64_t x_stride;
+  moelora_factors gate_up; /* no scaling */
+  moelora_factors down;    /* times routes.lora_scalings */
+  void *out;               /* [M, K], added to */
+  int64_t out_stride;
+} moelora_mlp_delta_problem;
+
 typedef struct moelora_pack_problem {
   moelora_weights w; /* row-major source */
   int64_t num_experts;
@@ -155,6 +207,12 @@ typedef struct moelora_experts_plan {
   bool partial_f32; /* rows of w2 wait for the top-k sum in float32, else in the compute dtype */
 } moelora_experts_plan;
 
+/* Adapters alone. */
+typedef struct moelora_delta_plan {
+  const moelora_variant *variant; /* CPU: whose kernels; NULL on CUDA */
+  int32_t block_rows;             /* rows of one (expert, adapter) block made from routes */
+} moelora_delta_plan;
+
 /* A backend executes plans. A NULL slot says that the operator is not supported; nothing else does.
  * The *_workspace functions are exact and depend on nothing but problem and plan. */
 typedef struct moelora_backend {
@@ -171,6 +229,17 @@ typedef struct moelora_backend {
   moelora_status (*experts)(const moelora_experts_problem *problem,
                             const moelora_experts_plan *plan, const moelora_exec *exec);
   moelora_status (*pack)(const moelora_pack_problem *problem, const moelora_exec *exec);
+  size_t (*align_lists_workspace)(const moelora_align_lists_problem *problem);
+  moelora_status (*align_lists)(const moelora_align_lists_problem *problem,
+                                const moelora_exec *exec);
+  size_t (*delta_workspace)(const moelora_delta_problem *problem, const moelora_delta_plan *plan,
+                            const moelora_exec *exec);
+  moelora_status (*delta)(const moelora_delta_problem *problem, const moelora_delta_plan *plan,
+                          const moelora_exec *exec);
+  size_t (*mlp_delta_workspace)(const moelora_mlp_delta_problem *problem,
+                                const moelora_delta_plan *plan, const moelora_exec *exec);
+  moelora_status (*mlp_delta)(const moelora_mlp_delta_problem *problem,
+                              const moelora_delta_plan *plan, const moelora_exec *exec);
 } moelora_backend;
 
 extern const moelora_backend moelora_cpu_backend;
@@ -183,6 +252,8 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                                  const moelora_device_info *device, moelora_gemm_plan *plan);
 moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                                     const moelora_device_info *device, moelora_experts_plan *plan);
+moelora_status moelora_plan_delta(const moelora_routes *routes, moelora_dtype dtype,
+                                  const moelora_device_info *device, moelora_delta_plan *plan);
 
 /* validate.c */
 moelora_status moelora_check_align(const moelora_align_args *args, moelora_align_problem *problem);
@@ -191,6 +262,13 @@ moelora_status moelora_check_experts(const moelora_experts_args *args,
                                      moelora_experts_problem *problem);
 moelora_status moelora_check_pack(const moelora_tensor *w, const moelora_tensor *out,
                                   moelora_pack_problem *problem);
+
+/* validate_delta.c */
+moelora_status moelora_check_align_lists(const moelora_align_lists_args *args,
+                                         moelora_align_lists_problem *problem);
+moelora_status moelora_check_delta(const moelora_delta_args *args, moelora_delta_problem *problem);
+moelora_status moelora_check_mlp_delta(const moelora_mlp_delta_args *args,
+                                       moelora_mlp_delta_problem *problem);
 
 /* status.c: forgets the message of this thread. */
 void moelora_clear_error(void);

@@ -115,6 +115,14 @@ moelora_status moelora_check_dtype(moelora_arg arg, moelora_dtype want, const ch
   return MOELORA_OK;
 }
 
+moelora_status moelora_check_compute_dtype(moelora_arg arg) {
+  const moelora_dtype dtype = arg.tensor->dtype;
+  MOELORA_REQUIRE(dtype == MOELORA_F32 || dtype == MOELORA_BF16 || dtype == MOELORA_F16,
+                  "%s has dtype %s, expected float32, bfloat16 or float16", label_of(arg).text,
+                  moelora_dtype_name(dtype));
+  return MOELORA_OK;
+}
+
 moelora_status moelora_check_id_dtype(moelora_arg arg) {
   MOELORA_REQUIRE(arg.tensor->dtype == MOELORA_I32 || arg.tensor->dtype == MOELORA_I64,
                   "%s has dtype %s, expected int32 or int64", label_of(arg).text,
@@ -199,6 +207,39 @@ moelora_status moelora_check_disjoint(moelora_arg out, moelora_arg other) {
   bool apart = a_begin == a_end || b_begin == b_end || a_end <= b_begin || b_end <= a_begin;
   MOELORA_REQUIRE(apart || side_by_side(a, b), "%s shares memory with %s", label_of(out).text,
                   label_of(other).text);
+  return MOELORA_OK;
+}
+
+moelora_status moelora_check_factor(moelora_arg arg, moelora_dtype dtype, const char *dtype_source,
+                                    int64_t num_experts, const char *experts_source,
+                                    const char *layout, moelora_factor *factor) {
+  const moelora_tensor *t = arg.tensor;
+  MOELORA_TRY(moelora_check_view(arg, 4, layout));
+  MOELORA_TRY(moelora_check_dtype(arg, dtype, dtype_source));
+  for (int32_t i = 0; i < 4; i++)
+    MOELORA_REQUIRE(t->size[i] >= 1, "%s.size(%d) is 0, expected at least 1", label_of(arg).text,
+                    i);
+  MOELORA_REQUIRE(t->size[1] == 1 || t->size[1] == num_experts,
+                  "%s.size(1) is %lld, %s is %lld: expected as many experts, or 1 factor shared by "
+                  "all",
+                  label_of(arg).text, (long long)t->size[1], experts_source,
+                  (long long)num_experts);
+  MOELORA_TRY(moelora_check_rows(arg));
+  *factor = (moelora_factor){
+      .data = t->data,
+      .stride_l = moelora_stride(t, 0),
+      .stride_e = t->size[1] == 1 ? 0 : t->stride[1],
+      .stride_i = moelora_stride(t, 2),
+  };
+  return MOELORA_OK;
+}
+
+moelora_status moelora_check_disjoint_lora(moelora_arg out, const moelora_lora *lora,
+                                           const char *name_a, const char *name_b) {
+  for (int32_t i = 0; i < lora->num_slices; i++) {
+    MOELORA_TRY(moelora_check_disjoint(out, (moelora_arg){name_a, i, &lora->a[i]}));
+    MOELORA_TRY(moelora_check_disjoint(out, (moelora_arg){name_b, i, &lora->b[i]}));
+  }
   return MOELORA_OK;
 }
 

@@ -39,6 +39,8 @@ moelora_status moelora_check_large_view(moelora_arg arg, int32_t ndim, const cha
 /* size(dim) == want, where `want` is the value of `source`, e.g. "w.size(2)". */
 moelora_status moelora_check_size(moelora_arg arg, int32_t dim, int64_t want, const char *source);
 moelora_status moelora_check_dtype(moelora_arg arg, moelora_dtype want, const char *source);
+/* dtype float32, bfloat16 or float16 */
+moelora_status moelora_check_compute_dtype(moelora_arg arg);
 /* dtype int32 or int64 */
 moelora_status moelora_check_id_dtype(moelora_arg arg);
 /* The last dimension has stride 1. */
@@ -58,9 +60,21 @@ int64_t moelora_stride(const moelora_tensor *tensor, int32_t dim);
 /* Same memory, same layout. */
 bool moelora_same_view(const moelora_tensor *a, const moelora_tensor *b);
 
+/* One LoRA factor [max_loras, E or 1, *, *], where `dtype` is that of `dtype_source` and
+ * `num_experts` the value of `experts_source`. */
+moelora_status moelora_check_factor(moelora_arg arg, moelora_dtype dtype, const char *dtype_source,
+                                    int64_t num_experts, const char *experts_source,
+                                    const char *layout, moelora_factor *factor);
+/* `out` shares no memory with the factors. */
+moelora_status moelora_check_disjoint_lora(moelora_arg out, const moelora_lora *lora,
+                                           const char *name_a, const char *name_b);
+
 /* validate_routing.c: topk_ids, topk_weights, expert_map -> routes. */
 moelora_status moelora_check_routing(const moelora_routing *routing, bool need_weights,
                                      moelora_routes *routes);
+/* validate_routing.c: topk_weights -> routes, whose tokens and top_k are the values of sources. */
+moelora_status moelora_check_topk_weights(const moelora_tensor *weights, const char *tokens_source,
+                                          const char *top_k_source, moelora_routes *routes);
 /* validate_routing.c: the adapter tables -> routes; `max_loras` is the value of `source`. */
 moelora_status moelora_check_adapters(const moelora_adapters *adapters, int64_t max_loras,
                                       const char *source, moelora_routes *routes);

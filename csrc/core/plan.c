@@ -180,10 +180,10 @@ static const moelora_variant *choose(const moelora_device_info *device, moelora_
   return best;
 }
 
-/* Both halves of a layer run on one alignment, so one variant serves both. */
-static moelora_status plan_projections(const moelora_routes *routes, moelora_dtype dtype,
-                                       const access *access, const moelora_device_info *device,
-                                       moelora_gemm_plan *plan) {
+/* The forced variant if it serves, else the best of the table. */
+static moelora_status pick_variant(const moelora_routes *routes, moelora_dtype dtype,
+                                   const access *access, const moelora_device_info *device,
+                                   const moelora_variant **picked) {
   pthread_once(&environment_once, read_environment);
   MOELORA_REQUIRE(!forced_unknown, "MOELORA_FORCE_VARIANT is '%s': no such variant",
                   getenv("MOELORA_FORCE_VARIANT"));
@@ -200,6 +200,16 @@ static moelora_status plan_projections(const moelora_routes *routes, moelora_dty
   if (!variant)
     return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for this CPU",
                         moelora_dtype_name(dtype));
+  *picked = variant;
+  return MOELORA_OK;
+}
+
+/* Both halves of a layer run on one alignment, so one variant serves both. */
+static moelora_status plan_projections(const moelora_routes *routes, moelora_dtype dtype,
+                                       const access *access, const moelora_device_info *device,
+                                       moelora_gemm_plan *plan) {
+  const moelora_variant *variant;
+  MOELORA_TRY(pick_variant(routes, dtype, access, device, &variant));
   *plan = (moelora_gemm_plan){.variant = variant, .block_rows = variant->block_m};
   return MOELORA_OK;
 }
@@ -232,6 +242,26 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
    * cache of a GPU holds them; beyond it their traffic would cost up to a fifth of the layer. */
   plan->partial_f32 = device->device == MOELORA_CPU ||
                       problem->routes.num_rows * problem->hidden <= ((int64_t)8 << 20);
+  return MOELORA_OK;
+}
+
+moelora_status moelora_plan_delta(const moelora_routes *routes, moelora_dtype dtype,
+                                  const moelora_device_info *device, moelora_delta_plan *plan) {
+  *plan = (moelora_delta_plan){0};
+  if (device->device == MOELORA_CPU) {
+    const access any = {true, false};
+    MOELORA_TRY(pick_variant(routes, dtype, &any, device, &plan->variant));
+    plan->block_rows = plan->variant->block_m;
+    return MOELORA_OK;
+  }
+  if (dtype == MOELORA_F32 || device->compute_capability < 80)
+    return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for CUDA compute capability %d.%d",
+                        moelora_dtype_name(dtype), device->compute_capability / 10,
+                        device->compute_capability % 10);
+  /* A block holds one (expert, adapter) pair, and adapters differ in their load as experts do. */
+  const int64_t pairs = (int64_t)routes->num_experts * (routes->max_loras ? routes->max_loras : 1);
+  const int64_t rows = routes->num_rows / pairs;
+  plan->block_rows = rows <= 12 ? 16 : rows <= 32 ? 32 : 64;
   return MOELORA_OK;
 }
 

@@ -153,6 +153,112 @@ moelora_status moelora_experts(const moelora_experts_args *args, const moelora_e
   return call.backend->experts(&problem, &plan, exec);
 }
 
+/* ---- adapters alone ---- */
+
+static moelora_status begin_align_lists(const moelora_align_lists_args *args,
+                                        const moelora_exec *exec, call *call,
+                                        moelora_align_lists_problem *problem, size_t *workspace) {
+  *workspace = 0;
+  MOELORA_TRY(begin(args, exec, call));
+  MOELORA_TRY(moelora_check_align_lists(args, problem));
+  if (!call->backend->align_lists)
+    return unsupported(call, "moelora_align_lists");
+  *workspace = call->backend->align_lists_workspace(problem);
+  return MOELORA_OK;
+}
+
+moelora_status moelora_align_lists_workspace_size(const moelora_align_lists_args *args,
+                                                  const moelora_exec *exec, size_t *bytes) {
+  call call;
+  moelora_align_lists_problem problem;
+  return begin_align_lists(args, exec, &call, &problem, bytes);
+}
+
+moelora_status moelora_align_lists(const moelora_align_lists_args *args, const moelora_exec *exec) {
+  call call;
+  moelora_align_lists_problem problem;
+  size_t workspace;
+  MOELORA_TRY(begin_align_lists(args, exec, &call, &problem, &workspace));
+  MOELORA_TRY(check_workspace(exec, workspace));
+  return call.backend->align_lists(&problem, exec);
+}
+
+/* `plan` stays empty where no row can have an adapter. */
+static moelora_status begin_delta(const moelora_delta_args *args, const moelora_exec *exec,
+                                  call *call, moelora_delta_problem *problem,
+                                  moelora_delta_plan *plan, size_t *workspace) {
+  *plan = (moelora_delta_plan){0};
+  *workspace = 0;
+  MOELORA_TRY(begin(args, exec, call));
+  MOELORA_TRY(moelora_check_delta(args, problem));
+  const bool any = problem->lists.sorted_token_ids
+                       ? problem->lists.num_active > 0
+                       : problem->routes.token_lora_mapping.data != NULL;
+  if (!any || problem->routes.num_rows == 0)
+    return MOELORA_OK;
+  if (!call->backend->delta)
+    return unsupported(call, "moelora_delta");
+  MOELORA_TRY(moelora_plan_delta(&problem->routes, problem->dtype, &call->device, plan));
+  *workspace = call->backend->delta_workspace(problem, plan, exec);
+  return MOELORA_OK;
+}
+
+moelora_status moelora_delta_workspace_size(const moelora_delta_args *args,
+                                            const moelora_exec *exec, size_t *bytes) {
+  call call;
+  moelora_delta_problem problem;
+  moelora_delta_plan plan;
+  return begin_delta(args, exec, &call, &problem, &plan, bytes);
+}
+
+moelora_status moelora_delta(const moelora_delta_args *args, const moelora_exec *exec) {
+  call call;
+  moelora_delta_problem problem;
+  moelora_delta_plan plan;
+  size_t workspace;
+  MOELORA_TRY(begin_delta(args, exec, &call, &problem, &plan, &workspace));
+  if (!plan.block_rows)
+    return MOELORA_OK;
+  MOELORA_TRY(check_workspace(exec, workspace));
+  return call.backend->delta(&problem, &plan, exec);
+}
+
+static moelora_status begin_mlp_delta(const moelora_mlp_delta_args *args, const moelora_exec *exec,
+                                      call *call, moelora_mlp_delta_problem *problem,
+                                      moelora_delta_plan *plan, size_t *workspace) {
+  *plan = (moelora_delta_plan){0};
+  *workspace = 0;
+  MOELORA_TRY(begin(args, exec, call));
+  MOELORA_TRY(moelora_check_mlp_delta(args, problem));
+  if (!problem->routes.token_lora_mapping.data || problem->routes.num_rows == 0)
+    return MOELORA_OK;
+  if (!call->backend->mlp_delta)
+    return unsupported(call, "moelora_mlp_delta");
+  MOELORA_TRY(moelora_plan_delta(&problem->routes, problem->dtype, &call->device, plan));
+  *workspace = call->backend->mlp_delta_workspace(problem, plan, exec);
+  return MOELORA_OK;
+}
+
+moelora_status moelora_mlp_delta_workspace_size(const moelora_mlp_delta_args *args,
+                                                const moelora_exec *exec, size_t *bytes) {
+  call call;
+  moelora_mlp_delta_problem problem;
+  moelora_delta_plan plan;
+  return begin_mlp_delta(args, exec, &call, &problem, &plan, bytes);
+}
+
+moelora_status moelora_mlp_delta(const moelora_mlp_delta_args *args, const moelora_exec *exec) {
+  call call;
+  moelora_mlp_delta_problem problem;
+  moelora_delta_plan plan;
+  size_t workspace;
+  MOELORA_TRY(begin_mlp_delta(args, exec, &call, &problem, &plan, &workspace));
+  if (!plan.block_rows)
+    return MOELORA_OK;
+  MOELORA_TRY(check_workspace(exec, workspace));
+  return call.backend->mlp_delta(&problem, &plan, exec);
+}
+
 /* ---- packing ---- */
 
 moelora_status moelora_pack_weights(const moelora_tensor *w, const moelora_tensor *out,

@@ -9,19 +9,8 @@ enum { MAX_BLOCK_ROWS = 256 };
 
 /* The names of one projection's arguments. */
 typedef struct projection_names {
-  const char *x, *w, *bias, *lora_a, *lora_b;
+  const char *x, *w, *num_experts, *bias, *lora_a, *lora_b;
 } projection_names;
-
-static bool is_float(moelora_dtype dtype) {
-  return dtype == MOELORA_F32 || dtype == MOELORA_BF16 || dtype == MOELORA_F16;
-}
-
-static moelora_status check_compute_dtype(moelora_arg arg) {
-  MOELORA_REQUIRE(is_float(arg.tensor->dtype),
-                  "%s has dtype %s, expected float32, bfloat16 or float16", arg.name,
-                  moelora_dtype_name(arg.tensor->dtype));
-  return MOELORA_OK;
-}
 
 static moelora_status check_at_least_one(moelora_arg arg) {
   for (int32_t i = 0; i < arg.tensor->ndim; i++)
@@ -67,7 +56,7 @@ static moelora_status check_weights(moelora_arg arg, moelora_weights *weights,
                   arg.name, w->ndim);
   MOELORA_TRY(
       moelora_check_view(arg, packed ? 5 : 3, packed ? "[E, N/64, K/64, 64, 64]" : "[E, N, K]"));
-  MOELORA_TRY(check_compute_dtype(arg));
+  MOELORA_TRY(moelora_check_compute_dtype(arg));
   MOELORA_TRY(check_at_least_one(arg));
   if (packed) {
     for (int32_t dim = 3; dim < 5; dim++)
@@ -110,28 +99,6 @@ static moelora_status check_bias(moelora_arg arg, const moelora_tensor *w, const
   return MOELORA_OK;
 }
 
-static moelora_status check_factor(moelora_arg arg, const moelora_tensor *w, const char *w_name,
-                                   const char *layout, moelora_factor *factor) {
-  const moelora_tensor *t = arg.tensor;
-  MOELORA_TRY(moelora_check_view(arg, 4, layout));
-  MOELORA_TRY(moelora_check_dtype(arg, w->dtype, w_name));
-  for (int32_t i = 0; i < 4; i++)
-    MOELORA_REQUIRE(t->size[i] >= 1, "%s[%d].size(%d) is 0, expected at least 1", arg.name,
-                    arg.index, i);
-  MOELORA_REQUIRE(t->size[1] == 1 || t->size[1] == w->size[0],
-                  "%s[%d].size(1) is %lld, %s.size(0) is %lld: expected as many experts, or 1 "
-                  "factor shared by all",
-                  arg.name, arg.index, (long long)t->size[1], w_name, (long long)w->size[0]);
-  MOELORA_TRY(moelora_check_rows(arg));
-  *factor = (moelora_factor){
-      .data = t->data,
-      .stride_l = moelora_stride(t, 0),
-      .stride_e = t->size[1] == 1 ? 0 : t->stride[1],
-      .stride_i = moelora_stride(t, 2),
-  };
-  return MOELORA_OK;
-}
-
 /* The factors of one projection against its weights. `max_loras` < 0 is not known yet; the first
  * factor then sets it and names itself as `source`. */
 static moelora_status check_lora(const moelora_lora *lora, const projection_names *names,
@@ -152,8 +119,10 @@ static moelora_status check_lora(const moelora_lora *lora, const projection_name
   const extent slice_name = {names->w, 1, weights->packed, slices};
   for (int32_t i = 0; i < slices; i++) {
     const moelora_arg a = {names->lora_a, i, &lora->a[i]}, b = {names->lora_b, i, &lora->b[i]};
-    MOELORA_TRY(check_factor(a, w, names->w, "[max_loras, E or 1, R, K]", &factors->a[i]));
-    MOELORA_TRY(check_factor(b, w, names->w, "[max_loras, E or 1, N, R]", &factors->b[i]));
+    MOELORA_TRY(moelora_check_factor(a, w->dtype, names->w, w->size[0], names->num_experts,
+                                     "[max_loras, E or 1, R, K]", &factors->a[i]));
+    MOELORA_TRY(moelora_check_factor(b, w->dtype, names->w, w->size[0], names->num_experts,
+                                     "[max_loras, E or 1, N, R]", &factors->b[i]));
     if (*max_loras < 0) {
       MOELORA_REQUIRE(a.tensor->size[0] < INT32_MAX, "%s[0].size(0) is %lld, expected fewer slots",
                       names->lora_a, (long long)a.tensor->size[0]);
@@ -197,27 +166,18 @@ static moelora_status check_padded_rows(const moelora_routes *routes) {
   return MOELORA_OK;
 }
 
-static moelora_status check_disjoint_lora(moelora_arg out, const moelora_lora *lora,
-                                          const projection_names *names) {
-  for (int32_t i = 0; i < lora->num_slices; i++) {
-    MOELORA_TRY(moelora_check_disjoint(out, (moelora_arg){names->lora_a, i, &lora->a[i]}));
-    MOELORA_TRY(moelora_check_disjoint(out, (moelora_arg){names->lora_b, i, &lora->b[i]}));
-  }
-  return MOELORA_OK;
-}
-
 /* ---- one projection ---- */
 
 moelora_status moelora_check_gemm(const moelora_gemm_args *args, moelora_gemm_problem *problem) {
   *problem = (moelora_gemm_problem){.mul_routed_weight = args->mul_routed_weight};
-  const projection_names names = {"x", "w", "bias", "lora_a", "lora_b"};
+  const projection_names names = {"x", "w", "w.size(0)", "bias", "lora_a", "lora_b"};
   const moelora_arg x = MOELORA_ARG("x", &args->x), w = MOELORA_ARG("w", &args->w);
   const moelora_arg out = MOELORA_ARG("out", &args->out), bias = MOELORA_ARG("bias", &args->bias);
   moelora_routes *routes = &problem->routes;
   moelora_weights *weights = &problem->w;
 
   MOELORA_TRY(moelora_check_view(x, 2, "[M, K] or [M * top_k, K]"));
-  MOELORA_TRY(check_compute_dtype(x));
+  MOELORA_TRY(moelora_check_compute_dtype(x));
   MOELORA_TRY(moelora_check_rows(x));
   MOELORA_TRY(check_weights(w, weights, &routes->num_experts));
   const extent k_name = {"w", 2, weights->packed, 1};
@@ -252,7 +212,7 @@ moelora_status moelora_check_gemm(const moelora_gemm_args *args, moelora_gemm_pr
   const moelora_arg inputs[] = {x, w, bias};
   for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++)
     MOELORA_TRY(moelora_check_disjoint(out, inputs[i]));
-  MOELORA_TRY(check_disjoint_lora(out, &args->lora, &names));
+  MOELORA_TRY(moelora_check_disjoint_lora(out, &args->lora, names.lora_a, names.lora_b));
   MOELORA_TRY(moelora_check_disjoint_routes(out, &args->routing, &args->adapters));
 
   problem->dtype = args->x.dtype;
@@ -273,7 +233,7 @@ static moelora_status check_layer_shapes(const moelora_experts_args *args,
   const moelora_arg w13 = MOELORA_ARG("w13", &args->w13), w2 = MOELORA_ARG("w2", &args->w2);
   int32_t experts2 = 0;
   MOELORA_TRY(moelora_check_view(x, 2, "[M, K]"));
-  MOELORA_TRY(check_compute_dtype(x));
+  MOELORA_TRY(moelora_check_compute_dtype(x));
   MOELORA_TRY(moelora_check_rows(x));
   MOELORA_TRY(check_weights(w13, &problem->w13, &problem->routes.num_experts));
   MOELORA_TRY(check_weights(w2, &problem->w2, &experts2));
@@ -331,8 +291,9 @@ moelora_status moelora_check_experts(const moelora_experts_args *args,
       .activation = args->activation,
       .apply_router_weight_on_input = args->apply_router_weight_on_input,
   };
-  const projection_names names13 = {"hidden_states", "w13", "w13_bias", "w13_lora_a", "w13_lora_b"};
-  const projection_names names2 = {"", "w2", "w2_bias", "w2_lora_a", "w2_lora_b"};
+  const projection_names names13 = {"hidden_states", "w13",        "w13.size(0)",
+                                    "w13_bias",      "w13_lora_a", "w13_lora_b"};
+  const projection_names names2 = {"", "w2", "w2.size(0)", "w2_bias", "w2_lora_a", "w2_lora_b"};
   const moelora_arg x = MOELORA_ARG("hidden_states", &args->hidden_states);
   const moelora_arg bias13 = MOELORA_ARG("w13_bias", &args->w13_bias);
   const moelora_arg bias2 = MOELORA_ARG("w2_bias", &args->w2_bias);
@@ -362,8 +323,8 @@ moelora_status moelora_check_experts(const moelora_experts_args *args,
                                 bias13, bias2};
   for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++)
     MOELORA_TRY(moelora_check_disjoint(out, inputs[i]));
-  MOELORA_TRY(check_disjoint_lora(out, &args->w13_lora, &names13));
-  MOELORA_TRY(check_disjoint_lora(out, &args->w2_lora, &names2));
+  MOELORA_TRY(moelora_check_disjoint_lora(out, &args->w13_lora, names13.lora_a, names13.lora_b));
+  MOELORA_TRY(moelora_check_disjoint_lora(out, &args->w2_lora, names2.lora_a, names2.lora_b));
   MOELORA_TRY(moelora_check_disjoint_routes(out, &args->routing, &args->adapters));
 
   problem->dtype = args->hidden_states.dtype;

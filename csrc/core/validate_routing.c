@@ -9,6 +9,19 @@ static moelora_ids ids_of(const moelora_tensor *tensor) {
   };
 }
 
+moelora_status moelora_check_topk_weights(const moelora_tensor *weights, const char *tokens_source,
+                                          const char *top_k_source, moelora_routes *routes) {
+  const moelora_arg arg = MOELORA_ARG("topk_weights", weights);
+  MOELORA_TRY(moelora_check_view(arg, 2, "[M, top_k]"));
+  MOELORA_TRY(moelora_check_dtype(arg, MOELORA_F32, NULL));
+  MOELORA_TRY(moelora_check_size(arg, 0, routes->num_tokens, tokens_source));
+  MOELORA_TRY(moelora_check_size(arg, 1, routes->top_k, top_k_source));
+  routes->topk_weights = weights->data;
+  routes->topk_weights_stride[0] = moelora_stride(weights, 0);
+  routes->topk_weights_stride[1] = moelora_stride(weights, 1);
+  return MOELORA_OK;
+}
+
 moelora_status moelora_check_routing(const moelora_routing *routing, bool need_weights,
                                      moelora_routes *routes) {
   const moelora_tensor *ids = &routing->topk_ids, *weights = &routing->topk_weights;
@@ -25,16 +38,11 @@ moelora_status moelora_check_routing(const moelora_routing *routing, bool need_w
   routes->num_rows = num_tokens * top_k;
   routes->topk_ids = ids_of(ids);
 
-  if (need_weights || !moelora_is_absent(weights)) {
-    const moelora_arg topk_weights = MOELORA_ARG("topk_weights", weights);
-    MOELORA_TRY(moelora_check_view(topk_weights, 2, "[M, top_k]"));
-    MOELORA_TRY(moelora_check_dtype(topk_weights, MOELORA_F32, NULL));
-    MOELORA_TRY(moelora_check_size(topk_weights, 0, num_tokens, "topk_ids.size(0)"));
-    MOELORA_TRY(moelora_check_size(topk_weights, 1, top_k, "topk_ids.size(1)"));
-    routes->topk_weights = need_weights ? weights->data : NULL;
-    routes->topk_weights_stride[0] = moelora_stride(weights, 0);
-    routes->topk_weights_stride[1] = moelora_stride(weights, 1);
-  }
+  if (need_weights || !moelora_is_absent(weights))
+    MOELORA_TRY(
+        moelora_check_topk_weights(weights, "topk_ids.size(0)", "topk_ids.size(1)", routes));
+  if (!need_weights)
+    routes->topk_weights = NULL;
 
   const moelora_tensor *map = &routing->expert_map;
   if (!moelora_is_absent(map)) {

@@ -30,4 +30,10 @@ const moelora_backend moelora_cpu_backend = {
     .experts_workspace = moelora_cpu_experts_workspace,
     .experts = moelora_cpu_experts,
     .pack = moelora_cpu_pack,
+    .align_lists_workspace = moelora_cpu_align_lists_workspace,
+    .align_lists = moelora_cpu_align_lists,
+    .delta_workspace = moelora_cpu_delta_workspace,
+    .delta = moelora_cpu_delta,
+    .mlp_delta_workspace = moelora_cpu_mlp_delta_workspace,
+    .mlp_delta = moelora_cpu_mlp_delta,
 };

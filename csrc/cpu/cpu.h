@@ -99,6 +99,35 @@ void moelora_cpu_operands(const moelora_variant *variant, const void *x, int64_t
                           int64_t rows, int64_t k, const float *weight, int64_t weight_stride,
                           void *out, const moelora_exec *exec);
 
+/* The output row of routed row `row`, from `column` on. */
+static inline char *moelora_cpu_out(const moelora_projection *p, int64_t row, int64_t column) {
+  const int32_t top_k = p->routes->top_k;
+  int64_t at = row / top_k * p->out_stride[0] + row % top_k * p->out_stride[1] + column;
+  return (char *)p->out + (size_t)at * moelora_dtype_bytes(p->variant->dtype);
+}
+
+/* combine.c: kinds of `emit`. Operands of out_variant by sorted position; float32 by flat row. */
+void moelora_cpu_emit_operands(const moelora_projection *projection, int64_t at, int64_t begin,
+                               int64_t count, const float *values);
+void moelora_cpu_emit_f32(const moelora_projection *projection, int64_t at, int64_t begin,
+                          int64_t count, const float *values);
+
+/* combine.c: out[m] = (or +=) sum over j of weight * z[p], in float32, rounded once. */
+typedef struct moelora_combine {
+  const moelora_variant *variant;
+  const moelora_routes *routes;
+  const float *z; /* [P, columns] */
+  int64_t columns;
+  /* [P] rows that count, where tokens without any keep their bits; NULL: rows with an expert, and
+   * every token is written */
+  const uint8_t *active;
+  bool weighted, add;
+  void *out; /* [M, columns] */
+  int64_t out_stride;
+} moelora_combine;
+
+void moelora_cpu_combine(const moelora_combine *combine, const moelora_exec *exec);
+
 /* lora.c */
 size_t moelora_shrunk_bytes(const moelora_variant *variant, const moelora_routes *routes,
                             const moelora_factors *lora);
@@ -123,6 +152,17 @@ size_t moelora_cpu_experts_workspace(const moelora_experts_problem *problem,
                                      const moelora_experts_plan *plan, const moelora_exec *exec);
 moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
                                    const moelora_experts_plan *plan, const moelora_exec *exec);
+size_t moelora_cpu_align_lists_workspace(const moelora_align_lists_problem *problem);
+moelora_status moelora_cpu_align_lists(const moelora_align_lists_problem *problem,
+                                       const moelora_exec *exec);
+size_t moelora_cpu_delta_workspace(const moelora_delta_problem *problem,
+                                   const moelora_delta_plan *plan, const moelora_exec *exec);
+moelora_status moelora_cpu_delta(const moelora_delta_problem *problem,
+                                 const moelora_delta_plan *plan, const moelora_exec *exec);
+size_t moelora_cpu_mlp_delta_workspace(const moelora_mlp_delta_problem *problem,
+                                       const moelora_delta_plan *plan, const moelora_exec *exec);
+moelora_status moelora_cpu_mlp_delta(const moelora_mlp_delta_problem *problem,
+                                     const moelora_delta_plan *plan, const moelora_exec *exec);
 moelora_status moelora_cpu_pack(const moelora_pack_problem *problem, const moelora_exec *exec);
 
 #endif

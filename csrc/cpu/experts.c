@@ -49,52 +49,6 @@ size_t moelora_cpu_experts_workspace(const moelora_experts_problem *problem,
   return lay_out(problem, plan, exec, NULL).bytes;
 }
 
-/* h is read as w2's operand, so it is rounded into that form. */
-static void emit_h(const moelora_projection *p, int64_t at, int64_t begin, int64_t count,
-                   const float *values) {
-  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->out_variant);
-  kernels->round(values,
-                 (char *)p->out + (size_t)(at * p->out_stride[0] + begin) * kernels->operand_bytes,
-                 count);
-}
-
-static void emit_z(const moelora_projection *p, int64_t at, int64_t begin, int64_t count,
-                   const float *values) {
-  float *z = (float *)p->out + p->sorted->row[at] * p->out_stride[0] + begin;
-  for (int64_t j = 0; j < count; j++)
-    z[j] = values[j];
-}
-
-typedef struct combine_tasks {
-  const moelora_experts_problem *problem;
-  const moelora_variant *variant;
-  const float *z;
-} combine_tasks;
-
-static void combine_token(void *context, int64_t m, int32_t worker) {
-  (void)worker;
-  const combine_tasks *tasks = context;
-  const moelora_experts_problem *problem = tasks->problem;
-  const moelora_routes *routes = &problem->routes;
-  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(tasks->variant);
-  const size_t bytes = moelora_dtype_bytes(problem->dtype);
-  char *out = (char *)problem->out + (size_t)(m * problem->out_stride) * bytes;
-  for (int64_t k = 0; k < problem->hidden; k += 256) {
-    const int64_t count = moelora_min(256, problem->hidden - k);
-    float sum[256] = {0};
-    for (int64_t p = m * routes->top_k; p < (m + 1) * routes->top_k; p++) {
-      if (moelora_expert_of(routes, p) < 0)
-        continue;
-      const float weight =
-          problem->apply_router_weight_on_input ? 1.0f : moelora_weight_of(routes, p);
-      const float *z = tasks->z + p * problem->hidden + k;
-      for (int64_t i = 0; i < count; i++)
-        sum[i] += weight * z[i];
-    }
-    kernels->store(sum, out + (size_t)k * bytes, count);
-  }
-}
-
 moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
                                    const moelora_experts_plan *plan, const moelora_exec *exec) {
   const moelora_routes *routes = &problem->routes;
@@ -115,7 +69,7 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
       .gated = problem->activation != MOELORA_RELU2,
       .interleaved = problem->activation == MOELORA_SWIGLUOAI,
       .activation = problem->activation,
-      .emit = emit_h,
+      .emit = moelora_cpu_emit_operands, /* w2 reads them */
       .out = layout.h,
       .out_stride = {problem->intermediate},
       .out_variant = plan->w2.variant,
@@ -131,7 +85,7 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
       .w = &problem->w2,
       .lora = &problem->w2_lora,
       .shrunk = layout.sorted.has_adapters ? layout.shrunk2 : NULL,
-      .emit = emit_z,
+      .emit = moelora_cpu_emit_f32,
       .out = layout.z,
       .out_stride = {problem->hidden},
   };
@@ -149,8 +103,15 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
     moelora_cpu_shrink(&w2, exec);
   moelora_cpu_project(&w2, exec);
 
-  combine_tasks combine = {problem, w2.variant, layout.z};
-  moelora_cpu_parallel(exec, routes->num_tokens, routes->num_rows * problem->hidden, combine_token,
-                       &combine);
+  const moelora_combine combine = {
+      .variant = w2.variant,
+      .routes = routes,
+      .z = layout.z,
+      .columns = problem->hidden,
+      .weighted = !problem->apply_router_weight_on_input,
+      .out = problem->out,
+      .out_stride = problem->out_stride,
+  };
+  moelora_cpu_combine(&combine, exec);
   return MOELORA_OK;
 }

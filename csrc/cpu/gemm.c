@@ -216,12 +216,6 @@ size_t moelora_cpu_gemm_workspace(const moelora_gemm_problem *problem,
   return gemm_lay_out(problem, plan, exec, NULL).bytes;
 }
 
-static char *gemm_out(const moelora_projection *p, int64_t row, int64_t column) {
-  const int32_t top_k = p->routes->top_k;
-  int64_t at = row / top_k * p->out_stride[0] + row % top_k * p->out_stride[1] + column;
-  return (char *)p->out + (size_t)at * moelora_dtype_bytes(p->variant->dtype);
-}
-
 static void emit_out(const moelora_projection *p, int64_t at, int64_t begin, int64_t count,
                      const float *values) {
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->variant);
@@ -233,7 +227,7 @@ static void emit_out(const moelora_projection *p, int64_t at, int64_t begin, int
       weighted[j] = weight * values[j];
     values = weighted;
   }
-  kernels->store(values, gemm_out(p, row, begin), count);
+  kernels->store(values, moelora_cpu_out(p, row, begin), count);
 }
 
 moelora_status moelora_cpu_gemm(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
@@ -269,7 +263,7 @@ moelora_status moelora_cpu_gemm(const moelora_gemm_problem *problem, const moelo
   moelora_cpu_project(&projection, exec);
   for (int64_t p = 0; p < routes->num_rows; p++)
     if (moelora_expert_of(routes, p) < 0)
-      memset(gemm_out(&projection, p, 0), 0,
+      memset(moelora_cpu_out(&projection, p, 0), 0,
              (size_t)problem->w.n * moelora_dtype_bytes(problem->dtype));
   return MOELORA_OK;
 }

@@ -36,15 +36,6 @@ static char *shrunk_row(const moelora_projection *p, int64_t at, int32_t slice) 
                                  moelora_cpu_kernels_of(p->variant)->operand_bytes;
 }
 
-/* End of the segment that starts at sorted row `at`, looking no further than `end`. */
-static int64_t segment_end(const moelora_sorted *sorted, int64_t at, int64_t end) {
-  int64_t next = at + 1;
-  while (next < end && sorted->expert[next] == sorted->expert[at] &&
-         sorted->adapter[next] == sorted->adapter[at])
-    next++;
-  return next;
-}
-
 static moelora_weights factor_a(const moelora_projection *p, int64_t at, int32_t slice) {
   const int32_t adapter = p->sorted->adapter[at], expert = p->sorted->expert[at];
   const int32_t rank = moelora_rank_of(p->routes, adapter, p->lora->max_rank);
@@ -85,7 +76,7 @@ static void shrink_chunk(void *context, int64_t index, int32_t worker) {
   int64_t at = index / num_slices * tasks->chunk, next;
   const int64_t end = moelora_min(at + tasks->chunk, p->sorted->num_rows);
   for (; at < end; at = next) {
-    next = segment_end(p->sorted, at, end);
+    next = moelora_segment_end(p->sorted, at, end);
     if (p->sorted->adapter[at] < 0)
       continue;
     const bool more = next < end && p->sorted->adapter[next] >= 0;
@@ -128,7 +119,7 @@ static factor_b_part factor_b(const moelora_projection *p, int64_t at, int32_t s
 void moelora_cpu_expand_ahead(const moelora_projection *p, int64_t first, int64_t m, int64_t begin,
                               int64_t end) {
   for (int64_t at = first, next; at < first + m; at = next) {
-    next = segment_end(p->sorted, at, first + m);
+    next = moelora_segment_end(p->sorted, at, first + m);
     for (int32_t slice = 0; p->sorted->adapter[at] >= 0 && slice < p->lora->num_slices; slice++) {
       const factor_b_part part = factor_b(p, at, slice, begin, end);
       const int64_t bytes = part.b.k * (int64_t)moelora_dtype_bytes(p->variant->dtype);
@@ -142,7 +133,7 @@ void moelora_cpu_expand_ahead(const moelora_projection *p, int64_t first, int64_
 void moelora_cpu_expand(const moelora_projection *p, int64_t first, int64_t m, int64_t begin,
                         int64_t end, float *c, int64_t ldc, moelora_scratch *scratch) {
   for (int64_t at = first, next; at < first + m; at = next) {
-    next = segment_end(p->sorted, at, first + m);
+    next = moelora_segment_end(p->sorted, at, first + m);
     for (int32_t slice = 0; p->sorted->adapter[at] >= 0 && slice < p->lora->num_slices; slice++) {
       const factor_b_part part = factor_b(p, at, slice, begin, end);
       if (part.from >= part.to)

@@ -14,6 +14,14 @@ static inline int32_t moelora_expert_of(const moelora_routes *routes, int64_t p)
   return expert >= 0 && expert < routes->num_experts ? (int32_t)expert : -1;
 }
 
+static inline bool moelora_is_enabled(const moelora_routes *routes, int32_t adapter) {
+  const void *enabled = routes->adapter_enabled;
+  if (!enabled)
+    return true;
+  return routes->adapter_enabled_bytes == 1 ? ((const uint8_t *)enabled)[adapter] != 0
+                                            : ((const int32_t *)enabled)[adapter] != 0;
+}
+
 /* Adapter slot of token m, or -1: its rows are base rows. */
 static inline int32_t moelora_adapter_of(const moelora_routes *routes, int64_t m) {
   const moelora_ids *ids = &routes->token_lora_mapping;
@@ -22,14 +30,7 @@ static inline int32_t moelora_adapter_of(const moelora_routes *routes, int64_t m
   int64_t adapter = moelora_read_id(ids, m * ids->stride[0]);
   if (adapter < 0 || adapter >= routes->max_loras)
     return -1;
-  const void *enabled = routes->adapter_enabled;
-  if (enabled) {
-    bool on = routes->adapter_enabled_bytes == 1 ? ((const uint8_t *)enabled)[adapter] != 0
-                                                 : ((const int32_t *)enabled)[adapter] != 0;
-    if (!on)
-      return -1;
-  }
-  return (int32_t)adapter;
+  return moelora_is_enabled(routes, (int32_t)adapter) ? (int32_t)adapter : -1;
 }
 
 /* Rows of A and columns of B that take part: the true rank, at most the stack's. */

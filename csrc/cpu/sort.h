@@ -21,4 +21,13 @@ void moelora_sorted_take(const moelora_routes *routes, moelora_arena *arena,
                          moelora_sorted *sorted);
 void moelora_sort_rows(const moelora_routes *routes, moelora_sorted *sorted);
 
+/* End of the segment that starts at sorted row `at`, looking no further than `end`. */
+static inline int64_t moelora_segment_end(const moelora_sorted *sorted, int64_t at, int64_t end) {
+  int64_t next = at + 1;
+  while (next < end && sorted->expert[next] == sorted->expert[at] &&
+         sorted->adapter[next] == sorted->adapter[at])
+    next++;
+  return next;
+}
+
 #endif

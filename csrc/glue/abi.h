@@ -43,6 +43,7 @@ int32_t aoti_torch_device_type_cuda(void);
 AOTITorchError aoti_torch_get_dim(AtenTensorHandle tensor, int64_t *ret_dim);
 AOTITorchError aoti_torch_get_sizes(AtenTensorHandle tensor, int64_t **ret_sizes);
 AOTITorchError aoti_torch_get_strides(AtenTensorHandle tensor, int64_t **ret_strides);
+AOTITorchError aoti_torch_get_numel(AtenTensorHandle tensor, int64_t *ret_numel);
 AOTITorchError aoti_torch_get_dtype(AtenTensorHandle tensor, int32_t *ret_dtype);
 AOTITorchError aoti_torch_get_device_type(AtenTensorHandle tensor, int32_t *ret_device_type);
 AOTITorchError aoti_torch_get_device_index(AtenTensorHandle tensor, int32_t *ret_device_index);
@@ -51,6 +52,7 @@ AOTITorchError aoti_torch_empty_strided(int64_t ndim, const int64_t *sizes_ptr,
                                         const int64_t *strides_ptr, int32_t dtype,
                                         int32_t device_type, int32_t device_index,
                                         AtenTensorHandle *ret_new_tensor);
+AOTITorchError aoti_torch_zero_(AtenTensorHandle self);
 AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle tensor);
 
 /* lists; the elements are the taker's to delete */

@@ -149,8 +149,7 @@ moelora_tensor box_optional(moelora_box *box, const char *name, StableIValue val
   return view(box, name, value, true);
 }
 
-static int32_t take_list(moelora_box *box, const char *name, StableIValue value,
-                         moelora_tensor *out) {
+int32_t box_tensors(moelora_box *box, const char *name, StableIValue value, moelora_tensor *out) {
   StableListHandle list = (StableListHandle)(uintptr_t)value;
   size_t size = 0;
   torch_list_size(list, &size);
@@ -174,8 +173,8 @@ static int32_t take_list(moelora_box *box, const char *name, StableIValue value,
 moelora_lora box_lora(moelora_box *box, const char *name_a, StableIValue a, const char *name_b,
                       StableIValue b) {
   moelora_lora lora = {0};
-  lora.num_slices = take_list(box, name_a, a, lora.a);
-  int32_t num_b = take_list(box, name_b, b, lora.b);
+  lora.num_slices = box_tensors(box, name_a, a, lora.a);
+  int32_t num_b = box_tensors(box, name_b, b, lora.b);
   if (lora.num_slices != num_b) {
     box_fail(box, MOELORA_INVALID_ARGUMENT, "%s has %d slices, %s has %d", name_a, lora.num_slices,
              name_b, num_b);
@@ -191,6 +190,30 @@ int32_t box_int(moelora_box *box, const char *name, StableIValue value) {
     return 0;
   }
   return (int32_t)wide;
+}
+
+int32_t box_host_int(moelora_box *box, const char *name, StableIValue value) {
+  AtenTensorHandle handle = (AtenTensorHandle)(uintptr_t)value;
+  int64_t numel = 0, wide = 0;
+  int32_t type = -1, code = -1;
+  void *data = NULL;
+  aoti_torch_get_numel(handle, &numel);
+  aoti_torch_get_device_type(handle, &type);
+  aoti_torch_get_dtype(handle, &code);
+  const bool is_64 = code == aoti_torch_dtype_int64();
+  if (numel > 1 || (numel && type != aoti_torch_device_type_cpu())) {
+    box_fail(box, MOELORA_INVALID_ARGUMENT,
+             "%s has %" PRId64
+             " elements on %s, expected 1 on cpu: reading it elsewhere would wait",
+             name, numel, device_name(type));
+  } else if (numel && !is_64 && code != aoti_torch_dtype_int32()) {
+    box_fail(box, MOELORA_INVALID_ARGUMENT, "%s has another dtype than int32 or int64", name);
+  } else if (numel) {
+    aoti_torch_get_data_ptr(handle, &data);
+    wide = is_64 ? *(const int64_t *)data : *(const int32_t *)data;
+  }
+  aoti_torch_delete_tensor_object(handle);
+  return box_int(box, name, (StableIValue)wide);
 }
 
 struct range_call {

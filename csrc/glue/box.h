@@ -32,7 +32,11 @@ moelora_tensor box_tensor(moelora_box *box, const char *name, StableIValue value
 moelora_tensor box_optional(moelora_box *box, const char *name, StableIValue value);
 moelora_lora box_lora(moelora_box *box, const char *name_a, StableIValue a, const char *name_b,
                       StableIValue b);
+/* A list of at most MOELORA_MAX_SLICES tensors; returns how many. */
+int32_t box_tensors(moelora_box *box, const char *name, StableIValue value, moelora_tensor *out);
 int32_t box_int(moelora_box *box, const char *name, StableIValue value);
+/* The value of an integer tensor of one element in host memory; 0 if absent. */
+int32_t box_host_int(moelora_box *box, const char *name, StableIValue value);
 
 /* After the last argument: picks stream and threads. False if anything failed so far. */
 bool box_ready(moelora_box *box);
@@ -52,6 +56,14 @@ void box_close(moelora_box *box, StableIValue *stack);
 /* The last failure of this thread as it was raised, "" if none. */
 const char *box_last_error(moelora_status *status);
 
+/* An operator: its name, schema and boxed function. */
+typedef struct moelora_op {
+  const char *name, *schema;
+  void (*function)(StableIValue *, uint64_t, uint64_t);
+} moelora_op;
+
+/* ops_delta.c: the operators that add adapters alone; ends with a name of NULL. */
+extern const moelora_op moelora_delta_ops[];
 /* ops.c: defines the operators and registers them. Returns NULL, or what went wrong. */
 const char *moelora_register_ops(void);
 

@@ -231,10 +231,7 @@ static void prepack_weights(StableIValue *stack, uint64_t inputs, uint64_t outpu
   box_close(&box, stack);
 }
 
-static const struct {
-  const char *name, *schema;
-  void (*function)(StableIValue *, uint64_t, uint64_t);
-} ops[] = {
+static const moelora_op ops[] = {
     {"moe_align_block_size", MOE_ALIGN_BLOCK_SIZE, moe_align_block_size},
     {"moe_lora_align_block_size", MOE_LORA_ALIGN_BLOCK_SIZE, moe_lora_align_block_size},
     {"moe_sorting", MOE_SORTING, moe_sorting},
@@ -243,6 +240,7 @@ static const struct {
     {"fused_experts_lora", FUSED_EXPERTS_LORA, fused_experts_lora},
     {"fused_experts_lora_out", FUSED_EXPERTS_LORA_OUT, fused_experts_lora_out},
     {"prepack_weights", PREPACK_WEIGHTS, prepack_weights},
+    {NULL, NULL, NULL},
 };
 
 const char *moelora_register_ops(void) {
@@ -256,11 +254,14 @@ const char *moelora_register_ops(void) {
       aoti_torch_library_init_impl("moelora", "CUDA", __FILE__, __LINE__, &cuda)) {
     return "cannot create torch's operator library";
   }
-  for (size_t i = 0; i < sizeof ops / sizeof *ops; i++) {
-    if (aoti_torch_library_def(definitions, ops[i].schema) ||
-        torch_library_impl(cpu, ops[i].name, ops[i].function, MOELORA_TORCH_ABI_VERSION) ||
-        torch_library_impl(cuda, ops[i].name, ops[i].function, MOELORA_TORCH_ABI_VERSION)) {
-      return ops[i].schema;
+  const moelora_op *const tables[] = {ops, moelora_delta_ops};
+  for (size_t i = 0; i < sizeof tables / sizeof *tables; i++) {
+    for (const moelora_op *op = tables[i]; op->name; op++) {
+      if (aoti_torch_library_def(definitions, op->schema) ||
+          torch_library_impl(cpu, op->name, op->function, MOELORA_TORCH_ABI_VERSION) ||
+          torch_library_impl(cuda, op->name, op->function, MOELORA_TORCH_ABI_VERSION)) {
+        return op->schema;
+      }
     }
   }
   return NULL;

@@ -1,0 +1,403 @@
+/* Adapters alone, over the sorted rows that have one:
+ *
+ *   shrink   shrunk [rows, slices, R] by sorted position, operands     (lora.c)
+ *   expand   c [block_m, block_n] = shrunk B^T, and away with it: into out, into z [P, columns]
+ *            float32 for the sum over a token's rows, or through silu_and_mul
+ *
+ * One half of it reads or writes the caller's h instead. */
+#include <string.h>
+
+#include "cpu/cpu.h"
+#include "cpu/routes.h"
+#include "cpu/sort.h"
+
+/* ---- rows ---- */
+
+typedef struct delta_rows {
+  moelora_sorted sorted;
+  uint8_t *active; /* [P] rows in `sorted` */
+} delta_rows;
+
+static void rows_take(const moelora_routes *routes, bool listed, moelora_arena *arena,
+                      delta_rows *rows) {
+  moelora_routes few = *routes;
+  if (listed)
+    few.num_experts = 0; /* lists are sorted: nothing is counted per expert */
+  moelora_sorted_take(&few, arena, &rows->sorted);
+  rows->active = moelora_take(arena, (size_t)routes->num_rows);
+}
+
+static void add_row(const moelora_routes *routes, int32_t max_rank, int32_t row, int32_t expert,
+                    int32_t adapter, delta_rows *rows) {
+  moelora_sorted *sorted = &rows->sorted;
+  if (rows->active[row] || moelora_rank_of(routes, adapter, max_rank) == 0)
+    return;
+  rows->active[row] = 1;
+  sorted->row[sorted->num_rows] = row;
+  sorted->expert[sorted->num_rows] = expert;
+  sorted->adapter[sorted->num_rows++] = adapter;
+}
+
+/* The rows of routes that have an adapter; drops the others where they are. */
+static void rows_of_routes(const moelora_routes *routes, int32_t max_rank, delta_rows *rows) {
+  moelora_sort_rows(routes, &rows->sorted);
+  memset(rows->active, 0, (size_t)routes->num_rows);
+  const int64_t count = rows->sorted.num_rows;
+  rows->sorted.num_rows = 0;
+  for (int64_t i = 0; i < count; i++)
+    if (rows->sorted.adapter[i] >= 0)
+      add_row(routes, max_rank, rows->sorted.row[i], rows->sorted.expert[i],
+              rows->sorted.adapter[i], rows);
+}
+
+/* A row that lists name twice counts once: what lists hold can overflow nothing. */
+static void rows_of_lists(const moelora_routes *routes, const moelora_list_blocks *lists,
+                          int32_t max_rank, delta_rows *rows) {
+  memset(rows->active, 0, (size_t)routes->num_rows);
+  rows->sorted.num_rows = 0;
+  for (int32_t i = 0; i < lists->num_active; i++) {
+    const int32_t adapter = lists->lora_ids[i];
+    if (adapter < 0 || adapter >= routes->max_loras || !moelora_is_enabled(routes, adapter))
+      continue;
+    const int64_t used = moelora_min(lists->num_tokens_post_padded[adapter], lists->rows);
+    for (int64_t at = 0; at < used; at++) {
+      const int64_t block = at / lists->block_size;
+      if (block >= lists->blocks)
+        break;
+      const int32_t expert = lists->expert_ids[adapter * lists->expert_stride + block];
+      const int32_t row = lists->sorted_token_ids[adapter * lists->sorted_stride + at];
+      if (expert >= 0 && expert < routes->num_experts && row >= 0 && row < routes->num_rows)
+        add_row(routes, max_rank, row, expert, adapter, rows);
+    }
+  }
+}
+
+/* ---- expand ---- */
+
+typedef struct expand_tasks {
+  const moelora_projection *projection;
+  int64_t row_chunk;
+  int64_t columns;       /* of a block: block_n, or half of it if gated */
+  int64_t total_columns; /* that leave the projection */
+  int64_t column_blocks;
+} expand_tasks;
+
+static void expand_task(void *context, int64_t index, int32_t worker) {
+  const expand_tasks *tasks = context;
+  const moelora_projection *p = tasks->projection;
+  moelora_scratch *scratch = &p->scratch[worker];
+  const int64_t ldc = p->variant->block_n;
+  const int64_t first = index / tasks->column_blocks * tasks->row_chunk;
+  const int64_t m = moelora_min(tasks->row_chunk, p->sorted->num_rows - first);
+  const int64_t begin = index % tasks->column_blocks * tasks->columns;
+  const int64_t count = moelora_min(tasks->columns, tasks->total_columns - begin);
+  float *up = scratch->c + ldc / 2;
+
+  memset(scratch->c, 0, (size_t)(m * ldc) * sizeof(float));
+  moelora_cpu_expand(p, first, m, begin, begin + count, scratch->c, ldc, scratch);
+  if (p->gated)
+    moelora_cpu_expand(p, first, m, tasks->total_columns + begin,
+                       tasks->total_columns + begin + count, up, ldc, scratch);
+  for (int64_t i = 0; i < m; i++) {
+    if (p->gated)
+      moelora_cpu_kernels_of(p->variant)
+          ->activate(p->activation, scratch->c + i * ldc, up + i * ldc, count);
+    p->emit(p, first + i, begin, count, scratch->c + i * ldc);
+  }
+}
+
+/* Expands projection->shrunk into its `columns`. */
+static void expand(const moelora_projection *p, int64_t columns, const moelora_exec *exec) {
+  const int64_t rows = p->sorted->num_rows, workers = moelora_cpu_workers(exec);
+  expand_tasks tasks = {
+      .projection = p,
+      .columns = p->gated ? p->variant->block_n / 2 : p->variant->block_n,
+      .total_columns = p->gated ? columns / 2 : columns,
+  };
+  tasks.column_blocks = moelora_ceil_div(tasks.total_columns, tasks.columns);
+  /* Rows are split where columns give too few tasks; a chunk reads its part of B again. */
+  const int64_t wanted = moelora_ceil_div(4 * workers, tasks.column_blocks);
+  tasks.row_chunk =
+      moelora_max(1, moelora_min(moelora_ceil_div(rows, wanted), p->variant->block_m));
+  moelora_cpu_parallel(exec, moelora_ceil_div(rows, tasks.row_chunk) * tasks.column_blocks,
+                       rows * columns * p->lora->max_rank, expand_task, &tasks);
+}
+
+static void emit_out(const moelora_projection *p, int64_t at, int64_t begin, int64_t count,
+                     const float *values, bool add) {
+  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->variant);
+  const int64_t row = p->sorted->row[at];
+  char *out = moelora_cpu_out(p, row, begin);
+  const float weight = p->mul_routed_weight ? moelora_weight_of(p->routes, row) : 1.0f;
+  float line[MOELORA_CPU_MAX_BLOCK_N] = {0};
+  if (add)
+    kernels->load(out, line, count);
+  for (int64_t j = 0; j < count; j++)
+    line[j] += weight * values[j];
+  kernels->store(line, out, count);
+}
+
+static void emit_add(const moelora_projection *p, int64_t at, int64_t begin, int64_t count,
+                     const float *values) {
+  emit_out(p, at, begin, count, values, true);
+}
+
+static void emit_store(const moelora_projection *p, int64_t at, int64_t begin, int64_t count,
+                       const float *values) {
+  emit_out(p, at, begin, count, values, false);
+}
+
+/* ---- h ---- */
+
+typedef struct h_tasks {
+  const moelora_delta_problem *problem;
+  const moelora_projection *projection;
+} h_tasks;
+
+/* Copies one sorted row, all slices, between `shrunk` and the caller's h. */
+static void copy_h(void *context, int64_t at, int32_t worker) {
+  (void)worker;
+  const h_tasks *tasks = context;
+  const moelora_delta_problem *problem = tasks->problem;
+  const moelora_projection *p = tasks->projection;
+  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->variant);
+  const size_t bytes = moelora_dtype_bytes(problem->dtype);
+  const int32_t max_rank = p->lora->max_rank;
+  const int64_t rank = moelora_rank_of(p->routes, p->sorted->adapter[at], max_rank);
+  const int64_t row = p->sorted->row[at], top_k = p->routes->top_k;
+  for (int32_t slice = 0; slice < p->lora->num_slices; slice++) {
+    char *operands = (char *)p->shrunk + (size_t)((at * p->lora->num_slices + slice) * max_rank) *
+                                             kernels->operand_bytes;
+    char *h = (char *)problem->h +
+              (size_t)(slice * problem->h_stride[0] + row / top_k * problem->h_stride[1] +
+                       row % top_k * problem->h_stride[2]) *
+                  bytes;
+    if (!problem->x && kernels->widen)
+      kernels->widen(h, operands, rank);
+    else if (!problem->x)
+      memcpy(operands, h, (size_t)rank * bytes);
+    else if (kernels->widen)
+      kernels->store((const float *)(const void *)operands, h, rank);
+    else
+      memcpy(h, operands, (size_t)rank * bytes);
+    if (problem->x)
+      memset(h + (size_t)rank * bytes, 0, (size_t)(max_rank - rank) * bytes);
+  }
+}
+
+/* ---- one adapter ---- */
+
+typedef struct delta_layout {
+  delta_rows rows;
+  moelora_scratch *scratch;
+  void *x;      /* [rows of x, K] operands; NULL where x is one already, or is not given */
+  void *shrunk; /* [P, slices, R] operands */
+  float *z;     /* [P, columns]; NULL unless rows are summed */
+  size_t bytes;
+} delta_layout;
+
+static int64_t rows_of_x(const moelora_delta_problem *problem) {
+  return problem->x_per_row ? problem->routes.num_rows : problem->routes.num_tokens;
+}
+
+static delta_layout delta_lay_out(const moelora_delta_problem *problem,
+                                  const moelora_delta_plan *plan, const moelora_exec *exec,
+                                  void *base) {
+  const moelora_routes *routes = &problem->routes;
+  moelora_arena arena = {base, 0};
+  delta_layout layout = {0};
+  rows_take(routes, problem->lists.sorted_token_ids, &arena, &layout.rows);
+  layout.scratch = moelora_scratch_take(plan->variant, exec, &arena);
+  if (problem->x && moelora_cpu_kernels_of(plan->variant)->widen)
+    layout.x =
+        moelora_take(&arena, moelora_operands_bytes(plan->variant, rows_of_x(problem), problem->k));
+  layout.shrunk = moelora_take(&arena, moelora_shrunk_bytes(plan->variant, routes, &problem->lora));
+  if (problem->sum_top_k)
+    layout.z = moelora_take(&arena, (size_t)(routes->num_rows * problem->columns) * sizeof(float));
+  layout.bytes = arena.used;
+  return layout;
+}
+
+size_t moelora_cpu_delta_workspace(const moelora_delta_problem *problem,
+                                   const moelora_delta_plan *plan, const moelora_exec *exec) {
+  return delta_lay_out(problem, plan, exec, NULL).bytes;
+}
+
+moelora_status moelora_cpu_delta(const moelora_delta_problem *problem,
+                                 const moelora_delta_plan *plan, const moelora_exec *exec) {
+  const moelora_routes *routes = &problem->routes;
+  delta_layout layout = delta_lay_out(problem, plan, exec, exec->workspace);
+  if (problem->lists.sorted_token_ids)
+    rows_of_lists(routes, &problem->lists, problem->lora.max_rank, &layout.rows);
+  else
+    rows_of_routes(routes, problem->lora.max_rank, &layout.rows);
+  if (layout.rows.sorted.num_rows == 0)
+    return MOELORA_OK;
+
+  const moelora_weights depth = {.k = problem->k};
+  moelora_projection p = {
+      .variant = plan->variant,
+      .routes = routes,
+      .sorted = &layout.rows.sorted,
+      .scratch = layout.scratch,
+      .x = problem->x,
+      .x_stride = problem->x_stride,
+      .x_index = problem->x_per_row ? MOELORA_BY_ROW : MOELORA_BY_TOKEN,
+      .w = &depth,
+      .lora = &problem->lora,
+      .shrunk = layout.shrunk,
+      .gated = problem->silu_and_mul,
+      .activation = MOELORA_SILU,
+      .emit = problem->sum_top_k    ? moelora_cpu_emit_f32
+              : problem->add_inputs ? emit_add
+                                    : emit_store,
+      .out = problem->out,
+      .out_stride = {problem->out_stride[0], problem->out_stride[1]},
+      .mul_routed_weight = problem->mul_routed_weight,
+  };
+  if (layout.x) {
+    moelora_cpu_operands(plan->variant, problem->x, problem->x_stride, rows_of_x(problem),
+                         problem->k, NULL, 0, layout.x, exec);
+    p.x = layout.x;
+    p.x_stride = problem->k;
+  }
+  if (problem->x)
+    moelora_cpu_shrink(&p, exec);
+  if (problem->h) {
+    h_tasks tasks = {problem, &p};
+    moelora_cpu_parallel(exec, layout.rows.sorted.num_rows,
+                         layout.rows.sorted.num_rows * problem->lora.max_rank, copy_h, &tasks);
+  }
+  if (!problem->out)
+    return MOELORA_OK;
+  if (!problem->sum_top_k) {
+    expand(&p, problem->columns, exec);
+    return MOELORA_OK;
+  }
+  p.out = layout.z;
+  p.out_stride[0] = problem->columns;
+  expand(&p, problem->columns, exec);
+  const moelora_combine combine = {
+      .variant = plan->variant,
+      .routes = routes,
+      .z = layout.z,
+      .columns = problem->columns,
+      .active = layout.rows.active,
+      .weighted = problem->mul_routed_weight,
+      .add = problem->add_inputs,
+      .out = problem->out,
+      .out_stride = problem->out_stride[0],
+  };
+  moelora_cpu_combine(&combine, exec);
+  return MOELORA_OK;
+}
+
+/* ---- SGLang's adapter MLP ---- */
+
+typedef struct mlp_layout {
+  delta_rows rows;
+  moelora_scratch *scratch;
+  void *x;                /* [M, K] operands; NULL where hidden_states are used as they are */
+  void *shrunk, *shrunk2; /* [P, slices, R] operands of either half */
+  void *h;                /* [P, I] operands by sorted position */
+  float *z;               /* [P, K] by flat row */
+  size_t bytes;
+} mlp_layout;
+
+static mlp_layout mlp_lay_out(const moelora_mlp_delta_problem *problem,
+                              const moelora_delta_plan *plan, const moelora_exec *exec,
+                              void *base) {
+  const moelora_routes *routes = &problem->routes;
+  const moelora_variant *variant = plan->variant;
+  moelora_arena arena = {base, 0};
+  mlp_layout layout = {0};
+  rows_take(routes, false, &arena, &layout.rows);
+  layout.scratch = moelora_scratch_take(variant, exec, &arena);
+  if (moelora_cpu_kernels_of(variant)->widen)
+    layout.x =
+        moelora_take(&arena, moelora_operands_bytes(variant, routes->num_tokens, problem->hidden));
+  layout.shrunk = moelora_take(&arena, moelora_shrunk_bytes(variant, routes, &problem->gate_up));
+  layout.shrunk2 = moelora_take(&arena, moelora_shrunk_bytes(variant, routes, &problem->down));
+  layout.h = moelora_take(&arena,
+                          moelora_operands_bytes(variant, routes->num_rows, problem->intermediate));
+  layout.z = moelora_take(&arena, (size_t)(routes->num_rows * problem->hidden) * sizeof(float));
+  layout.bytes = arena.used;
+  return layout;
+}
+
+size_t moelora_cpu_mlp_delta_workspace(const moelora_mlp_delta_problem *problem,
+                                       const moelora_delta_plan *plan, const moelora_exec *exec) {
+  return mlp_lay_out(problem, plan, exec, NULL).bytes;
+}
+
+moelora_status moelora_cpu_mlp_delta(const moelora_mlp_delta_problem *problem,
+                                     const moelora_delta_plan *plan, const moelora_exec *exec) {
+  const moelora_routes *routes = &problem->routes;
+  moelora_routes unscaled = *routes;
+  unscaled.lora_scalings = NULL;
+  mlp_layout layout = mlp_lay_out(problem, plan, exec, exec->workspace);
+  const int32_t max_rank = problem->gate_up.max_rank < problem->down.max_rank
+                               ? problem->gate_up.max_rank
+                               : problem->down.max_rank;
+  rows_of_routes(routes, max_rank, &layout.rows);
+  if (layout.rows.sorted.num_rows == 0)
+    return MOELORA_OK;
+
+  const moelora_weights depth = {.k = problem->hidden}, depth2 = {.k = problem->intermediate};
+  moelora_projection gate_up = {
+      .variant = plan->variant,
+      .routes = &unscaled,
+      .sorted = &layout.rows.sorted,
+      .scratch = layout.scratch,
+      .x = problem->x,
+      .x_stride = problem->x_stride,
+      .x_index = MOELORA_BY_TOKEN,
+      .w = &depth,
+      .lora = &problem->gate_up,
+      .shrunk = layout.shrunk,
+      .gated = true,
+      .activation = MOELORA_SILU,
+      .emit = moelora_cpu_emit_operands,
+      .out = layout.h,
+      .out_stride = {problem->intermediate},
+      .out_variant = plan->variant,
+  };
+  const moelora_projection down = {
+      .variant = plan->variant,
+      .routes = routes,
+      .sorted = &layout.rows.sorted,
+      .scratch = layout.scratch,
+      .x = layout.h,
+      .x_stride = problem->intermediate,
+      .x_index = MOELORA_BY_SORTED,
+      .w = &depth2,
+      .lora = &problem->down,
+      .shrunk = layout.shrunk2,
+      .emit = moelora_cpu_emit_f32,
+      .out = layout.z,
+      .out_stride = {problem->hidden},
+  };
+  if (layout.x) {
+    moelora_cpu_operands(plan->variant, problem->x, problem->x_stride, routes->num_tokens,
+                         problem->hidden, NULL, 0, layout.x, exec);
+    gate_up.x = layout.x;
+    gate_up.x_stride = problem->hidden;
+  }
+  moelora_cpu_shrink(&gate_up, exec);
+  expand(&gate_up, 2 * problem->intermediate, exec);
+  moelora_cpu_shrink(&down, exec);
+  expand(&down, problem->hidden, exec);
+  const moelora_combine combine = {
+      .variant = plan->variant,
+      .routes = routes,
+      .z = layout.z,
+      .columns = problem->hidden,
+      .active = layout.rows.active,
+      .weighted = true,
+      .add = true,
+      .out = problem->out,
+      .out_stride = problem->out_stride,
+  };
+  moelora_cpu_combine(&combine, exec);
+  return MOELORA_OK;
+}

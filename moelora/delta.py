@@ -1,0 +1,252 @@
+"""Adapters alone: the delta that an engine adds to a base product made elsewhere.
+
+An engine whose experts are FP8, INT4 or MXFP4 has a grouped GEMM of its own. These operators add
+the adapter part to its output, from routing and mapping as they are: `moe_lora_gate_up_delta` before
+the activation, `moe_lora_down_delta` after it. `moelora.vllm_ops` has vLLM's form of the same.
+
+The result of the shrink is rounded once to the compute dtype, as it feeds the next product, and the
+sum with the base product is rounded once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from moelora.ops import Factors, _absent, _enabled, _factors, _operators, _or_absent, _run
+
+
+def run_named(names: dict[str, str], op, *args) -> None:
+    """`_run`, whose complaints then use the names of the caller's arguments."""
+    if is_compiling():
+        return op(*args)
+    try:
+        _run(op, *args)
+    except (ValueError, NotImplementedError) as error:
+        pattern = rf"\b({'|'.join(names)})\b(?=[.\[ ,])"
+        raise type(error)(re.sub(pattern, lambda m: names[m[1]], str(error))) from None
+
+
+def known_experts(factors: Sequence[Tensor], num_experts: int | None) -> int | None:
+    """How many experts there are; None if all factors are shared and nobody says."""
+    largest = max((f.size(1) for f in factors if f.dim() == 4), default=1)
+    return num_experts or (largest if largest > 1 else None)
+
+
+def one_expert(
+    topk_ids: Tensor, expert_map: Tensor | None, num_experts: int | None
+) -> tuple[Tensor, Tensor | None, int]:
+    """Where nobody knows how many experts share the factors, every id from 0 up is the same one."""
+    if num_experts is not None:
+        return topk_ids, expert_map, num_experts
+    if expert_map is not None:
+        return topk_ids, expert_map.clamp_max(0), 1
+    return topk_ids.clamp_max(0), None, 1
+
+
+def _delta(
+    op,
+    x: Tensor,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor,
+    token_lora_mapping: Tensor | None,
+    lora_a: Factors,
+    lora_b: Factors,
+    lora_ranks: Tensor | None,
+    lora_scalings: Tensor | None,
+    adapter_enabled: Tensor | None,
+    expert_map: Tensor | None,
+    num_experts: int | None,
+    mul_routed_weight: bool,
+    add_inputs: bool,
+    out: Tensor | None,
+) -> Tensor:
+    a, b = _factors(lora_a), _factors(lora_b)
+    if not a or not b:
+        raise ValueError(f"lora_a has {len(a)} slices, lora_b has {len(b)}, expected at least 1")
+    absent = _absent(x)
+    experts = known_experts((*a, *b), num_experts)
+    if out is None:
+        add_inputs = False
+        out = x.new_empty((*topk_ids.shape, sum(f.size(-2) for f in b)))
+    topk_ids, expert_map, experts = one_expert(topk_ids, expert_map, experts)
+    _run(
+        op,
+        out,
+        x,
+        a,
+        b,
+        _or_absent(topk_weights, absent, torch.float32),
+        topk_ids,
+        _or_absent(token_lora_mapping, absent),
+        _or_absent(lora_ranks, absent, torch.int32),
+        _or_absent(lora_scalings, absent, torch.float32),
+        _enabled(adapter_enabled, absent),
+        _or_absent(expert_map, absent, torch.int32),
+        experts,
+        mul_routed_weight,
+        add_inputs,
+        0,
+    )
+    return out
+
+
+def moe_lora_gate_up_delta(
+    x: Tensor,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor,
+    *,
+    token_lora_mapping: Tensor | None,
+    lora_a: Factors,
+    lora_b: Factors,
+    lora_ranks: Tensor | None = None,
+    lora_scalings: Tensor | None = None,
+    adapter_enabled: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    num_experts: int | None = None,
+    mul_routed_weight: bool = False,
+    add_inputs: bool = True,
+    out: Tensor | None = None,
+) -> Tensor:
+    """What adapters add to the gate and up projections, before the activation.
+
+    For token `m`, choice `j`, expert `e = topk_ids[m, j]`, adapter `l = token_lora_mapping[m]`::
+
+        out[m, j] += lora_scalings[l] (x lora_a[l, e]^T) lora_b[l, e]^T
+
+    Parameters
+    ----------
+    x : Tensor, shape (M, K) or (M * top_k, K)
+        Input of each token, or of each routed row. float32, bfloat16 or float16 (CUDA: the
+        latter two); the dtype of all factors and of the result.
+    topk_weights : Tensor, shape (M, top_k), optional
+        Routing weights. Read if `mul_routed_weight`.
+    topk_ids : Tensor, shape (M, top_k), int32 or int64
+        Experts of each token. A row whose id is out of range is skipped.
+    token_lora_mapping : Tensor, shape (M,), int32 or int64, optional
+        Adapter slot of each token, -1 for none. None: no token has an adapter.
+    lora_a : Tensor or sequence of tensors, shape (max_loras, E or 1, R, K)
+        Shrink factors: one for all columns, or one for gate and one for up. An expert dimension of
+        1 is one factor shared by all experts.
+    lora_b : Tensor or sequence of tensors, shape (max_loras, E or 1, 2 I / slices, R)
+        Expand factors, as many.
+    lora_ranks, lora_scalings, adapter_enabled, expert_map
+        As in `fused_moe_lora_gemm`.
+    num_experts : int, optional
+        Experts on this rank, where factors do not say it because all are shared. Unknown: every id
+        from 0 up has the shared factors.
+    mul_routed_weight : bool
+        Multiply row (m, j) by `topk_weights[m, j]`.
+    add_inputs : bool
+        Add to `out`, where rows without an adapter keep their bits. False: `out` becomes the delta,
+        0 in those rows.
+    out : Tensor, shape (M, top_k, 2 I), optional
+        The base product. None: the delta in a new tensor.
+
+    Returns
+    -------
+    Tensor, shape (M, top_k, 2 I)
+        `out`, or a new tensor.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    NotImplementedError
+        This build or this device has no kernel for it.
+
+    Notes
+    -----
+    Added before the activation, this and `moe_lora_down_delta` give the exact MoE LoRA of
+    `fused_experts_lora`.
+    """
+    return _delta(
+        _operators.moe_lora_gate_up_delta.default,
+        x,
+        topk_weights,
+        topk_ids,
+        token_lora_mapping,
+        lora_a,
+        lora_b,
+        lora_ranks,
+        lora_scalings,
+        adapter_enabled,
+        expert_map,
+        num_experts,
+        mul_routed_weight,
+        add_inputs,
+        out,
+    )
+
+
+def moe_lora_down_delta(
+    x: Tensor,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor,
+    *,
+    token_lora_mapping: Tensor | None,
+    lora_a: Factors,
+    lora_b: Factors,
+    lora_ranks: Tensor | None = None,
+    lora_scalings: Tensor | None = None,
+    adapter_enabled: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    num_experts: int | None = None,
+    mul_routed_weight: bool = False,
+    add_inputs: bool = True,
+    out: Tensor | None = None,
+) -> Tensor:
+    """What adapters add to the down projection, before the sum over `top_k`.
+
+    Parameters
+    ----------
+    x : Tensor, shape (M, top_k, I) or (M * top_k, I)
+        The activation of each routed row.
+    topk_weights, topk_ids, token_lora_mapping
+        As in `moe_lora_gate_up_delta`.
+    lora_a : Tensor, shape (max_loras, E or 1, R, I)
+        Shrink factors.
+    lora_b : Tensor, shape (max_loras, E or 1, K, R)
+        Expand factors.
+    lora_ranks, lora_scalings, adapter_enabled, expert_map, num_experts
+        As in `moe_lora_gate_up_delta`.
+    mul_routed_weight : bool
+        Multiply row (m, j) by `topk_weights[m, j]`, where the base product has it already.
+    add_inputs : bool
+        As in `moe_lora_gate_up_delta`.
+    out : Tensor, shape (M, top_k, K), optional
+        The base product. None: the delta in a new tensor.
+
+    Returns
+    -------
+    Tensor, shape (M, top_k, K)
+        `out`, or a new tensor.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    NotImplementedError
+        This build or this device has no kernel for it.
+    """
+    return _delta(
+        _operators.moe_lora_down_delta.default,
+        x.flatten(0, 1) if x.dim() == 3 else x,
+        topk_weights,
+        topk_ids,
+        token_lora_mapping,
+        lora_a,
+        lora_b,
+        lora_ranks,
+        lora_scalings,
+        adapter_enabled,
+        expert_map,
+        num_experts,
+        mul_routed_weight,
+        add_inputs,
+        out,
+    )

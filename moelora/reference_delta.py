@@ -1,0 +1,279 @@
+"""Slow, obvious versions of the operators that add adapters alone.
+
+Everything is a loop over routed rows on the CPU. `dtype` is that of every step: float64 gives the
+mathematical value, the compute dtype what a torch user would get by rounding after each product; the
+error of the second against the first says how much accuracy a dtype allows.
+
+A row is `None` (no adapter, or skipped) or `(expert, adapter)`; rows come from routing or from
+vLLM's lists, and everything after that is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moelora.reference import (
+    Factors,
+    _as_list,
+    _optional_list,
+    _pair,
+    active_adapter,
+    align_max_blocks_ref,
+    local_expert,
+)
+
+Rows = list[tuple[int, int] | None]
+
+
+def num_experts_of(factors: Sequence[Tensor], num_experts: int | None = None) -> int:
+    """Experts that factors speak of; without a limit if they are shared by all."""
+    largest = max(f.size(1) for f in factors)
+    return num_experts or (largest if largest > 1 else 2**31)
+
+
+def rows_of_routing(
+    topk_ids: Tensor,
+    token_lora_mapping: Tensor | None,
+    num_experts: int,
+    max_loras: int,
+    *,
+    lora_ranks: Tensor | None = None,
+    adapter_enabled: Tensor | None = None,
+    expert_map: Tensor | None = None,
+) -> Rows:
+    """What each routed row works on."""
+    top_k = topk_ids.size(1)
+    if token_lora_mapping is None:
+        return [None] * topk_ids.numel()
+    enabled, ranks = _optional_list(adapter_enabled), _optional_list(lora_ranks)
+    carried = token_lora_mapping.tolist()
+    rows: Rows = []
+    for p, e in enumerate(topk_ids.reshape(-1).tolist()):
+        expert = local_expert(e, num_experts, _optional_list(expert_map))
+        adapter = active_adapter(carried[p // top_k], max_loras, enabled, ranks)
+        rows.append(None if expert < 0 or adapter < 0 else (expert, adapter))
+    return rows
+
+
+def rows_of_lists(
+    num_rows: int,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor,
+    lora_ids: Tensor,
+    num_active: int,
+    block_size: int,
+    num_experts: int,
+    adapter_enabled: Tensor | None = None,
+) -> Rows:
+    """The same, from vLLM's lists of blocks."""
+    rows: Rows = [None] * num_rows
+    max_loras, enabled = sorted_token_ids.size(0), _optional_list(adapter_enabled)
+    for adapter in lora_ids.tolist()[:num_active]:
+        if active_adapter(adapter, max_loras, enabled) < 0:
+            continue
+        used = min(num_tokens_post_padded[adapter].item(), sorted_token_ids.size(1))
+        for at in range(used):
+            expert = expert_ids[adapter, at // block_size].item()
+            row = sorted_token_ids[adapter, at].item()
+            if 0 <= expert < num_experts and 0 <= row < num_rows:
+                rows[row] = (expert, adapter)
+    return rows
+
+
+def shrink_ref(
+    x: Tensor,
+    lora_a: Factors,
+    rows: Rows,
+    top_k: int,
+    *,
+    lora_ranks: Tensor | None = None,
+    lora_scalings: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """`h[slice, m, j] = s x A[slice]^T`, (slices, M, top_k, R); 0 past the true rank."""
+    stacks = [a.cpu().to(dtype) for a in _as_list(lora_a)]
+    x, ranks, scalings = x.cpu().to(dtype), lora_ranks, lora_scalings
+    per_row = x.size(0) == len(rows)
+    h = torch.zeros(len(stacks), len(rows), stacks[0].size(2), dtype=dtype)
+    for p, work in enumerate(rows):
+        if work is None:
+            continue
+        expert, adapter = work
+        rank = h.size(2) if ranks is None else min(int(ranks[adapter]), h.size(2))
+        scaling = 1.0 if scalings is None else float(scalings[adapter])
+        row = x[p if per_row else p // top_k]
+        for i, stack in enumerate(stacks):
+            h[i, p, :rank] = scaling * (_pair(stack, adapter, expert)[:rank] @ row)
+    return h.view(len(stacks), -1, top_k, h.size(2))
+
+
+def expand_ref(
+    h: Tensor,
+    lora_b: Factors,
+    rows: Rows,
+    *,
+    lora_ranks: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """`z[m, j] = h[slice, m, j] B[slice]^T`, slices side by side; 0 in rows without an adapter."""
+    stacks = [b.cpu().to(dtype) for b in _as_list(lora_b)]
+    num_tokens, top_k, max_rank = h.shape[1:]
+    h = h.cpu().to(dtype).reshape(len(stacks), len(rows), max_rank)
+    z = torch.zeros(len(rows), len(stacks), stacks[0].size(2), dtype=dtype)
+    for p, work in enumerate(rows):
+        if work is None:
+            continue
+        expert, adapter = work
+        rank = max_rank if lora_ranks is None else min(int(lora_ranks[adapter]), max_rank)
+        for i, stack in enumerate(stacks):
+            z[p, i] = _pair(stack, adapter, expert)[:, :rank] @ h[i, p, :rank]
+    return z.view(num_tokens, top_k, -1)
+
+
+def weighted(z: Tensor, topk_weights: Tensor) -> Tensor:
+    """`topk_weights[m, j] * z[m, j]`, rounded to the dtype of z."""
+    product = z.double() if z.dtype == torch.float64 else z.float()
+    return (product * topk_weights.cpu().unsqueeze(-1)).to(z.dtype)
+
+
+def active_rows(rows: Rows, top_k: int) -> Tensor:
+    """(M, top_k) bool: rows that have an adapter and an expert."""
+    return torch.tensor([work is not None for work in rows]).view(-1, top_k)
+
+
+def moe_lora_delta_ref(
+    x: Tensor,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor,
+    *,
+    token_lora_mapping: Tensor | None,
+    lora_a: Factors,
+    lora_b: Factors,
+    lora_ranks: Tensor | None = None,
+    lora_scalings: Tensor | None = None,
+    adapter_enabled: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    num_experts: int | None = None,
+    mul_routed_weight: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """What `moe_lora_gate_up_delta` and `moe_lora_down_delta` add, and where: (delta, active)."""
+    a, b = _as_list(lora_a), _as_list(lora_b)
+    rows = rows_of_routing(
+        topk_ids,
+        token_lora_mapping,
+        num_experts_of((*a, *b), num_experts),
+        a[0].size(0),
+        lora_ranks=lora_ranks,
+        adapter_enabled=adapter_enabled,
+        expert_map=expert_map,
+    )
+    top_k = topk_ids.size(1)
+    x = x.flatten(0, 1) if x.dim() == 3 else x
+    h = shrink_ref(
+        x, a, rows, top_k, lora_ranks=lora_ranks, lora_scalings=lora_scalings, dtype=dtype
+    )
+    z = expand_ref(h, b, rows, lora_ranks=lora_ranks, dtype=dtype)
+    return weighted(z, topk_weights) if mul_routed_weight else z, active_rows(rows, top_k)
+
+
+def run_moe_lora_ref(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    weight_indices: Tensor,
+    lora_ranks: Tensor | None,
+    scalings: Tensor | None,
+    gate_up_a: Tensor,
+    gate_up_b: Tensor,
+    down_a: Tensor,
+    down_b: Tensor,
+    *,
+    adapter_enabled: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """What SGLang's adapter MLP adds to a base layer, (M, K), and to which tokens, (M,)."""
+    top_k = topk_ids.size(1)
+    rows = rows_of_routing(
+        topk_ids,
+        weight_indices,
+        num_experts_of((gate_up_a, gate_up_b, down_a, down_b)),
+        gate_up_a.size(0),
+        lora_ranks=lora_ranks,
+        adapter_enabled=adapter_enabled,
+    )
+    h = shrink_ref(hidden_states, gate_up_a, rows, top_k, lora_ranks=lora_ranks, dtype=dtype)
+    activated = silu_and_mul_ref(expand_ref(h, gate_up_b, rows, lora_ranks=lora_ranks, dtype=dtype))
+    h = shrink_ref(
+        activated.flatten(0, 1),
+        down_a,
+        rows,
+        top_k,
+        lora_ranks=lora_ranks,
+        lora_scalings=scalings,
+        dtype=dtype,
+    )
+    z = weighted(expand_ref(h, down_b, rows, lora_ranks=lora_ranks, dtype=dtype), topk_weights)
+    return z.sum(1), active_rows(rows, top_k).any(1)
+
+
+def silu_and_mul_ref(z: Tensor) -> Tensor:
+    """silu of the first half of the columns, times the second half."""
+    gate, up = z.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def moe_lora_align_lists_ref(
+    topk_ids: Tensor,
+    token_lora_mapping: Tensor,
+    num_experts: int,
+    block_size: int,
+    max_loras: int,
+    *,
+    lora_ids: Tensor,
+    adapter_enabled: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    rows: int | None = None,
+    blocks: int | None = None,
+    untouched: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """vLLM's form of `moe_lora_align_block_size`: one list of blocks for each adapter.
+
+    Returns int32 sorted_token_ids (max_loras, rows), expert_ids (max_loras, blocks) and
+    num_tokens_post_padded (max_loras,). Lists that are not asked for hold `untouched`.
+    """
+    work = rows_of_routing(
+        topk_ids,
+        token_lora_mapping,
+        num_experts,
+        max_loras,
+        adapter_enabled=adapter_enabled,
+        expert_map=expert_map,
+    )
+    padding = topk_ids.numel()
+    if blocks is None:
+        blocks = align_max_blocks_ref("base", padding, num_experts, block_size)
+    rows = blocks * block_size if rows is None else rows
+    sorted_token_ids = torch.full((max_loras, rows), untouched, dtype=torch.int32)
+    expert_ids = torch.full((max_loras, blocks), untouched, dtype=torch.int32)
+    used = torch.full((max_loras,), untouched, dtype=torch.int32)
+    enabled = _optional_list(adapter_enabled)
+    for adapter in lora_ids.tolist():
+        if active_adapter(adapter, max_loras, enabled) < 0:
+            continue
+        ids: list[int] = []
+        experts: list[int] = []
+        mine = {w[0] for w in work if w is not None and w[1] == adapter}
+        for expert in sorted(mine):
+            group = [p for p, w in enumerate(work) if w == (expert, adapter)]
+            padded = -(-len(group) // block_size) * block_size
+            ids += group + [padding] * (padded - len(group))
+            experts += [expert] * (padded // block_size)
+        sorted_token_ids[adapter] = torch.tensor(ids + [padding] * (rows - len(ids)))
+        expert_ids[adapter] = torch.tensor(experts + [-1] * (blocks - len(experts)))
+        used[adapter] = len(ids)
+    return sorted_token_ids, expert_ids, used

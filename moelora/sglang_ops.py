@@ -1,0 +1,477 @@
+"""SGLang's design of MoE LoRA: an adapter MLP of its own beside the base layer.
+
+For token `m`, choice `j`, expert `e`, adapter `l`, with `gate_up` one pair of factors::
+
+    output[m] += sum over j of topk_weights[m, j] * scalings[l]
+                 * down_B[l, e] down_A[l, e] silu_and_mul(gate_up_B[l, e] gate_up_A[l, e] x[m])
+
+**This is not the LoRA of the layer.** An adapter trained by PEFT changes gate and up *before* the
+activation: `silu(W x + B A x)`. Here the activation sees the adapter alone: `silu(B A x)`. A layer
+of one expert with every size 1 shows it. Let `x = 1`, gate `W = 2`, up `W = 1`, down `W = 1`, and
+an adapter that adds 1 to gate, 1 to up and nothing to down::
+
+    base                        silu(2) * 1           = 1.762
+    exact, the trained layer    silu(2 + 1) * (1 + 1) = 5.715
+    this function               1.762 + 0 * ...       = 1.762
+
+The adapter has no effect at all here, as its down factors are zero; and where they are not, say
+`B A = 1` in down, the exact layer is `(1 + 1) * 5.715 = 11.43` and this one
+`1.762 + 1 * silu(1) * 1 = 2.493`. Use it for adapters that were trained this way; for all others
+`fused_experts_lora` is the exact layer, and `moe_lora_gate_up_delta` with `moe_lora_down_delta` the
+exact deltas of a quantised one.
+
+The staged operators are `moe_lora_a`, `moe_lora_gate_up_b` and `moe_lora_down_combine`;
+`moe_lora_fused` is all of them at once; `run_moe_lora` chooses. The buffers are those of an
+`AdapterPool` with `w13_slices=1`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moelora.adapters import AdapterPool
+from moelora.delta import known_experts, one_expert, run_named
+from moelora.ops import _absent, _enabled, _operators, _or_absent
+
+# Up to so many routed rows, launches cost more than what staging them apart gains.
+FUSED_ROWS = 256
+# What the compiled operators call the arguments that are named otherwise here.
+NAMES = {
+    "topk_ids": "expert_ids",
+    "topk_weights": "routing_weights",
+    "token_lora_mapping": "weight_indices",
+    "lora_scalings": "scalings",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class MoELoRABatchInfo:
+    """Which token carries which adapter, and what the adapters are.
+
+    Attributes
+    ----------
+    weight_indices : Tensor, shape (num_tokens,), int32 or int64
+        Adapter slot of each token, -1 for none. `prepare_moe_lora_batch` makes it from one index
+        per sequence.
+    lora_ranks : Tensor, shape (max_loras,), int32
+        True rank of each adapter; 0 is an empty slot.
+    scalings : Tensor, shape (max_loras,), float32
+        Scaling of each adapter.
+    adapter_enabled : Tensor, shape (max_loras,), bool, optional
+        False turns an adapter off.
+    """
+
+    weight_indices: Tensor
+    lora_ranks: Tensor
+    scalings: Tensor
+    adapter_enabled: Tensor | None = None
+
+
+def prepare_moe_lora_batch(
+    weight_indices: Tensor,
+    lora_ranks: Tensor,
+    scalings: Tensor,
+    *,
+    adapter_enabled: Tensor | None = None,
+    seq_lens: Tensor | Sequence[int] | None = None,
+    num_tokens: int | None = None,
+) -> MoELoRABatchInfo:
+    """Batch information from adapter indices per token, or per sequence.
+
+    Parameters
+    ----------
+    weight_indices : Tensor, shape (num_tokens,), or (num_seqs,) with `seq_lens`
+        Adapter slots, -1 for none.
+    lora_ranks, scalings, adapter_enabled
+        As in `MoELoRABatchInfo`.
+    seq_lens : Tensor or sequence of int, shape (num_seqs,), optional
+        Tokens of each sequence, one after the other in the batch.
+    num_tokens : int, optional
+        Tokens of the batch; tokens after the last sequence, as in a padded CUDA graph, have no
+        adapter. Needed if `seq_lens` is on a GPU, where counting them would wait.
+
+    Returns
+    -------
+    MoELoRABatchInfo
+        With one index per token, made on the device of `weight_indices` without a wait.
+
+    Raises
+    ------
+    ValueError
+        `seq_lens` and `weight_indices` have different lengths, or `num_tokens` is missing.
+    """
+    if seq_lens is not None:
+        lengths = torch.as_tensor(seq_lens)
+        if lengths.shape != weight_indices.shape or lengths.dim() != 1:
+            raise ValueError(
+                f"seq_lens has shape {tuple(lengths.shape)}, weight_indices has "
+                f"{tuple(weight_indices.shape)}, expected one entry for each sequence"
+            )
+        if num_tokens is None:
+            if lengths.is_cuda:
+                raise ValueError("num_tokens is None, expected it as seq_lens is on a GPU")
+            num_tokens = int(lengths.sum())
+        device = weight_indices.device
+        ends = lengths.to(device, non_blocking=True).cumsum(0)
+        token = torch.arange(num_tokens, device=device)
+        sequence = torch.searchsorted(ends, token, right=True)
+        weight_indices = torch.nn.functional.pad(weight_indices, (0, 1), value=-1)[sequence]
+    return MoELoRABatchInfo(weight_indices, lora_ranks, scalings, adapter_enabled)
+
+
+def prepare_moe_lora_batch_of_pool(
+    pool: AdapterPool,
+    names: Sequence[str | None],
+    *,
+    seq_lens: Tensor | Sequence[int] | None = None,
+    num_tokens: int | None = None,
+) -> MoELoRABatchInfo:
+    """`prepare_moe_lora_batch` for adapters of a pool, by name; None is no adapter."""
+    return prepare_moe_lora_batch(
+        pool.mapping(names),
+        pool.lora_ranks,
+        pool.lora_scalings,
+        adapter_enabled=pool.adapter_enabled,
+        seq_lens=seq_lens,
+        num_tokens=num_tokens,
+    )
+
+
+def moe_lora_buffers(pool: AdapterPool, layer: str) -> dict[str, Tensor]:
+    """The four buffers of one layer of a pool with `w13_slices=1`, as `run_moe_lora` names them."""
+    stacks = pool.layer(layer)
+    if not isinstance(stacks["w13_lora_a"], Tensor):
+        raise ValueError("the pool has w13_slices=2, expected 1: gate and up share one A here")
+    return {
+        "gate_up_a_buffer": stacks["w13_lora_a"],
+        "gate_up_b_buffer": stacks["w13_lora_b"],
+        "down_a_buffer": stacks["w2_lora_a"],
+        "down_b_buffer": stacks["w2_lora_b"],
+    }
+
+
+def _routing(
+    factors: Sequence[Tensor],
+    routing_weights: Tensor | None,
+    expert_ids: Tensor,
+    weight_indices: Tensor,
+    lora_ranks: Tensor | None,
+    scalings: Tensor | None,
+    adapter_enabled: Tensor | None,
+    num_experts: int | None,
+) -> tuple:
+    absent = _absent(expert_ids)
+    expert_ids, _, experts = one_expert(expert_ids, None, known_experts(factors, num_experts))
+    return (
+        _or_absent(routing_weights, absent, torch.float32),
+        expert_ids,
+        weight_indices,
+        _or_absent(lora_ranks, absent, torch.int32),
+        _or_absent(scalings, absent, torch.float32),
+        _enabled(adapter_enabled, absent),
+        absent,
+        experts,
+    )
+
+
+def moe_lora_a(
+    x: Tensor,
+    expert_ids: Tensor,
+    lora_a: Tensor,
+    weight_indices: Tensor,
+    lora_ranks: Tensor | None = None,
+    *,
+    adapter_enabled: Tensor | None = None,
+    num_experts: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The first stage: `out[m, j] = lora_a[l, e] x[m]`, up to the true rank and 0 beyond it.
+
+    Parameters
+    ----------
+    x : Tensor, shape (M, K)
+        Input of each token. float32, bfloat16 or float16 (CUDA: the latter two).
+    expert_ids : Tensor, shape (M, top_k), int32 or int64
+        Experts of each token; a row whose id is out of range is skipped.
+    lora_a : Tensor, shape (max_loras, E or 1, R, K)
+        Shrink factors of gate and up.
+    weight_indices : Tensor, shape (M,), int32 or int64
+        Adapter slot of each token, -1 for none.
+    lora_ranks : Tensor, shape (max_loras,), int32, optional
+        True ranks. Absent: `R`.
+    adapter_enabled : Tensor, shape (max_loras,) or (max_loras + 1,), bool or int, optional
+        Zero turns an adapter off.
+    num_experts : int, optional
+        Experts, where the factors are shared by all. Unknown: every id from 0 up is one.
+    out : Tensor, shape (M, top_k, R), optional
+        Where to write; rows without an adapter keep their bits. None: a new tensor, 0 there.
+
+    Returns
+    -------
+    Tensor, shape (M, top_k, R)
+        `out`, or a new tensor; no scaling is in it.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    NotImplementedError
+        This build or this device has no kernel for it.
+    """
+    if out is None:
+        out = x.new_zeros((*expert_ids.shape, lora_a.size(-2)))
+    who = _routing(
+        [lora_a], None, expert_ids, weight_indices, lora_ranks, None, adapter_enabled, num_experts
+    )
+    op = _operators.moe_lora_a.default
+    run_named({**NAMES, "h": "out"}, op, out.unsqueeze(0), x, [lora_a], *who)
+    return out
+
+
+def moe_lora_gate_up_b(
+    intermediate_a: Tensor,
+    expert_ids: Tensor,
+    gate_up_b: Tensor,
+    weight_indices: Tensor,
+    lora_ranks: Tensor | None = None,
+    *,
+    adapter_enabled: Tensor | None = None,
+    num_experts: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The second stage: gate and up from `moe_lora_a`'s result, then `silu(gate) * up`.
+
+    Parameters
+    ----------
+    intermediate_a : Tensor, shape (M, top_k, R)
+        What `moe_lora_a` returned.
+    expert_ids, weight_indices, lora_ranks, adapter_enabled, num_experts
+        As in `moe_lora_a`.
+    gate_up_b : Tensor, shape (max_loras, E or 1, 2 I, R)
+        Expand factors: gate rows, then up rows.
+    out : Tensor, shape (M, top_k, I), optional
+        Where to write; rows without an adapter keep their bits. None: a new tensor, 0 there.
+
+    Returns
+    -------
+    Tensor, shape (M, top_k, I)
+        `out`, or a new tensor.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    NotImplementedError
+        This build or this device has no kernel for it.
+    """
+    if out is None:
+        out = intermediate_a.new_zeros((*expert_ids.shape, gate_up_b.size(-2) // 2))
+    who = _routing(
+        [gate_up_b],
+        None,
+        expert_ids,
+        weight_indices,
+        lora_ranks,
+        None,
+        adapter_enabled,
+        num_experts,
+    )
+    names = {**NAMES, "h": "intermediate_a", "lora_b": "gate_up_b"}
+    op = _operators.moe_lora_gate_up_b.default
+    run_named(names, op, out, intermediate_a.unsqueeze(0), [gate_up_b], *who)
+    return out
+
+
+def moe_lora_down_combine(
+    activated: Tensor,
+    expert_ids: Tensor,
+    routing_weights: Tensor,
+    down_a: Tensor,
+    down_b: Tensor,
+    weight_indices: Tensor,
+    lora_ranks: Tensor | None,
+    scalings: Tensor | None,
+    output: Tensor,
+    *,
+    adapter_enabled: Tensor | None = None,
+    num_experts: int | None = None,
+) -> Tensor:
+    """The third stage: the down factors, and their weighted sum over `top_k` added to `output`.
+
+    `output[m] += sum over j of routing_weights[m, j] * scalings[l] * down_b down_a activated[m, j]`
+
+    Parameters
+    ----------
+    activated : Tensor, shape (M, top_k, I)
+        What `moe_lora_gate_up_b` returned.
+    expert_ids, weight_indices, lora_ranks, adapter_enabled, num_experts
+        As in `moe_lora_a`.
+    routing_weights : Tensor, shape (M, top_k)
+        Cast to float32 if they are not.
+    down_a, down_b : Tensor, shapes (max_loras, E or 1, R, I) and (max_loras, E or 1, K, R)
+        The down factors.
+    scalings : Tensor, shape (max_loras,), float32, optional
+        Scaling of each adapter. None: 1.
+    output : Tensor, shape (M, K)
+        The base layer's output, added to in place: summed in float32, in the order of `top_k`, and
+        rounded once. Tokens without an adapter keep their bits.
+
+    Returns
+    -------
+    Tensor, shape (M, K)
+        `output`.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    NotImplementedError
+        This build or this device has no kernel for it.
+    """
+    who = _routing(
+        [down_a, down_b],
+        routing_weights,
+        expert_ids,
+        weight_indices,
+        lora_ranks,
+        scalings,
+        adapter_enabled,
+        num_experts,
+    )
+    x = activated.flatten(0, 1) if activated.dim() == 3 else activated
+    names = {**NAMES, "x": "activated", "lora_a": "down_a", "lora_b": "down_b", "out": "output"}
+    op = _operators.moe_lora_down_combine.default
+    run_named(names, op, output, x, [down_a], [down_b], *who)
+    return output
+
+
+def moe_lora_fused(
+    x: Tensor,
+    expert_ids: Tensor,
+    routing_weights: Tensor,
+    gate_up_a: Tensor,
+    gate_up_b: Tensor,
+    down_a: Tensor,
+    down_b: Tensor,
+    weight_indices: Tensor,
+    lora_ranks: Tensor | None,
+    scalings: Tensor | None,
+    output: Tensor,
+    *,
+    adapter_enabled: Tensor | None = None,
+    num_experts: int | None = None,
+) -> Tensor:
+    """All three stages in one operator: rows are sorted once, and nothing between is allocated.
+
+    Arguments, result and errors are those of the stages. The result differs from theirs by
+    rounding at most.
+    """
+    who = _routing(
+        [gate_up_a, gate_up_b, down_a, down_b],
+        routing_weights,
+        expert_ids,
+        weight_indices,
+        lora_ranks,
+        scalings,
+        adapter_enabled,
+        num_experts,
+    )
+    factors = ([gate_up_a], [gate_up_b], [down_a], [down_b])
+    names = {**NAMES, "hidden_states": "x"}
+    run_named(names, _operators.moe_lora_fused.default, output, x, *factors, *who)
+    return output
+
+
+def should_use_fused_kernel(num_tokens: int, top_k: int) -> bool:
+    """True where `run_moe_lora` takes `moe_lora_fused`: few routed rows."""
+    return num_tokens * top_k <= FUSED_ROWS
+
+
+def run_moe_lora(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    moe_lora_info: MoELoRABatchInfo,
+    gate_up_a_buffer: Tensor,
+    gate_up_b_buffer: Tensor,
+    down_a_buffer: Tensor,
+    down_b_buffer: Tensor,
+    output: Tensor,
+) -> Tensor:
+    """Add SGLang's adapter MLP to the output of a base MoE layer, in place.
+
+    Not the exact MoE LoRA: its activation sees the adapter alone (see the module, with numbers).
+    The exact layer is `fused_experts_lora`.
+
+    Parameters
+    ----------
+    hidden_states : Tensor, shape (M, K)
+        Input of the layer. float32, bfloat16 or float16 (CUDA: the latter two).
+    topk_ids, topk_weights : Tensor, shape (M, top_k)
+        Experts of each token and their weights.
+    moe_lora_info : MoELoRABatchInfo
+        Adapters of the batch.
+    gate_up_a_buffer : Tensor, shape (max_loras, E or 1, R, K)
+        Shrink factors of gate and up.
+    gate_up_b_buffer : Tensor, shape (max_loras, E or 1, 2 I, R)
+        Expand factors: gate rows, then up rows.
+    down_a_buffer : Tensor, shape (max_loras, E or 1, R, I)
+        Shrink factors of down.
+    down_b_buffer : Tensor, shape (max_loras, E or 1, K, R)
+        Expand factors of down.
+    output : Tensor, shape (M, K)
+        The base layer's output. Tokens without an adapter keep their bits.
+
+    Returns
+    -------
+    Tensor, shape (M, K)
+        `output`.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    NotImplementedError
+        This build or this device has no kernel for it.
+    """
+    info = moe_lora_info
+    adapters = (info.weight_indices, info.lora_ranks)
+    enabled = info.adapter_enabled
+    if should_use_fused_kernel(hidden_states.size(0), topk_ids.size(1)):
+        return moe_lora_fused(
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            gate_up_a_buffer,
+            gate_up_b_buffer,
+            down_a_buffer,
+            down_b_buffer,
+            *adapters,
+            info.scalings,
+            output,
+            adapter_enabled=enabled,
+        )
+    # All four say together how many experts there are; rows that no stage writes, none reads.
+    buffers = (gate_up_a_buffer, gate_up_b_buffer, down_a_buffer, down_b_buffer)
+    experts = known_experts(buffers, None)
+    rows = topk_ids.shape
+    shrunk = hidden_states.new_empty((*rows, gate_up_a_buffer.size(-2)))
+    activated = hidden_states.new_empty((*rows, gate_up_b_buffer.size(-2) // 2))
+    same = {"adapter_enabled": enabled, "num_experts": experts}
+    moe_lora_a(hidden_states, topk_ids, gate_up_a_buffer, *adapters, out=shrunk, **same)
+    moe_lora_gate_up_b(shrunk, topk_ids, gate_up_b_buffer, *adapters, out=activated, **same)
+    return moe_lora_down_combine(
+        activated,
+        topk_ids,
+        topk_weights,
+        down_a_buffer,
+        down_b_buffer,
+        *adapters,
+        info.scalings,
+        output,
+        **same,
+    )

@@ -1,0 +1,458 @@
+"""vLLM's operators that add adapters to a projection: its arguments, in its order.
+
+`fused_moe_lora` and its halves. They write in place; a row that has no adapter, or whose expert is
+not here, keeps its bits. They never synchronise, and can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from moelora.delta import known_experts, one_expert, run_named
+from moelora.ops import _absent, _enabled, _operators, _or_absent
+
+UNLIMITED = 2**31 - 1
+# What the compiled operators call the arguments that vLLM's signatures name otherwise.
+VLLM_NAMES = {
+    "x": "qcurr_hidden_states",
+    "h": "a_intermediate_cache1",
+    "out": "output",
+    "lora_a": "lora_a_stacked",
+    "lora_b": "lora_b_stacked",
+    "topk_ids": "expert_ids",
+}
+
+
+def _check_tiles(half: str, **tiles: int) -> None:
+    """Tile arguments choose nothing here, but nonsense in them is a mistake all the same."""
+    for name, value in tiles.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{half}{name} is {value!r}, expected an int of at least 1")
+
+
+def _check_equal(name: str, got, source: str, want) -> None:
+    if got != want:
+        raise ValueError(f"{name} is {got}, {source} is {want}")
+
+
+def _lists(
+    factors: Sequence[Tensor],
+    topk_weights: Tensor,
+    sorted_token_ids: Tensor | None,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor | None,
+    token_lora_mapping: Tensor | None,
+    top_k_num: int,
+    lora_ids: Tensor | None,
+    num_active_loras: Tensor | int | None,
+    adapter_enabled: Tensor | None,
+    num_experts: int | None,
+    block_size: int,
+) -> tuple:
+    """vLLM's description of who works on what, as the compiled operators take it."""
+    _check_equal("top_k_num", top_k_num, "topk_weights.size(1)", topk_weights.size(-1))
+    absent = _absent(topk_weights)
+    experts = known_experts(factors, num_experts)
+    if sorted_token_ids is None:
+        if token_lora_mapping is None:
+            raise ValueError(
+                "token_lora_mapping is None, expected a tensor without sorted_token_ids"
+            )
+        _check_equal("expert_ids.numel()", expert_ids.numel(), "M * top_k", topk_weights.numel())
+        expert_ids, _, experts = one_expert(expert_ids.reshape(-1, top_k_num), None, experts)
+    elif num_tokens_post_padded is None or lora_ids is None:
+        raise ValueError("num_tokens_post_padded or lora_ids is None, sorted_token_ids is not")
+    elif num_active_loras is None:
+        num_active_loras = lora_ids.numel()
+    if num_active_loras is None or isinstance(num_active_loras, int):
+        num_active_loras = torch.tensor([num_active_loras or 0], dtype=torch.int32)
+    return (
+        _or_absent(topk_weights, absent, torch.float32),
+        _or_absent(sorted_token_ids, absent),
+        expert_ids,
+        _or_absent(num_tokens_post_padded, absent),
+        _or_absent(token_lora_mapping, absent),
+        top_k_num,
+        _or_absent(lora_ids, absent, torch.int32),
+        num_active_loras,
+        _enabled(adapter_enabled, absent),
+        UNLIMITED if experts is None else experts,
+        block_size,
+    )
+
+
+def _gathered(h: Tensor, gather: Callable[[Tensor], Tensor] | None) -> Tensor:
+    if gather is not None:
+        return gather(h)
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        world = distributed.get_world_size()
+        if world > 1:
+            raise ValueError(
+                f"gather is None, fully_sharded is True and there are {world} ranks: expected a "
+                "function such as vLLM's tensor_model_parallel_all_gather"
+            )
+    return h
+
+
+def fused_moe_lora(
+    output: Tensor,
+    qcurr_hidden_states: Tensor,
+    lora_a_stacked: Sequence[Tensor],
+    lora_b_stacked: Sequence[Tensor],
+    topk_weights: Tensor,
+    sorted_token_ids: Tensor | None,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor | None,
+    token_lora_mapping: Tensor | None,
+    max_lora_rank: int,
+    top_k_num: int,
+    lora_ids: Tensor | None,
+    num_active_loras: Tensor | int | None,
+    adapter_enabled: Tensor | None,
+    shrink_block_size_m: int,
+    shrink_block_size_n: int,
+    shrink_block_size_k: int,
+    shrink_group_size_m: int,
+    shrink_num_warps: int,
+    shrink_num_stages: int,
+    shrink_split_k: int,
+    expand_block_size_m: int,
+    expand_block_size_n: int,
+    expand_block_size_k: int,
+    expand_group_size_m: int,
+    expand_num_warps: int,
+    expand_num_stages: int,
+    expand_split_k: int,
+    mul_routed_weight: bool = False,
+    fully_sharded: bool = False,
+    offset: int = 0,
+    add_inputs: bool = True,
+    *,
+    num_experts: int | None = None,
+    gather: Callable[[Tensor], Tensor] | None = None,
+) -> None:
+    """vLLM's `fused_moe_lora`: adds the adapters' part of one projection to `output`, in place.
+
+    Rows are named by lists of blocks per adapter, as `moe_lora_align_block_size` makes them in
+    vLLM's form, or, for few of them, by nothing but `expert_ids` and `token_lora_mapping`
+    (`sorted_token_ids=None`, vLLM's naive block assignment).
+
+    Parameters
+    ----------
+    output : Tensor, shape (M, top_k, >= offset + slices * N)
+        What is added to. Rows without an adapter keep their bits.
+    qcurr_hidden_states : Tensor, shape (M, K) or (M * top_k, K)
+        Input of each token, or of each routed row.
+    lora_a_stacked : sequence of 1 to 4 tensors, shape (max_loras, E or 1, R, K)
+        Shrink factors of each slice; experts may also be expanded by stride 0.
+    lora_b_stacked : sequence of tensors, shape (max_loras, E or 1, N, R)
+        Expand factors of each slice.
+    topk_weights : Tensor, shape (M, top_k)
+        Routing weights; cast to float32 if they are not.
+    sorted_token_ids : Tensor, shape (max_loras, rows), int32, optional
+        Flat rows `m * top_k + j` in blocks of `shrink_block_size_m`; other values are padding.
+    expert_ids : Tensor, shape (max_loras, blocks), int32
+        Expert of each block, -1 to skip it. Without `sorted_token_ids`: `topk_ids`, flat.
+    num_tokens_post_padded : Tensor, shape (max_loras,), int32, optional
+        Rows in use of each list.
+    token_lora_mapping : Tensor, shape (M,), int32 or int64, optional
+        Adapter slot of each token; read without `sorted_token_ids`.
+    max_lora_rank : int
+        `R` of `lora_a_stacked`.
+    top_k_num : int
+        `top_k`.
+    lora_ids : Tensor, shape (any,), int32, optional
+        Adapters whose lists count; -1 and ids from `max_loras` on are skipped.
+    num_active_loras : Tensor of one element in host memory, or int, optional
+        How many entries of `lora_ids` to look at.
+    adapter_enabled : Tensor, shape (max_loras,) or (max_loras + 1,), bool or int, optional
+        Zero turns an adapter off.
+    shrink_block_size_m : int
+        Rows of a block of `sorted_token_ids`.
+    shrink_block_size_n, ..., expand_split_k : int
+        Tiles of vLLM's kernels. They must be positive, and choose nothing here.
+    mul_routed_weight : bool
+        Multiply row (m, j) by `topk_weights[m, j]`.
+    fully_sharded : bool
+        A is sharded by rank over the tensor-parallel group (or by K), B by its columns: the result
+        of the shrink passes through `gather` before the expand.
+    offset : int
+        First column of `output` that is written.
+    add_inputs : bool
+        False: rows with an adapter are overwritten by the delta; others keep their bits.
+    num_experts : int, optional
+        Experts on this rank, where all factors are shared. Unknown: every id from 0 up is one.
+    gather : function from Tensor to Tensor, optional
+        For `fully_sharded`: takes (slices, M, top_k, R) and returns all ranks of the adapter, for
+        instance vLLM's `tensor_model_parallel_all_gather`.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    NotImplementedError
+        This build or this device has no kernel for it.
+
+    Notes
+    -----
+    Arguments and their order are those of vLLM 0.26 to 0.33
+    (`vllm/lora/ops/triton_ops/fused_moe_lora_op.py`), and so is the method: the factors of one
+    (expert, adapter) multiply a block of rows at a time. Differences: any rank up to 512 takes the
+    same path, the shape of the input alone says whether it has a row per token or per choice, and
+    the result does not depend on `split_k`.
+    """
+    _check_tiles(
+        "shrink_",
+        block_size_m=shrink_block_size_m,
+        block_size_n=shrink_block_size_n,
+        block_size_k=shrink_block_size_k,
+        group_size_m=shrink_group_size_m,
+        num_warps=shrink_num_warps,
+        num_stages=shrink_num_stages,
+        split_k=shrink_split_k,
+    )
+    _check_tiles(
+        "expand_",
+        block_size_m=expand_block_size_m,
+        block_size_n=expand_block_size_n,
+        block_size_k=expand_block_size_k,
+        group_size_m=expand_group_size_m,
+        num_warps=expand_num_warps,
+        num_stages=expand_num_stages,
+        split_k=expand_split_k,
+    )
+    a, b = list(lora_a_stacked), list(lora_b_stacked)
+    if not a or len(a) != len(b):
+        raise ValueError(
+            f"lora_a_stacked has {len(a)} slices, lora_b_stacked has {len(b)}, expected as many, "
+            "at least 1"
+        )
+    _check_equal("max_lora_rank", max_lora_rank, "lora_a_stacked[0].size(2)", a[0].size(-2))
+    who = _lists(
+        (*a, *b),
+        topk_weights,
+        sorted_token_ids,
+        expert_ids,
+        num_tokens_post_padded,
+        token_lora_mapping,
+        top_k_num,
+        lora_ids,
+        num_active_loras,
+        adapter_enabled,
+        num_experts,
+        shrink_block_size_m,
+    )
+    finish = (mul_routed_weight, add_inputs, offset)
+    x = qcurr_hidden_states
+    if not fully_sharded:
+        op = _operators.fused_moe_lora.default
+        run_named(VLLM_NAMES, op, output, x, a, b, *who, *finish)
+        return
+    h = x.new_zeros((len(a), *topk_weights.shape, max_lora_rank))
+    run_named(VLLM_NAMES, _operators.fused_moe_lora_shrink.default, h, x, a, *who)
+    h = _gathered(h, gather)
+    run_named(VLLM_NAMES, _operators.fused_moe_lora_expand.default, output, h, b, *who, *finish)
+
+
+def fused_moe_lora_shrink(
+    a_intermediate_cache1: Tensor,
+    qcurr_hidden_states: Tensor,
+    lora_a_stacked: Sequence[Tensor],
+    topk_weights: Tensor,
+    sorted_token_ids: Tensor | None,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor | None,
+    token_lora_mapping: Tensor | None,
+    top_k_num: int,
+    lora_ids: Tensor | None,
+    adapter_enabled: Tensor | None,
+    device: torch.device | str,
+    N: int,
+    M: int,
+    EM: int,
+    K: int,
+    num_tokens: int,
+    num_experts: int | None,
+    num_slices: int,
+    block_size_m: int,
+    block_size_n: int,
+    block_size_k: int,
+    group_size_m: int,
+    num_warps: int,
+    num_stages: int,
+    split_k: int,
+    num_active_loras: Tensor | int | None,
+    mul_routed_weight: bool = False,
+    use_gdc: bool = False,
+    use_tma: bool = False,
+) -> None:
+    """The first half of `fused_moe_lora`: `a_intermediate_cache1[slice, m, j] = x A[slice]^T`.
+
+    With `fully_sharded` factors, gather or reduce the result over the tensor-parallel group, then
+    call `fused_moe_lora_expand`.
+
+    Parameters
+    ----------
+    a_intermediate_cache1 : Tensor, shape (slices, M, top_k, R)
+        The result, in the dtype of the input. Rows without an adapter keep their bits.
+    qcurr_hidden_states, lora_a_stacked, topk_weights, sorted_token_ids, expert_ids
+        As in `fused_moe_lora`.
+    num_tokens_post_padded, token_lora_mapping, top_k_num, lora_ids, adapter_enabled
+        As in `fused_moe_lora`.
+    N, M, K, num_tokens, num_slices : int
+        `R`, `M`, `K`, `M * top_k` and the number of slices; checked.
+    num_experts : int, optional
+        As in `fused_moe_lora`.
+    block_size_m : int
+        Rows of a block of `sorted_token_ids`.
+    num_active_loras
+        As in `fused_moe_lora`.
+    device, EM, block_size_n, ..., split_k, mul_routed_weight, use_gdc, use_tma
+        Of vLLM's kernels; they choose nothing here.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    NotImplementedError
+        This build or this device has no kernel for it.
+    """
+    a = list(lora_a_stacked)
+    _check_tiles(
+        "",
+        block_size_m=block_size_m,
+        block_size_n=block_size_n,
+        block_size_k=block_size_k,
+        group_size_m=group_size_m,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        split_k=split_k,
+    )
+    _check_equal("num_slices", num_slices, "the number of lora_a_stacked", len(a))
+    _check_equal("N", N, "a_intermediate_cache1.size(3)", a_intermediate_cache1.size(-1))
+    _check_equal("M", M, "topk_weights.size(0)", topk_weights.size(0))
+    _check_equal("K", K, "qcurr_hidden_states.size(1)", qcurr_hidden_states.size(-1))
+    _check_equal("num_tokens", num_tokens, "M * top_k", topk_weights.numel())
+    who = _lists(
+        a,
+        topk_weights,
+        sorted_token_ids,
+        expert_ids,
+        num_tokens_post_padded,
+        token_lora_mapping,
+        top_k_num,
+        lora_ids,
+        num_active_loras,
+        adapter_enabled,
+        None if num_experts == 1 else num_experts,
+        block_size_m,
+    )
+    op = _operators.fused_moe_lora_shrink.default
+    run_named(VLLM_NAMES, op, a_intermediate_cache1, qcurr_hidden_states, a, *who)
+
+
+def fused_moe_lora_expand(
+    output: Tensor,
+    a_intermediate_cache1: Tensor,
+    lora_b_stacked: Sequence[Tensor],
+    topk_weights: Tensor,
+    sorted_token_ids: Tensor | None,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor | None,
+    token_lora_mapping: Tensor | None,
+    top_k_num: int,
+    lora_ids: Tensor | None,
+    adapter_enabled: Tensor | None,
+    device: torch.device | str,
+    N: int,
+    M: int,
+    EM: int,
+    K: int,
+    num_tokens: int,
+    num_experts: int | None,
+    num_slices: int,
+    max_lora_rank: int,
+    w1_output_dim_size: int,
+    block_size_m: int,
+    block_size_n: int,
+    block_size_k: int,
+    group_size_m: int,
+    num_warps: int,
+    num_stages: int,
+    split_k: int,
+    num_active_loras: Tensor | int | None,
+    mul_routed_weight: bool = False,
+    offset: int = 0,
+    use_gdc: bool = False,
+    use_tma: bool = False,
+    *,
+    add_inputs: bool = True,
+) -> None:
+    """The second half of `fused_moe_lora`: adds `a_intermediate_cache1[slice] B[slice]^T`.
+
+    Parameters
+    ----------
+    output : Tensor, shape (M, top_k, >= offset + slices * N)
+        What is added to. Rows without an adapter keep their bits.
+    a_intermediate_cache1 : Tensor, shape (slices, M, top_k, R)
+        What `fused_moe_lora_shrink` made, gathered over the ranks of a sharded adapter.
+    lora_b_stacked, topk_weights, sorted_token_ids, expert_ids, num_tokens_post_padded
+        As in `fused_moe_lora`.
+    token_lora_mapping, top_k_num, lora_ids, adapter_enabled
+        As in `fused_moe_lora`.
+    M, num_tokens, num_slices, max_lora_rank, w1_output_dim_size : int
+        `M`, `M * top_k`, the number of slices, `R` and `N` of one slice; checked.
+    num_experts, block_size_m, num_active_loras
+        As in `fused_moe_lora_shrink`.
+    mul_routed_weight, offset, add_inputs
+        As in `fused_moe_lora`.
+    device, N, EM, K, block_size_n, ..., split_k, use_gdc, use_tma
+        Of vLLM's kernels; they choose nothing here.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    NotImplementedError
+        This build or this device has no kernel for it.
+    """
+    b = list(lora_b_stacked)
+    _check_tiles(
+        "",
+        block_size_m=block_size_m,
+        block_size_n=block_size_n,
+        block_size_k=block_size_k,
+        group_size_m=group_size_m,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        split_k=split_k,
+    )
+    _check_equal("num_slices", num_slices, "the number of lora_b_stacked", len(b))
+    _check_equal("M", M, "topk_weights.size(0)", topk_weights.size(0))
+    _check_equal("num_tokens", num_tokens, "M * top_k", topk_weights.numel())
+    if b:
+        _check_equal("max_lora_rank", max_lora_rank, "lora_b_stacked[0].size(3)", b[0].size(-1))
+        _check_equal(
+            "w1_output_dim_size", w1_output_dim_size, "lora_b_stacked[0].size(2)", b[0].size(-2)
+        )
+    who = _lists(
+        b,
+        topk_weights,
+        sorted_token_ids,
+        expert_ids,
+        num_tokens_post_padded,
+        token_lora_mapping,
+        top_k_num,
+        lora_ids,
+        num_active_loras,
+        adapter_enabled,
+        None if num_experts == 1 else num_experts,
+        block_size_m,
+    )
+    finish = (mul_routed_weight, add_inputs, offset)
+    op = _operators.fused_moe_lora_expand.default
+    run_named(VLLM_NAMES, op, output, a_intermediate_cache1, b, *who, *finish)
