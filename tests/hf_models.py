@@ -154,11 +154,11 @@ def oracle(model, folders, rows, ids):
 def assert_logits(got, wanted, naive):
     """Fail unless `got` is as close to `wanted`, of the same model in float32, as `naive` is.
 
-    Where the model itself is not in float32 the rule is for the mean error, since a router may flip
-    between two nearly equal experts.
+    Where the model itself is not in float32 the rule is for the median token of each row, since a
+    router may flip between two nearly equal experts.
     """
     if got.dtype == torch.float32:
         torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
         return
-    ours, theirs = ((x.float().cpu() - wanted.cpu()).abs().mean() for x in (got, naive))
-    assert ours <= 1.5 * theirs, (ours, theirs)
+    ours, theirs = ((x.float() - wanted).abs().mean(-1) for x in (got, naive))  # of each token
+    assert (ours.median(-1).values <= 2 * theirs.median()).all(), (ours, theirs)
