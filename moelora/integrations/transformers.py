@@ -234,14 +234,11 @@ class _Serving:
                 "use_adapters was entered in another thread; enter it in the thread that calls "
                 "the model, one thread at a time"
             )
-        inputs = kwargs.get("input_ids")
-        if inputs is None and args:
-            inputs = args[0]
-        if inputs is None:
-            inputs = kwargs.get("inputs_embeds")
-        if inputs is None:
+        inputs = (kwargs.get("input_ids"), *args[:1], kwargs.get("inputs_embeds"))
+        shapes = [x.shape for x in inputs if x is not None]
+        if not shapes:
             raise ValueError("use_adapters: the model was called without input_ids, inputs_embeds")
-        rows, length = inputs.shape[0], inputs.shape[1]
+        rows, length = shapes[0][:2]
         if rows != slots.shape[0]:
             raise ValueError(
                 f"use_adapters names {slots.shape[0]} rows, the model was called with {rows}; "
