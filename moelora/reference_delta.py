@@ -1,8 +1,8 @@
 """Slow, obvious versions of the operators that add adapters alone.
 
 Everything is a loop over routed rows on the CPU. `dtype` is that of every step: float64 gives the
-mathematical value, the compute dtype what a torch user would get by rounding after each product; the
-error of the second against the first says how much accuracy a dtype allows.
+mathematical value, the compute dtype what a torch user would get by rounding after each product;
+the error of the second against the first says how much accuracy a dtype allows.
 
 A row is `None` (no adapter, or skipped) or `(expert, adapter)`; rows come from routing or from
 vLLM's lists, and everything after that is the same.
@@ -131,7 +131,7 @@ def expand_ref(
         rank = max_rank if lora_ranks is None else min(int(lora_ranks[adapter]), max_rank)
         for i, stack in enumerate(stacks):
             z[p, i] = _pair(stack, adapter, expert)[:, :rank] @ h[i, p, :rank]
-    return z.view(num_tokens, top_k, -1)
+    return z.view(num_tokens, top_k, len(stacks) * stacks[0].size(2))
 
 
 def weighted(z: Tensor, topk_weights: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def weighted(z: Tensor, topk_weights: Tensor) -> Tensor:
 
 def active_rows(rows: Rows, top_k: int) -> Tensor:
     """(M, top_k) bool: rows that have an adapter and an expert."""
-    return torch.tensor([work is not None for work in rows]).view(-1, top_k)
+    return torch.tensor([w is not None for w in rows], dtype=torch.bool).view(-1, top_k)
 
 
 def moe_lora_delta_ref(

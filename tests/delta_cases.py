@@ -1,0 +1,100 @@
+"""Arguments of the operators that add adapters alone, from the problems of cases.py."""
+
+from __future__ import annotations
+
+import torch
+from cases import Problem
+from torch import Tensor
+
+import moelora
+from moelora.reference import _as_list
+from moelora.reference_delta import moe_lora_align_lists_ref, num_experts_of
+
+# Tiles of vLLM's kernels: shrink, then expand.
+TILES = (32, 64, 8, 4, 3, 1)
+
+
+def delta_kwargs(p: Problem, projection: str, **options) -> dict:
+    """Arguments of `moe_lora_gate_up_delta` ("w13") and `moe_lora_down_delta` ("w2")."""
+    arguments = p.gemm_kwargs(projection)
+    for name in ("w", "bias", "mul_routed_weight"):
+        del arguments[name]
+    return {**arguments, "num_experts": p.w13.size(0), **options}
+
+
+def delta_operator(projection: str):
+    return {"w13": moelora.moe_lora_gate_up_delta, "w2": moelora.moe_lora_down_delta}[projection]
+
+
+def columns_of(p: Problem, projection: str) -> int:
+    return sum(b.size(2) for b in _as_list(getattr(p, f"{projection}_lora_b")))
+
+
+class Lists:
+    """vLLM's description of who works on what, as the arguments of its operators."""
+
+    def __init__(self, p: Problem, projection: str, naive: bool, block_size: int = 16, **options):
+        self.p, self.projection, self.naive, self.block_size = p, projection, naive, block_size
+        self.slots = len(p.spec.ranks)
+        self.a = _as_list(getattr(p, f"{projection}_lora_a"))
+        self.b = _as_list(getattr(p, f"{projection}_lora_b"))
+        self.x = p.hidden_states if projection == "w13" else p.rows
+        # As wide as vLLM's: one entry more than slots, and -1 for what is not active.
+        ids = list(range(self.slots)) + [-1, self.slots, self.slots + 9]
+        self.lora_ids = torch.tensor(ids, dtype=torch.int32, device=p.topk_ids.device)
+        self.num_active = torch.tensor([len(ids)], dtype=torch.int32)
+        self.options = options
+        self.sorted_token_ids = self.num_tokens_post_padded = None
+        self.expert_ids = p.topk_ids.reshape(-1)
+        if not naive:
+            lists = moe_lora_align_lists_ref(
+                p.topk_ids.cpu(),
+                p.token_lora_mapping.cpu(),
+                num_experts_of((*self.a, *self.b), p.w13.size(0)),
+                block_size,
+                self.slots,
+                lora_ids=self.lora_ids.cpu(),
+                untouched=1 << 20,
+            )
+            self.sorted_token_ids, self.expert_ids, self.num_tokens_post_padded = (
+                t.to(p.topk_ids.device) for t in lists
+            )
+
+    def who(self) -> tuple:
+        p = self.p
+        return (
+            *(p.topk_weights, self.sorted_token_ids, self.expert_ids),
+            *(self.num_tokens_post_padded, p.token_lora_mapping),
+        )
+
+    def fused(self, output: Tensor, **options) -> None:
+        p, rank = self.p, self.a[0].size(2)
+        tiles = (self.block_size, *TILES)
+        moelora.fused_moe_lora(
+            *(output, self.x, self.a, self.b, *self.who(), rank, p.spec.top_k),
+            *(self.lora_ids, self.num_active, p.adapter_enabled, *tiles, *tiles),
+            num_experts=p.w13.size(0),
+            **{**self.options, **options},
+        )
+
+    def _sizes(self, a: Tensor) -> tuple:
+        """device, N, M, EM, K, num_tokens, num_experts, num_slices"""
+        p, m = self.p, self.p.spec.tokens
+        rows = m * p.spec.top_k
+        return (self.x.device, a.size(2), m, rows, self.x.size(1), rows, p.w13.size(0), len(self.a))
+
+    def shrink(self, h: Tensor, a: list[Tensor]) -> None:
+        p = self.p
+        moelora.fused_moe_lora_shrink(
+            *(h, self.x, a, *self.who(), p.spec.top_k, self.lora_ids, p.adapter_enabled),
+            *(*self._sizes(a[0]), self.block_size, *TILES, self.num_active),
+        )
+
+    def expand(self, output: Tensor, h: Tensor, b: list[Tensor], **options) -> None:
+        p = self.p
+        moelora.fused_moe_lora_expand(
+            *(output, h, b, *self.who(), p.spec.top_k, self.lora_ids, p.adapter_enabled),
+            *(*self._sizes(self.a[0]), b[0].size(3), b[0].size(2)),
+            *(self.block_size, *TILES, self.num_active),
+            **options,
+        )

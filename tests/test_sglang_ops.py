@@ -1,0 +1,319 @@
+"""SGLang's adapter MLP, staged and all at once, against the fp64 loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import Problem, Spec, random_specs, same_bits
+from checks import assert_close_to_ref, assert_unchanged, guarded_empty
+
+import moelora
+from moelora import sglang_ops
+from moelora.reference_delta import (
+    active_rows,
+    expand_ref,
+    rows_of_routing,
+    run_moe_lora_ref,
+    shrink_ref,
+    silu_and_mul_ref,
+)
+
+SPEC = Spec(tokens=9, slices=1, ranks=(8, 3, 16))
+SPECS = {
+    "plain": SPEC,
+    "one_token": replace(SPEC, tokens=1, mix="one"),
+    "empty_batch": replace(SPEC, tokens=0),
+    "odd_sizes": replace(SPEC, hidden=33, inter=7, top_k=3, ranks=(5, 1)),
+    "rank_zero": replace(SPEC, ranks=(0, 8), mix="all_different"),
+    "large_ranks": replace(SPEC, ranks=(512, 17), hidden=96),
+    "spare_rank": replace(SPEC, spare_rank=5),
+    "many_rows": replace(SPEC, tokens=150, mix="half_base"),
+    "many_experts": replace(SPEC, experts=64, top_k=8, tokens=40),
+    "same_expert_twice": replace(SPEC, top_k=3, routing="one_expert"),
+    "disabled": replace(SPEC, mix="disabled", tokens=14),
+    "out_of_range": replace(SPEC, mix="out_of_range", routing="out_of_range", tokens=24),
+    "every_expert_out_of_range": replace(SPEC, routing="all_skipped"),
+    "nobody": replace(SPEC, mix="none"),
+    "shared_outer": replace(SPEC, sharing="outer"),
+    "stride_zero_experts": replace(SPEC, sharing="expanded"),
+    "strided": replace(SPEC, strided=8, tokens=20),
+    "int64_ids": replace(SPEC, int64_ids=True),
+    "scalings_absent": replace(SPEC, scalings=False),
+    "ranks_absent": replace(SPEC, ranks=(8, 8), pass_ranks=False),
+}
+
+
+def info(p: Problem) -> moelora.MoELoRABatchInfo:
+    return moelora.MoELoRABatchInfo(
+        p.token_lora_mapping, p.lora_ranks, p.lora_scalings, p.adapter_enabled
+    )
+
+
+def buffers(p: Problem) -> tuple:
+    return (p.w13_lora_a, p.w13_lora_b, p.w2_lora_a, p.w2_lora_b)
+
+
+def reference(p: Problem, dtype=torch.float64):
+    return run_moe_lora_ref(
+        *(p.hidden_states, p.topk_ids, p.topk_weights),
+        *(p.token_lora_mapping, p.lora_ranks, p.lora_scalings, *buffers(p)),
+        adapter_enabled=p.adapter_enabled,
+        dtype=dtype,
+    )
+
+
+def base_output(p: Problem):
+    values = torch.randn(p.hidden_states.shape, generator=torch.Generator().manual_seed(3))
+    values[:, ::5] = -0.0
+    out = guarded_empty(values.shape, p.spec.dtype, p.hidden_states.device)
+    out.tensor.copy_(values)
+    return out
+
+
+def check(p: Problem, device: str, monkeypatch, fused: bool) -> None:
+    there = p.to(device)
+    delta, active = reference(p)
+    naive, _ = reference(p, p.spec.dtype)
+    inputs = {name: t.clone() for name, t in there.tensors().items()}
+    out = base_output(there)
+    before = out.tensor.clone().cpu()
+    monkeypatch.setattr(sglang_ops, "should_use_fused_kernel", lambda tokens, top_k: fused)
+    arguments = (there.hidden_states, there.topk_ids, there.topk_weights, info(there))
+    y = moelora.run_moe_lora(*arguments, *buffers(there), out.tensor)
+    assert y is out.tensor
+    out.check("output")
+    assert_unchanged(inputs, there.tensors())
+    y = y.cpu()
+    assert same_bits(y[~active], before[~active]), "a token without an adapter has changed"
+    ref = (before.double() + delta)[active]
+    assert_close_to_ref(y[active], ref, (before + naive)[active], p.spec.dtype)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["staged", "fused"])
+@pytest.mark.parametrize("name", SPECS)
+def test_run_moe_lora(name, fused, device_and_dtype, monkeypatch):
+    device, dtype = device_and_dtype
+    check(replace(SPECS[name], dtype=dtype).build(), device, monkeypatch, fused)
+
+
+def test_random_problems(device_and_dtype, monkeypatch):
+    device, dtype = device_and_dtype
+    for spec in random_specs(60, first_seed=6000, dtypes=(dtype,)):
+        if spec.mix == "absent" or spec.activation == "relu2" or spec.remote:
+            continue
+        try:
+            check(replace(spec, slices=1).build(), device, monkeypatch, spec.seed % 2 == 0)
+        except Exception as error:
+            raise AssertionError(f"{spec}: {error}") from error
+
+
+@pytest.mark.parametrize("name", ["plain", "odd_sizes", "out_of_range", "strided", "spare_rank"])
+def test_stages(name, device_and_dtype):
+    """Each stage by itself: new tensors are 0, given ones untouched where nothing is active."""
+    device, dtype = device_and_dtype
+    p = replace(SPECS[name], dtype=dtype).build()
+    there = p.to(device)
+    top_k = p.spec.top_k
+    rows = rows_of_routing(
+        *(p.topk_ids, p.token_lora_mapping, p.spec.experts, len(p.spec.ranks)),
+        lora_ranks=p.lora_ranks,
+    )
+    active = active_rows(rows, top_k)
+    adapters = (there.token_lora_mapping, there.lora_ranks)
+
+    def check_stage(stage, given, ref, naive):
+        y = stage(*given, *adapters).cpu()
+        assert not y[~active].any()
+        assert_close_to_ref(y, ref, naive, dtype)
+        out = guarded_empty(ref.shape, dtype, device)
+        out.tensor.fill_(7.0)
+        stage(*given, *adapters, out=out.tensor)
+        out.check("out")
+        assert same_bits(out.tensor.cpu()[active], y[active])
+        assert (out.tensor.cpu()[~active] == 7.0).all()
+
+    h, h_naive = (
+        shrink_ref(
+            p.hidden_states, p.w13_lora_a, rows, top_k, lora_ranks=p.lora_ranks, dtype=d
+        ).squeeze(0)
+        for d in (torch.float64, dtype)
+    )
+    given = (there.hidden_states, there.topk_ids, there.w13_lora_a)
+    check_stage(moelora.moe_lora_a, given, h, h_naive)
+
+    h = h.to(dtype)
+    z, z_naive = (
+        silu_and_mul_ref(
+            expand_ref(h.unsqueeze(0), p.w13_lora_b, rows, lora_ranks=p.lora_ranks, dtype=d)
+        )
+        for d in (torch.float64, dtype)
+    )
+    given = (h.to(device), there.topk_ids, there.w13_lora_b)
+    check_stage(moelora.moe_lora_gate_up_b, given, z, z_naive)
+
+
+def test_the_rule_takes_the_fused_kernel_for_few_rows():
+    assert sglang_ops.should_use_fused_kernel(1, 8)
+    assert sglang_ops.should_use_fused_kernel(32, 8)
+    assert not sglang_ops.should_use_fused_kernel(33, 8)
+
+
+def test_both_kernels_agree(device_and_dtype, monkeypatch):
+    device, dtype = device_and_dtype
+    p = replace(SPEC, dtype=dtype, tokens=33).build().to(device)
+    results = []
+    for fused in (False, True):
+        monkeypatch.setattr(sglang_ops, "should_use_fused_kernel", lambda m, k, fused=fused: fused)
+        out = base_output(p).tensor
+        arguments = (p.hidden_states, p.topk_ids, p.topk_weights, info(p), *buffers(p))
+        results.append(moelora.run_moe_lora(*arguments, out).float())
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+
+
+def test_not_the_exact_layer():
+    """The worked numbers of the module: every size 1, x = 1, gate 2, up 1, down 1."""
+
+    def numbers(*values, shape):
+        return torch.tensor(values).view(shape)
+
+    one = torch.ones(1, 1)
+    ids, zero = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    a13, b13 = numbers(1.0, shape=(1, 1, 1, 1)), numbers(1.0, 1.0, shape=(1, 1, 2, 1))
+    layer = {
+        "hidden_states": one,
+        "w13": numbers(2.0, 1.0, shape=(1, 2, 1)),
+        "w2": numbers(1.0, shape=(1, 1, 1)),
+        "topk_weights": one,
+        "topk_ids": ids,
+    }
+    base = moelora.fused_experts_lora(**layer)
+    assert abs(base.item() - 1.762) < 1e-3
+    batch = moelora.prepare_moe_lora_batch(zero, zero + 1, torch.ones(1))
+    for down, exact, beside in ((0.0, 5.715, 1.762), (1.0, 11.43, 2.493)):
+        a2, b2 = numbers(down, shape=(1, 1, 1, 1)), numbers(1.0, shape=(1, 1, 1, 1))
+        factors = {"w13_lora_a": a13, "w13_lora_b": b13, "w2_lora_a": a2, "w2_lora_b": b2}
+        y = moelora.fused_experts_lora(**layer, token_lora_mapping=zero, **factors)
+        assert abs(y.item() - exact) < 2e-3
+        y = moelora.run_moe_lora(one, ids, one, batch, a13, b13, a2, b2, base.clone())
+        assert abs(y.item() - beside) < 1e-3
+
+
+# ---- batches ----
+
+
+def test_sequences_become_tokens(device):
+    indices = torch.tensor([2, -1, 0], dtype=torch.int32, device=device)
+    ranks, scalings = torch.ones(3, dtype=torch.int32), torch.ones(3)
+    lengths = [3, 0, 2]
+    want = [2, 2, 2, 0, 0]
+    for seq_lens in (lengths, torch.tensor(lengths), torch.tensor(lengths, dtype=torch.int32)):
+        batch = moelora.prepare_moe_lora_batch(indices, ranks, scalings, seq_lens=seq_lens)
+        assert batch.weight_indices.tolist() == want
+        assert batch.weight_indices.dtype == torch.int32
+        assert batch.weight_indices.device.type == device
+    there = torch.tensor(lengths, device=device)
+    padded = moelora.prepare_moe_lora_batch(indices, ranks, scalings, seq_lens=there, num_tokens=8)
+    assert padded.weight_indices.tolist() == [*want, -1, -1, -1]
+    if device == "cuda":
+        with pytest.raises(ValueError, match="num_tokens is None"):
+            moelora.prepare_moe_lora_batch(indices, ranks, scalings, seq_lens=there)
+    per_token = moelora.prepare_moe_lora_batch(indices, ranks, scalings)
+    assert per_token.weight_indices is indices
+    with pytest.raises(ValueError, match=r"seq_lens has shape \(2,\)"):
+        moelora.prepare_moe_lora_batch(indices, ranks, scalings, seq_lens=[1, 2])
+
+
+def test_a_pool_has_the_buffers(device_and_dtype):
+    device, dtype = device_and_dtype
+    layer = moelora.MoELayer("layer", num_experts=4, hidden_size=64, intermediate_size=32)
+    pool = moelora.AdapterPool([layer], 2, 8, dtype=dtype, device=device, w13_slices=1)
+    made = moelora.moe_lora_buffers(pool, "layer")
+    shapes = {name: tuple(t.shape) for name, t in made.items()}
+    assert shapes == {
+        "gate_up_a_buffer": (2, 4, 8, 64),
+        "gate_up_b_buffer": (2, 4, 64, 8),
+        "down_a_buffer": (2, 4, 8, 32),
+        "down_b_buffer": (2, 4, 64, 8),
+    }
+    batch = moelora.prepare_moe_lora_batch_of_pool(pool, [None, None], seq_lens=[1, 2])
+    assert batch.weight_indices.tolist() == [-1, -1, -1]
+    p = replace(SPEC, tokens=3, dtype=dtype).build().to(device)
+    out = base_output(p).tensor
+    before = out.clone()
+    moelora.run_moe_lora(p.hidden_states, p.topk_ids, p.topk_weights, batch, **made, output=out)
+    assert same_bits(out, before)
+    two = moelora.AdapterPool([layer], 2, 8, dtype=dtype, device=device)
+    with pytest.raises(ValueError, match="w13_slices=2"):
+        moelora.moe_lora_buffers(two, "layer")
+
+
+# ---- errors ----
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+ERRORS = {
+    "output": ({"output": zeros(9, 63)}, "output.size(1) is 63", "64"),
+    "output: dtype": ({"output": zeros(9, 64).half()}, "output has dtype float16"),
+    "output: overlap": ({"output": zeros(100).as_strided((9, 64), (1, 1))}, "output.stride"),
+    "gate_up_a": ({"gate_up_a": zeros(3, 4, 16, 60)}, "gate_up_a[0].size(3) is 60"),
+    "gate_up_b": ({"gate_up_b": zeros(3, 4, 64, 8)}, "gate_up_b[0].size(3) is 8", "16"),
+    "odd gate_up_b": ({"gate_up_b": zeros(3, 4, 63, 16)}, "63 columns"),
+    "down_a": ({"down_a": zeros(3, 4, 16, 30)}, "down_a[0].size(3) is 30", "32"),
+    "down_b": ({"down_b": zeros(3, 4, 60, 16)}, "down_b[0].size(2) is 60", "64"),
+    "slots": ({"down_b": zeros(2, 4, 64, 16)}, "down_b[0].size(0) is 2", "3"),
+    "experts": ({"down_b": zeros(3, 3, 64, 16)}, "down_b[0].size(1) is 3", "4"),
+    "expert_ids": ({"expert_ids": zeros(9, 2)}, "expert_ids has dtype float32"),
+    "routing_weights": ({"routing_weights": zeros(9, 3)}, "routing_weights.size(1) is 3"),
+    "weight_indices": (
+        {"weight_indices": zeros(8, dtype=torch.int32)},
+        "weight_indices.size(0) is 8",
+    ),
+    "ranks": ({"lora_ranks": zeros(4, dtype=torch.int32)}, "lora_ranks.size(0) is 4"),
+    "scalings": ({"scalings": zeros(4)}, "scalings.size(0) is 4"),
+    "x": ({"x": zeros(8, 64)}, "x.size(0) is 8"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name):
+    changed, *texts = ERRORS[name]
+    p = SPEC.build()
+    given = {
+        "x": p.hidden_states,
+        "expert_ids": p.topk_ids,
+        "routing_weights": p.topk_weights,
+        **dict(zip(("gate_up_a", "gate_up_b", "down_a", "down_b"), buffers(p), strict=True)),
+        "weight_indices": p.token_lora_mapping,
+        "lora_ranks": p.lora_ranks,
+        "scalings": p.lora_scalings,
+        "output": torch.ones(9, 64),
+    }
+    output = given["output"]
+    with pytest.raises(ValueError) as error:
+        moelora.moe_lora_fused(**{**given, **changed})
+    for text in texts:
+        assert text in str(error.value), str(error.value)
+    assert (output == 1).all(), "something was written before the error"
+
+
+def test_stage_errors_use_the_names_of_the_stage():
+    p = SPEC.build()
+    h, z = zeros(9, 2, 16), zeros(9, 2, 32)
+    with pytest.raises(ValueError, match=r"out\.size\(3\) is 8|out.*8"):
+        moelora.moe_lora_a(
+            *(p.hidden_states, p.topk_ids, p.w13_lora_a, p.token_lora_mapping),
+            out=zeros(9, 2, 8),
+        )
+    with pytest.raises(ValueError, match=r"intermediate_a has dtype int32"):
+        moelora.moe_lora_gate_up_b(h.int(), p.topk_ids, p.w13_lora_b, p.token_lora_mapping, out=z)
+    with pytest.raises(ValueError, match=r"activated\.size\(1\)"):
+        moelora.moe_lora_down_combine(
+            *(zeros(9, 2, 31), p.topk_ids, p.topk_weights, p.w2_lora_a, p.w2_lora_b),
+            *(p.token_lora_mapping, p.lora_ranks, p.lora_scalings, zeros(9, 64)),
+        )
