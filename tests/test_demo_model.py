@@ -94,3 +94,16 @@ def test_every_text_with_every_adapter(texts, served, oracle):
         others = [losses[domain, n] for n in (None, *ADAPTER_DOMAINS) if n != domain]
         assert losses[domain, domain] < 0.95 * losses[domain, None]
         assert losses[domain, domain] < min(others)
+
+
+def test_engines(capsys):
+    """examples/engines.py prints what README.md shows."""
+    import engines
+
+    engines.main()
+    *texts, last = capsys.readouterr().out.splitlines()
+    readme = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+    assert "\n".join(texts) in readme
+    label, _, difference = last.rpartition(" ")
+    assert label in readme
+    assert float(difference) < 1e-6

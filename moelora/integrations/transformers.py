@@ -3,21 +3,24 @@
     import moelora.integrations.transformers as moelora_hf
 
     model.set_experts_implementation("moelora")                       # the base model
-    pool = moelora_hf.load_adapters(model, {"law": "adapters/law", "code": "adapters/code"})
-    with torch.no_grad(), moelora_hf.use_adapters(model, ["law", None, "code"]):
-        model.generate(**batch_of_three, max_new_tokens=32)
+    pool = moelora_hf.load_adapters(model, ["adapters/law", "adapters/code"])
+    model.generate(**batch_of_three, adapter_names=["law", "__base__", "code"])
 
 Importing this module registers the implementation. Nothing is merged into the weights: every row of
 a batch carries its own adapter, or none, through one fused operator per layer. Inference only.
+Adapters that PEFT has loaded, with factors of other layers beside those of the experts, are for
+`moelora.integrations.peft`.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -29,6 +32,7 @@ import moelora
 from moelora.adapters import AdapterPool, MoELayer, peek
 
 IMPLEMENTATION = "moelora"
+BASE = "__base__"  # PEFT's name for rows without an adapter
 
 
 # ---- the base model ----
@@ -191,7 +195,8 @@ class _Serving:
         self.pool: AdapterPool | None = None
         self.layers: dict[str, dict[str, Any]] = {}  # arguments of the operator
         self.configs: dict[str, Any] = {}  # of the experts modules
-        self.hook: Any = None
+        self.hooks: list[Any] = []
+        self.call: ExitStack | None = None  # a forward pass that was given adapter_names
         self.lock = threading.Lock()
         self.thread: int | None = None  # that has entered use_adapters
         self.slots: torch.Tensor | None = None  # (rows,) int32
@@ -204,24 +209,36 @@ class _Serving:
     def __reduce__(self) -> tuple:
         return _Serving, ()
 
-    def before_forward(self, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """Forward pre-hook: spreads the rows over the tokens of the pass that begins."""
+    def before_forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Forward pre-hook: takes `adapter_names` and spreads the rows over the pass's tokens."""
+        names = kwargs.pop("adapter_names", None)
+        if names is not None:
+            with ExitStack() as stack:
+                stack.enter_context(use_adapters(model, names))
+                self._spread(args, kwargs)
+                self.call = stack.pop_all()
+        elif self.slots is not None:
+            self._spread(args, kwargs)
+        return args, kwargs
+
+    def after_forward(self, model: nn.Module, args: tuple, output: Any) -> None:
+        """Forward hook, called after a failure too: `adapter_names` are for one pass."""
+        if self.call is not None:
+            call, self.call = self.call, None
+            call.close()
+
+    def _spread(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
         slots = self.slots
-        if slots is None:
-            return
         if not torch.compiler.is_compiling() and self.thread != threading.get_ident():
             raise RuntimeError(
                 "use_adapters was entered in another thread; enter it in the thread that calls "
                 "the model, one thread at a time"
             )
-        inputs = kwargs.get("input_ids")
-        if inputs is None and args:
-            inputs = args[0]
-        if inputs is None:
-            inputs = kwargs.get("inputs_embeds")
-        if inputs is None:
+        inputs = (kwargs.get("input_ids"), *args[:1], kwargs.get("inputs_embeds"))
+        shapes = [x.shape for x in inputs if x is not None]
+        if not shapes:
             raise ValueError("use_adapters: the model was called without input_ids, inputs_embeds")
-        rows, length = inputs.shape[0], inputs.shape[1]
+        rows, length = shapes[0][:2]
         if rows != slots.shape[0]:
             raise ValueError(
                 f"use_adapters names {slots.shape[0]} rows, the model was called with {rows}; "
@@ -245,13 +262,15 @@ class _Serving:
 
 
 def moe_layers(model: nn.Module) -> dict[str, tuple[nn.Module, MoELayer]]:
-    """The experts modules of a model that go through transformers' experts interface, by name."""
+    """The experts modules of a model that go through transformers' experts interface, by name.
+
+    Modules that PEFT has wrapped have the name that they had before.
+    """
     layers = {}
     for name, module in model.named_modules():
         if not (hasattr(module, "is_transposed") and hasattr(module, "has_gate")):
             continue
-        if ".base_layer" in name:
-            raise ValueError(f"{name} is wrapped by PEFT; load adapters into the plain model")
+        name = name.replace(".base_layer", "")
         if getattr(module, "_is_expert_parallel", False):
             raise NotImplementedError(
                 f"{name} is expert parallel; its adapters are not sharded yet"
@@ -272,9 +291,34 @@ def moe_layers(model: nn.Module) -> dict[str, tuple[nn.Module, MoELayer]]:
     return layers
 
 
+def new_pool(
+    layers: Mapping[str, tuple[nn.Module, MoELayer]],
+    max_loras: int,
+    max_rank: int,
+    *,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> AdapterPool:
+    """An empty pool for the result of `moe_layers`, on the device of the experts.
+
+    Raises NotImplementedError for experts that moelora cannot run or that are on several devices.
+    """
+    for module, _ in layers.values():
+        _activation(module)
+    weights = [module.down_proj for module, _ in layers.values()]
+    devices = {w.device for w in weights}
+    if len(devices) > 1:
+        raise NotImplementedError(
+            f"the experts are on {sorted(map(str, devices))}; a pool lives on one device"
+        )
+    specs = [layer for _, layer in layers.values()]
+    dtype = dtype or weights[0].dtype
+    return AdapterPool(specs, max_loras, max_rank, dtype=dtype, device=devices.pop(), **options)
+
+
 def load_adapters(
     model: nn.Module,
-    adapters: Mapping[str, str | Path],
+    adapters: Mapping[str, str | Path] | Iterable[str | Path],
     *,
     max_loras: int | None = None,
     max_rank: int | None = None,
@@ -287,9 +331,11 @@ def load_adapters(
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        Its experts implementation becomes `"moelora"`.
-    adapters : mapping
-        Name -> folder with `adapter_config.json` and `adapter_model.safetensors`.
+        Its experts implementation becomes `"moelora"`, and calls of it and of its `generate` take
+        `adapter_names`: one name per row of the batch, "__base__" or None for the base model.
+    adapters : mapping or iterable
+        Name -> folder with `adapter_config.json` and `adapter_model.safetensors`, or the folders,
+        whose own names become those of the adapters.
     max_loras, max_rank : int, optional
         Size of the pool; by default just enough for `adapters`. Give more to add others later
         with `pool.add(name, folder)`.
@@ -307,18 +353,17 @@ def load_adapters(
         raise RuntimeError(
             "the model has a pool already; add to that one, or unload_adapters first"
         )
+    adapters = _named(adapters)
     if max_loras is not None and len(adapters) > max_loras:
         raise ValueError(f"{len(adapters)} adapters do not fit into max_loras={max_loras}")
     found = moe_layers(model)
-    for module, _ in found.values():
-        _activation(module)  # refuses what moelora cannot run before anything is loaded
+    for name, (module, _) in found.items():
+        if model.get_submodule(name) is not module:
+            raise ValueError(
+                f"{name} is wrapped by PEFT; load adapters into the plain model, or attach "
+                "moelora.integrations.peft to what PEFT has loaded"
+            )
     specs = [layer for _, layer in found.values()]
-    weights = [module.down_proj for module, _ in found.values()]
-    devices = {w.device for w in weights}
-    if len(devices) > 1:
-        raise NotImplementedError(
-            f"the experts are on {sorted(map(str, devices))}; a pool lives on one device"
-        )
 
     infos = [peek(folder, specs) for folder in adapters.values()]
     if w13_slices is None:
@@ -331,12 +376,11 @@ def load_adapters(
         max_rank = max(
             (i.max_rank * (2 if joined and not i.fused else 1) for i in infos), default=16
         )
-    pool = AdapterPool(
-        specs,
+    pool = new_pool(
+        found,
         max(len(adapters), 1) if max_loras is None else max_loras,
         max_rank,
-        dtype=dtype or weights[0].dtype,
-        device=devices.pop(),
+        dtype=dtype,
         w13_slices=w13_slices,
         shared_outer=shared_outer,
     )
@@ -348,17 +392,54 @@ def load_adapters(
     serving.pool = pool
     serving.layers = {name: pool.layer(name) for name in found}
     serving.configs = {name: module.config for name, (module, _) in found.items()}
-    serving.hook = model.register_forward_pre_hook(serving.before_forward, with_kwargs=True)
+    serving.hooks = [
+        model.register_forward_pre_hook(serving.before_forward, with_kwargs=True),
+        model.register_forward_hook(serving.after_forward, always_call=True),
+    ]
     for name, (module, _) in found.items():
         module._moelora, module._moelora_layer = serving, name
     model._moelora = serving
+    if hasattr(type(model), "generate"):
+        model.generate = MethodType(_taking_adapter_names(type(model).generate), model)
     return pool
+
+
+def _named(adapters: Mapping[str, str | Path] | Iterable[str | Path]) -> dict[str, str | Path]:
+    if isinstance(adapters, Mapping):
+        return dict(adapters)
+    if isinstance(adapters, (str, Path)):
+        raise ValueError(f"adapters is {str(adapters)!r}, wanted a mapping or a list of folders")
+    folders = list(adapters)
+    names = [Path(folder).name for folder in folders]
+    if len(set(names)) < len(names):
+        raise ValueError(f"the folders are called {names}, two the same; pass a mapping")
+    return dict(zip(names, folders, strict=True))
+
+
+def _taking_adapter_names(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """`generate` with the argument `adapter_names`, one per row that its caller passes."""
+
+    @functools.wraps(generate)
+    def call(model: nn.Module, *args: Any, adapter_names: Any = None, **kwargs: Any) -> Any:
+        if adapter_names is None:
+            return generate(model, *args, **kwargs)
+        config = kwargs.get("generation_config") or model.generation_config
+        copies = (
+            kwargs.get(name) or getattr(config, name) or 1
+            for name in ("num_beams", "num_return_sequences")
+        )
+        with use_adapters(model, adapter_names, expand=max(copies)):
+            return generate(model, *args, **kwargs)
+
+    return call
 
 
 def unload_adapters(model: nn.Module) -> None:
     """Detaches the pool from the model, which goes on as base model."""
     serving = _serving(model)
-    serving.hook.remove()
+    for hook in serving.hooks:
+        hook.remove()
+    model.__dict__.pop("generate", None)
     for module in model.modules():
         if module.__dict__.get("_moelora") is serving:
             del module._moelora
@@ -375,7 +456,7 @@ def use_adapters(
     model : transformers.PreTrainedModel
         A model that went through `load_adapters`.
     names : sequence of str or None
-        One adapter per row, None for the base model.
+        One adapter per row, None or "__base__" for the base model.
     expand : int
         Consecutive rows per name: the num_beams or num_return_sequences (whichever is larger) with
         which `generate` copies each row.
@@ -397,7 +478,7 @@ def use_adapters(
                 f"{name} runs experts_implementation={implementation!r}, which knows no adapters; "
                 f"call model.set_experts_implementation({IMPLEMENTATION!r})"
             )
-    names = [name for name in names for _ in range(expand)]
+    names = [None if name == BASE else name for name in names for _ in range(expand)]
     thread = threading.get_ident()
     with serving.pool.hold(names):
         slots = serving.pool.mapping(names)

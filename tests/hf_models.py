@@ -1,0 +1,164 @@
+"""Small transformers models of every kind of experts, and PEFT as the oracle of their adapters."""
+
+import copy
+
+import pytest
+import torch
+from conftest import on_gpu
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+COMMON = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+
+
+def mixtral():
+    return transformers.MixtralConfig(
+        **COMMON, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2
+    )
+
+
+def qwen3():
+    return transformers.Qwen3MoeConfig(
+        **COMMON,
+        head_dim=8,
+        intermediate_size=24,
+        moe_intermediate_size=24,
+        num_experts=6,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+    )
+
+
+def gpt_oss():
+    return transformers.GptOssConfig(
+        **COMMON, head_dim=8, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2
+    )
+
+
+DEEPSEEK = COMMON | {
+    "num_key_value_heads": 4,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "routed_scaling_factor": 1.5,
+}
+
+
+def deepseek_v2():
+    return transformers.DeepseekV2Config(**DEEPSEEK, topk_method="group_limited_greedy")
+
+
+def deepseek_v3():
+    return transformers.DeepseekV3Config(**DEEPSEEK)
+
+
+MODELS = [mixtral, qwen3, gpt_oss, deepseek_v2, deepseek_v3]
+TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+ROWS = ["a", None, "b", "a", "c"]
+
+
+# Where a model runs, and in what; there is no float32 on CUDA.
+PLACES = [
+    pytest.param(("cpu", torch.float32), id="cpu-float32"),
+    pytest.param(("cpu", torch.bfloat16), id="cpu-bfloat16"),
+    on_gpu(("cuda", torch.bfloat16), id="cuda-bfloat16"),
+]
+
+
+def make_model(config, dtype=torch.float32, device="cpu"):
+    """A model whose experts and routers are large enough to matter in the logits."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config(), attn_implementation="eager")
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name or "lm_head" in name or ".gate.weight" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model.eval().to(device, dtype)
+
+
+def tokens(rows=5, length=7, device="cpu"):
+    generator = torch.Generator().manual_seed(2)
+    return torch.randint(2, 61, (rows, length), generator=generator).to(device)
+
+
+def save_adapter(model, folder, seed, **options):
+    """Lets PEFT make and save an adapter with random factors; returns the folder."""
+    torch.manual_seed(seed)
+    defaults = {"r": 4, "lora_alpha": 8, "target_parameters": TARGETS, "target_modules": []}
+    config = peft.LoraConfig(init_lora_weights=False, **defaults | options)
+    wrapped = peft.get_peft_model(copy.deepcopy(model), config)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            parameter.data.mul_(2)
+    wrapped.save_pretrained(folder)
+    return folder
+
+
+ADAPTERS = {
+    "a": {"r": 4, "lora_alpha": 8},
+    "b": {"r": 8, "lora_alpha": 8, "use_rslora": True},
+    "c": {
+        "r": 3,
+        "lora_alpha": 6,
+        "rank_pattern": {"experts.down_proj": 5},
+        "alpha_pattern": {"experts.gate_up_proj": 4},
+    },
+}
+
+
+def save_adapters(model, folder):
+    return {
+        name: save_adapter(model, folder / name, seed, **options)
+        for seed, (name, options) in enumerate(ADAPTERS.items())
+    }
+
+
+def with_peft(model, folder):
+    return peft.PeftModel.from_pretrained(copy.deepcopy(model), folder).eval()
+
+
+@torch.no_grad()
+def oracle(model, folders, rows, ids):
+    """Logits of a mixed batch, one adapter at a time, through transformers' own experts."""
+    logits = model(ids).logits
+    for name, folder in folders.items():
+        chosen = [i for i, row in enumerate(rows) if row == name]
+        if chosen:
+            logits[chosen] = with_peft(model, folder)(ids).logits[chosen]
+    return logits
+
+
+def assert_logits(got, wanted, naive):
+    """Fail unless `got` is as close to `wanted`, of the same model in float32, as `naive` is.
+
+    Where the model itself is not in float32 the rule is for the median token of each row, since a
+    router may flip between two nearly equal experts.
+    """
+    if got.dtype == torch.float32:
+        torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
+        return
+    ours, theirs = ((x.float() - wanted).abs().mean(-1) for x in (got, naive))  # of each token
+    assert (ours.median(-1).values <= 2 * theirs.median()).all(), (ours, theirs)

@@ -1,0 +1,172 @@
+"""PEFT models whose experts are attached to moelora: mixed batches through PEFT's own interface."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hf_models import (
+    ADAPTERS,
+    MODELS,
+    PLACES,
+    ROWS,
+    assert_logits,
+    make_model,
+    mixtral,
+    oracle,
+    peft,
+    save_adapter,
+    tokens,
+    with_peft,
+)
+
+import moelora.integrations.peft as moelora_peft
+
+pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
+
+NAMES = [row or "__base__" for row in ROWS]
+OPTIONS = {
+    "a": ADAPTERS["a"] | {"target_modules": ["o_proj"], "rank_pattern": {"o_proj": 6}},
+    "b": ADAPTERS["b"] | {"target_modules": ["o_proj"]},
+    "c": ADAPTERS["c"],
+    "attention": {"target_modules": ["o_proj"], "target_parameters": None},
+}
+
+
+def save_adapters(model, folder, names="abc"):
+    """The adapters of hf_models, two of them with factors of attention too."""
+    return {
+        name: save_adapter(model, folder / name, list(OPTIONS).index(name), **OPTIONS[name])
+        for name in names
+    }
+
+
+def load(model, folders):
+    first, *others = folders
+    model = peft.PeftModel.from_pretrained(model, folders[first], adapter_name=first)
+    for name in others:
+        model.load_adapter(folders[name], adapter_name=name)
+    return model.eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("config", MODELS, ids=lambda c: c.__name__)
+def test_mixed_batch(config, place, tmp_path):
+    model = make_model(config, place[1], place[0])
+    ids = tokens(length=16, device=model.device)
+    folders = save_adapters(model, tmp_path)
+    exact = copy.deepcopy(model).float()
+    wanted, naive = (oracle(m, folders, ROWS, ids) for m in (exact, model))
+    model = load(model, folders)
+    pool = moelora_peft.attach(model)
+    assert pool.names() == ["a", "b", "c"]
+    assert_logits(model(ids, adapter_names=NAMES).logits, wanted, naive)
+
+    # What PEFT does without adapter_names.
+    model.set_adapter("b")
+    assert_logits(model(ids).logits[2], wanted[2], naive[2])
+    with model.disable_adapter():
+        base = model(ids).logits
+    assert_logits(base[1], wanted[1], naive[1])
+    assert torch.equal(model(ids, adapter_names=["__base__"] * 5).logits, base)
+
+
+@torch.no_grad()
+def test_generate(tmp_path):
+    """PEFT repeats the names for beams."""
+    model = make_model(mixtral)
+    ids = tokens(length=4)
+    folders = save_adapters(model, tmp_path)
+    options = {"max_new_tokens": 6, "do_sample": False, "num_beams": 3}
+    wanted = model.generate(ids, **options)
+    for name, folder in folders.items():
+        chosen = [i for i, row in enumerate(ROWS) if row == name]
+        wanted[chosen] = with_peft(model, folder).generate(input_ids=ids[chosen], **options)
+    model = load(model, folders)
+    moelora_peft.attach(model)
+    got = model.generate(input_ids=ids, adapter_names=NAMES, **options)
+    assert torch.equal(got, wanted)
+    assert len({tuple(row) for row in wanted.tolist()}) == len(ROWS)
+
+
+@torch.no_grad()
+def test_adapters_that_come_later(tmp_path):
+    """They are copied at first use, over the least recently used; some know nothing of experts."""
+    model = make_model(mixtral)
+    ids = tokens()
+    folders = save_adapters(model, tmp_path, OPTIONS)
+    rows = ["a", "attention", None, "a", "attention"]
+    wanted = {rows: oracle(model, folders, rows, ids) for rows in (tuple(rows), tuple(ROWS))}
+    model = load(model, {"a": folders["a"]})
+    pool = moelora_peft.attach(model, max_loras=2, max_rank=8)
+    for name in ("b", "c", "attention"):
+        model.load_adapter(folders[name], adapter_name=name)
+
+    def run(rows):
+        names = [row or "__base__" for row in rows]
+        return model(ids, adapter_names=names).logits
+
+    torch.testing.assert_close(run(rows), wanted[tuple(rows)], rtol=2e-4, atol=2e-4)
+    assert pool.names() == ["a"]
+    run(["b"] * 5)
+    run(["a"] * 4 + ["c"])
+    assert sorted(pool.names()) == ["a", "c"]
+    with pytest.raises(RuntimeError, match="no slot for adapter 'b': all 2 are pinned or in use"):
+        run(ROWS)
+    moelora_peft.attach(model)
+    torch.testing.assert_close(run(ROWS), wanted[tuple(ROWS)], rtol=2e-4, atol=2e-4)
+
+
+@torch.no_grad()
+def test_copies_and_detached_models(tmp_path):
+    model = make_model(mixtral)
+    ids = tokens()
+    model = load(model, save_adapters(model, tmp_path))
+    model.set_adapter("a")
+    plain = model(ids).logits
+    moelora_peft.attach(model)
+    wanted = model(ids, adapter_names=NAMES).logits
+    copied = copy.deepcopy(model)
+    for factor in (p for n, p in model.named_parameters() if "lora_" in n):
+        factor.zero_()
+    pickled = pickle.loads(pickle.dumps(copied))
+    torch.testing.assert_close(pickled(ids).logits, plain, rtol=2e-4, atol=2e-4)
+    moelora_peft.attach(pickled)
+    for other in (copied, pickled):
+        torch.testing.assert_close(other(ids, adapter_names=NAMES).logits, wanted)
+    moelora_peft.detach(copied)
+    torch.testing.assert_close(copied(ids).logits, plain, rtol=2e-4, atol=2e-4)
+
+
+def test_why_this_is_needed(tmp_path):
+    """If this fails PEFT can do it by itself."""
+    model = make_model(mixtral)
+    model = load(model, save_adapters(model, tmp_path))
+    with pytest.raises(ValueError, match="does not support mixed adapter batches"):
+        model(tokens(), adapter_names=NAMES)
+
+
+@torch.no_grad()
+def test_misuse(tmp_path):
+    model = make_model(mixtral)
+    ids = tokens()
+    folders = save_adapters(model, tmp_path, OPTIONS)
+    plain = load(copy.deepcopy(model), {"attention": folders["attention"]})
+    with pytest.raises(ValueError, match="no adapter of this model targets its experts"):
+        moelora_peft.attach(plain)
+    model = load(model, {"a": folders["a"], "b": folders["b"]})
+    moelora_peft.attach(model)
+    with pytest.raises(ValueError, match="non-existing adapter"):
+        model(ids, adapter_names=["d"] * 5)
+    with pytest.raises(ValueError, match="adapter_names has 2 rows, the batch 35 tokens"):
+        model.base_model.model.model.layers[0].mlp.experts(
+            torch.zeros(35, 32), None, None, adapter_names=["a", "b"]
+        )
+    model.base_model.set_adapter(["a", "b"])
+    with pytest.raises(NotImplementedError, match=r"\['a', 'b'\] are active at once"):
+        model(ids)
+    model.set_adapter("a")
+    model.merge_adapter()
+    with pytest.raises(RuntimeError, match="an adapter is merged into the experts"):
+        model(ids)

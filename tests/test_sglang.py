@@ -1,0 +1,450 @@
+"""moelora behind SGLang's interfaces, whose names and signatures are recorded here."""
+
+import importlib
+import importlib.util
+import inspect
+import logging
+import sys
+from dataclasses import dataclass, replace
+from enum import Enum
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import tomllib
+import torch
+from cases import Spec
+from checks import assert_close_to_ref
+
+import moelora
+import moelora.integrations.sglang as moelora_sglang
+from moelora import AdapterPool, MoELayer
+from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
+from moelora.reference_delta import run_moe_lora_ref
+
+# What moelora is called by and calls, from python/sglang/srt of SGLang (commit 53ccafdf).
+SIGNATURES = {
+    "lora.moe.runner.MoeLoraRunner.from_layer": (
+        "(base_layer, *, workspace=None, is_shared_outer, physical_rank)"
+    ),
+    "lora.moe.runner.MoeLoraRunner.run": "(self, dispatch_output, batch)",
+    "lora.layers.FusedMoEWithLoRA._initialize_moe_lora_execution": "(self, base_layer)",
+    "layers.moe.token_dispatcher.standard.StandardCombineInput": "(hidden_states)",
+    "plugins.hook_registry.HookRegistry.register": (
+        "(target, hook, hook_type=<HookType.AFTER: 'after'>, *, source=None)"
+    ),
+}
+
+
+def signature(function) -> str:
+    parameters = inspect.signature(function).parameters.values()
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
+    return str(inspect.Signature(bare))
+
+
+# ---- as much of SGLang as moelora meets ----
+
+
+class StandardDispatcher:
+    skip_local_expert_mapping = False
+
+
+class StandardCombineInput(NamedTuple):
+    hidden_states: torch.Tensor
+
+
+@dataclass(kw_only=True)
+class MoeLoraBatch:
+    gate_up_lora_a: torch.Tensor
+    gate_up_lora_b: torch.Tensor
+    down_lora_a: torch.Tensor
+    down_lora_b: torch.Tensor
+    token_lora_mapping: torch.Tensor
+    use_cuda_graph: bool = False
+    is_prefill: bool = False
+
+
+class HookType(Enum):
+    AFTER = "after"
+    AROUND = "around"
+
+
+class HookRegistry:
+    hooks: list[tuple[str, Any, HookType]] = []
+
+    @classmethod
+    def register(cls, target, hook, hook_type=HookType.AFTER, *, source=None):
+        cls.hooks.append((target, hook, hook_type))
+
+    @classmethod
+    def apply_hooks(cls):
+        for target, hook, hook_type in cls.hooks:
+            module, owner, name = target.rsplit(".", 2)
+            owner = getattr(importlib.import_module(module), owner)
+            method = inspect.getattr_static(owner, name)
+            bound = isinstance(method, classmethod)
+            wrapped = cls.wrap(method.__func__ if bound else method, hook, hook_type)
+            setattr(owner, name, classmethod(wrapped) if bound else wrapped)
+
+    @staticmethod
+    def wrap(original, hook, hook_type):
+        def around(*args, **kwargs):
+            return hook(original, *args, **kwargs)
+
+        def after(*args, **kwargs):
+            result = original(*args, **kwargs)
+            changed = hook(result, *args, **kwargs)
+            return result if changed is None else changed
+
+        return {HookType.AROUND: around, HookType.AFTER: after}[hook_type]
+
+
+def make_runner():
+    class MoeLoraRunner:
+        @classmethod
+        def from_layer(cls, base_layer, *, workspace=None, is_shared_outer, physical_rank):
+            return cls()
+
+        def run(self, dispatch_output, batch):
+            return "SGLang's own"
+
+    return MoeLoraRunner
+
+
+def make_layer():
+    class FusedMoEWithLoRA:
+        def __init__(self, base_layer, lora_backend, *, experts_shared_outer_loras, max_lora_rank):
+            self.lora_backend = lora_backend
+            self.experts_shared_outer_loras = experts_shared_outer_loras
+            self._max_lora_rank = max_lora_rank
+            self._initialize_moe_lora_execution(base_layer)
+
+        def _initialize_moe_lora_execution(self, base_layer):
+            from sglang.srt.lora.moe.runner import MoeLoraRunner
+
+            self._moe_lora_runner = MoeLoraRunner.from_layer(
+                base_layer,
+                workspace=object(),
+                is_shared_outer=self.experts_shared_outer_loras,
+                physical_rank=self._max_lora_rank,
+            )
+
+    return FusedMoEWithLoRA
+
+
+@pytest.fixture
+def sglang(monkeypatch):
+    """Stand-ins for SGLang's modules, with the plugin registered and its hooks applied."""
+    contents = {
+        "sglang.srt.layers.moe.token_dispatcher.standard": {
+            "StandardCombineInput": StandardCombineInput
+        },
+        "sglang.srt.lora.layers": {"FusedMoEWithLoRA": make_layer()},
+        "sglang.srt.lora.moe.runner": {"MoeLoraRunner": make_runner()},
+        "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
+    }
+    for path in contents:
+        parts = path.split(".")
+        for name in (".".join(parts[: n + 1]) for n in range(len(parts))):
+            if name not in sys.modules:
+                module = ModuleType(name)
+                module.__spec__, module.__path__ = ModuleSpec(name, None), []
+                monkeypatch.setitem(sys.modules, name, module)
+        vars(sys.modules[path]).update(contents[path])
+    monkeypatch.setattr(HookRegistry, "hooks", [])
+    moelora_sglang._say.cache_clear()
+    moelora_sglang.register()
+    HookRegistry.apply_hooks()
+    return SimpleNamespace(**{name: value for c in contents.values() for name, value in c.items()})
+
+
+def test_signatures(sglang):
+    """Those of the stand-ins, by which the other tests call, and of moelora's runner."""
+    ours = {
+        "lora.moe.runner.MoeLoraRunner.from_layer": moelora_sglang.MoeLoraRunner.from_layer,
+        "lora.moe.runner.MoeLoraRunner.run": moelora_sglang.MoeLoraRunner.run,
+        "lora.layers.FusedMoEWithLoRA._initialize_moe_lora_execution": (
+            make_layer()._initialize_moe_lora_execution
+        ),
+        "layers.moe.token_dispatcher.standard.StandardCombineInput": StandardCombineInput,
+        "plugins.hook_registry.HookRegistry.register": HookRegistry.register,
+    }
+    assert {name: signature(f) for name, f in ours.items()} == SIGNATURES
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="no SGLang")
+def test_signatures_of_sglang():
+    for name, wanted in SIGNATURES.items():
+        path = f"sglang.srt.{name}".split(".")
+        first = next(n for n, part in enumerate(path) if part[0].isupper())
+        found = importlib.import_module(".".join(path[:first]))
+        for part in path[first:]:
+            found = getattr(found, part)
+        assert signature(found) == wanted, name
+
+
+def test_entry_point():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    target = project["project"]["entry-points"]["sglang.srt.plugins"]["moelora"]
+    module, name = target.split(":")
+    assert getattr(importlib.import_module(module), name) is moelora_sglang.register
+
+
+# ---- layers ----
+
+
+def make_batch(p, zeros=True) -> MoeLoraBatch:
+    """The adapters of a problem as SGLang's memory pool has them: slices below each other."""
+
+    def stack(factors):
+        factors = torch.cat(factors, dim=2) if isinstance(factors, list) else factors
+        return factors.nan_to_num(0.0) if zeros else factors
+
+    return MoeLoraBatch(
+        gate_up_lora_a=stack(p.w13_lora_a),
+        gate_up_lora_b=stack(p.w13_lora_b),
+        down_lora_a=stack(p.w2_lora_a),
+        down_lora_b=stack(p.w2_lora_b),
+        token_lora_mapping=p.token_lora_mapping,
+    )
+
+
+def make_base_layer(p, **config):
+    defaults = {
+        "activation": p.spec.activation,
+        "is_gated": p.spec.activation != "relu2",
+        "top_k": p.spec.top_k,
+        "routed_scaling_factor": None,
+        "apply_router_weight_on_input": p.spec.weight_on_input,
+        "gemm1_alpha": None,
+        "gemm1_clamp_limit": None,
+        "swiglu_limit": None,
+        "no_combine": False,
+        "num_fused_shared_experts": 0,
+    }
+    return SimpleNamespace(
+        w13_weight=p.w13,
+        w2_weight=p.w2,
+        dispatcher=StandardDispatcher(),
+        should_fuse_routed_scaling_factor_in_topk=False,
+        with_bias=False,
+        moe_runner_config=SimpleNamespace(**defaults | config),
+    )
+
+
+def run(sglang, p, zeros, **config):
+    """What SGLang's layer would do with a problem; without zeros beyond them ranks are needed."""
+    batch_info = SimpleNamespace(lora_ranks=None if zeros else p.lora_ranks)
+    layer = sglang.FusedMoEWithLoRA(
+        make_base_layer(p, **config),
+        SimpleNamespace(batch_info=batch_info),
+        experts_shared_outer_loras=p.spec.sharing == "outer",
+        max_lora_rank=p.w2_lora_a.size(2),
+    )
+    topk = SimpleNamespace(topk_weights=p.topk_weights, topk_ids=p.topk_ids, router_logits=None)
+    dispatched = SimpleNamespace(hidden_states=p.hidden_states, topk_output=topk)
+    return layer._moe_lora_runner.run(dispatched, make_batch(p, zeros))
+
+
+SPECS = {
+    "mixed_ranks": Spec(ranks=(1, 33, 16, 64), spare_rank=3),
+    "shared_outer": Spec(sharing="outer", ranks=(3, 16)),
+    "base_only": Spec(mix="none"),
+    "one_token": Spec(mix="one", routing="random"),
+    "relu2": Spec(activation="relu2", slices=1),
+    "weight_on_input": Spec(top_k=1, weight_on_input=True),
+    "experts_of_other_ranks": Spec(routing="out_of_range"),
+}
+
+
+@pytest.mark.parametrize("zeros", [True, False], ids=["zeros", "true_ranks"])
+@pytest.mark.parametrize("name", SPECS)
+def test_layer(name, zeros, sglang, device_and_dtype):
+    device, dtype = device_and_dtype
+    spec = replace(
+        SPECS[name], dtype=dtype, scalings=False, tokens=1 if name == "one_token" else 29
+    )
+    p = spec.build()
+    there = p.to(device)
+    combined = run(sglang, there, zeros)
+    assert isinstance(combined, StandardCombineInput)
+    naive = naive_fused_experts_lora(**there.kwargs())
+    assert_close_to_ref(combined.hidden_states, fused_experts_lora_ref(**p.kwargs()), naive, dtype)
+
+
+def test_routed_scaling_factor(sglang):
+    """Once: here, unless the router has done it."""
+    p = Spec(tokens=9, scalings=False).build()
+    plain = run(sglang, p, False).hidden_states
+    scaled = run(sglang, p, False, routed_scaling_factor=2.5).hidden_states
+    torch.testing.assert_close(scaled, 2.5 * plain)
+    base_layer = make_base_layer(p, routed_scaling_factor=2.5)
+    base_layer.should_fuse_routed_scaling_factor_in_topk = True
+    runner = moelora_sglang.MoeLoraRunner.from_layer(
+        base_layer, is_shared_outer=False, physical_rank=16
+    )
+    assert runner.routed_scaling_factor is None
+
+
+REASONS = {
+    "its weights are torch.float8_e4m3fn": {
+        "w13_weight": torch.zeros(1, dtype=torch.float8_e4m3fn)
+    },
+    "its dispatcher is DeepEPDispatcher": {"dispatcher": type("DeepEPDispatcher", (), {})()},
+    "its expert ids are global": {
+        "dispatcher": type("StandardDispatcher", (), {"skip_local_expert_mapping": True})()
+    },
+    "its experts have biases": {"with_bias": True},
+    "its activation is 'gelu', gated": {"activation": "gelu"},
+    "its activation is 'silu', not gated": {"is_gated": False},
+    "its activation is 'relu2', gated": {"activation": "relu2"},
+    "its activation is scaled or clamped": {"gemm1_clamp_limit": 7.0},
+    "its experts' outputs are not summed": {"no_combine": True},
+    "shared experts are fused into it": {"num_fused_shared_experts": 1},
+    "its routing weights are for the input": {"apply_router_weight_on_input": True},
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_other_layers_run_sglangs_own_path(reason, sglang, caplog):
+    p = Spec(scalings=False).build()
+    base_layer = make_base_layer(p)
+    for name, value in REASONS[reason].items():
+        owner = base_layer if hasattr(base_layer, name) else base_layer.moe_runner_config
+        setattr(owner, name, value)
+    with caplog.at_level(logging.WARNING, "sglang.moelora"):
+        for _ in range(2):
+            layer = sglang.FusedMoEWithLoRA(
+                base_layer, None, experts_shared_outer_loras=False, max_lora_rank=16
+            )
+            assert layer._moe_lora_runner.run(None, None) == "SGLang's own"
+    assert [reason in message for message in caplog.messages] == [True]
+    with pytest.raises(NotImplementedError, match=reason):
+        moelora_sglang.MoeLoraRunner.from_layer(base_layer, is_shared_outer=False, physical_rank=16)
+
+
+def test_switched_off(sglang, monkeypatch):
+    monkeypatch.setenv("MOELORA_SGLANG", "0")
+    HookRegistry.hooks.clear()
+    moelora_sglang.register()
+    assert not HookRegistry.hooks
+
+
+def test_another_sglang_is_left_alone(sglang, monkeypatch, caplog):
+    monkeypatch.delitem(sys.modules, "sglang.srt.lora.moe.runner")
+    HookRegistry.hooks.clear()
+    with caplog.at_level(logging.WARNING, "sglang.moelora"):
+        moelora_sglang.register()
+    assert not HookRegistry.hooks
+    assert "has no MoeLoraRunner" in caplog.text
+
+
+# ---- the first design: run_moe_lora beside the base layer ----
+
+EXPERTS, HIDDEN, INTER, NAMES = 4, 64, 32, ("a", "b")
+
+
+def make_backend(device, dtype):
+    layers = [MoELayer(f"model.layers.{n}.mlp.experts", EXPERTS, HIDDEN, INTER) for n in (1, 3)]
+    pool = AdapterPool(layers, 3, 8, dtype=dtype, device=device, w13_slices=1)
+    for seed, name in enumerate(NAMES):
+        generator = torch.Generator().manual_seed(seed)
+        rank = 3 + 5 * seed
+
+        def rand(*shape, generator=generator):
+            return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+
+        state = {
+            f"{layer.name}.{projection}.lora_{side}.weight": rand(EXPERTS, *shape)
+            for layer in layers
+            for projection, wide, tall in (
+                ("gate_up_proj", HIDDEN, 2 * INTER),
+                ("down_proj", INTER, HIDDEN),
+            )
+            for side, shape in (("A", (rank, wide)), ("B", (tall, rank)))
+        }
+        pool.add(name, state, config={"peft_type": "LORA", "r": rank, "lora_alpha": rank / 2})
+    return moelora_sglang.MoELoRABackend(pool)
+
+
+def forward_batch(lora_ids, lengths=None, tokens=None, device="cpu"):
+    tokens = tokens or (sum(lengths) if lengths else len(lora_ids))
+    return SimpleNamespace(
+        lora_ids=lora_ids,
+        input_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
+        forward_mode=SimpleNamespace(is_extend=lambda: lengths is not None),
+        extend_seq_lens_cpu=lengths,
+    )
+
+
+def test_prepare_moe_lora_batch(device):
+    backend = make_backend(device, torch.bfloat16)
+    prepare = backend.prepare_moe_lora_batch
+
+    def mapping(*args, **kwargs):
+        return prepare(forward_batch(*args, **kwargs, device=device), 3).weight_indices.tolist()
+
+    assert mapping(["b", None, "a"]) == [1, -1, 0]
+    assert mapping(["b", None, "a"], [2, 1, 3]) == [1, 1, -1, 0, 0, 0]
+    assert mapping(["b", "a"], tokens=6) == [1, 1, 1, 0, 0, 0]  # drafts to verify
+    assert mapping(["b", "a"], [1, 2], tokens=5) == [1, 0, 0, -1, -1]  # a padded graph
+    assert prepare(forward_batch([None, None]), 1) is None
+    assert prepare(forward_batch(["a"]), 2) is None, "a dense layer"
+    with pytest.raises(KeyError, match="no adapter 'c' is loaded"):
+        prepare(forward_batch(["c"], device=device), 1)
+    with pytest.raises(ValueError, match="5 tokens do not divide among 2 requests"):
+        prepare(forward_batch(["a", "b"], tokens=5, device=device), 1)
+
+    batch = forward_batch(["a", "b"], device=device)
+    first, third = prepare(batch, 1), prepare(batch, 3)
+    assert first.weight_indices.data_ptr() == third.weight_indices.data_ptr(), "made once"
+    assert (first.layer, third.layer) == tuple(backend.pool.layers)
+    batch.lora_ids = ["b", "a"]
+    backend.reset_batch_state()
+    assert prepare(batch, 1).weight_indices.tolist() == [1, 0]
+
+
+def test_backend(device_and_dtype):
+    """The sum beside the base layer, and the exact layer, from the same pool and batch."""
+    device, dtype = device_and_dtype
+    backend = make_backend(device, dtype)
+    p = Spec(tokens=11, hidden=HIDDEN, inter=INTER, experts=EXPERTS, mix="absent", dtype=dtype)
+    p = p.build()
+    there = p.to(device)
+    routing = {"topk_weights": there.topk_weights, "topk_ids": there.topk_ids}
+    layer = {"hidden_states": there.hidden_states, "w13_weight": there.w13, "w2_weight": there.w2}
+    batch = forward_batch(["a", None, "b"], [4, 3, 4], device=device)
+    for layer_id in (1, 3):
+        info = backend.prepare_moe_lora_batch(batch, layer_id)
+        base = backend.fused_experts(**layer, **routing, moe_lora_info=None)
+        assert torch.equal(base, moelora.fused_experts_lora(**there.kwargs()))
+        output = base.clone()
+        got = backend.run_moe_lora(
+            there.hidden_states, **routing, moe_lora_info=info, output=output
+        )
+        assert got.data_ptr() == output.data_ptr()
+        on_cpu = [
+            t.cpu()
+            for t in (
+                info.weight_indices,
+                info.lora_ranks,
+                info.scalings,
+                *moelora.moe_lora_buffers(backend.pool, info.layer).values(),
+            )
+        ]
+        arguments = (p.hidden_states, p.topk_ids, p.topk_weights, *on_cpu)
+        delta, touched = run_moe_lora_ref(*arguments)
+        naive, _ = run_moe_lora_ref(*arguments, dtype=dtype)
+        assert touched.tolist() == [True] * 4 + [False] * 3 + [True] * 4
+        assert_close_to_ref(output, base.cpu().double() + delta, base.cpu() + naive, dtype)
+
+        exact = backend.fused_experts(**layer, **routing, moe_lora_info=info)
+        stacks = {name: stack.cpu() for name, stack in backend.pool.layer(info.layer).items()}
+        mapping = info.weight_indices.cpu().int()
+        exact_layer = {**p.kwargs(), **stacks, "token_lora_mapping": mapping}
+        wanted = fused_experts_lora_ref(**exact_layer)
+        assert_close_to_ref(exact, wanted, naive_fused_experts_lora(**exact_layer), dtype)
+        assert torch.equal(exact[4:7], base[4:7])
+        assert (exact - output).abs().max() > 0.1, "two functions"
