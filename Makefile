@@ -13,7 +13,7 @@ CTESTS := $(basename $(notdir $(wildcard tests/c/test_*.c examples/c/*.c)))
 C_FILES = $(shell find csrc tests/c examples/c -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test build lint conformance test-c test-py sanitize test-gpu sanitize-gpu \
-        bench-cpu wheel clean
+        bench-cpu bench-gpu wheel clean
 
 demo: build
 	$(PY) examples/demo.py
@@ -88,6 +88,10 @@ sanitize-gpu:
 
 bench-cpu: build
 	$(PY) -m benchmarks.cpu_layer --out benchmarks/results/cpu-layer.json $(BENCH_ARGS)
+
+bench-gpu:
+	$(PYTHON) setup.py -q build_ext --inplace
+	$(PYTHON) -m moelora bench --device cuda --out benchmarks/results/gpu-layer.json $(BENCH_ARGS)
 
 wheel: $(VENV)/.ready
 	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist .
