@@ -9,6 +9,7 @@ import torch  # noqa: F401  loads the libraries that moelora._C is linked agains
 
 from moelora import _C
 from moelora import fake as _fake  # noqa: F401  registers the shape functions
+from moelora import tuned as _tuned
 from moelora.adapters import AdapterPool, MoELayer
 from moelora.ops import (
     PackedWeights,
@@ -21,6 +22,7 @@ from moelora.ops import (
 )
 
 __version__ = _C.version()
+_tuned.load_configured()
 
 __all__ = [
     "AdapterPool",

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from moelora import info
+from moelora import info, tune
 from moelora.bench import command as bench
 
 
@@ -12,6 +12,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="command")
     info.add_command(commands)
     bench.add_command(commands)
+    tune.add_command(commands)
     args = parser.parse_args(argv)
     return args.run(args)
 

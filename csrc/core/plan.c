@@ -162,6 +162,11 @@ static bool serves(const moelora_variant *v, const access *access) {
          (v->needs < 90 && v->block_m <= 32);
 }
 
+static bool can_run(const moelora_variant *v, moelora_dtype dtype, const access *access,
+                    const moelora_device_info *device) {
+  return v && v->dtype == dtype && moelora_variant_runs_on(v, device) && serves(v, access);
+}
+
 /* The newest instruction set that the device has; within it the block nearest to `block`, where
  * block 0 takes the last row of the table. */
 static const moelora_variant *choose(const moelora_device_info *device, moelora_dtype dtype,
@@ -169,9 +174,7 @@ static const moelora_variant *choose(const moelora_device_info *device, moelora_
   const moelora_variant *best = NULL;
   for (int32_t i = 0; i < NUM_VARIANTS; i++) {
     const moelora_variant *v = &variants[i];
-    if (v->dtype != dtype || !moelora_variant_runs_on(v, device))
-      continue;
-    if (!serves(v, access))
+    if (!can_run(v, dtype, access, device))
       continue;
     if (!best || v->needs > best->needs ||
         (v->needs == best->needs && (block == 0 || is_nearer(v->block_m, best->block_m, block))))
@@ -180,16 +183,18 @@ static const moelora_variant *choose(const moelora_device_info *device, moelora_
   return best;
 }
 
-/* Both halves of a layer run on one alignment, so one variant serves both. */
+/* Both halves of a layer run on one alignment, so one variant serves both. The forced one goes
+ * before the `tuned` one, which may be NULL, and that before the table. */
 static moelora_status plan_projections(const moelora_routes *routes, moelora_dtype dtype,
                                        const access *access, const moelora_device_info *device,
-                                       moelora_gemm_plan *plan) {
+                                       const moelora_variant *tuned, moelora_gemm_plan *plan) {
   pthread_once(&environment_once, read_environment);
   MOELORA_REQUIRE(!forced_unknown, "MOELORA_FORCE_VARIANT is '%s': no such variant",
                   getenv("MOELORA_FORCE_VARIANT"));
   const moelora_variant *variant = forced_variant;
-  if (!variant || variant->dtype != dtype || !moelora_variant_runs_on(variant, device) ||
-      !serves(variant, access)) {
+  if (!can_run(variant, dtype, access, device))
+    variant = tuned;
+  if (!can_run(variant, dtype, access, device)) {
     int32_t block = device->device == MOELORA_CUDA ? pick_cuda_block(rows_per_expert(routes)) : 0;
     variant = choose(device, dtype, block, access);
   }
@@ -212,7 +217,7 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                    moelora_is_vector_row(problem->out, problem->out_stride[0], problem->w.n) &&
                    problem->out_stride[1] % 8 == 0;
   access.tma = access.vectors && is_tma_weights(&problem->w);
-  return plan_projections(&problem->routes, problem->dtype, &access, device, plan);
+  return plan_projections(&problem->routes, problem->dtype, &access, device, NULL, plan);
 }
 
 moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
@@ -226,7 +231,8 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
   access.tma = access.vectors && is_tma_weights(&problem->w13) && is_tma_weights(&problem->w2) &&
                !(problem->w13.packed && gated &&
                  (problem->activation == MOELORA_SWIGLUOAI || problem->intermediate % 64 != 0));
-  MOELORA_TRY(plan_projections(&problem->routes, problem->dtype, &access, device, &plan->w13));
+  MOELORA_TRY(plan_projections(&problem->routes, problem->dtype, &access, device,
+                               moelora_tuned_variant(problem, device), &plan->w13));
   plan->w2 = plan->w13;
   /* Rows that wait for their sum do so in float32, so that the sum alone rounds, as long as the L2
    * cache of a GPU holds them; beyond it their traffic would cost up to a fifth of the layer. */
@@ -238,8 +244,10 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
 /* ---- log ---- */
 
 static void log_plan(const char *operator, const char *shape, const moelora_routes *routes,
-                     const moelora_device_info *device, const moelora_gemm_plan *plan) {
+                     const moelora_device_info *device, const moelora_gemm_plan *plan,
+                     const moelora_variant *tuned) {
   const moelora_variant *variant = plan->variant;
+  const char *why = variant == forced_variant ? "; forced" : variant == tuned ? "; tuned" : "";
   char where[48];
   if (device->device == MOELORA_CUDA)
     snprintf(where, sizeof where, "sm_%d, %d SMs", device->compute_capability, device->num_units);
@@ -250,7 +258,7 @@ static void log_plan(const char *operator, const char *shape, const moelora_rout
           "expert%s)\n",
           operator, moelora_dtype_name(variant->dtype), (long long)routes->num_tokens,
           routes->top_k, routes->num_experts, shape, variant->name, plan->block_rows, where,
-          (long long)rows_per_expert(routes), variant == forced_variant ? "; forced" : "");
+          (long long)rows_per_expert(routes), why);
 }
 
 void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device_info *device,
@@ -261,7 +269,7 @@ void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device
     return;
   char shape[64];
   snprintf(shape, sizeof shape, "N=%lld K=%lld", (long long)problem->w.n, (long long)problem->w.k);
-  log_plan("gemm", shape, &problem->routes, device, plan);
+  log_plan("gemm", shape, &problem->routes, device, plan, NULL);
 }
 
 void moelora_note_experts(const moelora_experts_problem *problem, const moelora_device_info *device,
@@ -274,5 +282,6 @@ void moelora_note_experts(const moelora_experts_problem *problem, const moelora_
   char shape[64];
   snprintf(shape, sizeof shape, "K=%lld I=%lld", (long long)problem->hidden,
            (long long)problem->intermediate);
-  log_plan("experts", shape, &problem->routes, device, &plan->w13);
+  log_plan("experts", shape, &problem->routes, device, &plan->w13,
+           moelora_tuned_variant(problem, device));
 }

@@ -59,6 +59,20 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    add_case_options(parser)
+    add = parser.add_argument
+    add("--rivals", default="auto", help=f"of {', '.join(rivals.ABOUT)}; auto, none")
+    add("--all-modes", action="store_true", help="every path of a rival, not its default alone")
+    add("--variant", help="force this kernel variant")
+    add("--threads", type=int, help="torch's number of threads")
+    add("--patience-s", default=1.5, type=float, help="longest call of a rival")
+    add("--deadline-s", default=1e9, type=float, help="stop cleanly after this")
+    add("--out", help="result file to write")
+    add("--list", action="store_true", help="models and rivals, and stop")
+
+
+def add_case_options(parser: argparse.ArgumentParser) -> None:
+    """What says which layers and batches are measured, and for how long."""
     add = parser.add_argument
     add("--models", help="of --list; qwen3:16 is qwen3 cut to 16 experts")
     add("--shape", action="append", default=[], metavar="E,TOP_K,K,I[,ACTIVATION]")
@@ -70,16 +84,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--routing", default="uniform", help="uniform, zipf, or a file of counts per expert")
     add("--dtypes", help="of fp32, bf16, fp16")
     add("--device", choices=["cuda", "cpu"], help="cuda where it can be used")
-    add("--rivals", default="auto", help=f"of {', '.join(rivals.ABOUT)}; auto, none")
-    add("--all-modes", action="store_true", help="every path of a rival, not its default alone")
-    add("--variant", help="force this kernel variant")
-    add("--threads", type=int, help="torch's number of threads")
-    add("--budget-ms", type=float, help="time per rival and case")
-    add("--patience-s", default=1.5, type=float, help="longest call of a rival")
+    add("--budget-ms", type=float, help="time per rival or variant, and case")
     add("--mm-size", default=2048, type=int, help="CPU: size of the torch.mm yardstick")
-    add("--deadline-s", default=1e9, type=float, help="stop cleanly after this")
-    add("--out", help="result file to write")
-    add("--list", action="store_true", help="models and rivals, and stop")
 
 
 def settle(args: argparse.Namespace) -> argparse.Namespace:
