@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from moelora import info, tune
+from moelora import info, replay, tune
 from moelora.bench import command as bench
 
 
@@ -13,6 +13,7 @@ def main(argv: list[str] | None = None) -> int:
     info.add_command(commands)
     bench.add_command(commands)
     tune.add_command(commands)
+    replay.add_command(commands)
     args = parser.parse_args(argv)
     return args.run(args)
 

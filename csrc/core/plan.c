@@ -77,7 +77,7 @@ static bool log_plans;
 
 static void read_environment(void) {
   const char *log = getenv("MOELORA_LOG"), *name = getenv("MOELORA_FORCE_VARIANT");
-  log_plans = log && strcmp(log, "plan") == 0;
+  log_plans = log && (strcmp(log, "plan") == 0 || strcmp(log, "shapes") == 0);
   if (name && *name) {
     forced_variant = find_variant(name);
     forced_unknown = !forced_variant;
