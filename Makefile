@@ -14,7 +14,7 @@ CTESTS := $(basename $(notdir $(wildcard tests/c/test_*.c examples/c/*.c)))
 C_FILES = $(shell find csrc tests/c examples/c -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test build lint conformance test-c test-py sanitize fuzz test-gpu sanitize-gpu \
-        bench-cpu bench-gpu wheel clean
+        bench-cpu bench-gpu wheel check-wheel clean
 
 demo: build
 	$(PY) examples/demo.py
@@ -106,6 +106,9 @@ bench-gpu:
 
 wheel: $(VENV)/.ready
 	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist .
+
+check-wheel: wheel
+	$(PY) tests/check_wheel.py $$(ls -t dist/*.whl | head -n 1)
 
 clean:
 	rm -rf build dist *.egg-info moelora/_C.abi3.so
