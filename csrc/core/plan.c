@@ -162,11 +162,6 @@ static bool serves(const moelora_variant *v, const access *access) {
          (v->needs < 90 && v->block_m <= 32);
 }
 
-static bool can_run(const moelora_variant *v, moelora_dtype dtype, const access *access,
-                    const moelora_device_info *device) {
-  return v && v->dtype == dtype && moelora_variant_runs_on(v, device) && serves(v, access);
-}
-
 /* The newest instruction set that the device has; within it the block nearest to `block`, where
  * block 0 takes the last row of the table. */
 static const moelora_variant *choose(const moelora_device_info *device, moelora_dtype dtype,
@@ -174,7 +169,9 @@ static const moelora_variant *choose(const moelora_device_info *device, moelora_
   const moelora_variant *best = NULL;
   for (int32_t i = 0; i < NUM_VARIANTS; i++) {
     const moelora_variant *v = &variants[i];
-    if (!can_run(v, dtype, access, device))
+    if (v->dtype != dtype || !moelora_variant_runs_on(v, device))
+      continue;
+    if (!serves(v, access))
       continue;
     if (!best || v->needs > best->needs ||
         (v->needs == best->needs && (block == 0 || is_nearer(v->block_m, best->block_m, block))))
@@ -183,18 +180,16 @@ static const moelora_variant *choose(const moelora_device_info *device, moelora_
   return best;
 }
 
-/* Both halves of a layer run on one alignment, so one variant serves both. The forced one goes
- * before the `tuned` one, which may be NULL, and that before the table. */
+/* Both halves of a layer run on one alignment, so one variant serves both. */
 static moelora_status plan_projections(const moelora_routes *routes, moelora_dtype dtype,
                                        const access *access, const moelora_device_info *device,
-                                       const moelora_variant *tuned, moelora_gemm_plan *plan) {
+                                       moelora_gemm_plan *plan) {
   pthread_once(&environment_once, read_environment);
   MOELORA_REQUIRE(!forced_unknown, "MOELORA_FORCE_VARIANT is '%s': no such variant",
                   getenv("MOELORA_FORCE_VARIANT"));
   const moelora_variant *variant = forced_variant;
-  if (!can_run(variant, dtype, access, device))
-    variant = tuned;
-  if (!can_run(variant, dtype, access, device)) {
+  if (!variant || variant->dtype != dtype || !moelora_variant_runs_on(variant, device) ||
+      !serves(variant, access)) {
     int32_t block = device->device == MOELORA_CUDA ? pick_cuda_block(rows_per_expert(routes)) : 0;
     variant = choose(device, dtype, block, access);
   }
@@ -217,7 +212,15 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                    moelora_is_vector_row(problem->out, problem->out_stride[0], problem->w.n) &&
                    problem->out_stride[1] % 8 == 0;
   access.tma = access.vectors && is_tma_weights(&problem->w);
-  return plan_projections(&problem->routes, problem->dtype, &access, device, NULL, plan);
+  return plan_projections(&problem->routes, problem->dtype, &access, device, plan);
+}
+
+/* What was measured goes before the table, and after a forced variant. */
+static void prefer_tuned(const moelora_variant *tuned, const access *access,
+                         const moelora_device_info *device, moelora_gemm_plan *plan) {
+  if (tuned && plan->variant != forced_variant && moelora_variant_runs_on(tuned, device) &&
+      serves(tuned, access))
+    *plan = (moelora_gemm_plan){.variant = tuned, .block_rows = tuned->block_m};
 }
 
 moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
@@ -231,8 +234,8 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
   access.tma = access.vectors && is_tma_weights(&problem->w13) && is_tma_weights(&problem->w2) &&
                !(problem->w13.packed && gated &&
                  (problem->activation == MOELORA_SWIGLUOAI || problem->intermediate % 64 != 0));
-  MOELORA_TRY(plan_projections(&problem->routes, problem->dtype, &access, device,
-                               moelora_tuned_variant(problem, device), &plan->w13));
+  MOELORA_TRY(plan_projections(&problem->routes, problem->dtype, &access, device, &plan->w13));
+  prefer_tuned(moelora_tuned_variant(problem, device), &access, device, &plan->w13);
   plan->w2 = plan->w13;
   /* Rows that wait for their sum do so in float32, so that the sum alone rounds, as long as the L2
    * cache of a GPU holds them; beyond it their traffic would cost up to a fifth of the layer. */
