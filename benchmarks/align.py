@@ -22,7 +22,7 @@ import moelora
 from moelora.bench import cases, results
 from moelora.bench.rivals import vllm
 from moelora.bench.shapes import MODELS, Model
-from moelora.bench.timing import GraphTimer, Run
+from moelora.bench.timing import GraphTimer
 
 TOKENS = [1, 4, 16, 64, 256, 1024, 4096, 16384]
 SETS = 4
@@ -107,18 +107,17 @@ def measure(timer, name, tokens, args, generator, vk):
     check_ours(batches[0], model, block_size, args.adapters)
 
     ours = [calls(batch, model, block_size, args.adapters) for batch in batches]
-    runs = {key: Run(lambda i, key=key: ours[i][key]()) for key in ours[0]}
+    runs = {key: lambda i, key=key: ours[i][key]() for key in ours[0]}
     if peer:
         sets = [peer.token_set(batch) for batch in batches]
         # Without a sort (too few rows for one to pay) there is nothing to compare with.
         if peer.base(sets[0])[0] is not None:
-            runs["vllm_base"] = Run(lambda i: peer.base(sets[i]))
+            runs["vllm_base"] = lambda i: peer.base(sets[i])
             theirs, mine = peer.base(sets[0])[2], ours[0]["ours_base"]()[2]
             if theirs.item() != mine.item():
                 raise RuntimeError(f"{name} M={tokens}: vLLM pads to {theirs}, we to {mine}")
-        runs["vllm_lora"] = Run(lambda i: peer.lora_align(sets[i]))
-    found, _ = timer.compare(runs, batches, BYTES_PER_CALL, args.budget_ms)
-    times = {key: t.median for key, t in found.items()}
+        runs["vllm_lora"] = lambda i: peer.lora_align(sets[i])
+    times = timer.medians(runs, batches, BYTES_PER_CALL, args.budget_ms)
     return {
         "model": name,
         "tokens": tokens,

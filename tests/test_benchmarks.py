@@ -1,5 +1,6 @@
 """The benchmark command checks its rivals, writes what it promises, and compares it fairly."""
 
+import contextlib
 import importlib.util
 import json
 
@@ -8,7 +9,7 @@ import torch
 
 from benchmarks import cpu_layer, layer
 from moelora.__main__ import main
-from moelora.bench import cases, compare, machine, results, shapes
+from moelora.bench import cases, compare, machine, results, shapes, timing
 from moelora.bench.rivals import ABOUT, DEFAULTS, Layer, Options, Skipped, _load, rivals_of
 from moelora.bench.rivals.ours import Loop
 
@@ -283,6 +284,69 @@ def test_rivals_say_what_they_need():
     assert "one A for gate and up" in absent["transformers"]
     with pytest.raises(Skipped):
         _load("dense")(fp32, Options()).runs([cases.draw_batch(TOY, 4, 2, torch.Generator())])
+
+
+class Event:
+    """torch.cuda.Event on a clock that only rivals move."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        self.at = None
+
+    def record(self):
+        self.at = Event.now
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, later):
+        return later.at - self.at
+
+
+class Graph:
+    def __init__(self, calls):
+        self.calls = calls
+
+    def replay(self):
+        for call in self.calls:
+            call()
+
+    def reset(self):
+        self.calls = None
+
+
+def test_turns_of_a_gpu(monkeypatch):
+    """What the timer makes of graphs, without a GPU: microseconds of one call of many."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    timer = timing.GraphTimer.__new__(timing.GraphTimer)
+    timer.stream, timer.peaks = None, machine.Peaks(1e9, 1e12)
+    seen = []
+
+    def takes(ms):
+        def call(i):
+            seen.append(i)
+            Event.now += ms
+
+        return call
+
+    def capture(calls):
+        calls[0]()
+        if len(seen) == 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return Graph(calls)
+
+    timer.capture = capture
+    synchronises, ordinary = timing.Run(takes(0.003)), timing.Run(takes(0.002))
+    runs = {("loop", 8): synchronises, ("ours", 8): ordinary}
+    times, peaks = timer.compare(runs, batches=[0, 1, 2], bytes_per_call=96e6, budget_ms=0)
+    assert (times["ours", 8].median, times["loop", 8].median) == (2.0, 3.0)
+    assert times["ours", 8].turns == 4, "five rounds, of which the first warms up"
+    assert synchronises.eager and not ordinary.eager
+    assert {0, 1, 2} <= set(seen), "batches rotate"
+    assert peaks.bound(flops=1e9, moved=1e6) == 1e-3
+    assert timer.medians({"a": takes(0.004)}, [0], 1.0, 0) == {"a": 4.0}
 
 
 # ---- on a GPU ----

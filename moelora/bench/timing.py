@@ -106,6 +106,12 @@ class GraphTimer:
             graph.reset()
         return {key: Times.of(found) for key, found in samples.items()}, self.peaks
 
+    def medians(self, calls: dict, batches, bytes_per_call, budget_ms) -> dict:
+        """{name: median microseconds} of {name: function of a batch's index}."""
+        runs = {name: Run(call) for name, call in calls.items()}
+        times, _ = self.compare(runs, batches, bytes_per_call, budget_ms)
+        return {name: t.median for name, t in times.items()}
+
 
 class TurnTimer:
     """One call of each rival a round; the reads that empty the caches measure streaming bandwidth,
