@@ -7,13 +7,14 @@ VENV := .venv
 PY := $(VENV)/bin/python
 CXX ?= c++
 
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all
 CTEST_FLAGS := -std=c11 -O2 -Wall -Wextra -Werror -Icsrc -Itests/c
 CPROGRAMS := $(basename $(notdir $(wildcard tests/c/*.c examples/c/*.c)))
 CTESTS := $(basename $(notdir $(wildcard tests/c/test_*.c examples/c/*.c)))
 C_FILES = $(shell find csrc tests/c examples/c -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test build lint conformance test-c test-py sanitize test-gpu sanitize-gpu \
-        bench-cpu wheel clean
+.PHONY: demo test build lint conformance test-c test-py sanitize fuzz test-gpu sanitize-gpu \
+        bench-cpu bench-gpu wheel check-wheel clean
 
 demo: build
 	$(PY) examples/demo.py
@@ -60,7 +61,17 @@ test-c: $(VENV)/.ready
 sanitize: $(VENV)/.ready
 	MOELORA_SANITIZE=1 $(PY) setup.py -q build_core
 	$(MAKE) --no-print-directory run-c WHERE=build/sanitize \
-	  CTEST_FLAGS="$(CTEST_FLAGS) -g -fsanitize=address,undefined -fno-sanitize-recover=all"
+	  CTEST_FLAGS="$(CTEST_FLAGS) -g $(SANITIZERS)"
+
+# Random arguments, new ones every time, for as long as FUZZ asks: the C interface under sanitizers,
+# and damaged adapters.
+FUZZ ?= 20
+fuzz: build
+	MOELORA_SANITIZE=1 $(PY) setup.py -q build_core
+	$(MAKE) --no-print-directory build/sanitize/fuzz_api WHERE=build/sanitize \
+	  CTEST_FLAGS="$(CTEST_FLAGS) -g $(SANITIZERS)"
+	build/sanitize/fuzz_api $$(($(FUZZ) * 50000)) $$(date +%s)000000
+	MOELORA_FUZZ=$(FUZZ) OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 tests/test_fuzz_adapters.py
 
 # Programs in C on libmoelora.a alone; tests and examples run here, the others are for pytest.
 .PHONY: run-c
@@ -89,8 +100,15 @@ sanitize-gpu:
 bench-cpu: build
 	$(PY) -m benchmarks.cpu_layer --out benchmarks/results/cpu-layer.json $(BENCH_ARGS)
 
+bench-gpu:
+	$(PYTHON) setup.py -q build_ext --inplace
+	$(PYTHON) -m moelora bench --device cuda --out benchmarks/results/gpu-layer.json $(BENCH_ARGS)
+
 wheel: $(VENV)/.ready
 	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist .
+
+check-wheel: wheel
+	$(PY) tests/check_wheel.py $$(ls -t dist/*.whl | head -n 1)
 
 clean:
 	rm -rf build dist *.egg-info moelora/_C.abi3.so

@@ -19,8 +19,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 import moelora
-from benchmarks import cases, peer_vllm, results
-from benchmarks.timing import GraphTimer
+from moelora.bench import cases, results
+from moelora.bench.rivals import vllm
+from moelora.bench.shapes import MODELS, Model
+from moelora.bench.timing import GraphTimer
 
 TOKENS = [1, 4, 16, 64, 256, 1024, 4096, 16384]
 SETS = 4
@@ -93,8 +95,8 @@ class Peer:
 
 def measure(timer, name, tokens, args, generator, vk):
     """One case of the result file."""
-    model = cases.MODELS[name]
-    narrow = cases.Model(model.name, model.experts, model.top_k, 8, 8)
+    model = MODELS[name]
+    narrow = Model(model.name, model.experts, model.top_k, 8, 8)
     batches = [
         cases.draw_batch(narrow, tokens, args.adapters, generator, routing=args.routing)
         for _ in range(SETS)
@@ -115,7 +117,7 @@ def measure(timer, name, tokens, args, generator, vk):
             if theirs.item() != mine.item():
                 raise RuntimeError(f"{name} M={tokens}: vLLM pads to {theirs}, we to {mine}")
         runs["vllm_lora"] = lambda i: peer.lora_align(sets[i])
-    times = timer.compare(runs, batches, BYTES_PER_CALL, args.budget_ms)
+    times = timer.medians(runs, batches, BYTES_PER_CALL, args.budget_ms)
     return {
         "model": name,
         "tokens": tokens,
@@ -147,7 +149,7 @@ def show(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default=",".join(cases.MODELS))
+    parser.add_argument("--models", default="qwen3,mixtral,dsv2lite")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--adapters", default=8, type=int)
     parser.add_argument("--routing", default="uniform", choices=["uniform", "zipf"])
@@ -158,7 +160,7 @@ def main():
     args = parser.parse_args()
 
     started = time.monotonic()
-    vk = peer_vllm.load() if args.rivals == "vllm" else None
+    vk = vllm.load() if args.rivals == "vllm" else None
     generator = torch.Generator("cuda").manual_seed(1234)
     timer = GraphTimer()
     todo = [(name, int(m)) for name in args.models.split(",") for m in args.tokens.split(",")]

@@ -294,6 +294,27 @@ bool moelora_variant_usable(int32_t index);
  * The environment variable MOELORA_FORCE_VARIANT sets it at start; a name that does not exist then
  * fails every gemm and layer. */
 moelora_status moelora_force_variant(const char *name);
+/* A measured choice: on such a device, layers of these sizes run `variant` when they have at most
+ * `tokens` tokens and no plan of theirs with fewer is enough; the plan with most tokens also serves
+ * larger batches. Where the variant cannot run the built-in table decides, as for other layers. */
+typedef struct moelora_tuned_plan {
+  moelora_device device;
+  int32_t compute_capability; /* CUDA: 80, 90, ...; unused on the CPU */
+  int32_t num_units;          /* CUDA: SMs; unused on the CPU */
+  moelora_dtype dtype;
+  int32_t num_experts; /* on this rank */
+  int32_t top_k;
+  int64_t hidden;       /* K */
+  int64_t intermediate; /* I */
+  int64_t tokens;       /* M */
+  const char *variant;
+} moelora_tuned_plan;
+
+/* Adds one; a newer plan for the same layer and tokens takes over. Best before the first layer: the
+ * workspace that one plan asked for may be too small for another. */
+moelora_status moelora_add_tuned_plan(const moelora_tuned_plan *plan);
+/* Forgets all of them. Not while operators run on other threads. */
+void moelora_clear_tuned_plans(void);
 /* What the last gemm or layer on this thread ran: "w=gemm_bf16_avx2", or for a layer
  * "w13=gemm_bf16_avx512bf16 w2=gemm_bf16_avx512bf16". The environment variable MOELORA_LOG=plan
  * prints every choice and its reasons to stderr. */

@@ -9,6 +9,7 @@ import torch  # noqa: F401  loads the libraries that moelora._C is linked agains
 
 from moelora import _C
 from moelora import fake as _fake  # noqa: F401  registers the shape functions
+from moelora import tuned as _tuned
 from moelora.adapters import AdapterPool, MoELayer
 from moelora.delta import moe_lora_down_delta, moe_lora_gate_up_delta
 from moelora.ops import (
@@ -34,6 +35,7 @@ from moelora.sglang_ops import (
 from moelora.vllm_ops import fused_moe_lora, fused_moe_lora_expand, fused_moe_lora_shrink
 
 __version__ = _C.version()
+_tuned.load_configured()
 
 __all__ = [
     "AdapterPool",

@@ -1,17 +1,19 @@
-"""`python -m moelora info`: what is installed, what was compiled, what can run here."""
+"""`python -m moelora info`: what is installed, what can run here, and whether it runs right."""
 
 import argparse
+import os
 import platform
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from moelora import _C
+from moelora import _C, selftest
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("info", help="versions, devices and kernel variants")
+    parser = commands.add_parser("info", help="versions, devices, kernel variants, a self-test")
+    parser.add_argument("--no-test", action="store_true", help="only say what is there")
     parser.set_defaults(run=run)
 
 
@@ -52,6 +54,9 @@ def facts() -> dict[str, str]:
         "devices": "\n".join(devices()),
         "CPU features": _C.cpu_features(),
         "CUDA kernels": cuda,
+        "environment": "\n".join(
+            f"{name}={value}" for name, value in os.environ.items() if name.startswith("MOELORA_")
+        ),
     }
 
 
@@ -59,11 +64,23 @@ def run(args: argparse.Namespace) -> int:
     table = Table(show_header=False, title="moelora")
     for name, value in facts().items():
         table.add_row(name, value)
-    usable = set(_C.usable())
-    variants = Table("variant", "usable here", title="kernel variants")
-    for name in _C.variants():
-        variants.add_row(name, "yes" if name in usable else "no")
     console = Console()
     console.print(table)
+    found = {} if args.no_test else dict(selftest.run())
+    usable = set(_C.usable())
+    variants = Table("variant", "here", title="kernel variants")
+    for name in _C.variants():
+        variants.add_row(name, "no" if name not in usable else _verdict(name, found))
+    for name in found.keys() - usable:
+        variants.add_row(name, _verdict(name, found))
     console.print(variants)
-    return 0
+    wrong = sum(map(bool, found.values()))
+    if found:
+        console.print(f"self-test: {len(found)} checks, {wrong} wrong", highlight=False)
+    return 1 if wrong else 0
+
+
+def _verdict(name: str, found: dict[str, str]) -> str:
+    if name not in found:
+        return "usable"
+    return f"[red]{found[name]}[/]" if found[name] else "right"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from moelora import _C
+from moelora import _C, trace
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "swigluoai": 2, "relu2": 3}
 ALIGN_MODES = {"uniform": 1, "segmented": 2}
@@ -115,7 +115,7 @@ def _run(op, *args):
     if is_compiling():
         return op(*args)
     try:
-        return op(*args)
+        return trace.call(op, args) if trace.active else op(*args)
     except RuntimeError as error:
         status, text = _C.last_error()
         if text and text in str(error):

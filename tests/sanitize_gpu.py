@@ -268,7 +268,7 @@ def first_line(*command: str) -> str:
 def run_tools(tools: list[str], log: Path) -> int:
     import torch
 
-    from benchmarks import results
+    from moelora.bench import results
 
     meta = results.meta()
     lines = [f"{key}: {value}" for key, value in meta.items()]

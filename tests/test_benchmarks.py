@@ -1,68 +1,155 @@
-"""The CPU benchmark runs, checks its rivals, and writes what it promises."""
+"""The benchmark command checks its rivals, writes what it promises, and compares it fairly."""
 
+import contextlib
+import importlib.util
 import json
 
 import pytest
 import torch
 
-from benchmarks import cases, cpu_layer
+from benchmarks import cpu_layer, layer
+from moelora.__main__ import main
+from moelora.bench import cases, compare, machine, results, shapes, timing
+from moelora.bench.rivals import ABOUT, DEFAULTS, Layer, Options, Skipped, _load, rivals_of
+from moelora.bench.rivals.ours import Loop
 
 # Sizes that no vector length divides.
-TOY = cases.Model("toy", experts=4, top_k=2, hidden=72, intermediate=40)
+TOY = shapes.Model("toy", experts=4, top_k=2, hidden=72, intermediate=40)
+SHAPE = "4,2,72,40"
 RIVALS = {"loop", "grouped_mm_peft", "batched_mm_peft", "grouped_mm_base"}
 
 
 @pytest.fixture
-def toy(monkeypatch):
-    monkeypatch.setattr(cpu_layer, "MODELS", {"qwen3": TOY, "mixtral": TOY})
-    monkeypatch.setattr(cpu_layer, "last_cache_bytes", lambda: 1 << 20)
-    return ["--tokens", "1,16", "--ranks", "4,8", "--adapters", "3", "--budget-s", "0"]
+def bench(monkeypatch, tmp_path):
+    """Runs the command on a toy on the CPU; (exit status, rows of the file)."""
+    monkeypatch.setattr(machine.CpuYardsticks, "LEAST", 1 << 20)
+    monkeypatch.setattr(machine, "last_cache_bytes", lambda: 1 << 18)
+
+    def run(*more, shape=SHAPE, tokens="1,16", device="cpu"):
+        path = tmp_path / "bench.json"
+        path.unlink(missing_ok=True)
+        words = ["bench", "--device", device, "--shape", shape, "--tokens", tokens]
+        words += ["--ranks", "4,8", "--adapters", "3", "--budget-ms", "0", "--mm-size", "64"]
+        status = main([*words, "--out", str(path), *more])
+        return status, json.loads(path.read_text())["cases"] if path.exists() else []
+
+    run.path = tmp_path / "bench.json"
+    return run
 
 
-def test_every_rival_agrees_and_is_written(toy, tmp_path, capsys):
-    path = tmp_path / "cpu-layer.json"
-    rows = cpu_layer.main([*toy, "--mm-size", "64", "--out", str(path)])
-    written = json.loads(path.read_text())
-    assert written["cases"] == rows
-    assert len(rows) == 2 * 2 * 2 * 2  # models, dtypes, tokens, ranks
-    assert written["meta"]["cores"] >= 1
-    assert written["meta"]["threads"] == torch.get_num_threads()
+def test_every_rival_agrees_and_is_written(bench, capsys):
+    status, rows = bench()
+    assert status == 0
+    assert len(rows) == 2 * 2 * 2  # dtypes, tokens, ranks
+    meta, _ = results.read(bench.path)
+    assert meta["threads"] == torch.get_num_threads()
+    assert meta.keys() >= {"commit", "date", "device", "torch", "cuda", "command", "gpu_state"}
     for row in rows:
         assert row["rivals"].keys() == RIVALS
-        assert row["relative_error"].keys() == {"ours", *RIVALS}
+        assert row["relative_error"].keys() == {"ours", "ours_base", *RIVALS}
         assert not row["skipped"]
+        assert "gemm_" in row["plan"]
         assert row["bound_us"] >= row["bound_base_us"] > 0
-        assert row["ratio"] * row["ours_us"] == pytest.approx(
-            row["rivals"][row["best_rival"]], rel=0.05
-        )
+        assert row["share"] == pytest.approx(row["bound_us"] / row["ours_us"], abs=1e-3)
+        best = row["rivals"][row["best_rival"]]
+        assert row["ratio"] * row["ours_us"] == pytest.approx(best, rel=0.05)
+        for who, us in row["rivals"].items():
+            low, high = row["spread_us"][who]
+            assert low <= us <= high
         assert (row["mm_gflop_s"] is None) == (row["tokens"] == 1)
-    assert "milliseconds per layer" in capsys.readouterr().out
+    assert "us per layer" in capsys.readouterr().out
 
 
-def test_a_wrong_rival_is_refused(toy, monkeypatch):
-    right = cpu_layer.loop
-    monkeypatch.setattr(cpu_layer, "loop", lambda *args: 1.1 * right(*args))
+@pytest.mark.parametrize("activation", ["swigluoai", "relu2"])
+def test_other_activations_leave_out_who_cannot(bench, capsys, activation):
+    status, rows = bench("--dtypes", "fp32", shape=f"{SHAPE},{activation}", tokens="3")
+    assert status == 0
+    assert all(row["rivals"].keys() == {"loop"} for row in rows)
+    assert "not measured: transformers: driven here with silu only" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mix", [*cases.MIXES, "0.25"])
+def test_every_mix_runs(bench, mix):
+    status, rows = bench("--mix", mix, "--dtypes", "fp32", tokens="5")
+    assert status == 0
+    assert {row["mix"] for row in rows} == {mix if mix in cases.MIXES else "0.25 base"}
+
+
+def test_a_wrong_rival_is_refused(bench, monkeypatch):
+    right = Loop.run
+    monkeypatch.setattr(Loop, "run", lambda *args: 1.1 * right(*args))
     with pytest.raises(RuntimeError, match="rank 4: loop is off by 0.1"):
-        cpu_layer.main([*toy, "--models", "qwen3", "--dtypes", "fp32"])
+        bench("--dtypes", "fp32")
 
 
-def test_a_slow_rival_is_left_out_with_a_reason(toy):
-    rows = cpu_layer.main([*toy, "--models", "qwen3", "--dtypes", "fp32", "--patience-s", "0"])
+def test_a_slow_rival_is_left_out_with_a_reason(bench):
+    _, rows = bench("--dtypes", "fp32", "--patience-s", "0")
     for row in rows:
-        assert row["rivals"].keys() == {"loop", "grouped_mm_base"}
+        assert row["rivals"].keys() == {"grouped_mm_base"}
         assert "1 tokens, rank 4: about" in row["skipped"]["batched_mm_peft"]
+        assert row["best_rival"] is row["ratio"] is None
 
 
-def test_adapters_cost_flops_and_bytes():
-    batch = cases.draw_batch(TOY, 5, 3, torch.Generator().manual_seed(0))
+def test_a_rival_that_breaks_does_not_end_the_run(bench, monkeypatch):
+    def broken(*args):
+        raise TypeError("no such kernel\nand more")
+
+    monkeypatch.setattr(Loop, "run", broken)
+    status, rows = bench("--rivals", "loop", "--dtypes", "fp32")
+    assert status == 0
+    assert rows[0]["skipped"] == {"loop": "TypeError: no such kernel"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--models", "qwen4"], "no model is called 'qwen4'"),
+        (["--models", "qwen3:200"], "cannot be cut to 200"),
+        (["--models", "qwen3", "--tp", "7"], "does not split into 7"),
+        (["--shape", "4,2,72"], "a shape is E,top_k,K,I"),
+        (["--shape", "2,4,72,40"], "chooses 4 of 2 experts"),
+        (["--tokens", "1,many"], "--tokens is '1,many'"),
+        (["--dtypes", "fp8"], "'fp8' is none of fp32, bf16, fp16"),
+        (["--rivals", "peft"], "'peft' is none of"),
+        (["--mix", "some"], "--mix is 'some'"),
+        (["--routing", "skewed"], "neither uniform nor zipf nor a file"),
+        (["--adapters", "0"], "--adapters is 0"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_at_once(words, message, capsys):
+    assert main(["bench", "--device", "cpu", *words]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_models_and_rivals_are_listed(capsys):
+    assert main(["bench", "--list"]) == 0
+    out = capsys.readouterr().out
+    assert all(model.name in out for model in shapes.MODELS.values())
+    assert all(name in out for name in ABOUT)
+    assert all(name in ABOUT for names in DEFAULTS.values() for name in names)
+
+
+def test_shards_and_cuts():
+    mixtral = shapes.MODELS["mixtral"]
+    assert mixtral.shard(4) == shapes.Model("Mixtral-8x7B", 8, 2, 4096, 14336 // 4)
+    assert shapes.find("qwen3:16") == ("qwen3", shapes.MODELS["qwen3"].cut(16))
+    for model in shapes.MODELS.values():
+        assert model.shard(1) == model
+        assert 1 <= model.top_k <= model.experts
+
+
+@pytest.mark.parametrize("activation, matrices", [("silu", 3), ("relu2", 2)])
+def test_adapters_cost_flops_and_bytes(activation, matrices):
+    model = shapes.Model("toy", 4, 2, 72, 40, activation)
+    batch = cases.draw_batch(model, 5, 3, torch.Generator().manual_seed(0))
     batch.mapping[:] = 1
     experts = batch.topk_ids.unique().numel()
-    flops, moved = cases.work(TOY, batch, 4)
-    base_flops, base_moved = cases.work(TOY, batch)
-    assert base_flops == 6 * 5 * 2 * 72 * 40
-    assert flops - base_flops == 6 * 5 * 2 * 4 * (72 + 40)
-    assert base_moved == 2 * (3 * experts * 72 * 40 + 2 * 5 * 72)
-    assert moved - base_moved == 2 * 3 * experts * 4 * (72 + 40)
+    flops, moved = cases.work(model, batch, 4)
+    base_flops, base_moved = cases.work(model, batch)
+    assert base_flops == 2 * matrices * 5 * 2 * 72 * 40
+    assert flops - base_flops == 2 * matrices * 5 * 2 * 4 * (72 + 40)
+    assert base_moved == 2 * (matrices * experts * 72 * 40 + 2 * 5 * 72)
+    assert moved - base_moved == 2 * matrices * experts * 4 * (72 + 40)
 
 
 def test_repeated_draws_differ_between_experts():
@@ -70,3 +157,217 @@ def test_repeated_draws_differ_between_experts():
     w = cases.normal((3, 1024, 2048), 1.0, generator, torch.float32)
     assert not torch.equal(w[0], w[2])
     assert w[2].std() == pytest.approx(1.0, abs=0.01)
+
+
+def mapping(mix, tokens=400, adapters=3):
+    generator = torch.Generator().manual_seed(0)
+    return cases.draw_batch(TOY, tokens, adapters, generator, mix).mapping
+
+
+def test_mixes_are_what_they_say():
+    assert mapping("none").eq(-1).all()
+    assert mapping("one").eq(0).all()
+    assert mapping("many").unique().tolist() == [0, 1, 2]
+    assert mapping("different")[:4].tolist() == [0, 1, 2, 0]
+    assert mapping("half").eq(-1).float().mean() == pytest.approx(0.5, abs=0.1)
+    assert mapping("0.2").eq(-1).float().mean() == pytest.approx(0.2, abs=0.1)
+
+
+def test_a_recorded_histogram_is_followed(tmp_path):
+    path = tmp_path / "counts.json"
+    path.write_text(json.dumps({"counts": [70, 0, 20, 10]}))
+    generator = torch.Generator().manual_seed(0)
+    top1 = shapes.Model("toy", 4, 1, 8, 8)
+    batch = cases.draw_batch(top1, 4000, 3, generator, routing=str(path))
+    drawn = torch.bincount(batch.topk_ids.flatten().long(), minlength=4) / 4000
+    torch.testing.assert_close(drawn, torch.tensor([0.7, 0.0, 0.2, 0.1]), atol=0.03, rtol=0)
+    torch.testing.assert_close(batch.topk_weights.sum(1), torch.ones(4000))
+    for wrong in ([1, 2, 3], [1, -1, 1, 1], [0, 0, 0, 0]):
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match="counts"):
+            cases.read_histogram(path, 4)
+
+
+def test_only_known_goals_are_missed():
+    row = {"dtype": "fp32", "tokens": 1, "rank": 16, "ratio": 0.9, "share": 0.7, "overhead": 0.5}
+    assert cpu_layer.goals(row) == {"x best": 1.0, "share": 0.8}
+    row |= {"tokens": 512, "ratio": 2.0}
+    assert cpu_layer.goals(row) == {"adapters": 0.15}
+    args = cpu_layer.parse(["--quick", "--tokens", "8"])
+    assert ([key for key, _ in args.models], args.ranks, args.tokens) == (["qwen3"], [16], [8])
+
+
+def test_the_short_form_asks_for_the_same(monkeypatch, capsys):
+    words = "--rivals base,default --budget-ms 12 --deadline-s 130 --tokens 16 --out f.json"
+    asked = layer.command(words.split())
+    assert asked[asked.index("--rivals") + 1] == "vllm"
+    assert "--all-modes" not in asked
+    assert "--all-modes" in layer.command(["--rivals", "best"])
+    assert layer.command(["--base-share", "0.5"])[6] == "0.5"
+    monkeypatch.setattr("moelora.bench.command.measure", lambda args, console: [])
+    monkeypatch.setattr("moelora._C.has_cuda", lambda: True)
+    assert main(asked) == 0
+
+
+# ---- comparing and drawing ----
+
+
+def case(us, spread=0.0, **more):
+    return {
+        "model": "qwen3",
+        "tokens": 16,
+        "rank": 16,
+        "dtype": "bf16",
+        "ours_us": us,
+        "ours_base_us": 50.0,
+        "rivals": {},
+        "spread_us": {"ours": [us * (1 - spread), us * (1 + spread)], "ours_base": [50.0, 50.0]},
+        **more,
+    }
+
+
+def files(tmp_path, before, after):
+    paths = tmp_path / "before.json", tmp_path / "after.json"
+    for path, rows in zip(paths, (before, after), strict=True):
+        results.write(path, rows)
+    return [str(path) for path in paths]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "status"),
+    [
+        (case(100.0), case(104.0), 1),
+        (case(100.0), case(102.0), 0),  # less than the least that counts
+        (case(100.0), case(90.0), 0),
+        (case(100.0, spread=0.05), case(108.0, spread=0.05), 0),  # within both spreads
+        (case(100.0, spread=0.05), case(112.0, spread=0.05), 1),
+        (case(100.0), case(100.0, ours_base_us=60.0), 1),
+        (case(100.0), case(200.0, rank=64), 1),  # nothing in common
+        (case(100.0, dtype="bfloat16"), case(100.0, experts=128, tp=1), 0),  # an older file
+    ],
+)
+def test_regressions_beyond_noise(tmp_path, before, after, status):
+    assert main(["bench", "compare", *files(tmp_path, [before], [after])]) == status
+
+
+def test_the_committed_results_can_be_compared_and_drawn(tmp_path, capsys):
+    for path in ("benchmarks/results/h200-layer.json", "benchmarks/results/cpu-layer.json"):
+        _, rows = results.read(path)
+        changes = compare.changes(compare.match(rows, rows), 0.03)
+        assert len(changes) == 2 * len(rows)
+        assert {c["verdict"] for c in changes} == {"same"}
+    out = tmp_path / "picture.png"
+    assert main(["bench", "plot", "benchmarks/results/h200-layer.json", "-o", str(out)]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_measured_now_can_be_drawn(bench, tmp_path):
+    bench("--dtypes", "bf16")
+    out = tmp_path / "picture.svg"
+    assert main(["bench", "plot", str(bench.path), "-o", str(out)]) == 0
+    assert "<svg" in out.read_text()
+
+
+def test_files_that_are_none(tmp_path, capsys):
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text("[]")
+    assert main(["bench", "compare", str(wrong), str(wrong)]) == 2
+    assert main(["bench", "plot", str(wrong)]) == 2
+    assert "is not a result file" in capsys.readouterr().err
+
+
+def test_rivals_say_what_they_need():
+    fp32 = Layer(TOY, "fp32", [4], 2, torch.Generator().manual_seed(0))
+    found, absent = rivals_of(fp32, ["separate", "vllm", "transformers"], Options())
+    assert [type(rival).__name__ for rival in found] == ["Ours"]
+    assert absent["vllm"] == "its kernels are for GPUs"
+    assert "one A for gate and up" in absent["transformers"]
+    with pytest.raises(Skipped):
+        _load("dense")(fp32, Options()).runs([cases.draw_batch(TOY, 4, 2, torch.Generator())])
+
+
+class Event:
+    """torch.cuda.Event on a clock that only rivals move."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        self.at = None
+
+    def record(self):
+        self.at = Event.now
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, later):
+        return later.at - self.at
+
+
+class Graph:
+    def __init__(self, calls):
+        self.calls = calls
+
+    def replay(self):
+        for call in self.calls:
+            call()
+
+    def reset(self):
+        self.calls = None
+
+
+def test_turns_of_a_gpu(monkeypatch):
+    """What the timer makes of graphs, without a GPU: microseconds of one call of many."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    timer = timing.GraphTimer.__new__(timing.GraphTimer)
+    timer.stream, timer.peaks = None, machine.Peaks(1e9, 1e12)
+    seen = []
+
+    def takes(ms):
+        def call(i):
+            seen.append(i)
+            Event.now += ms
+
+        return call
+
+    def capture(calls):
+        calls[0]()
+        if len(seen) == 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return Graph(calls)
+
+    timer.capture = capture
+    synchronises, ordinary = timing.Run(takes(0.003)), timing.Run(takes(0.002))
+    runs = {("loop", 8): synchronises, ("ours", 8): ordinary}
+    times, peaks = timer.compare(runs, batches=[0, 1, 2], bytes_per_call=96e6, budget_ms=0)
+    assert (times["ours", 8].median, times["loop", 8].median) == (2.0, 3.0)
+    assert times["ours", 8].turns == 4, "five rounds, of which the first warms up"
+    assert synchronises.eager and not ordinary.eager
+    assert {0, 1, 2} <= set(seen), "batches rotate"
+    assert peaks.bound(flops=1e9, moved=1e6) == 1e-3
+    assert timer.medians({"a": takes(0.004)}, [0], 1.0, 0) == {"a": 4.0}
+
+
+# ---- on a GPU ----
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2"])
+def test_rivals_of_a_gpu(bench, activation):
+    wanted = ["grouped_mm", "dense", "loop"]
+    wanted += ["separate"] if importlib.util.find_spec("triton") else []
+    shape = f"8,2,256,128,{activation}"
+    status, rows = bench(
+        *("--rivals", ",".join(wanted), "--patience-s", "60"),
+        shape=shape,
+        tokens="1,70,1024",
+        device="cuda",
+    )
+    assert status == 0
+    for row in rows:
+        rivals = {"loop", "torch_grouped_mm_base"}
+        rivals |= {"dense_base"} if row["tokens"] == 1024 else set()
+        rivals |= {"separate", "separate_base"} if "separate" in wanted else set()
+        assert row["rivals"].keys() == rivals, row["skipped"]
+        assert "loop" in row["eager"]

@@ -23,6 +23,13 @@ def test_program(source, sanitize, tmp_path):
     assert done.stdout.startswith(f"{source.stem}: ")
 
 
+def test_random_arguments(tmp_path):
+    """A few of what `make fuzz` tries; the same ones every time."""
+    done = run(compile_program(ROOT / "tests/c/fuzz_api.c", tmp_path, sanitize=True), "60000", "1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("fuzz_api: 60000 calls")
+
+
 @pytest.mark.parametrize("sanitize", [False, True], ids=["plain", "sanitized"])
 @pytest.mark.parametrize("source", EXAMPLES, ids=lambda p: p.stem)
 def test_example(source, sanitize, tmp_path):

@@ -74,7 +74,7 @@ def test_wheel(wheel):
         plugins = archive.read(entry_points).decode()
     modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "moelora").rglob("*.py")}
     assert modules <= names
-    assert {"moelora/_C.abi3.so", "moelora/py.typed"} <= names
+    assert {"moelora/_C.abi3.so", "moelora/_C.pyi", "moelora/py.typed"} <= names
     assert any(n.endswith("/LICENSE") for n in names)
     assert not any(n.startswith(("tests", "csrc", "benchmarks", "examples")) for n in names)
     assert "torch>=2.11" in headers.get_all("Requires-Dist")

@@ -190,9 +190,11 @@ static bool side_by_side(const moelora_tensor *a, const moelora_tensor *b) {
     return false;
   int64_t bytes_a = (int64_t)moelora_dtype_bytes(a->dtype);
   int64_t bytes_b = (int64_t)moelora_dtype_bytes(b->dtype);
-  int64_t pitch = a->stride[0] * bytes_a;
-  int64_t width_a = a->size[1] * bytes_a, width_b = b->size[1] * bytes_b;
-  if (pitch <= 0 || b->stride[0] * bytes_b != pitch || a->stride[1] != 1 || b->stride[1] != 1)
+  int64_t width_a = a->size[1] * bytes_a, width_b = b->size[1] * bytes_b, pitch, pitch_b;
+  if (__builtin_mul_overflow(a->stride[0], bytes_a, &pitch) ||
+      __builtin_mul_overflow(b->stride[0], bytes_b, &pitch_b))
+    return false;
+  if (pitch <= 0 || pitch_b != pitch || a->stride[1] != 1 || b->stride[1] != 1)
     return false;
   int64_t shift = ((int64_t)((uintptr_t)b->data - (uintptr_t)a->data) % pitch + pitch) % pitch;
   return width_a <= shift && shift + width_b <= pitch;
@@ -246,7 +248,11 @@ moelora_status moelora_check_disjoint_lora(moelora_arg out, const moelora_lora *
 int64_t moelora_stride(const moelora_tensor *tensor, int32_t dim) {
   if (tensor->size[dim] > 1)
     return tensor->stride[dim];
-  return dim + 1 == tensor->ndim ? 1 : tensor->size[dim + 1] * moelora_stride(tensor, dim + 1);
+  if (dim + 1 == tensor->ndim)
+    return 1;
+  int64_t stride; /* overflows only where there is no element to reach */
+  (void)__builtin_mul_overflow(tensor->size[dim + 1], moelora_stride(tensor, dim + 1), &stride);
+  return stride;
 }
 
 bool moelora_same_view(const moelora_tensor *a, const moelora_tensor *b) {

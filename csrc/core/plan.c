@@ -88,7 +88,7 @@ static bool log_plans;
 
 static void read_environment(void) {
   const char *log = getenv("MOELORA_LOG"), *name = getenv("MOELORA_FORCE_VARIANT");
-  log_plans = log && strcmp(log, "plan") == 0;
+  log_plans = log && (strcmp(log, "plan") == 0 || strcmp(log, "shapes") == 0);
   if (name && *name) {
     forced_variant = find_variant(name);
     forced_unknown = !forced_variant;
@@ -246,6 +246,14 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
   return plan_projections(&problem->routes, problem->dtype, &access, device, plan);
 }
 
+/* What was measured goes before the table, and after a forced variant. */
+static void prefer_tuned(const moelora_variant *tuned, const access *access,
+                         const moelora_device_info *device, moelora_gemm_plan *plan) {
+  if (tuned && plan->variant != forced_variant && moelora_variant_runs_on(tuned, device) &&
+      serves(tuned, access))
+    *plan = (moelora_gemm_plan){.variant = tuned, .block_rows = tuned->block_m};
+}
+
 moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                                     const moelora_device_info *device, moelora_experts_plan *plan) {
   const bool gated = problem->activation != MOELORA_RELU2;
@@ -258,6 +266,7 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                !(problem->w13.packed && gated &&
                  (problem->activation == MOELORA_SWIGLUOAI || problem->intermediate % 64 != 0));
   MOELORA_TRY(plan_projections(&problem->routes, problem->dtype, &access, device, &plan->w13));
+  prefer_tuned(moelora_tuned_variant(problem, device), &access, device, &plan->w13);
   plan->w2 = plan->w13;
   /* Rows that wait for their sum do so in float32, so that the sum alone rounds, as long as the L2
    * cache of a GPU holds them; beyond it their traffic would cost up to a fifth of the layer. */
@@ -289,8 +298,10 @@ moelora_status moelora_plan_delta(const moelora_routes *routes, moelora_dtype dt
 /* ---- log ---- */
 
 static void log_plan(const char *operator, const char *shape, const moelora_routes *routes,
-                     const moelora_device_info *device, const moelora_gemm_plan *plan) {
+                     const moelora_device_info *device, const moelora_gemm_plan *plan,
+                     const moelora_variant *tuned) {
   const moelora_variant *variant = plan->variant;
+  const char *why = variant == forced_variant ? "; forced" : variant == tuned ? "; tuned" : "";
   char where[48];
   if (device->device == MOELORA_CUDA)
     snprintf(where, sizeof where, "sm_%d, %d SMs", device->compute_capability, device->num_units);
@@ -301,7 +312,7 @@ static void log_plan(const char *operator, const char *shape, const moelora_rout
           "expert%s)\n",
           operator, moelora_dtype_name(variant->dtype), (long long)routes->num_tokens,
           routes->top_k, routes->num_experts, shape, variant->name, plan->block_rows, where,
-          (long long)rows_per_expert(routes), variant == forced_variant ? "; forced" : "");
+          (long long)rows_per_expert(routes), why);
 }
 
 void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device_info *device,
@@ -312,7 +323,7 @@ void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device
     return;
   char shape[64];
   snprintf(shape, sizeof shape, "N=%lld K=%lld", (long long)problem->w.n, (long long)problem->w.k);
-  log_plan("gemm", shape, &problem->routes, device, plan);
+  log_plan("gemm", shape, &problem->routes, device, plan, NULL);
 }
 
 void moelora_note_experts(const moelora_experts_problem *problem, const moelora_device_info *device,
@@ -325,5 +336,6 @@ void moelora_note_experts(const moelora_experts_problem *problem, const moelora_
   char shape[64];
   snprintf(shape, sizeof shape, "K=%lld I=%lld", (long long)problem->hidden,
            (long long)problem->intermediate);
-  log_plan("experts", shape, &problem->routes, device, &plan->w13);
+  log_plan("experts", shape, &problem->routes, device, &plan->w13,
+           moelora_tuned_variant(problem, device));
 }

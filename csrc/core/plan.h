@@ -9,6 +9,10 @@ const moelora_variant *moelora_variant_at(int32_t index);
 /* The device has the instructions of the variant. */
 bool moelora_variant_runs_on(const moelora_variant *variant, const moelora_device_info *device);
 
+/* tuned.c: the variant that was measured to be best for this layer on such a device; NULL: none. */
+const moelora_variant *moelora_tuned_variant(const moelora_experts_problem *problem,
+                                             const moelora_device_info *device);
+
 /* Remember an executed plan for moelora_last_plan, and print it under MOELORA_LOG=plan. */
 void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device_info *device,
                        const moelora_gemm_plan *plan);

@@ -34,7 +34,8 @@ static moelora_status check_workspace(const moelora_exec *exec, size_t want) {
 
 int64_t moelora_align_max_blocks(moelora_align_mode mode, int64_t num_rows, int32_t num_experts,
                                  int32_t max_loras, int32_t block_size) {
-  if (num_rows < 0 || num_experts < 1 || block_size < 1 || max_loras < 0)
+  if (num_rows < 0 || num_experts < 1 || block_size < 1 ||
+      (mode == MOELORA_ALIGN_UNIFORM && max_loras < 0))
     return 0;
   if (mode == MOELORA_ALIGN_SORTING)
     return num_experts + num_rows / block_size;

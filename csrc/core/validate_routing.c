@@ -199,8 +199,12 @@ static moelora_status check_align_outputs(const moelora_align_args *args,
 
   const moelora_arg outputs[] = {row_ids, experts, loras,
                                  weights, count,   MOELORA_ARG("out_to_zero", &args->out_to_zero)};
+  /* What a mode does not read is not checked either, so nothing may look at it. */
+  const bool with_adapters = mode == MOELORA_ALIGN_UNIFORM || mode == MOELORA_ALIGN_SEGMENTED;
+  const moelora_adapters none = {0};
+  const moelora_adapters *adapters = with_adapters ? &args->adapters : &none;
   for (size_t i = 0; i < sizeof outputs / sizeof *outputs; i++) {
-    MOELORA_TRY(moelora_check_disjoint_routes(outputs[i], &args->routing, &args->adapters));
+    MOELORA_TRY(moelora_check_disjoint_routes(outputs[i], &args->routing, adapters));
     for (size_t j = 0; j < i; j++)
       MOELORA_TRY(moelora_check_disjoint(outputs[i], outputs[j]));
   }

@@ -47,6 +47,32 @@ static PyObject *py_force_variant(PyObject *self, PyObject *name) {
   Py_RETURN_NONE;
 }
 
+/* In the order of moelora_tuned_plan. */
+static PyObject *py_add_tuned_plan(PyObject *self, PyObject *args) {
+  (void)self;
+  int device, dtype;
+  long long hidden, intermediate, tokens;
+  moelora_tuned_plan plan;
+  if (!PyArg_ParseTuple(args, "iiiiiiLLLs", &device, &plan.compute_capability, &plan.num_units,
+                        &dtype, &plan.num_experts, &plan.top_k, &hidden, &intermediate, &tokens,
+                        &plan.variant)) {
+    return NULL;
+  }
+  plan.device = (moelora_device)device;
+  plan.dtype = (moelora_dtype)dtype;
+  plan.hidden = hidden, plan.intermediate = intermediate, plan.tokens = tokens;
+  if (moelora_add_tuned_plan(&plan) != MOELORA_OK) {
+    return PyErr_Format(PyExc_ValueError, "%s", moelora_error_message());
+  }
+  Py_RETURN_NONE;
+}
+
+static PyObject *py_clear_tuned_plans(PyObject *self, PyObject *unused) {
+  (void)self, (void)unused;
+  moelora_clear_tuned_plans();
+  Py_RETURN_NONE;
+}
+
 static PyObject *py_last_plan(PyObject *self, PyObject *unused) {
   (void)self, (void)unused;
   return PyUnicode_FromString(moelora_last_plan());
@@ -75,6 +101,10 @@ static PyMethodDef methods[] = {
     {"usable", py_usable, METH_NOARGS, "Names of the kernel variants that can run here."},
     {"force_variant", py_force_variant, METH_O,
      "Prefer the kernel variant of this name in every plan that can use it; None undoes it."},
+    {"add_tuned_plan", py_add_tuned_plan, METH_VARARGS,
+     "Prefer a variant for layers of one shape: (device, compute_capability, num_units, dtype, "
+     "num_experts, top_k, hidden, intermediate, tokens, variant)."},
+    {"clear_tuned_plans", py_clear_tuned_plans, METH_NOARGS, "Forget all tuned plans."},
     {"last_plan", py_last_plan, METH_NOARGS, "What the last operator of this thread ran."},
     {"last_error", py_last_error, METH_NOARGS,
      "(status, text) of the last error that an operator raised in this thread."},

@@ -35,7 +35,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _KEY = re.compile(r"(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
 _WRAPPED = re.compile(r"(\.base_layer)*")
-_PROJECTION = re.compile(r"(\.(?P<expert>\d+))?\.(?P<name>[a-z0-9_]+)")
+_PROJECTION = re.compile(r"(\.(?P<expert>0|[1-9][0-9]{0,8}))?\.(?P<name>[a-z0-9_]+)")
 _PROJECTIONS = {
     "gate_proj": "gate",
     "up_proj": "up",
@@ -145,6 +145,9 @@ class _State:
     """A state dict with the interface of an open safetensors file."""
 
     def __init__(self, state: Mapping[str, torch.Tensor]):
+        for key in state:
+            if not isinstance(key, str):
+                raise ValueError(f"key {key!r} of the state dict is a {type(key).__name__}")
         self._state = state
 
     def keys(self) -> Sequence[str]:
@@ -154,6 +157,8 @@ class _State:
         tensor = self._state[key]
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{key} is a {type(tensor).__name__}, wanted a tensor")
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            raise ValueError(f"{key} is a sparse or a meta tensor, wanted a plain one")
         return tensor.detach().cpu()
 
 

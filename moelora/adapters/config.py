@@ -18,6 +18,9 @@ from typing import Any
 
 CONFIG_FILE = "adapter_config.json"
 
+MAX_RANK = 1 << 20  # no factor is that wide
+MAX_ALPHA = 3e38  # scalings are float32
+
 # Read by `LoraConfig.parse`.
 _UNDERSTOOD = {
     "peft_type",
@@ -79,7 +82,7 @@ class LoraConfig:
             raise FileNotFoundError(f"{folder} holds no {CONFIG_FILE}")
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON: {error}") from None
         try:
             return cls.parse(raw)
@@ -108,7 +111,7 @@ class LoraConfig:
         return cls(
             r=_rank("r", raw.get("r", 8)),
             lora_alpha=_alpha("lora_alpha", raw.get("lora_alpha", 8)),
-            use_rslora=bool(raw.get("use_rslora")),
+            use_rslora=_flag("use_rslora", raw.get("use_rslora")),
             rank_pattern={k: _rank(k, v) for k, v in _pattern(raw, "rank_pattern").items()},
             alpha_pattern={k: _alpha(k, v) for k, v in _pattern(raw, "alpha_pattern").items()},
             target_parameters=_names(raw, "target_parameters"),
@@ -131,7 +134,11 @@ class LoraConfig:
 
 def _matching(pattern: Mapping[str, Any], path: str) -> str | None:
     """The first key of `pattern` that matches the end of `path`, as PEFT resolves it."""
-    return next((k for k in pattern if re.match(rf"(.*\.)?({k})$", path)), None)
+    return next((k for k in pattern if re.match(_anchored(k), path)), None)
+
+
+def _anchored(key: str) -> str:
+    return rf"(.*\.)?({key})$"
 
 
 def _pattern(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -139,27 +146,42 @@ def _pattern(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{name} is a {type(value).__name__}, wanted an object")
     for key in value:
+        if not isinstance(key, str):
+            raise ValueError(f"{name} key {key!r} is a {type(key).__name__}, wanted a string")
         try:
-            re.compile(key)
-        except re.error as error:
+            re.compile(_anchored(key))
+        except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(f"{name} key {key!r} is not a regular expression: {error}") from None
     return value
 
 
 def _names(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
     value = raw.get(name) or []
-    if isinstance(value, str) or not all(isinstance(v, str) for v in value):
+    if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
         raise ValueError(f"{name} is {value!r}, wanted a list of names")
     return tuple(value)
 
 
+def _flag(name: str, value: Any) -> bool:
+    if value not in (True, False, None):
+        raise ValueError(f"{name} is {value!r}, wanted true or false")
+    return bool(value)
+
+
 def _rank(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ValueError(f"rank {name} is {value!r}, wanted a positive integer")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MAX_RANK:
+        raise ValueError(f"rank {name} is {_short(value)}, wanted an integer from 1 to {MAX_RANK}")
     return value
 
 
 def _alpha(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"alpha {name} is {value!r}, wanted a finite number")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not -MAX_ALPHA <= value <= MAX_ALPHA:
+        raise ValueError(f"alpha {name} is {_short(value)}, wanted a number that float32 holds")
     return float(value)
+
+
+def _short(value: Any) -> str:
+    """A number may have thousands of digits."""
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**40 else "a huge integer"
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -397,7 +397,7 @@ class AdapterPool:
                     "has shared_outer=True"
                 )
             converted = tensor.to(self.dtype)
-            if converted is not tensor and not torch.isfinite(converted).all():
+            if not torch.isfinite(converted).all():
                 raise ValueError(f"lora_{side} of {layer}.{projection} overflows {self.dtype}")
             fitted.append(converted)
         return fitted[0], fitted[1]

@@ -6,6 +6,10 @@
  * with RANK 0 for no adapters; the answer on stdout is the plan of the layer,
  *
  *   VARIANT13 VARIANT2 BLOCK_ROWS       or       error: MESSAGE
+ *
+ * Arguments are tuned plans, nine words each:
+ *
+ *   cpu|cuda COMPUTE_CAPABILITY SMS DTYPE E TOP_K K I M:VARIANT
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -24,7 +28,30 @@ static moelora_dtype parse_dtype(const char *name) {
   exit(2);
 }
 
-int main(void) {
+static void add_tuned_plan(char **words) {
+  char *variant = strchr(words[8], ':') + 1;
+  const moelora_tuned_plan plan = {
+      .device = strcmp(words[0], "cuda") == 0 ? MOELORA_CUDA : MOELORA_CPU,
+      .compute_capability = atoi(words[1]),
+      .num_units = atoi(words[2]),
+      .dtype = parse_dtype(words[3]),
+      .num_experts = atoi(words[4]),
+      .top_k = atoi(words[5]),
+      .hidden = atoll(words[6]),
+      .intermediate = atoll(words[7]),
+      .tokens = atoll(words[8]),
+      .variant = variant,
+  };
+  if (moelora_add_tuned_plan(&plan) != MOELORA_OK) {
+    fprintf(stderr, "%s\n", moelora_error_message());
+    exit(3);
+  }
+  memset(variant, '?', strlen(variant)); /* the library must not keep it */
+}
+
+int main(int argc, char **argv) {
+  for (int i = 1; i + 9 <= argc; i += 9)
+    add_tuned_plan(argv + i);
   char dtype[16], kind[8];
   long long tokens, top_k, experts, global, hidden, inner, rank;
   int level;

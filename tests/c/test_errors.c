@@ -55,6 +55,12 @@ static void test_align_errors(void) {
   INVALID("block_size is 0, expected at least 1");
   a = uniform, a.max_loras = 0;
   INVALID("max_loras is 0, expected at least 1");
+  /* What a mode does not read must not lower what it asks for, nor be looked at. */
+  a = base, a.max_loras = -1, a.expert_ids.size[0] = 0;
+  INVALID("expert_ids.size(0) is 0, expected at least 5 blocks");
+  a = base, a.adapters.token_lora_mapping = base.expert_ids;
+  a.adapters.token_lora_mapping.ndim = INT32_MAX;
+  CHECK_OK(moelora_align(&a, &exec));
 
   a = base, a.routing.topk_ids = absent;
   INVALID("topk_ids is absent, expected a tensor [M, top_k]");

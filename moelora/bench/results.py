@@ -13,21 +13,29 @@ import torch
 import moelora
 
 
-def commit():
+def commit() -> str:
     """The commit that is measured: $MOELORA_COMMIT where the tree travels without its history."""
     if os.environ.get("MOELORA_COMMIT"):
         return os.environ["MOELORA_COMMIT"]
-    here = pathlib.Path(__file__).parent
-    run = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=here,
-        capture_output=True,
-        text=True,
-    )
-    return run.stdout.strip() or "unknown"
+    # An installed copy may lie inside somebody else's repository.
+    here = pathlib.Path(__file__)
+    if not _git("ls-files", "--error-unmatch", here.name):
+        return "unknown"
+    return _git("describe", "--always", "--dirty", "--abbrev=12") or "unknown"
 
 
-def gpu_state():
+def _git(*command) -> str:
+    try:
+        run = subprocess.run(
+            ["git", *command], cwd=pathlib.Path(__file__).parent, capture_output=True, text=True
+        )
+    except OSError:
+        return ""
+    return run.stdout.strip() if run.returncode == 0 else ""
+
+
+def gpu_state() -> str:
+    """Name, driver, clocks, power and temperature as the driver reports them now."""
     query = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu"
     try:
         run = subprocess.run(
@@ -37,11 +45,11 @@ def gpu_state():
             timeout=10,
         )
         return run.stdout.strip()
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         return ""
 
 
-def meta():
+def meta() -> dict:
     cuda = torch.cuda.is_available()
     return {
         "commit": commit(),
@@ -55,9 +63,19 @@ def meta():
     }
 
 
-def write(path, cases, **more):
+def write(path, cases: list[dict], **more) -> None:
+    """One line a case, so that files can be compared by eye."""
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join("  " + json.dumps(case) for case in cases)
     head = json.dumps(meta() | more, indent=2)
     path.write_text(f'{{"meta": {head},\n"cases": [\n{lines}\n]}}\n')
+
+
+def read(path) -> tuple[dict, list[dict]]:
+    """(meta, cases) of a result file; ValueError if it is not one."""
+    try:
+        content = json.loads(pathlib.Path(path).read_text())
+        return content["meta"], content["cases"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a result file: {error!r}") from error

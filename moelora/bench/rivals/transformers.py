@@ -1,4 +1,4 @@
-"""transformers' experts modules with PEFT adapters as rivals, as their users run them.
+"""transformers' experts modules with PEFT adapters, as their users run them.
 
 The module is the experts module of a real one-layer model, on the very tensors that we read, with
 `set_experts_implementation` as its users call it. PEFT targets the 3-D expert weights
@@ -7,13 +7,15 @@ weights for that forward, so a mixed batch runs adapter by adapter over the rows
 One A serves gate and up there: hand in factors whose two A are equal.
 """
 
+import importlib.util
 import time
 import warnings
 
-import peft
 import torch
-import transformers
 from torch import nn
+
+from moelora.bench.rivals import Layer, Options, Skipped, TooSlow, require, synchronize
+from moelora.bench.timing import Run
 
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
 COPY_LIMIT = 4e9  # bytes of weights that batched_mm may gather for one forward
@@ -30,7 +32,18 @@ def tiny(config_class, **sizes):
     )
 
 
-def qwen3(model):
+def model_of(model):
+    """(model class, config) whose experts module has this shape."""
+    import transformers
+
+    if model.name.startswith("Mixtral"):
+        return transformers.MixtralForCausalLM, tiny(
+            transformers.MixtralConfig,
+            hidden_size=model.hidden,
+            intermediate_size=model.intermediate,
+            num_local_experts=model.experts,
+            num_experts_per_tok=model.top_k,
+        )
     return transformers.Qwen3MoeForCausalLM, tiny(
         transformers.Qwen3MoeConfig,
         hidden_size=model.hidden,
@@ -40,37 +53,31 @@ def qwen3(model):
     )
 
 
-def mixtral(model):
-    return transformers.MixtralForCausalLM, tiny(
-        transformers.MixtralConfig,
-        hidden_size=model.hidden,
-        intermediate_size=model.intermediate,
-        num_local_experts=model.experts,
-        num_experts_per_tok=model.top_k,
-    )
-
-
-MODELS = {"qwen3": qwen3, "mixtral": mixtral}
-
-
-class Skipped(Exception):
-    """Why a rival was not timed."""
-
-
-class Peer:
+class Transformers:
     """One experts module over w13 [E, 2I, K], w2 [E, K, I] and the adapters of several ranks."""
 
-    def __init__(self, name, model, w13, w2):
-        model_class, config = MODELS[name](model)
+    def __init__(self, layer: Layer, options: Options):
+        for package in ("transformers", "peft"):
+            require(importlib.util.find_spec(package), f"{package} is not installed")
+        require(layer.model.activation == "silu", "driven here with silu only")
+        for factors in layer.stacks.values():
+            require(torch.equal(*factors.a13), "PEFT's expert weights have one A for gate and up")
+        self.patience_s = options.patience_s
+        self.ranks = list(layer.stacks)
+        model_class, config = model_of(layer.model)
         with torch.device("meta"):  # attention and embeddings are never run
             self.model = model_class(config).eval()
         self.experts = self.model.model.layers[0].mlp.experts
-        self.experts.gate_up_proj = nn.Parameter(w13, requires_grad=False)
-        self.experts.down_proj = nn.Parameter(w2, requires_grad=False)
+        self.experts.gate_up_proj = nn.Parameter(layer.w13, requires_grad=False)
+        self.experts.down_proj = nn.Parameter(layer.w2, requires_grad=False)
         self.peft = None
+        for rank, factors in layer.stacks.items():
+            self.add_adapters(rank, factors)
 
     def add_adapters(self, rank, factors):
         """Adapters "<rank>-0", "<rank>-1", ... in PEFT's own layout; scaling 1."""
+        import peft
+
         for i in range(factors.a2.shape[0]):
             config = peft.LoraConfig(
                 r=rank,
@@ -88,6 +95,8 @@ class Peer:
             self.fill(down, "down_proj", adapter, factors.a2[i], factors.b2[i])
 
     def add_empty(self, adapter, config):
+        import peft
+
         if self.peft is None:
             self.peft = peft.get_peft_model(
                 self.model, config, adapter_name=adapter, low_cpu_mem_usage=True
@@ -110,19 +119,22 @@ class Peer:
         return self.experts(batch.x, batch.topk_ids, batch.topk_weights)
 
     def run(self, batch, implementation, rank, patience_s=None):
-        """The layer, adapter by adapter. Raises Skipped once `patience_s` is out of reach."""
+        """The layer, adapter by adapter. Raises TooSlow once `patience_s` is out of reach."""
         self.model.set_experts_implementation(implementation)
-        experts = self.model.model.layers[0].mlp.experts
+        wrapped = self.model.model.layers[0].mlp.experts
         out = torch.empty_like(batch.x)
         adapters = batch.mapping.unique().tolist()
         started = time.perf_counter()
         for done, adapter in enumerate(adapters, 1):
             rows = (batch.mapping == adapter).nonzero().squeeze(1)
-            self.peft.set_adapter(f"{rank}-{adapter}", inference_mode=True)
+            experts = self.experts if adapter < 0 else wrapped
+            if adapter >= 0:
+                self.peft.set_adapter(f"{rank}-{adapter}", inference_mode=True)
             out[rows] = experts(batch.x[rows], batch.topk_ids[rows], batch.topk_weights[rows])
+            synchronize(out)
             estimate = (time.perf_counter() - started) / done * len(adapters)
             if patience_s is not None and estimate > patience_s:
-                raise Skipped(f"about {estimate:.1f} s a call, {len(adapters)} adapters in turn")
+                raise TooSlow(f"about {estimate:.1f} s a call, {len(adapters)} adapters in turn")
         return out
 
     def check_copies(self, batch, implementation):
@@ -132,3 +144,20 @@ class Peer:
         copied = rows * w13[0].numel() * w13.element_size()
         if implementation == "batched_mm" and copied > COPY_LIMIT:
             raise Skipped(f"gathers {copied / 1e9:.0f} GB of weights for one adapter")
+
+    def first(self, batch, implementation, rank):
+        self.check_copies(batch, implementation)
+        return self.run(batch, implementation, rank, self.patience_s)
+
+    def runs(self, batches):
+        runs = {
+            ("grouped_mm_base", 0): Run(lambda i: self.base(batches[i], "grouped_mm"), eager=True)
+        }
+        for rank in self.ranks:
+            for how in IMPLEMENTATIONS:
+                runs[f"{how}_peft", rank] = Run(
+                    call=lambda i, how=how, rank=rank: self.run(batches[i], how, rank),
+                    first=lambda how=how, rank=rank: self.first(batches[0], how, rank),
+                    eager=True,
+                )
+        return runs

@@ -1,0 +1,5 @@
+"""Benchmarks: `python -m moelora bench`, and what the scripts in benchmarks/ share with it.
+
+A *rival* is one way to run a layer (ours is one of them). All rivals of a case read the same
+tensors, are compared with float64 before they are timed, and take turns in one process.
+"""

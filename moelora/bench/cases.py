@@ -1,0 +1,164 @@
+"""What a case is made of: weights, adapters, batches, and the work that they ask for."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moelora.bench.shapes import Model
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MIXES = {
+    "none": "no token has an adapter",
+    "one": "all tokens have the same adapter",
+    "many": "every token draws one of the adapters",
+    "different": "neighbours have different adapters, as many as there are",
+    "half": "half of the tokens have none, the others draw one",
+}
+ROUTINGS = ("uniform", "zipf")
+
+
+@dataclass
+class Batch:
+    """What changes from step to step: tokens, their routing, their adapters."""
+
+    x: torch.Tensor  # [M, K]
+    topk_ids: torch.Tensor  # [M, top_k] int32
+    topk_weights: torch.Tensor  # [M, top_k] float32
+    mapping: torch.Tensor  # [M] int32, -1 = none
+
+
+@dataclass
+class Factors:
+    """Stacked adapters of one layer, as vLLM stacks them (gate and up apart)."""
+
+    a13: list  # slices x [L, E, R, K]
+    b13: list  # slices x [L, E, I, R]
+    a2: torch.Tensor  # [L, E, R, I]
+    b2: torch.Tensor  # [L, E, K, R]
+
+
+def normal(shape, std, generator, dtype=torch.bfloat16):
+    """Random values drawn in pieces, so that no float32 copy of a large stack ever exists.
+
+    A CPU draws slowly: one piece is repeated there, of a length that no dimension divides, so that
+    experts and rows still differ.
+    """
+    out = torch.empty(shape, dtype=dtype, device=generator.device)
+    flat = out.view(-1)
+    if generator.device.type == "cpu":
+        piece = flat.new_empty(min(flat.numel(), (1 << 22) + 15)).normal_(
+            0, std, generator=generator
+        )
+        for part in flat.split(piece.numel()):
+            part.copy_(piece[: part.numel()])
+        return out
+    for start in range(0, flat.numel(), 1 << 28):
+        flat[start : start + (1 << 28)].normal_(0, std, generator=generator)
+    return out
+
+
+def draw_weights(model: Model, generator, dtype=torch.bfloat16):
+    """w13 [E, 2I, K] ([E, I, K] without a gate) and w2 [E, K, I]."""
+    e, k, i = model.experts, model.hidden, model.intermediate
+    w13 = normal((e, model.slices * i, k), 0.02, generator, dtype)
+    return w13, normal((e, k, i), 0.02, generator, dtype)
+
+
+def draw_factors(model: Model, adapters, rank, generator, dtype=torch.bfloat16):
+    e, k, i = model.experts, model.hidden, model.intermediate
+    return Factors(
+        [normal((adapters, e, rank, k), 0.02, generator, dtype) for _ in range(model.slices)],
+        [normal((adapters, e, i, rank), 0.02, generator, dtype) for _ in range(model.slices)],
+        normal((adapters, e, rank, i), 0.02, generator, dtype),
+        normal((adapters, e, k, rank), 0.02, generator, dtype),
+    )
+
+
+def draw_batch(
+    model: Model,
+    tokens,
+    adapters,
+    generator,
+    mix="many",
+    routing="uniform",
+    dtype=torch.bfloat16,
+):
+    """Softmax top-k of random logits. `routing`: "uniform"; "zipf", with a 1/rank prior over
+    experts; or the file of a recorded histogram (see `read_histogram`). `mix`: one of MIXES, or the
+    share of tokens without an adapter as a number."""
+    device = generator.device
+    logits = _router_logits(model, tokens, routing, generator)
+    weights, ids = torch.topk(torch.softmax(logits, -1), model.top_k, dim=-1)
+    return Batch(
+        normal((tokens, model.hidden), 1.0, generator, dtype),
+        ids.to(torch.int32).contiguous(),
+        (weights / weights.sum(-1, keepdim=True)).float().contiguous(),
+        _draw_mapping(tokens, adapters, mix, generator).to(device),
+    )
+
+
+def _router_logits(model, tokens, routing, generator):
+    shape, device = (tokens, model.experts), generator.device
+    if routing in ROUTINGS:
+        logits = torch.randn(shape, device=device, generator=generator)
+        if routing == "zipf":
+            order = torch.randperm(model.experts, device=device, generator=generator)
+            logits += -torch.log1p(order.float())
+        return logits
+    # The largest of log p + Gumbel noise are draws from p without replacement.
+    prior = read_histogram(routing, model.experts).to(device)
+    noise = -torch.empty(shape, device=device).exponential_(generator=generator).log()
+    return prior.clamp(min=1e-9).log() + noise
+
+
+def read_histogram(path, experts):
+    """Shares of the experts in a JSON file: a list of counts, or {"counts": [...]}.
+
+    Such a file is `torch.bincount(topk_ids.flatten(), minlength=E).tolist()` of a served model.
+    """
+    content = json.loads(Path(path).read_text())
+    counts = content["counts"] if isinstance(content, dict) else content
+    if len(counts) != experts:
+        raise ValueError(f"{path} counts {len(counts)} experts, the layer has {experts}")
+    shares = torch.tensor(counts, dtype=torch.float32)
+    if not shares.isfinite().all() or (shares < 0).any() or shares.sum() <= 0:
+        raise ValueError(f"{path}: counts must be non-negative and not all zero")
+    return shares / shares.sum()
+
+
+def _draw_mapping(tokens, adapters, mix, generator):
+    device = generator.device
+    none = torch.full((tokens,), -1, dtype=torch.int32, device=device)
+    if mix == "none":
+        return none
+    if mix == "one":
+        return none + 1
+    if mix == "different":
+        return torch.arange(tokens, dtype=torch.int32, device=device) % adapters
+    drawn = torch.randint(
+        0, adapters, (tokens,), device=device, generator=generator, dtype=torch.int32
+    )
+    if mix == "many":
+        return drawn
+    base_share = 0.5 if mix == "half" else float(mix)
+    base = torch.rand(tokens, device=device, generator=generator) < base_share
+    return torch.where(base, none, drawn)
+
+
+def work(model: Model, batch: Batch, rank=0):
+    """(flops, bytes) of one layer; rank 0 is the layer without adapters.
+
+    Bytes count each touched expert once, each touched (expert, adapter) pair once, x and y once.
+    """
+    matrices = model.slices + 1
+    size = model.hidden * model.intermediate
+    edges = model.hidden + model.intermediate
+    pairs = batch.topk_ids.long() + model.experts * batch.mapping[:, None]
+    carried = pairs[(batch.mapping >= 0)[:, None].expand_as(pairs)]
+    rows, carried_rows = batch.topk_ids.numel(), carried.numel()
+    experts, carried_pairs = batch.topk_ids.unique().numel(), carried.unique().numel()
+    flops = 2.0 * matrices * (rows * size + carried_rows * rank * edges)
+    read = matrices * (experts * size + carried_pairs * rank * edges)
+    return flops, batch.x.element_size() * (read + 2.0 * batch.x.numel())

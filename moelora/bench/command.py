@@ -1,0 +1,245 @@
+"""`python -m moelora bench`: one MoE layer, with and without adapters, beside its rivals.
+
+    python -m moelora bench --models qwen3,mixtral --tokens 16,1024 --ranks 16 --out now.json
+    python -m moelora bench --models qwen3-235b --tp 4 --mix half --routing zipf
+    python -m moelora bench --shape 32,4,2880,2880 --device cpu
+    python -m moelora bench --list
+    python -m moelora bench plot now.json --out now.png
+    python -m moelora bench compare before.json now.json
+
+Microseconds of one layer without its router: the median, and in the file the middle 80 % of the
+turns. Every rival is compared with float64 before it is timed.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from moelora import _C
+from moelora.bench import cases, compare, plot, results, rivals, shapes
+from moelora.bench.harness import Bench, Situation
+from moelora.bench.machine import processor
+from moelora.bench.timing import GraphTimer, TurnTimer
+
+# What is measured where nothing else is said. Layers are cut to what 12 GB of memory hold on a CPU.
+DEFAULTS = {
+    "cuda": {
+        "models": "qwen3,mixtral,dsv2lite",
+        "tokens": "1,4,16,64,256,1024,4096,16384",
+        "dtypes": "bf16",
+        "budget_ms": 40.0,
+    },
+    "cpu": {
+        "models": "qwen3:16,mixtral:4",
+        "tokens": "1,8,64,512",
+        "dtypes": "fp32,bf16",
+        "budget_ms": 300.0,
+    },
+}
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="time a layer beside its rivals; plot and compare results",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(parser)
+    parser.set_defaults(run=run)
+    topics = parser.add_subparsers(metavar="plot | compare")
+    plot.add_command(topics)
+    compare.add_command(topics)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_case_options(parser)
+    add = parser.add_argument
+    add("--rivals", default="auto", help=f"of {', '.join(rivals.ABOUT)}; auto, none")
+    add("--all-modes", action="store_true", help="every path of a rival, not its default alone")
+    add("--variant", help="force this kernel variant")
+    add("--threads", type=int, help="torch's number of threads")
+    add("--patience-s", default=1.5, type=float, help="longest call of a rival")
+    add("--deadline-s", default=1e9, type=float, help="stop cleanly after this")
+    add("--out", help="result file to write")
+    add("--list", action="store_true", help="models and rivals, and stop")
+
+
+def add_case_options(parser: argparse.ArgumentParser) -> None:
+    """What says which layers and batches are measured, and for how long."""
+    add = parser.add_argument
+    add("--models", help="of --list; qwen3:16 is qwen3 cut to 16 experts")
+    add("--shape", action="append", default=[], metavar="E,TOP_K,K,I[,ACTIVATION]")
+    add("--tp", default=1, type=int, help="the shard of one of so many tensor-parallel ranks")
+    add("--tokens")
+    add("--ranks", default="16,64")
+    add("--adapters", default=8, type=int)
+    add("--mix", default="many", help=f"{', '.join(cases.MIXES)}, or the share of base tokens")
+    add("--routing", default="uniform", help="uniform, zipf, or a file of counts per expert")
+    add("--dtypes", help="of fp32, bf16, fp16")
+    add("--device", choices=["cuda", "cpu"], help="cuda where it can be used")
+    add("--budget-ms", type=float, help="time per rival or variant, and case")
+    add("--mm-size", default=2048, type=int, help="CPU: size of the torch.mm yardstick")
+
+
+def settle(args: argparse.Namespace) -> argparse.Namespace:
+    """Fills in what was not said, checks what was; ValueError names what is wrong."""
+    args.device = args.device or ("cuda" if _C.has_cuda() else "cpu")
+    if args.device == "cuda" and not _C.has_cuda():
+        raise ValueError("--device cuda: there is no usable GPU, or this build has no kernels")
+    if args.shape and args.models is None:
+        args.models = ""
+    for name, value in DEFAULTS[args.device].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    args.tokens, args.ranks = _numbers("--tokens", args.tokens), _numbers("--ranks", args.ranks)
+    args.dtypes = _words("--dtypes", args.dtypes, cases.DTYPES)
+    known = list(rivals.ABOUT)
+    defaults = rivals.DEFAULTS[args.device]
+    if args.rivals in ("auto", "none"):
+        args.rivals = defaults if args.rivals == "auto" else []
+    else:
+        args.rivals = _words("--rivals", args.rivals, known)
+    models = [shapes.find(text) for text in args.models.split(",") if text]
+    models += [shapes.custom(text) for text in args.shape]
+    args.models = [(key, model.shard(args.tp)) for key, model in models]
+    if args.adapters < 1:
+        raise ValueError(f"--adapters is {args.adapters}, wanted at least 1")
+    if args.mix not in cases.MIXES and not _is_share(args.mix):
+        raise ValueError(f"--mix is {args.mix!r}, wanted {', '.join(cases.MIXES)} or a share")
+    if args.routing not in cases.ROUTINGS and not Path(args.routing).is_file():
+        raise ValueError(f"--routing is {args.routing!r}: neither uniform nor zipf nor a file")
+    return args
+
+
+def _numbers(option, text):
+    fields = str(text).split(",")
+    if not all(field.strip().isdigit() and int(field) > 0 for field in fields):
+        raise ValueError(f"{option} is {text!r}, wanted positive numbers with commas between")
+    return [int(field) for field in fields]
+
+
+def _words(option, text, known):
+    words = text.split(",")
+    for word in words:
+        if word not in known:
+            raise ValueError(f"{option}: {word!r} is none of {', '.join(known)}")
+    return words
+
+
+def _is_share(text):
+    try:
+        return 0.0 <= float(text) <= 1.0
+    except ValueError:
+        return False
+
+
+@torch.no_grad()
+def measure(args: argparse.Namespace, console: Console) -> list[dict]:
+    """All cases of settled `args`; the result file grows with every one."""
+    started = time.monotonic()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    about = processor() if args.device == "cpu" else {}
+    timer = TurnTimer(args.mm_size) if args.device == "cpu" else GraphTimer()
+    generator = torch.Generator(args.device).manual_seed(1234)
+    options = rivals.Options(args.patience_s, args.all_modes)
+    rows, absent = [], {}
+    total = len(args.models) * len(args.dtypes) * len(args.tokens)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        bar = progress.add_task("", total=total)
+        for key, model in args.models:
+            for dtype in args.dtypes:
+                progress.update(bar, description=f"{key} {dtype}")
+                bench = layer = found = None  # before the next one is drawn
+                same_a = "transformers" in args.rivals
+                layer = rivals.Layer(model, dtype, args.ranks, args.adapters, generator, same_a)
+                found, absent = rivals.rivals_of(layer, args.rivals, options)
+                situation = Situation(key, args.tp, args.mix, args.routing)
+                bench = Bench(layer, found, situation, timer, args.budget_ms)
+                for tokens in args.tokens:
+                    if time.monotonic() - started > args.deadline_s:
+                        console.print(f"deadline: {progress.tasks[0].completed} of {total} done")
+                        return rows
+                    progress.update(bar, description=f"{key} {dtype} M={tokens}")
+                    rows += bench.measure(tokens, generator)
+                    progress.advance(bar)
+                    if args.out:
+                        seconds = round(time.monotonic() - started)
+                        results.write(args.out, rows, **about, absent=absent, seconds=seconds)
+    for name, why in absent.items():
+        console.print(f"not measured: {name}: {why}", highlight=False)
+    return rows
+
+
+def show(rows: list[dict], console: Console) -> None:
+    """One line a case, one column a rival."""
+    if not rows:
+        return
+    unit, scale = ("ms", 1e3) if rows[0]["ours_us"] > 5e3 else ("us", 1.0)
+    table = Table(title=f"{unit} per layer", caption="x best: the fastest rival with adapters")
+    who = list(dict.fromkeys(name for row in rows for name in row["rivals"]))
+    for column in ("model", "dtype", "M", "rank", "bound", "ours", "+-", "share", "base", "share"):
+        table.add_column(column, justify="right")
+    for column in ("adapters", "x best", *(name.replace("_", " ") for name in who)):
+        table.add_column(column, justify="right")
+
+    def cell(us):
+        return "-" if us is None else f"{us / scale:.{1 if us / scale >= 10 else 2}f}"
+
+    last = None
+    for row in rows:
+        if last not in (None, (row["model"], row["dtype"])):
+            table.add_section()
+        last = row["model"], row["dtype"]
+        low, high = row["spread_us"]["ours"]
+        table.add_row(
+            *(*last, str(row["tokens"]), str(row["rank"])),
+            *(cell(row["bound_us"]), cell(row["ours_us"])),
+            f"{50 * (high - low) / row['ours_us']:.0f} %",
+            *(f"{row['share']:.2f}", cell(row["ours_base_us"]), f"{row['share_base']:.2f}"),
+            f"{100 * row['overhead']:+.0f} %",
+            f"{row['ratio']:.2f}" if row["ratio"] else "-",
+            *(cell(row["rivals"].get(name)) for name in who),
+        )
+    console.print(table)
+
+
+def show_lists(console: Console) -> None:
+    models = Table("--models", "model", "E", "top_k", "K", "I", "activation")
+    for key, m in shapes.MODELS.items():
+        sizes = map(str, (m.experts, m.top_k, m.hidden, m.intermediate))
+        models.add_row(key, m.name, *sizes, m.activation)
+    who = Table("--rivals", "what", "cuda", "cpu")
+    for name, about in rivals.ABOUT.items():
+        taken = ["auto" if name in rivals.DEFAULTS[device] else "" for device in ("cuda", "cpu")]
+        who.add_row(name, about, *taken)
+    console.print(models, who)
+
+
+def run(args: argparse.Namespace) -> int:
+    terminal = Console()
+    console = terminal if terminal.is_terminal else Console(width=200)
+    if args.list:
+        show_lists(console)
+        return 0
+    try:
+        settle(args)
+    except ValueError as error:
+        print(f"python -m moelora bench: {error}", file=sys.stderr)
+        return 2
+    if args.variant:
+        _C.force_variant(args.variant)
+    try:
+        show(measure(args, console), console)
+    finally:
+        if args.variant:
+            _C.force_variant(None)
+    return 0

@@ -1,0 +1,116 @@
+"""`python -m moelora bench compare`: what became slower between two result files, beyond noise."""
+
+import argparse
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from moelora.bench import results
+
+# What tells cases of one file apart; absent fields count as None.
+IDENTITY = (
+    *("model", "experts", "tp", "top_k", "hidden", "inter", "tokens", "rank", "adapters"),
+    *("mix", "routing", "dtype", "block_size", "sequences", "threads"),
+)
+DEFAULT_FIELDS = {"tp": 1}
+SAME_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def add_command(topics: argparse._SubParsersAction) -> None:
+    parser = topics.add_parser("compare", help="flag what became slower between two files")
+    parser.add_argument("before")
+    parser.add_argument("after")
+    parser.add_argument("--noise", default=0.03, type=float, help="least change that counts")
+    parser.add_argument("--all", action="store_true", help="show what did not change, too")
+    parser.set_defaults(run=run)
+
+
+def identity(case: dict) -> tuple:
+    found = {**DEFAULT_FIELDS, **case}
+    found["dtype"] = SAME_DTYPE.get(found.get("dtype"), found.get("dtype"))
+    return tuple(found.get(name) for name in IDENTITY)
+
+
+def match(before: list[dict], after: list[dict]) -> list[tuple[dict, dict]]:
+    """Pairs of the same case. Older files do not say how many experts a case had."""
+    both_say = all("experts" in case for case in before + after)
+
+    def key(case):
+        return identity(case if both_say else {**case, "experts": None})
+
+    known = {key(case): case for case in before}
+    return [(known[key(case)], case) for case in after if key(case) in known]
+
+
+def half_spread(case: dict, name: str) -> float:
+    """Half of the middle 80 % of the turns, as a share of the time; 0 where the file has none."""
+    low, high = case.get("spread_us", {}).get(name, (0.0, 0.0))
+    return (high - low) / 2 / case[f"{name}_us"]
+
+
+def changes(pairs: list[tuple[dict, dict]], least: float) -> list[dict]:
+    """What happened to every time of ours: `change` is after / before - 1, `noise` what it must
+    exceed to count: `least`, or the spreads of both runs where they are larger."""
+    found = []
+    for old, new in pairs:
+        for field, was in old.items():
+            if not (field.startswith("ours") and field.endswith("_us")) or field not in new:
+                continue
+            name = field.removesuffix("_us")
+            noise = max(least, half_spread(old, name) + half_spread(new, name))
+            change = new[field] / was - 1
+            verdict = "slower" if change > noise else "faster" if change < -noise else "same"
+            case = {n: v for n, v in zip(IDENTITY, identity(new), strict=True) if v is not None}
+            found.append(
+                {
+                    "case": case,
+                    "what": name,
+                    "before_us": was,
+                    "after_us": new[field],
+                    "change": change,
+                    "noise": noise,
+                    "verdict": verdict,
+                }
+            )
+    return found
+
+
+def describe(case: dict) -> str:
+    """Without what is the same nearly everywhere."""
+    usual = {"tp": 1, "mix": "many", "routing": "uniform"}
+    shown = {name: value for name, value in case.items() if usual.get(name) != value}
+    return " ".join([str(shown.pop("model", "")), *(f"{n}={v}" for n, v in shown.items())]).strip()
+
+
+def run(args: argparse.Namespace) -> int:
+    console = Console(width=None if Console().is_terminal else 150)
+    try:
+        (old_meta, before), (new_meta, after) = results.read(args.before), results.read(args.after)
+    except (OSError, ValueError) as error:
+        print(f"python -m moelora bench compare: {error}", file=sys.stderr)
+        return 2
+    for name in ("device", "torch", "threads"):
+        if old_meta.get(name) != new_meta.get(name):
+            console.print(f"note: {name}: {old_meta.get(name)}, then {new_meta.get(name)}")
+    found = changes(match(before, after), args.noise)
+    table = Table("case", "what", "before us", "after us", "change", "noise", "")
+    for c in sorted(found, key=lambda c: -c["change"]):
+        if args.all or c["verdict"] != "same":
+            colour = {"slower": "red", "faster": "green", "same": "dim"}[c["verdict"]]
+            table.add_row(
+                *(describe(c["case"]), c["what"], f"{c['before_us']:.1f}", f"{c['after_us']:.1f}"),
+                *(f"{100 * c['change']:+.1f} %", f"{100 * c['noise']:.1f} %"),
+                f"[{colour}]{c['verdict']}[/]",
+            )
+    if table.row_count:
+        console.print(table)
+    count = {v: sum(c["verdict"] == v for c in found) for v in ("slower", "faster", "same")}
+    console.print(
+        f"{len(found)} times in both files: {count['slower']} slower, {count['faster']} faster, "
+        f"{count['same']} the same",
+        highlight=False,
+    )
+    if not found:
+        console.print("the files have no case in common")
+    return 1 if count["slower"] or not found else 0

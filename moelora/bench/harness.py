@@ -1,0 +1,207 @@
+"""One case: draw batches, check every rival against float64, time them in turn, write the rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from moelora import _C
+from moelora.bench import cases
+from moelora.bench.rivals import Layer, Skipped, TooSlow
+from moelora.reference import activate
+
+# Relative to the norm of the reference; rivals that merge or add adapters later round more often.
+TOLERANCE = {"fp32": 2e-5, "bf16": 2e-2, "fp16": 5e-3}
+
+
+def product(w, x):
+    """x w^T in float64 for w [N, K] of any dtype, x [n, K], a few rows of w at a time."""
+    return torch.cat([x @ part.double().t() for part in w.split(4096)], dim=1)
+
+
+def reference_rows(layer: Layer, batch, tokens):
+    """{rank: rows `tokens` of the layer in float64}; rank 0 is the layer without adapters."""
+    stacks = layer.stacks
+    rows = {rank: [] for rank in (0, *stacks)}
+    for m in tokens:
+        x, adapter = batch.x[m].double()[None], int(batch.mapping[m])
+        total = x.new_zeros(len(rows), x.shape[1])
+        for weight, e in zip(
+            batch.topk_weights[m].tolist(), batch.topk_ids[m].tolist(), strict=True
+        ):
+            gu = product(layer.w13[e], x).repeat(len(rows), 1)
+            for at, f in enumerate(stacks.values() if adapter >= 0 else (), 1):
+                both = zip(f.a13, f.b13, strict=True)
+                deltas = [product(b[adapter, e], product(a[adapter, e], x)) for a, b in both]
+                gu[at] += torch.cat(deltas, dim=1)[0]
+            h = activate(gu, layer.model.activation)
+            z = product(layer.w2[e], h)
+            for at, f in enumerate(stacks.values() if adapter >= 0 else (), 1):
+                shrunk = product(f.a2[adapter, e], h[at : at + 1])
+                z[at] += product(f.b2[adapter, e], shrunk)[0]
+            total += weight * z
+        for rank, row in zip(rows, total, strict=True):
+            rows[rank].append(row)
+    return {rank: torch.stack(found) for rank, found in rows.items()}
+
+
+def relative_error(out, reference) -> float:
+    return float((out.double() - reference.double()).norm() / reference.double().norm())
+
+
+@dataclass
+class Situation:
+    """What the batches of a layer have in common."""
+
+    key: str  # of the model, as the result file names it
+    tp: int
+    mix: str
+    routing: str
+
+
+class Bench:
+    """All rivals of one layer; what was too slow once is not tried again."""
+
+    def __init__(self, layer: Layer, rivals: Sequence, situation: Situation, timer, budget_ms):
+        self.layer, self.rivals, self.situation = layer, rivals, situation
+        self.timer, self.budget_ms = timer, budget_ms
+        self.slow = {}  # {(who, rank): why}
+
+    def measure(self, tokens, generator) -> list[dict]:
+        """The rows of the result file for batches of so many tokens: one for each rank."""
+        s, layer = self.situation, self.layer
+        torch_dtype = cases.DTYPES[layer.dtype]
+        batches = [
+            cases.draw_batch(
+                layer.model, tokens, layer.adapters, generator, s.mix, s.routing, torch_dtype
+            )
+            for _ in range(self.rotation(tokens))
+        ]
+        self.skipped = dict(self.slow)
+        runs = self.runs(batches)
+        plan, errors = self.check(runs, batches[0])
+        work = {
+            rank: [sum(w) / len(batches) for w in zip(*per_batch, strict=True)]
+            for rank in (0, *layer.stacks)
+            for per_batch in [[cases.work(layer.model, b, rank) for b in batches]]
+        }
+        times, peaks = self.timer.compare(runs, batches, work[0][1], self.budget_ms)
+        bounds = {rank: 1e6 * peaks.bound(*amount) for rank, amount in work.items()}
+        return [
+            self.row(tokens, rank, runs, errors, plan)
+            | figures(rank, times, bounds, work[rank], peaks)
+            for rank in layer.stacks
+        ]
+
+    def rotation(self, tokens):
+        """Batches in turn: so many that the experts of a few tokens are not always the same. A CPU
+        reads a buffer larger than its caches between calls instead."""
+        if self.layer.device.type == "cpu":
+            return 1
+        return 32 if tokens <= 16 else 8 if tokens <= 64 else 4 if tokens <= 256 else 2
+
+    def runs(self, batches):
+        runs = {}
+        for rival in self.rivals:
+            try:
+                runs |= rival.runs(batches)
+            except Skipped as why:
+                self.skipped[type(rival).__name__.lower(), 0] = str(why)
+        return {key: run for key, run in runs.items() if key not in self.slow}
+
+    def check(self, runs, batch):
+        """(our plan, {(who, rank): relative error}). Drops from `runs` what cannot run or is too
+        slow, refuses what is wrong."""
+        tokens = sorted({0, len(batch.x) // 2, len(batch.x) - 1})
+        reference = reference_rows(self.layer, batch, tokens)
+        errors, mine, plan = {}, {}, ""
+        for key in sorted(runs, key=lambda key: (key[0] != "ours", key[1])):
+            if key not in runs:
+                continue
+            who, rank = key
+            try:
+                run = runs[key]
+                out = run.first() if run.first else run.call(0)
+            except TooSlow as why:
+                self.leave_out(runs, key, f"{len(batch.x)} tokens, rank {rank}: {why}")
+                continue
+            except Exception as problem:  # a rival's own limits must not end the run
+                if who == "ours":
+                    raise
+                self.skipped[key] = f"{type(problem).__name__}: {problem}".splitlines()[0]
+                del runs[key]
+                continue
+            if who == "ours":
+                plan = _C.last_plan()
+            if out is None:
+                continue
+            near = relative_error(out[tokens], reference[rank])
+            far = relative_error(out, mine.setdefault(rank, out.clone()))
+            errors[key] = max(near, far)
+            if not errors[key] < TOLERANCE[self.layer.dtype]:
+                raise RuntimeError(
+                    f"{self.situation.key} {self.layer.dtype} M={len(batch.x)} rank {rank}: {who} "
+                    f"is off by {near:.3g} from float64 and by {far:.3g} from ours"
+                )
+        return plan, errors
+
+    def leave_out(self, runs, key, why):
+        who, rank = key
+        for larger in self.layer.stacks:
+            if larger >= rank:
+                self.slow.setdefault((who, larger), why)
+                self.skipped.setdefault((who, larger), why)
+                runs.pop((who, larger), None)
+
+    def row(self, tokens, rank, runs, errors, plan):
+        """What identifies the case, and what is known of it without its times."""
+        s = self.situation
+        return {
+            "model": s.key,
+            "experts": self.layer.model.experts,
+            "tp": s.tp,
+            "tokens": tokens,
+            "rank": rank,
+            "adapters": self.layer.adapters,
+            "mix": s.mix if s.mix in cases.MIXES else f"{s.mix} base",
+            "routing": s.routing,
+            "dtype": self.layer.dtype,
+            "plan": plan,
+            "relative_error": {
+                (f"{who}_base" if who == "ours" and not r else who): float(f"{e:.2g}")
+                for (who, r), e in errors.items()
+                if r in (0, rank)
+            },
+            "eager": [who for (who, r), run in runs.items() if run.eager and r in (0, rank)],
+            "skipped": {who: why for (who, r), why in self.skipped.items() if r in (0, rank)},
+        }
+
+
+def figures(rank, times, bounds, work, peaks):
+    """The measured part of a row."""
+    mine, base = times["ours", rank], times["ours", 0]
+    of_rank = {who: t for (who, r), t in times.items() if r in (0, rank) and who != "ours"}
+    adapted = {who: t.median for (who, r), t in times.items() if r == rank and who != "ours"}
+    rivals = {who: t.median for who, t in of_rank.items()}
+    vllm = [us for who, us in adapted.items() if who.startswith("vllm_")]
+    if vllm:
+        rivals["vllm_best"] = min(vllm)
+    best = min(adapted, key=adapted.get, default=None)
+    spread = {"ours": mine, "ours_base": base} | of_rank
+    return {
+        "ours_us": mine.median,
+        "ours_base_us": base.median,
+        "bound_us": round(bounds[rank], 2),
+        "bound_base_us": round(bounds[0], 2),
+        "share": round(bounds[rank] / mine.median, 3),
+        "share_base": round(bounds[0] / base.median, 3),
+        "overhead": round(mine.median / base.median - 1, 3),
+        "rivals": rivals,
+        "best_rival": best,
+        "ratio": round(adapted[best] / mine.median, 3) if best else None,
+        "spread_us": {who: [t.low, t.high] for who, t in spread.items()},
+        "gflop": round(work[0] / 1e9, 4),
+        "mbytes": round(work[1] / 1e6, 3),
+        "streaming_gb_s": round(peaks.bytes / 1e9, 2),
+        "mm_gflop_s": round(peaks.flops / 1e9, 1) if peaks.flops else None,
+    }

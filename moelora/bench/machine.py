@@ -1,0 +1,95 @@
+"""What a machine can do at best, and so the bound of a case; what a result file says about it."""
+
+import os
+import pathlib
+import time
+from dataclasses import dataclass
+
+import torch
+
+from moelora import _C
+
+# Bytes read and written per second, bf16 flops per second; measured once with long runs.
+KNOWN = {"NVIDIA H200": (4.3e12, 790e12)}
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Bytes per second of memory, flops per second; None where the case did not need it."""
+
+    bytes: float
+    flops: float | None
+
+    def bound(self, flops: float, moved: float) -> float:
+        """Seconds that nothing can beat."""
+        return max(moved / self.bytes, flops / self.flops if self.flops else 0.0)
+
+
+def gpu_peaks(dtype=torch.bfloat16) -> Peaks:
+    """Of the current GPU: the known figures, or a long copy and a large product measured now."""
+    known = KNOWN.get(torch.cuda.get_device_name())
+    if known:
+        return Peaks(*known)
+    free, _ = torch.cuda.mem_get_info()
+    source = torch.empty(int(min(2 << 30, free // 8)), dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    square = torch.ones(8192, 8192, dtype=dtype, device="cuda")
+    moved = 2 * source.numel() / _best(lambda: target.copy_(source))
+    return Peaks(moved, 2.0 * 8192**3 / _best(lambda: torch.mm(square, square)))
+
+
+def _best(call, repeats=20) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for _ in range(repeats):
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3)
+    return min(times)
+
+
+class CpuYardsticks:
+    """A streaming read, which also empties the caches, and torch.mm."""
+
+    LEAST = 256 << 20  # bytes of one read, so that its start does not count
+
+    def __init__(self, mm_size: int):
+        self.buffer = torch.ones(max(4 * last_cache_bytes(), self.LEAST) // 4)
+        self.mm_size = mm_size
+
+    def read(self) -> float:
+        """Bytes per second of one multi-threaded read."""
+        started = time.perf_counter()
+        self.buffer.sum()
+        return 4 * self.buffer.numel() / (time.perf_counter() - started)
+
+    def mm(self, dtype):
+        """A call of torch.mm on weights as layers hold them, (out, in)."""
+        x, w = torch.ones(2, self.mm_size, self.mm_size, dtype=dtype)
+        return lambda: torch.mm(x, w.t())
+
+
+def last_cache_bytes() -> int:
+    """Size of the largest cache of this processor; 32 MiB where the system does not say."""
+    sizes = [32 << 20]
+    for path in pathlib.Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        sizes.append(int(text.rstrip("KM")) * {"K": 1 << 10, "M": 1 << 20}.get(text[-1], 1))
+    return max(sizes)
+
+
+def processor() -> dict:
+    """What a result file says of a CPU."""
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "device": names[0] if names else "cpu",
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cpu_features": _C.cpu_features().split(),
+        "last_cache_bytes": last_cache_bytes(),
+        "load_average": round(os.getloadavg()[0], 2),
+    }

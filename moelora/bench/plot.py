@@ -1,0 +1,103 @@
+"""`python -m moelora bench plot`: the roofline and the overhead of adapters, as pictures."""
+
+import argparse
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+from moelora.bench import results
+
+
+def add_command(topics: argparse._SubParsersAction) -> None:
+    parser = topics.add_parser("plot", help="draw the roofline and the overhead of adapters")
+    parser.add_argument("files", nargs="+", help="result files of layers")
+    parser.add_argument("--out", "-o", default="bench.png", help="a name that ends in .png or .svg")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        path = draw(args.files, args.out)
+    except (OSError, ValueError, ImportError) as error:
+        print(f"python -m moelora bench plot: {error}", file=sys.stderr)
+        return 2
+    print(path)
+    return 0
+
+
+def draw(files, out) -> Path:
+    """One picture of all files: on the left achieved flops over intensity under the roof, on the
+    right what adapters cost over the same layer without."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("pictures need matplotlib: pip install matplotlib") from None
+    loaded = [results.read(file) for file in files]
+    rows = [row for _, cases in loaded for row in cases if "ours_base_us" in row]
+    if not rows:
+        raise ValueError("there is no layer in these files")
+    figure = Figure(figsize=(13, 5.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    roofline(left, rows)
+    overhead(right, rows)
+    devices = dict.fromkeys(meta["device"] for meta, _ in loaded)
+    figure.suptitle(", ".join(devices))
+    figure.savefig(out, dpi=130)
+    return Path(out)
+
+
+def roofline(axes, rows):
+    """Points are ours; the roof is what the machine was measured or known to reach."""
+    drawn = [row for row in rows if row.get("gflop") and row.get("streaming_gb_s")]
+    peaks = {(r["streaming_gb_s"], r["mm_gflop_s"]) for r in drawn if r["mm_gflop_s"]}
+    groups = defaultdict(list)
+    for row in drawn:
+        # flop per byte; Gflop/s
+        groups[row["model"], row["dtype"], row["rank"]].append(
+            (1e3 * row["gflop"] / row["mbytes"], 1e6 * row["gflop"] / row["ours_us"])
+        )
+    for (model, dtype, rank), points in groups.items():
+        intensity, rate = zip(*sorted(points), strict=True)
+        axes.plot(intensity, rate, "o-", ms=4, lw=0.8, label=f"{model} {dtype} rank {rank}")
+    if drawn and peaks:
+        every = [x for points in groups.values() for x, _ in points]
+        for streaming, flops in {max(peaks)}:
+            corner = flops / streaming
+            xs = [min(*every, corner) / 2, corner, max(*every, corner) * 2]
+            axes.plot(xs, [min(x * streaming, flops) for x in xs], "k-", lw=1.5, label="bound")
+    axes.set_title("Roofline, layer with adapters")
+    if drawn:
+        axes.set(xscale="log", yscale="log", xlabel="flop per byte", ylabel="Gflop/s")
+        axes.legend(fontsize=7)
+    else:
+        axes.text(0.5, 0.5, "these files do not say\nflops and bytes", ha="center", va="center")
+        axes.set_axis_off()
+
+
+def overhead(axes, rows):
+    """Time with adapters over the same layer without, ours and each rival that has both."""
+    curves = defaultdict(dict)
+    for row in rows:
+        case = f"{row['model']} {row['dtype']} rank {row['rank']}"
+        curves[case, "ours"][row["tokens"]] = row["ours_us"] / row["ours_base_us"] - 1
+        rivals = row["rivals"]
+        for name, base in (("vllm_default", "vllm_base"), ("separate", "separate_base")):
+            if name in rivals and base in rivals:
+                curves[case, name][row["tokens"]] = rivals[name] / rivals[base] - 1
+    colours = {case: f"C{i % 10}" for i, case in enumerate(dict.fromkeys(c for c, _ in curves))}
+    styles = {"ours": "o-", "vllm_default": "s--", "separate": "^:"}
+    for (case, who), points in curves.items():
+        tokens, cost = zip(*sorted(points.items()), strict=True)
+        axes.plot(
+            tokens,
+            [100 * c for c in cost],
+            styles[who],
+            color=colours[case],
+            ms=4,
+            lw=1.2 if who == "ours" else 0.8,
+            label=f"{case}, {who.replace('_', ' ')}",
+        )
+    axes.set(xscale="log", xlabel="tokens", ylabel="% over the layer without adapters")
+    axes.set_title("Cost of adapters")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=6)

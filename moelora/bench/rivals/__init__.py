@@ -1,0 +1,107 @@
+"""Ways to run a layer. Each is a class that takes a `Layer`, raises `Skipped` where it cannot serve
+it, and whose `runs(batches)` gives {(who, rank): Run}; rank 0 is the layer without adapters.
+
+To add one, write such a class and name it in RIVALS.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from moelora.bench import cases
+from moelora.bench.shapes import Model
+
+
+class Skipped(Exception):
+    """Why a rival is not timed."""
+
+
+class TooSlow(Skipped):
+    """It will not become faster: the larger ranks and batches of this layer are left out too."""
+
+
+class Layer:
+    """Weights and adapters of one model in one dtype, shared by all rivals.
+
+    `same_a`: gate and up get equal (but separate) shrink factors, as PEFT's `target_parameters`
+    can hold no others.
+    """
+
+    def __init__(self, model: Model, dtype, ranks, adapters, generator, same_a=False):
+        self.model, self.dtype, self.adapters = model, dtype, adapters
+        self.device = generator.device
+        torch_dtype = cases.DTYPES[dtype]
+        self.w13, self.w2 = cases.draw_weights(model, generator, torch_dtype)
+        self.stacks = {
+            rank: cases.draw_factors(model, adapters, rank, generator, torch_dtype)
+            for rank in ranks
+        }
+        if same_a:
+            for factors in self.stacks.values():
+                for a in factors.a13[1:]:
+                    a.copy_(factors.a13[0])
+
+
+@dataclass
+class Options:
+    """What a user may ask of rivals."""
+
+    patience_s: float = 1.5  # the longest call of a rival
+    all_modes: bool = False  # every path that a rival has, not only the one it picks by itself
+
+
+def rivals_of(layer: Layer, names, options: Options):
+    """([rival], {name: why not}); ours comes first."""
+    found, absent = [], {}
+    for name in ("ours", *names):
+        try:
+            found.append(_load(name)(layer, options))
+        except Skipped as why:
+            absent[name] = str(why)
+        except Exception as problem:  # of a package that is not ours
+            if name == "ours":
+                raise
+            absent[name] = f"{type(problem).__name__}: {problem}"
+    return found, absent
+
+
+def _load(name):
+    """A rival's class; its module is imported only now, as it may need packages of its own."""
+    from importlib import import_module
+
+    module, _, symbol = RIVALS[name].partition(":")
+    return getattr(import_module(f"moelora.bench.rivals.{module}"), symbol)
+
+
+RIVALS = {
+    "ours": "ours:Ours",
+    "loop": "ours:Loop",
+    "separate": "separate:Separate",
+    "vllm": "vllm:VLLM",
+    "grouped_mm": "native:GroupedMM",
+    "dense": "native:Dense",
+    "transformers": "transformers:Transformers",
+}
+ABOUT = {
+    "loop": "experts one by one in PyTorch: index_select, mm, two more products per adapter",
+    "separate": "Triton: a base grouped GEMM, then shrink and expand kernels",
+    "vllm": "vLLM's own kernels, from $MOELORA_PEERS or an installed vLLM",
+    "grouped_mm": "torch's grouped GEMM twice, without adapters",
+    "dense": "cuBLAS products of the same flops, without adapters; from 1024 tokens on",
+    "transformers": "transformers' experts with PEFT, which serves one adapter at a time",
+}
+DEFAULTS = {
+    "cuda": ["separate", "vllm", "grouped_mm", "dense", "loop"],
+    "cpu": ["loop", "transformers"],
+}
+
+
+def require(condition, why) -> None:
+    """Raises Skipped(why) unless `condition` holds."""
+    if not condition:
+        raise Skipped(why)
+
+
+def synchronize(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)

@@ -1,0 +1,54 @@
+"""torch's own products: its grouped GEMM, and dense ones of the same flops."""
+
+import torch
+
+from moelora.bench.rivals import Layer, Options, require
+from moelora.bench.timing import Run
+from moelora.reference import activate
+
+
+class GroupedMM:
+    """Rows sorted by expert on the device, two grouped GEMMs, activation, weighted sum."""
+
+    def __init__(self, layer: Layer, options: Options):
+        require(hasattr(torch, "_grouped_mm"), "this torch has no _grouped_mm")
+        self.model = layer.model
+        self.w13, self.w2 = layer.w13.transpose(1, 2), layer.w2.transpose(1, 2)
+        self.last = torch.arange(self.model.experts, dtype=torch.int32, device=layer.device)
+
+    def run(self, batch):
+        ids = batch.topk_ids.flatten()
+        ordered, order = ids.sort(stable=True)
+        ends = torch.searchsorted(ordered, self.last, right=True).int()
+        x = batch.x[order // self.model.top_k]
+        h = activate(torch._grouped_mm(x, self.w13, offs=ends), self.model.activation)
+        z = torch._grouped_mm(h, self.w2, offs=ends)
+        weighted = torch.empty(z.shape, dtype=torch.float32, device=z.device)
+        weighted[order] = z.float() * batch.topk_weights.flatten()[order].unsqueeze(1)
+        return weighted.view(*batch.topk_ids.shape, -1).sum(1).to(z.dtype)
+
+    def runs(self, batches):
+        return {("torch_grouped_mm_base", 0): Run(lambda i: self.run(batches[i]))}
+
+
+class Dense:
+    """Two products of all rows with one expert's weights: what routing costs beside them. It
+    computes another function, so there is nothing to check."""
+
+    FEWEST = 1024  # below, it would read less memory than any layer must
+
+    def __init__(self, layer: Layer, options: Options):
+        self.model = layer.model
+        self.w13, self.w2 = layer.w13[0].t(), layer.w2[0].t()
+
+    def runs(self, batches):
+        tokens = len(batches[0].x)
+        require(tokens >= self.FEWEST, f"from {self.FEWEST} tokens on")
+        rows = batches[0].x.repeat(self.model.top_k, 1)
+        h = rows.new_zeros(len(rows), self.model.intermediate)
+
+        def call(i):
+            torch.mm(rows, self.w13)
+            torch.mm(h, self.w2)
+
+        return {("dense_base", 0): Run(call)}

@@ -1,0 +1,96 @@
+"""Adapters added after the base product by kernels of their own, as engines do it: in Triton."""
+
+import importlib.util
+
+import torch
+
+import moelora
+from moelora.bench.rivals import Layer, Options, require
+from moelora.bench.timing import Run
+
+
+def block_rows(rows_per_group: float) -> int:
+    """Rows of a block: as many as a group has on average, within what tensor cores like."""
+    return next((rows for rows in (16, 32, 64) if rows_per_group <= rows), 128)
+
+
+class Separate:
+    """Grouped GEMM, shrink, expand, activation, grouped GEMM, shrink, expand, sum."""
+
+    def __init__(self, layer: Layer, options: Options):
+        require(importlib.util.find_spec("triton"), "triton is not installed")
+        require(layer.dtype != "fp32", "its kernels are for bf16 and fp16")
+        self.check_device(layer)
+        from moelora.bench.rivals import triton_kernels
+
+        self.kernels, self.layer = triton_kernels, layer
+
+    @staticmethod
+    def check_device(layer):
+        require(layer.device.type == "cuda", "its kernels are for GPUs")
+
+    def project(self, x, w, alignment, batch, block, weighted):
+        """[P, N] of x [M, K] or [P, K]."""
+        row_ids, expert_ids, num_padded = alignment
+        rows, (_, n, k) = batch.topk_ids.numel(), w.shape
+        out = x.new_empty(rows, n)
+        blocks = len(expert_ids)
+        self.kernels.grouped_gemm[lambda meta: (blocks * -(-n // meta["BN"]),)](
+            *(x, w, out, batch.topk_weights, row_ids, expert_ids, num_padded, blocks, rows, n, k),
+            *(w.stride(0), rows // len(x), weighted),
+            BM=block,
+        )
+        return out
+
+    def add(self, out, x, a, b, first_col, alignment, batch, block, weighted):
+        """out[:, first_col : first_col + N] += x A^T B^T, row by row."""
+        row_ids, expert_ids, lora_ids, num_padded = alignment
+        rows, rank, k, n = batch.topk_ids.numel(), a.shape[2], a.shape[3], b.shape[2]
+        t = torch.zeros(rows, rank, dtype=torch.float32, device=x.device)
+        tile = max(16, 1 << (rank - 1).bit_length())
+        blocks = len(expert_ids)
+        groups = row_ids, expert_ids, lora_ids, num_padded, blocks, rows, rank
+        self.kernels.shrink[lambda meta: (blocks, meta["SPLIT_K"])](
+            *(x, a, t, *groups, k, a.stride(0), a.stride(1), rows // len(x)), BM=block, RANK=tile
+        )
+        self.kernels.expand[lambda meta: (blocks, -(-n // meta["BN"]))](
+            *(t, b, out, batch.topk_weights, *groups, n, out.stride(0), first_col),
+            *(b.stride(0), b.stride(1), weighted),
+            BM=block,
+            RANK=tile,
+        )
+
+    def run(self, batch, rank):
+        model, w13, w2 = self.layer.model, self.layer.w13, self.layer.w2
+        rows, experts = batch.topk_ids.numel(), model.experts
+        block = block_rows(rows / experts)
+        base = moelora.moe_align_block_size(batch.topk_ids, block, experts)
+        gu = self.project(batch.x, w13, base, batch, block, False)
+        if rank:
+            factors, adapters = self.layer.stacks[rank], self.layer.adapters
+            small = min(64, block_rows(rows / experts / adapters))
+            pairs = moelora.moe_lora_align_block_size(
+                batch.topk_ids, batch.mapping, experts, small, adapters
+            )
+            for s, (a, b) in enumerate(zip(factors.a13, factors.b13, strict=True)):
+                self.add(gu, batch.x, a, b, s * b.shape[2], pairs, batch, small, False)
+        h = gu.new_empty(rows, model.intermediate)
+        self.kernels.activation[rows, -(-model.intermediate // 1024)](
+            *(gu, h, model.intermediate),
+            *(model.activation == "swigluoai", model.activation == "relu2", 1024),
+        )
+        z = self.project(h, w2, base, batch, block, True)
+        if rank:
+            self.add(z, h, factors.a2, factors.b2, 0, pairs, batch, small, True)
+        out = torch.empty_like(batch.x)
+        self.kernels.combine[len(out), -(-model.hidden // 1024)](
+            z, out, model.hidden, model.top_k, 1024
+        )
+        return out
+
+    def runs(self, batches):
+        who = {0: "separate_base"} | dict.fromkeys(self.layer.stacks, "separate")
+        return {
+            (name, rank): Run(lambda i, rank=rank: self.run(batches[i], rank))
+            for rank, name in who.items()
+        }

@@ -1,0 +1,87 @@
+"""vLLM's own fused-MoE and MoE-LoRA kernels.
+
+Looked for in $MOELORA_PEERS (default .peers/vllm_kernels), where `vk/` holds a copy that runs
+without vLLM: a `vk_layer` module beside a minimal `vllm` package. An installed vLLM is taken
+instead where there is no copy; of that only the layer without adapters can be called from outside.
+"""
+
+import importlib.util
+import os
+import pathlib
+import sys
+
+import torch
+
+from moelora.bench.rivals import Layer, Options, require
+from moelora.bench.timing import Run
+
+
+def load():
+    """The copy's layer module, or None where it is not there."""
+    root = pathlib.Path(os.environ.get("MOELORA_PEERS", ".peers/vllm_kernels")).resolve()
+    if not (root / "vk" / "vk_layer.py").exists():
+        return None
+    os.environ.setdefault("VK_MODE", "cuda")
+    if str(root / "vk") not in sys.path:
+        sys.path.insert(0, str(root / "vk"))
+    import vk_layer
+    from vllm import _custom_ops
+
+    if not _custom_ops.load_cuda():
+        raise RuntimeError(f"the peer's CUDA operators did not build: {_custom_ops.CUDA_NOTE}")
+    return vk_layer
+
+
+def modes(layer: Layer, rows: int, rank: int, all_modes: bool) -> list[str]:
+    """The paths that vLLM could take for this case, its default first."""
+    if not all_modes:
+        return ["default"]
+    found = ["default", "oneshot", "legacy"]
+    if rows <= 1024:
+        found += ["oneshotN"] + (["small"] if rank <= 64 else [])
+    return found
+
+
+class VLLM:
+    def __init__(self, layer: Layer, options: Options):
+        require(layer.device.type == "cuda", "its kernels are for GPUs")
+        require(layer.dtype != "fp32", "its kernels are for bf16 and fp16")
+        require(layer.model.activation == "silu", "driven here with silu only")
+        self.layer, self.all_modes = layer, options.all_modes
+        self.vk = load()
+        self.installed = None
+        if self.vk is None:
+            require(importlib.util.find_spec("vllm"), "neither $MOELORA_PEERS nor vLLM is there")
+            from vllm.model_executor.layers.fused_moe import fused_experts
+
+            self.installed = fused_experts
+            return
+        self.loras = {
+            rank: self.vk.Lora(f.a13, f.b13, f.a2, f.b2, layer.device)
+            for rank, f in layer.stacks.items()
+        }
+
+    def runs(self, batches):
+        w13, w2 = self.layer.w13, self.layer.w2
+        if self.installed:
+
+            def base(i):
+                b = batches[i]
+                return self.installed(b.x, w13, w2, b.topk_weights, b.topk_ids)
+
+            return {("vllm_base", 0): Run(base)}
+        tokens, rows = len(batches[0].x), batches[0].topk_ids.numel()
+        theirs = self.vk.MoELayer(w13, w2, tokens, self.layer.model.top_k, w13.device)
+        sets = [
+            self.vk.TokenSet(
+                b.x, b.topk_ids, b.topk_weights, b.mapping.to(torch.int64), self.layer.adapters
+            )
+            for b in batches
+        ]
+        runs = {("vllm_base", 0): Run(lambda i: theirs.run(sets[i]))}
+        for rank, lora in self.loras.items():
+            for mode in modes(self.layer, rows, rank, self.all_modes):
+                runs[f"vllm_{mode}", rank] = Run(
+                    lambda i, lora=lora, mode=mode: theirs.run(sets[i], lora, mode)
+                )
+        return runs

@@ -1,0 +1,91 @@
+"""Shapes of the MoE layers of well-known models, from their published configurations."""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Model:
+    """One MoE layer: E experts, top_k of them per token, hidden size K, intermediate size I."""
+
+    name: str
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    activation: str = "silu"
+
+    @property
+    def slices(self) -> int:
+        """Projections in w13: gate and up, or one without a gate."""
+        return 1 if self.activation == "relu2" else 2
+
+    def cut(self, experts: int) -> "Model":
+        """The same layer with fewer experts, for machines that cannot hold them all."""
+        if not self.top_k <= experts <= self.experts:
+            raise ValueError(
+                f"{self.name} has {self.experts} experts, {self.top_k} per token: "
+                f"cannot be cut to {experts}"
+            )
+        return replace(self, experts=experts)
+
+    def shard(self, tp: int) -> "Model":
+        """What one of `tp` tensor-parallel ranks holds: every expert, 1/tp of its columns."""
+        if tp < 1 or self.intermediate % tp:
+            raise ValueError(
+                f"{self.name} has an intermediate size of {self.intermediate}: "
+                f"it does not split into {tp} equal shards"
+            )
+        return replace(self, intermediate=self.intermediate // tp)
+
+
+MODELS = {
+    "qwen3": Model("Qwen3-30B-A3B", 128, 8, 2048, 768),
+    "mixtral": Model("Mixtral-8x7B", 8, 2, 4096, 14336),
+    "dsv2lite": Model("DeepSeek-V2-Lite", 64, 6, 2048, 1408),
+    "mixtral-8x22b": Model("Mixtral-8x22B", 8, 2, 6144, 16384),
+    "qwen3-235b": Model("Qwen3-235B-A22B", 128, 8, 4096, 1536),
+    "qwen3-coder-480b": Model("Qwen3-Coder-480B-A35B", 160, 8, 6144, 2560),
+    "qwen3-next": Model("Qwen3-Next-80B-A3B", 512, 10, 2048, 512),
+    "qwen1.5-moe": Model("Qwen1.5-MoE-A2.7B", 60, 4, 2048, 1408),
+    "qwen2-57b": Model("Qwen2-57B-A14B", 64, 8, 3584, 2560),
+    "dsv2": Model("DeepSeek-V2", 160, 6, 5120, 1536),
+    "dsv3": Model("DeepSeek-V3", 256, 8, 7168, 2048),
+    "kimi-k2": Model("Kimi-K2", 384, 8, 7168, 2048),
+    "gpt-oss-20b": Model("gpt-oss-20b", 32, 4, 2880, 2880, "swigluoai"),
+    "gpt-oss-120b": Model("gpt-oss-120b", 128, 4, 2880, 2880, "swigluoai"),
+    "olmoe": Model("OLMoE-1B-7B", 64, 8, 2048, 1024),
+    "phi3.5": Model("Phi-3.5-MoE", 16, 2, 4096, 6400),
+    "glm4.5-air": Model("GLM-4.5-Air", 128, 8, 4096, 1408),
+    "glm4.5": Model("GLM-4.5", 160, 8, 5120, 1536),
+    "ernie4.5-21b": Model("ERNIE-4.5-21B-A3B", 64, 6, 2560, 1536),
+    "minimax-m2": Model("MiniMax-M2", 256, 8, 3072, 1536),
+    "llama4-scout": Model("Llama-4-Scout", 16, 1, 5120, 8192),
+    "dbrx": Model("DBRX", 16, 4, 6144, 10752),
+    "nemotron3-nano": Model("Nemotron-3-Nano-30B-A3B", 128, 6, 2688, 1856, "relu2"),
+}
+
+
+def find(text: str) -> tuple[str, Model]:
+    """(key, model) of "qwen3", or of "qwen3:16", the same layer cut to 16 experts."""
+    key, _, experts = text.partition(":")
+    if key not in MODELS:
+        raise ValueError(f"no model is called {key!r}; there are {', '.join(MODELS)}")
+    model = MODELS[key]
+    return key, model.cut(_whole(experts, text)) if experts else model
+
+
+def custom(text: str) -> tuple[str, Model]:
+    """(key, model) of "E,top_k,K,I" or "E,top_k,K,I,activation"."""
+    fields = text.split(",")
+    if len(fields) not in (4, 5):
+        raise ValueError(f"a shape is E,top_k,K,I or E,top_k,K,I,activation, not {text!r}")
+    sizes = [_whole(field, text) for field in fields[:4]]
+    if sizes[1] > sizes[0]:
+        raise ValueError(f"{text!r} chooses {sizes[1]} of {sizes[0]} experts")
+    return "x".join(fields), Model("custom", *sizes, *fields[4:])
+
+
+def _whole(field: str, text: str) -> int:
+    if not field.strip().isdigit() or int(field) < 1:
+        raise ValueError(f"{field!r} in {text!r} is not a positive whole number")
+    return int(field)

@@ -1,0 +1,54 @@
+"""`python -m moelora replay`: calls an operator again with the arguments of a dump."""
+
+import argparse
+import sys
+
+import torch
+from torch import Tensor
+
+from moelora import _C, trace
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("replay", help="repeat a call that MOELORA_DUMP wrote")
+    parser.add_argument("file")
+    parser.add_argument("--device", help="cpu or cuda; where the arguments go")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0: the call returns now; 1: it raises; 2: there is nothing to call."""
+    try:
+        content = trace.load_dump(args.file)
+    except (OSError, ValueError) as error:
+        print(f"python -m moelora replay: {error}", file=sys.stderr)
+        return 2
+    device = args.device or ("cuda" if _C.has_cuda() else "cpu")
+    arguments = [_to(value, device) for value in content["args"]]
+    op = getattr(torch.ops.moelora, content["op"]).default
+    print(trace.describe(op, tuple(arguments)))
+    print(f"raised by moelora {content['moelora']}, torch {content['torch']}: {content['error']}")
+    try:
+        out = op(*arguments)
+        if device == "cuda":
+            torch.cuda.synchronize()
+    except Exception as error:
+        print(f"raises now: {error}")
+        return 1
+    print("returns now:", ", ".join(_summary(t) for t in _tensors(out)) or "nothing")
+    return 0
+
+
+def _to(value, device):
+    if isinstance(value, list):
+        return [_to(item, device) for item in value]
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _tensors(out) -> list[Tensor]:
+    return [out] if isinstance(out, Tensor) else list(out or ())
+
+
+def _summary(t: Tensor) -> str:
+    finite = bool(t.isfinite().all()) if t.is_floating_point() else True
+    return f"{list(t.shape)} {t.dtype}{'' if finite else ', not all finite'}"

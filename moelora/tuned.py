@@ -1,0 +1,119 @@
+"""Tuned plans in files: what `python -m moelora tune` writes and $MOELORA_CONFIG_DIR holds.
+
+One file for each layer, dtype and device::
+
+    {
+      "moelora": "0.1.0",                       the version that measured
+      "device": {"type": "cuda", "name": "NVIDIA H200", "compute_capability": 90, "units": 132},
+      "dtype": "bf16",
+      "layer": {"experts": 128, "top_k": 8, "hidden": 2048, "intermediate": 768},
+      "plans": {"16": "gemm_bf16_16x128x64_sm90", "1024": "gemm_bf16_96x256x64_sm90"}
+    }
+
+`plans` maps a number of tokens to the variant for at most so many; the largest serves all beyond.
+A CPU's device is {"type": "cpu", "name": ..., "features": [...]}. Anything else in a file (what was
+measured, when) is for people.
+"""
+
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moelora import _C
+
+DEVICES = {"cpu": 0, "cuda": 1}  # moelora_device
+DTYPES = {"fp32": 0, "bf16": 1, "fp16": 2}  # moelora_dtype
+
+
+def this_device(kind: str) -> dict[str, Any]:
+    """How a file names the CPU or the current GPU."""
+    from moelora.info import cpu_name
+
+    if kind == "cpu":
+        return {"type": "cpu", "name": cpu_name(), "features": _C.cpu_features().split()}
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "type": "cuda",
+        "name": gpu.name,
+        "compute_capability": 10 * gpu.major + gpu.minor,
+        "units": gpu.multi_processor_count,
+    }
+
+
+def file_name(content: dict[str, Any]) -> str:
+    """The name under which `content` is kept, made of what it is for."""
+    layer = content["layer"]
+    device = "".join(c if c.isalnum() else "_" for c in content["device"]["name"])
+    return (
+        f"E={layer['experts']},top_k={layer['top_k']},K={layer['hidden']},"
+        f"I={layer['intermediate']},dtype={content['dtype']},device={device}.json"
+    )
+
+
+def write(folder: str | Path, content: dict[str, Any]) -> Path:
+    """Writes one file in one step; a library that starts meanwhile reads the old or the new one."""
+    path = Path(folder) / file_name(content)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(fresh, path)
+    return path
+
+
+def load(folder: str | Path) -> int:
+    """Hands the plans of all files in `folder` to the library; returns how many.
+
+    Warns of files that cannot be read, name unknown variants, or were measured by another version;
+    those of other CPUs are left out with a warning, those of other GPUs are the library's to tell
+    apart, as asking a GPU for its name would initialise CUDA.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        _warn(f"MOELORA_CONFIG_DIR: {folder} is not a folder")
+        return 0
+    return sum(_load_file(path) for path in sorted(folder.glob("*.json")))
+
+
+def _load_file(path: Path) -> int:
+    try:
+        content = json.loads(path.read_text())
+        device, layer = content["device"], content["layer"]
+        key = (
+            DEVICES[device["type"]],
+            int(device.get("compute_capability", 0)),
+            int(device.get("units", 0)),
+            DTYPES[content["dtype"]],
+            *(int(layer[name]) for name in ("experts", "top_k", "hidden", "intermediate")),
+        )
+        plans = [(int(tokens), str(name)) for tokens, name in content["plans"].items()]
+        version = content["moelora"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        _warn(f"{path} is not a file of tuned plans: {error!r}")
+        return 0
+    if device["type"] == "cpu" and device.get("features") != _C.cpu_features().split():
+        _warn(f"{path} was measured on a CPU with other features: left out")
+        return 0
+    if version != _C.version():
+        _warn(f"{path} was measured by moelora {version}, this is {_C.version()}: tune again")
+    loaded = 0
+    for tokens, name in plans:
+        try:
+            _C.add_tuned_plan(*key, tokens, name)
+            loaded += 1
+        except (ValueError, OverflowError) as error:
+            _warn(f"{path}: {error}")
+    return loaded
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"moelora: {text}", RuntimeWarning, stacklevel=3)
+
+
+def load_configured() -> None:
+    """Loads $MOELORA_CONFIG_DIR, where it is set."""
+    if folder := os.environ.get("MOELORA_CONFIG_DIR"):
+        load(folder)

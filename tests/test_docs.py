@@ -1,0 +1,136 @@
+"""Documentation keeps up with the code: docstrings, links, examples, commands, stubs."""
+
+import ast
+import importlib
+import inspect
+import json
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import moelora
+from moelora import _C, tuned
+from moelora.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+OPERATORS = [name for name in moelora.__all__ if inspect.isfunction(getattr(moelora, name))]
+
+
+def modules():
+    found = pkgutil.walk_packages(moelora.__path__, "moelora.")
+    return [m.name for m in found if m.name != "moelora._C"]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_modules_say_what_they_are_for(name):
+    tree = ast.parse((ROOT / importlib.util.find_spec(name).origin).read_text())
+    assert len(ast.get_docstring(tree) or "") > 20
+
+
+@pytest.mark.parametrize("name", sorted(moelora.__all__))
+def test_what_users_import_is_documented(name):
+    value = getattr(moelora, name)
+    if isinstance(value, str):
+        return
+    assert value.__doc__, name
+    if inspect.isclass(value):
+        for method, function in vars(value).items():
+            function = function.fget if isinstance(function, property) else function
+            if inspect.isfunction(function) and not method.startswith("_"):
+                obvious = method in ("dtype", "device")
+                assert obvious or function.__doc__, f"{name}.{method}"
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_document_every_parameter(name):
+    function = getattr(moelora, name)
+    signature = inspect.signature(function)
+    returns = [] if signature.return_annotation in (None, "None") else ["Returns"]
+    for section in ["Parameters", *returns, "Raises"]:
+        assert f"{section}\n    {'-' * len(section)}" in function.__doc__, section
+    described = re.split("(?:Returns|Raises)\n", function.__doc__.split("Parameters\n")[1])[0]
+    for parameter in signature.parameters:
+        assert re.search(rf"\b{parameter}\b", described), f"{name}: {parameter}"
+
+
+def test_stubs_name_what_there_is():
+    tree = ast.parse((ROOT / "moelora/_C.pyi").read_text())
+    named = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    named |= {node.target.id for node in tree.body if isinstance(node, ast.AnnAssign)}
+    assert named == {name for name in vars(_C) if not name.startswith("_")}
+
+
+# ---- pages ----
+
+
+def page_id(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def anchors(path):
+    """As GitHub makes them from headings."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        file, _, anchor = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), target
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_examples_are_in_their_language(page):
+    for block in blocks(page, "python"):
+        ast.parse(block)
+    for block in blocks(page, "json"):
+        json.loads(block)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_commands_exist(page):
+    text = page.read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"\bmake ([a-z][a-z-]+)", "\n".join(code_of(text)))):
+        assert re.search(rf"^{target}:", makefile, re.M), f"make {target}"
+    for command in set(re.findall(r"python -m moelora (\w+)", text)):
+        with pytest.raises(SystemExit) as stopped:
+            main([command, "--help"])
+        assert stopped.value.code == 0, command
+
+
+def code_of(text):
+    """What is set as code, in lines or in blocks."""
+    return re.findall(r"```.*?```|`[^`\n]+`", text, re.S)
+
+
+def test_pages_name_every_variable():
+    """And only those that the code reads."""
+    sources = [*(ROOT / "moelora").rglob("*.py"), *(ROOT / "csrc").rglob("*.[ch]")]
+    text = "\n".join(path.read_text() for path in sources)
+    read = set(re.findall(r"(?:getenv\(|environ\.get\(|env\.get\()\"(MOELORA_\w+)\"", text))
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    assert read - {"MOELORA_COMMIT", "MOELORA_PEERS"} == set(re.findall(r"`(MOELORA_\w+)=", page))
+
+
+def test_the_file_of_tuned_plans_in_the_page_is_one(tmp_path):
+    (block,) = blocks(ROOT / "docs/benchmarks.md", "json")
+    content = json.loads(block)
+    path = tuned.write(tmp_path, content)
+    assert path.name == ("E=128,top_k=8,K=2048,I=768,dtype=bf16,device=NVIDIA_H200.json")
+    try:
+        assert tuned.load(tmp_path) == len(content["plans"])
+    finally:
+        _C.clear_tuned_plans()

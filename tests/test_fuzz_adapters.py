@@ -1,0 +1,281 @@
+"""Random damage to adapters: a load is right, or refused in words with nothing changed.
+
+MOELORA_FUZZ multiplies the number of examples (`make fuzz`).
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import struct
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from moelora.adapters import AdapterPool, MoELayer, peek
+
+SCALE = int(os.environ.get("MOELORA_FUZZ", "1"))
+E, K, I, R = 3, 8, 6, 2
+LAYERS = [MoELayer(f"model.layers.{n}.mlp.experts", E, K, I) for n in range(2)]
+CONFIG = {"peft_type": "LORA", "r": R, "lora_alpha": 4}
+CLEAR = (ValueError, OSError, RuntimeError)
+
+fuzz = settings(
+    max_examples=60 * SCALE,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+def valid_state():
+    """One pair per expert and projection in the first layer, PEFT's wrapped form in the second."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator)
+
+    state = {}
+    for name, wide, tall in (("gate_proj", K, I), ("up_proj", K, I), ("down_proj", I, K)):
+        for e in range(E):
+            key = f"base_model.model.{LAYERS[0].name}.{e}.{name}"
+            state |= {f"{key}.lora_A.weight": draw(R, wide), f"{key}.lora_B.weight": draw(tall, R)}
+    key = f"base_model.model.{LAYERS[1].name}"
+    for prefix, wide, tall in ((f"{key}.base_layer", K, 2 * I), (key, I, K)):
+        state[f"{prefix}.lora_A.weight"] = draw(E * R, wide)
+        state[f"{prefix}.lora_B.weight"] = draw(tall, R * E)
+    return state
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Two of three slots in use, in a pool that every example shares."""
+    pool = AdapterPool(LAYERS, 3, 4, dtype=torch.float32)
+    for name in ("kept", "pinned"):
+        pool.add(name, valid_state(), config=CONFIG, pin=True)
+    return pool
+
+
+@pytest.fixture
+def folder():
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
+def write(folder, state, config=CONFIG):
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file({k: v.contiguous() for k, v in state.items()}, folder / "adapter_model.safetensors")
+    return folder
+
+
+def snapshot(pool):
+    return [t.clone() for t in pool._tensors()], pool.names()
+
+
+def add_and_check(pool, source, **kwargs):
+    """Adds an adapter under damage; whether it was taken."""
+    tensors, names = snapshot(pool)
+    try:
+        slot = pool.add("new", source, **kwargs)
+    except CLEAR as error:
+        assert len(str(error)) > 10, "an error must say what is wrong"
+        assert pool.names() == names
+        for old, new in zip(tensors, pool._tensors(), strict=True):
+            assert torch.equal(old, new), "a refusal must not change the pool"
+        return False
+    try:
+        assert slot == 2
+        assert 0 < pool.lora_ranks[slot] <= pool.max_rank
+        for old, new in zip(tensors, pool._tensors(), strict=True):
+            assert torch.equal(old[:2], new[:2]), "other slots must not change"
+            assert not new.is_floating_point() or new.isfinite().all()
+    finally:
+        pool.remove("new")
+    return True
+
+
+def test_the_undamaged_adapter_is_taken(pool, folder):
+    assert add_and_check(pool, write(folder / "a", valid_state()))
+    assert add_and_check(pool, valid_state(), config=CONFIG)
+
+
+# ---- files ----
+
+
+@fuzz
+@given(data=st.data())
+def test_damaged_bytes(pool, folder, data):
+    """Bytes of the file overwritten, cut off, or appended; also its length field."""
+    path = write(folder / "a", valid_state()) / "adapter_model.safetensors"
+    content = bytearray(path.read_bytes())
+    header = struct.unpack("<Q", content[:8])[0]
+    kind = data.draw(st.sampled_from(["flip", "header", "length", "cut", "append"]))
+    if kind in ("flip", "header"):
+        last = len(content) - 1 if kind == "flip" else 7 + header
+        for at in data.draw(st.lists(st.integers(8, last), min_size=1, max_size=6)):
+            content[at] = data.draw(st.integers(0, 255))
+    elif kind == "length":
+        content[:8] = struct.pack("<Q", data.draw(st.integers(0, 2**64 - 1)))
+    elif kind == "cut":
+        content = content[: data.draw(st.integers(0, len(content) - 1))]
+    else:
+        content += data.draw(st.binary(min_size=1, max_size=20))
+    path.write_bytes(content)
+    taken = add_and_check(pool, folder / "a")
+    assert not taken or kind in ("flip", "header")
+    with contextlib.suppress(*CLEAR):
+        peek(folder / "a", LAYERS)
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**400), 10**400)
+    | st.floats()
+    | st.sampled_from(["LORA", "none", "gaussian", "(", ".*", "(?i)gate", "mlp.experts.up_proj"])
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=6,
+)
+OPTIONS = st.sampled_from(
+    [
+        *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
+        *("target_parameters", "target_modules", "init_lora_weights", "bias", "use_dora"),
+    ]
+)
+
+
+@fuzz
+@given(options=st.dictionaries(OPTIONS | st.text(max_size=8), JSON, min_size=1, max_size=3))
+def test_damaged_options(pool, folder, options):
+    path = write(folder / "a", valid_state())
+    (path / "adapter_config.json").write_text(json.dumps(CONFIG | options))
+    add_and_check(pool, path)
+    add_and_check(pool, valid_state(), config=CONFIG | options)
+
+
+PATTERNS = st.sampled_from(["gate_proj", "(?i)gate", ".*", "(", "0.*", "[", "(?P<x>a)(?P<x>b)", ""])
+
+
+@fuzz
+@given(
+    name=st.sampled_from(["rank_pattern", "alpha_pattern"]),
+    pattern=st.dictionaries(
+        PATTERNS | st.text(max_size=6), st.integers(-1, 9) | st.floats() | st.just(10**400)
+    ),
+)
+def test_damaged_patterns(pool, name, pattern):
+    add_and_check(pool, valid_state(), config=CONFIG | {name: pattern})
+
+
+@fuzz
+@given(text=st.binary(max_size=64) | st.sampled_from([b"[" * 100_000, b"{}", b"[]", b"nul"]))
+def test_a_config_that_is_not_one(pool, folder, text):
+    path = write(folder / "a", valid_state())
+    (path / "adapter_config.json").write_bytes(text)
+    assert not add_and_check(pool, path)
+
+
+# ---- tensors ----
+
+DTYPES = [getattr(torch, name) for name in ("float64", "int32", "bool", "uint8", "complex64")]
+DTYPES += [torch.bfloat16, torch.float16, torch.float8_e4m3fn]
+NAMES = st.sampled_from(
+    [
+        *("", ".", "..", "../../etc/passwd", "a\0b", "lora_A.weight", ".lora_A.weight"),
+        f"base_model.model.{LAYERS[0].name}.0.gate_proj.lora_C.weight",
+        f"base_model.model.{LAYERS[0].name}.99.gate_proj.lora_A.weight",
+        f"base_model.model.{LAYERS[0].name}.{'9' * 5000}.gate_proj.lora_A.weight",
+        f"base_model.model.{LAYERS[0].name}.00.gate_proj.lora_A.weight",
+        f"{LAYERS[0].name}.0.gate_proj.lora_A.weight",
+        f"{LAYERS[1].name}.base_layer.base_layer.lora_A.weight",
+        f"{LAYERS[0].name}.../.gate_proj.lora_A.weight",
+    ]
+)
+
+
+def damage(data, state):
+    """One change; False where it may be harmless."""
+    key = data.draw(st.sampled_from(sorted(state)))
+    tensor = state[key]
+    kind = data.draw(
+        st.sampled_from(["remove", "rename", "dtype", "shape", "transpose", "value", "add"])
+    )
+    if kind == "remove":
+        del state[key]
+        return True
+    if kind == "rename":
+        new = data.draw(NAMES | st.text(max_size=20))
+        state[new] = state.pop(key)
+        return new != key.removeprefix("base_model.model.")
+    if kind == "dtype":
+        dtype = data.draw(st.sampled_from(DTYPES))
+        state[key] = tensor.to(dtype)
+        return dtype not in (torch.bfloat16, torch.float16)
+    if kind == "shape":
+        shape = data.draw(st.lists(st.integers(0, 9), max_size=4))
+        state[key] = torch.zeros(shape)
+        return tuple(shape) != tuple(tensor.shape)
+    if kind == "transpose":
+        state[key] = tensor.t()
+        return tensor.size(0) != tensor.size(1)
+    if kind == "value":
+        state[key] = tensor.clone()
+        value = data.draw(st.sampled_from([float("nan"), float("inf"), -float("inf"), 3e38]))
+        state[key].view(-1)[data.draw(st.integers(0, tensor.numel() - 1))] = value
+        return value != 3e38
+    new = data.draw(NAMES | st.text(max_size=20))
+    state[new] = tensor.clone()
+    return new not in (key, key.removeprefix("base_model.model."))
+
+
+@fuzz
+@given(data=st.data(), from_folder=st.booleans())
+def test_damaged_tensors(pool, folder, data, from_folder):
+    state = valid_state()
+    wrong = damage(data, state)
+    if from_folder:
+        try:
+            source = write(folder / "a", state)
+        except Exception:  # safetensors does not even write it
+            return
+        taken = add_and_check(pool, source)
+    else:
+        taken = add_and_check(pool, state, config=CONFIG)
+    assert not (taken and wrong)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {1: torch.zeros(1)},
+        {1: torch.zeros(1), "a": torch.zeros(1)},
+        {f"{LAYERS[0].name}.0.gate_proj.lora_A.weight": [[1.0]]},
+        {f"{LAYERS[0].name}.0.gate_proj.lora_A.weight": torch.empty(R, K, device="meta")},
+        {f"{LAYERS[0].name}.0.gate_proj.lora_A.weight": torch.zeros(R, K).to_sparse()},
+    ],
+    ids=["empty", "number", "mixed", "list", "meta", "sparse"],
+)
+def test_state_dicts_that_are_none(pool, state):
+    assert not add_and_check(pool, state, config=CONFIG)
+
+
+@pytest.mark.parametrize("name", ["", "missing", "a\0b", "../" * 40, "x" * 5000, "adapter.bin"])
+def test_paths_that_lead_nowhere(pool, folder, name):
+    (folder / "adapter.bin").touch()
+    for path in (folder / name, str(folder / name)):
+        if name != "../" * 40:  # the root of the file system is a folder
+            assert not add_and_check(pool, path)
+    (folder / "adapter_model.bin").touch()
+    (folder / "adapter_config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(FileNotFoundError, match="never loaded"):
+        pool.add("new", folder)
+    (folder / "adapter_model.safetensors").mkdir()
+    assert not add_and_check(pool, folder)

@@ -1,0 +1,184 @@
+"""Tuned plans: which layers they serve, their files, and the command that makes them."""
+
+import json
+import platform
+
+import pytest
+import torch
+from c_programs import ROOT, compile_program, run
+
+import moelora
+from moelora import _C, tuned
+from moelora.__main__ import main
+
+SMALL, LARGE = "gemm_bf16_16x128x64_sm90", "gemm_bf16_128x256x64_sm90"
+OLD = "gemm_bf16_64x128x64_sm80"
+x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="rows of x86 instruction sets")
+
+
+@pytest.fixture(scope="module")
+def print_plan(tmp_path_factory):
+    return compile_program(ROOT / "tests/c/print_plan.c", tmp_path_factory.mktemp("tuned"))
+
+
+@pytest.fixture
+def plan(print_plan):
+    """The variant of a layer of QWEN3's shape on an H200, given tuned plans {tokens: variant}."""
+
+    def ask(tokens, plans, *, units=132, dtype="bfloat16", experts=128, env=None, on=("cuda", 90)):
+        words = []
+        for most, variant in plans:
+            words += ["cuda", "90", str(units), "bfloat16", "128", "8", "2048", "768"]
+            words += [f"{most}:{variant}"]
+        line = f"{dtype} {tokens} 8 {experts} {experts} 2048 768 0 {on[0]} {on[1]}"
+        done = run(print_plan, *words, stdin=line, **(env or {}))
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()[0], done.stderr
+
+    return ask
+
+
+def test_the_fewest_tokens_that_are_enough(plan):
+    plans = [(256, LARGE), (16, OLD), (64, SMALL)]
+    for tokens, variant in [(1, OLD), (16, OLD), (17, SMALL), (64, SMALL), (65, LARGE)]:
+        assert plan(tokens, plans)[0] == variant
+    assert plan(100_000, plans)[0] == LARGE, "the largest serves all beyond"
+    assert plan(64, [*plans, (64, OLD)])[0] == OLD, "a newer one takes over"
+
+
+def test_other_layers_and_devices_keep_the_table(plan):
+    plans = [(1, LARGE)]
+    table = plan(1, [])[0]
+    assert table != LARGE
+    assert plan(1, plans)[0] == LARGE
+    assert plan(1, plans, experts=64)[0] == plan(1, [], experts=64)[0]
+    assert plan(1, plans, dtype="float16")[0] == plan(1, [], dtype="float16")[0]
+    variant, stderr = plan(1, plans, units=78)
+    assert variant == table
+    assert "tuned plans are for other devices than this one (sm_90, 132 SMs)" in stderr
+    assert stderr.count("\n") == 1
+    assert plan(1, plans, on=("cuda", 80))[0] == plan(1, [], on=("cuda", 80))[0]
+    assert plan(1, plans, on=("cpu", 0)) == plan(1, [], on=("cpu", 0))
+
+
+def test_forcing_goes_before_tuning(plan):
+    assert plan(1, [(1, LARGE)], env={"MOELORA_FORCE_VARIANT": OLD})[0] == OLD
+
+
+CPU = (0, 0, 0, tuned.DTYPES["fp32"], 4, 2, 72, 40)
+
+
+@pytest.fixture
+def no_plans():
+    _C.clear_tuned_plans()
+    yield
+    _C.clear_tuned_plans()
+
+
+def layer_plan():
+    """What our layer of 4 experts, 2 per token, K 72, I 40 runs on 3 tokens."""
+    topk_weights, topk_ids = torch.randn(3, 4).softmax(-1).topk(2)
+    w13, w2 = torch.randn(4, 80, 72), torch.randn(4, 72, 40)
+    out = moelora.fused_experts_lora(torch.randn(3, 72), w13, w2, topk_weights, topk_ids)
+    assert out.isfinite().all()
+    return _C.last_plan()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ((9, "gemm_f32_typo"), "variant 'gemm_f32_typo' does not exist"),
+        ((9, "gemm_bf16_scalar"), "is for another device or another dtype"),
+        ((0, 1), "is for another device or another dtype"),
+        ((4, 0), "plan.num_experts is 0, expected at least 1"),
+        ((6, -1), "plan.hidden is -1, expected at least 1"),
+        ((8, 0), "plan.tokens is 0, expected at least 1"),
+    ],
+)
+def test_what_cannot_be_a_plan(no_plans, change, message):
+    plan = [*CPU, 16, "gemm_f32_scalar"]
+    plan[change[0]] = change[1]
+    with pytest.raises(ValueError, match=message):
+        _C.add_tuned_plan(*plan)
+
+
+def test_only_so_many_plans(no_plans):
+    with pytest.raises(ValueError, match="expected at most 1024"):
+        for tokens in range(1, 1026):
+            _C.add_tuned_plan(*CPU, tokens, "gemm_f32_scalar")
+    assert "gemm_f32_scalar" in layer_plan()
+
+
+def content(**more):
+    return {
+        "moelora": _C.version(),
+        "device": tuned.this_device("cpu"),
+        "dtype": "fp32",
+        "layer": {"experts": 4, "top_k": 2, "hidden": 72, "intermediate": 40},
+        "plans": {"16": "gemm_f32_scalar"},
+        **more,
+    }
+
+
+def test_a_written_file_is_loaded(no_plans, tmp_path):
+    path = tuned.write(tmp_path / "new", content())
+    assert path.name.startswith("E=4,top_k=2,K=72,I=40,dtype=fp32,device=")
+    assert tuned.load(tmp_path / "new") == 1
+    assert layer_plan() == "w13=gemm_f32_scalar w2=gemm_f32_scalar"
+
+
+@pytest.mark.parametrize(
+    ("text", "loaded", "message"),
+    [
+        ("{", 0, "is not a file of tuned plans"),
+        ("[]", 0, "is not a file of tuned plans"),
+        (json.dumps(content(dtype="fp8")), 0, "is not a file of tuned plans"),
+        (json.dumps(content(layer={"experts": 4})), 0, "is not a file of tuned plans"),
+        (json.dumps(content(plans={"many": "gemm_f32_scalar"})), 0, "is not a file of tuned plans"),
+        (json.dumps(content(plans={"1": "gone", "2": "gemm_f32_scalar"})), 1, "does not exist"),
+        (json.dumps(content(plans={"99999999999999999999": "gemm_f32_scalar"})), 0, "too"),
+        (json.dumps(content(moelora="0.0.1")), 1, "measured by moelora 0.0.1"),
+        (json.dumps(content(device={"type": "cpu", "features": ["mmx"]})), 0, "other features"),
+    ],
+)
+def test_files_that_do_not_fit_are_warned_of(no_plans, tmp_path, text, loaded, message):
+    (tmp_path / "plans.json").write_text(text)
+    with pytest.warns(RuntimeWarning, match=message):
+        assert tuned.load(tmp_path) == loaded
+
+
+def test_the_environment_names_the_folder(no_plans, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOELORA_CONFIG_DIR", str(tmp_path))
+    tuned.write(tmp_path, content())
+    tuned.load_configured()
+    assert "gemm_f32_scalar" in layer_plan()
+    monkeypatch.setenv("MOELORA_CONFIG_DIR", str(tmp_path / "gone"))
+    with pytest.warns(RuntimeWarning, match="is not a folder"):
+        tuned.load_configured()
+
+
+@x86
+def test_the_command_finds_the_better_variant(no_plans, tmp_path, capsys):
+    words = ["--shape", "4,2,256,128", "--tokens", "64", "--dtypes", "fp32", "--device", "cpu"]
+    words += ["--mm-size", "64", "--budget-ms", "20", "--dir", str(tmp_path)]
+    assert main(["tune", *words]) == 0
+    (path,) = tmp_path.iterdir()
+    written = json.loads(path.read_text())
+    (best,) = written["plans"].values()
+    assert best != "gemm_f32_scalar", written["measured"]
+    scores = written["measured"]["score_us"]["64"]
+    assert scores["gemm_f32_scalar"] > scores[best]
+    assert tuned.load(tmp_path) == 1
+    assert main(["tune", *words[:-2]]) == 2
+    assert "say where the files go" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_the_command_on_a_gpu(no_plans, tmp_path):
+    words = ["--shape", "8,2,512,256", "--tokens", "1,256", "--dtypes", "bf16", "--device", "cuda"]
+    assert main(["tune", *words, "--budget-ms", "5", "--dir", str(tmp_path)]) == 0
+    assert tuned.load(tmp_path) == 2
+    (path,) = tmp_path.iterdir()
+    written = json.loads(path.read_text())
+    assert written["device"]["units"] > 0
+    assert set(written["plans"].values()) <= set(_C.usable())
