@@ -155,6 +155,7 @@ static shape pick_cuda_shape(int64_t rows) {
  * adapters: 16-byte accesses, and boxes of 64 weight rows by TMA. */
 typedef struct access {
   bool vectors, tma;
+  bool layer; /* a whole layer, whose results lie as its kernels like them */
 } access;
 
 /* One tensor map covers all experts: rows that lie apart, or tiles that lie together. */
@@ -178,8 +179,11 @@ static bool is_nearer(const moelora_variant *v, const moelora_variant *best, sha
 
 /* Element by element, the tiles above 32 rows would spill registers: they have no such kernel. */
 static bool serves(const moelora_variant *v, const access *access) {
-  return v->device == MOELORA_CPU || (v->needs == 90 ? access->tma : access->vectors) ||
-         (v->needs < 90 && v->block_m <= 32);
+  if (v->device == MOELORA_CPU)
+    return true;
+  if (v->needs == 90)
+    return access->tma && (v->cluster == 1 || access->layer);
+  return access->vectors || v->block_m <= 32;
 }
 
 /* The newest instruction set that the device has; within it the shape nearest to `want`, where
@@ -237,7 +241,7 @@ static moelora_status plan_projections(const moelora_routes *routes, moelora_dty
 
 moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                                  const moelora_device_info *device, moelora_gemm_plan *plan) {
-  access access;
+  access access = {.layer = false};
   access.vectors = moelora_is_vector_weights(&problem->w) &&
                    moelora_is_vector_row(problem->x, problem->x_stride, problem->w.k) &&
                    moelora_is_vector_row(problem->out, problem->out_stride[0], problem->w.n) &&
@@ -257,7 +261,7 @@ static void prefer_tuned(const moelora_variant *tuned, const access *access,
 moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                                     const moelora_device_info *device, moelora_experts_plan *plan) {
   const bool gated = problem->activation != MOELORA_RELU2;
-  access access;
+  access access = {.layer = true};
   access.vectors = moelora_is_vector_weights(&problem->w13) &&
                    moelora_is_vector_weights(&problem->w2) &&
                    moelora_is_vector_row(problem->x, problem->x_stride, problem->hidden);
@@ -268,10 +272,9 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
   MOELORA_TRY(plan_projections(&problem->routes, problem->dtype, &access, device, &plan->w13));
   prefer_tuned(moelora_tuned_variant(problem, device), &access, device, &plan->w13);
   plan->w2 = plan->w13;
-  /* Rows that wait for their sum do so in float32, so that the sum alone rounds, as long as the L2
-   * cache of a GPU holds them; beyond it their traffic would cost up to a fifth of the layer. */
-  plan->partial_f32 = device->device == MOELORA_CPU ||
-                      problem->routes.num_rows * problem->hidden <= ((int64_t)8 << 20);
+  /* Rows that wait for their sum do so in float32, so that the sum alone rounds, where they are
+   * few; elsewhere their traffic would cost up to a fifth of the layer. */
+  plan->partial_f32 = device->device == MOELORA_CPU || plan->w2.block_rows <= 32;
   return MOELORA_OK;
 }
 

@@ -172,6 +172,7 @@ static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
   sort->even = sort->pairs = true;
   sort->cluster = (uint32_t)blocks->cluster;
   sort->block_counts = blocks->counts;
+  sort->positions = blocks->positions;
 }
 
 static cudaError_t run_sort(const align_sort &sort, align_launch *launch) {

@@ -430,6 +430,8 @@ static __device__ __forceinline__ void write_item(const align_sort &s, const ali
   if (s.order)
     item.token = (uint32_t)__ldcg(s.order + item.token);
   uint32_t row = item.token * s.top_k.value + item.choice;
+  if (s.positions)
+    s.positions[row] = position;
   s.sorted_ids[position] = (int32_t)(s.emit_tokens ? item.token : row);
   if (s.sorted_weights)
     s.sorted_weights[position] =
@@ -452,6 +454,16 @@ static __device__ __forceinline__ void write_item(const align_sort &s, const ali
     }
     s.row_loras[position] = value;
   }
+}
+
+/* For an item without a key. */
+static __device__ __forceinline__ void skip_item(const align_sort &s, uint32_t index) {
+  if (!s.positions)
+    return;
+  align_item item = locate(s, index);
+  if (s.order)
+    item.token = (uint32_t)__ldcg(s.order + item.token);
+  s.positions[item.token * s.top_k.value + item.choice] = -1;
 }
 
 static __device__ __forceinline__ void clear_bins(const align_sort &s, const align_bins &bins,

@@ -132,6 +132,8 @@ static __global__ void __launch_bounds__(ALIGN_THREADS)
     int32_t position = take_positions(bins, key[0], rank, end - tile);
     if (key[0] >= 0)
       write_item<Lora>(s, bins, shared, index, key[0], position);
+    else if (index < end)
+      skip_item(s, index);
     key[0] = next[0];
   }
 }

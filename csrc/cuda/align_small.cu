@@ -53,6 +53,8 @@ static __global__ void __launch_bounds__(ALIGN_THREADS)
     if (own[0] >= 0)
       write_item<Lora>(s, bins, shared, index, own[0],
                        bins.start[own[0]] + bins.before[own[0]] + rank);
+    else if (index < s.num_items)
+      skip_item(s, index);
   }
   write_around_items(s, bins, shared, num_blocks);
 }

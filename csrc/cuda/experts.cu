@@ -1,12 +1,10 @@
 /* One projection, and the layer: the order of launches and what lies in the workspace.
  *
- *   align -> [scale x] -> shrink13 -> w13 + expand + activation -> shrink2 -> w2 + expand + weight
- * -> sum
+ *   align, [scale x], shrink13, w13 + expand + activation, shrink2, w2 + expand, weighted sum
  *
- * What stays between the projections lies by position in the blocks of rows: the shrink results hl
- * and h [position, I], which the copy engine can then read in boxes. The unsummed outputs z [P, K]
- * are stored by flat row p = m * top_k + j, so that the top-k sum needs no permutation and the
- * public projection is the same kernel. */
+ * What stays between the projections lies by position in the blocks of rows: the shrink results hl,
+ * h [position, I] and the unsummed outputs z [position, K], so that the copy engine reads and
+ * writes them in boxes. */
 #include "kernel_launch.cuh"
 #include "ptx/mma.cuh"
 #include "tile.cuh"
@@ -55,26 +53,37 @@ __global__ void __launch_bounds__(kThreads)
                                Element<T>::to_float(x[i / k * x_stride + i % k]));
 }
 
-/* out[m] = round(sum over j of z[m * top_k + j]) in float32, in the order of j. A thread adds WIDTH
- * neighbouring columns. */
+struct SumParams {
+  const void *z;            // [position, k]
+  const int32_t *positions; // [M * top_k], -1: skipped
+  const float *weights;     // [M, top_k], or NULL: 1
+  int64_t weights_stride[2];
+  void *out; // [M, k]
+  int64_t out_stride, num_tokens;
+  int32_t top_k, k;
+};
+
+/* out[m] = round(sum over j of weight[m, j] z[position of (m, j)]) in float32, in the order of j. A
+ * thread adds WIDTH neighbouring columns. */
 template <class T, class Z, int WIDTH>
-__global__ void __launch_bounds__(kThreads)
-    sum_rows(const __grid_constant__ moelora_routes routes, const Z *z, T *out, int64_t out_stride,
-             int32_t k) {
+__global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ SumParams s) {
   wait_for_previous_kernel();
   start_next_kernel();
-  const int32_t columns = (k + WIDTH - 1) / WIDTH;
-  const int64_t count = routes.num_tokens * columns;
+  const int32_t columns = (s.k + WIDTH - 1) / WIDTH;
+  const int64_t count = s.num_tokens * columns;
   for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < count;
        i += (int64_t)gridDim.x * kThreads) {
     const int64_t m = i / columns, column = i % columns * WIDTH;
     float sum[WIDTH] = {};
-    for (int j = 0; j < routes.top_k; j++) {
-      const int64_t p = m * routes.top_k + j;
-      if (local_expert(routes, p) < 0)
+#pragma unroll 4
+    for (int j = 0; j < s.top_k; j++) {
+      const int64_t position = s.positions[m * s.top_k + j];
+      const float weight =
+          s.weights ? s.weights[m * s.weights_stride[0] + j * s.weights_stride[1]] : 1.f;
+      if (position < 0)
         continue;
       __align__(16) Z piece[WIDTH];
-      const Z *from = z + p * k + column;
+      const Z *from = (const Z *)s.z + position * s.k + column;
       if constexpr (WIDTH > 1) {
 #pragma unroll
         for (int v = 0; v < WIDTH * (int)sizeof(Z) / 16; v++)
@@ -85,16 +94,16 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int c = 0; c < WIDTH; c++) {
         if constexpr (sizeof(Z) == 4)
-          sum[c] += piece[c];
+          sum[c] += weight * piece[c];
         else
-          sum[c] += Element<Z>::to_float(piece[c]);
+          sum[c] += weight * Element<Z>::to_float(piece[c]);
       }
     }
     __align__(16) T rounded[WIDTH];
 #pragma unroll
     for (int c = 0; c < WIDTH; c++)
       rounded[c] = Element<T>::round(sum[c]);
-    T *to = out + m * out_stride + column;
+    T *to = (T *)s.out + m * s.out_stride + column;
     if constexpr (WIDTH > 1)
       *(uint4 *)to = *(const uint4 *)rounded;
     else
@@ -107,19 +116,28 @@ int64_t blocks_for(int64_t threads) {
 }
 
 template <class T, class Z, int WIDTH>
-moelora_status sum_as(const moelora_experts_problem *e, const void *z, const moelora_exec *exec) {
+moelora_status sum_as(const SumParams &s, const moelora_exec *exec) {
   return launch_kernel<sum_rows<T, Z, WIDTH>>(
-      "sum_rows", blocks_for(e->routes.num_tokens * ((e->hidden + WIDTH - 1) / WIDTH)), kThreads, 0,
-      exec, e->routes, (const Z *)z, (T *)e->out, e->out_stride, (int32_t)e->hidden);
+      "sum_rows", blocks_for(s.num_tokens * ((s.k + WIDTH - 1) / WIDTH)), kThreads, 0, exec, s);
 }
 
 template <class T>
-moelora_status sum(const moelora_experts_problem *e, const void *z, bool z_f32,
-                   const moelora_exec *exec) {
-  const bool vectors = moelora_is_vector_row(e->out, e->out_stride, e->hidden);
+moelora_status sum(const moelora_experts_problem *p, const int32_t *positions, const void *z,
+                   bool z_f32, const moelora_exec *exec) {
+  const moelora_routes *routes = &p->routes;
+  const SumParams s = {z,
+                       positions,
+                       p->apply_router_weight_on_input ? nullptr : routes->topk_weights,
+                       {routes->topk_weights_stride[0], routes->topk_weights_stride[1]},
+                       p->out,
+                       p->out_stride,
+                       routes->num_tokens,
+                       routes->top_k,
+                       (int32_t)p->hidden};
+  const bool vectors = moelora_is_vector_row(p->out, p->out_stride, p->hidden);
   if (z_f32)
-    return vectors ? sum_as<T, float, 8>(e, z, exec) : sum_as<T, float, 1>(e, z, exec);
-  return vectors ? sum_as<T, T, 8>(e, z, exec) : sum_as<T, T, 1>(e, z, exec);
+    return vectors ? sum_as<T, float, 8>(s, exec) : sum_as<T, float, 1>(s, exec);
+  return vectors ? sum_as<T, T, 8>(s, exec) : sum_as<T, T, 1>(s, exec);
 }
 
 /* ---- workspace ---- */
@@ -131,7 +149,7 @@ struct Alignment {
 };
 
 Alignment take_alignment(moelora_arena *arena, const moelora_routes *routes,
-                         const moelora_gemm_plan *plan, bool weighted) {
+                         const moelora_gemm_plan *plan, bool summed, bool weighted) {
   Alignment a;
   moelora_blocks *blocks = &a.blocks;
   blocks->rows = plan->block_rows;
@@ -143,6 +161,8 @@ Alignment take_alignment(moelora_arena *arena, const moelora_routes *routes,
   blocks->counts = (int32_t *)moelora_take(arena, 4 * count);
   blocks->pairs =
       routes->token_lora_mapping.data ? (int32_t *)moelora_take(arena, 4 * rows) : nullptr;
+  blocks->positions =
+      summed ? (int32_t *)moelora_take(arena, 4 * (size_t)routes->num_rows) : nullptr;
   blocks->weights = weighted ? (float *)moelora_take(arena, 4 * rows) : nullptr;
   blocks->num_post = (int32_t *)moelora_take(arena, 4);
   a.scratch_bytes = moelora_cuda_align_rows_workspace(routes, blocks->rows);
@@ -238,7 +258,7 @@ struct GemmLayout {
 GemmLayout lay_out_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *plan, void *base) {
   moelora_arena arena = {(char *)base, 0};
   GemmLayout l;
-  l.alignment = take_alignment(&arena, &p->routes, plan, p->mul_routed_weight);
+  l.alignment = take_alignment(&arena, &p->routes, plan, false, p->mul_routed_weight);
   l.hl = take_shrunk(&arena, &l.alignment, &p->lora);
   l.bytes = arena.used;
   return l;
@@ -255,15 +275,14 @@ ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_ex
                               void *base) {
   moelora_arena arena = {(char *)base, 0};
   ExpertsLayout l;
-  const size_t rows = (size_t)p->routes.num_rows;
-  l.alignment = take_alignment(&arena, &p->routes, &plan->w13, !p->apply_router_weight_on_input);
+  l.alignment = take_alignment(&arena, &p->routes, &plan->w13, true, false);
   l.x = p->apply_router_weight_on_input
             ? moelora_take(&arena, 2 * (size_t)(p->routes.num_tokens * p->hidden))
             : nullptr;
   l.hl13 = take_shrunk(&arena, &l.alignment, &p->w13_lora);
   l.h = moelora_take(&arena, 2 * positions(&l.alignment) * p->intermediate);
   l.hl2 = take_shrunk(&arena, &l.alignment, &p->w2_lora);
-  l.z = moelora_take(&arena, (plan->partial_f32 ? 4 : 2) * rows * p->hidden);
+  l.z = moelora_take(&arena, (plan->partial_f32 ? 4 : 2) * positions(&l.alignment) * p->hidden);
   l.bytes = arena.used;
   return l;
 }
@@ -310,16 +329,15 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.x = l.h;
   g.x_stride = p->intermediate;
   g.x_divisor = 0;
-  g.weighted = !p->apply_router_weight_on_input;
   g.out_f32 = plan->partial_f32;
   g.out = l.z;
-  g.out_stride[0] = routes->top_k * p->hidden;
-  g.out_stride[1] = p->hidden;
+  g.out_by_position = true;
+  g.out_stride[0] = p->hidden;
   status = project(&g, &plan->w2, routes, l.hl2, exec);
   if (status != MOELORA_OK)
     return status;
 
-  return sum<T>(p, l.z, plan->partial_f32, exec);
+  return sum<T>(p, l.alignment.blocks.positions, l.z, plan->partial_f32, exec);
 }
 
 } // namespace

@@ -104,19 +104,23 @@ __device__ __forceinline__ void multiply(float (&d)[2][E::TOKENS / 2], uint32_t 
 /* One group's results, rounded. Transposed in registers, a lane holds two outputs of a token. */
 template <class E, class T>
 __device__ __forceinline__ void store_rounded(const float (&d)[E::TOKENS / 2],
-                                              const moelora_gemm_launch &g, int first, int block,
-                                              const int32_t (&rows)[E::LANES]) {
+                                              const moelora_gemm_launch &g, int first, int from,
+                                              int block, int32_t rows) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
 #pragma unroll
-  for (int i = 0; i < E::TOKENS / 8; i++) {
-    const int t = i * 8 + lane / 4, row = __shfl_sync(0xffffffffu, rows[i / 4], t % 32);
+  for (int i = 0; i < 4; i++) {
+    if (from + 8 * i >= E::TOKENS)
+      break;
+    const int t = i * 8 + lane / 4, row = __shfl_sync(0xffffffffu, rows, t);
+    const float *of = &d[(from / 8 + i) * 4];
 #pragma unroll
     for (int eight = 0; eight < 2; eight++) {
-      const uint32_t v = transpose_8x8(pack2<T>(d[4 * i + 2 * eight], d[4 * i + 2 * eight + 1]));
+      const uint32_t v = transpose_8x8(pack2<T>(of[2 * eight], of[2 * eight + 1]));
       const int output = first + warp * 16 + 8 * eight + 2 * (lane & 3);
       if (row >= g.num_rows || output >= g.n_out)
         continue;
-      uint16_t *to = (uint16_t *)g.out + output_offset(g, block * E::TOKENS + t, row) + output;
+      uint16_t *to =
+          (uint16_t *)g.out + output_offset(g, block * E::TOKENS + from + t, row) + output;
       if (g.vectors) {
         *(uint32_t *)to = v;
       } else {
@@ -189,23 +193,21 @@ __global__ void __launch_bounds__(64 * E::TILES, 4 / E::TILES)
         break;
     }
 
-    int32_t rows[E::LANES];
-    float weights[E::LANES];
+    const Epilogue<E, Finish::GENERAL> epilogue(g, tile, pair, T());
 #pragma unroll
-    for (int i = 0; i < E::LANES; i++) {
-      rows[i] = block_row<E>(g, tile.block, i * 32 + lane);
-      weights[i] = routed_weight<E>(g, tile.block, i * 32 + lane);
-    }
-    finish<E, T, E::TOKENS>(d, g, tile, pair, weights);
+    for (int c = 0; c < E::TOKENS; c += 32) {
+      epilogue.template finish<E::TOKENS>(d, g, tile.block, c);
+      const int32_t rows = block_row<E>(g, tile.block, c + lane);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      if (half == 1 && g.gated)
-        break;
-      const int first = first_output<E>(g, tile.column, 2 * pair + half);
-      if (g.out_f32)
-        store_f32<E, E::TOKENS>(d[half], g, first, tile.block, rows);
-      else
-        store_rounded<E, T>(d[half], g, first, tile.block, rows);
+      for (int half = 0; half < 2; half++) {
+        if (half == 1 && g.gated)
+          break;
+        const int first = first_output<E>(g, tile.column, 2 * pair + half);
+        if (g.out_f32)
+          store_f32<E, E::TOKENS>(d[half], g, first, c, tile.block, count, rows);
+        else
+          store_rounded<E, T>(d[half], g, first, c, tile.block, rows);
+      }
     }
   }
 }

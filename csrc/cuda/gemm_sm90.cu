@@ -21,41 +21,81 @@
 
 namespace {
 
-/* One group's results, rounded, by token row: transposed through shared memory, so that a warp
- * writes whole 128-byte lines. */
-template <class S, class T, int N>
-__device__ __forceinline__ void store_rounded(const float (&d)[N / 2], const moelora_gemm_launch &g,
-                                              int first, const TileNote &note, int consumer,
-                                              const int32_t (&rows)[S::LANES], uint32_t staging) {
-  const int thread = threadIdx.x & 127, lane = thread & 31, warp = thread >> 5;
+/* One group's results for up to 32 tokens from c on, rounded and transposed into a staging buffer:
+ * a token's 64 outputs are a row of 128 bytes, swizzled. */
+template <class T, int N>
+__device__ __forceinline__ void stage_tokens(const float (&d)[N / 2], int c, uint32_t buffer) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+#pragma unroll
+  for (int i = 0; i < kStagingTokens / 8; i += 2) {
+    const int j = c / 8 + i;
+    if (j >= N / 8)
+      break;
+    const int token = 8 * (i + (lane >> 4)) + (lane & 7);
+    const int chunk = warp * 2 + (lane >> 3 & 1);
+    const uint32_t at = buffer + token * kRowBytes + ((chunk ^ (token & 7)) << 4);
+    const float *v = &d[4 * j];
+    if (j + 1 < N / 8)
+      store_matrix_x4_trans(at, pack2<T>(v[0], v[1]), pack2<T>(v[2], v[3]), pack2<T>(v[4], v[5]),
+                            pack2<T>(v[6], v[7]));
+    else
+      store_matrix_x2_trans(at, pack2<T>(v[0], v[1]), pack2<T>(v[2], v[3]));
+  }
+}
+
+/* Staged results by flat row: a warp writes whole 128-byte lines. */
+template <class S, class T>
+__device__ __forceinline__ void store_rows(const moelora_gemm_launch &g, int first, int c,
+                                           const TileNote &note, int32_t rows, uint32_t buffer) {
+  const int thread = threadIdx.x & 127;
+#pragma unroll
+  for (int i = 0; i < kStagingTokens / 16; i++) {
+    const int token = i * 16 + thread / 8, chunk = thread & 7;
+    const int row = __shfl_sync(0xffffffffu, rows, token);
+    if (c + token < note.count && first + chunk * 8 < g.n_out)
+      *(uint4 *)((T *)g.out + output_offset(g, 0, row) + first + chunk * 8) =
+          load_shared_16(buffer + token * kRowBytes + ((chunk ^ (token & 7)) << 4));
+  }
+}
+
+/* From accumulators to memory, 32 tokens at a time. Where results lie by position, the copy engine
+ * stores whole boxes, which end within the block. The staging buffers take turns; `boxes` counts
+ * their uses. */
+template <class S, class T, Finish FINISH, int N>
+__device__ __forceinline__ void store_tile(float (&d)[2][N / 2], const CUtensorMap *out_map,
+                                           const moelora_gemm_launch &g, const TileNote &note,
+                                           int consumer, uint32_t staging, int &boxes) {
+  const int lane = threadIdx.x & 31;
+  constexpr bool GENERAL = FINISH == Finish::GENERAL;
+  const bool gated = GENERAL ? g.gated : FINISH == Finish::GATED;
+  const bool by_position = !GENERAL || g.out_by_position;
+  const Epilogue<S, FINISH> epilogue(g, note.tile, consumer, T());
 #pragma unroll
   for (int c = 0; c < N; c += kStagingTokens) {
-    const uint32_t buffer = staging + (c / kStagingTokens & 1) * (kStagingBytes / 2);
+    epilogue.template finish<N>(d, g, note.tile.block, c);
+    const int32_t rows = by_position ? 0 : block_row<S>(g, note.tile.block, c + lane);
 #pragma unroll
-    for (int j = c / 8; j < N / 8 && j < c / 8 + 4; j += 2) {
-      const int token = 8 * (j - c / 8 + (lane >> 4)) + (lane & 7);
-      const int chunk = warp * 2 + (lane >> 3 & 1);
-      const uint32_t at = buffer + token * kRowBytes + ((chunk ^ (token & 7)) << 4);
-      const float *v = &d[4 * j];
-      if (j + 1 < N / 8)
-        store_matrix_x4_trans(at, pack2<T>(v[0], v[1]), pack2<T>(v[2], v[3]), pack2<T>(v[4], v[5]),
-                              pack2<T>(v[6], v[7]));
-      else
-        store_matrix_x2_trans(at, pack2<T>(v[0], v[1]), pack2<T>(v[2], v[3]));
-    }
-    warpgroup_sync(consumer + 1);
-#pragma unroll
-    for (int i = 0; i < kStagingTokens / 16; i++) {
-      const int token = i * 16 + thread / 8, chunk = thread & 7;
-      const int row = __shfl_sync(0xffffffffu, rows[c / 32], token);
-      if (c + token < note.count && first + chunk * 8 < g.n_out)
-        *(uint4 *)((T *)g.out + output_offset(g, note.tile.block * S::TOKENS + c + token, row) +
-                   first + chunk * 8) =
-            load_shared_16(buffer + token * kRowBytes + ((chunk ^ (token & 7)) << 4));
+    for (int half = 0; half < 2; half++) {
+      if (half == 1 && gated)
+        break;
+      const int first = first_output<S>(g, note.tile.column, 2 * consumer + half);
+      if (S::TOKENS <= 32 && g.out_f32) {
+        store_f32<S, N>(d[half], g, first, c, note.tile.block, note.count, rows);
+        continue;
+      }
+      const uint32_t buffer = staging + (boxes++ & 1) * (kStagingBytes / 2);
+      stage_tokens<T, N>(d[half], c, buffer);
+      fence_async_proxy();
+      // Behind the barrier the other buffer is free.
+      if ((threadIdx.x & 127) == 0)
+        tma_store_wait_read();
+      warpgroup_sync(consumer + 1);
+      if (!by_position)
+        store_rows<S, T>(g, first, c, note, rows, buffer);
+      else if ((threadIdx.x & 127) == 0)
+        tma_store_2d(out_map, first, note.tile.block * S::TOKENS + c, buffer);
     }
   }
-  // An odd number of buffers' worth would let the next user of the first overtake its readers.
-  warpgroup_sync(consumer + 1);
 }
 
 /* Infinities and NaNs in rows of B, see above. */
@@ -92,9 +132,10 @@ template <class S, class T> struct Wild {
 
   /* NaN to the outputs of the rows of B that hold some, for the tokens that carry the adapter.
    * Thread i of the consumer looks after row i of its groups. */
-  static __device__ __noinline__ void poison(const moelora_gemm_launch &g, const TileNote &note,
-                                             int consumer) {
-    warpgroup_sync(consumer + 1); // behind the stores of the finite parts
+  static __device__ __forceinline__ void poison(const moelora_gemm_launch &g, const TileNote &note,
+                                                int consumer) {
+    tma_store_wait(); // the finite parts come first
+    warpgroup_sync(consumer + 1);
     const int i = threadIdx.x & 127, group = 2 * consumer + i / 64;
     const int output = first_output<S>(g, note.tile.column, group) + i % 64;
     if (output >= g.n_out)
@@ -152,9 +193,11 @@ __device__ __forceinline__ bool add_adapters(float (&d)[2][N / 2], const moelora
   return wild;
 }
 
-template <class S, class T, int N>
-__device__ __forceinline__ void consume_tile(const moelora_gemm_launch &g, Ring<S> &ring,
-                                             const TileNote &note, int consumer) {
+/* Returns what add_adapters does. */
+template <class S, class T, Finish FINISH, int N>
+__device__ __forceinline__ bool consume_tile(const CUtensorMap *out_map,
+                                             const moelora_gemm_launch &g, Ring<S> &ring,
+                                             const TileNote &note, int consumer, int &boxes) {
   const int lane = threadIdx.x & 31;
   const Tile &tile = note.tile;
   // Accumulators fill the registers: what the epilogue needs is only brought near.
@@ -201,53 +244,41 @@ __device__ __forceinline__ void consume_tile(const moelora_gemm_launch &g, Ring<
     ring.advance();
   }
 
-  int32_t rows[S::LANES];
-  float weights[S::LANES];
-#pragma unroll
-  for (int i = 0; i < S::LANES; i++) {
-    rows[i] = g.out_by_position ? 0 : block_row<S>(g, tile.block, i * 32 + lane);
-    weights[i] = routed_weight<S>(g, tile.block, i * 32 + lane);
-  }
-  finish<S, T, N>(d, g, tile, consumer, weights);
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    if (half == 1 && g.gated)
-      break;
-    const int first = first_output<S>(g, tile.column, 2 * consumer + half);
-    if (g.out_f32)
-      store_f32<S, N>(d[half], g, first, tile.block, rows);
-    else
-      store_rounded<S, T, N>(d[half], g, first, note, consumer, rows, ring.staging(consumer));
-  }
+  store_tile<S, T, FINISH, N>(d, out_map, g, note, consumer, ring.staging(consumer), boxes);
+  return wild;
 }
 
 /* The narrowest wgmma that holds the tile's tokens, from width N on. */
-template <class S, class T, int N>
-__device__ __forceinline__ void consume_fitting(const moelora_gemm_launch &g, Ring<S> &ring,
-                                                const TileNote &note, int consumer) {
+template <class S, class T, Finish FINISH, int N>
+__device__ __forceinline__ bool consume_fitting(const CUtensorMap *out_map,
+                                                const moelora_gemm_launch &g, Ring<S> &ring,
+                                                const TileNote &note, int consumer, int &boxes) {
   if constexpr (N < S::TOKENS) {
-    if (note.count > N) {
-      consume_fitting<S, T, N + S::STEP>(g, ring, note, consumer);
-      return;
-    }
+    if (note.count > N)
+      return consume_fitting<S, T, FINISH, N + S::STEP>(out_map, g, ring, note, consumer, boxes);
   }
-  consume_tile<S, T, N>(g, ring, note, consumer);
+  return consume_tile<S, T, FINISH, N>(out_map, g, ring, note, consumer, boxes);
 }
 
-template <class S, class T>
-__device__ __forceinline__ void consume(const moelora_gemm_launch &g, Ring<S> ring, int consumer) {
+template <class S, class T, Finish FINISH>
+__device__ __forceinline__ void consume(const CUtensorMap *out_map, const moelora_gemm_launch &g,
+                                        Ring<S> ring, int consumer) {
+  int boxes = 0; // stored so far
   for (;;) {
     ring.wait_full();
     const TileNote note = TileNote::read(ring.note());
     if (note.tile.block < 0)
-      return;
-    consume_fitting<S, T, S::LEAST>(g, ring, note, consumer);
+      break;
+    if (consume_fitting<S, T, FINISH, S::LEAST>(out_map, g, ring, note, consumer, boxes))
+      Wild<S, T>::poison(g, note, consumer);
   }
+  tma_store_wait();
 }
 
-template <class S, class T>
+template <class S, class T, Finish FINISH>
 __global__ void __launch_bounds__(S::THREADS, 1)
     gemm_sm90(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap x_map,
+              const __grid_constant__ CUtensorMap out_map,
               const __grid_constant__ moelora_gemm_launch g) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ char shared[];
@@ -268,12 +299,15 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     // 384 threads start with 168 registers each; what the producers give is what consumers can
     // take.
     if constexpr (S::CONSUMERS == 2)
-      give_registers<88>();
-    produce<S, T>(&w_map, &x_map, g, ring);
+      give_registers<104>();
+    if (__shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == 0)
+      stream<S>(&w_map, &x_map, g, ring);
+    else
+      gather<S, T>(g, ring);
   } else {
     if constexpr (S::CONSUMERS == 2)
-      take_registers<208>();
-    consume<S, T>(g, ring, warpgroup - 1);
+      take_registers<200>();
+    consume<S, T, FINISH>(&out_map, g, ring, warpgroup - 1);
   }
   // Whoever waits for this kernel relies on the one before it, too.
   wait_for_previous_kernel();
@@ -342,13 +376,14 @@ moelora_status map_weights(const moelora_gemm_launch *g, bool is_bf16, CUtensorM
   return encode_map(map, is_bf16, 4, (void *)w->data, sizes, strides, box);
 }
 
-/* Boxes of `rows` rows of x by 64 of depth, where x lies by position. */
-moelora_status map_tokens(const moelora_gemm_launch *g, bool is_bf16, int rows, CUtensorMap *map) {
-  const cuuint64_t sizes[2] = {(cuuint64_t)g->k,
+/* Boxes of 64 columns by `box_rows` rows of a matrix that lies by position. */
+moelora_status map_positions(const moelora_gemm_launch *g, bool is_bf16, const void *data,
+                             int64_t columns, int64_t stride, int box_rows, CUtensorMap *map) {
+  const cuuint64_t sizes[2] = {(cuuint64_t)columns,
                                (cuuint64_t)(g->blocks.max_blocks * g->blocks.rows)};
-  const cuuint64_t strides[1] = {(cuuint64_t)g->x_stride * 2};
-  const cuuint32_t box[2] = {64, (cuuint32_t)rows};
-  return encode_map(map, is_bf16, 2, (void *)g->x, sizes, strides, box);
+  const cuuint64_t strides[1] = {(cuuint64_t)stride * 2};
+  const cuuint32_t box[2] = {64, (cuuint32_t)box_rows};
+  return encode_map(map, is_bf16, 2, (void *)data, sizes, strides, box);
 }
 
 template <int MIN_CC, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER> struct Launch {
@@ -361,15 +396,36 @@ template <class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
 struct Launch<90, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
   using S = Shape<BLOCK_M, BLOCK_N / 128, STAGES, CLUSTER>;
   static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
-    CUtensorMap w_map, x_map = {};
-    moelora_status status = map_weights(g, Element<T>::is_bf16, &w_map);
+    constexpr bool BF16 = Element<T>::is_bf16;
+    CUtensorMap w_map, x_map = {}, out_map = {};
+    if (g->out_f32 && BLOCK_M > 32)
+      return moelora_fail(MOELORA_UNSUPPORTED, "float32 results of blocks of %d rows", BLOCK_M);
+    if (g->x_divisor && g->num_rows / g->x_divisor * (g->x_stride / 8) > UINT32_MAX)
+      return moelora_fail(MOELORA_UNSUPPORTED, "x is larger than 64 GB");
+    moelora_status status = map_weights(g, BF16, &w_map);
     if (status == MOELORA_OK && g->x_divisor == 0)
-      status = map_tokens(g, Element<T>::is_bf16, S::BOX, &x_map);
+      status = map_positions(g, BF16, g->x, g->k, g->x_stride, S::BOX, &x_map);
+    if (status == MOELORA_OK && g->out_by_position && !g->out_f32)
+      status = map_positions(g, BF16, g->out, g->n_out, g->out_stride[0], S::BOX, &out_map);
     if (status != MOELORA_OK)
       return status;
-    return launch_kernel<gemm_sm90<S, T>, CLUSTER>("gemm_sm90",
-                                                   g->blocks.max_blocks * tile_columns<S>(*g),
-                                                   S::THREADS, S::SHARED, exec, w_map, x_map, *g);
+    if constexpr (BLOCK_M > 32) { // smaller tiles have short epilogues anyway
+      if (g->out_by_position && !g->out_f32 && !g->weighted)
+        return g->gated ? launch<Finish::GATED>(g, w_map, x_map, out_map, exec)
+                        : launch<Finish::PLAIN>(g, w_map, x_map, out_map, exec);
+    }
+    if constexpr (CLUSTER == 1)
+      return launch<Finish::GENERAL>(g, w_map, x_map, out_map, exec);
+    return moelora_fail(MOELORA_UNSUPPORTED, "clusters are for whole layers");
+  }
+
+  template <Finish FINISH>
+  static moelora_status launch(const moelora_gemm_launch *g, const CUtensorMap &w_map,
+                               const CUtensorMap &x_map, const CUtensorMap &out_map,
+                               const moelora_exec *exec) {
+    return launch_kernel<gemm_sm90<S, T, FINISH>, CLUSTER>(
+        "gemm_sm90", g->blocks.max_blocks * tile_columns<S>(*g), S::THREADS, S::SHARED, exec, w_map,
+        x_map, out_map, *g);
   }
 };
 

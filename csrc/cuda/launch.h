@@ -26,6 +26,7 @@ typedef struct moelora_blocks {
   int32_t *expert_ids; /* [max_blocks] */
   int32_t *counts;     /* [max_blocks] */
   int32_t *pairs;      /* [max_blocks * rows], -1 = base or padding; NULL: no adapters */
+  int32_t *positions;  /* [P] of each flat row, -1 if it is skipped; NULL: not asked for */
   float *weights;      /* [max_blocks * rows] routing weights; NULL: not asked for */
   int32_t *num_post;   /* [1], positions in use */
 } moelora_blocks;

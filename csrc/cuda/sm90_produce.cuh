@@ -1,47 +1,11 @@
-/* The producer warpgroup of a Hopper GEMM: weights by TMA; token rows by TMA where they lie by
- * position, else gathered by cp.async; behind the depth of the base product the adapter stages. */
+/* The producer warpgroup of a Hopper GEMM. Its first warp feeds the copy engine: weights, and token
+ * rows where they lie by position. The other three gather token rows by cp.async where they do not,
+ * and behind the depth of the base product fill the adapter stages; so that weights keep streaming
+ * while adapters are sorted out. */
 #ifndef MOELORA_CUDA_SM90_PRODUCE_CUH
 #define MOELORA_CUDA_SM90_PRODUCE_CUH
 
 #include "sm90_ring.cuh"
-
-/* What the producers must know of a tile, loaded while the tile before it streams. */
-template <class S> struct Job {
-  static constexpr int ROWS = (S::TOKENS + 15) / 16; // token rows of one thread
-  Tile tile;
-  int count;
-  int32_t row[ROWS];                       // flat rows; only where they are gathered
-  int32_t pair[S::LANES], other[S::LANES]; // of this CTA's block, and of its neighbour's
-
-  __device__ __forceinline__ void load(const moelora_gemm_launch &g, int index, int columns,
-                                       int units, int rank) {
-    if (index >= units * columns)
-      return;
-    tile = tile_at<S, S::CLUSTER>(g, index, columns, units);
-    const int first = tile.block;
-    tile.block = first + rank;
-    count = g.blocks.counts[tile.block];
-    if (g.x_divisor) {
-#pragma unroll
-      for (int i = 0; i < ROWS; i++)
-        row[i] = block_row<S>(g, tile.block, threadIdx.x / 8 + 16 * i);
-    }
-    if (g.blocks.pairs) {
-      load_pairs(pair, g, tile.block);
-      if (S::CLUSTER > 1)
-        load_pairs(other, g, first + 1 - rank);
-    }
-  }
-
-  static __device__ __forceinline__ void load_pairs(int32_t (&pair)[S::LANES],
-                                                    const moelora_gemm_launch &g, int block) {
-#pragma unroll
-    for (int i = 0; i < S::LANES; i++) {
-      const int t = i * 32 + (threadIdx.x & 31);
-      pair[i] = t < S::TOKENS ? g.blocks.pairs[(int64_t)block * S::TOKENS + t] : -1;
-    }
-  }
-};
 
 /* Adapter stages of a tile. */
 template <class S>
@@ -62,6 +26,35 @@ __device__ __forceinline__ int count_stages(const moelora_gemm_launch &g, const 
   const int per_stage = pieces_per_stage(g);
   return (pieces * slices + per_stage - 1) / per_stage;
 }
+
+/* The adapters of this CTA's block and of its neighbour's, lane by lane. */
+template <class S> struct Pairs {
+  int32_t own[S::LANES], other[S::LANES];
+
+  __device__ __forceinline__ void load(const moelora_gemm_launch &g, int block) {
+    if (!g.blocks.pairs)
+      return;
+#pragma unroll
+    for (int i = 0; i < S::LANES; i++) {
+      const int t = i * 32 + (threadIdx.x & 31);
+      const int32_t *pairs = g.blocks.pairs + t;
+      own[i] = t < S::TOKENS ? pairs[(int64_t)block * S::TOKENS] : -1;
+      if (S::CLUSTER > 1)
+        other[i] = t < S::TOKENS ? pairs[(int64_t)(block ^ 1) * S::TOKENS] : -1;
+    }
+  }
+
+  /* Fills `segments` with this CTA's; returns the adapter stages that the cluster needs. */
+  __device__ __forceinline__ int find(const moelora_gemm_launch &g, const Tile &tile,
+                                      Segments<S::LANES> &segments) const {
+    if (!g.blocks.pairs)
+      return 0;
+    int most = 0;
+    if (S::CLUSTER > 1)
+      most = count_stages<S>(g, tile, segments.of(other, g.lora.max_rank));
+    return max(most, count_stages<S>(g, tile, segments.of(own, g.lora.max_rank)));
+  }
+};
 
 /* This CTA's share of a depth step's weights. */
 template <class S>
@@ -84,71 +77,121 @@ __device__ __forceinline__ void load_weights(const CUtensorMap *map, const moelo
   }
 }
 
-template <class S, class T>
-__device__ __forceinline__ void produce(const CUtensorMap *w_map, const CUtensorMap *x_map,
-                                        const moelora_gemm_launch &g, Ring<S> ring) {
-  const int thread = threadIdx.x, chunk = thread & 7;
-  const int rank = S::CLUSTER > 1 ? (int)cluster_rank() : 0;
-  const int depth_steps = (g.k + kDepth - 1) / kDepth;
-  const int columns = tile_columns<S>(g), units = *g.blocks.num_post / (S::TOKENS * S::CLUSTER);
-  // This thread fills chunk `chunk` of token rows thread / 8 + 16 i.
-  const uint32_t mine = thread / 8 * kRowBytes + ((chunk ^ (thread / 8 & 7)) << 4);
+/* The tiles of this CTA, one after the other. */
+template <class S> struct Walk {
+  int rank, columns, units, index;
+  Tile tile;
+  int count; // rows in use
+
+  __device__ __forceinline__ explicit Walk(const moelora_gemm_launch &g) {
+    rank = S::CLUSTER > 1 ? (int)cluster_rank() : 0;
+    columns = tile_columns<S>(g);
+    units = *g.blocks.num_post / (S::TOKENS * S::CLUSTER);
+    index = blockIdx.x / S::CLUSTER;
+    load(g);
+  }
+  __device__ __forceinline__ bool more() const { return index < units * columns; }
+  __device__ __forceinline__ void advance(const moelora_gemm_launch &g) {
+    index += gridDim.x / S::CLUSTER;
+    load(g);
+  }
+  __device__ __forceinline__ void load(const moelora_gemm_launch &g) {
+    if (!more())
+      return;
+    tile = tile_at<S, S::CLUSTER>(g, index, columns, units);
+    tile.block += rank;
+    count = g.blocks.counts[tile.block];
+  }
+};
+
+/* What comes next is loaded while a tile streams. */
+template <class S>
+__device__ __forceinline__ void stream(const CUtensorMap *w_map, const CUtensorMap *x_map,
+                                       const moelora_gemm_launch &g, Ring<S> ring) {
+  const int lane = threadIdx.x & 31, depth_steps = (g.k + kDepth - 1) / kDepth;
   // Few tokens read each weight once; the blocks of a busy expert read it one after the other.
   const uint64_t policy = S::TOKENS <= 32 ? evict_first_policy() : evict_normal_policy();
-  const T *x = (const T *)g.x;
-
-  Job<S> next;
-  int index = blockIdx.x / S::CLUSTER;
-  next.load(g, index, columns, units, rank);
-  for (; index < units * columns;) {
+  Walk<S> next(g);
+  Pairs<S> pairs;
+  if (next.more())
+    pairs.load(g, next.tile.block);
+  while (next.more()) {
     const Tile tile = next.tile;
-    const int count = next.count, boxes = (count + S::BOX - 1) / S::BOX;
-    int32_t token[Job<S>::ROWS]; // rows of x, -1 in padding
-#pragma unroll
-    for (int i = 0; i < Job<S>::ROWS; i++)
-      token[i] = g.x_divisor && next.row[i] < g.num_rows ? next.row[i] / g.x_divisor : -1;
+    const int count = next.count;
+    const int boxes = g.x_divisor ? 0 : (count + S::BOX - 1) / S::BOX;
     Segments<S::LANES> segments;
-    int adapter_stages = 0;
-    if (g.blocks.pairs) {
-      if (S::CLUSTER > 1) {
-#pragma unroll
-        for (int i = 0; i < S::LANES; i++)
-          segments.pair[i] = next.other[i];
-        segments.find(g.lora.max_rank);
-        adapter_stages = count_stages<S>(g, tile, segments);
-      }
-#pragma unroll
-      for (int i = 0; i < S::LANES; i++)
-        segments.pair[i] = next.pair[i];
-      segments.find(g.lora.max_rank);
-      adapter_stages = max(adapter_stages, count_stages<S>(g, tile, segments));
-    }
-    index += gridDim.x / S::CLUSTER;
-    next.load(g, index, columns, units, rank);
-
+    const int adapter_stages = pairs.find(g, tile, segments);
+    next.advance(g);
+    if (next.more())
+      pairs.load(g, next.tile.block);
     for (int step = 0; step < depth_steps; step++, ring.advance()) {
       ring.wait_empty();
-      if (thread == 0) {
+      if (lane == 0) {
         if (step == 0)
           TileNote{tile, count, adapter_stages}.write(ring.note());
-        barrier_expect(ring.full(), S::W_BYTES + (g.x_divisor ? 0 : boxes * S::BOX * kRowBytes));
-        load_weights<S>(w_map, g, tile, step, ring, rank, policy);
-        for (int i = 0; !g.x_divisor && i < boxes; i++)
+        barrier_expect(ring.full(), S::W_BYTES + boxes * S::BOX * kRowBytes);
+        load_weights<S>(w_map, g, tile, step, ring, next.rank, policy);
+        for (int i = 0; i < boxes; i++)
           tma_load_2d(ring.tokens() + i * S::BOX * kRowBytes, x_map, step * kDepth,
                       tile.block * S::TOKENS + i * S::BOX, ring.full());
       }
+      __syncwarp();
+    }
+    for (int i = 0; i < adapter_stages; i++, ring.advance())
+      ring.wait_empty();
+  }
+  ring.wait_empty();
+  if (lane == 0) {
+    TileNote{{-1, 0, 0}, 0, 0}.write(ring.note());
+    barrier_arrive(ring.full());
+  }
+}
+
+template <class S, class T>
+__device__ __forceinline__ void gather(const moelora_gemm_launch &g, Ring<S> ring) {
+  constexpr int STEP = kGatherers / 8, ROWS = (S::TOKENS + STEP - 1) / STEP;
+  constexpr uint32_t NONE = 0xffffffffu;
+  // This thread fills chunk `chunk` of token rows thread / 8 + STEP i.
+  const int thread = threadIdx.x - 32, chunk = thread & 7;
+  const int depth_steps = (g.k + kDepth - 1) / kDepth;
+  Walk<S> next(g);
+  while (next.more()) {
+    const Tile tile = next.tile;
+    const int count = next.count;
+    uint32_t token[ROWS]; // where rows of x begin, in 16 bytes; NONE in padding
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      const int row = g.x_divisor ? block_row<S>(g, tile.block, thread / 8 + STEP * i) : g.num_rows;
+      token[i] = row < g.num_rows ? row / g.x_divisor * (uint32_t)(g.x_stride / 8) : NONE;
+    }
+    next.advance(g);
+    if (next.more() && thread < S::TOKENS)
+      for (int t = thread; t < S::TOKENS; t += kGatherers) {
+        prefetch(&g.blocks.sorted_ids[(int64_t)next.tile.block * S::TOKENS + t]);
+        if (g.blocks.pairs)
+          prefetch(&g.blocks.pairs[(int64_t)next.tile.block * S::TOKENS + t]);
+      }
+
+    for (int step = 0; step < depth_steps; step++, ring.advance()) {
+      ring.wait_empty();
       if (g.x_divisor) {
         const int column = step * kDepth + chunk * 8;
+        const uint4 *x = (const uint4 *)g.x + (column < g.k ? column / 8 : 0);
 #pragma unroll
-        for (int i = 0; i < Job<S>::ROWS; i++)
-          if (token[i] >= 0)
-            copy_async_16(ring.tokens() + mine + i * 16 * kRowBytes,
-                          x + (column < g.k ? token[i] * g.x_stride + column : 0),
+        for (int i = 0; i < ROWS; i++) {
+          const int t = thread / 8 + STEP * i;
+          if (token[i] != NONE)
+            copy_async_16(ring.tokens() + t * kRowBytes + ((chunk ^ (t & 7)) << 4), x + token[i],
                           column < g.k ? 16 : 0);
+        }
       }
       barrier_arrive_after_copies(ring.full());
     }
 
+    Pairs<S> pairs;
+    pairs.load(g, tile.block);
+    Segments<S::LANES> segments;
+    const int adapter_stages = pairs.find(g, tile, segments);
     if (adapter_stages > 0)
       wait_for_previous_kernel(); // it is the shrink
     Piece cursor;
@@ -156,7 +199,7 @@ __device__ __forceinline__ void produce(const CUtensorMap *w_map, const CUtensor
       ring.wait_empty();
       PiecesNote note;
       note.mixed = segments.next(1, count) < count;
-      note.pieces = load_pieces<S, T, kProducers>(g, tile, segments, count, cursor, ring.weights(),
+      note.pieces = load_pieces<S, T, kGatherers>(g, tile, segments, count, cursor, ring.weights(),
                                                   ring.tokens(), thread);
       // The arrival below speaks for asynchronous copies, not for plain stores.
       if (!g.factors_vectors)
@@ -169,10 +212,6 @@ __device__ __forceinline__ void produce(const CUtensorMap *w_map, const CUtensor
     }
   }
   ring.wait_empty();
-  if (thread == 0) {
-    TileNote{{-1, 0, 0}, 0, 0}.write(ring.note());
-    barrier_arrive(ring.full());
-  }
   barrier_arrive_after_copies(ring.full());
 }
 

@@ -15,7 +15,7 @@
 #include "ptx/hopper.cuh"
 #include "tile.cuh"
 
-constexpr int kProducers = 128; // threads
+constexpr int kProducers = 128, kGatherers = 96; // threads
 constexpr int kStagingTokens = 32;
 constexpr int kStagingBytes = 2 * kStagingTokens * kRowBytes; // two buffers per consumer
 constexpr int kNoteBytes = 32;
@@ -48,7 +48,7 @@ template <class S> struct Ring {
       : base((shared_address(shared) + 1023) & ~1023u) {}
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < S::STAGES; i++) {
-      barrier_init(base + FULL + 8 * i, kProducers + 1);
+      barrier_init(base + FULL + 8 * i, kGatherers + 1);
       barrier_init(base + EMPTY + 8 * i, 4 * S::CONSUMERS * S::CLUSTER);
     }
     barrier_init_visible();

@@ -114,6 +114,14 @@ template <int LANES> struct Segments {
   }
 
   /* From pairs that are there already. */
+  __device__ __forceinline__ const Segments &of(const int32_t (&pairs)[LANES], int max_rank) {
+#pragma unroll
+    for (int i = 0; i < LANES; i++)
+      pair[i] = pairs[i];
+    find(max_rank);
+    return *this;
+  }
+
   __device__ __forceinline__ void find(int max_rank) {
 #pragma unroll
     for (int i = 0; i < LANES; i++)
@@ -232,7 +240,7 @@ __device__ __forceinline__ int load_pieces(const moelora_gemm_launch &g, const T
       of_x = cursor;
     count++;
   }
-  const uint32_t swizzled = (chunk ^ (thread / 8 & 7)) << 4;
+  auto at = [&](int row) { return row * kRowBytes + ((chunk ^ (row & 7)) << 4); };
   if (of_w.pair >= 0) {
     const int column = of_w.rank + (chunk & 1) * 8;
     const int ranks = min(8, of_w.pair % kRanks - column); // of this chunk
@@ -247,9 +255,9 @@ __device__ __forceinline__ int load_pieces(const moelora_gemm_launch &g, const T
           (const T *)b.data + of_w.pair / kRanks * b.stride_l + tile.expert * b.stride_e;
       const T *from = there ? factor + n * b.stride_i + column : factor;
       if (g.factors_vectors)
-        copy_async_16(w + row * kRowBytes + swizzled, from, there ? 2 * ranks : 0);
+        copy_async_16(w + at(row), from, there ? 2 * ranks : 0);
       else
-        copy_elements(w + row * kRowBytes + swizzled, from, there ? ranks : 0);
+        copy_elements(w + at(row), from, there ? ranks : 0);
     }
   }
   if (of_x.pair >= 0) {
@@ -259,7 +267,7 @@ __device__ __forceinline__ int load_pieces(const moelora_gemm_launch &g, const T
     for (int t = thread / 8; t < tokens; t += THREADS / 8) {
       const bool carries = t >= of_x.low && t < of_x.high;
       const int64_t position = (int64_t)tile.block * E::TOKENS + (carries ? t : of_x.low);
-      copy_async_16(x + t * kRowBytes + swizzled, hl + position * g.hl_stride, carries ? 16 : 0);
+      copy_async_16(x + at(t), hl + position * g.hl_stride, carries ? 16 : 0);
     }
   }
   return count;
@@ -304,88 +312,123 @@ __device__ __forceinline__ void expand(float (&d)[2][N / 2], const moelora_gemm_
 }
 
 /* All three gated activations are g' sigmoid(g' (a + b g'^2)) (u' + c): silu has a = 1; gelu in its
- * tanh form is the identity 1 + tanh(t) = 2 sigmoid(2t); gpt-oss clamps both and has a = 1.702. The
- * clamps are written so that NaN stays NaN. */
-__device__ __forceinline__ float activate(int activation, float gate, float up) {
-  float a = 1.f, b = 0.f;
-  if (activation == MOELORA_GELU)
-    a = 1.5957691216057308f, b = 0.07135481627159729f;
-  if (activation == MOELORA_SWIGLUOAI) {
-    a = 1.702f;
-    gate = gate > 7.f ? 7.f : gate;
-    up = (up > 7.f ? 7.f : up < -7.f ? -7.f : up) + 1.f;
-  }
-  return gate * up / (1.f + __expf(-gate * (a + b * gate * gate)));
-}
+ * tanh form is the identity 1 + tanh(t) = 2 sigmoid(2t); gpt-oss clamps both and has a = 1.702, c
+ * = 1. The clamps are written so that NaN stays NaN. */
+struct Activation {
+  float a = 1.f, b = 0.f, c = 0.f, limit = __builtin_inff();
 
-/* Bias, activation and routed weight, in place; afterwards d[0] holds a gated projection's outputs.
- * Lane t holds the weights of tokens t, t + 32, .... */
-template <class E, class T, int N>
-__device__ __forceinline__ void finish(float (&d)[2][N / 2], const moelora_gemm_launch &g,
-                                       const Tile &tile, int pair,
-                                       const float (&weights)[E::LANES]) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
-  if (g.w.bias) {
+  __device__ __forceinline__ explicit Activation(int activation) {
+    if (activation == MOELORA_GELU)
+      a = 1.5957691216057308f, b = 0.07135481627159729f;
+    if (activation == MOELORA_SWIGLUOAI)
+      a = 1.702f, c = 1.f, limit = 7.f;
+  }
+
+  /* One piece of assembly: given its parts, the compiler starts them for all outputs of a thread at
+   * once and runs out of registers. */
+  __device__ __forceinline__ float operator()(float gate, float up) const {
+    gate = gate > limit ? limit : gate;
+    up = (up > limit ? limit : up < -limit ? -limit : up) + c;
+    float y;
+    asm volatile("{\n"
+                 ".reg .f32 t, p;\n"
+                 "mul.f32 t, %1, %1;\n"
+                 "fma.rn.f32 t, t, %4, %3;\n"
+                 "mul.f32 t, t, %1;\n"
+                 "mul.f32 t, t, 0fBFB8AA3B;\n" // -log2(e)
+                 "ex2.approx.ftz.f32 t, t;\n"
+                 "add.f32 t, t, 0f3F800000;\n"
+                 "rcp.approx.ftz.f32 t, t;\n"
+                 "mul.f32 p, %1, %2;\n"
+                 "mul.f32 %0, p, t;\n"
+                 "}"
+                 : "=f"(y)
+                 : "f"(gate), "f"(up), "f"(a), "f"(b));
+    return y;
+  }
+};
+
+/* What an epilogue does. An epilogue is straight code for every output of a thread: what it asks at
+ * run time it asks for each of them, and more than a few thousand instructions no longer stay in
+ * the instruction cache from tile to tile. */
+enum class Finish {
+  GENERAL, // anything
+  GATED,   // bias, gated activation
+  PLAIN,   // bias, relu^2 or nothing
+};
+
+/* What an epilogue adds and multiplies: bias[2 half + eight] of this thread's four rows, and in
+ * lane t the routed weights of tokens t, t + 32, .... */
+template <class E, Finish FINISH> struct Epilogue {
+  float bias[4], weights[E::LANES];
+  Activation activation;
+
+  template <class T>
+  __device__ __forceinline__ Epilogue(const moelora_gemm_launch &g, const Tile &tile, int pair, T)
+      : activation(g.activation) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      const int half = j / 2, eight = j % 2, group = 2 * pair + half;
-      const int output = first_output<E>(g, tile.column, group) + warp * 16 + lane / 4 + 8 * eight;
-      float bias = 0.f;
-      if (output < g.n_out)
-        bias = Element<T>::to_float(
+      const int group = 2 * pair + j / 2;
+      const int output =
+          first_output<E>(g, tile.column, group) + warp * 16 + lane / 4 + 8 * (j % 2);
+      bias[j] = 0.f;
+      if (g.w.bias && output < g.n_out)
+        bias[j] = Element<T>::to_float(
             ((const T *)g.w.bias)[tile.expert * g.w.bias_stride_e + weight_row(g, group, output)]);
+    }
+  }
+
+  /* Up to 32 tokens from `first` on, in place; afterwards d[0] holds a gated projection's outputs.
+   */
+  template <int N>
+  __device__ __forceinline__ void finish(float (&d)[2][N / 2], const moelora_gemm_launch &g,
+                                         int block, int first) const {
+    const int lane = threadIdx.x & 31;
+    const float here = FINISH == Finish::GENERAL ? routed_weight<E>(g, block, first + lane) : 1.f;
 #pragma unroll
-      for (int i = 0; i < N / 8; i++) {
-        d[half][4 * i + 2 * eight] += bias;
-        d[half][4 * i + 2 * eight + 1] += bias;
+    for (int i = 0; i < 4; i++) {
+      if (first + 8 * i >= N)
+        break;
+#pragma unroll
+      for (int q = 0; q < 4; q++) {
+        const int at = (first / 8 + i) * 4 + q;
+        float v[2] = {d[0][at] + bias[q / 2], d[1][at] + bias[2 + q / 2]};
+        if (FINISH == Finish::GATED || (FINISH == Finish::GENERAL && g.gated))
+          v[0] = activation(v[0], v[1]);
+        if (FINISH != Finish::GATED && g.activation == MOELORA_RELU2)
+          v[0] = v[0] < 0.f ? 0.f : v[0] * v[0], v[1] = v[1] < 0.f ? 0.f : v[1] * v[1];
+        if (FINISH == Finish::GENERAL && g.weighted) {
+          const float weight = __shfl_sync(0xffffffffu, here, i * 8 + (lane & 3) * 2 + q % 2);
+          v[0] *= weight, v[1] *= weight;
+        }
+        d[0][at] = v[0], d[1][at] = v[1];
       }
     }
   }
-  if (g.gated) {
-#pragma unroll
-    for (int i = 0; i < N / 2; i++)
-      d[0][i] = activate(g.activation, d[0][i], d[1][i]);
-  } else if (g.activation == MOELORA_RELU2) {
-#pragma unroll
-    for (int i = 0; i < N / 2; i++)
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const float v = d[half][i];
-        d[half][i] = v < 0.f ? 0.f : v * v;
-      }
-  }
-  if (g.weighted) {
-#pragma unroll
-    for (int i = 0; i < N / 8; i++)
-#pragma unroll
-      for (int odd = 0; odd < 2; odd++) {
-        const float weight =
-            __shfl_sync(0xffffffffu, weights[i / 4], (i % 4) * 8 + (lane & 3) * 2 + odd);
-#pragma unroll
-        for (int eight = 0; eight < 2; eight++) {
-          d[0][4 * i + 2 * eight + odd] *= weight;
-          d[1][4 * i + 2 * eight + odd] *= weight;
-        }
-      }
-  }
-}
+};
 
-/* One group's results in float32: eight lanes hold eight neighbouring outputs of a token, a whole
- * sector. */
+/* One group's results for up to 32 tokens from `from` on in float32: eight lanes hold eight
+ * neighbouring outputs of a token, a whole sector. Lane t holds the flat row of token
+ * from + t, which counts only where results do not lie by position. */
 template <class E, int N>
 __device__ __forceinline__ void store_f32(const float (&d)[N / 2], const moelora_gemm_launch &g,
-                                          int first, int block, const int32_t (&rows)[E::LANES]) {
+                                          int first, int from, int block, int count, int32_t rows) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
 #pragma unroll
-  for (int i = 0; i < N / 8; i++)
+  for (int i = 0; i < 4; i++) {
+    if (from + 8 * i >= N)
+      break;
 #pragma unroll
     for (int q = 0; q < 4; q++) {
       const int output = first + warp * 16 + lane / 4 + 8 * (q / 2);
       const int t = i * 8 + (lane & 3) * 2 + q % 2;
-      const int row = __shfl_sync(0xffffffffu, rows[i / 4], t % 32);
-      if (row < g.num_rows && output < g.n_out)
-        ((float *)g.out)[output_offset(g, block * E::TOKENS + t, row) + output] = d[4 * i + q];
+      const int row = __shfl_sync(0xffffffffu, rows, t);
+      if (from + t < count && output < g.n_out)
+        ((float *)g.out)[output_offset(g, block * E::TOKENS + from + t, row) + output] =
+            d[(from / 8 + i) * 4 + q];
     }
+  }
 }
 
 #endif

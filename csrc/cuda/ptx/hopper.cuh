@@ -80,6 +80,23 @@ __device__ __forceinline__ void tma_load_2d(uint32_t to, const CUtensorMap *map,
                : "memory");
 }
 
+/* A box from shared memory to global memory, clipped there. One group per call. */
+__device__ __forceinline__ void tma_store_2d(const CUtensorMap *map, int c0, int c1,
+                                             uint32_t from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n"
+               "cp.async.bulk.commit_group;" ::"l"(map),
+               "r"(c0), "r"(c1), "r"(from)
+               : "memory");
+}
+
+/* Waits until this thread's stores have read shared memory, or until they are done. */
+__device__ __forceinline__ void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void tma_store_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 /* ---- clusters of CTAs ---- */
 
 __device__ __forceinline__ uint32_t cluster_rank() {
