@@ -23,16 +23,19 @@ from rich.progress import Progress
 from rich.table import Table
 
 import moelora
-from benchmarks import cases, peer_vllm, results
-from benchmarks.timing import GraphTimer
 from moelora import sglang_ops
+from moelora.bench import cases, machine, results, shapes
+from moelora.bench.rivals import vllm as peer_vllm
+from moelora.bench.timing import GraphTimer
+
+PEAK_BYTES, PEAK_FLOPS = machine.KNOWN["NVIDIA H200"]
 
 TOKENS = [1, 4, 16, 64, 256, 1024, 4096, 16384]
 SLOTS = [8, 16, 32, 64, 128, 256]
 # Tokens and a layer, of about DeepSeek-V2-Lite's and DeepSeek-V2's size: SGLang's own examples.
 SGLANG = [
-    (256, cases.Model("sglang-2048", 64, 6, 2048, 1408)),
-    (256, cases.Model("sglang-5120", 256, 8, 5120, 1536)),
+    (256, shapes.Model("sglang-2048", 64, 6, 2048, 1408)),
+    (256, shapes.Model("sglang-5120", 256, 8, 5120, 1536)),
 ]
 PROJECTIONS = ("w13", "w2")
 MAX_ERROR = 0.02  # relative, of bfloat16 results
@@ -42,7 +45,7 @@ MAX_ERROR = 0.02  # relative, of bfloat16 results
 class Setting:
     """One model, number of tokens, and stack of adapters, with what all rivals work on."""
 
-    model: cases.Model
+    model: shapes.Model
     factors: cases.Factors
     batches: list
     out: dict  # projection: [M, top_k, columns], added to
@@ -108,7 +111,7 @@ class Setting:
             factors = 2 * pairs.numel() * slices * rank * (depth + columns)
             moved = x + factors + 4 * rows * slices * columns
             flops = 2 * rows * slices * rank * (depth + columns)
-            total += max(flops / cases.PEAK_FLOPS, moved / cases.PEAK_BYTES)
+            total += max(flops / PEAK_FLOPS, moved / PEAK_BYTES)
         return 1e6 * total / len(self.batches)
 
 
@@ -205,8 +208,8 @@ def measure(timer, setting, projection, vk_modes, peer, args, what):
         runs[f"vllm_{mode}"] = peer.run(projection, mode)
     errors = check(setting, projection, runs, what)
     bound = setting.bound_us(projection)
-    moved = bound * 1e-6 * cases.PEAK_BYTES
-    times = timer.compare(runs, setting.batches, moved, args.budget_ms)
+    moved = bound * 1e-6 * PEAK_BYTES
+    times = timer.medians(runs, setting.batches, moved, args.budget_ms)
     rivals = {key: us for key, us in times.items() if key != "ours"}
     if rivals:
         rivals["vllm_best"] = min(rivals.values())
@@ -228,7 +231,7 @@ def grid(timer, vk, args, generator, deadline):
     with Progress() as progress:
         bar = progress.add_task("grid", total=len(todo) * len(tokens))
         for name, rank in todo:
-            model = cases.MODELS[name]
+            model = shapes.MODELS[name]
             factors = cases.draw_factors(model, args.adapters, rank, generator)
             for m in tokens:
                 if time.monotonic() > deadline:
@@ -248,7 +251,7 @@ def grid(timer, vk, args, generator, deadline):
 def slots(timer, vk, args, generator, deadline):
     """8 adapters of rank 16 in ever larger stacks."""
     name = "qwen3"
-    model = cases.MODELS[name]
+    model = shapes.MODELS[name]
     for count in SLOTS:
         factors = cases.draw_factors(model, count, 16, generator)
         for m in (16, 1024):
@@ -341,7 +344,7 @@ def sglang(timer, args, generator, deadline):
                         raise RuntimeError(f"{model.name} M={m}: {key} is off by {errors[key]:.3g}")
                 pair = 2 * 8 * (2 * model.hidden + 3 * model.intermediate)
                 moved = m * (6 * model.hidden + model.top_k * pair)
-                times = timer.compare(runs, setting.batches, moved, args.budget_ms)
+                times = timer.medians(runs, setting.batches, moved, args.budget_ms)
                 yield {
                     "part": "sglang",
                     "model": model.name,
@@ -387,7 +390,7 @@ def show(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default=",".join(cases.MODELS))
+    parser.add_argument("--models", default="qwen3,mixtral,dsv2lite")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--ranks", default="16,64")
     parser.add_argument("--adapters", default=8, type=int)

@@ -25,7 +25,7 @@ import time
 
 import tomllib
 
-from benchmarks import results
+from moelora.bench import results
 from moelora.integrations.vllm import OWN_PATH, SWITCH
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
