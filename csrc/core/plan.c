@@ -143,7 +143,7 @@ static shape pick_cuda_shape(int64_t rows) {
     shape shape;
   } table[] = {
       {8, {16, 1}},  {18, {32, 1}},   {44, {64, 1}},
-      {70, {96, 1}}, {100, {128, 1}}, {INT64_MAX, {160, 2}},
+      {70, {96, 1}}, {100, {128, 1}}, {INT64_MAX, {144, 2}},
   };
   int32_t at = 0;
   while (rows > table[at].rows)

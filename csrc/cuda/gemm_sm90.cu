@@ -59,17 +59,20 @@ __device__ __forceinline__ void store_rows(const moelora_gemm_launch &g, int fir
 }
 
 /* From accumulators to memory, 32 tokens at a time. Where results lie by position, the copy engine
- * stores whole boxes, which end within the block. The staging buffers take turns; `boxes` counts
- * their uses. */
+ * stores whole boxes, which end within the block. The staging buffers take turns. */
 template <class S, class T, Finish FINISH, int N>
 __device__ __forceinline__ void store_tile(float (&d)[2][N / 2], const CUtensorMap *out_map,
                                            const moelora_gemm_launch &g, const TileNote &note,
-                                           int consumer, uint32_t staging, int &boxes) {
+                                           int consumer, uint32_t staging) {
   const int lane = threadIdx.x & 31;
   constexpr bool GENERAL = FINISH == Finish::GENERAL;
   const bool gated = GENERAL ? g.gated : FINISH == Finish::GATED;
   const bool by_position = !GENERAL || g.out_by_position;
   const Epilogue<S, FINISH> epilogue(g, note.tile, consumer, T());
+  // The last tile's stores have read the buffers.
+  if ((threadIdx.x & 127) == 0)
+    tma_store_wait_read();
+  warpgroup_sync(consumer + 1);
 #pragma unroll
   for (int c = 0; c < N; c += kStagingTokens) {
     epilogue.template finish<N>(d, g, note.tile.block, c);
@@ -83,7 +86,8 @@ __device__ __forceinline__ void store_tile(float (&d)[2][N / 2], const CUtensorM
         store_f32<S, N>(d[half], g, first, c, note.tile.block, note.count, rows);
         continue;
       }
-      const uint32_t buffer = staging + (boxes++ & 1) * (kStagingBytes / 2);
+      const int turn = gated ? c / kStagingTokens : 2 * (c / kStagingTokens) + half;
+      const uint32_t buffer = staging + (turn & 1) * (kStagingBytes / 2);
       stage_tokens<T, N>(d[half], c, buffer);
       fence_async_proxy();
       // Behind the barrier the other buffer is free.
@@ -93,7 +97,8 @@ __device__ __forceinline__ void store_tile(float (&d)[2][N / 2], const CUtensorM
       if (!by_position)
         store_rows<S, T>(g, first, c, note, rows, buffer);
       else if ((threadIdx.x & 127) == 0)
-        tma_store_2d(out_map, first, note.tile.block * S::TOKENS + c, buffer);
+        for (int t = 0; t < kStagingTokens && c + t < N; t += S::BOX)
+          tma_store_2d(out_map, first, note.tile.block * S::TOKENS + c + t, buffer + t * kRowBytes);
     }
   }
 }
@@ -197,7 +202,7 @@ __device__ __forceinline__ bool add_adapters(float (&d)[2][N / 2], const moelora
 template <class S, class T, Finish FINISH, int N>
 __device__ __forceinline__ bool consume_tile(const CUtensorMap *out_map,
                                              const moelora_gemm_launch &g, Ring<S> &ring,
-                                             const TileNote &note, int consumer, int &boxes) {
+                                             const TileNote &note, int consumer) {
   const int lane = threadIdx.x & 31;
   const Tile &tile = note.tile;
   // Accumulators fill the registers: what the epilogue needs is only brought near.
@@ -244,7 +249,7 @@ __device__ __forceinline__ bool consume_tile(const CUtensorMap *out_map,
     ring.advance();
   }
 
-  store_tile<S, T, FINISH, N>(d, out_map, g, note, consumer, ring.staging(consumer), boxes);
+  store_tile<S, T, FINISH, N>(d, out_map, g, note, consumer, ring.staging(consumer));
   return wild;
 }
 
@@ -252,24 +257,23 @@ __device__ __forceinline__ bool consume_tile(const CUtensorMap *out_map,
 template <class S, class T, Finish FINISH, int N>
 __device__ __forceinline__ bool consume_fitting(const CUtensorMap *out_map,
                                                 const moelora_gemm_launch &g, Ring<S> &ring,
-                                                const TileNote &note, int consumer, int &boxes) {
+                                                const TileNote &note, int consumer) {
   if constexpr (N < S::TOKENS) {
     if (note.count > N)
-      return consume_fitting<S, T, FINISH, N + S::STEP>(out_map, g, ring, note, consumer, boxes);
+      return consume_fitting<S, T, FINISH, N + S::STEP>(out_map, g, ring, note, consumer);
   }
-  return consume_tile<S, T, FINISH, N>(out_map, g, ring, note, consumer, boxes);
+  return consume_tile<S, T, FINISH, N>(out_map, g, ring, note, consumer);
 }
 
 template <class S, class T, Finish FINISH>
 __device__ __forceinline__ void consume(const CUtensorMap *out_map, const moelora_gemm_launch &g,
                                         Ring<S> ring, int consumer) {
-  int boxes = 0; // stored so far
   for (;;) {
     ring.wait_full();
     const TileNote note = TileNote::read(ring.note());
     if (note.tile.block < 0)
       break;
-    if (consume_fitting<S, T, FINISH, S::LEAST>(out_map, g, ring, note, consumer, boxes))
+    if (consume_fitting<S, T, FINISH, S::LEAST>(out_map, g, ring, note, consumer))
       Wild<S, T>::poison(g, note, consumer);
   }
   tma_store_wait();

@@ -60,8 +60,9 @@ template <class S> struct Pairs {
 template <class S>
 __device__ __forceinline__ void load_weights(const CUtensorMap *map, const moelora_gemm_launch &g,
                                              const Tile &tile, int step, const Ring<S> &ring,
-                                             int rank, uint64_t policy) {
+                                             uint64_t policy) {
   constexpr int SHARE = S::TILES / S::CLUSTER;
+  const int rank = S::CLUSTER > 1 ? (int)cluster_rank() : 0;
   for (int i = 0; i < SHARE; i++) {
     const int group = rank * SHARE + i, output = first_output<S>(g, tile.column, group);
     const uint32_t to = ring.weights() + group * kGroupBytes;
@@ -79,27 +80,28 @@ __device__ __forceinline__ void load_weights(const CUtensorMap *map, const moelo
 
 /* The tiles of this CTA, one after the other. */
 template <class S> struct Walk {
-  int rank, columns, units, index;
-  Tile tile;
+  int index;
+  Tile tile; // block -1 behind the last
   int count; // rows in use
 
-  __device__ __forceinline__ explicit Walk(const moelora_gemm_launch &g) {
-    rank = S::CLUSTER > 1 ? (int)cluster_rank() : 0;
-    columns = tile_columns<S>(g);
-    units = *g.blocks.num_post / (S::TOKENS * S::CLUSTER);
-    index = blockIdx.x / S::CLUSTER;
+  __device__ __forceinline__ explicit Walk(const moelora_gemm_launch &g)
+      : index(blockIdx.x / S::CLUSTER) {
     load(g);
   }
-  __device__ __forceinline__ bool more() const { return index < units * columns; }
+  __device__ __forceinline__ bool more() const { return tile.block >= 0; }
   __device__ __forceinline__ void advance(const moelora_gemm_launch &g) {
     index += gridDim.x / S::CLUSTER;
     load(g);
   }
   __device__ __forceinline__ void load(const moelora_gemm_launch &g) {
-    if (!more())
+    const int columns = tile_columns<S>(g);
+    const int units = *g.blocks.num_post / (S::TOKENS * S::CLUSTER);
+    tile.block = -1;
+    if (index >= units * columns)
       return;
     tile = tile_at<S, S::CLUSTER>(g, index, columns, units);
-    tile.block += rank;
+    if (S::CLUSTER > 1)
+      tile.block += (int)cluster_rank();
     count = g.blocks.counts[tile.block];
   }
 };
@@ -130,7 +132,7 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const CUtensorM
         if (step == 0)
           TileNote{tile, count, adapter_stages}.write(ring.note());
         barrier_expect(ring.full(), S::W_BYTES + boxes * S::BOX * kRowBytes);
-        load_weights<S>(w_map, g, tile, step, ring, next.rank, policy);
+        load_weights<S>(w_map, g, tile, step, ring, policy);
         for (int i = 0; i < boxes; i++)
           tma_load_2d(ring.tokens() + i * S::BOX * kRowBytes, x_map, step * kDepth,
                       tile.block * S::TOKENS + i * S::BOX, ring.full());

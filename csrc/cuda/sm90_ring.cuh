@@ -25,13 +25,14 @@ struct Shape : Extent<TOKENS_, 2 * CONSUMERS_> {
   using E = Extent<TOKENS_, 2 * CONSUMERS_>;
   static constexpr int CONSUMERS = CONSUMERS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
   static constexpr int THREADS = kProducers + 128 * CONSUMERS;
-  static constexpr int BOX = TOKENS_ < 32 ? TOKENS_ : 32; // token rows that one copy brings
+  static constexpr int BOX = TOKENS_ % 32 == 0 ? 32 : 16; // token rows that one copy moves
   // Widths of the token side of wgmma: from half of a full tile on, in steps.
-  static constexpr int STEP = TOKENS_ < 64 ? 8 : 16, LEAST = TOKENS_ / 2;
+  static constexpr int STEP = TOKENS_ < 64 ? 8 : 16;
+  static constexpr int LEAST = (TOKENS_ / 2 + STEP - 1) / STEP * STEP;
   // Up to 1023 bytes go to the alignment that the swizzle needs.
   static constexpr int SHARED =
       1024 + STAGES * (E::STAGE_BYTES + 16 + kNoteBytes) + CONSUMERS * kStagingBytes;
-  static_assert(TOKENS_ % BOX == 0 && LEAST % STEP == 0, "whole boxes, whole steps");
+  static_assert(TOKENS_ % BOX == 0 && TOKENS_ % STEP == 0, "whole boxes, whole steps");
   static_assert(SHARED <= 232448, "227 KB of shared memory per block");
 };
 

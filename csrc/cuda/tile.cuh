@@ -222,52 +222,66 @@ __device__ __forceinline__ bool next_piece(const moelora_gemm_launch &g, const T
   return true;
 }
 
-/* This thread's part of a stage of pieces: chunk thread % 8 of rows thread / 8 + i * THREADS / 8,
- * zeros beyond the true rank and, up to token `tokens`, outside of the segment. Returns the number
- * of pieces. */
+/* Copies one stage of pieces with THREADS threads: rows of B, zeros beyond the true rank, and the
+ * tokens' rows of hl up to token `tokens`, zeros outside of the segment. Returns the number of
+ * pieces. */
 template <class E, class T, int THREADS>
 __device__ __forceinline__ int load_pieces(const moelora_gemm_launch &g, const Tile &tile,
                                            const Segments<E::LANES> &segments, int tokens,
                                            Piece &cursor, uint32_t w, uint32_t x, int thread) {
   const bool paired = is_paired(g);
-  const int chunk = thread & 7, per_stage = pieces_per_stage(g);
-  Piece of_w, of_x; // of this thread's chunk
+  const int per_stage = pieces_per_stage(g);
+  const int w_wide = 2 * per_stage, w_chunk = thread % w_wide, w_rows = THREADS / w_wide;
+  const int x_chunk = thread & 7, x_rows = THREADS / 8;
+  // Found once for B and once more for hl: to keep both at hand would cost registers.
   int count = 0;
-  while (count < per_stage && next_piece<E>(g, tile, segments, cursor)) {
-    if (chunk / 2 == count)
-      of_w = cursor;
-    if ((paired ? chunk / 4 : chunk / 2) == count)
-      of_x = cursor;
-    count++;
-  }
-  auto at = [&](int row) { return row * kRowBytes + ((chunk ^ (row & 7)) << 4); };
+  auto piece_of = [&](Piece &walk, int slot) {
+    Piece found;
+    for (count = 0; count < per_stage && next_piece<E>(g, tile, segments, walk); count++)
+      if (slot == count)
+        found = walk;
+    return found;
+  };
+  Piece walk = cursor;
+  const Piece of_w = piece_of(walk, w_chunk / 2);
+  auto at = [](int row, int chunk) { return row * kRowBytes + ((chunk ^ (row & 7)) << 4); };
+
   if (of_w.pair >= 0) {
-    const int column = of_w.rank + (chunk & 1) * 8;
-    const int ranks = min(8, of_w.pair % kRanks - column); // of this chunk
-#pragma unroll 2
-    for (int row = thread / 8; row < E::ROWS; row += THREADS / 8) {
-      const int group = row / 64, slice = paired ? group & 1 : of_w.slice;
-      const int output = first_output<E>(g, tile.column, group) + row % 64;
-      const int64_t n = paired ? output : weight_row(g, group, output) - slice * g.lora.slice_n;
-      const bool there = output < g.n_out && n >= 0 && n < g.lora.slice_n && ranks > 0;
+    const int column = of_w.rank + (w_chunk & 1) * 8;
+    const int ranks = max(0, min(8, of_w.pair % kRanks - column)); // of this chunk
+    const int step = g.gated && g.interleaved ? 2 : 1;             // rows of B between two outputs
+#pragma unroll 1
+    for (int group = 0; group < E::TILES; group++) {
+      const int slice = paired ? group & 1 : of_w.slice;
       const moelora_factor &b = g.lora.b[slice];
-      const T *factor =
-          (const T *)b.data + of_w.pair / kRanks * b.stride_l + tile.expert * b.stride_e;
-      const T *from = there ? factor + n * b.stride_i + column : factor;
-      if (g.factors_vectors)
-        copy_async_16(w + at(row), from, there ? 2 * ranks : 0);
-      else
-        copy_elements(w + at(row), from, there ? ranks : 0);
+      const int output = first_output<E>(g, tile.column, group), width = (int)g.lora.slice_n;
+      int r = thread / w_wide;
+      int n = paired ? output + r : (int)weight_row(g, group, output + r) - slice * width;
+      const T *from = (const T *)b.data + of_w.pair / kRanks * b.stride_l +
+                      tile.expert * b.stride_e + n * b.stride_i + column;
+      const int64_t ahead = (int64_t)w_rows * step * b.stride_i;
+      const int end = min(64, g.n_out - output); // nobody looks at rows behind the last output
+#pragma unroll 1
+      for (; r < end; r += w_rows, n += w_rows * step, from += ahead) {
+        const bool there = n >= 0 && n < width;
+        const uint32_t to = w + group * kGroupBytes + at(r, w_chunk);
+        if (g.factors_vectors)
+          copy_async_16(to, there ? from : (const T *)b.data, there ? 2 * ranks : 0);
+        else
+          copy_elements(to, from, there ? ranks : 0);
+      }
     }
   }
+  const Piece of_x = piece_of(cursor, paired ? x_chunk / 4 : x_chunk / 2);
   if (of_x.pair >= 0) {
-    const int slice = paired ? chunk / 2 & 1 : of_x.slice;
-    const T *hl = (const T *)g.hl + slice * g.hl_slice + of_x.rank + (chunk & 1) * 8;
+    const int slice = paired ? x_chunk / 2 & 1 : of_x.slice;
+    const T *hl = (const T *)g.hl + (int64_t)tile.block * E::TOKENS * g.hl_stride +
+                  slice * g.hl_slice + of_x.rank + (x_chunk & 1) * 8;
+    const int stride = (int)g.hl_stride;
 #pragma unroll 1
-    for (int t = thread / 8; t < tokens; t += THREADS / 8) {
+    for (int t = thread / 8; t < tokens; t += x_rows) {
       const bool carries = t >= of_x.low && t < of_x.high;
-      const int64_t position = (int64_t)tile.block * E::TOKENS + (carries ? t : of_x.low);
-      copy_async_16(x + at(t), hl + position * g.hl_stride, carries ? 16 : 0);
+      copy_async_16(x + at(t, x_chunk), hl + (carries ? t : of_x.low) * stride, carries ? 16 : 0);
     }
   }
   return count;
