@@ -246,12 +246,12 @@ moelora_status moelora_check_disjoint_lora(moelora_arg out, const moelora_lora *
 }
 
 int64_t moelora_stride(const moelora_tensor *tensor, int32_t dim) {
-  if (tensor->size[dim] > 1)
-    return tensor->stride[dim];
-  if (dim + 1 == tensor->ndim)
-    return 1;
-  int64_t stride; /* overflows only where there is no element to reach */
-  (void)__builtin_mul_overflow(tensor->size[dim + 1], moelora_stride(tensor, dim + 1), &stride);
+  int32_t inner = dim; /* the next dimension that tells */
+  while (inner + 1 < tensor->ndim && inner + 1 < MOELORA_MAX_DIMS && tensor->size[inner] <= 1)
+    inner++;
+  int64_t stride = tensor->size[inner] > 1 ? tensor->stride[inner] : 1;
+  for (int32_t i = inner; i > dim; i--) /* overflows only where there is no element to reach */
+    (void)__builtin_mul_overflow(tensor->size[i], stride, &stride);
   return stride;
 }
 

@@ -282,7 +282,7 @@ moelora_status moelora_plan_delta(const moelora_routes *routes, moelora_dtype dt
                                   const moelora_device_info *device, moelora_delta_plan *plan) {
   *plan = (moelora_delta_plan){0};
   if (device->device == MOELORA_CPU) {
-    const access any = {true, false};
+    const access any = {.vectors = true};
     MOELORA_TRY(pick_variant(routes, dtype, &any, device, &plan->variant));
     plan->block_rows = plan->variant->block_m;
     return MOELORA_OK;
