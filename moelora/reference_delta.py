@@ -31,7 +31,7 @@ Rows = list[tuple[int, int] | None]
 def num_experts_of(factors: Sequence[Tensor], num_experts: int | None = None) -> int:
     """Experts that factors speak of; without a limit if they are shared by all."""
     largest = max(f.size(1) for f in factors)
-    return num_experts or (largest if largest > 1 else 2**31)
+    return num_experts or (largest if largest > 1 else 2**63)
 
 
 def rows_of_routing(

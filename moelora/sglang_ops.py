@@ -141,6 +141,11 @@ def prepare_moe_lora_batch_of_pool(
     seq_lens, num_tokens
         As in `prepare_moe_lora_batch`.
 
+    Returns
+    -------
+    MoELoRABatchInfo
+        As `prepare_moe_lora_batch`, with the pool's own ranks, scalings and enabled slots.
+
     Raises
     ------
     KeyError

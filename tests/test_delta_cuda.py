@@ -45,7 +45,9 @@ def draw(name: str, dtype: torch.dtype):
         "topk_ids": integers(-1, experts, tokens, top_k),
         "token_lora_mapping": integers(-1, adapters, tokens),
         "lora_a": [normal(adapters, experts, rank, k, scale=k**-0.5) for _ in range(slices)],
-        "lora_b": [normal(adapters, experts, n, rank, scale=rank**-0.5) for _ in range(slices)],
+        "lora_b": [
+            normal(adapters, experts, n, rank, scale=0.25 * rank**-0.5) for _ in range(slices)
+        ],
         "lora_ranks": integers(max(1, rank // 2), rank + 1, adapters),
         "lora_scalings": torch.rand(adapters, generator=make, device=GPU) + 0.5,
     }
@@ -53,7 +55,8 @@ def draw(name: str, dtype: torch.dtype):
         for slot, true_rank in enumerate(kwargs["lora_ranks"].tolist()):
             a[slot, :, true_rank:] = float("nan")
             b[slot, ..., true_rank:] = float("nan")
-    return x, kwargs, normal(tokens, top_k, slices * n)
+    # Sums of a size that the outer fence of 1e-2 suits.
+    return x, kwargs, normal(tokens, top_k, slices * n, scale=0.25)
 
 
 def reference(x, kw, base, dtype):

@@ -52,7 +52,10 @@ def test_operators_document_every_parameter(name):
     for section in ["Parameters", *returns, "Raises"]:
         assert f"{section}\n    {'-' * len(section)}" in function.__doc__, section
     described = re.split("(?:Returns|Raises)\n", function.__doc__.split("Parameters\n")[1])[0]
-    for parameter in signature.parameters:
+    names = list(signature.parameters)
+    for first, last in re.findall(r"\b(\w+), \.\.\., (\w+)", described):
+        described += " " + " ".join(names[names.index(first) : names.index(last)])
+    for parameter in names:
         assert re.search(rf"\b{parameter}\b", described), f"{name}: {parameter}"
 
 

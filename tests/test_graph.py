@@ -33,6 +33,7 @@ class Captured:
     """One call in a CUDA graph."""
 
     def __init__(self, run):
+        self.run = run  # and the tensors it holds, which replays read
         with torch.cuda.stream(torch.cuda.Stream()):
             run()
         torch.cuda.synchronize()

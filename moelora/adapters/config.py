@@ -157,6 +157,8 @@ def _pattern(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _names(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
     value = raw.get(name) or []
+    if isinstance(value, (set, frozenset)):  # PEFT's own configurations hold sets
+        value = sorted(value, key=str)
     if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
         raise ValueError(f"{name} is {value!r}, wanted a list of names")
     return tuple(value)
