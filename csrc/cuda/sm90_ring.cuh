@@ -20,6 +20,15 @@ constexpr int kStagingTokens = 32;
 constexpr int kStagingBytes = 2 * kStagingTokens * kRowBytes; // two buffers per consumer
 constexpr int kNoteBytes = 32;
 
+/* Lanes of a warp that arrive when it leaves a stage. One does, for what the others read has
+ * reached registers: a shuffle or a barrier has used it. compute-sanitizer's racecheck follows each
+ * thread by itself, and sees that only where all of them arrive. */
+#ifdef MOELORA_RACECHECK
+constexpr int kArrivals = 32;
+#else
+constexpr int kArrivals = 1;
+#endif
+
 template <int TOKENS_, int CONSUMERS_, int STAGES_, int CLUSTER_>
 struct Shape : Extent<TOKENS_, 2 * CONSUMERS_> {
   using E = Extent<TOKENS_, 2 * CONSUMERS_>;
@@ -50,7 +59,7 @@ template <class S> struct Ring {
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < S::STAGES; i++) {
       barrier_init(base + FULL + 8 * i, kGatherers + 1);
-      barrier_init(base + EMPTY + 8 * i, 4 * S::CONSUMERS * S::CLUSTER);
+      barrier_init(base + EMPTY + 8 * i, kArrivals * 4 * S::CONSUMERS * S::CLUSTER);
     }
     barrier_init_visible();
   }
@@ -65,13 +74,14 @@ template <class S> struct Ring {
   __device__ __forceinline__ void wait_empty() const {
     barrier_wait(base + EMPTY + 8 * stage, phase ^ 1);
   }
-  /* One arrival of each consumer warp, at all CTAs of the cluster. */
+  /* kArrivals of each consumer warp, at all CTAs of the cluster. */
   __device__ __forceinline__ void release(int which) const {
     const int lane = threadIdx.x & 31;
-    if (S::CLUSTER == 1 && lane == 0)
+    if (S::CLUSTER == 1 && lane < kArrivals)
       barrier_arrive(base + EMPTY + 8 * which);
-    if (S::CLUSTER > 1 && lane < S::CLUSTER)
-      barrier_arrive_at(base + EMPTY + 8 * which, lane);
+    for (int rank = 0; S::CLUSTER > 1 && rank < S::CLUSTER; rank++)
+      if (kArrivals > 1 || lane == rank)
+        barrier_arrive_at(base + EMPTY + 8 * which, rank);
   }
   __device__ __forceinline__ void advance() {
     if (++stage == S::STAGES)
