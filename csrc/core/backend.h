@@ -307,6 +307,14 @@ static inline bool moelora_is_vector_weights(const moelora_weights *w) {
          w->stride_nt % 8 == 0 && w->stride_kt % 8 == 0 && w->n % 8 == 0;
 }
 
+static inline bool moelora_are_vector_factors(const moelora_factor *factors, int32_t count) {
+  bool all = true;
+  for (int32_t i = 0; i < count; i++)
+    all = all && (uintptr_t)factors[i].data % 16 == 0 && factors[i].stride_l % 8 == 0 &&
+          factors[i].stride_e % 8 == 0 && factors[i].stride_i % 8 == 0;
+  return all;
+}
+
 static inline int64_t moelora_read_id(const moelora_ids *ids, int64_t at) {
   return ids->is_64 ? ((const int64_t *)ids->data)[at] : ((const int32_t *)ids->data)[at];
 }

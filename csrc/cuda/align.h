@@ -29,7 +29,7 @@ struct align_sort {
   bool emit_tokens;           /* sorted_ids get tokens, not rows */
   bool empty_blocks;          /* experts without items get a block */
   bool even;                  /* items of a group are dealt out evenly over its blocks */
-  uint32_t cluster;           /* 1 or 2: a group has a multiple of so many blocks */
+  uint32_t cluster;           /* 2: every group has an even number of blocks */
   align_divisor top_k;        /* items per token */
   align_divisor adapter_keys; /* max_loras + 1, or 1 */
   align_divisor block_size;

@@ -9,6 +9,7 @@
 #include "cuda/backend.h"
 #include "delta_rows.cuh"
 #include "kernel_launch.cuh"
+#include "sum.cuh"
 
 namespace {
 
@@ -60,22 +61,7 @@ __global__ void __launch_bounds__(kThreads) combine_rows(const __grid_constant__
       if (!is_active(p, token * top_k + j))
         continue;
       any = true;
-      __align__(16) Z piece[WIDTH];
-      const Z *from = (const Z *)p.z + (token * top_k + j) * p.z_stride + column;
-      if constexpr (WIDTH > 1) {
-#pragma unroll
-        for (int v = 0; v < WIDTH * (int)sizeof(Z) / 16; v++)
-          ((uint4 *)piece)[v] = ((const uint4 *)from)[v];
-      } else {
-        piece[0] = *from;
-      }
-#pragma unroll
-      for (int c = 0; c < WIDTH; c++) {
-        if constexpr (sizeof(Z) == 4)
-          sum[c] += piece[c];
-        else
-          sum[c] += Element<Z>::to_float(piece[c]);
-      }
+      add_columns(sum, (const Z *)p.z + (token * top_k + j) * p.z_stride + column, 1.f);
     }
     if (!any)
       continue;
@@ -189,14 +175,6 @@ delta_rows rows_of(const moelora_routes *routes, const delta_sorted *sorted) {
 
 /* ---- the two halves ---- */
 
-bool vector_factors(const moelora_factor *factors, int32_t count) {
-  bool all = true;
-  for (int32_t i = 0; i < count; i++)
-    all = all && (uintptr_t)factors[i].data % 16 == 0 && factors[i].stride_l % 8 == 0 &&
-          factors[i].stride_e % 8 == 0 && factors[i].stride_i % 8 == 0;
-  return all;
-}
-
 /* h [slices, M, top_k, R], or our own with rows of all slices. */
 struct Shrunk {
   void *data;
@@ -204,11 +182,11 @@ struct Shrunk {
 };
 
 size_t shrunk_bytes(const moelora_routes *routes, const moelora_factors *lora) {
-  return 2 * (size_t)(routes->num_rows * lora->num_slices * delta_slice_width(lora));
+  return 2 * (size_t)(routes->num_rows * lora->num_slices * moelora_padded_rank(lora->max_rank));
 }
 
 Shrunk own_shrunk(void *data, const moelora_routes *routes, const moelora_factors *lora) {
-  const int64_t width = delta_slice_width(lora), row = width * lora->num_slices;
+  const int64_t width = moelora_padded_rank(lora->max_rank), row = width * lora->num_slices;
   return {data, {width, routes->top_k * row, row}};
 }
 
@@ -224,7 +202,8 @@ moelora_status shrink(const delta_rows *rows, const void *x, int64_t x_stride, b
   s.k = (int32_t)k;
   s.lora = *lora;
   s.scalings = scalings;
-  s.vectors = moelora_is_vector_row(x, x_stride, k) && vector_factors(lora->a, lora->num_slices);
+  s.vectors = moelora_is_vector_row(x, x_stride, k) &&
+              moelora_are_vector_factors(lora->a, lora->num_slices);
   s.h = h->data;
   s.pairs = (uintptr_t)h->data % 4 == 0 && lora->max_rank % 2 == 0;
   for (int i = 0; i < 3; i++) {
@@ -242,7 +221,7 @@ delta_expand begin_expand(const delta_rows *rows, const Shrunk *h, const moelora
   e.lora = *lora;
   e.h = h->data;
   e.vectors = (uintptr_t)h->data % 16 == 0 && lora->max_rank % 8 == 0 && lora->slice_n % 8 == 0 &&
-              vector_factors(lora->b, lora->num_slices);
+              moelora_are_vector_factors(lora->b, lora->num_slices);
   for (int i = 0; i < 3; i++) {
     e.h_stride[i] = h->stride[i];
     e.vectors = e.vectors && h->stride[i] % 8 == 0;

@@ -62,11 +62,6 @@ typedef struct delta_expand {
   uint8_t *written;      /* [P], set to 1 for rows that are; NULL: not wanted */
 } delta_expand;
 
-/* Ranks of a slice, padded so that 16 of them never belong to two slices. */
-static inline __host__ __device__ int32_t delta_slice_width(const moelora_factors *lora) {
-  return (lora->max_rank + 15) / 16 * 16;
-}
-
 /* Windows of at most `rows` rows; returns an upper bound of their number. */
 static inline int64_t delta_set_window(delta_rows *r, int64_t rows) {
   if (r->order != DELTA_LISTED) {

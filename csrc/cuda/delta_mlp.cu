@@ -171,17 +171,12 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-bool vector_factor(const moelora_factor *f) {
-  return (uintptr_t)f->data % 16 == 0 && f->stride_l % 8 == 0 && f->stride_e % 8 == 0 &&
-         f->stride_i % 8 == 0;
-}
-
 bool all_vectors(const moelora_mlp_delta_problem *p) {
-  bool all = p->hidden % 8 == 0 && p->intermediate % 8 == 0 && vector_factor(&p->down.a[0]) &&
-             vector_factor(&p->down.b[0]);
-  for (int i = 0; i < p->gate_up.num_slices; i++)
-    all = all && vector_factor(&p->gate_up.a[i]) && vector_factor(&p->gate_up.b[i]);
-  return all;
+  const moelora_factors *gate_up = &p->gate_up, *down = &p->down;
+  return p->hidden % 8 == 0 && p->intermediate % 8 == 0 &&
+         moelora_are_vector_factors(gate_up->a, gate_up->num_slices) &&
+         moelora_are_vector_factors(gate_up->b, gate_up->num_slices) &&
+         moelora_are_vector_factors(down->a, 1) && moelora_are_vector_factors(down->b, 1);
 }
 
 template <class T>

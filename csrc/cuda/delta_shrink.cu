@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(C::THREADS, C::CTAS)
   const uint32_t stages = shared_address(memory);
   float *partial = (float *)(memory + C::STAGES * C::STAGE_BYTES);
   Window<C::ROWS> &w = *(Window<C::ROWS> *)((char *)partial + C::PARTIAL_BYTES);
-  const int width = delta_slice_width(&p.lora);
+  const int width = moelora_padded_rank(p.lora.max_rank);
   const int tiles = (p.lora.num_slices * width + C::RANKS - 1) / C::RANKS;
   const int steps = (p.k + C::DEPTH - 1) / C::DEPTH;
   wait_for_previous_kernel();
@@ -310,7 +310,8 @@ moelora_status launch(delta_shrink p, const Shape &shape, const moelora_exec *ex
 }
 
 template <class T> moelora_status launch_as(const delta_shrink &p, const moelora_exec *exec) {
-  const Shape shape = {p.rows.routes.num_rows, p.lora.num_slices * delta_slice_width(&p.lora),
+  const Shape shape = {p.rows.routes.num_rows,
+                       p.lora.num_slices * moelora_padded_rank(p.lora.max_rank),
                        moelora_cuda_num_sms(exec->device_index)};
   const int64_t shared = moelora_cuda_shared_bytes(exec->device_index);
   if (!p.vectors)

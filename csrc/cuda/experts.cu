@@ -6,6 +6,7 @@
  * h [position, I] and the unsummed outputs z [position, K], so that the copy engine reads and
  * writes them in boxes. */
 #include "kernel_launch.cuh"
+#include "sum.cuh"
 #include "ptx/mma.cuh"
 #include "tile.cuh"
 
@@ -82,22 +83,7 @@ __global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ Sum
           s.weights ? s.weights[m * s.weights_stride[0] + j * s.weights_stride[1]] : 1.f;
       if (position < 0)
         continue;
-      __align__(16) Z piece[WIDTH];
-      const Z *from = (const Z *)s.z + position * s.k + column;
-      if constexpr (WIDTH > 1) {
-#pragma unroll
-        for (int v = 0; v < WIDTH * (int)sizeof(Z) / 16; v++)
-          ((uint4 *)piece)[v] = ((const uint4 *)from)[v];
-      } else {
-        piece[0] = *from;
-      }
-#pragma unroll
-      for (int c = 0; c < WIDTH; c++) {
-        if constexpr (sizeof(Z) == 4)
-          sum[c] += weight * piece[c];
-        else
-          sum[c] += weight * Element<Z>::to_float(piece[c]);
-      }
+      add_columns(sum, (const Z *)s.z + position * s.k + column, weight);
     }
     __align__(16) T rounded[WIDTH];
 #pragma unroll
@@ -179,26 +165,10 @@ size_t positions(const Alignment *a) {
   return (size_t)a->blocks.max_blocks * a->blocks.rows;
 }
 
-int64_t slice_width(const moelora_factors *f) {
-  return (f->max_rank + 15) / 16 * 16;
-}
-
 void *take_shrunk(moelora_arena *arena, const Alignment *a, const moelora_factors *f) {
   if (f->num_slices == 0)
     return nullptr;
-  return moelora_take(arena, 2 * positions(a) * f->num_slices * slice_width(f));
-}
-
-bool vector_factor(const moelora_factor *f) {
-  return (uintptr_t)f->data % 16 == 0 && f->stride_l % 8 == 0 && f->stride_e % 8 == 0 &&
-         f->stride_i % 8 == 0;
-}
-
-bool vector_factors(const moelora_factor *factors, int32_t count) {
-  bool all = true;
-  for (int32_t i = 0; i < count; i++)
-    all = all && vector_factor(&factors[i]);
-  return all;
+  return moelora_take(arena, 2 * positions(a) * f->num_slices * moelora_padded_rank(f->max_rank));
 }
 
 /* ---- one projection over an alignment ---- */
@@ -218,9 +188,10 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
     g.blocks.pairs = nullptr;
   if (g.blocks.pairs) {
     g.lora = *lora;
-    g.hl_slice = slice_width(lora);
+    g.hl_slice = moelora_padded_rank(lora->max_rank);
     g.hl_stride = g.hl_slice * lora->num_slices;
-    g.factors_vectors = lora->max_rank % 8 == 0 && vector_factors(lora->b, lora->num_slices);
+    g.factors_vectors =
+        lora->max_rank % 8 == 0 && moelora_are_vector_factors(lora->b, lora->num_slices);
   }
   return g;
 }
@@ -231,7 +202,7 @@ moelora_status project(moelora_gemm_launch *g, const moelora_gemm_plan *plan,
   g->vectors = x_vectors && moelora_is_vector_row(g->out, g->out_stride[0], g->n_out) &&
                g->out_stride[1] % 8 == 0 && moelora_is_vector_weights(&g->w);
   if (g->blocks.pairs) {
-    const bool vectors = x_vectors && vector_factors(g->lora.a, g->lora.num_slices);
+    const bool vectors = x_vectors && moelora_are_vector_factors(g->lora.a, g->lora.num_slices);
     moelora_status status =
         moelora_cuda_shrink(g, routes->lora_scalings, vectors, plan->variant->dtype, hl, exec);
     if (status != MOELORA_OK)

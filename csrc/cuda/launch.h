@@ -15,6 +15,11 @@ extern "C" {
  */
 constexpr int32_t kRanks = 4096;
 
+/* Ranks that a slice of shrink results takes: 16 of them never belong to two slices. */
+static inline __host__ __device__ int32_t moelora_padded_rank(int32_t rank) {
+  return (rank + 15) / 16 * 16;
+}
+
 /* Routed rows dealt to blocks of one expert each, in the order of their adapters. Block b holds
  * counts[b] rows from position b * rows on; what follows up to (b + 1) * rows is padding. The rows
  * of an expert are spread evenly, in eights, over the fewest blocks that hold them. `cluster`
@@ -54,7 +59,6 @@ typedef struct moelora_gemm_launch {
   const void *hl;              /* [position, num_slices * hl_slice] scaled shrink result */
   int64_t hl_stride, hl_slice; /* hl_slice: max_rank rounded up to 16 */
   moelora_factors lora;        /* num_slices == 0: none */
-  const int32_t *lora_ranks;   /* [max_loras]; NULL: max_rank */
   /* epilogue */
   int32_t activation; /* moelora_activation, or -1 */
   bool weighted;

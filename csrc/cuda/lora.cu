@@ -37,17 +37,13 @@ template <int RANKS_> struct Layout {
   static_assert(kWarps * kTokens * PITCH * 4 <= SHARED, "partial sums fit where the stages were");
 };
 
-__device__ __forceinline__ int padded(int rank) {
-  return (rank + 15) / 16 * 16;
-}
-
 template <class T, class L, bool VECTORS> struct Operands {
   static constexpr int STEP = kThreads / 16; // rows between two rows of one thread
   static constexpr int A_ROWS = L::RANKS / STEP, X_ROWS = kTokens / STEP;
   const T *a[A_ROWS], *x[X_ROWS]; // at depth 0; NULL: zeros
 
   __device__ __forceinline__ void open(const moelora_gemm_launch &g, const Item &item) {
-    const int thread = threadIdx.x, rank = item.pair % kRanks, width = padded(rank);
+    const int thread = threadIdx.x, rank = item.pair % kRanks, width = moelora_padded_rank(rank);
 #pragma unroll
     for (int i = 0; i < X_ROWS; i++) {
       const int t = item.low + thread / 16 + i * STEP;
@@ -121,7 +117,7 @@ template <class T, class L>
 __device__ __forceinline__ void store(const float (&d)[L::RANKS / 16][kTokens / 8][4],
                                       const Params &p, const Item &item, float *partial) {
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  const int rank = item.pair % kRanks, width = padded(rank);
+  const int rank = item.pair % kRanks, width = moelora_padded_rank(rank);
 #pragma unroll
   for (int m = 0; m < L::RANKS / 16; m++)
 #pragma unroll
@@ -203,7 +199,7 @@ __global__ void __launch_bounds__(kThreads, L::RESIDENT) shrink(const __grid_con
       item.pair = segments.at(low);
       if (item.pair < 0)
         continue;
-      const int columns = padded(item.pair % kRanks) * g.lora.num_slices;
+      const int columns = moelora_padded_rank(item.pair % kRanks) * g.lora.num_slices;
       for (item.low = low; item.low < high; item.low += kTokens) {
         item.high = min(high, item.low + kTokens);
         for (item.first = 0; item.first < columns; item.first += L::RANKS)

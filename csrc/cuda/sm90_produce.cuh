@@ -167,12 +167,11 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Ring<S> rin
       token[i] = row < g.num_rows ? row / g.x_divisor * (uint32_t)(g.x_stride / 8) : NONE;
     }
     next.advance(g);
-    if (next.more() && thread < S::TOKENS)
-      for (int t = thread; t < S::TOKENS; t += kGatherers) {
-        prefetch(&g.blocks.sorted_ids[(int64_t)next.tile.block * S::TOKENS + t]);
-        if (g.blocks.pairs)
-          prefetch(&g.blocks.pairs[(int64_t)next.tile.block * S::TOKENS + t]);
-      }
+    for (int t = thread; next.more() && t < S::TOKENS; t += kGatherers) {
+      prefetch(&g.blocks.sorted_ids[(int64_t)next.tile.block * S::TOKENS + t]);
+      if (g.blocks.pairs)
+        prefetch(&g.blocks.pairs[(int64_t)next.tile.block * S::TOKENS + t]);
+    }
 
     for (int step = 0; step < depth_steps; step++, ring.advance()) {
       ring.wait_empty();

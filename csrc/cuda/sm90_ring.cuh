@@ -111,7 +111,7 @@ struct TileNote {
   }
 };
 
-/* With an adapter stage: its pieces and their tokens; `mixed` if the block's tokens do not all
+/* With an adapter stage: how many pieces it holds; `mixed` if the block's tokens do not all
  * carry one adapter. */
 struct PiecesNote {
   int pieces;

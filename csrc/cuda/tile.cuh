@@ -371,10 +371,9 @@ enum class Finish {
   PLAIN,   // bias, relu^2 or nothing
 };
 
-/* What an epilogue adds and multiplies: bias[2 half + eight] of this thread's four rows, and in
- * lane t the routed weights of tokens t, t + 32, .... */
+/* What an epilogue adds: bias[2 half + eight] of this thread's four rows. */
 template <class E, Finish FINISH> struct Epilogue {
-  float bias[4], weights[E::LANES];
+  float bias[4];
   Activation activation;
 
   template <class T>
@@ -393,7 +392,8 @@ template <class E, Finish FINISH> struct Epilogue {
     }
   }
 
-  /* Up to 32 tokens from `first` on, in place; afterwards d[0] holds a gated projection's outputs.
+  /* Up to 32 tokens of `block` from `first` on, in place; afterwards d[0] holds a gated
+   * projection's outputs.
    */
   template <int N>
   __device__ __forceinline__ void finish(float (&d)[2][N / 2], const moelora_gemm_launch &g,
