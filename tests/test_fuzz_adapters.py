@@ -121,7 +121,8 @@ def test_damaged_bytes(pool, folder, data):
         for at in data.draw(st.lists(st.integers(8, last), min_size=1, max_size=6)):
             content[at] = data.draw(st.integers(0, 255))
     elif kind == "length":
-        content[:8] = struct.pack("<Q", data.draw(st.integers(0, 2**64 - 1)))
+        other = st.integers(0, 2**64 - 1).filter(lambda length: length != header)
+        content[:8] = struct.pack("<Q", data.draw(other))
     elif kind == "cut":
         content = content[: data.draw(st.integers(0, len(content) - 1))]
     else:
