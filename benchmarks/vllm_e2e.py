@@ -106,6 +106,7 @@ def answers(runs):
     for name, other in [
         ("moelora", "vllm"),
         ("moelora compiled", "moelora"),
+        ("vllm compiled", "vllm"),  # how far vLLM is from itself
         ("moelora tensor parallel", "moelora"),
         ("moelora expert parallel", "moelora"),
     ]:
@@ -314,9 +315,11 @@ class Bench:
                 self.read(name, self.engine(name, "a3b", *flags, ours=engine == "moelora"))
 
     def compiled(self):
-        if "moelora" in self.runs:
-            flags = ("--lora", "--check", "--compile")
-            self.read("moelora compiled", self.engine("moelora compiled", "tiny", *flags))
+        flags = ("--lora", "--check", "--compile")
+        for name in ("moelora", "vllm"):
+            if name in self.runs:
+                job = self.engine(f"{name} compiled", "tiny", *flags, ours=name == "moelora")
+                self.read(f"{name} compiled", job)
 
     def parallel(self):
         if not self.done(self.make("tiny", "--preset", "tiny")):

@@ -129,7 +129,7 @@ def check(engine):
     count, new = CHECK
     prompts = engine.prompts(24 + 13 * i for i in range(count))
     who = [None, *engine.adapters]
-    options = {"max_tokens": new, "logprobs": 5, "prompt_logprobs": 0}
+    options = {"max_tokens": new, "logprobs": 20, "prompt_logprobs": 0}
     alone = [engine.generate(prompts, [a] * count, **options) for a in who]
     order = [(i, j) for j in range(count) for i in range(len(who))]
     outputs = engine.generate([prompts[j] for _, j in order], [who[i] for i, _ in order], **options)

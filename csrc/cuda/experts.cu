@@ -188,6 +188,7 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
     g.blocks.pairs = nullptr;
   if (g.blocks.pairs) {
     g.lora = *lora;
+    g.max_loras = routes->max_loras;
     g.hl_slice = moelora_padded_rank(lora->max_rank);
     g.hl_stride = g.hl_slice * lora->num_slices;
     g.factors_vectors =
@@ -202,6 +203,11 @@ moelora_status project(moelora_gemm_launch *g, const moelora_gemm_plan *plan,
   g->vectors = x_vectors && moelora_is_vector_row(g->out, g->out_stride[0], g->n_out) &&
                g->out_stride[1] % 8 == 0 && moelora_is_vector_weights(&g->w);
   if (g->blocks.pairs) {
+    const bool cut = g->gated && g->interleaved && g->lora.num_slices == 2;
+    g->factors_boxes = moelora_are_vector_factors(g->lora.b, g->lora.num_slices) &&
+                       !(cut && g->lora.slice_n % 2 != 0);
+    for (int32_t i = 0; i < g->lora.num_slices; i++)
+      g->factors_boxes = g->factors_boxes && g->lora.b[i].stride_i > 0;
     const bool vectors = x_vectors && moelora_are_vector_factors(g->lora.a, g->lora.num_slices);
     moelora_status status =
         moelora_cuda_shrink(g, routes->lora_scalings, vectors, plan->variant->dtype, hl, exec);

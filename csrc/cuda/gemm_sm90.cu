@@ -117,14 +117,13 @@ template <class S, class T> struct Wild {
   }
 
   /* Zeros where they were in the consumer's rows of a stage; true if there were any. */
-  static __device__ __forceinline__ bool clear(uint32_t weights, int consumer, int pieces) {
-    const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5 & 3) * 16 + lane / 2;
+  static __device__ __forceinline__ bool clear(uint32_t weights, int stride, int consumer,
+                                               int pieces) {
     bool found = false;
-#pragma unroll 1
+#pragma unroll 2
     for (int i = 0; i < 2 * pieces; i++) {
-      const int chunk = (i & ~1) + (lane & 1);
       const uint32_t at =
-          weights + (i & 1) * kGroupBytes + row * kRowBytes + ((chunk ^ (row & 7)) << 4);
+          weights + i / 2 * stride + (i & 1) * kPieceGroupBytes + (threadIdx.x & 127) * 16;
       uint4 v = load_shared_16(at);
       if (signs(v.x) | signs(v.y) | signs(v.z) | signs(v.w)) {
         v.x = cleared(v.x), v.y = cleared(v.y), v.z = cleared(v.z), v.w = cleared(v.w);
@@ -179,22 +178,23 @@ template <class S, class T> struct Wild {
 template <class S, class T, int N>
 __device__ __forceinline__ bool add_adapters(float (&d)[2][N / 2], const moelora_gemm_launch &g,
                                              const Ring<S> &ring, int consumer) {
+  constexpr int STRIDE = S::TILES * kPieceGroupBytes;
   ring.wait_full();
   const PiecesNote note = PiecesNote::read(ring.note());
-  const uint32_t weights = ring.weights() + consumer * 2 * kGroupBytes;
-  const bool wild = note.mixed && Wild<S, T>::clear(weights, consumer, note.pieces);
+  const uint32_t weights = ring.weights() + consumer * 2 * kPieceGroupBytes;
+  const bool wild = note.shared && Wild<S, T>::clear(weights, STRIDE, consumer, note.pieces);
   fence_async_proxy(); // cp.async, or `clear`, wrote through the ordinary proxy
-  const uint64_t a = wgmma_descriptor(weights), b = wgmma_descriptor(ring.tokens());
-  const int step = is_paired(g) ? 4 : 2, up = is_paired(g) ? 2 : 0; // chunks, as in load_pieces
+  const uint64_t a = wgmma_descriptor_32(weights), b = wgmma_descriptor(ring.tokens());
+  const int step = is_paired(g) ? 4 : 2, up = is_paired(g) ? 2 : 0; // as in sm90_adapters.cuh
 #pragma unroll 1
-  for (int slot = 0; slot < note.pieces; slot++) {
+  for (int j = 0; j < note.pieces; j++) {
     wgmma_fence();
-    Wgmma<N>::template mma<Element<T>::is_bf16>(d[0], a + 2 * slot, b + step * slot);
-    Wgmma<N>::template mma<Element<T>::is_bf16>(d[1], a + kGroupBytes / 16 + 2 * slot,
-                                                b + step * slot + up);
+    Wgmma<N>::template mma<Element<T>::is_bf16>(d[0], a + j * (STRIDE / 16), b + step * j);
+    Wgmma<N>::template mma<Element<T>::is_bf16>(d[1], a + (j * STRIDE + kPieceGroupBytes) / 16,
+                                                b + step * j + up);
     wgmma_commit();
-    wgmma_wait<0>();
   }
+  wgmma_wait<0>();
   return wild;
 }
 
@@ -280,9 +280,10 @@ __device__ __forceinline__ void consume(const CUtensorMap *out_map, const moelor
 }
 
 template <class S, class T, Finish FINISH>
-__global__ void __launch_bounds__(S::THREADS, 1)
+__global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
     gemm_sm90(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap x_map,
               const __grid_constant__ CUtensorMap out_map,
+              const __grid_constant__ FactorMaps b_maps,
               const __grid_constant__ moelora_gemm_launch g) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ char shared[];
@@ -305,7 +306,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     if constexpr (S::CONSUMERS == 2)
       give_registers<104>();
     if (__shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == 0)
-      stream<S>(&w_map, &x_map, g, ring);
+      stream<S>(&w_map, &x_map, &b_maps, g, ring);
     else
       gather<S, T>(g, ring);
   } else {
@@ -328,6 +329,11 @@ typedef CUresult (*EncodeTiled)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, 
                                 const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
+struct Maps {
+  CUtensorMap w, x, out;
+  FactorMaps b;
+};
+
 /* The driver's encoder, found at run time so that nothing links against libcuda. */
 EncodeTiled find_encoder() {
   static EncodeTiled encode; // races write the same value
@@ -342,17 +348,17 @@ EncodeTiled find_encoder() {
   return encode;
 }
 
-moelora_status encode_map(CUtensorMap *map, bool is_bf16, cuuint32_t rank, void *data,
-                          const cuuint64_t *sizes, const cuuint64_t *strides,
-                          const cuuint32_t *box) {
+moelora_status encode_map(CUtensorMap *map, bool is_bf16, cuuint32_t rank, const void *data,
+                          const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
+                          CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
   const EncodeTiled encode = find_encoder();
   if (!encode)
     return moelora_fail(MOELORA_DEVICE_ERROR, "the driver has no cuTensorMapEncodeTiled");
-  const cuuint32_t steps[4] = {1, 1, 1, 1};
-  const CUresult result = encode(
-      map, is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank, data,
-      sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  const CUresult result =
+      encode(map, is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+             rank, (void *)data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     return moelora_fail(MOELORA_DEVICE_ERROR, "cuTensorMapEncodeTiled failed with %d", (int)result);
   return MOELORA_OK;
@@ -377,7 +383,7 @@ moelora_status map_weights(const moelora_gemm_launch *g, bool is_bf16, CUtensorM
     memcpy(strides, packed_strides, sizeof strides);
   }
   const cuuint32_t box[4] = {64, 64, 1, 1};
-  return encode_map(map, is_bf16, 4, (void *)w->data, sizes, strides, box);
+  return encode_map(map, is_bf16, 4, w->data, sizes, strides, box);
 }
 
 /* Boxes of 64 columns by `box_rows` rows of a matrix that lies by position. */
@@ -387,7 +393,31 @@ moelora_status map_positions(const moelora_gemm_launch *g, bool is_bf16, const v
                                (cuuint64_t)(g->blocks.max_blocks * g->blocks.rows)};
   const cuuint64_t strides[1] = {(cuuint64_t)stride * 2};
   const cuuint32_t box[2] = {64, (cuuint32_t)box_rows};
-  return encode_map(map, is_bf16, 2, (void *)data, sizes, strides, box);
+  return encode_map(map, is_bf16, 2, data, sizes, strides, box);
+}
+
+/* Boxes of 64 rows by 16 ranks of each slice of B [max_loras, E, half, n, ranks]. Of a gated
+ * projection with one slice `half` tells gate from up, as in map_weights; so it does where two
+ * slices cut across rows that alternate. What the adapters share is a dimension of 1. */
+moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, FactorMaps *maps) {
+  const moelora_factors *lora = &g->lora;
+  const bool halved = g->gated && !is_paired(*g);
+  const cuuint64_t n = lora->slice_n / (halved ? 2 : 1);
+  const cuuint32_t box[5] = {16, 64, 1, 1, 1};
+  moelora_status status = MOELORA_OK;
+  for (int32_t i = 0; i < lora->num_slices && status == MOELORA_OK; i++) {
+    const moelora_factor *b = &lora->b[i];
+    const cuuint64_t row = b->stride_i * 2, alternate = halved && g->interleaved;
+    const cuuint64_t sizes[5] = {(cuuint64_t)lora->max_rank, n, halved ? 2u : 1u,
+                                 b->stride_e ? (cuuint64_t)g->num_experts : 1,
+                                 b->stride_l ? (cuuint64_t)g->max_loras : 1};
+    const cuuint64_t strides[4] = {alternate ? 2 * row : row, alternate ? row : row * n,
+                                   b->stride_e ? b->stride_e * 2 : row,
+                                   b->stride_l ? b->stride_l * 2 : row};
+    status = encode_map(&maps->slice[i], is_bf16, 5, b->data, sizes, strides, box,
+                        CU_TENSOR_MAP_SWIZZLE_32B);
+  }
+  return status;
 }
 
 template <int MIN_CC, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER> struct Launch {
@@ -401,35 +431,36 @@ struct Launch<90, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
   using S = Shape<BLOCK_M, BLOCK_N / 128, STAGES, CLUSTER>;
   static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
     constexpr bool BF16 = Element<T>::is_bf16;
-    CUtensorMap w_map, x_map = {}, out_map = {};
+    Maps maps = {};
     if (g->out_f32 && BLOCK_M > 32)
       return moelora_fail(MOELORA_UNSUPPORTED, "float32 results of blocks of %d rows", BLOCK_M);
     if (g->x_divisor && g->num_rows / g->x_divisor * (g->x_stride / 8) > UINT32_MAX)
       return moelora_fail(MOELORA_UNSUPPORTED, "x is larger than 64 GB");
-    moelora_status status = map_weights(g, BF16, &w_map);
+    moelora_status status = map_weights(g, BF16, &maps.w);
     if (status == MOELORA_OK && g->x_divisor == 0)
-      status = map_positions(g, BF16, g->x, g->k, g->x_stride, S::BOX, &x_map);
+      status = map_positions(g, BF16, g->x, g->k, g->x_stride, S::BOX, &maps.x);
     if (status == MOELORA_OK && g->out_by_position && !g->out_f32)
-      status = map_positions(g, BF16, g->out, g->n_out, g->out_stride[0], S::BOX, &out_map);
+      status = map_positions(g, BF16, g->out, g->n_out, g->out_stride[0], S::BOX, &maps.out);
+    if (status == MOELORA_OK && g->blocks.pairs && g->factors_boxes)
+      status = map_factors(g, BF16, &maps.b);
     if (status != MOELORA_OK)
       return status;
     if constexpr (BLOCK_M > 32) { // smaller tiles have short epilogues anyway
       if (g->out_by_position && !g->out_f32 && !g->weighted)
-        return g->gated ? launch<Finish::GATED>(g, w_map, x_map, out_map, exec)
-                        : launch<Finish::PLAIN>(g, w_map, x_map, out_map, exec);
+        return g->gated ? launch<Finish::GATED>(g, maps, exec)
+                        : launch<Finish::PLAIN>(g, maps, exec);
     }
     if constexpr (CLUSTER == 1)
-      return launch<Finish::GENERAL>(g, w_map, x_map, out_map, exec);
+      return launch<Finish::GENERAL>(g, maps, exec);
     return moelora_fail(MOELORA_UNSUPPORTED, "clusters are for whole layers");
   }
 
   template <Finish FINISH>
-  static moelora_status launch(const moelora_gemm_launch *g, const CUtensorMap &w_map,
-                               const CUtensorMap &x_map, const CUtensorMap &out_map,
+  static moelora_status launch(const moelora_gemm_launch *g, const Maps &maps,
                                const moelora_exec *exec) {
     return launch_kernel<gemm_sm90<S, T, FINISH>, CLUSTER>(
-        "gemm_sm90", g->blocks.max_blocks * tile_columns<S>(*g), S::THREADS, S::SHARED, exec, w_map,
-        x_map, out_map, *g);
+        "gemm_sm90", g->blocks.max_blocks * tile_columns<S>(*g), S::THREADS, S::SHARED, exec,
+        maps.w, maps.x, maps.out, maps.b, *g);
   }
 };
 

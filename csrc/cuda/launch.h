@@ -55,10 +55,12 @@ typedef struct moelora_gemm_launch {
   bool interleaved;     /* gate and up rows alternate */
   bool vectors;         /* x, w and out allow 16-byte accesses */
   bool factors_vectors; /* the factors B do */
+  bool factors_boxes;   /* and a tensor map covers each slice of them */
   /* adapters */
   const void *hl;              /* [position, num_slices * hl_slice] scaled shrink result */
   int64_t hl_stride, hl_slice; /* hl_slice: max_rank rounded up to 16 */
   moelora_factors lora;        /* num_slices == 0: none */
+  int32_t max_loras;
   /* epilogue */
   int32_t activation; /* moelora_activation, or -1 */
   bool weighted;

@@ -1,60 +1,10 @@
-/* The producer warpgroup of a Hopper GEMM. Its first warp feeds the copy engine: weights, and token
- * rows where they lie by position. The other three gather token rows by cp.async where they do not,
- * and behind the depth of the base product fill the adapter stages; so that weights keep streaming
- * while adapters are sorted out. */
+/* The producer warpgroup of a Hopper GEMM. Its first warp feeds the copy engine: weights, factors,
+ * and token rows where they lie by position. The other three gather by cp.async: token rows where
+ * they do not, and shrink results. */
 #ifndef MOELORA_CUDA_SM90_PRODUCE_CUH
 #define MOELORA_CUDA_SM90_PRODUCE_CUH
 
-#include "sm90_ring.cuh"
-
-/* Adapter stages of a tile. */
-template <class S>
-__device__ __forceinline__ int count_stages(const moelora_gemm_launch &g, const Tile &tile,
-                                            const Segments<S::LANES> &segments) {
-  int slices = 0, pieces = 0;
-  for (int slice = 0; slice < (is_paired(g) ? 1 : g.lora.num_slices); slice++) {
-    bool meets = is_paired(g) || g.lora.num_slices == 1;
-    for (int group = 0; group < S::TILES && !meets; group++)
-      meets = group_meets_slice<S>(g, tile.column, group, slice);
-    slices += meets;
-  }
-  for (int low = 0; low < S::TOKENS; low = segments.next(low + 1, S::TOKENS)) {
-    const int pair = segments.at(low);
-    if (pair >= 0)
-      pieces += (pair % kRanks + kPieceDepth - 1) / kPieceDepth;
-  }
-  const int per_stage = pieces_per_stage(g);
-  return (pieces * slices + per_stage - 1) / per_stage;
-}
-
-/* The adapters of this CTA's block and of its neighbour's, lane by lane. */
-template <class S> struct Pairs {
-  int32_t own[S::LANES], other[S::LANES];
-
-  __device__ __forceinline__ void load(const moelora_gemm_launch &g, int block) {
-    if (!g.blocks.pairs)
-      return;
-#pragma unroll
-    for (int i = 0; i < S::LANES; i++) {
-      const int t = i * 32 + (threadIdx.x & 31);
-      const int32_t *pairs = g.blocks.pairs + t;
-      own[i] = t < S::TOKENS ? pairs[(int64_t)block * S::TOKENS] : -1;
-      if (S::CLUSTER > 1)
-        other[i] = t < S::TOKENS ? pairs[(int64_t)(block ^ 1) * S::TOKENS] : -1;
-    }
-  }
-
-  /* Fills `segments` with this CTA's; returns the adapter stages that the cluster needs. */
-  __device__ __forceinline__ int find(const moelora_gemm_launch &g, const Tile &tile,
-                                      Segments<S::LANES> &segments) const {
-    if (!g.blocks.pairs)
-      return 0;
-    int most = 0;
-    if (S::CLUSTER > 1)
-      most = count_stages<S>(g, tile, segments.of(other, g.lora.max_rank));
-    return max(most, count_stages<S>(g, tile, segments.of(own, g.lora.max_rank)));
-  }
-};
+#include "sm90_adapters.cuh"
 
 /* This CTA's share of a depth step's weights. */
 template <class S>
@@ -109,7 +59,8 @@ template <class S> struct Walk {
 /* What comes next is loaded while a tile streams. */
 template <class S>
 __device__ __forceinline__ void stream(const CUtensorMap *w_map, const CUtensorMap *x_map,
-                                       const moelora_gemm_launch &g, Ring<S> ring) {
+                                       const FactorMaps *b_maps, const moelora_gemm_launch &g,
+                                       Ring<S> ring) {
   const int lane = threadIdx.x & 31, depth_steps = (g.k + kDepth - 1) / kDepth;
   // Few tokens read each weight once; the blocks of a busy expert read it one after the other.
   const uint64_t policy = S::TOKENS <= 32 ? evict_first_policy() : evict_normal_policy();
@@ -121,8 +72,9 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const CUtensorM
     const Tile tile = next.tile;
     const int count = next.count;
     const int boxes = g.x_divisor ? 0 : (count + S::BOX - 1) / S::BOX;
-    Segments<S::LANES> segments;
-    const int adapter_stages = pairs.find(g, tile, segments);
+    Runs<S> runs;
+    runs.list = ring.runs();
+    const int adapter_stages = pairs.find(g, tile, runs);
     next.advance(g);
     if (next.more())
       pairs.load(g, next.tile.block);
@@ -139,8 +91,18 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const CUtensorM
       }
       __syncwarp();
     }
-    for (int i = 0; i < adapter_stages; i++, ring.advance())
+    PieceCursor cursor;
+    for (int i = 0; i < adapter_stages; i++, ring.advance()) {
+      const int pieces = pieces_in(g, runs, i);
       ring.wait_empty();
+      if (lane == 0) {
+        PiecesNote{pieces, runs.are_shared(count)}.write(ring.note());
+        barrier_expect(ring.full(), g.factors_boxes ? pieces * S::TILES * kPieceGroupBytes : 0);
+      }
+      if (g.factors_boxes)
+        load_factors<S>(b_maps, g, tile, runs, pieces, cursor, ring);
+      __syncwarp();
+    }
   }
   ring.wait_empty();
   if (lane == 0) {
@@ -173,6 +135,9 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Ring<S> rin
         prefetch(&g.blocks.pairs[(int64_t)next.tile.block * S::TOKENS + t]);
     }
 
+    Runs<S> runs;
+    runs.list = ring.runs();
+    int adapter_stages = 0;
     for (int step = 0; step < depth_steps; step++, ring.advance()) {
       ring.wait_empty();
       if (g.x_divisor) {
@@ -187,28 +152,22 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Ring<S> rin
         }
       }
       barrier_arrive_after_copies(ring.full());
+      if (step == 0) { // they were prefetched
+        Pairs<S> pairs;
+        pairs.load(g, tile.block);
+        adapter_stages = pairs.find(g, tile, runs);
+      }
     }
 
-    Pairs<S> pairs;
-    pairs.load(g, tile.block);
-    Segments<S::LANES> segments;
-    const int adapter_stages = pairs.find(g, tile, segments);
     if (adapter_stages > 0)
       wait_for_previous_kernel(); // it is the shrink
-    Piece cursor;
+    PieceCursor cursor;
     for (int i = 0; i < adapter_stages; i++, ring.advance()) {
+      const int pieces = pieces_in(g, runs, i);
       ring.wait_empty();
-      PiecesNote note;
-      note.mixed = segments.next(1, count) < count;
-      note.pieces = load_pieces<S, T, kGatherers>(g, tile, segments, count, cursor, ring.weights(),
-                                                  ring.tokens(), thread);
-      // The arrival below speaks for asynchronous copies, not for plain stores.
-      if (!g.factors_vectors)
-        __threadfence_block();
-      if (thread == 0) {
-        note.write(ring.note());
-        barrier_arrive(ring.full());
-      }
+      if (!g.factors_boxes)
+        copy_factors<S, T, kGatherers>(g, tile, runs, pieces, cursor, ring, thread);
+      copy_shrunk<S, T, kGatherers>(g, tile, runs, pieces, cursor, count, ring, thread);
       barrier_arrive_after_copies(ring.full());
     }
   }

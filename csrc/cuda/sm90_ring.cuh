@@ -5,6 +5,7 @@
  *   CONSUMERS x { staging }                                results on their way out
  *   STAGES x { note }                                      32 bytes
  *   STAGES x { full }, STAGES x { empty }                  mbarriers
+ *   4 x { runs }                                           of adapters, one list per producer warp
  *
  * The CTAs of a cluster work on neighbouring blocks of one expert and share its weights: each loads
  * its part and the copy engine delivers it to both, so that a stage is free when the consumers of
@@ -29,20 +30,24 @@ constexpr int kArrivals = 32;
 constexpr int kArrivals = 1;
 #endif
 
+/* Tiles of one consumer are for streaming weights: two CTAs share an SM, and one fills its ring
+ * while the other finishes a tile. */
 template <int TOKENS_, int CONSUMERS_, int STAGES_, int CLUSTER_>
 struct Shape : Extent<TOKENS_, 2 * CONSUMERS_> {
   using E = Extent<TOKENS_, 2 * CONSUMERS_>;
   static constexpr int CONSUMERS = CONSUMERS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
   static constexpr int THREADS = kProducers + 128 * CONSUMERS;
+  static constexpr int RESIDENT = CONSUMERS == 1 ? 2 : 1; // CTAs per SM
   static constexpr int BOX = TOKENS_ % 32 == 0 ? 32 : 16; // token rows that one copy moves
   // Widths of the token side of wgmma: from half of a full tile on, in steps.
   static constexpr int STEP = TOKENS_ < 64 ? 8 : 16;
   static constexpr int LEAST = (TOKENS_ / 2 + STEP - 1) / STEP * STEP;
   // Up to 1023 bytes go to the alignment that the swizzle needs.
-  static constexpr int SHARED =
-      1024 + STAGES * (E::STAGE_BYTES + 16 + kNoteBytes) + CONSUMERS * kStagingBytes;
+  static constexpr int RUNS_BYTES = 8 * TOKENS_;
+  static constexpr int SHARED = 1024 + STAGES * (E::STAGE_BYTES + 16 + kNoteBytes) +
+                                CONSUMERS * kStagingBytes + 4 * RUNS_BYTES;
   static_assert(TOKENS_ % BOX == 0 && TOKENS_ % STEP == 0, "whole boxes, whole steps");
-  static_assert(SHARED <= 232448, "227 KB of shared memory per block");
+  static_assert(RESIDENT * (SHARED + 1024) <= 228 * 1024, "shared memory of an SM");
 };
 
 template <class S> struct Ring {
@@ -50,6 +55,7 @@ template <class S> struct Ring {
   static constexpr uint32_t NOTES = STAGING + S::CONSUMERS * kStagingBytes;
   static constexpr uint32_t FULL = NOTES + S::STAGES * kNoteBytes;
   static constexpr uint32_t EMPTY = FULL + 8 * S::STAGES;
+  static constexpr uint32_t RUNS = EMPTY + 8 * S::STAGES;
   uint32_t base;
   int stage = 0;
   uint32_t phase = 0;
@@ -65,6 +71,10 @@ template <class S> struct Ring {
   }
   __device__ __forceinline__ uint32_t staging(int consumer) const {
     return base + STAGING + consumer * kStagingBytes;
+  }
+  /* The list of this producer warp. */
+  __device__ __forceinline__ uint32_t runs() const {
+    return base + RUNS + (threadIdx.x >> 5) * S::RUNS_BYTES;
   }
   __device__ __forceinline__ uint32_t weights() const { return base + stage * S::STAGE_BYTES; }
   __device__ __forceinline__ uint32_t tokens() const { return weights() + S::W_BYTES; }
@@ -111,14 +121,15 @@ struct TileNote {
   }
 };
 
-/* With an adapter stage: how many pieces it holds; `mixed` if the block's tokens do not all
- * carry one adapter. */
+/* With an adapter stage: how many pieces it holds; `shared` if some product in it must be zero,
+ * whatever B holds: tokens of the block that do not carry the piece's adapter, ranks that it does
+ * not have. */
 struct PiecesNote {
   int pieces;
-  bool mixed;
+  bool shared;
 
   __device__ __forceinline__ void write(uint32_t at) const {
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + 16), "r"(pieces | mixed << 16) : "memory");
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + 16), "r"(pieces | shared << 16) : "memory");
   }
   static __device__ __forceinline__ PiecesNote read(uint32_t at) {
     uint32_t v;

@@ -183,7 +183,7 @@ struct Piece {
 
 constexpr int kPieceDepth = 16;
 
-__device__ __forceinline__ bool is_paired(const moelora_gemm_launch &g) {
+__host__ __device__ __forceinline__ bool is_paired(const moelora_gemm_launch &g) {
   return g.gated && !g.interleaved && g.lora.num_slices == 2;
 }
 
@@ -327,7 +327,7 @@ __device__ __forceinline__ void expand(float (&d)[2][N / 2], const moelora_gemm_
 
 /* All three gated activations are g' sigmoid(g' (a + b g'^2)) (u' + c): silu has a = 1; gelu in its
  * tanh form is the identity 1 + tanh(t) = 2 sigmoid(2t); gpt-oss clamps both and has a = 1.702, c
- * = 1. The clamps are written so that NaN stays NaN. */
+ * = 1. NaN stays NaN. */
 struct Activation {
   float a = 1.f, b = 0.f, c = 0.f, limit = __builtin_inff();
 
@@ -341,23 +341,25 @@ struct Activation {
   /* One piece of assembly: given its parts, the compiler starts them for all outputs of a thread at
    * once and runs out of registers. */
   __device__ __forceinline__ float operator()(float gate, float up) const {
-    gate = gate > limit ? limit : gate;
-    up = (up > limit ? limit : up < -limit ? -limit : up) + c;
     float y;
     asm volatile("{\n"
-                 ".reg .f32 t, p;\n"
-                 "mul.f32 t, %1, %1;\n"
+                 ".reg .f32 g, u, t;\n"
+                 "min.NaN.f32 g, %1, %5;\n"
+                 "min.NaN.f32 u, %2, %5;\n"
+                 "max.NaN.f32 u, u, %6;\n"
+                 "add.f32 u, u, %7;\n"
+                 "mul.f32 t, g, g;\n"
                  "fma.rn.f32 t, t, %4, %3;\n"
-                 "mul.f32 t, t, %1;\n"
+                 "mul.f32 t, t, g;\n"
                  "mul.f32 t, t, 0fBFB8AA3B;\n" // -log2(e)
                  "ex2.approx.ftz.f32 t, t;\n"
                  "add.f32 t, t, 0f3F800000;\n"
                  "rcp.approx.ftz.f32 t, t;\n"
-                 "mul.f32 p, %1, %2;\n"
-                 "mul.f32 %0, p, t;\n"
+                 "mul.f32 u, u, g;\n"
+                 "mul.f32 %0, u, t;\n"
                  "}"
                  : "=f"(y)
-                 : "f"(gate), "f"(up), "f"(a), "f"(b));
+                 : "f"(gate), "f"(up), "f"(a), "f"(b), "f"(limit), "f"(-limit), "f"(c));
     return y;
   }
 };

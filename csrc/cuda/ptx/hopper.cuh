@@ -80,6 +80,14 @@ __device__ __forceinline__ void tma_load_2d(uint32_t to, const CUtensorMap *map,
                : "memory");
 }
 
+__device__ __forceinline__ void tma_load_5d(uint32_t to, const CUtensorMap *map, int c0, int c1,
+                                            int c2, int c3, int c4, uint32_t barrier) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(to),
+               "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(barrier)
+               : "memory");
+}
+
 /* A box from shared memory to global memory, clipped there. One group per call. */
 __device__ __forceinline__ void tma_store_2d(const CUtensorMap *map, int c0, int c1,
                                              uint32_t from) {
@@ -160,6 +168,12 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
  * each other. Adding 2 (in units of 16 bytes) moves on by 16 elements of depth. */
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
   return ((uint64_t)1 << 62) | ((uint64_t)(1024 >> 4) << 32) | ((uint64_t)1 << 16) |
+         (uint64_t)((address & 0x3FFFF) >> 4);
+}
+
+/* The same of 32-byte rows in the 32-byte swizzle, one k16 step wide: atoms of 256 bytes. */
+__device__ __forceinline__ uint64_t wgmma_descriptor_32(uint32_t address) {
+  return ((uint64_t)3 << 62) | ((uint64_t)(256 >> 4) << 32) | ((uint64_t)1 << 16) |
          (uint64_t)((address & 0x3FFFF) >> 4);
 }
 

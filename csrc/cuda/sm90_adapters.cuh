@@ -1,0 +1,245 @@
+/* Adapters as more depth of a Hopper GEMM's tile.
+ *
+ * The work comes in pieces: 16 ranks of the adapter that a run of the block's tokens carries. Where
+ * gate and up have a slice each, a piece covers both; otherwise one for each slice that the tile
+ * meets. A stage of the ring holds a few pieces:
+ *
+ *   W  [piece][TILES][64] rows of 32 bytes, 32-byte swizzle   rows of B
+ *   X  [TOKENS] rows of 128 bytes as in tile.cuh              shrink results, zeros where a token
+ *                                                             does not carry the adapter
+ *
+ * In X, piece j lies in chunks 2j and 2j + 1; the two slices of a paired one follow each other, in
+ * chunks 4j to 4j + 3. */
+#ifndef MOELORA_CUDA_SM90_ADAPTERS_CUH
+#define MOELORA_CUDA_SM90_ADAPTERS_CUH
+
+#include "sm90_ring.cuh"
+
+constexpr int kPieceGroupBytes = 64 * 32;
+
+/* Tensor maps of the slices of B: [max_loras, E, halves, rows, ranks], see map_factors. */
+struct FactorMaps {
+  CUtensorMap slice[MOELORA_MAX_SLICES];
+};
+
+/* What a piece is made of; the same in all lanes of a warp. */
+struct AdapterPiece {
+  int low, high, pair; // tokens [low, high)
+  int slice, rank;
+};
+
+/* The runs of one block, listed in memory of one warp: { int16 low, high; int32 pair }. */
+template <class S> struct Runs {
+  uint32_t list;
+  int count, pieces; // runs; pieces of all of them
+  uint32_t slices;   // that the tile meets
+
+  /* From the adapters of the block's tokens, lane by lane. */
+  __device__ __forceinline__ void find(const moelora_gemm_launch &g, const Tile &tile,
+                                       Segments<S::LANES> &segments) {
+    slices = slices_met(g, tile);
+    pieces = pieces_of(segments);
+    count = 0;
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < S::LANES; i++) {
+      const bool carries = segments.pair[i] >= 0 && segments.pair[i] % kRanks > 0;
+      const bool first = segments.starts[i] >> lane & 1;
+      const uint32_t begin = __ballot_sync(0xffffffffu, carries && first);
+      const uint32_t after = i + 1 < S::LANES ? segments.starts[i + 1] : 1;
+      const bool last = (lane < 31 ? segments.starts[i] >> (lane + 1) : after) & 1;
+      const uint32_t at = list + 8 * (count + __popc(begin & ((2u << lane) - 1)) - 1);
+      const int t = i * 32 + lane;
+      if (carries && first)
+        asm volatile("st.shared.b16 [%0], %1;\n"
+                     "st.shared.b32 [%0 + 4], %2;" ::"r"(at),
+                     "h"((int16_t)t), "r"(segments.pair[i])
+                     : "memory");
+      if (carries && last)
+        asm volatile("st.shared.b16 [%0 + 2], %1;" ::"r"(at), "h"((int16_t)(t + 1)) : "memory");
+      count += __popc(begin);
+    }
+    __syncwarp();
+  }
+
+  /* Bit i: some output of the tile lies in slice i. */
+  static __device__ __forceinline__ uint32_t slices_met(const moelora_gemm_launch &g,
+                                                        const Tile &tile) {
+    if (is_paired(g) || g.lora.num_slices == 1)
+      return 1;
+    uint32_t met = 0;
+    for (int slice = 0; slice < g.lora.num_slices; slice++)
+      for (int group = 0; group < S::TILES; group++)
+        met |= (uint32_t)group_meets_slice<S>(g, tile.column, group, slice) << slice;
+    return met;
+  }
+
+  /* Pieces of one slice. */
+  static __device__ __forceinline__ int pieces_of(const Segments<S::LANES> &segments) {
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < S::LANES; i++)
+      if (segments.pair[i] >= 0 && segments.starts[i] >> (threadIdx.x & 31) & 1)
+        sum += (segments.pair[i] % kRanks + kPieceDepth - 1) / kPieceDepth;
+    return __reduce_add_sync(0xffffffffu, sum);
+  }
+
+  /* See PiecesNote; `tokens` are in use. */
+  __device__ __forceinline__ bool are_shared(int tokens) const {
+    const AdapterPiece first = run(0);
+    return count > 1 || first.low > 0 || first.high < tokens || first.pair % kPieceDepth != 0;
+  }
+
+  __device__ __forceinline__ AdapterPiece run(int index) const {
+    uint32_t ends, pair;
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(ends), "=r"(pair)
+                 : "r"(list + 8 * index)
+                 : "memory");
+    return {(int)(ends & 0xffff), (int)(ends >> 16), (int)pair, 0, 0};
+  }
+};
+
+/* The adapters of this CTA's block and of its neighbour's, lane by lane. */
+template <class S> struct Pairs {
+  int32_t own[S::LANES], other[S::LANES];
+
+  __device__ __forceinline__ void load(const moelora_gemm_launch &g, int block) {
+    if (!g.blocks.pairs)
+      return;
+#pragma unroll
+    for (int i = 0; i < S::LANES; i++) {
+      const int t = i * 32 + (threadIdx.x & 31);
+      const int32_t *pairs = g.blocks.pairs + t;
+      own[i] = t < S::TOKENS ? pairs[(int64_t)block * S::TOKENS] : -1;
+      if (S::CLUSTER > 1)
+        other[i] = t < S::TOKENS ? pairs[(int64_t)(block ^ 1) * S::TOKENS] : -1;
+    }
+  }
+
+  /* Lists this CTA's runs; returns the adapter stages that the cluster needs. */
+  __device__ __forceinline__ int find(const moelora_gemm_launch &g, const Tile &tile,
+                                      Runs<S> &runs) const {
+    runs.pieces = 0;
+    if (!g.blocks.pairs)
+      return 0;
+    Segments<S::LANES> segments;
+    int most = 0;
+    if (S::CLUSTER > 1)
+      most = runs.pieces_of(segments.of(other, g.lora.max_rank));
+    segments.of(own, g.lora.max_rank);
+    __syncwarp(); // all lanes have read the last tile's list
+    runs.find(g, tile, segments);
+    const int slices = __popc(runs.slices), per_stage = pieces_per_stage(g);
+    most = max(most, runs.pieces) * slices;
+    runs.pieces *= slices;
+    return (most + per_stage - 1) / per_stage;
+  }
+};
+
+/* Where a walk over a tile's pieces stands: runs, slices of each, 16 ranks at a time. */
+struct PieceCursor {
+  int run = 0, slice = -1, rank = 0;
+
+  /* There must be one more. */
+  template <class S> __device__ __forceinline__ AdapterPiece next(const Runs<S> &runs) {
+    AdapterPiece piece = runs.run(run);
+    if (slice < 0)
+      slice = __ffs(runs.slices) - 1;
+    piece.slice = slice;
+    piece.rank = rank;
+    rank += kPieceDepth;
+    if (rank >= piece.pair % kRanks) {
+      rank = 0;
+      slice = __ffs(runs.slices & ~((2u << slice) - 1)) - 1;
+      run += slice < 0;
+    }
+    return piece;
+  }
+};
+
+/* Pieces of a tile's adapter stage `stage`. */
+template <class S>
+__device__ __forceinline__ int pieces_in(const moelora_gemm_launch &g, const Runs<S> &runs,
+                                         int stage) {
+  const int per_stage = pieces_per_stage(g);
+  return max(0, min(per_stage, runs.pieces - stage * per_stage));
+}
+
+/* A stage's rows of B, by the copy engine. */
+template <class S>
+__device__ __forceinline__ void load_factors(const FactorMaps *maps, const moelora_gemm_launch &g,
+                                             const Tile &tile, const Runs<S> &runs, int pieces,
+                                             PieceCursor &cursor, const Ring<S> &ring) {
+  const bool paired = is_paired(g);
+  const int halves = g.gated && !paired ? 2 : 1, rows = (int)g.lora.slice_n / halves;
+  for (int j = 0; j < pieces; j++) {
+    const AdapterPiece piece = cursor.next(runs);
+    if ((threadIdx.x & 31) != 0)
+      continue;
+    for (int group = 0; group < S::TILES; group++) {
+      const int slice = paired ? group & 1 : piece.slice;
+      const moelora_factor &b = g.lora.b[slice];
+      const int row = first_output<S>(g, tile.column, group) - (paired ? 0 : piece.slice * rows);
+      tma_load_5d(ring.weights() + (j * S::TILES + group) * kPieceGroupBytes, &maps->slice[slice],
+                  piece.rank, row, halves == 2 ? group & 1 : 0, b.stride_e ? tile.expert : 0,
+                  b.stride_l ? piece.pair / kRanks : 0, ring.full());
+    }
+  }
+}
+
+/* The same element by element, for factors that no tensor map covers. */
+template <class S, class T, int THREADS>
+__device__ __forceinline__ void copy_factors(const moelora_gemm_launch &g, const Tile &tile,
+                                             const Runs<S> &runs, int pieces, PieceCursor cursor,
+                                             const Ring<S> &ring, int thread) {
+  for (int j = 0; j < pieces; j++) {
+    const AdapterPiece piece = cursor.next(runs);
+#pragma unroll 1
+    for (int i = thread; i < S::TILES * 128; i += THREADS) {
+      const int group = i / 128, r = i / 2 % 64, chunk = i & 1;
+      const int slice = is_paired(g) ? group & 1 : piece.slice;
+      const int output = first_output<S>(g, tile.column, group) + r;
+      const int64_t n = weight_row(g, group, output) - slice * g.lora.slice_n;
+      const int column = piece.rank + chunk * 8;
+      const int ranks = max(0, min(8, piece.pair % kRanks - column));
+      const bool there = output < g.n_out && n >= 0 && n < g.lora.slice_n;
+      const moelora_factor &b = g.lora.b[slice];
+      const T *from = (const T *)b.data + piece.pair / kRanks * b.stride_l +
+                      tile.expert * b.stride_e + n * b.stride_i + column;
+      copy_elements(ring.weights() + (j * S::TILES + group) * kPieceGroupBytes + r * 32 +
+                        ((chunk ^ (r >> 2 & 1)) << 4),
+                    from, there ? ranks : 0);
+    }
+  }
+  __threadfence_block(); // the arrival to come speaks for asynchronous copies only
+}
+
+/* A stage's token side: up to row `tokens`, by THREADS threads. */
+template <class S, class T, int THREADS>
+__device__ __forceinline__ void copy_shrunk(const moelora_gemm_launch &g, const Tile &tile,
+                                            const Runs<S> &runs, int pieces, PieceCursor &cursor,
+                                            int tokens, const Ring<S> &ring, int thread) {
+  constexpr int STEP = THREADS / 8;
+  const bool paired = is_paired(g);
+  const int chunk = thread & 7, slot = paired ? chunk / 4 : chunk / 2;
+  AdapterPiece mine = {};
+  for (int j = 0; j < pieces; j++) {
+    const AdapterPiece piece = cursor.next(runs);
+    if (j == slot)
+      mine = piece;
+  }
+  if (slot >= pieces)
+    return;
+  const int slice = paired ? chunk / 2 & 1 : mine.slice, stride = (int)g.hl_stride;
+  const T *hl = (const T *)g.hl + (int64_t)tile.block * S::TOKENS * stride + slice * g.hl_slice +
+                mine.rank + (chunk & 1) * 8;
+#pragma unroll 4
+  for (int t = thread / 8; t < tokens; t += STEP) {
+    const bool carries = t >= mine.low && t < mine.high;
+    copy_async_16(ring.tokens() + t * kRowBytes + ((chunk ^ (t & 7)) << 4),
+                  hl + (carries ? t : mine.low) * stride, carries ? 16 : 0);
+  }
+}
+
+#endif
