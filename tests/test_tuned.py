@@ -65,6 +65,16 @@ def test_forcing_goes_before_tuning(plan):
     assert plan(1, [(1, LARGE)], env={"MOELORA_FORCE_VARIANT": OLD})[0] == OLD
 
 
+def test_a_limit_goes_before_tuning(plan):
+    env = {"MOELORA_MAX_CC": "80"}
+    table = plan(1, [], on=("cuda", 80))[0]
+    for measured in (LARGE, OLD):
+        assert measured != table
+        variant, stderr = plan(1, [(1, measured)], env=env)
+        assert variant == table, "the plans of a newer GPU are for another device"
+        assert "other devices than this one (sm_80, 132 SMs)" in stderr
+
+
 CPU = (0, 0, 0, tuned.DTYPES["fp32"], 4, 2, 72, 40)
 
 
