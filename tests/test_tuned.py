@@ -181,6 +181,15 @@ def test_the_command_finds_the_better_variant(no_plans, tmp_path, capsys):
     assert tuned.load(tmp_path) == 1
     assert main(["tune", *words[:-2]]) == 2
     assert "say where the files go" in capsys.readouterr().err
+    assert main(["tune", *words, "--adapters", "1,2"]) == 2
+    assert "--adapters is [1, 2], wanted one number" in capsys.readouterr().err
+
+
+def test_a_limited_gpu_is_not_tuned_for(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("MOELORA_MAX_CC", "80")
+    monkeypatch.setattr("moelora._C.has_cuda", lambda: True)
+    assert main(["tune", "--device", "cuda", "--dir", str(tmp_path)]) == 2
+    assert "unset MOELORA_MAX_CC" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
