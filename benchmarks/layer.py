@@ -2,6 +2,7 @@
 
     python -m benchmarks.layer --out benchmarks/results/h200-layer.json
     python -m benchmarks.layer --models qwen3 --tokens 16,1024 --ranks 16 --rivals default,base
+    python -m benchmarks.layer --max-cc 80 --out benchmarks/results/h200-sm80-layer.json
 
 A short form of `python -m moelora bench`, which has more rivals and more of everything.
 """
@@ -25,6 +26,7 @@ def command(argv=None) -> list[str]:
     parser.add_argument("--routing", default="uniform")
     parser.add_argument("--rivals", default="base,default", help=f"of {', '.join(RIVALS)}")
     parser.add_argument("--variant", help="force this kernel variant")
+    parser.add_argument("--max-cc", help="plan as for this compute capability, e.g. 80")
     parser.add_argument("--budget-ms", default="40", help="GPU time per rival and case")
     parser.add_argument("--deadline-s", default="1e9", help="stop cleanly after this")
     parser.add_argument("--out", help="result file to write")
@@ -38,8 +40,9 @@ def command(argv=None) -> list[str]:
     words += ["--all-modes"] if "best" in wanted else []
     for name in ("models", "tokens", "ranks", "adapters", "routing", "budget_ms", "deadline_s"):
         words += [f"--{name.replace('_', '-')}", getattr(args, name)]
-    for name in ("variant", "out"):
-        words += [f"--{name}", getattr(args, name)] if getattr(args, name) else []
+    for name in ("variant", "max_cc", "out"):
+        value = getattr(args, name)
+        words += [f"--{name.replace('_', '-')}", value] if value else []
     return words
 
 

@@ -294,6 +294,10 @@ bool moelora_variant_usable(int32_t index);
  * The environment variable MOELORA_FORCE_VARIANT sets it at start; a name that does not exist then
  * fails every gemm and layer. */
 moelora_status moelora_force_variant(const char *name);
+/* From now on a GPU newer than this compute capability (80, 90, ...) gets the plans of one that has
+ * it, of kernels that both can run; 0 lifts the limit. The environment variable MOELORA_MAX_CC sets
+ * it at start; what is no such number then fails every gemm and layer. */
+moelora_status moelora_limit_capability(int32_t compute_capability);
 /* A measured choice: on such a device, layers of these sizes run `variant` when they have at most
  * `tokens` tokens and no plan of theirs with fewer is enough; the plan with most tokens also serves
  * larger batches. Where the variant cannot run the built-in table decides, as for other layers. */

@@ -112,6 +112,7 @@ def tune(args: argparse.Namespace, console: Console) -> list:
     """Paths of the files written, one for each model and dtype of settled `args`."""
     timer = TurnTimer(args.mm_size) if args.device == "cpu" else GraphTimer()
     generator = torch.Generator(args.device).manual_seed(1234)
+    (adapters,) = args.adapters
     written = []
     with Progress(console=console) as progress:
         total = len(args.models) * len(args.dtypes) * len(args.tokens)
@@ -119,14 +120,14 @@ def tune(args: argparse.Namespace, console: Console) -> list:
         for key, model in args.models:
             for dtype in args.dtypes:
                 layer = tuner = None  # before the next one is drawn
-                layer = Layer(model, dtype, args.ranks, args.adapters, generator)
+                layer = Layer(model, dtype, args.ranks, adapters, generator)
                 tuner = Tuner(layer, timer, args.budget_ms)
                 plans, details = {}, {}
                 for tokens in args.tokens:
                     progress.update(bar, description=f"{key} {dtype} M={tokens}")
                     batches = [
                         cases.draw_batch(
-                            *(model, tokens, args.adapters, generator, args.mix, args.routing),
+                            *(model, tokens, adapters, generator, args.mix, args.routing),
                             dtype=cases.DTYPES[dtype],
                         )
                         for _ in range(4)
@@ -161,7 +162,7 @@ def describe(layer: Layer, args: argparse.Namespace, plans: dict, details: dict)
             "torch": torch.__version__,
             "model": model.name,
             "ranks": args.ranks,
-            "adapters": args.adapters,
+            "adapters": layer.adapters,
             "mix": args.mix,
             "routing": args.routing,
             "score_us": details,
@@ -183,6 +184,10 @@ def run(args: argparse.Namespace) -> int:
         command.settle(args)
         if not args.dir:
             raise ValueError("say where the files go: --dir or MOELORA_CONFIG_DIR")
+        if len(args.adapters) > 1:
+            raise ValueError(f"--adapters is {args.adapters}, wanted one number")
+        if args.device == "cuda" and os.environ.get("MOELORA_MAX_CC"):
+            raise ValueError("plans are for the GPU as it is: unset MOELORA_MAX_CC")
     except ValueError as error:
         print(f"python -m moelora tune: {error}", file=sys.stderr)
         return 2

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import cpu_layer, layer
 from moelora.__main__ import main
-from moelora.bench import cases, compare, machine, results, shapes, timing
+from moelora.bench import cases, compare, machine, plot, results, shapes, timing
 from moelora.bench.rivals import ABOUT, DEFAULTS, Layer, Options, Skipped, _load, rivals_of
 from moelora.bench.rivals.ours import Loop
 
@@ -75,6 +75,40 @@ def test_every_mix_runs(bench, mix):
     assert {row["mix"] for row in rows} == {mix if mix in cases.MIXES else "0.25 base"}
 
 
+def test_several_numbers_of_adapters(bench, tmp_path, capsys):
+    status, rows = bench("--adapters", "1,3", "--dtypes", "fp32", "--rivals", "loop")
+    assert status == 0
+    measured = [(row["adapters"], row["tokens"], row["rank"]) for row in rows]
+    assert measured == [(a, m, r) for a in (1, 3) for m in (1, 16) for r in (4, 8)]
+    assert len({compare.identity(row) for row in rows}) == len(rows)
+    moved = {key: row["mbytes"] for key, row in zip(measured, rows, strict=True)}
+    assert moved[1, 16, 8] < moved[3, 16, 8], "more pairs are touched"
+    out = tmp_path / "picture.svg"
+    assert main(["bench", "plot", str(bench.path), "-o", str(out)]) == 0
+    assert "<!-- Cost over the number of adapters -->" in out.read_text()
+
+
+def test_the_panel_of_counts_has_only_what_was_measured_with_several():
+    rows = [case(1.0, adapters=a, tokens=m) for a, m in ((1, 16), (8, 16), (8, 64))]
+    assert plot.with_several_counts(rows) == rows[:2]
+    assert plot.with_several_counts([case(1.0), case(2.0)]) == []
+
+
+def test_a_limit_holds_for_one_command(monkeypatch):
+    limits = []
+    monkeypatch.setattr("moelora._C.limit_capability", limits.append)
+    monkeypatch.setattr("moelora.bench.command.measure", lambda args, console: limits.append("now"))
+    monkeypatch.setattr("moelora.bench.command.show", lambda rows, console: None)
+    monkeypatch.delenv("MOELORA_MAX_CC", raising=False)
+    words = layer.command(["--max-cc", "80"])
+    assert main(["bench", "--device", "cpu", *words[words.index("--max-cc") :]]) == 0
+    assert limits == [80, "now", 0]
+    monkeypatch.setenv("MOELORA_MAX_CC", "86")
+    assert main(["bench", "--device", "cpu"]) == 0
+    assert main(["bench", "--device", "cpu", "--max-cc", "80"]) == 0
+    assert limits[3:] == [86, "now", 86, 80, "now", 86], "the environment's limit comes back"
+
+
 def test_a_wrong_rival_is_refused(bench, monkeypatch):
     right = Loop.run
     monkeypatch.setattr(Loop, "run", lambda *args: 1.1 * right(*args))
@@ -113,7 +147,9 @@ def test_a_rival_that_breaks_does_not_end_the_run(bench, monkeypatch):
         (["--rivals", "peft"], "'peft' is none of"),
         (["--mix", "some"], "--mix is 'some'"),
         (["--routing", "skewed"], "neither uniform nor zipf nor a file"),
-        (["--adapters", "0"], "--adapters is 0"),
+        (["--adapters", "0"], "--adapters is '0'"),
+        (["--adapters", "1,some"], "--adapters is '1,some'"),
+        (["--max-cc", "8"], "compute_capability is 8, expected 80 or more"),
     ],
 )
 def test_what_cannot_be_measured_is_said_at_once(words, message, capsys):
@@ -371,3 +407,17 @@ def test_rivals_of_a_gpu(bench, activation):
         rivals |= {"separate", "separate_base"} if "separate" in wanted else set()
         assert row["rivals"].keys() == rivals, row["skipped"]
         assert "loop" in row["eager"]
+
+
+@pytest.mark.gpu
+def test_a_limit_is_in_the_file(bench):
+    status, rows = bench(
+        *("--max-cc", "80", "--rivals", "none", "--adapters", "1,2"),
+        shape="8,2,256,128",
+        tokens="1,70,1024",
+        device="cuda",
+    )
+    assert status == 0
+    assert results.read(bench.path)[0]["max_cc"] == 80
+    assert all("_sm80" in row["plan"] for row in rows)
+    assert len({row["plan"] for row in rows}) > 1, "the table chooses among them"

@@ -14,6 +14,7 @@ from checks import assert_close_to_ref
 from conftest import CUDA_DTYPES, needs_gpu
 
 import moelora
+from moelora import _C
 from moelora.reference import (
     fused_experts_lora_ref,
     fused_moe_lora_gemm_ref,
@@ -46,6 +47,27 @@ def test_parity_with_the_cpu(dtype):
             assert_close_to_ref(y, cpu, naive, dtype)
         except AssertionError as error:
             raise AssertionError(f"{spec}: {error}") from error
+
+
+@pytest.fixture
+def as_sm80():
+    _C.limit_capability(80)
+    yield
+    _C.limit_capability(0)
+
+
+@pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
+def test_a_newer_gpu_runs_the_portable_kernels(as_sm80, dtype):
+    assert {name[-5:] for name in _C.usable() if "_sm" in name} == {"_sm80"}
+    plans = set()
+    for tokens in (1, 30, 40, 400):
+        p = Spec(tokens=tokens, hidden=192, inter=136, ranks=(8, 32), dtype=dtype).build()
+        y = moelora.fused_experts_lora(**p.to(GPU).kwargs())
+        plans.add(_C.last_plan())
+        ref = fused_experts_lora_ref(**p.kwargs())
+        assert_close_to_ref(y, ref, naive_fused_experts_lora(**p.kwargs()), dtype)
+    assert all("_sm90" not in plan for plan in plans)
+    assert len(plans) > 2, "blocks follow the rows of an expert"
 
 
 # ---- alignment: sizes on both sides of every choice that csrc/cuda/align.cu makes ----

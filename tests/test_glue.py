@@ -260,6 +260,21 @@ def test_force_variant():
     assert _C.last_plan() == chosen
 
 
+def test_limit_capability():
+    call()
+    chosen = _C.last_plan()
+    try:
+        _C.limit_capability(80)
+        assert not [name for name in _C.usable() if "_sm" in name and not name.endswith("_sm80")]
+        call()
+        assert _C.last_plan() == chosen, "a CPU has no compute capability"
+        for wrong in (79, 8, -80, 1000):
+            with pytest.raises(ValueError, match=f"compute_capability is {wrong}, expected 80"):
+                _C.limit_capability(wrong)
+    finally:
+        _C.limit_capability(0)
+
+
 def test_wrappers_take_the_arguments_of_the_operators():
     """A parameter of a schema that no wrapper sets would be unreachable."""
     for name in moelora.__all__:

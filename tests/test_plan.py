@@ -151,6 +151,38 @@ def test_a_forced_variant_that_the_machine_cannot_run_is_ignored(plan):
     assert plan(("cpu", AVX2), env=env) == plan(("cpu", AVX2))
 
 
+@pytest.mark.parametrize("shape", [QWEN3, MIXTRAL], ids=["qwen3", "mixtral"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_newer_gpu_has_the_plans_of_its_limit(plan, dtype, shape):
+    def limited(capability, limit, tokens):
+        env = {"MOELORA_MAX_CC": str(limit)}
+        return plan(("cuda", capability), dtype, tokens, env=env, **shape)
+
+    for tokens in TOKENS:
+        of = {c: plan(("cuda", c), dtype, tokens, **shape) for c in (75, 80, 86, 90, 100, 120)}
+        assert limited(90, 80, tokens) == limited(100, 80, tokens) == of[80]
+        assert limited(90, 86, tokens) == of[86]
+        # less shared memory than an sm_80 has, no wgmma, nothing to limit
+        assert limited(120, 80, tokens) == of[120]
+        assert limited(100, 90, tokens) == of[100]
+        assert all(limited(c, 90, tokens) == of[c] for c in (75, 80, 90))
+    assert len({limited(90, 80, tokens) for tokens in TOKENS}) > 2
+
+
+def test_a_limit_is_for_gpus_and_refuses_what_is_newer(plan):
+    env = {"MOELORA_MAX_CC": "80"}
+    assert plan(("cpu", 7), env=env) == plan(("cpu", 7))
+    forced = env | {"MOELORA_FORCE_VARIANT": "gemm_bf16_16x128x64_sm90"}
+    assert plan(("cuda", 90), env=forced) == plan(("cuda", 80))
+
+
+@pytest.mark.parametrize("limit", ["8.0", "sm_80", "75", "-80", "99999999999999999999"])
+def test_what_is_no_limit(plan, limit):
+    assert plan(("cuda", 90), env={"MOELORA_MAX_CC": limit}) == (
+        f"MOELORA_MAX_CC is '{limit}', expected a number such as 80"
+    )
+
+
 def test_plans_are_logged_on_request(tmp_path):
     example = compile_program(ROOT / "examples/c/layer.c", tmp_path)
     assert run(example).stderr == ""

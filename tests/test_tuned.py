@@ -65,6 +65,16 @@ def test_forcing_goes_before_tuning(plan):
     assert plan(1, [(1, LARGE)], env={"MOELORA_FORCE_VARIANT": OLD})[0] == OLD
 
 
+def test_a_limit_goes_before_tuning(plan):
+    env = {"MOELORA_MAX_CC": "80"}
+    table = plan(1, [], on=("cuda", 80))[0]
+    for measured in (LARGE, OLD):
+        assert measured != table
+        variant, stderr = plan(1, [(1, measured)], env=env)
+        assert variant == table, "the plans of a newer GPU are for another device"
+        assert "other devices than this one (sm_80, 132 SMs)" in stderr
+
+
 CPU = (0, 0, 0, tuned.DTYPES["fp32"], 4, 2, 72, 40)
 
 
@@ -171,6 +181,15 @@ def test_the_command_finds_the_better_variant(no_plans, tmp_path, capsys):
     assert tuned.load(tmp_path) == 1
     assert main(["tune", *words[:-2]]) == 2
     assert "say where the files go" in capsys.readouterr().err
+    assert main(["tune", *words, "--adapters", "1,2"]) == 2
+    assert "--adapters is [1, 2], wanted one number" in capsys.readouterr().err
+
+
+def test_a_limited_gpu_is_not_tuned_for(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("MOELORA_MAX_CC", "80")
+    monkeypatch.setattr("moelora._C.has_cuda", lambda: True)
+    assert main(["tune", "--device", "cuda", "--dir", str(tmp_path)]) == 2
+    assert "unset MOELORA_MAX_CC" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

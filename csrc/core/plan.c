@@ -59,39 +59,32 @@ static const moelora_variant *find_variant(const char *name) {
   return NULL;
 }
 
-/* Shared memory that a CTA may have: much on data-centre chips and on the boards made like them. */
-static int32_t shared_bytes(int32_t compute_capability) {
-  bool large = compute_capability == 80 || compute_capability == 87;
-  bool largest = compute_capability >= 90 && compute_capability < 120;
-  return (largest ? 227 : large ? 163 : 99) * 1024;
-}
-
-bool moelora_variant_runs_on(const moelora_variant *variant, const moelora_device_info *device) {
-  if (variant->device != device->device)
-    return false;
-  if (variant->device == MOELORA_CPU)
-    return (device->cpu_isa & (uint32_t)variant->needs) == (uint32_t)variant->needs;
-  /* wgmma exists on 9.0 alone; mma.sync, from 8.0 on, is everywhere later. */
-  if (variant->needs == 90)
-    return device->compute_capability == 90;
-  int32_t stage = (variant->block_m + variant->block_n) * variant->block_k * 2;
-  return device->compute_capability >= variant->needs &&
-         variant->stages * stage <= shared_bytes(device->compute_capability);
-}
-
-/* ---- forced variant, log and last plan ---- */
+/* ---- forced variant, limit, log and last plan ---- */
 
 static pthread_once_t environment_once = PTHREAD_ONCE_INIT;
 static _Atomic(const moelora_variant *) forced_variant;
-static _Atomic(bool) forced_unknown; /* MOELORA_FORCE_VARIANT names nothing */
+static _Atomic(bool) forced_unknown;      /* MOELORA_FORCE_VARIANT names nothing */
+static _Atomic(int32_t) capability_limit; /* 0: none */
+static _Atomic(bool) limit_unknown;       /* MOELORA_MAX_CC is no capability */
 static bool log_plans;
+
+static bool is_capability(long value) {
+  return value >= 80 && value < 1000;
+}
 
 static void read_environment(void) {
   const char *log = getenv("MOELORA_LOG"), *name = getenv("MOELORA_FORCE_VARIANT");
+  const char *most = getenv("MOELORA_MAX_CC");
   log_plans = log && (strcmp(log, "plan") == 0 || strcmp(log, "shapes") == 0);
   if (name && *name) {
     forced_variant = find_variant(name);
     forced_unknown = !forced_variant;
+  }
+  if (most && *most) {
+    char *end;
+    const long value = strtol(most, &end, 10);
+    limit_unknown = *end != '\0' || !is_capability(value);
+    capability_limit = limit_unknown ? 0 : (int32_t)value;
   }
 }
 
@@ -102,6 +95,16 @@ moelora_status moelora_force_variant(const char *name) {
   MOELORA_REQUIRE(!name || variant, "variant '%s' does not exist", name);
   forced_variant = variant;
   forced_unknown = false;
+  return MOELORA_OK;
+}
+
+moelora_status moelora_limit_capability(int32_t compute_capability) {
+  moelora_clear_error();
+  pthread_once(&environment_once, read_environment);
+  MOELORA_REQUIRE(compute_capability == 0 || is_capability(compute_capability),
+                  "compute_capability is %d, expected 80 or more, or 0", compute_capability);
+  capability_limit = compute_capability;
+  limit_unknown = false;
   return MOELORA_OK;
 }
 
@@ -121,6 +124,41 @@ const char *moelora_last_plan(void) {
 }
 
 /* ---- choice ---- */
+
+/* Shared memory that a CTA may have: much on data-centre chips and on the boards made like them. */
+static int32_t shared_bytes(int32_t compute_capability) {
+  bool large = compute_capability == 80 || compute_capability == 87;
+  bool largest = compute_capability >= 90 && compute_capability < 120;
+  return (largest ? 227 : large ? 163 : 99) * 1024;
+}
+
+/* The device that plans are for. */
+static moelora_device_info limited(const moelora_device_info *device) {
+  pthread_once(&environment_once, read_environment);
+  moelora_device_info seen = *device;
+  const int32_t limit = capability_limit;
+  if (device->device == MOELORA_CUDA && limit && limit < device->compute_capability)
+    seen.compute_capability = limit;
+  return seen;
+}
+
+static bool has_capability(const moelora_variant *variant, int32_t compute_capability) {
+  /* wgmma exists on 9.0 alone; mma.sync, from 8.0 on, is everywhere later. */
+  if (variant->needs == 90)
+    return compute_capability == 90;
+  int32_t stage = (variant->block_m + variant->block_n) * variant->block_k * 2;
+  return compute_capability >= variant->needs &&
+         variant->stages * stage <= shared_bytes(compute_capability);
+}
+
+bool moelora_variant_runs_on(const moelora_variant *variant, const moelora_device_info *device) {
+  if (variant->device != device->device)
+    return false;
+  if (variant->device == MOELORA_CPU)
+    return (device->cpu_isa & (uint32_t)variant->needs) == (uint32_t)variant->needs;
+  return has_capability(variant, device->compute_capability) &&
+         has_capability(variant, limited(device).compute_capability);
+}
 
 /* Routed rows that an expert of this rank gets on average, at least 1. */
 static int64_t rows_per_expert(const moelora_routes *routes) {
@@ -211,6 +249,8 @@ static moelora_status pick_variant(const moelora_routes *routes, moelora_dtype d
   pthread_once(&environment_once, read_environment);
   MOELORA_REQUIRE(!forced_unknown, "MOELORA_FORCE_VARIANT is '%s': no such variant",
                   getenv("MOELORA_FORCE_VARIANT"));
+  MOELORA_REQUIRE(!limit_unknown, "MOELORA_MAX_CC is '%s', expected a number such as 80",
+                  getenv("MOELORA_MAX_CC"));
   const moelora_variant *variant = forced_variant;
   if (!variant || variant->dtype != dtype || !moelora_variant_runs_on(variant, device) ||
       !serves(variant, access)) {
@@ -270,7 +310,8 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                !(problem->w13.packed && gated &&
                  (problem->activation == MOELORA_SWIGLUOAI || problem->intermediate % 64 != 0));
   MOELORA_TRY(plan_projections(&problem->routes, problem->dtype, &access, device, &plan->w13));
-  prefer_tuned(moelora_tuned_variant(problem, device), &access, device, &plan->w13);
+  const moelora_device_info seen = limited(device);
+  prefer_tuned(moelora_tuned_variant(problem, &seen), &access, device, &plan->w13);
   plan->w2 = plan->w13;
   /* Rows that wait for their sum do so in float32, so that the sum alone rounds, where they are
    * few; elsewhere their traffic would cost up to a fifth of the layer. */
@@ -305,8 +346,12 @@ static void log_plan(const char *operator, const char *shape, const moelora_rout
                      const moelora_variant *tuned) {
   const moelora_variant *variant = plan->variant;
   const char *why = variant == forced_variant ? "; forced" : variant == tuned ? "; tuned" : "";
+  const int32_t capability = limited(device).compute_capability;
   char where[48];
-  if (device->device == MOELORA_CUDA)
+  if (capability != device->compute_capability)
+    snprintf(where, sizeof where, "sm_%d as sm_%d, %d SMs", device->compute_capability, capability,
+             device->num_units);
+  else if (device->device == MOELORA_CUDA)
     snprintf(where, sizeof where, "sm_%d, %d SMs", device->compute_capability, device->num_units);
   else
     snprintf(where, sizeof where, "isa %#x, %d threads", device->cpu_isa, device->num_units);
@@ -339,6 +384,7 @@ void moelora_note_experts(const moelora_experts_problem *problem, const moelora_
   char shape[64];
   snprintf(shape, sizeof shape, "K=%lld I=%lld", (long long)problem->hidden,
            (long long)problem->intermediate);
+  const moelora_device_info seen = limited(device);
   log_plan("experts", shape, &problem->routes, device, &plan->w13,
-           moelora_tuned_variant(problem, device));
+           moelora_tuned_variant(problem, &seen));
 }

@@ -47,6 +47,18 @@ static PyObject *py_force_variant(PyObject *self, PyObject *name) {
   Py_RETURN_NONE;
 }
 
+static PyObject *py_limit_capability(PyObject *self, PyObject *args) {
+  (void)self;
+  int compute_capability;
+  if (!PyArg_ParseTuple(args, "i", &compute_capability)) {
+    return NULL;
+  }
+  if (moelora_limit_capability(compute_capability) != MOELORA_OK) {
+    return PyErr_Format(PyExc_ValueError, "%s", moelora_error_message());
+  }
+  Py_RETURN_NONE;
+}
+
 /* In the order of moelora_tuned_plan. */
 static PyObject *py_add_tuned_plan(PyObject *self, PyObject *args) {
   (void)self;
@@ -101,6 +113,8 @@ static PyMethodDef methods[] = {
     {"usable", py_usable, METH_NOARGS, "Names of the kernel variants that can run here."},
     {"force_variant", py_force_variant, METH_O,
      "Prefer the kernel variant of this name in every plan that can use it; None undoes it."},
+    {"limit_capability", py_limit_capability, METH_VARARGS,
+     "Plan for GPUs as if they had at most this compute capability (80, 90, ...); 0 undoes it."},
     {"add_tuned_plan", py_add_tuned_plan, METH_VARARGS,
      "Prefer a variant for layers of one shape: (device, compute_capability, num_units, dtype, "
      "num_experts, top_k, hidden, intermediate, tokens, variant)."},

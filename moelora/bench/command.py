@@ -2,6 +2,7 @@
 
     python -m moelora bench --models qwen3,mixtral --tokens 16,1024 --ranks 16 --out now.json
     python -m moelora bench --models qwen3-235b --tp 4 --mix half --routing zipf
+    python -m moelora bench --models qwen3 --tokens 1024 --ranks 16,128 --adapters 1,2,4,8,16,32
     python -m moelora bench --shape 32,4,2880,2880 --device cpu
     python -m moelora bench --list
     python -m moelora bench plot now.json --out now.png
@@ -12,8 +13,10 @@ turns. Every rival is compared with float64 before it is timed.
 """
 
 import argparse
+import os
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -64,6 +67,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--rivals", default="auto", help=f"of {', '.join(rivals.ABOUT)}; auto, none")
     add("--all-modes", action="store_true", help="every path of a rival, not its default alone")
     add("--variant", help="force this kernel variant")
+    limit = os.environ.get("MOELORA_MAX_CC") or None
+    add("--max-cc", default=limit, type=int, help="plan as for this compute capability, e.g. 80")
     add("--threads", type=int, help="torch's number of threads")
     add("--patience-s", default=1.5, type=float, help="longest call of a rival")
     add("--deadline-s", default=1e9, type=float, help="stop cleanly after this")
@@ -79,7 +84,7 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
     add("--tp", default=1, type=int, help="the shard of one of so many tensor-parallel ranks")
     add("--tokens")
     add("--ranks", default="16,64")
-    add("--adapters", default=8, type=int)
+    add("--adapters", default="8")
     add("--mix", default="many", help=f"{', '.join(cases.MIXES)}, or the share of base tokens")
     add("--routing", default="uniform", help="uniform, zipf, or a file of counts per expert")
     add("--dtypes", help="of fp32, bf16, fp16")
@@ -99,6 +104,7 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
         if getattr(args, name) is None:
             setattr(args, name, value)
     args.tokens, args.ranks = _numbers("--tokens", args.tokens), _numbers("--ranks", args.ranks)
+    args.adapters = _numbers("--adapters", args.adapters)
     args.dtypes = _words("--dtypes", args.dtypes, cases.DTYPES)
     known = list(rivals.ABOUT)
     defaults = rivals.DEFAULTS[args.device]
@@ -109,8 +115,6 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
     models = [shapes.find(text) for text in args.models.split(",") if text]
     models += [shapes.custom(text) for text in args.shape]
     args.models = [(key, model.shard(args.tp)) for key, model in models]
-    if args.adapters < 1:
-        raise ValueError(f"--adapters is {args.adapters}, wanted at least 1")
     if args.mix not in cases.MIXES and not _is_share(args.mix):
         raise ValueError(f"--mix is {args.mix!r}, wanted {', '.join(cases.MIXES)} or a share")
     if args.routing not in cases.ROUTINGS and not Path(args.routing).is_file():
@@ -147,33 +151,36 @@ def measure(args: argparse.Namespace, console: Console) -> list[dict]:
     if args.threads:
         torch.set_num_threads(args.threads)
     about = processor() if args.device == "cpu" else {}
+    if args.device == "cuda" and args.max_cc:
+        about["max_cc"] = args.max_cc
     timer = TurnTimer(args.mm_size) if args.device == "cpu" else GraphTimer()
     generator = torch.Generator(args.device).manual_seed(1234)
     options = rivals.Options(args.patience_s, args.all_modes)
     rows, absent = [], {}
-    total = len(args.models) * len(args.dtypes) * len(args.tokens)
+    settings = list(product(args.models, args.dtypes, args.adapters))
+    total = len(settings) * len(args.tokens)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         bar = progress.add_task("", total=total)
-        for key, model in args.models:
-            for dtype in args.dtypes:
-                progress.update(bar, description=f"{key} {dtype}")
-                bench = layer = found = None  # before the next one is drawn
-                same_a = "transformers" in args.rivals
-                layer = rivals.Layer(model, dtype, args.ranks, args.adapters, generator, same_a)
-                found, absent = rivals.rivals_of(layer, args.rivals, options)
-                situation = Situation(key, args.tp, args.mix, args.routing)
-                bench = Bench(layer, found, situation, timer, args.budget_ms)
-                for tokens in args.tokens:
-                    if time.monotonic() - started > args.deadline_s:
-                        console.print(f"deadline: {progress.tasks[0].completed} of {total} done")
-                        return rows
-                    progress.update(bar, description=f"{key} {dtype} M={tokens}")
-                    rows += bench.measure(tokens, generator)
-                    progress.advance(bar)
-                    if args.out:
-                        seconds = round(time.monotonic() - started)
-                        results.write(args.out, rows, **about, absent=absent, seconds=seconds)
+        for (key, model), dtype, adapters in settings:
+            what = f"{key} {dtype}" + (f" L={adapters}" if len(args.adapters) > 1 else "")
+            progress.update(bar, description=what)
+            bench = layer = found = None  # before the next one is drawn
+            same_a = "transformers" in args.rivals
+            layer = rivals.Layer(model, dtype, args.ranks, adapters, generator, same_a)
+            found, absent = rivals.rivals_of(layer, args.rivals, options)
+            situation = Situation(key, args.tp, args.mix, args.routing)
+            bench = Bench(layer, found, situation, timer, args.budget_ms)
+            for tokens in args.tokens:
+                if time.monotonic() - started > args.deadline_s:
+                    console.print(f"deadline: {progress.tasks[0].completed} of {total} done")
+                    return rows
+                progress.update(bar, description=f"{what} M={tokens}")
+                rows += bench.measure(tokens, generator)
+                progress.advance(bar)
+                if args.out:
+                    seconds = round(time.monotonic() - started)
+                    results.write(args.out, rows, **about, absent=absent, seconds=seconds)
     for name, why in absent.items():
         console.print(f"not measured: {name}: {why}", highlight=False)
     return rows
@@ -184,11 +191,12 @@ def show(rows: list[dict], console: Console) -> None:
     if not rows:
         return
     unit, scale = ("ms", 1e3) if rows[0]["ours_us"] > 5e3 else ("us", 1.0)
-    table = Table(title=f"{unit} per layer", caption="x best: the fastest rival with adapters")
+    caption = "cost: of adapters over base; x best: the fastest rival with adapters"
+    table = Table(title=f"{unit} per layer", caption=caption)
     who = list(dict.fromkeys(name for row in rows for name in row["rivals"]))
-    for column in ("model", "dtype", "M", "rank", "bound", "ours", "+-", "share", "base", "share"):
+    for column in ("model", "dtype", "M", "rank", "adapters", "bound", "ours", "+-", "share"):
         table.add_column(column, justify="right")
-    for column in ("adapters", "x best", *(name.replace("_", " ") for name in who)):
+    for column in ("base", "share", "cost", "x best", *(name.replace("_", " ") for name in who)):
         table.add_column(column, justify="right")
 
     def cell(us):
@@ -201,7 +209,7 @@ def show(rows: list[dict], console: Console) -> None:
         last = row["model"], row["dtype"]
         low, high = row["spread_us"]["ours"]
         table.add_row(
-            *(*last, str(row["tokens"]), str(row["rank"])),
+            *(*last, *(str(row[name]) for name in ("tokens", "rank", "adapters"))),
             *(cell(row["bound_us"]), cell(row["ours_us"])),
             f"{50 * (high - low) / row['ours_us']:.0f} %",
             *(f"{row['share']:.2f}", cell(row["ours_base_us"]), f"{row['share_base']:.2f}"),
@@ -232,6 +240,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     try:
         settle(args)
+        if args.max_cc:
+            _C.limit_capability(args.max_cc)
     except ValueError as error:
         print(f"python -m moelora bench: {error}", file=sys.stderr)
         return 2
@@ -242,4 +252,6 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if args.variant:
             _C.force_variant(None)
+        if args.max_cc:
+            _C.limit_capability(int(os.environ.get("MOELORA_MAX_CC") or 0))
     return 0

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(f"python -m moelora bench compare: {error}", file=sys.stderr)
         return 2
-    for name in ("device", "torch", "threads"):
+    for name in ("device", "max_cc", "torch", "threads"):
         if old_meta.get(name) != new_meta.get(name):
             console.print(f"note: {name}: {old_meta.get(name)}, then {new_meta.get(name)}")
     found = changes(match(before, after), args.noise)

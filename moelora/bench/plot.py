@@ -27,7 +27,8 @@ def run(args: argparse.Namespace) -> int:
 
 def draw(files, out) -> Path:
     """One picture of all files: on the left achieved flops over intensity under the roof, on the
-    right what adapters cost over the same layer without."""
+    right what adapters cost over the same layer without, and what a larger number of them does
+    where some case was measured with several."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -36,14 +37,37 @@ def draw(files, out) -> Path:
     rows = [row for _, cases in loaded for row in cases if "ours_base_us" in row]
     if not rows:
         raise ValueError("there is no layer in these files")
-    figure = Figure(figsize=(13, 5.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    counted = with_several_counts(rows)
+    panels = 3 if counted else 2
+    figure = Figure(figsize=(6.5 * panels, 5.2), layout="constrained")
+    left, middle, *right = figure.subplots(1, panels)
     roofline(left, rows)
-    overhead(right, rows)
+    overhead(middle, rows, "tokens")
+    for axes in right:
+        overhead(axes, counted, "adapters")
     devices = dict.fromkeys(meta["device"] for meta, _ in loaded)
     figure.suptitle(", ".join(devices))
     figure.savefig(out, dpi=130)
     return Path(out)
+
+
+def with_several_counts(rows):
+    """The rows of cases that were measured with several numbers of adapters."""
+    counts = defaultdict(set)
+    for row in rows:
+        counts[_case(row), row["tokens"]].add(row.get("adapters"))
+    return [row for row in rows if len(counts[_case(row), row["tokens"]]) > 1]
+
+
+def _case(row, *more):
+    """Its name; of the fields `more`, too."""
+    fields = "".join(f", {row.get(name)} {name}" for name in more)
+    return f"{row['model']} {row['dtype']} rank {row['rank']}{fields}"
+
+
+def _varying(rows, field):
+    """(field,) if it is not the same in all rows, to be named by `_case`."""
+    return (field,) if len({row.get(field) for row in rows}) > 1 else ()
 
 
 def roofline(axes, rows):
@@ -53,12 +77,12 @@ def roofline(axes, rows):
     groups = defaultdict(list)
     for row in drawn:
         # flop per byte; Gflop/s
-        groups[row["model"], row["dtype"], row["rank"]].append(
+        groups[_case(row, *_varying(drawn, "adapters"))].append(
             (1e3 * row["gflop"] / row["mbytes"], 1e6 * row["gflop"] / row["ours_us"])
         )
-    for (model, dtype, rank), points in groups.items():
+    for case, points in groups.items():
         intensity, rate = zip(*sorted(points), strict=True)
-        axes.plot(intensity, rate, "o-", ms=4, lw=0.8, label=f"{model} {dtype} rank {rank}")
+        axes.plot(intensity, rate, "o-", ms=4, lw=0.8, label=case)
     if drawn and peaks:
         every = [x for points in groups.values() for x, _ in points]
         for streaming, flops in {max(peaks)}:
@@ -74,22 +98,24 @@ def roofline(axes, rows):
         axes.set_axis_off()
 
 
-def overhead(axes, rows):
-    """Time with adapters over the same layer without, ours and each rival that has both."""
+def overhead(axes, rows, along):
+    """Time with adapters over the same layer without, ours and each rival that has both, along the
+    number of `tokens` or of `adapters`."""
     curves = defaultdict(dict)
+    other = _varying(rows, "adapters" if along == "tokens" else "tokens")
     for row in rows:
-        case = f"{row['model']} {row['dtype']} rank {row['rank']}"
-        curves[case, "ours"][row["tokens"]] = row["ours_us"] / row["ours_base_us"] - 1
+        case = _case(row, *other)
+        curves[case, "ours"][row[along]] = row["ours_us"] / row["ours_base_us"] - 1
         rivals = row["rivals"]
         for name, base in (("vllm_default", "vllm_base"), ("separate", "separate_base")):
             if name in rivals and base in rivals:
-                curves[case, name][row["tokens"]] = rivals[name] / rivals[base] - 1
+                curves[case, name][row[along]] = rivals[name] / rivals[base] - 1
     colours = {case: f"C{i % 10}" for i, case in enumerate(dict.fromkeys(c for c, _ in curves))}
     styles = {"ours": "o-", "vllm_default": "s--", "separate": "^:"}
     for (case, who), points in curves.items():
-        tokens, cost = zip(*sorted(points.items()), strict=True)
+        numbers, cost = zip(*sorted(points.items()), strict=True)
         axes.plot(
-            tokens,
+            numbers,
             [100 * c for c in cost],
             styles[who],
             color=colours[case],
@@ -97,7 +123,8 @@ def overhead(axes, rows):
             lw=1.2 if who == "ours" else 0.8,
             label=f"{case}, {who.replace('_', ' ')}",
         )
-    axes.set(xscale="log", xlabel="tokens", ylabel="% over the layer without adapters")
-    axes.set_title("Cost of adapters")
+    scale = "log" if along == "tokens" else "linear"
+    axes.set(xscale=scale, xlabel=along, ylabel="% over the layer without adapters")
+    axes.set_title("Cost of adapters" if along == "tokens" else "Cost over the number of adapters")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=6)

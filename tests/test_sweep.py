@@ -1,0 +1,53 @@
+"""The layer at every number of tokens, through all block sizes that its plans choose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cases import Problem, Spec, same_bits
+from checks import assert_close_to_ref
+
+import moelora
+from moelora import _C
+from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
+
+MOST = 512
+PER_TOKEN = ("hidden_states", "topk_weights", "topk_ids", "token_lora_mapping")
+
+
+def prefix(p: Problem, tokens: int) -> Problem:
+    """The problem of the first tokens: their results are those of the whole."""
+    values = {name: getattr(p, name) for name in PER_TOKEN}
+    return replace(p, **{n: t if t is None else t[:tokens] for n, t in values.items()})
+
+
+def test_every_batch_up_to_512_tokens(device_and_dtype):
+    """With adapters of mixed ranks on half of the tokens, and without any."""
+    device, dtype = device_and_dtype
+    spec = Spec(
+        tokens=MOST,
+        experts=8,
+        hidden=136,
+        inter=72,
+        ranks=(8, 64, 1, 17),
+        mix="half_base",
+        dtype=dtype,
+    )
+    mixed = spec.build()
+    problems = mixed, mixed.base()
+    refs = [fused_experts_lora_ref(**p.kwargs()) for p in problems]
+    naives = [naive_fused_experts_lora(**p.kwargs()) for p in problems]
+    there = [p.to(device) for p in problems]
+    bare = there[0].token_lora_mapping == -1
+    plans = set()
+    for tokens in range(1, MOST + 1):
+        made = [moelora.fused_experts_lora(**prefix(p, tokens).kwargs()) for p in there]
+        for what, y, ref, naive in zip(("mixed", "base"), made, refs, naives, strict=True):
+            try:
+                assert_close_to_ref(y, ref[:tokens], naive[:tokens], dtype)
+            except AssertionError as error:
+                raise AssertionError(f"{what}, {tokens} tokens: {error}") from error
+        rows = bare[:tokens]
+        assert same_bits(made[0][rows], made[1][rows]), f"base rows of {tokens} tokens"
+        plans.add(_C.last_plan())
+    assert device == "cpu" or len(plans) > 2, "the sweep meets every block size"
