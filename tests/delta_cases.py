@@ -7,7 +7,7 @@ from cases import Problem
 from torch import Tensor
 
 import moelora
-from moelora.reference import _as_list
+from moelora.reference.routing import as_list
 from moelora.reference_delta import moe_lora_align_lists_ref, num_experts_of
 
 # Tiles of vLLM's kernels: shrink, then expand.
@@ -27,7 +27,7 @@ def delta_operator(projection: str):
 
 
 def columns_of(p: Problem, projection: str) -> int:
-    return sum(b.size(2) for b in _as_list(getattr(p, f"{projection}_lora_b")))
+    return sum(b.size(2) for b in as_list(getattr(p, f"{projection}_lora_b")))
 
 
 class Lists:
@@ -36,8 +36,8 @@ class Lists:
     def __init__(self, p: Problem, projection: str, naive: bool, block_size: int = 16, **options):
         self.p, self.projection, self.naive, self.block_size = p, projection, naive, block_size
         self.slots = len(p.spec.ranks)
-        self.a = _as_list(getattr(p, f"{projection}_lora_a"))
-        self.b = _as_list(getattr(p, f"{projection}_lora_b"))
+        self.a = as_list(getattr(p, f"{projection}_lora_a"))
+        self.b = as_list(getattr(p, f"{projection}_lora_b"))
         self.x = p.hidden_states if projection == "w13" else p.rows
         # As wide as vLLM's: one entry more than slots, and -1 for what is not active.
         ids = list(range(self.slots)) + [-1, self.slots, self.slots + 9]
