@@ -29,6 +29,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
 
 import moelora.integrations.transformers as moelora_hf
+from moelora.integrations.transformers.experts import _copies
 
 # PEFT looks for the patterns among modules, and so misses those of parameters, which do apply.
 pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
@@ -163,20 +164,20 @@ def test_transposed_weights_are_copied_once_and_again_when_they_change():
         model.set_experts_implementation("moelora")
         first = model(ids).logits
         experts = [m for m, _ in moelora_hf.moe_layers(model).values()]
-        copies = [moelora_hf._copies[m] for m in experts]
+        copies = [_copies[m] for m in experts]
         model(ids)
-        assert all(moelora_hf._copies[m] is c for m, c in zip(experts, copies, strict=True))
+        assert all(_copies[m] is c for m, c in zip(experts, copies, strict=True))
         experts[0].down_proj.mul_(-1)
         changed = model(ids).logits
-        assert moelora_hf._copies[experts[0]] is not copies[0]
-        assert moelora_hf._copies[experts[1]] is copies[1]
+        assert _copies[experts[0]] is not copies[0]
+        assert _copies[experts[1]] is copies[1]
         assert not torch.allclose(first, changed)
         model.set_experts_implementation("eager")
         torch.testing.assert_close(changed, model(ids).logits, rtol=1e-4, atol=1e-4)
-    count = len(moelora_hf._copies)
+    count = len(_copies)
     del experts, copies, model
     gc.collect()
-    assert len(moelora_hf._copies) <= count - 2
+    assert len(_copies) <= count - 2
 
 
 # ---- adapters ----
