@@ -33,7 +33,7 @@ def draw(files, out) -> Path:
     except ImportError:
         raise ImportError("pictures need matplotlib: pip install matplotlib") from None
     loaded = [results.read(file) for file in files]
-    rows = [row for _, cases in loaded for row in cases if "ours_base_us" in row]
+    rows = [row for _, cases in loaded for row in cases if "bound_base_us" in row]
     if not rows:
         raise ValueError("there is no layer in these files")
     figure = Figure(figsize=(13, 5.2), layout="constrained")
