@@ -61,10 +61,10 @@ def roofline(axes, rows):
         axes.plot(intensity, rate, "o-", ms=4, lw=0.8, label=f"{model} {dtype} rank {rank}")
     if drawn and peaks:
         every = [x for points in groups.values() for x, _ in points]
-        for streaming, flops in {max(peaks)}:
-            corner = flops / streaming
-            xs = [min(*every, corner) / 2, corner, max(*every, corner) * 2]
-            axes.plot(xs, [min(x * streaming, flops) for x in xs], "k-", lw=1.5, label="bound")
+        streaming, flops = max(peaks)
+        corner = flops / streaming
+        xs = [min(*every, corner) / 2, corner, max(*every, corner) * 2]
+        axes.plot(xs, [min(x * streaming, flops) for x in xs], "k-", lw=1.5, label="bound")
     axes.set_title("Roofline, layer with adapters")
     if drawn:
         axes.set(xscale="log", yscale="log", xlabel="flop per byte", ylabel="Gflop/s")
