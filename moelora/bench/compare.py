@@ -17,7 +17,11 @@ SAME_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def add_command(topics: argparse._SubParsersAction) -> None:
-    parser = topics.add_parser("compare", help="flag what became slower between two files")
+    parser = topics.add_parser(
+        "compare",
+        help="flag what became slower between two files",
+        description="Exit status 0: nothing is slower; 1: something is, or no case is in both files.",
+    )
     parser.add_argument("before")
     parser.add_argument("after")
     parser.add_argument("--noise", default=0.03, type=float, help="least change that counts")
