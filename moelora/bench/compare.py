@@ -20,7 +20,7 @@ def add_command(topics: argparse._SubParsersAction) -> None:
     parser = topics.add_parser(
         "compare",
         help="flag what became slower between two files",
-        description="Exit status 0: nothing is slower; 1: something is, or no case is in both files.",
+        description="Exit status 0: nothing is slower; 1: something is, or no case in common.",
     )
     parser.add_argument("before")
     parser.add_argument("after")
