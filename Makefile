@@ -14,7 +14,7 @@ CTESTS := $(basename $(notdir $(wildcard tests/c/test_*.c examples/c/*.c)))
 C_FILES = $(shell find csrc tests/c examples/c -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test build lint conformance test-c test-py sanitize fuzz test-gpu sanitize-gpu \
-        bench-cpu bench-gpu wheel check-wheel clean
+        bench-cpu bench-gpu tables wheel check-wheel clean
 
 demo: build
 	$(PY) examples/demo.py
@@ -103,6 +103,11 @@ bench-cpu: build
 bench-gpu:
 	$(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) -m moelora bench --device cuda --out benchmarks/results/gpu-layer.json $(BENCH_ARGS)
+
+# The tables and the picture of README and docs, from the result files.
+tables: build
+	$(PY) -m benchmarks.tables --write
+	$(PY) -m moelora bench plot benchmarks/results/h200-layer.json --out docs/h200-layer.png
 
 wheel: $(VENV)/.ready
 	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist .

@@ -12,10 +12,8 @@ with PEFT.
 import argparse
 import sys
 
-from rich.console import Console
-
 from moelora import _C
-from moelora.bench import command
+from moelora.bench import command, console
 
 QUICK = {"models": "qwen3:16", "ranks": "16", "budget_ms": 150.0}
 STREAMED = 8  # up to here the layer is bound by its weights alone
@@ -46,13 +44,13 @@ def parse(argv):
 
 def main(argv=None):
     args = parse(sys.argv[1:] if argv is None else argv)
-    console = Console(width=None if Console().is_terminal else 200)
-    rows = command.measure(args, console)
-    command.show(rows, console)
+    where = console()
+    rows = command.measure(args, where)
+    command.show(rows, where)
     for row in rows:
         for what, goal in goals(row).items():
             case = f"{row['model']} {row['dtype']} M={row['tokens']} rank {row['rank']}"
-            console.print(f"misses its goal: {case}: {what}, wanted {goal:g}", highlight=False)
+            where.print(f"misses its goal: {case}: {what}, wanted {goal:g}", highlight=False)
     return rows
 
 

@@ -172,12 +172,8 @@ class Peer:
 
     def modes(self, rank, wanted):
         """vLLM's default path, and with `best` the others that it could take for this case."""
-        modes = ["default"] if "default" in wanted else []
-        if "best" in wanted:
-            modes += ["oneshot", "legacy"] if rank <= 128 else ["legacy"]
-            if self.sets[0].topk_ids.numel() <= 1024:
-                modes += ["oneshotN"] + (["small"] if rank <= 64 else [])
-        return modes
+        modes = peer_vllm.modes(self.sets[0].topk_ids.numel(), rank, "best" in wanted)
+        return modes if "default" in wanted else modes[1:]
 
 
 def check(setting, projection, runs, what):

@@ -10,25 +10,20 @@ sum with the base product is rounded once.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
-from moelora.ops import Factors, _absent, _enabled, _factors, _operators, _or_absent, _run
-
-
-def run_named(names: dict[str, str], op, *args) -> None:
-    """`_run`, whose complaints then use the names of the caller's arguments."""
-    if is_compiling():
-        return op(*args)
-    try:
-        _run(op, *args)
-    except (ValueError, NotImplementedError) as error:
-        pattern = rf"\b({'|'.join(names)})\b(?=[.\[ ,])"
-        raise type(error)(re.sub(pattern, lambda m: names[m[1]], str(error))) from None
+from moelora.call import (
+    Factors,
+    absent_tensor,
+    enabled_or_absent,
+    factor_list,
+    operators,
+    or_absent,
+    run,
+)
 
 
 def known_experts(factors: Sequence[Tensor], num_experts: int | None) -> int | None:
@@ -65,28 +60,28 @@ def _delta(
     add_inputs: bool,
     out: Tensor | None,
 ) -> Tensor:
-    a, b = _factors(lora_a), _factors(lora_b)
+    a, b = factor_list(lora_a), factor_list(lora_b)
     if not a or not b:
         raise ValueError(f"lora_a has {len(a)} slices, lora_b has {len(b)}, expected at least 1")
-    absent = _absent(x)
+    absent = absent_tensor(x)
     experts = known_experts((*a, *b), num_experts)
     if out is None:
         add_inputs = False
         out = x.new_empty((*topk_ids.shape, sum(f.size(-2) for f in b)))
     topk_ids, expert_map, experts = one_expert(topk_ids, expert_map, experts)
-    _run(
+    run(
         op,
         out,
         x,
         a,
         b,
-        _or_absent(topk_weights, absent, torch.float32),
+        or_absent(topk_weights, absent, torch.float32),
         topk_ids,
-        _or_absent(token_lora_mapping, absent),
-        _or_absent(lora_ranks, absent, torch.int32),
-        _or_absent(lora_scalings, absent, torch.float32),
-        _enabled(adapter_enabled, absent),
-        _or_absent(expert_map, absent, torch.int32),
+        or_absent(token_lora_mapping, absent),
+        or_absent(lora_ranks, absent, torch.int32),
+        or_absent(lora_scalings, absent, torch.float32),
+        enabled_or_absent(adapter_enabled, absent),
+        or_absent(expert_map, absent, torch.int32),
         experts,
         mul_routed_weight,
         add_inputs,
@@ -164,7 +159,7 @@ def moe_lora_gate_up_delta(
     `fused_experts_lora`.
     """
     return _delta(
-        _operators.moe_lora_gate_up_delta.default,
+        operators.moe_lora_gate_up_delta.default,
         x,
         topk_weights,
         topk_ids,
@@ -233,7 +228,7 @@ def moe_lora_down_delta(
         This build or this device has no kernel for it.
     """
     return _delta(
-        _operators.moe_lora_down_delta.default,
+        operators.moe_lora_down_delta.default,
         x.flatten(0, 1) if x.dim() == 3 else x,
         topk_weights,
         topk_ids,

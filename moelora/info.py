@@ -7,6 +7,7 @@ import platform
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from moelora import _C, selftest
 
@@ -56,14 +57,15 @@ def facts() -> dict[str, str]:
         "CUDA kernels": cuda,
         "environment": "\n".join(
             f"{name}={value}" for name, value in os.environ.items() if name.startswith("MOELORA_")
-        ),
+        )
+        or "no MOELORA_* variable is set",
     }
 
 
 def run(args: argparse.Namespace) -> int:
     table = Table(show_header=False, title="moelora")
     for name, value in facts().items():
-        table.add_row(name, value)
+        table.add_row(name, Text(value))
     console = Console()
     console.print(table)
     found = {} if args.no_test else dict(selftest.run())
@@ -80,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def _verdict(name: str, found: dict[str, str]) -> str:
+def _verdict(name: str, found: dict[str, str]) -> Text:
     if name not in found:
-        return "usable"
-    return f"[red]{found[name]}[/]" if found[name] else "right"
+        return Text("usable")
+    return Text(found[name], style="red") if found[name] else Text("right")

@@ -15,15 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moelora.reference import (
-    Factors,
-    _as_list,
-    _optional_list,
-    _pair,
-    active_adapter,
-    align_max_blocks_ref,
-    local_expert,
-)
+from moelora.reference import active_adapter, align_max_blocks_ref, local_expert
+from moelora.reference.routing import Factors, as_list, optional_list, pair_of
 
 Rows = list[tuple[int, int] | None]
 
@@ -48,11 +41,11 @@ def rows_of_routing(
     top_k = topk_ids.size(1)
     if token_lora_mapping is None:
         return [None] * topk_ids.numel()
-    enabled, ranks = _optional_list(adapter_enabled), _optional_list(lora_ranks)
+    enabled, ranks = optional_list(adapter_enabled), optional_list(lora_ranks)
     carried = token_lora_mapping.tolist()
     rows: Rows = []
     for p, e in enumerate(topk_ids.reshape(-1).tolist()):
-        expert = local_expert(e, num_experts, _optional_list(expert_map))
+        expert = local_expert(e, num_experts, optional_list(expert_map))
         adapter = active_adapter(carried[p // top_k], max_loras, enabled, ranks)
         rows.append(None if expert < 0 or adapter < 0 else (expert, adapter))
     return rows
@@ -71,7 +64,7 @@ def rows_of_lists(
 ) -> Rows:
     """The same, from vLLM's lists of blocks."""
     rows: Rows = [None] * num_rows
-    max_loras, enabled = sorted_token_ids.size(0), _optional_list(adapter_enabled)
+    max_loras, enabled = sorted_token_ids.size(0), optional_list(adapter_enabled)
     for adapter in lora_ids.tolist()[:num_active]:
         if active_adapter(adapter, max_loras, enabled) < 0:
             continue
@@ -95,7 +88,7 @@ def shrink_ref(
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """`h[slice, m, j] = s x A[slice]^T`, (slices, M, top_k, R); 0 past the true rank."""
-    stacks = [a.cpu().to(dtype) for a in _as_list(lora_a)]
+    stacks = [a.cpu().to(dtype) for a in as_list(lora_a)]
     x, ranks, scalings = x.cpu().to(dtype), lora_ranks, lora_scalings
     per_row = x.size(0) == len(rows)
     h = torch.zeros(len(stacks), len(rows), stacks[0].size(2), dtype=dtype)
@@ -107,7 +100,7 @@ def shrink_ref(
         scaling = 1.0 if scalings is None else float(scalings[adapter])
         row = x[p if per_row else p // top_k]
         for i, stack in enumerate(stacks):
-            h[i, p, :rank] = scaling * (_pair(stack, adapter, expert)[:rank] @ row)
+            h[i, p, :rank] = scaling * (pair_of(stack, adapter, expert)[:rank] @ row)
     return h.view(len(stacks), -1, top_k, h.size(2))
 
 
@@ -120,7 +113,7 @@ def expand_ref(
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """`z[m, j] = h[slice, m, j] B[slice]^T`, slices side by side; 0 in rows without an adapter."""
-    stacks = [b.cpu().to(dtype) for b in _as_list(lora_b)]
+    stacks = [b.cpu().to(dtype) for b in as_list(lora_b)]
     num_tokens, top_k, max_rank = h.shape[1:]
     h = h.cpu().to(dtype).reshape(len(stacks), len(rows), max_rank)
     z = torch.zeros(len(rows), len(stacks), stacks[0].size(2), dtype=dtype)
@@ -130,7 +123,7 @@ def expand_ref(
         expert, adapter = work
         rank = max_rank if lora_ranks is None else min(int(lora_ranks[adapter]), max_rank)
         for i, stack in enumerate(stacks):
-            z[p, i] = _pair(stack, adapter, expert)[:, :rank] @ h[i, p, :rank]
+            z[p, i] = pair_of(stack, adapter, expert)[:, :rank] @ h[i, p, :rank]
     return z.view(num_tokens, top_k, len(stacks) * stacks[0].size(2))
 
 
@@ -162,7 +155,7 @@ def moe_lora_delta_ref(
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """What `moe_lora_gate_up_delta` and `moe_lora_down_delta` add, and where: (delta, active)."""
-    a, b = _as_list(lora_a), _as_list(lora_b)
+    a, b = as_list(lora_a), as_list(lora_b)
     rows = rows_of_routing(
         topk_ids,
         token_lora_mapping,
@@ -261,7 +254,7 @@ def moe_lora_align_lists_ref(
     sorted_token_ids = torch.full((max_loras, rows), untouched, dtype=torch.int32)
     expert_ids = torch.full((max_loras, blocks), untouched, dtype=torch.int32)
     used = torch.full((max_loras,), untouched, dtype=torch.int32)
-    enabled = _optional_list(adapter_enabled)
+    enabled = optional_list(adapter_enabled)
     for adapter in lora_ids.tolist():
         if active_adapter(adapter, max_loras, enabled) < 0:
             continue

@@ -36,8 +36,11 @@ class Settings:
     @classmethod
     def from_environment(cls) -> "Settings":
         env = os.environ
+        log = env.get("MOELORA_LOG", "")
+        if log not in ("", "plan", "shapes"):
+            warnings.warn(f"MOELORA_LOG={log}: wanted plan or shapes", RuntimeWarning, stacklevel=2)
         return cls(
-            shapes=env.get("MOELORA_LOG") == "shapes",
+            shapes=log == "shapes",
             nvtx=env.get("MOELORA_NVTX") == "1",
             dump=env.get("MOELORA_DUMP", ""),
         )

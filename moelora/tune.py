@@ -24,7 +24,7 @@ from moelora.bench import cases, command
 from moelora.bench.harness import TOLERANCE, reference_rows, relative_error
 from moelora.bench.rivals import Layer, Options
 from moelora.bench.rivals.ours import Ours
-from moelora.bench.timing import GraphTimer, Run, TurnTimer
+from moelora.bench.timing import Run, Times
 
 SHORT = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}  # in the names of variants
 TABLE = "table"
@@ -64,7 +64,7 @@ class Tuner:
         finally:
             _C.force_variant(None)
 
-    def measure(self, batches) -> dict[str, dict[int, float]]:
+    def measure(self, batches) -> dict[str, dict[int, Times]]:
         """{variant: {rank: Times}} of all that serve these batches, TABLE among them; each is
         compared with float64 before it is timed."""
         ranks = (0, *self.layer.stacks)
@@ -101,17 +101,16 @@ def score(times: dict) -> float:
 
 def choose(measured: dict[str, dict], usual: str) -> str:
     """The best variant, or the table's if nothing is better than it by more than noise."""
-    best = min((v for v in measured if v != TABLE), key=lambda v: score(measured[v]), default=usual)
+    best = min((v for v in measured if v != TABLE), key=lambda v: score(measured[v]))
     noise = max((t.high - t.low) / 2 / t.median for t in measured[TABLE].values())
-    better = score(measured[best]) < score(measured[TABLE]) * (1 - noise) if best != usual else True
+    better = score(measured[best]) < score(measured[TABLE]) * (1 - noise)
     return best if better else usual
 
 
 @torch.no_grad()
 def tune(args: argparse.Namespace, console: Console) -> list:
     """Paths of the files written, one for each model and dtype of settled `args`."""
-    timer = TurnTimer(args.mm_size) if args.device == "cpu" else GraphTimer()
-    generator = torch.Generator(args.device).manual_seed(1234)
+    timer, generator = command.tools(args)
     (adapters,) = args.adapters
     written = []
     with Progress(console=console) as progress:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moelora.delta import known_experts, one_expert, run_named
-from moelora.ops import _absent, _enabled, _operators, _or_absent
+from moelora.call import absent_tensor, enabled_or_absent, operators, or_absent, run_named
+from moelora.delta import known_experts, one_expert
 
 UNLIMITED = 2**31 - 1
 # What the compiled operators call the arguments that vLLM's signatures name otherwise.
@@ -54,7 +54,7 @@ def _lists(
 ) -> tuple:
     """vLLM's description of who works on what, as the compiled operators take it."""
     _check_equal("top_k_num", top_k_num, "topk_weights.size(1)", topk_weights.size(-1))
-    absent = _absent(topk_weights)
+    absent = absent_tensor(topk_weights)
     experts = known_experts(factors, num_experts)
     if sorted_token_ids is None:
         if token_lora_mapping is None:
@@ -70,15 +70,15 @@ def _lists(
     if num_active_loras is None or isinstance(num_active_loras, int):
         num_active_loras = torch.tensor([num_active_loras or 0], dtype=torch.int32)
     return (
-        _or_absent(topk_weights, absent, torch.float32),
-        _or_absent(sorted_token_ids, absent),
+        or_absent(topk_weights, absent, torch.float32),
+        or_absent(sorted_token_ids, absent),
         expert_ids,
-        _or_absent(num_tokens_post_padded, absent),
-        _or_absent(token_lora_mapping, absent),
+        or_absent(num_tokens_post_padded, absent),
+        or_absent(token_lora_mapping, absent),
         top_k_num,
-        _or_absent(lora_ids, absent, torch.int32),
+        or_absent(lora_ids, absent, torch.int32),
         num_active_loras,
-        _enabled(adapter_enabled, absent),
+        enabled_or_absent(adapter_enabled, absent),
         UNLIMITED if experts is None else experts,
         block_size,
     )
@@ -250,13 +250,13 @@ def fused_moe_lora(
     finish = (mul_routed_weight, add_inputs, offset)
     x = qcurr_hidden_states
     if not fully_sharded:
-        op = _operators.fused_moe_lora.default
+        op = operators.fused_moe_lora.default
         run_named(VLLM_NAMES, op, output, x, a, b, *who, *finish)
         return
     h = x.new_zeros((len(a), *topk_weights.shape, max_lora_rank))
-    run_named(VLLM_NAMES, _operators.fused_moe_lora_shrink.default, h, x, a, *who)
+    run_named(VLLM_NAMES, operators.fused_moe_lora_shrink.default, h, x, a, *who)
     h = _gathered(h, gather)
-    run_named(VLLM_NAMES, _operators.fused_moe_lora_expand.default, output, h, b, *who, *finish)
+    run_named(VLLM_NAMES, operators.fused_moe_lora_expand.default, output, h, b, *who, *finish)
 
 
 def fused_moe_lora_shrink(
@@ -352,7 +352,7 @@ def fused_moe_lora_shrink(
         None if num_experts == 1 else num_experts,
         block_size_m,
     )
-    op = _operators.fused_moe_lora_shrink.default
+    op = operators.fused_moe_lora_shrink.default
     run_named(VLLM_NAMES, op, a_intermediate_cache1, qcurr_hidden_states, a, *who)
 
 
@@ -455,5 +455,5 @@ def fused_moe_lora_expand(
         block_size_m,
     )
     finish = (mul_routed_weight, add_inputs, offset)
-    op = _operators.fused_moe_lora_expand.default
+    op = operators.fused_moe_lora_expand.default
     run_named(VLLM_NAMES, op, output, a_intermediate_cache1, b, *who, *finish)

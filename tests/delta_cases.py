@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import torch
-from cases import Problem
+from cases import Problem, Spec, same_bits
+from checks import assert_close_to_ref, guarded_empty
 from torch import Tensor
 
 import moelora
-from moelora.reference import _as_list
+from moelora.reference.routing import as_list
 from moelora.reference_delta import moe_lora_align_lists_ref, num_experts_of
 
+# vLLM's operators know neither true ranks nor scalings.
+PLAIN = Spec(tokens=9, ranks=(8, 8, 8), pass_ranks=False, scalings=False, mix="many")
 # Tiles of vLLM's kernels: shrink, then expand.
 TILES = (32, 64, 8, 4, 3, 1)
 
@@ -27,7 +30,7 @@ def delta_operator(projection: str):
 
 
 def columns_of(p: Problem, projection: str) -> int:
-    return sum(b.size(2) for b in _as_list(getattr(p, f"{projection}_lora_b")))
+    return sum(b.size(2) for b in as_list(getattr(p, f"{projection}_lora_b")))
 
 
 class Lists:
@@ -36,8 +39,8 @@ class Lists:
     def __init__(self, p: Problem, projection: str, naive: bool, block_size: int = 16, **options):
         self.p, self.projection, self.naive, self.block_size = p, projection, naive, block_size
         self.slots = len(p.spec.ranks)
-        self.a = _as_list(getattr(p, f"{projection}_lora_a"))
-        self.b = _as_list(getattr(p, f"{projection}_lora_b"))
+        self.a = as_list(getattr(p, f"{projection}_lora_a"))
+        self.b = as_list(getattr(p, f"{projection}_lora_b"))
         self.x = p.hidden_states if projection == "w13" else p.rows
         # As wide as vLLM's: one entry more than slots, and -1 for what is not active.
         ids = list(range(self.slots)) + [-1, self.slots, self.slots + 9]
@@ -98,3 +101,30 @@ class Lists:
             *(self.block_size, *TILES, self.num_active),
             **options,
         )
+
+
+def base_output(p: Problem, columns: int, offset: int = 0, extra: int = 0):
+    """(M, top_k, offset + columns + extra) of values, some of them -0, between guard bands."""
+    make = torch.Generator().manual_seed(1)
+    values = torch.randn(*p.topk_ids.shape, offset + columns + extra, generator=make)
+    values[..., ::5] = -0.0
+    out = guarded_empty(values.shape, p.spec.dtype, p.topk_ids.device)
+    out.tensor.copy_(values)
+    return out
+
+
+def check_result(out, before, delta64, naive, active, add, offset=0) -> float:
+    """`out` is `before` plus, or is, the delta where rows are active, and its bits elsewhere."""
+    dtype, columns = before.dtype, delta64.size(-1)
+    y, before = out.cpu(), before.cpu()
+    inside = slice(offset, offset + columns)
+    rest = y.clone()
+    rest[..., inside][active] = before[..., inside][active]
+    assert same_bits(rest, before), "a row without an adapter, or another column, has changed"
+    base = before[..., inside] if add else torch.zeros_like(before[..., inside])
+    ref = (base.double() + delta64)[active]
+    return assert_close_to_ref(y[..., inside][active], ref, (base + naive)[active], dtype)
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype)

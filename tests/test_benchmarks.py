@@ -10,7 +10,16 @@ import torch
 from benchmarks import cpu_layer, layer
 from moelora.__main__ import main
 from moelora.bench import cases, compare, machine, plot, results, shapes, timing
-from moelora.bench.rivals import ABOUT, DEFAULTS, Layer, Options, Skipped, _load, rivals_of
+from moelora.bench.rivals import (
+    ABOUT,
+    DEFAULTS,
+    Layer,
+    Options,
+    Skipped,
+    _load,
+    require,
+    rivals_of,
+)
 from moelora.bench.rivals.ours import Loop
 
 # Sizes that no vector length divides.
@@ -109,6 +118,27 @@ def test_a_limit_holds_for_one_command(monkeypatch):
     assert limits[3:] == [86, "now", 86, 80, "now", 86], "the environment's limit comes back"
 
 
+def test_a_deadline_ends_the_run_between_cases(bench, capsys):
+    status, rows = bench("--deadline-s", "0", "--rivals", "dense", tokens="1,2,3")
+    assert status == 0
+    assert {row["tokens"] for row in rows} == {1}
+    assert "deadline: 1 of 6 cases done" in capsys.readouterr().out
+
+
+def test_who_is_absent_from_one_layer_only_is_named(bench, monkeypatch, capsys):
+    ready = Loop.__init__
+
+    def picky(self, layer, options):
+        require(layer.dtype != "fp32", "not in fp32")
+        ready(self, layer, options)
+
+    monkeypatch.setattr(Loop, "__init__", picky)
+    bench("--dtypes", "fp32,bf16", "--rivals", "loop", tokens="1")
+    meta, _ = results.read(bench.path)
+    assert meta["absent"] == {"loop": "not in fp32"}
+    assert "not measured: loop: not in fp32" in capsys.readouterr().out
+
+
 def test_a_wrong_rival_is_refused(bench, monkeypatch):
     right = Loop.run
     monkeypatch.setattr(Loop, "run", lambda *args: 1.1 * right(*args))
@@ -150,6 +180,11 @@ def test_a_rival_that_breaks_does_not_end_the_run(bench, monkeypatch):
         (["--adapters", "0"], "--adapters is '0'"),
         (["--adapters", "1,some"], "--adapters is '1,some'"),
         (["--max-cc", "8"], "compute_capability is 8, expected 80 or more"),
+        (["--threads", "0"], "--threads is 0"),
+        (["--models", ""], "name no layer"),
+        (["--shape", "4,2,72,40,selu"], "is none of silu, gelu, swigluoai, relu2"),
+        (["--shape", SHAPE, "--routing", "pyproject.toml"], "is not a list of counts"),
+        (["--variant", "gemm_f32_typo"], "'gemm_f32_typo' does not exist"),
     ],
 )
 def test_what_cannot_be_measured_is_said_at_once(words, message, capsys):
@@ -309,7 +344,10 @@ def test_files_that_are_none(tmp_path, capsys):
     wrong.write_text("[]")
     assert main(["bench", "compare", str(wrong), str(wrong)]) == 2
     assert main(["bench", "plot", str(wrong)]) == 2
-    assert "is not a result file" in capsys.readouterr().err
+    assert main(["bench", "plot", "benchmarks/results/h200-align.json"]) == 2
+    said = capsys.readouterr().err
+    assert "is not a result file" in said
+    assert "there is no layer in these files" in said
 
 
 def test_rivals_say_what_they_need():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import moelora
+from benchmarks import tables
 from moelora import _C, tuned
 from moelora.__main__ import main
 
@@ -123,9 +124,23 @@ def test_pages_name_every_variable():
     """And only those that the code reads."""
     sources = [*(ROOT / "moelora").rglob("*.py"), *(ROOT / "csrc").rglob("*.[ch]")]
     text = "\n".join(path.read_text() for path in sources)
-    read = set(re.findall(r"(?:getenv\(|environ\.get\(|env\.get\()\"(MOELORA_\w+)\"", text))
     page = (ROOT / "docs/troubleshooting.md").read_text()
-    assert read - {"MOELORA_COMMIT", "MOELORA_PEERS"} == set(re.findall(r"`(MOELORA_\w+)=", page))
+    assert set(re.findall(r'"(MOELORA_\w+[A-Z])"', text)) == set(
+        re.findall(r"`(MOELORA_\w+)=", page)
+    )
+
+
+@pytest.mark.parametrize("page", tables.PAGES)
+def test_measured_numbers_are_those_of_the_files(page):
+    text = (ROOT / page).read_text()
+    assert tables.filled(text) == text, "the result files changed: make tables"
+
+
+def test_every_table_is_on_a_page():
+    text = "".join((ROOT / page).read_text() for page in tables.PAGES)
+    wanted = {*tables.TABLES, *tables.SENTENCES}
+    wanted |= {f"from {file}" for file, _, _ in tables.TABLES.values()}
+    assert wanted == set(re.findall(r"^<!-- (\w[\w -]*) -->$", text, re.M))
 
 
 def test_the_file_of_tuned_plans_in_the_page_is_one(tmp_path):

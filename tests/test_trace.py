@@ -36,6 +36,12 @@ def test_nothing_is_on_by_default(monkeypatch):
     assert not trace.Settings.from_environment().active
 
 
+def test_a_log_level_that_is_none(monkeypatch):
+    monkeypatch.setenv("MOELORA_LOG", "shape")
+    with pytest.warns(RuntimeWarning, match="MOELORA_LOG=shape: wanted plan or shapes"):
+        assert not trace.Settings.from_environment().active
+
+
 def test_the_environment_turns_it_on(tmp_path):
     code = "import torch, moelora; moelora.moe_align_block_size(torch.zeros(2, 2).int(), 4, 3)"
     env = {"MOELORA_LOG": "shapes", "PYTHONPATH": ":".join(sys.path)}
@@ -152,7 +158,9 @@ def test_the_self_test_notices(monkeypatch, capsys):
     assert main(["info", "--no-test"]) == 0
 
     def broken(**kwargs):
-        raise RuntimeError("no kernel image")
+        raise RuntimeError("no kernel [/image]")
 
     monkeypatch.setattr(moelora, "fused_experts_lora", broken)
-    assert "no kernel image" in dict(selftest.run())[_C.usable()[0]]
+    assert "no kernel [/image]" in dict(selftest.run())[_C.usable()[0]]
+    assert main(["info"]) == 1
+    assert "[/image]" in capsys.readouterr().out

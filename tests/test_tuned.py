@@ -8,8 +8,9 @@ import torch
 from c_programs import ROOT, compile_program, run
 
 import moelora
-from moelora import _C, tuned
+from moelora import _C, tune, tuned
 from moelora.__main__ import main
+from moelora.bench.timing import Times
 
 SMALL, LARGE = "gemm_bf16_16x128x64_sm90", "gemm_bf16_128x256x64_sm90"
 OLD = "gemm_bf16_64x128x64_sm80"
@@ -165,6 +166,25 @@ def test_the_environment_names_the_folder(no_plans, tmp_path, monkeypatch):
     monkeypatch.setenv("MOELORA_CONFIG_DIR", str(tmp_path / "gone"))
     with pytest.warns(RuntimeWarning, match="is not a folder"):
         tuned.load_configured()
+
+
+def timed(median, spread=0.0):
+    return {0: Times(median, median * (1 - spread), median * (1 + spread), 10)}
+
+
+@pytest.mark.parametrize(
+    ("table", "other", "kept"),
+    [
+        (timed(10.0), timed(9.0), "other"),
+        (timed(10.0), timed(11.0), "usual"),
+        (timed(10.0, spread=0.2), timed(9.0), "usual"),  # better, but by less than the noise
+        (timed(10.0, spread=0.2), timed(7.0), "other"),
+        (timed(10.0) | {8: timed(10.0)[0]}, timed(5.0) | {8: timed(30.0)[0]}, "usual"),
+    ],
+)
+def test_a_variant_must_be_better_by_more_than_noise(table, other, kept):
+    measured = {"table": table, "usual": table, "other": other}
+    assert tune.choose(measured, "usual") == kept
 
 
 @x86

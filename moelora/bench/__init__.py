@@ -3,3 +3,11 @@
 A *rival* is one way to run a layer (ours is one of them). All rivals of a case read the same
 tensors, are compared with float64 before they are timed, and take turns in one process.
 """
+
+from rich.console import Console
+
+
+def console() -> Console:
+    """The terminal, or lines wide enough for every table."""
+    terminal = Console()
+    return terminal if terminal.is_terminal else Console(width=200)

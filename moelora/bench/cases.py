@@ -118,11 +118,15 @@ def read_histogram(path, experts):
 
     Such a file is `torch.bincount(topk_ids.flatten(), minlength=E).tolist()` of a served model.
     """
-    content = json.loads(Path(path).read_text())
-    counts = content["counts"] if isinstance(content, dict) else content
-    if len(counts) != experts:
-        raise ValueError(f"{path} counts {len(counts)} experts, the layer has {experts}")
-    shares = torch.tensor(counts, dtype=torch.float32)
+    try:
+        content = json.loads(Path(path).read_text())
+        shares = torch.tensor(
+            content["counts"] if isinstance(content, dict) else content, dtype=torch.float32
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a list of counts: {error!r}") from error
+    if shares.shape != (experts,):
+        raise ValueError(f"{path} counts {list(shares.shape)} experts, the layer has {experts}")
     if not shares.isfinite().all() or (shares < 0).any() or shares.sum() <= 0:
         raise ValueError(f"{path}: counts must be non-negative and not all zero")
     return shares / shares.sum()

@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from moelora import _C
-from moelora.bench import cases, compare, plot, results, rivals, shapes
+from moelora.bench import cases, compare, console, plot, results, rivals, shapes
 from moelora.bench.harness import Bench, Situation
 from moelora.bench.machine import processor
 from moelora.bench.timing import GraphTimer, TurnTimer
@@ -69,7 +69,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--variant", help="force this kernel variant")
     limit = os.environ.get("MOELORA_MAX_CC") or None
     add("--max-cc", default=limit, type=int, help="plan as for this compute capability, e.g. 80")
-    add("--threads", type=int, help="torch's number of threads")
     add("--patience-s", default=1.5, type=float, help="longest call of a rival")
     add("--deadline-s", default=1e9, type=float, help="stop cleanly after this")
     add("--out", help="result file to write")
@@ -80,16 +79,18 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
     """What says which layers and batches are measured, and for how long."""
     add = parser.add_argument
     add("--models", help="of --list; qwen3:16 is qwen3 cut to 16 experts")
-    add("--shape", action="append", default=[], metavar="E,TOP_K,K,I[,ACTIVATION]")
+    shape = "E,TOP_K,K,I[,ACTIVATION]"
+    add("--shape", action="append", default=[], metavar=shape, help="a layer of another size")
     add("--tp", default=1, type=int, help="the shard of one of so many tensor-parallel ranks")
-    add("--tokens")
-    add("--ranks", default="16,64")
-    add("--adapters", default="8")
+    add("--tokens", help="numbers of tokens, with commas between")
+    add("--ranks", default="16,64", help="of the adapters (%(default)s)")
+    add("--adapters", default="8", help="of each rank, one or several numbers (%(default)s)")
     add("--mix", default="many", help=f"{', '.join(cases.MIXES)}, or the share of base tokens")
     add("--routing", default="uniform", help="uniform, zipf, or a file of counts per expert")
     add("--dtypes", help="of fp32, bf16, fp16")
     add("--device", choices=["cuda", "cpu"], help="cuda where it can be used")
     add("--budget-ms", type=float, help="time per rival or variant, and case")
+    add("--threads", type=int, help="CPU: torch's number of threads")
     add("--mm-size", default=2048, type=int, help="CPU: size of the torch.mm yardstick")
 
 
@@ -106,6 +107,8 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
     args.tokens, args.ranks = _numbers("--tokens", args.tokens), _numbers("--ranks", args.ranks)
     args.adapters = _numbers("--adapters", args.adapters)
     args.dtypes = _words("--dtypes", args.dtypes, cases.DTYPES)
+    if args.device == "cuda" and "fp32" in args.dtypes:
+        raise ValueError("--dtypes: CUDA kernels are for bf16 and fp16")
     known = list(rivals.ABOUT)
     defaults = rivals.DEFAULTS[args.device]
     if args.rivals in ("auto", "none"):
@@ -115,10 +118,17 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
     models = [shapes.find(text) for text in args.models.split(",") if text]
     models += [shapes.custom(text) for text in args.shape]
     args.models = [(key, model.shard(args.tp)) for key, model in models]
+    if not args.models:
+        raise ValueError("--models and --shape name no layer")
+    if args.threads is not None and args.threads < 1:
+        raise ValueError(f"--threads is {args.threads}, wanted at least 1")
     if args.mix not in cases.MIXES and not _is_share(args.mix):
         raise ValueError(f"--mix is {args.mix!r}, wanted {', '.join(cases.MIXES)} or a share")
-    if args.routing not in cases.ROUTINGS and not Path(args.routing).is_file():
-        raise ValueError(f"--routing is {args.routing!r}: neither uniform nor zipf nor a file")
+    if args.routing not in cases.ROUTINGS:
+        if not Path(args.routing).is_file():
+            raise ValueError(f"--routing is {args.routing!r}: neither uniform nor zipf nor a file")
+        for _, model in args.models:
+            cases.read_histogram(args.routing, model.experts)
     return args
 
 
@@ -144,21 +154,26 @@ def _is_share(text):
         return False
 
 
+def tools(args: argparse.Namespace) -> tuple[GraphTimer | TurnTimer, torch.Generator]:
+    """What settled `args` are measured with."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    timer = TurnTimer(args.mm_size) if args.device == "cpu" else GraphTimer()
+    return timer, torch.Generator(args.device).manual_seed(1234)
+
+
 @torch.no_grad()
 def measure(args: argparse.Namespace, console: Console) -> list[dict]:
     """All cases of settled `args`; the result file grows with every one."""
     started = time.monotonic()
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    timer, generator = tools(args)
     about = processor() if args.device == "cpu" else {}
     if args.device == "cuda" and args.max_cc:
         about["max_cc"] = args.max_cc
-    timer = TurnTimer(args.mm_size) if args.device == "cpu" else GraphTimer()
-    generator = torch.Generator(args.device).manual_seed(1234)
     options = rivals.Options(args.patience_s, args.all_modes)
-    rows, absent = [], {}
     settings = list(product(args.models, args.dtypes, args.adapters))
     total = len(settings) * len(args.tokens)
+    rows, absent, done, late = [], {}, 0, False
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         bar = progress.add_task("", total=total)
@@ -168,19 +183,24 @@ def measure(args: argparse.Namespace, console: Console) -> list[dict]:
             bench = layer = found = None  # before the next one is drawn
             same_a = "transformers" in args.rivals
             layer = rivals.Layer(model, dtype, args.ranks, adapters, generator, same_a)
-            found, absent = rivals.rivals_of(layer, args.rivals, options)
+            found, missing = rivals.rivals_of(layer, args.rivals, options)
+            absent |= missing
             situation = Situation(key, args.tp, args.mix, args.routing)
             bench = Bench(layer, found, situation, timer, args.budget_ms)
             for tokens in args.tokens:
-                if time.monotonic() - started > args.deadline_s:
-                    console.print(f"deadline: {progress.tasks[0].completed} of {total} done")
-                    return rows
                 progress.update(bar, description=f"{what} M={tokens}")
                 rows += bench.measure(tokens, generator)
+                done += 1
                 progress.advance(bar)
+                seconds = time.monotonic() - started
                 if args.out:
-                    seconds = round(time.monotonic() - started)
-                    results.write(args.out, rows, **about, absent=absent, seconds=seconds)
+                    results.write(args.out, rows, **about, absent=absent, seconds=round(seconds))
+                late = seconds > args.deadline_s and done < total
+                if late:
+                    break
+            if late:
+                console.print(f"deadline: {done} of {total} cases done", highlight=False)
+                break
     for name, why in absent.items():
         console.print(f"not measured: {name}: {why}", highlight=False)
     return rows
@@ -233,22 +253,21 @@ def show_lists(console: Console) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    terminal = Console()
-    console = terminal if terminal.is_terminal else Console(width=200)
+    where = console()
     if args.list:
-        show_lists(console)
+        show_lists(where)
         return 0
     try:
         settle(args)
+        if args.variant:
+            _C.force_variant(args.variant)
         if args.max_cc:
             _C.limit_capability(args.max_cc)
     except ValueError as error:
         print(f"python -m moelora bench: {error}", file=sys.stderr)
         return 2
-    if args.variant:
-        _C.force_variant(args.variant)
     try:
-        show(measure(args, console), console)
+        show(measure(args, where), where)
     finally:
         if args.variant:
             _C.force_variant(None)

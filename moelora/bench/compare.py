@@ -3,10 +3,9 @@
 import argparse
 import sys
 
-from rich.console import Console
 from rich.table import Table
 
-from moelora.bench import results
+from moelora.bench import console, results
 
 # What tells cases of one file apart; absent fields count as None.
 IDENTITY = (
@@ -18,7 +17,11 @@ SAME_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def add_command(topics: argparse._SubParsersAction) -> None:
-    parser = topics.add_parser("compare", help="flag what became slower between two files")
+    parser = topics.add_parser(
+        "compare",
+        help="flag what became slower between two files",
+        description="Exit status 0: nothing is slower; 1: something is, or no case in common.",
+    )
     parser.add_argument("before")
     parser.add_argument("after")
     parser.add_argument("--noise", default=0.03, type=float, help="least change that counts")
@@ -84,7 +87,7 @@ def describe(case: dict) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    console = Console(width=None if Console().is_terminal else 150)
+    where = console()
     try:
         (old_meta, before), (new_meta, after) = results.read(args.before), results.read(args.after)
     except (OSError, ValueError) as error:
@@ -92,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     for name in ("device", "max_cc", "torch", "threads"):
         if old_meta.get(name) != new_meta.get(name):
-            console.print(f"note: {name}: {old_meta.get(name)}, then {new_meta.get(name)}")
+            where.print(f"note: {name}: {old_meta.get(name)}, then {new_meta.get(name)}")
     found = changes(match(before, after), args.noise)
     table = Table("case", "what", "before us", "after us", "change", "noise", "")
     for c in sorted(found, key=lambda c: -c["change"]):
@@ -104,13 +107,13 @@ def run(args: argparse.Namespace) -> int:
                 f"[{colour}]{c['verdict']}[/]",
             )
     if table.row_count:
-        console.print(table)
+        where.print(table)
     count = {v: sum(c["verdict"] == v for c in found) for v in ("slower", "faster", "same")}
-    console.print(
+    where.print(
         f"{len(found)} times in both files: {count['slower']} slower, {count['faster']} faster, "
         f"{count['same']} the same",
         highlight=False,
     )
     if not found:
-        console.print("the files have no case in common")
+        where.print("the files have no case in common")
     return 1 if count["slower"] or not found else 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from moelora import _C
+from moelora.info import cpu_name
 
 # Bytes read and written per second, bf16 flops per second; measured once with long runs.
 KNOWN = {"NVIDIA H200": (4.3e12, 790e12)}
@@ -25,7 +26,7 @@ class Peaks:
         return max(moved / self.bytes, flops / self.flops if self.flops else 0.0)
 
 
-def gpu_peaks(dtype=torch.bfloat16) -> Peaks:
+def gpu_peaks() -> Peaks:
     """Of the current GPU: the known figures, or a long copy and a large product measured now."""
     known = KNOWN.get(torch.cuda.get_device_name())
     if known:
@@ -33,7 +34,7 @@ def gpu_peaks(dtype=torch.bfloat16) -> Peaks:
     free, _ = torch.cuda.mem_get_info()
     source = torch.empty(int(min(2 << 30, free // 8)), dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
-    square = torch.ones(8192, 8192, dtype=dtype, device="cuda")
+    square = torch.ones(8192, 8192, dtype=torch.bfloat16, device="cuda")
     moved = 2 * source.numel() / _best(lambda: target.copy_(source))
     return Peaks(moved, 2.0 * 8192**3 / _best(lambda: torch.mm(square, square)))
 
@@ -82,11 +83,8 @@ def last_cache_bytes() -> int:
 
 def processor() -> dict:
     """What a result file says of a CPU."""
-    info = pathlib.Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
-        "device": names[0] if names else "cpu",
+        "device": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cpu_features": _C.cpu_features().split(),

@@ -34,7 +34,7 @@ def draw(files, out) -> Path:
     except ImportError:
         raise ImportError("pictures need matplotlib: pip install matplotlib") from None
     loaded = [results.read(file) for file in files]
-    rows = [row for _, cases in loaded for row in cases if "ours_base_us" in row]
+    rows = [row for _, cases in loaded for row in cases if "bound_base_us" in row]
     if not rows:
         raise ValueError("there is no layer in these files")
     counted = with_several_counts(rows)
@@ -85,10 +85,10 @@ def roofline(axes, rows):
         axes.plot(intensity, rate, "o-", ms=4, lw=0.8, label=case)
     if drawn and peaks:
         every = [x for points in groups.values() for x, _ in points]
-        for streaming, flops in {max(peaks)}:
-            corner = flops / streaming
-            xs = [min(*every, corner) / 2, corner, max(*every, corner) * 2]
-            axes.plot(xs, [min(x * streaming, flops) for x in xs], "k-", lw=1.5, label="bound")
+        streaming, flops = max(peaks)
+        corner = flops / streaming
+        xs = [min(*every, corner) / 2, corner, max(*every, corner) * 2]
+        axes.plot(xs, [min(x * streaming, flops) for x in xs], "k-", lw=1.5, label="bound")
     axes.set_title("Roofline, layer with adapters")
     if drawn:
         axes.set(xscale="log", yscale="log", xlabel="flop per byte", ylabel="Gflop/s")

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+from moelora.ops import ACTIVATIONS
+
 
 @dataclass(frozen=True)
 class Model:
@@ -82,6 +84,8 @@ def custom(text: str) -> tuple[str, Model]:
     sizes = [_whole(field, text) for field in fields[:4]]
     if sizes[1] > sizes[0]:
         raise ValueError(f"{text!r} chooses {sizes[1]} of {sizes[0]} experts")
+    if fields[4:] and fields[4] not in ACTIVATIONS:
+        raise ValueError(f"the activation of {text!r} is none of {', '.join(ACTIVATIONS)}")
     return "x".join(fields), Model("custom", *sizes, *fields[4:])
 
 

@@ -1,6 +1,6 @@
 """moelora inside SGLang: a MoE layer and its LoRA adapters in one operator.
 
-`pip install moelora` is all: SGLang loads `register` from the entry points of the group
+To install moelora is all: SGLang loads `register` from the entry points of the group
 `sglang.srt.plugins` in every process. From then on the MoE layers of
 
     python -m sglang.launch_server --enable-lora --lora-backend triton_v2 \\

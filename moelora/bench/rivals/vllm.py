@@ -32,11 +32,11 @@ def load():
     return vk_layer
 
 
-def modes(layer: Layer, rows: int, rank: int, all_modes: bool) -> list[str]:
+def modes(rows: int, rank: int, all_modes: bool) -> list[str]:
     """The paths that vLLM could take for this case, its default first."""
     if not all_modes:
         return ["default"]
-    found = ["default", "oneshot", "legacy"]
+    found = ["default"] + (["oneshot"] if rank <= 128 else []) + ["legacy"]
     if rows <= 1024:
         found += ["oneshotN"] + (["small"] if rank <= 64 else [])
     return found
@@ -80,7 +80,7 @@ class VLLM:
         ]
         runs = {("vllm_base", 0): Run(lambda i: theirs.run(sets[i]))}
         for rank, lora in self.loras.items():
-            for mode in modes(self.layer, rows, rank, self.all_modes):
+            for mode in modes(rows, rank, self.all_modes):
                 runs[f"vllm_{mode}", rank] = Run(
                     lambda i, lora=lora, mode=mode: theirs.run(sets[i], lora, mode)
                 )

@@ -1,6 +1,6 @@
 """moelora inside vLLM: mixture-of-experts layers and their LoRA adapters in one operator.
 
-`pip install moelora` is all: vLLM finds `register` among the entry points of the group
+To install moelora is all: vLLM finds `register` among the entry points of the group
 `vllm.general_plugins` and calls it in every process. From then on each unquantised MoE layer that
 vLLM gives to its Triton experts runs `moelora.fused_experts_lora`, with adapters and without, and
 every other layer runs as before. `MOELORA_VLLM=0` in the environment turns it off.

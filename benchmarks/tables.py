@@ -1,0 +1,149 @@
+"""The measured tables of README.md and docs/measurements.md, from benchmarks/results/.
+
+    python -m benchmarks.tables            prints them
+    python -m benchmarks.tables --write    puts them into the pages
+
+What a page has between `<!-- name -->` and `<!-- /name -->` is a key of TABLES or SENTENCES, or
+`from FILE`: where the numbers next to it come from, and the command that made them.
+"""
+
+import re
+import statistics
+import sys
+import textwrap
+from pathlib import Path
+
+from moelora.bench import results
+from moelora.bench.shapes import MODELS
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "docs/measurements.md")
+# "column: field of a case"; a column that no case has is left out.
+CASE = "model: model, tokens: tokens, rank: rank"
+LAYER = """bound: bound_us, with adapters: ours_us, vLLM with: rivals.vllm_default,
+    separate with: rivals.separate, ×: ratio, without: ours_base_us,
+    vLLM without: rivals.vllm_base, _grouped_mm without: rivals.torch_grouped_mm_base"""
+ALIGN = """block: block_size, segmented: ours_us, uniform: ours_uniform_us,
+    vLLM per adapter: rivals.vllm_lora, by expert: ours_base_us, vLLM by expert: rivals.vllm_base,
+    moe_sorting: ours_sorting_us"""
+DELTA = """projection: projection, slots: slots, bound: bound_us, delta: ours_us,
+    vLLM default: rivals.vllm_default, vLLM best: rivals.vllm_best"""
+MLP = "adapters: adapters, staged: ours_staged_us, all in one: ours_fused_us"
+CPU = """dtype: dtype, bound: bound_us, with adapters: ours_us, ×: ratio, fastest rival: best_rival,
+    without: ours_base_us, transformers without: rivals.grouped_mm_base"""
+# {name: (file, which of its cases, columns)}
+TABLES = {
+    "layer": ("h200-layer", lambda r: r["rank"] == 16 and r["tokens"] not in (4, 64), LAYER),
+    "layer_all": ("h200-layer", lambda r: True, LAYER),
+    "align": ("h200-align", lambda r: r["tokens"] == 16384, ALIGN),
+    "align_all": ("h200-align", lambda r: True, ALIGN),
+    "delta": ("h200-delta", lambda r: r["part"] == "grid", DELTA),
+    "slots": ("h200-delta", lambda r: r["part"] == "slots", DELTA),
+    "mlp": ("h200-delta", lambda r: r["part"] == "sglang", MLP),
+    "cpu": ("cpu-layer", lambda r: True, CPU),
+}
+
+
+def load(file):
+    return results.read(ROOT / f"benchmarks/results/{file}.json")
+
+
+def cell(row, field):
+    value = row
+    for name in field.split("."):
+        value = value.get(name)
+    if field == "model" and value in MODELS:
+        whole = MODELS[value]
+        cut = row.get("experts", whole.experts) < whole.experts
+        return f"{whole.name} ({row['experts']} experts)" if cut else whole.name
+    if not isinstance(value, float):
+        return "" if value is None else str(value)
+    text = f"{value:.2f}" if field == "ratio" else f"{value:.{0 if value > 99.9 else 1}f}"
+    return f"**{text}**" if field == "ours_us" else text
+
+
+def table(file, wanted, columns):
+    pairs = [column.strip().split(": ") for column in f"{CASE}, {columns}".split(",")]
+    rows = [[cell(row, field) for _, field in pairs] for row in load(file)[1] if wanted(row)]
+    kept = [i for i in range(len(pairs)) if any(row[i] for row in rows)]
+    lines = [[title for title, _ in pairs], ["---", *["---:"] * len(pairs)], *rows]
+    return "\n".join("| " + " | ".join(line[i] or "-" for i in kept) + " |" for line in lines)
+
+
+def source(file):
+    meta, _ = load(file)
+    about = ", ".join((meta["device"], f"torch {meta['torch']}", meta["commit"], meta["date"]))
+    return f"`benchmarks/results/{file}.json`, {about}:\n\n```\n{meta['command']}\n```"
+
+
+def span(values, digits=2):
+    values = [v for v in values if v is not None]
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+def layer_ranges():
+    _, rows = load("h200-layer")
+    shares, times = [], []
+    for rank in sorted({r["rank"] for r in rows}):
+        ratios = span(r["ratio"] for r in rows if r["rank"] == rank)
+        times.append(f"{ratios} times as fast at rank {rank}")
+    for tokens, low, high in (("1 to 4", 1, 4), ("16 to 256", 16, 256), ("more", 257, 1e9)):
+        some = [r for r in rows if low <= r["tokens"] <= high]
+        both = [span(r[name] for r in some) for name in ("share", "share_base")]
+        shares.append(f"{tokens} tokens reach {both[0]} of the bound, {both[1]} without adapters")
+    return f"""Over all numbers of tokens that is {", ".join(times)}. At all ranks
+        {"; ".join(shares)}."""
+
+
+def delta_ranges():
+    said = []
+    for at in ("w13", "w2"):
+        grid = [r for r in load("h200-delta")[1] if r["part"] == "grid" and r["projection"] == at]
+        usual, best = (
+            [r["rivals"][who] / r["ours_us"] for r in grid if who in r["rivals"]]
+            for who in ("vllm_default", "vllm_best")
+        )
+        said.append(f"""{at}'s is {span(usual)} times as fast as vLLM's default (median
+            {statistics.median(usual):.2f}), and {span(best)} times as fast as the best of its
+            modes for the case, which is faster than ours in {sum(b < 1 for b in best)} of
+            {len(best)} cases""")
+    return f"The adapters' part alone, added to an existing output: {'; '.join(said)}."
+
+
+def cpu_ranges():
+    meta, rows = load("cpu-layer")
+    most = max(r["tokens"] for r in rows)
+    cost = (100 * r["overhead"] for r in rows if (r["tokens"], r["rank"]) == (most, 16))
+    return f"""On {meta["cores"]} CPU cores ({meta["cpu_features"][-1]}) the layer with adapters is
+        {span(r["ratio"] for r in rows)} times as fast as the best of a loop of `torch.mm` and
+        transformers with PEFT; at {most} tokens rank 16 costs {span(cost, 0)} %."""
+
+
+SENTENCES = {f.__name__: f for f in (layer_ranges, delta_ranges, cpu_ranges)}
+
+
+def section(name):
+    if name.startswith("from "):
+        return source(name.removeprefix("from "))
+    if name in TABLES:
+        return table(*TABLES[name])
+    text = " ".join(SENTENCES[name]().split())
+    return textwrap.fill(text, 104, break_long_words=False, break_on_hyphens=False)
+
+
+def filled(text):
+    """A page with all of its tables made anew."""
+    between = re.compile(r"<!-- ([\w -]+) -->.*?<!-- /\1 -->", re.S)
+    return between.sub(lambda m: f"<!-- {m[1]} -->\n{section(m[1])}\n<!-- /{m[1]} -->", text)
+
+
+def main():
+    if sys.argv[1:] == ["--write"]:
+        for page in PAGES:
+            (ROOT / page).write_text(filled((ROOT / page).read_text()))
+    else:
+        print("\n\n".join(map(section, (*TABLES, *SENTENCES))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""How a public operator calls a compiled one: absent arguments, and errors as Python expects them.
+
+The compiled operators take every argument; an absent tensor is a 1-D tensor of 0 elements there.
+Everything about shapes, strides and dtypes is checked once, in C, for all callers; an error of that
+kind becomes a ValueError here.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from moelora import _C, trace
+
+# moelora_status of csrc/moelora.h; everything else stays a RuntimeError.
+ERRORS = {1: ValueError, 2: NotImplementedError}
+
+Factors: TypeAlias = Tensor | Sequence[Tensor]
+
+operators = torch.ops.moelora
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_absent_tensors: dict[torch.device, Tensor] = {}
+
+
+def absent_tensor(like: Tensor) -> Tensor:
+    """A tensor that says "none". Cached, except where a tracer must see it made."""
+    if is_compiling() or type(like) not in _PLAIN:
+        return like.new_empty(0)
+    device = like.device
+    found = _absent_tensors.get(device)
+    if found is None:
+        with torch.inference_mode(False):
+            found = _absent_tensors[device] = torch.empty(0, device=device)
+    return found
+
+
+def or_absent(tensor: Tensor | None, absent: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    if tensor is None:
+        return absent
+    return tensor if dtype is None or tensor.dtype is dtype else tensor.to(dtype)
+
+
+def enabled_or_absent(adapter_enabled: Tensor | None, absent: Tensor) -> Tensor:
+    if adapter_enabled is None or adapter_enabled.dtype is torch.bool:
+        return or_absent(adapter_enabled, absent)
+    return or_absent(adapter_enabled, absent, torch.int32)
+
+
+def factor_list(factors: Factors | None) -> list[Tensor]:
+    if factors is None:
+        return []
+    return [factors] if isinstance(factors, Tensor) else list(factors)
+
+
+def choose(name: str, value: str, known: dict[str, int]) -> int:
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}, must be one of {', '.join(map(repr, known))}")
+    return known[value]
+
+
+def run(op, *args):
+    """Calls a compiled operator; its own complaints become the exception that Python expects."""
+    if is_compiling():
+        return op(*args)
+    try:
+        return trace.call(op, args) if trace.active else op(*args)
+    except RuntimeError as error:
+        status, text = _C.last_error()
+        if text and text in str(error):
+            raise ERRORS.get(status, RuntimeError)(text) from None
+        raise
+
+
+def run_named(names: dict[str, str], op, *args) -> None:
+    """`run`, whose complaints then use the names of the caller's arguments."""
+    if is_compiling():
+        return op(*args)
+    try:
+        run(op, *args)
+    except (ValueError, NotImplementedError) as error:
+        pattern = rf"\b({'|'.join(names)})\b(?=[.\[ ,])"
+        raise type(error)(re.sub(pattern, lambda m: names[m[1]], str(error))) from None

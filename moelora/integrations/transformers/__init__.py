@@ -1,0 +1,34 @@
+"""moelora inside Hugging Face transformers: `"moelora"` as an experts implementation.
+
+    import moelora.integrations.transformers as moelora_hf
+
+    model.set_experts_implementation("moelora")                       # the base model
+    pool = moelora_hf.load_adapters(model, ["adapters/law", "adapters/code"])
+    model.generate(**batch_of_three, adapter_names=["law", "__base__", "code"])
+
+Importing this module registers the implementation. Nothing is merged into the weights: every row of
+a batch carries its own adapter, or none, through one fused operator per layer. Inference only.
+Adapters that PEFT has loaded, with factors of other layers beside those of the experts, are for
+`moelora.integrations.peft`.
+"""
+
+from moelora.integrations.transformers.adapters import (
+    BASE,
+    load_adapters,
+    moe_layers,
+    new_pool,
+    unload_adapters,
+    use_adapters,
+)
+from moelora.integrations.transformers.experts import IMPLEMENTATION, experts_forward
+
+__all__ = [
+    "BASE",
+    "IMPLEMENTATION",
+    "experts_forward",
+    "load_adapters",
+    "moe_layers",
+    "new_pool",
+    "unload_adapters",
+    "use_adapters",
+]

@@ -1,0 +1,157 @@
+"""The base model: `fused_experts_lora` as an experts function of transformers."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+import moelora
+
+IMPLEMENTATION = "moelora"
+
+
+def experts_forward(
+    self: nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """`fused_experts_lora` behind the signature of transformers' experts functions.
+
+    `self` is the experts module. Ids that are no expert's, the sentinels of expert parallelism,
+    are skipped. Raises NotImplementedError for a module that computes something else.
+    """
+    activation = activation_of(self)
+    up, down = expert_weights(self)
+    has_bias = getattr(self, "has_bias", False)
+    up_bias = getattr(self, f"{_up_name(self)}_bias") if has_bias else None
+    down_bias = self.down_proj_bias if has_bias else None
+    if torch.is_grad_enabled():
+        _refuse_gradients(hidden_states, top_k_weights, up, down, up_bias, down_bias)
+    w13, w2 = _transposed(self) if self.is_transposed else (up, down)
+
+    serving = getattr(self, "_moelora", None)
+    adapters = {} if serving is None else serving.adapters(self._moelora_layer, hidden_states)
+    out = moelora.fused_experts_lora(
+        hidden_states.to(w13.dtype),
+        w13,
+        w2,
+        top_k_weights.to(torch.float32),
+        top_k_index,
+        w13_bias=up_bias,
+        w2_bias=down_bias,
+        activation=activation,
+        **adapters,
+    )
+    return out.to(hidden_states.dtype)
+
+
+def _up_name(experts: nn.Module) -> str:
+    return "gate_up_proj" if experts.has_gate else "up_proj"
+
+
+def expert_weights(experts: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    return getattr(experts, _up_name(experts)), experts.down_proj
+
+
+def _refuse_gradients(*tensors: torch.Tensor | None) -> None:
+    if any(t is not None and t.requires_grad for t in tensors):
+        raise RuntimeError(
+            'experts_implementation="moelora" has no backward pass: call the model under '
+            "torch.no_grad() or torch.inference_mode()"
+        )
+
+
+_activations: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+@torch.compiler.assume_constant_result
+def activation_of(experts: nn.Module) -> str:
+    """The activation of `experts` in moelora's words, found by trying it on a few numbers.
+
+    Class and config names do not decide what `_apply_gate` computes (clamps, offsets, layout), so
+    the function itself is asked; once per module.
+    """
+    known = _activations.get(experts)
+    if known is None:
+        known = _activations[experts] = _identify(experts)
+    return known
+
+
+@torch.no_grad()
+def _identify(experts: nn.Module) -> str:
+    name = type(experts).__name__
+    if getattr(experts, "has_post_expert_norm", False):
+        raise NotImplementedError(f"{name} normalises after every expert, which moelora has not")
+    up, down = expert_weights(experts)
+    for parameter, weight in ((_up_name(experts), up), ("down_proj", down)):
+        if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise NotImplementedError(
+                f"{name}.{parameter} is {weight.dtype}, which moelora has not"
+            )
+
+    # Past every clamp in use (7 to 10), and finer where the variants of gelu differ.
+    x = [n / 4 for n in range(-24, 25)] + [-50.0, -20.0, 20.0, 50.0]
+    x = torch.tensor(x, dtype=torch.float32)
+    gate, up = (t.flatten().to(down.device) for t in torch.meshgrid(x, x, indexing="ij"))
+    if not experts.has_gate:
+        got = experts.act_fn(gate)
+        wanted = {"relu2": F.relu(gate).square()}
+    elif getattr(experts, "is_concatenated", True):
+        got = experts._apply_gate(torch.cat([gate, up])[None])[0]
+        wanted = {"silu": F.silu(gate) * up, "gelu": F.gelu(gate, approximate="tanh") * up}
+    else:
+        got = experts._apply_gate(torch.stack([gate, up], dim=-1).flatten()[None])[0]
+        clamped = gate.clamp(max=7.0)
+        glu = clamped * torch.sigmoid(clamped * 1.702)
+        wanted = {"swigluoai": (up.clamp(-7.0, 7.0) + 1) * glu}
+    for activation, values in wanted.items():
+        if got.shape == values.shape and torch.allclose(got.float(), values, rtol=1e-4, atol=1e-4):
+            return activation
+    layout = "" if not experts.has_gate else " of its gate"
+    act = getattr(experts, "act_fn", None)
+    raise NotImplementedError(
+        f"the activation{layout} of {name} ({type(experts)._apply_gate.__qualname__}, "
+        f"act_fn={type(act).__name__}) is none of moelora's: {', '.join(wanted)}"
+    )
+
+
+_copies: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, torch.Tensor, torch.Tensor]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@torch.compiler.disable
+def _transposed(experts: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """w13 (E, 2I, K) and w2 (E, K, I) of a module that stores them as (E, in, out).
+
+    The copy, a second set of expert weights in memory, is made once per module and again when a
+    weight moves or is written to. Writes through `.data` are not seen by autograd's version
+    counter, and so not here either.
+    """
+    up, down = expert_weights(experts)
+    # Anything but the module's own parameters (PEFT's parametrisations) lives for one call only.
+    own = up is experts._parameters.get(_up_name(experts)) and down is experts._parameters.get(
+        "down_proj"
+    )
+    key = (_identity(up), _identity(down))
+    cached = _copies.get(experts) if own else None
+    if cached is None or cached[0] != key:
+        with torch.no_grad():
+            w13, w2 = (w.detach().transpose(1, 2).contiguous() for w in (up, down))
+        cached = (key, w13, w2)
+        if own:
+            _copies[experts] = cached
+    return cached[1], cached[2]
+
+
+def _identity(weight: torch.Tensor) -> tuple:
+    version = 0 if weight.is_inference() else weight._version
+    return weight.data_ptr(), version, weight.dtype, weight.device, weight.shape
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)

@@ -1,0 +1,192 @@
+"""A projection and a whole layer, row by row in float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moelora.reference.routing import (
+    Factors,
+    adapter_per_token,
+    as_list,
+    expert_per_choice,
+    max_loras_of,
+    optional_list,
+    pair_of,
+)
+
+SWIGLUOAI_ALPHA = 1.702
+SWIGLUOAI_LIMIT = 7.0
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """Apply an expert's activation to the columns (last dimension) of the w13 projection.
+
+    - `silu`:      x = [gate | up];  silu(gate) * up
+    - `gelu`:      x = [gate | up];  gelu_tanh(gate) * up
+    - `swigluoai`: even columns are gate, odd ones up; gate is clamped to at most 7 and up to
+      [-7, 7]; (up + 1) * gate * sigmoid(1.702 * gate)
+    - `relu2`:     not gated; relu(x) ** 2
+
+    Works in the dtype of `x`; the gated ones return half of the columns.
+    """
+    if activation == "relu2":
+        return torch.relu(x).square()
+    if activation == "swigluoai":
+        gate = x[..., 0::2].clamp(max=SWIGLUOAI_LIMIT)
+        up = x[..., 1::2].clamp(-SWIGLUOAI_LIMIT, SWIGLUOAI_LIMIT)
+        return (up + 1) * gate * torch.sigmoid(SWIGLUOAI_ALPHA * gate)
+    gate, up = x.chunk(2, dim=-1)
+    if activation == "silu":
+        return torch.nn.functional.silu(gate) * up
+    if activation == "gelu":
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
+    raise ValueError(f"activation is {activation!r}, wanted silu, gelu, swigluoai or relu2")
+
+
+def _float64(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.detach().cpu().double()
+
+
+def _project_row(
+    x: Tensor,  # (K,) float64
+    w: Tensor,  # (E, N, K)
+    bias: Tensor | None,  # (E, N)
+    lora_a: list[Tensor],  # per slice (max_loras, E or 1, R, K)
+    lora_b: list[Tensor],  # per slice (max_loras, E or 1, N / slices, R)
+    expert: int,
+    adapter: int,
+    ranks: list[int] | None,
+    scalings: list[float] | None,
+) -> Tensor:
+    """x W^T + s (x A^T) B^T + bias for one row, in float64: (N,)."""
+    y = w[expert] @ x
+    if adapter >= 0:
+        scaling = 1.0 if scalings is None else scalings[adapter]
+        first = 0
+        for stack_a, stack_b in zip(lora_a, lora_b, strict=True):
+            a = pair_of(stack_a, adapter, expert)
+            b = pair_of(stack_b, adapter, expert)
+            rank = a.size(0) if ranks is None else min(ranks[adapter], a.size(0))
+            last = first + b.size(0)
+            y[first:last] += scaling * (b[:, :rank] @ (a[:rank] @ x))
+            first = last
+    if bias is not None:
+        y += bias[expert]
+    return y
+
+
+def fused_moe_lora_gemm_ref(
+    x: Tensor,
+    w: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    token_lora_mapping: Tensor | None = None,
+    lora_a: Factors = None,
+    lora_b: Factors = None,
+    lora_ranks: Tensor | None = None,
+    lora_scalings: Tensor | None = None,
+    adapter_enabled: Tensor | None = None,
+    bias: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    mul_routed_weight: bool = False,
+) -> Tensor:
+    """One projection of an MoE layer with adapters, row by row in float64.
+
+    For routed row (m, j) with local expert e and adapter l of token m::
+
+        out[m, j] = x W[e]^T + s[l] (x A[l,e]^T) B[l,e]^T + bias[e]     (* topk_weights[m, j])
+
+    where x is row m of an (M, K) input or row m * top_k + j of an (M * top_k, K) one.
+
+    Returns (M, top_k, N), float64, on the CPU; rows of skipped experts are zero.
+    """
+    num_tokens, top_k = topk_ids.shape
+    experts = expert_per_choice(topk_ids, w.size(0), expert_map)
+    adapters = adapter_per_token(
+        num_tokens, max_loras_of(lora_a), token_lora_mapping, adapter_enabled, lora_ranks
+    )
+    row_per_choice = x.size(0) != num_tokens
+    x, w, bias = _float64(x), _float64(w), _float64(bias)
+    lora_a = [_float64(a) for a in as_list(lora_a)]
+    lora_b = [_float64(b) for b in as_list(lora_b)]
+    ranks, scalings = optional_list(lora_ranks), optional_list(lora_scalings)
+    weights = _float64(topk_weights) if mul_routed_weight else None
+
+    out = torch.zeros(num_tokens, top_k, w.size(1), dtype=torch.float64)
+    for m in range(num_tokens):
+        for j in range(top_k):
+            e = experts[m][j]
+            if e < 0:
+                continue
+            row = x[m * top_k + j] if row_per_choice else x[m]
+            y = _project_row(row, w, bias, lora_a, lora_b, e, adapters[m], ranks, scalings)
+            out[m, j] = y if weights is None else y * weights[m, j]
+    return out
+
+
+def fused_experts_lora_ref(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    token_lora_mapping: Tensor | None = None,
+    w13_lora_a: Factors = None,
+    w13_lora_b: Factors = None,
+    w2_lora_a: Factors = None,
+    w2_lora_b: Factors = None,
+    lora_ranks: Tensor | None = None,
+    lora_scalings: Tensor | None = None,
+    adapter_enabled: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    activation: str = "silu",
+    expert_map: Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+) -> Tensor:
+    """A whole MoE layer with adapters, row by row in float64.
+
+    For routed row (m, j) with local expert e and adapter l of token m::
+
+        gu = x[m] W13[e]^T + s[l] (x[m] A13[l,e]^T) B13[l,e]^T + b13[e]
+        h  = activation(gu)
+        z  = h W2[e]^T + s[l] (h A2[l,e]^T) B2[l,e]^T + b2[e]
+        out[m] = sum over j of topk_weights[m, j] * z
+
+    The adapter enters before the activation. LoRA slices cover the columns of gu in memory order:
+    with two slices, slice 0 covers rows 0..I-1 of W13 and slice 1 rows I..2I-1, whatever the
+    activation makes of those rows; a single slice covers all of them with one A.
+    With `apply_router_weight_on_input` (top_k == 1) the weight multiplies x instead of z.
+
+    Returns (M, K), float64, on the CPU; skipped experts contribute nothing.
+    """
+    num_tokens, top_k = topk_ids.shape
+    experts = expert_per_choice(topk_ids, w13.size(0), expert_map)
+    adapters = adapter_per_token(
+        num_tokens,
+        max_loras_of(w13_lora_a, w2_lora_a),
+        token_lora_mapping,
+        adapter_enabled,
+        lora_ranks,
+    )
+    x, w13, w2 = _float64(hidden_states), _float64(w13), _float64(w2)
+    w13_bias, w2_bias, weights = _float64(w13_bias), _float64(w2_bias), _float64(topk_weights)
+    a13, b13 = ([_float64(t) for t in as_list(f)] for f in (w13_lora_a, w13_lora_b))
+    a2, b2 = ([_float64(t) for t in as_list(f)] for f in (w2_lora_a, w2_lora_b))
+    ranks, scalings = optional_list(lora_ranks), optional_list(lora_scalings)
+
+    out = torch.zeros_like(x)
+    for m in range(num_tokens):
+        for j in range(top_k):
+            e, adapter = experts[m][j], adapters[m]
+            if e < 0:
+                continue
+            row = x[m] * weights[m, j] if apply_router_weight_on_input else x[m]
+            gu = _project_row(row, w13, w13_bias, a13, b13, e, adapter, ranks, scalings)
+            h = activate(gu, activation)
+            z = _project_row(h, w2, w2_bias, a2, b2, e, adapter, ranks, scalings)
+            out[m] += z if apply_router_weight_on_input else weights[m, j] * z
+    return out

@@ -1,0 +1,68 @@
+"""Which expert, which adapter and which factors a routed row has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+Factors = Tensor | Sequence[Tensor] | None
+
+
+def as_list(factors: Factors) -> list[Tensor]:
+    if factors is None:
+        return []
+    return [factors] if isinstance(factors, Tensor) else list(factors)
+
+
+def max_loras_of(*stacks: Factors) -> int:
+    for stack in stacks:
+        for factor in as_list(stack):
+            return factor.size(0)
+    return 0
+
+
+def optional_list(t: Tensor | None) -> list | None:
+    return None if t is None else t.tolist()
+
+
+def local_expert(global_id: int, num_local: int, expert_map: Sequence[int] | None) -> int:
+    """The expert's index on this rank, or -1 if the row is to be skipped."""
+    if expert_map is not None:
+        if not 0 <= global_id < len(expert_map):
+            return -1
+        global_id = expert_map[global_id]
+    return global_id if 0 <= global_id < num_local else -1
+
+
+def active_adapter(
+    adapter: int,
+    max_loras: int,
+    enabled: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+) -> int:
+    """The adapter slot to apply, or -1 for a base row."""
+    if not 0 <= adapter < max_loras:
+        return -1
+    if enabled is not None and not enabled[adapter]:
+        return -1
+    if ranks is not None and ranks[adapter] <= 0:
+        return -1
+    return adapter
+
+
+def adapter_per_token(num_tokens: int, max_loras: int, mapping, enabled, ranks) -> list[int]:
+    if mapping is None:
+        return [-1] * num_tokens
+    enabled, ranks = optional_list(enabled), optional_list(ranks)
+    return [active_adapter(a, max_loras, enabled, ranks) for a in mapping.tolist()]
+
+
+def expert_per_choice(topk_ids: Tensor, num_local: int, expert_map) -> list[list[int]]:
+    expert_map = optional_list(expert_map)
+    return [[local_expert(e, num_local, expert_map) for e in row] for row in topk_ids.tolist()]
+
+
+def pair_of(stack: Tensor, adapter: int, expert: int) -> Tensor:
+    """One factor of a stack (max_loras, E or 1, rows, columns)."""
+    return stack[adapter, 0 if stack.size(1) == 1 else expert]

@@ -1,0 +1,183 @@
+"""AdapterPool while it serves: slots, eviction, pins, mappings, threads."""
+
+import threading
+
+import pytest
+import torch
+from adapter_cases import (
+    CONFIG,
+    LAYERS,
+    E,
+    K,
+    N,
+    assert_unchanged,
+    check,
+    make_pool,
+    snapshot,
+    wrapped,
+)
+
+from moelora.adapters import AdapterPool
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="no name twice"):
+        AdapterPool([LAYERS[0], LAYERS[0]], 1, 1)
+    with pytest.raises(ValueError, match="max_loras is 0"):
+        AdapterPool(LAYERS, 0, 1)
+    with pytest.raises(ValueError, match="dtype is torch.float64"):
+        AdapterPool(LAYERS, 1, 1, dtype=torch.float64)
+    with pytest.raises(ValueError, match="w13_slices is 3"):
+        AdapterPool(LAYERS, 1, 1, w13_slices=3)
+    pool = make_pool()
+    with pytest.raises(ValueError, match="name is ''"):
+        pool.add("", wrapped()[0], config=CONFIG)
+    with pytest.raises(ValueError, match="a state dict needs config="):
+        pool.add("a", wrapped()[0])
+    with pytest.raises(ValueError, match="config= is for state dicts"):
+        pool.add("a", "folder", config=CONFIG)
+
+
+def add(pool, name, seed=0, **options):
+    return pool.add(name, wrapped(seed=seed)[0], config=CONFIG, **options)
+
+
+def test_hot_add_and_remove():
+    pool = make_pool(max_loras=2)
+    pointers = [t.data_ptr() for t in pool._tensors()]
+    assert [add(pool, "a"), add(pool, "b", 1)] == [0, 1]
+    with pytest.raises(ValueError, match="'a' is already loaded"):
+        add(pool, "a", 2)
+    pool.remove("a")
+    assert "a" not in pool and pool.adapter_enabled.tolist() == [False, True]
+    assert pool.lora_ranks.tolist() == [0, 4]
+    with pytest.raises(KeyError, match=r"no adapter 'a' is loaded; loaded are \['b'\]"):
+        pool.lookup("a")
+    assert add(pool, "c", 5) == 0
+    check(pool, "c", wrapped(seed=5)[1], 2.0)
+    check(pool, "b", wrapped(seed=1)[1], 2.0)
+    assert add(pool, "b", 6, replace=True) == 1
+    check(pool, "b", wrapped(seed=6)[1], 2.0)
+    assert pointers == [t.data_ptr() for t in pool._tensors()]
+
+
+def test_slot_of_larger_adapter_leaves_nothing_behind():
+    pool = make_pool(max_loras=1)
+    pool.add("large", wrapped(r=8)[0], config=CONFIG | {"r": 8})
+    pool.add("small", wrapped(r=4, r_down=2)[0], config=CONFIG | {"rank_pattern": {"down_proj": 2}})
+    assert pool.names() == ["small"]
+    stacks = pool.layer(LAYERS[0].name)
+    assert not stacks["w2_lora_a"][0, :, 2:].any() and not stacks["w2_lora_b"][0, :, :, 2:].any()
+
+
+def test_least_recently_used_is_evicted():
+    pool = make_pool(max_loras=3)
+    for seed, name in enumerate("abc"):
+        add(pool, name, seed)
+    pool.mapping(["a", None, "a"])
+    pool.lookup("b")
+    assert pool.names() == ["c", "a", "b"]
+    assert add(pool, "d", 3) == 2
+    assert pool.names() == ["a", "b", "d"]
+    pool.pin("a")
+    assert add(pool, "e", 4, pin=True) == 1
+    assert pool.names() == ["a", "d", "e"]
+    pool.pin("d")
+    before = snapshot(pool)
+    with pytest.raises(RuntimeError, match="no slot for adapter 'f': all 3 are pinned or in use"):
+        add(pool, "f", 5)
+    assert_unchanged(pool, before)
+    pool.pin("a", False)
+    assert add(pool, "f", 5) == 0
+
+
+def test_held_adapters_stay():
+    pool = make_pool(max_loras=1)
+    add(pool, "a")
+    with pool.hold(["a", None, "a"]):
+        for act in (
+            lambda: pool.remove("a"),
+            lambda: add(pool, "b", 1),
+            lambda: add(pool, "a", 1, replace=True),
+        ):
+            with pytest.raises(RuntimeError, match="in use"):
+                act()
+    with pytest.raises(KeyError), pool.hold(["a", "zzz"]):
+        pass
+    add(pool, "b", 1)
+    assert pool.names() == ["b"]
+
+
+def test_enable_and_disable():
+    pool = make_pool()
+    add(pool, "a")
+    add(pool, "b", 1)
+    pool.disable("a")
+    assert pool.adapter_enabled.tolist() == [False, True, False]
+    pool.enable("a")
+    assert pool.adapter_enabled.tolist() == [True, True, False]
+    with pytest.raises(KeyError, match="no adapter 'zzz'"):
+        pool.enable("zzz")
+
+
+def test_mapping():
+    pool = make_pool()
+    add(pool, "a")
+    add(pool, "b", 1)
+    got = pool.mapping(["b", None, "a", "b"])
+    assert got.dtype == torch.int32 and got.tolist() == [1, -1, 0, 1]
+    assert pool.mapping([]).tolist() == []
+    out = torch.full((6,), 9, dtype=torch.int32)
+    assert pool.mapping(["a", "b"], out=out) is out
+    assert out.tolist() == [0, 1, -1, -1, -1, -1]
+    with pytest.raises(KeyError, match="no adapter 'c'"):
+        pool.mapping(["a", "c"], out=out)
+    with pytest.raises(ValueError, match=r"out is torch.int32 \(6,\)"):
+        pool.mapping(["a"] * 7, out=out)
+
+
+def test_memory():
+    pool = AdapterPool(LAYERS, 3, 8, dtype=torch.bfloat16)
+    factors = 3 * E * 8 * (2 * (K + N) + (N + K)) * 2 * len(LAYERS)
+    assert pool.memory_bytes() == factors + 3 * (4 + 4 + 1)
+    # The expert dimension of the three outer factors is gone; R is rounded up to 8.
+    shared = AdapterPool(LAYERS, 3, 5, dtype=torch.bfloat16, shared_outer=True)
+    outer = 3 * (E - 1) * 8 * 3 * K * 2 * len(LAYERS)
+    assert shared.memory_bytes() == pool.memory_bytes() - outer
+
+
+def test_threads():
+    """Adapters come and go in four threads; whoever holds one always reads that very adapter."""
+    pool = make_pool(max_loras=3)
+    states = {f"n{seed}": wrapped(r=2, seed=seed) for seed in range(6)}
+    config = CONFIG | {"r": 2, "lora_alpha": 2}
+    names = sorted(states)
+    errors, verified = [], []
+
+    def work(seed):
+        generator = torch.Generator().manual_seed(seed)
+        try:
+            for _ in range(40):
+                name = names[int(torch.randint(len(names), (1,), generator=generator))]
+                try:
+                    pool.add(name, states[name][0], config=config)
+                except (ValueError, RuntimeError) as error:
+                    assert "already loaded" in str(error) or "no slot" in str(error)
+                try:
+                    with pool.hold([name]):
+                        check(pool, name, states[name][1], 1.0)
+                        verified.append(name)
+                    if seed == 0:
+                        pool.remove(name)
+                except (KeyError, RuntimeError) as error:
+                    assert "no adapter" in str(error) or "in use" in str(error)
+        except BaseException as error:  # noqa: BLE001, reported by the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    assert len(verified) > 40 and len(pool) <= 3
