@@ -68,6 +68,7 @@ __device__ __forceinline__ void store_tile(float (&d)[2][N / 2], const CUtensorM
   constexpr bool GENERAL = FINISH == Finish::GENERAL;
   const bool gated = GENERAL ? g.gated : FINISH == Finish::GATED;
   const bool by_position = !GENERAL || g.out_by_position;
+  const bool f32 = FINISH == Finish::PLAIN_F32 || (GENERAL && S::TOKENS <= 32 && g.out_f32);
   const Epilogue<S, FINISH> epilogue(g, note.tile, consumer, T());
   // The last tile's stores have read the buffers.
   if ((threadIdx.x & 127) == 0)
@@ -82,7 +83,7 @@ __device__ __forceinline__ void store_tile(float (&d)[2][N / 2], const CUtensorM
       if (half == 1 && gated)
         break;
       const int first = first_output<S>(g, note.tile.column, 2 * consumer + half);
-      if (S::TOKENS <= 32 && g.out_f32) {
+      if (f32) {
         store_f32<S, N>(d[half], g, first, c, note.tile.block, note.count, rows);
         continue;
       }
@@ -445,10 +446,13 @@ struct Launch<90, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
       status = map_factors(g, BF16, &maps.b);
     if (status != MOELORA_OK)
       return status;
-    if constexpr (BLOCK_M > 32) { // smaller tiles have short epilogues anyway
-      if (g->out_by_position && !g->out_f32 && !g->weighted)
+    if (g->out_by_position && !g->weighted) {
+      if (!g->out_f32)
         return g->gated ? launch<Finish::GATED>(g, maps, exec)
                         : launch<Finish::PLAIN>(g, maps, exec);
+      if constexpr (BLOCK_M <= 32)
+        if (!g->gated)
+          return launch<Finish::PLAIN_F32>(g, maps, exec);
     }
     if constexpr (CLUSTER == 1)
       return launch<Finish::GENERAL>(g, maps, exec);

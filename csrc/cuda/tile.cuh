@@ -368,9 +368,10 @@ struct Activation {
  * run time it asks for each of them, and more than a few thousand instructions no longer stay in
  * the instruction cache from tile to tile. */
 enum class Finish {
-  GENERAL, // anything
-  GATED,   // bias, gated activation
-  PLAIN,   // bias, relu^2 or nothing
+  GENERAL,   // anything
+  GATED,     // bias, gated activation
+  PLAIN,     // bias, relu^2 or nothing
+  PLAIN_F32, // the same, left in float32
 };
 
 /* What an epilogue adds: bias[2 half + eight] of this thread's four rows. */
