@@ -203,8 +203,7 @@ moelora_status project(moelora_gemm_launch *g, const moelora_gemm_plan *plan,
                g->out_stride[1] % 8 == 0 && moelora_is_vector_weights(&g->w);
   if (g->blocks.pairs) {
     const bool vectors = x_vectors && moelora_are_vector_factors(g->lora.a, g->lora.num_slices);
-    moelora_status status =
-        moelora_cuda_shrink(g, routes->lora_scalings, vectors, plan->variant->dtype, hl, exec);
+    moelora_status status = moelora_cuda_shrink(g, routes, vectors, plan->variant->dtype, hl, exec);
     if (status != MOELORA_OK)
       return status;
     g->hl = hl;
