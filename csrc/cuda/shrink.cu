@@ -3,8 +3,8 @@
  * for rows of adapter l, r below its true rank; zero from there to the next multiple of 16.
  *
  * A part is up to `part` tokens of one segment of a block, an item a part and up to RANKS rows of
- * A, slice after slice. The items of a block are dealt to SHARES units, and the units to CTAs; the
- * warps of a CTA first look for the items of a unit each.
+ * A, slice after slice. The items of a block are dealt to `shares` units, and the units to CTAs;
+ * the warps of a CTA first look for the items of a unit each.
  *
  * Nothing is staged: a warp loads what it multiplies, 16 bytes for every lane, rows of A as the M
  * side and tokens as the N side of m16n8k16. Lane t has row t/4 of eight, and of a step of 32 of
@@ -15,7 +15,7 @@
  * stores them.
  *
  * TEAMS teams of warps have RANKS / TEAMS rows of A each; the DEPTHS warps of a team share the
- * depth: warp d has lines d, d + DEPTHS, ... of 64. Their sums are added up in that order. DEPTHS
+ * depth, each a run of whole lines of 64, and what they found is added up in that order. DEPTHS
  * depends on K alone, so that neither other tokens nor other adapters change a bit. */
 #include "kernel_launch.cuh"
 #include "tile.cuh"
@@ -24,8 +24,9 @@ namespace {
 
 constexpr int kStep = 32, kLine = 64;         // of depth
 constexpr int kResidentWarps = 16;            // of an SM, which leaves 128 registers to a thread:
-constexpr int kFragments = 88;                // so many for loads and sums
+constexpr int kRegisters = 108;               // so many for sums, pointers and loads
 constexpr int kLongDepth = 4096;              // from here on eight warps share the depth, else four
+constexpr int kThinSegment = 4;               // tokens; below, what A takes is all that counts
 constexpr int kShares = 8;                    // of a block, for every RANKS ranks
 constexpr int kLanes = 8;                     // tokens of a block that a lane looks after
 constexpr int kItems = 32 * kLanes / kShares; // of a unit at most
@@ -86,6 +87,8 @@ __device__ __forceinline__ int find(const Params &p, int blocks, int unit, Item 
       high = segments.next(low + 1, rows);
       parts = ceil_divide(high - low, p.part);
       chunks = ceil_divide(moelora_padded_rank(pair % kRanks) * g.lora.num_slices, S::RANKS);
+      if (p.scalings)
+        prefetch(p.scalings + pair / kRanks);
     }
     int end = parts * chunks;
 #pragma unroll
@@ -107,10 +110,10 @@ __device__ __forceinline__ int find(const Params &p, int blocks, int unit, Item 
 }
 
 /* 16 bytes of a row, of which `left` elements are left; zeros behind them. */
-template <class T, bool VECTORS>
+template <class T, bool VECTORS, bool ONCE>
 __device__ __forceinline__ uint4 load_row(const T *from, int left) {
   if constexpr (VECTORS)
-    return load_global_16(from, left > 0);
+    return load_global_16<ONCE>(from, left > 0);
   else
     return load_elements(from, left);
 }
@@ -149,13 +152,16 @@ template <class T, class S, int N> struct Rows {
   }
 
   template <bool VECTORS>
-  __device__ __forceinline__ void load(uint4 (&to_a)[2 * M], uint4 (&to_x)[N], int step) const {
+  __device__ __forceinline__ void load_a(uint4 (&to)[2 * M], int step) const {
 #pragma unroll
     for (int m = 0; m < 2 * M; m++)
-      to_a[m] = load_row<T, VECTORS>(a[m] + step * kStep, left - step * kStep);
+      to[m] = load_row<T, VECTORS, true>(a[m] + step * kStep, left - step * kStep);
+  }
+
+  template <bool VECTORS> __device__ __forceinline__ void load_x(uint4 (&to)[N], int step) const {
 #pragma unroll
     for (int n = 0; n < N; n++)
-      to_x[n] = load_row<T, VECTORS>(x[n] + step * kStep, left - step * kStep);
+      to[n] = load_row<T, VECTORS, S::TEAMS == 1>(x[n] + step * kStep, left - step * kStep);
   }
 
   __device__ __forceinline__ void advance(int steps) {
@@ -174,7 +180,8 @@ template <class T, class S, bool VECTORS, int N>
 __device__ __forceinline__ void multiply(const moelora_gemm_launch &g, const Item &item,
                                          Shared<S> &shared) {
   constexpr int M = S::TILES;
-  constexpr int FIT = (kFragments - 4 * M * N) / (4 * (2 * M + N));
+  constexpr int LOADS = 2 * M + N;
+  constexpr int FIT = (kRegisters - 4 * M * N - 2 * LOADS) / (4 * LOADS);
   constexpr int STEPS = VECTORS && FIT > 1 ? FIT : 1; // on their way
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int depth = warp % S::DEPTHS, team = warp / S::DEPTHS * 16 * M;
@@ -186,10 +193,13 @@ __device__ __forceinline__ void multiply(const moelora_gemm_launch &g, const Ite
     Rows<T, S, N> rows(g, item, item.first + team, columns, begin, end);
     uint4 a[STEPS][2 * M], x[STEPS][N];
 #pragma unroll
+    for (int slot = 0; slot < STEPS; slot++) // which rows of x is known later
+      rows.template load_a<VECTORS>(a[slot], slot);
+#pragma unroll
     for (int slot = 0; slot < STEPS; slot++)
-      rows.template load<VECTORS>(a[slot], x[slot], slot);
+      rows.template load_x<VECTORS>(x[slot], slot);
 #pragma unroll 1
-    for (int k = begin; k < end; k += STEPS * kStep) { // zeros behind the end
+    for (int steps = ceil_divide(end - begin, kStep); steps > 0; steps -= STEPS) {
       rows.advance(STEPS);
 #pragma unroll
       for (int slot = 0; slot < STEPS; slot++) {
@@ -206,7 +216,8 @@ __device__ __forceinline__ void multiply(const moelora_gemm_launch &g, const Ite
             mma_16816<T>(d[m][n], a1, b1);
           }
         }
-        rows.template load<VECTORS>(a[slot], x[slot], slot);
+        rows.template load_a<VECTORS>(a[slot], slot);
+        rows.template load_x<VECTORS>(x[slot], slot);
       }
     }
   }
@@ -313,7 +324,8 @@ moelora_status launch_vectors(const Params &p, int64_t max_loras, const moelora_
   const int64_t rows = p.g.num_rows, pairs = p.g.num_experts * max_loras;
   const int64_t segments = rows < pairs ? rows : pairs;
   const int tokens = segments + rows / 48 < ctas ? 32 : 48;
-  if (p.g.hl_stride <= 16 || segments + rows / 32 < ctas)
+  if (p.g.hl_stride <= 16 || segments + rows / 32 < ctas ||
+      (p.g.hl_stride <= 32 && rows < kThinSegment * segments))
     return launch<T, Narrow, true>(p, tokens, rows * p.g.hl_stride / 16 <= ctas, exec);
   if (p.g.hl_stride <= 32)
     return launch<T, Middle, true>(p, tokens, false, exec);

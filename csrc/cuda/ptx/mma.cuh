@@ -68,20 +68,26 @@ __device__ __forceinline__ void copy_elements(uint32_t to, const T *from, int co
   store_shared_16(to, load_elements(from, count));
 }
 
-/* 16 bytes that the SM reads once, zeros if they are not `there`. */
-__device__ __forceinline__ uint4 load_global_16(const void *from, bool there) {
+/* 16 bytes, zeros if they are not `there`. ONCE: no other warp of the SM wants them. */
+template <bool ONCE> __device__ __forceinline__ uint4 load_global_16(const void *from, bool there) {
   uint4 v;
-  asm volatile("{\n"
-               ".reg .pred p;\n"
-               "setp.ne.s32 p, %5, 0;\n"
-               "mov.b32 %0, 0;\n"
-               "mov.b32 %1, 0;\n"
-               "mov.b32 %2, 0;\n"
-               "mov.b32 %3, 0;\n"
-               "@p ld.global.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];\n"
-               "}"
-               : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-               : "l"(from), "r"((int)there));
+#define MOELORA_LOAD(HOW)                                                                          \
+  asm volatile("{\n"                                                                               \
+               ".reg .pred p;\n"                                                                   \
+               "setp.ne.s32 p, %5, 0;\n"                                                           \
+               "mov.b32 %0, 0;\n"                                                                  \
+               "mov.b32 %1, 0;\n"                                                                  \
+               "mov.b32 %2, 0;\n"                                                                  \
+               "mov.b32 %3, 0;\n"                                                                  \
+               "@p ld.global." HOW "L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];\n"                     \
+               "}"                                                                                 \
+               : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)                                    \
+               : "l"(from), "r"((int)there))
+  if constexpr (ONCE)
+    MOELORA_LOAD("L1::no_allocate.");
+  else
+    MOELORA_LOAD("");
+#undef MOELORA_LOAD
   return v;
 }
 
