@@ -77,13 +77,15 @@ __device__ __forceinline__ int find(const Params &p, int blocks, int unit, Item 
   Segments<kLanes> segments;
   segments.load(g, position, rows);
   int count = 0; // of the block, so far
+#pragma unroll 1
+  for (int i = 0; i * 32 < rows; i++) {
+    const int low = i * 32 + lane;
+    int pair = -1, high = low, parts = 0, chunks = 0;
 #pragma unroll
-  for (int i = 0; i < kLanes; i++) {
-    if (i * 32 >= rows)
-      break;
-    const int low = i * 32 + lane, pair = segments.pair[i];
-    int high = low, parts = 0, chunks = 0;
-    if (pair >= 0 && segments.starts[i] >> lane & 1) {
+    for (int j = 0; j < kLanes; j++)
+      if (j == i && segments.starts[j] >> lane & 1)
+        pair = segments.pair[j];
+    if (pair >= 0) {
       high = segments.next(low + 1, rows);
       parts = ceil_divide(high - low, p.part);
       chunks = ceil_divide(moelora_padded_rank(pair % kRanks) * g.lora.num_slices, S::RANKS);
@@ -122,22 +124,13 @@ __device__ __forceinline__ uint4 load_row(const T *from, int left) {
 template <class T, class S, int N> struct Rows {
   static constexpr int M = S::TILES;
   const T *a[2 * M], *x[N];
-  int left; // of a row, for this warp
+  int left; // of each, for this warp
 
-  /* From depth `k` to `end`, ranks from `column` on. */
-  __device__ __forceinline__ Rows(const moelora_gemm_launch &g, const Item &item, int column,
-                                  int columns, int k, int end) {
+  /* Ranks from `column` on, depth from `k` on. */
+  __device__ __forceinline__ void find_a(const moelora_gemm_launch &g, const Item &item, int column,
+                                         int columns, int k) {
     const int lane = threadIdx.x % 32, rank = item.pair % kRanks;
     const int width = moelora_padded_rank(rank);
-    k += lane % 4 * 8;
-    left = end - k;
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-      const int64_t position =
-          (int64_t)item.block * g.blocks.rows + min(item.low + n * 8 + lane / 4, item.high - 1);
-      const int64_t row = g.x_divisor ? g.blocks.sorted_ids[position] / g.x_divisor : position;
-      x[n] = (const T *)g.x + row * g.x_stride + k;
-    }
 #pragma unroll
     for (int m = 0; m < M; m++) {
       const int tile = min(column + m * 16, columns - 16), slice = tile / width;
@@ -149,6 +142,25 @@ template <class T, class S, int N> struct Rows {
         a[2 * m + half] =
             factor + min(tile - slice * width + half * 8 + lane / 4, rank - 1) * f.stride_i;
     }
+  }
+
+  __device__ __forceinline__ void find_x(const moelora_gemm_launch &g, const Item &item, int k) {
+    uint32_t row[N];
+#pragma unroll
+    for (int n = 0; n < N; n++)
+      row[n] = item.block * g.blocks.rows +
+               min(item.low + n * 8 + (int)threadIdx.x % 32 / 4, item.high - 1);
+    if (g.x_divisor) {
+#pragma unroll
+      for (int n = 0; n < N; n++)
+        row[n] = g.blocks.sorted_ids[row[n]];
+#pragma unroll
+      for (int n = 0; n < N; n++)
+        row[n] /= (uint32_t)g.x_divisor;
+    }
+#pragma unroll
+    for (int n = 0; n < N; n++)
+      x[n] = (const T *)g.x + row[n] * g.x_stride + k;
   }
 
   template <bool VECTORS>
@@ -190,11 +202,15 @@ __device__ __forceinline__ void multiply(const moelora_gemm_launch &g, const Ite
   const int share = ceil_divide(ceil_divide(g.k, kLine), S::DEPTHS) * kLine;
   const int begin = depth * share, end = min(begin + share, g.k);
   if (item.first + team < columns && begin < end) {
-    Rows<T, S, N> rows(g, item, item.first + team, columns, begin, end);
+    const int k = begin + lane % 4 * 8;
+    Rows<T, S, N> rows;
     uint4 a[STEPS][2 * M], x[STEPS][N];
+    rows.left = end - k;
+    rows.find_a(g, item, item.first + team, columns, k);
 #pragma unroll
-    for (int slot = 0; slot < STEPS; slot++) // which rows of x is known later
+    for (int slot = 0; slot < STEPS; slot++)
       rows.template load_a<VECTORS>(a[slot], slot);
+    rows.find_x(g, item, k); // takes a read of its own: A goes ahead
 #pragma unroll
     for (int slot = 0; slot < STEPS; slot++)
       rows.template load_x<VECTORS>(x[slot], slot);
