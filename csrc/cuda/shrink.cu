@@ -210,7 +210,7 @@ __device__ __forceinline__ void multiply(const moelora_gemm_launch &g, const Ite
 #pragma unroll
     for (int slot = 0; slot < STEPS; slot++)
       rows.template load_a<VECTORS>(a[slot], slot);
-    rows.find_x(g, item, k); // takes a read of its own: A goes ahead
+    rows.find_x(g, item, k);
 #pragma unroll
     for (int slot = 0; slot < STEPS; slot++)
       rows.template load_x<VECTORS>(x[slot], slot);
