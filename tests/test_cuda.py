@@ -70,6 +70,29 @@ def test_a_newer_gpu_runs_the_portable_kernels(as_sm80, dtype):
     assert len(plans) > 2, "blocks follow the rows of an expert"
 
 
+# Few rows, short and long segments, narrow and wide stacks, both shares of the depth: the sizes on
+# both sides of every choice that csrc/cuda/shrink.cu makes.
+SHRINKS = {
+    "few_rows": Spec(inter=24, experts=2, tokens=9, hidden=2048, ranks=(16, 3)),
+    "few_rows_deep": Spec(inter=24, experts=2, tokens=9, hidden=4104, ranks=(16, 40)),
+    "short_segments": Spec(inter=24, tokens=1000, experts=64, hidden=72, ranks=(16, 9) * 4),
+    "long_segments": Spec(inter=24, experts=2, tokens=13000, hidden=264, ranks=(16, 7)),
+    "long_segments_wide": Spec(inter=24, experts=2, tokens=13000, hidden=72, ranks=(64, 5, 33)),
+    "long_segments_deep": Spec(inter=24, experts=2, tokens=6500, hidden=4104, ranks=(16, 7)),
+    "long_segments_wide_deep": Spec(inter=24, experts=2, tokens=6500, hidden=4104, ranks=(40, 8)),
+}
+
+
+@pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
+@pytest.mark.parametrize("name", SHRINKS)
+def test_shrink(name, dtype):
+    p = replace(SHRINKS[name], dtype=dtype).build()
+    y = moelora.fused_moe_lora_gemm(**p.to(GPU).gemm_kwargs("w13", False))
+    arguments = p.gemm_kwargs("w13", False)
+    cpu = moelora.fused_moe_lora_gemm(**arguments).double()
+    assert_close_to_ref(y, cpu, naive_fused_moe_lora_gemm(**arguments), dtype)
+
+
 # ---- alignment: sizes on both sides of every choice that csrc/cuda/align.cu makes ----
 
 ALIGNMENTS = {

@@ -209,8 +209,7 @@ moelora_status project(moelora_gemm_launch *g, const moelora_gemm_plan *plan,
     for (int32_t i = 0; i < g->lora.num_slices; i++)
       g->factors_boxes = g->factors_boxes && g->lora.b[i].stride_i > 0;
     const bool vectors = x_vectors && moelora_are_vector_factors(g->lora.a, g->lora.num_slices);
-    moelora_status status =
-        moelora_cuda_shrink(g, routes->lora_scalings, vectors, plan->variant->dtype, hl, exec);
+    moelora_status status = moelora_cuda_shrink(g, routes, vectors, plan->variant->dtype, hl, exec);
     if (status != MOELORA_OK)
       return status;
     g->hl = hl;

@@ -50,9 +50,8 @@ __device__ __forceinline__ void store_shared_16(uint32_t at, uint4 v) {
                : "memory");
 }
 
-/* `count` (0..8) elements to 16 bytes of shared memory, zeros behind them; no alignment needed. */
-template <class T>
-__device__ __forceinline__ void copy_elements(uint32_t to, const T *from, int count) {
+/* `count` (0..8) elements and zeros behind them; no alignment needed. */
+template <class T> __device__ __forceinline__ uint4 load_elements(const T *from, int count) {
   uint32_t pairs[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -60,7 +59,36 @@ __device__ __forceinline__ void copy_elements(uint32_t to, const T *from, int co
     uint32_t high = 2 * i + 1 < count ? ((const uint16_t *)from)[2 * i + 1] : 0;
     pairs[i] = low | high << 16;
   }
-  store_shared_16(to, make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
+  return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
+/* The same to shared memory. */
+template <class T>
+__device__ __forceinline__ void copy_elements(uint32_t to, const T *from, int count) {
+  store_shared_16(to, load_elements(from, count));
+}
+
+/* 16 bytes, zeros if they are not `there`. ONCE: no other warp of the SM wants them. */
+template <bool ONCE> __device__ __forceinline__ uint4 load_global_16(const void *from, bool there) {
+  uint4 v;
+#define MOELORA_LOAD(HOW)                                                                          \
+  asm volatile("{\n"                                                                               \
+               ".reg .pred p;\n"                                                                   \
+               "setp.ne.s32 p, %5, 0;\n"                                                           \
+               "mov.b32 %0, 0;\n"                                                                  \
+               "mov.b32 %1, 0;\n"                                                                  \
+               "mov.b32 %2, 0;\n"                                                                  \
+               "mov.b32 %3, 0;\n"                                                                  \
+               "@p ld.global." HOW "L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];\n"                     \
+               "}"                                                                                 \
+               : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)                                    \
+               : "l"(from), "r"((int)there))
+  if constexpr (ONCE)
+    MOELORA_LOAD("L1::no_allocate.");
+  else
+    MOELORA_LOAD("");
+#undef MOELORA_LOAD
+  return v;
 }
 
 __device__ __forceinline__ uint4 load_shared_16(uint32_t at) {
