@@ -7,7 +7,7 @@ One file for each layer, dtype and device::
       "device": {"type": "cuda", "name": "NVIDIA H200", "compute_capability": 90, "units": 132},
       "dtype": "bf16",
       "layer": {"experts": 128, "top_k": 8, "hidden": 2048, "intermediate": 768},
-      "plans": {"16": "gemm_bf16_16x128x64_sm90", "1024": "gemm_bf16_96x256x64_sm90"}
+      "plans": {"16": "gemm_bf16_16x128x64_sm90", "1024": "gemm_bf16_96x128x64_sm90"}
     }
 
 `plans` maps a number of tokens to the variant for at most so many; the largest serves all beyond.

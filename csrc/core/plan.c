@@ -172,16 +172,21 @@ typedef struct shape {
   int32_t block, cluster;
 } shape;
 
-/* From the average rows of an expert. Routing is uneven: a block, or a cluster of them, that holds
- * the average and about two and a half of its square roots keeps nearly every expert together, and
- * weights leave the L2 cache once. */
+/* From the average rows of an expert. Routing is uneven: a block, or a cluster of them, needs room
+ * above the average to keep nearly every expert together, so that its weights are read once. The
+ * bounds are where the times of two neighbours cross on an H200 (Qwen3-30B-A3B, Mixtral-8x7B,
+ * DeepSeek-V2-Lite; `python -m moelora tune` finds them for another GPU). */
 static shape pick_cuda_shape(int64_t rows) {
   static const struct {
     int64_t rows; /* up to this many per expert */
     shape shape;
   } table[] = {
-      {8, {16, 1}},  {18, {32, 1}},   {44, {64, 1}},
-      {70, {96, 1}}, {100, {128, 1}}, {INT64_MAX, {144, 2}},
+      {8, {16, 1}},          /* nothing but weights moves */
+      {26, {32, 1}},         /* a few experts read twice cost less than wider instructions */
+      {44, {64, 1}},         /* Hopper has 96: two CTAs of 64 on an SM were slower */
+      {70, {96, 1}},         /* the most tokens of which two CTAs fit an SM */
+      {100, {128, 1}},       /* products begin to count: 256 weight rows by one reading of X */
+      {INT64_MAX, {144, 2}}, /* products alone count: weights shared by multicast */
   };
   int32_t at = 0;
   while (rows > table[at].rows)

@@ -302,10 +302,12 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
   start_next_kernel();
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
   if (warpgroup == 0) {
-    // 384 threads start with 168 registers each; what the producers give is what consumers can
-    // take.
+    // 384 threads start with 168 registers each, 256 with 128; what the producers give is what
+    // consumers can take.
     if constexpr (S::CONSUMERS == 2)
       give_registers<104>();
+    else if constexpr (S::TOKENS > 32)
+      give_registers<88>();
     if (__shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == 0)
       stream<S>(&w_map, &x_map, &b_maps, g, ring);
     else
@@ -313,6 +315,8 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
   } else {
     if constexpr (S::CONSUMERS == 2)
       take_registers<200>();
+    else if constexpr (S::TOKENS > 32)
+      take_registers<168>();
     consume<S, T, FINISH>(&out_map, g, ring, warpgroup - 1);
   }
   // Whoever waits for this kernel relies on the one before it, too.

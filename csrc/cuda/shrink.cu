@@ -16,19 +16,19 @@
  *
  * TEAMS teams of warps have RANKS / TEAMS rows of A each; the DEPTHS warps of a team share the
  * depth, each a run of whole lines of 64, and what they found is added up in that order. DEPTHS
- * depends on K alone, so that neither other tokens nor other adapters change a bit. */
+ * depends on sizes alone, so that neither other tokens nor other adapters change a bit. */
 #include "kernel_launch.cuh"
 #include "tile.cuh"
 
 namespace {
 
-constexpr int kStep = 32, kLine = 64;         // of depth
-constexpr int kResidentWarps = 16;            // of an SM, which leaves 128 registers to a thread:
-constexpr int kRegisters = 108;               // so many for sums, pointers and loads
-constexpr int kLongDepth = 4096;              // from here on eight warps share the depth, else four
-constexpr int kThinSegment = 4;               // tokens; below, what A takes is all that counts
-constexpr int kShares = 8;                    // of a block, for every RANKS ranks
-constexpr int kLanes = 8;                     // tokens of a block that a lane looks after
+constexpr int kStep = 32, kLine = 64; // of depth
+constexpr int kResidentWarps = 16;    // of an SM, which leaves 128 registers to a thread:
+constexpr int kRegisters = 108;       // so many for sums, pointers and loads
+constexpr int kLongDepth = 4096;      // from here on, and where CTAs are idle, eight warps share it
+constexpr int kThinSegment = 4;       // tokens; below, what A takes is all that counts
+constexpr int kShares = 8;            // of a block, for every RANKS ranks
+constexpr int kLanes = 8;             // tokens of a block that a lane looks after
 constexpr int kItems = 32 * kLanes / kShares; // of a unit at most
 
 struct Params {
@@ -353,8 +353,10 @@ moelora_status launch_as(const Params &p, int64_t max_loras, bool vectors,
                          const moelora_exec *exec) {
   if (!vectors)
     return launch<T, Shape<1, 1, 4, 32>, false>(p, 32, false, exec);
-  return p.g.k < kLongDepth ? launch_vectors<T, 4, 48>(p, max_loras, exec)
-                            : launch_vectors<T, 8, 32>(p, max_loras, exec);
+  const int64_t items = (int64_t)p.g.num_rows * p.g.hl_stride / 16;
+  const bool idle = items < 2 * moelora_cuda_num_sms(exec->device_index);
+  return p.g.k < kLongDepth && !idle ? launch_vectors<T, 4, 48>(p, max_loras, exec)
+                                     : launch_vectors<T, 8, 32>(p, max_loras, exec);
 }
 
 } // namespace
