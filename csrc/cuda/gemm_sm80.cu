@@ -9,7 +9,7 @@
 #include <type_traits>
 
 #include "kernel_launch.cuh"
-#include "tile.cuh"
+#include "sm80_adapters.cuh"
 #include "variants.cuh"
 
 namespace {

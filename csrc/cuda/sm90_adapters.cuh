@@ -6,10 +6,7 @@
  *
  *   W  [piece][TILES][64] rows of 32 bytes, 32-byte swizzle   rows of B
  *   X  [TOKENS] rows of 128 bytes as in tile.cuh              shrink results, zeros where a token
- *                                                             does not carry the adapter
- *
- * In X, piece j lies in chunks 2j and 2j + 1; the two slices of a paired one follow each other, in
- * chunks 4j to 4j + 3. */
+ *                                                             does not carry the adapter */
 #ifndef MOELORA_CUDA_SM90_ADAPTERS_CUH
 #define MOELORA_CUDA_SM90_ADAPTERS_CUH
 
