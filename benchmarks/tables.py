@@ -76,6 +76,17 @@ def source(file):
     return f"`benchmarks/results/{file}.json`, {about}:\n\n```\n{meta['command']}\n```"
 
 
+def engines():
+    rows = [r for r in load("h200-e2e")[1] if r["topic"] == "speed"]
+    lines = ["| engine | LoRA | batch | prefill, tokens/s | decode, tokens/s |"]
+    lines.append("| --- | --- | --- | ---: | ---: |")
+    for r in rows:
+        speeds = [f"{r[f'{what}_tok_s']:,}" for what in ("prefill", "decode")]
+        enabled = "enabled" if r["lora_enabled"] else "off"
+        lines.append("| " + " | ".join((r["engine"], enabled, r["batch"], *speeds)) + " |")
+    return "\n".join(lines)
+
+
 def span(values, digits=2):
     values = [v for v in values if v is not None]
     return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
@@ -127,6 +138,8 @@ def section(name):
         return source(name.removeprefix("from "))
     if name in TABLES:
         return table(*TABLES[name])
+    if name == "engines":
+        return engines()
     text = " ".join(SENTENCES[name]().split())
     return textwrap.fill(text, 104, break_long_words=False, break_on_hyphens=False)
 
@@ -142,7 +155,7 @@ def main():
         for page in PAGES:
             (ROOT / page).write_text(filled((ROOT / page).read_text()))
     else:
-        print("\n\n".join(map(section, (*TABLES, *SENTENCES))))
+        print("\n\n".join(map(section, (*TABLES, "engines", *SENTENCES))))
 
 
 if __name__ == "__main__":
