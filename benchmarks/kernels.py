@@ -87,7 +87,7 @@ def table(output):
 
 
 def summary(row):
-    kernel = re.sub(r"\(.*|void |<unnamed>::|\(anonymous namespace\)::", "", row["Kernel Name"])
+    kernel = re.sub(r"void |<unnamed>::|\(anonymous namespace\)::|\(.*", "", row["Kernel Name"])
     made = {"kernel": kernel}
     for metric, name in METRICS.items():
         text = row.get(metric, "").replace(",", "")
