@@ -50,9 +50,8 @@ __device__ __forceinline__ void store_shared_16(uint32_t at, uint4 v) {
                : "memory");
 }
 
-/* `count` (0..8) elements to 16 bytes of shared memory, zeros behind them; no alignment needed. */
-template <class T>
-__device__ __forceinline__ void copy_elements(uint32_t to, const T *from, int count) {
+/* `count` (0..8) elements, zeros behind them; no alignment needed. */
+template <class T> __device__ __forceinline__ uint4 load_elements(const T *from, int count) {
   uint32_t pairs[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -60,7 +59,13 @@ __device__ __forceinline__ void copy_elements(uint32_t to, const T *from, int co
     uint32_t high = 2 * i + 1 < count ? ((const uint16_t *)from)[2 * i + 1] : 0;
     pairs[i] = low | high << 16;
   }
-  store_shared_16(to, make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
+  return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
+/* The same to shared memory. */
+template <class T>
+__device__ __forceinline__ void copy_elements(uint32_t to, const T *from, int count) {
+  store_shared_16(to, load_elements(from, count));
 }
 
 __device__ __forceinline__ uint4 load_shared_16(uint32_t at) {
@@ -111,6 +116,53 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t v) {
 
 __device__ __forceinline__ void prefetch(const void *p) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(p));
+}
+
+/* `bytes` from `p` on, both multiples of 16 where they are more than 16. */
+__device__ __forceinline__ void prefetch_l2(const void *p, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  if (bytes > 16) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+    return;
+  }
+#endif
+  for (int at = 0; at < bytes; at += 128)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"((const char *)p + at));
+}
+
+/* 16 bytes if `there`, else zeros: memory that a kernel reads once and nothing writes meanwhile. */
+__device__ __forceinline__ uint4 load_once_16(const void *p, bool there) {
+  uint4 v;
+  asm volatile("{\n"
+               ".reg .pred there;\n"
+               "setp.ne.b32 there, %5, 0;\n"
+               "mov.b32 %0, 0;\n"
+               "mov.b32 %1, 0;\n"
+               "mov.b32 %2, 0;\n"
+               "mov.b32 %3, 0;\n"
+               "@there ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+               "}"
+               : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+               : "l"(p), "r"((int)there));
+  return v;
+}
+
+/* The same of memory that the kernel itself may write. */
+__device__ __forceinline__ uint4 load_16(const void *p, bool there) {
+  uint4 v;
+  asm volatile("{\n"
+               ".reg .pred there;\n"
+               "setp.ne.b32 there, %5, 0;\n"
+               "mov.b32 %0, 0;\n"
+               "mov.b32 %1, 0;\n"
+               "mov.b32 %2, 0;\n"
+               "mov.b32 %3, 0;\n"
+               "@there ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+               "}"
+               : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+               : "l"(p), "r"((int)there)
+               : "memory");
+  return v;
 }
 
 /* Programmatic dependent launch: the next kernel of the stream may start, and must wait before it
