@@ -39,12 +39,13 @@ static const moelora_variant variants[] = {
       BLOCK_N,                                                                                     \
       BLOCK_K,                                                                                     \
       1,                                                                                           \
-      1},
+      1,                                                                                           \
+      false},
 #include "cpu/variants.inc"
 #undef MOELORA_CPU_GEMM
 #define MOELORA_CUDA_GEMM(NAME, DTYPE, MIN_CC, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER)         \
-  {#NAME,   MOELORA_CUDA, MOELORA_##DTYPE, MIN_CC, CUDA_##NAME,                                    \
-   BLOCK_M, BLOCK_N,      BLOCK_K,         STAGES, CLUSTER},
+  {#NAME,   MOELORA_CUDA, MOELORA_##DTYPE, MIN_CC,  CUDA_##NAME, BLOCK_M,                          \
+   BLOCK_N, BLOCK_K,      STAGES,          CLUSTER, false},
 /* An item is 16 weight rows by 8 tokens; a warp has 256 of its depth in flight. */
 #define MOELORA_CUDA_DECODE(NAME, DTYPE, MIN_CC)                                                   \
   {                                                                                                \
@@ -169,8 +170,7 @@ static shape pick_cuda_shape(int64_t rows) {
   return table[at].shape;
 }
 
-/* Up to so many tokens a layer is faster in one launch, which loads its weights without sharing
- * them between tokens of different units, than in six. */
+/* Up to so many tokens the latency of six launches costs more than what they do better than one. */
 enum { DECODE_TOKENS = 4 };
 
 /* What a problem lets a CUDA kernel do, from shapes, strides and pointers of everything but
