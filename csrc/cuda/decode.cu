@@ -31,8 +31,14 @@ namespace decode {
 namespace {
 
 constexpr int kBatch = kChunk / 2; // blocks that are multiplied and then loaded anew at once
-constexpr int kResident = 2;       // CTAs per SM
-constexpr int kAhead = 2;          // chunks that a warp brings to L2 before it waits for h
+constexpr int kAhead = 3;          // chunks that a warp brings to L2 before the grid meets
+/* CTAs per SM. Memory that is half as fast needs half as much in flight, and portable code a few
+ * registers more. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kResident = 1;
+#else
+constexpr int kResident = 2;
+#endif
 /* Floats between tokens and between warps of the partial sums: writes and reads of a warp meet all
  * banks. */
 constexpr int kTokenPitch = 20, kWarpPitch = 164;
@@ -107,7 +113,7 @@ __device__ __forceinline__ void multiply(float (&d)[2][4], const uint4 (&w)[kChu
 }
 
 /* total += what a chunk gives to the tokens of its unit; then the walk is at the next chunk, whose
- * loads are under way. False behind the item's last. */
+ * loads are under way unless it is of another kind. False behind the item's last. */
 template <class T>
 __device__ __forceinline__ bool multiply_chunk(const Params &p, const Tables &t, Walk &walk,
                                                uint4 (&w)[kChunk][2], float (&total)[4]) {
@@ -122,9 +128,11 @@ __device__ __forceinline__ bool multiply_chunk(const Params &p, const Tables &t,
   const Source next = source_of(p, t, walk);
   float d[2][4] = {};
   multiply<T, 0>(d, w, x, there);
-  load<0>(p, walk.kind, next, w);
+  if (walk.kind == kind)
+    load<0>(p, kind, next, w);
   multiply<T, kBatch>(d, w, x, there);
-  load<kBatch>(p, walk.kind, next, w);
+  if (walk.kind == kind)
+    load<kBatch>(p, kind, next, w);
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int token = lane % 4 * 2 + i;
@@ -186,7 +194,7 @@ __device__ __forceinline__ void prefetch_pieces(const Params &p, const Tables &t
 #pragma unroll
     for (int half = 0; half < 2; half++)
       if (const uint16_t *row = piece_row(p, t, walk.kind, walk.index, piece, half))
-        prefetch_l2(row, 16);
+        prefetch_l2(row);
   });
 }
 
@@ -223,8 +231,8 @@ __device__ __forceinline__ void expand(const Params &p, const Tables &t, int kin
     const uint4 x = load_16(hl, left > 0 && (tokens >> lane / 4 & 1));
     float d[2][4] = {};
     multiply_block<T>(d, b, x);
-    /* Rows g of all lanes of a quad are one row, so its lanes 0 to 3 agree on what is there; lane 0
-     * alone always has a rank. */
+    /* The lanes of a quad share their rows; the first of them, which has a rank in any piece, knows
+     * which are there. */
     uint32_t rows = 0;
 #pragma unroll
     for (int half = 0; half < 2; half++)
@@ -289,14 +297,13 @@ __device__ __forceinline__ void finish(const Params &p, const Tables &t, int kin
     const moelora_factors &f = factors_of(p, kind);
     if (quarter || !(t.segment_tokens[r.segment] >> token & 1))
       return;
-    const float *scalings = problem.routes.lora_scalings;
-    const float scaling = scalings ? scalings[t.segment_adapter[r.segment]] : 1.f;
     const int64_t row = t.row[t.segment_unit[r.segment]][token];
     T *to = (T *)p.hl[kind == SHRINK2] +
             (row * f.num_slices + r.slice) * moelora_padded_rank(f.max_rank) + r.first + g;
 #pragma unroll
     for (int half = 0; half < 2; half++)
-      to[8 * half] = Element<T>::round(r.first + 8 * half + g < r.rank ? scaling * sum[half] : 0.f);
+      to[8 * half] =
+          Element<T>::round(r.first + 8 * half + g < r.rank ? t.scaling[token] * sum[half] : 0.f);
     return;
   }
   if (quarter)
@@ -336,21 +343,29 @@ __device__ __forceinline__ void finish(const Params &p, const Tables &t, int kin
 /* The grid's meetings as steps that every CTA takes in this order, however few items it has. */
 enum Step { START, SENT_HL13, HAS_HL13, SENT_H, HAS_H, SENT_HL2, HAS_HL2 };
 
+/* To arrive takes until the loads that a CTA has under way are there: it does so first. */
+__device__ __forceinline__ int step_before_load(int kind, int step) {
+  return kind == SHRINK13 ? START : kind == W13 ? SENT_HL13 : step < HAS_H ? SENT_H : SENT_HL2;
+}
+
 __device__ __forceinline__ int step_before_product(int kind) {
   return kind == SHRINK13 ? START : kind == W13 ? SENT_HL13 : kind == SHRINK2 ? HAS_H : SENT_HL2;
 }
 
-/* Brings the next chunks of a W2 item to L2, while the grid waits for h. */
+/* Brings the next chunks of an item to L2. */
 __device__ __forceinline__ void prefetch_chunks(const Params &p, const Tables &t, Walk walk) {
-  const int lane = threadIdx.x % 32;
-  if (walk.kind != W2)
+  const int lane = threadIdx.x % 32, kind = walk.kind;
+  if (kind == DONE || (is_shrink(kind) && !p.a_vectors[kind == SHRINK2]))
     return;
-  for (int i = 0; i < kAhead && advance(p, t, walk); i++) {
+  bool more = true;
+  for (int i = 0; i < kAhead && more; i++) {
     const Chunk chunk = chunk_of(p, t, walk);
     const int first = chunk.first * kBlockDepth;
-    const int count = min(chunk.blocks * kBlockDepth, depth_of(p, W2) - first);
-    if (lane < 16)
-      prefetch_l2(item_row(p, t, walk, chunk.unit, lane % 8, lane / 8) + first, 2 * count);
+    const int count = min(chunk.blocks * kBlockDepth, depth_of(p, kind) - first);
+    const uint16_t *row = item_row(p, t, walk, chunk.unit, lane % 8, lane / 8 % 2) + first;
+    if (lane < 16 && count > 0)
+      prefetch_l2(row, 2 * count);
+    more = advance(p, t, walk);
   }
 }
 
@@ -359,6 +374,9 @@ __global__ void __launch_bounds__(kThreads, kResident)
     decode_layer(const __grid_constant__ Params p) {
   __shared__ Tables t;
   __shared__ float partial[kWarps * kWarpPitch];
+  /* Of each thread, and seldom asked for: registers are scarce. */
+  __shared__ unsigned arrivals[kThreads];
+  __shared__ int steps[kThreads];
   load_rows(t, p.p.routes);
   __syncthreads();
   find_units(t);
@@ -372,20 +390,18 @@ __global__ void __launch_bounds__(kThreads, kResident)
   __syncthreads();
 
   const cooperative_groups::grid_group grid = cooperative_groups::this_grid();
-  unsigned arrival = 0;
-  int step = START;
+  unsigned &arrival = arrivals[threadIdx.x];
+  int &step = steps[threadIdx.x];
+  step = START;
   Walk walk = {SHRINK13, first_item(SHRINK13), 0, 0};
   auto step_to = [&](int goal) {
     while (step < goal) {
       const int meeting = step / 2;
       if (meeting == 1 || (meeting ? p.p.w2_lora : p.p.w13_lora).num_slices > 0) {
-        if (step % 2 == 0) {
+        if (step % 2 == 0)
           arrival = grid.barrier_arrive();
-          if (meeting == 1)
-            prefetch_chunks(p, t, walk);
-        } else {
+        else
           grid.barrier_wait(static_cast<unsigned &&>(arrival));
-        }
       }
       step++;
     }
@@ -393,25 +409,31 @@ __global__ void __launch_bounds__(kThreads, kResident)
 
   uint4 w[kChunk][2];
   open_item(p, t, walk);
-  const Source first = source_of(p, t, walk);
-  load<0>(p, walk.kind, first, w);
-  load<kBatch>(p, walk.kind, first, w);
   prefetch_pieces(p, t, walk);
   while (walk.kind != DONE) {
-    const int kind = walk.kind, index = walk.index;
+    const int kind = walk.kind;
+    step_to(step_before_load(kind, step));
+    const Source source = source_of(p, t, walk);
+    load<0>(p, kind, source, w);
+    load<kBatch>(p, kind, source, w);
     step_to(step_before_product(kind));
-    float total[4] = {};
-    while (multiply_chunk<T>(p, t, walk, w, total))
-      ;
-    prefetch_pieces(p, t, walk);
-    if (!is_shrink(kind)) {
-      step_to(kind == W13 ? HAS_HL13 : HAS_HL2);
-      expand<T>(p, t, kind, index, total);
-    }
-    __syncthreads(); // the sums of the item before have been read
-    store_partial(partial, total);
-    __syncthreads();
-    finish<T>(p, t, kind, index, partial);
+    do {
+      const int index = walk.index;
+      float total[4] = {};
+      while (multiply_chunk<T>(p, t, walk, w, total))
+        ;
+      if (walk.kind != kind)
+        prefetch_chunks(p, t, walk);
+      prefetch_pieces(p, t, walk);
+      if (!is_shrink(kind)) {
+        step_to(kind == W13 ? HAS_HL13 : HAS_HL2);
+        expand<T>(p, t, kind, index, total);
+      }
+      __syncthreads(); // the sums of the item before have been read
+      store_partial(partial, total);
+      __syncthreads();
+      finish<T>(p, t, kind, index, partial);
+    } while (walk.kind == kind);
   }
   step_to(HAS_HL2);
 }

@@ -29,6 +29,7 @@ struct Tables {
   uint32_t segment_tokens[kRows];                                           // bit of each token
   int32_t shrinks_end[2][kRows]; // shrink items up to and with a segment, of w13 and of w2
   int32_t adapter[kTokens], rank[kTokens];
+  float scaling[kTokens];
   // while being built
   int32_t row_expert[kRows];
   float row_weight[kRows];
@@ -69,14 +70,18 @@ __device__ __forceinline__ void load_rows(Tables &t, const moelora_routes &r) {
     const int token = thread - kRows;
     int64_t adapter[1] = {-1};
     int rank = 0;
+    float scaling = 1.f;
     if (token < r.num_tokens && r.token_lora_mapping.data) {
       adapter[0] = load_id(r.token_lora_mapping, token * r.token_lora_mapping.stride[0]);
       active_adapters(r, adapter);
       if (adapter[0] >= 0)
         rank = r.lora_ranks ? r.lora_ranks[adapter[0]] : INT32_MAX;
+      if (adapter[0] >= 0 && r.lora_scalings)
+        scaling = r.lora_scalings[adapter[0]];
     }
     t.adapter[token] = (int32_t)adapter[0];
     t.rank[token] = max(rank, 0);
+    t.scaling[token] = scaling;
   }
 }
 
