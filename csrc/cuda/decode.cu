@@ -6,14 +6,17 @@
  *   SHRINK2   hl2[p, r] = round(s[l] * sum_i a2[l, e, r, i] h[p, i])                 16 ranks
  *   W2        out[m, n] = sum over p of weight[p] (h w2[e]^T + hl2 b2[l, e]^T + bias)    16 columns
  *
- * are the four kinds of items, dealt to the CTAs one by one; those of W2 go over all units (see
- * decode_tables.cuh), so that there is no z and no second sum. The grid meets three times: hl13 is
- * ready, h is ready, hl2 is ready. A CTA arrives when it has no more items that write, and waits as
- * late as it can: a base product comes before the wait for the shrink that it is added to.
+ * are the four kinds of items; those of W2 go over all units (see decode_tables.cuh), so that there
+ * is no z and no second sum. The grid meets three times: hl13 is ready, h is ready, hl2 is ready. A
+ * CTA arrives when it has no more items that write, and waits as late as it can: a base product
+ * comes before the wait for the shrink that it is added to.
  *
- * An item is 16 weight rows by the 8 tokens. Its depth goes in blocks of 32 to the eight warps,
- * each of which has a run of blocks; runs go in chunks of up to 8 blocks, and a warp loads its next
- * chunk, be it of the next item or beyond a meeting, while it multiplies this one. In a block lane
+ * An item is 16 weight rows by the 8 tokens, its depth in blocks of 32. One of W13 belongs to a
+ * warp, which keeps the sums in registers to the end. The others go to a CTA: their blocks are
+ * divided evenly among the warps, whose sums meet in shared memory.
+ *
+ * A warp multiplies runs: neighbouring blocks of one unit, in chunks of eight. The next chunk, be
+ * it of the next run or item, is loaded batch by batch as registers become free. In a block lane
  * (g, c) = (lane / 4, lane % 4) loads elements 8c to 8c + 7 of weight rows g and g + 8 and of token
  * g: which element of depth is which does not matter as long as both operands agree. So total[2i +
  * j] is row g + 8i, token 2c + j. Gated, rows g are gate and rows g + 8 the matching up.
@@ -22,16 +25,13 @@
  * add, whatever the neighbours' factors hold. */
 #include <cooperative_groups.h>
 
-#include "decode_walk.cuh"
+#include "decode_expand.cuh"
 #include "kernel_launch.cuh"
-#include "ptx/mma.cuh"
 #include "tile.cuh"
 
 namespace decode {
 namespace {
 
-constexpr int kBatch = kChunk / 2; // blocks that are multiplied and then loaded anew at once
-constexpr int kAhead = 3;          // chunks that a warp brings to L2 before the grid meets
 /* CTAs per SM. Memory that is half as fast needs half as much in flight, and portable code a few
  * registers more. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -42,214 +42,6 @@ constexpr int kResident = 2;
 /* Floats between tokens and between warps of the partial sums: writes and reads of a warp meet all
  * banks. */
 constexpr int kTokenPitch = 20, kWarpPitch = 164;
-
-/* ---- products ---- */
-
-/* Blocks of a chunk in which this lane's eight elements, from `k` on, are inside the depth. */
-__device__ __forceinline__ int blocks_inside(int blocks, int depth, int k) {
-  return min(blocks, (depth - k + kBlockDepth - 1) >> 5);
-}
-
-/* Where a lane finds its rows of a chunk. */
-struct Source {
-  const uint16_t *row[2];
-  int there; // blocks
-};
-
-__device__ __forceinline__ Source source_of(const Params &p, const Tables &t, const Walk &walk) {
-  Source s = {{nullptr, nullptr}, 0};
-  if (walk.kind == DONE)
-    return s;
-  const int lane = threadIdx.x % 32;
-  const Chunk chunk = chunk_of(p, t, walk);
-  const int k = chunk.first * kBlockDepth + lane % 4 * 8;
-  s.there = blocks_inside(chunk.blocks, depth_of(p, walk.kind), k);
-#pragma unroll
-  for (int half = 0; half < 2; half++)
-    s.row[half] = item_row(p, t, walk, chunk.unit, lane / 4, half) + k;
-  return s;
-}
-
-/* Blocks FIRST to FIRST + kBatch - 1 of a chunk. */
-template <int FIRST>
-__device__ __forceinline__ void load(const Params &p, int kind, const Source &s,
-                                     uint4 (&w)[kChunk][2]) {
-  if (!is_shrink(kind) || p.a_vectors[kind == SHRINK2]) {
-#pragma unroll
-    for (int j = FIRST; j < FIRST + kBatch; j++)
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-        w[j][half] = load_once_16(s.row[half] + j * kBlockDepth, j < s.there);
-  } else {
-#pragma unroll
-    for (int j = FIRST; j < FIRST + kBatch; j++)
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-        w[j][half] = load_elements(s.row[half] + j * kBlockDepth, j < s.there ? 8 : 0);
-  }
-}
-
-/* d += rows x^T over one block, as one sum of even and one of odd steps. */
-template <class T>
-__device__ __forceinline__ void multiply_block(float (&d)[2][4], const uint4 (&w)[2],
-                                               const uint4 &x) {
-  const uint32_t a[2][4] = {{w[0].x, w[1].x, w[0].y, w[1].y}, {w[0].z, w[1].z, w[0].w, w[1].w}};
-  const uint32_t b[2][2] = {{x.x, x.y}, {x.z, x.w}};
-  mma_16816<T>(d[0], a[0], b[0]);
-  mma_16816<T>(d[1], a[1], b[1]);
-}
-
-/* Blocks FIRST to FIRST + kBatch - 1 of a chunk by this lane's token. */
-template <class T, int FIRST>
-__device__ __forceinline__ void multiply(float (&d)[2][4], const uint4 (&w)[kChunk][2],
-                                         const uint16_t *x, int there) {
-  uint4 columns[kBatch];
-#pragma unroll
-  for (int j = 0; j < kBatch; j++)
-    columns[j] = load_16(x + (FIRST + j) * kBlockDepth, FIRST + j < there);
-#pragma unroll
-  for (int j = 0; j < kBatch; j++)
-    multiply_block<T>(d, w[FIRST + j], columns[j]);
-}
-
-/* total += what a chunk gives to the tokens of its unit; then the walk is at the next chunk, whose
- * loads are under way unless it is of another kind. False behind the item's last. */
-template <class T>
-__device__ __forceinline__ bool multiply_chunk(const Params &p, const Tables &t, Walk &walk,
-                                               uint4 (&w)[kChunk][2], float (&total)[4]) {
-  const int lane = threadIdx.x % 32, kind = walk.kind;
-  const Chunk chunk = chunk_of(p, t, walk);
-  const int k = chunk.first * kBlockDepth + lane % 4 * 8;
-  const int row = t.row[chunk.unit][lane / 4];
-  const int there = row < 0 ? 0 : blocks_inside(chunk.blocks, depth_of(p, kind), k);
-  const uint16_t *x = kind < SHRINK2 ? (const uint16_t *)p.p.x + lane / 4 * p.p.x_stride + k
-                                     : p.h + row * p.p.intermediate + k;
-  const bool more = advance(p, t, walk);
-  const Source next = source_of(p, t, walk);
-  float d[2][4] = {};
-  multiply<T, 0>(d, w, x, there);
-  if (walk.kind == kind)
-    load<0>(p, kind, next, w);
-  multiply<T, kBatch>(d, w, x, there);
-  if (walk.kind == kind)
-    load<kBatch>(p, kind, next, w);
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const int token = lane % 4 * 2 + i;
-    if (t.row[chunk.unit][token] < 0)
-      continue;
-    const float weight = kind == W2 ? t.weight[chunk.unit][token] : 1.f;
-    total[i] += weight * (d[0][i] + d[1][i]);
-    total[2 + i] += weight * (d[0][2 + i] + d[1][2 + i]);
-  }
-  return more;
-}
-
-/* ---- adapters on top of a base product ---- */
-
-/* A block of ranks, from `first` on, of one slice of a segment's factor B. */
-struct Piece {
-  int segment, slice, first, rank;
-};
-
-/* visit(piece) for this warp's pieces of a W13 or W2 item. */
-template <class Visit>
-__device__ __forceinline__ void for_each_piece(const Params &p, const Tables &t, int kind,
-                                               int index, Visit visit) {
-  const moelora_factors &f = factors_of(p, kind);
-  if (f.num_slices == 0)
-    return;
-  const int unit = kind == W13 ? index / p.tiles13 : 0;
-  const int end = kind == W13 ? t.first_segment[unit + 1] : t.segments;
-  const int warp = threadIdx.x / 32;
-  int turn = 0;
-  for (int s = t.first_segment[unit]; s < end; s++) {
-    const int rank = rank_in(f, t.segment_rank[s]);
-    for (int slice = 0; slice < f.num_slices; slice++)
-      for (int first = 0; first < rank; first += kBlockDepth)
-        if (turn++ % kWarps == warp)
-          visit(Piece{s, slice, first, rank});
-  }
-}
-
-/* This lane's eight elements of B in row g + 8 half; NULL where the slice has none. */
-__device__ __forceinline__ const uint16_t *piece_row(const Params &p, const Tables &t, int kind,
-                                                     int index, const Piece &piece, int half) {
-  const int lane = threadIdx.x % 32, column = piece.first + lane % 4 * 8;
-  const moelora_factors &f = factors_of(p, kind);
-  const moelora_factor &b = f.b[piece.slice];
-  const int output = output_of(p, kind, index, lane / 4, half);
-  const int64_t n = weight_row(p, kind, output, half) - piece.slice * f.slice_n;
-  if (output >= outputs_of(p, kind) || n < 0 || n >= f.slice_n || column >= piece.rank)
-    return nullptr;
-  return (const uint16_t *)b.data + t.segment_adapter[piece.segment] * b.stride_l +
-         t.expert[t.segment_unit[piece.segment]] * b.stride_e + n * b.stride_i + column;
-}
-
-__device__ __forceinline__ void prefetch_pieces(const Params &p, const Tables &t,
-                                                const Walk &walk) {
-  if (walk.kind != W13 && walk.kind != W2)
-    return;
-  for_each_piece(p, t, walk.kind, walk.index, [&](const Piece &piece) {
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-      if (const uint16_t *row = piece_row(p, t, walk.kind, walk.index, piece, half))
-        prefetch_l2(row);
-  });
-}
-
-/* The first `count` of eight elements; what a factor holds beyond the true rank may be NaN. */
-__device__ __forceinline__ uint4 keep_elements(uint4 v, int count) {
-  auto keep = [&](uint32_t pair, int first) {
-    return count >= first + 2 ? pair : count == first + 1 ? pair & 0xffff : 0;
-  };
-  return make_uint4(keep(v.x, 0), keep(v.y, 2), keep(v.z, 4), keep(v.w, 6));
-}
-
-/* total += hl B^T for the tokens that carry each adapter. */
-template <class T>
-__device__ __forceinline__ void expand(const Params &p, const Tables &t, int kind, int index,
-                                       float (&total)[4]) {
-  const int lane = threadIdx.x % 32, projection = kind == W2;
-  for_each_piece(p, t, kind, index, [&](const Piece &piece) {
-    const moelora_factors &f = factors_of(p, kind);
-    const int column = piece.first + lane % 4 * 8, left = min(8, piece.rank - column);
-    const int unit = t.segment_unit[piece.segment], width = moelora_padded_rank(f.max_rank);
-    const uint32_t tokens = t.segment_tokens[piece.segment];
-    const uint16_t *from[2];
-    uint4 b[2];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      from[half] = piece_row(p, t, kind, index, piece, half);
-      b[half] = p.b_vectors[projection]
-                    ? keep_elements(load_once_16(from[half], from[half] != nullptr), left)
-                    : load_elements(from[half], from[half] ? left : 0);
-    }
-    const uint16_t *hl = p.hl[projection] +
-                         ((int64_t)t.row[unit][lane / 4] * f.num_slices + piece.slice) * width +
-                         column;
-    const uint4 x = load_16(hl, left > 0 && (tokens >> lane / 4 & 1));
-    float d[2][4] = {};
-    multiply_block<T>(d, b, x);
-    /* The lanes of a quad share their rows; the first of them, which has a rank in any piece, knows
-     * which are there. */
-    uint32_t rows = 0;
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-      rows |= __shfl_sync(~0u, from[half] != nullptr, lane & 28) << half;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int token = lane % 4 * 2 + i;
-      if (!(tokens >> token & 1))
-        continue;
-      const float weight = kind == W2 ? t.weight[unit][token] : 1.f;
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-        if (rows >> half & 1)
-          total[2 * half + i] += weight * (d[0][2 * half + i] + d[1][2 * half + i]);
-    }
-  });
-}
 
 /* ---- the end of an item ---- */
 
@@ -265,11 +57,13 @@ template <class T> __device__ __forceinline__ float to_float(const void *data, i
   return Element<T>::to_float(((const T *)data)[at]);
 }
 
-/* Adds the warps' sums up and writes the results of token `warp`, four lanes to a pair of rows. */
+/* Adds the warps' sums up and writes the results of token `warp`, four lanes to a pair of rows, of
+ * an item that is not of W13. */
 template <class T>
-__device__ __forceinline__ void finish(const Params &p, const Tables &t, int kind, int index,
-                                       const float *partial) {
+__device__ __forceinline__ void finish_shared(const Params &p, const Tables &t, const Item &item,
+                                              const float *partial) {
   const int lane = threadIdx.x % 32, token = threadIdx.x / 32, g = lane / 4, quarter = lane % 4;
+  const int kind = item.kind;
   const moelora_experts_problem &problem = p.p;
   float sum[2];
   int output[2];
@@ -277,13 +71,14 @@ __device__ __forceinline__ void finish(const Params &p, const Tables &t, int kin
   for (int half = 0; half < 2; half++) {
     const float *from = partial + 2 * quarter * kWarpPitch + token * kTokenPitch + g + 8 * half;
     sum[half] = from[0] + from[kWarpPitch];
-    output[half] = is_shrink(kind) ? 0 : output_of(p, kind, index, g, half);
+    output[half] = output_of(p, item, g, half);
   }
   if (kind == W2 && problem.w2.bias)
+#pragma unroll 1
     for (int u = quarter; u < t.units; u += 4)
 #pragma unroll
       for (int half = 0; half < 2; half++)
-        if (t.row[u][token] >= 0 && output[half] < problem.hidden)
+        if (t.row[u][token] >= 0 && output[half] < outputs_of(p, W2))
           sum[half] +=
               t.weight[u][token] *
               to_float<T>(problem.w2.bias, t.expert[u] * problem.w2.bias_stride_e + output[half]);
@@ -293,7 +88,7 @@ __device__ __forceinline__ void finish(const Params &p, const Tables &t, int kin
     sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
   }
   if (is_shrink(kind)) {
-    const Ranks r = ranks_of(p, t, kind, index);
+    const Ranks r = ranks_of(p, t, kind, item.tile);
     const moelora_factors &f = factors_of(p, kind);
     if (quarter || !(t.segment_tokens[r.segment] >> token & 1))
       return;
@@ -306,66 +101,89 @@ __device__ __forceinline__ void finish(const Params &p, const Tables &t, int kin
           Element<T>::round(r.first + 8 * half + g < r.rank ? t.scaling[token] * sum[half] : 0.f);
     return;
   }
-  if (quarter)
-    return;
-  if (kind == W2) {
-    if (token < problem.routes.num_tokens)
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-        if (output[half] < problem.hidden)
-          ((T *)problem.out)[token * problem.out_stride + output[half]] =
-              Element<T>::round(sum[half]);
-    return;
-  }
-  const int unit = index / p.tiles13;
-  const int64_t row = t.row[unit][token];
-  if (row < 0)
+  if (quarter || token >= problem.routes.num_tokens)
     return;
 #pragma unroll
   for (int half = 0; half < 2; half++)
-    if (problem.w13.bias && output[half] < problem.intermediate)
-      sum[half] += to_float<T>(problem.w13.bias, t.expert[unit] * problem.w13.bias_stride_e +
+    if (output[half] < outputs_of(p, W2))
+      ((T *)problem.out)[token * problem.out_stride + output[half]] = Element<T>::round(sum[half]);
+}
+
+/* Writes the outputs of a W13 item from the registers of its warp. */
+template <class T>
+__device__ __forceinline__ void finish_w13(const Params &p, const Tables &t, const Item &item,
+                                           const float (&total)[4]) {
+  const moelora_experts_problem &problem = p.p;
+  const int lane = threadIdx.x % 32, unit = item.unit;
+  float bias[2] = {};
+  int output[2];
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    output[half] = output_of(p, item, lane / 4, half);
+    if (problem.w13.bias && output[half] < outputs_of(p, W13))
+      bias[half] = to_float<T>(problem.w13.bias, t.expert[unit] * problem.w13.bias_stride_e +
                                                      weight_row(p, W13, output[half], half));
-  T *to = (T *)p.h + row * problem.intermediate;
-  if (p.gated) {
-    if (output[0] < problem.intermediate)
-      to[output[0]] = Element<T>::round(Activation(problem.activation)(sum[0], sum[1]));
-    return;
   }
+  const Activation activate(problem.activation);
 #pragma unroll
-  for (int half = 0; half < 2; half++)
-    if (output[half] < problem.intermediate)
-      to[output[half]] = Element<T>::round(sum[half] < 0.f ? 0.f : sum[half] * sum[half]);
+  for (int i = 0; i < 2; i++) {
+    const int64_t row = t.row[unit][lane % 4 * 2 + i];
+    if (row < 0)
+      continue;
+    const float sum[2] = {total[i] + bias[0], total[2 + i] + bias[1]};
+    T *to = (T *)p.h + row * problem.intermediate;
+    if (p.gated) {
+      if (output[0] < outputs_of(p, W13))
+        to[output[0]] = Element<T>::round(activate(sum[0], sum[1]));
+      continue;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      if (output[half] < outputs_of(p, W13))
+        to[output[half]] = Element<T>::round(sum[half] < 0.f ? 0.f : sum[half] * sum[half]);
+  }
 }
 
 /* ---- the kernel ---- */
 
-/* The grid's meetings as steps that every CTA takes in this order, however few items it has. */
-enum Step { START, SENT_HL13, HAS_HL13, SENT_H, HAS_H, SENT_HL2, HAS_HL2 };
+/* Of the warps' sums. Two, so that an item need not wait until those before it have been read. */
+struct Partials {
+  float sums[2][kWarps * kWarpPitch];
+};
 
-/* To arrive takes until the loads that a CTA has under way are there: it does so first. */
-__device__ __forceinline__ int step_before_load(int kind, int step) {
-  return kind == SHRINK13 ? START : kind == W13 ? SENT_HL13 : step < HAS_H ? SENT_H : SENT_HL2;
-}
+/* What a thread asks for now and then: registers are scarce. */
+struct Seldom {
+  int projection;
+  Item item;      // at hand; of a shrink, the tile is its index
+  Source<2> next; // of the ring
+  bool there;
+  unsigned arrival;
+  bool waits;   // for the meeting of that arrival
+  bool shrinks; // come or have come, and the CTA has not arrived behind them
+  bool turn;    // of the partial sums
+};
 
-__device__ __forceinline__ int step_before_product(int kind) {
-  return kind == SHRINK13 ? START : kind == W13 ? SENT_HL13 : kind == SHRINK2 ? HAS_H : SENT_HL2;
-}
-
-/* Brings the next chunks of an item to L2. */
-__device__ __forceinline__ void prefetch_chunks(const Params &p, const Tables &t, Walk walk) {
-  const int lane = threadIdx.x % 32, kind = walk.kind;
-  if (kind == DONE || (is_shrink(kind) && !p.a_vectors[kind == SHRINK2]))
-    return;
+/* total = the base product of the item that `walk` is at and moves on from. */
+template <class T>
+__device__ __forceinline__ void multiply_item(const Params &p, const Tables &t, Walk &walk,
+                                              Ring &ring, float (&total)[4]) {
+  const int kind = walk.kind;
+  const bool vectors = has_vectors(p, kind);
+#pragma unroll
+  for (int q = 0; q < 4; q++)
+    total[q] = 0.f;
   bool more = true;
-  for (int i = 0; i < kAhead && more; i++) {
-    const Chunk chunk = chunk_of(p, t, walk);
-    const int first = chunk.first * kBlockDepth;
-    const int count = min(chunk.blocks * kBlockDepth, depth_of(p, kind) - first);
-    const uint16_t *row = item_row(p, t, walk, chunk.unit, lane % 8, lane / 8 % 2) + first;
-    if (lane < 16 && count > 0)
-      prefetch_l2(row, 2 * count);
-    more = advance(p, t, walk);
+#pragma unroll 1
+  while (more) {
+    const Run run = run_of(p, t, walk);
+    const Source<1> x = tokens_of(p, t, kind, run);
+    float d[2][4] = {};
+    if (!vectors)
+      multiply_elements<T>(ring.next, x, d);
+    more = advance(p, t, run, walk);
+    multiply_run<T>(p, t, walk, vectors ? run.blocks : 0, {{x.row[0]}, vectors ? x.there : 0}, ring,
+                    d);
+    add_weighted(t, kind, run.unit, d, total);
   }
 }
 
@@ -373,69 +191,71 @@ template <class T>
 __global__ void __launch_bounds__(kThreads, kResident)
     decode_layer(const __grid_constant__ Params p) {
   __shared__ Tables t;
-  __shared__ float partial[kWarps * kWarpPitch];
-  /* Of each thread, and seldom asked for: registers are scarce. */
-  __shared__ unsigned arrivals[kThreads];
-  __shared__ int steps[kThreads];
-  load_rows(t, p.p.routes);
-  __syncthreads();
-  find_units(t);
-  find_segments(t, p.p.routes);
-  if (threadIdx.x < 64)
-    count_shrinks(t, threadIdx.x < 32 ? p.p.w13_lora : p.p.w2_lora, threadIdx.x / 32);
-  if (threadIdx.x == 64) {
-    t.items[W13] = t.units * p.tiles13;
-    t.items[W2] = (int)((p.p.hidden + 15) / 16);
-  }
-  __syncthreads();
+  __shared__ Partials partials;
+  __shared__ Seldom states[kThreads];
+  build_tables(t, p.p, p.tiles13, (int)((p.p.hidden + 15) / 16));
 
   const cooperative_groups::grid_group grid = cooperative_groups::this_grid();
-  unsigned &arrival = arrivals[threadIdx.x];
-  int &step = steps[threadIdx.x];
-  step = START;
-  Walk walk = {SHRINK13, first_item(SHRINK13), 0, 0};
-  auto step_to = [&](int goal) {
-    while (step < goal) {
-      const int meeting = step / 2;
-      if (meeting == 1 || (meeting ? p.p.w2_lora : p.p.w13_lora).num_slices > 0) {
-        if (step % 2 == 0)
-          arrival = grid.barrier_arrive();
-        else
-          grid.barrier_wait(static_cast<unsigned &&>(arrival));
-      }
-      step++;
-    }
+  Seldom &seldom = states[threadIdx.x];
+  seldom.waits = seldom.turn = false;
+  auto arrive = [&] {
+    seldom.arrival = grid.barrier_arrive();
+    seldom.waits = true;
+  };
+  auto wait = [&] {
+    if (seldom.waits)
+      grid.barrier_wait(static_cast<unsigned &&>(seldom.arrival));
+    seldom.waits = false;
   };
 
-  uint4 w[kChunk][2];
-  open_item(p, t, walk);
-  prefetch_pieces(p, t, walk);
-  while (walk.kind != DONE) {
-    const int kind = walk.kind;
-    step_to(step_before_load(kind, step));
-    const Source source = source_of(p, t, walk);
-    load<0>(p, kind, source, w);
-    load<kBatch>(p, kind, source, w);
-    step_to(step_before_product(kind));
-    do {
-      const int index = walk.index;
-      float total[4] = {};
-      while (multiply_chunk<T>(p, t, walk, w, total))
-        ;
-      if (walk.kind != kind)
-        prefetch_chunks(p, t, walk);
-      prefetch_pieces(p, t, walk);
-      if (!is_shrink(kind)) {
-        step_to(kind == W13 ? HAS_HL13 : HAS_HL2);
-        expand<T>(p, t, kind, index, total);
+  Ring ring;
+#pragma unroll 1
+  for (seldom.projection = 0; seldom.projection < 2; seldom.projection++) {
+    const int projection = seldom.projection;
+    seldom.shrinks = factors_of(p, projection ? W2 : W13).num_slices > 0;
+    Walk walk = {projection ? SHRINK2 : SHRINK13, 0, 0, 0};
+    walk.index = first_item(walk.kind);
+    open_item(p, t, walk);
+    start(p, t, walk, ring);
+    if (projection) {
+      prefetch_next(ring);
+      wait();
+    }
+    /* Every warp has a turn behind the shrinks, if an empty one, in which it arrives and waits. */
+#pragma unroll 1
+    for (;;) {
+      seldom.item = item_of(p, walk.kind, walk.index);
+      if (!is_shrink(walk.kind) && seldom.shrinks) {
+        seldom.shrinks = false;
+        arrive();
       }
-      __syncthreads(); // the sums of the item before have been read
-      store_partial(partial, total);
-      __syncthreads();
-      finish<T>(p, t, kind, index, partial);
-    } while (walk.kind == kind);
+      float total[4];
+      seldom.there = is_there(t, walk);
+      if (seldom.there) {
+        prefetch_pieces(p, t, seldom.item);
+        multiply_item<T>(p, t, walk, ring, total);
+        seldom.next = ring.next;
+      }
+      const int kind = seldom.item.kind;
+      if (!is_shrink(kind))
+        wait();
+      if (!seldom.there)
+        break;
+      expand<T>(p, t, seldom.item, total);
+      if (kind == W13) {
+        finish_w13<T>(p, t, seldom.item, total);
+      } else {
+        float *partial = partials.sums[seldom.turn];
+        seldom.turn = !seldom.turn;
+        store_partial(partial, total);
+        __syncthreads();
+        finish_shared<T>(p, t, seldom.item, partial);
+      }
+      ring.next = seldom.next;
+    }
+    if (!seldom.projection)
+      arrive();
   }
-  step_to(HAS_HL2);
 }
 
 struct Layout {

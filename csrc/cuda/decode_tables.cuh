@@ -53,71 +53,79 @@ __device__ __forceinline__ int count_below(const uint32_t *words, int index) {
   return count + __popc(words[index / 32] & ((1u << index % 32) - 1));
 }
 
-__device__ __forceinline__ void load_rows(Tables &t, const moelora_routes &r) {
-  const int thread = threadIdx.x;
-  if (thread < kRows) {
-    int64_t expert[1] = {-1};
-    float weight = 0.f;
-    if (thread < r.num_rows) {
-      const int64_t token = thread / r.top_k, choice = thread % r.top_k;
-      expert[0] = load_id(r.topk_ids, token * r.topk_ids.stride[0] + choice * r.topk_ids.stride[1]);
-      weight = r.topk_weights[token * r.topk_weights_stride[0] + choice * r.topk_weights_stride[1]];
-      local_experts(r, expert);
-    }
-    t.row_expert[thread] = (int32_t)expert[0];
-    t.row_weight[thread] = weight;
-  } else if (thread < kRows + kTokens) {
-    const int token = thread - kRows;
-    int64_t adapter[1] = {-1};
-    int rank = 0;
-    float scaling = 1.f;
-    if (token < r.num_tokens && r.token_lora_mapping.data) {
-      adapter[0] = load_id(r.token_lora_mapping, token * r.token_lora_mapping.stride[0]);
-      active_adapters(r, adapter);
-      if (adapter[0] >= 0)
-        rank = r.lora_ranks ? r.lora_ranks[adapter[0]] : INT32_MAX;
-      if (adapter[0] >= 0 && r.lora_scalings)
-        scaling = r.lora_scalings[adapter[0]];
-    }
-    t.adapter[token] = (int32_t)adapter[0];
-    t.rank[token] = max(rank, 0);
-    t.scaling[token] = scaling;
-  }
-}
-
-/* Needs the rows; a thread per row. */
-__device__ __forceinline__ void find_units(Tables &t) {
-  const int thread = threadIdx.x;
-  bool first = false;
-  if (thread < kRows) {
-    const int expert = t.row_expert[thread];
-    first = expert >= 0;
-    for (int q = 0; q < thread; q++)
-      first = first && t.row_expert[q] != expert;
-    const uint32_t leads = __ballot_sync(~0u, first);
-    if (thread % 32 == 0)
-      t.leads[thread / 32] = leads;
-  }
-  __syncthreads();
-  if (first)
-    t.expert[count_below(t.leads, thread)] = t.row_expert[thread];
-  if (thread == 0)
-    t.units = __popc(t.leads[0]) + __popc(t.leads[1]);
-  __syncthreads();
-}
-
-/* Needs the units; a thread per cell (unit, token), eight neighbouring lanes for a unit. */
-__device__ __forceinline__ void find_segments(Tables &t, const moelora_routes &r) {
-  const int lane = threadIdx.x % 32, token = threadIdx.x % kTokens;
-  const int adapter = t.adapter[token], rank = t.rank[token];
-  constexpr int CELLS = kRows * kTokens / kThreads; // of one thread
-  uint32_t carriers[CELLS];                         // of this cell's adapter; 0: base or no row
+/* One warp, two rows to a lane. */
+__device__ __forceinline__ void find_units(Tables &t, const moelora_routes &r) {
+  const int lane = threadIdx.x % 32;
+  int64_t expert[2] = {-1, -1};
+  float weight[2] = {};
 #pragma unroll
-  for (int i = 0; i < CELLS; i++) {
-    const int cell = i * kThreads + threadIdx.x, unit = cell / kTokens;
+  for (int i = 0; i < 2; i++) {
+    const int row = lane + 32 * i;
+    if (row < r.num_rows) {
+      const int token = row / r.top_k, choice = row % r.top_k;
+      expert[i] = load_id(r.topk_ids, token * r.topk_ids.stride[0] + choice * r.topk_ids.stride[1]);
+      weight[i] =
+          r.topk_weights[token * r.topk_weights_stride[0] + choice * r.topk_weights_stride[1]];
+    }
+  }
+  local_experts(r, expert);
+  int units = 0;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    t.row_expert[lane + 32 * i] = (int32_t)expert[i];
+    t.row_weight[lane + 32 * i] = weight[i];
+    const uint32_t same = __match_any_sync(~0u, (int)expert[i]);
+    bool first = expert[i] >= 0 && __ffs((int)same) - 1 == lane;
+    if (i == 1 && r.num_rows > 32)
+#pragma unroll 8
+      for (int q = 0; q < 32; q++)
+        first = __shfl_sync(~0u, (int)expert[0], q) != (int)expert[1] && first;
+    const uint32_t leads = __ballot_sync(~0u, first);
+    if (first)
+      t.expert[units + __popc(leads & ((1u << lane) - 1))] = (int32_t)expert[i];
+    units += __popc(leads);
+  }
+  if (lane == 0)
+    t.units = units;
+}
+
+/* A thread per token. */
+__device__ __forceinline__ void find_adapter(Tables &t, const moelora_routes &r, int token) {
+  int64_t adapter = -1;
+  int rank = INT32_MAX;
+  float scaling = 1.f;
+  if (token < r.num_tokens)
+    adapter = load_id(r.token_lora_mapping, token * r.token_lora_mapping.stride[0]);
+  if (inside(adapter, r.max_loras)) {
+    bool enabled = true; // decided last, so that all loads are under way together
+    if (r.adapter_enabled)
+      enabled = r.adapter_enabled_bytes == 1 ? ((const uint8_t *)r.adapter_enabled)[adapter] != 0
+                                             : ((const int32_t *)r.adapter_enabled)[adapter] != 0;
+    if (r.lora_ranks)
+      rank = r.lora_ranks[adapter];
+    if (r.lora_scalings)
+      scaling = r.lora_scalings[adapter];
+    rank = enabled ? rank : 0;
+  } else {
+    rank = 0;
+  }
+  t.adapter[token] = (int32_t)adapter;
+  t.rank[token] = max(rank, 0);
+  t.scaling[token] = scaling;
+}
+
+constexpr int kCells = kRows * kTokens / kThreads; // of one thread
+
+/* Needs the units; a thread per cell (unit, token). */
+__device__ __forceinline__ void find_rows(Tables &t, const moelora_routes &r) {
+  const int token = threadIdx.x % kTokens;
+#pragma unroll
+  for (int i = 0; i < kCells; i++) {
+    const int unit = (i * kThreads + (int)threadIdx.x) / kTokens;
     int row = -1;
     float weight = 0.f;
     if (unit < t.units && token < r.num_tokens)
+#pragma unroll 4
       for (int j = r.top_k - 1; j >= 0; j--)
         if (t.row_expert[token * r.top_k + j] == t.expert[unit]) {
           row = token * r.top_k + j;
@@ -125,19 +133,28 @@ __device__ __forceinline__ void find_segments(Tables &t, const moelora_routes &r
         }
     t.row[unit][token] = row;
     t.weight[unit][token] = weight;
-    carriers[i] = 0;
-    const uint32_t carries = __ballot_sync(~0u, row >= 0 && rank > 0) >> (lane & 24) & 255;
-    for (int n = 0; n < kTokens; n++)
-      if (carries >> n & carries >> token & 1 && t.adapter[n] == adapter)
-        carriers[i] |= 1u << n;
-    const bool leads = carriers[i] && __ffs(carriers[i]) - 1 == token;
-    const uint32_t word = __ballot_sync(~0u, leads);
+  }
+}
+
+/* Needs the rows of the same thread and the adapters; eight neighbouring lanes for a unit. */
+__device__ __forceinline__ void find_segments(Tables &t) {
+  const int lane = threadIdx.x % 32, token = threadIdx.x % kTokens;
+  const int adapter = t.adapter[token], rank = t.rank[token];
+  uint32_t carriers[kCells]; // of this cell's adapter; 0: base or no row
+#pragma unroll
+  for (int i = 0; i < kCells; i++) {
+    const int cell = i * kThreads + threadIdx.x;
+    const bool carries = t.row[cell / kTokens][token] >= 0 && rank > 0;
+    const uint64_t key = (uint64_t)(lane / kTokens) << 32 | (uint32_t)adapter;
+    const uint32_t same = __match_any_sync(~0u, carries ? key : ~0ull);
+    carriers[i] = carries ? same >> (lane & 24) & 255 : 0;
+    const uint32_t leads = __ballot_sync(~0u, __ffs((int)carriers[i]) - 1 == token);
     if (lane == 0)
-      t.leads[cell / 32] = word;
+      t.leads[cell / 32] = leads;
   }
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < CELLS; i++) {
+  for (int i = 0; i < kCells; i++) {
     const int cell = i * kThreads + threadIdx.x;
     const int s = count_below(t.leads, cell);
     if (token == 0)
@@ -154,7 +171,7 @@ __device__ __forceinline__ void find_segments(Tables &t, const moelora_routes &r
   __syncthreads();
 }
 
-/* Needs the segments; warp i sums up the shrink items of projection i. */
+/* Needs the segments; one warp sums up the shrink items of a projection. */
 __device__ __forceinline__ void count_shrinks(Tables &t, const moelora_factors &f, int projection) {
   const int s = threadIdx.x % 32 * 2;
   int own[2];
@@ -179,6 +196,33 @@ __device__ __forceinline__ int segment_of(const Tables &t, int projection, int i
   const int *end = t.shrinks_end[projection];
   return __popc(__ballot_sync(~0u, end[lane] <= item)) +
          __popc(__ballot_sync(~0u, end[lane + 32] <= item));
+}
+
+/* All of it, with the items of W13 and W2 that the caller knows of: `tiles13` in a unit, `columns`.
+ */
+__device__ __forceinline__ void build_tables(Tables &t, const moelora_experts_problem &p,
+                                             int tiles13, int columns) {
+  const bool lora =
+      p.routes.token_lora_mapping.data && p.w13_lora.num_slices + p.w2_lora.num_slices > 0;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp == 0)
+    find_units(t, p.routes);
+  else if (warp == 1 && lane < kTokens && lora)
+    find_adapter(t, p.routes, lane);
+  __syncthreads();
+  find_rows(t, p.routes);
+  if (threadIdx.x == 0) {
+    t.items[W13] = t.units * tiles13;
+    t.items[W2] = columns;
+    if (!lora)
+      t.items[SHRINK13] = t.items[SHRINK2] = t.segments = 0;
+  }
+  if (lora) {
+    find_segments(t);
+    if (warp < 2)
+      count_shrinks(t, warp ? p.w2_lora : p.w13_lora, warp);
+  }
+  __syncthreads();
 }
 
 } // namespace decode

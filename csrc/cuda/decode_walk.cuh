@@ -8,9 +8,6 @@
 namespace decode {
 
 constexpr int kBlockDepth = 32;
-/* Blocks of a chunk: 64 registers, of the 128 at two CTAs per SM. */
-constexpr int kChunk = 8;
-
 struct Params {
   moelora_experts_problem p;
   int32_t tiles13; // items of W13 in a unit
@@ -20,13 +17,18 @@ struct Params {
   uint16_t *hl[2];                 // [P, num_slices * padded rank]; of w13, of w2
 };
 
-/* Where a warp is: the blocks [block, end) of an item that it has yet to multiply. */
+/* Where a warp is: the blocks [block, end) of an item that it has yet to begin. */
 struct Walk {
   int kind, index, block, end;
 };
 
-/* Up to kChunk blocks of one unit. */
-struct Chunk {
+/* A W13 or W2 item: 16 rows of `unit`'s weights, or of all units' (0). */
+struct Item {
+  int kind, unit, tile;
+};
+
+/* Neighbouring blocks of one unit. */
+struct Run {
   int unit, first, blocks;
 };
 
@@ -46,44 +48,63 @@ __device__ __forceinline__ int blocks_of(const Params &p, int kind) {
   return (depth_of(p, kind) + kBlockDepth - 1) / kBlockDepth;
 }
 
-/* ---- from one chunk to the next ---- */
+__device__ __forceinline__ Item item_of(const Params &p, int kind, int index) {
+  Item item = {kind, 0, index};
+  if (kind == W13) {
+    item.unit = (int)((unsigned)index / (unsigned)p.tiles13);
+    item.tile = index - item.unit * p.tiles13;
+  }
+  return item;
+}
 
-/* Shrink items are dealt from the last CTA on: the first ones have the odd items of W13 and W2. */
+/* ---- from one run to the next ---- */
+
+/* Shrink items are dealt from the last CTA on: the first ones have the odd items of W13 and W2.
+ * Items of W13 belong to single warps and go to all CTAs before a CTA has a second one. */
 __device__ __forceinline__ int first_item(int kind) {
+  if (kind == W13)
+    return (int)(blockIdx.x + threadIdx.x / 32 * gridDim.x);
   return (int)(is_shrink(kind) ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
 }
 
-/* Settles on the next item at or after walk.index that there is. A warp has a chunk in every item
- * of its CTA, if an empty one. */
+/* Settles on an item: behind the last shrink, on the first of what follows. */
 __device__ __forceinline__ void open_item(const Params &p, const Tables &t, Walk &walk) {
-  while (walk.kind < DONE && walk.index >= t.items[walk.kind])
+  if (is_shrink(walk.kind) && walk.index >= t.items[walk.kind])
     walk.index = first_item(++walk.kind);
-  const int warp = threadIdx.x / 32;
   const int blocks = blocks_of(p, walk.kind) * (walk.kind == W2 ? t.units : 1);
-  walk.block = warp * blocks / kWarps;
-  walk.end = (warp + 1) * blocks / kWarps;
+  const int warp = threadIdx.x / 32;
+  walk.block = walk.kind == W13 ? 0 : warp * blocks / kWarps;
+  walk.end = walk.kind == W13 ? blocks : (warp + 1) * blocks / kWarps;
 }
 
-__device__ __forceinline__ Chunk chunk_of(const Params &p, const Tables &t, const Walk &walk) {
-  Chunk chunk = {0, walk.block, 0};
+__device__ __forceinline__ bool is_there(const Tables &t, const Walk &walk) {
+  return walk.index < t.items[walk.kind];
+}
+
+/* What comes next; an empty run where a warp has nothing of an item, or no item. */
+__device__ __forceinline__ Run run_of(const Params &p, const Tables &t, const Walk &walk) {
+  Run run = {0, walk.block, 0};
+  if (!is_there(t, walk))
+    return run;
   const int blocks = blocks_of(p, walk.kind);
   if (walk.kind == W13)
-    chunk.unit = walk.index / p.tiles13;
+    run.unit = item_of(p, W13, walk.index).unit;
   else if (walk.kind == W2)
-    chunk.unit = walk.block / blocks, chunk.first = walk.block % blocks;
-  else if (walk.kind != DONE)
-    chunk.unit = t.segment_unit[segment_of(t, walk.kind == SHRINK2, walk.index)];
-  if (walk.kind != DONE)
-    chunk.blocks = min(min(kChunk, blocks - chunk.first), walk.end - walk.block);
-  return chunk;
+    run.unit = (int)((unsigned)walk.block / (unsigned)blocks),
+    run.first = walk.block - run.unit * blocks;
+  else
+    run.unit = t.segment_unit[segment_of(t, walk.kind == SHRINK2, walk.index)];
+  run.blocks = min(blocks - run.first, walk.end - walk.block);
+  return run;
 }
 
-/* False when that was the item's last chunk, and the walk is in another item. */
-__device__ __forceinline__ bool advance(const Params &p, const Tables &t, Walk &walk) {
-  walk.block += chunk_of(p, t, walk).blocks;
+/* Behind `run`. False when that was the item's last, and the walk is in another item. */
+__device__ __forceinline__ bool advance(const Params &p, const Tables &t, const Run &run,
+                                        Walk &walk) {
+  walk.block += run.blocks;
   if (walk.block < walk.end)
     return true;
-  walk.index += gridDim.x;
+  walk.index += (int)(walk.kind == W13 ? kWarps * gridDim.x : gridDim.x);
   open_item(p, t, walk);
   return false;
 }
@@ -100,18 +121,17 @@ __device__ __forceinline__ Ranks ranks_of(const Params &p, const Tables &t, int 
   Ranks r;
   r.segment = segment_of(t, projection, index);
   r.rank = rank_in(factors_of(p, kind), t.segment_rank[r.segment]);
-  const int groups = (r.rank + 15) / 16;
-  const int item = index - (r.segment ? t.shrinks_end[projection][r.segment - 1] : 0);
-  r.slice = item / groups;
-  r.first = item % groups * 16;
+  const unsigned groups = (r.rank + 15) / 16u;
+  const unsigned left = index - (r.segment ? t.shrinks_end[projection][r.segment - 1] : 0);
+  r.slice = (int)(left / groups);
+  r.first = (int)(left - r.slice * groups) * 16;
   return r;
 }
 
-/* Output that row g + 8 half of a W13 or W2 item stands for; it may lie behind the last one. */
-__device__ __forceinline__ int output_of(const Params &p, int kind, int index, int g, int half) {
-  if (kind == W13 && p.gated)
-    return index % p.tiles13 * 8 + g;
-  return (kind == W13 ? index % p.tiles13 : index) * 16 + 8 * half + g;
+/* Output that row g + 8 half of an item stands for; it may lie behind the last one. */
+__device__ __forceinline__ int output_of(const Params &p, const Item &item, int g, int half) {
+  const bool paired = item.kind == W13 && p.gated;
+  return item.tile * (paired ? 8 : 16) + g + (paired ? 0 : 8 * half);
 }
 
 __device__ __forceinline__ int outputs_of(const Params &p, int kind) {
@@ -125,22 +145,33 @@ __device__ __forceinline__ int64_t weight_row(const Params &p, int kind, int out
   return p.interleaved ? 2 * (int64_t)output + half : half * p.p.intermediate + output;
 }
 
-/* Row g + 8 half of an item at depth 0. What lies behind the last row repeats it: nobody looks at
- * the sums. */
-__device__ __forceinline__ const uint16_t *item_row(const Params &p, const Tables &t,
-                                                    const Walk &walk, int unit, int g, int half) {
-  const int64_t expert = t.expert[unit];
+/* Rows g and g + 8 of the item of a walk, at the depth where `run` begins. What lies behind the
+ * last row repeats it: nobody looks at the sums. */
+__device__ __forceinline__ void item_rows(const Params &p, const Tables &t, const Walk &walk,
+                                          const Run &run, int g, const uint16_t *(&row)[2]) {
+  const int64_t expert = t.expert[run.unit];
+  const uint16_t *from;
+  int64_t stride, at[2];
   if (is_shrink(walk.kind)) {
     const Ranks r = ranks_of(p, t, walk.kind, walk.index);
     const moelora_factor &a = factors_of(p, walk.kind).a[r.slice];
-    return (const uint16_t *)a.data + t.segment_adapter[r.segment] * a.stride_l +
-           expert * a.stride_e + min(r.first + 8 * half + g, r.rank - 1) * a.stride_i;
+    from =
+        (const uint16_t *)a.data + t.segment_adapter[r.segment] * a.stride_l + expert * a.stride_e;
+    stride = a.stride_i;
+    for (int half = 0; half < 2; half++)
+      at[half] = min(r.first + 8 * half + g, r.rank - 1);
+  } else {
+    const moelora_weights &w = walk.kind == W13 ? p.p.w13 : p.p.w2;
+    const Item item = item_of(p, walk.kind, walk.index);
+    from = (const uint16_t *)w.data + expert * w.stride_e;
+    stride = w.stride_n;
+    for (int half = 0; half < 2; half++)
+      at[half] = weight_row(p, walk.kind,
+                            min(output_of(p, item, g, half), outputs_of(p, walk.kind) - 1), half);
   }
-  const moelora_weights &w = walk.kind == W13 ? p.p.w13 : p.p.w2;
-  const int output =
-      min(output_of(p, walk.kind, walk.index, g, half), outputs_of(p, walk.kind) - 1);
-  return (const uint16_t *)w.data + expert * w.stride_e +
-         weight_row(p, walk.kind, output, half) * w.stride_n;
+  from += run.first * kBlockDepth;
+  for (int half = 0; half < 2; half++)
+    row[half] = from + at[half] * stride;
 }
 
 } // namespace decode
