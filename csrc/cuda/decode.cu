@@ -16,7 +16,7 @@
  * divided evenly among the warps, whose sums meet in shared memory.
  *
  * A warp multiplies runs: neighbouring blocks of one unit, in chunks of eight. The next chunk, be
- * it of the next run or item, is loaded batch by batch as registers become free. In a block lane
+ * it of the next run or item, is loaded half by half as registers become free. In a block lane
  * (g, c) = (lane / 4, lane % 4) loads elements 8c to 8c + 7 of weight rows g and g + 8 and of token
  * g: which element of depth is which does not matter as long as both operands agree. So total[2i +
  * j] is row g + 8i, token 2c + j. Gated, rows g are gate and rows g + 8 the matching up.
@@ -155,6 +155,7 @@ struct Partials {
 struct Seldom {
   int projection;
   Item item;      // at hand; of a shrink, the tile is its index
+  float total[4]; // of it
   Source<2> next; // of the ring
   bool there;
   unsigned arrival;
@@ -229,11 +230,10 @@ __global__ void __launch_bounds__(kThreads, kResident)
         seldom.shrinks = false;
         arrive();
       }
-      float total[4];
       seldom.there = is_there(t, walk);
       if (seldom.there) {
         prefetch_pieces(p, t, seldom.item);
-        multiply_item<T>(p, t, walk, ring, total);
+        multiply_item<T>(p, t, walk, ring, seldom.total);
         seldom.next = ring.next;
       }
       const int kind = seldom.item.kind;
@@ -241,6 +241,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
         wait();
       if (!seldom.there)
         break;
+      float total[4];
+      memcpy(total, seldom.total, sizeof total);
       expand<T>(p, t, seldom.item, total);
       if (kind == W13) {
         finish_w13<T>(p, t, seldom.item, total);

@@ -9,7 +9,7 @@
 namespace decode {
 
 constexpr int kChunk = 8; // blocks in flight: 64 registers, of the 128 at two CTAs per SM
-constexpr int kBatch = 2; // blocks that are multiplied and then loaded anew at once
+constexpr int kBatch = 4; // blocks that are multiplied and then loaded anew at once
 constexpr int kAhead = 1; // chunks that a warp brings to L2 while the grid meets; 0: none
 
 /* Blocks of a run in which this lane's eight elements are inside the depth. */
@@ -84,7 +84,7 @@ __device__ __forceinline__ void follow(const Params &p, const Tables &t, const W
 __device__ __forceinline__ void start(const Params &p, const Tables &t, const Walk &walk,
                                       Ring &ring) {
   follow(p, t, walk, ring);
-  load_batch<0>(ring), load_batch<2>(ring), load_batch<4>(ring), load_batch<6>(ring);
+  load_batch<0>(ring), load_batch<kBatch>(ring);
   step_chunk(ring.next);
 }
 
@@ -98,21 +98,17 @@ __device__ __forceinline__ void multiply_block(float (&d)[2][4], const uint4 (&w
   mma_16816<T>(d[1], a[1], b[1]);
 }
 
-template <int FIRST>
-__device__ __forceinline__ void load_tokens(uint4 (&columns)[kBatch], const Source<1> &x) {
+/* Blocks FIRST to FIRST + kBatch - 1 of a chunk. */
+template <class T, int FIRST>
+__device__ __forceinline__ void multiply_batch(float (&d)[2][4], const Ring &ring,
+                                               const Source<1> &x) {
+  uint4 columns[kBatch];
 #pragma unroll
   for (int j = 0; j < kBatch; j++)
     columns[j] = load_16(x.row[0] + (FIRST + j) * kBlockDepth, FIRST + j < x.there);
-}
-
-/* One batch, whose registers then take that of the next chunk. */
-template <class T, int FIRST>
-__device__ __forceinline__ void multiply_batch(float (&d)[2][4], Ring &ring,
-                                               const uint4 (&columns)[kBatch]) {
 #pragma unroll
   for (int j = 0; j < kBatch; j++)
     multiply_block<T>(d, ring.w[FIRST + j], columns[j]);
-  load_batch<FIRST>(ring);
 }
 
 /* Brings to L2 what a warp loads later in its run: a line of 128 bytes is two blocks. */
@@ -131,21 +127,17 @@ template <class T>
 __device__ __forceinline__ void multiply_run(const Params &p, const Tables &t, const Walk &walk,
                                              int blocks, Source<1> x, Ring &ring,
                                              float (&d)[2][4]) {
-  static_assert(kChunk == 4 * kBatch, "as written out below");
+  static_assert(kChunk == 2 * kBatch, "as written out below");
 #pragma unroll 1
   do {
     blocks -= kChunk;
     if (blocks <= 0)
       follow(p, t, walk, ring);
-    uint4 columns[kBatch];
-    load_tokens<0>(columns, x);
-    multiply_batch<T, 0>(d, ring, columns);
-    load_tokens<2>(columns, x);
-    multiply_batch<T, 2>(d, ring, columns);
-    load_tokens<4>(columns, x);
-    multiply_batch<T, 4>(d, ring, columns);
-    load_tokens<6>(columns, x);
-    multiply_batch<T, 6>(d, ring, columns);
+    multiply_batch<T, 0>(d, ring, x);
+    load_batch<0>(ring);
+    if (blocks > -kBatch) // the branch also keeps the loads above from sinking below
+      multiply_batch<T, kBatch>(d, ring, x);
+    load_batch<kBatch>(ring);
     step_chunk(ring.next);
     step_chunk(x);
   } while (blocks > 0);
