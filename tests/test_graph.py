@@ -111,7 +111,7 @@ def overwrite(there: Problem, p: Problem) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 7, 33, 300])
+@pytest.mark.parametrize("tokens", [1, 4, 7, 33, 300])
 def test_layer(tokens, dtype):
     first = layer_problem(tokens, dtype)
     there = first.to("cuda")
@@ -194,7 +194,8 @@ def test_alignment(tokens, top_k, experts, slots, mode):
 
 def test_two_streams_at_once():
     """Results of calls that overlap on the GPU are those of the same calls one by one."""
-    problems = [layer_problem(t, torch.bfloat16, k).to("cuda") for t, k in ((260, 2), (61, 4))]
+    sizes = ((260, 2), (61, 4), (4, 2), (1, 4))
+    problems = [layer_problem(t, torch.bfloat16, k).to("cuda") for t, k in sizes]
     alone = [moelora.fused_experts_lora(**p.kwargs()) for p in problems]
     sorted_alone = [moelora.moe_lora_align_block_size(**p.align_kwargs(16)) for p in problems]
     streams = [torch.cuda.Stream() for _ in problems]

@@ -38,14 +38,15 @@ def plan(print_plan):
     return ask
 
 
-def rows_of(table):
-    """Names and arguments of the rows of a variants.inc."""
+def rows_of(table, kind):
+    """Names and arguments of the rows of one kind in a variants.inc."""
     text = (ROOT / table).read_text()
-    rows = re.findall(r"^MOELORA_\w+_GEMM\((.*)\)$", text, re.M)
+    rows = re.findall(rf"^MOELORA_\w+_{kind}\((.*)\)$", text, re.M)
     return [[field.strip() for field in row.split(",")] for row in rows]
 
 
-CUDA_ROWS = rows_of("csrc/cuda/variants.inc")
+CUDA_ROWS = rows_of("csrc/cuda/variants.inc", "GEMM")
+DECODE_ROWS = rows_of("csrc/cuda/variants.inc", "DECODE")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_every_gpu_from_ampere_on_has_a_plan(plan, capability, dtype, shape):
     for tokens in TOKENS:
         w13, w2, block_rows = plan(("cuda", capability), dtype, tokens, **shape)
         for name in (w13, w2):
-            (row,) = [row for row in CUDA_ROWS if row[0] == name]
+            (row,) = [row for row in CUDA_ROWS + DECODE_ROWS if row[0] == name]
             assert short in name.split("_")
             assert int(row[2]) <= capability
             # wgmma is an instruction of 9.0 and of nothing later
@@ -90,7 +91,7 @@ def test_every_gpu_from_ampere_on_has_a_plan(plan, capability, dtype, shape):
 
 @pytest.mark.parametrize("capability, kib", [(80, 163), (86, 99), (89, 99), (120, 99)])
 def test_a_plan_fits_the_shared_memory_of_its_gpu(plan, capability, kib):
-    for tokens in TOKENS:
+    for tokens in TOKENS[2:]:
         name = plan(("cuda", capability), tokens=tokens)[0]
         (row,) = [row for row in CUDA_ROWS if row[0] == name]
         block_m, block_n, block_k, stages, _ = map(int, row[3:])
@@ -120,6 +121,16 @@ def test_what_no_kernel_serves(plan):
     assert plan(("cuda", 75)) == "no bfloat16 kernel for CUDA compute capability 7.5"
 
 
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_few_tokens_run_the_whole_layer_in_one_launch(plan, capability):
+    gpu = ("cuda", capability)
+    for tokens in (1, 2, 3, 4):
+        assert plan(gpu, tokens=tokens)[:2] == ("decode_bf16_sm80",) * 2
+    assert plan(gpu, "float16", 1)[:2] == ("decode_f16_sm80",) * 2
+    for other in ({"tokens": 5}, {"tokens": 4, "top_k": 17}, {"tokens": 1, "hidden": 2050}):
+        assert "decode" not in plan(gpu, **other)[0], other
+
+
 def test_rows_that_tma_cannot_read_stay_with_mma_sync(plan):
     """2050 columns of 2 bytes: rows do not start at multiples of 16 bytes."""
     w13, w2, _ = plan(("cuda", 90), hidden=2050)
@@ -139,7 +150,13 @@ def test_forcing_a_variant(plan):
     assert forced(scalar, ("cuda", 80)) == plan(("cuda", 80))
     for name, dtype, _, block_m, *_ in CUDA_ROWS:
         kwargs = {"dtype": {"BF16": "bfloat16", "F16": "float16"}[dtype]}
-        assert forced(name, ("cuda", 90), **kwargs) == (name, name, int(block_m))
+        for tokens in (1, 8):
+            assert forced(name, ("cuda", 90), tokens=tokens, **kwargs) == (name, name, int(block_m))
+    for name, dtype, _ in DECODE_ROWS:
+        kwargs = {"dtype": {"BF16": "bfloat16", "F16": "float16"}[dtype]}
+        assert forced(name, ("cuda", 90), tokens=8, **kwargs)[0] == name
+        for shape in ({"tokens": 9, "top_k": 1}, {"tokens": 5, "top_k": 13}):
+            assert forced(name, ("cuda", 90), **kwargs, **shape)[0] != name
     assert forced("gemm_bf16_typo", ("cpu", 0)) == (
         "MOELORA_FORCE_VARIANT is 'gemm_bf16_typo': no such variant"
     )

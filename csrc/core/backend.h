@@ -195,7 +195,12 @@ typedef struct moelora_variant {
   int32_t block_m, block_n, block_k; /* rows (tokens), output columns, depth of one tile */
   int32_t stages;
   int32_t cluster; /* CUDA: CTAs that share weight rows */
+  bool decode;     /* CUDA: not a projection but the whole layer, for few tokens */
 } moelora_variant;
+
+/* What the kernel of a `decode` variant has room for. */
+#define MOELORA_DECODE_TOKENS 8
+#define MOELORA_DECODE_ROWS 64
 
 /* One grouped projection. */
 typedef struct moelora_gemm_plan {

@@ -20,7 +20,9 @@ enum {
 enum {
 #define MOELORA_CUDA_GEMM(NAME, DTYPE, MIN_CC, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER)         \
   CUDA_##NAME,
+#define MOELORA_CUDA_DECODE(NAME, DTYPE, MIN_CC) CUDA_##NAME,
 #include "cuda/variants.inc"
+#undef MOELORA_CUDA_DECODE
 #undef MOELORA_CUDA_GEMM
 };
 
@@ -37,13 +39,30 @@ static const moelora_variant variants[] = {
       BLOCK_N,                                                                                     \
       BLOCK_K,                                                                                     \
       1,                                                                                           \
-      1},
+      1,                                                                                           \
+      false},
 #include "cpu/variants.inc"
 #undef MOELORA_CPU_GEMM
 #define MOELORA_CUDA_GEMM(NAME, DTYPE, MIN_CC, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER)         \
-  {#NAME,   MOELORA_CUDA, MOELORA_##DTYPE, MIN_CC, CUDA_##NAME,                                    \
-   BLOCK_M, BLOCK_N,      BLOCK_K,         STAGES, CLUSTER},
+  {#NAME,   MOELORA_CUDA, MOELORA_##DTYPE, MIN_CC,  CUDA_##NAME, BLOCK_M,                          \
+   BLOCK_N, BLOCK_K,      STAGES,          CLUSTER, false},
+/* An item is 16 weight rows by 8 tokens; a warp has 256 of its depth in flight. */
+#define MOELORA_CUDA_DECODE(NAME, DTYPE, MIN_CC)                                                   \
+  {                                                                                                \
+      .name = #NAME,                                                                               \
+      .device = MOELORA_CUDA,                                                                      \
+      .dtype = MOELORA_##DTYPE,                                                                    \
+      .needs = MIN_CC,                                                                             \
+      .id = CUDA_##NAME,                                                                           \
+      .block_m = MOELORA_DECODE_TOKENS,                                                            \
+      .block_n = 16,                                                                               \
+      .block_k = 256,                                                                              \
+      .stages = 1,                                                                                 \
+      .cluster = 1,                                                                                \
+      .decode = true,                                                                              \
+  },
 #include "cuda/variants.inc"
+#undef MOELORA_CUDA_DECODE
 #undef MOELORA_CUDA_GEMM
 };
 enum { NUM_VARIANTS = sizeof variants / sizeof *variants };
@@ -194,10 +213,14 @@ static shape pick_cuda_shape(int64_t rows) {
   return table[at].shape;
 }
 
+/* Up to so many tokens the latency of six launches costs more than what they do better than one. */
+enum { DECODE_TOKENS = 4 };
+
 /* What a problem lets a CUDA kernel do, from shapes, strides and pointers of everything but
- * adapters: 16-byte accesses, and boxes of 64 weight rows by TMA. */
+ * adapters: 16-byte accesses, boxes of 64 weight rows by TMA, the whole layer in one launch. */
 typedef struct access {
-  bool vectors, tma;
+  bool vectors, tma, decode;
+  bool few;   /* tokens, so that one launch is better than several */
   bool layer; /* a whole layer, whose results lie as its kernels like them */
 } access;
 
@@ -224,13 +247,15 @@ static bool is_nearer(const moelora_variant *v, const moelora_variant *best, sha
 static bool serves(const moelora_variant *v, const access *access) {
   if (v->device == MOELORA_CPU)
     return true;
+  if (v->decode)
+    return access->decode;
   if (v->needs == 90)
     return access->tma && (v->cluster == 1 || access->layer);
   return access->vectors || v->block_m <= 32;
 }
 
-/* The newest instruction set that the device has; within it the shape nearest to `want`, where
- * block 0 takes the last row of the table. */
+/* For few tokens the whole layer; else the newest instruction set that the device has, within it
+ * the shape nearest to `want`, where block 0 takes the last row of the table. */
 static const moelora_variant *choose(const moelora_device_info *device, moelora_dtype dtype,
                                      shape want, const access *access) {
   const moelora_variant *best = NULL;
@@ -239,6 +264,10 @@ static const moelora_variant *choose(const moelora_device_info *device, moelora_
     if (v->dtype != dtype || !moelora_variant_runs_on(v, device))
       continue;
     if (!serves(v, access))
+      continue;
+    if (v->decode && access->few)
+      return v;
+    if (v->decode)
       continue;
     if (!best || v->needs > best->needs ||
         (v->needs == best->needs && (want.block == 0 || is_nearer(v, best, want))))
@@ -274,7 +303,7 @@ static moelora_status pick_variant(const moelora_routes *routes, moelora_dtype d
   return MOELORA_OK;
 }
 
-/* Both halves of a layer run on one alignment, so one variant serves both. */
+/* Both halves of a layer run on one alignment or in one launch, so one variant serves both. */
 static moelora_status plan_projections(const moelora_routes *routes, moelora_dtype dtype,
                                        const access *access, const moelora_device_info *device,
                                        moelora_gemm_plan *plan) {
@@ -314,6 +343,11 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
   access.tma = access.vectors && is_tma_weights(&problem->w13) && is_tma_weights(&problem->w2) &&
                !(problem->w13.packed && gated &&
                  (problem->activation == MOELORA_SWIGLUOAI || problem->intermediate % 64 != 0));
+  access.decode = access.vectors && !problem->w13.packed && !problem->w2.packed &&
+                  !problem->apply_router_weight_on_input &&
+                  problem->routes.num_tokens <= MOELORA_DECODE_TOKENS &&
+                  problem->routes.num_rows <= MOELORA_DECODE_ROWS;
+  access.few = access.decode && problem->routes.num_tokens <= DECODE_TOKENS;
   MOELORA_TRY(plan_projections(&problem->routes, problem->dtype, &access, device, &plan->w13));
   const moelora_device_info seen = limited(device);
   prefer_tuned(moelora_tuned_variant(problem, &seen), &access, device, &plan->w13);

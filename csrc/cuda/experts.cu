@@ -2,6 +2,8 @@
  *
  *   align, [scale x], shrink13, w13 + expand + activation, shrink2, w2 + expand, weighted sum
  *
+ * or, for a handful of tokens, all of it in decode.cu.
+ *
  * What stays between the projections lies by position in the blocks of rows: the shrink results hl,
  * h [position, I] and the unsummed outputs z [position, K], so that the copy engine reads and
  * writes them in boxes. */
@@ -353,11 +355,15 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
 size_t moelora_cuda_experts_workspace(const moelora_experts_problem *problem,
                                       const moelora_experts_plan *plan, const moelora_exec *exec) {
   (void)exec;
+  if (plan->w13.variant->decode)
+    return moelora_cuda_decode_workspace(problem);
   return lay_out_experts(problem, plan, nullptr).bytes;
 }
 
 moelora_status moelora_cuda_experts(const moelora_experts_problem *problem,
                                     const moelora_experts_plan *plan, const moelora_exec *exec) {
+  if (plan->w13.variant->decode)
+    return moelora_cuda_decode(problem, exec);
   return problem->dtype == MOELORA_BF16 ? run_experts<__nv_bfloat16>(problem, plan, exec)
                                         : run_experts<__half>(problem, plan, exec);
 }

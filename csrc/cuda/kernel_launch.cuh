@@ -61,4 +61,27 @@ moelora_status launch_kernel(const char *name, int64_t work, int threads, size_t
   return moelora_cuda_check(cudaLaunchKernelEx(&config, KERNEL, args...), name);
 }
 
+/* Queues KERNEL(args...) on at most `per_sm` blocks per SM and at most `work`, all of them resident
+ * from the start, so that they may wait for each other. Not started before its predecessor ends. */
+template <auto KERNEL, class... Args>
+moelora_status launch_cooperative(const char *name, int64_t work, int threads, int per_sm,
+                                  const moelora_exec *exec, Args... args) {
+  int64_t resident = 0;
+  cudaError_t error = resident_blocks<KERNEL>(threads, 0, exec, &resident);
+  if (error != cudaSuccess)
+    return moelora_cuda_check(error, name);
+  const int64_t most = (int64_t)per_sm * moelora_cuda_num_sms(exec->device_index);
+  resident = resident < most ? resident : most;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3((unsigned)(work < resident ? work : resident));
+  config.blockDim = dim3((unsigned)threads);
+  config.stream = (cudaStream_t)exec->stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return moelora_cuda_check(cudaLaunchKernelEx(&config, KERNEL, args...), name);
+}
+
 #endif

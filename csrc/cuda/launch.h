@@ -88,6 +88,11 @@ moelora_status moelora_cuda_gemm_sm80(const moelora_gemm_launch *g, const moelor
 moelora_status moelora_cuda_gemm_sm90(const moelora_gemm_launch *g, const moelora_variant *variant,
                                       const moelora_exec *exec);
 
+/* decode.cu: the whole layer in one launch. */
+size_t moelora_cuda_decode_workspace(const moelora_experts_problem *problem);
+moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
+                                   const moelora_exec *exec);
+
 /* experts.cu: slots of the backend's table */
 size_t moelora_cuda_gemm_workspace(const moelora_gemm_problem *problem,
                                    const moelora_gemm_plan *plan, const moelora_exec *exec);

@@ -141,6 +141,56 @@ __device__ __forceinline__ void prefetch(const void *p) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(p));
 }
 
+__device__ __forceinline__ void prefetch_l2(const void *p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
+/* `bytes` from `p` on, both multiples of 16. */
+__device__ __forceinline__ void prefetch_l2(const void *p, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+#else
+#pragma unroll 1
+  for (int at = 0; at < bytes; at += 128)
+    prefetch_l2((const char *)p + at);
+#endif
+}
+
+/* 16 bytes if `there`, else zeros: memory that a kernel reads once and nothing writes meanwhile. */
+__device__ __forceinline__ uint4 load_once_16(const void *p, bool there) {
+  uint4 v;
+  asm volatile("{\n"
+               ".reg .pred there;\n"
+               "setp.ne.b32 there, %5, 0;\n"
+               "mov.b32 %0, 0;\n"
+               "mov.b32 %1, 0;\n"
+               "mov.b32 %2, 0;\n"
+               "mov.b32 %3, 0;\n"
+               "@there ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+               "}"
+               : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+               : "l"(p), "r"((int)there));
+  return v;
+}
+
+/* The same of memory that the kernel itself may write. */
+__device__ __forceinline__ uint4 load_16(const void *p, bool there) {
+  uint4 v;
+  asm volatile("{\n"
+               ".reg .pred there;\n"
+               "setp.ne.b32 there, %5, 0;\n"
+               "mov.b32 %0, 0;\n"
+               "mov.b32 %1, 0;\n"
+               "mov.b32 %2, 0;\n"
+               "mov.b32 %3, 0;\n"
+               "@there ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+               "}"
+               : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+               : "l"(p), "r"((int)there)
+               : "memory");
+  return v;
+}
+
 /* Programmatic dependent launch: the next kernel of the stream may start, and must wait before it
  * touches memory that this one writes or reads. No-ops before sm_90. */
 __device__ __forceinline__ void start_next_kernel() {
