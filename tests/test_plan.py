@@ -122,12 +122,11 @@ def test_what_no_kernel_serves(plan):
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_few_tokens_run_the_whole_layer_in_one_launch(plan, capability):
+def test_one_token_runs_the_whole_layer_in_one_launch(plan, capability):
     gpu = ("cuda", capability)
-    for tokens in (1, 2, 3, 4):
-        assert plan(gpu, tokens=tokens)[:2] == ("decode_bf16_sm80",) * 2
+    assert plan(gpu, tokens=1)[:2] == ("decode_bf16_sm80",) * 2
     assert plan(gpu, "float16", 1)[:2] == ("decode_f16_sm80",) * 2
-    for other in ({"tokens": 5}, {"tokens": 4, "top_k": 17}, {"tokens": 1, "hidden": 2050}):
+    for other in ({"tokens": 2}, {"tokens": 1, "top_k": 65}, {"tokens": 1, "hidden": 2050}):
         assert "decode" not in plan(gpu, **other)[0], other
 
 
