@@ -29,12 +29,17 @@ ALIGN = """block: block_size, segmented: ours_us, uniform: ours_uniform_us,
 DELTA = """projection: projection, slots: slots, bound: bound_us, delta: ours_us,
     vLLM default: rivals.vllm_default, vLLM best: rivals.vllm_best"""
 MLP = "adapters: adapters, staged: ours_staged_us, all in one: ours_fused_us"
+KERNELS = """kernel: kernel, us: us, DRAM GB/s: dram_gb_s, DRAM read MB: dram_read_mb,
+    L2 %: l2_percent, L2 hits %: l2_hit_percent, wgmma issued %: wgmma_issue_percent"""
 CPU = """dtype: dtype, bound: bound_us, with adapters: ours_us, ×: ratio, fastest rival: best_rival,
     without: ours_base_us, transformers without: rivals.grouped_mm_base"""
 # {name: (file, which of its cases, columns)}
 TABLES = {
     "layer": ("h200-layer", lambda r: r["rank"] == 16 and r["tokens"] not in (4, 64), LAYER),
     "layer_all": ("h200-layer", lambda r: True, LAYER),
+    "adapters": ("h200-adapters", lambda r: True, "adapters: adapters, " + LAYER),
+    "portable": ("h200-sm80-layer", lambda r: True, LAYER),
+    "kernels": ("h200-kernels", lambda r: True, KERNELS),
     "align": ("h200-align", lambda r: r["tokens"] == 16384, ALIGN),
     "align_all": ("h200-align", lambda r: True, ALIGN),
     "delta": ("h200-delta", lambda r: r["part"] == "grid", DELTA),
@@ -56,6 +61,8 @@ def cell(row, field):
         whole = MODELS[value]
         cut = row.get("experts", whole.experts) < whole.experts
         return f"{whole.name} ({row['experts']} experts)" if cut else whole.name
+    if field == "kernel":
+        return f"`{value.rstrip(', ')}`"
     if not isinstance(value, float):
         return "" if value is None else str(value)
     text = f"{value:.2f}" if field == "ratio" else f"{value:.{0 if value > 99.9 else 1}f}"
