@@ -39,7 +39,7 @@ def draw(files, out) -> Path:
         raise ValueError("there is no layer in these files")
     counted = with_several_counts(rows)
     panels = 3 if counted else 2
-    figure = Figure(figsize=(6.5 * panels, 5.2), layout="constrained")
+    figure = Figure(figsize=(7 * panels, 5.2), layout="constrained")
     left, middle, *right = figure.subplots(1, panels)
     roofline(left, rows)
     overhead(middle, rows, "tokens")
@@ -127,4 +127,4 @@ def overhead(axes, rows, along):
     axes.set(xscale=scale, xlabel=along, ylabel="% over the layer without adapters")
     axes.set_title("Cost of adapters" if along == "tokens" else "Cost over the number of adapters")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=6)
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
