@@ -9,75 +9,6 @@
 #include "core/check.h"
 #include "core/plan.h"
 
-/* ---- variants ---- */
-
-/* Ids count from 0 in the order of each table. */
-enum {
-#define MOELORA_CPU_GEMM(NAME, DTYPE, ISA, BLOCK_M, BLOCK_N, BLOCK_K) CPU_##NAME,
-#include "cpu/variants.inc"
-#undef MOELORA_CPU_GEMM
-};
-enum {
-#define MOELORA_CUDA_GEMM(NAME, DTYPE, MIN_CC, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER)         \
-  CUDA_##NAME,
-#define MOELORA_CUDA_DECODE(NAME, DTYPE, MIN_CC) CUDA_##NAME,
-#include "cuda/variants.inc"
-#undef MOELORA_CUDA_DECODE
-#undef MOELORA_CUDA_GEMM
-};
-
-/* CUDA rows are here in CPU builds too, so that their plans can be tested without a GPU. */
-static const moelora_variant variants[] = {
-#define MOELORA_CPU_GEMM(NAME, DTYPE, ISA, BLOCK_M, BLOCK_N, BLOCK_K)                              \
-  {                                                                                                \
-      #NAME,                                                                                       \
-      MOELORA_CPU,                                                                                 \
-      MOELORA_##DTYPE,                                                                             \
-      MOELORA_ISA_##ISA,                                                                           \
-      CPU_##NAME,                                                                                  \
-      BLOCK_M,                                                                                     \
-      BLOCK_N,                                                                                     \
-      BLOCK_K,                                                                                     \
-      1,                                                                                           \
-      1,                                                                                           \
-      false},
-#include "cpu/variants.inc"
-#undef MOELORA_CPU_GEMM
-#define MOELORA_CUDA_GEMM(NAME, DTYPE, MIN_CC, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER)         \
-  {#NAME,   MOELORA_CUDA, MOELORA_##DTYPE, MIN_CC,  CUDA_##NAME, BLOCK_M,                          \
-   BLOCK_N, BLOCK_K,      STAGES,          CLUSTER, false},
-/* An item is 16 weight rows by 8 tokens; a warp has 256 of its depth in flight. */
-#define MOELORA_CUDA_DECODE(NAME, DTYPE, MIN_CC)                                                   \
-  {                                                                                                \
-      .name = #NAME,                                                                               \
-      .device = MOELORA_CUDA,                                                                      \
-      .dtype = MOELORA_##DTYPE,                                                                    \
-      .needs = MIN_CC,                                                                             \
-      .id = CUDA_##NAME,                                                                           \
-      .block_m = MOELORA_DECODE_TOKENS,                                                            \
-      .block_n = 16,                                                                               \
-      .block_k = 256,                                                                              \
-      .stages = 1,                                                                                 \
-      .cluster = 1,                                                                                \
-      .decode = true,                                                                              \
-  },
-#include "cuda/variants.inc"
-#undef MOELORA_CUDA_DECODE
-#undef MOELORA_CUDA_GEMM
-};
-enum { NUM_VARIANTS = sizeof variants / sizeof *variants };
-
-const moelora_variant *moelora_variant_at(int32_t index) {
-  return index >= 0 && index < NUM_VARIANTS ? &variants[index] : NULL;
-}
-
-static const moelora_variant *find_variant(const char *name) {
-  for (int32_t i = 0; i < NUM_VARIANTS; i++)
-    if (strcmp(variants[i].name, name) == 0)
-      return &variants[i];
-  return NULL;
-}
-
 /* ---- forced variant, limit, log and last plan ---- */
 
 static pthread_once_t environment_once = PTHREAD_ONCE_INIT;
@@ -96,7 +27,7 @@ static void read_environment(void) {
   const char *most = getenv("MOELORA_MAX_CC");
   log_plans = log && (strcmp(log, "plan") == 0 || strcmp(log, "shapes") == 0);
   if (name && *name) {
-    forced_variant = find_variant(name);
+    forced_variant = moelora_find_variant(name);
     forced_unknown = !forced_variant;
   }
   if (most && *most) {
@@ -110,7 +41,7 @@ static void read_environment(void) {
 moelora_status moelora_force_variant(const char *name) {
   moelora_clear_error();
   pthread_once(&environment_once, read_environment);
-  const moelora_variant *variant = name ? find_variant(name) : NULL;
+  const moelora_variant *variant = name ? moelora_find_variant(name) : NULL;
   MOELORA_REQUIRE(!name || variant, "variant '%s' does not exist", name);
   forced_variant = variant;
   forced_unknown = false;
@@ -259,9 +190,8 @@ static bool serves(const moelora_variant *v, const access *access) {
  * the shape nearest to `want`, where block 0 takes the last row of the table. */
 static const moelora_variant *choose(const moelora_device_info *device, moelora_dtype dtype,
                                      shape want, const access *access) {
-  const moelora_variant *best = NULL;
-  for (int32_t i = 0; i < NUM_VARIANTS; i++) {
-    const moelora_variant *v = &variants[i];
+  const moelora_variant *best = NULL, *v;
+  for (int32_t i = 0; (v = moelora_variant_at(i)); i++) {
     if (v->dtype != dtype || !moelora_variant_runs_on(v, device))
       continue;
     if (!serves(v, access))

@@ -1,11 +1,13 @@
-/* What run.c and device.c need of plan.c beside the plans themselves. */
+/* What the files about plans need of each other, beside the plans themselves. */
 #ifndef MOELORA_CORE_PLAN_H
 #define MOELORA_CORE_PLAN_H
 
 #include "core/backend.h"
 
-/* All rows of both tables, NULL past the end. */
+/* variants.c: all rows of both tables, NULL past the end; the one of a name, NULL: none. */
 const moelora_variant *moelora_variant_at(int32_t index);
+const moelora_variant *moelora_find_variant(const char *name);
+
 /* The device has the instructions of the variant. */
 bool moelora_variant_runs_on(const moelora_variant *variant, const moelora_device_info *device);
 

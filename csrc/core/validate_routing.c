@@ -1,5 +1,21 @@
-/* Checks of what says where rows go: routing, adapters, alignment. */
+/* Checks of what says where rows go: routing, adapters, alignment; and how many blocks it takes. */
 #include "core/check.h"
+
+int64_t moelora_align_max_blocks(moelora_align_mode mode, int64_t num_rows, int32_t num_experts,
+                                 int32_t max_loras, int32_t block_size) {
+  if (num_rows < 0 || num_experts < 1 || block_size < 1 ||
+      (mode == MOELORA_ALIGN_UNIFORM && max_loras < 0))
+    return 0;
+  if (mode == MOELORA_ALIGN_SORTING)
+    return num_experts + num_rows / block_size;
+  /* Every group adds at most one block that is not full. */
+  int64_t groups = num_experts;
+  if (mode == MOELORA_ALIGN_UNIFORM)
+    groups *= (int64_t)max_loras + 1;
+  if (groups > num_rows)
+    groups = num_rows;
+  return groups + (num_rows - groups) / block_size;
+}
 
 static moelora_ids ids_of(const moelora_tensor *tensor) {
   return (moelora_ids){
