@@ -89,7 +89,7 @@ struct moelora_projection {
 
 void moelora_cpu_project(const moelora_projection *projection, const moelora_exec *exec);
 
-/* gemm.c: operand rows of x for sorted rows [first, first + m) */
+/* tile.c: operand rows of x for sorted rows [first, first + m) */
 void moelora_cpu_rows(const moelora_projection *projection, int64_t first, int64_t m,
                       const void **x);
 

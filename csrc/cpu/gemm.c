@@ -25,17 +25,6 @@ typedef struct project_tasks {
   int64_t total_columns; /* outputs of the projection */
 } project_tasks;
 
-void moelora_cpu_rows(const moelora_projection *p, int64_t first, int64_t m, const void **x) {
-  const size_t stride = (size_t)p->x_stride * moelora_cpu_kernels_of(p->variant)->operand_bytes;
-  for (int64_t i = 0; i < m; i++) {
-    int64_t row = p->sorted->row[first + i];
-    int64_t at = p->x_index == MOELORA_BY_SORTED ? first + i
-                 : p->x_index == MOELORA_BY_ROW  ? row
-                                                 : row / p->routes->top_k;
-    x[i] = (const char *)p->x + (size_t)at * stride;
-  }
-}
-
 static void add_bias(const moelora_projection *p, int32_t expert, const column_range *range,
                      int64_t m, float *c, float *line) {
   const size_t bytes = moelora_dtype_bytes(p->variant->dtype);

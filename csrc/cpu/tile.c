@@ -79,3 +79,14 @@ void moelora_cpu_tile(const moelora_variant *variant, const moelora_weights *w, 
     }
   }
 }
+
+void moelora_cpu_rows(const moelora_projection *p, int64_t first, int64_t m, const void **x) {
+  const size_t stride = (size_t)p->x_stride * moelora_cpu_kernels_of(p->variant)->operand_bytes;
+  for (int64_t i = 0; i < m; i++) {
+    int64_t row = p->sorted->row[first + i];
+    int64_t at = p->x_index == MOELORA_BY_SORTED ? first + i
+                 : p->x_index == MOELORA_BY_ROW  ? row
+                                                 : row / p->routes->top_k;
+    x[i] = (const char *)p->x + (size_t)at * stride;
+  }
+}
