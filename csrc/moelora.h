@@ -319,9 +319,10 @@ typedef struct moelora_tuned_plan {
 moelora_status moelora_add_tuned_plan(const moelora_tuned_plan *plan);
 /* Forgets all of them. Not while operators run on other threads. */
 void moelora_clear_tuned_plans(void);
-/* What the last gemm or layer on this thread ran: "w=gemm_bf16_avx2", or for a layer
- * "w13=gemm_bf16_avx512bf16 w2=gemm_bf16_avx512bf16". The environment variable MOELORA_LOG=plan
- * prints every choice and its reasons to stderr. */
+/* What the last call on this thread ran: "w=gemm_bf16_avx2", for a layer
+ * "w13=gemm_bf16_avx512bf16 w2=gemm_bf16_avx512bf16", for adapters alone "delta=gemm_bf16_avx2" or,
+ * on a GPU, "delta=blocks_of_16". The environment variable MOELORA_LOG=plan prints every choice and
+ * its reasons to stderr. */
 const char *moelora_last_plan(void);
 
 #ifdef __cplusplus

@@ -11,6 +11,7 @@ from checks import assert_close_to_ref, assert_unchanged
 from delta_cases import PLAIN, base_output, check_result, delta_kwargs, delta_operator, zeros
 
 import moelora
+from moelora import _C
 from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
 from moelora.reference_delta import moe_lora_delta_ref
 
@@ -132,6 +133,15 @@ def test_same_inputs_same_bits(device_and_dtype):
     first = moelora.moe_lora_gate_up_delta(**delta_kwargs(p, "w13"))
     for _ in range(5):
         assert same_bits(moelora.moe_lora_gate_up_delta(**delta_kwargs(p, "w13")), first)
+
+
+def test_the_last_plan_is_the_deltas(device_and_dtype):
+    device, dtype = device_and_dtype
+    p = replace(PLAIN, dtype=dtype).build().to(device)
+    moelora.fused_experts_lora(**p.kwargs())
+    assert "w13=" in _C.last_plan()
+    moelora.moe_lora_gate_up_delta(**delta_kwargs(p, "w13"))
+    assert _C.last_plan().startswith("delta=")
 
 
 def test_a_row_does_not_depend_on_its_neighbours(device_and_dtype):

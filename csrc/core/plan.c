@@ -59,8 +59,9 @@ moelora_status moelora_limit_capability(int32_t compute_capability) {
 }
 
 /* The variants of this thread's last plan; text is made only when asked for. */
-static _Thread_local struct {
+static _Thread_local struct last {
   const moelora_variant *gemm, *w13, *w2;
+  moelora_delta_plan delta; /* block_rows 0: the last call was another */
 } last;
 
 const char *moelora_last_plan(void) {
@@ -70,6 +71,10 @@ const char *moelora_last_plan(void) {
     snprintf(text, sizeof text, "w=%s", last.gemm->name);
   else if (last.w13)
     snprintf(text, sizeof text, "w13=%s w2=%s", last.w13->name, last.w2->name);
+  else if (last.delta.variant)
+    snprintf(text, sizeof text, "delta=%s", last.delta.variant->name);
+  else if (last.delta.block_rows)
+    snprintf(text, sizeof text, "delta=blocks_of_%d", last.delta.block_rows);
   return text;
 }
 
@@ -311,11 +316,9 @@ moelora_status moelora_plan_delta(const moelora_routes *routes, moelora_dtype dt
 
 /* ---- log ---- */
 
-static void log_plan(const char *operator, const char *shape, const moelora_routes *routes,
-                     const moelora_device_info *device, const moelora_gemm_plan *plan,
-                     const moelora_variant *tuned) {
-  const moelora_variant *variant = plan->variant;
-  const char *why = variant == forced_variant ? "; forced" : variant == tuned ? "; tuned" : "";
+static void log_plan(const char *operator, const char *shape, moelora_dtype dtype,
+                     const moelora_routes *routes, const moelora_device_info *device,
+                     const char *kernel, int32_t block_rows, const char *why) {
   const int32_t capability = limited(device).compute_capability;
   char where[48];
   if (capability != device->compute_capability)
@@ -328,33 +331,47 @@ static void log_plan(const char *operator, const char *shape, const moelora_rout
   fprintf(stderr,
           "moelora: %s %s M=%lld top_k=%d E=%d %s: %s, blocks of %d rows (%s; %lld rows per "
           "expert%s)\n",
-          operator, moelora_dtype_name(variant->dtype), (long long)routes->num_tokens,
-          routes->top_k, routes->num_experts, shape, variant->name, plan->block_rows, where,
-          (long long)rows_per_expert(routes), why);
+          operator, moelora_dtype_name(dtype), (long long)routes->num_tokens, routes->top_k,
+          routes->num_experts, shape, kernel, block_rows, where, (long long)rows_per_expert(routes),
+          why);
+}
+
+static const char *reason(const moelora_variant *variant, const moelora_variant *tuned) {
+  return !variant ? "" : variant == forced_variant ? "; forced" : variant == tuned ? "; tuned" : "";
 }
 
 void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device_info *device,
                        const moelora_gemm_plan *plan) {
-  last.gemm = plan->variant;
-  last.w13 = last.w2 = NULL;
+  last = (struct last){.gemm = plan->variant};
   if (!log_plans)
     return;
   char shape[64];
   snprintf(shape, sizeof shape, "N=%lld K=%lld", (long long)problem->w.n, (long long)problem->w.k);
-  log_plan("gemm", shape, &problem->routes, device, plan, NULL);
+  log_plan("gemm", shape, problem->dtype, &problem->routes, device, plan->variant->name,
+           plan->block_rows, reason(plan->variant, NULL));
 }
 
 void moelora_note_experts(const moelora_experts_problem *problem, const moelora_device_info *device,
                           const moelora_experts_plan *plan) {
-  last.gemm = NULL;
-  last.w13 = plan->w13.variant;
-  last.w2 = plan->w2.variant;
+  last = (struct last){.w13 = plan->w13.variant, .w2 = plan->w2.variant};
   if (!log_plans)
     return;
   char shape[64];
   snprintf(shape, sizeof shape, "K=%lld I=%lld", (long long)problem->hidden,
            (long long)problem->intermediate);
   const moelora_device_info seen = limited(device);
-  log_plan("experts", shape, &problem->routes, device, &plan->w13,
-           moelora_tuned_variant(problem, &seen));
+  log_plan("experts", shape, problem->dtype, &problem->routes, device, plan->w13.variant->name,
+           plan->w13.block_rows, reason(plan->w13.variant, moelora_tuned_variant(problem, &seen)));
+}
+
+void moelora_note_delta(const char *operator, const moelora_routes *routes, moelora_dtype dtype,
+                        const moelora_device_info *device, const moelora_delta_plan *plan) {
+  last = (struct last){.delta = *plan};
+  if (!log_plans)
+    return;
+  char shape[32];
+  snprintf(shape, sizeof shape, "max_loras=%d", routes->max_loras);
+  log_plan(operator, shape, dtype, routes, device,
+           plan->variant ? plan->variant->name : "adapters alone", plan->block_rows,
+           reason(plan->variant, NULL));
 }

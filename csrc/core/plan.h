@@ -20,6 +20,8 @@ void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device
                        const moelora_gemm_plan *plan);
 void moelora_note_experts(const moelora_experts_problem *problem, const moelora_device_info *device,
                           const moelora_experts_plan *plan);
+void moelora_note_delta(const char *operator, const moelora_routes * routes, moelora_dtype dtype,
+                        const moelora_device_info *device, const moelora_delta_plan *plan);
 
 /* device.c: the backend and the device that `exec` names; `num_units` counts its CPU threads. */
 moelora_status moelora_find_device(const moelora_exec *exec, const moelora_backend **backend,

@@ -205,6 +205,7 @@ moelora_status moelora_delta(const moelora_delta_args *args, const moelora_exec 
   if (!plan.block_rows)
     return MOELORA_OK;
   MOELORA_TRY(check_workspace(exec, workspace));
+  moelora_note_delta("delta", &problem.routes, problem.dtype, &call.device, &plan);
   return call.backend->delta(&problem, &plan, exec);
 }
 
@@ -241,6 +242,7 @@ moelora_status moelora_mlp_delta(const moelora_mlp_delta_args *args, const moelo
   if (!plan.block_rows)
     return MOELORA_OK;
   MOELORA_TRY(check_workspace(exec, workspace));
+  moelora_note_delta("mlp_delta", &problem.routes, problem.dtype, &call.device, &plan);
   return call.backend->mlp_delta(&problem, &plan, exec);
 }
 
