@@ -22,6 +22,7 @@
 #define MOELORA_CUDA_ALIGN_CUH
 
 #include "cuda/align.h"
+#include "cuda/ptx/launch.cuh"
 
 constexpr int ALIGN_WARPS = ALIGN_THREADS / 32;
 
@@ -39,20 +40,6 @@ struct align_bins {
 
 static __device__ __forceinline__ uint32_t divide(uint32_t n, const align_divisor &d) {
   return (__umulhi(n, d.magic) + n) >> d.shift;
-}
-
-/* Programmatic dependent launch: a kernel may start while the one before it still runs, and waits
- * here until all of that one's writes are visible. Does nothing after an ordinary launch. */
-static __device__ __forceinline__ void wait_for_previous_launch() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-static __device__ __forceinline__ void allow_next_launch() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
 }
 
 /* ---- items ---- */

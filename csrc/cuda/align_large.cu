@@ -25,8 +25,8 @@ static __global__ void __launch_bounds__(ALIGN_THREADS)
   const uint32_t words = (s.num_keys + 1) / 2;
   const uint32_t begin = blockIdx.x * s.chunk_items, end = chunk_end(s, begin);
 
-  wait_for_previous_launch();
-  allow_next_launch();
+  wait_for_previous_kernel();
+  start_next_kernel();
   for (uint32_t k = threadIdx.x; k < 2 * words; k += ALIGN_THREADS)
     count[k] = 0;
   int32_t key[BATCH];
@@ -112,10 +112,10 @@ static __global__ void __launch_bounds__(ALIGN_THREADS)
   clear_bins(s, bins, shared);
   int32_t key[1], next[1];
   if (s.order)
-    wait_for_previous_launch();
+    wait_for_previous_kernel();
   load_keys<Id, Lora>(s, begin + threadIdx.x, end, key);
-  wait_for_previous_launch();
-  allow_next_launch();
+  wait_for_previous_kernel();
+  start_next_kernel();
   __syncthreads();
   mark_local_experts(s, shared);
   sum_table(s, bins);

@@ -32,7 +32,7 @@ static __global__ void __launch_bounds__(ALIGN_THREADS)
     align_pad_pairs(const __grid_constant__ align_pad p) {
   __shared__ int32_t warp_max[ALIGN_WARPS], warp_sum[ALIGN_WARPS], last_begin;
   const int32_t size = (int32_t)p.out.block_size.value;
-  wait_for_previous_launch();
+  wait_for_previous_kernel();
 
   const int32_t count = __ldcg(p.count);
   int32_t carried_begin = 0, num_blocks = 0;

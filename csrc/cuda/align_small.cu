@@ -19,8 +19,8 @@ static __global__ void __launch_bounds__(ALIGN_THREADS)
   const align_bins bins = {memory, memory + s.num_keys, memory + 2 * s.num_keys};
   const uint32_t begin = blockIdx.x * ALIGN_GROUP;
 
-  wait_for_previous_launch();
-  allow_next_launch();
+  wait_for_previous_kernel();
+  start_next_kernel();
   clear_bins(s, bins, shared);
   int32_t key[BATCH];
   load_keys<Id, Lora>(s, threadIdx.x, s.num_items, key);

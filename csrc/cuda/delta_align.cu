@@ -38,8 +38,8 @@ __global__ void __launch_bounds__(ALIGN_THREADS) fill_lists(const __grid_constan
   int32_t *const begin = memory;               // [experts] first sorted row of the pair
   int32_t *const rows = memory + experts;      // [experts] of the pair
   int32_t *const block = memory + 2 * experts; // [experts] first block of the pair
-  wait_for_previous_launch();
-  allow_next_launch();
+  wait_for_previous_kernel();
+  start_next_kernel();
 
   const int32_t part = blockIdx.x % p.parts;
   int32_t id[1] = {p.lists.lora_ids[blockIdx.x / p.parts]};

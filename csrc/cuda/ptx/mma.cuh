@@ -7,6 +7,8 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include "ptx/launch.cuh"
+
 template <class T> struct Element;
 template <> struct Element<__nv_bfloat16> {
   static constexpr bool is_bf16 = true;
@@ -189,20 +191,6 @@ __device__ __forceinline__ uint4 load_16(const void *p, bool there) {
                : "l"(p), "r"((int)there)
                : "memory");
   return v;
-}
-
-/* Programmatic dependent launch: the next kernel of the stream may start, and must wait before it
- * touches memory that this one writes or reads. No-ops before sm_90. */
-__device__ __forceinline__ void start_next_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
 
 #endif
