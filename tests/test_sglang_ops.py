@@ -166,8 +166,8 @@ def test_stages(name, device_and_dtype):
 
 def test_the_rule_takes_the_fused_kernel_for_few_rows():
     assert sglang_ops.should_use_fused_kernel(1, 8)
-    assert sglang_ops.should_use_fused_kernel(32, 8)
-    assert not sglang_ops.should_use_fused_kernel(33, 8)
+    assert sglang_ops.should_use_fused_kernel(256, 8)
+    assert not sglang_ops.should_use_fused_kernel(257, 8)
 
 
 def test_both_kernels_agree(device_and_dtype, monkeypatch):
