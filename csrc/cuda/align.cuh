@@ -22,7 +22,7 @@
 #define MOELORA_CUDA_ALIGN_CUH
 
 #include "cuda/align.h"
-#include "cuda/ptx/launch.cuh"
+#include "cuda/ptx/pdl.cuh"
 
 constexpr int ALIGN_WARPS = ALIGN_THREADS / 32;
 

@@ -7,7 +7,7 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
-#include "ptx/launch.cuh"
+#include "pdl.cuh"
 
 template <class T> struct Element;
 template <> struct Element<__nv_bfloat16> {

@@ -1,6 +1,6 @@
 /* Programmatic dependent launch. Nothing happens before sm_90, or after an ordinary launch. */
-#ifndef MOELORA_CUDA_PTX_LAUNCH_CUH
-#define MOELORA_CUDA_PTX_LAUNCH_CUH
+#ifndef MOELORA_CUDA_PTX_PDL_CUH
+#define MOELORA_CUDA_PTX_PDL_CUH
 
 /* The next kernel of the stream may start, and must wait before it touches memory that this one
  * writes or reads. */
