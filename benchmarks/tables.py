@@ -31,6 +31,8 @@ DELTA = """projection: projection, slots: slots, bound: bound_us, delta: ours_us
 MLP = "adapters: adapters, staged: ours_staged_us, all in one: ours_fused_us"
 KERNELS = """kernel: kernel, us: us, DRAM GB/s: dram_gb_s, DRAM read MB: dram_read_mb,
     L2 %: l2_percent, L2 hits %: l2_hit_percent, wgmma issued %: wgmma_issue_percent"""
+ENGINES = """engine: engine, LoRA enabled: lora_enabled, batch: batch,
+    prefill tokens/s: prefill_tok_s, decode tokens/s: decode_tok_s"""
 CPU = """dtype: dtype, bound: bound_us, with adapters: ours_us, ×: ratio, fastest rival: best_rival,
     without: ours_base_us, transformers without: rivals.grouped_mm_base"""
 # {name: (file, which of its cases, columns)}
@@ -45,6 +47,7 @@ TABLES = {
     "delta": ("h200-delta", lambda r: r["part"] == "grid", DELTA),
     "slots": ("h200-delta", lambda r: r["part"] == "slots", DELTA),
     "mlp": ("h200-delta", lambda r: r["part"] == "sglang", MLP),
+    "engines": ("h200-e2e", lambda r: r["topic"] == "speed", ENGINES),
     "cpu": ("cpu-layer", lambda r: True, CPU),
 }
 
@@ -81,17 +84,6 @@ def source(file):
     meta, _ = load(file)
     about = ", ".join((meta["device"], f"torch {meta['torch']}", meta["commit"], meta["date"]))
     return f"`benchmarks/results/{file}.json`, {about}:\n\n```\n{meta['command']}\n```"
-
-
-def engines():
-    rows = [r for r in load("h200-e2e")[1] if r["topic"] == "speed"]
-    lines = ["| engine | LoRA | batch | prefill, tokens/s | decode, tokens/s |"]
-    lines.append("| --- | --- | --- | ---: | ---: |")
-    for r in rows:
-        speeds = [f"{r[f'{what}_tok_s']:,}" for what in ("prefill", "decode")]
-        enabled = "enabled" if r["lora_enabled"] else "off"
-        lines.append("| " + " | ".join((r["engine"], enabled, r["batch"], *speeds)) + " |")
-    return "\n".join(lines)
 
 
 def span(values, digits=2):
@@ -145,8 +137,6 @@ def section(name):
         return source(name.removeprefix("from "))
     if name in TABLES:
         return table(*TABLES[name])
-    if name == "engines":
-        return engines()
     text = " ".join(SENTENCES[name]().split())
     return textwrap.fill(text, 104, break_long_words=False, break_on_hyphens=False)
 
@@ -162,7 +152,7 @@ def main():
         for page in PAGES:
             (ROOT / page).write_text(filled((ROOT / page).read_text()))
     else:
-        print("\n\n".join(map(section, (*TABLES, "engines", *SENTENCES))))
+        print("\n\n".join(map(section, (*TABLES, *SENTENCES))))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@
 
 #include "cuda/align.h"
 #include "cuda/ptx/pdl.cuh"
+#include "cuda/routes.cuh"
+#include "cuda/warp.cuh"
 
 constexpr int ALIGN_WARPS = ALIGN_THREADS / 32;
 
@@ -57,59 +59,7 @@ static __device__ __forceinline__ align_item locate(const align_sort &s, uint32_
 }
 
 /* The functions below work on N items at once and branch outside of their loops, so that the N
- * loads of a step are in flight together. An id outside its range reads entry 0 and drops the
- * result. */
-
-/* 0 <= id < size, in one comparison */
-static __device__ __forceinline__ bool inside(int32_t id, int32_t size) {
-  return (uint32_t)id < (uint32_t)size;
-}
-static __device__ __forceinline__ bool inside(int64_t id, int32_t size) {
-  return (uint64_t)id < (uint64_t)size;
-}
-
-/* id -> local expert, or -1 */
-template <typename Id, int N>
-static __device__ __forceinline__ void local_experts(const moelora_routes &routes, Id (&id)[N]) {
-  if (routes.expert_map) {
-#pragma unroll
-    for (int u = 0; u < N; u++) {
-      const bool known = inside(id[u], routes.num_global);
-      const int32_t expert = routes.expert_map[known ? id[u] : 0];
-      id[u] = known ? expert : -1;
-    }
-  }
-#pragma unroll
-  for (int u = 0; u < N; u++)
-    if (!inside(id[u], routes.num_experts))
-      id[u] = -1;
-}
-
-/* id -> adapter that is there and enabled, or -1 */
-template <typename Lora, int N>
-static __device__ __forceinline__ void active_adapters(const moelora_routes &routes,
-                                                       Lora (&id)[N]) {
-#pragma unroll
-  for (int u = 0; u < N; u++)
-    if (!inside(id[u], routes.max_loras))
-      id[u] = -1;
-  if (!routes.adapter_enabled)
-    return;
-  bool on[N];
-  if (routes.adapter_enabled_bytes == 1) {
-#pragma unroll
-    for (int u = 0; u < N; u++)
-      on[u] = ((const uint8_t *)routes.adapter_enabled)[id[u] < 0 ? 0 : id[u]] != 0;
-  } else {
-#pragma unroll
-    for (int u = 0; u < N; u++)
-      on[u] = ((const int32_t *)routes.adapter_enabled)[id[u] < 0 ? 0 : id[u]] != 0;
-  }
-#pragma unroll
-  for (int u = 0; u < N; u++)
-    if (!on[u])
-      id[u] = -1;
-}
+ * loads of a step are in flight together. */
 
 /* Ids of the experts and adapters of N items, as they are in memory. */
 template <typename Id, typename Lora, int N>
@@ -182,16 +132,6 @@ static __device__ __forceinline__ void load_keys(const align_sort &s, uint32_t f
 }
 
 /* ---- scans ---- */
-
-static __device__ __forceinline__ int32_t warp_inclusive_sum(int32_t value) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    int32_t other = __shfl_up_sync(~0u, value, step);
-    value += lane >= step ? other : 0;
-  }
-  return value;
-}
 
 /* Sum of `value` over the threads before this one, and over all of them. One barrier; `warp_sum`
  * must not be reused without another. */

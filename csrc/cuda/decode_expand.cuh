@@ -3,6 +3,7 @@
 #define MOELORA_CUDA_DECODE_EXPAND_CUH
 
 #include "decode_product.cuh"
+#include "launch.h"
 
 namespace decode {
 
@@ -98,14 +99,15 @@ __device__ __forceinline__ void expand(const Params &p, const Tables &t, const I
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const uint16_t *from = piece_row(p, t, item, piece, e, half);
-      b[half] = p.b_vectors[projection] ? keep_elements(load_once_16(from, from != nullptr), e.left)
-                                        : load_elements(from, from ? e.left : 0);
+      b[half] = p.b_vectors[projection]
+                    ? keep_elements(load_16<Read::CONSTANT>(from, from != nullptr), e.left)
+                    : load_elements(from, from ? e.left : 0);
       rows |= (uint32_t)((__ballot_sync(~0u, from != nullptr) >> (lane & 28) & 15) != 0) << half;
     }
     const uint16_t *hl = p.hl[projection] +
                          ((int64_t)t.row[unit][lane / 4] * f.num_slices + e.slice) * width +
                          e.column;
-    const uint4 x = load_16(hl, e.left > 0 && (tokens >> lane / 4 & 1));
+    const uint4 x = load_16<Read::WRITTEN>(hl, e.left > 0 && (tokens >> lane / 4 & 1));
     float d[2][4] = {};
     multiply_block<T>(d, b, x);
 #pragma unroll

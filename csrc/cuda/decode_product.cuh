@@ -61,7 +61,8 @@ template <int FIRST> __device__ __forceinline__ void load_batch(Ring &ring) {
   for (int j = FIRST; j < FIRST + kBatch; j++)
 #pragma unroll
     for (int half = 0; half < 2; half++)
-      ring.w[j][half] = load_once_16(ring.next.row[half] + j * kBlockDepth, j < ring.next.there);
+      ring.w[j][half] =
+          load_16<Read::CONSTANT>(ring.next.row[half] + j * kBlockDepth, j < ring.next.there);
 }
 
 template <int ROWS> __device__ __forceinline__ void step_chunk(Source<ROWS> &s) {
@@ -105,7 +106,7 @@ __device__ __forceinline__ void multiply_batch(float (&d)[2][4], const Ring &rin
   uint4 columns[kBatch];
 #pragma unroll
   for (int j = 0; j < kBatch; j++)
-    columns[j] = load_16(x.row[0] + (FIRST + j) * kBlockDepth, FIRST + j < x.there);
+    columns[j] = load_16<Read::WRITTEN>(x.row[0] + (FIRST + j) * kBlockDepth, FIRST + j < x.there);
 #pragma unroll
   for (int j = 0; j < kBatch; j++)
     multiply_block<T>(d, ring.w[FIRST + j], columns[j]);
@@ -155,7 +156,7 @@ __device__ __forceinline__ void multiply_elements(const Source<2> &next, const S
 #pragma unroll
     for (int half = 0; half < 2; half++)
       rows[half] = load_elements(next.row[half] + (j - kChunk) * kBlockDepth, j < there ? 8 : 0);
-    multiply_block<T>(d, rows, load_16(x.row[0] + j * kBlockDepth, j < x.there));
+    multiply_block<T>(d, rows, load_16<Read::WRITTEN>(x.row[0] + j * kBlockDepth, j < x.there));
   }
 }
 

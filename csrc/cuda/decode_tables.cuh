@@ -6,7 +6,8 @@
 #ifndef MOELORA_CUDA_DECODE_TABLES_CUH
 #define MOELORA_CUDA_DECODE_TABLES_CUH
 
-#include "cuda/align.cuh"
+#include "cuda/routes.cuh"
+#include "cuda/warp.cuh"
 
 namespace decode {
 
@@ -35,10 +36,6 @@ struct Tables {
   float row_weight[kRows];
   uint32_t leads[kRows * kTokens / 32]; // bit of each row or cell that comes first
 };
-
-__device__ __forceinline__ int64_t load_id(const moelora_ids &ids, int64_t at) {
-  return ids.is_64 ? ((const int64_t *)ids.data)[at] : ((const int32_t *)ids.data)[at];
-}
 
 /* True rank in a stack. */
 __device__ __forceinline__ int rank_in(const moelora_factors &f, int rank) {
@@ -178,12 +175,7 @@ __device__ __forceinline__ void count_shrinks(Tables &t, const moelora_factors &
 #pragma unroll
   for (int i = 0; i < 2; i++)
     own[i] = s + i < t.segments ? (rank_in(f, t.segment_rank[s + i]) + 15) / 16 * f.num_slices : 0;
-  int sum = own[0] + own[1];
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(~0u, sum, step);
-    sum += threadIdx.x % 32 >= step ? other : 0;
-  }
+  const int sum = warp_inclusive_sum(own[0] + own[1]);
   t.shrinks_end[projection][s] = sum - own[1];
   t.shrinks_end[projection][s + 1] = sum;
   if (threadIdx.x % 32 == 31)

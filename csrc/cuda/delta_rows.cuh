@@ -28,10 +28,6 @@ struct ListWindow {
   int64_t block = 0, first = 0, end = 0;
 };
 
-__device__ __forceinline__ int64_t delta_load_id(const moelora_ids &ids, int64_t at) {
-  return ids.is_64 ? ((const int64_t *)ids.data)[at] : ((const int32_t *)ids.data)[at];
-}
-
 __device__ __forceinline__ int64_t windows_per_block(const delta_rows &r) {
   return (r.lists.block_size + r.window - 1) / r.window;
 }
@@ -61,12 +57,7 @@ __device__ __forceinline__ int64_t for_each_list(const delta_rows &r, Visit visi
     int32_t adapter;
     const int lane = threadIdx.x % 32;
     const int64_t own = windows_of_list(r, at + lane, &adapter);
-    int64_t sum = own;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int64_t other = __shfl_up_sync(~0u, sum, step);
-      sum += lane >= step ? other : 0;
-    }
+    const int64_t sum = warp_inclusive_sum(own);
     visit(adapter, before + sum - own, own);
     before += __shfl_sync(~0u, sum, 31);
   }
@@ -105,10 +96,10 @@ __device__ __forceinline__ ListWindow find_list_window(const delta_rows &r, int6
 __device__ __forceinline__ WindowRow route_row(const delta_rows &r, int64_t at) {
   const moelora_routes &routes = r.routes;
   const int64_t token = (uint32_t)at / (uint32_t)routes.top_k, choice = at - token * routes.top_k;
-  int64_t expert[1] = {delta_load_id(routes.topk_ids, token * routes.topk_ids.stride[0] +
-                                                          choice * routes.topk_ids.stride[1])};
+  int64_t expert[1] = {load_id(routes.topk_ids, token * routes.topk_ids.stride[0] +
+                                                    choice * routes.topk_ids.stride[1])};
   int64_t adapter[1] = {
-      delta_load_id(routes.token_lora_mapping, token * routes.token_lora_mapping.stride[0])};
+      load_id(routes.token_lora_mapping, token * routes.token_lora_mapping.stride[0])};
   local_experts(routes, expert);
   active_adapters(routes, adapter);
   WindowRow found;

@@ -8,6 +8,7 @@
  * h [position, I] and the unsummed outputs z [position, K], so that the copy engine reads and
  * writes them in boxes. */
 #include "kernel_launch.cuh"
+#include "routes.cuh"
 #include "sum.cuh"
 #include "ptx/mma.cuh"
 #include "tile.cuh"
@@ -18,12 +19,10 @@ constexpr int kThreads = 256;
 
 /* Local expert of flat row p; -1 if the row is skipped. */
 __device__ __forceinline__ int local_expert(const moelora_routes &r, int64_t p) {
-  const int64_t at = p / r.top_k * r.topk_ids.stride[0] + p % r.top_k * r.topk_ids.stride[1];
-  int64_t id = r.topk_ids.is_64 ? ((const int64_t *)r.topk_ids.data)[at]
-                                : ((const int32_t *)r.topk_ids.data)[at];
-  if (r.expert_map)
-    id = id >= 0 && id < r.num_global ? r.expert_map[id] : -1;
-  return id >= 0 && id < r.num_experts ? (int)id : -1;
+  int64_t expert[1] = {
+      load_id(r.topk_ids, p / r.top_k * r.topk_ids.stride[0] + p % r.top_k * r.topk_ids.stride[1])};
+  local_experts(r, expert);
+  return (int)expert[0];
 }
 
 /* out[p] = 0 for rows whose expert is not here; a warp per row. */
@@ -211,7 +210,8 @@ moelora_status project(moelora_gemm_launch *g, const moelora_gemm_plan *plan,
     for (int32_t i = 0; i < g->lora.num_slices; i++)
       g->factors_boxes = g->factors_boxes && g->lora.b[i].stride_i > 0;
     const bool vectors = x_vectors && moelora_are_vector_factors(g->lora.a, g->lora.num_slices);
-    moelora_status status = moelora_cuda_shrink(g, routes, vectors, plan->variant->dtype, hl, exec);
+    moelora_status status =
+        moelora_cuda_shrink(g, routes->lora_scalings, vectors, plan->variant->dtype, hl, exec);
     if (status != MOELORA_OK)
       return status;
     g->hl = hl;

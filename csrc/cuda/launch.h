@@ -78,7 +78,7 @@ moelora_status moelora_cuda_align_rows(const moelora_routes *routes, const moelo
 
 /* shrink.cu: hl[position, slice * hl_slice + r] = round(s x A^T), zero from the true rank to the
  * next multiple of 16. Base rows are not written. `vectors`: x and A allow 16-byte accesses. */
-moelora_status moelora_cuda_shrink(const moelora_gemm_launch *g, const moelora_routes *routes,
+moelora_status moelora_cuda_shrink(const moelora_gemm_launch *g, const float *lora_scalings,
                                    bool vectors, moelora_dtype dtype, void *hl,
                                    const moelora_exec *exec);
 

@@ -19,6 +19,7 @@
  * depends on sizes alone, so that neither other tokens nor other adapters change a bit. */
 #include "kernel_launch.cuh"
 #include "tile.cuh"
+#include "warp.cuh"
 
 namespace {
 
@@ -92,12 +93,7 @@ __device__ __forceinline__ int find(const Params &p, int blocks, int unit, Item 
       if (p.scalings)
         prefetch(p.scalings + pair / kRanks);
     }
-    int end = parts * chunks;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int before = __shfl_up_sync(0xffffffffu, end, step);
-      end += lane >= step ? before : 0;
-    }
+    const int end = warp_inclusive_sum(parts * chunks);
     const int first = count + end - parts * chunks;
     const int tokens = parts ? ceil_divide(ceil_divide(high - low, parts), 8) * 8 : 0;
     for (int j = (share + p.shares - first % p.shares) % p.shares; j < parts * chunks;
@@ -115,7 +111,7 @@ __device__ __forceinline__ int find(const Params &p, int blocks, int unit, Item 
 template <class T, bool VECTORS, bool ONCE>
 __device__ __forceinline__ uint4 load_row(const T *from, int left) {
   if constexpr (VECTORS)
-    return load_global_16<ONCE>(from, left > 0);
+    return load_16<ONCE ? Read::ALONE : Read::SHARED>(from, left > 0);
   else
     return load_elements(from, left);
 }
@@ -332,12 +328,12 @@ moelora_status launch(Params p, int tokens, bool few, const moelora_exec *exec) 
 /* Items large enough to read little twice, and enough of them for all CTAs. WIDE_TOKENS: what
  * 99 KiB of shared memory hold. */
 template <class T, int DEPTHS, int WIDE_TOKENS>
-moelora_status launch_vectors(const Params &p, int64_t max_loras, const moelora_exec *exec) {
+moelora_status launch_vectors(const Params &p, const moelora_exec *exec) {
   using Narrow = Shape<1, 1, DEPTHS, 48>;
   using Middle = Shape<2, 1, DEPTHS, 48>;
   using Wide = Shape<2, 2, DEPTHS, WIDE_TOKENS>;
   const int64_t ctas = moelora_cuda_num_sms(exec->device_index) * (kResidentWarps / DEPTHS);
-  const int64_t rows = p.g.num_rows, pairs = p.g.num_experts * max_loras;
+  const int64_t rows = p.g.num_rows, pairs = (int64_t)p.g.num_experts * p.g.max_loras;
   const int64_t segments = rows < pairs ? rows : pairs;
   const int tokens = segments + rows / 48 < ctas ? 32 : 48;
   if (p.g.hl_stride <= 16 || segments + rows / 32 < ctas ||
@@ -349,22 +345,21 @@ moelora_status launch_vectors(const Params &p, int64_t max_loras, const moelora_
 }
 
 template <class T>
-moelora_status launch_as(const Params &p, int64_t max_loras, bool vectors,
-                         const moelora_exec *exec) {
+moelora_status launch_as(const Params &p, bool vectors, const moelora_exec *exec) {
   if (!vectors)
     return launch<T, Shape<1, 1, 4, 32>, false>(p, 32, false, exec);
   const int64_t items = (int64_t)p.g.num_rows * p.g.hl_stride / 16;
   const bool idle = items < 2 * moelora_cuda_num_sms(exec->device_index);
-  return p.g.k < kLongDepth && !idle ? launch_vectors<T, 4, 48>(p, max_loras, exec)
-                                     : launch_vectors<T, 8, 32>(p, max_loras, exec);
+  return p.g.k < kLongDepth && !idle ? launch_vectors<T, 4, 48>(p, exec)
+                                     : launch_vectors<T, 8, 32>(p, exec);
 }
 
 } // namespace
 
-moelora_status moelora_cuda_shrink(const moelora_gemm_launch *g, const moelora_routes *routes,
+moelora_status moelora_cuda_shrink(const moelora_gemm_launch *g, const float *lora_scalings,
                                    bool vectors, moelora_dtype dtype, void *hl,
                                    const moelora_exec *exec) {
-  const Params p = {.g = *g, .scalings = routes->lora_scalings, .hl = hl};
-  return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(p, routes->max_loras, vectors, exec)
-                               : launch_as<__half>(p, routes->max_loras, vectors, exec);
+  const Params p = {.g = *g, .scalings = lora_scalings, .hl = hl};
+  return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(p, vectors, exec)
+                               : launch_as<__half>(p, vectors, exec);
 }

@@ -70,25 +70,33 @@ __device__ __forceinline__ void copy_elements(uint32_t to, const T *from, int co
   store_shared_16(to, load_elements(from, count));
 }
 
-/* 16 bytes, zeros if they are not `there`. ONCE: no other warp of the SM wants them. */
-template <bool ONCE> __device__ __forceinline__ uint4 load_global_16(const void *from, bool there) {
+/* How memory is read: by this warp alone; by others of the SM, too; by this warp alone and never
+ * written by the kernel; the kernel itself may have written it. */
+enum class Read { ALONE, SHARED, CONSTANT, WRITTEN };
+
+/* 16 bytes, zeros if they are not `there`. */
+template <Read READ> __device__ __forceinline__ uint4 load_16(const void *from, bool there) {
   uint4 v;
-#define MOELORA_LOAD(HOW)                                                                          \
+#define MOELORA_LOAD(HOW, ...)                                                                     \
   asm volatile("{\n"                                                                               \
                ".reg .pred p;\n"                                                                   \
-               "setp.ne.s32 p, %5, 0;\n"                                                           \
+               "setp.ne.b32 p, %5, 0;\n"                                                           \
                "mov.b32 %0, 0;\n"                                                                  \
                "mov.b32 %1, 0;\n"                                                                  \
                "mov.b32 %2, 0;\n"                                                                  \
                "mov.b32 %3, 0;\n"                                                                  \
-               "@p ld.global." HOW "L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];\n"                     \
+               "@p ld.global." HOW "v4.b32 {%0, %1, %2, %3}, [%4];\n"                              \
                "}"                                                                                 \
                : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)                                    \
-               : "l"(from), "r"((int)there))
-  if constexpr (ONCE)
-    MOELORA_LOAD("L1::no_allocate.");
+               : "l"(from), "r"((int)there)__VA_ARGS__)
+  if constexpr (READ == Read::ALONE)
+    MOELORA_LOAD("L1::no_allocate.L2::128B.");
+  else if constexpr (READ == Read::SHARED)
+    MOELORA_LOAD("L2::128B.");
+  else if constexpr (READ == Read::CONSTANT)
+    MOELORA_LOAD("nc.L1::no_allocate.");
   else
-    MOELORA_LOAD("");
+    MOELORA_LOAD("", : "memory");
 #undef MOELORA_LOAD
   return v;
 }
@@ -156,41 +164,6 @@ __device__ __forceinline__ void prefetch_l2(const void *p, int bytes) {
   for (int at = 0; at < bytes; at += 128)
     prefetch_l2((const char *)p + at);
 #endif
-}
-
-/* 16 bytes if `there`, else zeros: memory that a kernel reads once and nothing writes meanwhile. */
-__device__ __forceinline__ uint4 load_once_16(const void *p, bool there) {
-  uint4 v;
-  asm volatile("{\n"
-               ".reg .pred there;\n"
-               "setp.ne.b32 there, %5, 0;\n"
-               "mov.b32 %0, 0;\n"
-               "mov.b32 %1, 0;\n"
-               "mov.b32 %2, 0;\n"
-               "mov.b32 %3, 0;\n"
-               "@there ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
-               "}"
-               : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-               : "l"(p), "r"((int)there));
-  return v;
-}
-
-/* The same of memory that the kernel itself may write. */
-__device__ __forceinline__ uint4 load_16(const void *p, bool there) {
-  uint4 v;
-  asm volatile("{\n"
-               ".reg .pred there;\n"
-               "setp.ne.b32 there, %5, 0;\n"
-               "mov.b32 %0, 0;\n"
-               "mov.b32 %1, 0;\n"
-               "mov.b32 %2, 0;\n"
-               "mov.b32 %3, 0;\n"
-               "@there ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n"
-               "}"
-               : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-               : "l"(p), "r"((int)there)
-               : "memory");
-  return v;
 }
 
 #endif

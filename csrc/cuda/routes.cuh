@@ -1,0 +1,63 @@
+/* What kernels ask of moelora_routes: ids as they are in memory, and whether what they name is
+ * here. Functions of N ids keep their loads in flight together; an id outside its range reads entry
+ * 0 and drops the result. */
+#ifndef MOELORA_CUDA_ROUTES_CUH
+#define MOELORA_CUDA_ROUTES_CUH
+
+#include "core/backend.h"
+
+__device__ __forceinline__ int64_t load_id(const moelora_ids &ids, int64_t at) {
+  return ids.is_64 ? ((const int64_t *)ids.data)[at] : ((const int32_t *)ids.data)[at];
+}
+
+/* 0 <= id < size, in one comparison */
+__device__ __forceinline__ bool inside(int32_t id, int32_t size) {
+  return (uint32_t)id < (uint32_t)size;
+}
+__device__ __forceinline__ bool inside(int64_t id, int32_t size) {
+  return (uint64_t)id < (uint64_t)size;
+}
+
+/* id -> local expert, or -1 */
+template <typename Id, int N>
+__device__ __forceinline__ void local_experts(const moelora_routes &routes, Id (&id)[N]) {
+  if (routes.expert_map) {
+#pragma unroll
+    for (int u = 0; u < N; u++) {
+      const bool known = inside(id[u], routes.num_global);
+      const int32_t expert = routes.expert_map[known ? id[u] : 0];
+      id[u] = known ? expert : -1;
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < N; u++)
+    if (!inside(id[u], routes.num_experts))
+      id[u] = -1;
+}
+
+/* id -> adapter that is there and enabled, or -1 */
+template <typename Lora, int N>
+__device__ __forceinline__ void active_adapters(const moelora_routes &routes, Lora (&id)[N]) {
+#pragma unroll
+  for (int u = 0; u < N; u++)
+    if (!inside(id[u], routes.max_loras))
+      id[u] = -1;
+  if (!routes.adapter_enabled)
+    return;
+  bool on[N];
+  if (routes.adapter_enabled_bytes == 1) {
+#pragma unroll
+    for (int u = 0; u < N; u++)
+      on[u] = ((const uint8_t *)routes.adapter_enabled)[id[u] < 0 ? 0 : id[u]] != 0;
+  } else {
+#pragma unroll
+    for (int u = 0; u < N; u++)
+      on[u] = ((const int32_t *)routes.adapter_enabled)[id[u] < 0 ? 0 : id[u]] != 0;
+  }
+#pragma unroll
+  for (int u = 0; u < N; u++)
+    if (!on[u])
+      id[u] = -1;
+}
+
+#endif

@@ -1,0 +1,15 @@
+#ifndef MOELORA_CUDA_WARP_CUH
+#define MOELORA_CUDA_WARP_CUH
+
+/* The sum over the lanes of a warp up to and with each; all of them come here. */
+template <class Value> __device__ __forceinline__ Value warp_inclusive_sum(Value value) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const Value other = __shfl_up_sync(~0u, value, step);
+    value += lane >= step ? other : 0;
+  }
+  return value;
+}
+
+#endif
