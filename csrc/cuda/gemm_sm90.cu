@@ -66,7 +66,7 @@ __device__ __forceinline__ void store_tile(float (&d)[2][N / 2], const CUtensorM
                                            int consumer, uint32_t staging) {
   const int lane = threadIdx.x & 31;
   constexpr bool GENERAL = FINISH == Finish::GENERAL;
-  const bool gated = GENERAL ? g.gated : FINISH == Finish::GATED;
+  const bool gated = GENERAL ? g.gated : FINISH == Finish::GATED || FINISH == Finish::SILU;
   const bool by_position = !GENERAL || g.out_by_position;
   const bool f32 = FINISH == Finish::PLAIN_F32 || (GENERAL && S::TOKENS <= 32 && g.out_f32);
   const Epilogue<S, FINISH> epilogue(g, note.tile, consumer, T());
@@ -187,15 +187,14 @@ __device__ __forceinline__ bool add_adapters(float (&d)[2][N / 2], const moelora
   fence_async_proxy(); // cp.async, or `clear`, wrote through the ordinary proxy
   const uint64_t a = wgmma_descriptor_32(weights), b = wgmma_descriptor(ring.tokens());
   const int step = is_paired(g) ? 4 : 2, up = is_paired(g) ? 2 : 0; // as in sm90_adapters.cuh
+  wgmma_fence();
 #pragma unroll 1
   for (int j = 0; j < note.pieces; j++) {
-    wgmma_fence();
     Wgmma<N>::template mma<Element<T>::is_bf16>(d[0], a + j * (STRIDE / 16), b + step * j);
     Wgmma<N>::template mma<Element<T>::is_bf16>(d[1], a + (j * STRIDE + kPieceGroupBytes) / 16,
                                                 b + step * j + up);
-    wgmma_commit();
   }
-  wgmma_wait<0>();
+  wgmma_commit();
   return wild;
 }
 
@@ -241,16 +240,22 @@ __device__ __forceinline__ bool consume_tile(const CUtensorMap *out_map,
     previous = ring.stage;
     ring.advance();
   }
-  wgmma_wait<0>();
-  ring.release(previous);
   bool wild = false;
+#pragma unroll 1
   for (int i = 0; i < note.adapter_stages; i++) {
     wild |= add_adapters<S, T, N>(d, g, ring, consumer);
-    ring.release(ring.stage);
+    wgmma_wait<1>();
+    ring.release(previous);
+    previous = ring.stage;
     ring.advance();
   }
+  wgmma_wait<0>();
+  ring.release(previous);
 
-  store_tile<S, T, FINISH, N>(d, out_map, g, note, consumer, ring.staging(consumer));
+  if (FINISH == Finish::GATED && g.activation == MOELORA_SILU)
+    store_tile<S, T, Finish::SILU, N>(d, out_map, g, note, consumer, ring.staging(consumer));
+  else
+    store_tile<S, T, FINISH, N>(d, out_map, g, note, consumer, ring.staging(consumer));
   return wild;
 }
 
@@ -355,7 +360,8 @@ EncodeTiled find_encoder() {
 
 moelora_status encode_map(CUtensorMap *map, bool is_bf16, cuuint32_t rank, const void *data,
                           const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
-                          CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
+                          CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B,
+                          CUtensorMapL2promotion fetched = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   const EncodeTiled encode = find_encoder();
   if (!encode)
     return moelora_fail(MOELORA_DEVICE_ERROR, "the driver has no cuTensorMapEncodeTiled");
@@ -363,7 +369,7 @@ moelora_status encode_map(CUtensorMap *map, bool is_bf16, cuuint32_t rank, const
   const CUresult result =
       encode(map, is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
              rank, (void *)data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             fetched, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     return moelora_fail(MOELORA_DEVICE_ERROR, "cuTensorMapEncodeTiled failed with %d", (int)result);
   return MOELORA_OK;
@@ -403,7 +409,8 @@ moelora_status map_positions(const moelora_gemm_launch *g, bool is_bf16, const v
 
 /* Boxes of 64 rows by 16 ranks of each slice of B [max_loras, E, half, n, ranks]. Of a gated
  * projection with one slice `half` tells gate from up, as in map_weights; so it does where two
- * slices cut across rows that alternate. What the adapters share is a dimension of 1. */
+ * slices cut across rows that alternate. What the adapters share is a dimension of 1. What lies
+ * beside a box may be beyond the true rank: it is not fetched along. */
 moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, FactorMaps *maps) {
   const moelora_factors *lora = &g->lora;
   const bool halved = g->gated && !is_paired(*g);
@@ -420,7 +427,7 @@ moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, FactorMap
                                    b->stride_e ? b->stride_e * 2 : row,
                                    b->stride_l ? b->stride_l * 2 : row};
     status = encode_map(&maps->slice[i], is_bf16, 5, b->data, sizes, strides, box,
-                        CU_TENSOR_MAP_SWIZZLE_32B);
+                        CU_TENSOR_MAP_SWIZZLE_32B, CU_TENSOR_MAP_L2_PROMOTION_NONE);
   }
   return status;
 }

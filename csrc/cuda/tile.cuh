@@ -92,12 +92,13 @@ __device__ __forceinline__ float routed_weight(const moelora_gemm_launch &g, int
   return g.weighted && t < E::TOKENS ? g.blocks.weights[(int64_t)block * E::TOKENS + t] : 0.f;
 }
 
-/* Where the outputs of a row begin, from its position and its flat row. */
+/* Where the outputs of a flat row begin, and of a row by its position if they lie so. */
+__device__ __forceinline__ int64_t row_offset(const moelora_gemm_launch &g, int row) {
+  return row / g.top_k * g.out_stride[0] + row % g.top_k * g.out_stride[1];
+}
 __device__ __forceinline__ int64_t output_offset(const moelora_gemm_launch &g, int position,
                                                  int row) {
-  if (g.out_by_position)
-    return position * g.out_stride[0];
-  return row / g.top_k * g.out_stride[0] + row % g.top_k * g.out_stride[1];
+  return g.out_by_position ? position * g.out_stride[0] : row_offset(g, row);
 }
 
 /* Runs of equal adapter among the tokens of a block. Lane t of a warp knows tokens t, t + 32, ...;
@@ -193,15 +194,16 @@ __device__ __forceinline__ int pieces_per_stage(const moelora_gemm_launch &g) {
 
 /* All three gated activations are g' sigmoid(g' (a + b g'^2)) (u' + c): silu has a = 1; gelu in its
  * tanh form is the identity 1 + tanh(t) = 2 sigmoid(2t); gpt-oss clamps both and has a = 1.702, c
- * = 1. NaN stays NaN. */
+ * = 1. NaN stays NaN. Here a and b have a factor of -log2(e). */
 struct Activation {
-  float a = 1.f, b = 0.f, c = 0.f, limit = __builtin_inff();
+  static constexpr float LOG2E = 1.4426950408889634f;
+  float a = -LOG2E, b = 0.f, c = 0.f, limit = __builtin_inff();
 
   __device__ __forceinline__ explicit Activation(int activation) {
     if (activation == MOELORA_GELU)
-      a = 1.5957691216057308f, b = 0.07135481627159729f;
+      a = -LOG2E * 1.5957691216057308f, b = -LOG2E * 0.07135481627159729f;
     if (activation == MOELORA_SWIGLUOAI)
-      a = 1.702f, c = 1.f, limit = 7.f;
+      a = -LOG2E * 1.702f, c = 1.f, limit = 7.f;
   }
 
   /* One piece of assembly: given its parts, the compiler starts them for all outputs of a thread at
@@ -217,7 +219,6 @@ struct Activation {
                  "mul.f32 t, g, g;\n"
                  "fma.rn.f32 t, t, %4, %3;\n"
                  "mul.f32 t, t, g;\n"
-                 "mul.f32 t, t, 0fBFB8AA3B;\n" // -log2(e)
                  "ex2.approx.ftz.f32 t, t;\n"
                  "add.f32 t, t, 0f3F800000;\n"
                  "rcp.approx.ftz.f32 t, t;\n"
@@ -228,6 +229,23 @@ struct Activation {
                  : "f"(gate), "f"(up), "f"(a), "f"(b), "f"(limit), "f"(-limit), "f"(c));
     return y;
   }
+
+  /* The same with the constants of silu. */
+  static __device__ __forceinline__ float silu(float gate, float up) {
+    float y;
+    asm volatile("{\n"
+                 ".reg .f32 u, t;\n"
+                 "mul.f32 t, %1, 0fBFB8AA3B;\n" // -log2(e)
+                 "ex2.approx.ftz.f32 t, t;\n"
+                 "add.f32 t, t, 0f3F800000;\n"
+                 "rcp.approx.ftz.f32 t, t;\n"
+                 "mul.f32 u, %2, %1;\n"
+                 "mul.f32 %0, u, t;\n"
+                 "}"
+                 : "=f"(y)
+                 : "f"(gate), "f"(up));
+    return y;
+  }
 };
 
 /* What an epilogue does. An epilogue is straight code for every output of a thread: what it asks at
@@ -236,6 +254,7 @@ struct Activation {
 enum class Finish {
   GENERAL,   // anything
   GATED,     // bias, gated activation
+  SILU,      // the most frequent one of them
   PLAIN,     // bias, relu^2 or nothing
   PLAIN_F32, // the same, left in float32
 };
@@ -277,9 +296,11 @@ template <class E, Finish FINISH> struct Epilogue {
       for (int q = 0; q < 4; q++) {
         const int at = (first / 8 + i) * 4 + q;
         float v[2] = {d[0][at] + bias[q / 2], d[1][at] + bias[2 + q / 2]};
-        if (FINISH == Finish::GATED || (FINISH == Finish::GENERAL && g.gated))
+        if (FINISH == Finish::SILU)
+          v[0] = Activation::silu(v[0], v[1]);
+        else if (FINISH == Finish::GATED || (FINISH == Finish::GENERAL && g.gated))
           v[0] = activation(v[0], v[1]);
-        if (FINISH != Finish::GATED && g.activation == MOELORA_RELU2)
+        else if (g.activation == MOELORA_RELU2)
           v[0] = v[0] < 0.f ? 0.f : v[0] * v[0], v[1] = v[1] < 0.f ? 0.f : v[1] * v[1];
         if (FINISH == Finish::GENERAL && g.weighted) {
           const float weight = __shfl_sync(0xffffffffu, here, i * 8 + (lane & 3) * 2 + q % 2);
