@@ -108,6 +108,11 @@ def test_blocks_follow_the_rows_of_an_expert(plan):
     assert plan(sm80, tokens=512, experts=16, remote=112) == plan(sm80, tokens=512, experts=128)
 
 
+@pytest.mark.parametrize("capability, tile", [(80, "128x256x64"), (86, "128x128x64")])
+def test_prefill_takes_the_largest_tile_that_fits(plan, capability, tile):
+    assert plan(("cuda", capability), tokens=4096)[0] == f"gemm_bf16_{tile}_sm80"
+
+
 @pytest.mark.parametrize("device", [("cpu", 7), ("cuda", 80), ("cuda", 90)])
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_adapters_never_change_a_plan(plan, device, tokens):

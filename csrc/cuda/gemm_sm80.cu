@@ -4,6 +4,7 @@
  *
  * A CTA walks over tiles (tile.cuh). All its threads copy ahead into a ring of STAGES stages and
  * multiply behind; first the depth of the base product, then the adapter stages, in one pipeline.
+ * Results go from registers to memory while the first stages of the next tile are on their way.
  * The depth is summed in steps of 16 in order, whatever the tile, so that all variants agree bit
  * for bit. Without 16-byte alignment (VECTORS false) rows are copied element by element. */
 #include <type_traits>
@@ -14,28 +15,37 @@
 
 namespace {
 
-template <class E, class T, bool VECTORS> struct Loader {
-  static constexpr int THREADS = 64 * E::TILES;
-  static constexpr int STEP = THREADS / 8; // rows between two rows of one thread
-  static constexpr int X_ROWS = (E::TOKENS + STEP - 1) / STEP;
+/* Up to so many tokens a tile is copied element by element where nothing is aligned, and left in
+ * float32 for the sum. Larger tiles would spill, or outgrow the instruction cache; the plan asks
+ * neither of them. */
+constexpr int kFewTokens = 32;
 
-  // Offsets of weight rows, in vectors if there are vectors to spare registers; -1 past the end.
-  using Offset = std::conditional_t<VECTORS, int32_t, int64_t>;
+/* Rows that a thread brings to each stage: a chunk of 16 bytes of each. */
+template <class E, class T, bool VECTORS> struct Loader {
+  static constexpr int STEP = Share<E>::THREADS / 8; // rows between two rows of one thread
+  static constexpr int W_ROWS = E::ROWS / STEP, X_ROWS = E::TOKENS / STEP;
+  static_assert(64 % STEP == 0 && E::TOKENS % STEP == 0, "all threads copy as many rows");
+  static constexpr int PARTS = 3;
+  static constexpr int PART = (W_ROWS + X_ROWS + PARTS - 1) / PARTS;
+
+  // Offsets of weight rows, in vectors if there are vectors to spare registers.
+  using Offset = std::conditional_t<VECTORS, uint32_t, int64_t>;
   static constexpr int UNIT = VECTORS ? 8 : 1;
 
-  const T *weights; // of the expert, at this thread's chunk
-  Offset row[8];
-  int32_t token[X_ROWS];
+  const T *weights; // of the expert
+  Offset row[W_ROWS];
+  int32_t token[X_ROWS]; // -1 in padding, which nobody copies
 
   __device__ __forceinline__ void open(const moelora_gemm_launch &g, const Tile &tile) {
-    const int thread = threadIdx.x, chunk = thread & 7;
-    weights = (const T *)g.w.data + tile.expert * g.w.stride_e + chunk * 8;
+    const int thread = threadIdx.x;
+    weights = (const T *)g.w.data + tile.expert * g.w.stride_e;
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const int r = thread / 8 + i * STEP, group = r / 64;
-      const int output = first_output<E>(g, tile.column, group) + r % 64;
-      const int64_t n = weight_row(g, group, output);
-      row[i] = output < g.n_out ? (n / 64 * g.w.stride_nt + n % 64 * g.w.stride_n) / UNIT : -1;
+    for (int i = 0; i < W_ROWS; i++) {
+      const int group = i * STEP / 64, r = i * STEP % 64 + thread / 8;
+      const int output = first_output<E>(g, tile.column, group) + r;
+      // Nobody looks at outputs behind the last one: any row will do.
+      const uint32_t n = (uint32_t)weight_row(g, group, min(output, g.n_out - 1));
+      row[i] = (n / 64 * g.w.stride_nt + n % 64 * g.w.stride_n) / UNIT;
     }
 #pragma unroll
     for (int i = 0; i < X_ROWS; i++) {
@@ -44,171 +54,266 @@ template <class E, class T, bool VECTORS> struct Loader {
     }
   }
 
-  /* Rows of depth [64 step, 64 step + 64). */
-  __device__ __forceinline__ void copy(const moelora_gemm_launch &g, int step, uint32_t w,
-                                       uint32_t x) const {
-    const int thread = threadIdx.x, chunk = thread & 7;
-    const int left = g.k - step * kDepth - chunk * 8; // elements of the row from this chunk on
-    const uint32_t to = thread / 8 * kRowBytes + ((chunk ^ (thread / 8 & 7)) << 4);
-    const T *from = weights + step * g.w.stride_kt;
-#pragma unroll
-    for (int i = 0; i < 8; i++)
-      put(w + to + i * STEP * kRowBytes, from, row[i] < 0 ? -1 : (int64_t)row[i] * UNIT, left,
-          (const T *)g.w.data);
-    const T *xs = (const T *)g.x + step * kDepth + chunk * 8;
-#pragma unroll
-    for (int i = 0; i < X_ROWS; i++)
-      if (E::TOKENS % STEP == 0 || thread / 8 + i * STEP < E::TOKENS)
-        put(x + to + i * STEP * kRowBytes, xs, token[i] < 0 ? -1 : token[i] * g.x_stride, left,
-            (const T *)g.x);
+  /* This thread's chunk of row 0 of both operands at some step. */
+  struct Source {
+    const T *w, *x;
+    int left; // elements of a row from the chunk on
+
+    __device__ __forceinline__ void advance(const moelora_gemm_launch &g) {
+      w += g.w.stride_kt, x += kDepth, left -= kDepth;
+    }
+  };
+
+  __device__ __forceinline__ Source source(const moelora_gemm_launch &g, int step) const {
+    const int chunk = (threadIdx.x & 7) * 8;
+    return {weights + step * g.w.stride_kt + chunk, (const T *)g.x + step * kDepth + chunk,
+            g.k - step * kDepth - chunk};
   }
 
-  static __device__ __forceinline__ void put(uint32_t to, const T *from, int64_t offset, int left,
-                                             const T *mapped) {
-    const bool there = offset >= 0 && left > 0;
+  /* Where this thread writes in a stage. */
+  static __device__ __forceinline__ uint32_t offset() {
+    const int thread = threadIdx.x;
+    return thread / 8 * kRowBytes + ((thread & 7 ^ thread / 8 & 7) << 4);
+  }
+
+  /* One of PARTS parts of a stage to `to`, if it is `wanted`. */
+  __device__ __forceinline__ void copy(const moelora_gemm_launch &g, const Source &from, int part,
+                                       uint32_t to, bool wanted) const {
+    // Behind the end of a row zeros are written and nothing is read, but from a mapped address.
+    const T *w = from.left > 0 ? from.w : weights, *x = from.left > 0 ? from.x : (const T *)g.x;
+#pragma unroll
+    for (int i = part * PART; i < (part + 1) * PART && i < W_ROWS; i++)
+      put(to + i * STEP * kRowBytes, VECTORS ? row_address(w, row[i], 16) : w + row[i], from.left,
+          wanted);
+#pragma unroll
+    for (int i = max(part * PART - W_ROWS, 0); i < (part + 1) * PART - W_ROWS && i < X_ROWS; i++)
+      put(to + E::W_BYTES + i * STEP * kRowBytes,
+          row_address(x, token[i], 2 * (uint32_t)g.x_stride), from.left, wanted && token[i] >= 0);
+  }
+
+  static __device__ __forceinline__ void put(uint32_t to, const T *from, int left, bool wanted) {
     if (VECTORS)
-      copy_async_16(to, there ? from + offset : mapped, there ? 16 : 0);
-    else
-      copy_elements(to, from + offset, there ? min(8, left) : 0);
+      copy_async_16(to, from, left > 0 ? 16 : 0, wanted);
+    else if (wanted)
+      copy_elements(to, from, max(0, min(8, left)));
   }
 };
 
-template <class E, class T>
-__device__ __forceinline__ void multiply(float (&d)[2][E::TOKENS / 2], uint32_t w, uint32_t x,
-                                         int pair, int count) {
+/* A tile's way through the ring of stages. */
+template <class E, class T, int STAGES, bool VECTORS> struct Pipeline {
+  using L = Loader<E, T, VECTORS>;
+  using F = Fragments<E>;
+  const moelora_gemm_launch &g;
+  const uint32_t base;
+  L loader;
+
+  __device__ __forceinline__ uint32_t stage(int step) const {
+    return base + step % STAGES * E::STAGE_BYTES;
+  }
+
+  __device__ __forceinline__ void wait() {
+    copy_async_wait<STAGES - 2>();
+    __syncthreads();
+  }
+
+  /* Multiplies stages [step, end), the first of which has been waited for, with the first WIDTH
+   * eights of each warp, waits for the stage behind, and meanwhile copies those STAGES - 1 further
+   * on, if they are `wanted`. This is straight-line code: across branches the compiler could not
+   * mix loads, copies and products. For that, too, the fragments behind the last stage are loaded,
+   * although nobody uses them. */
+  template <int WIDTH>
+  __device__ __forceinline__ void multiply(Share<E> &sum, int step, int end, bool wanted) {
+    const uint32_t a = F::offset_a(), b = F::offset_b(), to = L::offset();
+    const uint32_t top = base + (STAGES - 1) * E::STAGE_BYTES;
+    uint32_t before = stage(step + STAGES - 1), now = stage(step); // `before` is free again
+    auto from = loader.source(g, step + STAGES - 1);
+    F fragments;
+    fragments.load_a(0, now + a);
+#pragma unroll
+    for (int j = 0; j < WIDTH; j += 2)
+      fragments.template load_b<WIDTH>(j, now + b);
+#pragma unroll 1
+    for (; step < end; step++) {
+      const uint32_t next = now == top ? base : now + E::STAGE_BYTES;
+#pragma unroll
+      for (int k = 0; k < kDepth / 16; k++) {
+        uint32_t stage = now;
+        if (k < L::PARTS) {
+          loader.copy(g, from, k, before + to, wanted);
+        } else {
+          copy_async_commit();
+          wait();
+          stage = next;
+        }
+        const uint32_t chunk = (k + 1) % 4 << 5;
+        fragments.load_a((k + 1) % 2, (stage + a) ^ chunk);
+        fragments.template multiply<T, WIDTH>(sum, k % 2, (stage + b) ^ chunk);
+      }
+      before = now, now = next;
+      from.advance(g);
+    }
+  }
+
+  /* The same, as wide as a block of `count` rows needs. */
+  template <int WIDTH>
+  __device__ __forceinline__ void multiply_fitting(Share<E> &sum, int count, int step, int end,
+                                                   bool wanted) {
+    // Eights are loaded by two, but where fours share the tokens a single one is 16 tokens.
+    constexpr int WIDER = Share<E>::SPLIT == 1 ? 2 : 1;
+    if constexpr (WIDTH < Share<E>::EIGHTS) {
+      if (count > WIDTH * Share<E>::SPLIT * 8)
+        return multiply_fitting<WIDTH + WIDER>(sum, count, step, end, wanted);
+    }
+    multiply<WIDTH>(sum, step, end, wanted);
+  }
+};
+
+/* 64 outputs of eight tokens, rounded. Transposed in registers, a lane holds two neighbouring
+ * outputs of a token; `to` is where that token's outputs begin. */
+template <class T, bool VECTORS>
+__device__ __forceinline__ void store_rounded(const float (&d)[4], uint16_t *to, int n_out,
+                                              int first, bool there) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
 #pragma unroll
-  for (int k = 0; k < kDepth / 8; k += 2) {
-    uint32_t a[2][4];
-    const int row = warp * 16 + (lane & 15);
-    const uint32_t at =
-        pair * 2 * kGroupBytes + row * kRowBytes + ((k + (lane >> 4) ^ row & 7) << 4);
-    load_matrix_x4(a[0], w + at);
-    load_matrix_x4(a[1], w + at + kGroupBytes);
-#pragma unroll
-    for (int i = 0; i < E::TOKENS / 8; i += 2) {
-      if (i * 8 >= count)
-        break;
-      uint32_t b[4];
-      const int token = i * 8 + (lane >> 4) * 8 + (lane & 7);
-      load_matrix_x4(b, x + token * kRowBytes + ((k + (lane >> 3 & 1) ^ token & 7) << 4));
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        mma_16816<T>(&d[half][4 * i], a[half], b);
-        mma_16816<T>(&d[half][4 * i + 4], a[half], b + 2);
-      }
+  for (int eight = 0; eight < 2; eight++) {
+    const uint32_t v = transpose_8x8(pack2<T>(d[2 * eight], d[2 * eight + 1]));
+    const int output = first + warp * 16 + 8 * eight + 2 * (lane & 3);
+    if (!there || output >= n_out)
+      continue;
+    if (VECTORS) {
+      *(uint32_t *)(to + output) = v;
+    } else {
+      to[output] = (uint16_t)v;
+      if (output + 1 < n_out)
+        to[output + 1] = (uint16_t)(v >> 16);
     }
   }
 }
 
-/* One group's results, rounded. Transposed in registers, a lane holds two outputs of a token. */
-template <class E, class T>
-__device__ __forceinline__ void store_rounded(const float (&d)[E::TOKENS / 2],
-                                              const moelora_gemm_launch &g, int first, int from,
-                                              int block, int32_t rows) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+/* The results of a tile, finished and stored. To tile.cuh, eight tokens are a block. */
+template <Finish FINISH, class E, class T, bool VECTORS>
+__device__ __forceinline__ void store_tile(Share<E> &sum, const moelora_gemm_launch &g,
+                                           const Tile &tile, int count) {
+  using S = Share<E>;
+  using Eight = Extent<8, E::TILES>;
+  const bool gated = FINISH == Finish::GATED || (FINISH == Finish::GENERAL && g.gated);
+  const int lane = threadIdx.x & 31;
+  const Epilogue<Eight, FINISH> epilogues[] = {{g, tile, 0, T()}, {g, tile, S::PAIRS - 1, T()}};
+  const int first_block = (tile.block * E::TOKENS + S::first_token()) / 8;
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    if (from + 8 * i >= E::TOKENS)
+  for (int j = 0; j < S::EIGHTS; j++) {
+    const int left = count - S::first_token() - j * S::NEXT;
+    if (left <= 0)
       break;
-    const int t = i * 8 + lane / 4, row = __shfl_sync(0xffffffffu, rows, t);
-    const float *of = &d[(from / 8 + i) * 4];
+    const int block = first_block + j * S::SPLIT;
+    const int32_t row = block_row<Eight>(g, block, lane / 4);
+    uint16_t *const to = (uint16_t *)g.out + output_offset(g, block * 8 + lane / 4, row);
 #pragma unroll
-    for (int eight = 0; eight < 2; eight++) {
-      const uint32_t v = transpose_8x8(pack2<T>(of[2 * eight], of[2 * eight + 1]));
-      const int output = first + warp * 16 + 8 * eight + 2 * (lane & 3);
-      if (row >= g.num_rows || output >= g.n_out)
-        continue;
-      uint16_t *to =
-          (uint16_t *)g.out + output_offset(g, block * E::TOKENS + from + t, row) + output;
-      if (g.vectors) {
-        *(uint32_t *)to = v;
-      } else {
-        to[0] = (uint16_t)v;
-        if (output + 1 < g.n_out)
-          to[1] = (uint16_t)(v >> 16);
+    for (int pair = 0; pair < S::PAIRS; pair++) {
+      epilogues[pair].template finish<8>(sum.d[pair][j], g, block, 0);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        if (half == 1 && gated)
+          break;
+        const int first = first_output<E>(g, tile.column, 2 * pair + half);
+        const float (&d)[4] = sum.d[pair][j][half];
+        if (E::TOKENS <= kFewTokens && g.out_f32)
+          store_f32<Eight, 8>(d, g, first, 0, block, left, block_row<Eight>(g, block, lane));
+        else
+          store_rounded<T, VECTORS>(d, to, g.n_out, first, row < g.num_rows);
       }
     }
   }
 }
 
 template <class E, class T, int STAGES, bool VECTORS>
-__global__ void __launch_bounds__(64 * E::TILES, 4 / E::TILES)
+__global__ void __launch_bounds__(Share<E>::THREADS, Share<E>::SPLIT == 1 ? 2 : 1)
     gemm_sm80(const __grid_constant__ moelora_gemm_launch g) {
-  constexpr int THREADS = 64 * E::TILES;
+  using S = Share<E>;
+  constexpr int LEAST = S::EIGHTS < 4 ? S::EIGHTS : S::EIGHTS / 2;
   extern __shared__ __align__(128) char shared[];
-  const uint32_t base = shared_address(shared);
-  const int lane = threadIdx.x & 31, pair = threadIdx.x / 128;
   wait_for_previous_kernel();
   start_next_kernel();
   const int columns = tile_columns<E>(g), blocks = *g.blocks.num_post / E::TOKENS;
   const int depth_steps = (g.k + kDepth - 1) / kDepth;
 
-  for (int index = blockIdx.x; index < blocks * columns; index += gridDim.x) {
-    const Tile tile = tile_at<E>(g, index, columns, blocks);
-    Loader<E, T, VECTORS> loader;
-    loader.open(g, tile);
-    const int count = g.blocks.counts[tile.block];
-
-    float d[2][E::TOKENS / 2];
-#pragma unroll
-    for (int i = 0; i < E::TOKENS / 2; i++)
-      d[0][i] = d[1][i] = 0.f;
-
+  // Shuffled, the address stays in a register; else the compiler finds it anew for each stage.
+  Pipeline<E, T, STAGES, VECTORS> pipeline{g, __shfl_sync(0xffffffffu, shared_address(shared), 0)};
+  S sum;
+  Tile tile, finished;
+  int count = 0, finished_count = 0; // rows of the block; none before the first tile
+  for (int index = blockIdx.x;; index += gridDim.x) {
+    const bool last = index >= blocks * columns;
     // Segments are found anew for each stage: kept, they would cost the main loop its registers.
     auto find_segments = [&] {
       Segments<E::LANES> segments;
       segments.load(g, (int64_t)tile.block * E::TOKENS, E::TOKENS);
       return segments;
     };
-    Piece ahead, now;
+    Piece ahead;
     bool more = g.blocks.pairs != nullptr;
-    auto copy_ahead = [&](int step) {
-      const uint32_t w = base + step % STAGES * E::STAGE_BYTES, x = w + E::W_BYTES;
-      if (step < depth_steps)
-        loader.copy(g, step, w, x);
-      else if (more)
-        more = load_pieces<E, T, THREADS>(g, tile, find_segments(), count, ahead, w, x,
-                                          threadIdx.x) > 0;
-      copy_async_commit();
+    auto copy_pieces = [&](int step) {
+      const uint32_t w = pipeline.stage(step);
+      if (more)
+        more = load_pieces<E, T, S::THREADS>(g, tile, find_segments(), count, ahead, w,
+                                             w + E::W_BYTES, threadIdx.x) > 0;
     };
-    for (int step = 0; step < STAGES - 1; step++)
-      copy_ahead(step);
-    for (int step = 0;; step++) {
-      copy_async_wait<STAGES - 2>();
-      __syncthreads();
-      copy_ahead(step + STAGES - 1);
-      const uint32_t w = base + step % STAGES * E::STAGE_BYTES, x = w + E::W_BYTES;
+    if (!last) {
+      tile = tile_at<E>(g, index, columns, blocks);
+      count = g.blocks.counts[tile.block];
+      pipeline.loader.open(g, tile);
+      auto from = pipeline.loader.source(g, 0);
+#pragma unroll 1
+      for (int step = 0; step < STAGES - 1; step++) {
+        const uint32_t to = pipeline.stage(step) + pipeline.loader.offset();
+#pragma unroll
+        for (int part = 0; part < pipeline.loader.PARTS; part++)
+          pipeline.loader.copy(g, from, part, to, step < depth_steps);
+        from.advance(g);
+        copy_async_commit();
+      }
+    }
+    // While the first stages of a tile are on their way, the one before is stored.
+    if (finished_count > 0) {
+      if (g.weighted)
+        store_tile<Finish::GENERAL, E, T, VECTORS>(sum, g, finished, finished_count);
+      else if (g.gated)
+        store_tile<Finish::GATED, E, T, VECTORS>(sum, g, finished, finished_count);
+      else
+        store_tile<Finish::PLAIN, E, T, VECTORS>(sum, g, finished, finished_count);
+    }
+    if (last)
+      break;
+    sum.clear();
+    pipeline.wait();
+    Piece piece;
+    for (int step = 0;;) {
+      const bool deep = step + STAGES - 1 < depth_steps;
+      if (!deep)
+        copy_pieces(step + STAGES - 1);
       if (step < depth_steps) {
-        multiply<E, T>(d, w, x, pair, count);
+        const int end = deep ? depth_steps - (STAGES - 1) : step + 1;
+        pipeline.template multiply_fitting<LEAST>(sum, count, step, end, deep);
+        step = end;
         continue;
       }
+      copy_async_commit();
       if (!g.blocks.pairs)
         break;
-      const Segments<E::LANES> segments = find_segments();
-      int slot = 0;
-      while (slot < pieces_per_stage(g) && next_piece<E>(g, tile, segments, now))
-        expand<E, T, E::TOKENS>(d, g, tile, now, slot++, w, x, pair);
-      if (slot == 0)
-        break;
-    }
-
-    const Epilogue<E, Finish::GENERAL> epilogue(g, tile, pair, T());
-#pragma unroll
-    for (int c = 0; c < E::TOKENS; c += 32) {
-      epilogue.template finish<E::TOKENS>(d, g, tile.block, c);
-      const int32_t rows = block_row<E>(g, tile.block, c + lane);
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        if (half == 1 && g.gated)
+      if (step >= STAGES - 1) { // where the depth is short, the stages before are empty
+        const uint32_t w = pipeline.stage(step);
+        const Segments<E::LANES> segments = find_segments();
+        int slot = 0;
+        while (slot < pieces_per_stage(g) && next_piece<E>(g, tile, segments, piece))
+          expand<E, T>(sum, g, tile, piece, slot++, w, w + E::W_BYTES);
+        if (slot == 0)
           break;
-        const int first = first_output<E>(g, tile.column, 2 * pair + half);
-        if (g.out_f32)
-          store_f32<E, E::TOKENS>(d[half], g, first, c, tile.block, count, rows);
-        else
-          store_rounded<E, T>(d[half], g, first, c, tile.block, rows);
       }
+      pipeline.wait();
+      step++;
     }
+    __syncthreads(); // nobody reads the ring any more
+    finished = tile, finished_count = count;
   }
 }
 
@@ -227,15 +332,20 @@ struct Launch<80, T, BLOCK_M, BLOCK_N, STAGES, 1> {
     constexpr int SHARED = STAGES * E::STAGE_BYTES;
     static_assert(SHARED <= 166912, "163 KB of shared memory on sm_80");
     return launch_kernel<gemm_sm80<E, T, STAGES, VECTORS>>(
-        "gemm_sm80", g->blocks.max_blocks * tile_columns<E>(*g), 64 * E::TILES, SHARED, exec, *g);
+        "gemm_sm80", g->blocks.max_blocks * tile_columns<E>(*g), Share<E>::THREADS, SHARED, exec,
+        *g);
   }
   static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
-    // Element by element larger tiles would spill; the plan gives unaligned problems these.
-    if constexpr (BLOCK_M <= 32)
+    if (g->x_stride > INT32_MAX)
+      return moelora_fail(MOELORA_UNSUPPORTED, "rows of x are %lld elements apart",
+                          (long long)g->x_stride);
+    if constexpr (BLOCK_M <= kFewTokens)
       if (!g->vectors)
         return run_as<false>(g, exec);
-    if (!g->vectors)
-      return moelora_fail(MOELORA_UNSUPPORTED, "blocks of %d rows need 16-byte alignment", BLOCK_M);
+    if (!g->vectors || (g->out_f32 && BLOCK_M > kFewTokens))
+      return moelora_fail(MOELORA_UNSUPPORTED,
+                          "blocks of %d rows need 16-byte alignment and results of 2 bytes",
+                          BLOCK_M);
     return run_as<true>(g, exec);
   }
 };

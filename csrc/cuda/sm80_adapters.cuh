@@ -3,7 +3,7 @@
 #ifndef MOELORA_CUDA_SM80_ADAPTERS_CUH
 #define MOELORA_CUDA_SM80_ADAPTERS_CUH
 
-#include "tile.cuh"
+#include "sm80_product.cuh"
 
 /* Up to 16 ranks from `rank` on of the adapter of tokens [low, high), of `slice` unless the slices
  * are paired. In W, piece j of a stage lies in chunks 2j and 2j + 1. */
@@ -105,40 +105,44 @@ __device__ __forceinline__ int load_pieces(const moelora_gemm_launch &g, const T
   return count;
 }
 
-/* d += B hl^T for the tokens of piece `slot` of a stage. Each 16 x 8 patch is multiplied into
+/* sum += B hl^T for the tokens of piece `slot` of a stage. Each 16 x 8 patch is multiplied into
  * registers of its own and added only where its token belongs to the segment: what an adapter's
  * factors hold, NaN included, never reaches a token that does not carry it, and a base row keeps
  * its bits. */
-template <class E, class T, int N>
-__device__ __forceinline__ void expand(float (&d)[2][N / 2], const moelora_gemm_launch &g,
+template <class E, class T>
+__device__ __forceinline__ void expand(Share<E> &sum, const moelora_gemm_launch &g,
                                        const Tile &tile, const Piece &s, int slot, uint32_t w,
-                                       uint32_t x, int pair) {
+                                       uint32_t x) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
   const bool paired = is_paired(g);
+  // From the segment's start on: to count from the block's would keep a register for each eight.
+  const int begin = Share<E>::first_token() - s.low, length = s.high - s.low;
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const int group = 2 * pair + half;
+  for (int group = 0; group < E::TILES; group++) {
     if (!paired && g.lora.num_slices > 1 && !group_meets_slice<E>(g, tile.column, group, s.slice))
       continue;
     uint32_t a[4];
     const int row = warp * 16 + (lane & 15);
     load_matrix_x4(a, w + group * kGroupBytes + row * kRowBytes +
                           ((2 * slot + (lane >> 4) ^ row & 7) << 4));
-    const int first = paired ? 4 * slot + 2 * half : 2 * slot;
+    const int first = paired ? 4 * slot + 2 * (group % 2) : 2 * slot;
+    const uint32_t at = x + (Share<E>::first_token() + (lane & 7)) * kRowBytes +
+                        ((first + (lane >> 3 & 1) ^ lane & 7) << 4);
 #pragma unroll
-    for (int i = 0; i < N / 8; i++) {
-      if (i * 8 >= s.high || i * 8 + 8 <= s.low)
+    for (int j = 0; j < Share<E>::EIGHTS; j++) {
+      const int eight = begin + j * Share<E>::NEXT;
+      if (eight >= length || eight <= -8)
         continue;
       uint32_t b[2];
-      const int token = i * 8 + (lane & 7);
-      load_matrix_x2(b, x + token * kRowBytes + ((first + (lane >> 3 & 1) ^ token & 7) << 4));
+      load_matrix_x2(b, at + j * Share<E>::NEXT * kRowBytes);
       float delta[4] = {0.f, 0.f, 0.f, 0.f};
       mma_16816<T>(delta, a, b);
-      const int t = i * 8 + (lane & 3) * 2;
-      if (t >= s.low && t < s.high)
-        d[half][4 * i] += delta[0], d[half][4 * i + 2] += delta[2];
-      if (t + 1 >= s.low && t + 1 < s.high)
-        d[half][4 * i + 1] += delta[1], d[half][4 * i + 3] += delta[3];
+      const int t = eight + (lane & 3) * 2;
+      float (&d)[4] = sum.d[group / 2][j][group % 2];
+      if (t >= 0 && t < length)
+        d[0] += delta[0], d[2] += delta[2];
+      if (t + 1 >= 0 && t + 1 < length)
+        d[1] += delta[1], d[3] += delta[3];
     }
   }
 }

@@ -38,6 +38,27 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void *from, int
                : "memory");
 }
 
+/* The same if it is `wanted`, without a branch; otherwise `from` may be anything. */
+__device__ __forceinline__ void copy_async_16(uint32_t to, const void *from, int bytes,
+                                              bool wanted) {
+  asm volatile("{\n"
+               ".reg .pred p;\n"
+               "setp.ne.b32 p, %3, 0;\n"
+               "@p cp.async.cg.shared.global [%0], [%1], 16, %2;\n"
+               "}" ::"r"(to),
+               "l"(from), "r"(bytes), "r"((int)wanted)
+               : "memory");
+}
+
+/* from + row * bytes. Written out, the compiler cannot move row * bytes out of a loop, where it
+ * would take two registers more. */
+template <class T>
+__device__ __forceinline__ const T *row_address(const T *from, uint32_t row, uint32_t bytes) {
+  const T *at;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(at) : "r"(row), "r"(bytes), "l"(from));
+  return at;
+}
+
 __device__ __forceinline__ void copy_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
