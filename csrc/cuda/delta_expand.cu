@@ -344,6 +344,7 @@ __global__ void __launch_bounds__(32 * kWarps<STEPS>, kCtas<STEPS, SILU>)
   extern __shared__ __align__(16) char memory[];
   Window<ROWS> &w = ((Shared<ROWS> *)memory)->window;
   Places<ROWS> &places = ((Shared<ROWS> *)memory)->places;
+  // This kernel starts when all of the shrink has waited for what it reads: for rows, too.
   bool early = p.after_shrink;
   const auto begin = [] {
     wait_for_previous_kernel();
