@@ -205,17 +205,19 @@ moelora_status shrink(const delta_rows *rows, const void *x, int64_t x_stride, b
   s.vectors = moelora_is_vector_row(x, x_stride, k) &&
               moelora_are_vector_factors(lora->a, lora->num_slices);
   s.h = h->data;
-  s.pairs = (uintptr_t)h->data % 4 == 0 && lora->max_rank % 2 == 0;
+  s.eights = (uintptr_t)h->data % 16 == 0;
   for (int i = 0; i < 3; i++) {
     s.h_stride[i] = h->stride[i];
-    s.pairs = s.pairs && h->stride[i] % 2 == 0;
+    s.eights = s.eights && h->stride[i] % 8 == 0;
   }
   return delta_launch_shrink(&s, dtype, exec);
 }
 
 /* All of an expand but what becomes of z. */
-delta_expand begin_expand(const delta_rows *rows, const Shrunk *h, const moelora_factors *lora) {
+delta_expand begin_expand(const delta_rows *rows, const Shrunk *h, const moelora_factors *lora,
+                          bool after_shrink) {
   delta_expand e = {};
+  e.after_shrink = after_shrink;
   e.rows = *rows;
   e.rows.max_rank = lora->max_rank;
   e.lora = *lora;
@@ -262,6 +264,7 @@ moelora_status expand_and_combine(delta_expand *e, const Waiting *z, uint8_t *wr
   e->written = written;
   moelora_status status = MOELORA_OK;
   if (written) {
+    e->after_shrink = false;
     const int64_t words = (routes->num_rows + 3) / 4;
     status = launch_kernel<clear_bytes>("clear_bytes", blocks_for(words), kThreads, 0, exec,
                                         (uint32_t *)written, words);
@@ -350,7 +353,7 @@ extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
   if (status != MOELORA_OK || !p->out)
     return status;
 
-  delta_expand e = begin_expand(&rows, &h, &p->lora);
+  delta_expand e = begin_expand(&rows, &h, &p->lora, p->x != nullptr);
   e.topk_weights = p->mul_routed_weight ? routes->topk_weights : nullptr;
   if (p->sum_top_k)
     return expand_and_combine(&e, &l.z, l.written, p->columns, p->add_inputs, p->out,
@@ -419,7 +422,7 @@ extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem
                     exec);
   if (status != MOELORA_OK)
     return status;
-  delta_expand e = begin_expand(&rows, &h1, &p->gate_up);
+  delta_expand e = begin_expand(&rows, &h1, &p->gate_up, true);
   e.silu_and_mul = true;
   set_out(&e, l.act, routes->top_k * intermediate, intermediate);
   e.vectors = e.vectors && intermediate % 8 == 0;
@@ -431,7 +434,7 @@ extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem
                     &h2, p->dtype, exec);
   if (status != MOELORA_OK)
     return status;
-  e = begin_expand(&rows, &h2, &p->down);
+  e = begin_expand(&rows, &h2, &p->down, true);
   e.topk_weights = routes->topk_weights;
   return expand_and_combine(&e, &l.z, nullptr, p->hidden, true, p->out, p->out_stride, p->dtype,
                             exec);

@@ -41,7 +41,7 @@ typedef struct delta_shrink {
   moelora_factors lora;
   const float *scalings; /* [max_loras]; NULL: 1 */
   bool vectors;          /* x and A allow 16-byte accesses */
-  bool pairs;            /* h allows 4-byte accesses */
+  bool eights;           /* h allows 16-byte accesses */
   void *h;
   int64_t h_stride[3]; /* slice, token, choice */
 } delta_shrink;
@@ -60,17 +60,39 @@ typedef struct delta_expand {
   void *out;
   int64_t out_stride[2]; /* token, choice */
   uint8_t *written;      /* [P], set to 1 for rows that are; NULL: not wanted */
+  bool after_shrink;     /* queued right behind the shrink of the same rows: all but h is there */
 } delta_expand;
 
-/* Windows of at most `rows` rows; returns an upper bound of their number. */
-static inline int64_t delta_set_window(delta_rows *r, int64_t rows) {
-  if (r->order != DELTA_LISTED) {
-    r->window = (int32_t)rows;
-    return (r->routes.num_rows + rows - 1) / rows;
+/* Cuts the rows into windows of at most `most` rows for `groups` workers, each as many rows as the
+ * others. Returns an upper bound of the number of windows and, in `shares`, how many workers take a
+ * window together: no more than it has items, which are `part` rows of a segment in `columns`. */
+static inline int64_t delta_set_window(delta_rows *r, int64_t most, int64_t part, int64_t columns,
+                                       int64_t groups, int32_t *shares) {
+  const int64_t rows = r->routes.num_rows;
+  int64_t windows, used, items;
+  *shares = r->window = 1;
+  if (rows == 0)
+    return 0;
+  if (r->order == DELTA_LISTED) {
+    const int64_t size = r->lists.block_size, pieces = (size + most - 1) / most;
+    const int64_t pairs = (int64_t)r->routes.num_experts * r->routes.max_loras;
+    r->window = (int32_t)((size + pieces - 1) / pieces);
+    windows = r->lists.num_active * r->lists.blocks * pieces;
+    used = (rows < pairs ? rows : pairs) + rows / r->window;
+    items = (r->window + part - 1) / part * columns; // all of a block are of one pair
+  } else {
+    windows = (rows + most - 1) / most;
+    if (rows > most * groups)
+      windows = (windows + groups - 1) / groups * groups;
+    else if (windows < groups / (most * groups / rows))
+      windows = groups / (most * groups / rows);
+    r->window = (int32_t)((rows + windows - 1) / windows);
+    used = windows = (rows + r->window - 1) / r->window;
+    items = r->window * columns;
   }
-  const int64_t size = r->lists.block_size, pieces = (size + rows - 1) / rows;
-  r->window = (int32_t)((size + pieces - 1) / pieces);
-  return r->lists.num_active * r->lists.blocks * pieces;
+  const int64_t each = groups > used ? groups / used : 1;
+  *shares = (int32_t)(each < items ? each : items);
+  return windows;
 }
 
 #ifdef __cplusplus

@@ -2,10 +2,13 @@
  *
  *   out = z, or out += z; z may be weighted, or silu(gate) * up of its two halves
  *
- * Warps work alone: one takes the rows of a window and two groups of 32 columns, neighbours or a
- * gate and its up. For every segment it loads its piece of B into registers, once if PIECE ranks
- * cover the true rank, and then goes over the rows, 16 at a time: the loads of h and of out first,
- * then the products, then the stores.
+ * Warps work alone: an item is some rows of a segment and two groups of 32 columns, neighbours or a
+ * gate and its up. The warp loads its piece of B into registers, once if PIECE ranks cover the true
+ * rank, and then goes over the rows, 16 at a time: the loads of h and of out first, then the
+ * products, then the stores. Before, it asks for the next item's B and out to be in L2: what waits
+ * for DRAM takes no registers.
+ *
+ * The CTAs that share a window take its items in turn, neighbouring warps neighbouring columns.
  *
  * Which column of B or rank of h a slot of an mma stands for is free, as long as both sides agree:
  *   ranks    lane q = lane % 4 takes ranks 8q to 8q + 7 of 32 (or 4q to 4q + 3 of 16): one load of
@@ -18,12 +21,15 @@
 
 namespace {
 
-constexpr int kRows = 128; // of a window, at most
 constexpr int kGroup = 32; // columns
 
 /* Warps of a CTA and CTAs of an SM, as registers allow: B alone takes 16 of them for each step. */
 template <int STEPS> constexpr int kWarps = STEPS <= 2 ? 8 : 4;
 template <int STEPS, bool SILU> constexpr int kCtas = STEPS == 4 && !SILU ? 3 : 2;
+/* Rows of a window at most: two of a thread. */
+template <int STEPS> constexpr int kRows = 64 * kWarps<STEPS>;
+/* Rows of an item at most, so many that B is not read much more often than they are. */
+template <int STEPS> constexpr int kPart = STEPS <= 2 ? 32 : 64;
 
 /* N elements, of which `count` (at least 1) are wanted: by elements others are 0, by vectors they
  * are what is there. */
@@ -65,50 +71,91 @@ template <class T> __device__ __forceinline__ float high_half(uint32_t pair) {
 }
 
 /* Where the rows of a window lie, and their weights. */
-struct Places {
-  int64_t h[kRows], out[kRows]; // of slice 0, of column 0
-  float weight[kRows];
+template <int ROWS> struct Places {
+  int64_t h[ROWS], out[ROWS]; // of slice 0, of column 0
+  float weight[ROWS];
+};
+
+/* Part of a window's rows by tile of columns. A warp walks over them in steps of as many as there
+ * are warps, without a division. */
+struct Walk {
+  int part, tile;
+
+  __device__ __forceinline__ Walk next(const Walk &step, int tiles) const {
+    Walk n = {part + step.part, tile + step.tile};
+    if (n.tile >= tiles)
+      n = {n.part + 1, n.tile - tiles};
+    return n;
+  }
+};
+
+/* Rows from `from` to `to` - 1 of a segment of a window, and columns. */
+template <bool SILU> struct Item {
+  static constexpr int SOURCES = SILU ? 2 : 1; // h of gate and up may differ in slice
+  int from, to;
+  int slice[SOURCES], first[2], end[SOURCES]; // first column of either group, end of the slice
+
+  /* A warp. */
+  template <int PART, int ROWS>
+  __device__ __forceinline__ void find(const delta_expand &p, const Window<ROWS> &w, Walk at) {
+    const int segment = w.segment_of(at.part);
+    from = w.low[segment] + (at.part - w.first[segment]) * PART;
+    to = min(from + PART, w.high[segment]);
+    const int n = (int)p.lora.slice_n, slices = p.lora.num_slices;
+    // one slice holds gate and up, or the first half of the slices does gate
+    const int width = SILU && slices == 1 ? n / 2 : n;
+    const int columns = SILU ? kGroup : 2 * kGroup, tiles = (width + columns - 1) / columns;
+    slice[0] = 0;
+    while (at.tile >= tiles)
+      at.tile -= tiles, slice[0]++;
+    first[0] = at.tile * columns;
+    first[1] = first[0] + kGroup;
+    end[0] = width;
+    if constexpr (SILU) {
+      slice[1] = slices == 1 ? 0 : slice[0] + slices / 2;
+      first[1] = slices == 1 ? width + first[0] : first[0];
+      end[1] = slices == 1 ? n : width;
+    }
+  }
+
+  /* Asks for B and, if there is something to add to, for out. */
+  template <class T, int ROWS>
+  __device__ __forceinline__ void prefetch(const delta_expand &p, const Window<ROWS> &w,
+                                           const Places<ROWS> &places) const {
+    const int lane = threadIdx.x % 32, rank = w.rank[from];
+#pragma unroll
+    for (int g = 0; g < 2; g++) {
+      const moelora_factor &f = p.lora.b[slice[SILU ? g : 0]];
+      const int n = first[g] + lane;
+      const T *row = (const T *)f.data + w.adapter[from] * f.stride_l +
+                     w.expert[from] * f.stride_e + n * f.stride_i;
+#pragma unroll 1
+      for (int r = 0; n < end[SILU ? g : 0] && r < rank; r += 128 / (int)sizeof(T))
+        prefetch_l2(row + r);
+    }
+    const int64_t column = slice[0] * p.lora.slice_n + first[0];
+#pragma unroll 1
+    for (int i = from + lane; !SILU && p.add && i < to; i += 32)
+      prefetch_l2((const T *)p.out + places.out[i] + column);
+  }
 };
 
 /* STEPS products of 16 ranks are one piece of B. */
 template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
   static constexpr int PIECE = 16 * STEPS, CHUNK = STEPS == 1 ? 4 : 8; // ranks of a load
   static constexpr int LOADS = PIECE / (4 * CHUNK);
-  static constexpr int SOURCES = SILU ? 2 : 1; // h of gate and up may differ in slice
+  static constexpr int SOURCES = SILU ? 2 : 1, ROWS = kRows<STEPS>;
 
-  int slice[SOURCES], first[2], end[SOURCES]; // this lane's first column of either group
+  Item<SILU> item;
   uint32_t b[2][4][LOADS][CHUNK / 2];
-
-  /* Takes tile `tile`; false behind the last. */
-  __device__ __forceinline__ bool select(const delta_expand &p, int tile) {
-    const int n = (int)p.lora.slice_n, slices = p.lora.num_slices;
-    if constexpr (SILU) {
-      // one slice holds gate and up, or the first half of the slices does gate
-      const int width = slices == 1 ? n / 2 : n, tiles = (width + kGroup - 1) / kGroup;
-      slice[0] = tile / tiles;
-      slice[1] = slices == 1 ? 0 : slice[0] + slices / 2;
-      first[0] = tile % tiles * kGroup;
-      first[1] = slices == 1 ? width + first[0] : first[0];
-      end[0] = width;
-      end[1] = slices == 1 ? n : width;
-      return slice[0] < (slices == 1 ? 1 : slices / 2);
-    } else {
-      const int tiles = (n + 2 * kGroup - 1) / (2 * kGroup);
-      slice[0] = tile / tiles;
-      first[0] = tile % tiles * 2 * kGroup;
-      first[1] = first[0] + kGroup;
-      end[0] = n;
-      return slice[0] < slices;
-    }
-  }
 
   __device__ __forceinline__ void load_b(const delta_expand &p, int64_t adapter, int64_t expert,
                                          int rank, int piece) {
     const int j = threadIdx.x / 4 % 8, r0 = piece + threadIdx.x % 4 * CHUNK;
 #pragma unroll
     for (int g = 0; g < 2; g++) {
-      const moelora_factor &f = p.lora.b[slice[SILU ? g : 0]];
-      const int n = first[g] + 8 * (j / 2) + j % 2, there = end[SILU ? g : 0] - n;
+      const moelora_factor &f = p.lora.b[item.slice[SILU ? g : 0]];
+      const int n = item.first[g] + 8 * (j / 2) + j % 2, there = item.end[SILU ? g : 0] - n;
       const T *row =
           (const T *)f.data + adapter * f.stride_l + expert * f.stride_e + n * f.stride_i + r0;
 #pragma unroll
@@ -138,8 +185,8 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
 
   /* d += h B^T for a piece of ranks of the rows at `places`, two to a lane; -1 is none. */
   __device__ __forceinline__ void multiply(float (&d)[2][4][4], const delta_expand &p,
-                                           const Places &places, const int (&row)[2], int rank,
-                                           int piece) {
+                                           const Places<ROWS> &places, const int (&row)[2],
+                                           int rank, int piece) {
     const int r0 = piece + threadIdx.x % 4 * CHUNK;
     uint32_t h[SOURCES][2][LOADS][CHUNK / 2];
 #pragma unroll
@@ -153,9 +200,10 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
           for (int word = 0; word < CHUNK / 2; word++)
             h[s][eight][i][word] = 0;
           if (row[eight] >= 0 && r < rank)
-            load_elements<T, CHUNK, VECTORS>(
-                h[s][eight][i],
-                (const T *)p.h + slice[s] * p.h_stride[0] + places.h[row[eight]] + r, rank - r);
+            load_elements<T, CHUNK, VECTORS>(h[s][eight][i],
+                                             (const T *)p.h + item.slice[s] * p.h_stride[0] +
+                                                 places.h[row[eight]] + r,
+                                             rank - r);
         }
     if (VECTORS && rank % CHUNK != 0) {
 #pragma unroll
@@ -186,15 +234,15 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
 
   /* First of the 8 columns of group `g` that a lane stores, and how many there are. */
   __device__ __forceinline__ int out_column(const delta_expand &p, int g) const {
-    return slice[0] * (int)p.lora.slice_n + first[0] + g * kGroup + threadIdx.x % 4 * 8;
+    return item.slice[0] * (int)p.lora.slice_n + item.first[0] + g * kGroup + threadIdx.x % 4 * 8;
   }
   __device__ __forceinline__ int out_count(int g) const {
-    return end[0] - first[0] - g * kGroup - threadIdx.x % 4 * 8;
+    return item.end[0] - item.first[0] - g * kGroup - threadIdx.x % 4 * 8;
   }
 
   /* What is in out, for `add`. */
   __device__ __forceinline__ void load_out(uint32_t (&old)[2][2][4], const delta_expand &p,
-                                           const Places &places, const int (&row)[2]) const {
+                                           const Places<ROWS> &places, const int (&row)[2]) const {
 #pragma unroll
     for (int eight = 0; eight < 2; eight++)
 #pragma unroll
@@ -229,7 +277,7 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
   }
 
   __device__ __forceinline__ void finish(const float (&d)[2][4][4], const uint32_t (&old)[2][2][4],
-                                         const delta_expand &p, const Places &places,
+                                         const delta_expand &p, const Places<ROWS> &places,
                                          const int (&row)[2]) const {
 #pragma unroll
     for (int eight = 0; eight < 2; eight++) {
@@ -257,17 +305,16 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
     }
   }
 
-  /* One segment: rows low to high - 1 of the window. */
-  __device__ __forceinline__ void run(const delta_expand &p, const Window<kRows> &w,
-                                      const Places &places, int low, int high) {
-    const int rank = w.rank[low];
+  __device__ __forceinline__ void run(const delta_expand &p, const Window<ROWS> &w,
+                                      const Places<ROWS> &places) {
+    const int rank = w.rank[item.from];
 #pragma unroll 1
-    for (int sixteen = low; sixteen < high; sixteen += 16) {
+    for (int sixteen = item.from; sixteen < item.to; sixteen += 16) {
       int row[2];
 #pragma unroll
       for (int eight = 0; eight < 2; eight++) {
         row[eight] = sixteen + eight * 8 + threadIdx.x % 32 / 4;
-        row[eight] = row[eight] < high ? row[eight] : -1;
+        row[eight] = row[eight] < item.to ? row[eight] : -1;
       }
       uint32_t old[2][2][4] = {};
       if (!SILU && p.add)
@@ -275,8 +322,8 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
       float d[2][4][4] = {};
 #pragma unroll 1
       for (int piece = 0; piece < rank; piece += PIECE) {
-        if (sixteen == low || rank > PIECE)
-          load_b(p, w.adapter[low], w.expert[low], rank, piece);
+        if (sixteen == item.from || rank > PIECE)
+          load_b(p, w.adapter[item.from], w.expert[item.from], rank, piece);
         multiply(d, p, places, row, rank, piece);
       }
       finish(d, old, p, places, row);
@@ -284,42 +331,71 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
   }
 };
 
-struct Shared {
-  Window<kRows> window;
-  Places places;
+template <int ROWS> struct Shared {
+  Window<ROWS> window;
+  Places<ROWS> places;
 };
 
+/* tiles: of columns; step: what all warps that share a window take at once. */
 template <class T, int STEPS, bool SILU, bool VECTORS>
 __global__ void __launch_bounds__(32 * kWarps<STEPS>, kCtas<STEPS, SILU>)
-    expand_rows(const __grid_constant__ delta_expand p, int tiles) {
+    expand_rows(const __grid_constant__ delta_expand p, int tiles, int shares, Walk step) {
+  constexpr int ROWS = kRows<STEPS>, WARPS = kWarps<STEPS>, PART = kPart<STEPS>;
   extern __shared__ __align__(16) char memory[];
-  Window<kRows> &w = ((Shared *)memory)->window;
-  Places &places = ((Shared *)memory)->places;
-  constexpr int WARPS = kWarps<STEPS>;
-  const int teams = (tiles + WARPS - 1) / WARPS;
-  wait_for_previous_kernel();
-  start_next_kernel();
+  Window<ROWS> &w = ((Shared<ROWS> *)memory)->window;
+  Places<ROWS> &places = ((Shared<ROWS> *)memory)->places;
+  // This kernel starts when all of the shrink has waited for what it reads: for rows, too.
+  bool early = p.after_shrink;
+  const auto begin = [] {
+    wait_for_previous_kernel();
+    start_next_kernel();
+  };
+  if (!early)
+    begin();
 
-  const int64_t units = count_windows(p.rows) * teams;
-  for (int64_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
-    const int team = (int)(unit % teams);
-    load_window(p.rows, unit / teams, w, [&](int i, uint32_t row) {
-      const moelora_routes &routes = p.rows.routes;
-      const uint32_t token = row / (uint32_t)routes.top_k, choice = row - token * routes.top_k;
-      places.h[i] = token * p.h_stride[1] + choice * p.h_stride[2];
-      places.out[i] = token * p.out_stride[0] + choice * p.out_stride[1];
-      places.weight[i] = p.topk_weights ? p.topk_weights[token * routes.topk_weights_stride[0] +
-                                                         choice * routes.topk_weights_stride[1]]
-                                        : 1.f;
-      if (p.written && team == 0)
-        p.written[row] = 1;
-    });
-    Expand<T, STEPS, SILU, VECTORS> expand;
-    if (!expand.select(p, team * WARPS + threadIdx.x / 32))
-      continue;
-    for (int s = 0; s < w.segments; s++)
-      expand.run(p, w, places, w.low[s], w.high[s]);
+  const int units = (int)count_windows(p.rows) * shares;
+  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    const int share = unit % shares;
+    load_window<32 * WARPS>(
+        p.rows, unit / shares, w,
+        [&](int i, uint32_t row) {
+          const moelora_routes &routes = p.rows.routes;
+          const uint32_t token = row / (uint32_t)routes.top_k, choice = row - token * routes.top_k;
+          places.h[i] = token * p.h_stride[1] + choice * p.h_stride[2];
+          places.out[i] = token * p.out_stride[0] + choice * p.out_stride[1];
+          places.weight[i] = p.topk_weights ? p.topk_weights[token * routes.topk_weights_stride[0] +
+                                                             choice * routes.topk_weights_stride[1]]
+                                            : 1.f;
+          if (p.written && share == 0)
+            p.written[row] = 1;
+        },
+        [](int rows, int) { return (rows + PART - 1) / PART; });
+    const int number = share * WARPS + threadIdx.x / 32;
+    Walk at = {number / tiles, number % tiles};
+    const auto prefetch = [&](const Walk &where) {
+      if (where.part >= w.items)
+        return;
+      Item<SILU> item;
+      item.template find<PART>(p, w, where);
+      item.template prefetch<T>(p, w, places);
+    };
+    if (early) {
+      prefetch(at);
+      begin();
+      early = false;
+    }
+#pragma unroll 1
+    while (at.part < w.items) {
+      const Walk next = at.next(step, tiles);
+      prefetch(next);
+      Expand<T, STEPS, SILU, VECTORS> expand;
+      expand.item.template find<PART>(p, w, at);
+      expand.run(p, w, places);
+      at = next;
+    }
   }
+  if (early)
+    begin();
 }
 
 /* ---- launch ---- */
@@ -330,15 +406,18 @@ moelora_status launch(delta_expand p, const moelora_exec *exec) {
   int64_t tiles = slices * ((n + 2 * kGroup - 1) / (2 * kGroup));
   if (SILU)
     tiles = slices == 1 ? (n / 2 + kGroup - 1) / kGroup : slices / 2 * ((n + kGroup - 1) / kGroup);
+  if (tiles == 0)
+    return MOELORA_OK;
   constexpr int WARPS = kWarps<STEPS>;
-  const int64_t teams = (tiles + WARPS - 1) / WARPS;
-  /* A round or more of windows that keep all CTAs that fit the chip equally busy. */
   const int64_t ctas = moelora_cuda_num_sms(exec->device_index) * kCtas<STEPS, SILU>;
-  const int64_t units = p.rows.routes.num_rows * teams;
-  const int64_t rounds = (units + ctas * kRows - 1) / (ctas * kRows);
-  const int64_t windows = delta_set_window(&p.rows, (units + ctas * rounds - 1) / (ctas * rounds));
+  int32_t shares = 1;
+  const int64_t windows = delta_set_window(&p.rows, kRows<STEPS>, kPart<STEPS>,
+                                           (tiles + WARPS - 1) / WARPS, ctas, &shares);
+  const int64_t warps = (int64_t)shares * WARPS;
+  const Walk step = {(int)(warps / tiles), (int)(warps % tiles)};
   return launch_kernel<expand_rows<T, STEPS, SILU, VECTORS>>(
-      "delta_expand", windows * teams, 32 * WARPS, sizeof(Shared), exec, p, (int)tiles);
+      "delta_expand", windows * shares, 32 * WARPS, sizeof(Shared<kRows<STEPS>>), exec, p,
+      (int)tiles, shares, step);
 }
 
 template <class T, int STEPS>

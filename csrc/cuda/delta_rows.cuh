@@ -1,7 +1,10 @@
-/* Windows of routed rows in shared memory, cut into segments of one (expert, adapter) pair.
+/* Windows of routed rows in shared memory, cut into segments of one (expert, adapter) pair, and
+ * these into items of work.
  *
- * All threads of a CTA walk over the same windows. A row that has no adapter, an adapter of rank 0
- * or no expert here has rank 0 and belongs to no segment: nothing of it is read or written. */
+ * Several CTAs share a window: each of them loads all of it and takes every so many of its items,
+ * so that none waits for the one that got the most segments. A row that has no adapter, an adapter
+ * of rank 0 or no expert here has rank 0 and belongs to no segment: nothing of it is read or
+ * written. */
 #ifndef MOELORA_CUDA_DELTA_ROWS_CUH
 #define MOELORA_CUDA_DELTA_ROWS_CUH
 
@@ -10,12 +13,23 @@
 #include "ptx/mma.cuh"
 
 /* The rows of a window of at most ROWS, and its segments in order: number s has rows low[s] to
- * high[s] - 1. */
+ * high[s] - 1, and items from first[s] on. */
 template <int ROWS> struct Window {
+  static constexpr int WORDS = ROWS / 32;
   int32_t row[ROWS], expert[ROWS], adapter[ROWS], rank[ROWS];
-  int32_t low[ROWS], high[ROWS];
-  uint32_t starts[(ROWS + 31) / 32]; // bit of each row that starts a segment
-  int32_t segments;
+  int32_t low[ROWS], high[ROWS], first[ROWS];
+  uint32_t starts[WORDS]; // bit of each row that starts a segment
+  int32_t sums[WORDS];    // items of 32 segments
+  int32_t segments, items;
+
+  /* The segment of an item that is there; all lanes of a warp ask for the same one. */
+  __device__ __forceinline__ int segment_of(int item) const {
+    const int lane = threadIdx.x % 32, stride = (segments + 31) / 32;
+    const bool group = lane * stride < segments && first[lane * stride] <= item;
+    const int begin = (__popc(__ballot_sync(~0u, group)) - 1) * stride, s = begin + lane;
+    const bool here = lane < stride && s < segments && first[s] <= item;
+    return begin + __popc(__ballot_sync(~0u, here)) - 1;
+  }
 };
 
 struct WindowRow {
@@ -147,52 +161,92 @@ __device__ __forceinline__ WindowRow listed_row(const delta_rows &r, const ListW
   return found;
 }
 
-/* Fills `w`, between barriers: whoever still reads the window before is waited for. ROWS is at most
- * the number of threads, and a multiple of 32. On the way, each(i, p) is called by one thread for
- * every row i of the window that has an adapter. */
-template <int ROWS, class Each>
+/* Fills `w`, between barriers: whoever still reads the window before is waited for. On the way,
+ * each(i, p) is called by one thread for every row i of the window that has an adapter, and
+ * count(rows, rank) says how many items a segment is. */
+template <int THREADS, int ROWS, class Each, class Count>
 __device__ __forceinline__ void load_window(const delta_rows &r, int64_t window, Window<ROWS> &w,
-                                            Each each) {
-  const int i = threadIdx.x, warp = threadIdx.x / 32;
-  WindowRow own;
-  if (r.order != DELTA_LISTED)
-    own = window_row(r, window, i);
-  else
-    own = listed_row(r, find_list_window(r, window), i < r.window ? i : INT32_MAX / 2);
-  const int rank = own.expert >= 0 && own.adapter >= 0 ? true_rank(r, own.adapter) : 0;
+                                            Each each, Count count) {
+  constexpr int PASSES = ROWS / THREADS, WORDS = ROWS / 32;
+  static_assert(ROWS % THREADS == 0 && THREADS % 32 == 0 && WORDS <= 32, "a word to a lane");
+  int thread = threadIdx.x;
+  asm volatile("" : "+r"(thread)); // what follows from it takes no register between windows
+  const int lane = thread % 32;
+  WindowRow own[PASSES];
+  int rank[PASSES];
+  if (r.order != DELTA_LISTED) {
+#pragma unroll
+    for (int pass = 0; pass < PASSES; pass++)
+      own[pass] = window_row(r, window, pass * THREADS + thread);
+  } else {
+    const ListWindow list = find_list_window(r, window);
+#pragma unroll
+    for (int pass = 0; pass < PASSES; pass++)
+      own[pass] = listed_row(r, list, pass * THREADS + thread);
+  }
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++)
+    rank[pass] =
+        own[pass].expert >= 0 && own[pass].adapter >= 0 ? true_rank(r, own[pass].adapter) : 0;
   __syncthreads();
-  if (i < ROWS) {
-    w.row[i] = own.row;
-    w.expert[i] = own.expert;
-    w.adapter[i] = own.adapter;
-    w.rank[i] = rank;
-    if (rank > 0)
-      each(i, (uint32_t)own.row);
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++) {
+    const int i = pass * THREADS + thread;
+    w.row[i] = own[pass].row;
+    w.expert[i] = own[pass].expert;
+    w.adapter[i] = own[pass].adapter;
+    w.rank[i] = rank[pass];
+    if (rank[pass] > 0)
+      each(i, (uint32_t)own[pass].row);
   }
   __syncthreads();
-  bool starts = false, ends = false; // ends: the row before this one was the last of a segment
-  if (i < ROWS) {
-    const bool first = i == 0 || w.expert[i - 1] != own.expert || w.adapter[i - 1] != own.adapter;
-    starts = first && rank > 0;
-    ends = first && i > 0 && w.rank[i > 0 ? i - 1 : 0] > 0;
-    const uint32_t mask = __ballot_sync(~0u, starts);
-    if (i % 32 == 0)
-      w.starts[warp] = mask;
+  bool starts[PASSES], ends[PASSES]; // ends: the row before was the last of a segment
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++) {
+    const int i = pass * THREADS + thread, before = i > 0 ? i - 1 : 0;
+    const bool first =
+        i == 0 || w.expert[before] != own[pass].expert || w.adapter[before] != own[pass].adapter;
+    starts[pass] = first && rank[pass] > 0;
+    ends[pass] = first && i > 0 && w.rank[before] > 0;
+    const uint32_t mask = __ballot_sync(~0u, starts[pass]);
+    if (lane == 0)
+      w.starts[i / 32] = mask;
   }
   __syncthreads();
-  if (i < ROWS) {
-    int before = __popc(w.starts[warp] & ((1u << i % 32) - 1));
-    for (int other = 0; other < warp; other++)
-      before += __popc(w.starts[other]);
-    if (starts)
+  const int here = lane < WORDS ? __popc(w.starts[lane]) : 0, upto = warp_inclusive_sum(here);
+  const int segments = __shfl_sync(~0u, upto, 31);
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++) {
+    const int i = pass * THREADS + thread;
+    const int before =
+        __shfl_sync(~0u, upto - here, i / 32) + __popc(w.starts[i / 32] & ((1u << lane) - 1));
+    if (starts[pass])
       w.low[before] = i;
-    if (ends)
+    if (ends[pass])
       w.high[before - 1] = i;
-    if (i == ROWS - 1) {
-      w.segments = before + starts;
-      if (rank > 0)
-        w.high[before + starts - 1] = ROWS;
-    }
+    if (i == ROWS - 1 && rank[pass] > 0)
+      w.high[segments - 1] = ROWS;
+  }
+  __syncthreads();
+  int items[PASSES], sum[PASSES];
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++) {
+    const int s = pass * THREADS + thread;
+    items[pass] = s < segments ? count(w.high[s] - w.low[s], w.rank[w.low[s]]) : 0;
+    sum[pass] = warp_inclusive_sum(items[pass]);
+    if (lane == 31)
+      w.sums[s / 32] = sum[pass];
+  }
+  __syncthreads();
+  const int own_sum = lane < WORDS ? w.sums[lane] : 0, all = warp_inclusive_sum(own_sum);
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++) {
+    const int s = pass * THREADS + thread;
+    w.first[s] = __shfl_sync(~0u, all - own_sum, s / 32) + sum[pass] - items[pass];
+  }
+  if (thread == 31) {
+    w.segments = segments;
+    w.items = all;
   }
   __syncthreads();
 }

@@ -1,332 +1,312 @@
 /* Shrink: h[p, slice, r] = round(s[l] * sum over k of x[p, k] A[slice][l, e, r, k])
  *
- * A CTA takes one window of rows and up to RANKS ranks. "Virtual" ranks count through the slices,
- * each padded to a multiple of 16, so that 16 of them never straddle two. The CTA walks over the
- * window's segments and, within each, over the depth; loads run STAGES - 1 steps ahead of the
- * products, across the ends of segments, so that the stream of factors never pauses.
+ * An item is up to `part` tokens of one segment of a window and up to RANKS rows of A, slice after
+ * slice, each slice as many as its true rank rounded up to 16. The CTAs that share a window take
+ * its items in turn.
  *
- * A stage holds, for every 64 of depth, ROWS rows of x and RANKS rows of A of 128 bytes each,
- * 16-byte chunk c of row i at c ^ (i & 7). Row i of x is row low + i of the window. Rows and ranks
- * that a segment does not have are neither loaded nor stored: what their memory holds stays in its
- * own rows and columns of a product. Depth past the end is zero in both.
- *
- * Warps share the rows (WARPS_M), the ranks (WARPS_N) and the depth (WARPS_K) of a stage; what the
- * last ones found is added up in a fixed order. */
+ * Where a long depth would leave CTAs idle, clusters of `splits` of them take an item, each a part
+ * of the depth: a CTA adds up what its own warps found, then all of them read each other's sums, in
+ * the order of the depth, of the columns that they store. How the depth is shared depends on sizes
+ * alone. */
 #include "delta_rows.cuh"
 #include "kernel_launch.cuh"
+#include "ptx/hopper.cuh"
+#include "shrink_product.cuh"
 
 namespace {
 
-template <int ROWS_, int RANKS_, int WARPS_M_, int WARPS_N_, int WARPS_K_, int DEPTH_, int STAGES_,
-          int CTAS_>
-struct Tile {
-  static constexpr int ROWS = ROWS_, RANKS = RANKS_, DEPTH = DEPTH_, STAGES = STAGES_;
-  static constexpr int WARPS_M = WARPS_M_, WARPS_N = WARPS_N_, WARPS_K = WARPS_K_, CTAS = CTAS_;
-  static constexpr int THREADS = 32 * WARPS_M * WARPS_N * WARPS_K;
-  static constexpr int LOADERS = THREADS / 8; // rows that all threads load at once
-  static constexpr int X_PASSES = ROWS / LOADERS, A_PASSES = RANKS / LOADERS;
-  static constexpr int MS = ROWS / (16 * WARPS_M), NS = RANKS / (16 * WARPS_N); // of a warp
-  static constexpr int SLAB_BYTES = (ROWS + RANKS) * 128, STAGE_BYTES = DEPTH / 64 * SLAB_BYTES;
-  static constexpr int PARTIAL_FLOATS = MS * NS * 8 * 32; // of a warp
-  static constexpr int PARTIAL_BYTES = (WARPS_K - 1) * WARPS_M * WARPS_N * PARTIAL_FLOATS * 4;
-  static constexpr int SHARED_BYTES =
-      STAGES * STAGE_BYTES + PARTIAL_BYTES + (int)sizeof(Window<ROWS>);
-  static_assert(ROWS % LOADERS == 0 && RANKS % LOADERS == 0, "threads load whole passes");
+template <class S> constexpr int kRows = 2 * S::THREADS; // of a window, at most: two of a thread
+constexpr int kShort = 1024;  // of depth: up to here, four warps share it
+constexpr int kMaxSplits = 4; // clusters of so many fill every group of SMs
+constexpr int kLoads = 48;    // of a lane: with no more, the depth is not split further
+constexpr int kThin = 4;      // tokens of a segment; below, what A takes is all that counts
+
+struct Params {
+  delta_shrink s;
+  int32_t part, splits, shares;
 };
 
-/* What a thread copies of one segment: chunk thread % 8 of these rows. */
-template <class T, class C> struct Loader {
-  const T *x[C::X_PASSES], *a[C::A_PASSES];
+/* Where a CTA is: at an item of a unit, which is a share of a window. */
+struct Place {
+  int unit, item;
+};
 
-  __device__ __forceinline__ void start(const delta_shrink &p, const Window<C::ROWS> &w,
-                                        int segment, int first_rank, int width) {
-    const int low = w.low[segment], rows = w.high[segment] - low;
-    const int64_t adapter = w.adapter[low], expert = w.expert[low];
-    const int rank = w.rank[low];
-#pragma unroll
-    for (int pass = 0; pass < C::X_PASSES; pass++) {
-      const int i = threadIdx.x / 8 + pass * C::LOADERS;
-      x[pass] = nullptr;
-      if (i < rows)
-        x[pass] = (const T *)p.x + (uint32_t)w.row[low + i] / (uint32_t)p.x_divisor * p.x_stride;
-    }
-#pragma unroll
-    for (int pass = 0; pass < C::A_PASSES; pass++) {
-      const int v = first_rank + threadIdx.x / 8 + pass * C::LOADERS;
-      const int slice = v / width, r = v - slice * width;
-      a[pass] = nullptr;
-      if (slice < p.lora.num_slices && r < rank) {
-        const moelora_factor &f = p.lora.a[slice];
-        a[pass] = (const T *)f.data + adapter * f.stride_l + expert * f.stride_e + r * f.stride_i;
-      }
-    }
+/* Columns [first, first + RANKS) of rows [low, high) of a window, and where that is. */
+struct Item {
+  int low, high, first, adapter, expert, rank;
+  Place place;
+};
+
+template <class S> struct Shared {
+  Sums<S> sums;
+  Window<kRows<S>> window;
+  int32_t x[kRows<S>]; // row of x that belongs to each row
+  int units;
+  Item items[S::WARPS]; // what each warp works on: the same, in as few registers as there are
+};
+
+template <class S> struct Places {
+  const delta_shrink &s;
+  const int32_t (&x_rows)[kRows<S>];
+  const Item &item;
+
+  __device__ __forceinline__ int columns() const {
+    return moelora_padded_rank(item.rank) * s.lora.num_slices;
   }
 
-  template <bool VECTORS>
-  static __device__ __forceinline__ void copy(uint32_t to, const T *from, int k, int depth) {
-    if (VECTORS)
-      copy_async_16(to, k < depth ? from + k : from, k < depth ? 16 : 0);
-    else
-      copy_elements(to, k < depth ? from + k : from, max(0, min(8, depth - k)));
+  template <class T, int N>
+  __device__ __forceinline__ void find_a(Rows<T, S, N> &rows, int column, int columns,
+                                         int k) const {
+    rows.find_a(s.lora, item.adapter, item.expert, item.rank, column, columns, k);
   }
 
-  template <bool VECTORS>
-  __device__ __forceinline__ void load(const delta_shrink &p, uint32_t stage, int step) const {
-    const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
-    const uint32_t to = stage + row * 128 + ((chunk ^ (row & 7)) << 4);
-    static_assert(C::LOADERS % 8 == 0, "a pass keeps the row's place in the swizzle");
+  template <class T, int N> __device__ __forceinline__ void find_x(const T *(&x)[N], int k) const {
 #pragma unroll
-    for (int slab = 0; slab < C::DEPTH / 64; slab++) {
-      const int k = step * C::DEPTH + slab * 64 + chunk * 8;
-#pragma unroll
-      for (int pass = 0; pass < C::A_PASSES; pass++)
-        if (a[pass])
-          copy<VECTORS>(to + slab * C::SLAB_BYTES + (C::ROWS + pass * C::LOADERS) * 128, a[pass], k,
-                        p.k);
-#pragma unroll
-      for (int pass = 0; pass < C::X_PASSES; pass++)
-        if (x[pass])
-          copy<VECTORS>(to + slab * C::SLAB_BYTES + pass * C::LOADERS * 128, x[pass], k, p.k);
+    for (int n = 0; n < N; n++) {
+      const int i = min(item.low + n * 8 + (int)threadIdx.x % 32 / 4, item.high - 1);
+      x[n] = (const T *)s.x + x_rows[i] * s.x_stride + k;
     }
   }
 };
 
-/* What a warp has of one segment's products: 16-row tiles warp_m + i * WARPS_M, 16-rank tiles
- * warp_n + j * WARPS_N. */
-template <class T, class C> struct Products {
-  float d[C::MS][C::NS][2][4];
-  int rows;       // of the segment
-  uint32_t ranks; // bit j: rank tile j has some
+/* Items that RANKS rows of A at a time make of each part of a segment. */
+template <class S>
+__device__ __forceinline__ int columns_of_items(const delta_shrink &s, int rank) {
+  return ceil_divide(moelora_padded_rank(rank) * s.lora.num_slices, S::RANKS);
+}
 
-  __device__ __forceinline__ void start(const delta_shrink &p, const Window<C::ROWS> &w,
-                                        int segment, int first_rank, int width) {
-    const int low = w.low[segment], warp_n = threadIdx.x / 32 / C::WARPS_M % C::WARPS_N;
-    rows = w.high[segment] - low;
-    ranks = 0;
+/* A warp, for itself. */
+template <class S>
+__device__ __forceinline__ void find_item(const Params &p, const Window<kRows<S>> &w, Place place,
+                                          Item &item) {
+  const int segment = w.segment_of(place.item), j = place.item - w.first[segment];
+  const int low = w.low[segment], high = w.high[segment], rank = w.rank[low];
+  const int columns = columns_of_items<S>(p.s, rank);
+  const int tokens = ceil_divide(ceil_divide(high - low, ceil_divide(high - low, p.part)), 8) * 8;
+  const int from = low + j / columns * tokens;
+  __syncwarp(); // the item before is no longer needed
+  if (threadIdx.x % 32 == 0)
+    item = {
+        from, min(from + tokens, high), j % columns * S::RANKS, w.adapter[low], w.expert[low], rank,
+        place};
+  __syncwarp();
+}
+
+/* CTAs of a cluster, and which of them this is. */
+__device__ __forceinline__ int num_splits(const Params &p) {
+#if __CUDA_ARCH__ >= 900
+  return p.splits;
+#else
+  return 1;
+#endif
+}
+__device__ __forceinline__ int own_split() {
+#if __CUDA_ARCH__ >= 900
+  return (int)cluster_rank();
+#else
+  return 0;
+#endif
+}
+
+/* All threads wait for the whole cluster. */
+__device__ __forceinline__ void meet_cluster() {
+#if __CUDA_ARCH__ >= 900
+  __syncwarp();
+  cluster_sync();
+#endif
+}
+
+/* Eight sums of CTA `rank` of the cluster. */
+__device__ __forceinline__ void add_remote(float (&sum)[8], const float *here, int rank) {
+#if __CUDA_ARCH__ >= 900
 #pragma unroll
-    for (int j = 0; j < C::NS; j++) {
-      const int v = first_rank + 16 * (warp_n + j * C::WARPS_N);
-      if (v / width < p.lora.num_slices && v % width < w.rank[low])
-        ranks |= 1u << j;
-#pragma unroll
-      for (int i = 0; i < C::MS; i++)
-#pragma unroll
-        for (int q = 0; q < 4; q++)
-          d[i][j][0][q] = d[i][j][1][q] = 0.f;
-    }
+  for (int j = 0; j < 8; j += 4) {
+    const float4 v = load_cluster_16(shared_address(here + j), rank);
+    sum[j] += v.x, sum[j + 1] += v.y, sum[j + 2] += v.z, sum[j + 3] += v.w;
   }
+#endif
+}
 
-  __device__ __forceinline__ void add(uint32_t stage) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int warp_m = warp % C::WARPS_M, warp_n = warp / C::WARPS_M % C::WARPS_N;
-    const int warp_k = warp / (C::WARPS_M * C::WARPS_N);
-    if (ranks == 0 || warp_m * 16 >= rows)
-      return;
-#pragma unroll
-    for (int step = 0; step < C::DEPTH / 16 / C::WARPS_K; step++) {
-      const int k16 = step * C::WARPS_K + warp_k, chunk = k16 % 4 * 2;
-      const uint32_t slab = stage + k16 / 4 * C::SLAB_BYTES;
-      uint32_t b[C::NS][4];
-#pragma unroll
-      for (int j = 0; j < C::NS; j++) {
-        const int r = C::ROWS + 16 * (warp_n + j * C::WARPS_N) + (lane & 7) + (lane & 16) / 2;
-        if (ranks >> j & 1)
-          load_matrix_x4(b[j], slab + r * 128 + ((chunk + (lane >> 3 & 1) ^ r & 7) << 4));
-      }
-#pragma unroll
-      for (int i = 0; i < C::MS; i++) {
-        const int first = 16 * (warp_m + i * C::WARPS_M);
-        if (first >= rows)
-          break;
-        uint32_t a[4];
-        const int row = first + (lane & 15);
-        load_matrix_x4(a, slab + row * 128 + ((chunk + (lane >> 4) ^ row & 7) << 4));
-#pragma unroll
-        for (int j = 0; j < C::NS; j++)
-          if (ranks >> j & 1) {
-            mma_16816<T>(d[i][j][0], a, &b[j][0]);
-            mma_16816<T>(d[i][j][1], a, &b[j][2]);
-          }
-      }
-    }
+/* Eight ranks of a row from r on, below `end`. */
+template <class T>
+__device__ __forceinline__ void store_ranks(T *h, uint4 ranks, int r, int end, bool eights) {
+  if (eights && r + 8 <= end) {
+    *(uint4 *)(h + r) = ranks;
+    return;
   }
-
-  /* Adds up what the warps of different depth have; the first of them gets the sum. All threads
-   * come here. */
-  __device__ __forceinline__ void reduce(float *partial) {
-    constexpr int TEAM = C::WARPS_M * C::WARPS_N;
-    const int lane = threadIdx.x % 32, team = threadIdx.x / 32 % TEAM;
-    const int warp_k = threadIdx.x / 32 / TEAM;
-    float *flat = &d[0][0][0][0];
-    if (warp_k > 0) {
-      float *to = partial + ((warp_k - 1) * TEAM + team) * C::PARTIAL_FLOATS + lane;
+  const uint32_t words[4] = {ranks.x, ranks.y, ranks.z, ranks.w};
 #pragma unroll
-      for (int v = 0; v < C::PARTIAL_FLOATS / 32; v++)
-        to[v * 32] = flat[v];
+  for (int j = 0; j < 8; j++)
+    if (r + j < end)
+      ((uint16_t *)h)[r + j] = (uint16_t)(words[j / 2] >> j % 2 * 16);
+}
+
+template <class T>
+__device__ __forceinline__ T *row_of_h(const delta_shrink &s, uint32_t row, int slice) {
+  const uint32_t top_k = s.rows.routes.top_k;
+  return (T *)s.h + slice * s.h_stride[0] + row / top_k * s.h_stride[1] +
+         row % top_k * s.h_stride[2];
+}
+
+/* Adds up the sums, scales, rounds and stores. All threads come here. */
+template <class T, class S>
+__device__ __forceinline__ void store(const Params &p, const Item &item, Shared<S> &shared) {
+  constexpr int EIGHTS = S::RANKS / 8;
+  const delta_shrink &s = p.s;
+  const int splits = num_splits(p), split = own_split();
+  const int width = moelora_padded_rank(item.rank), max_rank = s.lora.max_rank;
+  const int count = (item.high - item.low) * EIGHTS;
+  const float scaling = s.scalings ? s.scalings[item.adapter] : 1.f;
+  if (splits > 1) {
+    for (int i = threadIdx.x; i < count; i += S::THREADS) {
+      float sum[8] = {};
+      add_runs<S>(sum, shared.sums, i / EIGHTS, i % EIGHTS * 8);
+      float4 *to = (float4 *)&shared.sums[0][i / EIGHTS][i % EIGHTS * 8];
+      to[0] = {sum[0], sum[1], sum[2], sum[3]};
+      to[1] = {sum[4], sum[5], sum[6], sum[7]};
     }
-    __syncthreads();
-    if (warp_k > 0)
-      return;
-#pragma unroll 1
-    for (int other = 1; other < C::WARPS_K; other++) {
-      const float *from = partial + ((other - 1) * TEAM + team) * C::PARTIAL_FLOATS + lane;
-#pragma unroll
-      for (int v = 0; v < C::PARTIAL_FLOATS / 32; v++)
-        flat[v] += from[v * 32];
-    }
+    meet_cluster();
   }
-
-  __device__ __forceinline__ void store(const delta_shrink &p, const Window<C::ROWS> &w,
-                                        int segment, int first_rank, int width) const {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, low = w.low[segment];
-    const int warp_m = warp % C::WARPS_M, warp_n = warp / C::WARPS_M % C::WARPS_N;
-    if (warp >= C::WARPS_M * C::WARPS_N)
-      return;
-    const int rank = w.rank[low], max_rank = p.lora.max_rank;
-    const float scaling = p.scalings ? p.scalings[w.adapter[low]] : 1.f;
-#pragma unroll
-    for (int i = 0; i < C::MS; i++)
-#pragma unroll
-      for (int eight = 0; eight < 2; eight++) {
-        const int row = 16 * (warp_m + i * C::WARPS_M) + eight * 8 + lane / 4;
-        if (row >= rows)
-          continue;
-        const uint32_t flat = w.row[low + row], top_k = p.rows.routes.top_k;
-        T *h = (T *)p.h + flat / top_k * p.h_stride[1] + flat % top_k * p.h_stride[2];
-#pragma unroll
-        for (int j = 0; j < C::NS; j++)
-#pragma unroll
-          for (int half = 0; half < 2; half++) {
-            const int v = first_rank + 16 * (warp_n + j * C::WARPS_N);
-            const int slice = v / width, r = v - slice * width + half * 8 + (lane & 3) * 2;
-            if (slice >= p.lora.num_slices || r >= max_rank)
-              continue;
-            const float *sum = d[i][j][half] + 2 * eight;
-            const uint32_t both =
-                pack2<T>(r < rank ? scaling * sum[0] : 0.f, r + 1 < rank ? scaling * sum[1] : 0.f);
-            T *to = h + slice * p.h_stride[0] + r;
-            if (p.pairs) {
-              *(uint32_t *)to = both;
-            } else {
-              *(uint16_t *)to = (uint16_t)both;
-              if (r + 1 < max_rank)
-                *(uint16_t *)(to + 1) = (uint16_t)(both >> 16);
-            }
-          }
-      }
+  for (int i = split * S::THREADS + threadIdx.x; i < count; i += splits * S::THREADS) {
+    const int token = i / EIGHTS, column = i % EIGHTS * 8;
+    const int slice = (item.first + column) / width, r = (item.first + column) % width;
+    if (slice >= s.lora.num_slices)
+      continue;
+    float sum[8] = {};
+    if (splits == 1)
+      add_runs<S>(sum, shared.sums, token, column);
+    for (int rank = 0; splits > 1 && rank < splits; rank++)
+      add_remote(sum, &shared.sums[0][token][column], rank);
+    store_ranks(row_of_h<T>(s, shared.window.row[item.low + token], slice),
+                round_ranks<T>(sum, scaling, r, item.rank), r, max_rank, s.eights);
   }
-};
+  if (splits > 1)
+    meet_cluster(); // nobody reads these sums any more
+  if (item.first == 0 && width < max_rank && split == 0) {
+    const int eights = ceil_divide(max_rank - width, 8), slices = s.lora.num_slices;
+    for (int i = threadIdx.x; i < (item.high - item.low) * slices * eights; i += S::THREADS)
+      store_ranks(
+          row_of_h<T>(s, shared.window.row[item.low + i / eights / slices], i / eights % slices),
+          make_uint4(0, 0, 0, 0), width + i % eights * 8, max_rank, s.eights);
+  }
+}
 
-template <class T, class C, bool VECTORS>
-__global__ void __launch_bounds__(C::THREADS, C::CTAS)
-    shrink_rows(const __grid_constant__ delta_shrink p) {
-  extern __shared__ __align__(128) char memory[];
-  const uint32_t stages = shared_address(memory);
-  float *partial = (float *)(memory + C::STAGES * C::STAGE_BYTES);
-  Window<C::ROWS> &w = *(Window<C::ROWS> *)((char *)partial + C::PARTIAL_BYTES);
-  const int width = moelora_padded_rank(p.lora.max_rank);
-  const int tiles = (p.lora.num_slices * width + C::RANKS - 1) / C::RANKS;
-  const int steps = (p.k + C::DEPTH - 1) / C::DEPTH;
+template <class T, class S, bool VECTORS>
+__global__ void __launch_bounds__(S::THREADS, kResidentWarps / S::WARPS)
+    shrink_rows(const __grid_constant__ Params p) {
+  extern __shared__ __align__(16) char memory[];
+  Shared<S> &shared = *(Shared<S> *)memory;
+  const Window<kRows<S>> &w = shared.window;
   wait_for_previous_kernel();
   start_next_kernel();
 
-  const int64_t units = count_windows(p.rows) * tiles;
-  for (int64_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
-    const int first_rank = (int)(unit % tiles) * C::RANKS;
-    load_window(p.rows, unit / tiles, w, [](int, uint32_t) {});
-
-    Loader<T, C> loader;
-    int loaded_segment = 0, loaded_step = 0, to_stage = 0;
-    auto load = [&] {
-      if (loaded_segment < w.segments) {
-        if (loaded_step == 0)
-          loader.start(p, w, loaded_segment, first_rank, width);
-        loader.template load<VECTORS>(p, stages + to_stage * C::STAGE_BYTES, loaded_step);
-        if (++loaded_step == steps) {
-          loaded_step = 0;
-          loaded_segment++;
-        }
-      }
-      copy_async_commit();
-      to_stage = to_stage + 1 == C::STAGES ? 0 : to_stage + 1;
-    };
-    for (int ahead = 0; ahead < C::STAGES - 1; ahead++)
-      load();
-
-    int from_stage = 0;
-    for (int segment = 0; segment < w.segments; segment++) {
-      Products<T, C> products;
-      products.start(p, w, segment, first_rank, width);
-      for (int step = 0; step < steps; step++) {
-        copy_async_wait<C::STAGES - 2>();
-        __syncthreads();
-        load();
-        products.add(stages + from_stage * C::STAGE_BYTES);
-        from_stage = from_stage + 1 == C::STAGES ? 0 : from_stage + 1;
-      }
-      if (C::WARPS_K > 1)
-        products.reduce(partial);
-      products.store(p, w, segment, first_rank, width);
+  shared.units = (int)count_windows(p.s.rows) * p.shares;
+  Item &item = shared.items[threadIdx.x / 32];
+  for (Place at = {(int)blockIdx.x / num_splits(p), 0}; at.unit < shared.units;
+       at.unit += gridDim.x / num_splits(p)) {
+    load_window<S::THREADS>(
+        p.s.rows, at.unit / p.shares, shared.window,
+        [&](int i, uint32_t row) { shared.x[i] = row / (uint32_t)p.s.x_divisor; },
+        [&](int rows, int rank) {
+          return ceil_divide(rows, p.part) * columns_of_items<S>(p.s, rank);
+        });
+    at.item = at.unit % p.shares;
+#pragma unroll 1
+    while (at.item < w.items) {
+      find_item<S>(p, w, at, item);
+      multiply_tokens<T, S, VECTORS>(item.high - item.low, Places<S>{p.s, shared.x, item},
+                                     item.first, p.s.k,
+                                     own_split() * S::DEPTHS + threadIdx.x / 32 % S::DEPTHS,
+                                     num_splits(p) * S::DEPTHS, shared.sums);
+      store<T, S>(p, item, shared);
+      at = item.place; // not in registers meanwhile
+      at.item += p.shares;
     }
-    copy_async_wait<0>();
   }
 }
 
 /* ---- launch ---- */
 
-/* Few rows to a pair: all that counts is how many bytes of A are on their way. Three CTAs to an SM,
- * two of the last; 99 KiB of shared memory, which every chip since sm_80 gives, hold each. */
-using Stream16 = Tile<32, 16, 1, 1, 4, 128, 6, 3>;
-using Stream32 = Tile<32, 32, 1, 2, 2, 128, 4, 3>;
-using Stream64 = Tile<32, 64, 1, 4, 1, 128, 4, 2>;
-/* Many rows to a pair: one reading of A serves up to 128 or 256 of them. */
-using Thin = Tile<128, 32, 4, 1, 2, 64, 4, 2>;
-using Wide = Tile<256, 128, 4, 2, 1, 64, 4, 1>;
-using WideSmall = Tile<256, 128, 4, 2, 1, 64, 3, 1>; // for 163 KiB
+/* What the host knows of a batch. Every row of a batch that is not sorted may be a segment. */
+struct Batch {
+  int64_t rows, segments, ranks, depth; // ranks of all slices, each padded to 16
+  int64_t warps;                        // that the chip holds
 
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
-struct Shape {
-  int64_t rows, ranks, sms; // ranks of all slices, each padded to 16
-
-  template <class C> int64_t units() const { return rows * ceil_div(ranks, C::RANKS); }
-  /* Rows of a window, so that the CTAs that fit the chip get equally many. */
-  template <class C> int64_t window() const {
-    const int64_t ctas = sms * C::CTAS, rounds = ceil_div(units<C>(), ctas * C::ROWS);
-    return ceil_div(units<C>(), ctas * rounds);
-  }
-  /* One round of windows is enough. */
-  template <class C> bool suits() const { return units<C>() <= sms * C::CTAS * C::ROWS; }
+  int64_t tokens() const { return (rows + segments - 1) / segments; }
 };
 
-template <class T, class C, bool VECTORS>
-moelora_status launch(delta_shrink p, const Shape &shape, const moelora_exec *exec) {
-  const int64_t windows = delta_set_window(&p.rows, shape.window<C>());
-  return launch_kernel<shrink_rows<T, C, VECTORS>>("delta_shrink",
-                                                   windows * ceil_div(shape.ranks, C::RANKS),
-                                                   C::THREADS, C::SHARED_BYTES, exec, p);
+/* How a shape would serve a batch. */
+template <class S> struct Fit {
+  int part, splits;
+  int64_t items, ctas; // CTAs that the chip holds
+
+  Fit(const Batch &b, bool can_split) : splits(1), ctas(b.warps / S::WARPS) {
+    part = S::TOKENS;
+    if (S::TOKENS > 32 && count(b) < ctas)
+      part = 32;
+    items = count(b);
+    const int64_t eights = ((b.tokens() < part ? b.tokens() : part) + 7) / 8;
+    const int64_t loads = b.depth * (2 * S::TILES + eights) / (kStep * S::DEPTHS);
+    while (can_split && splits < kMaxSplits && 2 * splits * items <= ctas &&
+           loads > splits * kLoads)
+      splits *= 2;
+  }
+
+  int64_t count(const Batch &b) const {
+    return b.segments * ((b.tokens() + part - 1) / part) * ((b.ranks + S::RANKS - 1) / S::RANKS);
+  }
+  /* Items for nearly all CTAs. */
+  bool suits() const { return 4 * splits * items >= 3 * ctas; }
+};
+
+template <class T, class S, bool VECTORS>
+moelora_status launch(const delta_shrink &s, const Batch &batch, const moelora_exec *exec) {
+  const Fit<S> fit(batch, moelora_cuda_can_overlap());
+  Params p = {s, fit.part, fit.splits, 1};
+  const int64_t columns = (batch.ranks + S::RANKS - 1) / S::RANKS;
+  const int64_t windows =
+      delta_set_window(&p.s.rows, kRows<S>, p.part, columns, fit.ctas / fit.splits, &p.shares);
+  const int64_t work = windows * p.shares * fit.splits;
+  constexpr auto kernel = shrink_rows<T, S, VECTORS>;
+  constexpr size_t bytes = sizeof(Shared<S>);
+  switch (fit.splits) {
+  case 1:
+    return launch_kernel<kernel>("delta_shrink", work, S::THREADS, bytes, exec, p);
+  case 2:
+    return launch_kernel<kernel, 2>("delta_shrink", work, S::THREADS, bytes, exec, p);
+  default:
+    static_assert(kMaxSplits == 4, "all cases are there");
+    return launch_kernel<kernel, 4>("delta_shrink", work, S::THREADS, bytes, exec, p);
+  }
 }
 
-template <class T> moelora_status launch_as(const delta_shrink &p, const moelora_exec *exec) {
-  const Shape shape = {p.rows.routes.num_rows,
-                       p.lora.num_slices * moelora_padded_rank(p.lora.max_rank),
-                       moelora_cuda_num_sms(exec->device_index)};
-  const int64_t shared = moelora_cuda_shared_bytes(exec->device_index);
-  if (!p.vectors)
-    return launch<T, Stream64, false>(p, shape, exec);
-  /* As few ranks to a CTA as keep the chip busy, but no more CTAs than that. */
-  if (shape.ranks <= 16 ? shape.suits<Stream16>() : shape.units<Stream16>() <= shape.sms)
-    return launch<T, Stream16, true>(p, shape, exec);
-  if (shape.ranks <= 32 ? shape.suits<Stream32>() : shape.units<Stream32>() <= shape.sms)
-    return launch<T, Stream32, true>(p, shape, exec);
-  if (shape.ranks <= 32 && shared >= Thin::SHARED_BYTES)
-    return launch<T, Thin, true>(p, shape, exec);
-  if (shape.suits<Stream64>() || shared < WideSmall::SHARED_BYTES)
-    return launch<T, Stream64, true>(p, shape, exec);
-  return shared < Wide::SHARED_BYTES ? launch<T, WideSmall, true>(p, shape, exec)
-                                     : launch<T, Wide, true>(p, shape, exec);
+template <class T, int DEPTHS>
+moelora_status launch_vectors(const delta_shrink &s, const Batch &b, const moelora_exec *exec) {
+  using Narrow = Shape<1, 1, DEPTHS, 48>;
+  using Middle = Shape<2, 1, DEPTHS, 48>;
+  using Wide = Shape<2, 2, 4, 48>;
+  const bool splits = moelora_cuda_can_overlap();
+  if (b.ranks > 32 && Fit<Wide>(b, splits).suits())
+    return launch<T, Wide, true>(s, b, exec);
+  if (b.ranks > 16 && b.rows >= kThin * b.segments && Fit<Middle>(b, splits).suits())
+    return launch<T, Middle, true>(s, b, exec);
+  return launch<T, Narrow, true>(s, b, exec);
+}
+
+template <class T> moelora_status launch_as(const delta_shrink &s, const moelora_exec *exec) {
+  Batch b = {};
+  b.rows = s.rows.routes.num_rows;
+  b.segments = (int64_t)s.rows.routes.num_experts * s.rows.routes.max_loras;
+  if (b.segments > b.rows || s.rows.order == DELTA_BY_ROUTE)
+    b.segments = b.rows;
+  if (b.segments == 0)
+    return MOELORA_OK;
+  b.ranks = s.lora.num_slices * moelora_padded_rank(s.lora.max_rank);
+  b.depth = s.k;
+  b.warps = (int64_t)moelora_cuda_num_sms(exec->device_index) * kResidentWarps;
+  if (!s.vectors)
+    return launch<T, Shape<1, 1, 4, 32>, false>(s, b, exec);
+  return s.k <= kShort ? launch_vectors<T, 4>(s, b, exec) : launch_vectors<T, 8>(s, b, exec);
 }
 
 } // namespace
