@@ -54,8 +54,8 @@ template <class S> struct Places {
     return moelora_padded_rank(item.rank) * s.lora.num_slices;
   }
 
-  template <class T, int N>
-  __device__ __forceinline__ void find_a(Rows<T, S, N> &rows, int column, int columns,
+  template <class T, int M, int N>
+  __device__ __forceinline__ void find_a(Rows<T, S, M, N> &rows, int column, int columns,
                                          int k) const {
     rows.find_a(s.lora, item.adapter, item.expert, item.rank, column, columns, k);
   }
@@ -214,10 +214,11 @@ __global__ void __launch_bounds__(S::THREADS, kResidentWarps / S::WARPS)
 #pragma unroll 1
     while (at.item < w.items) {
       find_item<S>(p, w, at, item);
-      multiply_tokens<T, S, VECTORS>(item.high - item.low, Places<S>{p.s, shared.x, item},
-                                     item.first, p.s.k,
-                                     own_split() * S::DEPTHS + threadIdx.x / 32 % S::DEPTHS,
-                                     num_splits(p) * S::DEPTHS, shared.sums);
+      const int warp = threadIdx.x / 32;
+      multiply_tokens<T, S, VECTORS, S::TILES>(item.high - item.low, Places<S>{p.s, shared.x, item},
+                                               item.first + warp / S::DEPTHS * S::TEAM_RANKS, p.s.k,
+                                               own_split() * S::DEPTHS + warp % S::DEPTHS,
+                                               num_splits(p) * S::DEPTHS, shared.sums);
       store<T, S>(p, item, shared);
       at = item.place; // not in registers meanwhile
       at.item += p.shares;

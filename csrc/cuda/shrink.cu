@@ -2,8 +2,10 @@
  *
  * for rows of adapter l, r below its true rank; zero from there to the next multiple of 16.
  *
- * A part is up to `part` tokens of one segment of a block, an item a part and up to RANKS rows of
- * A, slice after slice. The items of a block are dealt to `shares` units, and the units to CTAs;
+ * A part is up to `part` tokens of one segment of a block for every team with tokens of its own, an
+ * item a part and up to RANKS rows of A, slice after slice. Where the adapter has fewer, teams that
+ * need not share the rows of A share the tokens. The items of a block are dealt to `shares` units,
+ * and the units to CTAs, so that those that run together work on a `group` of neighbouring blocks;
  * the warps of a CTA first look for the items of a unit each.
  *
  * DEPTHS depends on sizes alone, so that neither other tokens nor other adapters change a bit. */
@@ -14,8 +16,9 @@
 
 namespace {
 
-constexpr int kLongDepth = 4096; // from here on, and where CTAs are idle, eight warps share it
+constexpr int kLongDepth = 4096; // from here on eight warps share it
 constexpr int kThinSegment = 4;  // tokens; below, what A takes is all that counts
+constexpr int kFatSegment = 64;  // tokens; from here on, both sides are read once if they can be
 constexpr int kShares = 8;       // of a block, for every RANKS ranks
 constexpr int kLanes = 8;        // tokens of a block that a lane looks after
 constexpr int kItems = 32 * kLanes / kShares; // of a unit at most
@@ -23,14 +26,15 @@ constexpr int kItems = 32 * kLanes / kShares; // of a unit at most
 struct Params {
   moelora_gemm_launch g;
   const float *scalings; // [max_loras] or NULL
-  int32_t part, shares;
+  int32_t part, shares, group;
   bool few; // one look of all CTAs finds everything
   void *hl;
 };
 
-/* Columns [first, first + RANKS) of the shrink results of tokens [low, high) of a block. */
+/* Columns [first, first + RANKS) of the shrink results of tokens [low, high) of a block, `split` of
+ * them for each team that has its own. */
 struct Item {
-  int block, expert, pair, low, high, first;
+  int block, expert, pair, low, high, first, split;
 };
 
 template <class S> struct Shared {
@@ -39,14 +43,31 @@ template <class S> struct Shared {
   int found[S::WARPS];
 };
 
+/* Columns of A of all slices together. */
+__device__ __forceinline__ int columns_of(const moelora_gemm_launch &g, int pair) {
+  return moelora_padded_rank(pair % kRanks) * g.lora.num_slices;
+}
+
+/* Teams that take columns; TEAMS is so many times the teams that take tokens. */
+template <class S> __device__ __forceinline__ int rank_teams(int columns) {
+  int teams = 1;
+#pragma unroll
+  for (int more = 1; more < S::TEAMS; more *= 2)
+    if (more * S::TEAM_RANKS < columns)
+      teams = 2 * more;
+  return teams;
+}
+
 /* Writes the items of a unit and returns how many there are; a warp. */
 template <class S>
 __device__ __forceinline__ int find(const Params &p, int blocks, int unit, Item *items) {
   const moelora_gemm_launch &g = p.g;
   const int lane = threadIdx.x % 32, rows = g.blocks.rows;
-  const int block = unit % blocks, share = unit / blocks;
-  if (share >= p.shares)
+  if (unit >= blocks * p.shares)
     return 0;
+  const int before = unit / (p.group * p.shares) * p.group; // blocks of the groups before
+  const int height = min(p.group, blocks - before), rest = unit - before * p.shares;
+  const int block = before + rest % height, share = rest / height;
   const int64_t position = (int64_t)block * rows;
   if (g.x_divisor && lane * 8 < rows)
     prefetch(g.blocks.sorted_ids + position + lane * 8);
@@ -57,43 +78,45 @@ __device__ __forceinline__ int find(const Params &p, int blocks, int unit, Item 
 #pragma unroll 1
   for (int i = 0; i * 32 < rows; i++) {
     const int low = i * 32 + lane;
-    int pair = -1, high = low, parts = 0, chunks = 0;
+    int pair = -1, high = low, parts = 0, chunks = 0, teams = 1; // that take tokens
 #pragma unroll
     for (int j = 0; j < kLanes; j++)
       if (j == i && segments.starts[j] >> lane & 1)
         pair = segments.pair[j];
     if (pair >= 0) {
       high = segments.next(low + 1, rows);
-      parts = ceil_divide(high - low, p.part);
-      chunks = ceil_divide(moelora_padded_rank(pair % kRanks) * g.lora.num_slices, S::RANKS);
+      const int columns = columns_of(g, pair);
+      teams = S::TEAMS / rank_teams<S>(columns);
+      parts = ceil_divide(high - low, teams * p.part);
+      chunks = ceil_divide(columns, S::RANKS);
       if (p.scalings)
         prefetch(p.scalings + pair / kRanks);
     }
     const int end = warp_inclusive_sum(parts * chunks);
     const int first = count + end - parts * chunks;
-    const int tokens = parts ? ceil_divide(ceil_divide(high - low, parts), 8) * 8 : 0;
+    const int split = parts ? ceil_divide(high - low, 8 * teams * parts) * 8 : 0;
+    const int tokens = split * teams;
     for (int j = (share + p.shares - first % p.shares) % p.shares; j < parts * chunks;
          j += p.shares) {
       const int from = low + j / chunks * tokens;
       items[(first + j) / p.shares] =
-          Item{block, expert, pair, from, min(from + tokens, high), j % chunks * S::RANKS};
+          Item{block, expert, pair, from, min(from + tokens, high), j % chunks * S::RANKS, split};
     }
     count += __shfl_sync(0xffffffffu, end, 31);
   }
   return (count - share + p.shares - 1) / p.shares;
 }
 
-/* Where the operands of an item lie. */
+/* Where the operands of an item lie, tokens from `low` on. */
 struct Places {
   const moelora_gemm_launch &g;
   const Item &item;
+  int low;
 
-  __device__ __forceinline__ int columns() const {
-    return moelora_padded_rank(item.pair % kRanks) * g.lora.num_slices;
-  }
+  __device__ __forceinline__ int columns() const { return columns_of(g, item.pair); }
 
-  template <class T, class S, int N>
-  __device__ __forceinline__ void find_a(Rows<T, S, N> &rows, int column, int columns,
+  template <class T, class S, int M, int N>
+  __device__ __forceinline__ void find_a(Rows<T, S, M, N> &rows, int column, int columns,
                                          int k) const {
     rows.find_a(g.lora, item.pair / kRanks, item.expert, item.pair % kRanks, column, columns, k);
   }
@@ -102,8 +125,8 @@ struct Places {
     uint32_t row[N];
 #pragma unroll
     for (int n = 0; n < N; n++)
-      row[n] = item.block * g.blocks.rows +
-               min(item.low + n * 8 + (int)threadIdx.x % 32 / 4, item.high - 1);
+      row[n] =
+          item.block * g.blocks.rows + min(low + n * 8 + (int)threadIdx.x % 32 / 4, item.high - 1);
     if (g.x_divisor) {
 #pragma unroll
       for (int n = 0; n < N; n++)
@@ -123,14 +146,17 @@ template <class T, class S>
 __device__ __forceinline__ void store(const Params &p, const Item &item, const Shared<S> &shared) {
   const int rank = item.pair % kRanks, width = moelora_padded_rank(rank);
   const float scaling = p.scalings ? p.scalings[item.pair / kRanks] : 1.f;
+  const int tokens = item.high - item.low, teams = rank_teams<S>(columns_of(p.g, item.pair));
   constexpr int EIGHTS = S::RANKS / 8;
-  for (int i = threadIdx.x; i < (item.high - item.low) * EIGHTS; i += S::THREADS) {
-    const int token = i / EIGHTS, column = i % EIGHTS * 8;
-    const int slice = (item.first + column) / width, r = (item.first + column) % width;
-    if (slice >= p.g.lora.num_slices)
+  for (int i = threadIdx.x; i < min(item.split, tokens) * EIGHTS; i += S::THREADS) {
+    const int row = i / EIGHTS, at = i % EIGHTS * 8, team = at / S::TEAM_RANKS;
+    const int token = row + team / teams * item.split;
+    const int column = item.first + team % teams * S::TEAM_RANKS + at % S::TEAM_RANKS;
+    const int slice = column / width, r = column % width;
+    if (slice >= p.g.lora.num_slices || token >= tokens)
       continue;
     float sum[8] = {};
-    add_runs<S>(sum, shared.sums, token, column);
+    add_runs<S>(sum, shared.sums, row, at);
     const int64_t position = (int64_t)item.block * p.g.blocks.rows + item.low + token;
     *(uint4 *)((T *)p.hl + position * p.g.hl_stride + slice * p.g.hl_slice + r) =
         round_ranks<T>(sum, scaling, r, rank);
@@ -139,8 +165,16 @@ __device__ __forceinline__ void store(const Params &p, const Item &item, const S
 
 template <class T, class S, bool VECTORS>
 __device__ __forceinline__ void run_item(const Params &p, const Item &item, Shared<S> &shared) {
-  multiply_tokens<T, S, VECTORS>(item.high - item.low, Places{p.g, item}, item.first, p.g.k,
-                                 threadIdx.x / 32 % S::DEPTHS, S::DEPTHS, shared.sums);
+  const int columns = columns_of(p.g, item.pair), teams = rank_teams<S>(columns);
+  const int warp = threadIdx.x / 32, run = warp % S::DEPTHS, team = warp / S::DEPTHS;
+  const Places places = {p.g, item, item.low + team / teams * item.split};
+  const int column = places.low < item.high ? item.first + team % teams * S::TEAM_RANKS : columns;
+  if (S::TILES > 1 && columns <= 16)
+    multiply_tokens<T, S, VECTORS, 1>(item.split, places, column, p.g.k, run, S::DEPTHS,
+                                      shared.sums);
+  else
+    multiply_tokens<T, S, VECTORS, S::TILES>(item.split, places, column, p.g.k, run, S::DEPTHS,
+                                             shared.sums);
   store<T, S>(p, item, shared);
 }
 
@@ -166,42 +200,59 @@ __global__ void __launch_bounds__(S::THREADS, kResidentWarps / S::WARPS)
   }
 }
 
+/* Work of a launch, as far as sizes tell. */
+struct Extents {
+  int64_t rows, segments; // of the latter at most so many
+  int part;               // tokens
+  bool few;
+};
+
 template <class T, class S, bool VECTORS>
-moelora_status launch(Params p, int tokens, bool few, const moelora_exec *exec) {
-  p.part = tokens < S::TOKENS ? tokens : S::TOKENS;
+moelora_status launch(Params p, const Extents &e, const moelora_exec *exec) {
+  const int64_t blocks = p.g.blocks.max_blocks;
+  const int64_t ctas = moelora_cuda_num_sms(exec->device_index) * (kResidentWarps / S::WARPS);
+  p.part = e.part < S::TOKENS ? e.part : S::TOKENS;
   p.shares = kShares * (int32_t)((p.g.hl_stride + S::RANKS - 1) / S::RANKS);
-  p.few = few;
-  return launch_kernel<shrink<T, S, VECTORS>>("shrink", p.g.blocks.max_blocks * p.shares,
-                                              S::THREADS, sizeof(Shared<S>), exec, p);
+  // As many as all CTAs together have items of.
+  const bool fat = e.rows >= kFatSegment * e.segments;
+  const int64_t group = ctas * blocks / (e.segments + e.rows / p.part);
+  p.group = (int32_t)(fat && group < blocks ? group + 1 : blocks);
+  p.few = e.few;
+  return launch_kernel<shrink<T, S, VECTORS>>("shrink", blocks * p.shares, S::THREADS,
+                                              sizeof(Shared<S>), exec, p);
 }
 
 /* Items large enough to read little twice, and enough of them for all CTAs. WIDE_TOKENS: what
  * 99 KiB of shared memory hold. */
 template <class T, int DEPTHS, int WIDE_TOKENS>
-moelora_status launch_vectors(const Params &p, const moelora_exec *exec) {
+moelora_status launch_vectors(const Params &p, Extents e, const moelora_exec *exec) {
   using Narrow = Shape<1, 1, DEPTHS, 48>;
   using Middle = Shape<2, 1, DEPTHS, 48>;
   using Wide = Shape<2, 2, DEPTHS, WIDE_TOKENS>;
-  const int64_t ctas = moelora_cuda_num_sms(exec->device_index) * (kResidentWarps / DEPTHS);
-  const int64_t rows = p.g.num_rows, pairs = (int64_t)p.g.num_experts * p.g.max_loras;
-  const int64_t segments = rows < pairs ? rows : pairs;
-  const int tokens = segments + rows / 48 < ctas ? 32 : 48;
-  if (p.g.hl_stride <= 16 || segments + rows / 32 < ctas ||
-      (p.g.hl_stride <= 32 && rows < kThinSegment * segments))
-    return launch<T, Narrow, true>(p, tokens, rows * p.g.hl_stride / 16 <= ctas, exec);
-  if (p.g.hl_stride <= 32)
-    return launch<T, Middle, true>(p, tokens, false, exec);
-  return launch<T, Wide, true>(p, tokens, false, exec);
+  using Widest = Shape<2, 8, 2, 40>;
+  const int sms = moelora_cuda_num_sms(exec->device_index);
+  const int64_t ctas = sms * (kResidentWarps / DEPTHS), stride = p.g.hl_stride;
+  const int32_t thin = stride <= 32 ? kThinSegment : kThinSegment / 2;
+  e.part = e.segments + e.rows / 48 < ctas ? 32 : 48;
+  if (stride <= 16 || e.segments + e.rows / 32 < ctas || e.rows < thin * e.segments) {
+    e.few = e.rows * stride / 16 <= ctas;
+    return launch<T, Narrow, true>(p, e, exec);
+  }
+  if (stride <= 32)
+    return launch<T, Middle, true>(p, e, exec);
+  if (p.g.k < kLongDepth && e.rows >= kFatSegment * e.segments && e.rows / 96 >= 4 * sms)
+    return launch<T, Widest, true>(p, e, exec);
+  return launch<T, Wide, true>(p, e, exec);
 }
 
 template <class T>
 moelora_status launch_as(const Params &p, bool vectors, const moelora_exec *exec) {
+  const int64_t rows = p.g.num_rows, pairs = (int64_t)p.g.num_experts * p.g.max_loras;
+  const Extents e = {rows, rows < pairs ? rows : pairs, 32, false};
   if (!vectors)
-    return launch<T, Shape<1, 1, 4, 32>, false>(p, 32, false, exec);
-  const int64_t items = (int64_t)p.g.num_rows * p.g.hl_stride / 16;
-  const bool idle = items < 2 * moelora_cuda_num_sms(exec->device_index);
-  return p.g.k < kLongDepth && !idle ? launch_vectors<T, 4, 48>(p, exec)
-                                     : launch_vectors<T, 8, 32>(p, exec);
+    return launch<T, Shape<1, 1, 4, 32>, false>(p, e, exec);
+  return p.g.k < kLongDepth ? launch_vectors<T, 4, 48>(p, e, exec)
+                            : launch_vectors<T, 8, 32>(p, e, exec);
 }
 
 } // namespace

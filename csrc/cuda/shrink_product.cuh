@@ -8,8 +8,8 @@
  * or tokens that are not there repeat the last ones: their sums reach no other row, and nobody
  * stores them.
  *
- * TEAMS teams of warps have RANKS / TEAMS rows of A each; the DEPTHS warps of a team share the
- * depth, each a run of whole lines of 64, and what they found is added up in that order. */
+ * TEAMS teams of warps have TEAM_RANKS rows of A each; the DEPTHS warps of a team share the depth,
+ * each a run of whole lines of 64, and what they found is added up in that order. */
 #ifndef MOELORA_CUDA_SHRINK_PRODUCT_CUH
 #define MOELORA_CUDA_SHRINK_PRODUCT_CUH
 
@@ -24,7 +24,7 @@ template <int TILES_, int TEAMS_, int DEPTHS_, int TOKENS_> struct Shape {
   static constexpr int TILES = TILES_; // 16 rows of A each, of a warp
   static constexpr int TEAMS = TEAMS_, DEPTHS = DEPTHS_, TOKENS = TOKENS_;
   static constexpr int WARPS = TEAMS * DEPTHS, THREADS = 32 * WARPS;
-  static constexpr int RANKS = 16 * TILES * TEAMS;
+  static constexpr int TEAM_RANKS = 16 * TILES, RANKS = TEAM_RANKS * TEAMS;
   static constexpr int PITCH = RANKS + 4; // no bank conflicts between the lanes of a store
 };
 
@@ -43,9 +43,8 @@ __device__ __forceinline__ uint4 load_row(const T *from, int left) {
     return load_elements(from, left);
 }
 
-/* What a lane loads: rows of A, and of 8 N tokens. */
-template <class T, class S, int N> struct Rows {
-  static constexpr int M = S::TILES;
+/* What a lane loads: 16 M rows of A, and of 8 N tokens. */
+template <class T, class S, int M, int N> struct Rows {
   const T *a[2 * M], *x[N];
   int left; // of each, for this warp
 
@@ -70,7 +69,7 @@ template <class T, class S, int N> struct Rows {
   __device__ __forceinline__ void load_a(uint4 (&to)[2 * M], int step) const {
 #pragma unroll
     for (int m = 0; m < 2 * M; m++)
-      to[m] = load_row<T, VECTORS, true>(a[m] + step * kStep, left - step * kStep);
+      to[m] = load_row<T, VECTORS, S::TEAMS <= 2>(a[m] + step * kStep, left - step * kStep);
   }
 
   template <bool VECTORS> __device__ __forceinline__ void load_x(uint4 (&to)[N], int step) const {
@@ -90,27 +89,26 @@ template <class T, class S, int N> struct Rows {
   }
 };
 
-/* The sums of a warp for up to 8 N tokens, over the run of depth that is number `run` of `runs`.
- * `places` finds the columns of A from `first` on and the tokens. All threads come here. */
-template <class T, class S, bool VECTORS, int N, class Places>
-__device__ __forceinline__ void multiply(const Places &places, int first, int depth, int run,
+/* The sums of a warp for 16 M columns of A from `column` on, nothing if that is behind the last,
+ * and up to 8 N tokens, over the run of depth that is number `run` of `runs`. `places` finds both.
+ * All threads come here. */
+template <class T, class S, bool VECTORS, int M, int N, class Places>
+__device__ __forceinline__ void multiply(const Places &places, int column, int depth, int run,
                                          int runs, Sums<S> &sums) {
-  constexpr int M = S::TILES;
   constexpr int LOADS = 2 * M + N;
   constexpr int FIT = (kRegisters - 4 * M * N - 2 * LOADS) / (4 * LOADS);
   constexpr int STEPS = VECTORS && FIT > 1 ? FIT : 1; // on their way
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int team = warp / S::DEPTHS * 16 * M;
   const int columns = places.columns();
   float d[M][N][4] = {};
   const int share = ceil_divide(ceil_divide(depth, kLine), runs) * kLine;
   const int begin = run * share, end = min(begin + share, depth);
-  if (first + team < columns && begin < end) {
+  if (column < columns && begin < end) {
     const int k = begin + lane % 4 * 8;
-    Rows<T, S, N> rows;
+    Rows<T, S, M, N> rows;
     uint4 a[STEPS][2 * M], x[STEPS][N];
     rows.left = end - k;
-    places.find_a(rows, first + team, columns, k);
+    places.find_a(rows, column, columns, k);
 #pragma unroll
     for (int slot = 0; slot < STEPS; slot++)
       rows.template load_a<VECTORS>(a[slot], slot);
@@ -149,19 +147,19 @@ __device__ __forceinline__ void multiply(const Places &places, int first, int de
 #pragma unroll
       for (int q = 0; q < 4; q++)
         sums[warp % S::DEPTHS][n * 8 + 2 * (lane % 4) + q % 2]
-            [team + m * 16 + lane / 4 + q / 2 * 8] = d[m][n][q];
+            [warp / S::DEPTHS * S::TEAM_RANKS + m * 16 + lane / 4 + q / 2 * 8] = d[m][n][q];
   __syncthreads();
 }
 
 /* multiply() for `tokens` of them, as few eights as hold them. */
-template <class T, class S, bool VECTORS, class Places>
-__device__ __forceinline__ void multiply_tokens(int tokens, const Places &places, int first,
+template <class T, class S, bool VECTORS, int M, class Places>
+__device__ __forceinline__ void multiply_tokens(int tokens, const Places &places, int column,
                                                 int depth, int run, int runs, Sums<S> &sums) {
   switch (ceil_divide(tokens, 8)) {
 #define MOELORA_TOKENS(N)                                                                          \
   case N:                                                                                          \
     if constexpr (8 * N <= S::TOKENS)                                                              \
-      multiply<T, S, VECTORS, N>(places, first, depth, run, runs, sums);                           \
+      multiply<T, S, VECTORS, M, N>(places, column, depth, run, runs, sums);                       \
     break
     MOELORA_TOKENS(1);
     MOELORA_TOKENS(2);
