@@ -243,9 +243,12 @@ __device__ __forceinline__ bool consume_tile(const CUtensorMap *out_map,
   bool wild = false;
 #pragma unroll 1
   for (int i = 0; i < note.adapter_stages; i++) {
+    // Two CTAs on an SM fill each other's gaps: there a stage is rather free soon.
+    if (S::RESIDENT > 1)
+      wgmma_wait<0>(), ring.release(previous);
     wild |= add_adapters<S, T, N>(d, g, ring, consumer);
-    wgmma_wait<1>();
-    ring.release(previous);
+    if (S::RESIDENT == 1)
+      wgmma_wait<1>(), ring.release(previous);
     previous = ring.stage;
     ring.advance();
   }
@@ -410,7 +413,7 @@ moelora_status map_positions(const moelora_gemm_launch *g, bool is_bf16, const v
 /* Boxes of 64 rows by 16 ranks of each slice of B [max_loras, E, half, n, ranks]. Of a gated
  * projection with one slice `half` tells gate from up, as in map_weights; so it does where two
  * slices cut across rows that alternate. What the adapters share is a dimension of 1. What lies
- * beside a box may be beyond the true rank: it is not fetched along. */
+ * beside a box may be beyond the true rank: little of it is fetched along. */
 moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, FactorMaps *maps) {
   const moelora_factors *lora = &g->lora;
   const bool halved = g->gated && !is_paired(*g);
@@ -427,7 +430,7 @@ moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, FactorMap
                                    b->stride_e ? b->stride_e * 2 : row,
                                    b->stride_l ? b->stride_l * 2 : row};
     status = encode_map(&maps->slice[i], is_bf16, 5, b->data, sizes, strides, box,
-                        CU_TENSOR_MAP_SWIZZLE_32B, CU_TENSOR_MAP_L2_PROMOTION_NONE);
+                        CU_TENSOR_MAP_SWIZZLE_32B, CU_TENSOR_MAP_L2_PROMOTION_L2_64B);
   }
   return status;
 }

@@ -2,13 +2,14 @@
  *
  * for rows of adapter l, r below its true rank; zero from there to the next multiple of 16.
  *
- * A part is up to `part` tokens of one segment of a block for every team with tokens of its own, an
- * item a part and up to RANKS rows of A, slice after slice. Where the adapter has fewer, teams that
- * need not share the rows of A share the tokens. The items of a block are dealt to `shares` units,
+ * A part is some tokens of one segment of a block, an item a part and up to RANKS rows of A, slice
+ * after slice. Where the adapter has fewer, two halves of the teams have tokens of their own, and
+ * what teams are left share the depth further. The items of a block are dealt to `shares` units,
  * and the units to CTAs, so that those that run together work on a `group` of neighbouring blocks;
  * the warps of a CTA first look for the items of a unit each.
  *
- * DEPTHS depends on sizes alone, so that neither other tokens nor other adapters change a bit. */
+ * How the depth is shared depends on sizes and the adapter's own rank alone, so that neither other
+ * tokens nor other adapters change a bit. */
 #include "kernel_launch.cuh"
 #include "shrink_product.cuh"
 #include "tile.cuh"
@@ -32,7 +33,7 @@ struct Params {
 };
 
 /* Columns [first, first + RANKS) of the shrink results of tokens [low, high) of a block, `split` of
- * them for each team that has its own. */
+ * them for a team. */
 struct Item {
   int block, expert, pair, low, high, first, split;
 };
@@ -48,15 +49,20 @@ __device__ __forceinline__ int columns_of(const moelora_gemm_launch &g, int pair
   return moelora_padded_rank(pair % kRanks) * g.lora.num_slices;
 }
 
-/* Teams that take columns; TEAMS is so many times the teams that take tokens. */
-template <class S> __device__ __forceinline__ int rank_teams(int columns) {
-  int teams = 1;
+/* How the teams of a CTA share an item of so many columns: team (d * tokens + t) * ranks + r has
+ * the r-th part of the columns, the t-th of the tokens and the d-th of the depth. */
+template <class S> struct Teams {
+  int ranks = 1, tokens, depths;
+
+  __device__ __forceinline__ explicit Teams(int columns) {
 #pragma unroll
-  for (int more = 1; more < S::TEAMS; more *= 2)
-    if (more * S::TEAM_RANKS < columns)
-      teams = 2 * more;
-  return teams;
-}
+    for (int more = 1; more < S::TEAMS; more *= 2)
+      if (more * S::TEAM_RANKS < columns)
+        ranks = 2 * more;
+    tokens = ranks < S::TEAMS ? 2 : 1;
+    depths = S::TEAMS / (ranks * tokens);
+  }
+};
 
 /* Writes the items of a unit and returns how many there are; a warp. */
 template <class S>
@@ -86,7 +92,7 @@ __device__ __forceinline__ int find(const Params &p, int blocks, int unit, Item 
     if (pair >= 0) {
       high = segments.next(low + 1, rows);
       const int columns = columns_of(g, pair);
-      teams = S::TEAMS / rank_teams<S>(columns);
+      teams = Teams<S>(columns).tokens;
       parts = ceil_divide(high - low, teams * p.part);
       chunks = ceil_divide(columns, S::RANKS);
       if (p.scalings)
@@ -146,17 +152,19 @@ template <class T, class S>
 __device__ __forceinline__ void store(const Params &p, const Item &item, const Shared<S> &shared) {
   const int rank = item.pair % kRanks, width = moelora_padded_rank(rank);
   const float scaling = p.scalings ? p.scalings[item.pair / kRanks] : 1.f;
-  const int tokens = item.high - item.low, teams = rank_teams<S>(columns_of(p.g, item.pair));
-  constexpr int EIGHTS = S::RANKS / 8;
-  for (int i = threadIdx.x; i < min(item.split, tokens) * EIGHTS; i += S::THREADS) {
-    const int row = i / EIGHTS, at = i % EIGHTS * 8, team = at / S::TEAM_RANKS;
-    const int token = row + team / teams * item.split;
-    const int column = item.first + team % teams * S::TEAM_RANKS + at % S::TEAM_RANKS;
+  const int tokens = item.high - item.low;
+  const Teams<S> teams(columns_of(p.g, item.pair));
+  const int across = teams.tokens * teams.ranks * S::TEAM_RANKS, eights = across / 8;
+  for (int i = threadIdx.x; i < min(item.split, tokens) * eights; i += S::THREADS) {
+    const int row = i / eights, at = i % eights * 8, team = at / S::TEAM_RANKS;
+    const int token = row + team / teams.ranks * item.split;
+    const int column = item.first + team % teams.ranks * S::TEAM_RANKS + at % S::TEAM_RANKS;
     const int slice = column / width, r = column % width;
     if (slice >= p.g.lora.num_slices || token >= tokens)
       continue;
     float sum[8] = {};
-    add_runs<S>(sum, shared.sums, row, at);
+    for (int d = 0; d < teams.depths; d++)
+      add_runs<S>(sum, shared.sums, row, d * across + at);
     const int64_t position = (int64_t)item.block * p.g.blocks.rows + item.low + token;
     *(uint4 *)((T *)p.hl + position * p.g.hl_stride + slice * p.g.hl_slice + r) =
         round_ranks<T>(sum, scaling, r, rank);
@@ -165,15 +173,17 @@ __device__ __forceinline__ void store(const Params &p, const Item &item, const S
 
 template <class T, class S, bool VECTORS>
 __device__ __forceinline__ void run_item(const Params &p, const Item &item, Shared<S> &shared) {
-  const int columns = columns_of(p.g, item.pair), teams = rank_teams<S>(columns);
-  const int warp = threadIdx.x / 32, run = warp % S::DEPTHS, team = warp / S::DEPTHS;
-  const Places places = {p.g, item, item.low + team / teams * item.split};
-  const int column = places.low < item.high ? item.first + team % teams * S::TEAM_RANKS : columns;
+  const int columns = columns_of(p.g, item.pair);
+  const Teams<S> teams(columns);
+  const int warp = threadIdx.x / 32, team = warp / S::DEPTHS, runs = teams.depths * S::DEPTHS;
+  const int run = team / (teams.ranks * teams.tokens) * S::DEPTHS + warp % S::DEPTHS;
+  const Places places = {p.g, item, item.low + team / teams.ranks % teams.tokens * item.split};
+  const int column =
+      places.low < item.high ? item.first + team % teams.ranks * S::TEAM_RANKS : columns;
   if (S::TILES > 1 && columns <= 16)
-    multiply_tokens<T, S, VECTORS, 1>(item.split, places, column, p.g.k, run, S::DEPTHS,
-                                      shared.sums);
+    multiply_tokens<T, S, VECTORS, 1>(item.split, places, column, p.g.k, run, runs, shared.sums);
   else
-    multiply_tokens<T, S, VECTORS, S::TILES>(item.split, places, column, p.g.k, run, S::DEPTHS,
+    multiply_tokens<T, S, VECTORS, S::TILES>(item.split, places, column, p.g.k, run, runs,
                                              shared.sums);
   store<T, S>(p, item, shared);
 }
