@@ -187,14 +187,14 @@ __device__ __forceinline__ bool add_adapters(float (&d)[2][N / 2], const moelora
   fence_async_proxy(); // cp.async, or `clear`, wrote through the ordinary proxy
   const uint64_t a = wgmma_descriptor_32(weights), b = wgmma_descriptor(ring.tokens());
   const int step = is_paired(g) ? 4 : 2, up = is_paired(g) ? 2 : 0; // as in sm90_adapters.cuh
-  wgmma_fence();
 #pragma unroll 1
   for (int j = 0; j < note.pieces; j++) {
+    wgmma_fence();
     Wgmma<N>::template mma<Element<T>::is_bf16>(d[0], a + j * (STRIDE / 16), b + step * j);
     Wgmma<N>::template mma<Element<T>::is_bf16>(d[1], a + (j * STRIDE + kPieceGroupBytes) / 16,
                                                 b + step * j + up);
+    wgmma_commit();
   }
-  wgmma_commit();
   return wild;
 }
 
