@@ -85,7 +85,8 @@ def arch_number(arch):
 
 
 def report_ptxas(source, text):
-    """Sums up what ptxas -v says; returns the rest: warnings, and kernels that spill registers."""
+    """Sums up what ptxas -v says; returns the rest: warnings, kernels that spill registers, and
+    those whose wgmma it runs one by one."""
     problems, registers, kernel = [], [], "?"
     for line in text.splitlines():
         if found := re.search(r"(?:entry function|properties for) '?(\w+)", line):
@@ -95,7 +96,7 @@ def report_ptxas(source, text):
                 problems.append(f"{source}: {kernel}: {line.strip()}\n")
         elif found := re.search(r"Used (\d+) registers", line):
             registers.append(int(found.group(1)))
-        elif not line.startswith("ptxas info"):
+        elif not line.startswith("ptxas info") or "serialized" in line:
             problems.append(line + "\n")
     if registers:
         print(f"  {source}: {len(registers)} kernels, at most {max(registers)} registers")

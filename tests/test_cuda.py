@@ -78,6 +78,7 @@ SHRINKS = {
     "short_segments": Spec(inter=24, tokens=1000, experts=64, hidden=72, ranks=(16, 9) * 4),
     "long_segments": Spec(inter=24, experts=2, tokens=13000, hidden=264, ranks=(16, 7)),
     "long_segments_wide": Spec(inter=24, experts=2, tokens=13000, hidden=72, ranks=(64, 5, 33)),
+    "most_rows_wide": Spec(inter=24, experts=2, tokens=26000, hidden=1032, ranks=(64, 5, 33, 16)),
     "long_segments_deep": Spec(inter=24, experts=2, tokens=6500, hidden=4104, ranks=(16, 7)),
     "long_segments_wide_deep": Spec(inter=24, experts=2, tokens=6500, hidden=4104, ranks=(40, 8)),
 }

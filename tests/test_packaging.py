@@ -128,7 +128,7 @@ ptxas info    : Used 168 registers, used 1 barriers
 """
 
 
-def test_spills_are_found(setup_py, capsys):
+def test_spills_and_serialised_products_are_found(setup_py, capsys):
     source = Path("csrc/cuda/gemm.cu")
     assert setup_py.report_ptxas(source, PTXAS.format(stack=0, stores=0, loads=0)) == ""
     assert "1 kernels, at most 168 registers" in capsys.readouterr().out
@@ -136,6 +136,8 @@ def test_spills_are_found(setup_py, capsys):
     assert "_Z4gemmv" in text
     assert "4 bytes spill stores" in text
     assert "warning" in setup_py.report_ptxas(source, "gemm.cu(3): warning #177-D: unused")
+    loss = "ptxas info    : (C7520) Potential Performance Loss: wgmma.mma_async instructions are "
+    assert "C7520" in setup_py.report_ptxas(source, loss + "serialized due to ... '_Z4gemmv'")
 
 
 @pytest.mark.parametrize(
