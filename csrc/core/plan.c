@@ -289,8 +289,8 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
   prefer_tuned(moelora_tuned_variant(problem, &seen), &access, device, &plan->w13);
   plan->w2 = plan->w13;
   /* Rows that wait for their sum do so in float32, so that the sum alone rounds, where they are
-   * few; elsewhere their traffic would cost up to a fifth of the layer. */
-  plan->partial_f32 = device->device == MOELORA_CPU || plan->w2.block_rows <= 32;
+   * few; elsewhere their traffic would cost a twentieth to a fifth of the layer. */
+  plan->partial_f32 = device->device == MOELORA_CPU || plan->w2.block_rows <= 16;
   return MOELORA_OK;
 }
 
