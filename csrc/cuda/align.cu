@@ -4,7 +4,8 @@
  *   otherwise                                    tokens by adapter, then their rows by expert:
  * stable, so the order is the same; UNIFORM also pads pairs
  *
- * A sort is one launch up to SMALL_ITEMS items and two beyond. Launches of one call overlap by
+ * A sort is one launch up to SMALL_ITEMS items and two beyond; of the former the one for up to
+ * ALIGN_TINY_ITEMS is another kernel. Launches of one call overlap by
  * programmatic dependent launch where the GPU has it. */
 #include "cuda/align.h"
 #include "cuda/backend.h"
@@ -182,6 +183,8 @@ static cudaError_t run_sort(const align_sort &sort, align_launch *launch) {
     launch->after_own = true;
     if (error == cudaSuccess)
       error = align_launch_place(sort, *launch);
+  } else if (sort.num_items <= ALIGN_TINY_ITEMS && !sort.empty_blocks && !sort.zero_bytes) {
+    error = align_launch_tiny(sort, *launch);
   } else {
     error = align_launch_small(sort, *launch);
   }
@@ -234,8 +237,8 @@ static cudaError_t run_two_sorts(const moelora_align_problem *problem, const moe
 
 /* ---- launches ---- */
 
-cudaError_t align_launch_kernel(const void *kernel, uint32_t ctas, size_t shared_bytes,
-                                const align_launch &launch, void *argument) {
+cudaError_t align_launch_kernel(const void *kernel, uint32_t ctas, uint32_t threads,
+                                size_t shared_bytes, const align_launch &launch, void *argument) {
   /* 48 KiB, static memory included, need no permission */
   if (shared_bytes > (40 << 10)) {
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -248,7 +251,7 @@ cudaError_t align_launch_kernel(const void *kernel, uint32_t ctas, size_t shared
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(ctas);
-  config.blockDim = dim3(ALIGN_THREADS);
+  config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = launch.stream;
   config.attrs = &early;

@@ -16,6 +16,7 @@
  * CTAs never talk to each other, nothing has to be reset, and the order is always the same. Each
  * CTA writes its own items and its share of padding, block ids and the unused tail.
  *
+ * align_tiny.cu: every CTA compares each item with all others; one launch, no bins.
  * align_small.cu: every CTA reads all items and counts for itself; one launch.
  * align_large.cu: a first launch counts each chunk, a second one sums the counts and places. */
 #ifndef MOELORA_CUDA_ALIGN_CUH
@@ -161,14 +162,19 @@ static __device__ __forceinline__ void mark_local_experts(const align_sort &s,
   }
 }
 
+/* Blocks that hold `count` > 0 items of a group. */
+static __device__ __forceinline__ int32_t blocks_for(const align_sort &s, int32_t count) {
+  const int32_t blocks = (int32_t)divide((uint32_t)count - 1, s.block_size) + 1;
+  return s.cluster == 2 ? (blocks + 1) & ~1 : blocks;
+}
+
 /* Blocks of a group with `count` items; SORTING gives every expert of this rank at least one. */
 static __device__ __forceinline__ int32_t blocks_of(const align_sort &s, const align_shared &shared,
                                                     uint32_t group, int32_t count) {
   if (count == 0)
     return s.empty_blocks &&
            (!s.routes.expert_map || (shared.local[group / 32] >> group % 32 & 1u));
-  const int32_t blocks = (int32_t)divide((uint32_t)count - 1, s.block_size) + 1;
-  return s.cluster == 2 ? (blocks + 1) & ~1 : blocks;
+  return blocks_for(s, count);
 }
 
 /* Items of each block but the last ones, where `count` of them are dealt out evenly: the fewest
@@ -271,49 +277,41 @@ static __device__ __forceinline__ void write_padding(const align_sort &s, int64_
     s.sorted_weights[position] = 0.0f;
 }
 
-/* This CTA's share of everything that is not an item. A warp takes a group. */
-static __device__ __forceinline__ void write_around_items(const align_sort &s,
-                                                          const align_bins &bins,
-                                                          const align_shared &shared,
-                                                          int32_t num_blocks) {
+/* What lies around the `count` items of a group in blocks from `block` on; a warp. */
+static __device__ __forceinline__ void write_around_group(const align_sort &s, uint32_t group,
+                                                          int32_t block, int32_t count,
+                                                          int32_t blocks) {
   const int lane = threadIdx.x % 32;
-  /* the last warps first: the first ones still place items */
-  const uint32_t warp = ALIGN_WARPS - 1 - threadIdx.x / 32;
-  const int32_t size = (int32_t)s.block_size.value;
-  for (uint32_t g = blockIdx.x + s.num_chunks * warp; g < s.num_groups;
-       g += s.num_chunks * ALIGN_WARPS) {
-    const align_group group = group_of(s, bins, g);
-    const int32_t blocks = blocks_of(s, shared, g, group.count);
-    const int32_t block = (int32_t)divide((uint32_t)group.first, s.block_size);
-    if (s.even && blocks > 0) {
-      const int32_t share = even_share(group.count, blocks);
-      for (int32_t b = 0; b < blocks; b++) {
-        const int32_t here = min(max(group.count - b * share, 0), share);
-        if (s.block_counts && lane == 0)
-          s.block_counts[block + b] = here;
-        for (int32_t i = here + lane; i < size; i += 32)
-          write_padding(s, group.first + b * size + i);
-      }
-    } else {
-      const int32_t end = group.first + blocks * size;
-      for (int32_t position = group.first + group.count + lane; position < end; position += 32)
-        write_padding(s, position);
+  const int32_t size = (int32_t)s.block_size.value, first = block * size;
+  if (s.even && blocks > 0) {
+    const int32_t share = even_share(count, blocks);
+    for (int32_t b = 0; b < blocks; b++) {
+      const int32_t here = min(max(count - b * share, 0), share);
+      if (s.block_counts && lane == 0)
+        s.block_counts[block + b] = here;
+      for (int32_t i = here + lane; i < size; i += 32)
+        write_padding(s, first + b * size + i);
     }
-    if (!s.expert_ids)
-      continue;
-    int32_t expert = s.ways == 1 ? (int32_t)divide(g, s.adapter_keys) : (int32_t)g;
-    int32_t adapter = (int32_t)g - expert * (int32_t)s.adapter_keys.value - s.by_adapter;
-    for (int32_t b = block + lane; b < block + blocks; b += 32) {
-      s.expert_ids[b] = expert;
-      if (s.block_loras)
-        s.block_loras[b] = s.by_adapter ? adapter : -1;
-    }
+  } else {
+    for (int32_t position = first + count + lane; position < first + blocks * size; position += 32)
+      write_padding(s, position);
   }
+  if (!s.expert_ids)
+    return;
+  const int32_t expert = s.ways == 1 ? (int32_t)divide(group, s.adapter_keys) : (int32_t)group;
+  const int32_t adapter = (int32_t)group - expert * (int32_t)s.adapter_keys.value - s.by_adapter;
+  for (int32_t b = block + lane; b < block + blocks; b += 32) {
+    s.expert_ids[b] = expert;
+    if (s.block_loras)
+      s.block_loras[b] = s.by_adapter ? adapter : -1;
+  }
+}
 
-  const int64_t me = (int64_t)blockIdx.x * ALIGN_THREADS + threadIdx.x;
-  const int64_t step = (int64_t)s.num_chunks * ALIGN_THREADS;
-  const int64_t rows = (int64_t)num_blocks * size;
-  for (int64_t position = rows + me; position < s.max_blocks * size; position += step)
+/* What lies behind all groups, and how much does not; thread `me` of `step`. */
+static __device__ __forceinline__ void write_around_groups(const align_sort &s, int32_t num_blocks,
+                                                           int64_t me, int64_t step) {
+  const int64_t rows = (int64_t)num_blocks * s.block_size.value;
+  for (int64_t position = rows + me; position < s.max_blocks * s.block_size.value; position += step)
     write_padding(s, position);
   for (int64_t b = num_blocks + me; s.expert_ids && b < s.max_blocks; b += step) {
     s.expert_ids[b] = -1;
@@ -322,6 +320,23 @@ static __device__ __forceinline__ void write_around_items(const align_sort &s,
   }
   if (me == 0 && s.num_post)
     *s.num_post = (int32_t)rows;
+}
+
+/* This CTA's share of everything that is not an item. A warp takes a group. */
+static __device__ __forceinline__ void write_around_items(const align_sort &s,
+                                                          const align_bins &bins,
+                                                          const align_shared &shared,
+                                                          int32_t num_blocks) {
+  /* the last warps first: the first ones still place items */
+  const uint32_t warp = ALIGN_WARPS - 1 - threadIdx.x / 32;
+  for (uint32_t g = blockIdx.x + s.num_chunks * warp; g < s.num_groups;
+       g += s.num_chunks * ALIGN_WARPS) {
+    const align_group group = group_of(s, bins, g);
+    write_around_group(s, g, (int32_t)divide((uint32_t)group.first, s.block_size), group.count,
+                       blocks_of(s, shared, g, group.count));
+  }
+  write_around_groups(s, num_blocks, (int64_t)blockIdx.x * ALIGN_THREADS + threadIdx.x,
+                      (int64_t)s.num_chunks * ALIGN_THREADS);
 }
 
 /* Rank of a thread's key among equal keys of the lower threads of its group of ALIGN_GROUP.
@@ -336,23 +351,30 @@ static __device__ __forceinline__ int32_t rank_in_group(const int32_t *group_key
   return rank;
 }
 
-/* Where the item goes that would be at `position` if its group were filled block after block. */
+/* Where in its group the item goes that comes behind `place` others. */
+static __device__ __forceinline__ int32_t place_in_group(const align_sort &s, int32_t place,
+                                                         int32_t count, int32_t blocks) {
+  if (!s.even)
+    return place;
+  const int32_t share = even_share(count, blocks), block = place / share;
+  return block * (int32_t)s.block_size.value + place - block * share;
+}
+
+/* The position of the item that would be at `position` if its group were filled block by block. */
 static __device__ __forceinline__ int32_t even_position(const align_sort &s, const align_bins &bins,
                                                         const align_shared &shared, int32_t key,
                                                         int32_t position) {
+  if (!s.even)
+    return position;
   const align_group group =
       group_of(s, bins, s.ways == 1 ? (uint32_t)key : divide((uint32_t)key, s.adapter_keys));
-  const int32_t share = even_share(group.count, blocks_of(s, shared, group.index, group.count));
-  const int32_t item = position - group.first, block = item / share;
-  return group.first + block * (int32_t)s.block_size.value + item - block * share;
+  return group.first + place_in_group(s, position - group.first, group.count,
+                                      blocks_of(s, shared, group.index, group.count));
 }
 
 template <typename Lora>
-static __device__ __forceinline__ void write_item(const align_sort &s, const align_bins &bins,
-                                                  const align_shared &shared, uint32_t index,
-                                                  int32_t key, int32_t position) {
-  if (s.even)
-    position = even_position(s, bins, shared, key, position);
+static __device__ __forceinline__ void write_item(const align_sort &s, uint32_t index, int32_t key,
+                                                  int32_t position) {
   align_item item = locate(s, index);
   if (s.order)
     item.token = (uint32_t)__ldcg(s.order + item.token);

@@ -10,6 +10,8 @@ constexpr int ALIGN_THREADS = 1024;
 /* Threads that rank their items by comparing with each other: 128 keys are 96 compares for the last
  * warp, about as long as one barrier takes. */
 constexpr int ALIGN_GROUP = 128;
+/* Items up to which each is compared with all others. */
+constexpr int ALIGN_TINY_ITEMS = 256;
 /* Three bins of 4 bytes a key, beside 5 KiB of static memory, fit the 99 KiB of shared memory that
  * every GPU from sm_80 on gives a CTA. */
 constexpr int ALIGN_MAX_KEYS = 7680;
@@ -67,14 +69,15 @@ struct align_launch {
   bool after_own;
 };
 
+cudaError_t align_launch_tiny(const align_sort &sort, const align_launch &launch);
 cudaError_t align_launch_small(const align_sort &sort, const align_launch &launch);
 cudaError_t align_launch_count(const align_sort &sort, const align_launch &launch);
 cudaError_t align_launch_place(const align_sort &sort, const align_launch &launch);
 cudaError_t align_launch_pad(const align_pad &pad, const align_launch &launch);
 
 /* align.cu: sets the kernel's shared memory limit and queues it. */
-cudaError_t align_launch_kernel(const void *kernel, uint32_t ctas, size_t shared_bytes,
-                                const align_launch &launch, void *argument);
+cudaError_t align_launch_kernel(const void *kernel, uint32_t ctas, uint32_t threads,
+                                size_t shared_bytes, const align_launch &launch, void *argument);
 
 static inline uint32_t align_zero_ctas(const align_sort &sort) {
   size_t bytes_per_cta = 64 << 10, ctas = (sort.zero_bytes + bytes_per_cta - 1) / bytes_per_cta;

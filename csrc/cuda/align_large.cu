@@ -131,7 +131,7 @@ static __global__ void __launch_bounds__(ALIGN_THREADS)
     int32_t rank = rank_in_group(shared.key + threadIdx.x / ALIGN_GROUP * ALIGN_GROUP, key[0]);
     int32_t position = take_positions(bins, key[0], rank, end - tile);
     if (key[0] >= 0)
-      write_item<Lora>(s, bins, shared, index, key[0], position);
+      write_item<Lora>(s, index, key[0], even_position(s, bins, shared, key[0], position));
     else if (index < end)
       skip_item(s, index);
     key[0] = next[0];
@@ -148,7 +148,8 @@ cudaError_t align_launch_count(const align_sort &sort, const align_launch &launc
       (const void *)align_count<int64_t, int32_t>, (const void *)align_count<int64_t, int64_t>};
   align_sort argument = sort;
   size_t bytes = ((size_t)sort.num_keys + 1) * sizeof(int32_t);
-  return align_launch_kernel(kernels[pick(sort)], sort.num_chunks, bytes, launch, &argument);
+  return align_launch_kernel(kernels[pick(sort)], sort.num_chunks, ALIGN_THREADS, bytes, launch,
+                             &argument);
 }
 
 cudaError_t align_launch_place(const align_sort &sort, const align_launch &launch) {
@@ -157,6 +158,6 @@ cudaError_t align_launch_place(const align_sort &sort, const align_launch &launc
       (const void *)align_place<int64_t, int32_t>, (const void *)align_place<int64_t, int64_t>};
   align_sort argument = sort;
   size_t bytes = (3 * (size_t)sort.num_keys + 1) * sizeof(int32_t);
-  return align_launch_kernel(kernels[pick(sort)], sort.num_chunks + align_zero_ctas(sort), bytes,
-                             launch, &argument);
+  return align_launch_kernel(kernels[pick(sort)], sort.num_chunks + align_zero_ctas(sort),
+                             ALIGN_THREADS, bytes, launch, &argument);
 }

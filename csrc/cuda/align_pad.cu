@@ -74,5 +74,5 @@ static __global__ void __launch_bounds__(ALIGN_THREADS)
 
 cudaError_t align_launch_pad(const align_pad &pad, const align_launch &launch) {
   align_pad argument = pad;
-  return align_launch_kernel((const void *)align_pad_pairs, 1, 0, launch, &argument);
+  return align_launch_kernel((const void *)align_pad_pairs, 1, ALIGN_THREADS, 0, launch, &argument);
 }

@@ -51,8 +51,9 @@ static __global__ void __launch_bounds__(ALIGN_THREADS)
   if (threadIdx.x < ALIGN_GROUP) {
     int32_t rank = rank_in_group(shared.key, own[0]);
     if (own[0] >= 0)
-      write_item<Lora>(s, bins, shared, index, own[0],
-                       bins.start[own[0]] + bins.before[own[0]] + rank);
+      write_item<Lora>(
+          s, index, own[0],
+          even_position(s, bins, shared, own[0], bins.start[own[0]] + bins.before[own[0]] + rank));
     else if (index < s.num_items)
       skip_item(s, index);
   }
@@ -68,5 +69,5 @@ cudaError_t align_launch_small(const align_sort &sort, const align_launch &launc
   size_t bytes = (3 * (size_t)sort.num_keys + 1) * sizeof(int32_t);
   return align_launch_kernel(
       kernels[sort.routes.topk_ids.is_64][sort.routes.token_lora_mapping.is_64],
-      sort.num_chunks + align_zero_ctas(sort), bytes, launch, &argument);
+      sort.num_chunks + align_zero_ctas(sort), ALIGN_THREADS, bytes, launch, &argument);
 }

@@ -120,6 +120,7 @@ extern "C" moelora_status moelora_cuda_align_lists(const moelora_align_lists_pro
   const align_launch launch = {(cudaStream_t)exec->stream, true};
   return moelora_cuda_check(
       align_launch_kernel((const void *)fill_lists, problem->lists.num_active * lists.parts,
-                          3 * sizeof(int32_t) * problem->routes.num_experts, launch, &lists),
+                          ALIGN_THREADS, 3 * sizeof(int32_t) * problem->routes.num_experts, launch,
+                          &lists),
       "fill_lists");
 }
