@@ -11,6 +11,12 @@
 
 constexpr int kPieceGroupBytes = 64 * 32;
 
+/* Pieces in a stage. In X, piece j lies in chunks 2j and 2j + 1; the two slices of a paired one
+ * follow each other, in chunks 4j to 4j + 3. */
+__device__ __forceinline__ int pieces_per_stage(const moelora_gemm_launch &g) {
+  return is_paired(g) ? 2 : 4;
+}
+
 /* Tensor maps of the slices of B: [max_loras, E, halves, rows, ranks], see map_factors. */
 struct FactorMaps {
   CUtensorMap slice[MOELORA_MAX_SLICES];
