@@ -240,27 +240,18 @@ __global__ void __launch_bounds__(Share<E>::THREADS, Share<E>::SPLIT == 1 ? 2 : 
   // Shuffled, the address stays in a register; else the compiler finds it anew for each stage.
   Pipeline<E, T, STAGES, VECTORS> pipeline{g, __shfl_sync(0xffffffffu, shared_address(shared), 0)};
   S sum;
+  const uint32_t notes = pipeline.base + STAGES * E::STAGE_BYTES;
   Tile tile, finished;
   int count = 0, finished_count = 0; // rows of the block; none before the first tile
   for (int index = blockIdx.x;; index += gridDim.x) {
     const bool last = index >= blocks * columns;
-    // Segments are found anew for each stage: kept, they would cost the main loop its registers.
-    auto find_segments = [&] {
-      Segments<E::LANES> segments;
-      segments.load(g, (int64_t)tile.block * E::TOKENS, E::TOKENS);
-      return segments;
-    };
-    Piece ahead;
-    bool more = g.blocks.pairs != nullptr;
-    auto copy_pieces = [&](int step) {
-      const uint32_t w = pipeline.stage(step);
-      if (more)
-        more = load_pieces<E, T, S::THREADS>(g, tile, find_segments(), count, ahead, w,
-                                             w + E::W_BYTES, threadIdx.x) > 0;
-    };
     if (!last) {
       tile = tile_at<E>(g, index, columns, blocks);
       count = g.blocks.counts[tile.block];
+      const bool lists = g.blocks.pairs && threadIdx.x < 32;
+      Segments<E::LANES> segments;
+      if (lists)
+        segments.read(g, (int64_t)tile.block * E::TOKENS, E::TOKENS);
       pipeline.loader.open(g, tile);
       auto from = pipeline.loader.source(g, 0);
 #pragma unroll 1
@@ -271,6 +262,10 @@ __global__ void __launch_bounds__(Share<E>::THREADS, Share<E>::SPLIT == 1 ? 2 : 
           pipeline.loader.copy(g, from, part, to, step < depth_steps);
         from.advance(g);
         copy_async_commit();
+      }
+      if (lists) {
+        TileAdapters<E, STAGES> adapters(notes);
+        adapters.find(g, tile, segments);
       }
     }
     // While the first stages of a tile are on their way, the one before is stored.
@@ -286,31 +281,37 @@ __global__ void __launch_bounds__(Share<E>::THREADS, Share<E>::SPLIT == 1 ? 2 : 
       break;
     sum.clear();
     pipeline.wait();
-    Piece piece;
-    for (int step = 0;;) {
+    // Where the depth is short, the stages before the first of the adapters are empty.
+    const int first = max(depth_steps, STAGES - 1);
+    TileAdapters<E, STAGES> adapters(notes);
+    auto load_ahead = [&](int step) {
+      const int ahead = step + STAGES - 1, pieces = adapters.pieces_at(g, ahead - first);
+      if (pieces > 0)
+        load_pieces<E, T>(g, tile, adapters, ahead, ahead == first, pieces, pipeline.stage(ahead));
+      return pieces > 0;
+    };
+    int step = 0;
+    while (step < depth_steps) {
       const bool deep = step + STAGES - 1 < depth_steps;
+      int end = depth_steps - (STAGES - 1);
       if (!deep)
-        copy_pieces(step + STAGES - 1);
-      if (step < depth_steps) {
-        const int end = deep ? depth_steps - (STAGES - 1) : step + 1;
-        pipeline.template multiply_fitting<LEAST>(sum, count, step, end, deep);
-        step = end;
-        continue;
-      }
+        end = load_ahead(step) ? step + 1 : depth_steps;
+      pipeline.template multiply_fitting<LEAST>(sum, count, step, end, deep);
+      step = end;
+    }
+#pragma unroll 1
+    for (;; step++) {
+      load_ahead(step);
       copy_async_commit();
-      if (!g.blocks.pairs)
-        break;
-      if (step >= STAGES - 1) { // where the depth is short, the stages before are empty
-        const uint32_t w = pipeline.stage(step);
-        const Segments<E::LANES> segments = find_segments();
-        int slot = 0;
-        while (slot < pieces_per_stage(g) && next_piece<E>(g, tile, segments, piece))
-          expand<E, T>(sum, g, tile, piece, slot++, w, w + E::W_BYTES);
-        if (slot == 0)
+      if (step >= first) {
+        const int pieces = adapters.pieces_at(g, step - first);
+#pragma unroll 1
+        for (int slot = 0; slot < pieces; slot++)
+          expand<E, T>(sum, is_paired(g), adapters, step, slot, pipeline.stage(step));
+        if (pieces < pieces_in_stage(g))
           break;
       }
       pipeline.wait();
-      step++;
     }
     __syncthreads(); // nobody reads the ring any more
     finished = tile, finished_count = count;
@@ -329,7 +330,7 @@ struct Launch<80, T, BLOCK_M, BLOCK_N, STAGES, 1> {
 
   template <bool VECTORS>
   static moelora_status run_as(const moelora_gemm_launch *g, const moelora_exec *exec) {
-    constexpr int SHARED = STAGES * E::STAGE_BYTES;
+    constexpr int SHARED = STAGES * E::STAGE_BYTES + TileAdapters<E, STAGES>::BYTES;
     static_assert(SHARED <= 166912, "163 KB of shared memory on sm_80");
     return launch_kernel<gemm_sm80<E, T, STAGES, VECTORS>>(
         "gemm_sm80", g->blocks.max_blocks * tile_columns<E>(*g), Share<E>::THREADS, SHARED, exec,

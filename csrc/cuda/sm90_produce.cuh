@@ -96,7 +96,7 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const CUtensorM
       const int pieces = pieces_in(g, runs, i);
       ring.wait_empty();
       if (lane == 0) {
-        PiecesNote{pieces, runs.are_shared(count)}.write(ring.note());
+        PiecesNote{pieces, are_shared(runs, count)}.write(ring.note());
         barrier_expect(ring.full(), g.factors_boxes ? pieces * S::TILES * kPieceGroupBytes : 0);
       }
       if (g.factors_boxes)

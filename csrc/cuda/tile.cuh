@@ -108,12 +108,17 @@ template <int LANES> struct Segments {
   uint32_t starts[LANES];
 
   __device__ __forceinline__ void load(const moelora_gemm_launch &g, int64_t position, int tokens) {
+    read(g, position, tokens);
+    find(g.lora.max_rank);
+  }
+
+  /* Pairs alone, for find. */
+  __device__ __forceinline__ void read(const moelora_gemm_launch &g, int64_t position, int tokens) {
 #pragma unroll
     for (int i = 0; i < LANES; i++) {
       const int t = i * 32 + (threadIdx.x & 31);
       pair[i] = t < tokens ? g.blocks.pairs[position + t] : -1;
     }
-    find(g.lora.max_rank);
   }
 
   /* From pairs that are there already. */
@@ -184,12 +189,6 @@ constexpr int kPieceDepth = 16;
  * up rows slice 1. */
 __host__ __device__ __forceinline__ bool is_paired(const moelora_gemm_launch &g) {
   return g.gated && !g.interleaved && g.lora.num_slices == 2;
-}
-
-/* Pieces in a stage. In X, piece j lies in chunks 2j and 2j + 1; the two slices of a paired one
- * follow each other, in chunks 4j to 4j + 3. */
-__device__ __forceinline__ int pieces_per_stage(const moelora_gemm_launch &g) {
-  return is_paired(g) ? 2 : 4;
 }
 
 /* All three gated activations are g' sigmoid(g' (a + b g'^2)) (u' + c): silu has a = 1; gelu in its

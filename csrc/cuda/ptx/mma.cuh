@@ -131,6 +131,16 @@ __device__ __forceinline__ uint4 load_shared_16(uint32_t at) {
   return v;
 }
 
+__device__ __forceinline__ void store_shared_8(uint32_t at, uint2 v) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(at), "r"(v.x), "r"(v.y) : "memory");
+}
+
+__device__ __forceinline__ uint2 load_shared_8(uint32_t at) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ void load_matrix_x4(uint32_t (&v)[4], uint32_t at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
