@@ -18,13 +18,10 @@
 namespace {
 
 constexpr int kLongDepth = 4096; // from here on eight warps share it
-/* Rows of a block up to which a CTA of the GEMM that follows fits beside half of an SM's warps: it
- * streams weights while the shrink runs. */
-constexpr int kBesideRows = 96;
-constexpr int kThinSegment = 4; // tokens; below, what A takes is all that counts
-constexpr int kFatSegment = 64; // tokens; from here on, both sides are read once if they can be
-constexpr int kShares = 8;      // of a block, for every RANKS ranks
-constexpr int kLanes = 8;       // tokens of a block that a lane looks after
+constexpr int kThinSegment = 4;  // tokens; below, what A takes is all that counts
+constexpr int kFatSegment = 64;  // tokens; from here on, both sides are read once if they can be
+constexpr int kShares = 8;       // of a block, for every RANKS ranks
+constexpr int kLanes = 8;        // tokens of a block that a lane looks after
 constexpr int kItems = 32 * kLanes / kShares; // of a unit at most
 
 struct Params {
@@ -223,9 +220,7 @@ struct Extents {
 template <class T, class S, bool VECTORS>
 moelora_status launch(Params p, const Extents &e, const moelora_exec *exec) {
   const int64_t blocks = p.g.blocks.max_blocks;
-  const int warps = p.g.blocks.rows <= kBesideRows ? kResidentWarps / 2 : kResidentWarps;
-  const int64_t ctas =
-      moelora_cuda_num_sms(exec->device_index) * (warps > S::WARPS ? warps / S::WARPS : 1);
+  const int64_t ctas = moelora_cuda_num_sms(exec->device_index) * (kResidentWarps / S::WARPS);
   p.part = e.part < S::TOKENS ? e.part : S::TOKENS;
   p.shares = kShares * (int32_t)((p.g.hl_stride + S::RANKS - 1) / S::RANKS);
   // As many as all CTAs together have items of.
@@ -233,9 +228,8 @@ moelora_status launch(Params p, const Extents &e, const moelora_exec *exec) {
   const int64_t group = ctas * blocks / (e.segments + e.rows / p.part);
   p.group = (int32_t)(fat && group < blocks ? group + 1 : blocks);
   p.few = e.few;
-  const int64_t work = blocks * p.shares < ctas ? blocks * p.shares : ctas;
-  return launch_kernel<shrink<T, S, VECTORS>>("shrink", work, S::THREADS, sizeof(Shared<S>), exec,
-                                              p);
+  return launch_kernel<shrink<T, S, VECTORS>>("shrink", blocks * p.shares, S::THREADS,
+                                              sizeof(Shared<S>), exec, p);
 }
 
 /* Items large enough to read little twice, and enough of them for all CTAs. WIDE_TOKENS: what
