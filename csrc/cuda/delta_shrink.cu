@@ -7,11 +7,12 @@
  * Where a long depth would leave CTAs idle, clusters of `splits` of them take an item, each a part
  * of the depth: a CTA adds up what its own warps found, then all of them read each other's sums, in
  * the order of the depth, of the columns that they store. How the depth is shared depends on sizes
- * alone. */
-#include "delta_rows.cuh"
+ * alone.
+ *
+ * Large batches with long segments go to delta_shrink_fat.cu. */
+#include "delta_shrink.cuh"
 #include "kernel_launch.cuh"
 #include "ptx/hopper.cuh"
-#include "shrink_product.cuh"
 
 namespace {
 
@@ -20,6 +21,7 @@ constexpr int kShort = 1024;  // of depth: up to here, four warps share it
 constexpr int kMaxSplits = 4; // clusters of so many fill every group of SMs
 constexpr int kLoads = 48;    // of a lane: with no more, the depth is not split further
 constexpr int kThin = 4;      // tokens of a segment; below, what A takes is all that counts
+constexpr int kFat = 64;      // tokens; from here on, what both sides take
 
 struct Params {
   delta_shrink s;
@@ -31,9 +33,9 @@ struct Place {
   int unit, item;
 };
 
-/* Columns [first, first + RANKS) of rows [low, high) of a window, and where that is. */
-struct Item {
-  int low, high, first, adapter, expert, rank;
+/* What a warp works on: the same for all, in as few registers as there are. */
+struct WarpItem {
+  ShrinkItem item;
   Place place;
 };
 
@@ -42,17 +44,15 @@ template <class S> struct Shared {
   Window<kRows<S>> window;
   int32_t x[kRows<S>]; // row of x that belongs to each row
   int units;
-  Item items[S::WARPS]; // what each warp works on: the same, in as few registers as there are
+  WarpItem items[S::WARPS];
 };
 
 template <class S> struct Places {
   const delta_shrink &s;
   const int32_t (&x_rows)[kRows<S>];
-  const Item &item;
+  const ShrinkItem &item;
 
-  __device__ __forceinline__ int columns() const {
-    return moelora_padded_rank(item.rank) * s.lora.num_slices;
-  }
+  __device__ __forceinline__ int columns() const { return columns_of(s, item.rank); }
 
   template <class T, int M, int N>
   __device__ __forceinline__ void find_a(Rows<T, S, M, N> &rows, int column, int columns,
@@ -68,29 +68,6 @@ template <class S> struct Places {
     }
   }
 };
-
-/* Items that RANKS rows of A at a time make of each part of a segment. */
-template <class S>
-__device__ __forceinline__ int columns_of_items(const delta_shrink &s, int rank) {
-  return ceil_divide(moelora_padded_rank(rank) * s.lora.num_slices, S::RANKS);
-}
-
-/* A warp, for itself. */
-template <class S>
-__device__ __forceinline__ void find_item(const Params &p, const Window<kRows<S>> &w, Place place,
-                                          Item &item) {
-  const int segment = w.segment_of(place.item), j = place.item - w.first[segment];
-  const int low = w.low[segment], high = w.high[segment], rank = w.rank[low];
-  const int columns = columns_of_items<S>(p.s, rank);
-  const int tokens = ceil_divide(ceil_divide(high - low, ceil_divide(high - low, p.part)), 8) * 8;
-  const int from = low + j / columns * tokens;
-  __syncwarp(); // the item before is no longer needed
-  if (threadIdx.x % 32 == 0)
-    item = {
-        from, min(from + tokens, high), j % columns * S::RANKS, w.adapter[low], w.expert[low], rank,
-        place};
-  __syncwarp();
-}
 
 /* CTAs of a cluster, and which of them this is. */
 __device__ __forceinline__ int num_splits(const Params &p) {
@@ -127,30 +104,9 @@ __device__ __forceinline__ void add_remote(float (&sum)[8], const float *here, i
 #endif
 }
 
-/* Eight ranks of a row from r on, below `end`. */
-template <class T>
-__device__ __forceinline__ void store_ranks(T *h, uint4 ranks, int r, int end, bool eights) {
-  if (eights && r + 8 <= end) {
-    *(uint4 *)(h + r) = ranks;
-    return;
-  }
-  const uint32_t words[4] = {ranks.x, ranks.y, ranks.z, ranks.w};
-#pragma unroll
-  for (int j = 0; j < 8; j++)
-    if (r + j < end)
-      ((uint16_t *)h)[r + j] = (uint16_t)(words[j / 2] >> j % 2 * 16);
-}
-
-template <class T>
-__device__ __forceinline__ T *row_of_h(const delta_shrink &s, uint32_t row, int slice) {
-  const uint32_t top_k = s.rows.routes.top_k;
-  return (T *)s.h + slice * s.h_stride[0] + row / top_k * s.h_stride[1] +
-         row % top_k * s.h_stride[2];
-}
-
 /* Adds up the sums, scales, rounds and stores. All threads come here. */
 template <class T, class S>
-__device__ __forceinline__ void store(const Params &p, const Item &item, Shared<S> &shared) {
+__device__ __forceinline__ void store(const Params &p, const ShrinkItem &item, Shared<S> &shared) {
   constexpr int EIGHTS = S::RANKS / 8;
   const delta_shrink &s = p.s;
   const int splits = num_splits(p), split = own_split();
@@ -182,13 +138,8 @@ __device__ __forceinline__ void store(const Params &p, const Item &item, Shared<
   }
   if (splits > 1)
     meet_cluster(); // nobody reads these sums any more
-  if (item.first == 0 && width < max_rank && split == 0) {
-    const int eights = ceil_divide(max_rank - width, 8), slices = s.lora.num_slices;
-    for (int i = threadIdx.x; i < (item.high - item.low) * slices * eights; i += S::THREADS)
-      store_ranks(
-          row_of_h<T>(s, shared.window.row[item.low + i / eights / slices], i / eights % slices),
-          make_uint4(0, 0, 0, 0), width + i % eights * 8, max_rank, s.eights);
-  }
+  if (split == 0)
+    clear_ranks<T, S::THREADS>(s, item, shared.window.row);
 }
 
 template <class T, class S, bool VECTORS>
@@ -201,26 +152,31 @@ __global__ void __launch_bounds__(S::THREADS, kResidentWarps / S::WARPS)
   start_next_kernel();
 
   shared.units = (int)count_windows(p.s.rows) * p.shares;
-  Item &item = shared.items[threadIdx.x / 32];
+  WarpItem &own = shared.items[threadIdx.x / 32];
+  const ShrinkItem &item = own.item;
   for (Place at = {(int)blockIdx.x / num_splits(p), 0}; at.unit < shared.units;
        at.unit += gridDim.x / num_splits(p)) {
     load_window<S::THREADS>(
         p.s.rows, at.unit / p.shares, shared.window,
         [&](int i, uint32_t row) { shared.x[i] = row / (uint32_t)p.s.x_divisor; },
         [&](int rows, int rank) {
-          return ceil_divide(rows, p.part) * columns_of_items<S>(p.s, rank);
+          return ceil_divide(rows, p.part) * columns_of_items<S::RANKS>(p.s, rank);
         });
     at.item = at.unit % p.shares;
 #pragma unroll 1
     while (at.item < w.items) {
-      find_item<S>(p, w, at, item);
+      const ShrinkItem found = find_item<S::RANKS>(p.s, p.part, w, at.item);
+      __syncwarp(); // the item before is no longer needed
+      if (threadIdx.x % 32 == 0)
+        own = {found, at};
+      __syncwarp();
       const int warp = threadIdx.x / 32;
       multiply_tokens<T, S, VECTORS, S::TILES>(item.high - item.low, Places<S>{p.s, shared.x, item},
                                                item.first + warp / S::DEPTHS * S::TEAM_RANKS, p.s.k,
                                                own_split() * S::DEPTHS + warp % S::DEPTHS,
                                                num_splits(p) * S::DEPTHS, shared.sums);
       store<T, S>(p, item, shared);
-      at = item.place; // not in registers meanwhile
+      at = own.place; // not in registers meanwhile
       at.item += p.shares;
     }
   }
@@ -294,7 +250,8 @@ moelora_status launch_vectors(const delta_shrink &s, const Batch &b, const moelo
   return launch<T, Narrow, true>(s, b, exec);
 }
 
-template <class T> moelora_status launch_as(const delta_shrink &s, const moelora_exec *exec) {
+template <class T>
+moelora_status launch_as(const delta_shrink &s, moelora_dtype dtype, const moelora_exec *exec) {
   Batch b = {};
   b.rows = s.rows.routes.num_rows;
   b.segments = (int64_t)s.rows.routes.num_experts * s.rows.routes.max_loras;
@@ -307,6 +264,9 @@ template <class T> moelora_status launch_as(const delta_shrink &s, const moelora
   b.warps = (int64_t)moelora_cuda_num_sms(exec->device_index) * kResidentWarps;
   if (!s.vectors)
     return launch<T, Shape<1, 1, 4, 32>, false>(s, b, exec);
+  if (s.rows.order == DELTA_SORTED && b.ranks > 16 && b.rows >= kFat * b.segments &&
+      delta_fits_fat_shrink(b.rows, exec))
+    return delta_launch_fat_shrink(&s, dtype, exec);
   return s.k <= kShort ? launch_vectors<T, 4>(s, b, exec) : launch_vectors<T, 8>(s, b, exec);
 }
 
@@ -314,6 +274,6 @@ template <class T> moelora_status launch_as(const delta_shrink &s, const moelora
 
 extern "C" moelora_status delta_launch_shrink(const delta_shrink *shrink, moelora_dtype dtype,
                                               const moelora_exec *exec) {
-  return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(*shrink, exec)
-                               : launch_as<__half>(*shrink, exec);
+  return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(*shrink, dtype, exec)
+                               : launch_as<__half>(*shrink, dtype, exec);
 }

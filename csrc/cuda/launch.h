@@ -76,6 +76,9 @@ size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes, int32_t r
 moelora_status moelora_cuda_align_rows(const moelora_routes *routes, const moelora_blocks *blocks,
                                        void *workspace, size_t workspace_bytes, void *stream);
 
+/* backend.cu: shared memory that a CTA may have. */
+int64_t moelora_cuda_shared_bytes(int32_t device_index);
+
 /* shrink.cu: hl[position, slice * hl_slice + r] = round(s x A^T), zero from the true rank to the
  * next multiple of 16. Base rows are not written. `vectors`: x and A allow 16-byte accesses. */
 moelora_status moelora_cuda_shrink(const moelora_gemm_launch *g, const float *lora_scalings,

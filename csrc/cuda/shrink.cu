@@ -3,15 +3,16 @@
  * for rows of adapter l, r below its true rank; zero from there to the next multiple of 16.
  *
  * A part is some tokens of one segment of a block, an item a part and up to RANKS rows of A, slice
- * after slice. Where the adapter has fewer, two halves of the teams have tokens of their own, and
- * what teams are left share the depth further. The items of a block are dealt to `shares` units,
- * and the units to CTAs, so that those that run together work on a `group` of neighbouring blocks;
- * the warps of a CTA first look for the items of a unit each.
+ * after slice. Where the adapter has fewer, teams that would have none have tokens of their own.
+ * The items of a block are dealt to `shares` units, and the units to CTAs, so that those that run
+ * together work on a `group` of neighbouring blocks; the warps of a CTA first look for the items of
+ * a unit each. Long segments of large batches go through shared memory.
  *
- * How the depth is shared depends on sizes and the adapter's own rank alone, so that neither other
- * tokens nor other adapters change a bit. */
+ * How the depth is shared depends on sizes alone, so that neither other tokens nor other adapters
+ * change a bit. */
 #include "kernel_launch.cuh"
 #include "shrink_product.cuh"
+#include "shrink_staged.cuh"
 #include "tile.cuh"
 #include "warp.cuh"
 
@@ -49,18 +50,17 @@ __device__ __forceinline__ int columns_of(const moelora_gemm_launch &g, int pair
   return moelora_padded_rank(pair % kRanks) * g.lora.num_slices;
 }
 
-/* How the teams of a CTA share an item of so many columns: team (d * tokens + t) * ranks + r has
- * the r-th part of the columns, the t-th of the tokens and the d-th of the depth. */
+/* How the teams of a CTA share an item of so many columns: team t * ranks + r has the r-th part of
+ * the columns and the t-th of the tokens. */
 template <class S> struct Teams {
-  int ranks = 1, tokens, depths;
+  int ranks = 1, tokens;
 
   __device__ __forceinline__ explicit Teams(int columns) {
 #pragma unroll
     for (int more = 1; more < S::TEAMS; more *= 2)
       if (more * S::TEAM_RANKS < columns)
         ranks = 2 * more;
-    tokens = ranks < S::TEAMS ? 2 : 1;
-    depths = S::TEAMS / (ranks * tokens);
+    tokens = S::TEAMS / ranks;
   }
 };
 
@@ -154,7 +154,7 @@ __device__ __forceinline__ void store(const Params &p, const Item &item, const S
   const float scaling = p.scalings ? p.scalings[item.pair / kRanks] : 1.f;
   const int tokens = item.high - item.low;
   const Teams<S> teams(columns_of(p.g, item.pair));
-  const int across = teams.tokens * teams.ranks * S::TEAM_RANKS, eights = across / 8;
+  const int eights = S::RANKS / 8;
   for (int i = threadIdx.x; i < min(item.split, tokens) * eights; i += S::THREADS) {
     const int row = i / eights, at = i % eights * 8, team = at / S::TEAM_RANKS;
     const int token = row + team / teams.ranks * item.split;
@@ -163,8 +163,7 @@ __device__ __forceinline__ void store(const Params &p, const Item &item, const S
     if (slice >= p.g.lora.num_slices || token >= tokens)
       continue;
     float sum[8] = {};
-    for (int d = 0; d < teams.depths; d++)
-      add_runs<S>(sum, shared.sums, row, d * across + at);
+    add_runs<S>(sum, shared.sums, row, at);
     const int64_t position = (int64_t)item.block * p.g.blocks.rows + item.low + token;
     *(uint4 *)((T *)p.hl + position * p.g.hl_stride + slice * p.g.hl_slice + r) =
         round_ranks<T>(sum, scaling, r, rank);
@@ -175,15 +174,15 @@ template <class T, class S, bool VECTORS>
 __device__ __forceinline__ void run_item(const Params &p, const Item &item, Shared<S> &shared) {
   const int columns = columns_of(p.g, item.pair);
   const Teams<S> teams(columns);
-  const int warp = threadIdx.x / 32, team = warp / S::DEPTHS, runs = teams.depths * S::DEPTHS;
-  const int run = team / (teams.ranks * teams.tokens) * S::DEPTHS + warp % S::DEPTHS;
-  const Places places = {p.g, item, item.low + team / teams.ranks % teams.tokens * item.split};
+  const int warp = threadIdx.x / 32, team = warp / S::DEPTHS, run = warp % S::DEPTHS;
+  const Places places = {p.g, item, item.low + team / teams.ranks * item.split};
   const int column =
       places.low < item.high ? item.first + team % teams.ranks * S::TEAM_RANKS : columns;
   if (S::TILES > 1 && columns <= 16)
-    multiply_tokens<T, S, VECTORS, 1>(item.split, places, column, p.g.k, run, runs, shared.sums);
+    multiply_tokens<T, S, VECTORS, 1>(item.split, places, column, p.g.k, run, S::DEPTHS,
+                                      shared.sums);
   else
-    multiply_tokens<T, S, VECTORS, S::TILES>(item.split, places, column, p.g.k, run, runs,
+    multiply_tokens<T, S, VECTORS, S::TILES>(item.split, places, column, p.g.k, run, S::DEPTHS,
                                              shared.sums);
   store<T, S>(p, item, shared);
 }
@@ -191,7 +190,7 @@ __device__ __forceinline__ void run_item(const Params &p, const Item &item, Shar
 template <class T, class S, bool VECTORS>
 __global__ void __launch_bounds__(S::THREADS, kResidentWarps / S::WARPS)
     shrink(const __grid_constant__ Params p) {
-  extern __shared__ __align__(16) char memory[];
+  extern __shared__ __align__(128) char memory[];
   Shared<S> &shared = *(Shared<S> *)memory;
   const int warp = threadIdx.x / 32, ctas = gridDim.x;
   wait_for_previous_kernel();
@@ -210,6 +209,70 @@ __global__ void __launch_bounds__(S::THREADS, kResidentWarps / S::WARPS)
   }
 }
 
+/* All warps share an item. */
+template <class C> struct SharedStages {
+  Stages<C> stages;
+  Item items[C::WARPS][kItems];
+  int found[C::WARPS];
+
+  __device__ __forceinline__ const Item &item(int number) const {
+    int w = 0;
+    while (number >= found[w])
+      number -= found[w++];
+    return items[w][number];
+  }
+};
+
+struct StagedItem {
+  const moelora_gemm_launch &g;
+  const Item &item;
+
+  __device__ __forceinline__ int tokens() const { return item.high - item.low; }
+  __device__ __forceinline__ int columns() const { return columns_of(g, item.pair) - item.first; }
+  __device__ __forceinline__ int x_row(int token) const {
+    const int position = item.block * g.blocks.rows + item.low + token;
+    return g.x_divisor ? (uint32_t)g.blocks.sorted_ids[position] / (uint32_t)g.x_divisor : position;
+  }
+  template <class T> __device__ __forceinline__ const T *row_of_a(int column) const {
+    return find_row_of_a<T>(g.lora, item.pair / kRanks, item.expert, item.pair % kRanks,
+                            item.first + column);
+  }
+};
+
+template <class T, class C>
+__global__ void __launch_bounds__(C::THREADS, C::CTAS)
+    shrink_staged(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) char memory[];
+  SharedStages<C> &shared = *(SharedStages<C> *)memory;
+  const moelora_gemm_launch &g = p.g;
+  const int warp = threadIdx.x / 32, ctas = gridDim.x;
+  wait_for_previous_kernel();
+  start_next_kernel();
+  const int blocks = *g.blocks.num_post / g.blocks.rows;
+  const auto find_item = [&](int number) { return StagedItem{g, shared.item(number)}; };
+  const auto store = [&](int number, const Products<T, C> &products) {
+    const Item &item = shared.item(number);
+    const int rank = item.pair % kRanks, width = moelora_padded_rank(rank);
+    const float scaling = p.scalings ? p.scalings[item.pair / kRanks] : 1.f;
+    const int64_t position = (int64_t)item.block * g.blocks.rows + item.low;
+    products.for_each(item.high - item.low, [&](int token, int column, const float *sum) {
+      const int slice = (item.first + column) / width, r = (item.first + column) % width;
+      if (slice < g.lora.num_slices)
+        *(uint32_t *)((T *)p.hl + (position + token) * g.hl_stride + slice * g.hl_slice + r) =
+            pack2<T>(r < rank ? scaling * sum[0] : 0.f, r + 1 < rank ? scaling * sum[1] : 0.f);
+    });
+  };
+  for (int unit = blockIdx.x; unit < blocks * p.shares; unit += ctas * C::WARPS) {
+    shared.found[warp] = find<C>(p, blocks, unit + warp * ctas, shared.items[warp]);
+    __syncthreads();
+    int count = 0;
+    for (int w = 0; w < C::WARPS; w++)
+      count += shared.found[w];
+    run_staged<T, C>({g.x, g.x_stride, g.k}, shared.stages, 0, count, 1, find_item, store);
+    __syncthreads();
+  }
+}
+
 /* Work of a launch, as far as sizes tell. */
 struct Extents {
   int64_t rows, segments; // of the latter at most so many
@@ -217,8 +280,8 @@ struct Extents {
   bool few;
 };
 
-template <class T, class S, bool VECTORS>
-moelora_status launch(Params p, const Extents &e, const moelora_exec *exec) {
+template <class S, auto KERNEL>
+moelora_status launch_shape(Params p, const Extents &e, size_t bytes, const moelora_exec *exec) {
   const int64_t blocks = p.g.blocks.max_blocks;
   const int64_t ctas = moelora_cuda_num_sms(exec->device_index) * (kResidentWarps / S::WARPS);
   p.part = e.part < S::TOKENS ? e.part : S::TOKENS;
@@ -228,8 +291,12 @@ moelora_status launch(Params p, const Extents &e, const moelora_exec *exec) {
   const int64_t group = ctas * blocks / (e.segments + e.rows / p.part);
   p.group = (int32_t)(fat && group < blocks ? group + 1 : blocks);
   p.few = e.few;
-  return launch_kernel<shrink<T, S, VECTORS>>("shrink", blocks * p.shares, S::THREADS,
-                                              sizeof(Shared<S>), exec, p);
+  return launch_kernel<KERNEL>("shrink", blocks * p.shares, S::THREADS, bytes, exec, p);
+}
+
+template <class T, class S, bool VECTORS>
+moelora_status launch(const Params &p, const Extents &e, const moelora_exec *exec) {
+  return launch_shape<S, shrink<T, S, VECTORS>>(p, e, sizeof(Shared<S>), exec);
 }
 
 /* Items large enough to read little twice, and enough of them for all CTAs. WIDE_TOKENS: what
@@ -239,7 +306,6 @@ moelora_status launch_vectors(const Params &p, Extents e, const moelora_exec *ex
   using Narrow = Shape<1, 1, DEPTHS, 48>;
   using Middle = Shape<2, 1, DEPTHS, 48>;
   using Wide = Shape<2, 2, DEPTHS, WIDE_TOKENS>;
-  using Widest = Shape<2, 8, 2, 40>;
   const int sms = moelora_cuda_num_sms(exec->device_index);
   const int64_t ctas = sms * (kResidentWarps / DEPTHS), stride = p.g.hl_stride;
   const int32_t thin = stride <= 32 ? kThinSegment : kThinSegment / 2;
@@ -250,8 +316,12 @@ moelora_status launch_vectors(const Params &p, Extents e, const moelora_exec *ex
   }
   if (stride <= 32)
     return launch<T, Middle, true>(p, e, exec);
-  if (p.g.k < kLongDepth && e.rows >= kFatSegment * e.segments && e.rows / 96 >= 4 * sms)
-    return launch<T, Widest, true>(p, e, exec);
+  using Fat = Staged<128>;
+  if (e.rows >= kFatSegment * e.segments && e.rows >= Fat::CTAS * Fat::TOKENS * sms &&
+      moelora_cuda_shared_bytes(exec->device_index) >= (int64_t)sizeof(SharedStages<Fat>)) {
+    e.part = Fat::TOKENS;
+    return launch_shape<Fat, shrink_staged<T, Fat>>(p, e, sizeof(SharedStages<Fat>), exec);
+  }
   return launch<T, Wide, true>(p, e, exec);
 }
 
