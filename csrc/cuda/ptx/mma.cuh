@@ -186,15 +186,4 @@ __device__ __forceinline__ void prefetch_l2(const void *p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
-/* `bytes` from `p` on, both multiples of 16. */
-__device__ __forceinline__ void prefetch_l2(const void *p, int bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
-#else
-#pragma unroll 1
-  for (int at = 0; at < bytes; at += 128)
-    prefetch_l2((const char *)p + at);
-#endif
-}
-
 #endif
