@@ -16,7 +16,7 @@ namespace {
 /* CTAs of an SM, as registers allow: B alone takes 16 of them for each 16 ranks. */
 template <int STEPS, bool SILU, bool VECTORS>
 constexpr int kCtas = VECTORS ? (STEPS == 4 && !SILU ? 3 : 2) : 1;
-/* Steps on their way, as many as 99 KiB of shared memory hold. */
+/* Steps on their way, as many as kPortableShared holds. */
 template <int STEPS> constexpr int kStages = STEPS == 1 ? 2 : 1;
 /* Rows of an item: many, so that B is seldom read again, if so many leave each warp some items. */
 constexpr int kMaxPart = 128, kMinPart = 32, kItems = 8;
@@ -156,6 +156,8 @@ moelora_status launch(delta_expand p, const moelora_exec *exec) {
     tiles = slices == 1 ? (n / 2 + kGroup - 1) / kGroup : slices / 2 * ((n + kGroup - 1) / kGroup);
   if (tiles == 0)
     return MOELORA_OK;
+  constexpr size_t bytes = sizeof(Shared<T, STEPS, SILU, VECTORS>);
+  static_assert(bytes <= kPortableShared, "a CTA's shared memory");
   constexpr int WARPS = kWarps<STEPS>;
   const int64_t ctas = moelora_cuda_num_sms(exec->device_index) * kCtas<STEPS, SILU, VECTORS>;
   int part = kMaxPart;
@@ -166,9 +168,9 @@ moelora_status launch(delta_expand p, const moelora_exec *exec) {
       delta_set_window(&p.rows, kRows<STEPS>, part, (tiles + WARPS - 1) / WARPS, ctas, &shares);
   const int64_t warps = (int64_t)shares * WARPS;
   const Walk stride = {(int)(warps / tiles), (int)(warps % tiles)};
-  return launch_kernel<expand_rows<T, STEPS, SILU, VECTORS>>(
-      "delta_expand", windows * shares, 32 * WARPS, sizeof(Shared<T, STEPS, SILU, VECTORS>), exec,
-      p, (int)tiles, part, shares, stride);
+  return launch_kernel<expand_rows<T, STEPS, SILU, VECTORS>>("delta_expand", windows * shares,
+                                                             32 * WARPS, bytes, exec, p, (int)tiles,
+                                                             part, shares, stride);
 }
 
 template <class T, int STEPS>

@@ -226,6 +226,7 @@ moelora_status launch(const delta_shrink &s, const Batch &batch, const moelora_e
   const int64_t work = windows * p.shares * fit.splits;
   constexpr auto kernel = shrink_rows<T, S, VECTORS>;
   constexpr size_t bytes = sizeof(Shared<S>);
+  static_assert(bytes <= kPortableShared, "a CTA's shared memory");
   switch (fit.splits) {
   case 1:
     return launch_kernel<kernel>("delta_shrink", work, S::THREADS, bytes, exec, p);

@@ -5,6 +5,8 @@
 #include "launch.h"
 
 constexpr int kMaxDevices = 64;
+/* Shared memory that every GPU from sm_80 on gives a CTA. */
+constexpr size_t kPortableShared = 99 * 1024;
 
 /* Blocks of KERNEL that the device of `exec` holds at once. Asked once for each device, where it
  * also gets its shared memory; races write the same values. */

@@ -296,11 +296,12 @@ moelora_status launch_shape(Params p, const Extents &e, size_t bytes, const moel
 
 template <class T, class S, bool VECTORS>
 moelora_status launch(const Params &p, const Extents &e, const moelora_exec *exec) {
+  static_assert(sizeof(Shared<S>) <= kPortableShared, "a CTA's shared memory");
   return launch_shape<S, shrink<T, S, VECTORS>>(p, e, sizeof(Shared<S>), exec);
 }
 
 /* Items large enough to read little twice, and enough of them for all CTAs. WIDE_TOKENS: what
- * 99 KiB of shared memory hold. */
+ * kPortableShared holds. */
 template <class T, int DEPTHS, int WIDE_TOKENS>
 moelora_status launch_vectors(const Params &p, Extents e, const moelora_exec *exec) {
   using Narrow = Shape<1, 1, DEPTHS, 48>;
