@@ -202,6 +202,9 @@ typedef struct moelora_variant {
 #define MOELORA_DECODE_TOKENS 8
 #define MOELORA_DECODE_ROWS 64
 
+/* CUDA: rows of a block up to which a projection can leave its results in float32. */
+#define MOELORA_FLOAT_ROWS 16
+
 /* One grouped projection. */
 typedef struct moelora_gemm_plan {
   const moelora_variant *variant;

@@ -290,7 +290,7 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
   plan->w2 = plan->w13;
   /* Rows that wait for their sum do so in float32, so that the sum alone rounds, where they are
    * few; elsewhere their traffic would cost a twentieth to a fifth of the layer. */
-  plan->partial_f32 = device->device == MOELORA_CPU || plan->w2.block_rows <= 16;
+  plan->partial_f32 = device->device == MOELORA_CPU || plan->w2.block_rows <= MOELORA_FLOAT_ROWS;
   return MOELORA_OK;
 }
 

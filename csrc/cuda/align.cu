@@ -4,9 +4,8 @@
  *   otherwise                                    tokens by adapter, then their rows by expert:
  * stable, so the order is the same; UNIFORM also pads pairs
  *
- * A sort is one launch up to SMALL_ITEMS items and two beyond; of the former the one for up to
- * ALIGN_TINY_ITEMS is another kernel. Launches of one call overlap by
- * programmatic dependent launch where the GPU has it. */
+ * A sort is one launch up to SMALL_ITEMS items, of another kernel up to ALIGN_TINY_ITEMS, and two
+ * beyond. Launches of one call overlap by programmatic dependent launch where the GPU has it. */
 #include "cuda/align.h"
 #include "cuda/backend.h"
 

@@ -189,6 +189,10 @@ struct align_group {
   int32_t first, count;
 };
 
+static __device__ __forceinline__ uint32_t group_of_key(const align_sort &s, int32_t key) {
+  return s.ways == 1 ? (uint32_t)key : divide((uint32_t)key, s.adapter_keys);
+}
+
 static __device__ __forceinline__ align_group group_of(const align_sort &s, const align_bins &bins,
                                                        uint32_t index) {
   const int32_t *count = s.ways == 1 ? bins.total : bins.total + s.num_groups;
@@ -366,8 +370,7 @@ static __device__ __forceinline__ int32_t even_position(const align_sort &s, con
                                                         int32_t position) {
   if (!s.even)
     return position;
-  const align_group group =
-      group_of(s, bins, s.ways == 1 ? (uint32_t)key : divide((uint32_t)key, s.adapter_keys));
+  const align_group group = group_of(s, bins, group_of_key(s, key));
   return group.first + place_in_group(s, position - group.first, group.count,
                                       blocks_of(s, shared, group.index, group.count));
 }

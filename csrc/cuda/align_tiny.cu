@@ -27,7 +27,7 @@ static __global__ void __launch_bounds__(ALIGN_TINY_ITEMS)
   shared.key[me] = key[0];
   __syncthreads();
 
-  const uint32_t group = key[0] < 0 ? 0 : s.ways == 1 ? key[0] : divide(key[0], s.adapter_keys);
+  const uint32_t group = key[0] < 0 ? 0 : group_of_key(s, key[0]);
   const int32_t low = (int32_t)(group * s.ways);
   int32_t count = 0, place = 0, earlier = 0; /* in the group: all, before this one, of less index */
   for (int32_t i = 0; i < items; i += 4) {

@@ -108,9 +108,9 @@ moelora_status delta_launch_shrink(const delta_shrink *shrink, moelora_dtype dty
                                    const moelora_exec *exec);
 moelora_status delta_launch_expand(const delta_expand *expand, moelora_dtype dtype,
                                    const moelora_exec *exec);
-/* delta_shrink_fat.cu: for many rows of each pair; x and A allow 16-byte accesses. Fits if every
- * CTA that the chip holds gets some of so many rows. */
-bool delta_fits_fat_shrink(int64_t rows, const moelora_exec *exec);
+/* delta_shrink_fat.cu: for long segments; x and A allow 16-byte accesses. Whether so many rows in
+ * so many segments at most are a load for it, on this chip. */
+bool delta_fits_fat_shrink(int64_t rows, int64_t segments, const moelora_exec *exec);
 moelora_status delta_launch_fat_shrink(const delta_shrink *shrink, moelora_dtype dtype,
                                        const moelora_exec *exec);
 /* delta_mlp.cu: an adapter MLP in one launch, for batches so small that launches are what they

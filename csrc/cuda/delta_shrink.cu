@@ -20,8 +20,6 @@ template <class S> constexpr int kRows = 2 * S::THREADS; // of a window, at most
 constexpr int kShort = 1024;  // of depth: up to here, four warps share it
 constexpr int kMaxSplits = 4; // clusters of so many fill every group of SMs
 constexpr int kLoads = 48;    // of a lane: with no more, the depth is not split further
-constexpr int kThin = 4;      // tokens of a segment; below, what A takes is all that counts
-constexpr int kFat = 64;      // tokens; from here on, what both sides take
 
 struct Params {
   delta_shrink s;
@@ -246,7 +244,7 @@ moelora_status launch_vectors(const delta_shrink &s, const Batch &b, const moelo
   const bool splits = moelora_cuda_can_overlap();
   if (b.ranks > 32 && Fit<Wide>(b, splits).suits())
     return launch<T, Wide, true>(s, b, exec);
-  if (b.ranks > 16 && b.rows >= kThin * b.segments && Fit<Middle>(b, splits).suits())
+  if (b.ranks > 16 && b.rows >= kThinSegment * b.segments && Fit<Middle>(b, splits).suits())
     return launch<T, Middle, true>(s, b, exec);
   return launch<T, Narrow, true>(s, b, exec);
 }
@@ -265,8 +263,8 @@ moelora_status launch_as(const delta_shrink &s, moelora_dtype dtype, const moelo
   b.warps = (int64_t)moelora_cuda_num_sms(exec->device_index) * kResidentWarps;
   if (!s.vectors)
     return launch<T, Shape<1, 1, 4, 32>, false>(s, b, exec);
-  if (s.rows.order == DELTA_SORTED && b.ranks > 16 && b.rows >= kFat * b.segments &&
-      delta_fits_fat_shrink(b.rows, exec))
+  if (s.rows.order == DELTA_SORTED && b.ranks > 16 &&
+      delta_fits_fat_shrink(b.rows, b.segments, exec))
     return delta_launch_fat_shrink(&s, dtype, exec);
   return s.k <= kShort ? launch_vectors<T, 4>(s, b, exec) : launch_vectors<T, 8>(s, b, exec);
 }

@@ -106,10 +106,9 @@ template <class T> moelora_status launch_as(const delta_shrink &s, const moelora
 
 } // namespace
 
-extern "C" bool delta_fits_fat_shrink(int64_t rows, const moelora_exec *exec) {
-  return rows >= (int64_t)moelora_cuda_num_sms(exec->device_index) * Staged<128>::CTAS *
-                     Staged<128>::TOKENS &&
-         moelora_cuda_shared_bytes(exec->device_index) >= (int64_t)sizeof(Shared<Staged<128>>);
+extern "C" bool delta_fits_fat_shrink(int64_t rows, int64_t segments, const moelora_exec *exec) {
+  using C = Staged<128>; // the one that takes most
+  return fits_staged<C>(rows, segments, sizeof(Shared<C>), exec);
 }
 
 extern "C" moelora_status delta_launch_fat_shrink(const delta_shrink *shrink, moelora_dtype dtype,

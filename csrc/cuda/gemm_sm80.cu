@@ -15,9 +15,8 @@
 
 namespace {
 
-/* Up to so many tokens a tile is copied element by element where nothing is aligned, and left in
- * float32 for the sum. Larger tiles would spill, or outgrow the instruction cache; the plan asks
- * neither of them. */
+/* Up to so many tokens a tile is copied element by element where nothing is aligned. Larger tiles
+ * would spill; the plan does not ask it of them. */
 constexpr int kFewTokens = 32;
 
 /* Rows that a thread brings to each stage: a chunk of 16 bytes of each. */
@@ -217,7 +216,7 @@ __device__ __forceinline__ void store_tile(Share<E> &sum, const moelora_gemm_lau
           break;
         const int first = first_output<E>(g, tile.column, 2 * pair + half);
         const float (&d)[4] = sum.d[pair][j][half];
-        if (E::TOKENS <= kFewTokens && g.out_f32)
+        if (E::TOKENS <= MOELORA_FLOAT_ROWS && g.out_f32)
           store_f32<Eight, 8>(d, g, first, 0, block, left, block_row<Eight>(g, block, lane));
         else
           store_rounded<T, VECTORS>(d, to, g.n_out, first, row < g.num_rows);
@@ -340,13 +339,13 @@ struct Launch<80, T, BLOCK_M, BLOCK_N, STAGES, 1> {
     if (g->x_stride > INT32_MAX)
       return moelora_fail(MOELORA_UNSUPPORTED, "rows of x are %lld elements apart",
                           (long long)g->x_stride);
+    if (g->out_f32 && BLOCK_M > MOELORA_FLOAT_ROWS)
+      return moelora_fail(MOELORA_UNSUPPORTED, "float32 results of blocks of %d rows", BLOCK_M);
     if constexpr (BLOCK_M <= kFewTokens)
       if (!g->vectors)
         return run_as<false>(g, exec);
-    if (!g->vectors || (g->out_f32 && BLOCK_M > kFewTokens))
-      return moelora_fail(MOELORA_UNSUPPORTED,
-                          "blocks of %d rows need 16-byte alignment and results of 2 bytes",
-                          BLOCK_M);
+    if (!g->vectors)
+      return moelora_fail(MOELORA_UNSUPPORTED, "blocks of %d rows need 16-byte alignment", BLOCK_M);
     return run_as<true>(g, exec);
   }
 };

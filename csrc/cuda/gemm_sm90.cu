@@ -68,7 +68,8 @@ __device__ __forceinline__ void store_tile(float (&d)[2][N / 2], const CUtensorM
   constexpr bool GENERAL = FINISH == Finish::GENERAL;
   const bool gated = GENERAL ? g.gated : FINISH == Finish::GATED || FINISH == Finish::SILU;
   const bool by_position = !GENERAL || g.out_by_position;
-  const bool f32 = FINISH == Finish::PLAIN_F32 || (GENERAL && S::TOKENS <= 16 && g.out_f32);
+  const bool f32 =
+      FINISH == Finish::PLAIN_F32 || (GENERAL && S::TOKENS <= MOELORA_FLOAT_ROWS && g.out_f32);
   const Epilogue<S, FINISH> epilogue(g, note.tile, consumer, T());
   // The last tile's stores have read the buffers.
   if ((threadIdx.x & 127) == 0)
@@ -447,7 +448,7 @@ struct Launch<90, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
   static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
     constexpr bool BF16 = Element<T>::is_bf16;
     Maps maps = {};
-    if (g->out_f32 && BLOCK_M > 16)
+    if (g->out_f32 && BLOCK_M > MOELORA_FLOAT_ROWS)
       return moelora_fail(MOELORA_UNSUPPORTED, "float32 results of blocks of %d rows", BLOCK_M);
     if (g->x_divisor && g->num_rows / g->x_divisor * (g->x_stride / 8) > UINT32_MAX)
       return moelora_fail(MOELORA_UNSUPPORTED, "x is larger than 64 GB");
@@ -464,7 +465,7 @@ struct Launch<90, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
       if (!g->out_f32)
         return g->gated ? launch<Finish::GATED>(g, maps, exec)
                         : launch<Finish::PLAIN>(g, maps, exec);
-      if constexpr (BLOCK_M <= 16)
+      if constexpr (BLOCK_M <= MOELORA_FLOAT_ROWS)
         if (!g->gated)
           return launch<Finish::PLAIN_F32>(g, maps, exec);
     }

@@ -18,11 +18,9 @@
 
 namespace {
 
-constexpr int kLongDepth = 4096; // from here on eight warps share it
-constexpr int kThinSegment = 4;  // tokens; below, what A takes is all that counts
-constexpr int kFatSegment = 64;  // tokens; from here on, both sides are read once if they can be
-constexpr int kShares = 8;       // of a block, for every RANKS ranks
-constexpr int kLanes = 8;        // tokens of a block that a lane looks after
+constexpr int kLongDepth = 4096;              // from here on eight warps share it
+constexpr int kShares = 8;                    // of a block, for every RANKS ranks
+constexpr int kLanes = 8;                     // tokens of a block that a lane looks after
 constexpr int kItems = 32 * kLanes / kShares; // of a unit at most
 
 struct Params {
@@ -53,15 +51,11 @@ __device__ __forceinline__ int columns_of(const moelora_gemm_launch &g, int pair
 /* How the teams of a CTA share an item of so many columns: team t * ranks + r has the r-th part of
  * the columns and the t-th of the tokens. */
 template <class S> struct Teams {
-  int ranks = 1, tokens;
+  static_assert(S::TEAMS <= 2, "one side takes them all");
+  int ranks, tokens;
 
-  __device__ __forceinline__ explicit Teams(int columns) {
-#pragma unroll
-    for (int more = 1; more < S::TEAMS; more *= 2)
-      if (more * S::TEAM_RANKS < columns)
-        ranks = 2 * more;
-    tokens = S::TEAMS / ranks;
-  }
+  __device__ __forceinline__ explicit Teams(int columns)
+      : ranks(columns > S::TEAM_RANKS ? S::TEAMS : 1), tokens(S::TEAMS / ranks) {}
 };
 
 /* Writes the items of a unit and returns how many there are; a warp. */
@@ -154,9 +148,9 @@ __device__ __forceinline__ void store(const Params &p, const Item &item, const S
   const float scaling = p.scalings ? p.scalings[item.pair / kRanks] : 1.f;
   const int tokens = item.high - item.low;
   const Teams<S> teams(columns_of(p.g, item.pair));
-  const int eights = S::RANKS / 8;
-  for (int i = threadIdx.x; i < min(item.split, tokens) * eights; i += S::THREADS) {
-    const int row = i / eights, at = i % eights * 8, team = at / S::TEAM_RANKS;
+  constexpr int EIGHTS = S::RANKS / 8;
+  for (int i = threadIdx.x; i < min(item.split, tokens) * EIGHTS; i += S::THREADS) {
+    const int row = i / EIGHTS, at = i % EIGHTS * 8, team = at / S::TEAM_RANKS;
     const int token = row + team / teams.ranks * item.split;
     const int column = item.first + team % teams.ranks * S::TEAM_RANKS + at % S::TEAM_RANKS;
     const int slice = column / width, r = column % width;
@@ -307,8 +301,8 @@ moelora_status launch_vectors(const Params &p, Extents e, const moelora_exec *ex
   using Narrow = Shape<1, 1, DEPTHS, 48>;
   using Middle = Shape<2, 1, DEPTHS, 48>;
   using Wide = Shape<2, 2, DEPTHS, WIDE_TOKENS>;
-  const int sms = moelora_cuda_num_sms(exec->device_index);
-  const int64_t ctas = sms * (kResidentWarps / DEPTHS), stride = p.g.hl_stride;
+  const int64_t ctas = moelora_cuda_num_sms(exec->device_index) * (kResidentWarps / DEPTHS);
+  const int64_t stride = p.g.hl_stride;
   const int32_t thin = stride <= 32 ? kThinSegment : kThinSegment / 2;
   e.part = e.segments + e.rows / 48 < ctas ? 32 : 48;
   if (stride <= 16 || e.segments + e.rows / 32 < ctas || e.rows < thin * e.segments) {
@@ -318,8 +312,7 @@ moelora_status launch_vectors(const Params &p, Extents e, const moelora_exec *ex
   if (stride <= 32)
     return launch<T, Middle, true>(p, e, exec);
   using Fat = Staged<128>;
-  if (e.rows >= kFatSegment * e.segments && e.rows >= Fat::CTAS * Fat::TOKENS * sms &&
-      moelora_cuda_shared_bytes(exec->device_index) >= (int64_t)sizeof(SharedStages<Fat>)) {
+  if (fits_staged<Fat>(e.rows, e.segments, sizeof(SharedStages<Fat>), exec)) {
     e.part = Fat::TOKENS;
     return launch_shape<Fat, shrink_staged<T, Fat>>(p, e, sizeof(SharedStages<Fat>), exec);
   }

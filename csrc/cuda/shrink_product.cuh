@@ -17,6 +17,8 @@
 #include "ptx/mma.cuh"
 
 constexpr int kStep = 32, kLine = 64; // of depth
+constexpr int kThinSegment = 4;       // tokens; below, what A takes is all that counts
+constexpr int kFatSegment = 64;       // tokens; from here on, what both sides take
 constexpr int kResidentWarps = 16;    // of an SM, which leaves 128 registers to a thread:
 constexpr int kRegisters = 108;       // so many for sums, pointers and loads
 
@@ -69,7 +71,7 @@ template <class T, class S, int M, int N> struct Rows {
   __device__ __forceinline__ void load_a(uint4 (&to)[2 * M], int step) const {
 #pragma unroll
     for (int m = 0; m < 2 * M; m++)
-      to[m] = load_row<T, VECTORS, S::TEAMS <= 2>(a[m] + step * kStep, left - step * kStep);
+      to[m] = load_row<T, VECTORS, true>(a[m] + step * kStep, left - step * kStep);
   }
 
   template <bool VECTORS> __device__ __forceinline__ void load_x(uint4 (&to)[N], int step) const {

@@ -23,6 +23,15 @@ template <int RANKS_> struct Staged {
   static constexpr int TEAMS = 1, TEAM_RANKS = RANKS; // all warps share an item
 };
 
+/* Whether so many rows, in so many segments at most, give every CTA that the chip holds some work
+ * of long segments, and a CTA may have `bytes` of shared memory. */
+template <class C>
+bool fits_staged(int64_t rows, int64_t segments, size_t bytes, const moelora_exec *exec) {
+  const int64_t ctas = (int64_t)moelora_cuda_num_sms(exec->device_index) * C::CTAS;
+  return rows >= kFatSegment * segments && rows >= ctas * C::TOKENS &&
+         moelora_cuda_shared_bytes(exec->device_index) >= (int64_t)bytes;
+}
+
 template <class C> using Stages = char[C::STAGES][C::STAGE_BYTES];
 
 /* x [, depth], rows `stride` elements apart. */

@@ -92,13 +92,12 @@ __device__ __forceinline__ float routed_weight(const moelora_gemm_launch &g, int
   return g.weighted && t < E::TOKENS ? g.blocks.weights[(int64_t)block * E::TOKENS + t] : 0.f;
 }
 
-/* Where the outputs of a flat row begin, and of a row by its position if they lie so. */
-__device__ __forceinline__ int64_t row_offset(const moelora_gemm_launch &g, int row) {
-  return row / g.top_k * g.out_stride[0] + row % g.top_k * g.out_stride[1];
-}
+/* Where the outputs of a row begin, from its position and its flat row. */
 __device__ __forceinline__ int64_t output_offset(const moelora_gemm_launch &g, int position,
                                                  int row) {
-  return g.out_by_position ? position * g.out_stride[0] : row_offset(g, row);
+  if (g.out_by_position)
+    return position * g.out_stride[0];
+  return row / g.top_k * g.out_stride[0] + row % g.top_k * g.out_stride[1];
 }
 
 /* Runs of equal adapter among the tokens of a block. Lane t of a warp knows tokens t, t + 32, ...;
@@ -158,16 +157,6 @@ template <int LANES> struct Segments {
         found = i * 32 + __ffs(mask) - 1;
     }
     return min(found, tokens);
-  }
-
-  __device__ __forceinline__ int at(int t) const {
-    int value = 0;
-#pragma unroll
-    for (int i = 0; i < LANES; i++) {
-      const int here = __shfl_sync(0xffffffffu, pair[i], t & 31);
-      value = t / 32 == i ? here : value;
-    }
-    return value;
   }
 };
 
