@@ -5,6 +5,7 @@ Environment:
   MOELORA_CUDA_ARCH     semicolon-separated architectures instead of "80;90a"
   MOELORA_WERROR=1      warnings and CUDA register spills are errors
   MOELORA_SANITIZE=1    address and undefined-behaviour sanitizers (build_core, for the C tests)
+  CFLAGS, NVCCFLAGS     more of their arguments
   CC, NVCC, CUDA_HOME   the compilers; MAX_JOBS  compilers run at once, 2 if not given
 """
 
@@ -120,6 +121,7 @@ class Compiler:
         if source.suffix == ".cu":
             flags = ["-std=c++17", "-O3", "-lineinfo", "-Xptxas", "-v"]
             flags += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall"]
+            flags += shlex.split(os.environ.get("NVCCFLAGS", ""))
             return [self.nvcc, *flags, *cuda_arch_flags(), *where]
         flags = ["-std=c11", "-O3", "-fno-math-errno", "-fPIC", "-fvisibility=hidden"]
         flags += ["-Wall", "-Wextra"]
