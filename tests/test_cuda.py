@@ -79,6 +79,10 @@ SHRINKS = {
     "long_segments": Spec(inter=24, experts=2, tokens=13000, hidden=264, ranks=(16, 7)),
     "long_segments_wide": Spec(inter=24, experts=2, tokens=13000, hidden=72, ranks=(64, 5, 33)),
     "most_rows_wide": Spec(inter=24, experts=2, tokens=26000, hidden=1032, ranks=(64, 5, 33, 16)),
+    "long_segments_elsewhere": Spec(
+        inter=24, experts=8, tokens=9000, ranks=(8, 24, 16), mix="disabled", remote=4, slices=1
+    ),
+    "more_items_than_fit": Spec(inter=8, experts=2, tokens=2200, hidden=8, ranks=(4000,)),
     "long_segments_deep": Spec(inter=24, experts=2, tokens=6500, hidden=4104, ranks=(16, 7)),
     "long_segments_wide_deep": Spec(inter=24, experts=2, tokens=6500, hidden=4104, ranks=(40, 8)),
 }

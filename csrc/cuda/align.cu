@@ -173,6 +173,7 @@ static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
   sort->cluster = (uint32_t)blocks->cluster;
   sort->block_counts = blocks->counts;
   sort->positions = blocks->positions;
+  sort->segments = blocks->segments;
 }
 
 static cudaError_t run_sort(const align_sort &sort, align_launch *launch) {
@@ -301,6 +302,14 @@ extern "C" int64_t moelora_cuda_max_blocks(const moelora_routes *routes, int32_t
                                            int32_t cluster) {
   return cluster * moelora_align_max_blocks(MOELORA_ALIGN_SEGMENTED, routes->num_rows,
                                             routes->num_experts, routes->max_loras, cluster * rows);
+}
+
+extern "C" int64_t moelora_cuda_count_segments(const moelora_routes *routes) {
+  const moelora_align_problem problem = rows_problem(routes, 1);
+  const bool listed = sorts_by_adapter(&problem) && one_sort_does(&problem);
+  return listed && routes->num_rows > ALIGN_TINY_ITEMS
+             ? routes->num_experts * adapter_keys_of(&problem)
+             : 0;
 }
 
 extern "C" size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes, int32_t rows) {

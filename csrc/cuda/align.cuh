@@ -183,6 +183,15 @@ static __device__ __forceinline__ int32_t even_share(int32_t count, int32_t bloc
   return ((count + blocks - 1) / blocks + 7) & ~7;
 }
 
+/* Where in its group the item goes that comes behind `place` others. */
+static __device__ __forceinline__ int32_t place_in_group(const align_sort &s, int32_t place,
+                                                         int32_t count, int32_t blocks) {
+  if (!s.even)
+    return place;
+  const int32_t share = even_share(count, blocks), block = place / share;
+  return block * (int32_t)s.block_size.value + place - block * share;
+}
+
 /* The group of a key, its first position and its items. */
 struct align_group {
   uint32_t index;
@@ -326,6 +335,31 @@ static __device__ __forceinline__ void write_around_groups(const align_sort &s, 
     *s.num_post = (int32_t)rows;
 }
 
+/* adapter * kRanks + true rank; -1 where that is 0. */
+static __device__ __forceinline__ int32_t pair_of(const align_sort &s, int32_t adapter) {
+  if (adapter < 0)
+    return -1;
+  const int32_t rank =
+      s.routes.lora_ranks ? min(s.routes.lora_ranks[adapter], kRanks - 1) : kRanks - 1;
+  return rank > 0 ? adapter * kRanks + rank : -1;
+}
+
+/* The segments of a group; a warp. */
+static __device__ __forceinline__ void write_segments(const align_sort &s, const align_bins &bins,
+                                                      const align_group &group, int32_t blocks) {
+  const uint32_t first = group.index * s.ways;
+  for (uint32_t way = threadIdx.x % 32; way < s.ways; way += 32) {
+    const int32_t begin = bins.start[first + way] - group.first;
+    const int32_t end = way + 1 < s.ways ? bins.start[first + way + 1] - group.first : group.count;
+    moelora_segment segment = {pair_of(s, (int32_t)way - 1), 0, end - begin, 0};
+    if (end > begin) {
+      segment.position = group.first + place_in_group(s, begin, group.count, blocks);
+      segment.share = even_share(group.count, blocks);
+    }
+    s.segments[first + way] = segment;
+  }
+}
+
 /* This CTA's share of everything that is not an item. A warp takes a group. */
 static __device__ __forceinline__ void write_around_items(const align_sort &s,
                                                           const align_bins &bins,
@@ -336,8 +370,11 @@ static __device__ __forceinline__ void write_around_items(const align_sort &s,
   for (uint32_t g = blockIdx.x + s.num_chunks * warp; g < s.num_groups;
        g += s.num_chunks * ALIGN_WARPS) {
     const align_group group = group_of(s, bins, g);
+    const int32_t blocks = blocks_of(s, shared, g, group.count);
     write_around_group(s, g, (int32_t)divide((uint32_t)group.first, s.block_size), group.count,
-                       blocks_of(s, shared, g, group.count));
+                       blocks);
+    if (s.segments)
+      write_segments(s, bins, group, blocks);
   }
   write_around_groups(s, num_blocks, (int64_t)blockIdx.x * ALIGN_THREADS + threadIdx.x,
                       (int64_t)s.num_chunks * ALIGN_THREADS);
@@ -353,15 +390,6 @@ static __device__ __forceinline__ int32_t rank_in_group(const int32_t *group_key
     rank += (four.x == key) + (four.y == key) + (four.z == key) + (four.w == key);
   }
   return rank;
-}
-
-/* Where in its group the item goes that comes behind `place` others. */
-static __device__ __forceinline__ int32_t place_in_group(const align_sort &s, int32_t place,
-                                                         int32_t count, int32_t blocks) {
-  if (!s.even)
-    return place;
-  const int32_t share = even_share(count, blocks), block = place / share;
-  return block * (int32_t)s.block_size.value + place - block * share;
 }
 
 /* The position of the item that would be at `position` if its group were filled block by block. */
@@ -398,13 +426,7 @@ static __device__ __forceinline__ void write_item(const align_sort &s, uint32_t 
                         .data)[item.token * s.routes.token_lora_mapping.stride[0]];
       active_adapters(s.routes, adapter);
     }
-    int32_t value = (int32_t)adapter[0];
-    if (s.pairs && value >= 0) {
-      const int32_t rank =
-          s.routes.lora_ranks ? min(s.routes.lora_ranks[value], kRanks - 1) : kRanks - 1;
-      value = rank > 0 ? value * kRanks + rank : -1;
-    }
-    s.row_loras[position] = value;
+    s.row_loras[position] = s.pairs ? pair_of(s, (int32_t)adapter[0]) : (int32_t)adapter[0];
   }
 }
 

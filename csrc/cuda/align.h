@@ -39,15 +39,16 @@ struct align_sort {
   uint32_t num_chunks, chunk_items;
   uint32_t *table; /* [num_chunks, ceil(num_keys / 2)] pairs of 16-bit counts; large sorts only */
   /* outputs; all but sorted_ids may be NULL */
-  int32_t *sorted_ids;   /* [max_blocks * block_size] */
-  int32_t *expert_ids;   /* [max_blocks] */
-  int32_t *block_loras;  /* [max_blocks] */
-  int32_t *block_counts; /* [max_blocks] items of a block; only of even groups */
-  int32_t *row_loras;    /* [max_blocks * block_size] */
-  bool pairs;            /* row_loras get adapter * kRanks + true rank, -1 if that is 0 */
-  int32_t *positions;    /* [num_items] where item i went, -1 if it is skipped */
-  float *sorted_weights; /* [max_blocks * block_size] */
-  int32_t *num_post;     /* [1] */
+  int32_t *sorted_ids;       /* [max_blocks * block_size] */
+  int32_t *expert_ids;       /* [max_blocks] */
+  int32_t *block_loras;      /* [max_blocks] */
+  int32_t *block_counts;     /* [max_blocks] items of a block; only of even groups */
+  int32_t *row_loras;        /* [max_blocks * block_size] */
+  bool pairs;                /* row_loras get adapter * kRanks + true rank, -1 if that is 0 */
+  moelora_segment *segments; /* [num_keys]; only of even groups */
+  int32_t *positions;        /* [num_items] where item i went, -1 if it is skipped */
+  float *sorted_weights;     /* [max_blocks * block_size] */
+  int32_t *num_post;         /* [1] */
   int64_t max_blocks;
   int32_t padding; /* sorted_ids of rows that are none */
   void *zero;

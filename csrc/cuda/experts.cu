@@ -152,6 +152,10 @@ Alignment take_alignment(moelora_arena *arena, const moelora_routes *routes,
       summed ? (int32_t *)moelora_take(arena, 4 * (size_t)routes->num_rows) : nullptr;
   blocks->weights = weighted ? (float *)moelora_take(arena, 4 * rows) : nullptr;
   blocks->num_post = (int32_t *)moelora_take(arena, 4);
+  const size_t segments = (size_t)moelora_cuda_count_segments(routes);
+  blocks->segments =
+      segments ? (moelora_segment *)moelora_take(arena, segments * sizeof(moelora_segment))
+               : nullptr;
   a.scratch_bytes = moelora_cuda_align_rows_workspace(routes, blocks->rows);
   a.scratch = moelora_take(arena, a.scratch_bytes);
   return a;
@@ -211,7 +215,8 @@ moelora_status project(moelora_gemm_launch *g, const moelora_gemm_plan *plan,
       g->factors_boxes = g->factors_boxes && g->lora.b[i].stride_i > 0;
     const bool vectors = x_vectors && moelora_are_vector_factors(g->lora.a, g->lora.num_slices);
     moelora_status status =
-        moelora_cuda_shrink(g, routes->lora_scalings, vectors, plan->variant->dtype, hl, exec);
+        moelora_cuda_shrink(g, routes->lora_scalings, vectors, plan->variant->needs >= 90,
+                            plan->variant->dtype, hl, exec);
     if (status != MOELORA_OK)
       return status;
     g->hl = hl;

@@ -12,11 +12,10 @@
  * others. What the others get added is exactly zero as long as B is finite. The consumers look: an
  * output whose row of B is not becomes NaN for the tokens that carry the adapter, and for no
  * others. */
-#include <cuda.h>
-
 #include "kernel_launch.cuh"
 #include "ptx/wgmma.cuh"
 #include "sm90_produce.cuh"
+#include "tensor_map.h"
 #include "variants.cuh"
 
 namespace {
@@ -118,22 +117,35 @@ template <class S, class T> struct Wild {
     return v & ~((signs(v) >> 15) * 0xffffu);
   }
 
+  /* This thread's part of chunk i of the consumer's rows of a stage, of two groups `next` apart. */
+  static __device__ __forceinline__ uint32_t chunk(uint32_t weights, int next, int i) {
+    return weights + i / 2 * (S::TILES * kPieceGroupBytes) + (i & 1) * next +
+           (threadIdx.x & 127) * 16;
+  }
+
   /* Zeros where they were in the consumer's rows of a stage; true if there were any. */
-  static __device__ __forceinline__ bool clear(uint32_t weights, int stride, int consumer,
+  static __device__ __forceinline__ bool clear(uint32_t weights, int next, int consumer,
                                                int pieces) {
-    bool found = false;
+    uint32_t zeros[2] = {0, 0}; // times what is finite
 #pragma unroll 2
     for (int i = 0; i < 2 * pieces; i++) {
-      const uint32_t at =
-          weights + i / 2 * stride + (i & 1) * kPieceGroupBytes + (threadIdx.x & 127) * 16;
-      uint4 v = load_shared_16(at);
-      if (signs(v.x) | signs(v.y) | signs(v.z) | signs(v.w)) {
-        v.x = cleared(v.x), v.y = cleared(v.y), v.z = cleared(v.z), v.w = cleared(v.w);
-        store_shared_16(at, v);
-        found = true;
-      }
+      const uint4 v = load_shared_16(chunk(weights, next, i));
+      zeros[0] = Element<T>::add_times_zero(zeros[0], v.x);
+      zeros[1] = Element<T>::add_times_zero(zeros[1], v.y);
+      zeros[0] = Element<T>::add_times_zero(zeros[0], v.z);
+      zeros[1] = Element<T>::add_times_zero(zeros[1], v.w);
     }
-    return uniform(warpgroup_any(consumer + 1, found));
+    if (!uniform(warpgroup_any(consumer + 1, (zeros[0] | zeros[1]) != 0)))
+      return false;
+#pragma unroll 1
+    for (int i = 0; i < 2 * pieces; i++) {
+      const uint32_t at = chunk(weights, next, i);
+      const uint4 v = load_shared_16(at);
+      store_shared_16(at, make_uint4(cleared(v.x), cleared(v.y), cleared(v.z), cleared(v.w)));
+    }
+    fence_async_proxy();
+    warpgroup_sync(consumer + 1);
+    return true;
   }
 
   /* NaN to the outputs of the rows of B that hold some, for the tokens that carry the adapter.
@@ -176,23 +188,31 @@ template <class S, class T> struct Wild {
   }
 };
 
-/* Returns true if something in B was neither finite nor added. */
+/* Adds the stage at hand, and leaves stage `previous`. Returns true if something in B was neither
+ * finite nor added. */
 template <class S, class T, int N>
 __device__ __forceinline__ bool add_adapters(float (&d)[2][N / 2], const moelora_gemm_launch &g,
-                                             const Ring<S> &ring, int consumer) {
+                                             const Ring<S> &ring, int previous, int consumer) {
   constexpr int STRIDE = S::TILES * kPieceGroupBytes;
+  // Two CTAs on an SM fill each other's gaps: there a stage is rather free soon.
+  if (S::RESIDENT > 1)
+    wgmma_wait<0>(), ring.release(previous);
   ring.wait_full();
   const PiecesNote note = PiecesNote::read(ring.note());
-  const uint32_t weights = ring.weights() + consumer * 2 * kPieceGroupBytes;
-  const bool wild = note.shared && Wild<S, T>::clear(weights, STRIDE, consumer, note.pieces);
+  const int first = piece_group<S>(g, 2 * consumer) * kPieceGroupBytes;
+  const int next = piece_group<S>(g, 2 * consumer + 1) * kPieceGroupBytes - first;
+  const uint32_t weights = ring.weights() + first;
+  const bool wild = note.shared && Wild<S, T>::clear(weights, next, consumer, note.pieces);
   fence_async_proxy(); // cp.async, or `clear`, wrote through the ordinary proxy
+  if (S::RESIDENT == 1)
+    wgmma_wait<0>(), ring.release(previous);
   const uint64_t a = wgmma_descriptor_32(weights), b = wgmma_descriptor(ring.tokens());
   const int step = is_paired(g) ? 4 : 2, up = is_paired(g) ? 2 : 0; // as in sm90_adapters.cuh
 #pragma unroll 1
   for (int j = 0; j < note.pieces; j++) {
     wgmma_fence();
     Wgmma<N>::template mma<Element<T>::is_bf16>(d[0], a + j * (STRIDE / 16), b + step * j);
-    Wgmma<N>::template mma<Element<T>::is_bf16>(d[1], a + (j * STRIDE + kPieceGroupBytes) / 16,
+    Wgmma<N>::template mma<Element<T>::is_bf16>(d[1], a + (j * STRIDE + next) / 16,
                                                 b + step * j + up);
     wgmma_commit();
   }
@@ -244,12 +264,7 @@ __device__ __forceinline__ bool consume_tile(const CUtensorMap *out_map,
   bool wild = false;
 #pragma unroll 1
   for (int i = 0; i < note.adapter_stages; i++) {
-    // Two CTAs on an SM fill each other's gaps: there a stage is rather free soon.
-    if (S::RESIDENT > 1)
-      wgmma_wait<0>(), ring.release(previous);
-    wild |= add_adapters<S, T, N>(d, g, ring, consumer);
-    if (S::RESIDENT == 1)
-      wgmma_wait<1>(), ring.release(previous);
+    wild |= add_adapters<S, T, N>(d, g, ring, previous, consumer);
     previous = ring.stage;
     ring.advance();
   }
@@ -338,46 +353,10 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
 
 /* ---- host ---- */
 
-typedef CUresult (*EncodeTiled)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
-                                const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
-                                const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
-                                CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
 struct Maps {
   CUtensorMap w, x, out;
   FactorMaps b;
 };
-
-/* The driver's encoder, found at run time so that nothing links against libcuda. */
-EncodeTiled find_encoder() {
-  static EncodeTiled encode; // races write the same value
-  if (!encode) {
-    void *found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
-                                         &result) == cudaSuccess &&
-        result == cudaDriverEntryPointSuccess)
-      encode = (EncodeTiled)found;
-  }
-  return encode;
-}
-
-moelora_status encode_map(CUtensorMap *map, bool is_bf16, cuuint32_t rank, const void *data,
-                          const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
-                          CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B,
-                          CUtensorMapL2promotion fetched = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
-  const EncodeTiled encode = find_encoder();
-  if (!encode)
-    return moelora_fail(MOELORA_DEVICE_ERROR, "the driver has no cuTensorMapEncodeTiled");
-  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  const CUresult result =
-      encode(map, is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-             rank, (void *)data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-             fetched, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS)
-    return moelora_fail(MOELORA_DEVICE_ERROR, "cuTensorMapEncodeTiled failed with %d", (int)result);
-  return MOELORA_OK;
-}
 
 /* Boxes of 64 rows by 64 of depth. Row-major weights are [E, half, n, K], where half tells gate
  * from up whether they follow or alternate; packed ones [E * N/64, K/64, 64, 64]. Rows and depth
@@ -398,7 +377,7 @@ moelora_status map_weights(const moelora_gemm_launch *g, bool is_bf16, CUtensorM
     memcpy(strides, packed_strides, sizeof strides);
   }
   const cuuint32_t box[4] = {64, 64, 1, 1};
-  return encode_map(map, is_bf16, 4, w->data, sizes, strides, box);
+  return moelora_encode_map(map, is_bf16, 4, w->data, sizes, strides, box);
 }
 
 /* Boxes of 64 columns by `box_rows` rows of a matrix that lies by position. */
@@ -408,21 +387,23 @@ moelora_status map_positions(const moelora_gemm_launch *g, bool is_bf16, const v
                                (cuuint64_t)(g->blocks.max_blocks * g->blocks.rows)};
   const cuuint64_t strides[1] = {(cuuint64_t)stride * 2};
   const cuuint32_t box[2] = {64, (cuuint32_t)box_rows};
-  return encode_map(map, is_bf16, 2, data, sizes, strides, box);
+  return moelora_encode_map(map, is_bf16, 2, data, sizes, strides, box);
 }
 
-/* Boxes of 64 rows by 16 ranks of each slice of B [max_loras, E, half, n, ranks]. Of a gated
- * projection with one slice `half` tells gate from up, as in map_weights; so it does where two
- * slices cut across rows that alternate. What the adapters share is a dimension of 1. What lies
- * beside a box may be beyond the true rank: little of it is fetched along. */
+/* Boxes of 16 ranks by a tile's rows, of a gated projection half of them, of each slice of B
+ * [max_loras, E, half, n, ranks]. Of a gated projection with one slice `half` tells gate from up,
+ * as in map_weights; so it does where two slices cut across rows that alternate. What lies beside a
+ * box may be beyond the true rank: little of it is fetched along. */
+template <class S>
 moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, FactorMaps *maps) {
   const moelora_factors *lora = &g->lora;
   const bool halved = g->gated && !is_paired(*g);
   const cuuint64_t n = lora->slice_n / (halved ? 2 : 1);
-  const cuuint32_t box[5] = {16, 64, 1, 1, 1};
+  const cuuint32_t box[5] = {16, (cuuint32_t)(g->gated ? S::ROWS / 2 : S::ROWS), 1, 1, 1};
   moelora_status status = MOELORA_OK;
   for (int32_t i = 0; i < lora->num_slices && status == MOELORA_OK; i++) {
     const moelora_factor *b = &lora->b[i];
+    maps->dims.add(i, *b);
     const cuuint64_t row = b->stride_i * 2, alternate = halved && g->interleaved;
     const cuuint64_t sizes[5] = {(cuuint64_t)lora->max_rank, n, halved ? 2u : 1u,
                                  b->stride_e ? (cuuint64_t)g->num_experts : 1,
@@ -430,8 +411,8 @@ moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, FactorMap
     const cuuint64_t strides[4] = {alternate ? 2 * row : row, alternate ? row : row * n,
                                    b->stride_e ? b->stride_e * 2 : row,
                                    b->stride_l ? b->stride_l * 2 : row};
-    status = encode_map(&maps->slice[i], is_bf16, 5, b->data, sizes, strides, box,
-                        CU_TENSOR_MAP_SWIZZLE_32B, CU_TENSOR_MAP_L2_PROMOTION_L2_64B);
+    status = moelora_encode_map(&maps->slice[i], is_bf16, 5, b->data, sizes, strides, box,
+                                CU_TENSOR_MAP_SWIZZLE_32B, CU_TENSOR_MAP_L2_PROMOTION_L2_64B);
   }
   return status;
 }
@@ -444,7 +425,7 @@ template <int MIN_CC, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER
 
 template <class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
 struct Launch<90, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
-  using S = Shape<BLOCK_M, BLOCK_N / 128, STAGES, CLUSTER>;
+  using S = GemmShape<BLOCK_M, BLOCK_N / 128, STAGES, CLUSTER>;
   static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
     constexpr bool BF16 = Element<T>::is_bf16;
     Maps maps = {};
@@ -458,7 +439,7 @@ struct Launch<90, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
     if (status == MOELORA_OK && g->out_by_position && !g->out_f32)
       status = map_positions(g, BF16, g->out, g->n_out, g->out_stride[0], S::BOX, &maps.out);
     if (status == MOELORA_OK && g->blocks.pairs && g->factors_boxes)
-      status = map_factors(g, BF16, &maps.b);
+      status = map_factors<S>(g, BF16, &maps.b);
     if (status != MOELORA_OK)
       return status;
     if (g->out_by_position && !g->weighted) {

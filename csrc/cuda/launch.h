@@ -20,6 +20,13 @@ static inline __host__ __device__ int32_t moelora_padded_rank(int32_t rank) {
   return (rank + 15) / 16 * 16;
 }
 
+/* The rows of one expert that carry one adapter. They follow each other by position, `share` to a
+ * block. */
+typedef struct moelora_segment {
+  int32_t pair; /* adapter * kRanks + true rank; -1: nothing to add */
+  int32_t position, count, share;
+} moelora_segment;
+
 /* Routed rows dealt to blocks of one expert each, in the order of their adapters. Block b holds
  * counts[b] rows from position b * rows on; what follows up to (b + 1) * rows is padding. The rows
  * of an expert are spread evenly, in eights, over the fewest blocks that hold them. `cluster`
@@ -33,7 +40,10 @@ typedef struct moelora_blocks {
   int32_t *pairs;      /* [max_blocks * rows], -1 = base or padding; NULL: no adapters */
   int32_t *positions;  /* [P] of each flat row, -1 if it is skipped; NULL: not asked for */
   float *weights;      /* [max_blocks * rows] routing weights; NULL: not asked for */
-  int32_t *num_post;   /* [1], positions in use */
+  /* [num_experts * (max_loras + 1)], adapter l of expert e at e * (max_loras + 1) + 1 + l, rows
+   * without an adapter before them; NULL: not asked for */
+  moelora_segment *segments;
+  int32_t *num_post; /* [1], positions in use */
 } moelora_blocks;
 
 /* One grouped projection over blocks of rows:
@@ -72,6 +82,8 @@ typedef struct moelora_gemm_launch {
 
 /* align.cu: fills the blocks. */
 int64_t moelora_cuda_max_blocks(const moelora_routes *routes, int32_t rows, int32_t cluster);
+/* How many segments an alignment can list; 0 where rows are too few, or pairs too many. */
+int64_t moelora_cuda_count_segments(const moelora_routes *routes);
 size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes, int32_t rows);
 moelora_status moelora_cuda_align_rows(const moelora_routes *routes, const moelora_blocks *blocks,
                                        void *workspace, size_t workspace_bytes, void *stream);
@@ -80,10 +92,20 @@ moelora_status moelora_cuda_align_rows(const moelora_routes *routes, const moelo
 int64_t moelora_cuda_shared_bytes(int32_t device_index);
 
 /* shrink.cu: hl[position, slice * hl_slice + r] = round(s x A^T), zero from the true rank to the
- * next multiple of 16. Base rows are not written. `vectors`: x and A allow 16-byte accesses. */
+ * next multiple of 16. Base rows are not written. `vectors`: x and A allow 16-byte accesses;
+ * `hopper`: kernels of sm_90 may be used. */
 moelora_status moelora_cuda_shrink(const moelora_gemm_launch *g, const float *lora_scalings,
-                                   bool vectors, moelora_dtype dtype, void *hl,
+                                   bool vectors, bool hopper, moelora_dtype dtype, void *hl,
                                    const moelora_exec *exec);
+
+/* shrink_segments.cu, shrink_sm90.cu: the same for whole segments, which the blocks must list. x
+ * and A allow 16-byte accesses. */
+moelora_status moelora_cuda_shrink_segments(const moelora_gemm_launch *g,
+                                            const float *lora_scalings, moelora_dtype dtype,
+                                            void *hl, const moelora_exec *exec);
+bool moelora_cuda_fits_shrink_sm90(const moelora_gemm_launch *g);
+moelora_status moelora_cuda_shrink_sm90(const moelora_gemm_launch *g, const float *lora_scalings,
+                                        moelora_dtype dtype, void *hl, const moelora_exec *exec);
 
 /* gemm_sm80.cu, gemm_sm90.cu */
 moelora_status moelora_cuda_gemm_sm80(const moelora_gemm_launch *g, const moelora_variant *variant,

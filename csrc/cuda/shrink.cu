@@ -6,13 +6,12 @@
  * after slice. Where the adapter has fewer, teams that would have none have tokens of their own.
  * The items of a block are dealt to `shares` units, and the units to CTAs, so that those that run
  * together work on a `group` of neighbouring blocks; the warps of a CTA first look for the items of
- * a unit each. Long segments of large batches go through shared memory.
+ * a unit each. Long segments of large batches are for shrink_segments.cu and shrink_sm90.cu.
  *
  * How the depth is shared depends on sizes alone, so that neither other tokens nor other adapters
  * change a bit. */
 #include "kernel_launch.cuh"
 #include "shrink_product.cuh"
-#include "shrink_staged.cuh"
 #include "tile.cuh"
 #include "warp.cuh"
 
@@ -42,11 +41,6 @@ template <class S> struct Shared {
   Item items[S::WARPS][kItems];
   int found[S::WARPS];
 };
-
-/* Columns of A of all slices together. */
-__device__ __forceinline__ int columns_of(const moelora_gemm_launch &g, int pair) {
-  return moelora_padded_rank(pair % kRanks) * g.lora.num_slices;
-}
 
 /* How the teams of a CTA share an item of so many columns: team t * ranks + r has the r-th part of
  * the columns and the t-th of the tokens. */
@@ -203,70 +197,6 @@ __global__ void __launch_bounds__(S::THREADS, kResidentWarps / S::WARPS)
   }
 }
 
-/* All warps share an item. */
-template <class C> struct SharedStages {
-  Stages<C> stages;
-  Item items[C::WARPS][kItems];
-  int found[C::WARPS];
-
-  __device__ __forceinline__ const Item &item(int number) const {
-    int w = 0;
-    while (number >= found[w])
-      number -= found[w++];
-    return items[w][number];
-  }
-};
-
-struct StagedItem {
-  const moelora_gemm_launch &g;
-  const Item &item;
-
-  __device__ __forceinline__ int tokens() const { return item.high - item.low; }
-  __device__ __forceinline__ int columns() const { return columns_of(g, item.pair) - item.first; }
-  __device__ __forceinline__ int x_row(int token) const {
-    const int position = item.block * g.blocks.rows + item.low + token;
-    return g.x_divisor ? (uint32_t)g.blocks.sorted_ids[position] / (uint32_t)g.x_divisor : position;
-  }
-  template <class T> __device__ __forceinline__ const T *row_of_a(int column) const {
-    return find_row_of_a<T>(g.lora, item.pair / kRanks, item.expert, item.pair % kRanks,
-                            item.first + column);
-  }
-};
-
-template <class T, class C>
-__global__ void __launch_bounds__(C::THREADS, C::CTAS)
-    shrink_staged(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) char memory[];
-  SharedStages<C> &shared = *(SharedStages<C> *)memory;
-  const moelora_gemm_launch &g = p.g;
-  const int warp = threadIdx.x / 32, ctas = gridDim.x;
-  wait_for_previous_kernel();
-  start_next_kernel();
-  const int blocks = *g.blocks.num_post / g.blocks.rows;
-  const auto find_item = [&](int number) { return StagedItem{g, shared.item(number)}; };
-  const auto store = [&](int number, const Products<T, C> &products) {
-    const Item &item = shared.item(number);
-    const int rank = item.pair % kRanks, width = moelora_padded_rank(rank);
-    const float scaling = p.scalings ? p.scalings[item.pair / kRanks] : 1.f;
-    const int64_t position = (int64_t)item.block * g.blocks.rows + item.low;
-    products.for_each(item.high - item.low, [&](int token, int column, const float *sum) {
-      const int slice = (item.first + column) / width, r = (item.first + column) % width;
-      if (slice < g.lora.num_slices)
-        *(uint32_t *)((T *)p.hl + (position + token) * g.hl_stride + slice * g.hl_slice + r) =
-            pack2<T>(r < rank ? scaling * sum[0] : 0.f, r + 1 < rank ? scaling * sum[1] : 0.f);
-    });
-  };
-  for (int unit = blockIdx.x; unit < blocks * p.shares; unit += ctas * C::WARPS) {
-    shared.found[warp] = find<C>(p, blocks, unit + warp * ctas, shared.items[warp]);
-    __syncthreads();
-    int count = 0;
-    for (int w = 0; w < C::WARPS; w++)
-      count += shared.found[w];
-    run_staged<T, C>({g.x, g.x_stride, g.k}, shared.stages, 0, count, 1, find_item, store);
-    __syncthreads();
-  }
-}
-
 /* Work of a launch, as far as sizes tell. */
 struct Extents {
   int64_t rows, segments; // of the latter at most so many
@@ -274,8 +204,9 @@ struct Extents {
   bool few;
 };
 
-template <class S, auto KERNEL>
-moelora_status launch_shape(Params p, const Extents &e, size_t bytes, const moelora_exec *exec) {
+template <class T, class S, bool VECTORS>
+moelora_status launch(Params p, const Extents &e, const moelora_exec *exec) {
+  static_assert(sizeof(Shared<S>) <= kPortableShared, "a CTA's shared memory");
   const int64_t blocks = p.g.blocks.max_blocks;
   const int64_t ctas = moelora_cuda_num_sms(exec->device_index) * (kResidentWarps / S::WARPS);
   p.part = e.part < S::TOKENS ? e.part : S::TOKENS;
@@ -285,13 +216,8 @@ moelora_status launch_shape(Params p, const Extents &e, size_t bytes, const moel
   const int64_t group = ctas * blocks / (e.segments + e.rows / p.part);
   p.group = (int32_t)(fat && group < blocks ? group + 1 : blocks);
   p.few = e.few;
-  return launch_kernel<KERNEL>("shrink", blocks * p.shares, S::THREADS, bytes, exec, p);
-}
-
-template <class T, class S, bool VECTORS>
-moelora_status launch(const Params &p, const Extents &e, const moelora_exec *exec) {
-  static_assert(sizeof(Shared<S>) <= kPortableShared, "a CTA's shared memory");
-  return launch_shape<S, shrink<T, S, VECTORS>>(p, e, sizeof(Shared<S>), exec);
+  return launch_kernel<shrink<T, S, VECTORS>>("shrink", blocks * p.shares, S::THREADS,
+                                              sizeof(Shared<S>), exec, p);
 }
 
 /* Items large enough to read little twice, and enough of them for all CTAs. WIDE_TOKENS: what
@@ -311,18 +237,12 @@ moelora_status launch_vectors(const Params &p, Extents e, const moelora_exec *ex
   }
   if (stride <= 32)
     return launch<T, Middle, true>(p, e, exec);
-  using Fat = Staged<128>;
-  if (fits_staged<Fat>(e.rows, e.segments, sizeof(SharedStages<Fat>), exec)) {
-    e.part = Fat::TOKENS;
-    return launch_shape<Fat, shrink_staged<T, Fat>>(p, e, sizeof(SharedStages<Fat>), exec);
-  }
   return launch<T, Wide, true>(p, e, exec);
 }
 
 template <class T>
-moelora_status launch_as(const Params &p, bool vectors, const moelora_exec *exec) {
-  const int64_t rows = p.g.num_rows, pairs = (int64_t)p.g.num_experts * p.g.max_loras;
-  const Extents e = {rows, rows < pairs ? rows : pairs, 32, false};
+moelora_status launch_as(const Params &p, const Extents &e, bool vectors,
+                         const moelora_exec *exec) {
   if (!vectors)
     return launch<T, Shape<1, 1, 4, 32>, false>(p, e, exec);
   return p.g.k < kLongDepth ? launch_vectors<T, 4, 48>(p, e, exec)
@@ -332,9 +252,18 @@ moelora_status launch_as(const Params &p, bool vectors, const moelora_exec *exec
 } // namespace
 
 moelora_status moelora_cuda_shrink(const moelora_gemm_launch *g, const float *lora_scalings,
-                                   bool vectors, moelora_dtype dtype, void *hl,
+                                   bool vectors, bool hopper, moelora_dtype dtype, void *hl,
                                    const moelora_exec *exec) {
+  const int64_t rows = g->num_rows, pairs = (int64_t)g->num_experts * g->max_loras;
+  const Extents e = {rows, rows < pairs ? rows : pairs, 32, false};
+  // Enough rows for all SMs, and for A not to be all that counts.
+  if (vectors && g->blocks.segments && rows >= kLongSegment * e.segments &&
+      rows >= 128 * moelora_cuda_num_sms(exec->device_index)) {
+    if (hopper && moelora_cuda_fits_shrink_sm90(g))
+      return moelora_cuda_shrink_sm90(g, lora_scalings, dtype, hl, exec);
+    return moelora_cuda_shrink_segments(g, lora_scalings, dtype, hl, exec);
+  }
   const Params p = {.g = *g, .scalings = lora_scalings, .hl = hl};
-  return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(p, vectors, exec)
-                               : launch_as<__half>(p, vectors, exec);
+  return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(p, e, vectors, exec)
+                               : launch_as<__half>(p, e, vectors, exec);
 }

@@ -18,6 +18,7 @@
 
 constexpr int kStep = 32, kLine = 64; // of depth
 constexpr int kThinSegment = 4;       // tokens; below, what A takes is all that counts
+constexpr int kLongSegment = 40;      // tokens; from here on, whole segments are shared out
 constexpr int kFatSegment = 64;       // tokens; from here on, what both sides take
 constexpr int kResidentWarps = 16;    // of an SM, which leaves 128 registers to a thread:
 constexpr int kRegisters = 108;       // so many for sums, pointers and loads
@@ -31,6 +32,16 @@ template <int TILES_, int TEAMS_, int DEPTHS_, int TOKENS_> struct Shape {
 };
 
 template <class S> using Sums = float[S::DEPTHS][S::TOKENS][S::PITCH];
+
+/* True rank of a pair. */
+__device__ __forceinline__ int rank_of(const moelora_gemm_launch &g, int pair) {
+  return min(pair % kRanks, g.lora.max_rank);
+}
+
+/* Columns of A of all slices together. */
+__device__ __forceinline__ int columns_of(const moelora_gemm_launch &g, int pair) {
+  return moelora_padded_rank(rank_of(g, pair)) * g.lora.num_slices;
+}
 
 __host__ __device__ __forceinline__ int ceil_divide(int a, int b) {
   return (a + b - 1) / b;

@@ -16,11 +16,9 @@
 template <int RANKS_> struct Staged {
   static constexpr int TOKENS = 128, RANKS = RANKS_, WARPS = 8, THREADS = 32 * WARPS;
   static constexpr int CTAS = kResidentWarps / WARPS;
-  static constexpr int STAGES = RANKS == 128 ? 3 : 4; // what shared memory holds
-  static constexpr int WARPS_N = RANKS / 32, WARPS_M = WARPS / WARPS_N;
-  static constexpr int TILES = TOKENS / 16 / WARPS_M; // 16 rows each, of a warp
+  static constexpr int STAGES = RANKS == 128 ? 3 : 4;                // what shared memory holds
+  static constexpr int TILES = TOKENS / 16 / (WARPS / (RANKS / 32)); // 16 rows each, of a warp
   static constexpr int STAGE_BYTES = (TOKENS + RANKS) * 128;
-  static constexpr int TEAMS = 1, TEAM_RANKS = RANKS; // all warps share an item
 };
 
 /* Whether so many rows, in so many segments at most, give every CTA that the chip holds some work
@@ -84,13 +82,21 @@ template <class T, class C> struct Loader {
   }
 };
 
-/* What a warp has of an item's products: row tiles warp_m + i * WARPS_M of 16, columns 32 warp_n to
- * 32 warp_n + 31. */
+/* What a warp has of an item's products: columns `column` to `column` + 31, row tiles first_tile +
+ * i
+ * * step of 16. The fewer columns an item has, the fewer rows to a warp. */
 template <class T, class C> struct Products {
+  int column, first_tile, step;
   float d[C::TILES][2][2][4]; // [][16 columns][8 of them][]
 
-  static __device__ __forceinline__ int warp_m() { return threadIdx.x / 32 % C::WARPS_M; }
-  static __device__ __forceinline__ int warp_n() { return threadIdx.x / 32 / C::WARPS_M; }
+  __device__ __forceinline__ explicit Products(int columns) {
+    const int warp = threadIdx.x / 32, across = min(columns, C::RANKS) <= 32   ? 1
+                                                : min(columns, C::RANKS) <= 64 ? 2
+                                                                               : C::RANKS / 32;
+    step = C::WARPS / across;
+    column = warp / step * 32;
+    first_tile = warp % step;
+  }
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -105,12 +111,12 @@ template <class T, class C> struct Products {
       uint32_t b[2][4];
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        const int r = C::TOKENS + warp_n() * 32 + j * 16 + (lane & 7) + (lane & 16) / 2;
+        const int r = C::TOKENS + column + j * 16 + (lane & 7) + (lane & 16) / 2;
         load_matrix_x4(b[j], stage + r * 128 + (((k16 * 2 + (lane >> 3 & 1)) ^ (r & 7)) << 4));
       }
 #pragma unroll
       for (int i = 0; i < C::TILES; i++) {
-        const int first = 16 * (warp_m() + i * C::WARPS_M);
+        const int first = 16 * (first_tile + i * step);
         if (first >= tokens)
           break;
         uint32_t a[4];
@@ -132,15 +138,14 @@ template <class T, class C> struct Products {
     for (int i = 0; i < C::TILES; i++)
 #pragma unroll
       for (int eight = 0; eight < 2; eight++) {
-        const int token = 16 * (warp_m() + i * C::WARPS_M) + eight * 8 + lane / 4;
+        const int token = 16 * (first_tile + i * step) + eight * 8 + lane / 4;
         if (token >= tokens)
           continue;
 #pragma unroll
         for (int j = 0; j < 2; j++)
 #pragma unroll
           for (int half = 0; half < 2; half++)
-            visit(token, warp_n() * 32 + j * 16 + half * 8 + lane % 4 * 2,
-                  d[i][j][half] + 2 * eight);
+            visit(token, column + j * 16 + half * 8 + lane % 4 * 2, d[i][j][half] + 2 * eight);
       }
   }
 };
@@ -165,19 +170,17 @@ __device__ __forceinline__ void run_staged(const StagedRows &rows, const Stages<
     }
     copy_async_commit();
   };
+#pragma unroll 1
   for (int ahead = 0; ahead < C::STAGES - 1; ahead++)
     load(ahead);
 
   int stage = 0;
 #pragma unroll 1
   for (int number = begin; number < end; number += stride) {
-    int tokens = 0; // none if the warp has no columns
-    {
-      const auto item = find(number);
-      if (Products<T, C>::warp_n() * 32 < item.columns())
-        tokens = item.tokens();
-    }
-    Products<T, C> products;
+    const auto item = find(number);
+    const int columns = item.columns();
+    Products<T, C> products(columns);
+    const int tokens = products.column < columns ? item.tokens() : 0;
     products.clear();
 #pragma unroll 1
     for (int k = 0; k < rows.depth; k += kLine) {

@@ -1,13 +1,14 @@
 /* Adapters as more depth of a Hopper GEMM's tile. A stage of the ring holds a few pieces:
  *
- *   W  [piece][TILES][64] rows of 32 bytes, 32-byte swizzle   rows of B
- *   X  [TOKENS] rows of 128 bytes as in tile.cuh              shrink results, zeros where a token
- *                                                             does not carry the adapter */
+ *   W  [piece][TILES][64] rows of 32 bytes, 32-byte swizzle   rows of B, of a gated projection
+ * those of gate before those of up X  [TOKENS] rows of 128 bytes as in tile.cuh              shrink
+ * results, zeros where a token does not carry the adapter */
 #ifndef MOELORA_CUDA_SM90_ADAPTERS_CUH
 #define MOELORA_CUDA_SM90_ADAPTERS_CUH
 
 #include "runs.cuh"
 #include "sm90_ring.cuh"
+#include "tensor_map.h"
 
 constexpr int kPieceGroupBytes = 64 * 32;
 
@@ -20,7 +21,14 @@ __device__ __forceinline__ int pieces_per_stage(const moelora_gemm_launch &g) {
 /* Tensor maps of the slices of B: [max_loras, E, halves, rows, ranks], see map_factors. */
 struct FactorMaps {
   CUtensorMap slice[MOELORA_MAX_SLICES];
+  StackDims dims;
 };
+
+/* Place of a group in a piece. */
+template <class S>
+__device__ __forceinline__ int piece_group(const moelora_gemm_launch &g, int group) {
+  return g.gated ? (group & 1) * (S::TILES / 2) + group / 2 : group;
+}
 
 /* The adapters of this CTA's block and of its neighbour's, lane by lane. */
 template <class S> struct Pairs {
@@ -80,17 +88,17 @@ __device__ __forceinline__ void load_factors(const FactorMaps *maps, const moelo
                                              PieceCursor &cursor, const Ring<S> &ring) {
   const bool paired = is_paired(g);
   const int halves = g.gated && !paired ? 2 : 1, rows = (int)g.lora.slice_n / halves;
+  const int boxes = g.gated ? 2 : 1, output = first_output<S>(g, tile.column, 0);
   for (int j = 0; j < pieces; j++) {
     const AdapterPiece piece = cursor.next(runs);
     if ((threadIdx.x & 31) != 0)
       continue;
-    for (int group = 0; group < S::TILES; group++) {
-      const int slice = paired ? group & 1 : piece.slice;
-      const moelora_factor &b = g.lora.b[slice];
-      const int row = first_output<S>(g, tile.column, group) - (paired ? 0 : piece.slice * rows);
-      tma_load_5d(ring.weights() + (j * S::TILES + group) * kPieceGroupBytes, &maps->slice[slice],
-                  piece.rank, row, halves == 2 ? group & 1 : 0, b.stride_e ? tile.expert : 0,
-                  b.stride_l ? piece.pair / kRanks : 0, ring.full());
+    for (int half = 0; half < boxes; half++) {
+      const int slice = paired ? half : piece.slice;
+      tma_load_5d(ring.weights() + (j * S::TILES + half * (S::TILES / 2)) * kPieceGroupBytes,
+                  &maps->slice[slice], piece.rank, output - (paired ? 0 : piece.slice * rows),
+                  halves == 2 ? half : 0, maps->dims.expert(slice, tile.expert),
+                  maps->dims.adapter(slice, piece.pair / kRanks), ring.full());
     }
   }
 }
@@ -114,8 +122,8 @@ __device__ __forceinline__ void copy_factors(const moelora_gemm_launch &g, const
       const moelora_factor &b = g.lora.b[slice];
       const T *from = (const T *)b.data + piece.pair / kRanks * b.stride_l +
                       tile.expert * b.stride_e + n * b.stride_i + column;
-      copy_elements(ring.weights() + (j * S::TILES + group) * kPieceGroupBytes + r * 32 +
-                        ((chunk ^ (r >> 2 & 1)) << 4),
+      copy_elements(ring.weights() + (j * S::TILES + piece_group<S>(g, group)) * kPieceGroupBytes +
+                        r * 32 + ((chunk ^ (r >> 2 & 1)) << 4),
                     from, there ? ranks : 0);
     }
   }

@@ -5,6 +5,7 @@
 #define MOELORA_CUDA_SM90_PRODUCE_CUH
 
 #include "sm90_adapters.cuh"
+#include "sm90_gather.cuh"
 
 /* This CTA's share of a depth step's weights. */
 template <class S>
@@ -113,21 +114,17 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const CUtensorM
 
 template <class S, class T>
 __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Ring<S> ring) {
-  constexpr int STEP = kGatherers / 8, ROWS = (S::TOKENS + STEP - 1) / STEP;
-  constexpr uint32_t NONE = 0xffffffffu;
-  // This thread fills chunk `chunk` of token rows thread / 8 + STEP i.
-  const int thread = threadIdx.x - 32, chunk = thread & 7;
-  const int depth_steps = (g.k + kDepth - 1) / kDepth;
+  const int thread = threadIdx.x - 32, depth_steps = (g.k + kDepth - 1) / kDepth;
+  Gather<S::TOKENS> rows(thread);
   Walk<S> next(g);
   while (next.more()) {
     const Tile tile = next.tile;
     const int count = next.count;
-    uint32_t token[ROWS]; // where rows of x begin, in 16 bytes; NONE in padding
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-      const int row = g.x_divisor ? block_row<S>(g, tile.block, thread / 8 + STEP * i) : g.num_rows;
-      token[i] = row < g.num_rows ? row / g.x_divisor * (uint32_t)(g.x_stride / 8) : NONE;
-    }
+    if (g.x_divisor)
+      rows.find(g, [&](int t) {
+        const int row = block_row<S>(g, tile.block, t);
+        return row < g.num_rows ? row / g.x_divisor : -1;
+      });
     next.advance(g);
     for (int t = thread; next.more() && t < S::TOKENS; t += kGatherers) {
       prefetch(&g.blocks.sorted_ids[(int64_t)next.tile.block * S::TOKENS + t]);
@@ -140,17 +137,8 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Ring<S> rin
     int adapter_stages = 0;
     for (int step = 0; step < depth_steps; step++, ring.advance()) {
       ring.wait_empty();
-      if (g.x_divisor) {
-        const int column = step * kDepth + chunk * 8;
-        const uint4 *x = (const uint4 *)g.x + (column < g.k ? column / 8 : 0);
-#pragma unroll
-        for (int i = 0; i < ROWS; i++) {
-          const int t = thread / 8 + STEP * i;
-          if (token[i] != NONE)
-            copy_async_16(ring.tokens() + t * kRowBytes + ((chunk ^ (t & 7)) << 4), x + token[i],
-                          column < g.k ? 16 : 0);
-        }
-      }
+      if (g.x_divisor)
+        rows.copy(ring.tokens());
       barrier_arrive_after_copies(ring.full());
       if (step == 0) { // they were prefetched
         Pairs<S> pairs;

@@ -33,7 +33,7 @@ constexpr int kArrivals = 1;
 /* Tiles of one consumer are for streaming weights: two CTAs share an SM, and one fills its ring
  * while the other finishes a tile. */
 template <int TOKENS_, int CONSUMERS_, int STAGES_, int CLUSTER_>
-struct Shape : Extent<TOKENS_, 2 * CONSUMERS_> {
+struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_> {
   using E = Extent<TOKENS_, 2 * CONSUMERS_>;
   static constexpr int CONSUMERS = CONSUMERS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
   static constexpr int THREADS = kProducers + 128 * CONSUMERS;
@@ -43,16 +43,17 @@ struct Shape : Extent<TOKENS_, 2 * CONSUMERS_> {
   static constexpr int STEP = TOKENS_ < 64 ? 8 : 16;
   static constexpr int LEAST = (TOKENS_ / 2 + STEP - 1) / STEP * STEP;
   // Up to 1023 bytes go to the alignment that the swizzle needs.
-  static constexpr int RUNS_BYTES = 8 * TOKENS_;
-  static constexpr int SHARED = 1024 + STAGES * (E::STAGE_BYTES + 16 + kNoteBytes) +
-                                CONSUMERS * kStagingBytes + 4 * RUNS_BYTES;
+  static constexpr int RUNS_BYTES = 8 * TOKENS_, STAGING_BYTES = CONSUMERS_ * kStagingBytes;
+  static constexpr int FILLERS = kGatherers; // threads that arrive when a stage is full
+  static constexpr int SHARED =
+      1024 + STAGES * (E::STAGE_BYTES + 16 + kNoteBytes) + STAGING_BYTES + 4 * RUNS_BYTES;
   static_assert(TOKENS_ % BOX == 0 && TOKENS_ % STEP == 0, "whole boxes, whole steps");
   static_assert(RESIDENT * (SHARED + 1024) <= 228 * 1024, "shared memory of an SM");
 };
 
 template <class S> struct Ring {
   static constexpr uint32_t STAGING = S::STAGES * S::STAGE_BYTES;
-  static constexpr uint32_t NOTES = STAGING + S::CONSUMERS * kStagingBytes;
+  static constexpr uint32_t NOTES = STAGING + S::STAGING_BYTES;
   static constexpr uint32_t FULL = NOTES + S::STAGES * kNoteBytes;
   static constexpr uint32_t EMPTY = FULL + 8 * S::STAGES;
   static constexpr uint32_t RUNS = EMPTY + 8 * S::STAGES;
@@ -64,7 +65,7 @@ template <class S> struct Ring {
       : base((shared_address(shared) + 1023) & ~1023u) {}
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < S::STAGES; i++) {
-      barrier_init(base + FULL + 8 * i, kGatherers + 1);
+      barrier_init(base + FULL + 8 * i, S::FILLERS + 1);
       barrier_init(base + EMPTY + 8 * i, kArrivals * 4 * S::CONSUMERS * S::CLUSTER);
     }
     barrier_init_visible();

@@ -1,0 +1,37 @@
+/* Tensor maps of the copy engine. */
+#ifndef MOELORA_CUDA_TENSOR_MAP_H
+#define MOELORA_CUDA_TENSOR_MAP_H
+
+#include <cuda.h>
+
+#include <cuda_runtime.h>
+
+#include "core/backend.h"
+
+/* Which factors of a stack are apart. What the experts or the adapters of a slice share is a
+ * dimension of 1 in its tensor map. */
+struct StackDims {
+  uint32_t experts, adapters; // bit of each slice where they are apart
+
+  void add(int slice, const moelora_factor &f) {
+    experts |= (uint32_t)(f.stride_e != 0) << slice;
+    adapters |= (uint32_t)(f.stride_l != 0) << slice;
+  }
+  __device__ __forceinline__ int expert(int slice, int e) const {
+    return experts >> slice & 1 ? e : 0;
+  }
+  __device__ __forceinline__ int adapter(int slice, int l) const {
+    return adapters >> slice & 1 ? l : 0;
+  }
+};
+
+/* Describes a tensor of `rank` dimensions of bf16 or fp16, innermost first: `sizes` and `box` count
+ * elements, `strides`, of all but the innermost, bytes. What a box has outside reads as zeros.
+ * DEVICE_ERROR if the driver refuses. */
+moelora_status
+moelora_encode_map(CUtensorMap *map, bool is_bf16, cuuint32_t rank, const void *data,
+                   const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
+                   CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B,
+                   CUtensorMapL2promotion fetched = CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+
+#endif
