@@ -108,6 +108,10 @@ moelora_status delta_launch_shrink(const delta_shrink *shrink, moelora_dtype dty
                                    const moelora_exec *exec);
 moelora_status delta_launch_expand(const delta_expand *expand, moelora_dtype dtype,
                                    const moelora_exec *exec);
+/* delta_expand_thin.cu: for short segments, and whether it takes an expand. */
+bool delta_fits_thin_expand(const delta_expand *expand);
+moelora_status delta_launch_thin_expand(const delta_expand *expand, moelora_dtype dtype,
+                                        const moelora_exec *exec);
 /* delta_shrink_fat.cu: for long segments; x and A allow 16-byte accesses. Whether so many rows in
  * so many segments at most are a load for it, on this chip. */
 bool delta_fits_fat_shrink(int64_t rows, int64_t segments, const moelora_exec *exec);
