@@ -7,9 +7,13 @@
 /* Where rows come from, in which order. */
 typedef enum delta_order {
   DELTA_BY_ROUTE, /* flat rows as they are */
+  DELTA_GROUPED,  /* flat rows, by expert, then adapter within each window */
   DELTA_SORTED,   /* by expert, then adapter */
   DELTA_LISTED,   /* by the caller's lists */
 } delta_order;
+
+/* Pairs that the smallest window, of 256 rows, has bins for, and one behind them. */
+#define DELTA_MAX_GROUPS (6 * 256 - 1)
 
 /* Routed rows and what each of them carries. Kernels walk over windows of `window` rows in this
  * order; a list is cut into windows block by block, so that each of these knows one pair. */

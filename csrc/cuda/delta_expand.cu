@@ -30,6 +30,7 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Shared {
   Places<kRows<STEPS>> places;
   Step<SILU> steps[WARPS][STAGES]; // what each stage is of
   Step<SILU> next[WARPS];
+  int units;
 };
 
 /* tiles: of columns; part: rows of an item; stride: what all warps that share a window take at
@@ -54,8 +55,8 @@ __global__ void __launch_bounds__(32 * kWarps<STEPS>, kCtas<STEPS, SILU, VECTORS
   if (!early)
     begin();
 
-  const int units = (int)count_windows(p.rows) * shares;
-  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+  shared.units = (int)count_windows(p.rows) * shares;
+  for (int unit = blockIdx.x; unit < shared.units; unit += gridDim.x) {
     const int share = unit % shares;
     load_window<32 * WARPS>(
         p.rows, unit / shares, w,
