@@ -17,6 +17,10 @@ GPU = "cuda"
 SIZES = {
     "a_few_rows_few_ranks": (3, 2, 8, 4, 512, 192, 2, 16),
     "a_few_rows": (40, 4, 8, 4, 512, 192, 2, 32),
+    "grouped_rows_rank_16": (128, 4, 8, 4, 2304, 328, 2, 16),
+    "grouped_thin_rows_rank_24": (100, 2, 16, 4, 2304, 200, 2, 24),
+    "grouped_thin_rows_rank_64": (60, 4, 16, 4, 1032, 136, 3, 64),
+    "thin_rows_rank_16": (500, 4, 64, 6, 520, 200, 2, 16),
     "sorted_rows_rank_16": (1500, 4, 8, 4, 512, 192, 1, 16),
     "sorted_rows_rank_24": (700, 4, 8, 4, 520, 200, 2, 24),
     "sorted_rows_rank_64": (700, 4, 16, 4, 512, 192, 1, 64),

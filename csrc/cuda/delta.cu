@@ -2,8 +2,9 @@
  *
  *   [sort] -> shrink -> expand [-> combine]
  *
- * h and whatever waits for a sum is stored by flat row. Few rows are not sorted: where pairs hardly
- * repeat, reading the factors of a repeated one again costs less than a sort does. */
+ * h and whatever waits for a sum is stored by flat row. Few rows are sorted by each CTA for itself,
+ * or not at all: where pairs hardly repeat, reading the factors of a repeated one again costs less.
+ */
 #include <math.h>
 
 #include "cuda/backend.h"
@@ -14,6 +15,7 @@
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kGroupedRows = 512; // the largest window
 
 /* ---- kernels around the two halves ---- */
 
@@ -110,14 +112,18 @@ double pair_bytes(const moelora_factors *lora, int64_t k, bool shrinks, bool exp
          ((shrinks ? (double)k : 0.0) + (expands ? (double)lora->slice_n : 0.0));
 }
 
-/* A sort takes as long as reading about 20 MB. Rows draw their pairs from a pool of experts times
+/* A sort takes as long as reading about 20 MB, grouping windows where they are loaded as long as 2
+ * MB, if the rows make one window or two. Rows draw their pairs from a pool of experts times
  * adapters; what lies idle of these is not known here, and more than 8 are rarely in one batch. */
-bool wants_sort(const moelora_routes *routes, double bytes_of_pair) {
+delta_order order_for(const moelora_routes *routes, double bytes_of_pair) {
   const double rows = (double)routes->num_rows;
   const double adapters = routes->max_loras < 8 ? routes->max_loras : 8;
   const double pool = routes->num_experts * adapters;
   const double repeated = rows - pool * (1.0 - exp(-rows / pool));
-  return repeated * bytes_of_pair > 20e6;
+  if (routes->num_rows <= kGroupedRows &&
+      (int64_t)routes->num_experts * routes->max_loras <= DELTA_MAX_GROUPS)
+    return repeated * bytes_of_pair > 2e6 ? DELTA_GROUPED : DELTA_BY_ROUTE;
+  return repeated * bytes_of_pair > 20e6 ? DELTA_SORTED : DELTA_BY_ROUTE;
 }
 
 } // namespace
@@ -160,11 +166,12 @@ extern "C" moelora_status delta_sort(const moelora_routes *routes, const delta_s
 
 namespace {
 
-delta_rows rows_of(const moelora_routes *routes, const delta_sorted *sorted) {
+/* sorted: of DELTA_SORTED. */
+delta_rows rows_of(const moelora_routes *routes, delta_order order, const delta_sorted *sorted) {
   delta_rows rows = {};
-  rows.order = sorted ? DELTA_SORTED : DELTA_BY_ROUTE;
+  rows.order = order;
   rows.routes = *routes;
-  if (sorted) {
+  if (order == DELTA_SORTED) {
     rows.row = sorted->row;
     rows.expert = sorted->expert;
     rows.adapter = sorted->adapter;
@@ -286,7 +293,7 @@ moelora_status expand_and_combine(delta_expand *e, const Waiting *z, uint8_t *wr
 /* ---- one adapter ---- */
 
 struct DeltaLayout {
-  bool sorts;
+  delta_order order;
   delta_sorted sorted;
   void *h;
   Waiting z;
@@ -298,8 +305,8 @@ DeltaLayout lay_out(const moelora_delta_problem *p, void *base) {
   moelora_arena arena = {(char *)base, 0};
   DeltaLayout l = {};
   const bool listed = p->lists.sorted_token_ids;
-  l.sorts = !listed && wants_sort(&p->routes, pair_bytes(&p->lora, p->k, p->x, p->out));
-  if (l.sorts)
+  l.order = listed ? DELTA_LISTED : order_for(&p->routes, pair_bytes(&p->lora, p->k, p->x, p->out));
+  if (l.order == DELTA_SORTED)
     l.sorted = delta_take_sorted(&p->routes, &arena);
   if (!p->h)
     l.h = moelora_take(&arena, shrunk_bytes(&p->routes, &p->lora));
@@ -339,11 +346,10 @@ extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
                         p->lora.num_slices);
   const DeltaLayout l = lay_out(p, exec->workspace);
   const moelora_routes *routes = &p->routes;
-  delta_rows rows = rows_of(routes, l.sorts ? &l.sorted : nullptr);
-  if (p->lists.sorted_token_ids)
-    rows.order = DELTA_LISTED;
+  delta_rows rows = rows_of(routes, l.order, &l.sorted);
   rows.lists = p->lists;
-  moelora_status status = l.sorts ? delta_sort(routes, &l.sorted, exec) : MOELORA_OK;
+  moelora_status status =
+      l.order == DELTA_SORTED ? delta_sort(routes, &l.sorted, exec) : MOELORA_OK;
 
   const Shrunk h = p->h ? Shrunk{p->h, {p->h_stride[0], p->h_stride[1], p->h_stride[2]}}
                         : own_shrunk(l.h, routes, &p->lora);
@@ -371,7 +377,7 @@ extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
 namespace {
 
 struct MlpLayout {
-  bool sorts;
+  delta_order order;
   delta_sorted sorted;
   void *h1, *act, *h2;
   Waiting z;
@@ -381,9 +387,9 @@ struct MlpLayout {
 MlpLayout lay_out_mlp(const moelora_mlp_delta_problem *p, void *base) {
   moelora_arena arena = {(char *)base, 0};
   MlpLayout l = {};
-  l.sorts = wants_sort(&p->routes, pair_bytes(&p->gate_up, p->hidden, true, true) +
-                                       pair_bytes(&p->down, p->intermediate, true, true));
-  if (l.sorts)
+  l.order = order_for(&p->routes, pair_bytes(&p->gate_up, p->hidden, true, true) +
+                                      pair_bytes(&p->down, p->intermediate, true, true));
+  if (l.order == DELTA_SORTED)
     l.sorted = delta_take_sorted(&p->routes, &arena);
   l.h1 = moelora_take(&arena, shrunk_bytes(&p->routes, &p->gate_up));
   l.act = moelora_take(&arena, 2 * (size_t)(p->routes.num_rows * p->intermediate));
@@ -413,8 +419,9 @@ extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem
   const MlpLayout l = lay_out_mlp(p, exec->workspace);
   const moelora_routes *routes = &p->routes;
   const int64_t intermediate = p->intermediate;
-  const delta_rows rows = rows_of(routes, l.sorts ? &l.sorted : nullptr);
-  moelora_status status = l.sorts ? delta_sort(routes, &l.sorted, exec) : MOELORA_OK;
+  const delta_rows rows = rows_of(routes, l.order, &l.sorted);
+  moelora_status status =
+      l.order == DELTA_SORTED ? delta_sort(routes, &l.sorted, exec) : MOELORA_OK;
 
   const Shrunk h1 = own_shrunk(l.h1, routes, &p->gate_up);
   if (status == MOELORA_OK)

@@ -7,9 +7,13 @@
 /* Where rows come from, in which order. */
 typedef enum delta_order {
   DELTA_BY_ROUTE, /* flat rows as they are */
+  DELTA_GROUPED,  /* flat rows, by expert, then adapter within each window */
   DELTA_SORTED,   /* by expert, then adapter */
   DELTA_LISTED,   /* by the caller's lists */
 } delta_order;
+
+/* Pairs that the smallest window, of 256 rows, has bins for, and one behind them. */
+#define DELTA_MAX_GROUPS (6 * 256 - 1)
 
 /* Routed rows and what each of them carries. Kernels walk over windows of `window` rows in this
  * order; a list is cut into windows block by block, so that each of these knows one pair. */
@@ -108,6 +112,10 @@ moelora_status delta_launch_shrink(const delta_shrink *shrink, moelora_dtype dty
                                    const moelora_exec *exec);
 moelora_status delta_launch_expand(const delta_expand *expand, moelora_dtype dtype,
                                    const moelora_exec *exec);
+/* delta_expand_thin.cu: for short segments, and whether it takes an expand. */
+bool delta_fits_thin_expand(const delta_expand *expand);
+moelora_status delta_launch_thin_expand(const delta_expand *expand, moelora_dtype dtype,
+                                        const moelora_exec *exec);
 /* delta_shrink_fat.cu: for long segments; x and A allow 16-byte accesses. Whether so many rows in
  * so many segments at most are a load for it, on this chip. */
 bool delta_fits_fat_shrink(int64_t rows, int64_t segments, const moelora_exec *exec);

@@ -7,7 +7,9 @@
  * to shared memory meanwhile: h, out, and B where it is not yet in registers, which is once for an
  * item if PIECE ranks cover the true rank.
  *
- * The CTAs that share a window take its items in turn, neighbouring warps neighbouring columns. */
+ * The CTAs that share a window take its items in turn, neighbouring warps neighbouring columns.
+ *
+ * Batches of thin segments go to delta_expand_thin.cu. */
 #include "delta_expand.cuh"
 #include "kernel_launch.cuh"
 
@@ -28,6 +30,7 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Shared {
   Places<kRows<STEPS>> places;
   Step<SILU> steps[WARPS][STAGES]; // what each stage is of
   Step<SILU> next[WARPS];
+  int units;
 };
 
 /* tiles: of columns; part: rows of an item; stride: what all warps that share a window take at
@@ -52,22 +55,12 @@ __global__ void __launch_bounds__(32 * kWarps<STEPS>, kCtas<STEPS, SILU, VECTORS
   if (!early)
     begin();
 
-  const int units = (int)count_windows(p.rows) * shares;
-  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+  shared.units = (int)count_windows(p.rows) * shares;
+  for (int unit = blockIdx.x; unit < shared.units; unit += gridDim.x) {
     const int share = unit % shares;
     load_window<32 * WARPS>(
         p.rows, unit / shares, w,
-        [&](int i, uint32_t row) {
-          const moelora_routes &routes = p.rows.routes;
-          const uint32_t token = row / (uint32_t)routes.top_k, choice = row - token * routes.top_k;
-          places.h[i] = token * p.h_stride[1] + choice * p.h_stride[2];
-          places.out[i] = token * p.out_stride[0] + choice * p.out_stride[1];
-          places.weight[i] = p.topk_weights ? p.topk_weights[token * routes.topk_weights_stride[0] +
-                                                             choice * routes.topk_weights_stride[1]]
-                                            : 1.f;
-          if (p.written && share == 0)
-            p.written[row] = 1;
-        },
+        [&](int i, uint32_t row) { find_place(p, places, i, row, share == 0); },
         [&](int rows, int) { return (rows + part - 1) / part; });
     const int number = share * WARPS + warp;
     const auto start_item = [&](Step<SILU> &s) {
@@ -193,6 +186,8 @@ template <class T> moelora_status launch_as(const delta_expand &p, const moelora
 
 extern "C" moelora_status delta_launch_expand(const delta_expand *expand, moelora_dtype dtype,
                                               const moelora_exec *exec) {
+  if (delta_fits_thin_expand(expand))
+    return delta_launch_thin_expand(expand, dtype, exec);
   return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(*expand, exec)
                                : launch_as<__half>(*expand, exec);
 }

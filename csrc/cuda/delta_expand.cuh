@@ -42,6 +42,21 @@ template <int ROWS> struct Places {
   float weight[ROWS];
 };
 
+/* Row i of a window is flat row `row`; marks it as written if that is wanted and `marks`. */
+template <int ROWS>
+__device__ __forceinline__ void find_place(const delta_expand &p, Places<ROWS> &places, int i,
+                                           uint32_t row, bool marks) {
+  const moelora_routes &routes = p.rows.routes;
+  const uint32_t token = row / (uint32_t)routes.top_k, choice = row - token * routes.top_k;
+  places.h[i] = token * p.h_stride[1] + choice * p.h_stride[2];
+  places.out[i] = token * p.out_stride[0] + choice * p.out_stride[1];
+  places.weight[i] = p.topk_weights ? p.topk_weights[token * routes.topk_weights_stride[0] +
+                                                     choice * routes.topk_weights_stride[1]]
+                                    : 1.f;
+  if (p.written && marks)
+    p.written[row] = 1;
+}
+
 /* Part of a window's rows by tile of columns. A warp walks over them in steps of as many as there
  * are warps, without a division. */
 struct Walk {

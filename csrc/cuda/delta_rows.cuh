@@ -4,7 +4,9 @@
  * Several CTAs share a window: each of them loads all of it and takes every so many of its items,
  * so that none waits for the one that got the most segments. A row that has no adapter, an adapter
  * of rank 0 or no expert here has rank 0 and belongs to no segment: nothing of it is read or
- * written. */
+ * written.
+ *
+ * Batches of a window or two are sorted by each CTA for itself: that takes less than a launch. */
 #ifndef MOELORA_CUDA_DELTA_ROWS_CUH
 #define MOELORA_CUDA_DELTA_ROWS_CUH
 
@@ -17,7 +19,12 @@
 template <int ROWS> struct Window {
   static constexpr int WORDS = ROWS / 32;
   int32_t row[ROWS], expert[ROWS], adapter[ROWS], rank[ROWS];
-  int32_t low[ROWS], high[ROWS], first[ROWS];
+  union {
+    struct {
+      int32_t low[ROWS], high[ROWS], first[ROWS];
+    };
+    uint16_t bins[6 * ROWS]; // of group_rows(), which is done before there are segments
+  };
   uint32_t starts[WORDS]; // bit of each row that starts a segment
   int32_t sums[WORDS];    // items of 32 segments
   int32_t segments, items;
@@ -129,7 +136,7 @@ __device__ __forceinline__ WindowRow window_row(const delta_rows &r, int64_t win
   const int64_t at = window * r.window + i;
   if (i >= r.window || at >= r.routes.num_rows)
     return found;
-  if (r.order == DELTA_BY_ROUTE)
+  if (r.order != DELTA_SORTED)
     return route_row(r, at);
   const int32_t row = r.row[at], expert = r.expert[at], adapter = r.adapter[at];
   if (at < *r.count) { // in flight with the others
@@ -161,6 +168,90 @@ __device__ __forceinline__ WindowRow listed_row(const delta_rows &r, const ListW
   return found;
 }
 
+/* Puts the rows of a window in the order of their pairs, then of their numbers, the same in every
+ * CTA; those of rank 0 come last, as none. Begins and ends with a barrier.
+ *
+ * Shared atomics count the rows of each pair, a scan makes of that where they begin. The order in
+ * which they arrived is no one's but this CTA's: each row counts the earlier ones of its pair. */
+template <int THREADS, int ROWS, int PASSES>
+__device__ __forceinline__ void group_rows(const delta_rows &r, Window<ROWS> &w, int thread,
+                                           WindowRow (&own)[PASSES], int (&rank)[PASSES]) {
+  uint32_t *const words = (uint32_t *)w.bins; // two bins each
+  int max_loras = r.routes.max_loras;
+  asm volatile("" : "+r"(max_loras)); // nor does what follows from it
+  const int used = r.routes.num_experts * max_loras / 2 + 1;
+  const int run = (used + THREADS - 1) / THREADS, begin = min(thread * run, used);
+  const int end = min(begin + run, used);
+  int pair[PASSES], place[PASSES];
+  __syncthreads();
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++) {
+    const int i = pass * THREADS + thread;
+    w.row[i] = w.expert[i] = w.adapter[i] = -1;
+    w.rank[i] = 0;
+  }
+  for (int i = begin; i < end; i++)
+    words[i] = 0;
+  __syncthreads();
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++) {
+    pair[pass] = own[pass].expert * max_loras + own[pass].adapter;
+    const int shift = pair[pass] % 2 * 16;
+    if (rank[pass] > 0)
+      place[pass] = atomicAdd(&words[pair[pass] / 2], 1u << shift) >> shift & 0xffff;
+  }
+  __syncthreads();
+  int rows = 0;
+  for (int i = begin; i < end; i++)
+    rows += (int)(words[i] & 0xffff) + (int)(words[i] >> 16);
+  const int upto = warp_inclusive_sum(rows), lane = thread % 32;
+  if (lane == 31)
+    w.sums[thread / 32] = upto;
+  __syncthreads();
+  int at = upto - rows;
+  for (int warp = 0; warp < thread / 32; warp++)
+    at += w.sums[warp];
+  for (int i = begin; i < end; i++) {
+    const uint32_t low = words[i] & 0xffff, high = words[i] >> 16;
+    words[i] = (uint32_t)at | ((uint32_t)at + low) << 16;
+    at += low + high;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++)
+    if (rank[pass] > 0)
+      w.row[w.bins[pair[pass]] + place[pass]] = pass * THREADS + thread;
+  __syncthreads();
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++) {
+    if (rank[pass] == 0)
+      continue;
+    const int first = w.bins[pair[pass]], last = w.bins[pair[pass] + 1];
+    place[pass] = first;
+    for (int i = first; i < last; i++)
+      place[pass] += w.row[i] < pass * THREADS + thread;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++) {
+    if (rank[pass] == 0)
+      continue;
+    w.row[place[pass]] = own[pass].row;
+    w.expert[place[pass]] = own[pass].expert;
+    w.adapter[place[pass]] = own[pass].adapter;
+    w.rank[place[pass]] = rank[pass];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++) {
+    const int i = pass * THREADS + thread;
+    own[pass].row = w.row[i];
+    own[pass].expert = w.expert[i];
+    own[pass].adapter = w.adapter[i];
+    rank[pass] = w.rank[i];
+  }
+}
+
 /* Fills `w`, between barriers: whoever still reads the window before is waited for. On the way,
  * each(i, p) is called by one thread for every row i of the window that has an adapter, and
  * count(rows, rank) says how many items a segment is. */
@@ -188,6 +279,8 @@ __device__ __forceinline__ void load_window(const delta_rows &r, int64_t window,
   for (int pass = 0; pass < PASSES; pass++)
     rank[pass] =
         own[pass].expert >= 0 && own[pass].adapter >= 0 ? true_rank(r, own[pass].adapter) : 0;
+  if (r.order == DELTA_GROUPED)
+    group_rows<THREADS>(r, w, thread, own, rank);
   __syncthreads();
 #pragma unroll
   for (int pass = 0; pass < PASSES; pass++) {
@@ -196,19 +289,19 @@ __device__ __forceinline__ void load_window(const delta_rows &r, int64_t window,
     w.expert[i] = own[pass].expert;
     w.adapter[i] = own[pass].adapter;
     w.rank[i] = rank[pass];
-    if (rank[pass] > 0)
+    if (*(volatile int32_t *)&w.rank[i] > 0) // asked when it is needed: predicates are few
       each(i, (uint32_t)own[pass].row);
   }
   __syncthreads();
-  bool starts[PASSES], ends[PASSES]; // ends: the row before was the last of a segment
+  int ends[PASSES]; // the row before was the last of a segment
 #pragma unroll
   for (int pass = 0; pass < PASSES; pass++) {
     const int i = pass * THREADS + thread, before = i > 0 ? i - 1 : 0;
     const bool first =
         i == 0 || w.expert[before] != own[pass].expert || w.adapter[before] != own[pass].adapter;
-    starts[pass] = first && rank[pass] > 0;
     ends[pass] = first && i > 0 && w.rank[before] > 0;
-    const uint32_t mask = __ballot_sync(~0u, starts[pass]);
+    asm volatile("" : "+r"(ends[pass]), "+r"(rank[pass]));
+    const uint32_t mask = __ballot_sync(~0u, first && rank[pass] > 0);
     if (lane == 0)
       w.starts[i / 32] = mask;
   }
@@ -220,7 +313,7 @@ __device__ __forceinline__ void load_window(const delta_rows &r, int64_t window,
     const int i = pass * THREADS + thread;
     const int before =
         __shfl_sync(~0u, upto - here, i / 32) + __popc(w.starts[i / 32] & ((1u << lane) - 1));
-    if (starts[pass])
+    if (w.starts[i / 32] >> lane & 1)
       w.low[before] = i;
     if (ends[pass])
       w.high[before - 1] = i;

@@ -59,9 +59,11 @@ template <class S> struct Places {
   }
 
   template <class T, int N> __device__ __forceinline__ void find_x(const T *(&x)[N], int k) const {
+    int lane = threadIdx.x % 32;
+    asm volatile("" : "+r"(lane)); // as above
 #pragma unroll
     for (int n = 0; n < N; n++) {
-      const int i = min(item.low + n * 8 + (int)threadIdx.x % 32 / 4, item.high - 1);
+      const int i = min(item.low + n * 8 + lane / 4, item.high - 1);
       x[n] = (const T *)s.x + x_rows[i] * s.x_stride + k;
     }
   }
@@ -107,12 +109,14 @@ template <class T, class S>
 __device__ __forceinline__ void store(const Params &p, const ShrinkItem &item, Shared<S> &shared) {
   constexpr int EIGHTS = S::RANKS / 8;
   const delta_shrink &s = p.s;
+  int thread = threadIdx.x;
+  asm volatile("" : "+r"(thread)); // what follows from it takes no register between items
   const int splits = num_splits(p), split = own_split();
   const int width = moelora_padded_rank(item.rank), max_rank = s.lora.max_rank;
   const int count = (item.high - item.low) * EIGHTS;
   const float scaling = s.scalings ? s.scalings[item.adapter] : 1.f;
   if (splits > 1) {
-    for (int i = threadIdx.x; i < count; i += S::THREADS) {
+    for (int i = thread; i < count; i += S::THREADS) {
       float sum[8] = {};
       add_runs<S>(sum, shared.sums, i / EIGHTS, i % EIGHTS * 8);
       float4 *to = (float4 *)&shared.sums[0][i / EIGHTS][i % EIGHTS * 8];
@@ -121,7 +125,7 @@ __device__ __forceinline__ void store(const Params &p, const ShrinkItem &item, S
     }
     meet_cluster();
   }
-  for (int i = split * S::THREADS + threadIdx.x; i < count; i += splits * S::THREADS) {
+  for (int i = split * S::THREADS + thread; i < count; i += splits * S::THREADS) {
     const int token = i / EIGHTS, column = i % EIGHTS * 8;
     const int slice = (item.first + column) / width, r = (item.first + column) % width;
     if (slice >= s.lora.num_slices)

@@ -131,6 +131,20 @@ template <Read READ> __device__ __forceinline__ uint4 load_16(const void *from, 
   return v;
 }
 
+/* 8 or 16 bytes that this warp alone reads. */
+template <int WORDS>
+__device__ __forceinline__ void load_alone(uint32_t (&v)[WORDS], const void *from) {
+  static_assert(WORDS == 2 || WORDS == 4, "one access");
+  if constexpr (WORDS == 2)
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(v[0]), "=r"(v[1])
+                 : "l"(from));
+  else
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "l"(from));
+}
+
 __device__ __forceinline__ uint4 load_shared_16(uint32_t at) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
