@@ -21,7 +21,7 @@ namespace {
 constexpr int kThreads = 256, kWindow = 512;
 constexpr int kSide = 8;  // rows of a product
 constexpr int kPart = 32; // rows of an item at most
-constexpr int kThin = 8;  // rows of a segment on average; with more, out is most of what moves
+constexpr int kThin = 8;  // rows of a segment on average; from there on, out is most of what moves
 
 /* CTAs of an SM, as registers allow. */
 template <int STEPS> constexpr int kThinCtas = STEPS == 4 ? 2 : 3;
@@ -265,7 +265,7 @@ extern "C" bool delta_fits_thin_expand(const delta_expand *expand) {
   const moelora_routes &routes = expand->rows.routes;
   const int64_t pairs = (int64_t)routes.num_experts * routes.max_loras;
   return expand->vectors && !expand->silu_and_mul && expand->lora.max_rank <= 64 &&
-         routes.num_rows <= kThin * pairs;
+         routes.num_rows < kThin * pairs;
 }
 
 extern "C" moelora_status delta_launch_thin_expand(const delta_expand *expand, moelora_dtype dtype,
