@@ -16,10 +16,6 @@
 #include "sm90_gather.cuh"
 #include "tensor_map.h"
 
-namespace {
-
-constexpr int kFewRanks = 16, kManyRanks = 64; // rows of A that one copy brings
-
 template <int RANKS_> struct ShrinkShape {
   static constexpr int TOKENS = 160, RANKS = RANKS_;
   static constexpr int CONSUMERS = 2, CLUSTER = 1;
@@ -32,6 +28,10 @@ template <int RANKS_> struct ShrinkShape {
   using List = ItemList<TOKENS, RANKS, kProducers / 32>;
   static constexpr int SHARED = 1024 + STAGES * (STAGE_BYTES + 16 + kNoteBytes);
 };
+
+namespace {
+
+constexpr int kFewRanks = 16, kManyRanks = 64; // rows of A that one copy brings
 
 template <class S> __device__ __forceinline__ uint32_t rows_of_x(const Ring<S> &ring) {
   return ring.weights(); // the M side comes first
@@ -47,12 +47,15 @@ struct Maps {
   StackDims dims;
 };
 
-__device__ __forceinline__ void write_note(uint32_t at, const SegmentItem &item) {
+template <class S>
+__device__ __forceinline__ void write_note(const Ring<S> &ring, const SegmentItem &item) {
+  const uint32_t at = ring.note();
   store_shared_16(at, make_uint4(item.expert, item.pair, item.position, item.share));
   store_shared_16(at + 16, make_uint4(item.low, item.high, item.first, 0));
 }
 
-__device__ __forceinline__ SegmentItem read_note(uint32_t at) {
+template <class S> __device__ __forceinline__ SegmentItem read_note(const Ring<S> &ring) {
+  const uint32_t at = ring.note();
   const uint4 a = load_shared_16(at), b = load_shared_16(at + 16);
   return {(int)uniform(a.x), (int)uniform(a.y), (int)uniform(a.z), (int)uniform(a.w),
           (int)uniform(b.x), (int)uniform(b.y), (int)uniform(b.z)};
@@ -77,7 +80,7 @@ __device__ __forceinline__ void stream_a(const Maps *maps, const moelora_gemm_la
       ring.wait_empty();
       if ((threadIdx.x & 31) == 0) {
         if (k == 0)
-          write_note(ring.note(), item);
+          write_note(ring, item);
         barrier_expect(ring.full(), columns * kRowBytes);
         for (int column = 0, slice = first_slice, r = first_r; column < columns;) {
           const bool many = min(width - r, columns - column) >= kManyRanks;
@@ -131,7 +134,7 @@ __device__ __forceinline__ void produce(const Maps *maps, const SegmentShrink &p
   }
   ring.wait_empty();
   if (threadIdx.x == 0) {
-    write_note(ring.note(), {-1, 0, 0, 1, 0, 0, 0});
+    write_note(ring, {-1, 0, 0, 1, 0, 0, 0});
     barrier_arrive(ring.full());
   }
   if (!streams)
@@ -226,7 +229,7 @@ template <class S, class T>
 __device__ __forceinline__ void consume(const SegmentShrink &p, Ring<S> ring, int consumer) {
   for (;;) {
     ring.wait_full();
-    const SegmentItem item = read_note(ring.note());
+    const SegmentItem item = read_note(ring);
     if (item.expert < 0)
       break;
     consume_item<S, T, 16>(p, item, columns_in<S>(p.g, item), ring, consumer);
