@@ -4,6 +4,8 @@
 #include "cuda/align.cuh"
 
 constexpr int WARPS = ALIGN_TINY_ITEMS / 32;
+/* As many as let a warp write around a group or two. */
+constexpr uint32_t CTAS = 16;
 
 /* What an item tells the others: its key, and of the first item of a group where the group's keys
  * begin, its items and its blocks. */
@@ -30,6 +32,7 @@ static __global__ void __launch_bounds__(ALIGN_TINY_ITEMS)
   const uint32_t group = key[0] < 0 ? 0 : group_of_key(s, key[0]);
   const int32_t low = (int32_t)(group * s.ways);
   int32_t count = 0, place = 0, earlier = 0; /* in the group: all, before this one, of less index */
+#pragma unroll 4
   for (int32_t i = 0; i < items; i += 4) {
     const int4 four = *(const int4 *)(shared.key + i);
     const int32_t others[4] = {four.x, four.y, four.z, four.w};
@@ -49,6 +52,7 @@ static __global__ void __launch_bounds__(ALIGN_TINY_ITEMS)
   __syncthreads();
 
   int32_t block = 0, num_blocks = 0;
+#pragma unroll 4
   for (int32_t i = 0; i < items; i += 4) {
     const int4 lows = *(const int4 *)(shared.low + i), sizes = *(const int4 *)(shared.blocks + i);
     block += (lows.x < low ? sizes.x : 0) + (lows.y < low ? sizes.y : 0) +
@@ -81,6 +85,6 @@ cudaError_t align_launch_tiny(const align_sort &sort, const align_launch &launch
   };
   align_sort argument = sort;
   return align_launch_kernel(
-      kernels[sort.routes.topk_ids.is_64][sort.routes.token_lora_mapping.is_64], sort.num_chunks,
+      kernels[sort.routes.topk_ids.is_64][sort.routes.token_lora_mapping.is_64], CTAS,
       ALIGN_TINY_ITEMS, 0, launch, &argument);
 }
