@@ -104,8 +104,8 @@ ALIGNMENTS = {
     # tokens, top_k, experts, adapters
     "one_row": (1, 1, 1, 1),
     "one_group": (16, 8, 128, 8),
-    "largest_tiny_sort": (32, 4, 256, 29),
-    "smallest_small_sort": (129, 1, 256, 29),
+    "largest_tiny_sort": (16, 4, 256, 29),
+    "smallest_small_sort": (65, 1, 256, 29),
     "several_batches": (1025, 8, 128, 8),
     "largest_small_sort": (2048, 8, 128, 8),
     "smallest_large_sort": (16385, 1, 8, 8),

@@ -11,7 +11,7 @@ constexpr int ALIGN_THREADS = 1024;
  * warp, about as long as one barrier takes. */
 constexpr int ALIGN_GROUP = 128;
 /* Items up to which each is compared with all others. */
-constexpr int ALIGN_TINY_ITEMS = 128;
+constexpr int ALIGN_TINY_ITEMS = 64;
 /* Three bins of 4 bytes a key, beside 5 KiB of static memory, fit the 99 KiB of shared memory that
  * every GPU from sm_80 on gives a CTA. */
 constexpr int ALIGN_MAX_KEYS = 7680;

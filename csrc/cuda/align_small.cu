@@ -30,30 +30,30 @@ static __global__ void __launch_bounds__(ALIGN_THREADS)
 #pragma unroll
     for (int u = 0; u < BATCH; u++) {
       /* a warp's items lie on one side of `begin`, both being multiples of 32 */
-      int32_t *bin = base + u * ALIGN_THREADS + threadIdx.x < begin ? bins.before : bins.total;
+      const uint32_t item = base + u * ALIGN_THREADS + threadIdx.x;
+      int32_t *bin = item < begin ? bins.before : bins.total;
       if (key[u] >= 0)
         atomicAdd(bin + key[u], 1);
+      if (item - begin < ALIGN_GROUP)
+        shared.key[item - begin] = key[u];
     }
     base += BATCH * ALIGN_THREADS;
     if (base >= s.num_items)
       break;
     load_keys<Id, Lora>(s, base + threadIdx.x, s.num_items, key);
   }
-  int32_t own[1] = {-1};
-  const uint32_t index = begin + threadIdx.x;
-  if (threadIdx.x < ALIGN_GROUP) {
-    load_keys<Id, Lora>(s, index, s.num_items, own);
-    shared.key[threadIdx.x] = own[0];
-  }
   __syncthreads();
+  const uint32_t index = begin + threadIdx.x;
+  const int32_t own =
+      threadIdx.x < ALIGN_GROUP && index < s.num_items ? shared.key[threadIdx.x] : -1;
 
   int32_t num_blocks = lay_out(s, bins, shared);
   if (threadIdx.x < ALIGN_GROUP) {
-    int32_t rank = rank_in_group(shared.key, own[0]);
-    if (own[0] >= 0)
+    int32_t rank = rank_in_group(shared.key, own);
+    if (own >= 0)
       write_item<Lora>(
-          s, index, own[0],
-          even_position(s, bins, shared, own[0], bins.start[own[0]] + bins.before[own[0]] + rank));
+          s, index, own,
+          even_position(s, bins, shared, own, bins.start[own] + bins.before[own] + rank));
     else if (index < s.num_items)
       skip_item(s, index);
   }
