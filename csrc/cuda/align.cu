@@ -14,6 +14,8 @@ constexpr int64_t SMALL_ITEMS = 16384;
 /* Output rows that one CTA fills while it places its items. */
 constexpr int64_t FILL_ROWS = 4096;
 constexpr int64_t MAX_SMALL_CHUNKS = 128;
+/* However few the items, what lies around their groups is written by so many CTAs. */
+constexpr int64_t MIN_SMALL_CHUNKS = 16;
 /* Counts of a chunk are 16 bits wide. */
 constexpr int64_t MAX_CHUNK_ITEMS = 63 * ALIGN_THREADS;
 
@@ -37,7 +39,7 @@ static sort_shape shape_of(int64_t items, int64_t keys, int64_t out_rows) {
     int64_t chunks = fill < MAX_SMALL_CHUNKS ? fill : MAX_SMALL_CHUNKS;
     int64_t least = ceil_div(items, ALIGN_GROUP);
     chunks = chunks < least ? least : chunks;
-    shape.num_chunks = (uint32_t)(chunks < 1 ? 1 : chunks);
+    shape.num_chunks = (uint32_t)(chunks < MIN_SMALL_CHUNKS ? MIN_SMALL_CHUNKS : chunks);
     shape.chunk_items = ALIGN_GROUP;
     return shape;
   }
