@@ -45,8 +45,8 @@ TABLES = {
     "align": ("h200-align", lambda r: r["tokens"] == 16384, ALIGN),
     "align_all": ("h200-align", lambda r: True, ALIGN),
     "delta": ("h200-delta", lambda r: r["part"] == "grid", DELTA),
-    "slots": ("h200-delta-slots", lambda r: r["part"] == "slots", DELTA),
-    "mlp": ("h200-delta-slots", lambda r: r["part"] == "sglang", MLP),
+    "slots": ("h200-delta", lambda r: r["part"] == "slots", DELTA),
+    "mlp": ("h200-delta", lambda r: r["part"] == "sglang", MLP),
     "engines": ("h200-e2e", lambda r: r["topic"] == "speed", ENGINES),
     "cpu": ("cpu-layer", lambda r: True, CPU),
 }

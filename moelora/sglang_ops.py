@@ -55,7 +55,7 @@ __all__ = [
 from moelora.call import absent_tensor, enabled_or_absent, operators, or_absent, run_named
 
 # Up to so many routed rows all in one is faster than the stages: as far as it was measured, on an
-# H200 at rank 8 (benchmarks/results/h200-delta-slots.json).
+# H200 at rank 8 (benchmarks/results/h200-delta.json).
 FUSED_ROWS = 2048
 # What the compiled operators call the arguments that are named otherwise here.
 NAMES = {
