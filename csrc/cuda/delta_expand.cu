@@ -46,12 +46,7 @@ __global__ void __launch_bounds__(32 * kWarps<STEPS>, kCtas<STEPS, SILU, VECTORS
   Window<E::ROWS> &w = shared.window;
   Places<E::ROWS> &places = shared.places;
   const int warp = threadIdx.x / 32;
-  // This kernel starts when all of the shrink has waited for what it reads: all but h is there.
   bool early = p.after_shrink;
-  const auto begin = [] {
-    wait_for_previous_kernel();
-    start_next_kernel();
-  };
   if (!early)
     begin();
 

@@ -42,6 +42,13 @@ template <int ROWS> struct Places {
   float weight[ROWS];
 };
 
+/* An expand behind a shrink starts when all of that has waited for what it reads: all but h is
+ * there, and it may begin after its first loads. */
+__device__ __forceinline__ void begin() {
+  wait_for_previous_kernel();
+  start_next_kernel();
+}
+
 /* Row i of a window is flat row `row`; marks it as written if that is wanted and `marks`. */
 template <int ROWS>
 __device__ __forceinline__ void find_place(const delta_expand &p, Places<ROWS> &places, int i,

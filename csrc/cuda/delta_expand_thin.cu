@@ -142,12 +142,7 @@ __global__ void __launch_bounds__(kThreads, kThinCtas<STEPS>)
   const Window<kWindow> &w = shared.window;
   const Places<kWindow> &places = shared.places;
   const int n = (int)p.lora.slice_n;
-  // This kernel starts when all of the shrink has waited for what it reads: all but h is there.
   bool early = p.after_shrink;
-  const auto begin = [] {
-    wait_for_previous_kernel();
-    start_next_kernel();
-  };
   if (!early)
     begin();
 
