@@ -59,6 +59,17 @@ def assert_close_to_ref(y: Tensor, ref64: Tensor, naive: Tensor, dtype: torch.dt
     return worst / allowed
 
 
+def assert_gemm_is_the_cpus(p, device: str) -> None:
+    """Fail unless w13's projection of problem `p` on `device` is as accurate as on the CPU."""
+    import moelora
+    from moelora.reference import naive_fused_moe_lora_gemm
+
+    y = moelora.fused_moe_lora_gemm(**p.to(device).gemm_kwargs("w13", False))
+    arguments = p.gemm_kwargs("w13", False)
+    cpu = moelora.fused_moe_lora_gemm(**arguments).double()
+    assert_close_to_ref(y, cpu, naive_fused_moe_lora_gemm(**arguments), p.spec.dtype)
+
+
 def _describe(what: str, bad: Tensor, y: Tensor, ref: Tensor) -> str:
     first = tuple(bad.nonzero()[0].tolist())
     count = int(bad.sum())

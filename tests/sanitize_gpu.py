@@ -139,33 +139,29 @@ def check_layers() -> int:
     return count
 
 
+def assert_close(there, here, dtype):
+    import torch
+
+    tolerance = 4e-2 if dtype == torch.bfloat16 else 5e-3
+    torch.testing.assert_close(there.cpu(), here, rtol=tolerance, atol=tolerance)
+
+
 def check_long_segments() -> int:
     """Shrinks that only many rows take, of the layer and of the delta."""
     import torch
     from cases import Spec
-    from checks import assert_close_to_ref
+    from checks import assert_gemm_is_the_cpus
     from delta_cases import delta_kwargs, delta_operator
-
-    import moelora
-    from moelora.reference import naive_fused_moe_lora_gemm
 
     plain = Spec(dtype=torch.bfloat16, tokens=17500, hidden=72, inter=8, experts=2)
     specs = [replace(plain, ranks=ranks) for ranks in ((8, 5), (24, 32), (64, 33))]
     for spec in specs:
         p = spec.build()
-        there = p.to("cuda")
         print(f"long segments: {spec}", flush=True)
-        arguments = p.gemm_kwargs("w13", False)
-        y = moelora.fused_moe_lora_gemm(**there.gemm_kwargs("w13", False))
-        here = moelora.fused_moe_lora_gemm(**arguments).double()
-        assert_close_to_ref(y, here, naive_fused_moe_lora_gemm(**arguments), spec.dtype)
+        assert_gemm_is_the_cpus(p, "cuda")
         run = delta_operator("w13")
-        torch.testing.assert_close(
-            run(**delta_kwargs(there, "w13")).cpu(),
-            run(**delta_kwargs(p, "w13")),
-            rtol=4e-2,
-            atol=4e-2,
-        )
+        there, here = (run(**delta_kwargs(q, "w13")) for q in (p.to("cuda"), p))
+        assert_close(there, here, spec.dtype)
     return len(specs)
 
 
@@ -177,10 +173,6 @@ def check_deltas() -> int:
 
     import moelora
     from moelora import sglang_ops
-
-    def close(there, here, dtype):
-        tolerance = 4e-2 if dtype == torch.bfloat16 else 5e-3
-        torch.testing.assert_close(there.cpu(), here, rtol=tolerance, atol=tolerance)
 
     def routed(p, which, summed):
         rows = (p.spec.tokens, p.spec.top_k)
@@ -225,7 +217,7 @@ def check_deltas() -> int:
             print(f"delta: {spec}", flush=True)
             for which in ("w13", "w2"):
                 for summed in (False, True):
-                    close(routed(there, which, summed), routed(p, which, summed), dtype)
+                    assert_close(routed(there, which, summed), routed(p, which, summed), dtype)
             count += 1
         plain = Spec(dtype=dtype, tokens=21, hidden=136, inter=72, ranks=(17, 17), pass_ranks=False)
         for spec in (plain, replace(plain, sharing="expanded", tokens=90, mix="out_of_range")):
@@ -234,14 +226,14 @@ def check_deltas() -> int:
             for naive in (False, True):
                 print(f"fused_moe_lora, naive {naive}: {spec}", flush=True)
                 for which in ("w13", "w2"):
-                    close(vllm(there, which, naive), vllm(p, which, naive), dtype)
+                    assert_close(vllm(there, which, naive), vllm(p, which, naive), dtype)
                 count += 1
         for spec in (replace(plain, slices=1), replace(plain, slices=1, tokens=90, top_k=3)):
             p = spec.build()
             there = p.to("cuda")
             for fused in (False, True):
                 print(f"run_moe_lora, fused {fused}: {spec}", flush=True)
-                close(sglang(there, fused), sglang(p, fused), dtype)
+                assert_close(sglang(there, fused), sglang(p, fused), dtype)
                 count += 1
     return count
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import EDGE_CASES, Spec, random_specs, same_bits
-from checks import assert_close_to_ref
+from checks import assert_close_to_ref, assert_gemm_is_the_cpus
 from conftest import CUDA_DTYPES, needs_gpu
 
 import moelora
@@ -88,24 +88,16 @@ SHRINKS = {
 }
 
 
-def check_shrink(name, dtype):
-    p = replace(SHRINKS[name], dtype=dtype).build()
-    y = moelora.fused_moe_lora_gemm(**p.to(GPU).gemm_kwargs("w13", False))
-    arguments = p.gemm_kwargs("w13", False)
-    cpu = moelora.fused_moe_lora_gemm(**arguments).double()
-    assert_close_to_ref(y, cpu, naive_fused_moe_lora_gemm(**arguments), dtype)
-
-
 @pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
 @pytest.mark.parametrize("name", SHRINKS)
 def test_shrink(name, dtype):
-    check_shrink(name, dtype)
+    assert_gemm_is_the_cpus(replace(SHRINKS[name], dtype=dtype).build(), GPU)
 
 
 @pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
 @pytest.mark.parametrize("name", [name for name in SHRINKS if name.startswith("long_segments")])
 def test_shrink_of_older_gpus(as_sm80, name, dtype):
-    check_shrink(name, dtype)
+    assert_gemm_is_the_cpus(replace(SHRINKS[name], dtype=dtype).build(), GPU)
 
 
 # ---- alignment: sizes on both sides of every choice that csrc/cuda/align.cu makes ----
