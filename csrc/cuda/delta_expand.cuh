@@ -169,7 +169,7 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
     for (int g = 0; g < 2; g++) {
       const int first = s.item.first[g], end = s.item.end[SILU ? g : 0];
       const moelora_factor &f = p.lora.b[s.item.slice[SILU ? g : 0]];
-      const T *factor = (const T *)f.data + adapter * f.stride_l + expert * f.stride_e;
+      const T *factor = factor_row<T>(f, adapter, expert, 0);
       copy_ranks<4>(stage + B_AT + g * 4 * LOADS * PANEL_BYTES, s, [&](int t, int j, bool *there) {
         const int n = first + 8 * (j / 2) + 2 * t + j % 2;
         *there = n < end;

@@ -127,12 +127,6 @@ template <class T, int STEPS> struct Tile {
   }
 };
 
-template <class T>
-__device__ __forceinline__ const T *find_factor(const moelora_factor &f, int64_t adapter,
-                                                int64_t expert) {
-  return (const T *)f.data + adapter * f.stride_l + expert * f.stride_e;
-}
-
 template <class T, int STEPS>
 __global__ void __launch_bounds__(kThreads, kThinCtas<STEPS>)
     expand_thin(const __grid_constant__ delta_expand p, int tiles, int slice_tiles, int shares) {
@@ -176,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, kThinCtas<STEPS>)
 #pragma unroll 1
       for (; count > 0; count--) {
         if (fresh)
-          factor = find_factor<T>(p.lora.b[slice], w.adapter[from], w.expert[from]);
+          factor = factor_row<T>(p.lora.b[slice], w.adapter[from], w.expert[from], 0);
         const int wanted = first + (int)(threadIdx.x % 32 / 4) * B::OWN;
         const int column = min(wanted, n - B::OWN); // what nobody wants is read again
         const int64_t stride = p.lora.b[slice].stride_i;

@@ -71,12 +71,6 @@ __device__ __forceinline__ float rank_dot(const T *row, const float *h, int rank
   return sum;
 }
 
-template <class T>
-__device__ __forceinline__ const T *factor_row(const moelora_factor &f, int64_t adapter,
-                                               int64_t expert, int64_t i) {
-  return (const T *)f.data + adapter * f.stride_l + expert * f.stride_e + i * f.stride_i;
-}
-
 template <class T> __device__ __forceinline__ float rounded(float v) {
   return Element<T>::to_float(Element<T>::round(v));
 }

@@ -39,6 +39,13 @@ template <int ROWS> struct Window {
   }
 };
 
+/* Row i of a factor. */
+template <class T>
+__device__ __forceinline__ const T *factor_row(const moelora_factor &f, int64_t adapter,
+                                               int64_t expert, int64_t i) {
+  return (const T *)f.data + adapter * f.stride_l + expert * f.stride_e + i * f.stride_i;
+}
+
 struct WindowRow {
   int32_t row = -1, expert = -1, adapter = -1;
 };

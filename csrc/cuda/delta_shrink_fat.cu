@@ -73,10 +73,8 @@ __global__ void __launch_bounds__(C::THREADS, C::CTAS)
       products.for_each(item.high - item.low, [&](int token, int column, const float *sum) {
         const int slice = (item.first + column) / width, r = (item.first + column) % width;
         if (slice < s.lora.num_slices)
-          store_pair(
-              row_of_h<T>(s, w.row[item.low + token], slice),
-              pack2<T>(r < rank ? scaling * sum[0] : 0.f, r + 1 < rank ? scaling * sum[1] : 0.f), r,
-              s.lora.max_rank, s.eights);
+          store_pair(row_of_h<T>(s, w.row[item.low + token], slice),
+                     round_pair<T>(sum, scaling, r, rank), r, s.lora.max_rank, s.eights);
       });
       clear_ranks<T, C::THREADS>(s, item, w.row);
     };
@@ -106,9 +104,12 @@ template <class T> moelora_status launch_as(const delta_shrink &s, const moelora
 
 } // namespace
 
+/* Some long segments for every CTA that the chip holds, which may have the shared memory. */
 extern "C" bool delta_fits_fat_shrink(int64_t rows, int64_t segments, const moelora_exec *exec) {
   using C = Staged<128>; // the one that takes most
-  return fits_staged<C>(rows, segments, sizeof(Shared<C>), exec);
+  const int64_t ctas = (int64_t)moelora_cuda_num_sms(exec->device_index) * C::CTAS;
+  return rows >= kFatSegment * segments && rows >= ctas * C::TOKENS &&
+         moelora_cuda_shared_bytes(exec->device_index) >= (int64_t)sizeof(Shared<C>);
 }
 
 extern "C" moelora_status delta_launch_fat_shrink(const delta_shrink *shrink, moelora_dtype dtype,

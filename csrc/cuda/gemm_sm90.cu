@@ -403,14 +403,10 @@ moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, FactorMap
   moelora_status status = MOELORA_OK;
   for (int32_t i = 0; i < lora->num_slices && status == MOELORA_OK; i++) {
     const moelora_factor *b = &lora->b[i];
-    maps->dims.add(i, *b);
     const cuuint64_t row = b->stride_i * 2, alternate = halved && g->interleaved;
-    const cuuint64_t sizes[5] = {(cuuint64_t)lora->max_rank, n, halved ? 2u : 1u,
-                                 b->stride_e ? (cuuint64_t)g->num_experts : 1,
-                                 b->stride_l ? (cuuint64_t)g->max_loras : 1};
-    const cuuint64_t strides[4] = {alternate ? 2 * row : row, alternate ? row : row * n,
-                                   b->stride_e ? b->stride_e * 2 : row,
-                                   b->stride_l ? b->stride_l * 2 : row};
+    cuuint64_t sizes[5] = {(cuuint64_t)lora->max_rank, n, halved ? 2u : 1u};
+    cuuint64_t strides[4] = {alternate ? 2 * row : row, alternate ? row : row * n};
+    maps->dims.describe(i, *b, g->num_experts, g->max_loras, row, sizes + 3, strides + 2);
     status = moelora_encode_map(&maps->slice[i], is_bf16, 5, b->data, sizes, strides, box,
                                 CU_TENSOR_MAP_SWIZZLE_32B, CU_TENSOR_MAP_L2_PROMOTION_L2_64B);
   }

@@ -197,15 +197,20 @@ __device__ __forceinline__ void add_runs(float (&sum)[8], const Sums<S> &sums, i
     }
 }
 
-/* Scaled and rounded, zeros from the true rank on; the first of them is rank r. */
+/* Sums of ranks r and r + 1, scaled and rounded, zeros from the true rank on. */
+template <class T>
+__device__ __forceinline__ uint32_t round_pair(const float *sum, float scaling, int r, int rank) {
+  return pack2<T>(r < rank ? scaling * sum[0] : 0.f, r + 1 < rank ? scaling * sum[1] : 0.f);
+}
+
+/* The same of eight ranks from r on. */
 template <class T>
 __device__ __forceinline__ uint4 round_ranks(const float (&sum)[8], float scaling, int r,
                                              int rank) {
   uint32_t rounded[4];
 #pragma unroll
   for (int j = 0; j < 8; j += 2)
-    rounded[j / 2] = pack2<T>(r + j < rank ? scaling * sum[j] : 0.f,
-                              r + j + 1 < rank ? scaling * sum[j + 1] : 0.f);
+    rounded[j / 2] = round_pair<T>(sum + j, scaling, r + j, rank);
   return make_uint4(rounded[0], rounded[1], rounded[2], rounded[3]);
 }
 

@@ -41,8 +41,7 @@ __global__ void __launch_bounds__(C::THREADS, C::CTAS)
       const int slice = (item.first + column) / width, r = (item.first + column) % width;
       if (slice < g.lora.num_slices)
         *(uint32_t *)((T *)p.hl + (int64_t)item.position_of(g, token) * g.hl_stride +
-                      slice * g.hl_slice + r) =
-            pack2<T>(r < rank ? scaling * sum[0] : 0.f, r + 1 < rank ? scaling * sum[1] : 0.f);
+                      slice * g.hl_slice + r) = round_pair<T>(sum, scaling, r, rank);
     });
   };
   const Share<decltype(shared.list)> share(g, shared.list, (int2 *)shared.stages,

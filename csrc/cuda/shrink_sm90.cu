@@ -2,9 +2,8 @@
  *
  * One CTA per SM. A producer warpgroup lists the CTA's items and fills a ring of stages of 64 of
  * depth: one warp has the copy engine bring rows of A, three copy the rows of x by cp.async,
- * wherever they lie. Two consumer
- * warpgroups multiply by wgmma, tokens as the M side, columns of A as the N side: warpgroup w has
- * tokens 64w to 64w + 63, the first also those from 128 on.
+ * wherever they lie. Two consumer warpgroups multiply by wgmma, tokens as the M side, columns of A
+ * as the N side: warpgroup w has tokens 64w to 64w + 63, the first also those from 128 on.
  *
  * A stage is [TOKENS] rows of x and [RANKS] rows of A, of 128 bytes as in tile.cuh. Rows that an
  * item does not have hold anything: their sums reach no other row, and nobody stores them; so the
@@ -24,7 +23,6 @@ template <int RANKS_> struct ShrinkShape {
   static constexpr int W_BYTES = TOKENS * kRowBytes; // of the M side
   static constexpr int STAGE_BYTES = W_BYTES + RANKS * kRowBytes;
   static constexpr int STAGING_BYTES = 0;
-  static constexpr int FILLERS = kGatherers;
   using List = ItemList<TOKENS, RANKS, kProducers / 32>;
   static constexpr int SHARED = 1024 + STAGES * (STAGE_BYTES + 16 + kNoteBytes);
 };
@@ -160,8 +158,7 @@ __device__ __forceinline__ void store_tile(const SegmentShrink &p, const Segment
     for (int j = 0; j < N / 8; j++) {
       const float *v = d + 4 * j + 2 * half;
       if (8 * j < columns)
-        *(uint32_t *)(to + slice * g.hl_slice + r) =
-            pack2<T>(r < rank ? scaling * v[0] : 0.f, r + 1 < rank ? scaling * v[1] : 0.f);
+        *(uint32_t *)(to + slice * g.hl_slice + r) = round_pair<T>(v, scaling, r, rank);
       r += 8;
       if (r >= width)
         r -= width, slice++;
@@ -261,8 +258,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 
 /* ---- host ---- */
 
-/* Boxes of 16 or of 64 ranks by 64 of depth. What the adapters or experts share is a dimension of
- * 1. */
+/* Boxes of 16 and, where a slice has as many, of 64 ranks by 64 of depth. */
 moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, Maps *maps) {
   const moelora_factors *lora = &g->lora;
   const cuuint32_t few[4] = {kDepth, kFewRanks, 1, 1}, many[4] = {kDepth, kManyRanks, 1, 1};
@@ -270,14 +266,10 @@ moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, Maps *map
   for (int32_t i = 0; i < lora->num_slices && status == MOELORA_OK; i++) {
     const moelora_factor *a = &lora->a[i];
     const cuuint64_t row = a->stride_i * 2;
-    const cuuint64_t sizes[4] = {(cuuint64_t)g->k, (cuuint64_t)lora->max_rank,
-                                 a->stride_e ? (cuuint64_t)g->num_experts : 1,
-                                 a->stride_l ? (cuuint64_t)g->max_loras : 1};
-    const cuuint64_t strides[3] = {row, a->stride_e ? a->stride_e * 2 : row,
-                                   a->stride_l ? a->stride_l * 2 : row};
-    maps->dims.add(i, *a);
+    cuuint64_t sizes[4] = {(cuuint64_t)g->k, (cuuint64_t)lora->max_rank}, strides[3] = {row};
+    maps->dims.describe(i, *a, g->num_experts, g->max_loras, row, sizes + 2, strides + 1);
     status = moelora_encode_map(&maps->few[i], is_bf16, 4, a->data, sizes, strides, few);
-    if (status == MOELORA_OK)
+    if (status == MOELORA_OK && g->hl_slice >= kManyRanks)
       status = moelora_encode_map(&maps->many[i], is_bf16, 4, a->data, sizes, strides, many);
   }
   return status;

@@ -21,15 +21,6 @@ template <int RANKS_> struct Staged {
   static constexpr int STAGE_BYTES = (TOKENS + RANKS) * 128;
 };
 
-/* Whether so many rows, in so many segments at most, give every CTA that the chip holds some work
- * of long segments, and a CTA may have `bytes` of shared memory. */
-template <class C>
-bool fits_staged(int64_t rows, int64_t segments, size_t bytes, const moelora_exec *exec) {
-  const int64_t ctas = (int64_t)moelora_cuda_num_sms(exec->device_index) * C::CTAS;
-  return rows >= kFatSegment * segments && rows >= ctas * C::TOKENS &&
-         moelora_cuda_shared_bytes(exec->device_index) >= (int64_t)bytes;
-}
-
 template <class C> using Stages = char[C::STAGES][C::STAGE_BYTES];
 
 /* x [, depth], rows `stride` elements apart. */
@@ -82,9 +73,8 @@ template <class T, class C> struct Loader {
   }
 };
 
-/* What a warp has of an item's products: columns `column` to `column` + 31, row tiles first_tile +
- * i
- * * step of 16. The fewer columns an item has, the fewer rows to a warp. */
+/* What a warp has of an item's products: columns `column` to `column` + 31 of every step-th tile of
+ * 16 rows from first_tile on. The fewer columns an item has, the fewer rows to a warp. */
 template <class T, class C> struct Products {
   int column, first_tile, step;
   float d[C::TILES][2][2][4]; // [][16 columns][8 of them][]

@@ -44,7 +44,6 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_> {
   static constexpr int LEAST = (TOKENS_ / 2 + STEP - 1) / STEP * STEP;
   // Up to 1023 bytes go to the alignment that the swizzle needs.
   static constexpr int RUNS_BYTES = 8 * TOKENS_, STAGING_BYTES = CONSUMERS_ * kStagingBytes;
-  static constexpr int FILLERS = kGatherers; // threads that arrive when a stage is full
   static constexpr int SHARED =
       1024 + STAGES * (E::STAGE_BYTES + 16 + kNoteBytes) + STAGING_BYTES + 4 * RUNS_BYTES;
   static_assert(TOKENS_ % BOX == 0 && TOKENS_ % STEP == 0, "whole boxes, whole steps");
@@ -65,7 +64,7 @@ template <class S> struct Ring {
       : base((shared_address(shared) + 1023) & ~1023u) {}
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < S::STAGES; i++) {
-      barrier_init(base + FULL + 8 * i, S::FILLERS + 1);
+      barrier_init(base + FULL + 8 * i, kGatherers + 1);
       barrier_init(base + EMPTY + 8 * i, kArrivals * 4 * S::CONSUMERS * S::CLUSTER);
     }
     barrier_init_visible();

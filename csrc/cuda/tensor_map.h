@@ -8,14 +8,20 @@
 
 #include "core/backend.h"
 
-/* Which factors of a stack are apart. What the experts or the adapters of a slice share is a
- * dimension of 1 in its tensor map. */
+/* The last dimensions, experts and adapters, of the tensor maps of a stack's slices. What the
+ * experts or the adapters of a slice share is a dimension of 1. */
 struct StackDims {
   uint32_t experts, adapters; // bit of each slice where they are apart
 
-  void add(int slice, const moelora_factor &f) {
+  /* Of `slice`; `row`: its smallest stride, which a dimension of 1 gets, too. */
+  void describe(int slice, const moelora_factor &f, int32_t num_experts, int32_t max_loras,
+                cuuint64_t row, cuuint64_t *sizes, cuuint64_t *strides) {
     experts |= (uint32_t)(f.stride_e != 0) << slice;
     adapters |= (uint32_t)(f.stride_l != 0) << slice;
+    sizes[0] = f.stride_e ? num_experts : 1;
+    sizes[1] = f.stride_l ? max_loras : 1;
+    strides[0] = f.stride_e ? f.stride_e * 2 : row;
+    strides[1] = f.stride_l ? f.stride_l * 2 : row;
   }
   __device__ __forceinline__ int expert(int slice, int e) const {
     return experts >> slice & 1 ? e : 0;
