@@ -5,7 +5,8 @@
  * stable, so the order is the same; UNIFORM also pads pairs
  *
  * A sort is one launch up to SMALL_ITEMS items, of another kernel up to ALIGN_TINY_ITEMS, and two
- * beyond. Launches of one call overlap by programmatic dependent launch where the GPU has it. */
+ * beyond. A launch overlaps with the one before it, whoever's that is, by programmatic dependent
+ * launch where the GPU has it. */
 #include "cuda/align.h"
 #include "cuda/backend.h"
 
@@ -178,24 +179,18 @@ static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
   sort->segments = blocks->segments;
 }
 
-static cudaError_t run_sort(const align_sort &sort, align_launch *launch) {
-  cudaError_t error;
+static cudaError_t run_sort(const align_sort &sort, cudaStream_t stream) {
   if (sort.table) {
-    error = align_launch_count(sort, *launch);
-    launch->after_own = true;
-    if (error == cudaSuccess)
-      error = align_launch_place(sort, *launch);
-  } else if (sort.num_items <= ALIGN_TINY_ITEMS && !sort.empty_blocks && !sort.zero_bytes) {
-    error = align_launch_tiny(sort, *launch);
-  } else {
-    error = align_launch_small(sort, *launch);
+    const cudaError_t error = align_launch_count(sort, stream);
+    return error == cudaSuccess ? align_launch_place(sort, stream) : error;
   }
-  launch->after_own = true;
-  return error;
+  if (sort.num_items <= ALIGN_TINY_ITEMS && !sort.empty_blocks && !sort.zero_bytes)
+    return align_launch_tiny(sort, stream);
+  return align_launch_small(sort, stream);
 }
 
 static cudaError_t run_one_sort(const moelora_align_problem *problem, const moelora_blocks *blocks,
-                                const scratch &parts, align_launch *launch) {
+                                const scratch &parts, cudaStream_t stream) {
   align_sort sort = describe(problem);
   apply_blocks(&sort, blocks);
   const int64_t adapters = adapter_keys_of(problem);
@@ -203,12 +198,12 @@ static cudaError_t run_one_sort(const moelora_align_problem *problem, const moel
   sort.adapter_keys = divisor_of(adapters);
   set_size(&sort, problem->routes.num_rows, problem->routes.num_experts * adapters,
            problem->mode == MOELORA_ALIGN_SEGMENTED ? adapters : 1, parts);
-  return run_sort(sort, launch);
+  return run_sort(sort, stream);
 }
 
 static cudaError_t run_two_sorts(const moelora_align_problem *problem, const moelora_blocks *blocks,
-                                 const scratch &parts, align_launch *launch) {
-  cudaError_t error = run_sort(describe_tokens(problem, parts), launch);
+                                 const scratch &parts, cudaStream_t stream) {
+  cudaError_t error = run_sort(describe_tokens(problem, parts), stream);
   if (error != cudaSuccess)
     return error;
   align_sort rows = describe(problem);
@@ -227,20 +222,20 @@ static cudaError_t run_two_sorts(const moelora_align_problem *problem, const moe
     rows.num_post = parts.count;
   }
   set_size(&rows, problem->routes.num_rows, problem->routes.num_experts, 1, parts);
-  error = run_sort(rows, launch);
+  error = run_sort(rows, stream);
   if (error != cudaSuccess || problem->mode != MOELORA_ALIGN_UNIFORM)
     return error;
   pad.row = parts.row;
   pad.expert = parts.expert;
   pad.adapter = parts.adapter;
   pad.count = parts.count;
-  return align_launch_pad(pad, *launch);
+  return align_launch_pad(pad, stream);
 }
 
 /* ---- launches ---- */
 
 cudaError_t align_launch_kernel(const void *kernel, uint32_t ctas, uint32_t threads,
-                                size_t shared_bytes, const align_launch &launch, void *argument) {
+                                size_t shared_bytes, cudaStream_t stream, void *argument) {
   /* 48 KiB, static memory included, need no permission */
   if (shared_bytes > (40 << 10)) {
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -255,9 +250,9 @@ cudaError_t align_launch_kernel(const void *kernel, uint32_t ctas, uint32_t thre
   config.gridDim = dim3(ctas);
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
-  config.stream = launch.stream;
+  config.stream = stream;
   config.attrs = &early;
-  config.numAttrs = launch.after_own && moelora_cuda_can_overlap() ? 1 : 0;
+  config.numAttrs = moelora_cuda_can_overlap() ? 1 : 0;
   void *arguments[] = {argument};
   return cudaLaunchKernelExC(&config, kernel, arguments);
 }
@@ -270,7 +265,7 @@ extern "C" size_t moelora_cuda_align_workspace(const moelora_align_problem *prob
 }
 
 static moelora_status run(const moelora_align_problem *problem, const moelora_blocks *blocks,
-                          void *workspace, void *stream) {
+                          void *workspace, cudaStream_t stream) {
   const int64_t adapters = adapter_keys_of(problem);
   if (problem->routes.num_experts >= ALIGN_MAX_KEYS || adapters > ALIGN_MAX_KEYS)
     return moelora_fail(MOELORA_UNSUPPORTED,
@@ -278,15 +273,14 @@ static moelora_status run(const moelora_align_problem *problem, const moelora_bl
                         problem->routes.num_experts, (long long)adapters - 1, ALIGN_MAX_KEYS - 1);
   scratch parts;
   take_scratch(problem, (char *)workspace, &parts);
-  align_launch launch = {(cudaStream_t)stream, false};
-  cudaError_t error = one_sort_does(problem) ? run_one_sort(problem, blocks, parts, &launch)
-                                             : run_two_sorts(problem, blocks, parts, &launch);
+  cudaError_t error = one_sort_does(problem) ? run_one_sort(problem, blocks, parts, stream)
+                                             : run_two_sorts(problem, blocks, parts, stream);
   return moelora_cuda_check(error, "align");
 }
 
 extern "C" moelora_status moelora_cuda_align(const moelora_align_problem *problem,
                                              const moelora_exec *exec) {
-  return run(problem, NULL, exec->workspace, exec->stream);
+  return run(problem, NULL, exec->workspace, (cudaStream_t)exec->stream);
 }
 
 /* ---- blocks of a layer ---- */
@@ -336,5 +330,5 @@ extern "C" moelora_status moelora_cuda_align_rows(const moelora_routes *routes,
   problem.lora_ids = blocks->pairs;
   problem.sorted_weights = blocks->weights;
   problem.num_tokens_post_padded = blocks->num_post;
-  return run(&problem, blocks, workspace, stream);
+  return run(&problem, blocks, workspace, (cudaStream_t)stream);
 }

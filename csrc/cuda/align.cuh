@@ -450,6 +450,8 @@ static __device__ __forceinline__ void clear_bins(const align_sort &s, const ali
 
 /* The CTAs after the chunks zero the caller's buffer, in 16-byte stores between ragged ends. */
 static __device__ __forceinline__ void write_zeros(const align_sort &s) {
+  wait_for_previous_kernel();
+  start_next_kernel();
   char *begin = (char *)s.zero, *end = begin + s.zero_bytes;
   char *body = (char *)(((uintptr_t)begin + 15) & ~(uintptr_t)15);
   if (body > end)

@@ -63,22 +63,16 @@ struct align_pad {
   align_sort out;                        /* block size and outputs */
 };
 
-/* How a kernel is queued: `after_own` says that the launch before it on the stream is one of the
- * same operator, so that the two may overlap. */
-struct align_launch {
-  cudaStream_t stream;
-  bool after_own;
-};
+cudaError_t align_launch_tiny(const align_sort &sort, cudaStream_t stream);
+cudaError_t align_launch_small(const align_sort &sort, cudaStream_t stream);
+cudaError_t align_launch_count(const align_sort &sort, cudaStream_t stream);
+cudaError_t align_launch_place(const align_sort &sort, cudaStream_t stream);
+cudaError_t align_launch_pad(const align_pad &pad, cudaStream_t stream);
 
-cudaError_t align_launch_tiny(const align_sort &sort, const align_launch &launch);
-cudaError_t align_launch_small(const align_sort &sort, const align_launch &launch);
-cudaError_t align_launch_count(const align_sort &sort, const align_launch &launch);
-cudaError_t align_launch_place(const align_sort &sort, const align_launch &launch);
-cudaError_t align_launch_pad(const align_pad &pad, const align_launch &launch);
-
-/* align.cu: sets the kernel's shared memory limit and queues it. */
+/* align.cu: sets the kernel's shared memory limit and queues it. It may start while its predecessor
+ * drains, so every kernel must wait_for_previous_kernel() before it touches memory. */
 cudaError_t align_launch_kernel(const void *kernel, uint32_t ctas, uint32_t threads,
-                                size_t shared_bytes, const align_launch &launch, void *argument);
+                                size_t shared_bytes, cudaStream_t stream, void *argument);
 
 static inline uint32_t align_zero_ctas(const align_sort &sort) {
   size_t bytes_per_cta = 64 << 10, ctas = (sort.zero_bytes + bytes_per_cta - 1) / bytes_per_cta;

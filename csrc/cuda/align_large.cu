@@ -142,22 +142,22 @@ static inline int pick(const align_sort &sort) {
   return sort.routes.topk_ids.is_64 * 2 + sort.routes.token_lora_mapping.is_64;
 }
 
-cudaError_t align_launch_count(const align_sort &sort, const align_launch &launch) {
+cudaError_t align_launch_count(const align_sort &sort, cudaStream_t stream) {
   static const void *const kernels[4] = {
       (const void *)align_count<int32_t, int32_t>, (const void *)align_count<int32_t, int64_t>,
       (const void *)align_count<int64_t, int32_t>, (const void *)align_count<int64_t, int64_t>};
   align_sort argument = sort;
   size_t bytes = ((size_t)sort.num_keys + 1) * sizeof(int32_t);
-  return align_launch_kernel(kernels[pick(sort)], sort.num_chunks, ALIGN_THREADS, bytes, launch,
+  return align_launch_kernel(kernels[pick(sort)], sort.num_chunks, ALIGN_THREADS, bytes, stream,
                              &argument);
 }
 
-cudaError_t align_launch_place(const align_sort &sort, const align_launch &launch) {
+cudaError_t align_launch_place(const align_sort &sort, cudaStream_t stream) {
   static const void *const kernels[4] = {
       (const void *)align_place<int32_t, int32_t>, (const void *)align_place<int32_t, int64_t>,
       (const void *)align_place<int64_t, int32_t>, (const void *)align_place<int64_t, int64_t>};
   align_sort argument = sort;
   size_t bytes = (3 * (size_t)sort.num_keys + 1) * sizeof(int32_t);
   return align_launch_kernel(kernels[pick(sort)], sort.num_chunks + align_zero_ctas(sort),
-                             ALIGN_THREADS, bytes, launch, &argument);
+                             ALIGN_THREADS, bytes, stream, &argument);
 }

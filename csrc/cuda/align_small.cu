@@ -19,9 +19,9 @@ static __global__ void __launch_bounds__(ALIGN_THREADS)
   const align_bins bins = {memory, memory + s.num_keys, memory + 2 * s.num_keys};
   const uint32_t begin = blockIdx.x * ALIGN_GROUP;
 
+  clear_bins(s, bins, shared);
   wait_for_previous_kernel();
   start_next_kernel();
-  clear_bins(s, bins, shared);
   int32_t key[BATCH];
   load_keys<Id, Lora>(s, threadIdx.x, s.num_items, key);
   __syncthreads();
@@ -60,7 +60,7 @@ static __global__ void __launch_bounds__(ALIGN_THREADS)
   write_around_items(s, bins, shared, num_blocks);
 }
 
-cudaError_t align_launch_small(const align_sort &sort, const align_launch &launch) {
+cudaError_t align_launch_small(const align_sort &sort, cudaStream_t stream) {
   static const void *const kernels[2][2] = {
       {(const void *)align_small<int32_t, int32_t>, (const void *)align_small<int32_t, int64_t>},
       {(const void *)align_small<int64_t, int32_t>, (const void *)align_small<int64_t, int64_t>},
@@ -69,5 +69,5 @@ cudaError_t align_launch_small(const align_sort &sort, const align_launch &launc
   size_t bytes = (3 * (size_t)sort.num_keys + 1) * sizeof(int32_t);
   return align_launch_kernel(
       kernels[sort.routes.topk_ids.is_64][sort.routes.token_lora_mapping.is_64],
-      sort.num_chunks + align_zero_ctas(sort), ALIGN_THREADS, bytes, launch, &argument);
+      sort.num_chunks + align_zero_ctas(sort), ALIGN_THREADS, bytes, stream, &argument);
 }

@@ -78,7 +78,7 @@ static __global__ void __launch_bounds__(ALIGN_TINY_ITEMS)
                       (int64_t)gridDim.x * ALIGN_TINY_ITEMS);
 }
 
-cudaError_t align_launch_tiny(const align_sort &sort, const align_launch &launch) {
+cudaError_t align_launch_tiny(const align_sort &sort, cudaStream_t stream) {
   static const void *const kernels[2][2] = {
       {(const void *)align_tiny<int32_t, int32_t>, (const void *)align_tiny<int32_t, int64_t>},
       {(const void *)align_tiny<int64_t, int32_t>, (const void *)align_tiny<int64_t, int64_t>},
@@ -86,5 +86,5 @@ cudaError_t align_launch_tiny(const align_sort &sort, const align_launch &launch
   align_sort argument = sort;
   return align_launch_kernel(
       kernels[sort.routes.topk_ids.is_64][sort.routes.token_lora_mapping.is_64], CTAS,
-      ALIGN_TINY_ITEMS, 0, launch, &argument);
+      ALIGN_TINY_ITEMS, 0, stream, &argument);
 }

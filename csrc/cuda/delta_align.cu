@@ -117,10 +117,9 @@ extern "C" moelora_status moelora_cuda_align_lists(const moelora_align_lists_pro
   /* Each part finds the layout by itself, which is worth a few thousand rows. */
   const int64_t parts = problem->lists.rows / 4096;
   lists.parts = (int32_t)(parts < 1 ? 1 : parts < 32 ? parts : 32);
-  const align_launch launch = {(cudaStream_t)exec->stream, true};
   return moelora_cuda_check(
       align_launch_kernel((const void *)fill_lists, problem->lists.num_active * lists.parts,
-                          ALIGN_THREADS, 3 * sizeof(int32_t) * problem->routes.num_experts, launch,
-                          &lists),
+                          ALIGN_THREADS, 3 * sizeof(int32_t) * problem->routes.num_experts,
+                          (cudaStream_t)exec->stream, &lists),
       "fill_lists");
 }
