@@ -115,6 +115,20 @@ static align_divisor divisor_of(int64_t value) {
   return d;
 }
 
+/* How threads share the groups: lanes are powers of two. */
+static void set_lanes(align_sort *sort) {
+  const int64_t groups = sort->num_groups, ways = sort->ways;
+  uint32_t shift = 0;
+  while (shift < 5 && (int64_t)1 << shift < ways && groups << (shift + 1) <= ALIGN_THREADS)
+    shift++;
+  sort->scan_shift = shift;
+  sort->scan_ways = (uint32_t)ceil_div(ways, (int64_t)1 << shift);
+  sort->scan_groups = (uint32_t)ceil_div(groups, ALIGN_THREADS >> shift);
+  const int64_t own = ceil_div(groups, sort->num_chunks);
+  while (own << (sort->around_shift + 1) <= ALIGN_THREADS)
+    sort->around_shift++;
+}
+
 /* The last step of a description: the rest must be there. */
 static void set_size(align_sort *sort, int64_t items, int64_t keys, int64_t ways,
                      const scratch &parts) {
@@ -125,6 +139,7 @@ static void set_size(align_sort *sort, int64_t items, int64_t keys, int64_t ways
   sort->num_groups = (uint32_t)(keys / ways);
   sort->num_chunks = shape.num_chunks;
   sort->chunk_items = shape.chunk_items;
+  set_lanes(sort);
   sort->table = shape.small ? NULL : parts.table;
   const moelora_ids *ids = &sort->routes.topk_ids, *mapping = &sort->routes.token_lora_mapping;
   sort->dense = sort->by_expert && !sort->order && ids->stride[1] == 1 &&

@@ -12,9 +12,9 @@
  * block_size) over the groups before it, and the i-th item of key k, in item order, goes to b[g] *
  * block_size + (items of g with smaller keys) + i. A CTA owns one chunk of consecutive items. It
  * knows for every key how many items come before its chunk (`before`) and how many there are in all
- * (`total`), and works out the rest by itself: start[k]   position of the first item of key k so
- * CTAs never talk to each other, nothing has to be reset, and the order is always the same. Each
- * CTA writes its own items and its share of padding, block ids and the unused tail.
+ * (`total`), and works out the rest by itself, so CTAs never talk to each other, nothing has to be
+ * reset, and the order is always the same. Each CTA writes its own items and its share of padding,
+ * block ids and the unused tail.
  *
  * align_tiny.cu: every CTA compares each item with all others; one launch, no bins.
  * align_small.cu: every CTA reads all items and counts for itself; one launch.
@@ -32,14 +32,20 @@ constexpr int ALIGN_WARPS = ALIGN_THREADS / 32;
 /* Shared memory beside the bins. */
 struct align_shared {
   alignas(16) int32_t key[ALIGN_THREADS]; /* keys of the items being placed */
-  int32_t warp_sum[2][ALIGN_WARPS];
+  int32_t warp_sum[ALIGN_WARPS];
   uint32_t local[ALIGN_MAX_KEYS / 32]; /* bit per expert of this rank; SORTING only */
 };
 
-/* The bins, [num_keys] each, `start` with one more. */
+/* The bins. Once the groups are laid out, total[k] is the number of the group's items with smaller
+ * keys; of the first key, where that is none, it is the number of the group's items. */
 struct align_bins {
-  int32_t *before, *total, *start;
+  int32_t *before, *total; /* [num_keys] */
+  int32_t *first;          /* [num_groups] first position; small sorts count here before that */
 };
+
+static __device__ __forceinline__ align_bins bins_in(const align_sort &s, int32_t *memory) {
+  return {memory, memory + s.num_keys, memory + 2 * s.num_keys};
+}
 
 static __device__ __forceinline__ uint32_t divide(uint32_t n, const align_divisor &d) {
   return (__umulhi(n, d.magic) + n) >> d.shift;
@@ -143,10 +149,9 @@ static __device__ __forceinline__ int32_t block_sum_before(int32_t value, int32_
   if (lane == 31)
     warp_sum[warp] = inclusive;
   __syncthreads();
-  int32_t warps = warp_inclusive_sum(warp_sum[lane]);
-  *all = __shfl_sync(~0u, warps, 31);
-  int32_t earlier = __shfl_sync(~0u, warps, warp ? warp - 1 : 0);
-  return (warp ? earlier : 0) + inclusive - value;
+  const int32_t sum = warp_sum[lane];
+  *all = __reduce_add_sync(~0u, sum);
+  return __reduce_add_sync(~0u, lane < warp ? sum : 0) + inclusive - value;
 }
 
 /* ---- layout ---- */
@@ -155,11 +160,22 @@ static __device__ __forceinline__ void mark_local_experts(const align_sort &s,
                                                           align_shared &shared) {
   if (!s.empty_blocks || !s.routes.expert_map)
     return;
+#pragma unroll 1
   for (int32_t i = threadIdx.x; i < s.routes.num_global; i += ALIGN_THREADS) {
     int32_t expert = s.routes.expert_map[i];
     if (expert >= 0 && expert < s.routes.num_experts)
       atomicOr(&shared.local[expert / 32], 1u << expert % 32);
   }
+}
+
+/* The sum of a word's bytes below bit `end`. */
+static __device__ __forceinline__ int32_t bytes_below(uint32_t word, uint32_t end) {
+  return (int32_t)__dp4a(end < 32 ? word & ((1u << end) - 1) : word, 0x01010101u, 0u);
+}
+
+/* Lower lanes of the warp with the same key. */
+static __device__ __forceinline__ int32_t rank_in_warp(int32_t key) {
+  return __popc(__match_any_sync(~0u, key) & ((1u << threadIdx.x % 32) - 1));
 }
 
 /* Blocks that hold `count` > 0 items of a group. */
@@ -186,7 +202,7 @@ static __device__ __forceinline__ int32_t even_share(int32_t count, int32_t bloc
 /* Where in its group the item goes that comes behind `place` others. */
 static __device__ __forceinline__ int32_t place_in_group(const align_sort &s, int32_t place,
                                                          int32_t count, int32_t blocks) {
-  if (!s.even)
+  if (!s.even || blocks == 1)
     return place;
   const int32_t share = even_share(count, blocks), block = place / share;
   return block * (int32_t)s.block_size.value + place - block * share;
@@ -204,80 +220,66 @@ static __device__ __forceinline__ uint32_t group_of_key(const align_sort &s, int
 
 static __device__ __forceinline__ align_group group_of(const align_sort &s, const align_bins &bins,
                                                        uint32_t index) {
-  const int32_t *count = s.ways == 1 ? bins.total : bins.total + s.num_groups;
-  return {index, bins.start[index * s.ways], count[index]};
+  return {index, bins.first[index], bins.total[index * s.ways]};
 }
 
-/* A thread's share of n consecutive bins. Odd, so that a warp's accesses fall in 32 banks. */
-static __device__ __forceinline__ uint32_t bins_per_thread(uint32_t n) {
-  return (n + ALIGN_THREADS - 1) / ALIGN_THREADS | 1u;
-}
-
-static __device__ __forceinline__ int32_t lay_out_single(const align_sort &s,
-                                                         const align_bins &bins,
-                                                         align_shared &shared) {
-  const uint32_t run = bins_per_thread(s.num_keys), first = threadIdx.x * run;
-  const uint32_t last = min(first + run, s.num_keys);
-  int32_t blocks = 0, all;
-  for (uint32_t k = first; k < last; k++) {
-    bins.total[k] += bins.before[k];
-    blocks += blocks_of(s, shared, k, bins.total[k]);
-  }
-  int32_t block = block_sum_before(blocks, shared.warp_sum[0], &all);
-  for (uint32_t k = first; k < last; k++) {
-    bins.start[k] = block * (int32_t)s.block_size.value;
-    block += blocks_of(s, shared, k, bins.total[k]);
-  }
-  __syncthreads();
-  return all;
-}
-
-/* As above with several keys to a group. Leaves the items of group g in total[num_groups + g]. */
-static __device__ __forceinline__ int32_t lay_out_grouped(const align_sort &s,
-                                                          const align_bins &bins,
-                                                          align_shared &shared) {
-  const uint32_t run = bins_per_thread(s.num_keys), first = threadIdx.x * run;
-  const uint32_t last = min(first + run, s.num_keys);
-  int32_t items = 0, all_items, all;
-  for (uint32_t k = first; k < last; k++) {
-    bins.total[k] += bins.before[k];
-    items += bins.total[k];
-  }
-  int32_t item = block_sum_before(items, shared.warp_sum[0], &all_items);
-  for (uint32_t k = first; k < last; k++) {
-    bins.start[k] = item;
-    item += bins.total[k];
-  }
-  if (threadIdx.x == 0)
-    bins.start[s.num_keys] = all_items;
-  __syncthreads();
-
-  /* The totals are now differences of `start`; their memory holds what belongs to groups. */
-  int32_t *shift = bins.total, *count = bins.total + s.num_groups;
-  const uint32_t group_run = bins_per_thread(s.num_groups), first_group = threadIdx.x * group_run;
-  const uint32_t last_group = min(first_group + group_run, s.num_groups);
-  int32_t blocks = 0;
-  for (uint32_t g = first_group; g < last_group; g++)
-    blocks += blocks_of(s, shared, g, bins.start[(g + 1) * s.ways] - bins.start[g * s.ways]);
-  int32_t block = block_sum_before(blocks, shared.warp_sum[1], &all);
-  for (uint32_t g = first_group; g < last_group; g++) {
-    int32_t begin = bins.start[g * s.ways];
-    count[g] = bins.start[(g + 1) * s.ways] - begin;
-    shift[g] = block * (int32_t)s.block_size.value - begin;
-    block += blocks_of(s, shared, g, count[g]);
-  }
-  __syncthreads();
-  for (uint32_t k = threadIdx.x; k < s.num_keys; k += ALIGN_THREADS)
-    bins.start[k] += shift[divide(k, s.adapter_keys)];
-  __syncthreads();
-  return all;
-}
-
-/* Fills `start` from `before` and `total`, which at entry counts the items *not* before the chunk.
- * Returns the number of blocks in use. */
+/* Turns `before` and `total`, which at entry counts the items *not* before the chunk, into the
+ * layout, and returns the number of blocks in use. 1 << scan_shift neighbouring threads look after
+ * a group, each after `scan_ways` of its keys; or one thread looks after `scan_groups` groups. */
 static __device__ __forceinline__ int32_t lay_out(const align_sort &s, const align_bins &bins,
                                                   align_shared &shared) {
-  return s.ways == 1 ? lay_out_single(s, bins, shared) : lay_out_grouped(s, bins, shared);
+  const uint32_t lanes = 1u << s.scan_shift, lane = threadIdx.x & (lanes - 1);
+  const uint32_t first = (threadIdx.x >> s.scan_shift) * s.scan_groups;
+  const uint32_t low = min(lane * s.scan_ways, s.ways);
+  const uint32_t high = min(low + s.scan_ways, s.ways);
+  int32_t blocks = 0, all;
+#pragma unroll 1
+  for (uint32_t g = first; g < first + s.scan_groups; g++) {
+    const bool valid = g < s.num_groups;
+    const uint32_t begin = g * s.ways + low, end = valid ? g * s.ways + high : begin;
+    int32_t items = 0;
+#pragma unroll 2
+    for (uint32_t k = begin; k < end; k++)
+      items += bins.before[k] + bins.total[k];
+    int32_t upto = items;
+    for (uint32_t step = 1; step < lanes; step *= 2) {
+      const int32_t other = __shfl_up_sync(~0u, upto, step, lanes);
+      upto += lane >= step ? other : 0;
+    }
+    const int32_t count = __shfl_sync(~0u, upto, lanes - 1, lanes);
+    int32_t earlier = upto - items;
+#pragma unroll 2
+    for (uint32_t k = begin; k < end; k++) {
+      const int32_t own = bins.before[k] + bins.total[k];
+      bins.total[k] = earlier;
+      earlier += own;
+    }
+    if (valid && lane == 0) {
+      bins.total[begin] = count;
+      blocks += blocks_of(s, shared, g, count);
+    }
+  }
+  int32_t block = block_sum_before(blocks, shared.warp_sum, &all);
+#pragma unroll 1
+  for (uint32_t g = first; lane == 0 && g < min(first + s.scan_groups, s.num_groups); g++) {
+    bins.first[g] = block * (int32_t)s.block_size.value;
+    block += blocks_of(s, shared, g, bins.total[g * s.ways]);
+  }
+  __syncthreads();
+  return all;
+}
+
+/* The position of the item that comes behind `earlier` others of its key. */
+static __device__ __forceinline__ int32_t position_of(const align_sort &s, const align_bins &bins,
+                                                      const align_shared &shared, int32_t key,
+                                                      int32_t earlier) {
+  const align_group group = group_of(s, bins, group_of_key(s, key));
+  const bool first = (uint32_t)key == group.index * s.ways;
+  const int32_t place = first ? earlier : bins.total[key] + earlier;
+  if (!s.even)
+    return group.first + place;
+  return group.first +
+         place_in_group(s, place, group.count, blocks_of(s, shared, group.index, group.count));
 }
 
 /* ---- output ---- */
@@ -290,33 +292,32 @@ static __device__ __forceinline__ void write_padding(const align_sort &s, int64_
     s.sorted_weights[position] = 0.0f;
 }
 
-/* What lies around the `count` items of a group in blocks from `block` on; a warp. */
+/* What lies around the `count` items of a group in blocks from `block` on; thread `lane` of
+ * `lanes`. */
 static __device__ __forceinline__ void write_around_group(const align_sort &s, uint32_t group,
                                                           int32_t block, int32_t count,
-                                                          int32_t blocks) {
-  const int lane = threadIdx.x % 32;
-  const int32_t size = (int32_t)s.block_size.value, first = block * size;
-  if (s.even && blocks > 0) {
-    const int32_t share = even_share(count, blocks);
-    for (int32_t b = 0; b < blocks; b++) {
-      const int32_t here = min(max(count - b * share, 0), share);
-      if (s.block_counts && lane == 0)
-        s.block_counts[block + b] = here;
-      for (int32_t i = here + lane; i < size; i += 32)
-        write_padding(s, first + b * size + i);
-    }
-  } else {
-    for (int32_t position = first + count + lane; position < first + blocks * size; position += 32)
-      write_padding(s, position);
+                                                          int32_t blocks, int32_t lane,
+                                                          int32_t lanes) {
+  const int32_t size = (int32_t)s.block_size.value;
+  const bool spread = s.even && blocks > 1;
+  const int32_t share = spread ? even_share(count, blocks) : size;
+#pragma unroll 1
+  for (int32_t i = (spread ? 0 : count) + lane; i < blocks * size; i += lanes) {
+    const int32_t b = (int32_t)divide((uint32_t)i, s.block_size), offset = i - b * size;
+    if (offset >= share || b * share + offset >= count)
+      write_padding(s, block * size + i);
   }
   if (!s.expert_ids)
     return;
   const int32_t expert = s.ways == 1 ? (int32_t)divide(group, s.adapter_keys) : (int32_t)group;
   const int32_t adapter = (int32_t)group - expert * (int32_t)s.adapter_keys.value - s.by_adapter;
-  for (int32_t b = block + lane; b < block + blocks; b += 32) {
-    s.expert_ids[b] = expert;
+#pragma unroll 1
+  for (int32_t b = lane; b < blocks; b += lanes) {
+    s.expert_ids[block + b] = expert;
     if (s.block_loras)
-      s.block_loras[b] = s.by_adapter ? adapter : -1;
+      s.block_loras[block + b] = s.by_adapter ? adapter : -1;
+    if (s.block_counts)
+      s.block_counts[block + b] = min(max(count - b * share, 0), share);
   }
 }
 
@@ -324,8 +325,10 @@ static __device__ __forceinline__ void write_around_group(const align_sort &s, u
 static __device__ __forceinline__ void write_around_groups(const align_sort &s, int32_t num_blocks,
                                                            int64_t me, int64_t step) {
   const int64_t rows = (int64_t)num_blocks * s.block_size.value;
+#pragma unroll 1
   for (int64_t position = rows + me; position < s.max_blocks * s.block_size.value; position += step)
     write_padding(s, position);
+#pragma unroll 1
   for (int64_t b = num_blocks + me; s.expert_ids && b < s.max_blocks; b += step) {
     s.expert_ids[b] = -1;
     if (s.block_loras)
@@ -344,13 +347,15 @@ static __device__ __forceinline__ int32_t pair_of(const align_sort &s, int32_t a
   return rank > 0 ? adapter * kRanks + rank : -1;
 }
 
-/* The segments of a group; a warp. */
+/* The segments of a group; thread `lane` of `lanes`. */
 static __device__ __forceinline__ void write_segments(const align_sort &s, const align_bins &bins,
-                                                      const align_group &group, int32_t blocks) {
+                                                      const align_group &group, int32_t blocks,
+                                                      uint32_t lane, uint32_t lanes) {
   const uint32_t first = group.index * s.ways;
-  for (uint32_t way = threadIdx.x % 32; way < s.ways; way += 32) {
-    const int32_t begin = bins.start[first + way] - group.first;
-    const int32_t end = way + 1 < s.ways ? bins.start[first + way + 1] - group.first : group.count;
+#pragma unroll 1
+  for (uint32_t way = lane; way < s.ways; way += lanes) {
+    const int32_t begin = way ? bins.total[first + way] : 0;
+    const int32_t end = way + 1 < s.ways ? bins.total[first + way + 1] : group.count;
     moelora_segment segment = {pair_of(s, (int32_t)way - 1), 0, end - begin, 0};
     if (end > begin) {
       segment.position = group.first + place_in_group(s, begin, group.count, blocks);
@@ -360,47 +365,27 @@ static __device__ __forceinline__ void write_segments(const align_sort &s, const
   }
 }
 
-/* This CTA's share of everything that is not an item. A warp takes a group. */
+/* This CTA's share of everything that is not an item. 1 << around_shift threads take a group. */
 static __device__ __forceinline__ void write_around_items(const align_sort &s,
                                                           const align_bins &bins,
                                                           const align_shared &shared,
                                                           int32_t num_blocks) {
-  /* the last warps first: the first ones still place items */
-  const uint32_t warp = ALIGN_WARPS - 1 - threadIdx.x / 32;
-  for (uint32_t g = blockIdx.x + s.num_chunks * warp; g < s.num_groups;
-       g += s.num_chunks * ALIGN_WARPS) {
+  /* the last threads first: the first ones may still place items */
+  const uint32_t me = ALIGN_THREADS - 1 - threadIdx.x;
+  const uint32_t lanes = 1u << s.around_shift, lane = me & (lanes - 1);
+#pragma unroll 1
+  for (uint32_t g = blockIdx.x + s.num_chunks * (me >> s.around_shift); g < s.num_groups;
+       g += s.num_chunks * (ALIGN_THREADS >> s.around_shift)) {
     const align_group group = group_of(s, bins, g);
     const int32_t blocks = blocks_of(s, shared, g, group.count);
-    write_around_group(s, g, (int32_t)divide((uint32_t)group.first, s.block_size), group.count,
-                       blocks);
+    if (blocks > 0)
+      write_around_group(s, g, (int32_t)divide((uint32_t)group.first, s.block_size), group.count,
+                         blocks, (int32_t)lane, (int32_t)lanes);
     if (s.segments)
-      write_segments(s, bins, group, blocks);
+      write_segments(s, bins, group, blocks, lane, lanes);
   }
-  write_around_groups(s, num_blocks, (int64_t)blockIdx.x * ALIGN_THREADS + threadIdx.x,
+  write_around_groups(s, num_blocks, (int64_t)blockIdx.x * ALIGN_THREADS + me,
                       (int64_t)s.num_chunks * ALIGN_THREADS);
-}
-
-/* Rank of a thread's key among equal keys of the lower threads of its group of ALIGN_GROUP.
- * `group_key` are the keys of that group. */
-static __device__ __forceinline__ int32_t rank_in_group(const int32_t *group_key, int32_t key) {
-  const int lane = threadIdx.x % 32, earlier = threadIdx.x % ALIGN_GROUP / 32 * 32;
-  int32_t rank = __popc(__match_any_sync(~0u, key) & ((1u << lane) - 1));
-  for (int i = 0; i < earlier; i += 4) {
-    int4 four = *(const int4 *)(group_key + i);
-    rank += (four.x == key) + (four.y == key) + (four.z == key) + (four.w == key);
-  }
-  return rank;
-}
-
-/* The position of the item that would be at `position` if its group were filled block by block. */
-static __device__ __forceinline__ int32_t even_position(const align_sort &s, const align_bins &bins,
-                                                        const align_shared &shared, int32_t key,
-                                                        int32_t position) {
-  if (!s.even)
-    return position;
-  const align_group group = group_of(s, bins, group_of_key(s, key));
-  return group.first + place_in_group(s, position - group.first, group.count,
-                                      blocks_of(s, shared, group.index, group.count));
 }
 
 template <typename Lora>
@@ -442,8 +427,9 @@ static __device__ __forceinline__ void skip_item(const align_sort &s, uint32_t i
 
 static __device__ __forceinline__ void clear_bins(const align_sort &s, const align_bins &bins,
                                                   align_shared &shared) {
+#pragma unroll 1
   for (uint32_t k = threadIdx.x; k < s.num_keys; k += ALIGN_THREADS)
-    bins.before[k] = bins.total[k] = 0;
+    bins.before[k] = bins.total[k] = bins.first[k] = 0;
   if (threadIdx.x < ALIGN_MAX_KEYS / 32)
     shared.local[threadIdx.x] = 0;
 }

@@ -7,8 +7,8 @@
 #include "cuda/launch.h"
 
 constexpr int ALIGN_THREADS = 1024;
-/* Threads that rank their items by comparing with each other: 128 keys are 96 compares for the last
- * warp, about as long as one barrier takes. */
+/* Items that are ranked by comparing them with each other: at most 255, so that a byte counts them,
+ * and few enough for the compares to take no longer than a barrier. */
 constexpr int ALIGN_GROUP = 128;
 /* Items up to which each is compared with all others. */
 constexpr int ALIGN_TINY_ITEMS = 64;
@@ -37,6 +37,8 @@ struct align_sort {
   align_divisor block_size;
   uint32_t num_keys, num_groups, ways;
   uint32_t num_chunks, chunk_items;
+  uint32_t scan_shift, scan_ways, scan_groups; /* see lay_out() */
+  uint32_t around_shift;                       /* see write_around_items() */
   uint32_t *table; /* [num_chunks, ceil(num_keys / 2)] pairs of 16-bit counts; large sorts only */
   /* outputs; all but sorted_ids may be NULL */
   int32_t *sorted_ids;       /* [max_blocks * block_size] */

@@ -79,26 +79,39 @@ static __device__ __forceinline__ void sum_table(const align_sort &s, const alig
   }
 }
 
-/* Positions of a tile's items, group after group; before[k] ends up behind the tile. */
-static __device__ __forceinline__ int32_t take_positions(const align_bins &bins, int32_t key,
-                                                         int32_t rank, uint32_t num_items) {
+/* Rank of a thread's key among equal keys of the lower threads of its group of ALIGN_GROUP.
+ * `group_key` are the keys of that group. */
+static __device__ __forceinline__ int32_t rank_in_group(const int32_t *group_key, int32_t key) {
+  const int earlier = threadIdx.x % ALIGN_GROUP / 32 * 32;
+  int32_t rank = rank_in_warp(key);
+#pragma unroll 8
+  for (int i = 0; i < earlier; i += 4) {
+    int4 four = *(const int4 *)(group_key + i);
+    rank += (four.x == key) + (four.y == key) + (four.z == key) + (four.w == key);
+  }
+  return rank;
+}
+
+/* Items of a tile's keys before them, group after group; before[k] ends up behind the tile. */
+static __device__ __forceinline__ int32_t count_earlier(const align_bins &bins, int32_t key,
+                                                        int32_t rank, uint32_t num_items) {
   const uint32_t group = threadIdx.x / ALIGN_GROUP;
-  int32_t position = 0;
+  int32_t earlier = 0;
   for (uint32_t turn = 0; turn * ALIGN_GROUP < min(num_items, (uint32_t)ALIGN_THREADS); turn++) {
     if (group == turn) {
       if (key >= 0)
-        position = bins.start[key] + bins.before[key] + rank;
+        earlier = bins.before[key] + rank;
       asm volatile("bar.sync 1, %0;" ::"n"(ALIGN_GROUP) : "memory");
       if (key >= 0)
         atomicAdd(bins.before + key, 1);
     }
     __syncthreads();
   }
-  return position;
+  return earlier;
 }
 
 template <typename Id, typename Lora>
-static __global__ void __launch_bounds__(ALIGN_THREADS)
+static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
     align_place(const __grid_constant__ align_sort s) {
   if (blockIdx.x >= s.num_chunks) {
     write_zeros(s);
@@ -106,7 +119,7 @@ static __global__ void __launch_bounds__(ALIGN_THREADS)
   }
   extern __shared__ int32_t memory[];
   __shared__ align_shared shared;
-  const align_bins bins = {memory, memory + s.num_keys, memory + 2 * s.num_keys};
+  const align_bins bins = bins_in(s, memory);
   const uint32_t begin = blockIdx.x * s.chunk_items, end = chunk_end(s, begin);
 
   clear_bins(s, bins, shared);
@@ -129,9 +142,9 @@ static __global__ void __launch_bounds__(ALIGN_THREADS)
     __syncthreads();
     load_keys<Id, Lora>(s, index + ALIGN_THREADS, end, next);
     int32_t rank = rank_in_group(shared.key + threadIdx.x / ALIGN_GROUP * ALIGN_GROUP, key[0]);
-    int32_t position = take_positions(bins, key[0], rank, end - tile);
+    int32_t earlier = count_earlier(bins, key[0], rank, end - tile);
     if (key[0] >= 0)
-      write_item<Lora>(s, index, key[0], even_position(s, bins, shared, key[0], position));
+      write_item<Lora>(s, index, key[0], position_of(s, bins, shared, key[0], earlier));
     else if (index < end)
       skip_item(s, index);
     key[0] = next[0];
@@ -157,7 +170,7 @@ cudaError_t align_launch_place(const align_sort &sort, cudaStream_t stream) {
       (const void *)align_place<int32_t, int32_t>, (const void *)align_place<int32_t, int64_t>,
       (const void *)align_place<int64_t, int32_t>, (const void *)align_place<int64_t, int64_t>};
   align_sort argument = sort;
-  size_t bytes = (3 * (size_t)sort.num_keys + 1) * sizeof(int32_t);
+  size_t bytes = 3 * (size_t)sort.num_keys * sizeof(int32_t);
   return align_launch_kernel(kernels[pick(sort)], sort.num_chunks + align_zero_ctas(sort),
                              ALIGN_THREADS, bytes, stream, &argument);
 }

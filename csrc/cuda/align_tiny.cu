@@ -72,8 +72,8 @@ static __global__ void __launch_bounds__(ALIGN_TINY_ITEMS)
   for (int32_t i = (int32_t)blockIdx.x + (int32_t)gridDim.x * (me / 32); i < items;
        i += (int32_t)gridDim.x * WARPS)
     if (shared.blocks[i])
-      write_around_group(s, (uint32_t)shared.low[i] / s.ways, shared.block[i], shared.count[i],
-                         shared.blocks[i]);
+      write_around_group(s, group_of_key(s, shared.low[i]), shared.block[i], shared.count[i],
+                         shared.blocks[i], me % 32, 32);
   write_around_groups(s, num_blocks, (int64_t)blockIdx.x * ALIGN_TINY_ITEMS + me,
                       (int64_t)gridDim.x * ALIGN_TINY_ITEMS);
 }
