@@ -17,14 +17,19 @@ constexpr int64_t FILL_ROWS = 4096;
 constexpr int64_t MAX_SMALL_CHUNKS = 128;
 /* However few the items, what lies around their groups is written by so many CTAs. */
 constexpr int64_t MIN_SMALL_CHUNKS = 16;
-/* Counts of a chunk are 16 bits wide. */
+/* About a CTA for each SM of the large GPUs. */
+constexpr int64_t MAX_LARGE_CHUNKS = 128;
+/* Counts of a row of the table are 16 bits wide. */
 constexpr int64_t MAX_CHUNK_ITEMS = 63 * ALIGN_THREADS;
+/* Words of the table that a CTA reads in the time in which it counts ALIGN_THREADS items. */
+constexpr int64_t ROUND_WORDS = 1000;
 
 /* ---- shapes ---- */
 
 struct sort_shape {
   bool small;
   uint32_t num_chunks, chunk_items;
+  uint32_t num_rows, row_chunks; /* of the table */
   size_t table_bytes;
 };
 
@@ -44,17 +49,20 @@ static sort_shape shape_of(int64_t items, int64_t keys, int64_t out_rows) {
     shape.chunk_items = ALIGN_GROUP;
     return shape;
   }
-  /* A CTA places ALIGN_THREADS items in about the time in which it reads 56000 counts of the table,
-   * so with n chunks it takes items / (1024 n) + n * keys / 56000 of that time: least at
-   * n = sqrt(55 items / keys). */
-  int64_t chunks = 1;
-  while (chunks < 128 && (chunks + 1) * (chunks + 1) * keys <= 55 * items)
-    chunks++;
-  int64_t size = ceil_div(ceil_div(items, chunks), ALIGN_THREADS) * ALIGN_THREADS;
+  int64_t size = ceil_div(ceil_div(items, MAX_LARGE_CHUNKS), ALIGN_THREADS) * ALIGN_THREADS;
   size = size < MAX_CHUNK_ITEMS ? size : MAX_CHUNK_ITEMS;
+  const int64_t chunks = ceil_div(items, size), words = (keys + 1) / 2;
+  /* With q chunks to a row, a CTA counts the items of q chunks, ROUND_WORDS words' time for
+   * each ALIGN_THREADS of them, and reads chunks * words / q words: least where both are equal. */
+  int64_t q = 1;
+  while ((q + 1) * (q + 1) * (size / ALIGN_THREADS) * ROUND_WORDS <= chunks * words &&
+         (q + 1) * size <= MAX_CHUNK_ITEMS)
+    q++;
   shape.chunk_items = (uint32_t)size;
-  shape.num_chunks = (uint32_t)ceil_div(items, size);
-  shape.table_bytes = (size_t)shape.num_chunks * (size_t)((keys + 1) / 2) * sizeof(uint32_t);
+  shape.num_chunks = (uint32_t)chunks;
+  shape.row_chunks = (uint32_t)q;
+  shape.num_rows = (uint32_t)ceil_div(chunks, q);
+  shape.table_bytes = (size_t)shape.num_rows * (size_t)words * sizeof(uint32_t);
   return shape;
 }
 
@@ -140,7 +148,12 @@ static void set_size(align_sort *sort, int64_t items, int64_t keys, int64_t ways
   sort->num_chunks = shape.num_chunks;
   sort->chunk_items = shape.chunk_items;
   set_lanes(sort);
-  sort->table = shape.small ? NULL : parts.table;
+  if (!shape.small) {
+    sort->table = parts.table;
+    sort->num_rows = shape.num_rows;
+    sort->row_chunks = shape.row_chunks;
+    sort->words = divisor_of((keys + 1) / 2);
+  }
   const moelora_ids *ids = &sort->routes.topk_ids, *mapping = &sort->routes.token_lora_mapping;
   sort->dense = sort->by_expert && !sort->order && ids->stride[1] == 1 &&
                 ids->stride[0] == sort->top_k.value &&

@@ -39,7 +39,12 @@ struct align_sort {
   uint32_t num_chunks, chunk_items;
   uint32_t scan_shift, scan_ways, scan_groups; /* see lay_out() */
   uint32_t around_shift;                       /* see write_around_items() */
-  uint32_t *table; /* [num_chunks, ceil(num_keys / 2)] pairs of 16-bit counts; large sorts only */
+  /* large sorts only */
+  uint32_t *table; /* [num_rows, ceil(num_keys / 2)] pairs of 16-bit counts */
+  uint32_t num_rows, row_chunks;
+  align_divisor words;       /* of a row */
+  uint32_t teams, team_rows; /* see sum_table() */
+  uint32_t tile;             /* items placed at a time */
   /* outputs; all but sorted_ids may be NULL */
   int32_t *sorted_ids;       /* [max_blocks * block_size] */
   int32_t *expert_ids;       /* [max_blocks] */
