@@ -220,6 +220,7 @@ typedef struct moelora_experts_plan {
 typedef struct moelora_delta_plan {
   const moelora_variant *variant; /* CPU: whose kernels; NULL on CUDA */
   int32_t block_rows;             /* rows of one (expert, adapter) block made from routes */
+  bool hopper;                    /* CUDA: kernels of sm_90 may be used */
 } moelora_delta_plan;
 
 /* A backend executes plans. A NULL slot says that the operator is not supported; nothing else does.

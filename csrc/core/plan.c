@@ -311,6 +311,7 @@ moelora_status moelora_plan_delta(const moelora_routes *routes, moelora_dtype dt
   const int64_t pairs = (int64_t)routes->num_experts * (routes->max_loras ? routes->max_loras : 1);
   const int64_t rows = routes->num_rows / pairs;
   plan->block_rows = rows <= 12 ? 16 : rows <= 32 ? 32 : 64;
+  plan->hopper = device->compute_capability == 90 && limited(device).compute_capability == 90;
   return MOELORA_OK;
 }
 

@@ -196,11 +196,12 @@ static align_sort describe_tokens(const moelora_align_problem *problem, const sc
   return sort;
 }
 
-/* What a layer asks beyond the public modes. */
+/* What a layer asks beyond the public modes; rows in blocks of one, which the adapters alone ask
+ * for, have nothing to be dealt to. */
 static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
   if (!blocks)
     return;
-  sort->even = sort->pairs = true;
+  sort->even = sort->pairs = blocks->rows > 1;
   sort->cluster = (uint32_t)blocks->cluster;
   sort->block_counts = blocks->counts;
   sort->positions = blocks->positions;

@@ -359,7 +359,7 @@ static __device__ __forceinline__ void write_segments(const align_sort &s, const
     moelora_segment segment = {pair_of(s, (int32_t)way - 1), 0, end - begin, 0};
     if (end > begin) {
       segment.position = group.first + place_in_group(s, begin, group.count, blocks);
-      segment.share = even_share(group.count, blocks);
+      segment.share = s.even ? even_share(group.count, blocks) : group.count;
     }
     s.segments[first + way] = segment;
   }

@@ -52,7 +52,7 @@ struct align_sort {
   int32_t *block_counts;     /* [max_blocks] items of a block; only of even groups */
   int32_t *row_loras;        /* [max_blocks * block_size] */
   bool pairs;                /* row_loras get adapter * kRanks + true rank, -1 if that is 0 */
-  moelora_segment *segments; /* [num_keys]; only of even groups */
+  moelora_segment *segments; /* [num_keys]; several keys to a group */
   int32_t *positions;        /* [num_items] where item i went, -1 if it is skipped */
   float *sorted_weights;     /* [max_blocks * block_size] */
   int32_t *num_post;         /* [1] */

@@ -43,7 +43,7 @@ static moelora_status device_info(int32_t device_index, moelora_device_info *inf
 }
 
 /* Asked on every launch: found once per device. 0 is not yet known. */
-static std::atomic<int32_t> sms_of[MAX_DEVICES], shared_of[MAX_DEVICES], overlap_of[MAX_DEVICES];
+static std::atomic<int32_t> sms_of[MAX_DEVICES], overlap_of[MAX_DEVICES];
 
 static int32_t known_attribute(std::atomic<int32_t> *of, cudaDeviceAttr name, int32_t device) {
   if (device < 0 || device >= MAX_DEVICES)
@@ -60,10 +60,6 @@ static int32_t known_attribute(std::atomic<int32_t> *of, cudaDeviceAttr name, in
 
 extern "C" int32_t moelora_cuda_num_sms(int32_t device_index) {
   return known_attribute(sms_of, cudaDevAttrMultiProcessorCount, device_index);
-}
-
-extern "C" int64_t moelora_cuda_shared_bytes(int32_t device_index) {
-  return known_attribute(shared_of, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_index);
 }
 
 static __global__ void loaded_code() {}

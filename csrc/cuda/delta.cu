@@ -10,6 +10,7 @@
 #include "cuda/backend.h"
 #include "delta_rows.cuh"
 #include "kernel_launch.cuh"
+#include "shrink_product.cuh"
 #include "sum.cuh"
 
 namespace {
@@ -128,20 +129,6 @@ delta_order order_for(const moelora_routes *routes, double bytes_of_pair) {
 
 } // namespace
 
-static moelora_align_problem sort_problem(const moelora_routes *routes,
-                                          const delta_sorted *sorted) {
-  moelora_align_problem problem = {};
-  problem.mode = MOELORA_ALIGN_SEGMENTED;
-  problem.routes = *routes;
-  problem.block_size = 1;
-  problem.max_blocks = routes->num_rows;
-  problem.sorted_token_ids = sorted->row;
-  problem.expert_ids = sorted->expert;
-  problem.lora_ids = sorted->adapter;
-  problem.num_tokens_post_padded = sorted->count;
-  return problem;
-}
-
 extern "C" delta_sorted delta_take_sorted(const moelora_routes *routes, moelora_arena *arena) {
   delta_sorted sorted = {};
   const size_t bytes = sizeof(int32_t) * (size_t)routes->num_rows;
@@ -149,19 +136,28 @@ extern "C" delta_sorted delta_take_sorted(const moelora_routes *routes, moelora_
   sorted.expert = (int32_t *)moelora_take(arena, bytes);
   sorted.adapter = (int32_t *)moelora_take(arena, bytes);
   sorted.count = (int32_t *)moelora_take(arena, sizeof(int32_t));
-  const moelora_align_problem problem = sort_problem(routes, &sorted);
-  sorted.scratch_bytes = moelora_cuda_align_workspace(&problem);
+  const int64_t pairs = (int64_t)routes->num_experts * routes->max_loras;
+  const int64_t segments = moelora_cuda_count_segments(routes);
+  if (segments > 0 && routes->num_rows >= kLongSegment * pairs)
+    sorted.segments =
+        (moelora_segment *)moelora_take(arena, sizeof(moelora_segment) * (size_t)segments);
+  sorted.scratch_bytes = moelora_cuda_align_rows_workspace(routes, 1);
   sorted.scratch = moelora_take(arena, sorted.scratch_bytes);
   return sorted;
 }
 
 extern "C" moelora_status delta_sort(const moelora_routes *routes, const delta_sorted *sorted,
                                      const moelora_exec *exec) {
-  const moelora_align_problem problem = sort_problem(routes, sorted);
-  moelora_exec inner = *exec;
-  inner.workspace = sorted->scratch;
-  inner.workspace_bytes = sorted->scratch_bytes;
-  return moelora_cuda_align(&problem, &inner);
+  const moelora_blocks blocks = {.rows = 1,
+                                 .cluster = 1,
+                                 .max_blocks = routes->num_rows,
+                                 .sorted_ids = sorted->row,
+                                 .expert_ids = sorted->expert,
+                                 .pairs = sorted->adapter,
+                                 .segments = sorted->segments,
+                                 .num_post = sorted->count};
+  return moelora_cuda_align_rows(routes, &blocks, sorted->scratch, sorted->scratch_bytes,
+                                 exec->stream);
 }
 
 namespace {
@@ -176,6 +172,7 @@ delta_rows rows_of(const moelora_routes *routes, delta_order order, const delta_
     rows.expert = sorted->expert;
     rows.adapter = sorted->adapter;
     rows.count = sorted->count;
+    rows.segments = sorted->segments;
   }
   return rows;
 }
@@ -186,6 +183,7 @@ delta_rows rows_of(const moelora_routes *routes, delta_order order, const delta_
 struct Shrunk {
   void *data;
   int64_t stride[3];
+  bool own;
 };
 
 size_t shrunk_bytes(const moelora_routes *routes, const moelora_factors *lora) {
@@ -194,12 +192,12 @@ size_t shrunk_bytes(const moelora_routes *routes, const moelora_factors *lora) {
 
 Shrunk own_shrunk(void *data, const moelora_routes *routes, const moelora_factors *lora) {
   const int64_t width = moelora_padded_rank(lora->max_rank), row = width * lora->num_slices;
-  return {data, {width, routes->top_k * row, row}};
+  return {data, {width, routes->top_k * row, row}, true};
 }
 
 moelora_status shrink(const delta_rows *rows, const void *x, int64_t x_stride, bool x_per_row,
                       int64_t k, const moelora_factors *lora, const float *scalings,
-                      const Shrunk *h, moelora_dtype dtype, const moelora_exec *exec) {
+                      const Shrunk *h, bool hopper, moelora_dtype dtype, const moelora_exec *exec) {
   delta_shrink s = {};
   s.rows = *rows;
   s.rows.max_rank = lora->max_rank;
@@ -211,7 +209,9 @@ moelora_status shrink(const delta_rows *rows, const void *x, int64_t x_stride, b
   s.scalings = scalings;
   s.vectors = moelora_is_vector_row(x, x_stride, k) &&
               moelora_are_vector_factors(lora->a, lora->num_slices);
+  s.hopper = hopper;
   s.h = h->data;
+  s.exact = !h->own;
   s.eights = (uintptr_t)h->data % 16 == 0;
   for (int i = 0; i < 3; i++) {
     s.h_stride[i] = h->stride[i];
@@ -337,7 +337,6 @@ extern "C" size_t moelora_cuda_delta_workspace(const moelora_delta_problem *prob
 extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
                                              const moelora_delta_plan *plan,
                                              const moelora_exec *exec) {
-  (void)plan;
   if (!has_rows(p))
     return MOELORA_OK;
   if (p->silu_and_mul && p->lora.num_slices != 1 && p->lora.num_slices % 2 != 0)
@@ -351,11 +350,11 @@ extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
   moelora_status status =
       l.order == DELTA_SORTED ? delta_sort(routes, &l.sorted, exec) : MOELORA_OK;
 
-  const Shrunk h = p->h ? Shrunk{p->h, {p->h_stride[0], p->h_stride[1], p->h_stride[2]}}
+  const Shrunk h = p->h ? Shrunk{p->h, {p->h_stride[0], p->h_stride[1], p->h_stride[2]}, false}
                         : own_shrunk(l.h, routes, &p->lora);
   if (status == MOELORA_OK && p->x)
     status = shrink(&rows, p->x, p->x_stride, p->x_per_row, p->k, &p->lora, routes->lora_scalings,
-                    &h, p->dtype, exec);
+                    &h, plan->hopper, p->dtype, exec);
   if (status != MOELORA_OK || !p->out)
     return status;
 
@@ -411,7 +410,6 @@ extern "C" size_t moelora_cuda_mlp_delta_workspace(const moelora_mlp_delta_probl
 extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem *p,
                                                  const moelora_delta_plan *plan,
                                                  const moelora_exec *exec) {
-  (void)plan;
   if (!p->routes.token_lora_mapping.data || p->routes.max_loras == 0)
     return MOELORA_OK;
   if (delta_mlp_fits(p, exec))
@@ -425,8 +423,8 @@ extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem
 
   const Shrunk h1 = own_shrunk(l.h1, routes, &p->gate_up);
   if (status == MOELORA_OK)
-    status = shrink(&rows, p->x, p->x_stride, false, p->hidden, &p->gate_up, nullptr, &h1, p->dtype,
-                    exec);
+    status = shrink(&rows, p->x, p->x_stride, false, p->hidden, &p->gate_up, nullptr, &h1,
+                    plan->hopper, p->dtype, exec);
   if (status != MOELORA_OK)
     return status;
   delta_expand e = begin_expand(&rows, &h1, &p->gate_up, true);
@@ -438,7 +436,7 @@ extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem
   const Shrunk h2 = own_shrunk(l.h2, routes, &p->down);
   if (status == MOELORA_OK)
     status = shrink(&rows, l.act, intermediate, true, intermediate, &p->down, routes->lora_scalings,
-                    &h2, p->dtype, exec);
+                    &h2, plan->hopper, p->dtype, exec);
   if (status != MOELORA_OK)
     return status;
   e = begin_expand(&rows, &h2, &p->down, true);

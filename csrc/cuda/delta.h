@@ -26,11 +26,13 @@ typedef struct delta_rows {
   /* DELTA_SORTED; `count` of P entries are rows */
   const int32_t *row, *expert, *adapter; /* [P]; adapter -1: none */
   const int32_t *count;                  /* [1] */
+  const moelora_segment *segments;       /* as in moelora_blocks; NULL: not listed, hardly long */
 } delta_rows;
 
 /* Where a sort puts them, and its scratch memory. */
 typedef struct delta_sorted {
   int32_t *row, *expert, *adapter, *count;
+  moelora_segment *segments;
   void *scratch;
   size_t scratch_bytes;
 } delta_sorted;
@@ -46,6 +48,9 @@ typedef struct delta_shrink {
   const float *scalings; /* [max_loras]; NULL: 1 */
   bool vectors;          /* x and A allow 16-byte accesses */
   bool eights;           /* h allows 16-byte accesses */
+  bool hopper;           /* kernels of sm_90 may be used */
+  bool exact; /* h is the caller's, else it has room for 16 ranks at a time, and what lies
+               * behind a true rank is never read */
   void *h;
   int64_t h_stride[3]; /* slice, token, choice */
 } delta_shrink;
@@ -116,11 +121,6 @@ moelora_status delta_launch_expand(const delta_expand *expand, moelora_dtype dty
 bool delta_fits_thin_expand(const delta_expand *expand);
 moelora_status delta_launch_thin_expand(const delta_expand *expand, moelora_dtype dtype,
                                         const moelora_exec *exec);
-/* delta_shrink_fat.cu: for long segments; x and A allow 16-byte accesses. Whether so many rows in
- * so many segments at most are a load for it, on this chip. */
-bool delta_fits_fat_shrink(int64_t rows, int64_t segments, const moelora_exec *exec);
-moelora_status delta_launch_fat_shrink(const delta_shrink *shrink, moelora_dtype dtype,
-                                       const moelora_exec *exec);
 /* delta_mlp.cu: an adapter MLP in one launch, for batches so small that launches are what they
  * cost. */
 bool delta_mlp_fits(const moelora_mlp_delta_problem *problem, const moelora_exec *exec);

@@ -9,22 +9,87 @@
  * the order of the depth, of the columns that they store. How the depth is shared depends on sizes
  * alone.
  *
- * Large batches with long segments go to delta_shrink_fat.cu. */
-#include "delta_shrink.cuh"
+ * Long segments of large batches are for shrink_segments.cu and shrink_sm90.cu. */
+#include "delta_rows.cuh"
 #include "kernel_launch.cuh"
 #include "ptx/hopper.cuh"
+#include "shrink_product.cuh"
 
 namespace {
 
 template <class S> constexpr int kRows = 2 * S::THREADS; // of a window, at most: two of a thread
-constexpr int kShort = 1024;  // of depth: up to here, four warps share it
-constexpr int kMaxSplits = 4; // clusters of so many fill every group of SMs
-constexpr int kLoads = 48;    // of a lane: with no more, the depth is not split further
+constexpr int kShort = 1024;   // of depth: up to here, four warps share it
+constexpr int kMaxSplits = 4;  // clusters of so many fill every group of SMs
+constexpr int kLoads = 48;     // of a lane: with no more, the depth is not split further
+constexpr int kRowsPerSm = 32; // for whole segments: two pieces that they are cut into
 
 struct Params {
   delta_shrink s;
   int32_t part, splits, shares;
 };
+
+/* Columns of A from `first` on, as many as an item takes, of rows [low, high) of a window. */
+struct ShrinkItem {
+  int low, high, first, adapter, expert, rank;
+};
+
+/* Columns of A of all slices together. */
+__device__ __forceinline__ int columns_of(const delta_shrink &s, int rank) {
+  return moelora_padded_rank(rank) * s.lora.num_slices;
+}
+
+/* Items that RANKS columns at a time make of each part of a segment. */
+template <int RANKS>
+__device__ __forceinline__ int columns_of_items(const delta_shrink &s, int rank) {
+  return ceil_divide(columns_of(s, rank), RANKS);
+}
+
+/* A warp; parts of a segment have up to `part` rows, all about the same number. */
+template <int RANKS, int ROWS>
+__device__ __forceinline__ ShrinkItem find_item(const delta_shrink &s, int part,
+                                                const Window<ROWS> &w, int number) {
+  const int segment = w.segment_of(number), j = number - w.first[segment];
+  const int low = w.low[segment], high = w.high[segment], rank = w.rank[low];
+  const int columns = columns_of_items<RANKS>(s, rank);
+  const int tokens = ceil_divide(ceil_divide(high - low, ceil_divide(high - low, part)), 8) * 8;
+  const int from = low + j / columns * tokens;
+  return {from, min(from + tokens, high), j % columns * RANKS, w.adapter[low], w.expert[low], rank};
+}
+
+/* Eight ranks of a row from r on, below `end`. */
+template <class T>
+__device__ __forceinline__ void store_ranks(T *h, uint4 ranks, int r, int end, bool eights) {
+  if (eights && r + 8 <= end) {
+    *(uint4 *)(h + r) = ranks;
+    return;
+  }
+  const uint32_t words[4] = {ranks.x, ranks.y, ranks.z, ranks.w};
+#pragma unroll
+  for (int j = 0; j < 8; j++)
+    if (r + j < end)
+      ((uint16_t *)h)[r + j] = (uint16_t)(words[j / 2] >> j % 2 * 16);
+}
+
+template <class T>
+__device__ __forceinline__ T *row_of_h(const delta_shrink &s, uint32_t row, int slice) {
+  const uint32_t top_k = s.rows.routes.top_k;
+  return (T *)s.h + slice * s.h_stride[0] + row / top_k * s.h_stride[1] +
+         row % top_k * s.h_stride[2];
+}
+
+/* Zeros from the true rank, rounded up to 16, to the largest one: the first item of some rows. All
+ * threads come here. */
+template <class T, int THREADS>
+__device__ __forceinline__ void clear_ranks(const delta_shrink &s, const ShrinkItem &item,
+                                            const int32_t *rows) {
+  const int width = moelora_padded_rank(item.rank), max_rank = s.lora.max_rank;
+  if (item.first > 0 || width >= max_rank)
+    return;
+  const int eights = ceil_divide(max_rank - width, 8), slices = s.lora.num_slices;
+  for (int i = threadIdx.x; i < (item.high - item.low) * slices * eights; i += THREADS)
+    store_ranks(row_of_h<T>(s, rows[item.low + i / eights / slices], i / eights % slices),
+                make_uint4(0, 0, 0, 0), width + i % eights * 8, max_rank, s.eights);
+}
 
 /* Where a CTA is: at an item of a unit, which is a share of a window. */
 struct Place {
@@ -253,6 +318,38 @@ moelora_status launch_vectors(const delta_shrink &s, const Batch &b, const moelo
   return launch<T, Narrow, true>(s, b, exec);
 }
 
+/* Whether whole segments can be shared out, and there are rows for all SMs. */
+bool fits_segments(const delta_shrink &s, const moelora_exec *exec) {
+  const moelora_routes &routes = s.rows.routes;
+  return s.vectors && s.rows.segments && s.eights &&
+         s.h_stride[1] == routes.top_k * s.h_stride[2] &&
+         !(s.exact && (routes.lora_ranks || s.lora.max_rank % 16 != 0)) &&
+         routes.num_rows >= (int64_t)kRowsPerSm * moelora_cuda_num_sms(exec->device_index);
+}
+
+moelora_status launch_segments(const delta_shrink &s, moelora_dtype dtype,
+                               const moelora_exec *exec) {
+  const moelora_routes &routes = s.rows.routes;
+  moelora_gemm_launch g = {};
+  g.blocks.rows = g.blocks.cluster = 1;
+  g.blocks.sorted_ids = (int32_t *)s.rows.row;
+  g.blocks.segments = (moelora_segment *)s.rows.segments;
+  g.num_rows = (int32_t)routes.num_rows;
+  g.num_experts = routes.num_experts;
+  g.x = s.x;
+  g.x_stride = s.x_stride;
+  g.x_divisor = s.x_divisor;
+  g.k = s.k;
+  g.hl_slice = s.h_stride[0];
+  g.hl_stride = s.h_stride[2];
+  g.hl_by_row = true;
+  g.lora = s.lora;
+  g.max_loras = routes.max_loras;
+  if (s.hopper && moelora_cuda_fits_shrink_sm90(&g))
+    return moelora_cuda_shrink_sm90(&g, s.scalings, dtype, s.h, exec);
+  return moelora_cuda_shrink_segments(&g, s.scalings, dtype, s.h, exec);
+}
+
 template <class T>
 moelora_status launch_as(const delta_shrink &s, moelora_dtype dtype, const moelora_exec *exec) {
   Batch b = {};
@@ -267,9 +364,8 @@ moelora_status launch_as(const delta_shrink &s, moelora_dtype dtype, const moelo
   b.warps = (int64_t)moelora_cuda_num_sms(exec->device_index) * kResidentWarps;
   if (!s.vectors)
     return launch<T, Shape<1, 1, 4, 32>, false>(s, b, exec);
-  if (s.rows.order == DELTA_SORTED && b.ranks > 16 &&
-      delta_fits_fat_shrink(b.rows, b.segments, exec))
-    return delta_launch_fat_shrink(&s, dtype, exec);
+  if (fits_segments(s, exec))
+    return launch_segments(s, dtype, exec);
   return s.k <= kShort ? launch_vectors<T, 4>(s, b, exec) : launch_vectors<T, 8>(s, b, exec);
 }
 

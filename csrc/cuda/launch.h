@@ -32,12 +32,13 @@ typedef struct moelora_segment {
  * of an expert are spread evenly, in eights, over the fewest blocks that hold them. `cluster`
  * neighbouring blocks always belong to one expert; the last of them may be empty. */
 typedef struct moelora_blocks {
-  int32_t rows, cluster;
+  int32_t rows, cluster; /* 1, 1: rows lie one after the other */
   int64_t max_blocks;
   int32_t *sorted_ids; /* [max_blocks * rows] flat row p; P in padding */
   int32_t *expert_ids; /* [max_blocks] */
   int32_t *counts;     /* [max_blocks] */
-  int32_t *pairs;      /* [max_blocks * rows], -1 = base or padding; NULL: no adapters */
+  int32_t *pairs;      /* [max_blocks * rows], -1 = base or padding; NULL: no adapters. Adapters
+                        * alone in blocks of one row */
   int32_t *positions;  /* [P] of each flat row, -1 if it is skipped; NULL: not asked for */
   float *weights;      /* [max_blocks * rows] routing weights; NULL: not asked for */
   /* [num_experts * (max_loras + 1)], adapter l of expert e at e * (max_loras + 1) + 1 + l, rows
@@ -69,6 +70,7 @@ typedef struct moelora_gemm_launch {
   /* adapters */
   const void *hl;              /* [position, num_slices * hl_slice] scaled shrink result */
   int64_t hl_stride, hl_slice; /* hl_slice: max_rank rounded up to 16 */
+  bool hl_by_row;              /* flat row, with any strides: only shrinks of whole segments */
   moelora_factors lora;        /* num_slices == 0: none */
   int32_t max_loras;
   /* epilogue */
@@ -87,9 +89,6 @@ int64_t moelora_cuda_count_segments(const moelora_routes *routes);
 size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes, int32_t rows);
 moelora_status moelora_cuda_align_rows(const moelora_routes *routes, const moelora_blocks *blocks,
                                        void *workspace, size_t workspace_bytes, void *stream);
-
-/* backend.cu: shared memory that a CTA may have. */
-int64_t moelora_cuda_shared_bytes(int32_t device_index);
 
 /* shrink.cu: hl[position, slice * hl_slice + r] = round(s x A^T), zero from the true rank to the
  * next multiple of 16. Base rows are not written. `vectors`: x and A allow 16-byte accesses;

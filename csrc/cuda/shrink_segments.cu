@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(C::THREADS, C::CTAS)
     products.for_each(item.tokens(), [&](int token, int column, const float *sum) {
       const int slice = (item.first + column) / width, r = (item.first + column) % width;
       if (slice < g.lora.num_slices)
-        *(uint32_t *)((T *)p.hl + (int64_t)item.position_of(g, token) * g.hl_stride +
-                      slice * g.hl_slice + r) = round_pair<T>(sum, scaling, r, rank);
+        *(uint32_t *)(p.row_of_hl<T>(item, token) + slice * g.hl_slice + r) =
+            round_pair<T>(sum, scaling, r, rank);
     });
   };
   const Share<decltype(shared.list)> share(g, shared.list, (int2 *)shared.stages,
@@ -64,9 +64,9 @@ moelora_status launch(const SegmentShrink &p, const moelora_exec *exec) {
 }
 
 template <class T> moelora_status launch_as(const SegmentShrink &p, const moelora_exec *exec) {
-  return p.g.hl_stride <= 32   ? launch<T, Staged<32>>(p, exec)
-         : p.g.hl_stride <= 64 ? launch<T, Staged<64>>(p, exec)
-                               : launch<T, Staged<128>>(p, exec);
+  return p.columns() <= 32   ? launch<T, Staged<32>>(p, exec)
+         : p.columns() <= 64 ? launch<T, Staged<64>>(p, exec)
+                             : launch<T, Staged<128>>(p, exec);
 }
 
 } // namespace

@@ -19,8 +19,17 @@ struct SegmentShrink {
   const float *scalings; // [max_loras] or NULL
   void *hl;
 
+  /* Columns of A of the largest rank. */
+  int columns() const { return g.lora.num_slices * moelora_padded_rank(g.lora.max_rank); }
+
   __device__ __forceinline__ float scaling(int pair) const {
     return scalings ? scalings[pair / kRanks] : 1.f;
+  }
+  /* Slice 0 of what an item's token becomes. */
+  template <class T, class Item>
+  __device__ __forceinline__ T *row_of_hl(const Item &item, int token) const {
+    const int at = item.position_of(g, token);
+    return (T *)hl + (g.hl_by_row ? g.blocks.sorted_ids[at] : at) * g.hl_stride;
   }
 };
 

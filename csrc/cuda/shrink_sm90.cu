@@ -152,7 +152,7 @@ __device__ __forceinline__ void store_tile(const SegmentShrink &p, const Segment
     const int token = first + 16 * warp + 8 * half + lane / 4;
     if (token >= item.tokens())
       continue;
-    T *to = (T *)p.hl + (int64_t)item.position_of(g, token) * g.hl_stride;
+    T *to = p.row_of_hl<T>(item, token);
     int slice = item.first / width, r = item.first - slice * width + lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < N / 8; j++) {
@@ -269,7 +269,7 @@ moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, Maps *map
     cuuint64_t sizes[4] = {(cuuint64_t)g->k, (cuuint64_t)lora->max_rank}, strides[3] = {row};
     maps->dims.describe(i, *a, g->num_experts, g->max_loras, row, sizes + 2, strides + 1);
     status = moelora_encode_map(&maps->few[i], is_bf16, 4, a->data, sizes, strides, few);
-    if (status == MOELORA_OK && g->hl_slice >= kManyRanks)
+    if (status == MOELORA_OK && moelora_padded_rank(lora->max_rank) >= kManyRanks)
       status = moelora_encode_map(&maps->many[i], is_bf16, 4, a->data, sizes, strides, many);
   }
   return status;
@@ -289,9 +289,9 @@ moelora_status launch(const SegmentShrink &p, const moelora_exec *exec) {
 }
 
 template <class T> moelora_status launch_as(const SegmentShrink &p, const moelora_exec *exec) {
-  return p.g.hl_stride <= 32   ? launch<T, 32>(p, exec)
-         : p.g.hl_stride <= 64 ? launch<T, 64>(p, exec)
-                               : launch<T, 128>(p, exec);
+  return p.columns() <= 32   ? launch<T, 32>(p, exec)
+         : p.columns() <= 64 ? launch<T, 64>(p, exec)
+                             : launch<T, 128>(p, exec);
 }
 
 } // namespace

@@ -1,4 +1,4 @@
-/* Shrink of long segments, for the delta and the layer: both sides through shared memory.
+/* Shrink of long segments: both sides through shared memory.
  *
  * An item is up to TOKENS rows of x and up to RANKS rows of A; its sums are over all of the depth.
  * Loads run STAGES - 1 steps of depth ahead of the products, across the ends of items, so that they
