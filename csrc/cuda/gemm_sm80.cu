@@ -153,15 +153,17 @@ template <class E, class T, int STAGES, bool VECTORS> struct Pipeline {
     }
   }
 
-  /* The same, as wide as a block of `count` rows needs. */
+  /* The same, as wide as a warp needs that has `left` rows of the block from its first token on. Of
+   * the two warps that share a tensor core one may have an eight less; they meet at barriers in
+   * loops of their own. */
   template <int WIDTH>
-  __device__ __forceinline__ void multiply_fitting(Share<E> &sum, int count, int step, int end,
+  __device__ __forceinline__ void multiply_fitting(Share<E> &sum, int left, int step, int end,
                                                    bool wanted) {
     // Eights are loaded by two, but where fours share the tokens a single one is 16 tokens.
     constexpr int WIDER = Share<E>::SPLIT == 1 ? 2 : 1;
     if constexpr (WIDTH < Share<E>::EIGHTS) {
-      if (count > WIDTH * Share<E>::SPLIT * 8)
-        return multiply_fitting<WIDTH + WIDER>(sum, count, step, end, wanted);
+      if (left > WIDTH * Share<E>::NEXT)
+        return multiply_fitting<WIDTH + WIDER>(sum, left, step, end, wanted);
     }
     multiply<WIDTH>(sum, step, end, wanted);
   }
@@ -295,7 +297,9 @@ __global__ void __launch_bounds__(Share<E>::THREADS, Share<E>::SPLIT == 1 ? 2 : 
       int end = depth_steps - (STAGES - 1);
       if (!deep)
         end = load_ahead(step) ? step + 1 : depth_steps;
-      pipeline.template multiply_fitting<LEAST>(sum, count, step, end, deep);
+      // Shuffled, the compiler knows that a warp agrees on it.
+      const int left = count - __shfl_sync(0xffffffffu, S::first_token(), 0);
+      pipeline.template multiply_fitting<LEAST>(sum, left, step, end, deep);
       step = end;
     }
 #pragma unroll 1
