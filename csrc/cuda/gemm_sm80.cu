@@ -247,7 +247,10 @@ __global__ void __launch_bounds__(Share<E>::THREADS, Share<E>::SPLIT == 1 ? 2 : 
   for (int index = blockIdx.x;; index += gridDim.x) {
     const bool last = index >= blocks * columns;
     if (!last) {
-      tile = tile_at<E>(g, index, columns, blocks);
+      if constexpr (S::SPLIT == 1)
+        tile = tile_at<E>(g, index, columns, blocks);
+      else
+        tile = tile_of_expert<E>(g, index, columns, blocks);
       count = g.blocks.counts[tile.block];
       const bool lists = g.blocks.pairs && threadIdx.x < 32;
       Segments<E::LANES> segments;

@@ -53,6 +53,39 @@ __device__ __forceinline__ Tile tile_at(const moelora_gemm_launch &g, int index,
   return t;
 }
 
+/* Blocks of the expert of block `from` that follow each other from there on, forwards (STEP 1) or
+ * backwards (STEP -1), counting itself. A warp. */
+template <int STEP>
+__device__ __forceinline__ int blocks_alike(const moelora_gemm_launch &g, int from, int blocks) {
+  const int lane = threadIdx.x & 31;
+  const int32_t expert = g.blocks.expert_ids[from];
+  for (int n = 0;; n += 32) {
+    const int at = from + STEP * (n + lane);
+    const bool alike = at >= 0 && at < blocks && g.blocks.expert_ids[at] == expert;
+    const uint32_t others = ~__ballot_sync(0xffffffffu, alike);
+    if (others)
+      return n + __ffs(others) - 1;
+  }
+}
+
+/* Tile `index` of a walk over all columns of up to GROUP blocks of one expert, then of the next
+ * ones: what CTAs that run together read of the weights nobody reads again, except where an expert
+ * has more blocks. It takes a warp, and time that only large tiles have. */
+template <class E>
+__device__ __forceinline__ Tile tile_of_expert(const moelora_gemm_launch &g, int index, int columns,
+                                               int blocks) {
+  // Sixteen blocks of Mixtral's x beside their share of its weights still fit the L2 of an H200.
+  constexpr int GROUP = 16;
+  const int block = index / columns; // one of the tile's group, for all have as many columns
+  const int before = blocks_alike<-1>(g, block, blocks) - 1;
+  const int count = before + blocks_alike<1>(g, block, blocks),
+            groups = (count + GROUP - 1) / GROUP;
+  const int share = (count + groups - 1) / groups; // blocks of each group but the last
+  const int skipped = before / share * share, first = block - before + skipped;
+  const int height = min(share, count - skipped), rest = index - first * columns;
+  return {first + rest % height, rest / height, g.blocks.expert_ids[block]};
+}
+
 /* Columns of tiles that cover the outputs. */
 template <class E> __host__ __device__ inline int tile_columns(const moelora_gemm_launch &g) {
   const int outputs = g.gated ? E::ROWS / 2 : E::ROWS;
