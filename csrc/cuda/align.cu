@@ -206,6 +206,7 @@ static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
   sort->block_counts = blocks->counts;
   sort->positions = blocks->positions;
   sort->segments = blocks->segments;
+  sort->tickets = blocks->tickets;
 }
 
 static cudaError_t run_sort(const align_sort &sort, cudaStream_t stream) {

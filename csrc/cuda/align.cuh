@@ -336,6 +336,8 @@ static __device__ __forceinline__ void write_around_groups(const align_sort &s, 
   }
   if (me == 0 && s.num_post)
     *s.num_post = (int32_t)rows;
+  if (s.tickets && me < MOELORA_PROJECTIONS)
+    s.tickets[me] = 0;
 }
 
 /* adapter * kRanks + true rank; -1 where that is 0. */

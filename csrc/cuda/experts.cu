@@ -152,6 +152,7 @@ Alignment take_alignment(moelora_arena *arena, const moelora_routes *routes,
       summed ? (int32_t *)moelora_take(arena, 4 * (size_t)routes->num_rows) : nullptr;
   blocks->weights = weighted ? (float *)moelora_take(arena, 4 * rows) : nullptr;
   blocks->num_post = (int32_t *)moelora_take(arena, 4);
+  blocks->tickets = (int32_t *)moelora_take(arena, 4 * MOELORA_PROJECTIONS);
   const size_t segments = (size_t)moelora_cuda_count_segments(routes);
   blocks->segments =
       segments ? (moelora_segment *)moelora_take(arena, segments * sizeof(moelora_segment))
@@ -182,6 +183,7 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
                                const moelora_weights *w, const moelora_factors *lora) {
   moelora_gemm_launch g = {};
   g.blocks = a->blocks;
+  g.ticket = a->blocks.tickets;
   g.num_rows = (int32_t)routes->num_rows;
   g.num_experts = routes->num_experts;
   g.top_k = routes->top_k;
@@ -309,6 +311,7 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
     return status;
 
   g = projection(&l.alignment, routes, &p->w2, &p->w2_lora);
+  g.ticket = l.alignment.blocks.tickets + 1;
   g.x = l.h;
   g.x_stride = p->intermediate;
   g.x_divisor = 0;

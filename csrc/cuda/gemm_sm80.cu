@@ -233,9 +233,11 @@ __global__ void __launch_bounds__(Share<E>::THREADS, Share<E>::SPLIT == 1 ? 2 : 
   using S = Share<E>;
   constexpr int LEAST = S::EIGHTS < 4 ? S::EIGHTS : S::EIGHTS / 2;
   extern __shared__ __align__(128) char shared[];
+  __shared__ int next; // tile that this CTA takes after its present one
   wait_for_previous_kernel();
   start_next_kernel();
   const int columns = tile_columns<E>(g), blocks = *g.blocks.num_post / E::TOKENS;
+  const int tiles = blocks * columns;
   const int depth_steps = (g.k + kDepth - 1) / kDepth;
 
   // Shuffled, the address stays in a register; else the compiler finds it anew for each stage.
@@ -244,9 +246,15 @@ __global__ void __launch_bounds__(Share<E>::THREADS, Share<E>::SPLIT == 1 ? 2 : 
   const uint32_t notes = pipeline.base + STAGES * E::STAGE_BYTES;
   Tile tile, finished;
   int count = 0, finished_count = 0; // rows of the block; none before the first tile
-  for (int index = blockIdx.x;; index += gridDim.x) {
-    const bool last = index >= blocks * columns;
+  for (int index = blockIdx.x;;) {
+    const bool last = index >= tiles;
     if (!last) {
+      // CTAs that share weights or tokens take neighbouring tiles one after the other, and keep in
+      // step however fast each of them is: at fixed distances they drift apart until the L2 has
+      // forgotten what the first of them read.
+      int drawn = tiles;
+      if (threadIdx.x == 32 && tiles > (int)gridDim.x)
+        drawn = (int)gridDim.x + atomicAdd(g.ticket, 1);
       if constexpr (S::SPLIT == 1)
         tile = tile_at<E>(g, index, columns, blocks);
       else
@@ -271,6 +279,8 @@ __global__ void __launch_bounds__(Share<E>::THREADS, Share<E>::SPLIT == 1 ? 2 : 
         TileAdapters<E, STAGES> adapters(notes);
         adapters.find(g, tile, segments);
       }
+      if (threadIdx.x == 32)
+        next = drawn;
     }
     // While the first stages of a tile are on their way, the one before is stored.
     if (finished_count > 0) {
@@ -319,7 +329,8 @@ __global__ void __launch_bounds__(Share<E>::THREADS, Share<E>::SPLIT == 1 ? 2 : 
       }
       pipeline.wait();
     }
-    __syncthreads(); // nobody reads the ring any more
+    index = next;
+    __syncthreads(); // nobody reads the ring or `next` any more
     finished = tile, finished_count = count;
   }
 }

@@ -27,6 +27,9 @@ typedef struct moelora_segment {
   int32_t position, count, share;
 } moelora_segment;
 
+/* Projections over one alignment, at most. */
+#define MOELORA_PROJECTIONS 2
+
 /* Routed rows dealt to blocks of one expert each, in the order of their adapters. Block b holds
  * counts[b] rows from position b * rows on; what follows up to (b + 1) * rows is padding. The rows
  * of an expert are spread evenly, in eights, over the fewest blocks that hold them. `cluster`
@@ -45,6 +48,7 @@ typedef struct moelora_blocks {
    * without an adapter before them; NULL: not asked for */
   moelora_segment *segments;
   int32_t *num_post; /* [1], positions in use */
+  int32_t *tickets;  /* [MOELORA_PROJECTIONS], zeros; NULL: not asked for */
 } moelora_blocks;
 
 /* One grouped projection over blocks of rows:
@@ -52,6 +56,7 @@ typedef struct moelora_blocks {
  * Kernels take it by value. */
 typedef struct moelora_gemm_launch {
   moelora_blocks blocks;
+  int32_t *ticket;  /* [1] zero, from which CTAs draw tiles */
   int32_t num_rows; /* P */
   int32_t num_experts;
   int32_t top_k;
