@@ -92,7 +92,7 @@ template <class E, class T, bool VECTORS> struct Loader {
 
   static __device__ __forceinline__ void put(uint32_t to, const T *from, int left, bool wanted) {
     if (VECTORS)
-      copy_async_16(to, from, left > 0 ? 16 : 0, wanted);
+      copy_async_16<256>(to, from, left > 0 ? 16 : 0, wanted); // with the next stage's
     else if (wanted)
       copy_elements(to, from, max(0, min(8, left)));
   }

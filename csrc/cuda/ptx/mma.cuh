@@ -47,15 +47,17 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void *from, int
                : "memory");
 }
 
-/* The same if it is `wanted`, without a branch; otherwise `from` may be anything. */
+/* The same if it is `wanted`, without a branch; otherwise `from` may be anything. What L2 lacks it
+ * fetches with the NEAR bytes around. */
+template <int NEAR = 128>
 __device__ __forceinline__ void copy_async_16(uint32_t to, const void *from, int bytes,
                                               bool wanted) {
   asm volatile("{\n"
                ".reg .pred p;\n"
                "setp.ne.b32 p, %3, 0;\n"
-               "@p cp.async.cg.shared.global [%0], [%1], 16, %2;\n"
+               "@p cp.async.cg.shared.global.L2::%4B [%0], [%1], 16, %2;\n"
                "}" ::"r"(to),
-               "l"(from), "r"(bytes), "r"((int)wanted)
+               "l"(from), "r"(bytes), "r"((int)wanted), "n"(NEAR)
                : "memory");
 }
 
