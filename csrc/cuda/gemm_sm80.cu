@@ -207,7 +207,7 @@ __device__ __forceinline__ void store_tile(Share<E> &sum, const moelora_gemm_lau
     if (left <= 0)
       break;
     const int block = first_block + j * S::SPLIT;
-    const int32_t row = block_row<Eight>(g, block, lane / 4);
+    const int32_t row = g.out_by_position ? 0 : block_row<Eight>(g, block, lane / 4);
     uint16_t *const to = (uint16_t *)g.out + output_offset(g, block * 8 + lane / 4, row);
 #pragma unroll
     for (int pair = 0; pair < S::PAIRS; pair++) {
@@ -221,7 +221,7 @@ __device__ __forceinline__ void store_tile(Share<E> &sum, const moelora_gemm_lau
         if (E::TOKENS <= MOELORA_FLOAT_ROWS && g.out_f32)
           store_f32<Eight, 8>(d, g, first, 0, block, left, block_row<Eight>(g, block, lane));
         else
-          store_rounded<T, VECTORS>(d, to, g.n_out, first, row < g.num_rows);
+          store_rounded<T, VECTORS>(d, to, g.n_out, first, lane / 4 < left);
       }
     }
   }
