@@ -68,18 +68,20 @@ __device__ __forceinline__ int blocks_alike(const moelora_gemm_launch &g, int fr
   }
 }
 
-/* Tile `index` of a walk over all columns of up to GROUP blocks of one expert, then of the next
- * ones: what CTAs that run together read of the weights nobody reads again, except where an expert
- * has more blocks. It takes a warp, and time that only large tiles have. */
+/* Tile `index` of a walk over all columns of a few blocks of one expert, then of the next ones:
+ * CTAs that run together share weights (blocks) and token rows (columns) in L2. It takes a warp,
+ * and time that only large tiles have. */
 template <class E>
 __device__ __forceinline__ Tile tile_of_expert(const moelora_gemm_launch &g, int index, int columns,
                                                int blocks) {
-  // Sixteen blocks of Mixtral's x beside their share of its weights still fit the L2 of an H200.
-  constexpr int GROUP = 16;
+  // Each column reads the tokens of these blocks again: 16 MB of them stay in the L2 of an H200
+  // while weights stream by. Weights are read once for each such group of blocks.
+  constexpr int NEAR = (16 << 20) / 2;
+  const int most = max(1, NEAR / (E::TOKENS * g.k));
   const int block = index / columns; // one of the tile's group, for all have as many columns
   const int before = blocks_alike<-1>(g, block, blocks) - 1;
-  const int count = before + blocks_alike<1>(g, block, blocks),
-            groups = (count + GROUP - 1) / GROUP;
+  const int count = before + blocks_alike<1>(g, block, blocks);
+  const int groups = (count + most - 1) / most;
   const int share = (count + groups - 1) / groups; // blocks of each group but the last
   const int skipped = before / share * share, first = block - before + skipped;
   const int height = min(share, count - skipped), rest = index - first * columns;
