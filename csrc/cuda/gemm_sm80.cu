@@ -162,7 +162,8 @@ template <class E, class T, int STAGES, bool VECTORS> struct Pipeline {
     // Eights are loaded by two, but where fours share the tokens a single one is 16 tokens.
     constexpr int WIDER = Share<E>::SPLIT == 1 ? 2 : 1;
     if constexpr (WIDTH < Share<E>::EIGHTS) {
-      if (left > WIDTH * Share<E>::NEXT)
+      // Asked of all, the compiler knows that a warp agrees.
+      if (__any_sync(0xffffffffu, left > WIDTH * Share<E>::NEXT))
         return multiply_fitting<WIDTH + WIDER>(sum, left, step, end, wanted);
     }
     multiply<WIDTH>(sum, step, end, wanted);
@@ -310,9 +311,7 @@ __global__ void __launch_bounds__(Share<E>::THREADS, Share<E>::SPLIT == 1 ? 2 : 
       int end = depth_steps - (STAGES - 1);
       if (!deep)
         end = load_ahead(step) ? step + 1 : depth_steps;
-      // Shuffled, the compiler knows that a warp agrees on it.
-      const int left = count - __shfl_sync(0xffffffffu, S::first_token(), 0);
-      pipeline.template multiply_fitting<LEAST>(sum, left, step, end, deep);
+      pipeline.template multiply_fitting<LEAST>(sum, count - S::first_token(), step, end, deep);
       step = end;
     }
 #pragma unroll 1
