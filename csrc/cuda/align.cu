@@ -6,7 +6,8 @@
  *
  * A sort is one launch up to SMALL_ITEMS items, of another kernel up to ALIGN_TINY_ITEMS, and two
  * beyond. A launch overlaps with the one before it, whoever's that is, by programmatic dependent
- * launch where the GPU has it. */
+ * launch where the GPU has it; but not the first one of a layer: what follows it would be given its
+ * SMs while kernels of the layer before still hold some of them, unevenly. */
 #include "cuda/align.h"
 #include "cuda/backend.h"
 
@@ -114,15 +115,6 @@ static size_t take_scratch(const moelora_align_problem *problem, char *base, scr
 
 /* ---- sorts ---- */
 
-static align_divisor divisor_of(int64_t value) {
-  align_divisor d = {(uint32_t)value, 0, 0};
-  while ((uint64_t)1 << d.shift < (uint64_t)value)
-    d.shift++;
-  uint64_t rest = ((uint64_t)1 << d.shift) - (uint64_t)value;
-  d.magic = (uint32_t)((rest << 32) / (uint64_t)value + 1);
-  return d;
-}
-
 /* How threads share the groups: lanes are powers of two. */
 static void set_lanes(align_sort *sort) {
   const int64_t groups = sort->num_groups, ways = sort->ways;
@@ -152,7 +144,7 @@ static void set_size(align_sort *sort, int64_t items, int64_t keys, int64_t ways
     sort->table = parts.table;
     sort->num_rows = shape.num_rows;
     sort->row_chunks = shape.row_chunks;
-    sort->words = divisor_of((keys + 1) / 2);
+    sort->words = moelora_divisor_of((uint32_t)((keys + 1) / 2));
   }
   const moelora_ids *ids = &sort->routes.topk_ids, *mapping = &sort->routes.token_lora_mapping;
   sort->dense = sort->by_expert && !sort->order && ids->stride[1] == 1 &&
@@ -164,9 +156,9 @@ static void set_size(align_sort *sort, int64_t items, int64_t keys, int64_t ways
 static align_sort describe(const moelora_align_problem *problem) {
   align_sort sort = {};
   sort.routes = problem->routes;
-  sort.top_k = divisor_of(problem->routes.top_k);
-  sort.adapter_keys = divisor_of(1);
-  sort.block_size = divisor_of(problem->block_size);
+  sort.top_k = moelora_divisor_of((uint32_t)problem->routes.top_k);
+  sort.adapter_keys = moelora_divisor_of(1);
+  sort.block_size = moelora_divisor_of((uint32_t)problem->block_size);
   sort.by_expert = true;
   sort.emit_tokens = sort.empty_blocks = problem->mode == MOELORA_ALIGN_SORTING;
   sort.sorted_ids = problem->sorted_token_ids;
@@ -187,9 +179,9 @@ static align_sort describe_tokens(const moelora_align_problem *problem, const sc
   align_sort sort = {};
   const int64_t tokens = problem->routes.num_tokens, adapters = adapter_keys_of(problem);
   sort.routes = problem->routes;
-  sort.top_k = sort.block_size = divisor_of(1);
+  sort.top_k = sort.block_size = moelora_divisor_of(1);
   sort.by_adapter = true;
-  sort.adapter_keys = divisor_of(adapters);
+  sort.adapter_keys = moelora_divisor_of((uint32_t)adapters);
   sort.sorted_ids = parts.order;
   sort.max_blocks = tokens;
   set_size(&sort, tokens, adapters, 1, parts);
@@ -222,10 +214,11 @@ static cudaError_t run_sort(const align_sort &sort, cudaStream_t stream) {
 static cudaError_t run_one_sort(const moelora_align_problem *problem, const moelora_blocks *blocks,
                                 const scratch &parts, cudaStream_t stream) {
   align_sort sort = describe(problem);
+  sort.apart = blocks != NULL;
   apply_blocks(&sort, blocks);
   const int64_t adapters = adapter_keys_of(problem);
   sort.by_adapter = sorts_by_adapter(problem);
-  sort.adapter_keys = divisor_of(adapters);
+  sort.adapter_keys = moelora_divisor_of((uint32_t)adapters);
   set_size(&sort, problem->routes.num_rows, problem->routes.num_experts * adapters,
            problem->mode == MOELORA_ALIGN_SEGMENTED ? adapters : 1, parts);
   return run_sort(sort, stream);
@@ -233,7 +226,9 @@ static cudaError_t run_one_sort(const moelora_align_problem *problem, const moel
 
 static cudaError_t run_two_sorts(const moelora_align_problem *problem, const moelora_blocks *blocks,
                                  const scratch &parts, cudaStream_t stream) {
-  cudaError_t error = run_sort(describe_tokens(problem, parts), stream);
+  align_sort tokens = describe_tokens(problem, parts);
+  tokens.apart = blocks != NULL;
+  cudaError_t error = run_sort(tokens, stream);
   if (error != cudaSuccess)
     return error;
   align_sort rows = describe(problem);
@@ -243,7 +238,7 @@ static cudaError_t run_two_sorts(const moelora_align_problem *problem, const moe
   rows.order = parts.order;
   if (problem->mode == MOELORA_ALIGN_UNIFORM) {
     /* blocks of one row: unpadded, with the expert and the adapter of each row */
-    rows.block_size = divisor_of(1);
+    rows.block_size = moelora_divisor_of(1);
     rows.max_blocks = problem->routes.num_rows;
     rows.sorted_ids = parts.row;
     rows.expert_ids = parts.expert;
@@ -265,7 +260,8 @@ static cudaError_t run_two_sorts(const moelora_align_problem *problem, const moe
 /* ---- launches ---- */
 
 cudaError_t align_launch_kernel(const void *kernel, uint32_t ctas, uint32_t threads,
-                                size_t shared_bytes, cudaStream_t stream, void *argument) {
+                                size_t shared_bytes, cudaStream_t stream, bool overlaps,
+                                void *argument) {
   /* 48 KiB, static memory included, need no permission */
   if (shared_bytes > (40 << 10)) {
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -282,7 +278,7 @@ cudaError_t align_launch_kernel(const void *kernel, uint32_t ctas, uint32_t thre
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &early;
-  config.numAttrs = moelora_cuda_can_overlap() ? 1 : 0;
+  config.numAttrs = overlaps && moelora_cuda_can_overlap() ? 1 : 0;
   void *arguments[] = {argument};
   return cudaLaunchKernelExC(&config, kernel, arguments);
 }

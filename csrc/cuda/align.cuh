@@ -47,10 +47,6 @@ static __device__ __forceinline__ align_bins bins_in(const align_sort &s, int32_
   return {memory, memory + s.num_keys, memory + 2 * s.num_keys};
 }
 
-static __device__ __forceinline__ uint32_t divide(uint32_t n, const align_divisor &d) {
-  return (__umulhi(n, d.magic) + n) >> d.shift;
-}
-
 /* ---- items ---- */
 
 /* Item `index` before reordering: choice j of the token at place `token`. */

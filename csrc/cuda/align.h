@@ -16,25 +16,21 @@ constexpr int ALIGN_TINY_ITEMS = 64;
  * every GPU from sm_80 on gives a CTA. */
 constexpr int ALIGN_MAX_KEYS = 7680;
 
-/* n / value == (mulhi(n, magic) + n) >> shift for n < 2^31. */
-struct align_divisor {
-  uint32_t value, magic, shift;
-};
-
 /* One stable counting sort; align.cuh says what keys, ways and groups are. */
 struct align_sort {
   moelora_routes routes;
   const int32_t *order; /* [M] tokens in the order in which they come; NULL: as they are */
   uint32_t num_items;
-  bool by_expert, by_adapter; /* what makes up a key */
-  bool dense;                 /* item i is topk_ids[i], of token i / top_k, without gaps */
-  bool emit_tokens;           /* sorted_ids get tokens, not rows */
-  bool empty_blocks;          /* experts without items get a block */
-  bool even;                  /* items of a group are dealt out evenly over its blocks */
-  uint32_t cluster;           /* 2: every group has an even number of blocks */
-  align_divisor top_k;        /* items per token */
-  align_divisor adapter_keys; /* max_loras + 1, or 1 */
-  align_divisor block_size;
+  bool by_expert, by_adapter;   /* what makes up a key */
+  bool dense;                   /* item i is topk_ids[i], of token i / top_k, without gaps */
+  bool emit_tokens;             /* sorted_ids get tokens, not rows */
+  bool empty_blocks;            /* experts without items get a block */
+  bool even;                    /* items of a group are dealt out evenly over its blocks */
+  bool apart;                   /* the first launch waits for the end of the one before it */
+  uint32_t cluster;             /* 2: every group has an even number of blocks */
+  moelora_divisor top_k;        /* items per token */
+  moelora_divisor adapter_keys; /* max_loras + 1, or 1 */
+  moelora_divisor block_size;
   uint32_t num_keys, num_groups, ways;
   uint32_t num_chunks, chunk_items;
   uint32_t scan_shift, scan_ways, scan_groups; /* see lay_out() */
@@ -42,7 +38,7 @@ struct align_sort {
   /* large sorts only */
   uint32_t *table; /* [num_rows, ceil(num_keys / 2)] pairs of 16-bit counts */
   uint32_t num_rows, row_chunks;
-  align_divisor words;       /* of a row */
+  moelora_divisor words;     /* of a row */
   uint32_t teams, team_rows; /* see sum_table() */
   uint32_t tile;             /* items placed at a time */
   /* outputs; all but sorted_ids may be NULL */
@@ -80,7 +76,8 @@ cudaError_t align_launch_pad(const align_pad &pad, cudaStream_t stream);
 /* align.cu: sets the kernel's shared memory limit and queues it. It may start while its predecessor
  * drains, so every kernel must wait_for_previous_kernel() before it touches memory. */
 cudaError_t align_launch_kernel(const void *kernel, uint32_t ctas, uint32_t threads,
-                                size_t shared_bytes, cudaStream_t stream, void *argument);
+                                size_t shared_bytes, cudaStream_t stream, bool overlaps,
+                                void *argument);
 
 static inline uint32_t align_zero_ctas(const align_sort &sort) {
   size_t bytes_per_cta = 64 << 10, ctas = (sort.zero_bytes + bytes_per_cta - 1) / bytes_per_cta;

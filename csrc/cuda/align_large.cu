@@ -193,7 +193,7 @@ cudaError_t align_launch_count(const align_sort &sort, cudaStream_t stream) {
   align_sort argument = sort;
   size_t bytes = ((size_t)sort.num_keys + 1) * sizeof(int32_t);
   return align_launch_kernel(kernels[pick(sort)], sort.num_rows, ALIGN_THREADS, bytes, stream,
-                             &argument);
+                             !sort.apart, &argument);
 }
 
 cudaError_t align_launch_place(const align_sort &sort, cudaStream_t stream) {
@@ -210,5 +210,5 @@ cudaError_t align_launch_place(const align_sort &sort, cudaStream_t stream) {
   argument.team_rows = (sort.num_rows + argument.teams - 1) / argument.teams;
   const size_t bytes = (counts_groups ? 5 : 3) * key_bytes;
   return align_launch_kernel(kernels[pick(sort)], sort.num_chunks + align_zero_ctas(sort),
-                             ALIGN_THREADS, bytes, stream, &argument);
+                             ALIGN_THREADS, bytes, stream, true, &argument);
 }

@@ -79,7 +79,8 @@ static cudaError_t launch_batched(const align_sort &sort, cudaStream_t stream) {
   size_t bytes = 3 * (size_t)sort.num_keys * sizeof(int32_t);
   return align_launch_kernel(
       kernels[sort.routes.topk_ids.is_64][sort.routes.token_lora_mapping.is_64],
-      sort.num_chunks + align_zero_ctas(sort), ALIGN_THREADS, bytes, stream, &argument);
+      sort.num_chunks + align_zero_ctas(sort), ALIGN_THREADS, bytes, stream, !sort.apart,
+      &argument);
 }
 
 cudaError_t align_launch_small(const align_sort &sort, cudaStream_t stream) {

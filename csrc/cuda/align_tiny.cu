@@ -86,5 +86,5 @@ cudaError_t align_launch_tiny(const align_sort &sort, cudaStream_t stream) {
   align_sort argument = sort;
   return align_launch_kernel(
       kernels[sort.routes.topk_ids.is_64][sort.routes.token_lora_mapping.is_64], CTAS,
-      ALIGN_TINY_ITEMS, 0, stream, &argument);
+      ALIGN_TINY_ITEMS, 0, stream, !sort.apart, &argument);
 }

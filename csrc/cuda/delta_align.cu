@@ -120,6 +120,6 @@ extern "C" moelora_status moelora_cuda_align_lists(const moelora_align_lists_pro
   return moelora_cuda_check(
       align_launch_kernel((const void *)fill_lists, problem->lists.num_active * lists.parts,
                           ALIGN_THREADS, 3 * sizeof(int32_t) * problem->routes.num_experts,
-                          (cudaStream_t)exec->stream, &lists),
+                          (cudaStream_t)exec->stream, true, &lists),
       "fill_lists");
 }

@@ -338,7 +338,7 @@ moelora_status launch_segments(const delta_shrink &s, moelora_dtype dtype,
   g.num_experts = routes.num_experts;
   g.x = s.x;
   g.x_stride = s.x_stride;
-  g.x_divisor = s.x_divisor;
+  g.x_divisor = moelora_divisor_of(s.x_divisor);
   g.k = s.k;
   g.hl_slice = s.h_stride[0];
   g.hl_stride = s.h_stride[2];

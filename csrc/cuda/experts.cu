@@ -298,7 +298,7 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
     g.x = l.x;
     g.x_stride = p->hidden;
   }
-  g.x_divisor = routes->top_k;
+  g.x_divisor = moelora_divisor_of(routes->top_k);
   g.n_out = (int32_t)p->intermediate;
   g.gated = p->activation != MOELORA_RELU2;
   g.interleaved = p->activation == MOELORA_SWIGLUOAI;
@@ -314,7 +314,7 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.ticket = l.alignment.blocks.tickets + 1;
   g.x = l.h;
   g.x_stride = p->intermediate;
-  g.x_divisor = 0;
+  g.x_divisor = moelora_divisor_of(0);
   g.out_f32 = plan->partial_f32;
   g.out = l.z;
   g.out_by_position = true;
@@ -352,7 +352,7 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
   moelora_gemm_launch g = projection(&l.alignment, routes, &p->w, &p->lora);
   g.x = p->x;
   g.x_stride = p->x_stride;
-  g.x_divisor = p->x_per_row ? 1 : routes->top_k;
+  g.x_divisor = moelora_divisor_of(p->x_per_row ? 1 : routes->top_k);
   g.weighted = p->mul_routed_weight;
   g.out = p->out;
   g.out_stride[0] = p->out_stride[0];

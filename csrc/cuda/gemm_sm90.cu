@@ -20,19 +20,19 @@
 
 namespace {
 
-/* One group's results for up to 32 tokens from c on, rounded and transposed into a staging buffer:
- * a token's 64 outputs are a row of 128 bytes, swizzled. */
+/* One group's results for up to 32 tokens from c on, rounded and transposed into a unit: a token's
+ * 64 outputs are a row of 128 bytes, swizzled. */
 template <class T, int N>
-__device__ __forceinline__ void stage_tokens(const float (&d)[N / 2], int c, uint32_t buffer) {
+__device__ __forceinline__ void write_unit(const float (&d)[N / 2], int c, uint32_t unit) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
 #pragma unroll
-  for (int i = 0; i < kStagingTokens / 8; i += 2) {
+  for (int i = 0; i < kUnitTokens / 8; i += 2) {
     const int j = c / 8 + i;
     if (j >= N / 8)
       break;
     const int token = 8 * (i + (lane >> 4)) + (lane & 7);
     const int chunk = warp * 2 + (lane >> 3 & 1);
-    const uint32_t at = buffer + token * kRowBytes + ((chunk ^ (token & 7)) << 4);
+    const uint32_t at = unit + token * kRowBytes + ((chunk ^ (token & 7)) << 4);
     const float *v = &d[4 * j];
     if (j + 1 < N / 8)
       store_matrix_x4_trans(at, pack2<T>(v[0], v[1]), pack2<T>(v[2], v[3]), pack2<T>(v[4], v[5]),
@@ -42,64 +42,89 @@ __device__ __forceinline__ void stage_tokens(const float (&d)[N / 2], int c, uin
   }
 }
 
-/* Staged results by flat row: a warp writes whole 128-byte lines. */
+/* A unit by flat row: a warp writes whole 128-byte lines. */
 template <class S, class T>
 __device__ __forceinline__ void store_rows(const moelora_gemm_launch &g, int first, int c,
-                                           const TileNote &note, int32_t rows, uint32_t buffer) {
+                                           const TileNote &note, int32_t rows, uint32_t unit) {
   const int thread = threadIdx.x & 127;
 #pragma unroll
-  for (int i = 0; i < kStagingTokens / 16; i++) {
+  for (int i = 0; i < kUnitTokens / 16; i++) {
     const int token = i * 16 + thread / 8, chunk = thread & 7;
     const int row = __shfl_sync(0xffffffffu, rows, token);
     if (c + token < note.count && first + chunk * 8 < g.n_out)
       *(uint4 *)((T *)g.out + output_offset(g, 0, row) + first + chunk * 8) =
-          load_shared_16(buffer + token * kRowBytes + ((chunk ^ (token & 7)) << 4));
+          load_shared_16(unit + token * kRowBytes + ((chunk ^ (token & 7)) << 4));
   }
 }
 
+/* The stage where the last tile's results lay is free once they have been read. */
+template <class S> __device__ __forceinline__ void return_stage(Ring<S> &ring, int consumer) {
+  if (ring.lent < 0)
+    return;
+  if ((threadIdx.x & 31) == 0)
+    tma_store_wait_read();
+  warpgroup_sync(consumer + 1);
+  ring.release(ring.lent);
+  ring.lent = -1;
+}
+
 /* From accumulators to memory, 32 tokens at a time. Where results lie by position, the copy engine
- * stores whole boxes, which end within the block. The staging buffers take turns. */
+ * stores whole boxes, which end within the block, while the next tile is multiplied. */
 template <class S, class T, Finish FINISH, int N>
-__device__ __forceinline__ void store_tile(float (&d)[2][N / 2], const CUtensorMap *out_map,
+__device__ __forceinline__ void store_tile(float (&d)[2][N / 2], const RowMaps *out_maps,
                                            const moelora_gemm_launch &g, const TileNote &note,
-                                           int consumer, uint32_t staging) {
+                                           int consumer, const Ring<S> &ring) {
   const int lane = threadIdx.x & 31;
   constexpr bool GENERAL = FINISH == Finish::GENERAL;
+  constexpr int UNITS = S::OWN_UNITS + S::LENT_UNITS;
   const bool gated = GENERAL ? g.gated : FINISH == Finish::GATED || FINISH == Finish::SILU;
   const bool by_position = !GENERAL || g.out_by_position;
   const bool f32 =
       FINISH == Finish::PLAIN_F32 || (GENERAL && S::TOKENS <= MOELORA_FLOAT_ROWS && g.out_f32);
+  const int halves = gated ? 1 : 2;
   const Epilogue<S, FINISH> epilogue(g, note.tile, consumer, T());
-  // The last tile's stores have read the buffers.
-  if ((threadIdx.x & 127) == 0)
-    tma_store_wait_read();
-  warpgroup_sync(consumer + 1);
+  if (S::LENT_UNITS == 0) {
+    if (lane == 0)
+      tma_store_wait_read();
+    warpgroup_sync(consumer + 1);
+  }
 #pragma unroll
-  for (int c = 0; c < N; c += kStagingTokens) {
+  for (int c = 0; c < N; c += kUnitTokens) {
     epilogue.template finish<N>(d, g, note.tile.block, c);
     const int32_t rows = by_position ? 0 : block_row<S>(g, note.tile.block, c + lane);
+    const int index = c / kUnitTokens * halves, end = index + halves;
+    if (!f32 && index <= S::OWN_UNITS && end > S::OWN_UNITS)
+      warpgroup_sync<128 * S::CONSUMERS>(3); // all have multiplied the stage
+    if (!f32 && end > UNITS) {               // its own units once more
+      if ((threadIdx.x & 127) == 0)
+        tma_store_wait_read<S::LENT_UNITS *(kUnitTokens / S::BOX)>();
+      warpgroup_sync(consumer + 1);
+    }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      if (half == 1 && gated)
+      if (half == halves)
+        break;
+      if (f32)
+        store_f32<S, N>(d[half], g, first_output<S>(g, note.tile.column, 2 * consumer + half), c,
+                        note.tile.block, note.count, rows);
+      else
+        write_unit<T, N>(d[half], c, ring.unit(consumer, index + half));
+    }
+    if (f32)
+      continue;
+    fence_async_proxy();
+    warpgroup_sync(consumer + 1);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      if (half == halves)
         break;
       const int first = first_output<S>(g, note.tile.column, 2 * consumer + half);
-      if (f32) {
-        store_f32<S, N>(d[half], g, first, c, note.tile.block, note.count, rows);
-        continue;
-      }
-      const int turn = gated ? c / kStagingTokens : 2 * (c / kStagingTokens) + half;
-      const uint32_t buffer = staging + (turn & 1) * (kStagingBytes / 2);
-      stage_tokens<T, N>(d[half], c, buffer);
-      fence_async_proxy();
-      // Behind the barrier the other buffer is free.
-      if ((threadIdx.x & 127) == 0)
-        tma_store_wait_read();
-      warpgroup_sync(consumer + 1);
+      const uint32_t unit = ring.unit(consumer, index + half);
       if (!by_position)
-        store_rows<S, T>(g, first, c, note, rows, buffer);
-      else if ((threadIdx.x & 127) == 0)
-        for (int t = 0; t < kStagingTokens && c + t < N; t += S::BOX)
-          tma_store_2d(out_map, first, note.tile.block * S::TOKENS + c + t, buffer + t * kRowBytes);
+        store_rows<S, T>(g, first, c, note, rows, unit);
+      else if (threadIdx.x % 128 == (index + half) % 4 * 32) // the warps take turns
+        tma_store_2d(c + kUnitTokens <= S::TOKENS ? &out_maps->many : &out_maps->few, first,
+                     note.tile.block * S::TOKENS + c, unit);
     }
   }
 }
@@ -221,9 +246,8 @@ __device__ __forceinline__ bool add_adapters(float (&d)[2][N / 2], const moelora
 
 /* Returns what add_adapters does. */
 template <class S, class T, Finish FINISH, int N>
-__device__ __forceinline__ bool consume_tile(const CUtensorMap *out_map,
-                                             const moelora_gemm_launch &g, Ring<S> &ring,
-                                             const TileNote &note, int consumer) {
+__device__ __forceinline__ bool consume_tile(const RowMaps *out_maps, const moelora_gemm_launch &g,
+                                             Ring<S> &ring, const TileNote &note, int consumer) {
   const int lane = threadIdx.x & 31;
   const Tile &tile = note.tile;
   // Accumulators fill the registers: what the epilogue needs is only brought near.
@@ -255,50 +279,58 @@ __device__ __forceinline__ bool consume_tile(const CUtensorMap *out_map,
       Wgmma<N>::template mma<Element<T>::is_bf16>(d[1], a + kGroupBytes / 16 + 2 * k, b + 2 * k);
     }
     wgmma_commit();
+    if (S::LENT_UNITS > 0 && step == 1)
+      return_stage(ring, consumer);
     wgmma_wait<1>();
     if (step > 0)
       ring.release(previous);
     previous = ring.stage;
     ring.advance();
   }
+  const int adapter_stages = AdaptersNote::read(ring.note(previous)).stages;
   bool wild = false;
 #pragma unroll 1
-  for (int i = 0; i < note.adapter_stages; i++) {
+  for (int i = 0; i < adapter_stages; i++) {
     wild |= add_adapters<S, T, N>(d, g, ring, previous, consumer);
     previous = ring.stage;
     ring.advance();
   }
   wgmma_wait<0>();
-  ring.release(previous);
+  if (S::LENT_UNITS > 0) {
+    return_stage(ring, consumer); // of a tile without a second step
+    ring.lent = previous;
+  } else {
+    ring.release(previous);
+  }
 
   if (FINISH == Finish::GATED && g.activation == MOELORA_SILU)
-    store_tile<S, T, Finish::SILU, N>(d, out_map, g, note, consumer, ring.staging(consumer));
+    store_tile<S, T, Finish::SILU, N>(d, out_maps, g, note, consumer, ring);
   else
-    store_tile<S, T, FINISH, N>(d, out_map, g, note, consumer, ring.staging(consumer));
+    store_tile<S, T, FINISH, N>(d, out_maps, g, note, consumer, ring);
   return wild;
 }
 
 /* The narrowest wgmma that holds the tile's tokens, from width N on. */
 template <class S, class T, Finish FINISH, int N>
-__device__ __forceinline__ bool consume_fitting(const CUtensorMap *out_map,
+__device__ __forceinline__ bool consume_fitting(const RowMaps *out_maps,
                                                 const moelora_gemm_launch &g, Ring<S> &ring,
                                                 const TileNote &note, int consumer) {
   if constexpr (N < S::TOKENS) {
     if (note.count > N)
-      return consume_fitting<S, T, FINISH, N + S::STEP>(out_map, g, ring, note, consumer);
+      return consume_fitting<S, T, FINISH, N + S::STEP>(out_maps, g, ring, note, consumer);
   }
-  return consume_tile<S, T, FINISH, N>(out_map, g, ring, note, consumer);
+  return consume_tile<S, T, FINISH, N>(out_maps, g, ring, note, consumer);
 }
 
 template <class S, class T, Finish FINISH>
-__device__ __forceinline__ void consume(const CUtensorMap *out_map, const moelora_gemm_launch &g,
+__device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_gemm_launch &g,
                                         Ring<S> ring, int consumer) {
   for (;;) {
     ring.wait_full();
     const TileNote note = TileNote::read(ring.note());
     if (note.tile.block < 0)
       break;
-    if (consume_fitting<S, T, FINISH, S::LEAST>(out_map, g, ring, note, consumer))
+    if (consume_fitting<S, T, FINISH, S::LEAST>(out_maps, g, ring, note, consumer))
       Wild<S, T>::poison(g, note, consumer);
   }
   tma_store_wait();
@@ -306,9 +338,8 @@ __device__ __forceinline__ void consume(const CUtensorMap *out_map, const moelor
 
 template <class S, class T, Finish FINISH>
 __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
-    gemm_sm90(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap x_map,
-              const __grid_constant__ CUtensorMap out_map,
-              const __grid_constant__ FactorMaps b_maps,
+    gemm_sm90(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ RowMaps x_maps,
+              const __grid_constant__ RowMaps out_maps, const __grid_constant__ FactorMaps b_maps,
               const __grid_constant__ moelora_gemm_launch g) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ char shared[];
@@ -329,19 +360,19 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
     // 384 threads start with 168 registers each, 256 with 128; what the producers give is what
     // consumers can take.
     if constexpr (S::CONSUMERS == 2)
-      give_registers<104>();
+      give_registers<120>();
     else if constexpr (S::TOKENS > 32)
       give_registers<88>();
     if (__shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == 0)
-      stream<S>(&w_map, &x_map, &b_maps, g, ring);
+      stream<S>(&w_map, &x_maps, &b_maps, g, ring);
     else
       gather<S, T>(g, ring);
   } else {
     if constexpr (S::CONSUMERS == 2)
-      take_registers<200>();
+      take_registers<192>();
     else if constexpr (S::TOKENS > 32)
       take_registers<168>();
-    consume<S, T, FINISH>(&out_map, g, ring, warpgroup - 1);
+    consume<S, T, FINISH>(&out_maps, g, ring, warpgroup - 1);
   }
   // Whoever waits for this kernel relies on the one before it, too.
   wait_for_previous_kernel();
@@ -354,7 +385,8 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
 /* ---- host ---- */
 
 struct Maps {
-  CUtensorMap w, x, out;
+  CUtensorMap w;
+  RowMaps x, out;
   FactorMaps b;
 };
 
@@ -380,14 +412,18 @@ moelora_status map_weights(const moelora_gemm_launch *g, bool is_bf16, CUtensorM
   return moelora_encode_map(map, is_bf16, 4, w->data, sizes, strides, box);
 }
 
-/* Boxes of 64 columns by `box_rows` rows of a matrix that lies by position. */
+/* Boxes of 64 columns by `many` and by `few` rows of a matrix that lies by position. */
 moelora_status map_positions(const moelora_gemm_launch *g, bool is_bf16, const void *data,
-                             int64_t columns, int64_t stride, int box_rows, CUtensorMap *map) {
+                             int64_t columns, int64_t stride, int many, int few, RowMaps *maps) {
   const cuuint64_t sizes[2] = {(cuuint64_t)columns,
                                (cuuint64_t)(g->blocks.max_blocks * g->blocks.rows)};
   const cuuint64_t strides[1] = {(cuuint64_t)stride * 2};
-  const cuuint32_t box[2] = {64, (cuuint32_t)box_rows};
-  return moelora_encode_map(map, is_bf16, 2, data, sizes, strides, box);
+  const cuuint32_t many_box[2] = {64, (cuuint32_t)many}, few_box[2] = {64, (cuuint32_t)few};
+  moelora_status status =
+      moelora_encode_map(&maps->many, is_bf16, 2, data, sizes, strides, many_box);
+  if (status == MOELORA_OK)
+    status = moelora_encode_map(&maps->few, is_bf16, 2, data, sizes, strides, few_box);
+  return status;
 }
 
 /* Boxes of 16 ranks by a tile's rows, of a gated projection half of them, of each slice of B
@@ -427,13 +463,14 @@ struct Launch<90, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
     Maps maps = {};
     if (g->out_f32 && BLOCK_M > MOELORA_FLOAT_ROWS)
       return moelora_fail(MOELORA_UNSUPPORTED, "float32 results of blocks of %d rows", BLOCK_M);
-    if (g->x_divisor && g->num_rows / g->x_divisor * (g->x_stride / 8) > UINT32_MAX)
+    if (g->x_divisor.value && g->num_rows / g->x_divisor.value * (g->x_stride / 8) > UINT32_MAX)
       return moelora_fail(MOELORA_UNSUPPORTED, "x is larger than 64 GB");
     moelora_status status = map_weights(g, BF16, &maps.w);
-    if (status == MOELORA_OK && g->x_divisor == 0)
-      status = map_positions(g, BF16, g->x, g->k, g->x_stride, S::BOX, &maps.x);
+    if (status == MOELORA_OK && g->x_divisor.value == 0)
+      status = map_positions(g, BF16, g->x, g->k, g->x_stride, S::BOX, S::REST_BOX, &maps.x);
     if (status == MOELORA_OK && g->out_by_position && !g->out_f32)
-      status = map_positions(g, BF16, g->out, g->n_out, g->out_stride[0], S::BOX, &maps.out);
+      status = map_positions(g, BF16, g->out, g->n_out, g->out_stride[0], kUnitTokens, S::REST_BOX,
+                             &maps.out);
     if (status == MOELORA_OK && g->blocks.pairs && g->factors_boxes)
       status = map_factors<S>(g, BF16, &maps.b);
     if (status != MOELORA_OK)

@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include "core/backend.h"
+#include "cuda/divisor.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -63,7 +64,7 @@ typedef struct moelora_gemm_launch {
   /* operands */
   const void *x; /* [P / x_divisor, K], or by position */
   int64_t x_stride;
-  int32_t x_divisor; /* 0: x is by position */
+  moelora_divisor x_divisor; /* of value 0: x is by position */
   int32_t k;
   moelora_weights w;
   int32_t n_out; /* outputs per row: I of a gated projection, else N */

@@ -63,7 +63,7 @@ __device__ __forceinline__ int find(const Params &p, int blocks, int unit, Item 
   const int height = min(p.group, blocks - before), rest = unit - before * p.shares;
   const int block = before + rest % height, share = rest / height;
   const int64_t position = (int64_t)block * rows;
-  if (g.x_divisor && lane * 8 < rows)
+  if (g.x_divisor.value && lane * 8 < rows)
     prefetch(g.blocks.sorted_ids + position + lane * 8);
   const int expert = g.blocks.expert_ids[block];
   Segments<kLanes> segments;
@@ -121,13 +121,13 @@ struct Places {
     for (int n = 0; n < N; n++)
       row[n] =
           item.block * g.blocks.rows + min(low + n * 8 + (int)threadIdx.x % 32 / 4, item.high - 1);
-    if (g.x_divisor) {
+    if (g.x_divisor.value) {
 #pragma unroll
       for (int n = 0; n < N; n++)
         row[n] = g.blocks.sorted_ids[row[n]];
 #pragma unroll
       for (int n = 0; n < N; n++)
-        row[n] /= (uint32_t)g.x_divisor;
+        row[n] = divide(row[n], g.x_divisor);
     }
 #pragma unroll
     for (int n = 0; n < N; n++)

@@ -14,7 +14,7 @@ struct StagedItem {
   const moelora_gemm_launch &g;
   const SegmentItem &item;
 
-  __device__ __forceinline__ int tokens() const { return item.tokens(); }
+  __device__ __forceinline__ int tokens() const { return item.tokens; }
   __device__ __forceinline__ int columns() const { return columns_of(g, item.pair) - item.first; }
   __device__ __forceinline__ int x_row(int token) const { return item.x_row(g, token); }
   template <class T> __device__ __forceinline__ const T *row_of_a(int column) const {
@@ -37,20 +37,20 @@ __global__ void __launch_bounds__(C::THREADS, C::CTAS)
     const SegmentItem &item = shared.list.items[number];
     const int rank = rank_of(g, item.pair), width = moelora_padded_rank(rank);
     const float scaling = p.scaling(item.pair);
-    products.for_each(item.tokens(), [&](int token, int column, const float *sum) {
+    products.for_each(item.tokens, [&](int token, int column, const float *sum) {
       const int slice = (item.first + column) / width, r = (item.first + column) % width;
       if (slice < g.lora.num_slices)
         *(uint32_t *)(p.row_of_hl<T>(item, token) + slice * g.hl_slice + r) =
             round_pair<T>(sum, scaling, r, rank);
     });
   };
-  const Share<decltype(shared.list)> share(g, shared.list, (int2 *)shared.stages,
-                                           [] { __syncthreads(); });
-  for (int listed = 0; listed < share.items; listed += kListedItems) {
-    share.write(g, shared.list, listed);
+  take_part(g, shared.list, (int2 *)shared.stages, [] { __syncthreads(); });
+  for (int listed = 0, all = 1; listed < all; listed += kListedItems) {
+    list_items(g, shared.list, listed);
     __syncthreads();
-    run_staged<T, C>({g.x, g.x_stride, g.k}, shared.stages, 0,
-                     min(share.items - listed, kListedItems), 1, find, store);
+    all = shared.list.all;
+    run_staged<T, C>({g.x, g.x_stride, g.k}, shared.stages, 0, min(all - listed, kListedItems), 1,
+                     find, store);
     __syncthreads();
   }
 }

@@ -3,8 +3,9 @@
  * Segments are laid end to end, each as long as what it reads: its rows of x and, for every TOKENS
  * of them, its rows of A. Every CTA takes an equal part of that length. A segment that lies in
  * several parts is cut between rows, in sixteens; what a part has of it is cut evenly into items of
- * up to TOKENS rows. How rows are cut changes no bit: each is multiplied by itself, over all of the
- * depth, in the same order. */
+ * up to TOKENS rows. Where CTAs are many to a segment, each takes an equal part of one segment
+ * instead, and reads no second A. How rows are cut changes no bit: each is multiplied by itself,
+ * over all of the depth, in the same order. */
 #ifndef MOELORA_CUDA_SHRINK_SEGMENTS_CUH
 #define MOELORA_CUDA_SHRINK_SEGMENTS_CUH
 
@@ -33,21 +34,22 @@ struct SegmentShrink {
   }
 };
 
-/* Rows [low, high) of a segment by columns of A from `first` on. */
+/* Some rows of a segment by columns of A from `first` on. The first is number `row` from the
+ * beginning of block `block` on, a position; each block has `share` of them. */
 struct SegmentItem {
-  int expert, pair, position, share, low, high, first;
-
-  __device__ __forceinline__ int tokens() const { return high - low; }
+  int expert, pair, block, row, share;
+  uint32_t magic; // of `share` as a divisor
+  int tokens, first;
 
   /* Where a token's row lies. */
   __device__ __forceinline__ int position_of(const moelora_gemm_launch &g, int token) const {
-    const int rows = g.blocks.rows, block = position / rows * rows;
-    const int row = position - block + low + token; // from the block's first on
-    return block + row / share * rows + row % share;
+    const moelora_divisor by_share = {(uint32_t)share, magic, 32u - __clz(share - 1)};
+    const uint32_t at = row + token, blocks = divide(at, by_share);
+    return block + blocks * g.blocks.rows + at - blocks * share;
   }
   __device__ __forceinline__ int x_row(const moelora_gemm_launch &g, int token) const {
     const int at = position_of(g, token);
-    return g.x_divisor ? (uint32_t)g.blocks.sorted_ids[at] / (uint32_t)g.x_divisor : at;
+    return g.x_divisor.value ? divide(g.blocks.sorted_ids[at], g.x_divisor) : at;
   }
 };
 
@@ -56,7 +58,13 @@ template <int TOKENS_, int RANKS_, int WARPS_> struct ItemList {
   static constexpr int TOKENS = TOKENS_, RANKS = RANKS_, WARPS = WARPS_;
   SegmentItem items[kListedItems];
   int64_t warp_length[WARPS];
-  int warp_items[WARPS];
+  int warp_used[WARPS];
+  int longest; // rows of x of a segment
+  // The CTA's part, the first segment that reaches into it and where that begins, and the CTAs of
+  // each segment, see SegmentLength.
+  int64_t part_begin, part_end, begin;
+  int first, ctas;
+  int all; // items that the part has
 };
 
 /* Sum of `value` over the threads before this one, and over all of them; one `sync`. */
@@ -77,17 +85,19 @@ __device__ __forceinline__ Value sum_before(Value value, Value (&warp_sum)[WARPS
   return before + inclusive - value;
 }
 
-/* What a segment reads, in rows. */
+/* What a segment reads, in rows; or, if they are not 0, the CTAs that each segment gets. */
 template <class L> struct SegmentLength {
-  int columns, chunks;
+  int columns = 0, chunks = 0;
   int64_t rows = 0;
 
-  __device__ __forceinline__ SegmentLength(const moelora_gemm_launch &g, int pair, int count) {
+  __device__ __forceinline__ SegmentLength(const moelora_gemm_launch &g, int2 pair_and_count,
+                                           int ctas = 0) {
+    const int pair = pair_and_count.x, count = pair_and_count.y;
     if (pair < 0 || count == 0)
       return;
     columns = columns_of(g, pair);
     chunks = ceil_divide(columns, L::RANKS);
-    rows = (int64_t)count * chunks + (int64_t)ceil_divide(count, L::TOKENS) * columns;
+    rows = ctas ? ctas : (int64_t)count * chunks + (int64_t)ceil_divide(count, L::TOKENS) * columns;
   }
 
   /* The first of the segment's `count` rows that lies behind `cut`; it begins at `begin`. */
@@ -100,77 +110,111 @@ template <class L> struct SegmentLength {
   }
 };
 
-/* What a thread knows of its CTA's items: they are of segments [first, last), of which the first
- * begins at `begin`, within the CTA's part. */
-template <class L> struct Share {
-  int first, last = 0, before, items; // items: of the CTA; before: those of threads before this one
-  int64_t begin, part_begin, part_end;
+__device__ __forceinline__ int segments_of(const moelora_gemm_launch &g) {
+  return g.num_experts * (g.max_loras + 1);
+}
 
-  /* All threads of the list's warps come here and meet by sync(). `pairs`, shared memory for a
-   * (pair, count) of every segment, is free again afterwards. */
-  template <class Sync>
-  __device__ __forceinline__ Share(const moelora_gemm_launch &g, L &list, int2 *pairs, Sync sync) {
-    const int segments = g.num_experts * (g.max_loras + 1);
-#pragma unroll 4
-    for (int i = threadIdx.x; i < segments; i += 32 * L::WARPS) {
-      const moelora_segment &s = g.blocks.segments[i];
-      pairs[i] = make_int2(s.pair, s.count);
-    }
-    sync();
-    const int run = ceil_divide(segments, 32 * L::WARPS) | 1; // odd: all banks
-    const int low = min((int)threadIdx.x * run, segments), high = min(low + run, segments);
-    int64_t own = 0, all;
-    for (int i = low; i < high; i++)
-      own += SegmentLength<L>(g, pairs[i].x, pairs[i].y).rows;
-    int64_t at = sum_before(own, list.warp_length, &all, sync);
-    part_begin = all * blockIdx.x / gridDim.x;
-    part_end = all * (blockIdx.x + 1) / gridDim.x;
-    first = high;
-    int own_items = 0;
-    for (int i = low; i < high && at < part_end; i++) {
-      const int count = pairs[i].y;
-      const SegmentLength<L> length(g, pairs[i].x, count);
-      const int rows = rows_in_part(length, count, at);
-      if (rows > 0) {
-        own_items += ceil_divide(rows, L::TOKENS) * length.chunks;
-        begin = i < first ? at : begin;
-        first = min(first, i), last = i + 1;
+__device__ __forceinline__ int4 load_segment(const moelora_gemm_launch &g, int i) {
+  return *(const int4 *)&g.blocks.segments[i];
+}
+
+/* The CTA's part. All threads of the list's warps come here and meet by sync(); `pairs` is shared
+ * memory for a (pair, count) of every segment. */
+template <class L, class Sync>
+__device__ __forceinline__ void take_part(const moelora_gemm_launch &g, L &list, int2 *pairs,
+                                          Sync sync) {
+  constexpr int THREADS = 32 * L::WARPS, BATCH = 10; // loads in flight
+  const int segments = segments_of(g);
+  for (int base = threadIdx.x; base < segments; base += BATCH * THREADS) {
+    int4 batch[BATCH];
+#pragma unroll
+    for (int u = 0; u < BATCH; u++)
+      batch[u] = load_segment(g, min(base + u * THREADS, segments - 1));
+#pragma unroll
+    for (int u = 0; u < BATCH; u++)
+      if (base + u * THREADS < segments)
+        pairs[base + u * THREADS] = make_int2(batch[u].x, batch[u].z);
+  }
+  if (threadIdx.x == 0)
+    list.first = segments, list.longest = 0;
+  sync();
+  const int run = ceil_divide(segments, THREADS) | 1; // odd: all banks
+  const int low = min((int)threadIdx.x * run, segments), high = min(low + run, segments);
+  int64_t own = 0, all;
+  int own_used = 0, used, longest = 0;
+  for (int i = low; i < high; i++) {
+    const SegmentLength<L> length(g, pairs[i]);
+    own += length.rows;
+    own_used += length.rows > 0;
+    longest = max(longest, length.rows > 0 ? pairs[i].y * length.chunks : 0);
+  }
+  atomicMax(&list.longest, longest);
+  int64_t at = sum_before(own, list.warp_length, &all, sync);
+  const int used_before = sum_before(own_used, list.warp_used, &used, sync);
+  const int each = used ? (int)gridDim.x / used : 0;
+  int64_t parts = gridDim.x;
+  int ctas = 0;
+  // An equal part and a second A would be as much.
+  if (each > 0 && list.longest / each <= all / parts) {
+    ctas = each, at = (int64_t)used_before * each, own = (int64_t)own_used * each;
+    all = parts = (int64_t)used * each;
+  }
+  const int64_t part_begin = min(all * blockIdx.x / parts, all);
+  if (threadIdx.x == 0) {
+    list.part_begin = part_begin, list.part_end = min(all * (blockIdx.x + 1) / parts, all);
+    list.ctas = ctas;
+  }
+  if (at <= part_begin && part_begin < at + own) {
+    int i = low;
+    for (int64_t rows; at + (rows = SegmentLength<L>(g, pairs[i], ctas).rows) <= part_begin; i++)
+      at += rows;
+    list.first = i, list.begin = at;
+  }
+  sync();
+}
+
+/* Lists the items of the CTA's part from number `listed` on that fit, and counts all. The first
+ * warp does, a lane for each segment. */
+template <class L>
+__device__ __forceinline__ void list_items(const moelora_gemm_launch &g, L &list, int listed) {
+  if (threadIdx.x >= 32)
+    return;
+  const int segments = segments_of(g);
+  const int64_t part_begin = list.part_begin, part_end = list.part_end;
+  int64_t at = list.begin;
+  int all = 0;
+  for (int base = list.first; base < segments && at < part_end; base += 32) {
+    const int i = base + (int)threadIdx.x;
+    const int4 v = load_segment(g, min(i, segments - 1));
+    const moelora_segment s = {i < segments ? v.x : -1, v.y, v.z, v.w};
+    const SegmentLength<L> length(g, make_int2(s.pair, s.count), list.ctas);
+    const int64_t end = at + warp_inclusive_sum(length.rows);
+    const int low = length.row_at(s.count, end - length.rows, part_begin);
+    const int high = length.row_at(s.count, end - length.rows, part_end);
+    const int cuts = ceil_divide(high - low, L::TOKENS), items = cuts * length.chunks;
+    const int number = all + warp_inclusive_sum(items);
+    if (items > 0) {
+      const int rows = ceil_divide(high - low, kCut * cuts) * kCut;
+      const int block = s.position / g.blocks.rows * g.blocks.rows;
+      const uint32_t magic = moelora_divisor_of(s.share).magic;
+      for (int j = 0; j < items; j++) {
+        const int from = low + j / length.chunks * rows, to = number - items - listed + j;
+        if (to >= 0 && to < kListedItems)
+          list.items[to] = {i / (g.max_loras + 1),
+                            s.pair,
+                            block,
+                            s.position - block + from,
+                            s.share,
+                            magic,
+                            min(rows, high - from),
+                            j % length.chunks * L::RANKS};
       }
-      at += length.rows;
     }
-    before = sum_before(own_items, list.warp_items, &items, sync);
+    at = __shfl_sync(0xffffffffu, end, 31);
+    all = __shfl_sync(0xffffffffu, number, 31);
   }
-
-  __device__ __forceinline__ int rows_in_part(const SegmentLength<L> &length, int count,
-                                              int64_t at) const {
-    return length.row_at(count, at, part_end) - length.row_at(count, at, part_begin);
-  }
-
-  /* Lists the items from number `listed` on that fit. */
-  __device__ __forceinline__ void write(const moelora_gemm_launch &g, L &list, int listed) const {
-    int number = before - listed;
-    int64_t at = begin;
-    for (int i = first; i < last; i++) {
-      const moelora_segment s = g.blocks.segments[i];
-      const SegmentLength<L> length(g, s.pair, s.count);
-      const int low = length.row_at(s.count, at, part_begin);
-      const int high = length.row_at(s.count, at, part_end);
-      const int cuts = ceil_divide(high - low, L::TOKENS);
-      const int rows = cuts ? ceil_divide(high - low, kCut * cuts) * kCut : 0;
-      for (int j = 0; j < cuts * length.chunks; j++, number++) {
-        const int from = low + j / length.chunks * rows;
-        if (number >= 0 && number < kListedItems)
-          list.items[number] = {i / (g.max_loras + 1),
-                                s.pair,
-                                s.position,
-                                s.share,
-                                from,
-                                min(from + rows, high),
-                                j % length.chunks * L::RANKS};
-      }
-      at += length.rows;
-    }
-  }
-};
+  if (threadIdx.x == 0)
+    list.all = all;
+}
 
 #endif

@@ -48,15 +48,15 @@ struct Maps {
 template <class S>
 __device__ __forceinline__ void write_note(const Ring<S> &ring, const SegmentItem &item) {
   const uint32_t at = ring.note();
-  store_shared_16(at, make_uint4(item.expert, item.pair, item.position, item.share));
-  store_shared_16(at + 16, make_uint4(item.low, item.high, item.first, 0));
+  store_shared_16(at, make_uint4(item.expert, item.pair, item.block, item.row));
+  store_shared_16(at + 16, make_uint4(item.share, item.magic, item.tokens, item.first));
 }
 
 template <class S> __device__ __forceinline__ SegmentItem read_note(const Ring<S> &ring) {
   const uint32_t at = ring.note();
   const uint4 a = load_shared_16(at), b = load_shared_16(at + 16);
   return {(int)uniform(a.x), (int)uniform(a.y), (int)uniform(a.z), (int)uniform(a.w),
-          (int)uniform(b.x), (int)uniform(b.y), (int)uniform(b.z)};
+          (int)uniform(b.x), uniform(b.y),      (int)uniform(b.z), (int)uniform(b.w)};
 }
 
 /* Columns of A that an item has. */
@@ -98,15 +98,25 @@ __device__ __forceinline__ void stream_a(const Maps *maps, const moelora_gemm_la
   }
 }
 
-/* Their rows of x; three warps. */
+/* Their rows of x; three warps. Those of the next item are found once this one's first stages are
+ * on their way. */
 template <class S>
 __device__ __forceinline__ void gather_x(const moelora_gemm_launch &g, const typename S::List &list,
                                          int items, Ring<S> &ring) {
   Gather<S::TOKENS> gather(threadIdx.x - 32);
-  for (int number = 0; number < items; number++) {
+  const auto find = [&](int number) {
+    if (number == items)
+      return;
     const SegmentItem item = list.items[number];
-    gather.find(g, [&](int t) { return t < item.tokens() ? item.x_row(g, t) : -1; });
-    for (int k = 0; k < g.k; k += kDepth, ring.advance()) {
+    gather.find(g, item.tokens, [&](int t) { return item.position_of(g, t); });
+  };
+  find(0);
+  const int depth_steps = ceil_divide(g.k, kDepth);
+  for (int number = 0; number < items; number++) {
+    gather.begin(g);
+    for (int step = 0; step < depth_steps; step++, ring.advance()) {
+      if (step == min((int)S::STAGES, depth_steps - 1))
+        find(number + 1);
       ring.wait_empty();
       gather.copy(rows_of_x(ring));
       barrier_arrive_after_copies(ring.full());
@@ -119,11 +129,17 @@ __device__ __forceinline__ void produce(const Maps *maps, const SegmentShrink &p
                                         typename S::List &list, void *stages, Ring<S> ring) {
   const auto sync = [] { fence_async_proxy(), warpgroup_sync(1); };
   const bool streams = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == 0;
-  const Share<typename S::List> share(p.g, list, (int2 *)stages, sync);
-  for (int listed = 0; listed < share.items; listed += kListedItems) {
-    const int items = min(share.items - listed, kListedItems);
-    share.write(p.g, list, listed);
+  // Where x lies by position the kernel before is the GEMM that makes it, and segments are older.
+  if (p.g.x_divisor.value)
+    wait_for_previous_kernel();
+  take_part(p.g, list, (int2 *)stages, sync);
+  for (int listed = 0, all = 1; listed < all; listed += kListedItems) {
+    list_items(p.g, list, listed);
     sync();
+    if (listed == 0)
+      wait_for_previous_kernel();
+    all = list.all;
+    const int items = min(all - listed, kListedItems);
     if (streams)
       stream_a<S>(maps, p.g, list, items, ring);
     else
@@ -132,7 +148,7 @@ __device__ __forceinline__ void produce(const Maps *maps, const SegmentShrink &p
   }
   ring.wait_empty();
   if (threadIdx.x == 0) {
-    write_note(ring, {-1, 0, 0, 1, 0, 0, 0});
+    write_note(ring, {-1, 0, 0, 0, 1, 0, 0, 0});
     barrier_arrive(ring.full());
   }
   if (!streams)
@@ -150,7 +166,7 @@ __device__ __forceinline__ void store_tile(const SegmentShrink &p, const Segment
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int token = first + 16 * warp + 8 * half + lane / 4;
-    if (token >= item.tokens())
+    if (token >= item.tokens)
       continue;
     T *to = p.row_of_hl<T>(item, token);
     int slice = item.first / width, r = item.first - slice * width + lane % 4 * 2;
@@ -210,7 +226,7 @@ __device__ __forceinline__ void consume_item(const SegmentShrink &p, const Segme
     if (columns > N)
       return consume_item<S, T, 2 * N>(p, item, columns, ring, consumer);
   }
-  const int tiles = (item.tokens() - 64 * consumer + 127) / 128;
+  const int tiles = (item.tokens - 64 * consumer + 127) / 128;
   if (tiles == 2)
     return consume_tiles<S, T, N, 2>(p, item, columns, ring, consumer);
   if (tiles == 1)
@@ -243,14 +259,14 @@ __global__ void __launch_bounds__(S::THREADS, 1)
   if (threadIdx.x == 0)
     ring.init();
   __syncthreads();
-  wait_for_previous_kernel();
-  start_next_kernel();
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
   if (warpgroup == 0) {
-    give_registers<104>();
+    give_registers<120>();
     produce<S>(&maps, p, list, shared, ring);
   } else {
-    take_registers<200>();
+    take_registers<192>();
+    wait_for_previous_kernel();
+    start_next_kernel();
     consume<S, T>(p, ring, warpgroup - 1);
   }
 #endif
@@ -301,7 +317,7 @@ bool moelora_cuda_fits_shrink_sm90(const moelora_gemm_launch *g) {
     if (g->lora.a[i].stride_i <= 0)
       return false;
   const int64_t rows =
-      g->x_divisor ? g->num_rows / g->x_divisor : g->blocks.max_blocks * g->blocks.rows;
+      g->x_divisor.value ? g->num_rows / g->x_divisor.value : g->blocks.max_blocks * g->blocks.rows;
   return rows * (g->x_stride / 8) < UINT32_MAX;
 }
 

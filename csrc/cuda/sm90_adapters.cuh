@@ -18,6 +18,11 @@ __device__ __forceinline__ int pieces_per_stage(const moelora_gemm_launch &g) {
   return is_paired(g) ? 2 : 4;
 }
 
+/* Tensor maps of a matrix that lies by position: boxes of many of its rows and of few. */
+struct RowMaps {
+  CUtensorMap many, few;
+};
+
 /* Tensor maps of the slices of B: [max_loras, E, halves, rows, ranks], see map_factors. */
 struct FactorMaps {
   CUtensorMap slice[MOELORA_MAX_SLICES];

@@ -5,7 +5,8 @@
 
 #include "sm90_ring.cuh"
 
-/* A thread's share: chunk `chunk` of token rows `first` + STEP i. */
+/* A thread's share: chunk `chunk` of token rows `first` + STEP i. The rows of what comes next are
+ * found while something else streams. */
 template <int TOKENS> struct Gather {
   static constexpr int STEP = kGatherers / 8, ROWS = (TOKENS + STEP - 1) / STEP;
   static constexpr uint32_t NONE = 0xffffffffu;
@@ -14,6 +15,7 @@ template <int TOKENS> struct Gather {
   int chunk, first, left; // left: of the depth, from this chunk on
   uint32_t to[2];         // in a stage, of even and of odd i
   uint32_t token[ROWS];   // where rows of x begin, in 16 bytes
+  uint32_t next[ROWS];    // and those that come next
   const uint16_t *x;      // at this depth
 
   __device__ __forceinline__ explicit Gather(int thread) : chunk(thread & 7), first(thread / 8) {
@@ -22,14 +24,31 @@ template <int TOKENS> struct Gather {
       to[odd] = (uint32_t)(first * kRowBytes + ((chunk ^ ((first + 4 * odd) & 7)) << 4));
   }
 
-  /* row_of(token): of x, -1 if there is none. */
-  template <class RowOf>
-  __device__ __forceinline__ void find(const moelora_gemm_launch &g, RowOf row_of) {
+  /* Of `count` tokens at position_of(token). All loads are on their way before one is used. */
+  template <class PositionOf>
+  __device__ __forceinline__ void find(const moelora_gemm_launch &g, int count,
+                                       PositionOf position_of) {
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-      const int row = row_of(first + STEP * i);
-      token[i] = row >= 0 ? row * (uint32_t)(g.x_stride / 8) : NONE;
+    for (int i = 0; i < ROWS; i++)
+      next[i] = position_of(max(min(first + STEP * i, count - 1), 0));
+    if (g.x_divisor.value) {
+#pragma unroll
+      for (int i = 0; i < ROWS; i++)
+        next[i] = g.blocks.sorted_ids[next[i]];
+#pragma unroll
+      for (int i = 0; i < ROWS; i++)
+        next[i] = divide(next[i], g.x_divisor);
     }
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+      next[i] = first + STEP * i < count ? next[i] * (uint32_t)(g.x_stride / 8) : NONE;
+  }
+
+  /* From here on `copy` is about what was found. */
+  __device__ __forceinline__ void begin(const moelora_gemm_launch &g) {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+      token[i] = next[i];
     left = g.k - chunk * 8;
     x = (const uint16_t *)g.x + (left > 0 ? chunk * 8 : 0); // what is not read is mapped
   }

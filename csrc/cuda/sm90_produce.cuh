@@ -57,9 +57,35 @@ template <class S> struct Walk {
   }
 };
 
+/* Copies that bring a block's `count` rows of x: `boxes` of S::BOX, then `rest` of S::REST_BOX. */
+template <class S> struct TokenBoxes {
+  int boxes, rest;
+
+  __device__ __forceinline__ explicit TokenBoxes(int count) {
+    const int left = count % S::BOX;
+    boxes = count / S::BOX + (left > 32 && count - left + S::BOX <= S::TOKENS);
+    rest = (max(count - boxes * S::BOX, 0) + S::REST_BOX - 1) / S::REST_BOX;
+  }
+  __device__ __forceinline__ int rows() const { return boxes * S::BOX + rest * S::REST_BOX; }
+  __device__ __forceinline__ void load(const RowMaps *maps, int k, int row,
+                                       const Ring<S> &ring) const {
+    for (int i = 0; i < boxes; i++)
+      tma_load_2d(ring.tokens() + i * S::BOX * kRowBytes, &maps->many, k, row + i * S::BOX,
+                  ring.full());
+    for (int i = 0, at = boxes * S::BOX; i < rest; i++, at += S::REST_BOX)
+      tma_load_2d(ring.tokens() + at * kRowBytes, &maps->few, k, row + at, ring.full());
+  }
+};
+
+/* Steps of a tile at which its producers have time for what comes next. They wait longest for the
+ * stage that holds the last tile's results; where none does, a little at every step. */
+template <class S> __device__ __forceinline__ int idle_step(int depth_steps, int part) {
+  return min(S::LENT_UNITS > 0 ? S::STAGES - 1 : 1 + part, depth_steps - 1);
+}
+
 /* What comes next is loaded while a tile streams. */
 template <class S>
-__device__ __forceinline__ void stream(const CUtensorMap *w_map, const CUtensorMap *x_map,
+__device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *x_maps,
                                        const FactorMaps *b_maps, const moelora_gemm_launch &g,
                                        Ring<S> ring) {
   const int lane = threadIdx.x & 31, depth_steps = (g.k + kDepth - 1) / kDepth;
@@ -72,23 +98,26 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const CUtensorM
   while (next.more()) {
     const Tile tile = next.tile;
     const int count = next.count;
-    const int boxes = g.x_divisor ? 0 : (count + S::BOX - 1) / S::BOX;
+    const TokenBoxes<S> boxes(g.x_divisor.value ? 0 : count);
     Runs<S> runs;
     runs.list = ring.runs();
-    const int adapter_stages = pairs.find(g, tile, runs);
-    next.advance(g);
-    if (next.more())
-      pairs.load(g, next.tile.block);
+    int adapter_stages = 0;
     for (int step = 0; step < depth_steps; step++, ring.advance()) {
+      if (step == idle_step<S>(depth_steps, 0))
+        adapter_stages = pairs.find(g, tile, runs);
+      if (step == idle_step<S>(depth_steps, 1))
+        next.advance(g);
+      if (step == idle_step<S>(depth_steps, 2) && next.more())
+        pairs.load(g, next.tile.block);
       ring.wait_empty();
       if (lane == 0) {
         if (step == 0)
-          TileNote{tile, count, adapter_stages}.write(ring.note());
-        barrier_expect(ring.full(), S::W_BYTES + boxes * S::BOX * kRowBytes);
+          TileNote{tile, count}.write(ring.note());
+        if (step == depth_steps - 1)
+          AdaptersNote{adapter_stages}.write(ring.note());
+        barrier_expect(ring.full(), S::W_BYTES + boxes.rows() * kRowBytes);
         load_weights<S>(w_map, g, tile, step, ring, policy);
-        for (int i = 0; i < boxes; i++)
-          tma_load_2d(ring.tokens() + i * S::BOX * kRowBytes, x_map, step * kDepth,
-                      tile.block * S::TOKENS + i * S::BOX, ring.full());
+        boxes.load(x_maps, step * kDepth, tile.block * S::TOKENS, ring);
       }
       __syncwarp();
     }
@@ -107,7 +136,7 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const CUtensorM
   }
   ring.wait_empty();
   if (lane == 0) {
-    TileNote{{-1, 0, 0}, 0, 0}.write(ring.note());
+    TileNote{{-1, 0, 0}, 0}.write(ring.note());
     barrier_arrive(ring.full());
   }
 }
@@ -117,34 +146,32 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Ring<S> rin
   const int thread = threadIdx.x - 32, depth_steps = (g.k + kDepth - 1) / kDepth;
   Gather<S::TOKENS> rows(thread);
   Walk<S> next(g);
+  const auto find_rows = [&] {
+    if (next.more() && g.x_divisor.value)
+      rows.find(g, next.count, [&](int t) { return next.tile.block * S::TOKENS + t; });
+  };
+  find_rows();
   while (next.more()) {
     const Tile tile = next.tile;
     const int count = next.count;
-    if (g.x_divisor)
-      rows.find(g, [&](int t) {
-        const int row = block_row<S>(g, tile.block, t);
-        return row < g.num_rows ? row / g.x_divisor : -1;
-      });
-    next.advance(g);
-    for (int t = thread; next.more() && t < S::TOKENS; t += kGatherers) {
-      prefetch(&g.blocks.sorted_ids[(int64_t)next.tile.block * S::TOKENS + t]);
-      if (g.blocks.pairs)
-        prefetch(&g.blocks.pairs[(int64_t)next.tile.block * S::TOKENS + t]);
-    }
-
+    rows.begin(g);
     Runs<S> runs;
     runs.list = ring.runs();
     int adapter_stages = 0;
     for (int step = 0; step < depth_steps; step++, ring.advance()) {
-      ring.wait_empty();
-      if (g.x_divisor)
-        rows.copy(ring.tokens());
-      barrier_arrive_after_copies(ring.full());
-      if (step == 0) { // they were prefetched
+      if (step == idle_step<S>(depth_steps, 0)) {
         Pairs<S> pairs;
         pairs.load(g, tile.block);
         adapter_stages = pairs.find(g, tile, runs);
       }
+      if (step == idle_step<S>(depth_steps, 1))
+        next.advance(g);
+      if (step == idle_step<S>(depth_steps, 2))
+        find_rows();
+      ring.wait_empty();
+      if (g.x_divisor.value)
+        rows.copy(ring.tokens());
+      barrier_arrive_after_copies(ring.full());
     }
 
     if (adapter_stages > 0)

@@ -2,7 +2,7 @@
  * consumer warpgroups empty, and what the producer tells the consumers about them.
  *
  *   STAGES x { W [TILES][64] rows, X [TOKENS] rows }      rows of 128 bytes, see tile.cuh
- *   CONSUMERS x { staging }                                results on their way out
+ *   CONSUMERS x { OWN_UNITS units }                        results on their way out
  *   STAGES x { note }                                      32 bytes
  *   STAGES x { full }, STAGES x { empty }                  mbarriers
  *   4 x { runs }                                           of adapters, one list per producer warp
@@ -17,8 +17,8 @@
 #include "tile.cuh"
 
 constexpr int kProducers = 128, kGatherers = 96; // threads
-constexpr int kStagingTokens = 32;
-constexpr int kStagingBytes = 2 * kStagingTokens * kRowBytes; // two buffers per consumer
+constexpr int kUnitTokens = 32;
+constexpr int kUnitBytes = kUnitTokens * kRowBytes; // 64 outputs of 32 tokens
 constexpr int kNoteBytes = 32;
 
 /* Lanes of a warp that arrive when it leaves a stage. One does, for what the others read has
@@ -38,15 +38,22 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_> {
   static constexpr int CONSUMERS = CONSUMERS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
   static constexpr int THREADS = kProducers + 128 * CONSUMERS;
   static constexpr int RESIDENT = CONSUMERS == 1 ? 2 : 1; // CTAs per SM
-  static constexpr int BOX = TOKENS_ % 32 == 0 ? 32 : 16; // token rows that one copy moves
+  // Token rows that one copy brings, and those of another kind that bring the last ones.
+  static constexpr int BOX = TOKENS_ < 64 ? TOKENS_ : 64, REST_BOX = TOKENS_ % 32 == 0 ? 32 : 16;
   // Widths of the token side of wgmma: from half of a full tile on, in steps.
   static constexpr int STEP = TOKENS_ < 64 ? 8 : 16;
   static constexpr int LEAST = (TOKENS_ / 2 + STEP - 1) / STEP * STEP;
+  // Units of results that a consumer has room for: of its own, and in its part of a stage that all
+  // have multiplied. A tile of few tokens does without those.
+  static constexpr int OWN_UNITS = 2;
+  static constexpr int LENT_UNITS =
+      TOKENS_ <= kUnitTokens ? 0 : E::STAGE_BYTES / CONSUMERS_ / kUnitBytes;
   // Up to 1023 bytes go to the alignment that the swizzle needs.
-  static constexpr int RUNS_BYTES = 8 * TOKENS_, STAGING_BYTES = CONSUMERS_ * kStagingBytes;
+  static constexpr int RUNS_BYTES = 8 * TOKENS_;
+  static constexpr int STAGING_BYTES = CONSUMERS_ * OWN_UNITS * kUnitBytes;
   static constexpr int SHARED =
       1024 + STAGES * (E::STAGE_BYTES + 16 + kNoteBytes) + STAGING_BYTES + 4 * RUNS_BYTES;
-  static_assert(TOKENS_ % BOX == 0 && TOKENS_ % STEP == 0, "whole boxes, whole steps");
+  static_assert(TOKENS_ % REST_BOX == 0 && TOKENS_ % STEP == 0, "whole boxes, whole steps");
   static_assert(RESIDENT * (SHARED + 1024) <= 228 * 1024, "shared memory of an SM");
 };
 
@@ -58,6 +65,7 @@ template <class S> struct Ring {
   static constexpr uint32_t RUNS = EMPTY + 8 * S::STAGES;
   uint32_t base;
   int stage = 0;
+  int lent = -1; // the stage that holds results of the last tile
   uint32_t phase = 0;
 
   __device__ __forceinline__ explicit Ring(const void *shared)
@@ -69,8 +77,12 @@ template <class S> struct Ring {
     }
     barrier_init_visible();
   }
-  __device__ __forceinline__ uint32_t staging(int consumer) const {
-    return base + STAGING + consumer * kStagingBytes;
+  /* Where a consumer puts its results number `index`. */
+  __device__ __forceinline__ uint32_t unit(int consumer, int index) const {
+    const int more = index - S::OWN_UNITS;
+    if (more >= 0 && more < S::LENT_UNITS)
+      return base + lent * S::STAGE_BYTES + (consumer * S::LENT_UNITS + more) * kUnitBytes;
+    return base + STAGING + (consumer * S::OWN_UNITS + (more & 1)) * kUnitBytes;
   }
   /* The list of this producer warp. */
   __device__ __forceinline__ uint32_t runs() const {
@@ -78,7 +90,10 @@ template <class S> struct Ring {
   }
   __device__ __forceinline__ uint32_t weights() const { return base + stage * S::STAGE_BYTES; }
   __device__ __forceinline__ uint32_t tokens() const { return weights() + S::W_BYTES; }
-  __device__ __forceinline__ uint32_t note() const { return base + NOTES + stage * kNoteBytes; }
+  __device__ __forceinline__ uint32_t note() const { return note(stage); }
+  __device__ __forceinline__ uint32_t note(int which) const {
+    return base + NOTES + which * kNoteBytes;
+  }
   __device__ __forceinline__ uint32_t full() const { return base + FULL + 8 * stage; }
   __device__ __forceinline__ void wait_full() const { barrier_wait(full(), phase); }
   __device__ __forceinline__ void wait_empty() const {
@@ -104,21 +119,37 @@ __device__ __forceinline__ uint32_t uniform(uint32_t value) {
   return __shfl_sync(0xffffffffu, value, 0);
 }
 
-/* With the first stage of a tile: the tile, the rows in use, how many adapter stages follow the
- * depth of the base product. Behind the last tile comes a stage with block -1. */
+/* With the first stage of a tile: the tile, and the rows in use. Behind the last tile comes a stage
+ * with block -1. */
 struct TileNote {
   Tile tile;
-  int count, adapter_stages;
+  int count;
 
   __device__ __forceinline__ void write(uint32_t at) const {
-    store_shared_16(at,
-                    make_uint4(tile.block, tile.column, tile.expert, count | adapter_stages << 16));
+    store_shared_16(at, make_uint4(tile.block, tile.column, tile.expert, count));
   }
   static __device__ __forceinline__ TileNote read(uint32_t at) {
     const uint4 v = load_shared_16(at);
-    const uint32_t counts = uniform(v.w);
-    return {{(int)uniform(v.x), (int)v.y, (int)v.z}, (int)(counts & 0xffff), (int)(counts >> 16)};
+    return {{(int)uniform(v.x), (int)v.y, (int)v.z}, (int)uniform(v.w)};
   }
+};
+
+/* A word beside the tile's note. */
+__device__ __forceinline__ void write_word(uint32_t note, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(note + 16), "r"(value) : "memory");
+}
+__device__ __forceinline__ uint32_t read_word(uint32_t note) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(note + 16) : "memory");
+  return uniform(value);
+}
+
+/* With the last stage of a tile's depth: how many adapter stages follow. */
+struct AdaptersNote {
+  int stages;
+
+  __device__ __forceinline__ void write(uint32_t at) const { write_word(at, stages); }
+  static __device__ __forceinline__ AdaptersNote read(uint32_t at) { return {(int)read_word(at)}; }
 };
 
 /* With an adapter stage: how many pieces it holds; `shared` if some product in it must be zero,
@@ -129,12 +160,10 @@ struct PiecesNote {
   bool shared;
 
   __device__ __forceinline__ void write(uint32_t at) const {
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + 16), "r"(pieces | shared << 16) : "memory");
+    write_word(at, pieces | shared << 16);
   }
   static __device__ __forceinline__ PiecesNote read(uint32_t at) {
-    uint32_t v;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(at + 16) : "memory");
-    v = uniform(v);
+    const uint32_t v = read_word(at);
     return {(int)(v & 0xffff), v >> 16 != 0};
   }
 };

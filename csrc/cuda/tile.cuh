@@ -46,9 +46,10 @@ __device__ __forceinline__ Tile tile_at(const moelora_gemm_launch &g, int index,
   const int first = index / (GROUP * columns) * GROUP;
   const int height = min(GROUP, units - first);
   const int rest = index % (GROUP * columns);
+  const bool full = height == GROUP; // the usual case, without division
   Tile t;
-  t.column = rest / height;
-  t.block = (first + rest % height) * CLUSTER;
+  t.column = full ? rest / GROUP : rest / height;
+  t.block = (first + (full ? rest % GROUP : rest % height)) * CLUSTER;
   t.expert = g.blocks.expert_ids[t.block];
   return t;
 }
@@ -119,7 +120,7 @@ template <class E>
 __device__ __forceinline__ int32_t x_row(const moelora_gemm_launch &g, int block, int t, int row) {
   if (row >= g.num_rows)
     return -1;
-  return g.x_divisor ? row / g.x_divisor : block * E::TOKENS + t;
+  return g.x_divisor.value ? divide(row, g.x_divisor) : block * E::TOKENS + t;
 }
 
 template <class E>

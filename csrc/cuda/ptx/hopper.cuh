@@ -97,9 +97,10 @@ __device__ __forceinline__ void tma_store_2d(const CUtensorMap *map, int c0, int
                : "memory");
 }
 
-/* Waits until this thread's stores have read shared memory, or until they are done. */
-__device__ __forceinline__ void tma_store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+/* Waits until all of this thread's stores but the last PENDING have read shared memory, or until
+ * all are done. */
+template <int PENDING = 0> __device__ __forceinline__ void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 __device__ __forceinline__ void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
@@ -199,9 +200,9 @@ template <int REGISTERS> __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-/* The 128 threads of one warpgroup meet at named barrier `id` (1..15). */
-__device__ __forceinline__ void warpgroup_sync(int id) {
-  asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
+/* THREADS threads, of one warpgroup if not told otherwise, meet at named barrier `id` (1..15). */
+template <int THREADS = 128> __device__ __forceinline__ void warpgroup_sync(int id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
 /* 8x8 tiles of 16-bit elements to shared memory, transposed on the way. */

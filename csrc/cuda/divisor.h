@@ -1,0 +1,31 @@
+/* Division by a number that many others are divided by, as Granlund and Montgomery do it ("Division
+ * by invariant integers using multiplication", 1994). */
+#ifndef MOELORA_CUDA_DIVISOR_H
+#define MOELORA_CUDA_DIVISOR_H
+
+#include <stdint.h>
+
+/* n / value == (mulhi(n, magic) + n) >> shift for n < 2^31. */
+typedef struct moelora_divisor {
+  uint32_t value, magic, shift;
+} moelora_divisor;
+
+/* Of 0, one by which nothing may be divided. */
+static inline __host__ __device__ moelora_divisor moelora_divisor_of(uint32_t value) {
+  moelora_divisor d = {value, 0, 0};
+  if (value == 0)
+    return d;
+  while ((uint64_t)1 << d.shift < value)
+    d.shift++;
+  const uint64_t rest = ((uint64_t)1 << d.shift) - value;
+  d.magic = (uint32_t)((rest << 32) / value + 1);
+  return d;
+}
+
+#ifdef __CUDACC__
+static __device__ __forceinline__ uint32_t divide(uint32_t n, const moelora_divisor &d) {
+  return (__umulhi(n, d.magic) + n) >> d.shift;
+}
+#endif
+
+#endif
