@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(C::THREADS, C::CTAS)
     list_items(g, shared.list, listed);
     __syncthreads();
     all = shared.list.all;
-    run_staged<T, C>({g.x, g.x_stride, g.k}, shared.stages, 0, min(all - listed, kListedItems), 1,
-                     find, store);
+    run_staged<T, C>({g.x, g.x_stride, g.k}, shared.stages, min(all - listed, kListedItems), find,
+                     store);
     __syncthreads();
   }
 }

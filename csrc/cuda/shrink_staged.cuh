@@ -140,22 +140,22 @@ template <class T, class C> struct Products {
   }
 };
 
-/* Items begin, begin + stride, ... below `end`: find(number) has tokens(), columns(), x_row(token)
- * and row_of_a(column), store(number, products) stores. All threads come here. */
+/* Items 0 to `items` - 1: find(number) has tokens(), columns(), x_row(token) and row_of_a(column),
+ * store(number, products) stores. All threads come here. */
 template <class T, class C, class Find, class Store>
 __device__ __forceinline__ void run_staged(const StagedRows &rows, const Stages<C> &stages,
-                                           int begin, int end, int stride, Find find, Store store) {
+                                           int items, Find find, Store store) {
   Loader<T, C> loader;
-  int loaded = begin, loaded_k = 0;
+  int loaded = 0, loaded_k = 0;
   const auto load = [&](int stage) {
-    if (loaded < end) {
+    if (loaded < items) {
       if (loaded_k == 0)
         loader.start(find(loaded));
       loader.load(rows, shared_address(stages[stage]), loaded_k);
       loaded_k += kLine;
       if (loaded_k >= rows.depth) {
         loaded_k = 0;
-        loaded += stride;
+        loaded++;
       }
     }
     copy_async_commit();
@@ -166,7 +166,7 @@ __device__ __forceinline__ void run_staged(const StagedRows &rows, const Stages<
 
   int stage = 0;
 #pragma unroll 1
-  for (int number = begin; number < end; number += stride) {
+  for (int number = 0; number < items; number++) {
     const auto item = find(number);
     const int columns = item.columns();
     Products<T, C> products(columns);
