@@ -110,9 +110,11 @@ template <class E, class T, int STAGES, bool VECTORS> struct Pipeline {
     return base + step % STAGES * E::STAGE_BYTES;
   }
 
+  /* Warps come here from loops of their own, see multiply_fitting: a barrier that counts threads,
+   * not one that all are to reach at the same place. */
   __device__ __forceinline__ void wait() {
     copy_async_wait<STAGES - 2>();
-    __syncthreads();
+    asm volatile("bar.sync 1, %0;" ::"n"(Share<E>::THREADS) : "memory");
   }
 
   /* Multiplies stages [step, end), the first of which has been waited for, with the first WIDTH
