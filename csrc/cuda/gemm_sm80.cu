@@ -110,11 +110,9 @@ template <class E, class T, int STAGES, bool VECTORS> struct Pipeline {
     return base + step % STAGES * E::STAGE_BYTES;
   }
 
-  /* Warps come here from loops of their own, see multiply_fitting: a barrier that counts threads,
-   * not one that all are to reach at the same place. */
   __device__ __forceinline__ void wait() {
     copy_async_wait<STAGES - 2>();
-    asm volatile("bar.sync 1, %0;" ::"n"(Share<E>::THREADS) : "memory");
+    __syncthreads();
   }
 
   /* Multiplies stages [step, end), the first of which has been waited for, with the first WIDTH
@@ -155,18 +153,15 @@ template <class E, class T, int STAGES, bool VECTORS> struct Pipeline {
     }
   }
 
-  /* The same, as wide as a warp needs that has `left` rows of the block from its first token on. Of
-   * the two warps that share a tensor core one may have an eight less; they meet at barriers in
-   * loops of their own. */
+  /* The same, as wide as a block of `count` rows needs. */
   template <int WIDTH>
-  __device__ __forceinline__ void multiply_fitting(Share<E> &sum, int left, int step, int end,
+  __device__ __forceinline__ void multiply_fitting(Share<E> &sum, int count, int step, int end,
                                                    bool wanted) {
     // Eights are loaded by two, but where fours share the tokens a single one is 16 tokens.
     constexpr int WIDER = Share<E>::SPLIT == 1 ? 2 : 1;
     if constexpr (WIDTH < Share<E>::EIGHTS) {
-      // Asked of all, the compiler knows that a warp agrees.
-      if (__any_sync(0xffffffffu, left > WIDTH * Share<E>::NEXT))
-        return multiply_fitting<WIDTH + WIDER>(sum, left, step, end, wanted);
+      if (count > WIDTH * Share<E>::SPLIT * 8)
+        return multiply_fitting<WIDTH + WIDER>(sum, count, step, end, wanted);
     }
     multiply<WIDTH>(sum, step, end, wanted);
   }
@@ -313,7 +308,7 @@ __global__ void __launch_bounds__(Share<E>::THREADS, Share<E>::SPLIT == 1 ? 2 : 
       int end = depth_steps - (STAGES - 1);
       if (!deep)
         end = load_ahead(step) ? step + 1 : depth_steps;
-      pipeline.template multiply_fitting<LEAST>(sum, count - S::first_token(), step, end, deep);
+      pipeline.template multiply_fitting<LEAST>(sum, count, step, end, deep);
       step = end;
     }
 #pragma unroll 1
