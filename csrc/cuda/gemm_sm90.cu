@@ -204,6 +204,8 @@ __device__ __forceinline__ bool consume_tile(const RowMaps *out_maps, const moel
     previous = ring.stage;
     ring.advance();
   }
+  if (S::LENT_UNITS > 0)
+    return_stage(ring, consumer); // of a tile without a second step
   const int adapter_stages = AdaptersNote::read(ring.note(previous)).stages;
   bool wild = false;
 #pragma unroll 1
@@ -213,12 +215,10 @@ __device__ __forceinline__ bool consume_tile(const RowMaps *out_maps, const moel
     ring.advance();
   }
   wgmma_wait<0>();
-  if (S::LENT_UNITS > 0) {
-    return_stage(ring, consumer); // of a tile without a second step
+  if (S::LENT_UNITS > 0)
     ring.lent = previous;
-  } else {
+  else
     ring.release(previous);
-  }
 
   if (FINISH == Finish::GATED && g.activation == MOELORA_SILU)
     store_tile<S, T, Finish::SILU, N>(d, out_maps, g, note, consumer, ring);
