@@ -58,13 +58,19 @@ __device__ __forceinline__ void store_rows(const moelora_gemm_launch &g, int fir
   }
 }
 
+/* Until the copy engine has read what this consumer's warps stored, but for the last PENDING stores
+ * of each. */
+template <int PENDING = 0> __device__ __forceinline__ void wait_until_read(int consumer) {
+  if ((threadIdx.x & 31) == 0)
+    tma_store_wait_read<PENDING>();
+  warpgroup_sync(consumer + 1);
+}
+
 /* The stage where the last tile's results lay is free once they have been read. */
 template <class S> __device__ __forceinline__ void return_stage(Ring<S> &ring, int consumer) {
   if (ring.lent < 0)
     return;
-  if ((threadIdx.x & 31) == 0)
-    tma_store_wait_read();
-  warpgroup_sync(consumer + 1);
+  wait_until_read(consumer);
   ring.release(ring.lent);
   ring.lent = -1;
 }
@@ -84,11 +90,8 @@ __device__ __forceinline__ void store_tile(float (&d)[2][N / 2], const RowMaps *
       FINISH == Finish::PLAIN_F32 || (GENERAL && S::TOKENS <= MOELORA_FLOAT_ROWS && g.out_f32);
   const int halves = gated ? 1 : 2;
   const Epilogue<S, FINISH> epilogue(g, note.tile, consumer, T());
-  if (S::LENT_UNITS == 0) {
-    if (lane == 0)
-      tma_store_wait_read();
-    warpgroup_sync(consumer + 1);
-  }
+  if (S::LENT_UNITS == 0)
+    wait_until_read(consumer);
 #pragma unroll
   for (int c = 0; c < N; c += kUnitTokens) {
     epilogue.template finish<N>(d, g, note.tile.block, c);
@@ -96,11 +99,8 @@ __device__ __forceinline__ void store_tile(float (&d)[2][N / 2], const RowMaps *
     const int index = c / kUnitTokens * halves, end = index + halves;
     if (!f32 && index <= S::OWN_UNITS && end > S::OWN_UNITS)
       warpgroup_sync<128 * S::CONSUMERS>(3); // all have multiplied the stage
-    if (!f32 && end > UNITS) {               // its own units once more
-      if ((threadIdx.x & 127) == 0)
-        tma_store_wait_read<S::LENT_UNITS *(kUnitTokens / S::BOX)>();
-      warpgroup_sync(consumer + 1);
-    }
+    if (!f32 && end > UNITS)
+      wait_until_read<S::LENT_UNITS / 4>(consumer); // its own units once more
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       if (half == halves)
