@@ -26,6 +26,11 @@ static inline __host__ __device__ moelora_divisor moelora_divisor_of(uint32_t va
 static __device__ __forceinline__ uint32_t divide(uint32_t n, const moelora_divisor &d) {
   return (__umulhi(n, d.magic) + n) >> d.shift;
 }
+
+/* The divisor of which these are value and magic. */
+static __device__ __forceinline__ moelora_divisor divisor_with(uint32_t value, uint32_t magic) {
+  return {value, magic, 32u - (uint32_t)__clz((int)value - 1)};
+}
 #endif
 
 #endif

@@ -11,7 +11,7 @@
  * beside the shrink results of the tokens that carry the segment's adapter, and zeros for all
  * others. What the others get added is exactly zero as long as B is finite. The consumers look: an
  * output whose row of B is not becomes NaN for the tokens that carry the adapter, and for no
- * others. */
+ * others (sm90_wild.cuh). */
 #include "kernel_launch.cuh"
 #include "ptx/wgmma.cuh"
 #include "sm90_produce.cuh"

@@ -121,14 +121,7 @@ struct Places {
     for (int n = 0; n < N; n++)
       row[n] =
           item.block * g.blocks.rows + min(low + n * 8 + (int)threadIdx.x % 32 / 4, item.high - 1);
-    if (g.x_divisor.value) {
-#pragma unroll
-      for (int n = 0; n < N; n++)
-        row[n] = g.blocks.sorted_ids[row[n]];
-#pragma unroll
-      for (int n = 0; n < N; n++)
-        row[n] = divide(row[n], g.x_divisor);
-    }
+    find_x_rows(g, row);
 #pragma unroll
     for (int n = 0; n < N; n++)
       x[n] = (const T *)g.x + row[n] * g.x_stride + k;

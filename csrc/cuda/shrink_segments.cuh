@@ -10,6 +10,7 @@
 #define MOELORA_CUDA_SHRINK_SEGMENTS_CUH
 
 #include "shrink_product.cuh"
+#include "tile.cuh"
 #include "warp.cuh"
 
 constexpr int kListedItems = 64; // of a CTA, listed at once
@@ -43,13 +44,13 @@ struct SegmentItem {
 
   /* Where a token's row lies. */
   __device__ __forceinline__ int position_of(const moelora_gemm_launch &g, int token) const {
-    const moelora_divisor by_share = {(uint32_t)share, magic, 32u - __clz(share - 1)};
-    const uint32_t at = row + token, blocks = divide(at, by_share);
+    const uint32_t at = row + token, blocks = divide(at, divisor_with(share, magic));
     return block + blocks * g.blocks.rows + at - blocks * share;
   }
   __device__ __forceinline__ int x_row(const moelora_gemm_launch &g, int token) const {
-    const int at = position_of(g, token);
-    return g.x_divisor.value ? divide(g.blocks.sorted_ids[at], g.x_divisor) : at;
+    uint32_t at[] = {(uint32_t)position_of(g, token)};
+    find_x_rows(g, at);
+    return at[0];
   }
 };
 

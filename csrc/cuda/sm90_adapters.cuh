@@ -1,8 +1,10 @@
 /* Adapters as more depth of a Hopper GEMM's tile. A stage of the ring holds a few pieces:
  *
- *   W  [piece][TILES][64] rows of 32 bytes, 32-byte swizzle   rows of B, of a gated projection
- * those of gate before those of up X  [TOKENS] rows of 128 bytes as in tile.cuh              shrink
- * results, zeros where a token does not carry the adapter */
+ *   W  [piece][TILES][64]   rows of B of 32 bytes, 32-byte swizzle
+ *   X  [TOKENS]             shrink results in rows of 128 bytes as in tile.cuh
+ *
+ * Of a gated projection, rows of gate come before those of up. Where a token does not carry the
+ * adapter, there are zeros. */
 #ifndef MOELORA_CUDA_SM90_ADAPTERS_CUH
 #define MOELORA_CUDA_SM90_ADAPTERS_CUH
 

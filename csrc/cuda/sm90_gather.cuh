@@ -24,21 +24,14 @@ template <int TOKENS> struct Gather {
       to[odd] = (uint32_t)(first * kRowBytes + ((chunk ^ ((first + 4 * odd) & 7)) << 4));
   }
 
-  /* Of `count` tokens at position_of(token). All loads are on their way before one is used. */
+  /* Of `count` tokens at position_of(token). */
   template <class PositionOf>
   __device__ __forceinline__ void find(const moelora_gemm_launch &g, int count,
                                        PositionOf position_of) {
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
       next[i] = position_of(max(min(first + STEP * i, count - 1), 0));
-    if (g.x_divisor.value) {
-#pragma unroll
-      for (int i = 0; i < ROWS; i++)
-        next[i] = g.blocks.sorted_ids[next[i]];
-#pragma unroll
-      for (int i = 0; i < ROWS; i++)
-        next[i] = divide(next[i], g.x_divisor);
-    }
+    find_x_rows(g, next);
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
       next[i] = first + STEP * i < count ? next[i] * (uint32_t)(g.x_stride / 8) : NONE;

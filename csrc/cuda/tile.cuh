@@ -123,6 +123,19 @@ __device__ __forceinline__ int32_t x_row(const moelora_gemm_launch &g, int block
   return g.x_divisor.value ? divide(row, g.x_divisor) : block * E::TOKENS + t;
 }
 
+/* Positions become rows of x. All loads are on their way before one is used. */
+template <int N>
+__device__ __forceinline__ void find_x_rows(const moelora_gemm_launch &g, uint32_t (&at)[N]) {
+  if (!g.x_divisor.value)
+    return;
+#pragma unroll
+  for (int n = 0; n < N; n++)
+    at[n] = g.blocks.sorted_ids[at[n]];
+#pragma unroll
+  for (int n = 0; n < N; n++)
+    at[n] = divide(at[n], g.x_divisor);
+}
+
 template <class E>
 __device__ __forceinline__ float routed_weight(const moelora_gemm_launch &g, int block, int t) {
   return g.weighted && t < E::TOKENS ? g.blocks.weights[(int64_t)block * E::TOKENS + t] : 0.f;
