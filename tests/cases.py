@@ -422,9 +422,6 @@ EDGE_CASES: dict[str, Spec] = {
     "every_expert_id_out_of_range": Spec(routing="all_skipped"),
     "adapter_ids_out_of_range": Spec(mix="out_of_range", tokens=16),
     "many_rows": Spec(tokens=150, top_k=2, experts=4),
-    "many_rows_short_depth": Spec(
-        tokens=300, top_k=1, experts=2, hidden=64, inter=64, ranks=(64, 64, 64), mix="all_different"
-    ),
     "many_experts": Spec(tokens=3, experts=300, top_k=8, hidden=16, inter=16, ranks=(2,)),
     "many_adapters": Spec(
         tokens=40, ranks=(1, 2, 3, 4) * 10, mix="all_different", hidden=16, inter=16

@@ -100,6 +100,13 @@ def test_shrink_of_older_gpus(as_sm80, name, dtype):
     assert_gemm_is_the_cpus(replace(SHRINKS[name], dtype=dtype).build(), GPU)
 
 
+@pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
+def test_adapters_fill_the_ring_behind_one_step_of_depth(dtype):
+    """More tiles than CTAs: each begins while the results of the last one lie in a stage."""
+    spec = Spec(tokens=600, top_k=1, experts=2, hidden=64, inter=9000, ranks=(64,) * 8)
+    assert_gemm_is_the_cpus(replace(spec, mix="all_different", dtype=dtype).build(), GPU)
+
+
 # ---- alignment: sizes on both sides of every choice that csrc/cuda/align.cu makes ----
 
 ALIGNMENTS = {
