@@ -209,6 +209,7 @@ __device__ __forceinline__ void store_tile(Share<E> &sum, const moelora_gemm_lau
     uint16_t *const to = (uint16_t *)g.out + output_offset(g, block * 8 + lane / 4, row);
 #pragma unroll
     for (int pair = 0; pair < S::PAIRS; pair++) {
+      epilogues[pair].template begin<8>(sum.d[pair][j], g);
       epilogues[pair].template finish<8>(sum.d[pair][j], g, block, 0);
 #pragma unroll
       for (int half = 0; half < 2; half++) {

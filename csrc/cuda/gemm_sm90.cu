@@ -76,11 +76,13 @@ template <class S> __device__ __forceinline__ void return_stage(Ring<S> &ring, i
 }
 
 /* From accumulators to memory, 32 tokens at a time. Where results lie by position, the copy engine
- * stores whole boxes, which end within the block, while the next tile is multiplied. */
-template <class S, class T, Finish FINISH, int N>
-__device__ __forceinline__ void store_tile(float (&d)[2][N / 2], const RowMaps *out_maps,
+ * stores whole boxes, which end within the block, while the next tile is multiplied. One piece of
+ * code for tiles of all widths: there is little room for instructions near the tensor cores. */
+template <class S, class T, Finish FINISH>
+__device__ __forceinline__ void store_tile(float (&d)[2][S::TOKENS / 2], const RowMaps *out_maps,
                                            const moelora_gemm_launch &g, const TileNote &note,
                                            int consumer, const Ring<S> &ring) {
+  constexpr int N = S::TOKENS;
   const int lane = threadIdx.x & 31;
   constexpr bool GENERAL = FINISH == Finish::GENERAL;
   constexpr int UNITS = S::OWN_UNITS + S::LENT_UNITS;
@@ -90,10 +92,13 @@ __device__ __forceinline__ void store_tile(float (&d)[2][N / 2], const RowMaps *
       FINISH == Finish::PLAIN_F32 || (GENERAL && S::TOKENS <= MOELORA_FLOAT_ROWS && g.out_f32);
   const int halves = gated ? 1 : 2;
   const Epilogue<S, FINISH> epilogue(g, note.tile, consumer, T());
+  epilogue.template begin<N>(d, g);
   if (S::LENT_UNITS == 0)
     wait_until_read(consumer);
 #pragma unroll
   for (int c = 0; c < N; c += kUnitTokens) {
+    if (c > 0 && c >= note.count)
+      break;
     epilogue.template finish<N>(d, g, note.tile.block, c);
     const int32_t rows = by_position ? 0 : block_row<S>(g, note.tile.block, c + lane);
     const int index = c / kUnitTokens * halves, end = index + halves;
@@ -133,8 +138,9 @@ __device__ __forceinline__ void store_tile(float (&d)[2][N / 2], const RowMaps *
 /* Adds the stage at hand, and leaves stage `previous`. Returns true if something in B was neither
  * finite nor added. */
 template <class S, class T, int N>
-__device__ __forceinline__ bool add_adapters(float (&d)[2][N / 2], const moelora_gemm_launch &g,
-                                             const Ring<S> &ring, int previous, int consumer) {
+__device__ __forceinline__ bool add_adapters(float (&d)[2][S::TOKENS / 2],
+                                             const moelora_gemm_launch &g, const Ring<S> &ring,
+                                             int previous, int consumer) {
   constexpr int STRIDE = S::TILES * kPieceGroupBytes;
   // Two CTAs on an SM fill each other's gaps: there a stage is rather free soon.
   if (S::RESIDENT > 1)
@@ -161,22 +167,10 @@ __device__ __forceinline__ bool add_adapters(float (&d)[2][N / 2], const moelora
   return wild;
 }
 
-/* Returns what add_adapters does. */
-template <class S, class T, Finish FINISH, int N>
-__device__ __forceinline__ bool consume_tile(const RowMaps *out_maps, const moelora_gemm_launch &g,
-                                             Ring<S> &ring, const TileNote &note, int consumer) {
-  const int lane = threadIdx.x & 31;
-  const Tile &tile = note.tile;
-  // Accumulators fill the registers: what the epilogue needs is only brought near.
-#pragma unroll
-  for (int i = 0; i < S::LANES; i++) {
-    const int64_t position = (int64_t)tile.block * S::TOKENS + i * 32 + lane;
-    if (!g.out_by_position && i * 32 + lane < note.count)
-      prefetch(&g.blocks.sorted_ids[position]);
-    if (g.weighted && i * 32 + lane < note.count)
-      prefetch(&g.blocks.weights[position]);
-  }
-  float d[2][N / 2];
+/* The products of a tile, with the token side of wgmma N wide. Returns what add_adapters does. */
+template <class S, class T, int N>
+__device__ __forceinline__ bool multiply(float (&d)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
+                                         Ring<S> &ring, int consumer) {
 #pragma unroll
   for (int i = 0; i < N / 2; i++)
     d[0][i] = d[1][i] = 0.f;
@@ -219,35 +213,46 @@ __device__ __forceinline__ bool consume_tile(const RowMaps *out_maps, const moel
     ring.lent = previous;
   else
     ring.release(previous);
-
-  if (FINISH == Finish::GATED && g.activation == MOELORA_SILU)
-    store_tile<S, T, Finish::SILU, N>(d, out_maps, g, note, consumer, ring);
-  else
-    store_tile<S, T, FINISH, N>(d, out_maps, g, note, consumer, ring);
   return wild;
 }
 
-/* The narrowest wgmma that holds the tile's tokens, from width N on. */
-template <class S, class T, Finish FINISH, int N>
-__device__ __forceinline__ bool consume_fitting(const RowMaps *out_maps,
-                                                const moelora_gemm_launch &g, Ring<S> &ring,
-                                                const TileNote &note, int consumer) {
+/* With the narrowest wgmma that holds the tile's tokens, from width N on. */
+template <class S, class T, int N>
+__device__ __forceinline__ bool multiply_fitting(float (&d)[2][S::TOKENS / 2],
+                                                 const moelora_gemm_launch &g, Ring<S> &ring,
+                                                 const TileNote &note, int consumer) {
   if constexpr (N < S::TOKENS) {
     if (note.count > N)
-      return consume_fitting<S, T, FINISH, N + S::STEP>(out_maps, g, ring, note, consumer);
+      return multiply_fitting<S, T, N + S::STEP>(d, g, ring, note, consumer);
   }
-  return consume_tile<S, T, FINISH, N>(out_maps, g, ring, note, consumer);
+  return multiply<S, T, N>(d, g, ring, consumer);
 }
 
 template <class S, class T, Finish FINISH>
 __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_gemm_launch &g,
                                         Ring<S> ring, int consumer) {
+  const int lane = threadIdx.x & 31;
   for (;;) {
     ring.wait_full();
     const TileNote note = TileNote::read(ring.note());
     if (note.tile.block < 0)
       break;
-    if (consume_fitting<S, T, FINISH, S::LEAST>(out_maps, g, ring, note, consumer))
+    // Accumulators fill the registers: what the epilogue needs is only brought near.
+#pragma unroll
+    for (int i = 0; i < S::LANES; i++) {
+      const int64_t position = (int64_t)note.tile.block * S::TOKENS + i * 32 + lane;
+      if (!g.out_by_position && i * 32 + lane < note.count)
+        prefetch(&g.blocks.sorted_ids[position]);
+      if (g.weighted && i * 32 + lane < note.count)
+        prefetch(&g.blocks.weights[position]);
+    }
+    float d[2][S::TOKENS / 2];
+    const bool wild = multiply_fitting<S, T, S::LEAST>(d, g, ring, note, consumer);
+    if (FINISH == Finish::GATED && g.activation == MOELORA_SILU)
+      store_tile<S, T, Finish::SILU>(d, out_maps, g, note, consumer, ring);
+    else
+      store_tile<S, T, FINISH>(d, out_maps, g, note, consumer, ring);
+    if (wild)
       Wild<S, T>::poison(g, note, consumer);
   }
   tma_store_wait();

@@ -317,9 +317,26 @@ template <class E, Finish FINISH> struct Epilogue {
     }
   }
 
+  /* What comes before `finish`, of all tokens at once: one branch skips what most layers do not
+   * have, where one for each output would cost as much as the rest of a plain epilogue. */
+  template <int N>
+  __device__ __forceinline__ void begin(float (&d)[2][N / 2], const moelora_gemm_launch &g) const {
+    if (g.w.bias) {
+#pragma unroll
+      for (int i = 0; i < N; i++)
+        d[i % 2][i / 2] += bias[i % 2 * 2 + i / 2 % 4 / 2];
+    }
+    if (FINISH != Finish::GATED && FINISH != Finish::SILU && g.activation == MOELORA_RELU2) {
+#pragma unroll
+      for (int i = 0; i < N; i++) {
+        float &v = d[i % 2][i / 2];
+        v = v < 0.f ? 0.f : v * v;
+      }
+    }
+  }
+
   /* Up to 32 tokens of `block` from `first` on, in place; afterwards d[0] holds a gated
-   * projection's outputs.
-   */
+   * projection's outputs. */
   template <int N>
   __device__ __forceinline__ void finish(float (&d)[2][N / 2], const moelora_gemm_launch &g,
                                          int block, int first) const {
@@ -332,13 +349,11 @@ template <class E, Finish FINISH> struct Epilogue {
 #pragma unroll
       for (int q = 0; q < 4; q++) {
         const int at = (first / 8 + i) * 4 + q;
-        float v[2] = {d[0][at] + bias[q / 2], d[1][at] + bias[2 + q / 2]};
+        float v[2] = {d[0][at], d[1][at]};
         if (FINISH == Finish::SILU)
           v[0] = Activation::silu(v[0], v[1]);
         else if (FINISH == Finish::GATED || (FINISH == Finish::GENERAL && g.gated))
           v[0] = activation(v[0], v[1]);
-        else if (g.activation == MOELORA_RELU2)
-          v[0] = v[0] < 0.f ? 0.f : v[0] * v[0], v[1] = v[1] < 0.f ? 0.f : v[1] * v[1];
         if (FINISH == Finish::GENERAL && g.weighted) {
           const float weight = __shfl_sync(0xffffffffu, here, i * 8 + (lane & 3) * 2 + q % 2);
           v[0] *= weight, v[1] *= weight;
