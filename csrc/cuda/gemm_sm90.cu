@@ -167,7 +167,8 @@ __device__ __forceinline__ bool add_adapters(float (&d)[2][S::TOKENS / 2],
   return wild;
 }
 
-/* The products of a tile, with the token side of wgmma N wide. Returns what add_adapters does. */
+/* The products of a tile, with the token side of wgmma N wide: what d has beyond is for rows that
+ * nobody reads. Returns what add_adapters does. */
 template <class S, class T, int N>
 __device__ __forceinline__ bool multiply(float (&d)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
                                          Ring<S> &ring, int consumer) {
