@@ -3,6 +3,7 @@
 #define MOELORA_CUDA_DECODE_EXPAND_CUH
 
 #include "decode_product.cuh"
+#include "factors.cuh"
 #include "launch.h"
 
 namespace decode {
@@ -60,9 +61,9 @@ __device__ __forceinline__ const uint16_t *piece_row(const Params &p, const Tabl
   const int64_t n = weight_row(p, kind, output, half) - e.slice * f.slice_n;
   if (output >= outputs_of(p, kind) || n < 0 || n >= f.slice_n || e.left == 0)
     return nullptr;
-  const moelora_factor &b = f.b[e.slice];
-  return (const uint16_t *)b.data + t.segment_adapter[piece.segment] * b.stride_l +
-         t.expert[t.segment_unit[piece.segment]] * b.stride_e + n * b.stride_i + e.column;
+  return factor_row<uint16_t>(f.b[e.slice], t.segment_adapter[piece.segment],
+                              t.expert[t.segment_unit[piece.segment]], n) +
+         e.column;
 }
 
 __device__ __forceinline__ void prefetch_pieces(const Params &p, const Tables &t,

@@ -4,6 +4,7 @@
 #define MOELORA_CUDA_DECODE_WALK_CUH
 
 #include "decode_tables.cuh"
+#include "factors.cuh"
 
 namespace decode {
 
@@ -155,8 +156,7 @@ __device__ __forceinline__ void item_rows(const Params &p, const Tables &t, cons
   if (is_shrink(walk.kind)) {
     const Ranks r = ranks_of(p, t, walk.kind, walk.index);
     const moelora_factor &a = factors_of(p, walk.kind).a[r.slice];
-    from =
-        (const uint16_t *)a.data + t.segment_adapter[r.segment] * a.stride_l + expert * a.stride_e;
+    from = factor_row<uint16_t>(a, t.segment_adapter[r.segment], expert, 0);
     stride = a.stride_i;
     for (int half = 0; half < 2; half++)
       at[half] = min(r.first + 8 * half + g, r.rank - 1);

@@ -12,6 +12,7 @@
 
 #include "cuda/align.cuh"
 #include "cuda/delta.h"
+#include "factors.cuh"
 #include "ptx/mma.cuh"
 
 /* The rows of a window of at most ROWS, and its segments in order: number s has rows low[s] to
@@ -38,13 +39,6 @@ template <int ROWS> struct Window {
     return begin + __popc(__ballot_sync(~0u, here)) - 1;
   }
 };
-
-/* Row i of a factor. */
-template <class T>
-__device__ __forceinline__ const T *factor_row(const moelora_factor &f, int64_t adapter,
-                                               int64_t expert, int64_t i) {
-  return (const T *)f.data + adapter * f.stride_l + expert * f.stride_e + i * f.stride_i;
-}
 
 struct WindowRow {
   int32_t row = -1, expert = -1, adapter = -1;

@@ -13,6 +13,7 @@
 #ifndef MOELORA_CUDA_SHRINK_PRODUCT_CUH
 #define MOELORA_CUDA_SHRINK_PRODUCT_CUH
 
+#include "factors.cuh"
 #include "launch.h"
 #include "ptx/mma.cuh"
 
@@ -70,7 +71,7 @@ template <class T, class S, int M, int N> struct Rows {
     for (int m = 0; m < M; m++) {
       const int tile = min(column + m * 16, columns - 16), slice = tile / width;
       const moelora_factor &f = lora.a[slice];
-      const T *factor = (const T *)f.data + adapter * f.stride_l + expert * f.stride_e + k;
+      const T *factor = factor_row<T>(f, adapter, expert, 0) + k;
 #pragma unroll
       for (int half = 0; half < 2; half++)
         a[2 * m + half] =

@@ -37,8 +37,7 @@ __device__ __forceinline__ const T *find_row_of_a(const moelora_factors &lora, i
   const int width = moelora_padded_rank(rank), slice = column / width, r = column - slice * width;
   if (slice >= lora.num_slices || r >= rank)
     return nullptr;
-  const moelora_factor &f = lora.a[slice];
-  return (const T *)f.data + adapter * f.stride_l + expert * f.stride_e + r * f.stride_i;
+  return factor_row<T>(lora.a[slice], adapter, expert, r);
 }
 
 /* What a thread copies of an item: chunk thread % 8 of rows thread / 8 + 32 i. */

@@ -112,8 +112,7 @@ __device__ __forceinline__ void load_factors(const moelora_gemm_launch &g, const
   for (int half = 0; half < 2; half++) {
     const int slice = paired ? half : piece.slice;
     const moelora_factor &b = g.lora.b[slice];
-    const T *from =
-        (const T *)b.data + piece.pair / kRanks * b.stride_l + tile.expert * b.stride_e + column;
+    const T *from = factor_row<T>(b, piece.pair / kRanks, tile.expert, 0) + column;
     const int output = first_output<E>(g, tile.column, half);
     const int first = paired ? output : (int)weight_row(g, half, output) - slice * width;
 #pragma unroll(VECTORS ? E::TILES / 2 : 1)

@@ -127,8 +127,7 @@ __device__ __forceinline__ void copy_factors(const moelora_gemm_launch &g, const
       const int ranks = max(0, min(8, piece.pair % kRanks - column));
       const bool there = output < g.n_out && n >= 0 && n < g.lora.slice_n;
       const moelora_factor &b = g.lora.b[slice];
-      const T *from = (const T *)b.data + piece.pair / kRanks * b.stride_l +
-                      tile.expert * b.stride_e + n * b.stride_i + column;
+      const T *from = factor_row<T>(b, piece.pair / kRanks, tile.expert, n) + column;
       copy_elements(ring.weights() + (j * S::TILES + piece_group<S>(g, group)) * kPieceGroupBytes +
                         r * 32 + ((chunk ^ (r >> 2 & 1)) << 4),
                     from, there ? ranks : 0);

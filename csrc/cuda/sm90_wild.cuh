@@ -67,10 +67,8 @@ template <class S, class T> struct Wild {
       const int64_t position = (int64_t)note.tile.block * S::TOKENS + t;
       const int32_t pair = g.blocks.pairs[position];
       if (pair != known) {
-        const moelora_factor &b = g.lora.b[slice];
-        const uint16_t *from = (const uint16_t *)b.data + pair / kRanks * b.stride_l +
-                               note.tile.expert * b.stride_e +
-                               (row - slice * g.lora.slice_n) * b.stride_i;
+        const uint16_t *from = factor_row<uint16_t>(g.lora.b[slice], pair / kRanks,
+                                                    note.tile.expert, row - slice * g.lora.slice_n);
         wild = false;
         for (int r = 0; pair >= 0 && r < min(pair % kRanks, g.lora.max_rank); r++)
           wild |= signs(from[r]) != 0;

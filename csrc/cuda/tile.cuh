@@ -16,6 +16,7 @@
 #ifndef MOELORA_CUDA_TILE_CUH
 #define MOELORA_CUDA_TILE_CUH
 
+#include "factors.cuh"
 #include "launch.h"
 #include "ptx/mma.cuh"
 
