@@ -84,6 +84,39 @@ def test_base_rows_keep_their_bits(forced):
             assert tokens == 1 or not same_bits(mixed[~rows], base[~rows])
 
 
+def test_wild_factors_stay_with_their_outputs(forced):
+    """An infinity and a NaN in B: their rows of it, for the tokens that carry the adapter to the
+    expert, and not one bit beside them. On a GPU there are several tiles to a CTA."""
+    _, device, dtype = forced
+    tokens, hidden, inter = (600, 520, 2312) if device == "cuda" else (24, 136, 72)
+    p = Spec(tokens, hidden=hidden, inter=inter, dtype=dtype, ranks=(8, 16, 40), mix="half_base")
+    p = p.build().to(device)
+    adapter, expert = 1, 2
+    for value, row in ((float("inf"), 3), (float("nan"), hidden - 1)):
+        carry = (p.token_lora_mapping == adapter)[:, None] & (p.topk_ids == expert)
+        hit = torch.zeros(*carry.shape, hidden, dtype=torch.bool, device=device)
+        hit[..., row] = carry
+        clean = moelora.fused_moe_lora_gemm(**p.gemm_kwargs("w2"))
+        layer = moelora.fused_experts_lora(**p.kwargs())
+        kept = p.w2_lora_b[adapter, expert, row, 5].clone()
+        p.w2_lora_b[adapter, expert, row, 5] = value
+        y = moelora.fused_moe_lora_gemm(**p.gemm_kwargs("w2"))
+        assert carry.any() and not y[hit].isfinite().any()
+        assert same_bits(y[~hit], clean[~hit])
+        y = moelora.fused_experts_lora(**p.kwargs())
+        assert not y[hit.any(dim=1)].isfinite().any()
+        assert same_bits(y[~hit.any(dim=1)], layer[~hit.any(dim=1)])
+        p.w2_lora_b[adapter, expert, row, 5] = kept
+
+        up = p.w13_lora_b[1][adapter, expert, row % inter]
+        kept = up[5].clone()
+        up[5] = value
+        y = moelora.fused_experts_lora(**p.kwargs())
+        assert not y[carry.any(dim=1)].isfinite().all(dim=1).any()
+        assert same_bits(y[~carry.any(dim=1)], layer[~carry.any(dim=1)])
+        up[5] = kept
+
+
 def test_only_rows_of_this_build_are_listed():
     assert any(name.endswith("_scalar") for name in _C.usable())
     assert all("_sm" not in name for name in _C.variants()) or _C.WITH_CUDA

@@ -9,13 +9,14 @@
  *
  * Adapters are more depth: a stage of them holds, for up to 64 (segment, rank) columns, rows of B
  * beside the shrink results of the tokens that carry the segment's adapter, and zeros for all
- * others. What the others get added is exactly zero as long as B is finite. The consumers look: an
- * output whose row of B is not becomes NaN for the tokens that carry the adapter, and for no
+ * others. What the others get added is exactly zero as long as B is finite. Where it is not, no
+ * token's sum stays finite in that row. So the consumers look at two tokens of a tile. If neither
+ * is finite, the CTA walks over its tiles once more, slowly: without what is not finite in B, and
+ * the outputs that it belongs to become NaN for the tokens that carry the adapter, and for no
  * others (sm90_wild.cuh). */
 #include "kernel_launch.cuh"
 #include "ptx/wgmma.cuh"
 #include "sm90_produce.cuh"
-#include "sm90_wild.cuh"
 #include "tensor_map.h"
 #include "variants.cuh"
 
@@ -135,10 +136,9 @@ __device__ __forceinline__ void store_tile(float (&d)[2][S::TOKENS / 2], const R
   }
 }
 
-/* Adds the stage at hand, and leaves stage `previous`. Returns true if something in B was neither
- * finite nor added. */
+/* Adds the stage at hand, and leaves stage `previous`. */
 template <class S, class T, int N>
-__device__ __forceinline__ bool add_adapters(float (&d)[2][S::TOKENS / 2],
+__device__ __forceinline__ void add_adapters(float (&d)[2][S::TOKENS / 2],
                                              const moelora_gemm_launch &g, const Ring<S> &ring,
                                              int previous, int consumer) {
   constexpr int STRIDE = S::TILES * kPieceGroupBytes;
@@ -150,8 +150,7 @@ __device__ __forceinline__ bool add_adapters(float (&d)[2][S::TOKENS / 2],
   const int first = piece_group<S>(g, 2 * consumer) * kPieceGroupBytes;
   const int next = piece_group<S>(g, 2 * consumer + 1) * kPieceGroupBytes - first;
   const uint32_t weights = ring.weights() + first;
-  const bool wild = note.shared && Wild<S, T>::clear(weights, next, consumer, note.pieces);
-  fence_async_proxy(); // cp.async, or `clear`, wrote through the ordinary proxy
+  fence_async_proxy(); // cp.async wrote through the ordinary proxy
   if (S::RESIDENT == 1)
     wgmma_wait<0>(), ring.release(previous);
   const uint64_t a = wgmma_descriptor_32(weights), b = wgmma_descriptor(ring.tokens());
@@ -164,14 +163,14 @@ __device__ __forceinline__ bool add_adapters(float (&d)[2][S::TOKENS / 2],
                                                 b + step * j + up);
     wgmma_commit();
   }
-  return wild;
 }
 
 /* The products of a tile, with the token side of wgmma N wide: what d has beyond is for rows that
- * nobody reads. Returns what add_adapters does. */
+ * nobody reads. Returns what is known of its adapters. */
 template <class S, class T, int N>
-__device__ __forceinline__ bool multiply(float (&d)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
-                                         Ring<S> &ring, int consumer) {
+__device__ __forceinline__ AdaptersNote multiply(float (&d)[2][S::TOKENS / 2],
+                                                 const moelora_gemm_launch &g, Ring<S> &ring,
+                                                 int consumer) {
 #pragma unroll
   for (int i = 0; i < N / 2; i++)
     d[0][i] = d[1][i] = 0.f;
@@ -201,11 +200,10 @@ __device__ __forceinline__ bool multiply(float (&d)[2][S::TOKENS / 2], const moe
   }
   if (S::LENT_UNITS > 0)
     return_stage(ring, consumer); // of a tile without a second step
-  const int adapter_stages = AdaptersNote::read(ring.note(previous)).stages;
-  bool wild = false;
+  const AdaptersNote adapters = AdaptersNote::read(ring.note(previous));
 #pragma unroll 1
-  for (int i = 0; i < adapter_stages; i++) {
-    wild |= add_adapters<S, T, N>(d, g, ring, previous, consumer);
+  for (int i = 0; i < adapters.stages; i++) {
+    add_adapters<S, T, N>(d, g, ring, previous, consumer);
     previous = ring.stage;
     ring.advance();
   }
@@ -214,14 +212,15 @@ __device__ __forceinline__ bool multiply(float (&d)[2][S::TOKENS / 2], const moe
     ring.lent = previous;
   else
     ring.release(previous);
-  return wild;
+  return adapters;
 }
 
 /* With the narrowest wgmma that holds the tile's tokens, from width N on. */
 template <class S, class T, int N>
-__device__ __forceinline__ bool multiply_fitting(float (&d)[2][S::TOKENS / 2],
-                                                 const moelora_gemm_launch &g, Ring<S> &ring,
-                                                 const TileNote &note, int consumer) {
+__device__ __forceinline__ AdaptersNote multiply_fitting(float (&d)[2][S::TOKENS / 2],
+                                                         const moelora_gemm_launch &g,
+                                                         Ring<S> &ring, const TileNote &note,
+                                                         int consumer) {
   if constexpr (N < S::TOKENS) {
     if (note.count > N)
       return multiply_fitting<S, T, N + S::STEP>(d, g, ring, note, consumer);
@@ -229,9 +228,22 @@ __device__ __forceinline__ bool multiply_fitting(float (&d)[2][S::TOKENS / 2],
   return multiply<S, T, N>(d, g, ring, consumer);
 }
 
+/* Whether each row of a tile has a finite sum among the two tokens of its first that a thread
+ * holds: only lanes of the first column say so, whose tokens are real. */
+template <int N> __device__ __forceinline__ bool are_finite(const float (&d)[2][N]) {
+  float most = 0.f;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float *pair = &d[i / 2][i % 2 * 2];
+    const float least = fminf(fabsf(pair[0]), fabsf(pair[1])); // the finite one
+    asm("max.NaN.f32 %0, %0, %1;" : "+f"(most) : "f"(least));
+  }
+  return (threadIdx.x & 3) != 0 || most < __builtin_inff();
+}
+
 template <class S, class T, Finish FINISH>
 __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_gemm_launch &g,
-                                        Ring<S> ring, int consumer) {
+                                        Ring<S> &ring, int consumer, bool wild) {
   const int lane = threadIdx.x & 31;
   for (;;) {
     ring.wait_full();
@@ -248,15 +260,23 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_g
         prefetch(&g.blocks.weights[position]);
     }
     float d[2][S::TOKENS / 2];
-    const bool wild = multiply_fitting<S, T, S::LEAST>(d, g, ring, note, consumer);
+    const AdaptersNote adapters = multiply_fitting<S, T, S::LEAST>(d, g, ring, note, consumer);
+    if (adapters.shared && !are_finite(d))
+      ring.call_wild();
     if (FINISH == Finish::GATED && g.activation == MOELORA_SILU)
       store_tile<S, T, Finish::SILU>(d, out_maps, g, note, consumer, ring);
     else
       store_tile<S, T, FINISH>(d, out_maps, g, note, consumer, ring);
-    if (wild)
-      Wild<S, T>::poison(g, note, consumer);
+    if (wild && adapters.shared)
+      Wild<T>::template poison<S>(g, note, consumer);
   }
   tma_store_wait();
+}
+
+/* Between walks. */
+template <class S>
+__device__ __forceinline__ bool is_wild(const moelora_gemm_launch &g, Ring<S> &ring) {
+  return g.blocks.pairs && ring.is_wild();
 }
 
 template <class S, class T, Finish FINISH>
@@ -268,7 +288,7 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
   extern __shared__ char shared[];
   Ring<S> ring(shared);
   if (threadIdx.x == 0)
-    ring.init();
+    ring.init(), ring.begin_tame();
   if constexpr (S::CLUSTER > 1)
     cluster_sync();
   else
@@ -286,16 +306,23 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
       give_registers<120>();
     else if constexpr (S::TOKENS > 32)
       give_registers<88>();
-    if (__shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == 0)
-      stream<S>(&w_map, &x_maps, &b_maps, g, ring);
-    else
-      gather<S, T>(g, ring);
+    if (__shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == 0) {
+#pragma unroll 1
+      for (int walk = 0; walk < 2 && (walk == 0 || is_wild(g, ring)); walk++)
+        stream<S>(&w_map, &x_maps, &b_maps, g, ring, walk > 0);
+    } else {
+#pragma unroll 1
+      for (int walk = 0; walk < 2 && (walk == 0 || is_wild(g, ring)); walk++)
+        gather<S, T>(g, ring, walk > 0);
+    }
   } else {
     if constexpr (S::CONSUMERS == 2)
       take_registers<192>();
     else if constexpr (S::TOKENS > 32)
       take_registers<168>();
-    consume<S, T, FINISH>(&out_maps, g, ring, warpgroup - 1);
+#pragma unroll 1
+    for (int walk = 0; walk < 2 && (walk == 0 || is_wild(g, ring)); walk++)
+      consume<S, T, FINISH>(&out_maps, g, ring, warpgroup - 1, walk > 0);
   }
   // Whoever waits for this kernel relies on the one before it, too.
   wait_for_previous_kernel();

@@ -10,6 +10,7 @@
 
 #include "runs.cuh"
 #include "sm90_ring.cuh"
+#include "sm90_wild.cuh"
 #include "tensor_map.h"
 
 constexpr int kPieceGroupBytes = 64 * 32;
@@ -74,7 +75,7 @@ template <class S> struct Pairs {
   }
 };
 
-/* See PiecesNote; `tokens` are in use. */
+/* See AdaptersNote; `tokens` are in use. */
 template <class S> __device__ __forceinline__ bool are_shared(const Runs<S> &runs, int tokens) {
   const AdapterPiece first = runs.run(0);
   return runs.count > 1 || first.low > 0 || first.high < tokens || first.pair % kPieceDepth != 0;
@@ -110,11 +111,12 @@ __device__ __forceinline__ void load_factors(const FactorMaps *maps, const moelo
   }
 }
 
-/* The same element by element, for factors that no tensor map covers. */
+/* The same element by element, for factors that no tensor map covers, and for what must not reach
+ * the tensor cores: with `clears`, zeros in place of what is not finite. */
 template <class S, class T, int THREADS>
 __device__ __forceinline__ void copy_factors(const moelora_gemm_launch &g, const Tile &tile,
                                              const Runs<S> &runs, int pieces, PieceCursor cursor,
-                                             const Ring<S> &ring, int thread) {
+                                             const Ring<S> &ring, int thread, bool clears) {
   for (int j = 0; j < pieces; j++) {
     const AdapterPiece piece = cursor.next(runs);
 #pragma unroll 1
@@ -128,9 +130,12 @@ __device__ __forceinline__ void copy_factors(const moelora_gemm_launch &g, const
       const bool there = output < g.n_out && n >= 0 && n < g.lora.slice_n;
       const moelora_factor &b = g.lora.b[slice];
       const T *from = factor_row<T>(b, piece.pair / kRanks, tile.expert, n) + column;
-      copy_elements(ring.weights() + (j * S::TILES + piece_group<S>(g, group)) * kPieceGroupBytes +
-                        r * 32 + ((chunk ^ (r >> 2 & 1)) << 4),
-                    from, there ? ranks : 0);
+      const uint32_t to = ring.weights() +
+                          (j * S::TILES + piece_group<S>(g, group)) * kPieceGroupBytes + r * 32 +
+                          ((chunk ^ (r >> 2 & 1)) << 4);
+      copy_elements(to, from, there ? ranks : 0);
+      if (clears)
+        Wild<T>::clear(to);
     }
   }
   __threadfence_block(); // the arrival to come speaks for asynchronous copies only

@@ -83,11 +83,13 @@ template <class S> __device__ __forceinline__ int idle_step(int depth_steps, int
   return min(S::LENT_UNITS > 0 ? S::STAGES - 1 : 1 + part, depth_steps - 1);
 }
 
-/* What comes next is loaded while a tile streams. */
+/* What comes next is loaded while a tile streams. A walk is `wild` when it is the second one, see
+ * gemm_sm90.cu. */
 template <class S>
 __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *x_maps,
                                        const FactorMaps *b_maps, const moelora_gemm_launch &g,
-                                       Ring<S> ring) {
+                                       Ring<S> &ring, bool wild) {
+  const bool factors_boxes = g.factors_boxes && !wild;
   const int lane = threadIdx.x & 31, depth_steps = (g.k + kDepth - 1) / kDepth;
   // Few tokens read each weight once; the blocks of a busy expert read it one after the other.
   const uint64_t policy = S::TOKENS <= 32 ? evict_first_policy() : evict_normal_policy();
@@ -114,7 +116,8 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
         if (step == 0)
           TileNote{tile, count}.write(ring.note());
         if (step == depth_steps - 1)
-          AdaptersNote{adapter_stages}.write(ring.note());
+          AdaptersNote{adapter_stages, adapter_stages > 0 && are_shared(runs, count)}.write(
+              ring.note());
         barrier_expect(ring.full(), S::W_BYTES + boxes.rows() * kRowBytes);
         load_weights<S>(w_map, g, tile, step, ring, policy);
         boxes.load(x_maps, step * kDepth, tile.block * S::TOKENS, ring);
@@ -126,10 +129,10 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
       const int pieces = pieces_in(g, runs, i);
       ring.wait_empty();
       if (lane == 0) {
-        PiecesNote{pieces, are_shared(runs, count)}.write(ring.note());
-        barrier_expect(ring.full(), g.factors_boxes ? pieces * S::TILES * kPieceGroupBytes : 0);
+        PiecesNote{pieces}.write(ring.note());
+        barrier_expect(ring.full(), factors_boxes ? pieces * S::TILES * kPieceGroupBytes : 0);
       }
-      if (g.factors_boxes)
+      if (factors_boxes)
         load_factors<S>(b_maps, g, tile, runs, pieces, cursor, ring);
       __syncwarp();
     }
@@ -142,7 +145,7 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
 }
 
 template <class S, class T>
-__device__ __forceinline__ void gather(const moelora_gemm_launch &g, Ring<S> ring) {
+__device__ __forceinline__ void gather(const moelora_gemm_launch &g, Ring<S> &ring, bool wild) {
   const int thread = threadIdx.x - 32, depth_steps = (g.k + kDepth - 1) / kDepth;
   Gather<S::TOKENS> rows(thread);
   Walk<S> next(g);
@@ -180,8 +183,9 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Ring<S> rin
     for (int i = 0; i < adapter_stages; i++, ring.advance()) {
       const int pieces = pieces_in(g, runs, i);
       ring.wait_empty();
-      if (!g.factors_boxes)
-        copy_factors<S, T, kGatherers>(g, tile, runs, pieces, cursor, ring, thread);
+      if (!g.factors_boxes || wild)
+        copy_factors<S, T, kGatherers>(g, tile, runs, pieces, cursor, ring, thread,
+                                       wild && are_shared(runs, count));
       copy_shrunk<S, T, kGatherers>(g, tile, runs, pieces, cursor, count, ring, thread);
       barrier_arrive_after_copies(ring.full());
     }

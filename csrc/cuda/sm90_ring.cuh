@@ -6,6 +6,7 @@
  *   STAGES x { note }                                      32 bytes
  *   STAGES x { full }, STAGES x { empty }                  mbarriers
  *   4 x { runs }                                           of adapters, one list per producer warp
+ *   { wild }, { met }                                      see Ring::is_wild; an mbarrier
  *
  * The CTAs of a cluster work on neighbouring blocks of one expert and share its weights: each loads
  * its part and the copy engine delivers it to both, so that a stage is free when the consumers of
@@ -52,10 +53,15 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_> {
   static constexpr int RUNS_BYTES = 8 * TOKENS_;
   static constexpr int STAGING_BYTES = CONSUMERS_ * OWN_UNITS * kUnitBytes;
   static constexpr int SHARED =
-      1024 + STAGES * (E::STAGE_BYTES + 16 + kNoteBytes) + STAGING_BYTES + 4 * RUNS_BYTES;
+      1024 + STAGES * (E::STAGE_BYTES + 16 + kNoteBytes) + STAGING_BYTES + 4 * RUNS_BYTES + 16;
   static_assert(TOKENS_ % REST_BOX == 0 && TOKENS_ % STEP == 0, "whole boxes, whole steps");
   static_assert(RESIDENT * (SHARED + 1024) <= 228 * 1024, "shared memory of an SM");
 };
+
+/* What every lane read alike, so that the compiler, too, knows it for the same in all of a warp. */
+__device__ __forceinline__ uint32_t uniform(uint32_t value) {
+  return __shfl_sync(0xffffffffu, value, 0);
+}
 
 template <class S> struct Ring {
   static constexpr uint32_t STAGING = S::STAGES * S::STAGE_BYTES;
@@ -63,6 +69,8 @@ template <class S> struct Ring {
   static constexpr uint32_t FULL = NOTES + S::STAGES * kNoteBytes;
   static constexpr uint32_t EMPTY = FULL + 8 * S::STAGES;
   static constexpr uint32_t RUNS = EMPTY + 8 * S::STAGES;
+  static constexpr uint32_t WILD = RUNS + 4 * S::RUNS_BYTES;
+  static constexpr uint32_t MET = WILD + 8;
   uint32_t base;
   int stage = 0;
   int lent = -1; // the stage that holds results of the last tile
@@ -76,6 +84,45 @@ template <class S> struct Ring {
       barrier_init(base + EMPTY + 8 * i, kArrivals * 4 * S::CONSUMERS * S::CLUSTER);
     }
     barrier_init_visible();
+  }
+  __device__ __forceinline__ void begin_tame() const {
+    store_shared_4(base + WILD, 0);
+    barrier_init(base + MET, kArrivals * S::THREADS / 32);
+    barrier_init_visible();
+  }
+  /* Some consumer has come upon a tile whose factors may hold what is not finite. */
+  __device__ __forceinline__ void call_wild() const {
+    if constexpr (S::CLUSTER == 1)
+      store_shared_4(base + WILD, 1);
+    for (int rank = 0; S::CLUSTER > 1 && rank < S::CLUSTER; rank++)
+      store_cluster_4(base + WILD, rank, 1);
+  }
+  /* All threads of the cluster, once no tile is left: whether one has. The ring is then as at the
+   * start. */
+  __device__ __forceinline__ bool is_wild() {
+    meet(0);
+    if (uniform(load_shared_4(base + WILD)) == 0)
+      return false;
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < 2 * S::STAGES; i++)
+        barrier_end(base + FULL + 8 * i);
+      init();
+    }
+    meet(1);
+    stage = 0, lent = -1, phase = 0;
+    return true;
+  }
+  /* From whatever code a warp comes, which __syncthreads() forbids. */
+  __device__ __forceinline__ void meet(uint32_t parity) const {
+    __syncwarp();
+    if constexpr (S::CLUSTER > 1) {
+      cluster_sync();
+      return;
+    }
+    if ((threadIdx.x & 31) < kArrivals)
+      barrier_arrive(base + MET);
+    barrier_wait(base + MET, parity);
+    __syncwarp();
   }
   /* Where a consumer puts its results number `index`. */
   __device__ __forceinline__ uint32_t unit(int consumer, int index) const {
@@ -114,11 +161,6 @@ template <class S> struct Ring {
   }
 };
 
-/* What every lane read alike, so that the compiler, too, knows it for the same in all of a warp. */
-__device__ __forceinline__ uint32_t uniform(uint32_t value) {
-  return __shfl_sync(0xffffffffu, value, 0);
-}
-
 /* With the first stage of a tile: the tile, and the rows in use. Behind the last tile comes a stage
  * with block -1. */
 struct TileNote {
@@ -134,37 +176,29 @@ struct TileNote {
   }
 };
 
-/* A word beside the tile's note. */
-__device__ __forceinline__ void write_word(uint32_t note, uint32_t value) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(note + 16), "r"(value) : "memory");
-}
-__device__ __forceinline__ uint32_t read_word(uint32_t note) {
-  uint32_t value;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(note + 16) : "memory");
-  return uniform(value);
-}
-
-/* With the last stage of a tile's depth: how many adapter stages follow. */
+/* With the last stage of a tile's depth: how many adapter stages follow; `shared` if some product
+ * in them must be zero, whatever B holds: tokens of the block that do not carry a piece's adapter,
+ * ranks that it does not have. */
 struct AdaptersNote {
   int stages;
-
-  __device__ __forceinline__ void write(uint32_t at) const { write_word(at, stages); }
-  static __device__ __forceinline__ AdaptersNote read(uint32_t at) { return {(int)read_word(at)}; }
-};
-
-/* With an adapter stage: how many pieces it holds; `shared` if some product in it must be zero,
- * whatever B holds: tokens of the block that do not carry the piece's adapter, ranks that it does
- * not have. */
-struct PiecesNote {
-  int pieces;
   bool shared;
 
   __device__ __forceinline__ void write(uint32_t at) const {
-    write_word(at, pieces | shared << 16);
+    store_shared_4(at + 16, stages | shared << 16);
   }
-  static __device__ __forceinline__ PiecesNote read(uint32_t at) {
-    const uint32_t v = read_word(at);
+  static __device__ __forceinline__ AdaptersNote read(uint32_t at) {
+    const uint32_t v = uniform(load_shared_4(at + 16));
     return {(int)(v & 0xffff), v >> 16 != 0};
+  }
+};
+
+/* With an adapter stage: how many pieces it holds. */
+struct PiecesNote {
+  int pieces;
+
+  __device__ __forceinline__ void write(uint32_t at) const { store_shared_4(at + 16, pieces); }
+  static __device__ __forceinline__ PiecesNote read(uint32_t at) {
+    return {(int)uniform(load_shared_4(at + 16))};
   }
 };
 

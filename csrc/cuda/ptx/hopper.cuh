@@ -10,6 +10,11 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
+/* Its memory may become another barrier. */
+__device__ __forceinline__ void barrier_end(uint32_t barrier) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ void barrier_init_visible() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -134,6 +139,17 @@ __device__ __forceinline__ float4 load_cluster_16(uint32_t at, uint32_t rank) {
   return v;
 }
 
+/* A word of CTA `rank`'s copy of shared memory. */
+__device__ __forceinline__ void store_cluster_4(uint32_t at, uint32_t rank, uint32_t v) {
+  asm volatile("{\n"
+               ".reg .b32 there;\n"
+               "mapa.shared::cluster.u32 there, %0, %1;\n"
+               "st.shared::cluster.b32 [there], %2;\n"
+               "}" ::"r"(at),
+               "r"(rank), "r"(v)
+               : "memory");
+}
+
 /* Arrives at CTA `rank`'s copy of a barrier. A release at cluster scope would fence all of global
  * memory; the stage was only read, and a plain arrival orders reads before it. */
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
@@ -144,21 +160,6 @@ __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t ran
                "}" ::"r"(barrier),
                "r"(rank)
                : "memory");
-}
-
-/* True if `value` is for any of the 128 threads that meet at named barrier `id`. */
-__device__ __forceinline__ bool warpgroup_any(int id, bool value) {
-  uint32_t any;
-  asm volatile("{\n"
-               ".reg .pred mine, all;\n"
-               "setp.ne.u32 mine, %1, 0;\n"
-               "barrier.cta.red.or.pred all, %2, 128, mine;\n"
-               "selp.u32 %0, 1, 0, all;\n"
-               "}"
-               : "=r"(any)
-               : "r"((uint32_t)value), "r"(id)
-               : "memory");
-  return any;
 }
 
 /* Orders ordinary writes to shared memory, seen by this thread, before its wgmma and bulk copies.
