@@ -76,6 +76,8 @@ SHRINKS = {
     "few_rows": Spec(inter=24, experts=2, tokens=9, hidden=2048, ranks=(16, 3)),
     "few_rows_deep": Spec(inter=24, experts=2, tokens=9, hidden=4104, ranks=(16, 40)),
     "short_segments": Spec(inter=24, tokens=1000, experts=64, hidden=72, ranks=(16, 9) * 4),
+    "short_segments_wide": Spec(inter=24, tokens=1100, experts=64, hidden=72, ranks=(64, 40, 33)),
+    "wide_segments": Spec(inter=24, tokens=1100, experts=16, hidden=328, ranks=(64, 40, 33)),
     "long_segments": Spec(inter=24, experts=2, tokens=13000, hidden=264, ranks=(16, 7)),
     "long_segments_wide": Spec(inter=24, experts=2, tokens=13000, hidden=72, ranks=(64, 5, 33)),
     "most_rows_wide": Spec(inter=24, experts=2, tokens=26000, hidden=1032, ranks=(64, 5, 33, 16)),
@@ -92,6 +94,18 @@ SHRINKS = {
 @pytest.mark.parametrize("name", SHRINKS)
 def test_shrink(name, dtype):
     assert_gemm_is_the_cpus(replace(SHRINKS[name], dtype=dtype).build(), GPU)
+
+
+@pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [200, 600, 1500])
+@pytest.mark.parametrize("ranks", [(16, 9), (64, 40)], ids=str)
+def test_shrink_of_rows_by_position(ranks, tokens, dtype):
+    """Whole segments, or blocks of them, behind either shrink of the other projection."""
+    spec = Spec(tokens, experts=8, hidden=136, inter=328, ranks=ranks, dtype=dtype)
+    p = spec.build()
+    y = moelora.fused_experts_lora(**p.to(GPU).kwargs())
+    cpu = moelora.fused_experts_lora(**p.kwargs()).double()
+    assert_close_to_ref(y, cpu, naive_fused_experts_lora(**p.kwargs()), dtype)
 
 
 @pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)

@@ -15,10 +15,6 @@
 
 namespace {
 
-/* From so many rows of an expert on whole segments are shared out: forty of each of eight adapters.
- */
-constexpr int64_t kRowsOfExpert = 8 * kLongSegment;
-
 constexpr int kThreads = 256;
 constexpr int kGroupedRows = 512; // the largest window
 
@@ -141,8 +137,7 @@ extern "C" delta_sorted delta_take_sorted(const moelora_routes *routes, moelora_
   sorted.adapter = (int32_t *)moelora_take(arena, bytes);
   sorted.count = (int32_t *)moelora_take(arena, sizeof(int32_t));
   const int64_t segments = moelora_cuda_count_segments(routes);
-  // Not by the number of slots, for another shrink sums in another order.
-  if (segments > 0 && routes->num_rows >= kRowsOfExpert * routes->num_experts)
+  if (segments > 0 && routes->num_rows >= DELTA_LONG_ROWS * routes->num_experts)
     sorted.segments =
         (moelora_segment *)moelora_take(arena, sizeof(moelora_segment) * (size_t)segments);
   sorted.scratch_bytes = moelora_cuda_align_rows_workspace(routes, 1);

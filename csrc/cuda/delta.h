@@ -15,6 +15,10 @@ typedef enum delta_order {
 /* Pairs that the smallest window, of 256 rows, has bins for, and one behind them. */
 #define DELTA_MAX_GROUPS (6 * 256 - 1)
 
+/* Rows of an expert from which on whole segments may be shared out: 32 of each of eight adapters.
+ */
+#define DELTA_LONG_ROWS 256
+
 /* Routed rows and what each of them carries. Kernels walk over windows of `window` rows in this
  * order; a list is cut into windows block by block, so that each of these knows one pair. */
 typedef struct delta_rows {
@@ -26,7 +30,7 @@ typedef struct delta_rows {
   /* DELTA_SORTED; `count` of P entries are rows */
   const int32_t *row, *expert, *adapter; /* [P]; adapter -1: none */
   const int32_t *count;                  /* [1] */
-  const moelora_segment *segments;       /* as in moelora_blocks; NULL: not listed, hardly long */
+  const moelora_segment *segments;       /* as in moelora_blocks; NULL: not listed, too short */
 } delta_rows;
 
 /* Where a sort puts them, and its scratch memory. */

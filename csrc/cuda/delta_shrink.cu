@@ -18,10 +18,11 @@
 namespace {
 
 template <class S> constexpr int kRows = 2 * S::THREADS; // of a window, at most: two of a thread
-constexpr int kShort = 1024;   // of depth: up to here, four warps share it
-constexpr int kMaxSplits = 4;  // clusters of so many fill every group of SMs
-constexpr int kLoads = 48;     // of a lane: with no more, the depth is not split further
-constexpr int kRowsPerSm = 32; // for whole segments: two pieces that they are cut into
+constexpr int kShort = 1024;         // of depth: up to here, four warps share it
+constexpr int kMaxSplits = 4;        // clusters of so many fill every group of SMs
+constexpr int kLoads = 48;           // of a lane: with no more, the depth is not split further
+constexpr int kRowsPerSm = 32;       // for whole segments: two pieces that they are cut into
+constexpr int kNarrowLongRows = 320; // DELTA_LONG_ROWS where A has few rows
 
 struct Params {
   delta_shrink s;
@@ -318,13 +319,15 @@ moelora_status launch_vectors(const delta_shrink &s, const Batch &b, const moelo
   return launch<T, Narrow, true>(s, b, exec);
 }
 
-/* Whether whole segments can be shared out, and there are rows for all SMs. */
-bool fits_segments(const delta_shrink &s, const moelora_exec *exec) {
+/* Whether whole segments can be shared out, and are long, and there are rows for all SMs. Not by
+ * the number of slots, for another shrink sums in another order. */
+bool fits_segments(const delta_shrink &s, const Batch &b, const moelora_exec *exec) {
   const moelora_routes &routes = s.rows.routes;
+  const int64_t least = b.ranks > 32 ? DELTA_LONG_ROWS : kNarrowLongRows;
   return s.vectors && s.rows.segments && s.eights &&
-         s.h_stride[1] == routes.top_k * s.h_stride[2] &&
+         s.h_stride[1] == routes.top_k * s.h_stride[2] && b.rows >= least * routes.num_experts &&
          !(s.exact && (routes.lora_ranks || s.lora.max_rank % 16 != 0)) &&
-         routes.num_rows >= (int64_t)kRowsPerSm * moelora_cuda_num_sms(exec->device_index);
+         b.rows >= (int64_t)kRowsPerSm * moelora_cuda_num_sms(exec->device_index);
 }
 
 moelora_status launch_segments(const delta_shrink &s, moelora_dtype dtype,
@@ -364,7 +367,7 @@ moelora_status launch_as(const delta_shrink &s, moelora_dtype dtype, const moelo
   b.warps = (int64_t)moelora_cuda_num_sms(exec->device_index) * kResidentWarps;
   if (!s.vectors)
     return launch<T, Shape<1, 1, 4, 32>, false>(s, b, exec);
-  if (fits_segments(s, exec))
+  if (fits_segments(s, b, exec))
     return launch_segments(s, dtype, exec);
   return s.k <= kShort ? launch_vectors<T, 4>(s, b, exec) : launch_vectors<T, 8>(s, b, exec);
 }

@@ -213,6 +213,18 @@ moelora_status launch(Params p, const Extents &e, const moelora_exec *exec) {
                                               sizeof(Shared<S>), exec, p);
 }
 
+/* Whether whole segments are shared out: that pays where much would be read twice. Measured on an
+ * H200. */
+bool are_long(const moelora_gemm_launch *g, const Extents &e, bool hopper,
+              const moelora_exec *exec) {
+  const int64_t sms = moelora_cuda_num_sms(exec->device_index);
+  if (!hopper)
+    return g->k < kLongDepth && e.rows >= 40 * e.segments && e.rows >= 128 * sms;
+  // Of x by position, segments are listed while the kernel that makes it drains.
+  const int much = g->x_divisor.value ? 2 : 1, tokens = g->hl_stride > 32 ? 8 : 32;
+  return e.rows >= much * tokens * e.segments && e.rows >= much * 8 * sms;
+}
+
 /* Items large enough to read little twice, and enough of them for all CTAs. WIDE_TOKENS: what
  * kPortableShared holds. */
 template <class T, int DEPTHS, int WIDE_TOKENS>
@@ -249,9 +261,7 @@ moelora_status moelora_cuda_shrink(const moelora_gemm_launch *g, const float *lo
                                    const moelora_exec *exec) {
   const int64_t rows = g->num_rows, pairs = (int64_t)g->num_experts * g->max_loras;
   const Extents e = {rows, rows < pairs ? rows : pairs, 32, false};
-  // Enough rows for all SMs, and for A not to be all that counts.
-  if (vectors && g->blocks.segments && rows >= kLongSegment * e.segments &&
-      rows >= 128 * moelora_cuda_num_sms(exec->device_index)) {
+  if (vectors && g->blocks.segments && are_long(g, e, hopper, exec)) {
     if (hopper && moelora_cuda_fits_shrink_sm90(g))
       return moelora_cuda_shrink_sm90(g, lora_scalings, dtype, hl, exec);
     return moelora_cuda_shrink_segments(g, lora_scalings, dtype, hl, exec);

@@ -19,7 +19,6 @@
 
 constexpr int kStep = 32, kLine = 64; // of depth
 constexpr int kThinSegment = 4;       // tokens; below, what A takes is all that counts
-constexpr int kLongSegment = 40;      // tokens; from here on, whole segments are shared out
 constexpr int kFatSegment = 64;       // tokens; from here on, what both sides take
 constexpr int kResidentWarps = 16;    // of an SM, which leaves 128 registers to a thread:
 constexpr int kRegisters = 108;       // so many for sums, pointers and loads
