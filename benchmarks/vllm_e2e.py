@@ -2,6 +2,7 @@
 
     python -m benchmarks.vllm_e2e --peers .peers/vllm_e2e --out benchmarks/results/h200-e2e.json
     python -m benchmarks.vllm_e2e --peers .peers/vllm_e2e --parallel --out ...-e2e-parallel.json
+    python -m benchmarks.vllm_e2e --only speed --layers 8 --lora-only --out ...-e2e-8-layers.json
 
 One engine of vLLM 0.26 after the other, each in its own process (`benchmarks.vllm_engine`), on
 models of random weights with four PEFT adapters of ranks 16 and 64. moelora is found by its entry
@@ -308,11 +309,12 @@ class Bench:
         layers = ("--layers", str(self.args.layers))
         if not self.done(self.make("a3b", "--preset", "a3b", *layers)):
             return
-        for lora in (True, False):
+        for lora in (True,) if self.args.lora_only else (True, False):
             for engine in ("vllm", "moelora"):
                 name = f"{engine} speed, {'' if lora else 'no '}LoRA"
                 flags = ["--speed", *(["--lora"] if lora else [])]
-                self.read(name, self.engine(name, "a3b", *flags, ours=engine == "moelora"))
+                ours = engine == "moelora"
+                self.read(name, self.engine(name, "a3b", *flags, ours=ours, seconds=180))
 
     def compiled(self):
         flags = ("--lora", "--check", "--compile")
@@ -338,6 +340,7 @@ def main(argv=None):
     p.add_argument("--work", type=pathlib.Path, default=pathlib.Path("/tmp/moelora-e2e"))
     p.add_argument("--budget-s", type=float, default=470, help="no stage lasts longer than this")
     p.add_argument("--layers", type=int, default=4, help="of the model that is timed")
+    p.add_argument("--lora-only", action="store_true", help="time no engines without LoRA")
     p.add_argument("--only", choices=("answers", "speed"), help="leave the other out")
     p.add_argument("--parallel", action="store_true", help="answers with two GPUs, nothing else")
     args = p.parse_args(argv)

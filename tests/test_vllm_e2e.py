@@ -117,6 +117,16 @@ def test_one_gpu(tmp_path, peers):
     assert all(row["same_tokens"] == row["requests"] == 6 for row in answers)
 
 
+@pytest.mark.slow
+def test_engines_with_lora_alone(tmp_path, peers):
+    code, written, log = run(tmp_path, peers, "--only", "speed", "--lora-only", "--layers", "8")
+    assert code == 0, log
+    assert [(r["engine"], r["batch"]) for r in topics(written, "speed")] == [
+        (engine, batch) for engine in ("vllm", "moelora") for batch in ("base", "4 mixed")
+    ]
+    assert [row["wanted"] for row in topics(written, "target")] == [1.25]
+
+
 def test_two_gpus_of_which_one_stage_fails(tmp_path, peers):
     code, written, log = run(tmp_path, peers, "--parallel")
     assert code == 1
