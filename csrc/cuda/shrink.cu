@@ -169,7 +169,7 @@ __device__ __forceinline__ void run_item(const Params &p, const Item &item, Shar
 }
 
 template <class T, class S, bool VECTORS>
-__global__ void __launch_bounds__(S::THREADS, kResidentWarps / S::WARPS)
+__global__ void __launch_bounds__(S::THREADS, S::RESIDENT / S::WARPS)
     shrink(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char memory[];
   Shared<S> &shared = *(Shared<S> *)memory;
@@ -201,7 +201,7 @@ template <class T, class S, bool VECTORS>
 moelora_status launch(Params p, const Extents &e, const moelora_exec *exec) {
   static_assert(sizeof(Shared<S>) <= kPortableShared, "a CTA's shared memory");
   const int64_t blocks = p.g.blocks.max_blocks;
-  const int64_t ctas = moelora_cuda_num_sms(exec->device_index) * (kResidentWarps / S::WARPS);
+  const int64_t ctas = moelora_cuda_num_sms(exec->device_index) * (S::RESIDENT / S::WARPS);
   p.part = e.part < S::TOKENS ? e.part : S::TOKENS;
   p.shares = kShares * (int32_t)((p.g.hl_stride + S::RANKS - 1) / S::RANKS);
   // As many as all CTAs together have items of.
@@ -229,16 +229,22 @@ bool are_long(const moelora_gemm_launch *g, const Extents &e, bool hopper,
  * kPortableShared holds. */
 template <class T, int DEPTHS, int WIDE_TOKENS>
 moelora_status launch_vectors(const Params &p, Extents e, const moelora_exec *exec) {
+  // A deep and narrow one waits for memory all the same: half of an SM's registers are left to the
+  // GEMM behind it, whose weights then stream meanwhile.
+  constexpr int RESIDENT = DEPTHS == kResidentWarps / 2 ? DEPTHS : kResidentWarps;
   using Narrow = Shape<1, 1, DEPTHS, 48>;
-  using Middle = Shape<2, 1, DEPTHS, 48>;
+  using NarrowHalf = Shape<1, 1, DEPTHS, 48, RESIDENT>;
+  using Middle = Shape<2, 1, DEPTHS, 48, RESIDENT>;
   using Wide = Shape<2, 2, DEPTHS, WIDE_TOKENS>;
-  const int64_t ctas = moelora_cuda_num_sms(exec->device_index) * (kResidentWarps / DEPTHS);
   const int64_t stride = p.g.hl_stride;
+  const bool half = stride <= 32 && e.rows > 16;
+  const int resident = half ? RESIDENT : kResidentWarps;
+  const int64_t ctas = moelora_cuda_num_sms(exec->device_index) * (resident / DEPTHS);
   const int32_t thin = stride <= 32 ? kThinSegment : kThinSegment / 2;
   e.part = e.segments + e.rows / 48 < ctas ? 32 : 48;
   if (stride <= 16 || e.segments + e.rows / 32 < ctas || e.rows < thin * e.segments) {
     e.few = e.rows * stride / 16 <= ctas;
-    return launch<T, Narrow, true>(p, e, exec);
+    return half ? launch<T, NarrowHalf, true>(p, e, exec) : launch<T, Narrow, true>(p, e, exec);
   }
   if (stride <= 32)
     return launch<T, Middle, true>(p, e, exec);

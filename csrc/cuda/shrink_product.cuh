@@ -23,8 +23,10 @@ constexpr int kFatSegment = 64;       // tokens; from here on, what both sides t
 constexpr int kResidentWarps = 16;    // of an SM, which leaves 128 registers to a thread:
 constexpr int kRegisters = 108;       // so many for sums, pointers and loads
 
-template <int TILES_, int TEAMS_, int DEPTHS_, int TOKENS_> struct Shape {
-  static constexpr int TILES = TILES_; // 16 rows of A each, of a warp
+template <int TILES_, int TEAMS_, int DEPTHS_, int TOKENS_, int RESIDENT_ = kResidentWarps>
+struct Shape {
+  static constexpr int RESIDENT = RESIDENT_; // warps of an SM
+  static constexpr int TILES = TILES_;       // 16 rows of A each, of a warp
   static constexpr int TEAMS = TEAMS_, DEPTHS = DEPTHS_, TOKENS = TOKENS_;
   static constexpr int WARPS = TEAMS * DEPTHS, THREADS = 32 * WARPS;
   static constexpr int TEAM_RANKS = 16 * TILES, RANKS = TEAM_RANKS * TEAMS;
