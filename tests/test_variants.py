@@ -84,12 +84,13 @@ def test_base_rows_keep_their_bits(forced):
             assert tokens == 1 or not same_bits(mixed[~rows], base[~rows])
 
 
-def test_wild_factors_stay_with_their_outputs(forced):
+@pytest.mark.parametrize("ranks", [(8, 16, 40), (16, 16, 48)], ids=str)
+def test_wild_factors_stay_with_their_outputs(forced, ranks):
     """An infinity and a NaN in B: their rows of it, for the tokens that carry the adapter to the
     expert, and not one bit beside them. On a GPU there are several tiles to a CTA."""
     _, device, dtype = forced
     tokens, hidden, inter = (600, 520, 2312) if device == "cuda" else (24, 136, 72)
-    p = Spec(tokens, hidden=hidden, inter=inter, dtype=dtype, ranks=(8, 16, 40), mix="half_base")
+    p = Spec(tokens, hidden=hidden, inter=inter, dtype=dtype, ranks=ranks, mix="half_base")
     p = p.build().to(device)
     adapter, expert = 1, 2
     for value, row in ((float("inf"), 3), (float("nan"), hidden - 1)):

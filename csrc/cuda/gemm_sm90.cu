@@ -11,12 +11,14 @@
  * beside the shrink results of the tokens that carry the segment's adapter, and zeros for all
  * others. What the others get added is exactly zero as long as B is finite. Where it is not, no
  * token's sum stays finite in that row. So the consumers look at two tokens of a tile. If neither
- * is finite, the CTA walks over its tiles once more, slowly: without what is not finite in B, and
- * the outputs that it belongs to become NaN for the tokens that carry the adapter, and for no
- * others (sm90_wild.cuh). */
+ * is finite, the CTA walks over its tiles once more, wildly: then the consumers look at B before
+ * they multiply, and what is not finite in it makes the outputs that it belongs to NaN for the
+ * tokens that carry the adapter, and for no others (sm90_wild.cuh). At ranks that an adapter does
+ * not have B may be anything: there they look at once. */
 #include "kernel_launch.cuh"
 #include "ptx/wgmma.cuh"
 #include "sm90_produce.cuh"
+#include "sm90_wild.cuh"
 #include "tensor_map.h"
 #include "variants.cuh"
 
@@ -136,11 +138,12 @@ __device__ __forceinline__ void store_tile(float (&d)[2][S::TOKENS / 2], const R
   }
 }
 
-/* Adds the stage at hand, and leaves stage `previous`. */
+/* Adds the stage at hand, and leaves stage `previous`. Returns true if it looks and something in B
+ * was neither finite nor added. */
 template <class S, class T, int N>
-__device__ __forceinline__ void add_adapters(float (&d)[2][S::TOKENS / 2],
+__device__ __forceinline__ bool add_adapters(float (&d)[2][S::TOKENS / 2],
                                              const moelora_gemm_launch &g, const Ring<S> &ring,
-                                             int previous, int consumer) {
+                                             int previous, int consumer, bool looks) {
   constexpr int STRIDE = S::TILES * kPieceGroupBytes;
   // Two CTAs on an SM fill each other's gaps: there a stage is rather free soon.
   if (S::RESIDENT > 1)
@@ -150,7 +153,8 @@ __device__ __forceinline__ void add_adapters(float (&d)[2][S::TOKENS / 2],
   const int first = piece_group<S>(g, 2 * consumer) * kPieceGroupBytes;
   const int next = piece_group<S>(g, 2 * consumer + 1) * kPieceGroupBytes - first;
   const uint32_t weights = ring.weights() + first;
-  fence_async_proxy(); // cp.async wrote through the ordinary proxy
+  const bool wild = looks && Wild<S, T>::clear(weights, next, consumer, note.pieces);
+  fence_async_proxy(); // cp.async, or `clear`, wrote through the ordinary proxy
   if (S::RESIDENT == 1)
     wgmma_wait<0>(), ring.release(previous);
   const uint64_t a = wgmma_descriptor_32(weights), b = wgmma_descriptor(ring.tokens());
@@ -163,14 +167,21 @@ __device__ __forceinline__ void add_adapters(float (&d)[2][S::TOKENS / 2],
                                                 b + step * j + up);
     wgmma_commit();
   }
+  return wild;
 }
 
+/* What a tile's products leave to be done. */
+enum class Left {
+  NOTHING,
+  TO_LOOK,   // at the sums, for nobody has looked at B
+  TO_POISON, // what belongs to B's infinities
+};
+
 /* The products of a tile, with the token side of wgmma N wide: what d has beyond is for rows that
- * nobody reads. Returns what is known of its adapters. */
+ * nobody reads. */
 template <class S, class T, int N>
-__device__ __forceinline__ AdaptersNote multiply(float (&d)[2][S::TOKENS / 2],
-                                                 const moelora_gemm_launch &g, Ring<S> &ring,
-                                                 int consumer) {
+__device__ __forceinline__ Left multiply(float (&d)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
+                                         Ring<S> &ring, int consumer, bool again) {
 #pragma unroll
   for (int i = 0; i < N / 2; i++)
     d[0][i] = d[1][i] = 0.f;
@@ -201,9 +212,11 @@ __device__ __forceinline__ AdaptersNote multiply(float (&d)[2][S::TOKENS / 2],
   if (S::LENT_UNITS > 0)
     return_stage(ring, consumer); // of a tile without a second step
   const AdaptersNote adapters = AdaptersNote::read(ring.note(previous));
+  const bool looks = adapters.ragged || (again && adapters.shared);
+  bool wild = false;
 #pragma unroll 1
   for (int i = 0; i < adapters.stages; i++) {
-    add_adapters<S, T, N>(d, g, ring, previous, consumer);
+    wild |= add_adapters<S, T, N>(d, g, ring, previous, consumer, looks);
     previous = ring.stage;
     ring.advance();
   }
@@ -212,20 +225,19 @@ __device__ __forceinline__ AdaptersNote multiply(float (&d)[2][S::TOKENS / 2],
     ring.lent = previous;
   else
     ring.release(previous);
-  return adapters;
+  return wild ? Left::TO_POISON : adapters.shared && !looks ? Left::TO_LOOK : Left::NOTHING;
 }
 
 /* With the narrowest wgmma that holds the tile's tokens, from width N on. */
 template <class S, class T, int N>
-__device__ __forceinline__ AdaptersNote multiply_fitting(float (&d)[2][S::TOKENS / 2],
-                                                         const moelora_gemm_launch &g,
-                                                         Ring<S> &ring, const TileNote &note,
-                                                         int consumer) {
+__device__ __forceinline__ Left multiply_fitting(float (&d)[2][S::TOKENS / 2],
+                                                 const moelora_gemm_launch &g, Ring<S> &ring,
+                                                 const TileNote &note, int consumer, bool again) {
   if constexpr (N < S::TOKENS) {
     if (note.count > N)
-      return multiply_fitting<S, T, N + S::STEP>(d, g, ring, note, consumer);
+      return multiply_fitting<S, T, N + S::STEP>(d, g, ring, note, consumer, again);
   }
-  return multiply<S, T, N>(d, g, ring, consumer);
+  return multiply<S, T, N>(d, g, ring, consumer, again);
 }
 
 /* Whether each row of a tile has a finite sum among the two tokens of its first that a thread
@@ -243,7 +255,7 @@ template <int N> __device__ __forceinline__ bool are_finite(const float (&d)[2][
 
 template <class S, class T, Finish FINISH>
 __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_gemm_launch &g,
-                                        Ring<S> &ring, int consumer, bool wild) {
+                                        Ring<S> &ring, int consumer, bool again) {
   const int lane = threadIdx.x & 31;
   for (;;) {
     ring.wait_full();
@@ -260,15 +272,15 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_g
         prefetch(&g.blocks.weights[position]);
     }
     float d[2][S::TOKENS / 2];
-    const AdaptersNote adapters = multiply_fitting<S, T, S::LEAST>(d, g, ring, note, consumer);
-    if (adapters.shared && !are_finite(d))
+    const Left left = multiply_fitting<S, T, S::LEAST>(d, g, ring, note, consumer, again);
+    if (left == Left::TO_LOOK && !are_finite(d))
       ring.call_wild();
     if (FINISH == Finish::GATED && g.activation == MOELORA_SILU)
       store_tile<S, T, Finish::SILU>(d, out_maps, g, note, consumer, ring);
     else
       store_tile<S, T, FINISH>(d, out_maps, g, note, consumer, ring);
-    if (wild && adapters.shared)
-      Wild<T>::template poison<S>(g, note, consumer);
+    if (left == Left::TO_POISON)
+      Wild<S, T>::poison(g, note, consumer);
   }
   tma_store_wait();
 }
@@ -309,11 +321,11 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
     if (__shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == 0) {
 #pragma unroll 1
       for (int walk = 0; walk < 2 && (walk == 0 || is_wild(g, ring)); walk++)
-        stream<S>(&w_map, &x_maps, &b_maps, g, ring, walk > 0);
+        stream<S>(&w_map, &x_maps, &b_maps, g, ring);
     } else {
 #pragma unroll 1
       for (int walk = 0; walk < 2 && (walk == 0 || is_wild(g, ring)); walk++)
-        gather<S, T>(g, ring, walk > 0);
+        gather<S, T>(g, ring);
     }
   } else {
     if constexpr (S::CONSUMERS == 2)

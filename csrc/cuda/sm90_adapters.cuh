@@ -10,7 +10,6 @@
 
 #include "runs.cuh"
 #include "sm90_ring.cuh"
-#include "sm90_wild.cuh"
 #include "tensor_map.h"
 
 constexpr int kPieceGroupBytes = 64 * 32;
@@ -75,10 +74,17 @@ template <class S> struct Pairs {
   }
 };
 
-/* See AdaptersNote; `tokens` are in use. */
-template <class S> __device__ __forceinline__ bool are_shared(const Runs<S> &runs, int tokens) {
+/* What the consumers are told, of a tile with `tokens` in use; a warp. */
+template <class S>
+__device__ __forceinline__ AdaptersNote note_of(const Runs<S> &runs, int tokens, int stages) {
+  if (stages == 0)
+    return {0, false, false};
   const AdapterPiece first = runs.run(0);
-  return runs.count > 1 || first.low > 0 || first.high < tokens || first.pair % kPieceDepth != 0;
+  bool ragged = false;
+  for (int i = threadIdx.x & 31; i < runs.count; i += 32)
+    ragged |= runs.run(i).pair % kPieceDepth != 0;
+  return {stages, runs.count > 1 || first.low > 0 || first.high < tokens,
+          __any_sync(0xffffffffu, ragged) != 0};
 }
 
 /* Pieces of a tile's adapter stage `stage`. */
@@ -111,12 +117,11 @@ __device__ __forceinline__ void load_factors(const FactorMaps *maps, const moelo
   }
 }
 
-/* The same element by element, for factors that no tensor map covers, and for what must not reach
- * the tensor cores: with `clears`, zeros in place of what is not finite. */
+/* The same element by element, for factors that no tensor map covers. */
 template <class S, class T, int THREADS>
 __device__ __forceinline__ void copy_factors(const moelora_gemm_launch &g, const Tile &tile,
                                              const Runs<S> &runs, int pieces, PieceCursor cursor,
-                                             const Ring<S> &ring, int thread, bool clears) {
+                                             const Ring<S> &ring, int thread) {
   for (int j = 0; j < pieces; j++) {
     const AdapterPiece piece = cursor.next(runs);
 #pragma unroll 1
@@ -130,12 +135,9 @@ __device__ __forceinline__ void copy_factors(const moelora_gemm_launch &g, const
       const bool there = output < g.n_out && n >= 0 && n < g.lora.slice_n;
       const moelora_factor &b = g.lora.b[slice];
       const T *from = factor_row<T>(b, piece.pair / kRanks, tile.expert, n) + column;
-      const uint32_t to = ring.weights() +
-                          (j * S::TILES + piece_group<S>(g, group)) * kPieceGroupBytes + r * 32 +
-                          ((chunk ^ (r >> 2 & 1)) << 4);
-      copy_elements(to, from, there ? ranks : 0);
-      if (clears)
-        Wild<T>::clear(to);
+      copy_elements(ring.weights() + (j * S::TILES + piece_group<S>(g, group)) * kPieceGroupBytes +
+                        r * 32 + ((chunk ^ (r >> 2 & 1)) << 4),
+                    from, there ? ranks : 0);
     }
   }
   __threadfence_block(); // the arrival to come speaks for asynchronous copies only

@@ -83,13 +83,11 @@ template <class S> __device__ __forceinline__ int idle_step(int depth_steps, int
   return min(S::LENT_UNITS > 0 ? S::STAGES - 1 : 1 + part, depth_steps - 1);
 }
 
-/* What comes next is loaded while a tile streams. A walk is `wild` when it is the second one, see
- * gemm_sm90.cu. */
+/* What comes next is loaded while a tile streams. */
 template <class S>
 __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *x_maps,
                                        const FactorMaps *b_maps, const moelora_gemm_launch &g,
-                                       Ring<S> &ring, bool wild) {
-  const bool factors_boxes = g.factors_boxes && !wild;
+                                       Ring<S> &ring) {
   const int lane = threadIdx.x & 31, depth_steps = (g.k + kDepth - 1) / kDepth;
   // Few tokens read each weight once; the blocks of a busy expert read it one after the other.
   const uint64_t policy = S::TOKENS <= 32 ? evict_first_policy() : evict_normal_policy();
@@ -112,12 +110,14 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
       if (step == idle_step<S>(depth_steps, 2) && next.more())
         pairs.load(g, next.tile.block);
       ring.wait_empty();
+      if (step == depth_steps - 1) {
+        const AdaptersNote adapters = note_of(runs, count, adapter_stages);
+        if (lane == 0)
+          adapters.write(ring.note());
+      }
       if (lane == 0) {
         if (step == 0)
           TileNote{tile, count}.write(ring.note());
-        if (step == depth_steps - 1)
-          AdaptersNote{adapter_stages, adapter_stages > 0 && are_shared(runs, count)}.write(
-              ring.note());
         barrier_expect(ring.full(), S::W_BYTES + boxes.rows() * kRowBytes);
         load_weights<S>(w_map, g, tile, step, ring, policy);
         boxes.load(x_maps, step * kDepth, tile.block * S::TOKENS, ring);
@@ -130,9 +130,9 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
       ring.wait_empty();
       if (lane == 0) {
         PiecesNote{pieces}.write(ring.note());
-        barrier_expect(ring.full(), factors_boxes ? pieces * S::TILES * kPieceGroupBytes : 0);
+        barrier_expect(ring.full(), g.factors_boxes ? pieces * S::TILES * kPieceGroupBytes : 0);
       }
-      if (factors_boxes)
+      if (g.factors_boxes)
         load_factors<S>(b_maps, g, tile, runs, pieces, cursor, ring);
       __syncwarp();
     }
@@ -145,7 +145,7 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
 }
 
 template <class S, class T>
-__device__ __forceinline__ void gather(const moelora_gemm_launch &g, Ring<S> &ring, bool wild) {
+__device__ __forceinline__ void gather(const moelora_gemm_launch &g, Ring<S> &ring) {
   const int thread = threadIdx.x - 32, depth_steps = (g.k + kDepth - 1) / kDepth;
   Gather<S::TOKENS> rows(thread);
   Walk<S> next(g);
@@ -183,9 +183,8 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Ring<S> &ri
     for (int i = 0; i < adapter_stages; i++, ring.advance()) {
       const int pieces = pieces_in(g, runs, i);
       ring.wait_empty();
-      if (!g.factors_boxes || wild)
-        copy_factors<S, T, kGatherers>(g, tile, runs, pieces, cursor, ring, thread,
-                                       wild && are_shared(runs, count));
+      if (!g.factors_boxes)
+        copy_factors<S, T, kGatherers>(g, tile, runs, pieces, cursor, ring, thread);
       copy_shrunk<S, T, kGatherers>(g, tile, runs, pieces, cursor, count, ring, thread);
       barrier_arrive_after_copies(ring.full());
     }

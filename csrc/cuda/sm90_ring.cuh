@@ -176,19 +176,19 @@ struct TileNote {
   }
 };
 
-/* With the last stage of a tile's depth: how many adapter stages follow; `shared` if some product
- * in them must be zero, whatever B holds: tokens of the block that do not carry a piece's adapter,
- * ranks that it does not have. */
+/* With the last stage of a tile's depth: how many adapter stages follow, and whether products in
+ * them must be zero, whatever B holds: those with tokens that do not carry a piece's adapter
+ * (`shared`), or with ranks that it does not have (`ragged`). */
 struct AdaptersNote {
   int stages;
-  bool shared;
+  bool shared, ragged;
 
   __device__ __forceinline__ void write(uint32_t at) const {
-    store_shared_4(at + 16, stages | shared << 16);
+    store_shared_4(at + 16, stages | shared << 16 | ragged << 17);
   }
   static __device__ __forceinline__ AdaptersNote read(uint32_t at) {
     const uint32_t v = uniform(load_shared_4(at + 16));
-    return {(int)(v & 0xffff), v >> 16 != 0};
+    return {(int)(v & 0xffff), (v >> 16 & 1) != 0, v >> 17 != 0};
   }
 };
 

@@ -4,9 +4,9 @@
 #ifndef MOELORA_CUDA_SM90_WILD_CUH
 #define MOELORA_CUDA_SM90_WILD_CUH
 
-#include "sm90_ring.cuh"
+#include "sm90_adapters.cuh"
 
-template <class T> struct Wild {
+template <class S, class T> struct Wild {
   static constexpr uint32_t EXPONENT = Element<T>::is_bf16 ? 0x7f807f80u : 0x7c007c00u;
   static constexpr uint32_t UNIT = Element<T>::is_bf16 ? 0x00800080u : 0x04000400u;
 
@@ -18,15 +18,39 @@ template <class T> struct Wild {
     return v & ~((signs(v) >> 15) * 0xffffu);
   }
 
-  /* Zeros in their place in 16 bytes of shared memory that this thread has written. */
-  static __device__ __forceinline__ void clear(uint32_t at) {
-    const uint4 v = load_shared_16(at);
-    store_shared_16(at, make_uint4(cleared(v.x), cleared(v.y), cleared(v.z), cleared(v.w)));
+  /* This thread's part of chunk i of the consumer's rows of a stage, of two groups `next` apart. */
+  static __device__ __forceinline__ uint32_t chunk(uint32_t weights, int next, int i) {
+    return weights + i / 2 * (S::TILES * kPieceGroupBytes) + (i & 1) * next +
+           (threadIdx.x & 127) * 16;
+  }
+
+  /* Zeros where they were in the consumer's rows of a stage; true if there were any. */
+  static __device__ __forceinline__ bool clear(uint32_t weights, int next, int consumer,
+                                               int pieces) {
+    uint32_t zeros[2] = {0, 0}; // times what is finite
+#pragma unroll 2
+    for (int i = 0; i < 2 * pieces; i++) {
+      const uint4 v = load_shared_16(chunk(weights, next, i));
+      zeros[0] = Element<T>::add_times_zero(zeros[0], v.x);
+      zeros[1] = Element<T>::add_times_zero(zeros[1], v.y);
+      zeros[0] = Element<T>::add_times_zero(zeros[0], v.z);
+      zeros[1] = Element<T>::add_times_zero(zeros[1], v.w);
+    }
+    if (!uniform(warpgroup_any(consumer + 1, (zeros[0] | zeros[1]) != 0)))
+      return false;
+#pragma unroll 1
+    for (int i = 0; i < 2 * pieces; i++) {
+      const uint32_t at = chunk(weights, next, i);
+      const uint4 v = load_shared_16(at);
+      store_shared_16(at, make_uint4(cleared(v.x), cleared(v.y), cleared(v.z), cleared(v.w)));
+    }
+    fence_async_proxy();
+    warpgroup_sync(consumer + 1);
+    return true;
   }
 
   /* NaN to the outputs of the rows of B that hold some, for the tokens that carry the adapter.
    * Thread i of the consumer looks after row i of its groups. */
-  template <class S>
   static __device__ __forceinline__ void poison(const moelora_gemm_launch &g, const TileNote &note,
                                                 int consumer) {
     tma_store_wait(); // the finite parts come first

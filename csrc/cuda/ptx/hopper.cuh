@@ -162,6 +162,21 @@ __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t ran
                : "memory");
 }
 
+/* True if `value` is for any of the 128 threads that meet at named barrier `id`. */
+__device__ __forceinline__ bool warpgroup_any(int id, bool value) {
+  uint32_t any;
+  asm volatile("{\n"
+               ".reg .pred mine, all;\n"
+               "setp.ne.u32 mine, %1, 0;\n"
+               "barrier.cta.red.or.pred all, %2, 128, mine;\n"
+               "selp.u32 %0, 1, 0, all;\n"
+               "}"
+               : "=r"(any)
+               : "r"((uint32_t)value), "r"(id)
+               : "memory");
+  return any;
+}
+
 /* Orders ordinary writes to shared memory, seen by this thread, before its wgmma and bulk copies.
  */
 __device__ __forceinline__ void fence_async_proxy() {

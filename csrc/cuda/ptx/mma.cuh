@@ -9,16 +9,25 @@
 
 #include "pdl.cuh"
 
+/* add_times_zero: sum + 0 v of two elements each; a sum of zeros stays 0 until v is not finite. */
 template <class T> struct Element;
 template <> struct Element<__nv_bfloat16> {
   static constexpr bool is_bf16 = true;
   static __device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
   static __device__ __forceinline__ __nv_bfloat16 round(float v) { return __float2bfloat16_rn(v); }
+  static __device__ __forceinline__ uint32_t add_times_zero(uint32_t sum, uint32_t v) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(v), "r"(0));
+    return sum;
+  }
 };
 template <> struct Element<__half> {
   static constexpr bool is_bf16 = false;
   static __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
   static __device__ __forceinline__ __half round(float v) { return __float2half_rn(v); }
+  static __device__ __forceinline__ uint32_t add_times_zero(uint32_t sum, uint32_t v) {
+    asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(v), "r"(0));
+    return sum;
+  }
 };
 
 /* Two rounded values in one register, the first in the low half. */
