@@ -1,0 +1,225 @@
+"""Several builds of moelora on the same layers, in turns: which is faster, and whose bits differ.
+
+    python -m benchmarks.builds before=/tmp/before/_C.abi3.so now=moelora/_C.abi3.so
+    python -m benchmarks.builds now=moelora/_C.abi3.so again=moelora/_C.abi3.so
+    python -m benchmarks.builds sm90=moelora/_C.abi3.so sm80=moelora/_C.abi3.so,MOELORA_MAX_CC=80
+
+A build is a name, an extension module and, behind commas, environment variables. Each has a process
+of its own that holds the layer, as one process can load only one module. They take turns, forwards
+and backwards, so that all meet the same clocks and neighbours; times are medians of the turns, and
+percentages compare with the first build. The same module twice shows the noise, about 1 % on an
+H200. Python code is that of the repository for all of them.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+ANSWER = "@"  # begins what a build's process says to us
+
+
+class Worker:
+    """The process of one build."""
+
+    def load(self, device, dtype, shape, ranks, adapters):
+        import torch
+
+        from moelora.bench import rivals, shapes, timing
+
+        self.generator = torch.Generator(device).manual_seed(1)
+        self.timer = timing.GraphTimer() if device == "cuda" else None
+        find = shapes.custom if "," in shape else shapes.find
+        key, model = find(shape)
+        self.layer = rivals.Layer(model, dtype, [r for r in ranks if r], adapters, self.generator)
+        return {"model": key}
+
+    def draw(self, tokens, ranks, mix, routing):
+        """Batches and graphs of one case; what each rank's first output is."""
+        from moelora.bench import cases, timing
+        from moelora.bench.rivals.ours import Ours
+
+        layer = self.layer
+        self.turns = {}
+        count = 1 if self.timer is None else 32 if tokens <= 16 else 8 if tokens <= 64 else 4
+        self.generator.manual_seed(2)
+        batches = [
+            cases.draw_batch(
+                layer.model,
+                tokens,
+                layer.adapters,
+                self.generator,
+                mix,
+                routing,
+                cases.DTYPES[layer.dtype],
+            )
+            for _ in range(count)
+        ]
+        moved = cases.work(layer.model, batches[0])[1]
+        calls = 1 if self.timer is None else max(count, math.ceil(timing.COLD_BYTES / moved))
+        ours, digests = Ours(layer, None), {}
+        for rank in ranks:
+            out = ours.run(batches[0], rank)
+            digests[rank] = hashlib.sha1(out.cpu().view(dtype=out_bits(out)).numpy()).hexdigest()
+            rotation = [
+                lambda i=i, rank=rank: ours.run(batches[i % count], rank) for i in range(calls)
+            ]
+            graph = self.timer and self.timer.capture(rotation)
+            self.turns[rank] = graph.replay if graph else rotation[0], calls
+        return digests
+
+    def turn(self, rank, budget_ms):
+        """Microseconds of a call."""
+        import torch
+
+        replay, calls = self.turns[rank]
+        replay()
+        took = []
+        while len(took) < 2 or sum(took) < budget_ms * 1e-3:
+            if self.timer:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            replay()
+            if self.timer:
+                torch.cuda.synchronize()
+            took.append(time.perf_counter() - start)
+        return 1e6 * statistics.median(took) / calls
+
+
+def out_bits(out):
+    import torch
+
+    return {2: torch.int16, 4: torch.int32}[out.element_size()]
+
+
+def work():
+    worker = Worker()
+    for line in sys.stdin:
+        asked = json.loads(line)
+        print(ANSWER + json.dumps(getattr(worker, asked.pop("do"))(**asked)), flush=True)
+
+
+class Build:
+    """Our side of a build's process."""
+
+    def __init__(self, text, folder):
+        self.name, _, rest = text.partition("=")
+        module, *variables = rest.split(",")
+        if not rest or not pathlib.Path(module).is_file():
+            raise SystemExit(f"{text!r} is not NAME=MODULE[,VARIABLE=VALUE...] of a file")
+        package = folder / self.name / "moelora"
+        package.mkdir(parents=True)
+        for path in (ROOT / "moelora").iterdir():
+            if not path.name.startswith("_C."):
+                (package / path.name).symlink_to(path)
+        (package / "_C.abi3.so").symlink_to(pathlib.Path(module).resolve())
+        path = os.pathsep.join([str(package.parent), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from benchmarks.builds import work; work()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env=os.environ | dict(v.split("=", 1) for v in variables) | {"PYTHONPATH": path},
+        )
+
+    def ask(self, do, **more):
+        self.process.stdin.write(json.dumps({"do": do, **more}) + "\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith(ANSWER):
+                return json.loads(line[len(ANSWER) :])
+        raise SystemExit(f"{self.name} ended with status {self.process.wait()} at {do} {more}")
+
+
+def compare(builds, args):
+    """One row for each case and rank, printed as it is made."""
+    rows, end = [], time.monotonic() + args.deadline_s
+    for shape in args.models or [args.shape]:
+        stack = {"shape": shape, "ranks": args.ranks, "adapters": args.adapters}
+        for build in builds:
+            model = build.ask("load", device=args.device, dtype=args.dtype, **stack)["model"]
+        for tokens in args.tokens:
+            if time.monotonic() > end:
+                return rows
+            case = {"tokens": tokens, "ranks": args.ranks, "mix": args.mix}
+            digests = [b.ask("draw", routing=args.routing, **case) for b in builds]
+            for rank in args.ranks:
+                turns = {build.name: [] for build in builds}
+                for i in range(args.turns):
+                    for build in builds if i % 2 == 0 else reversed(builds):
+                        us = build.ask("turn", rank=rank, budget_ms=args.budget_ms)
+                        turns[build.name].append(us)
+                rows.append(
+                    {
+                        "model": model,
+                        "tokens": tokens,
+                        "rank": rank,
+                        "us": {name: round(statistics.median(t), 2) for name, t in turns.items()},
+                        "same_bits": len({d[str(rank)] for d in digests}) == 1,
+                    }
+                )
+                show(rows[-1])
+    return rows
+
+
+def show(row):
+    first, *others = row["us"].items()
+    cells = [f"{first[0]} {first[1]:.1f} us"]
+    cells += [f"{name} {us:.1f} ({100 * (us / first[1] - 1):+.1f} %)" for name, us in others]
+    bits = "" if row["same_bits"] else "   other bits"
+    print(
+        f"{row['model']:9} {row['tokens']:6} r{row['rank']:<3} ",
+        "   ".join(cells) + bits,
+        flush=True,
+    )
+
+
+def numbers(text):
+    return [int(word) for word in text.split(",")]
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("builds", nargs="+", help="NAME=MODULE[,VARIABLE=VALUE...]")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"))
+    parser.add_argument("--models", default="qwen3,mixtral,dsv2lite", type=lambda t: t.split(","))
+    parser.add_argument("--shape", help="E,top_k,K,I instead of models")
+    parser.add_argument("--tokens", default="16,256,1024,4096", type=numbers)
+    parser.add_argument("--ranks", default="0,16,64", type=numbers, help="0: without adapters")
+    parser.add_argument("--adapters", default=8, type=int)
+    parser.add_argument("--mix", default="many", help="as in `python -m moelora bench`")
+    parser.add_argument("--routing", default="uniform", help="as in `python -m moelora bench`")
+    parser.add_argument("--turns", default=8, type=int, help="of each build")
+    parser.add_argument("--budget-ms", default=5.0, type=float, help="of each turn")
+    parser.add_argument("--deadline-s", default=1e9, type=float, help="no case begins after this")
+    parser.add_argument("--out", help="result file to write")
+    args = parser.parse_args(argv)
+    if args.shape:
+        args.models = []
+    with tempfile.TemporaryDirectory() as folder:
+        builds = [Build(text, pathlib.Path(folder)) for text in args.builds]
+        try:
+            rows = compare(builds, args)
+        finally:
+            for build in builds:
+                build.process.kill()
+                build.process.wait()
+    if args.out:
+        from moelora.bench import results
+
+        results.write(args.out, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
