@@ -215,10 +215,9 @@ moelora_status launch(Params p, const Extents &e, const moelora_exec *exec) {
 
 /* Whether whole segments are shared out: that pays where much would be read twice. Measured on an
  * H200. */
-bool are_long(const moelora_gemm_launch *g, const Extents &e, bool hopper,
-              const moelora_exec *exec) {
+bool are_long(const moelora_gemm_launch *g, const Extents &e, bool sm90, const moelora_exec *exec) {
   const int64_t sms = moelora_cuda_num_sms(exec->device_index);
-  if (!hopper)
+  if (!sm90)
     return g->k < kLongDepth && e.rows >= 40 * e.segments && e.rows >= 128 * sms;
   // Of x by position, segments are listed while the kernel that makes it drains.
   const int much = g->x_divisor.value ? 2 : 1, tokens = g->hl_stride > 32 ? 8 : 32;
@@ -267,11 +266,10 @@ moelora_status moelora_cuda_shrink(const moelora_gemm_launch *g, const float *lo
                                    const moelora_exec *exec) {
   const int64_t rows = g->num_rows, pairs = (int64_t)g->num_experts * g->max_loras;
   const Extents e = {rows, rows < pairs ? rows : pairs, 32, false};
-  if (vectors && g->blocks.segments && are_long(g, e, hopper, exec)) {
-    if (hopper && moelora_cuda_fits_shrink_sm90(g))
-      return moelora_cuda_shrink_sm90(g, lora_scalings, dtype, hl, exec);
-    return moelora_cuda_shrink_segments(g, lora_scalings, dtype, hl, exec);
-  }
+  const bool sm90 = hopper && moelora_cuda_fits_shrink_sm90(g);
+  if (vectors && g->blocks.segments && are_long(g, e, sm90, exec))
+    return sm90 ? moelora_cuda_shrink_sm90(g, lora_scalings, dtype, hl, exec)
+                : moelora_cuda_shrink_segments(g, lora_scalings, dtype, hl, exec);
   const Params p = {.g = *g, .scalings = lora_scalings, .hl = hl};
   return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(p, e, vectors, exec)
                                : launch_as<__half>(p, e, vectors, exec);
