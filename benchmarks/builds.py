@@ -14,7 +14,6 @@ H200. Python code is that of the repository for all of them.
 import argparse
 import hashlib
 import json
-import math
 import os
 import pathlib
 import statistics
@@ -23,6 +22,12 @@ import sys
 import tempfile
 import time
 
+import torch
+
+from moelora.bench import cases, harness, results, shapes, timing
+from moelora.bench.rivals import Layer
+from moelora.bench.rivals.ours import Ours
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 ANSWER = "@"  # begins what a build's process says to us
 
@@ -30,28 +35,24 @@ ANSWER = "@"  # begins what a build's process says to us
 class Worker:
     """The process of one build."""
 
-    def load(self, device, dtype, shape, ranks, adapters):
-        import torch
-
-        from moelora.bench import rivals, shapes, timing
-
-        self.generator = torch.Generator(device).manual_seed(1)
+    def __init__(self, device):
+        self.generator = torch.Generator(device)
         self.timer = timing.GraphTimer() if device == "cuda" else None
+        self.layer, self.batches, self.turns = None, [], {}
+
+    def load(self, dtype, shape, ranks, adapters):
+        self.layer, self.turns = None, {}  # before the next one takes its memory
         find = shapes.custom if "," in shape else shapes.find
         key, model = find(shape)
-        self.layer = rivals.Layer(model, dtype, [r for r in ranks if r], adapters, self.generator)
-        return {"model": key}
+        self.generator.manual_seed(1)
+        self.layer = Layer(model, dtype, [r for r in ranks if r], adapters, self.generator)
+        return key
 
     def draw(self, tokens, ranks, mix, routing):
-        """Batches and graphs of one case; what each rank's first output is."""
-        from moelora.bench import cases, timing
-        from moelora.bench.rivals.ours import Ours
-
-        layer = self.layer
-        self.turns = {}
-        count = 1 if self.timer is None else 32 if tokens <= 16 else 8 if tokens <= 64 else 4
+        """Batches and graphs of one case; a digest of each rank's first output."""
+        layer, self.turns = self.layer, {}
         self.generator.manual_seed(2)
-        batches = [
+        self.batches = batches = [  # graphs read them
             cases.draw_batch(
                 layer.model,
                 tokens,
@@ -61,47 +62,40 @@ class Worker:
                 routing,
                 cases.DTYPES[layer.dtype],
             )
-            for _ in range(count)
+            for _ in range(harness.rotation(layer.device, tokens))
         ]
         moved = cases.work(layer.model, batches[0])[1]
-        calls = 1 if self.timer is None else max(count, math.ceil(timing.COLD_BYTES / moved))
-        ours, digests = Ours(layer, None), {}
+        calls = timing.calls_in_graph(len(batches), moved) if self.timer else 1
+        runs, digests = Ours(layer, None).runs(batches), {}
         for rank in ranks:
-            out = ours.run(batches[0], rank)
-            digests[rank] = hashlib.sha1(out.cpu().view(dtype=out_bits(out)).numpy()).hexdigest()
-            rotation = [
-                lambda i=i, rank=rank: ours.run(batches[i % count], rank) for i in range(calls)
-            ]
-            graph = self.timer and self.timer.capture(rotation)
-            self.turns[rank] = graph.replay if graph else rotation[0], calls
+            call = runs["ours", rank].call
+            bits = call(0).cpu().view(torch.uint8)
+            digests[rank] = hashlib.sha1(bits.numpy()).hexdigest()
+            rotation = [lambda i=i, call=call: call(i % len(batches)) for i in range(calls)]
+            replay = self.timer.capture(rotation).replay if self.timer else rotation[0]
+            self.turns[rank] = replay, calls
         return digests
 
     def turn(self, rank, budget_ms):
         """Microseconds of a call."""
-        import torch
-
         replay, calls = self.turns[rank]
         replay()
         took = []
         while len(took) < 2 or sum(took) < budget_ms * 1e-3:
-            if self.timer:
-                torch.cuda.synchronize()
+            self.synchronize()
             start = time.perf_counter()
             replay()
-            if self.timer:
-                torch.cuda.synchronize()
+            self.synchronize()
             took.append(time.perf_counter() - start)
         return 1e6 * statistics.median(took) / calls
 
-
-def out_bits(out):
-    import torch
-
-    return {2: torch.int16, 4: torch.int32}[out.element_size()]
+    def synchronize(self):
+        if self.timer:
+            torch.cuda.synchronize()
 
 
-def work():
-    worker = Worker()
+def work(device):
+    worker = Worker(device)
     for line in sys.stdin:
         asked = json.loads(line)
         print(ANSWER + json.dumps(getattr(worker, asked.pop("do"))(**asked)), flush=True)
@@ -110,7 +104,7 @@ def work():
 class Build:
     """Our side of a build's process."""
 
-    def __init__(self, text, folder):
+    def __init__(self, text, device, folder):
         self.name, _, rest = text.partition("=")
         module, *variables = rest.split(",")
         if not rest or not pathlib.Path(module).is_file():
@@ -123,7 +117,7 @@ class Build:
         (package / "_C.abi3.so").symlink_to(pathlib.Path(module).resolve())
         path = os.pathsep.join([str(package.parent), str(ROOT), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from benchmarks.builds import work; work()"],
+            [sys.executable, "-c", f"from benchmarks.builds import work; work({device!r})"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -144,14 +138,13 @@ def compare(builds, args):
     """One row for each case and rank, printed as it is made."""
     rows, end = [], time.monotonic() + args.deadline_s
     for shape in args.models or [args.shape]:
-        stack = {"shape": shape, "ranks": args.ranks, "adapters": args.adapters}
-        for build in builds:
-            model = build.ask("load", device=args.device, dtype=args.dtype, **stack)["model"]
+        layer = {"shape": shape, "ranks": args.ranks, "adapters": args.adapters}
+        (model,) = {build.ask("load", dtype=args.dtype, **layer) for build in builds}
         for tokens in args.tokens:
             if time.monotonic() > end:
                 return rows
-            case = {"tokens": tokens, "ranks": args.ranks, "mix": args.mix}
-            digests = [b.ask("draw", routing=args.routing, **case) for b in builds]
+            case = {"tokens": tokens, "mix": args.mix, "routing": args.routing}
+            digests = [build.ask("draw", ranks=args.ranks, **case) for build in builds]
             for rank in args.ranks:
                 turns = {build.name: [] for build in builds}
                 for i in range(args.turns):
@@ -207,7 +200,7 @@ def main(argv=None):
     if args.shape:
         args.models = []
     with tempfile.TemporaryDirectory() as folder:
-        builds = [Build(text, pathlib.Path(folder)) for text in args.builds]
+        builds = [Build(text, args.device, pathlib.Path(folder)) for text in args.builds]
         try:
             rows = compare(builds, args)
         finally:
@@ -215,8 +208,6 @@ def main(argv=None):
                 build.process.kill()
                 build.process.wait()
     if args.out:
-        from moelora.bench import results
-
         results.write(args.out, rows)
     return 0
 

@@ -49,6 +49,14 @@ def relative_error(out, reference) -> float:
     return float((out.double() - reference.double()).norm() / reference.double().norm())
 
 
+def rotation(device: torch.device, tokens) -> int:
+    """Batches in turn: so many that the experts of a few tokens are not always the same. A CPU
+    reads a buffer larger than its caches between calls instead."""
+    if device.type == "cpu":
+        return 1
+    return 32 if tokens <= 16 else 8 if tokens <= 64 else 4 if tokens <= 256 else 2
+
+
 @dataclass
 class Situation:
     """What the batches of a layer have in common."""
@@ -75,7 +83,7 @@ class Bench:
             cases.draw_batch(
                 layer.model, tokens, layer.adapters, generator, s.mix, s.routing, torch_dtype
             )
-            for _ in range(self.rotation(tokens))
+            for _ in range(rotation(layer.device, tokens))
         ]
         self.skipped = dict(self.slow)
         runs = self.runs(batches)
@@ -92,13 +100,6 @@ class Bench:
             | figures(rank, times, bounds, work[rank], peaks)
             for rank in layer.stacks
         ]
-
-    def rotation(self, tokens):
-        """Batches in turn: so many that the experts of a few tokens are not always the same. A CPU
-        reads a buffer larger than its caches between calls instead."""
-        if self.layer.device.type == "cpu":
-            return 1
-        return 32 if tokens <= 16 else 8 if tokens <= 64 else 4 if tokens <= 256 else 2
 
     def runs(self, batches):
         runs = {}

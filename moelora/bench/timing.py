@@ -44,6 +44,11 @@ class Times:
         return cls(round(median, 2), round(low, 2), round(high, 2), len(ordered))
 
 
+def calls_in_graph(batches: int, bytes_per_call) -> int:
+    """So many that weights come from memory and the launch of the graph does not count."""
+    return max(batches, min(48, math.ceil(COLD_BYTES / max(bytes_per_call, 1.0))))
+
+
 class GraphTimer:
     """Captures rivals as CUDA graphs and replays them in turn."""
 
@@ -74,10 +79,9 @@ class GraphTimer:
     def compare(self, runs: dict, batches, bytes_per_call, budget_ms) -> tuple[dict, Peaks]:
         """{key: Times} of one call of each of `runs`, {key: Run}; and the peaks of this GPU.
 
-        Each graph holds so many calls over rotating batches that weights come from memory and the
-        launch of the graph does not count.
+        Each graph holds `calls_in_graph`, over rotating batches.
         """
-        calls = max(len(batches), min(48, math.ceil(COLD_BYTES / max(bytes_per_call, 1.0))))
+        calls = calls_in_graph(len(batches), bytes_per_call)
         graphs, turns = [], {}
         for key, run in runs.items():
             rotation = [lambda i=i, run=run: run.call(i % len(batches)) for i in range(calls)]
