@@ -93,12 +93,12 @@ def test_wild_factors_stay_with_their_outputs(forced, ranks):
     p = Spec(tokens, hidden=hidden, inter=inter, dtype=dtype, ranks=ranks, mix="half_base")
     p = p.build().to(device)
     adapter, expert = 1, 2
+    carry = (p.token_lora_mapping == adapter)[:, None] & (p.topk_ids == expert)
+    clean = moelora.fused_moe_lora_gemm(**p.gemm_kwargs("w2"))
+    layer = moelora.fused_experts_lora(**p.kwargs())
     for value, row in ((float("inf"), 3), (float("nan"), hidden - 1)):
-        carry = (p.token_lora_mapping == adapter)[:, None] & (p.topk_ids == expert)
         hit = torch.zeros(*carry.shape, hidden, dtype=torch.bool, device=device)
         hit[..., row] = carry
-        clean = moelora.fused_moe_lora_gemm(**p.gemm_kwargs("w2"))
-        layer = moelora.fused_experts_lora(**p.kwargs())
         kept = p.w2_lora_b[adapter, expert, row, 5].clone()
         p.w2_lora_b[adapter, expert, row, 5] = value
         y = moelora.fused_moe_lora_gemm(**p.gemm_kwargs("w2"))
