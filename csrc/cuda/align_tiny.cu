@@ -4,7 +4,7 @@
  * quarter of the others. */
 #include "cuda/align.cuh"
 
-constexpr int LANES = 4, THREADS = LANES * ALIGN_TINY_ITEMS;
+constexpr int LANES = 4, THREADS = LANES * ALIGN_TINY_ITEMS; /* LANES: of a quad_sum() */
 /* As many as let a warp write around a group or two. */
 constexpr uint32_t CTAS = 16;
 
@@ -17,12 +17,6 @@ struct tiny_shared {
   int32_t count[ALIGN_TINY_ITEMS];
   int32_t block[ALIGN_TINY_ITEMS];
 };
-
-/* The sum over an item's lanes, for all of them. */
-static __device__ __forceinline__ uint32_t sum_of_lanes(uint32_t value) {
-  value += __shfl_xor_sync(~0u, value, 1);
-  return value + __shfl_xor_sync(~0u, value, 2);
-}
 
 template <typename Id, typename Lora>
 static __global__ void __launch_bounds__(THREADS) align_tiny(const __grid_constant__ align_sort s) {
@@ -50,7 +44,7 @@ static __global__ void __launch_bounds__(THREADS) align_tiny(const __grid_consta
       if ((uint32_t)(others[j] - low * ALIGN_TINY_ITEMS) < width)
         counts += 1 + ((others[j] < mine) << 8) + ((i + j < me) << 16);
   }
-  counts = sum_of_lanes(counts);
+  counts = quad_sum(counts);
   const int32_t count = (int32_t)(counts & 0xff), place = (int32_t)(counts >> 8 & 0xff);
   const bool first = key[0] >= 0 && counts >> 16 == 0;
   const int32_t blocks = blocks_for(s, count);
@@ -70,7 +64,7 @@ static __global__ void __launch_bounds__(THREADS) align_tiny(const __grid_consta
     for (int j = 0; j < 4; j++)
       sizes += (uint32_t)more[j] + (lows[j] < low ? (uint32_t)more[j] << 16 : 0);
   }
-  sizes = sum_of_lanes(sizes);
+  sizes = quad_sum(sizes);
   const int32_t num_blocks = (int32_t)(sizes & 0xffff), block = (int32_t)(sizes >> 16);
   if (lane == 0)
     shared.block[me] = block;

@@ -28,6 +28,7 @@
 #include "decode_expand.cuh"
 #include "kernel_launch.cuh"
 #include "tile.cuh"
+#include "warp.cuh"
 
 namespace decode {
 namespace {
@@ -83,10 +84,8 @@ __device__ __forceinline__ void finish_shared(const Params &p, const Tables &t, 
               t.weight[u][token] *
               to_float<T>(problem.w2.bias, t.expert[u] * problem.w2.bias_stride_e + output[half]);
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
-    sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
-  }
+  for (int half = 0; half < 2; half++)
+    sum[half] = quad_sum(sum[half]);
   if (is_shrink(kind)) {
     const Ranks r = ranks_of(p, t, kind, item.tile);
     const moelora_factors &f = factors_of(p, kind);

@@ -15,8 +15,7 @@ typedef enum delta_order {
 /* Pairs that the smallest window, of 256 rows, has bins for, and one behind them. */
 #define DELTA_MAX_GROUPS (6 * 256 - 1)
 
-/* Rows of an expert from which on whole segments may be shared out: 32 of each of eight adapters.
- */
+/* Rows of an expert from which on segments are listed: 32 of each of eight adapters. */
 #define DELTA_LONG_ROWS 256
 
 /* Routed rows and what each of them carries. Kernels walk over windows of `window` rows in this

@@ -22,7 +22,7 @@ constexpr int kShort = 1024;         // of depth: up to here, four warps share i
 constexpr int kMaxSplits = 4;        // clusters of so many fill every group of SMs
 constexpr int kLoads = 48;           // of a lane: with no more, the depth is not split further
 constexpr int kRowsPerSm = 32;       // for whole segments: two pieces that they are cut into
-constexpr int kNarrowLongRows = 320; // DELTA_LONG_ROWS where A has few rows
+constexpr int kNarrowLongRows = 320; // in place of DELTA_LONG_ROWS where A has few rows
 
 struct Params {
   delta_shrink s;
@@ -323,9 +323,9 @@ moelora_status launch_vectors(const delta_shrink &s, const Batch &b, const moelo
  * the number of slots, for another shrink sums in another order. */
 bool fits_segments(const delta_shrink &s, const Batch &b, const moelora_exec *exec) {
   const moelora_routes &routes = s.rows.routes;
-  const int64_t least = b.ranks > 32 ? DELTA_LONG_ROWS : kNarrowLongRows;
   return s.vectors && s.rows.segments && s.eights &&
-         s.h_stride[1] == routes.top_k * s.h_stride[2] && b.rows >= least * routes.num_experts &&
+         s.h_stride[1] == routes.top_k * s.h_stride[2] &&
+         (b.ranks > 32 || b.rows >= (int64_t)kNarrowLongRows * routes.num_experts) &&
          !(s.exact && (routes.lora_ranks || s.lora.max_rank % 16 != 0)) &&
          b.rows >= (int64_t)kRowsPerSm * moelora_cuda_num_sms(exec->device_index);
 }

@@ -285,10 +285,10 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_g
   tma_store_wait();
 }
 
-/* Between walks. */
+/* Whether there is a walk number `walk` over the tiles: a second one only if some are wild. */
 template <class S>
-__device__ __forceinline__ bool is_wild(const moelora_gemm_launch &g, Ring<S> &ring) {
-  return g.blocks.pairs && ring.is_wild();
+__device__ __forceinline__ bool is_due(const moelora_gemm_launch &g, Ring<S> &ring, int walk) {
+  return walk < 2 && (walk == 0 || (g.blocks.pairs && ring.is_wild()));
 }
 
 template <class S, class T, Finish FINISH>
@@ -320,11 +320,11 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
       give_registers<88>();
     if (__shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == 0) {
 #pragma unroll 1
-      for (int walk = 0; walk < 2 && (walk == 0 || is_wild(g, ring)); walk++)
+      for (int walk = 0; is_due(g, ring, walk); walk++)
         stream<S>(&w_map, &x_maps, &b_maps, g, ring);
     } else {
 #pragma unroll 1
-      for (int walk = 0; walk < 2 && (walk == 0 || is_wild(g, ring)); walk++)
+      for (int walk = 0; is_due(g, ring, walk); walk++)
         gather<S, T>(g, ring);
     }
   } else {
@@ -333,7 +333,7 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
     else if constexpr (S::TOKENS > 32)
       take_registers<168>();
 #pragma unroll 1
-    for (int walk = 0; walk < 2 && (walk == 0 || is_wild(g, ring)); walk++)
+    for (int walk = 0; is_due(g, ring, walk); walk++)
       consume<S, T, FINISH>(&out_maps, g, ring, warpgroup - 1, walk > 0);
   }
   // Whoever waits for this kernel relies on the one before it, too.

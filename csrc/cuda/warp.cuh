@@ -12,4 +12,10 @@ template <class Value> __device__ __forceinline__ Value warp_inclusive_sum(Value
   return value;
 }
 
+/* The sum over four neighbouring lanes, for all of them. */
+template <class Value> __device__ __forceinline__ Value quad_sum(Value value) {
+  value += __shfl_xor_sync(~0u, value, 1);
+  return value + __shfl_xor_sync(~0u, value, 2);
+}
+
 #endif
