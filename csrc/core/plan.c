@@ -139,8 +139,8 @@ static shape pick_cuda_shape(int64_t rows) {
       {8, {16, 1}},          /* nothing but weights moves */
       {26, {32, 1}},         /* a few experts read twice cost less than wider instructions */
       {44, {64, 1}},         /* Hopper has 96: two CTAs of 64 on an SM were slower */
-      {70, {96, 1}},         /* the most tokens of which two CTAs fit an SM */
-      {100, {128, 1}},       /* products begin to count: 256 weight rows by one reading of X */
+      {80, {96, 1}},         /* the most tokens of which two CTAs fit an SM */
+      {116, {128, 1}},       /* products begin to count: 256 weight rows by one reading of X */
       {INT64_MAX, {144, 2}}, /* products alone count: weights shared by multicast */
   };
   int32_t at = 0;

@@ -99,7 +99,8 @@ __device__ __forceinline__ int pieces_in(const moelora_gemm_launch &g, const Run
 template <class S>
 __device__ __forceinline__ void load_factors(const FactorMaps *maps, const moelora_gemm_launch &g,
                                              const Tile &tile, const Runs<S> &runs, int pieces,
-                                             PieceCursor &cursor, const Ring<S> &ring) {
+                                             PieceCursor &cursor, const Ring<S> &ring,
+                                             uint64_t policy) {
   const bool paired = is_paired(g);
   const int halves = g.gated && !paired ? 2 : 1, rows = (int)g.lora.slice_n / halves;
   const int boxes = g.gated ? 2 : 1, output = first_output<S>(g, tile.column, 0);
@@ -112,7 +113,7 @@ __device__ __forceinline__ void load_factors(const FactorMaps *maps, const moelo
       tma_load_5d(ring.weights() + (j * S::TILES + half * (S::TILES / 2)) * kPieceGroupBytes,
                   &maps->slice[slice], piece.rank, output - (paired ? 0 : piece.slice * rows),
                   halves == 2 ? half : 0, maps->dims.expert(slice, tile.expert),
-                  maps->dims.adapter(slice, piece.pair / kRanks), ring.full());
+                  maps->dims.adapter(slice, piece.pair / kRanks), ring.full(), policy);
     }
   }
 }

@@ -89,8 +89,8 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
                                        const FactorMaps *b_maps, const moelora_gemm_launch &g,
                                        Ring<S> &ring) {
   const int lane = threadIdx.x & 31, depth_steps = (g.k + kDepth - 1) / kDepth;
-  // Few tokens read each weight once; the blocks of a busy expert read it one after the other.
-  const uint64_t policy = S::TOKENS <= 32 ? evict_first_policy() : evict_normal_policy();
+  const uint64_t policy =
+      S::TOKENS <= kStreamingTokens ? evict_first_policy() : evict_normal_policy();
   Walk<S> next(g);
   Pairs<S> pairs;
   if (next.more())
@@ -133,7 +133,7 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
         barrier_expect(ring.full(), g.factors_boxes ? pieces * S::TILES * kPieceGroupBytes : 0);
       }
       if (g.factors_boxes)
-        load_factors<S>(b_maps, g, tile, runs, pieces, cursor, ring);
+        load_factors<S>(b_maps, g, tile, runs, pieces, cursor, ring, policy);
       __syncwarp();
     }
   }

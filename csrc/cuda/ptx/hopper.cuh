@@ -86,10 +86,11 @@ __device__ __forceinline__ void tma_load_2d(uint32_t to, const CUtensorMap *map,
 }
 
 __device__ __forceinline__ void tma_load_5d(uint32_t to, const CUtensorMap *map, int c0, int c1,
-                                            int c2, int c3, int c4, uint32_t barrier) {
+                                            int c2, int c3, int c4, uint32_t barrier,
+                                            uint64_t policy) {
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
-               " [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(to),
-               "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(barrier)
+               ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(to),
+               "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(barrier), "l"(policy)
                : "memory");
 }
 
