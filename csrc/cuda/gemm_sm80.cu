@@ -82,23 +82,17 @@ template <class E, class T, bool VECTORS> struct Loader {
     const T *w = from.left > 0 ? from.w : weights, *x = from.left > 0 ? from.x : (const T *)g.x;
 #pragma unroll
     for (int i = part * PART; i < (part + 1) * PART && i < W_ROWS; i++)
-      put<E::TOKENS <= kPortableStreamingTokens>(to + i * STEP * kRowBytes,
-                                                 VECTORS ? row_address(w, row[i], 16) : w + row[i],
-                                                 from.left, wanted);
+      put(to + i * STEP * kRowBytes, VECTORS ? row_address(w, row[i], 16) : w + row[i], from.left,
+          wanted);
 #pragma unroll
     for (int i = max(part * PART - W_ROWS, 0); i < (part + 1) * PART - W_ROWS && i < X_ROWS; i++)
-      put<false>(to + E::W_BYTES + i * STEP * kRowBytes,
-                 row_address(x, token[i], 2 * (uint32_t)g.x_stride), from.left,
-                 wanted && token[i] >= 0);
+      put(to + E::W_BYTES + i * STEP * kRowBytes,
+          row_address(x, token[i], 2 * (uint32_t)g.x_stride), from.left, wanted && token[i] >= 0);
   }
 
-  template <bool STREAMS>
   static __device__ __forceinline__ void put(uint32_t to, const T *from, int left, bool wanted) {
-    const int bytes = left > 0 ? 16 : 0;
-    if (VECTORS && STREAMS)
-      stream_async_16<256>(to, from, bytes, wanted); // with the next stage's
-    else if (VECTORS)
-      copy_async_16<256>(to, from, bytes, wanted);
+    if (VECTORS)
+      copy_async_16<256>(to, from, left > 0 ? 16 : 0, wanted); // with the next stage's
     else if (wanted)
       copy_elements(to, from, max(0, min(8, left)));
   }

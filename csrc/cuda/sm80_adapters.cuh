@@ -125,11 +125,8 @@ __device__ __forceinline__ void load_factors(const moelora_gemm_launch &g, const
         const bool wanted = output + ahead < g.n_out; // nobody looks at rows behind the last
         const uint32_t to = w + (2 * pair + half) * kGroupBytes + i * kRowBytes;
         const T *at = from + (there ? n : 0) * b.stride_i;
-        const int bytes = there ? 2 * ranks : 0;
-        if (VECTORS && E::TOKENS <= kPortableStreamingTokens)
-          stream_async_16(to, at, bytes, wanted);
-        else if (VECTORS)
-          copy_async_16(to, at, bytes, wanted);
+        if (VECTORS)
+          copy_async_16(to, at, there ? 2 * ranks : 0, wanted);
         else if (wanted)
           copy_elements(to, at, there ? ranks : 0);
       }

@@ -83,6 +83,11 @@ template <class S> __device__ __forceinline__ int idle_step(int depth_steps, int
   return min(S::LENT_UNITS > 0 ? S::STAGES - 1 : 1 + part, depth_steps - 1);
 }
 
+/* Tiles of up to so many tokens nearly always hold all tokens of an expert: its weights and factors
+ * are read once, and L2 is told so. Of both or of neither: factors that stay while weights stream by
+ * cost more than the hint brings. */
+constexpr int kStreamingTokens = 128;
+
 /* What comes next is loaded while a tile streams. */
 template <class S>
 __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *x_maps,

@@ -21,10 +21,6 @@
 #include "ptx/mma.cuh"
 
 constexpr int kDepth = 64;
-/* Tiles of up to so many tokens, on Hopper and elsewhere, nearly always hold all tokens of an
- * expert: its weights and factors are read once, and L2 is told so. Of both or of neither: factors
- * that stay while weights stream by cost more than the hint brings. */
-constexpr int kStreamingTokens = 128, kPortableStreamingTokens = 64;
 constexpr int kRowBytes = 128;
 constexpr int kGroupBytes = 64 * kRowBytes;
 

@@ -61,22 +61,6 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void *from, int
                : "memory");
 }
 
-/* The same of what streams by: L2 forgets it first. The policy lives in here, for elsewhere it
- * would cost registers. */
-template <int NEAR = 128>
-__device__ __forceinline__ void stream_async_16(uint32_t to, const void *from, int bytes,
-                                                bool wanted) {
-  asm volatile("{\n"
-               ".reg .pred p;\n"
-               ".reg .b64 policy;\n"
-               "setp.ne.b32 p, %3, 0;\n"
-               "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-               "@p cp.async.cg.shared.global.L2::cache_hint.L2::%4B [%0], [%1], 16, %2, policy;\n"
-               "}" ::"r"(to),
-               "l"(from), "r"(bytes), "r"((int)wanted), "n"(NEAR)
-               : "memory");
-}
-
 /* from + row * bytes. Written out, the compiler cannot move row * bytes out of a loop, where it
  * would take two registers more. */
 template <class T>
