@@ -39,11 +39,6 @@ CPU = """dtype: dtype, bound: bound_us, with adapters: ours_us, ×: ratio, faste
 TABLES = {
     "layer": ("h200-layer", lambda r: r["rank"] == 16 and r["tokens"] not in (4, 64), LAYER),
     "layer_all": ("h200-layer", lambda r: True, LAYER),
-    "layer_before": (
-        "h200-layer-before",
-        lambda r: r["model"] == "dsv2lite" and r["tokens"] >= 1024,
-        LAYER,
-    ),
     "adapters": ("h200-adapters", lambda r: True, "adapters: adapters, " + LAYER),
     "portable": ("h200-sm80-layer", lambda r: True, LAYER),
     "kernels": ("h200-kernels", lambda r: True, KERNELS),
@@ -53,6 +48,7 @@ TABLES = {
     "slots": ("h200-delta", lambda r: r["part"] == "slots", DELTA),
     "mlp": ("h200-delta", lambda r: r["part"] == "sglang", MLP),
     "engines": ("h200-e2e", lambda r: r["topic"] == "speed", ENGINES),
+    "engines_8_layers": ("h200-e2e-8-layers", lambda r: r["topic"] == "speed", ENGINES),
     "cpu": ("cpu-layer", lambda r: True, CPU),
 }
 
