@@ -84,8 +84,8 @@ template <class S> __device__ __forceinline__ int idle_step(int depth_steps, int
 }
 
 /* Tiles of up to so many tokens nearly always hold all tokens of an expert: its weights and factors
- * are read once, and L2 is told so. Of both or of neither: factors that stay while weights stream by
- * cost more than the hint brings. */
+ * are read once, and L2 is told so. Of both or of neither: factors that stay while weights stream
+ * by cost more than the hint brings. */
 constexpr int kStreamingTokens = 128;
 
 /* What comes next is loaded while a tile streams. */
