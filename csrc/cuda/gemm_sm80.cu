@@ -90,6 +90,7 @@ template <class E, class T, bool VECTORS> struct Loader {
           row_address(x, token[i], 2 * (uint32_t)g.x_stride), from.left, wanted && token[i] >= 0);
   }
 
+  // No cache policy: with one, ptxas 13.0 names a descriptor register that is none (64-token tile).
   static __device__ __forceinline__ void put(uint32_t to, const T *from, int left, bool wanted) {
     if (VECTORS)
       copy_async_16<256>(to, from, left > 0 ? 16 : 0, wanted); // with the next stage's
