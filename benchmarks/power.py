@@ -19,6 +19,7 @@ import time
 
 import torch
 
+from benchmarks.builds import numbers
 from moelora.bench import cases, results, shapes
 from moelora.bench.rivals import Layer
 from moelora.bench.rivals.ours import Ours
@@ -122,8 +123,7 @@ def measure(args, sampler):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    words, numbers = (lambda t: t.split(",")), (lambda t: [int(word) for word in t.split(",")])
-    parser.add_argument("--models", default="qwen3,mixtral,dsv2lite", type=words)
+    parser.add_argument("--models", default="qwen3,mixtral,dsv2lite", type=lambda t: t.split(","))
     parser.add_argument("--tokens", default="1024,4096,16384", type=numbers)
     parser.add_argument("--ranks", default="0,16,64", type=numbers, help="0: without adapters")
     parser.add_argument("--adapters", default=8, type=int)
