@@ -166,7 +166,8 @@ struct Seldom {
 /* total = the base product of the item that `walk` is at and moves on from. */
 template <class T>
 __device__ __forceinline__ void multiply_item(const Params &p, const Tables &t, Walk &walk,
-                                              Ring &ring, float (&total)[4]) {
+                                              const Columns &columns, Ring &ring,
+                                              float (&total)[4]) {
   const int kind = walk.kind;
   const bool vectors = has_vectors(p, kind);
 #pragma unroll
@@ -176,7 +177,7 @@ __device__ __forceinline__ void multiply_item(const Params &p, const Tables &t, 
 #pragma unroll 1
   while (more) {
     const Run run = run_of(p, t, walk);
-    const Source<1> x = tokens_of(p, t, kind, run);
+    const Source<1> x = tokens_of(p, t, kind, columns, run);
     float d[2][4] = {};
     if (!vectors)
       multiply_elements<T>(ring.next, x, d);
@@ -193,7 +194,18 @@ __global__ void __launch_bounds__(kThreads, kResident)
   __shared__ Tables t;
   __shared__ Partials partials;
   __shared__ Seldom states[kThreads];
-  build_tables(t, p.p, p.tiles13, (int)((p.p.hidden + 15) / 16));
+  extern __shared__ __align__(16) uint16_t staged[];
+  __shared__ Columns columns;
+  const Columns x = stage_columns((const uint16_t *)p.p.x, p.p.x_stride, p.p.routes.num_tokens,
+                                  (int)p.p.hidden, staged);
+  if (threadIdx.x == 0) {
+    columns = x;
+    deal_w13(p, t);
+  }
+  read_ids(t, p.p, p.tiles13, (int)((p.p.hidden + 15) / 16));
+  build_tables(t, p.p);
+  copy_async_wait<0>();
+  __syncthreads();
 
   const cooperative_groups::grid_group grid = cooperative_groups::this_grid();
   Seldom &seldom = states[threadIdx.x];
@@ -214,12 +226,20 @@ __global__ void __launch_bounds__(kThreads, kResident)
     const int projection = seldom.projection;
     seldom.shrinks = factors_of(p, projection ? W2 : W13).num_slices > 0;
     Walk walk = {projection ? SHRINK2 : SHRINK13, 0, 0, 0};
-    walk.index = first_item(walk.kind);
+    walk.index = first_item(t, walk.kind);
     open_item(p, t, walk);
     start(p, t, walk, ring);
     if (projection) {
       prefetch_next(ring);
       wait();
+      if (is_there(t, walk)) {
+        const Columns h = stage_columns(p.h, p.p.intermediate, p.p.routes.num_rows,
+                                        (int)p.p.intermediate, staged);
+        if (threadIdx.x == 0)
+          columns = h;
+        copy_async_wait<0>();
+      }
+      __syncthreads();
     }
     /* Every warp has a turn behind the shrinks, if an empty one, in which it arrives and waits. */
 #pragma unroll 1
@@ -232,7 +252,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
       seldom.there = is_there(t, walk);
       if (seldom.there) {
         prefetch_pieces(p, t, seldom.item);
-        multiply_item<T>(p, t, walk, ring, seldom.total);
+        multiply_item<T>(p, t, walk, columns, ring, seldom.total);
         seldom.next = ring.next;
       }
       const int kind = seldom.item.kind;
@@ -296,6 +316,8 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
   params.interleaved = p.activation == MOELORA_SWIGLUOAI;
   const int64_t outputs = params.gated ? 8 : 16;
   params.tiles13 = (int32_t)((p.intermediate + outputs - 1) / outputs);
+  params.most_shrinks13 =
+      (int32_t)(p.routes.num_rows * p.w13_lora.num_slices * ((p.w13_lora.max_rank + 15) / 16));
   params.h = l.h;
   for (int i = 0; i < 2; i++) {
     const moelora_factors &f = i ? p.w2_lora : p.w13_lora;
@@ -308,8 +330,8 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
   const int64_t columns = (p.hidden + 15) / 16;
   const int64_t work = units * params.tiles13 > columns ? units * params.tiles13 : columns;
   return p.dtype == MOELORA_BF16
-             ? launch_cooperative<decode_layer<__nv_bfloat16>>("decode_layer", work, kThreads,
-                                                               kResident, exec, params)
-             : launch_cooperative<decode_layer<__half>>("decode_layer", work, kThreads, kResident,
-                                                        exec, params);
+             ? launch_cooperative<decode_layer<__nv_bfloat16>>(
+                   "decode_layer", work, kThreads, kStagedBytes, kResident, exec, params)
+             : launch_cooperative<decode_layer<__half>>("decode_layer", work, kThreads,
+                                                        kStagedBytes, kResident, exec, params);
 }

@@ -42,11 +42,36 @@ __device__ __forceinline__ Source<2> weights_of(const Params &p, const Tables &t
   return s;
 }
 
+/* x, a row for a token, or h, a row for a routed row. */
+struct Columns {
+  const uint16_t *rows; // in shared memory, if all of them fit there
+  int64_t stride;
+};
+
+/* What is shared is missing from L1, through which weights come. */
+constexpr int kStagedBytes = 32 * 1024;
+
+/* Begins to copy rows to shared memory, if they fit: a batch that asked memory for its columns
+ * would wait each time, and a meeting of the grid empties L1. Where eight rows lie an odd number of
+ * 64 bytes apart, a block of them meets all banks. */
+__device__ __forceinline__ Columns stage_columns(const uint16_t *from, int64_t stride, int64_t rows,
+                                                 int depth, uint16_t *staged) {
+  const int pitch = (depth + 63) / 64 * 64 + 32;
+  if (rows * pitch * 2 > kStagedBytes)
+    return {from, stride};
+#pragma unroll 1
+  for (int row = 0; row < rows; row++)
+#pragma unroll 1
+    for (int k = threadIdx.x * 8; k < depth; k += kThreads * 8)
+      copy_async_16(shared_address(staged + row * pitch + k), from + row * stride + k, 16);
+  copy_async_commit();
+  return {staged, pitch};
+}
+
 __device__ __forceinline__ Source<1> tokens_of(const Params &p, const Tables &t, int kind,
-                                               const Run &run) {
-  const int lane = threadIdx.x % 32, row = t.row[run.unit][lane / 4];
-  const uint16_t *x = kind < SHRINK2 ? (const uint16_t *)p.p.x + lane / 4 * p.p.x_stride
-                                     : p.h + row * p.p.intermediate;
+                                               const Columns &columns, const Run &run) {
+  const int lane = threadIdx.x % 32, token = lane / 4, row = t.row[run.unit][token];
+  const uint16_t *x = columns.rows + (kind < SHRINK2 ? token : row) * columns.stride;
   return {{x + run.first * kBlockDepth + lane % 4 * 8}, row < 0 ? 0 : blocks_inside(p, kind, run)};
 }
 
@@ -103,13 +128,17 @@ __device__ __forceinline__ void multiply_block(float (&d)[2][4], const uint4 (&w
 template <class T, int FIRST>
 __device__ __forceinline__ void multiply_batch(float (&d)[2][4], const Ring &ring,
                                                const Source<1> &x) {
-  uint4 columns[kBatch];
 #pragma unroll
-  for (int j = 0; j < kBatch; j++)
-    columns[j] = load_16<Read::WRITTEN>(x.row[0] + (FIRST + j) * kBlockDepth, FIRST + j < x.there);
+  for (int i = 0; i < kBatch; i += 2) {
+    uint4 columns[2];
 #pragma unroll
-  for (int j = 0; j < kBatch; j++)
-    multiply_block<T>(d, ring.w[FIRST + j], columns[j]);
+    for (int j = 0; j < 2; j++)
+      columns[j] =
+          load_16<Read::WRITTEN>(x.row[0] + (FIRST + i + j) * kBlockDepth, FIRST + i + j < x.there);
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+      multiply_block<T>(d, ring.w[FIRST + i + j], columns[j]);
+  }
 }
 
 /* Brings to L2 what a warp loads later in its run: a line of 128 bytes is two blocks. */

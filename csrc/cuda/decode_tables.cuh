@@ -21,7 +21,8 @@ enum Kind { SHRINK13, W13, SHRINK2, W2, DONE };
 
 struct Tables {
   int32_t units, segments;
-  int32_t items[DONE]; // of each kind, in the whole grid
+  int32_t items[DONE];         // of each kind, in the whole grid
+  int32_t first_w13, next_w13; // W13's item of this CTA's first warp; from warp to warp
   int32_t expert[kRows];
   int32_t row[kRows][kTokens];  // flat row of a unit's token, -1: not in this unit
   float weight[kRows][kTokens]; // routing weight
@@ -42,12 +43,10 @@ __device__ __forceinline__ int rank_in(const moelora_factors &f, int rank) {
   return f.num_slices ? min(rank, f.max_rank) : 0;
 }
 
-/* Bits below `index` in an array of words. */
-__device__ __forceinline__ int count_below(const uint32_t *words, int index) {
-  int count = 0;
-  for (int w = 0; w < index / 32; w++)
-    count += __popc(words[w]);
-  return count + __popc(words[index / 32] & ((1u << index % 32) - 1));
+/* Bits in the first `end` of up to 32 words; all lanes of a warp together. */
+__device__ __forceinline__ int count_bits(const uint32_t *words, int end) {
+  const int lane = threadIdx.x % 32;
+  return __reduce_add_sync(~0u, lane < end ? __popc(words[lane]) : 0);
 }
 
 /* One warp, two rows to a lane. */
@@ -142,8 +141,7 @@ __device__ __forceinline__ void find_segments(Tables &t) {
   for (int i = 0; i < kCells; i++) {
     const int cell = i * kThreads + threadIdx.x;
     const bool carries = t.row[cell / kTokens][token] >= 0 && rank > 0;
-    const uint64_t key = (uint64_t)(lane / kTokens) << 32 | (uint32_t)adapter;
-    const uint32_t same = __match_any_sync(~0u, carries ? key : ~0ull);
+    const uint32_t same = __match_any_sync(~0u, carries ? adapter : -1);
     carriers[i] = carries ? same >> (lane & 24) & 255 : 0;
     const uint32_t leads = __ballot_sync(~0u, __ffs((int)carriers[i]) - 1 == token);
     if (lane == 0)
@@ -153,17 +151,18 @@ __device__ __forceinline__ void find_segments(Tables &t) {
 #pragma unroll
   for (int i = 0; i < kCells; i++) {
     const int cell = i * kThreads + threadIdx.x;
-    const int s = count_below(t.leads, cell);
+    const uint32_t leads = t.leads[cell / 32];
+    const int s = count_bits(t.leads, cell / 32) + __popc(leads & ((1u << lane) - 1));
     if (token == 0)
       t.first_segment[cell / kTokens] = s;
-    if (t.leads[cell / 32] >> cell % 32 & 1) {
+    if (leads >> lane & 1) {
       t.segment_unit[s] = cell / kTokens;
       t.segment_adapter[s] = adapter;
       t.segment_rank[s] = rank;
       t.segment_tokens[s] = carriers[i];
     }
     if (cell == kRows * kTokens - 1)
-      t.first_segment[kRows] = t.segments = s + (int)(t.leads[cell / 32] >> 31);
+      t.first_segment[kRows] = t.segments = s + (int)(leads >> 31);
   }
   __syncthreads();
 }
@@ -190,26 +189,32 @@ __device__ __forceinline__ int segment_of(const Tables &t, int projection, int i
          __popc(__ballot_sync(~0u, end[lane + 32] <= item));
 }
 
-/* All of it, with the items of W13 and W2 that the caller knows of: `tiles13` in a unit, `columns`.
- */
-__device__ __forceinline__ void build_tables(Tables &t, const moelora_experts_problem &p,
-                                             int tiles13, int columns) {
-  const bool lora =
-      p.routes.token_lora_mapping.data && p.w13_lora.num_slices + p.w2_lora.num_slices > 0;
+__device__ __forceinline__ bool has_adapters(const moelora_experts_problem &p) {
+  return p.routes.token_lora_mapping.data && p.w13_lora.num_slices + p.w2_lora.num_slices > 0;
+}
+
+/* What ids alone tell: enough to load weights. The caller knows of the items of W13 and W2:
+ * `tiles13` in a unit, `columns`. */
+__device__ __forceinline__ void read_ids(Tables &t, const moelora_experts_problem &p, int tiles13,
+                                         int columns) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp == 0)
     find_units(t, p.routes);
-  else if (warp == 1 && lane < kTokens && lora)
+  else if (warp == 1 && lane < kTokens && has_adapters(p))
     find_adapter(t, p.routes, lane);
-  __syncthreads();
-  find_rows(t, p.routes);
   if (threadIdx.x == 0) {
     t.items[W13] = t.units * tiles13;
     t.items[W2] = columns;
-    if (!lora)
-      t.items[SHRINK13] = t.items[SHRINK2] = t.segments = 0;
+    t.items[SHRINK13] = t.items[SHRINK2] = t.segments = 0;
   }
-  if (lora) {
+  __syncthreads();
+}
+
+/* All the rest. */
+__device__ __forceinline__ void build_tables(Tables &t, const moelora_experts_problem &p) {
+  const int warp = threadIdx.x / 32;
+  find_rows(t, p.routes);
+  if (has_adapters(p)) {
     find_segments(t);
     if (warp < 2)
       count_shrinks(t, warp ? p.w2_lora : p.w13_lora, warp);

@@ -12,6 +12,7 @@ constexpr int kBlockDepth = 32;
 struct Params {
   moelora_experts_problem p;
   int32_t tiles13; // items of W13 in a unit
+  int32_t most_shrinks13;
   bool gated, interleaved;
   bool a_vectors[2], b_vectors[2]; // factors allow 16-byte accesses; of w13, of w2
   uint16_t *h;                     // [P, I]
@@ -60,18 +61,24 @@ __device__ __forceinline__ Item item_of(const Params &p, int kind, int index) {
 
 /* ---- from one run to the next ---- */
 
-/* Shrink items are dealt from the last CTA on: the first ones have the odd items of W13 and W2.
- * Items of W13 belong to single warps and go to all CTAs before a CTA has a second one. */
-__device__ __forceinline__ int first_item(int kind) {
+/* Shrink items are dealt from the last CTA on. Items of W13 belong to single warps. First all warps
+ * of the CTAs that cannot have had a shrink get one, then those of the others. */
+__device__ __forceinline__ void deal_w13(const Params &p, Tables &t) {
+  const int ctas = gridDim.x, cta = blockIdx.x, free = max(ctas - p.most_shrinks13, 0);
+  t.first_w13 = cta < free ? cta : kWarps * free + cta - free;
+  t.next_w13 = cta < free ? free : ctas - free;
+}
+
+__device__ __forceinline__ int first_item(const Tables &t, int kind) {
   if (kind == W13)
-    return (int)(blockIdx.x + threadIdx.x / 32 * gridDim.x);
+    return t.first_w13 + (int)threadIdx.x / 32 * t.next_w13;
   return (int)(is_shrink(kind) ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
 }
 
 /* Settles on an item: behind the last shrink, on the first of what follows. */
 __device__ __forceinline__ void open_item(const Params &p, const Tables &t, Walk &walk) {
   if (is_shrink(walk.kind) && walk.index >= t.items[walk.kind])
-    walk.index = first_item(++walk.kind);
+    walk.index = first_item(t, ++walk.kind);
   const int blocks = blocks_of(p, walk.kind) * (walk.kind == W2 ? t.units : 1);
   const int warp = threadIdx.x / 32;
   walk.block = walk.kind == W13 ? 0 : warp * blocks / kWarps;

@@ -17,7 +17,7 @@ cudaError_t resident_blocks(int threads, size_t shared_bytes, const moelora_exec
   int32_t *known = &cache[exec->device_index % kMaxDevices];
   if (*known == 0) {
     cudaError_t error = cudaSuccess;
-    if (shared_bytes > 48 * 1024)
+    if (shared_bytes > 0)
       error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                    (int)shared_bytes);
     int per_sm = 0;
@@ -66,10 +66,10 @@ moelora_status launch_kernel(const char *name, int64_t work, int threads, size_t
 /* Queues KERNEL(args...) on at most `per_sm` blocks per SM and at most `work`, all of them resident
  * from the start, so that they may wait for each other. Not started before its predecessor ends. */
 template <auto KERNEL, class... Args>
-moelora_status launch_cooperative(const char *name, int64_t work, int threads, int per_sm,
-                                  const moelora_exec *exec, Args... args) {
+moelora_status launch_cooperative(const char *name, int64_t work, int threads, size_t shared_bytes,
+                                  int per_sm, const moelora_exec *exec, Args... args) {
   int64_t resident = 0;
-  cudaError_t error = resident_blocks<KERNEL>(threads, 0, exec, &resident);
+  cudaError_t error = resident_blocks<KERNEL>(threads, shared_bytes, exec, &resident);
   if (error != cudaSuccess)
     return moelora_cuda_check(error, name);
   const int64_t most = (int64_t)per_sm * moelora_cuda_num_sms(exec->device_index);
@@ -80,6 +80,7 @@ moelora_status launch_cooperative(const char *name, int64_t work, int threads, i
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3((unsigned)(work < resident ? work : resident));
   config.blockDim = dim3((unsigned)threads);
+  config.dynamicSmemBytes = shared_bytes;
   config.stream = (cudaStream_t)exec->stream;
   config.attrs = &attribute;
   config.numAttrs = 1;

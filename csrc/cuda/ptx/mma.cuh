@@ -103,7 +103,7 @@ __device__ __forceinline__ void copy_elements(uint32_t to, const T *from, int co
 }
 
 /* How memory is read: by this warp alone; by others of the SM, too; by this warp alone and never
- * written by the kernel; the kernel itself may have written it. */
+ * written by the kernel; the kernel itself may have written it, be it to shared memory. */
 enum class Read { ALONE, SHARED, CONSTANT, WRITTEN };
 
 /* 16 bytes, zeros if they are not `there`. */
@@ -117,16 +117,16 @@ template <Read READ> __device__ __forceinline__ uint4 load_16(const void *from, 
                "mov.b32 %1, 0;\n"                                                                  \
                "mov.b32 %2, 0;\n"                                                                  \
                "mov.b32 %3, 0;\n"                                                                  \
-               "@p ld.global." HOW "v4.b32 {%0, %1, %2, %3}, [%4];\n"                              \
+               "@p ld." HOW "v4.b32 {%0, %1, %2, %3}, [%4];\n"                                     \
                "}"                                                                                 \
                : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)                                    \
                : "l"(from), "r"((int)there)__VA_ARGS__)
   if constexpr (READ == Read::ALONE)
-    MOELORA_LOAD("L1::no_allocate.L2::128B.");
+    MOELORA_LOAD("global.L1::no_allocate.L2::128B.");
   else if constexpr (READ == Read::SHARED)
-    MOELORA_LOAD("L2::128B.");
+    MOELORA_LOAD("global.L2::128B.");
   else if constexpr (READ == Read::CONSTANT)
-    MOELORA_LOAD("nc.L1::no_allocate.");
+    MOELORA_LOAD("global.nc.L1::no_allocate.L2::128B.");
   else
     MOELORA_LOAD("", : "memory");
 #undef MOELORA_LOAD
