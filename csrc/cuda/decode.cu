@@ -155,27 +155,38 @@ struct Seldom {
   int projection;
   Item item;      // at hand; of a shrink, the tile is its index
   float total[4]; // of it
+  Walk walk;
+  bool added, more;
   Source<2> next; // of the ring
-  bool there;
   unsigned arrival;
   bool waits;   // for the meeting of that arrival
   bool shrinks; // come or have come, and the CTA has not arrived behind them
   bool turn;    // of the partial sums
 };
 
-/* total = the base product of the item that `walk` is at and moves on from. */
-template <class T>
+/* total = the product of the item that `walk` is at and moves on from. `add(total)` adds what
+ * adapters make of it: halfway through W13, where weights hide it, else at the end, as hl2 is made
+ * meanwhile. */
+template <class T, class Add>
 __device__ __forceinline__ void multiply_item(const Params &p, const Tables &t, Walk &walk,
-                                              const Columns &columns, Ring &ring,
-                                              float (&total)[4]) {
+                                              const Columns &columns, Ring &ring, Seldom &seldom,
+                                              float (&total)[4], Add add) {
   const int kind = walk.kind;
   const bool vectors = has_vectors(p, kind);
 #pragma unroll
   for (int q = 0; q < 4; q++)
     total[q] = 0.f;
   bool more = true;
+  seldom.added = false;
 #pragma unroll 1
-  while (more) {
+  while (more || !seldom.added) {
+    if (!seldom.added && (!more || (kind == W13 && walk.block > 0))) {
+      seldom.added = true;
+      seldom.more = more;
+      add(total);
+      more = seldom.more;
+      continue;
+    }
     const Run run = run_of(p, t, walk);
     const Source<1> x = tokens_of(p, t, kind, columns, run);
     float d[2][4] = {};
@@ -202,11 +213,6 @@ __global__ void __launch_bounds__(kThreads, kResident)
     columns = x;
     deal_w13(p, t);
   }
-  read_ids(t, p.p, p.tiles13, (int)((p.p.hidden + 15) / 16));
-  build_tables(t, p.p);
-  copy_async_wait<0>();
-  __syncthreads();
-
   const cooperative_groups::grid_group grid = cooperative_groups::this_grid();
   Seldom &seldom = states[threadIdx.x];
   seldom.waits = seldom.turn = false;
@@ -220,11 +226,22 @@ __global__ void __launch_bounds__(kThreads, kResident)
     seldom.waits = false;
   };
 
+  seldom.shrinks = p.p.w13_lora.num_slices > 0;
+  if (seldom.shrinks && (int)blockIdx.x < free_ctas(p)) {
+    seldom.shrinks = false;
+    arrive();
+  }
+  read_ids(t, p.p, p.tiles13, (int)((p.p.hidden + 15) / 16));
+  build_tables(t, p.p);
+  copy_async_wait<0>();
+  __syncthreads();
+
   Ring ring;
 #pragma unroll 1
   for (seldom.projection = 0; seldom.projection < 2; seldom.projection++) {
     const int projection = seldom.projection;
-    seldom.shrinks = factors_of(p, projection ? W2 : W13).num_slices > 0;
+    if (projection)
+      seldom.shrinks = p.p.w2_lora.num_slices > 0;
     Walk walk = {projection ? SHRINK2 : SHRINK13, 0, 0, 0};
     walk.index = first_item(t, walk.kind);
     open_item(p, t, walk);
@@ -249,20 +266,26 @@ __global__ void __launch_bounds__(kThreads, kResident)
         seldom.shrinks = false;
         arrive();
       }
-      seldom.there = is_there(t, walk);
-      if (seldom.there) {
+      float total[4];
+      if (is_there(t, walk)) {
         prefetch_pieces(p, t, seldom.item);
-        multiply_item<T>(p, t, walk, columns, ring, seldom.total);
+        multiply_item<T>(p, t, walk, columns, ring, seldom, total, [&](float (&total)[4]) {
+          seldom.next = ring.next;
+          seldom.walk = walk;
+          memcpy(seldom.total, total, sizeof total);
+          if (!is_shrink(seldom.item.kind))
+            wait();
+          memcpy(total, seldom.total, sizeof total);
+          expand<T>(p, t, seldom.item, total);
+          walk = seldom.walk;
+          ring.next = seldom.next;
+        });
         seldom.next = ring.next;
+      } else {
+        wait();
+        break;
       }
       const int kind = seldom.item.kind;
-      if (!is_shrink(kind))
-        wait();
-      if (!seldom.there)
-        break;
-      float total[4];
-      memcpy(total, seldom.total, sizeof total);
-      expand<T>(p, t, seldom.item, total);
       if (kind == W13) {
         finish_w13<T>(p, t, seldom.item, total);
       } else {

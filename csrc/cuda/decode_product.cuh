@@ -8,7 +8,6 @@
 
 namespace decode {
 
-constexpr int kChunk = 8; // blocks in flight: 64 registers, of the 128 at two CTAs per SM
 constexpr int kBatch = 4; // blocks that are multiplied and then loaded anew at once
 constexpr int kAhead = 1; // chunks that a warp brings to L2 while the grid meets; 0: none
 
@@ -49,7 +48,7 @@ struct Columns {
 };
 
 /* What is shared is missing from L1, through which weights come. */
-constexpr int kStagedBytes = 32 * 1024;
+constexpr int kStagedBytes = 18 * 1024;
 
 /* Begins to copy rows to shared memory, if they fit: a batch that asked memory for its columns
  * would wait each time, and a meeting of the grid empties L1. Where eight rows lie an odd number of

@@ -9,6 +9,7 @@
 namespace decode {
 
 constexpr int kBlockDepth = 32;
+constexpr int kChunk = 8; // blocks in flight: 64 registers, of the 128 at two CTAs per SM
 struct Params {
   moelora_experts_problem p;
   int32_t tiles13; // items of W13 in a unit
@@ -29,7 +30,7 @@ struct Item {
   int kind, unit, tile;
 };
 
-/* Neighbouring blocks of one unit. */
+/* Neighbouring blocks of one unit; of W13 half an item. */
 struct Run {
   int unit, first, blocks;
 };
@@ -63,15 +64,19 @@ __device__ __forceinline__ Item item_of(const Params &p, int kind, int index) {
 
 /* Shrink items are dealt from the last CTA on. Items of W13 belong to single warps. First all warps
  * of the CTAs that cannot have had a shrink get one, then those of the others. */
+__device__ __forceinline__ int free_ctas(const Params &p) {
+  return max((int)gridDim.x - p.most_shrinks13, 0);
+}
+
 __device__ __forceinline__ void deal_w13(const Params &p, Tables &t) {
-  const int ctas = gridDim.x, cta = blockIdx.x, free = max(ctas - p.most_shrinks13, 0);
+  const int ctas = gridDim.x, cta = blockIdx.x, free = free_ctas(p);
   t.first_w13 = cta < free ? cta : kWarps * free + cta - free;
   t.next_w13 = cta < free ? free : ctas - free;
 }
 
 __device__ __forceinline__ int first_item(const Tables &t, int kind) {
   if (kind == W13)
-    return t.first_w13 + (int)threadIdx.x / 32 * t.next_w13;
+    return t.first_w13 + (kWarps - 1 - (int)threadIdx.x / 32) * t.next_w13;
   return (int)(is_shrink(kind) ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
 }
 
@@ -103,6 +108,8 @@ __device__ __forceinline__ Run run_of(const Params &p, const Tables &t, const Wa
   else
     run.unit = t.segment_unit[segment_of(t, walk.kind == SHRINK2, walk.index)];
   run.blocks = min(blocks - run.first, walk.end - walk.block);
+  if (walk.kind == W13 && walk.block == 0)
+    run.blocks = min(blocks, (blocks / 2 + kChunk - 1) / kChunk * kChunk);
   return run;
 }
 
