@@ -109,7 +109,7 @@ __device__ __forceinline__ Run run_of(const Params &p, const Tables &t, const Wa
     run.unit = t.segment_unit[segment_of(t, walk.kind == SHRINK2, walk.index)];
   run.blocks = min(blocks - run.first, walk.end - walk.block);
   if (walk.kind == W13 && walk.block == 0)
-    run.blocks = min(blocks, (blocks / 2 + kChunk - 1) / kChunk * kChunk);
+    run.blocks = min(blocks, (blocks + 2 * kChunk - 1) / (2 * kChunk) * kChunk);
   return run;
 }
 
