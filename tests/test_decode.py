@@ -20,6 +20,7 @@ SPECS = {
     "smallest_sizes": replace(SMALL, hidden=8, inter=8),
     "sixteens": replace(SMALL, hidden=80, inter=48),
     "deep": replace(SMALL, tokens=3, hidden=2184, inter=1400, ranks=(16,)),
+    "unstaged": replace(SMALL, tokens=8, hidden=2184, inter=1400, ranks=(16,)),
     "many_units": replace(SMALL, tokens=8, top_k=8, experts=64),
     "one_token_everywhere": replace(SMALL, tokens=1, top_k=64, experts=64),
     "one_unit": replace(SMALL, tokens=8, top_k=1, routing="one_expert"),

@@ -127,11 +127,13 @@ def test_what_no_kernel_serves(plan):
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_one_token_runs_the_whole_layer_in_one_launch(plan, capability):
+def test_few_rows_run_the_whole_layer_in_one_launch(plan, capability):
     gpu = ("cuda", capability)
-    assert plan(gpu, tokens=1)[:2] == ("decode_bf16_sm80",) * 2
     assert plan(gpu, "float16", 1)[:2] == ("decode_f16_sm80",) * 2
-    for other in ({"tokens": 2}, {"tokens": 1, "top_k": 65}, {"tokens": 1, "hidden": 2050}):
+    for tokens, top_k in ((1, 8), (1, 64), (2, 8), (3, 6), (4, 2)):
+        assert plan(gpu, tokens=tokens, top_k=top_k)[:2] == ("decode_bf16_sm80",) * 2
+    others = {"tokens": 3}, {"tokens": 5, "top_k": 2}, {"tokens": 1, "top_k": 65}
+    for other in (*others, {"tokens": 1, "hidden": 2050}):
         assert "decode" not in plan(gpu, **other)[0], other
 
 

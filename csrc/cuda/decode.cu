@@ -8,12 +8,14 @@
  *
  * are the four kinds of items; those of W2 go over all units (see decode_tables.cuh), so that there
  * is no z and no second sum. The grid meets three times: hl13 is ready, h is ready, hl2 is ready. A
- * CTA arrives when it has no more items that write, and waits as late as it can: a base product
- * comes before the wait for the shrink that it is added to.
+ * CTA arrives when it has no more items that write, one that cannot have any at once, and waits as
+ * late as it can: all or half of a base product comes before the wait for the shrink that it is
+ * added to.
  *
  * An item is 16 weight rows by the 8 tokens, its depth in blocks of 32. One of W13 belongs to a
  * warp, which keeps the sums in registers to the end. The others go to a CTA: their blocks are
- * divided evenly among the warps, whose sums meet in shared memory.
+ * divided evenly among the warps, whose sums meet in shared memory. Tokens lie in shared memory,
+ * too, first x and then h, where they fit.
  *
  * A warp multiplies runs: neighbouring blocks of one unit, in chunks of eight. The next chunk, be
  * it of the next run or item, is loaded half by half as registers become free. In a block lane
@@ -153,10 +155,10 @@ struct Partials {
 /* What a thread asks for now and then: registers are scarce. */
 struct Seldom {
   int projection;
-  Item item;      // at hand; of a shrink, the tile is its index
-  float total[4]; // of it
+  Item item;        // at hand; of a shrink, the tile is its index
+  float total[4];   // of it
+  bool added, more; // to it: adapters; of it: runs
   Walk walk;
-  bool added, more;
   Source<2> next; // of the ring
   unsigned arrival;
   bool waits;   // for the meeting of that arrival
@@ -208,7 +210,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   extern __shared__ __align__(16) uint16_t staged[];
   __shared__ Columns columns;
   const Columns x = stage_columns((const uint16_t *)p.p.x, p.p.x_stride, p.p.routes.num_tokens,
-                                  (int)p.p.hidden, staged);
+                                  (int)p.p.hidden, nullptr, staged);
   if (threadIdx.x == 0) {
     columns = x;
     deal_w13(p, t);
@@ -231,8 +233,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
     seldom.shrinks = false;
     arrive();
   }
-  read_ids(t, p.p, p.tiles13, (int)((p.p.hidden + 15) / 16));
-  build_tables(t, p.p);
+  build_tables(t, p.p, p.tiles13, (int)((p.p.hidden + 15) / 16));
   copy_async_wait<0>();
   __syncthreads();
 
@@ -251,7 +252,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
       wait();
       if (is_there(t, walk)) {
         const Columns h = stage_columns(p.h, p.p.intermediate, p.p.routes.num_rows,
-                                        (int)p.p.intermediate, staged);
+                                        (int)p.p.intermediate, t.used, staged);
         if (threadIdx.x == 0)
           columns = h;
         copy_async_wait<0>();

@@ -50,18 +50,18 @@ struct Columns {
 /* What is shared is missing from L1, through which weights come. */
 constexpr int kStagedBytes = 18 * 1024;
 
-/* Begins to copy rows to shared memory, if they fit: a batch that asked memory for its columns
- * would wait each time, and a meeting of the grid empties L1. Where eight rows lie an odd number of
- * 64 bytes apart, a block of them meets all banks. */
+/* Begins to copy rows, all or the `used` ones, to shared memory if they fit: a batch that asked
+ * memory for its columns would wait each time, and a meeting of the grid empties L1. Where eight
+ * rows lie an odd number of 64 bytes apart, a block of them meets all banks. */
 __device__ __forceinline__ Columns stage_columns(const uint16_t *from, int64_t stride, int64_t rows,
-                                                 int depth, uint16_t *staged) {
+                                                 int depth, const bool *used, uint16_t *staged) {
   const int pitch = (depth + 63) / 64 * 64 + 32;
   if (rows * pitch * 2 > kStagedBytes)
     return {from, stride};
 #pragma unroll 1
   for (int row = 0; row < rows; row++)
 #pragma unroll 1
-    for (int k = threadIdx.x * 8; k < depth; k += kThreads * 8)
+    for (int k = used && !used[row] ? depth : threadIdx.x * 8; k < depth; k += kThreads * 8)
       copy_async_16(shared_address(staged + row * pitch + k), from + row * stride + k, 16);
   copy_async_commit();
   return {staged, pitch};

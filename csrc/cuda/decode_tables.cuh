@@ -26,6 +26,7 @@ struct Tables {
   int32_t expert[kRows];
   int32_t row[kRows][kTokens];  // flat row of a unit's token, -1: not in this unit
   float weight[kRows][kTokens]; // routing weight
+  bool used[kRows];             // a flat row that is some unit's
   int32_t first_segment[kRows + 1];
   int32_t segment_unit[kRows], segment_adapter[kRows], segment_rank[kRows]; // rank: as told
   uint32_t segment_tokens[kRows];                                           // bit of each token
@@ -128,6 +129,8 @@ __device__ __forceinline__ void find_rows(Tables &t, const moelora_routes &r) {
           weight += t.row_weight[row];
         }
     t.row[unit][token] = row;
+    if (row >= 0)
+      t.used[row] = true;
     t.weight[unit][token] = weight;
   }
 }
@@ -189,32 +192,28 @@ __device__ __forceinline__ int segment_of(const Tables &t, int projection, int i
          __popc(__ballot_sync(~0u, end[lane + 32] <= item));
 }
 
-__device__ __forceinline__ bool has_adapters(const moelora_experts_problem &p) {
-  return p.routes.token_lora_mapping.data && p.w13_lora.num_slices + p.w2_lora.num_slices > 0;
-}
-
-/* What ids alone tell: enough to load weights. The caller knows of the items of W13 and W2:
- * `tiles13` in a unit, `columns`. */
-__device__ __forceinline__ void read_ids(Tables &t, const moelora_experts_problem &p, int tiles13,
-                                         int columns) {
+/* All of it, with the items of W13 and W2 that the caller knows of: `tiles13` in a unit, `columns`.
+ */
+__device__ __forceinline__ void build_tables(Tables &t, const moelora_experts_problem &p,
+                                             int tiles13, int columns) {
+  const bool lora =
+      p.routes.token_lora_mapping.data && p.w13_lora.num_slices + p.w2_lora.num_slices > 0;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp == 0)
     find_units(t, p.routes);
-  else if (warp == 1 && lane < kTokens && has_adapters(p))
+  else if (warp == 1 && lane < kTokens && lora)
     find_adapter(t, p.routes, lane);
+  else if (warp >= kWarps - kRows / 32)
+    t.used[threadIdx.x - kThreads + kRows] = false;
+  __syncthreads();
+  find_rows(t, p.routes);
   if (threadIdx.x == 0) {
     t.items[W13] = t.units * tiles13;
     t.items[W2] = columns;
-    t.items[SHRINK13] = t.items[SHRINK2] = t.segments = 0;
+    if (!lora)
+      t.items[SHRINK13] = t.items[SHRINK2] = t.segments = 0;
   }
-  __syncthreads();
-}
-
-/* All the rest. */
-__device__ __forceinline__ void build_tables(Tables &t, const moelora_experts_problem &p) {
-  const int warp = threadIdx.x / 32;
-  find_rows(t, p.routes);
-  if (has_adapters(p)) {
+  if (lora) {
     find_segments(t);
     if (warp < 2)
       count_shrinks(t, warp ? p.w2_lora : p.w13_lora, warp);

@@ -10,10 +10,11 @@ namespace decode {
 
 constexpr int kBlockDepth = 32;
 constexpr int kChunk = 8; // blocks in flight: 64 registers, of the 128 at two CTAs per SM
+
 struct Params {
   moelora_experts_problem p;
-  int32_t tiles13; // items of W13 in a unit
-  int32_t most_shrinks13;
+  int32_t tiles13;        // items of W13 in a unit
+  int32_t most_shrinks13; // more items SHRINK13 cannot have, whatever ids say
   bool gated, interleaved;
   bool a_vectors[2], b_vectors[2]; // factors allow 16-byte accesses; of w13, of w2
   uint16_t *h;                     // [P, I]
@@ -62,12 +63,13 @@ __device__ __forceinline__ Item item_of(const Params &p, int kind, int index) {
 
 /* ---- from one run to the next ---- */
 
-/* Shrink items are dealt from the last CTA on. Items of W13 belong to single warps. First all warps
- * of the CTAs that cannot have had a shrink get one, then those of the others. */
+/* Shrink items are dealt from the last CTA on: the first ones cannot have any of SHRINK13. */
 __device__ __forceinline__ int free_ctas(const Params &p) {
   return max((int)gridDim.x - p.most_shrinks13, 0);
 }
 
+/* Items of W13 belong to single warps, first to those of free CTAs, then to the others; in a CTA
+ * last to the warp that meets the grid. */
 __device__ __forceinline__ void deal_w13(const Params &p, Tables &t) {
   const int ctas = gridDim.x, cta = blockIdx.x, free = free_ctas(p);
   t.first_w13 = cta < free ? cta : kWarps * free + cta - free;
