@@ -16,8 +16,9 @@ cudaError_t resident_blocks(int threads, size_t shared_bytes, const moelora_exec
   static int32_t cache[kMaxDevices];
   int32_t *known = &cache[exec->device_index % kMaxDevices];
   if (*known == 0) {
-    cudaError_t error = cudaSuccess;
-    if (shared_bytes > 0)
+    cudaFuncAttributes attributes;
+    cudaError_t error = cudaFuncGetAttributes(&attributes, KERNEL);
+    if (error == cudaSuccess && (size_t)attributes.maxDynamicSharedSizeBytes < shared_bytes)
       error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                    (int)shared_bytes);
     int per_sm = 0;
