@@ -3,8 +3,8 @@
     python -m benchmarks.tables            prints them
     python -m benchmarks.tables --write    puts them into the pages
 
-What a page has between `<!-- name -->` and `<!-- /name -->` is a key of TABLES or SENTENCES, or
-`from FILE`: where the numbers next to it come from, and the command that made them.
+What a page has between `<!-- name -->` and `<!-- /name -->` is a key of TABLES, MADE or SENTENCES,
+or `from FILE`: where the numbers next to it come from, and the command that made them.
 """
 
 import re
@@ -42,6 +42,7 @@ TABLES = {
     "adapters": ("h200-adapters", lambda r: True, "adapters: adapters, " + LAYER),
     "portable": ("h200-sm80-layer", lambda r: True, LAYER),
     "kernels": ("h200-kernels", lambda r: True, KERNELS),
+    "one_launch": ("h200-kernels-one-launch", lambda r: True, KERNELS),
     "align": ("h200-align", lambda r: r["tokens"] == 16384, ALIGN),
     "align_all": ("h200-align", lambda r: True, ALIGN),
     "delta": ("h200-delta", lambda r: r["part"] == "grid", DELTA),
@@ -139,6 +140,36 @@ def cpu_ranges():
         transformers with PEFT; at {most} tokens rank 16 costs {span(cost, 0)} %."""
 
 
+def decode_parts():
+    """Each kind of kernel of a decode step: its time, and behind the slash its bytes' at the
+    memory's rate."""
+    layers = {(r["model"], r["tokens"], r["rank"]): r for r in load("h200-layer")[1]}
+    lines = [
+        "| model | tokens | rank | products | shrinks | sort, sum | all | in a graph | bound |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    parts = {}
+    for row in load("h200-kernels-decode")[1]:
+        kind = next((k for k in ("gemm", "shrink", "decode") if k in row["kernel"]), "rest")
+        kinds = parts.setdefault((row["model"], row["tokens"], row["rank"]), {})
+        us, mb = kinds.get(kind, (0.0, 0.0))
+        kinds[kind] = us + row["us"], mb + row["dram_read_mb"] + row["dram_write_mb"]
+    for case, kinds in parts.items():
+        layer = layers[case]
+        if "decode" in kinds or "decode" in layer["plan"]:
+            continue
+        cells = [MODELS[case[0]].name, *map(str, case[1:])]
+        for kind in ("gemm", "shrink", "rest"):
+            us, mb = kinds[kind]
+            cells.append(f"{us:.0f} / {1e3 * mb / layer['streaming_gb_s']:.0f}")
+        cells.append(f"{sum(us for us, _ in kinds.values()):.0f}")
+        cells += [f"**{layer['ours_us']:.0f}**", f"{layer['bound_us']:.0f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+# {name: (file, its table)}
+MADE = {"decode_parts": ("h200-kernels-decode", decode_parts)}
 SENTENCES = {f.__name__: f for f in (layer_ranges, delta_ranges, cpu_ranges)}
 
 
@@ -147,6 +178,8 @@ def section(name):
         return source(name.removeprefix("from "))
     if name in TABLES:
         return table(*TABLES[name])
+    if name in MADE:
+        return MADE[name][1]()
     text = " ".join(SENTENCES[name]().split())
     return textwrap.fill(text, 104, break_long_words=False, break_on_hyphens=False)
 
@@ -162,7 +195,7 @@ def main():
         for page in PAGES:
             (ROOT / page).write_text(filled((ROOT / page).read_text()))
     else:
-        print("\n\n".join(map(section, (*TABLES, *SENTENCES))))
+        print("\n\n".join(map(section, (*TABLES, *MADE, *SENTENCES))))
 
 
 if __name__ == "__main__":
