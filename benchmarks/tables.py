@@ -74,12 +74,16 @@ def cell(row, field):
     return f"**{text}**" if field == "ours_us" else text
 
 
+def markdown(titles, rows):
+    lines = [titles, ["---", *["---:"] * (len(titles) - 1)], *rows]
+    return "\n".join("| " + " | ".join(text or "-" for text in line) + " |" for line in lines)
+
+
 def table(file, wanted, columns):
     pairs = [column.strip().split(": ") for column in f"{CASE}, {columns}".split(",")]
     rows = [[cell(row, field) for _, field in pairs] for row in load(file)[1] if wanted(row)]
     kept = [i for i in range(len(pairs)) if any(row[i] for row in rows)]
-    lines = [[title for title, _ in pairs], ["---", *["---:"] * len(pairs)], *rows]
-    return "\n".join("| " + " | ".join(line[i] or "-" for i in kept) + " |" for line in lines)
+    return markdown([pairs[i][0] for i in kept], [[row[i] for i in kept] for row in rows])
 
 
 def source(file):
@@ -144,11 +148,7 @@ def decode_parts():
     """Each kind of kernel of a decode step: its time, and behind the slash its bytes' at the
     memory's rate."""
     layers = {(r["model"], r["tokens"], r["rank"]): r for r in load("h200-layer")[1]}
-    lines = [
-        "| model | tokens | rank | products | shrinks | sort, sum | all | in a graph | bound |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    parts = {}
+    parts, rows = {}, []
     for row in load("h200-kernels-decode")[1]:
         kind = next((k for k in ("gemm", "shrink", "decode") if k in row["kernel"]), "rest")
         kinds = parts.setdefault((row["model"], row["tokens"], row["rank"]), {})
@@ -158,14 +158,15 @@ def decode_parts():
         layer = layers[case]
         if "decode" in kinds or "decode" in layer["plan"]:
             continue
-        cells = [MODELS[case[0]].name, *map(str, case[1:])]
-        for kind in ("gemm", "shrink", "rest"):
-            us, mb = kinds[kind]
-            cells.append(f"{us:.0f} / {1e3 * mb / layer['streaming_gb_s']:.0f}")
-        cells.append(f"{sum(us for us, _ in kinds.values()):.0f}")
-        cells += [f"**{layer['ours_us']:.0f}**", f"{layer['bound_us']:.0f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        spent = [
+            f"{us:.0f} / {1e3 * mb / layer['streaming_gb_s']:.0f}"
+            for us, mb in (kinds[kind] for kind in ("gemm", "shrink", "rest"))
+        ]
+        spent.append(f"{sum(us for us, _ in kinds.values()):.0f}")
+        named = (cell(layer, field) for field in ("model", "tokens", "rank"))
+        rows.append([*named, *spent, cell(layer, "ours_us"), cell(layer, "bound_us")])
+    titles = "model, tokens, rank, products, shrinks, sort and sum, all, in a graph, bound"
+    return markdown(titles.split(", "), rows)
 
 
 # {name: (file, its table)}
