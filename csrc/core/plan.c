@@ -150,15 +150,16 @@ static shape pick_cuda_shape(int64_t rows) {
 }
 
 /* Up to so many tokens, and so many rows of more than one, one launch is the faster one: on an H200
- * by 4 to 11 % without adapters, by 2 to 6 % with some of rank 16. Where experts are narrow and
- * more rows bring more adapters, each CTA's last adapters decide, and six launches win. */
-enum { DECODE_TOKENS = 4, DECODE_ROWS = 18 };
+ * by 4 to 12 % without adapters, by 2 to 8 % with some of rank 16 (of rank 64, two tokens of top-8
+ * take 5 % longer). Where experts are narrow and more rows bring more adapters, the adapters at the
+ * end of each CTA decide, and six launches win. */
+enum { FEW_TOKENS = 4, FEW_ROWS = 18 };
 
 /* What a problem lets a CUDA kernel do, from shapes, strides and pointers of everything but
  * adapters: 16-byte accesses, boxes of 64 weight rows by TMA, the whole layer in one launch. */
 typedef struct access {
   bool vectors, tma, decode;
-  bool few;   /* tokens, so that one launch is better than several */
+  bool few;   /* tokens and rows, so that one launch is better than several */
   bool layer; /* a whole layer, whose results lie as its kernels like them */
 } access;
 
@@ -284,8 +285,8 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                   !problem->apply_router_weight_on_input &&
                   problem->routes.num_tokens <= MOELORA_DECODE_TOKENS &&
                   problem->routes.num_rows <= MOELORA_DECODE_ROWS;
-  access.few = access.decode && problem->routes.num_tokens <= DECODE_TOKENS &&
-               (problem->routes.num_tokens == 1 || problem->routes.num_rows <= DECODE_ROWS);
+  access.few = access.decode && problem->routes.num_tokens <= FEW_TOKENS &&
+               (problem->routes.num_tokens == 1 || problem->routes.num_rows <= FEW_ROWS);
   MOELORA_TRY(plan_projections(&problem->routes, problem->dtype, &access, device, &plan->w13));
   const moelora_device_info seen = limited(device);
   prefer_tuned(moelora_tuned_variant(problem, &seen), &access, device, &plan->w13);
