@@ -2,8 +2,9 @@
  *
  *   [sort] -> shrink -> expand [-> combine]
  *
- * h and whatever waits for a sum is stored by flat row. Few rows are sorted by each CTA for itself,
- * or not at all: where pairs hardly repeat, reading the factors of a repeated one again costs less.
+ * or, of few rows, shrink and expand in one launch. h and whatever waits for a sum is stored by
+ * flat row. Few rows are sorted by each CTA for itself, or not at all: where pairs hardly repeat,
+ * reading the factors of a repeated one again costs less.
  */
 #include <math.h>
 
@@ -86,6 +87,13 @@ __global__ void __launch_bounds__(kThreads) combine_rows(const __grid_constant__
 
 int64_t blocks_for(int64_t threads) {
   return (threads + kThreads - 1) / kThreads;
+}
+
+/* Zeros of at least `bytes` bytes, rounded up to words. */
+moelora_status clear(uint8_t *to, int64_t bytes, const moelora_exec *exec) {
+  const int64_t words = (bytes + 3) / 4;
+  return launch_kernel<clear_bytes>("clear_bytes", blocks_for(words), kThreads, 0, exec,
+                                    (uint32_t *)to, words);
 }
 
 template <class T, class Z> moelora_status combine_as(const Combine &c, const moelora_exec *exec) {
@@ -194,9 +202,9 @@ Shrunk own_shrunk(void *data, const moelora_routes *routes, const moelora_factor
   return {data, {width, routes->top_k * row, row}, true};
 }
 
-moelora_status shrink(const delta_rows *rows, const void *x, int64_t x_stride, bool x_per_row,
-                      int64_t k, const moelora_factors *lora, const float *scalings,
-                      const Shrunk *h, bool hopper, moelora_dtype dtype, const moelora_exec *exec) {
+delta_shrink begin_shrink(const delta_rows *rows, const void *x, int64_t x_stride, bool x_per_row,
+                          int64_t k, const moelora_factors *lora, const float *scalings,
+                          const Shrunk *h, bool hopper) {
   delta_shrink s = {};
   s.rows = *rows;
   s.rows.max_rank = lora->max_rank;
@@ -216,7 +224,7 @@ moelora_status shrink(const delta_rows *rows, const void *x, int64_t x_stride, b
     s.h_stride[i] = h->stride[i];
     s.eights = s.eights && h->stride[i] % 8 == 0;
   }
-  return delta_launch_shrink(&s, dtype, exec);
+  return s;
 }
 
 /* All of an expand but what becomes of z. */
@@ -261,32 +269,25 @@ Waiting take_waiting(const moelora_routes *routes, int64_t columns, moelora_aren
   return z;
 }
 
-moelora_status expand_and_combine(delta_expand *e, const Waiting *z, uint8_t *written,
-                                  int64_t columns, bool add, void *out, int64_t out_stride,
-                                  moelora_dtype dtype, const moelora_exec *exec) {
-  const moelora_routes *routes = &e->rows.routes;
-  set_out(e, z->data, routes->top_k * z->stride, z->stride);
+/* An expand into rows that wait. written: which of them are there; NULL: what rows say. */
+void set_waiting(delta_expand *e, const Waiting *z, uint8_t *written) {
+  set_out(e, z->data, e->rows.routes.top_k * z->stride, z->stride);
   e->f32 = z->f32;
   e->written = written;
-  moelora_status status = MOELORA_OK;
-  if (written) {
-    e->after_shrink = false;
-    const int64_t words = (routes->num_rows + 3) / 4;
-    status = launch_kernel<clear_bytes>("clear_bytes", blocks_for(words), kThreads, 0, exec,
-                                        (uint32_t *)written, words);
-  }
-  if (status == MOELORA_OK)
-    status = delta_launch_expand(e, dtype, exec);
+}
+
+moelora_status add_up(const delta_expand *e, const Waiting *z, int64_t columns, bool add, void *out,
+                      int64_t out_stride, moelora_dtype dtype, const moelora_exec *exec) {
   Combine c = {};
   c.rows = e->rows;
-  c.written = written;
+  c.written = e->written;
   c.z = z->data;
   c.z_stride = z->stride;
   c.add = add;
   c.out = out;
   c.out_stride = out_stride;
   c.columns = (int32_t)columns;
-  return status == MOELORA_OK ? combine(c, z->f32, dtype, exec) : status;
+  return combine(c, z->f32, dtype, exec);
 }
 
 /* ---- one adapter ---- */
@@ -346,28 +347,40 @@ extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
   const moelora_routes *routes = &p->routes;
   delta_rows rows = rows_of(routes, l.order, &l.sorted);
   rows.lists = p->lists;
-  moelora_status status =
-      l.order == DELTA_SORTED ? delta_sort(routes, &l.sorted, exec) : MOELORA_OK;
-
   const Shrunk h = p->h ? Shrunk{p->h, {p->h_stride[0], p->h_stride[1], p->h_stride[2]}, false}
                         : own_shrunk(l.h, routes, &p->lora);
-  if (status == MOELORA_OK && p->x)
-    status = shrink(&rows, p->x, p->x_stride, p->x_per_row, p->k, &p->lora, routes->lora_scalings,
-                    &h, plan->hopper, p->dtype, exec);
-  if (status != MOELORA_OK || !p->out)
-    return status;
-
-  delta_expand e = begin_expand(&rows, &h, &p->lora, p->x != nullptr);
+  delta_shrink s = {};
+  if (p->x)
+    s = begin_shrink(&rows, p->x, p->x_stride, p->x_per_row, p->k, &p->lora, routes->lora_scalings,
+                     &h, plan->hopper);
+  delta_expand e = begin_expand(&rows, &h, &p->lora, p->x && !l.written);
   e.topk_weights = p->mul_routed_weight ? routes->topk_weights : nullptr;
-  if (p->sum_top_k)
-    return expand_and_combine(&e, &l.z, l.written, p->columns, p->add_inputs, p->out,
-                              p->out_stride[0], p->dtype, exec);
-  set_out(&e, p->out, p->out_stride[0], p->out_stride[1]);
-  e.add = p->add_inputs;
-  e.silu_and_mul = p->silu_and_mul;
-  if (e.silu_and_mul)
-    e.vectors = e.vectors && (p->lora.num_slices != 1 || p->lora.slice_n % 16 == 0);
-  return delta_launch_expand(&e, p->dtype, exec);
+  if (p->sum_top_k) {
+    set_waiting(&e, &l.z, l.written);
+  } else {
+    set_out(&e, p->out, p->out_stride[0], p->out_stride[1]);
+    e.add = p->add_inputs;
+    e.silu_and_mul = p->silu_and_mul;
+    if (e.silu_and_mul)
+      e.vectors = e.vectors && (p->lora.num_slices != 1 || p->lora.slice_n % 16 == 0);
+  }
+
+  moelora_status status = MOELORA_OK;
+  if (p->x && p->out && !p->h && delta_fits_thin(&s, &e)) {
+    status = delta_launch_thin(&s, &e, p->dtype, exec);
+  } else {
+    if (l.order == DELTA_SORTED)
+      status = delta_sort(routes, &l.sorted, exec);
+    if (status == MOELORA_OK && p->x)
+      status = delta_launch_shrink(&s, p->dtype, exec);
+    if (status == MOELORA_OK && l.written)
+      status = clear(l.written, routes->num_rows, exec);
+    if (status == MOELORA_OK && p->out)
+      status = delta_launch_expand(&e, p->dtype, exec);
+  }
+  if (status == MOELORA_OK && p->sum_top_k)
+    status = add_up(&e, &l.z, p->columns, p->add_inputs, p->out, p->out_stride[0], p->dtype, exec);
+  return status;
 }
 
 /* ---- an adapter MLP ---- */
@@ -421,25 +434,27 @@ extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem
       l.order == DELTA_SORTED ? delta_sort(routes, &l.sorted, exec) : MOELORA_OK;
 
   const Shrunk h1 = own_shrunk(l.h1, routes, &p->gate_up);
-  if (status == MOELORA_OK)
-    status = shrink(&rows, p->x, p->x_stride, false, p->hidden, &p->gate_up, nullptr, &h1,
-                    plan->hopper, p->dtype, exec);
-  if (status != MOELORA_OK)
-    return status;
-  delta_expand e = begin_expand(&rows, &h1, &p->gate_up, true);
-  e.silu_and_mul = true;
-  set_out(&e, l.act, routes->top_k * intermediate, intermediate);
-  e.vectors = e.vectors && intermediate % 8 == 0;
-  status = delta_launch_expand(&e, p->dtype, exec);
-
   const Shrunk h2 = own_shrunk(l.h2, routes, &p->down);
+  const delta_shrink shrink1 = begin_shrink(&rows, p->x, p->x_stride, false, p->hidden, &p->gate_up,
+                                            nullptr, &h1, plan->hopper);
+  const delta_shrink shrink2 = begin_shrink(&rows, l.act, intermediate, true, intermediate,
+                                            &p->down, routes->lora_scalings, &h2, plan->hopper);
+  delta_expand expand1 = begin_expand(&rows, &h1, &p->gate_up, true);
+  expand1.silu_and_mul = true;
+  set_out(&expand1, l.act, routes->top_k * intermediate, intermediate);
+  expand1.vectors = expand1.vectors && intermediate % 8 == 0;
+  delta_expand expand2 = begin_expand(&rows, &h2, &p->down, true);
+  expand2.topk_weights = routes->topk_weights;
+  set_waiting(&expand2, &l.z, nullptr);
   if (status == MOELORA_OK)
-    status = shrink(&rows, l.act, intermediate, true, intermediate, &p->down, routes->lora_scalings,
-                    &h2, plan->hopper, p->dtype, exec);
-  if (status != MOELORA_OK)
-    return status;
-  e = begin_expand(&rows, &h2, &p->down, true);
-  e.topk_weights = routes->topk_weights;
-  return expand_and_combine(&e, &l.z, nullptr, p->hidden, true, p->out, p->out_stride, p->dtype,
-                            exec);
+    status = delta_launch_shrink(&shrink1, p->dtype, exec);
+  if (status == MOELORA_OK)
+    status = delta_launch_expand(&expand1, p->dtype, exec);
+  if (status == MOELORA_OK)
+    status = delta_launch_shrink(&shrink2, p->dtype, exec);
+  if (status == MOELORA_OK)
+    status = delta_launch_expand(&expand2, p->dtype, exec);
+  if (status == MOELORA_OK)
+    status = add_up(&expand2, &l.z, p->hidden, true, p->out, p->out_stride, p->dtype, exec);
+  return status;
 }

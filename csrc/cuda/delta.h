@@ -124,6 +124,11 @@ moelora_status delta_launch_expand(const delta_expand *expand, moelora_dtype dty
 bool delta_fits_thin_expand(const delta_expand *expand);
 moelora_status delta_launch_thin_expand(const delta_expand *expand, moelora_dtype dtype,
                                         const moelora_exec *exec);
+/* delta_thin.cu: both halves of few rows in one launch that does without h, and whether it takes
+ * them. */
+bool delta_fits_thin(const delta_shrink *shrink, const delta_expand *expand);
+moelora_status delta_launch_thin(const delta_shrink *shrink, const delta_expand *expand,
+                                 moelora_dtype dtype, const moelora_exec *exec);
 /* delta_mlp.cu: an adapter MLP in one launch, for batches so small that launches are what they
  * cost. */
 bool delta_mlp_fits(const moelora_mlp_delta_problem *problem, const moelora_exec *exec);

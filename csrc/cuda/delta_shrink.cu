@@ -12,8 +12,7 @@
  * Long segments of large batches are for shrink_segments.cu and shrink_sm90.cu. */
 #include "delta_rows.cuh"
 #include "kernel_launch.cuh"
-#include "ptx/hopper.cuh"
-#include "shrink_product.cuh"
+#include "shrink_splits.cuh"
 
 namespace {
 
@@ -135,41 +134,6 @@ template <class S> struct Places {
   }
 };
 
-/* CTAs of a cluster, and which of them this is. */
-__device__ __forceinline__ int num_splits(const Params &p) {
-#if __CUDA_ARCH__ >= 900
-  return p.splits;
-#else
-  return 1;
-#endif
-}
-__device__ __forceinline__ int own_split() {
-#if __CUDA_ARCH__ >= 900
-  return (int)cluster_rank();
-#else
-  return 0;
-#endif
-}
-
-/* All threads wait for the whole cluster. */
-__device__ __forceinline__ void meet_cluster() {
-#if __CUDA_ARCH__ >= 900
-  __syncwarp();
-  cluster_sync();
-#endif
-}
-
-/* Eight sums of CTA `rank` of the cluster. */
-__device__ __forceinline__ void add_remote(float (&sum)[8], const float *here, int rank) {
-#if __CUDA_ARCH__ >= 900
-#pragma unroll
-  for (int j = 0; j < 8; j += 4) {
-    const float4 v = load_cluster_16(shared_address(here + j), rank);
-    sum[j] += v.x, sum[j + 1] += v.y, sum[j + 2] += v.z, sum[j + 3] += v.w;
-  }
-#endif
-}
-
 /* Adds up the sums, scales, rounds and stores. All threads come here. */
 template <class T, class S>
 __device__ __forceinline__ void store(const Params &p, const ShrinkItem &item, Shared<S> &shared) {
@@ -177,30 +141,19 @@ __device__ __forceinline__ void store(const Params &p, const ShrinkItem &item, S
   const delta_shrink &s = p.s;
   int thread = threadIdx.x;
   asm volatile("" : "+r"(thread)); // what follows from it takes no register between items
-  const int splits = num_splits(p), split = own_split();
+  const int splits = num_splits(p.splits), split = own_split();
   const int width = moelora_padded_rank(item.rank), max_rank = s.lora.max_rank;
   const int count = (item.high - item.low) * EIGHTS;
   const float scaling = s.scalings ? s.scalings[item.adapter] : 1.f;
-  if (splits > 1) {
-    for (int i = thread; i < count; i += S::THREADS) {
-      float sum[8] = {};
-      add_runs<S>(sum, shared.sums, i / EIGHTS, i % EIGHTS * 8);
-      float4 *to = (float4 *)&shared.sums[0][i / EIGHTS][i % EIGHTS * 8];
-      to[0] = {sum[0], sum[1], sum[2], sum[3]};
-      to[1] = {sum[4], sum[5], sum[6], sum[7]};
-    }
-    meet_cluster();
-  }
+  if (splits > 1)
+    share_sums<S>(shared.sums, item.high - item.low, thread);
   for (int i = split * S::THREADS + thread; i < count; i += splits * S::THREADS) {
     const int token = i / EIGHTS, column = i % EIGHTS * 8;
     const int slice = (item.first + column) / width, r = (item.first + column) % width;
     if (slice >= s.lora.num_slices)
       continue;
     float sum[8] = {};
-    if (splits == 1)
-      add_runs<S>(sum, shared.sums, token, column);
-    for (int rank = 0; splits > 1 && rank < splits; rank++)
-      add_remote(sum, &shared.sums[0][token][column], rank);
+    add_splits<S>(sum, shared.sums, token, column, splits);
     store_ranks(row_of_h<T>(s, shared.window.row[item.low + token], slice),
                 round_ranks<T>(sum, scaling, r, item.rank), r, max_rank, s.eights);
   }
@@ -222,8 +175,8 @@ __global__ void __launch_bounds__(S::THREADS, kResidentWarps / S::WARPS)
   shared.units = (int)count_windows(p.s.rows) * p.shares;
   WarpItem &own = shared.items[threadIdx.x / 32];
   const ShrinkItem &item = own.item;
-  for (Place at = {(int)blockIdx.x / num_splits(p), 0}; at.unit < shared.units;
-       at.unit += gridDim.x / num_splits(p)) {
+  for (Place at = {(int)blockIdx.x / num_splits(p.splits), 0}; at.unit < shared.units;
+       at.unit += gridDim.x / num_splits(p.splits)) {
     load_window<S::THREADS>(
         p.s.rows, at.unit / p.shares, shared.window,
         [&](int i, uint32_t row) { shared.x[i] = row / (uint32_t)p.s.x_divisor; },
@@ -242,7 +195,7 @@ __global__ void __launch_bounds__(S::THREADS, kResidentWarps / S::WARPS)
       multiply_tokens<T, S, VECTORS, S::TILES>(item.high - item.low, Places<S>{p.s, shared.x, item},
                                                item.first + warp / S::DEPTHS * S::TEAM_RANKS, p.s.k,
                                                own_split() * S::DEPTHS + warp % S::DEPTHS,
-                                               num_splits(p) * S::DEPTHS, shared.sums);
+                                               num_splits(p.splits) * S::DEPTHS, shared.sums);
       store<T, S>(p, item, shared);
       at = own.place; // not in registers meanwhile
       at.item += p.shares;

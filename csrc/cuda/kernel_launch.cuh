@@ -32,18 +32,11 @@ cudaError_t resident_blocks(int threads, size_t shared_bytes, const moelora_exec
   return cudaSuccess;
 }
 
-/* Queues KERNEL(args...) on at most as many blocks as are resident at once, in clusters of CLUSTER;
- * the kernel walks over the `work` blocks there would be. It may start while its predecessor
- * drains, so every kernel must wait_for_previous_kernel() before it touches memory. */
-template <auto KERNEL, int CLUSTER = 1, class... Args>
-moelora_status launch_kernel(const char *name, int64_t work, int threads, size_t shared_bytes,
+/* Queues KERNEL(args...) on `blocks` blocks, in clusters of CLUSTER. It may start while its
+ * predecessor drains, so every kernel must wait_for_previous_kernel() before it touches memory. */
+template <auto KERNEL, int CLUSTER, class... Args>
+moelora_status launch_blocks(const char *name, int64_t blocks, int threads, size_t shared_bytes,
                              const moelora_exec *exec, Args... args) {
-  if (work == 0)
-    return MOELORA_OK;
-  int64_t resident = 0;
-  cudaError_t error = resident_blocks<KERNEL>(threads, shared_bytes, exec, &resident);
-  if (error != cudaSuccess)
-    return moelora_cuda_check(error, name);
   cudaLaunchAttribute attributes[2] = {};
   unsigned count = 0;
   if (moelora_cuda_can_overlap()) {
@@ -55,13 +48,28 @@ moelora_status launch_kernel(const char *name, int64_t work, int threads, size_t
     attributes[count++].val.clusterDim = {CLUSTER, 1, 1};
   }
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3((unsigned)((work < resident ? work : resident) / CLUSTER * CLUSTER));
+  config.gridDim = dim3((unsigned)blocks);
   config.blockDim = dim3((unsigned)threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = (cudaStream_t)exec->stream;
   config.attrs = attributes;
   config.numAttrs = count;
   return moelora_cuda_check(cudaLaunchKernelEx(&config, KERNEL, args...), name);
+}
+
+/* The same on at most as many blocks as are resident at once; the kernel walks over the `work`
+ * blocks there would be. */
+template <auto KERNEL, int CLUSTER = 1, class... Args>
+moelora_status launch_kernel(const char *name, int64_t work, int threads, size_t shared_bytes,
+                             const moelora_exec *exec, Args... args) {
+  if (work == 0)
+    return MOELORA_OK;
+  int64_t resident = 0;
+  cudaError_t error = resident_blocks<KERNEL>(threads, shared_bytes, exec, &resident);
+  if (error != cudaSuccess)
+    return moelora_cuda_check(error, name);
+  const int64_t blocks = (work < resident ? work : resident) / CLUSTER * CLUSTER;
+  return launch_blocks<KERNEL, CLUSTER>(name, blocks, threads, shared_bytes, exec, args...);
 }
 
 /* Queues KERNEL(args...) on at most `per_sm` blocks per SM and at most `work`, all of them resident

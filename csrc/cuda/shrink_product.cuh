@@ -23,10 +23,12 @@ constexpr int kFatSegment = 64;       // tokens; from here on, what both sides t
 constexpr int kResidentWarps = 16;    // of an SM, which leaves 128 registers to a thread:
 constexpr int kRegisters = 108;       // so many for sums, pointers and loads
 
-template <int TILES_, int TEAMS_, int DEPTHS_, int TOKENS_, int RESIDENT_ = kResidentWarps>
+template <int TILES_, int TEAMS_, int DEPTHS_, int TOKENS_, int RESIDENT_ = kResidentWarps,
+          int REGISTERS_ = kRegisters>
 struct Shape {
   static constexpr int RESIDENT = RESIDENT_; // warps of an SM
-  static constexpr int TILES = TILES_;       // 16 rows of A each, of a warp
+  static constexpr int REGISTERS = REGISTERS_;
+  static constexpr int TILES = TILES_; // 16 rows of A each, of a warp
   static constexpr int TEAMS = TEAMS_, DEPTHS = DEPTHS_, TOKENS = TOKENS_;
   static constexpr int WARPS = TEAMS * DEPTHS, THREADS = 32 * WARPS;
   static constexpr int TEAM_RANKS = 16 * TILES, RANKS = TEAM_RANKS * TEAMS;
@@ -111,7 +113,7 @@ template <class T, class S, bool VECTORS, int M, int N, class Places>
 __device__ __forceinline__ void multiply(const Places &places, int column, int depth, int run,
                                          int runs, Sums<S> &sums) {
   constexpr int LOADS = 2 * M + N;
-  constexpr int FIT = (kRegisters - 4 * M * N - 2 * LOADS) / (4 * LOADS);
+  constexpr int FIT = (S::REGISTERS - 4 * M * N - 2 * LOADS) / (4 * LOADS);
   constexpr int STEPS = VECTORS && FIT > 1 ? FIT : 1; // on their way
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int columns = places.columns();
