@@ -18,7 +18,7 @@ namespace {
 
 template <class S> constexpr int kRows = 2 * S::THREADS; // of a window, at most: two of a thread
 constexpr int kShort = 1024;         // of depth: up to here, four warps share it
-constexpr int kMaxSplits = 4;        // clusters of so many fill every group of SMs
+constexpr int kMaxSplits = 4;        // CTAs of a cluster
 constexpr int kLoads = 48;           // of a lane: with no more, the depth is not split further
 constexpr int kRowsPerSm = 32;       // for whole segments: two pieces that they are cut into
 constexpr int kNarrowLongRows = 320; // in place of DELTA_LONG_ROWS where A has few rows
@@ -225,10 +225,13 @@ template <class S> struct Fit {
     items = count(b);
     const int64_t eights = ((b.tokens() < part ? b.tokens() : part) + 7) / 8;
     const int64_t loads = b.depth * (2 * S::TILES + eights) / (kStep * S::DEPTHS);
-    while (can_split && splits < kMaxSplits && 2 * splits * items <= ctas &&
-           loads > splits * kLoads)
-      splits *= 2;
+    for (int more = 2; can_split && more <= kMaxSplits; more++)
+      if (more * items <= resident(more) && 2 * loads > more * kLoads)
+        splits = more;
   }
+
+  /* CTAs that the chip holds in clusters of `size`: large ones do not fill every group of SMs. */
+  int64_t resident(int size) const { return size > 2 ? ctas - ctas / 16 : ctas; }
 
   int64_t count(const Batch &b) const {
     return b.segments * ((b.tokens() + part - 1) / part) * ((b.ranks + S::RANKS - 1) / S::RANKS);
@@ -242,8 +245,8 @@ moelora_status launch(const delta_shrink &s, const Batch &batch, const moelora_e
   const Fit<S> fit(batch, moelora_cuda_can_overlap());
   Params p = {s, fit.part, fit.splits, 1};
   const int64_t columns = (batch.ranks + S::RANKS - 1) / S::RANKS;
-  const int64_t windows =
-      delta_set_window(&p.s.rows, kRows<S>, p.part, columns, fit.ctas / fit.splits, &p.shares);
+  const int64_t windows = delta_set_window(&p.s.rows, kRows<S>, p.part, columns,
+                                           fit.resident(fit.splits) / fit.splits, &p.shares);
   const int64_t work = windows * p.shares * fit.splits;
   constexpr auto kernel = shrink_rows<T, S, VECTORS>;
   constexpr size_t bytes = sizeof(Shared<S>);
@@ -253,6 +256,8 @@ moelora_status launch(const delta_shrink &s, const Batch &batch, const moelora_e
     return launch_kernel<kernel>("delta_shrink", work, S::THREADS, bytes, exec, p);
   case 2:
     return launch_kernel<kernel, 2>("delta_shrink", work, S::THREADS, bytes, exec, p);
+  case 3:
+    return launch_kernel<kernel, 3>("delta_shrink", work, S::THREADS, bytes, exec, p);
   default:
     static_assert(kMaxSplits == 4, "all cases are there");
     return launch_kernel<kernel, 4>("delta_shrink", work, S::THREADS, bytes, exec, p);

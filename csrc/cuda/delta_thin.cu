@@ -4,8 +4,8 @@
  * A cluster takes up to kPart rows of one (expert, adapter) pair, and one slice: each of its CTAs a
  * part of the depth of A, then, when all have exchanged their sums, a part of the columns of B.
  * There is a cluster for every row; the first row of a part finds the others by comparing all rows
- * with itself, and the clusters of those end at once. What B and out hold is on its way while A is
- * multiplied.
+ * with itself, and the clusters of those end at once. The first columns of B are on their way while
+ * A is multiplied; to bring more near did not pay.
  *
  * How the depth is shared depends on sizes alone, and not on the number of adapters' slots. */
 #include <math.h>
@@ -16,18 +16,16 @@
 
 namespace {
 
-constexpr int kWarpsThin = 8, kThreads = 32 * kWarpsThin;
-constexpr int kThinRows = 512;     // at most: two of a thread
-constexpr int kPart = 16;          // rows of a part
-constexpr int kThinPerExpert = 64; // rows, at most: 8 of each of eight adapters
-constexpr int kMaxSplits = 8;      // CTAs of a cluster
-constexpr int kResidentCtas = 2;   // of an SM
+constexpr int kThinRows = 512; // at most: two of a thread
 constexpr int kWords = kThinRows / 32;
+constexpr int kThinPerExpert = 64; // rows, at most: 8 of each of eight adapters
+constexpr int kPart = 16;          // rows of a part
+constexpr int kMaxSplits = 8;      // CTAs of a cluster
 
-/* STEPS teams have 16 rows of A each. */
-template <int STEPS>
+/* STEPS teams have 16 rows of A each. Registers are what B leaves of them. */
+template <int STEPS, int WARPS>
 using ThinShape =
-    Shape<1, STEPS, kWarpsThin / STEPS, kPart, kResidentCtas * kWarpsThin, STEPS == 4 ? 68 : 84>;
+    Shape<1, STEPS, WARPS / STEPS, kPart, kResidentWarps, kRegisters - (STEPS == 4 ? 40 : 24)>;
 
 struct Params {
   delta_shrink s;
@@ -35,8 +33,8 @@ struct Params {
   int32_t tiles, splits; // tiles: of a slice's columns
 };
 
-template <class T, int STEPS> struct Shared {
-  Sums<ThinShape<STEPS>> sums;
+template <class T, int STEPS, int WARPS> struct Shared {
+  Sums<ThinShape<STEPS, WARPS>> sums;
   alignas(16) T h[kPart][16 * STEPS];
   uint32_t same[kWords]; // bit of each row with the pair of this one
   int32_t x[kPart];      // row of x of each row of the part
@@ -50,9 +48,10 @@ struct Part {
 
 /* Finds the part that begins with flat row `first`, and where its rows lie; none if that row has no
  * adapter or is in another one's part. Ends with a barrier if there is one. */
-template <class T, int STEPS>
-__device__ __forceinline__ Part find_part(const Params &p, int first, Shared<T, STEPS> &shared) {
-  constexpr int PASSES = kThinRows / kThreads;
+template <class T, int STEPS, int WARPS>
+__device__ __forceinline__ Part find_part(const Params &p, int first,
+                                          Shared<T, STEPS, WARPS> &shared) {
+  constexpr int THREADS = 32 * WARPS, PASSES = kThinRows / THREADS;
   const delta_rows &r = p.s.rows;
   const int lane = threadIdx.x % 32, rows = (int)r.routes.num_rows;
   const WindowRow own = route_row(r, first);
@@ -60,7 +59,7 @@ __device__ __forceinline__ Part find_part(const Params &p, int first, Shared<T, 
   WindowRow other[PASSES];
 #pragma unroll
   for (int pass = 0; pass < PASSES; pass++) {
-    const int i = pass * kThreads + (int)threadIdx.x;
+    const int i = pass * THREADS + (int)threadIdx.x;
     if (i < rows)
       other[pass] = route_row(r, i);
   }
@@ -68,7 +67,7 @@ __device__ __forceinline__ Part find_part(const Params &p, int first, Shared<T, 
     part.rank = true_rank(r, own.adapter);
 #pragma unroll
   for (int pass = 0; pass < PASSES; pass++) {
-    const int i = pass * kThreads + (int)threadIdx.x;
+    const int i = pass * THREADS + (int)threadIdx.x;
     const uint32_t same = __ballot_sync(~0u, i < rows && other[pass].expert == own.expert &&
                                                  other[pass].adapter == own.adapter);
     if (lane == 0)
@@ -88,7 +87,7 @@ __device__ __forceinline__ Part find_part(const Params &p, int first, Shared<T, 
   part.rows = min(kPart, __shfl_sync(~0u, upto, 31) - before);
 #pragma unroll
   for (int pass = 0; pass < PASSES; pass++) {
-    const int i = pass * kThreads + (int)threadIdx.x, at = rows_before(i) - before;
+    const int i = pass * THREADS + (int)threadIdx.x, at = rows_before(i) - before;
     if (shared.same[i / 32] >> lane & 1 && at >= 0 && at < part.rows) {
       shared.x[at] = (uint32_t)i / (uint32_t)p.s.x_divisor;
       find_place(p.e, shared.places, at, i, false);
@@ -120,8 +119,8 @@ template <class S> struct Sources {
   }
 };
 
-/* A warp's tiles of B: every kWarpsThin-th of the CTA's share of a slice. */
-template <class T, int STEPS> struct Columns {
+/* A warp's tiles of B: every so many of the CTA's share of a slice. */
+template <class T, int STEPS, int WARPS> struct Columns {
   using B = Tile<T, STEPS>;
   const T *factor;
   int64_t stride;
@@ -137,7 +136,7 @@ template <class T, int STEPS> struct Columns {
     end = p.tiles * (split + 1) / splits;
   }
   __device__ __forceinline__ bool more() const { return tile < end; }
-  __device__ __forceinline__ void advance() { tile += kWarpsThin; }
+  __device__ __forceinline__ void advance() { tile += WARPS; }
   /* First of a lane's columns; at `n` and behind nobody wants them. */
   __device__ __forceinline__ int first() const {
     return tile * B::COLUMNS + (int)(threadIdx.x % 32 / 4) * B::OWN;
@@ -145,26 +144,13 @@ template <class T, int STEPS> struct Columns {
   __device__ __forceinline__ void load(B &b) const {
     b.load_b(factor + min(first(), n - B::OWN) * stride, stride, rank);
   }
-  /* Brings what follows the tile at hand near: B, and `out` of all rows. */
-  __device__ __forceinline__ void bring(const Params &p, const Places<kPart> &places,
-                                        const Part &part) const {
-    const int lane = threadIdx.x % 32;
-    for (int t = tile; t < end; t += kWarpsThin) {
-      const int column = t * B::COLUMNS;
-      if (t > tile)
-        for (int c = lane; c < B::COLUMNS; c += 32)
-          prefetch_l2(factor + min(column + c, n - 1) * stride);
-      if (p.e.add && lane < part.rows)
-        prefetch_l2((const T *)p.e.out + places.out[lane] + part.slice * n + min(column, n - 1));
-    }
-  }
 };
 
 /* h of all rows of the part, rounded. */
-template <class T, int STEPS>
+template <class T, int STEPS, int WARPS>
 __device__ __forceinline__ void shrink(const Params &p, const Part &part, int split, int splits,
-                                       Shared<T, STEPS> &shared) {
-  using S = ThinShape<STEPS>;
+                                       Shared<T, STEPS, WARPS> &shared) {
+  using S = ThinShape<STEPS, WARPS>;
   constexpr int EIGHTS = S::RANKS / 8;
   const int warp = threadIdx.x / 32;
   const Sources<S> sources = {p.s, part, shared.x};
@@ -174,7 +160,7 @@ __device__ __forceinline__ void shrink(const Params &p, const Part &part, int sp
   const float scaling = p.s.scalings ? p.s.scalings[part.adapter] : 1.f;
   if (splits > 1)
     share_sums<S>(shared.sums, part.rows, threadIdx.x);
-  for (int i = threadIdx.x; i < part.rows * EIGHTS; i += kThreads) {
+  for (int i = threadIdx.x; i < part.rows * EIGHTS; i += S::THREADS) {
     const int token = i / EIGHTS, column = i % EIGHTS * 8;
     float sum[8] = {};
     add_splits<S>(sum, shared.sums, token, column, splits);
@@ -184,9 +170,9 @@ __device__ __forceinline__ void shrink(const Params &p, const Part &part, int sp
 }
 
 /* out [+]= weight * h B^T of one tile. */
-template <class T, int STEPS>
+template <class T, int STEPS, int WARPS>
 __device__ __forceinline__ void expand(const Params &p, const Part &part, Tile<T, STEPS> &b,
-                                       int first, const Shared<T, STEPS> &shared) {
+                                       int first, const Shared<T, STEPS, WARPS> &shared) {
   using B = Tile<T, STEPS>;
   const int lane = threadIdx.x % 32, n = (int)p.e.lora.slice_n;
   const int to = first < n ? part.rows : 0, column = part.slice * n + first;
@@ -208,10 +194,10 @@ __device__ __forceinline__ void expand(const Params &p, const Part &part, Tile<T
   }
 }
 
-template <class T, int STEPS>
-__global__ void __launch_bounds__(kThreads, kResidentCtas)
+template <class T, int STEPS, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS, kResidentWarps / WARPS)
     delta_thin(const __grid_constant__ Params p) {
-  __shared__ Shared<T, STEPS> shared;
+  __shared__ Shared<T, STEPS, WARPS> shared;
   const int splits = num_splits(p.splits), split = own_split();
   const int item = (int)blockIdx.x / splits, slices = p.s.lora.num_slices;
   wait_for_previous_kernel();
@@ -220,11 +206,10 @@ __global__ void __launch_bounds__(kThreads, kResidentCtas)
   if (part.rows == 0)
     return;
   part.slice = item % slices;
-  Columns<T, STEPS> columns(p, part, split, splits);
+  Columns<T, STEPS, WARPS> columns(p, part, split, splits);
   Tile<T, STEPS> next;
   if (columns.more())
     columns.load(next);
-  columns.bring(p, shared.places, part);
   shrink(p, part, split, splits, shared);
 #pragma unroll 1
   while (columns.more()) {
@@ -247,32 +232,37 @@ double expected_pairs(const moelora_routes &routes) {
   return pool * (1.0 - exp(-(double)routes.num_rows / pool));
 }
 
+/* Parts that are likely to have rows, one for each slice. */
+double expected_parts(const delta_shrink &s) {
+  return s.lora.num_slices * expected_pairs(s.rows.routes);
+}
+
+/* In clusters of SPLITS, or of half as many, and so on, until all that are likely to have work are
+ * on the chip at once. */
+template <class T, int STEPS, int WARPS, int SPLITS>
+moelora_status launch_splits(Params p, const moelora_exec *exec) {
+  constexpr auto kernel = delta_thin<T, STEPS, WARPS>;
+  if constexpr (SPLITS > 1) {
+    int64_t resident = 0;
+    if (!moelora_cuda_can_overlap() ||
+        resident_blocks<kernel, SPLITS>(32 * WARPS, 0, exec, &resident) != cudaSuccess ||
+        SPLITS * expected_parts(p.s) > resident)
+      return launch_splits<T, STEPS, WARPS, SPLITS / 2>(p, exec);
+  }
+  p.splits = SPLITS;
+  const int64_t blocks = p.s.rows.routes.num_rows * p.s.lora.num_slices * SPLITS;
+  return launch_blocks<kernel, SPLITS>("delta_thin", blocks, 32 * WARPS, 0, exec, p);
+}
+
+/* Small CTAs where parts do not fit the chip at once: then they fill each other's gaps. */
 template <class T, int STEPS>
 moelora_status launch(const delta_shrink &s, const delta_expand &e, const moelora_exec *exec) {
-  const int64_t n = s.lora.slice_n, slices = s.lora.num_slices;
-  Params p = {s, e, (int32_t)((n + Tile<T, STEPS>::COLUMNS - 1) / Tile<T, STEPS>::COLUMNS), 1};
-  const double parts = slices * expected_pairs(s.rows.routes);
-  const double ctas = kResidentCtas * moelora_cuda_num_sms(exec->device_index);
-  if (moelora_cuda_can_overlap())
-    while (p.splits < kMaxSplits && 2 * p.splits * parts <= ctas)
-      p.splits *= 2;
-#ifdef MOELORA_THIN_PROBE
-  if (getenv("MOELORA_THIN_SPLITS"))
-    p.splits = atoi(getenv("MOELORA_THIN_SPLITS"));
-#endif
-  const int64_t blocks = s.rows.routes.num_rows * slices * p.splits;
-  constexpr auto kernel = delta_thin<T, STEPS>;
-  switch (p.splits) {
-  case 1:
-    return launch_blocks<kernel, 1>("delta_thin", blocks, kThreads, 0, exec, p);
-  case 2:
-    return launch_blocks<kernel, 2>("delta_thin", blocks, kThreads, 0, exec, p);
-  case 4:
-    return launch_blocks<kernel, 4>("delta_thin", blocks, kThreads, 0, exec, p);
-  default:
-    static_assert(kMaxSplits == 8, "all cases are there");
-    return launch_blocks<kernel, 8>("delta_thin", blocks, kThreads, 0, exec, p);
-  }
+  constexpr int COLUMNS = Tile<T, STEPS>::COLUMNS, LARGE = 8, SMALL = 4;
+  const Params p = {s, e, (int32_t)((s.lora.slice_n + COLUMNS - 1) / COLUMNS), 1};
+  const int64_t sms = moelora_cuda_num_sms(exec->device_index);
+  if (expected_parts(s) > (double)(sms * kResidentWarps / LARGE))
+    return launch_splits<T, STEPS, SMALL, 1>(p, exec);
+  return launch_splits<T, STEPS, LARGE, kMaxSplits>(p, exec);
 }
 
 template <class T>

@@ -8,9 +8,17 @@ constexpr int kMaxDevices = 64;
 /* Shared memory that every GPU from sm_80 on gives a CTA. */
 constexpr size_t kPortableShared = 99 * 1024;
 
-/* Blocks of KERNEL that the device of `exec` holds at once. Asked once for each device, where it
- * also gets its shared memory; races write the same values. */
-template <auto KERNEL>
+inline cudaLaunchAttribute cluster_of(unsigned blocks) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {blocks, 1, 1};
+  return attribute;
+}
+
+/* Blocks of KERNEL, in clusters of CLUSTER, that the device of `exec` holds at once: clusters lie
+ * within a group of SMs, and do not fill each of these. Asked once for each device, where the
+ * kernel also gets its shared memory; races write the same values. */
+template <auto KERNEL, int CLUSTER = 1>
 cudaError_t resident_blocks(int threads, size_t shared_bytes, const moelora_exec *exec,
                             int64_t *blocks) {
   static int32_t cache[kMaxDevices];
@@ -21,12 +29,23 @@ cudaError_t resident_blocks(int threads, size_t shared_bytes, const moelora_exec
     if (error == cudaSuccess && (size_t)attributes.maxDynamicSharedSizeBytes < shared_bytes)
       error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                    (int)shared_bytes);
-    int per_sm = 0;
-    if (error == cudaSuccess)
-      error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, KERNEL, threads, shared_bytes);
+    int count = 0;
+    if (error == cudaSuccess && CLUSTER > 1) {
+      cudaLaunchAttribute cluster = cluster_of(CLUSTER);
+      cudaLaunchConfig_t config = {};
+      config.gridDim = dim3(CLUSTER);
+      config.blockDim = dim3((unsigned)threads);
+      config.dynamicSmemBytes = shared_bytes;
+      config.attrs = &cluster;
+      config.numAttrs = 1;
+      error = cudaOccupancyMaxActiveClusters(&count, KERNEL, &config);
+    } else if (error == cudaSuccess) {
+      error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, KERNEL, threads, shared_bytes);
+      count *= moelora_cuda_num_sms(exec->device_index);
+    }
     if (error != cudaSuccess)
       return error;
-    *known = moelora_cuda_num_sms(exec->device_index) * (per_sm > 0 ? per_sm : 1);
+    *known = (count > 0 ? count : 1) * CLUSTER;
   }
   *blocks = *known;
   return cudaSuccess;
@@ -43,10 +62,8 @@ moelora_status launch_blocks(const char *name, int64_t blocks, int threads, size
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }
-  if (CLUSTER > 1) {
-    attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count++].val.clusterDim = {CLUSTER, 1, 1};
-  }
+  if (CLUSTER > 1)
+    attributes[count++] = cluster_of(CLUSTER);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3((unsigned)blocks);
   config.blockDim = dim3((unsigned)threads);
@@ -65,7 +82,7 @@ moelora_status launch_kernel(const char *name, int64_t work, int threads, size_t
   if (work == 0)
     return MOELORA_OK;
   int64_t resident = 0;
-  cudaError_t error = resident_blocks<KERNEL>(threads, shared_bytes, exec, &resident);
+  cudaError_t error = resident_blocks<KERNEL, CLUSTER>(threads, shared_bytes, exec, &resident);
   if (error != cudaSuccess)
     return moelora_cuda_check(error, name);
   const int64_t blocks = (work < resident ? work : resident) / CLUSTER * CLUSTER;
