@@ -156,7 +156,7 @@ __device__ __forceinline__ void take_part(const moelora_gemm_launch &g, L &list,
   int64_t parts = gridDim.x;
   int ctas = 0;
   // An equal part and a second A would be as much.
-  if (each > 0 && list.longest / each <= all / parts) {
+  if (each > 0 && list.longest / each <= all / parts + 32) {
     ctas = each, at = (int64_t)used_before * each, own = (int64_t)own_used * each;
     all = parts = (int64_t)used * each;
   }
