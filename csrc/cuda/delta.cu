@@ -6,8 +6,6 @@
  * flat row. Few rows are sorted by each CTA for itself, or not at all: where pairs hardly repeat,
  * reading the factors of a repeated one again costs less.
  */
-#include <math.h>
-
 #include "cuda/backend.h"
 #include "delta_rows.cuh"
 #include "kernel_launch.cuh"
@@ -122,13 +120,10 @@ double pair_bytes(const moelora_factors *lora, int64_t k, bool shrinks, bool exp
 }
 
 /* A sort takes as long as reading about 20 MB, grouping windows where they are loaded as long as 2
- * MB, if the rows make one window or two. Rows draw their pairs from a pool of experts times
- * adapters; what lies idle of these is not known here, and more than 8 are rarely in one batch. */
+ * MB, if the rows make one window or two. */
 delta_order order_for(const moelora_routes *routes, double bytes_of_pair) {
-  const double rows = (double)routes->num_rows;
-  const double adapters = routes->max_loras < 8 ? routes->max_loras : 8;
-  const double pool = routes->num_experts * adapters;
-  const double repeated = rows - pool * (1.0 - exp(-rows / pool));
+  const double repeated =
+      (double)routes->num_rows - delta_expected_pairs(routes, delta_likely_adapters(routes));
   if (routes->num_rows <= kGroupedRows &&
       (int64_t)routes->num_experts * routes->max_loras <= DELTA_MAX_GROUPS)
     return repeated * bytes_of_pair > 2e6 ? DELTA_GROUPED : DELTA_BY_ROUTE;

@@ -2,6 +2,8 @@
 #ifndef MOELORA_CUDA_DELTA_H
 #define MOELORA_CUDA_DELTA_H
 
+#include <math.h>
+
 #include "cuda/launch.h"
 
 /* Where rows come from, in which order. */
@@ -74,6 +76,20 @@ typedef struct delta_expand {
   uint8_t *written;      /* [P], set to 1 for rows that are; NULL: not wanted */
   bool after_shrink;     /* queued right behind the shrink of the same rows: all but h is there */
 } delta_expand;
+
+/* Pairs that the rows make on average if each is as likely to carry any of `adapters` as to go to
+ * any expert. */
+static inline double delta_expected_pairs(const moelora_routes *routes, int32_t adapters) {
+  const double pool = (double)routes->num_experts * adapters;
+  return pool > 0 ? pool * (1.0 - exp(-(double)routes->num_rows / pool)) : 0.0;
+}
+
+/* What lies idle of the slots is not known here, and more adapters are rarely in one batch. */
+enum { DELTA_ADAPTERS = 8 };
+
+static inline int32_t delta_likely_adapters(const moelora_routes *routes) {
+  return routes->max_loras < DELTA_ADAPTERS ? routes->max_loras : DELTA_ADAPTERS;
+}
 
 /* Cuts the rows into windows of at most `most` rows for `groups` workers, each as many rows as the
  * others. Returns an upper bound of the number of windows and, in `shares`, how many workers take a

@@ -136,6 +136,17 @@ __global__ void __launch_bounds__(32 * kWarps<STEPS>, kCtas<STEPS, SILU, VECTORS
 
 /* ---- launch ---- */
 
+/* How many times as many CTAs as the chip holds share the work. SMs do not reach memory equally
+ * fast: what moves much is dealt as they become free, a megabyte to a CTA of eight warps. */
+int waves_of(const delta_expand &p, int64_t warps) {
+  constexpr double SHARE = 1 << 17, MOST = 6;
+  const double columns = (double)p.lora.num_slices * (double)p.lora.slice_n;
+  const double pairs = delta_expected_pairs(&p.rows.routes, delta_likely_adapters(&p.rows.routes));
+  const double moved =
+      columns * (4.0 * (double)p.rows.routes.num_rows + 2.0 * p.lora.max_rank * pairs);
+  return (int)fmax(1.0, fmin(round(moved / (SHARE * (double)warps)), MOST));
+}
+
 template <class T, int STEPS, bool SILU, bool VECTORS>
 moelora_status launch(delta_expand p, const moelora_exec *exec) {
   const int64_t n = p.lora.slice_n, slices = p.lora.num_slices;
@@ -152,13 +163,14 @@ moelora_status launch(delta_expand p, const moelora_exec *exec) {
   while (part > kMinPart && p.rows.routes.num_rows / part * tiles < kItems * ctas * WARPS)
     part /= 2;
   int32_t shares = 1;
-  const int64_t windows =
-      delta_set_window(&p.rows, kRows<STEPS>, part, (tiles + WARPS - 1) / WARPS, ctas, &shares);
+  const int waves = waves_of(p, ctas * WARPS);
+  const int64_t windows = delta_set_window(&p.rows, kRows<STEPS>, part, (tiles + WARPS - 1) / WARPS,
+                                           waves * ctas, &shares);
   const int64_t warps = (int64_t)shares * WARPS;
   const Walk stride = {(int)(warps / tiles), (int)(warps % tiles)};
-  return launch_kernel<expand_rows<T, STEPS, SILU, VECTORS>>("delta_expand", windows * shares,
-                                                             32 * WARPS, bytes, exec, p, (int)tiles,
-                                                             part, shares, stride);
+  return launch_waves<expand_rows<T, STEPS, SILU, VECTORS>>(waves, "delta_expand", windows * shares,
+                                                            32 * WARPS, bytes, exec, p, (int)tiles,
+                                                            part, shares, stride);
 }
 
 template <class T, int STEPS>

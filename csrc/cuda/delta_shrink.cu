@@ -20,7 +20,7 @@ template <class S> constexpr int kRows = 2 * S::THREADS; // of a window, at most
 constexpr int kShort = 1024;         // of depth: up to here, four warps share it
 constexpr int kMaxSplits = 4;        // CTAs of a cluster
 constexpr int kLoads = 48;           // of a lane: with no more, the depth is not split further
-constexpr int kRowsPerSm = 32;       // for whole segments: two pieces that they are cut into
+constexpr int kRowsPerSm = 8;        // for whole segments
 constexpr int kNarrowLongRows = 320; // in place of DELTA_LONG_ROWS where A has few rows
 
 struct Params {

@@ -8,8 +8,6 @@
  * A is multiplied; to bring more near did not pay.
  *
  * How the depth is shared depends on sizes alone, and not on the number of adapters' slots. */
-#include <math.h>
-
 #include "delta_tile.cuh"
 #include "kernel_launch.cuh"
 #include "shrink_splits.cuh"
@@ -18,9 +16,9 @@ namespace {
 
 constexpr int kThinRows = 512; // at most: two of a thread
 constexpr int kWords = kThinRows / 32;
-constexpr int kThinPerExpert = 64; // rows, at most: 8 of each of eight adapters
-constexpr int kPart = 16;          // rows of a part
-constexpr int kMaxSplits = 8;      // CTAs of a cluster
+constexpr int kThinPerExpert = 8 * DELTA_ADAPTERS; // rows, at most
+constexpr int kPart = 16;                          // rows of a part
+constexpr int kMaxSplits = 8;                      // CTAs of a cluster
 
 /* STEPS teams have 16 rows of A each. Registers are what B leaves of them. */
 template <int STEPS, int WARPS>
@@ -226,15 +224,9 @@ __global__ void __launch_bounds__(32 * WARPS, kResidentWarps / WARPS)
 
 /* ---- launch ---- */
 
-/* Pairs that the rows make on average if each of eight adapters is as likely as the others. */
-double expected_pairs(const moelora_routes &routes) {
-  const double pool = 8.0 * routes.num_experts;
-  return pool * (1.0 - exp(-(double)routes.num_rows / pool));
-}
-
 /* Parts that are likely to have rows, one for each slice. */
 double expected_parts(const delta_shrink &s) {
-  return s.lora.num_slices * expected_pairs(s.rows.routes);
+  return s.lora.num_slices * delta_expected_pairs(&s.rows.routes, DELTA_ADAPTERS);
 }
 
 /* In clusters of SPLITS, or of half as many, and so on, until all that are likely to have work are

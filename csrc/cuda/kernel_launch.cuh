@@ -74,19 +74,25 @@ moelora_status launch_blocks(const char *name, int64_t blocks, int threads, size
   return moelora_cuda_check(cudaLaunchKernelEx(&config, KERNEL, args...), name);
 }
 
-/* The same on at most as many blocks as are resident at once; the kernel walks over the `work`
- * blocks there would be. */
+/* The same on at most `waves` times as many blocks as are resident at once; the kernel walks over
+ * the `work` blocks there would be. */
 template <auto KERNEL, int CLUSTER = 1, class... Args>
-moelora_status launch_kernel(const char *name, int64_t work, int threads, size_t shared_bytes,
-                             const moelora_exec *exec, Args... args) {
+moelora_status launch_waves(int waves, const char *name, int64_t work, int threads,
+                            size_t shared_bytes, const moelora_exec *exec, Args... args) {
   if (work == 0)
     return MOELORA_OK;
   int64_t resident = 0;
   cudaError_t error = resident_blocks<KERNEL, CLUSTER>(threads, shared_bytes, exec, &resident);
   if (error != cudaSuccess)
     return moelora_cuda_check(error, name);
-  const int64_t blocks = (work < resident ? work : resident) / CLUSTER * CLUSTER;
+  const int64_t blocks = (work < waves * resident ? work : waves * resident) / CLUSTER * CLUSTER;
   return launch_blocks<KERNEL, CLUSTER>(name, blocks, threads, shared_bytes, exec, args...);
+}
+
+template <auto KERNEL, int CLUSTER = 1, class... Args>
+moelora_status launch_kernel(const char *name, int64_t work, int threads, size_t shared_bytes,
+                             const moelora_exec *exec, Args... args) {
+  return launch_waves<KERNEL, CLUSTER>(1, name, work, threads, shared_bytes, exec, args...);
 }
 
 /* Queues KERNEL(args...) on at most `per_sm` blocks per SM and at most `work`, all of them resident
