@@ -20,6 +20,12 @@ SIZES = {
     "grouped_rows_rank_16": (128, 4, 8, 4, 2304, 328, 2, 16),
     "grouped_thin_rows_rank_24": (100, 2, 16, 4, 2304, 200, 2, 24),
     "grouped_thin_rows_rank_64": (60, 4, 16, 4, 1032, 136, 3, 64),
+    "one_launch_one_token": (1, 2, 8, 4, 1032, 200, 4, 16),
+    "one_launch_long_parts": (100, 4, 8, 1, 520, 328, 1, 40),
+    "one_launch_small_ctas_rank_16": (128, 4, 64, 8, 520, 200, 2, 16),
+    "one_launch_small_ctas_rank_24": (128, 4, 64, 8, 1032, 136, 2, 24),
+    "one_launch_small_ctas_rank_64": (127, 4, 64, 8, 520, 200, 2, 64),
+    "too_few_rows_of_long_factors": (2, 2, 4, 2, 8200, 4104, 2, 64),
     "thin_rows_rank_16": (500, 4, 64, 6, 520, 200, 2, 16),
     "sorted_rows_rank_16": (1500, 4, 8, 4, 512, 192, 1, 16),
     "sorted_rows_rank_24": (700, 4, 8, 4, 520, 200, 2, 24),
@@ -97,7 +103,9 @@ def test_sizes_that_choose_other_kernels(name, dtype):
     assert same_bits(run(x, kw, base.clone()), out)
 
 
-@pytest.mark.parametrize("name", ["a_few_rows", "sorted_rows_rank_64", "many_rows_rank_16"])
+@pytest.mark.parametrize(
+    "name", ["one_launch_one_token", "a_few_rows", "sorted_rows_rank_64", "many_rows_rank_16"]
+)
 def test_idle_slots_change_no_bit(name):
     x, kw, base = draw(name, torch.bfloat16)
     wide = dict(kw)

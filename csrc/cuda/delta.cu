@@ -361,7 +361,7 @@ extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
   }
 
   moelora_status status = MOELORA_OK;
-  if (p->x && p->out && !p->h && delta_fits_thin(&s, &e)) {
+  if (p->x && p->out && !p->h && delta_fits_thin(&s, &e, exec)) {
     status = delta_launch_thin(&s, &e, p->dtype, exec);
   } else {
     if (l.order == DELTA_SORTED)

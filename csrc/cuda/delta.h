@@ -142,7 +142,8 @@ moelora_status delta_launch_thin_expand(const delta_expand *expand, moelora_dtyp
                                         const moelora_exec *exec);
 /* delta_thin.cu: both halves of few rows in one launch that does without h, and whether it takes
  * them. */
-bool delta_fits_thin(const delta_shrink *shrink, const delta_expand *expand);
+bool delta_fits_thin(const delta_shrink *shrink, const delta_expand *expand,
+                     const moelora_exec *exec);
 moelora_status delta_launch_thin(const delta_shrink *shrink, const delta_expand *expand,
                                  moelora_dtype dtype, const moelora_exec *exec);
 /* delta_mlp.cu: an adapter MLP in one launch, for batches so small that launches are what they

@@ -19,6 +19,7 @@ constexpr int kWords = kThinRows / 32;
 constexpr int kThinPerExpert = 8 * DELTA_ADAPTERS; // rows, at most
 constexpr int kPart = 16;                          // rows of a part
 constexpr int kMaxSplits = 8;                      // CTAs of a cluster
+constexpr double kLongPart = 1e6;                  // bytes of factors
 
 /* STEPS teams have 16 rows of A each. Registers are what B leaves of them. */
 template <int STEPS, int WARPS>
@@ -266,11 +267,18 @@ moelora_status launch_as(const delta_shrink &s, const delta_expand &e, const moe
 
 } // namespace
 
-extern "C" bool delta_fits_thin(const delta_shrink *shrink, const delta_expand *expand) {
+extern "C" bool delta_fits_thin(const delta_shrink *shrink, const delta_expand *expand,
+                                const moelora_exec *exec) {
   const moelora_routes &routes = shrink->rows.routes;
-  return shrink->rows.order != DELTA_LISTED && shrink->vectors && expand->vectors &&
-         !expand->silu_and_mul && shrink->lora.max_rank <= 64 && routes.num_rows > 0 &&
-         routes.num_rows <= kThinRows && routes.num_rows <= kThinPerExpert * routes.num_experts;
+  const moelora_factors &lora = shrink->lora;
+  if (shrink->rows.order == DELTA_LISTED || !shrink->vectors || !expand->vectors ||
+      expand->silu_and_mul || lora.max_rank > 64 || routes.num_rows == 0 ||
+      routes.num_rows > kThinRows || routes.num_rows > kThinPerExpert * routes.num_experts)
+    return false;
+  // The largest clusters for few parts leave SMs idle; that counts where a part is long.
+  const double bytes = 2.0 * lora.max_rank * (double)(shrink->k + lora.slice_n);
+  return bytes <= kLongPart ||
+         kMaxSplits * expected_parts(*shrink) >= 0.75 * moelora_cuda_num_sms(exec->device_index);
 }
 
 extern "C" moelora_status delta_launch_thin(const delta_shrink *shrink, const delta_expand *expand,

@@ -221,7 +221,7 @@ bool are_long(const moelora_gemm_launch *g, const Extents &e, bool sm90, const m
     return g->k < kLongDepth && e.rows >= 40 * e.segments && e.rows >= 128 * sms;
   // Of x by position, segments are listed while the kernel that makes it drains.
   const int much = g->x_divisor.value ? 2 : 1, tokens = g->hl_stride > 32 ? 8 : 32;
-  return e.rows >= much * tokens * e.segments && e.rows >= much * 8 * sms;
+  return e.rows >= much * tokens * e.segments && e.rows >= much * 7 * sms;
 }
 
 /* Items large enough to read little twice, and enough of them for all CTAs. WIDE_TOKENS: what
