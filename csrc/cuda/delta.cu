@@ -373,7 +373,7 @@ extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
     if (status == MOELORA_OK && p->out)
       status = delta_launch_expand(&e, p->dtype, exec);
   }
-  if (status == MOELORA_OK && p->sum_top_k)
+  if (status == MOELORA_OK && p->out && p->sum_top_k)
     status = add_up(&e, &l.z, p->columns, p->add_inputs, p->out, p->out_stride[0], p->dtype, exec);
   return status;
 }

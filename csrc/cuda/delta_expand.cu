@@ -21,7 +21,7 @@ constexpr int kCtas = VECTORS ? (STEPS == 4 && !SILU ? 3 : 2) : 1;
 /* Steps on their way, as many as kPortableShared holds. */
 template <int STEPS> constexpr int kStages = STEPS == 1 ? 2 : 1;
 /* Rows of an item: many, so that B is seldom read again, if so many leave each warp some items. */
-constexpr int kMaxPart = 128, kMinPart = 32, kItems = 8;
+constexpr int kMaxPart = 256, kMinPart = 32, kItems = 8;
 
 template <class T, int STEPS, bool SILU, bool VECTORS> struct Shared {
   static constexpr int WARPS = kWarps<STEPS>, STAGES = kStages<STEPS>;
@@ -138,10 +138,9 @@ __global__ void __launch_bounds__(32 * kWarps<STEPS>, kCtas<STEPS, SILU, VECTORS
 
 /* How many times as many CTAs as the chip holds share the work. SMs do not reach memory equally
  * fast: what moves much is dealt as they become free, a megabyte to a CTA of eight warps. */
-int waves_of(const delta_expand &p, int64_t warps) {
+int waves_of(const delta_expand &p, double pairs, int64_t warps) {
   constexpr double SHARE = 1 << 17, MOST = 6;
   const double columns = (double)p.lora.num_slices * (double)p.lora.slice_n;
-  const double pairs = delta_expected_pairs(&p.rows.routes, delta_likely_adapters(&p.rows.routes));
   const double moved =
       columns * (4.0 * (double)p.rows.routes.num_rows + 2.0 * p.lora.max_rank * pairs);
   return (int)fmax(1.0, fmin(round(moved / (SHARE * (double)warps)), MOST));
@@ -159,11 +158,14 @@ moelora_status launch(delta_expand p, const moelora_exec *exec) {
   static_assert(bytes <= kPortableShared, "a CTA's shared memory");
   constexpr int WARPS = kWarps<STEPS>;
   const int64_t ctas = moelora_cuda_num_sms(exec->device_index) * kCtas<STEPS, SILU, VECTORS>;
+  const double rows = (double)p.rows.routes.num_rows;
+  const double pairs = delta_expected_pairs(&p.rows.routes, delta_likely_adapters(&p.rows.routes));
   int part = kMaxPart;
-  while (part > kMinPart && p.rows.routes.num_rows / part * tiles < kItems * ctas * WARPS)
+  while (part > kMinPart &&
+         fmax(rows / part, pairs) * (double)tiles < (double)(kItems * ctas * WARPS))
     part /= 2;
   int32_t shares = 1;
-  const int waves = waves_of(p, ctas * WARPS);
+  const int waves = waves_of(p, pairs, ctas * WARPS);
   const int64_t windows = delta_set_window(&p.rows, kRows<STEPS>, part, (tiles + WARPS - 1) / WARPS,
                                            waves * ctas, &shares);
   const int64_t warps = (int64_t)shares * WARPS;

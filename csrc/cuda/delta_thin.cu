@@ -14,14 +14,14 @@
 
 namespace {
 
-constexpr int kThinRows = 512; // at most: two of a thread
+constexpr int kThinRows = 512; // at most
 constexpr int kWords = kThinRows / 32;
-constexpr int kThinPerExpert = 8 * DELTA_ADAPTERS; // rows, at most
+constexpr int kThinPerExpert = 8 * DELTA_ADAPTERS; // rows of an expert, at most
 constexpr int kPart = 16;                          // rows of a part
 constexpr int kMaxSplits = 8;                      // CTAs of a cluster
 constexpr double kLongPart = 1e6;                  // bytes of factors
 
-/* STEPS teams have 16 rows of A each. Registers are what B leaves of them. */
+/* STEPS teams have 16 rows of A each. A tile of B is in registers meanwhile. */
 template <int STEPS, int WARPS>
 using ThinShape =
     Shape<1, STEPS, WARPS / STEPS, kPart, kResidentWarps, kRegisters - (STEPS == 4 ? 40 : 24)>;

@@ -15,6 +15,7 @@
 
 constexpr int kListedItems = 64; // of a CTA, listed at once
 constexpr int kCut = 16;         // rows
+constexpr int kAnotherPart = 32; // rows that a walk over the depth for another segment costs
 
 struct SegmentShrink {
   moelora_gemm_launch g;
@@ -155,8 +156,8 @@ __device__ __forceinline__ void take_part(const moelora_gemm_launch &g, L &list,
   const int each = used ? (int)gridDim.x / used : 0;
   int64_t parts = gridDim.x;
   int ctas = 0;
-  // An equal part and a second A would be as much.
-  if (each > 0 && list.longest / each <= all / parts + 32) {
+  // An equal part, a second A and the walk over it would be as much.
+  if (each > 0 && list.longest / each <= all / parts + kAnotherPart) {
     ctas = each, at = (int64_t)used_before * each, own = (int64_t)own_used * each;
     all = parts = (int64_t)used * each;
   }
