@@ -31,6 +31,8 @@ DELTA = """projection: projection, slots: slots, bound: bound_us, delta: ours_us
 MLP = "adapters: adapters, staged: ours_staged_us, all in one: ours_fused_us"
 KERNELS = """kernel: kernel, us: us, DRAM GB/s: dram_gb_s, DRAM read MB: dram_read_mb,
     L2 %: l2_percent, L2 hits %: l2_hit_percent, wgmma issued %: wgmma_issue_percent"""
+POWER = """rested: rested_us, at work: working_us, MHz: mhz, W: watts, of zeros: zeros_working_us,
+    MHz of zeros: zeros_mhz, W of zeros: zeros_watts"""
 ENGINES = """engine: engine, LoRA enabled: lora_enabled, batch: batch,
     prefill tokens/s: prefill_tok_s, decode tokens/s: decode_tok_s"""
 CPU = """dtype: dtype, bound: bound_us, with adapters: ours_us, ×: ratio, fastest rival: best_rival,
@@ -43,6 +45,7 @@ TABLES = {
     "portable": ("h200-sm80-layer", lambda r: True, LAYER),
     "kernels": ("h200-kernels", lambda r: True, KERNELS),
     "one_launch": ("h200-kernels-one-launch", lambda r: True, KERNELS),
+    "power": ("h200-power", lambda r: True, POWER),
     "align": ("h200-align", lambda r: r["tokens"] == 16384, ALIGN),
     "align_all": ("h200-align", lambda r: True, ALIGN),
     "delta": ("h200-delta", lambda r: r["part"] == "grid", DELTA),
