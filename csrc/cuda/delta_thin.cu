@@ -237,9 +237,12 @@ moelora_status launch_splits(Params p, const moelora_exec *exec) {
   constexpr auto kernel = delta_thin<T, STEPS, WARPS>;
   if constexpr (SPLITS > 1) {
     int64_t resident = 0;
-    if (!moelora_cuda_can_overlap() ||
-        resident_blocks<kernel, SPLITS>(32 * WARPS, 0, exec, &resident) != cudaSuccess ||
-        SPLITS * expected_parts(p.s) > resident)
+    if (moelora_cuda_can_overlap()) {
+      const cudaError_t error = resident_blocks<kernel, SPLITS>(32 * WARPS, 0, exec, &resident);
+      if (error != cudaSuccess)
+        return moelora_cuda_check(error, "delta_thin");
+    }
+    if (resident <= SPLITS || SPLITS * expected_parts(p.s) > resident)
       return launch_splits<T, STEPS, WARPS, SPLITS / 2>(p, exec);
   }
   p.splits = SPLITS;
