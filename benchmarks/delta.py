@@ -5,7 +5,7 @@
 
 Microseconds of one projection's delta, median of CUDA-graph replays. Three parts:
 
-    grid     the deltas of w13 and of w2; ours sorts its rows every time, vLLM aligns in w13 alone
+    grid     the deltas of w13 and of w2; ours groups its rows every time, vLLM aligns in w13 alone
     slots    8 adapters in stacks of 8 to 256 slots: what idle slots cost
     sglang   the adapter MLP of SGLang's design, staged and in one call
 

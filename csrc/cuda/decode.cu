@@ -267,25 +267,24 @@ __global__ void __launch_bounds__(kThreads, kResident)
         seldom.shrinks = false;
         arrive();
       }
-      float total[4];
-      if (is_there(t, walk)) {
-        prefetch_pieces(p, t, seldom.item);
-        multiply_item<T>(p, t, walk, columns, ring, seldom, total, [&](float (&total)[4]) {
-          seldom.next = ring.next;
-          seldom.walk = walk;
-          memcpy(seldom.total, total, sizeof total);
-          if (!is_shrink(seldom.item.kind))
-            wait();
-          memcpy(total, seldom.total, sizeof total);
-          expand<T>(p, t, seldom.item, total);
-          walk = seldom.walk;
-          ring.next = seldom.next;
-        });
-        seldom.next = ring.next;
-      } else {
+      if (!is_there(t, walk)) {
         wait();
         break;
       }
+      float total[4];
+      prefetch_pieces(p, t, seldom.item);
+      multiply_item<T>(p, t, walk, columns, ring, seldom, total, [&](float (&total)[4]) {
+        seldom.next = ring.next;
+        seldom.walk = walk;
+        memcpy(seldom.total, total, sizeof total);
+        if (!is_shrink(seldom.item.kind))
+          wait();
+        memcpy(total, seldom.total, sizeof total);
+        expand<T>(p, t, seldom.item, total);
+        walk = seldom.walk;
+        ring.next = seldom.next;
+      });
+      seldom.next = ring.next;
       const int kind = seldom.item.kind;
       if (kind == W13) {
         finish_w13<T>(p, t, seldom.item, total);

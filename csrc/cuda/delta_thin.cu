@@ -230,10 +230,10 @@ double expected_parts(const delta_shrink &s) {
   return s.lora.num_slices * delta_expected_pairs(&s.rows.routes, DELTA_ADAPTERS);
 }
 
-/* In clusters of SPLITS, or of half as many, and so on, until all that are likely to have work are
- * on the chip at once. */
+/* In clusters of SPLITS, or of half as many, and so on, until the `parts` that are likely to have
+ * work are on the chip at once. */
 template <class T, int STEPS, int WARPS, int SPLITS>
-moelora_status launch_splits(Params p, const moelora_exec *exec) {
+moelora_status launch_splits(Params p, double parts, const moelora_exec *exec) {
   constexpr auto kernel = delta_thin<T, STEPS, WARPS>;
   if constexpr (SPLITS > 1) {
     int64_t resident = 0;
@@ -242,8 +242,8 @@ moelora_status launch_splits(Params p, const moelora_exec *exec) {
       if (error != cudaSuccess)
         return moelora_cuda_check(error, "delta_thin");
     }
-    if (resident <= SPLITS || SPLITS * expected_parts(p.s) > resident)
-      return launch_splits<T, STEPS, WARPS, SPLITS / 2>(p, exec);
+    if (resident <= SPLITS || SPLITS * parts > resident)
+      return launch_splits<T, STEPS, WARPS, SPLITS / 2>(p, parts, exec);
   }
   p.splits = SPLITS;
   const int64_t blocks = p.s.rows.routes.num_rows * p.s.lora.num_slices * SPLITS;
@@ -256,9 +256,10 @@ moelora_status launch(const delta_shrink &s, const delta_expand &e, const moelor
   constexpr int COLUMNS = Tile<T, STEPS>::COLUMNS, LARGE = 8, SMALL = 4;
   const Params p = {s, e, (int32_t)((s.lora.slice_n + COLUMNS - 1) / COLUMNS), 1};
   const int64_t sms = moelora_cuda_num_sms(exec->device_index);
-  if (expected_parts(s) > (double)(sms * kResidentWarps / LARGE))
-    return launch_splits<T, STEPS, SMALL, 1>(p, exec);
-  return launch_splits<T, STEPS, LARGE, kMaxSplits>(p, exec);
+  const double parts = expected_parts(s);
+  if (parts > (double)(sms * kResidentWarps / LARGE))
+    return launch_splits<T, STEPS, SMALL, 1>(p, parts, exec);
+  return launch_splits<T, STEPS, LARGE, kMaxSplits>(p, parts, exec);
 }
 
 template <class T>

@@ -89,6 +89,7 @@ moelora_status launch_waves(int waves, const char *name, int64_t work, int threa
   return launch_blocks<KERNEL, CLUSTER>(name, blocks, threads, shared_bytes, exec, args...);
 }
 
+/* One wave: all blocks are resident at once. */
 template <auto KERNEL, int CLUSTER = 1, class... Args>
 moelora_status launch_kernel(const char *name, int64_t work, int threads, size_t shared_bytes,
                              const moelora_exec *exec, Args... args) {
