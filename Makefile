@@ -92,7 +92,7 @@ test-gpu:
 	$(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) -m pytest -q -m gpu $(PYTEST_ARGS)
 
-# racecheck follows some Hopper barriers only in a build of its own (csrc/cuda/sm90_ring.cuh).
+# racecheck follows some Hopper barriers only in a build of its own (csrc/cuda/gemm/sm90/ring.cuh).
 sanitize-gpu:
 	NVCCFLAGS=-DMOELORA_RACECHECK $(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) tests/sanitize_gpu.py --tools memcheck,initcheck,synccheck,racecheck \

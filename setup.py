@@ -54,7 +54,7 @@ def cuda_compiler():
     """(the nvcc command or None, why not)."""
     if os.environ.get("MOELORA_CUDA") == "0":
         return None, "MOELORA_CUDA=0"
-    if not any((ROOT / "csrc/cuda").glob("*.cu")):
+    if not any((ROOT / "csrc/cuda").rglob("*.cu")):
         return None, "no CUDA sources here"
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     found = os.environ.get("NVCC") or shutil.which("nvcc", path=f"{home}/bin")
@@ -177,7 +177,7 @@ def sources(rooms, nvcc):
     if not X86:
         found = [s for s in found if not s.stem.endswith(tuple(ISA_FLAGS))]
     if nvcc:  # the slow ones first
-        found = sorted((ROOT / "csrc/cuda").glob("*.cu")) + found
+        found = sorted((ROOT / "csrc/cuda").rglob("*.cu")) + found
     return [s.relative_to(ROOT) for s in found]
 
 

@@ -28,7 +28,7 @@ LIMITS = {"initcheck": {"MOELORA_MAX_CC": "80"}}  # environment of a tool, see a
 
 
 def alignments():
-    """(name, call on a device): all modes on every path that csrc/cuda/align.cu can take."""
+    """(name, call on a device): all modes on every path that csrc/cuda/align/align.cu can take."""
     import torch
 
     import moelora

@@ -2,8 +2,8 @@
 #include <atomic>
 
 #include "cuda/backend.h"
-#include "cuda/delta.h"
-#include "cuda/launch.h"
+#include "cuda/adapters/delta.h"
+#include "cuda/launch/launch.h"
 
 constexpr int MAX_DEVICES = 64;
 

@@ -22,7 +22,7 @@ size_t moelora_cuda_mlp_delta_workspace(const moelora_mlp_delta_problem *problem
 moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem *problem,
                                       const moelora_delta_plan *plan, const moelora_exec *exec);
 
-/* delta_align.cu */
+/* align/lists.cu */
 size_t moelora_cuda_align_lists_workspace(const moelora_align_lists_problem *problem);
 moelora_status moelora_cuda_align_lists(const moelora_align_lists_problem *problem,
                                         const moelora_exec *exec);

@@ -7,7 +7,7 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
-#include "pdl.cuh"
+#include "cuda/ptx/pdl.cuh"
 
 /* add_times_zero: sum + 0 v of two elements each; a sum of zeros stays 0 until v is not finite. */
 template <class T> struct Element;

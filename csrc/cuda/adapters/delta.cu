@@ -1,0 +1,455 @@
+/* Adapters alone: which launches, in which order, and what lies in the workspace.
+ *
+ *   [sort] -> shrink -> expand [-> combine]
+ *
+ * or, of few rows, shrink and expand in one launch. h and whatever waits for a sum is stored by
+ * flat row. Few rows are sorted by each CTA for itself, or not at all: where pairs hardly repeat,
+ * reading the factors of a repeated one again costs less.
+ */
+#include "cuda/backend.h"
+#include "cuda/adapters/delta_rows.cuh"
+#include "cuda/launch/kernel_launch.cuh"
+#include "cuda/adapters/shrink_product.cuh"
+#include "cuda/layer/sum.cuh"
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kGroupedRows = 512; // the largest window
+
+/* ---- kernels around the two halves ---- */
+
+__global__ void __launch_bounds__(kThreads) clear_bytes(uint32_t *to, int64_t words) {
+  wait_for_previous_kernel();
+  start_next_kernel();
+  for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < words;
+       i += (int64_t)gridDim.x * kThreads)
+    to[i] = 0;
+}
+
+struct Combine {
+  delta_rows rows;
+  const uint8_t *written; // [P]; NULL: what rows say
+  const void *z;          // [P, z_stride]
+  int64_t z_stride;
+  bool add;
+  void *out; // [M, columns]
+  int64_t out_stride;
+  int32_t columns;
+};
+
+/* Flat row has an adapter and an expert here. */
+__device__ __forceinline__ bool is_active(const Combine &p, int64_t row) {
+  if (p.written)
+    return p.written[row] != 0;
+  const WindowRow found = route_row(p.rows, row);
+  return found.expert >= 0 && found.adapter >= 0 && true_rank(p.rows, found.adapter) > 0;
+}
+
+/* out[m] = [out[m] +] sum over j of z[m * top_k + j] in float32, in the order of j, where any of
+ * these rows is active. A thread adds WIDTH neighbouring columns. */
+template <class T, class Z, int WIDTH>
+__global__ void __launch_bounds__(kThreads) combine_rows(const __grid_constant__ Combine p) {
+  wait_for_previous_kernel();
+  start_next_kernel();
+  const int32_t pieces = (p.columns + WIDTH - 1) / WIDTH, top_k = p.rows.routes.top_k;
+  const int64_t count = p.rows.routes.num_tokens * pieces;
+  for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < count;
+       i += (int64_t)gridDim.x * kThreads) {
+    const int64_t token = i / pieces, column = i % pieces * WIDTH;
+    float sum[WIDTH] = {};
+    bool any = false;
+    for (int j = 0; j < top_k; j++) {
+      if (!is_active(p, token * top_k + j))
+        continue;
+      any = true;
+      add_columns(sum, (const Z *)p.z + (token * top_k + j) * p.z_stride + column, 1.f);
+    }
+    if (!any)
+      continue;
+    T *to = (T *)p.out + token * p.out_stride + column;
+    __align__(16) T rounded[WIDTH];
+    if constexpr (WIDTH > 1)
+      *(uint4 *)rounded = *(const uint4 *)to;
+    else
+      rounded[0] = *to;
+#pragma unroll
+    for (int c = 0; c < WIDTH; c++)
+      rounded[c] = Element<T>::round((p.add ? Element<T>::to_float(rounded[c]) : 0.f) + sum[c]);
+    if constexpr (WIDTH > 1)
+      *(uint4 *)to = *(const uint4 *)rounded;
+    else
+      *to = rounded[0];
+  }
+}
+
+int64_t blocks_for(int64_t threads) {
+  return (threads + kThreads - 1) / kThreads;
+}
+
+/* Zeros of at least `bytes` bytes, rounded up to words. */
+moelora_status clear(uint8_t *to, int64_t bytes, const moelora_exec *exec) {
+  const int64_t words = (bytes + 3) / 4;
+  return launch_kernel<clear_bytes>("clear_bytes", blocks_for(words), kThreads, 0, exec,
+                                    (uint32_t *)to, words);
+}
+
+template <class T, class Z> moelora_status combine_as(const Combine &c, const moelora_exec *exec) {
+  const int64_t tokens = c.rows.routes.num_tokens;
+  if (moelora_is_vector_row(c.out, c.out_stride, c.columns))
+    return launch_kernel<combine_rows<T, Z, 8>>(
+        "delta_combine", blocks_for(tokens * (c.columns / 8)), kThreads, 0, exec, c);
+  return launch_kernel<combine_rows<T, Z, 1>>("delta_combine", blocks_for(tokens * c.columns),
+                                              kThreads, 0, exec, c);
+}
+
+moelora_status combine(const Combine &c, bool z_f32, moelora_dtype dtype,
+                       const moelora_exec *exec) {
+  if (dtype == MOELORA_BF16)
+    return z_f32 ? combine_as<__nv_bfloat16, float>(c, exec)
+                 : combine_as<__nv_bfloat16, __nv_bfloat16>(c, exec);
+  return z_f32 ? combine_as<__half, float>(c, exec) : combine_as<__half, __half>(c, exec);
+}
+
+/* ---- rows ---- */
+
+/* Bytes of all factors of one (expert, adapter) pair. */
+double pair_bytes(const moelora_factors *lora, int64_t k, bool shrinks, bool expands) {
+  return 2.0 * lora->num_slices * lora->max_rank *
+         ((shrinks ? (double)k : 0.0) + (expands ? (double)lora->slice_n : 0.0));
+}
+
+/* A sort takes as long as reading about 20 MB, grouping windows where they are loaded as long as 2
+ * MB, if the rows make one window or two. */
+delta_order order_for(const moelora_routes *routes, double bytes_of_pair) {
+  const double repeated =
+      (double)routes->num_rows - delta_expected_pairs(routes, delta_likely_adapters(routes));
+  if (routes->num_rows <= kGroupedRows &&
+      (int64_t)routes->num_experts * routes->max_loras <= DELTA_MAX_GROUPS)
+    return repeated * bytes_of_pair > 2e6 ? DELTA_GROUPED : DELTA_BY_ROUTE;
+  return repeated * bytes_of_pair > 20e6 ? DELTA_SORTED : DELTA_BY_ROUTE;
+}
+
+} // namespace
+
+extern "C" delta_sorted delta_take_sorted(const moelora_routes *routes, moelora_arena *arena) {
+  delta_sorted sorted = {};
+  const size_t bytes = sizeof(int32_t) * (size_t)routes->num_rows;
+  sorted.row = (int32_t *)moelora_take(arena, bytes);
+  sorted.expert = (int32_t *)moelora_take(arena, bytes);
+  sorted.adapter = (int32_t *)moelora_take(arena, bytes);
+  sorted.count = (int32_t *)moelora_take(arena, sizeof(int32_t));
+  const int64_t segments = moelora_cuda_count_segments(routes);
+  if (segments > 0 && routes->num_rows >= DELTA_LONG_ROWS * routes->num_experts)
+    sorted.segments =
+        (moelora_segment *)moelora_take(arena, sizeof(moelora_segment) * (size_t)segments);
+  sorted.scratch_bytes = moelora_cuda_align_rows_workspace(routes, 1);
+  sorted.scratch = moelora_take(arena, sorted.scratch_bytes);
+  return sorted;
+}
+
+extern "C" moelora_status delta_sort(const moelora_routes *routes, const delta_sorted *sorted,
+                                     const moelora_exec *exec) {
+  const moelora_blocks blocks = {.rows = 1,
+                                 .cluster = 1,
+                                 .max_blocks = routes->num_rows,
+                                 .sorted_ids = sorted->row,
+                                 .expert_ids = sorted->expert,
+                                 .pairs = sorted->adapter,
+                                 .segments = sorted->segments,
+                                 .num_post = sorted->count};
+  return moelora_cuda_align_rows(routes, &blocks, sorted->scratch, sorted->scratch_bytes,
+                                 exec->stream);
+}
+
+namespace {
+
+/* sorted: of DELTA_SORTED. */
+delta_rows rows_of(const moelora_routes *routes, delta_order order, const delta_sorted *sorted) {
+  delta_rows rows = {};
+  rows.order = order;
+  rows.routes = *routes;
+  if (order == DELTA_SORTED) {
+    rows.row = sorted->row;
+    rows.expert = sorted->expert;
+    rows.adapter = sorted->adapter;
+    rows.count = sorted->count;
+    rows.segments = sorted->segments;
+  }
+  return rows;
+}
+
+/* ---- the two halves ---- */
+
+/* h [slices, M, top_k, R], or our own with rows of all slices. */
+struct Shrunk {
+  void *data;
+  int64_t stride[3];
+  bool own;
+};
+
+size_t shrunk_bytes(const moelora_routes *routes, const moelora_factors *lora) {
+  return 2 * (size_t)(routes->num_rows * lora->num_slices * moelora_padded_rank(lora->max_rank));
+}
+
+Shrunk own_shrunk(void *data, const moelora_routes *routes, const moelora_factors *lora) {
+  const int64_t width = moelora_padded_rank(lora->max_rank), row = width * lora->num_slices;
+  return {data, {width, routes->top_k * row, row}, true};
+}
+
+delta_shrink begin_shrink(const delta_rows *rows, const void *x, int64_t x_stride, bool x_per_row,
+                          int64_t k, const moelora_factors *lora, const float *scalings,
+                          const Shrunk *h, bool hopper) {
+  delta_shrink s = {};
+  s.rows = *rows;
+  s.rows.max_rank = lora->max_rank;
+  s.x = x;
+  s.x_stride = x_stride;
+  s.x_divisor = x_per_row ? 1 : rows->routes.top_k;
+  s.k = (int32_t)k;
+  s.lora = *lora;
+  s.scalings = scalings;
+  s.vectors = moelora_is_vector_row(x, x_stride, k) &&
+              moelora_are_vector_factors(lora->a, lora->num_slices);
+  s.hopper = hopper;
+  s.h = h->data;
+  s.exact = !h->own;
+  s.eights = (uintptr_t)h->data % 16 == 0;
+  for (int i = 0; i < 3; i++) {
+    s.h_stride[i] = h->stride[i];
+    s.eights = s.eights && h->stride[i] % 8 == 0;
+  }
+  return s;
+}
+
+/* All of an expand but what becomes of z. */
+delta_expand begin_expand(const delta_rows *rows, const Shrunk *h, const moelora_factors *lora,
+                          bool after_shrink) {
+  delta_expand e = {};
+  e.after_shrink = after_shrink;
+  e.rows = *rows;
+  e.rows.max_rank = lora->max_rank;
+  e.lora = *lora;
+  e.h = h->data;
+  e.vectors = (uintptr_t)h->data % 16 == 0 && lora->max_rank % 8 == 0 && lora->slice_n % 8 == 0 &&
+              moelora_are_vector_factors(lora->b, lora->num_slices);
+  for (int i = 0; i < 3; i++) {
+    e.h_stride[i] = h->stride[i];
+    e.vectors = e.vectors && h->stride[i] % 8 == 0;
+  }
+  return e;
+}
+
+void set_out(delta_expand *e, void *out, int64_t token_stride, int64_t choice_stride) {
+  e->out = out;
+  e->out_stride[0] = token_stride;
+  e->out_stride[1] = choice_stride;
+  e->vectors =
+      e->vectors && (uintptr_t)out % 16 == 0 && token_stride % 8 == 0 && choice_stride % 8 == 0;
+}
+
+/* Rows that wait for their sum do so in float32, so that the sum alone rounds, as long as the L2
+ * cache holds them; beyond it their traffic would cost as much as all the rest. */
+struct Waiting {
+  void *data; // [P, stride]
+  int64_t stride;
+  bool f32;
+};
+
+Waiting take_waiting(const moelora_routes *routes, int64_t columns, moelora_arena *arena) {
+  Waiting z = {};
+  z.stride = (columns + 7) / 8 * 8;
+  z.f32 = routes->num_rows * columns <= ((int64_t)8 << 20);
+  z.data = moelora_take(arena, (z.f32 ? 4 : 2) * (size_t)(routes->num_rows * z.stride));
+  return z;
+}
+
+/* An expand into rows that wait. written: which of them are there; NULL: what rows say. */
+void set_waiting(delta_expand *e, const Waiting *z, uint8_t *written) {
+  set_out(e, z->data, e->rows.routes.top_k * z->stride, z->stride);
+  e->f32 = z->f32;
+  e->written = written;
+}
+
+moelora_status add_up(const delta_expand *e, const Waiting *z, int64_t columns, bool add, void *out,
+                      int64_t out_stride, moelora_dtype dtype, const moelora_exec *exec) {
+  Combine c = {};
+  c.rows = e->rows;
+  c.written = e->written;
+  c.z = z->data;
+  c.z_stride = z->stride;
+  c.add = add;
+  c.out = out;
+  c.out_stride = out_stride;
+  c.columns = (int32_t)columns;
+  return combine(c, z->f32, dtype, exec);
+}
+
+/* ---- one adapter ---- */
+
+struct DeltaLayout {
+  delta_order order;
+  delta_sorted sorted;
+  void *h;
+  Waiting z;
+  uint8_t *written;
+  size_t bytes;
+};
+
+DeltaLayout lay_out(const moelora_delta_problem *p, void *base) {
+  moelora_arena arena = {(char *)base, 0};
+  DeltaLayout l = {};
+  const bool listed = p->lists.sorted_token_ids;
+  l.order = listed ? DELTA_LISTED : order_for(&p->routes, pair_bytes(&p->lora, p->k, p->x, p->out));
+  if (l.order == DELTA_SORTED)
+    l.sorted = delta_take_sorted(&p->routes, &arena);
+  if (!p->h)
+    l.h = moelora_take(&arena, shrunk_bytes(&p->routes, &p->lora));
+  if (p->sum_top_k) {
+    l.z = take_waiting(&p->routes, p->columns, &arena);
+    if (listed)
+      l.written = (uint8_t *)moelora_take(&arena, (size_t)p->routes.num_rows + 3);
+  }
+  l.bytes = arena.used;
+  return l;
+}
+
+bool has_rows(const moelora_delta_problem *p) {
+  return p->routes.max_loras > 0 &&
+         (p->lists.sorted_token_ids ? p->lists.num_active > 0
+                                    : p->routes.token_lora_mapping.data != nullptr);
+}
+
+} // namespace
+
+extern "C" size_t moelora_cuda_delta_workspace(const moelora_delta_problem *problem,
+                                               const moelora_delta_plan *plan,
+                                               const moelora_exec *exec) {
+  (void)plan, (void)exec;
+  return lay_out(problem, nullptr).bytes;
+}
+
+extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
+                                             const moelora_delta_plan *plan,
+                                             const moelora_exec *exec) {
+  if (!has_rows(p))
+    return MOELORA_OK;
+  if (p->silu_and_mul && p->lora.num_slices != 1 && p->lora.num_slices % 2 != 0)
+    return moelora_fail(MOELORA_UNSUPPORTED,
+                        "silu_and_mul of %d slices: the GPU kernels take 1 or an even number",
+                        p->lora.num_slices);
+  const DeltaLayout l = lay_out(p, exec->workspace);
+  const moelora_routes *routes = &p->routes;
+  delta_rows rows = rows_of(routes, l.order, &l.sorted);
+  rows.lists = p->lists;
+  const Shrunk h = p->h ? Shrunk{p->h, {p->h_stride[0], p->h_stride[1], p->h_stride[2]}, false}
+                        : own_shrunk(l.h, routes, &p->lora);
+  delta_shrink s = {};
+  if (p->x)
+    s = begin_shrink(&rows, p->x, p->x_stride, p->x_per_row, p->k, &p->lora, routes->lora_scalings,
+                     &h, plan->hopper);
+  delta_expand e = begin_expand(&rows, &h, &p->lora, p->x && !l.written);
+  e.topk_weights = p->mul_routed_weight ? routes->topk_weights : nullptr;
+  if (p->sum_top_k) {
+    set_waiting(&e, &l.z, l.written);
+  } else {
+    set_out(&e, p->out, p->out_stride[0], p->out_stride[1]);
+    e.add = p->add_inputs;
+    e.silu_and_mul = p->silu_and_mul;
+    if (e.silu_and_mul)
+      e.vectors = e.vectors && (p->lora.num_slices != 1 || p->lora.slice_n % 16 == 0);
+  }
+
+  moelora_status status = MOELORA_OK;
+  if (p->x && p->out && !p->h && delta_fits_thin(&s, &e, exec)) {
+    status = delta_launch_thin(&s, &e, p->dtype, exec);
+  } else {
+    if (l.order == DELTA_SORTED)
+      status = delta_sort(routes, &l.sorted, exec);
+    if (status == MOELORA_OK && p->x)
+      status = delta_launch_shrink(&s, p->dtype, exec);
+    if (status == MOELORA_OK && l.written)
+      status = clear(l.written, routes->num_rows, exec);
+    if (status == MOELORA_OK && p->out)
+      status = delta_launch_expand(&e, p->dtype, exec);
+  }
+  if (status == MOELORA_OK && p->out && p->sum_top_k)
+    status = add_up(&e, &l.z, p->columns, p->add_inputs, p->out, p->out_stride[0], p->dtype, exec);
+  return status;
+}
+
+/* ---- an adapter MLP ---- */
+
+namespace {
+
+struct MlpLayout {
+  delta_order order;
+  delta_sorted sorted;
+  void *h1, *act, *h2;
+  Waiting z;
+  size_t bytes;
+};
+
+MlpLayout lay_out_mlp(const moelora_mlp_delta_problem *p, void *base) {
+  moelora_arena arena = {(char *)base, 0};
+  MlpLayout l = {};
+  l.order = order_for(&p->routes, pair_bytes(&p->gate_up, p->hidden, true, true) +
+                                      pair_bytes(&p->down, p->intermediate, true, true));
+  if (l.order == DELTA_SORTED)
+    l.sorted = delta_take_sorted(&p->routes, &arena);
+  l.h1 = moelora_take(&arena, shrunk_bytes(&p->routes, &p->gate_up));
+  l.act = moelora_take(&arena, 2 * (size_t)(p->routes.num_rows * p->intermediate));
+  l.h2 = moelora_take(&arena, shrunk_bytes(&p->routes, &p->down));
+  l.z = take_waiting(&p->routes, p->hidden, &arena);
+  l.bytes = arena.used;
+  return l;
+}
+
+} // namespace
+
+extern "C" size_t moelora_cuda_mlp_delta_workspace(const moelora_mlp_delta_problem *problem,
+                                                   const moelora_delta_plan *plan,
+                                                   const moelora_exec *exec) {
+  (void)plan, (void)exec;
+  return delta_mlp_fits(problem, exec) ? 0 : lay_out_mlp(problem, nullptr).bytes;
+}
+
+extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem *p,
+                                                 const moelora_delta_plan *plan,
+                                                 const moelora_exec *exec) {
+  if (!p->routes.token_lora_mapping.data || p->routes.max_loras == 0)
+    return MOELORA_OK;
+  if (delta_mlp_fits(p, exec))
+    return delta_launch_mlp(p, exec);
+  const MlpLayout l = lay_out_mlp(p, exec->workspace);
+  const moelora_routes *routes = &p->routes;
+  const int64_t intermediate = p->intermediate;
+  const delta_rows rows = rows_of(routes, l.order, &l.sorted);
+  moelora_status status =
+      l.order == DELTA_SORTED ? delta_sort(routes, &l.sorted, exec) : MOELORA_OK;
+
+  const Shrunk h1 = own_shrunk(l.h1, routes, &p->gate_up);
+  const Shrunk h2 = own_shrunk(l.h2, routes, &p->down);
+  const delta_shrink shrink1 = begin_shrink(&rows, p->x, p->x_stride, false, p->hidden, &p->gate_up,
+                                            nullptr, &h1, plan->hopper);
+  const delta_shrink shrink2 = begin_shrink(&rows, l.act, intermediate, true, intermediate,
+                                            &p->down, routes->lora_scalings, &h2, plan->hopper);
+  delta_expand expand1 = begin_expand(&rows, &h1, &p->gate_up, true);
+  expand1.silu_and_mul = true;
+  set_out(&expand1, l.act, routes->top_k * intermediate, intermediate);
+  expand1.vectors = expand1.vectors && intermediate % 8 == 0;
+  delta_expand expand2 = begin_expand(&rows, &h2, &p->down, true);
+  expand2.topk_weights = routes->topk_weights;
+  set_waiting(&expand2, &l.z, nullptr);
+  if (status == MOELORA_OK)
+    status = delta_launch_shrink(&shrink1, p->dtype, exec);
+  if (status == MOELORA_OK)
+    status = delta_launch_expand(&expand1, p->dtype, exec);
+  if (status == MOELORA_OK)
+    status = delta_launch_shrink(&shrink2, p->dtype, exec);
+  if (status == MOELORA_OK)
+    status = delta_launch_expand(&expand2, p->dtype, exec);
+  if (status == MOELORA_OK)
+    status = add_up(&expand2, &l.z, p->hidden, true, p->out, p->out_stride, p->dtype, exec);
+  return status;
+}

@@ -1,0 +1,155 @@
+/* Expand of thin segments: z[p, slice * N + n] = sum over r of h[p, slice, r] B[slice][l, e, n, r],
+ * into out
+ *
+ *   out = z, or out += z; z may be weighted
+ *
+ * What a few rows of a pair cost is its B: columns of B are the M side of m16n8k16, up to 8 rows at
+ * a time the N side. A warp loads what it multiplies, straight into registers.
+ *
+ * An item is up to kPart rows of a segment; its columns are cut into tiles. The tiles of all items
+ * of a window lie in one line, and each warp of the CTAs that share the window takes an equal piece
+ * of it, so that most of its tiles have the same rows. */
+#include "cuda/adapters/delta_tile.cuh"
+#include "cuda/launch/kernel_launch.cuh"
+
+namespace {
+
+constexpr int kThreads = 256, kWindow = 512;
+constexpr int kSide = 8;  // rows of a product
+constexpr int kPart = 32; // rows of an item at most
+constexpr int kThin = 8;  // rows of a segment on average; from there on, out is most of what moves
+
+/* CTAs of an SM, as registers allow. */
+template <int STEPS> constexpr int kThinCtas = STEPS == 4 ? 2 : 3;
+
+/* Where a warp goes on: `left` tiles of a unit, from tile `tile` of an item on. */
+struct Next {
+  int unit, item, tile, left;
+};
+
+struct Shared {
+  Window<kWindow> window;
+  Places<kWindow> places;
+  int units;
+  Next next[kThreads / 32]; // not in registers meanwhile
+};
+
+template <class T, int STEPS>
+__global__ void __launch_bounds__(kThreads, kThinCtas<STEPS>)
+    expand_thin(const __grid_constant__ delta_expand p, int tiles, int slice_tiles, int shares) {
+  using B = Tile<T, STEPS>;
+  extern __shared__ __align__(16) char memory[];
+  Shared &shared = *(Shared *)memory;
+  const Window<kWindow> &w = shared.window;
+  const Places<kWindow> &places = shared.places;
+  const int n = (int)p.lora.slice_n;
+  bool early = p.after_shrink;
+  if (!early)
+    begin();
+
+  shared.units = (int)count_windows(p.rows) * shares;
+  Next &next = shared.next[threadIdx.x / 32]; // all lanes write the same
+  for (int unit = blockIdx.x; unit < shared.units; unit = next.unit + gridDim.x) {
+    const int share = unit % shares;
+    load_window<kThreads>(
+        p.rows, unit / shares, shared.window,
+        [&](int i, uint32_t row) { find_place(p, shared.places, i, row, share == 0); },
+        [&](int rows, int) { return (rows + kPart - 1) / kPart; });
+    const int number = share * (kThreads / 32) + (int)(threadIdx.x / 32);
+    const int workers = shares * (kThreads / 32), all = w.items * tiles;
+    const int each = all / workers, more = all % workers;
+    const int line = number * each + min(number, more);
+    next = {unit, line / tiles, line % tiles, each + (number < more)};
+#pragma unroll 1
+    while (next.left > 0) {
+      const Next at = next;
+      const int segment = w.segment_of(at.item);
+      const int from = w.low[segment] + (at.item - w.first[segment]) * kPart;
+      const int to = min(from + kPart, w.high[segment]);
+      const int rank = w.rank[from];
+      int count = min(tiles - at.tile, at.left);
+      __syncwarp(); // all lanes have read it
+      next = {at.unit, at.item + 1, 0, at.left - count};
+      int slice = at.tile / slice_tiles;
+      int first = (at.tile - slice * slice_tiles) * B::COLUMNS;
+      const T *factor = nullptr;
+      bool fresh = true;
+#pragma unroll 1
+      for (; count > 0; count--) {
+        if (fresh)
+          factor = factor_row<T>(p.lora.b[slice], w.adapter[from], w.expert[from], 0);
+        const int wanted = first + (int)(threadIdx.x % 32 / 4) * B::OWN;
+        const int column = min(wanted, n - B::OWN); // what nobody wants is read again
+        const int64_t stride = p.lora.b[slice].stride_i;
+        B b;
+        b.load_b(factor + column * stride, stride, rank);
+#pragma unroll 1
+        for (int row = from; row < to; row += kSide) {
+          const int own = row + (int)(threadIdx.x % 4) * 2;
+          typename B::Old old;
+          B::load_old(old, p, places, own, wanted < n ? to : 0, slice * n + wanted);
+          if (early)
+            begin();
+          early = false;
+          typename B::Ranks h;
+          const int h_row = min(row + (int)(threadIdx.x % 32 / 4), to - 1);
+          B::load_h(h, (const T *)p.h + slice * p.h_stride[0] + places.h[h_row], rank);
+          B::mask(h, rank);
+          if (row == from) { // not before: other loads are on their way
+#pragma unroll
+            for (int c = 0; c < B::OWN; c++)
+              B::mask(b.b[c], rank);
+          }
+          float d[B::PRODUCTS][4];
+          b.multiply(d, h, rank);
+          B::finish(d, old, p, places, own, wanted < n ? to : 0, slice * n + wanted);
+        }
+        first += B::COLUMNS;
+        fresh = first >= n;
+        if (fresh)
+          first = 0, slice++;
+      }
+    }
+  }
+  if (early)
+    begin();
+}
+
+/* ---- launch ---- */
+
+template <class T, int STEPS> moelora_status launch(delta_expand p, const moelora_exec *exec) {
+  constexpr int COLUMNS = Tile<T, STEPS>::COLUMNS, WARPS = kThreads / 32;
+  const int64_t slice_tiles = (p.lora.slice_n + COLUMNS - 1) / COLUMNS;
+  const int64_t tiles = p.lora.num_slices * slice_tiles;
+  if (tiles == 0)
+    return MOELORA_OK;
+  constexpr size_t bytes = sizeof(Shared);
+  static_assert(bytes <= kPortableShared, "a CTA's shared memory");
+  const int64_t ctas = moelora_cuda_num_sms(exec->device_index) * kThinCtas<STEPS>;
+  int32_t shares = 1;
+  const int64_t windows =
+      delta_set_window(&p.rows, kWindow, kPart, (tiles + WARPS - 1) / WARPS, ctas, &shares);
+  return launch_kernel<expand_thin<T, STEPS>>("delta_expand_thin", windows * shares, kThreads,
+                                              bytes, exec, p, (int)tiles, (int)slice_tiles, shares);
+}
+
+template <class T> moelora_status launch_as(const delta_expand &p, const moelora_exec *exec) {
+  return p.lora.max_rank <= 16   ? launch<T, 1>(p, exec)
+         : p.lora.max_rank <= 32 ? launch<T, 2>(p, exec)
+                                 : launch<T, 4>(p, exec);
+}
+
+} // namespace
+
+extern "C" bool delta_fits_thin_expand(const delta_expand *expand) {
+  const moelora_routes &routes = expand->rows.routes;
+  const int64_t pairs = (int64_t)routes.num_experts * routes.max_loras;
+  return expand->vectors && !expand->silu_and_mul && expand->lora.max_rank <= 64 &&
+         routes.num_rows < kThin * pairs;
+}
+
+extern "C" moelora_status delta_launch_thin_expand(const delta_expand *expand, moelora_dtype dtype,
+                                                   const moelora_exec *exec) {
+  return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(*expand, exec)
+                               : launch_as<__half>(*expand, exec);
+}

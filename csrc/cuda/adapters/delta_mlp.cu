@@ -1,0 +1,204 @@
+/* An adapter MLP beside its layer, all of it in one launch:
+ *
+ *   out[m] += sum over j of w[m, j] B2 round(s A2 round(silu(Bg round(Ag x[m])) * (Bu round(Au
+ * x[m]))))
+ *
+ * A CTA takes a token, and all of the token's experts in step: what is one launch elsewhere is one
+ * phase between barriers here. Factors go straight from memory into float32 dot products. One SM
+ * reads the factors of a token, so this is for batches whose launches cost more than their bytes.
+ */
+#include "cuda/adapters/delta_rows.cuh"
+#include "cuda/launch/kernel_launch.cuh"
+
+namespace {
+
+constexpr int kThreads = 512;
+
+/* Of one token, in shared memory. */
+struct Layout {
+  int32_t x, h1, act, h2, experts, bytes; // offsets
+};
+
+__host__ __device__ inline Layout lay_out(const moelora_mlp_delta_problem &p) {
+  const int64_t top_k = p.routes.top_k, sides = p.gate_up.num_slices;
+  const int64_t x = 0, act = (x + 2 * p.hidden + 15) / 16 * 16;
+  const int64_t h1 = (act + 2 * top_k * p.intermediate + 15) / 16 * 16;
+  const int64_t h2 = h1 + 4 * top_k * sides * p.gate_up.max_rank;
+  const int64_t experts = h2 + 4 * top_k * p.down.max_rank, bytes = experts + 4 * top_k;
+  return {(int32_t)x, (int32_t)h1, (int32_t)act, (int32_t)h2, (int32_t)experts, (int32_t)bytes};
+}
+
+/* Sum over i of a[i] b[i], by the lanes of a warp; all of them get it. b is in shared memory. */
+template <class T, bool VECTORS>
+__device__ __forceinline__ float warp_dot(const T *a, const T *b, int count) {
+  float sum = 0.f;
+  if constexpr (VECTORS) {
+#pragma unroll 4
+    for (int i = threadIdx.x % 32 * 8; i < count; i += 256) {
+      const uint4 left = *(const uint4 *)(a + i), right = *(const uint4 *)(b + i);
+      const T *u = (const T *)&left, *v = (const T *)&right;
+#pragma unroll
+      for (int c = 0; c < 8; c++)
+        sum += Element<T>::to_float(u[c]) * Element<T>::to_float(v[c]);
+    }
+  } else {
+    for (int i = threadIdx.x % 32; i < count; i += 32)
+      sum += Element<T>::to_float(a[i]) * Element<T>::to_float(b[i]);
+  }
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2)
+    sum += __shfl_xor_sync(~0u, sum, step);
+  return sum;
+}
+
+/* Sum over r of row[r] h[r]; h is in shared memory. */
+template <class T, bool VECTORS>
+__device__ __forceinline__ float rank_dot(const T *row, const float *h, int rank) {
+  float sum = 0.f;
+  int r = 0;
+  if constexpr (VECTORS) {
+#pragma unroll 2
+    for (; r + 8 <= rank; r += 8) {
+      const uint4 eight = *(const uint4 *)(row + r);
+      const T *v = (const T *)&eight;
+#pragma unroll
+      for (int c = 0; c < 8; c++)
+        sum += Element<T>::to_float(v[c]) * h[r + c];
+    }
+  }
+  for (; r < rank; r++)
+    sum += Element<T>::to_float(row[r]) * h[r];
+  return sum;
+}
+
+template <class T> __device__ __forceinline__ float rounded(float v) {
+  return Element<T>::to_float(Element<T>::round(v));
+}
+
+template <class T, bool VECTORS>
+__global__ void __launch_bounds__(kThreads, 2)
+    mlp_tokens(const __grid_constant__ moelora_mlp_delta_problem p) {
+  extern __shared__ __align__(16) char memory[];
+  const Layout l = lay_out(p);
+  T *x = (T *)(memory + l.x), *act = (T *)(memory + l.act);
+  float *h1 = (float *)(memory + l.h1), *h2 = (float *)(memory + l.h2);
+  int32_t *experts = (int32_t *)(memory + l.experts);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const moelora_routes &routes = p.routes;
+  const int top_k = routes.top_k, sides = p.gate_up.num_slices;
+  const int hidden = (int)p.hidden, intermediate = (int)p.intermediate;
+  const int r1 = p.gate_up.max_rank, r2 = p.down.max_rank;
+  delta_rows rows = {};
+  rows.routes = routes;
+  rows.max_rank = max(r1, r2);
+  wait_for_previous_kernel();
+  start_next_kernel();
+
+  for (int64_t token = blockIdx.x; token < routes.num_tokens; token += gridDim.x) {
+    const int64_t adapter = route_row(rows, token * top_k).adapter;
+    const int all_ranks = adapter < 0 ? 0 : true_rank(rows, (int32_t)adapter);
+    const int rank1 = min(all_ranks, r1), rank2 = min(all_ranks, r2);
+    if (rank1 == 0 || rank2 == 0)
+      continue;
+    const float scaling = routes.lora_scalings ? routes.lora_scalings[adapter] : 1.f;
+    __syncthreads(); // the token before is done
+    for (int i = threadIdx.x; i < hidden; i += kThreads)
+      x[i] = ((const T *)p.x)[token * p.x_stride + i];
+    if (threadIdx.x < top_k)
+      experts[threadIdx.x] = route_row(rows, token * top_k + threadIdx.x).expert;
+    for (int j = kThreads + threadIdx.x; j < top_k; j += kThreads)
+      experts[j] = route_row(rows, token * top_k + j).expert;
+    __syncthreads();
+
+    for (int i = warp; i < top_k * sides * rank1; i += kThreads / 32) {
+      const int j = i / (sides * rank1), side = i / rank1 % sides, r = i % rank1;
+      if (experts[j] < 0)
+        continue;
+      const float dot =
+          warp_dot<T, VECTORS>(factor_row<T>(p.gate_up.a[side], adapter, experts[j], r), x, hidden);
+      if (lane == 0)
+        h1[(j * sides + side) * r1 + r] = rounded<T>(dot);
+    }
+    __syncthreads();
+
+    for (int i = threadIdx.x; i < top_k * intermediate; i += kThreads) {
+      const int j = i / intermediate, n = i - j * intermediate;
+      if (experts[j] < 0)
+        continue;
+      const int up_row = sides == 1 ? intermediate + n : n;
+      const float gate = rank_dot<T, VECTORS>(factor_row<T>(p.gate_up.b[0], adapter, experts[j], n),
+                                              h1 + j * sides * r1, rank1);
+      const float up =
+          rank_dot<T, VECTORS>(factor_row<T>(p.gate_up.b[sides - 1], adapter, experts[j], up_row),
+                               h1 + (j * sides + sides - 1) * r1, rank1);
+      act[i] = Element<T>::round(__fdividef(gate * up, 1.f + __expf(-gate)));
+    }
+    __syncthreads();
+
+    for (int i = warp; i < top_k * rank2; i += kThreads / 32) {
+      const int j = i / rank2, r = i - j * rank2;
+      if (experts[j] < 0)
+        continue;
+      const float dot = warp_dot<T, VECTORS>(factor_row<T>(p.down.a[0], adapter, experts[j], r),
+                                             act + (int64_t)j * intermediate, intermediate);
+      if (lane == 0)
+        h2[j * r2 + r] = rounded<T>(scaling * dot);
+    }
+    __syncthreads();
+
+    for (int n = threadIdx.x; n < hidden; n += kThreads) {
+      float sum = 0.f;
+      bool any = false;
+      for (int j = 0; j < top_k; j++) {
+        if (experts[j] < 0)
+          continue;
+        any = true;
+        sum += routes.topk_weights[token * routes.topk_weights_stride[0] +
+                                   j * routes.topk_weights_stride[1]] *
+               rank_dot<T, VECTORS>(factor_row<T>(p.down.b[0], adapter, experts[j], n), h2 + j * r2,
+                                    rank2);
+      }
+      T *to = (T *)p.out + token * p.out_stride + n;
+      if (any)
+        *to = Element<T>::round(Element<T>::to_float(*to) + sum);
+    }
+  }
+}
+
+bool all_vectors(const moelora_mlp_delta_problem *p) {
+  const moelora_factors *gate_up = &p->gate_up, *down = &p->down;
+  return p->hidden % 8 == 0 && p->intermediate % 8 == 0 &&
+         moelora_are_vector_factors(gate_up->a, gate_up->num_slices) &&
+         moelora_are_vector_factors(gate_up->b, gate_up->num_slices) &&
+         moelora_are_vector_factors(down->a, 1) && moelora_are_vector_factors(down->b, 1);
+}
+
+template <class T>
+moelora_status launch_as(const moelora_mlp_delta_problem *p, const moelora_exec *exec) {
+  // the limit of a kernel's shared memory is set once, for the largest problem that fits
+  if (all_vectors(p))
+    return launch_kernel<mlp_tokens<T, true>>("delta_mlp", p->routes.num_tokens, kThreads,
+                                              lay_out(*p).bytes, exec, *p);
+  return launch_kernel<mlp_tokens<T, false>>("delta_mlp", p->routes.num_tokens, kThreads,
+                                             lay_out(*p).bytes, exec, *p);
+}
+
+} // namespace
+
+/* One SM reads about 100 bytes in a nanosecond: half a megabyte is what the launches would take.
+ * 48 KiB is the shared memory that needs no asking for. */
+extern "C" bool delta_mlp_fits(const moelora_mlp_delta_problem *p, const moelora_exec *exec) {
+  const double ranks = p->gate_up.num_slices * (double)p->gate_up.max_rank;
+  const double bytes = 2.0 * p->routes.top_k *
+                       (ranks * p->hidden + p->gate_up.max_rank * 2.0 * p->intermediate +
+                        p->down.max_rank * (double)(p->hidden + p->intermediate));
+  const double shared = 2.0 * p->hidden + 2.0 * p->routes.top_k * p->intermediate +
+                        4.0 * p->routes.top_k * (ranks + p->down.max_rank + 1) + 64;
+  return bytes <= 512e3 && shared <= 48 << 10 &&
+         p->routes.num_tokens <= moelora_cuda_num_sms(exec->device_index);
+}
+
+extern "C" moelora_status delta_launch_mlp(const moelora_mlp_delta_problem *p,
+                                           const moelora_exec *exec) {
+  return p->dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(p, exec) : launch_as<__half>(p, exec);
+}

@@ -1,0 +1,339 @@
+/* Shrink: h[p, slice, r] = round(s[l] * sum over k of x[p, k] A[slice][l, e, r, k])
+ *
+ * An item is up to `part` tokens of one segment of a window and up to RANKS rows of A, slice after
+ * slice, each slice as many as its true rank rounded up to 16. The CTAs that share a window take
+ * its items in turn.
+ *
+ * Where a long depth would leave CTAs idle, clusters of `splits` of them take an item, each a part
+ * of the depth: a CTA adds up what its own warps found, then all of them read each other's sums, in
+ * the order of the depth, of the columns that they store. How the depth is shared depends on sizes
+ * alone.
+ *
+ * Long segments of large batches are for shrink_segments.cu and shrink_sm90.cu. */
+#include "cuda/adapters/delta_rows.cuh"
+#include "cuda/launch/kernel_launch.cuh"
+#include "cuda/adapters/shrink_splits.cuh"
+
+namespace {
+
+template <class S> constexpr int kRows = 2 * S::THREADS; // of a window, at most: two of a thread
+constexpr int kShort = 1024;         // of depth: up to here, four warps share it
+constexpr int kMaxSplits = 4;        // CTAs of a cluster
+constexpr int kLoads = 48;           // of a lane: with no more, the depth is not split further
+constexpr int kRowsPerSm = 8;        // for whole segments
+constexpr int kNarrowLongRows = 320; // in place of DELTA_LONG_ROWS where A has few rows
+
+struct Params {
+  delta_shrink s;
+  int32_t part, splits, shares;
+};
+
+/* Columns of A from `first` on, as many as an item takes, of rows [low, high) of a window. */
+struct ShrinkItem {
+  int low, high, first, adapter, expert, rank;
+};
+
+/* Columns of A of all slices together. */
+__device__ __forceinline__ int columns_of(const delta_shrink &s, int rank) {
+  return moelora_padded_rank(rank) * s.lora.num_slices;
+}
+
+/* Items that RANKS columns at a time make of each part of a segment. */
+template <int RANKS>
+__device__ __forceinline__ int columns_of_items(const delta_shrink &s, int rank) {
+  return ceil_divide(columns_of(s, rank), RANKS);
+}
+
+/* A warp; parts of a segment have up to `part` rows, all about the same number. */
+template <int RANKS, int ROWS>
+__device__ __forceinline__ ShrinkItem find_item(const delta_shrink &s, int part,
+                                                const Window<ROWS> &w, int number) {
+  const int segment = w.segment_of(number), j = number - w.first[segment];
+  const int low = w.low[segment], high = w.high[segment], rank = w.rank[low];
+  const int columns = columns_of_items<RANKS>(s, rank);
+  const int tokens = ceil_divide(ceil_divide(high - low, ceil_divide(high - low, part)), 8) * 8;
+  const int from = low + j / columns * tokens;
+  return {from, min(from + tokens, high), j % columns * RANKS, w.adapter[low], w.expert[low], rank};
+}
+
+/* Eight ranks of a row from r on, below `end`. */
+template <class T>
+__device__ __forceinline__ void store_ranks(T *h, uint4 ranks, int r, int end, bool eights) {
+  if (eights && r + 8 <= end) {
+    *(uint4 *)(h + r) = ranks;
+    return;
+  }
+  const uint32_t words[4] = {ranks.x, ranks.y, ranks.z, ranks.w};
+#pragma unroll
+  for (int j = 0; j < 8; j++)
+    if (r + j < end)
+      ((uint16_t *)h)[r + j] = (uint16_t)(words[j / 2] >> j % 2 * 16);
+}
+
+template <class T>
+__device__ __forceinline__ T *row_of_h(const delta_shrink &s, uint32_t row, int slice) {
+  const uint32_t top_k = s.rows.routes.top_k;
+  return (T *)s.h + slice * s.h_stride[0] + row / top_k * s.h_stride[1] +
+         row % top_k * s.h_stride[2];
+}
+
+/* Zeros from the true rank, rounded up to 16, to the largest one: the first item of some rows. All
+ * threads come here. */
+template <class T, int THREADS>
+__device__ __forceinline__ void clear_ranks(const delta_shrink &s, const ShrinkItem &item,
+                                            const int32_t *rows) {
+  const int width = moelora_padded_rank(item.rank), max_rank = s.lora.max_rank;
+  if (item.first > 0 || width >= max_rank)
+    return;
+  const int eights = ceil_divide(max_rank - width, 8), slices = s.lora.num_slices;
+  for (int i = threadIdx.x; i < (item.high - item.low) * slices * eights; i += THREADS)
+    store_ranks(row_of_h<T>(s, rows[item.low + i / eights / slices], i / eights % slices),
+                make_uint4(0, 0, 0, 0), width + i % eights * 8, max_rank, s.eights);
+}
+
+/* Where a CTA is: at an item of a unit, which is a share of a window. */
+struct Place {
+  int unit, item;
+};
+
+/* What a warp works on: the same for all, in as few registers as there are. */
+struct WarpItem {
+  ShrinkItem item;
+  Place place;
+};
+
+template <class S> struct Shared {
+  Sums<S> sums;
+  Window<kRows<S>> window;
+  int32_t x[kRows<S>]; // row of x that belongs to each row
+  int units;
+  WarpItem items[S::WARPS];
+};
+
+template <class S> struct Places {
+  const delta_shrink &s;
+  const int32_t (&x_rows)[kRows<S>];
+  const ShrinkItem &item;
+
+  __device__ __forceinline__ int columns() const { return columns_of(s, item.rank); }
+
+  template <class T, int M, int N>
+  __device__ __forceinline__ void find_a(Rows<T, S, M, N> &rows, int column, int columns,
+                                         int k) const {
+    rows.find_a(s.lora, item.adapter, item.expert, item.rank, column, columns, k);
+  }
+
+  template <class T, int N> __device__ __forceinline__ void find_x(const T *(&x)[N], int k) const {
+    int lane = threadIdx.x % 32;
+    asm volatile("" : "+r"(lane)); // as above
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      const int i = min(item.low + n * 8 + lane / 4, item.high - 1);
+      x[n] = (const T *)s.x + x_rows[i] * s.x_stride + k;
+    }
+  }
+};
+
+/* Adds up the sums, scales, rounds and stores. All threads come here. */
+template <class T, class S>
+__device__ __forceinline__ void store(const Params &p, const ShrinkItem &item, Shared<S> &shared) {
+  constexpr int EIGHTS = S::RANKS / 8;
+  const delta_shrink &s = p.s;
+  int thread = threadIdx.x;
+  asm volatile("" : "+r"(thread)); // what follows from it takes no register between items
+  const int splits = num_splits(p.splits), split = own_split();
+  const int width = moelora_padded_rank(item.rank), max_rank = s.lora.max_rank;
+  const int count = (item.high - item.low) * EIGHTS;
+  const float scaling = s.scalings ? s.scalings[item.adapter] : 1.f;
+  if (splits > 1)
+    share_sums<S>(shared.sums, item.high - item.low, thread);
+  for (int i = split * S::THREADS + thread; i < count; i += splits * S::THREADS) {
+    const int token = i / EIGHTS, column = i % EIGHTS * 8;
+    const int slice = (item.first + column) / width, r = (item.first + column) % width;
+    if (slice >= s.lora.num_slices)
+      continue;
+    float sum[8] = {};
+    add_splits<S>(sum, shared.sums, token, column, splits);
+    store_ranks(row_of_h<T>(s, shared.window.row[item.low + token], slice),
+                round_ranks<T>(sum, scaling, r, item.rank), r, max_rank, s.eights);
+  }
+  if (splits > 1)
+    meet_cluster(); // nobody reads these sums any more
+  if (split == 0)
+    clear_ranks<T, S::THREADS>(s, item, shared.window.row);
+}
+
+template <class T, class S, bool VECTORS>
+__global__ void __launch_bounds__(S::THREADS, kResidentWarps / S::WARPS)
+    shrink_rows(const __grid_constant__ Params p) {
+  extern __shared__ __align__(16) char memory[];
+  Shared<S> &shared = *(Shared<S> *)memory;
+  const Window<kRows<S>> &w = shared.window;
+  wait_for_previous_kernel();
+  start_next_kernel();
+
+  shared.units = (int)count_windows(p.s.rows) * p.shares;
+  WarpItem &own = shared.items[threadIdx.x / 32];
+  const ShrinkItem &item = own.item;
+  for (Place at = {(int)blockIdx.x / num_splits(p.splits), 0}; at.unit < shared.units;
+       at.unit += gridDim.x / num_splits(p.splits)) {
+    load_window<S::THREADS>(
+        p.s.rows, at.unit / p.shares, shared.window,
+        [&](int i, uint32_t row) { shared.x[i] = row / (uint32_t)p.s.x_divisor; },
+        [&](int rows, int rank) {
+          return ceil_divide(rows, p.part) * columns_of_items<S::RANKS>(p.s, rank);
+        });
+    at.item = at.unit % p.shares;
+#pragma unroll 1
+    while (at.item < w.items) {
+      const ShrinkItem found = find_item<S::RANKS>(p.s, p.part, w, at.item);
+      __syncwarp(); // the item before is no longer needed
+      if (threadIdx.x % 32 == 0)
+        own = {found, at};
+      __syncwarp();
+      const int warp = threadIdx.x / 32;
+      multiply_tokens<T, S, VECTORS, S::TILES>(item.high - item.low, Places<S>{p.s, shared.x, item},
+                                               item.first + warp / S::DEPTHS * S::TEAM_RANKS, p.s.k,
+                                               own_split() * S::DEPTHS + warp % S::DEPTHS,
+                                               num_splits(p.splits) * S::DEPTHS, shared.sums);
+      store<T, S>(p, item, shared);
+      at = own.place; // not in registers meanwhile
+      at.item += p.shares;
+    }
+  }
+}
+
+/* ---- launch ---- */
+
+/* What the host knows of a batch. Every row of a batch that is not sorted may be a segment. */
+struct Batch {
+  int64_t rows, segments, ranks, depth; // ranks of all slices, each padded to 16
+  int64_t warps;                        // that the chip holds
+
+  int64_t tokens() const { return (rows + segments - 1) / segments; }
+};
+
+/* How a shape would serve a batch. */
+template <class S> struct Fit {
+  int part, splits;
+  int64_t items, ctas; // CTAs that the chip holds
+
+  Fit(const Batch &b, bool can_split) : splits(1), ctas(b.warps / S::WARPS) {
+    part = S::TOKENS;
+    if (S::TOKENS > 32 && count(b) < ctas)
+      part = 32;
+    items = count(b);
+    const int64_t eights = ((b.tokens() < part ? b.tokens() : part) + 7) / 8;
+    const int64_t loads = b.depth * (2 * S::TILES + eights) / (kStep * S::DEPTHS);
+    for (int more = 2; can_split && more <= kMaxSplits; more++)
+      if (more * items <= resident(more) && 2 * loads > more * kLoads)
+        splits = more;
+  }
+
+  /* CTAs that the chip holds in clusters of `size`: large ones do not fill every group of SMs. */
+  int64_t resident(int size) const { return size > 2 ? ctas - ctas / 16 : ctas; }
+
+  int64_t count(const Batch &b) const {
+    return b.segments * ((b.tokens() + part - 1) / part) * ((b.ranks + S::RANKS - 1) / S::RANKS);
+  }
+  /* Items for nearly all CTAs. */
+  bool suits() const { return 4 * splits * items >= 3 * ctas; }
+};
+
+template <class T, class S, bool VECTORS>
+moelora_status launch(const delta_shrink &s, const Batch &batch, const moelora_exec *exec) {
+  const Fit<S> fit(batch, moelora_cuda_can_overlap());
+  Params p = {s, fit.part, fit.splits, 1};
+  const int64_t columns = (batch.ranks + S::RANKS - 1) / S::RANKS;
+  const int64_t windows = delta_set_window(&p.s.rows, kRows<S>, p.part, columns,
+                                           fit.resident(fit.splits) / fit.splits, &p.shares);
+  const int64_t work = windows * p.shares * fit.splits;
+  constexpr auto kernel = shrink_rows<T, S, VECTORS>;
+  constexpr size_t bytes = sizeof(Shared<S>);
+  static_assert(bytes <= kPortableShared, "a CTA's shared memory");
+  switch (fit.splits) {
+  case 1:
+    return launch_kernel<kernel>("delta_shrink", work, S::THREADS, bytes, exec, p);
+  case 2:
+    return launch_kernel<kernel, 2>("delta_shrink", work, S::THREADS, bytes, exec, p);
+  case 3:
+    return launch_kernel<kernel, 3>("delta_shrink", work, S::THREADS, bytes, exec, p);
+  default:
+    static_assert(kMaxSplits == 4, "all cases are there");
+    return launch_kernel<kernel, 4>("delta_shrink", work, S::THREADS, bytes, exec, p);
+  }
+}
+
+template <class T, int DEPTHS>
+moelora_status launch_vectors(const delta_shrink &s, const Batch &b, const moelora_exec *exec) {
+  using Narrow = Shape<1, 1, DEPTHS, 48>;
+  using Middle = Shape<2, 1, DEPTHS, 48>;
+  using Wide = Shape<2, 2, 4, 48>;
+  const bool splits = moelora_cuda_can_overlap();
+  if (b.ranks > 32 && Fit<Wide>(b, splits).suits())
+    return launch<T, Wide, true>(s, b, exec);
+  if (b.ranks > 16 && b.rows >= kThinSegment * b.segments && Fit<Middle>(b, splits).suits())
+    return launch<T, Middle, true>(s, b, exec);
+  return launch<T, Narrow, true>(s, b, exec);
+}
+
+/* Whether whole segments can be shared out, and are long, and there are rows for all SMs. Not by
+ * the number of slots, for another shrink sums in another order. */
+bool fits_segments(const delta_shrink &s, const Batch &b, const moelora_exec *exec) {
+  const moelora_routes &routes = s.rows.routes;
+  return s.vectors && s.rows.segments && s.eights &&
+         s.h_stride[1] == routes.top_k * s.h_stride[2] &&
+         (b.ranks > 32 || b.rows >= (int64_t)kNarrowLongRows * routes.num_experts) &&
+         !(s.exact && (routes.lora_ranks || s.lora.max_rank % 16 != 0)) &&
+         b.rows >= (int64_t)kRowsPerSm * moelora_cuda_num_sms(exec->device_index);
+}
+
+moelora_status launch_segments(const delta_shrink &s, moelora_dtype dtype,
+                               const moelora_exec *exec) {
+  const moelora_routes &routes = s.rows.routes;
+  moelora_gemm_launch g = {};
+  g.blocks.rows = g.blocks.cluster = 1;
+  g.blocks.sorted_ids = (int32_t *)s.rows.row;
+  g.blocks.segments = (moelora_segment *)s.rows.segments;
+  g.num_rows = (int32_t)routes.num_rows;
+  g.num_experts = routes.num_experts;
+  g.x = s.x;
+  g.x_stride = s.x_stride;
+  g.x_divisor = moelora_divisor_of(s.x_divisor);
+  g.k = s.k;
+  g.hl_slice = s.h_stride[0];
+  g.hl_stride = s.h_stride[2];
+  g.hl_by_row = true;
+  g.lora = s.lora;
+  g.max_loras = routes.max_loras;
+  if (s.hopper && moelora_cuda_fits_shrink_sm90(&g))
+    return moelora_cuda_shrink_sm90(&g, s.scalings, dtype, s.h, exec);
+  return moelora_cuda_shrink_segments(&g, s.scalings, dtype, s.h, exec);
+}
+
+template <class T>
+moelora_status launch_as(const delta_shrink &s, moelora_dtype dtype, const moelora_exec *exec) {
+  Batch b = {};
+  b.rows = s.rows.routes.num_rows;
+  b.segments = (int64_t)s.rows.routes.num_experts * s.rows.routes.max_loras;
+  if (b.segments > b.rows || s.rows.order == DELTA_BY_ROUTE)
+    b.segments = b.rows;
+  if (b.segments == 0)
+    return MOELORA_OK;
+  b.ranks = s.lora.num_slices * moelora_padded_rank(s.lora.max_rank);
+  b.depth = s.k;
+  b.warps = (int64_t)moelora_cuda_num_sms(exec->device_index) * kResidentWarps;
+  if (!s.vectors)
+    return launch<T, Shape<1, 1, 4, 32>, false>(s, b, exec);
+  if (fits_segments(s, b, exec))
+    return launch_segments(s, dtype, exec);
+  return s.k <= kShort ? launch_vectors<T, 4>(s, b, exec) : launch_vectors<T, 8>(s, b, exec);
+}
+
+} // namespace
+
+extern "C" moelora_status delta_launch_shrink(const delta_shrink *shrink, moelora_dtype dtype,
+                                              const moelora_exec *exec) {
+  return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(*shrink, dtype, exec)
+                               : launch_as<__half>(*shrink, dtype, exec);
+}

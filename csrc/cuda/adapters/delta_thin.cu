@@ -1,0 +1,292 @@
+/* The delta of a few rows in one launch: shrink and expand of the same rows by the same CTAs, with
+ * nothing but shared memory between the halves.
+ *
+ * A cluster takes up to kPart rows of one (expert, adapter) pair, and one slice: each of its CTAs a
+ * part of the depth of A, then, when all have exchanged their sums, a part of the columns of B.
+ * There is a cluster for every row; the first row of a part finds the others by comparing all rows
+ * with itself, and the clusters of those end at once. The first columns of B are on their way while
+ * A is multiplied; to bring more near did not pay.
+ *
+ * How the depth is shared depends on sizes alone, and not on the number of adapters' slots. */
+#include "cuda/adapters/delta_tile.cuh"
+#include "cuda/launch/kernel_launch.cuh"
+#include "cuda/adapters/shrink_splits.cuh"
+
+namespace {
+
+constexpr int kThinRows = 512; // at most
+constexpr int kWords = kThinRows / 32;
+constexpr int kThinPerExpert = 8 * DELTA_ADAPTERS; // rows of an expert, at most
+constexpr int kPart = 16;                          // rows of a part
+constexpr int kMaxSplits = 8;                      // CTAs of a cluster
+constexpr double kLongPart = 1e6;                  // bytes of factors
+
+/* STEPS teams have 16 rows of A each. A tile of B is in registers meanwhile. */
+template <int STEPS, int WARPS>
+using ThinShape =
+    Shape<1, STEPS, WARPS / STEPS, kPart, kResidentWarps, kRegisters - (STEPS == 4 ? 40 : 24)>;
+
+struct Params {
+  delta_shrink s;
+  delta_expand e;
+  int32_t tiles, splits; // tiles: of a slice's columns
+};
+
+template <class T, int STEPS, int WARPS> struct Shared {
+  Sums<ThinShape<STEPS, WARPS>> sums;
+  alignas(16) T h[kPart][16 * STEPS];
+  uint32_t same[kWords]; // bit of each row with the pair of this one
+  int32_t x[kPart];      // row of x of each row of the part
+  Places<kPart> places;
+};
+
+/* Rows of a part and their pair, the same in all threads. */
+struct Part {
+  int rows, slice, expert, adapter, rank;
+};
+
+/* Finds the part that begins with flat row `first`, and where its rows lie; none if that row has no
+ * adapter or is in another one's part. Ends with a barrier if there is one. */
+template <class T, int STEPS, int WARPS>
+__device__ __forceinline__ Part find_part(const Params &p, int first,
+                                          Shared<T, STEPS, WARPS> &shared) {
+  constexpr int THREADS = 32 * WARPS, PASSES = kThinRows / THREADS;
+  const delta_rows &r = p.s.rows;
+  const int lane = threadIdx.x % 32, rows = (int)r.routes.num_rows;
+  const WindowRow own = route_row(r, first);
+  Part part = {0, 0, own.expert, own.adapter, 0};
+  WindowRow other[PASSES];
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++) {
+    const int i = pass * THREADS + (int)threadIdx.x;
+    if (i < rows)
+      other[pass] = route_row(r, i);
+  }
+  if (own.expert >= 0 && own.adapter >= 0)
+    part.rank = true_rank(r, own.adapter);
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++) {
+    const int i = pass * THREADS + (int)threadIdx.x;
+    const uint32_t same = __ballot_sync(~0u, i < rows && other[pass].expert == own.expert &&
+                                                 other[pass].adapter == own.adapter);
+    if (lane == 0)
+      shared.same[i / 32] = same;
+  }
+  __syncthreads();
+  if (part.rank == 0)
+    return part;
+  const int here = lane < kWords ? __popc(shared.same[lane]) : 0, upto = warp_inclusive_sum(here);
+  const auto rows_before = [&](int row) { // with the same pair
+    const uint32_t word = shared.same[row / 32];
+    return __shfl_sync(~0u, upto - here, row / 32) + __popc(word & ((1u << row % 32) - 1));
+  };
+  const int before = rows_before(first);
+  if (before % kPart != 0)
+    return part;
+  part.rows = min(kPart, __shfl_sync(~0u, upto, 31) - before);
+#pragma unroll
+  for (int pass = 0; pass < PASSES; pass++) {
+    const int i = pass * THREADS + (int)threadIdx.x, at = rows_before(i) - before;
+    if (shared.same[i / 32] >> lane & 1 && at >= 0 && at < part.rows) {
+      shared.x[at] = (uint32_t)i / (uint32_t)p.s.x_divisor;
+      find_place(p.e, shared.places, at, i, false);
+    }
+  }
+  __syncthreads();
+  return part;
+}
+
+template <class S> struct Sources {
+  const delta_shrink &s;
+  const Part &part;
+  const int32_t (&x_rows)[kPart];
+
+  __device__ __forceinline__ int width() const { return moelora_padded_rank(part.rank); }
+  __device__ __forceinline__ int columns() const { return (part.slice + 1) * width(); }
+
+  template <class T, int M, int N>
+  __device__ __forceinline__ void find_a(Rows<T, S, M, N> &rows, int column, int columns,
+                                         int k) const {
+    rows.find_a(s.lora, part.adapter, part.expert, part.rank, column, columns, k);
+  }
+
+  template <class T, int N> __device__ __forceinline__ void find_x(const T *(&x)[N], int k) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+      x[n] = (const T *)s.x + x_rows[min(n * 8 + lane / 4, part.rows - 1)] * s.x_stride + k;
+  }
+};
+
+/* A warp's tiles of B: every so many of the CTA's share of a slice. */
+template <class T, int STEPS, int WARPS> struct Columns {
+  using B = Tile<T, STEPS>;
+  const T *factor;
+  int64_t stride;
+  int n, rank, tile, end;
+
+  __device__ __forceinline__ Columns(const Params &p, const Part &part, int split, int splits) {
+    const moelora_factor &f = p.e.lora.b[part.slice];
+    factor = factor_row<T>(f, part.adapter, part.expert, 0);
+    stride = f.stride_i;
+    n = (int)p.e.lora.slice_n;
+    rank = part.rank;
+    tile = p.tiles * split / splits + (int)(threadIdx.x / 32);
+    end = p.tiles * (split + 1) / splits;
+  }
+  __device__ __forceinline__ bool more() const { return tile < end; }
+  __device__ __forceinline__ void advance() { tile += WARPS; }
+  /* First of a lane's columns; at `n` and behind nobody wants them. */
+  __device__ __forceinline__ int first() const {
+    return tile * B::COLUMNS + (int)(threadIdx.x % 32 / 4) * B::OWN;
+  }
+  __device__ __forceinline__ void load(B &b) const {
+    b.load_b(factor + min(first(), n - B::OWN) * stride, stride, rank);
+  }
+};
+
+/* h of all rows of the part, rounded. */
+template <class T, int STEPS, int WARPS>
+__device__ __forceinline__ void shrink(const Params &p, const Part &part, int split, int splits,
+                                       Shared<T, STEPS, WARPS> &shared) {
+  using S = ThinShape<STEPS, WARPS>;
+  constexpr int EIGHTS = S::RANKS / 8;
+  const int warp = threadIdx.x / 32;
+  const Sources<S> sources = {p.s, part, shared.x};
+  multiply_tokens<T, S, true, 1>(
+      part.rows, sources, part.slice * sources.width() + warp / S::DEPTHS * S::TEAM_RANKS, p.s.k,
+      split * S::DEPTHS + warp % S::DEPTHS, splits * S::DEPTHS, shared.sums);
+  const float scaling = p.s.scalings ? p.s.scalings[part.adapter] : 1.f;
+  if (splits > 1)
+    share_sums<S>(shared.sums, part.rows, threadIdx.x);
+  for (int i = threadIdx.x; i < part.rows * EIGHTS; i += S::THREADS) {
+    const int token = i / EIGHTS, column = i % EIGHTS * 8;
+    float sum[8] = {};
+    add_splits<S>(sum, shared.sums, token, column, splits);
+    *(uint4 *)&shared.h[token][column] = round_ranks<T>(sum, scaling, column, part.rank);
+  }
+  __syncthreads();
+}
+
+/* out [+]= weight * h B^T of one tile. */
+template <class T, int STEPS, int WARPS>
+__device__ __forceinline__ void expand(const Params &p, const Part &part, Tile<T, STEPS> &b,
+                                       int first, const Shared<T, STEPS, WARPS> &shared) {
+  using B = Tile<T, STEPS>;
+  const int lane = threadIdx.x % 32, n = (int)p.e.lora.slice_n;
+  const int to = first < n ? part.rows : 0, column = part.slice * n + first;
+  const Places<kPart> &places = shared.places;
+#pragma unroll
+  for (int c = 0; c < B::OWN; c++)
+    B::mask(b.b[c], part.rank);
+#pragma unroll 1
+  for (int row = 0; row < part.rows; row += 8) {
+    const int own = row + lane % 4 * 2;
+    typename B::Old old;
+    B::load_old(old, p.e, places, own, to, column);
+    typename B::Ranks h;
+    B::load_h(h, shared.h[min(row + lane / 4, part.rows - 1)], part.rank);
+    B::mask(h, part.rank);
+    float d[B::PRODUCTS][4];
+    b.multiply(d, h, part.rank);
+    B::finish(d, old, p.e, places, own, to, column);
+  }
+}
+
+template <class T, int STEPS, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS, kResidentWarps / WARPS)
+    delta_thin(const __grid_constant__ Params p) {
+  __shared__ Shared<T, STEPS, WARPS> shared;
+  const int splits = num_splits(p.splits), split = own_split();
+  const int item = (int)blockIdx.x / splits, slices = p.s.lora.num_slices;
+  wait_for_previous_kernel();
+  start_next_kernel();
+  Part part = find_part(p, item / slices, shared);
+  if (part.rows == 0)
+    return;
+  part.slice = item % slices;
+  Columns<T, STEPS, WARPS> columns(p, part, split, splits);
+  Tile<T, STEPS> next;
+  if (columns.more())
+    columns.load(next);
+  shrink(p, part, split, splits, shared);
+#pragma unroll 1
+  while (columns.more()) {
+    Tile<T, STEPS> b = next;
+    const int first = columns.first();
+    columns.advance();
+    if (columns.more())
+      columns.load(next);
+    expand(p, part, b, first, shared);
+  }
+  if (splits > 1)
+    meet_cluster(); // nobody reads this CTA's sums any more
+}
+
+/* ---- launch ---- */
+
+/* Parts that are likely to have rows, one for each slice. */
+double expected_parts(const delta_shrink &s) {
+  return s.lora.num_slices * delta_expected_pairs(&s.rows.routes, DELTA_ADAPTERS);
+}
+
+/* In clusters of SPLITS, or of half as many, and so on, until the `parts` that are likely to have
+ * work are on the chip at once. */
+template <class T, int STEPS, int WARPS, int SPLITS>
+moelora_status launch_splits(Params p, double parts, const moelora_exec *exec) {
+  constexpr auto kernel = delta_thin<T, STEPS, WARPS>;
+  if constexpr (SPLITS > 1) {
+    int64_t resident = 0;
+    if (moelora_cuda_can_overlap()) {
+      const cudaError_t error = resident_blocks<kernel, SPLITS>(32 * WARPS, 0, exec, &resident);
+      if (error != cudaSuccess)
+        return moelora_cuda_check(error, "delta_thin");
+    }
+    if (resident <= SPLITS || SPLITS * parts > resident)
+      return launch_splits<T, STEPS, WARPS, SPLITS / 2>(p, parts, exec);
+  }
+  p.splits = SPLITS;
+  const int64_t blocks = p.s.rows.routes.num_rows * p.s.lora.num_slices * SPLITS;
+  return launch_blocks<kernel, SPLITS>("delta_thin", blocks, 32 * WARPS, 0, exec, p);
+}
+
+/* Small CTAs where parts do not fit the chip at once: then they fill each other's gaps. */
+template <class T, int STEPS>
+moelora_status launch(const delta_shrink &s, const delta_expand &e, const moelora_exec *exec) {
+  constexpr int COLUMNS = Tile<T, STEPS>::COLUMNS, LARGE = 8, SMALL = 4;
+  const Params p = {s, e, (int32_t)((s.lora.slice_n + COLUMNS - 1) / COLUMNS), 1};
+  const int64_t sms = moelora_cuda_num_sms(exec->device_index);
+  const double parts = expected_parts(s);
+  if (parts > (double)(sms * kResidentWarps / LARGE))
+    return launch_splits<T, STEPS, SMALL, 1>(p, parts, exec);
+  return launch_splits<T, STEPS, LARGE, kMaxSplits>(p, parts, exec);
+}
+
+template <class T>
+moelora_status launch_as(const delta_shrink &s, const delta_expand &e, const moelora_exec *exec) {
+  return s.lora.max_rank <= 16   ? launch<T, 1>(s, e, exec)
+         : s.lora.max_rank <= 32 ? launch<T, 2>(s, e, exec)
+                                 : launch<T, 4>(s, e, exec);
+}
+
+} // namespace
+
+extern "C" bool delta_fits_thin(const delta_shrink *shrink, const delta_expand *expand,
+                                const moelora_exec *exec) {
+  const moelora_routes &routes = shrink->rows.routes;
+  const moelora_factors &lora = shrink->lora;
+  if (shrink->rows.order == DELTA_LISTED || !shrink->vectors || !expand->vectors ||
+      expand->silu_and_mul || lora.max_rank > 64 || routes.num_rows == 0 ||
+      routes.num_rows > kThinRows || routes.num_rows > kThinPerExpert * routes.num_experts)
+    return false;
+  // The largest clusters for few parts leave SMs idle; that counts where a part is long.
+  const double bytes = 2.0 * lora.max_rank * (double)(shrink->k + lora.slice_n);
+  return bytes <= kLongPart ||
+         kMaxSplits * expected_parts(*shrink) >= 0.75 * moelora_cuda_num_sms(exec->device_index);
+}
+
+extern "C" moelora_status delta_launch_thin(const delta_shrink *shrink, const delta_expand *expand,
+                                            moelora_dtype dtype, const moelora_exec *exec) {
+  return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(*shrink, *expand, exec)
+                               : launch_as<__half>(*shrink, *expand, exec);
+}

@@ -1,0 +1,137 @@
+/* Up to 8 rows by some columns of B, both straight from memory: what expands of thin segments are
+ * made of. Columns of B are the M side of m16n8k16, rows the N side.
+ *
+ * Ranks have the slots that they have in delta_expand.cuh, so that a row's bits are the same.
+ * Slot g + 8 j of product t stands for column 2 t + j of those that the lanes with lane / 4 = g
+ * store: a lane ends up with neighbouring columns of rows 2 (lane % 4) and 2 (lane % 4) + 1. */
+#ifndef MOELORA_CUDA_DELTA_TILE_CUH
+#define MOELORA_CUDA_DELTA_TILE_CUH
+
+#include "cuda/adapters/delta_expand.cuh"
+
+/* STEPS products of 16 ranks cover every rank. */
+template <class T, int STEPS> struct Tile {
+  static constexpr int CHUNK = STEPS == 1 ? 4 : 8; // ranks of a load
+  static constexpr int LOADS = 4 * STEPS / CHUNK;
+  static constexpr int PRODUCTS = STEPS == 1 ? 4 : 2; // 16 columns each, as registers allow
+  static constexpr int OWN = 2 * PRODUCTS;            // columns of a lane
+  static constexpr int COLUMNS = 8 * OWN;
+  using Ranks = uint32_t[LOADS][CHUNK / 2];
+
+  Ranks b[OWN];
+
+  /* Zeros from the true rank on. */
+  static __device__ __forceinline__ void mask(Ranks &v, int rank) {
+#pragma unroll
+    for (int i = 0; i < LOADS; i++)
+      if ((i + 1) * 4 * CHUNK > rank)
+        mask_elements(v[i], rank - i * 4 * CHUNK - (int)(threadIdx.x % 4) * CHUNK);
+  }
+
+  /* Where in a row a lane's ranks of a load are; those behind the true one are not read. */
+  static __device__ __forceinline__ int chunk(int i, int rank) {
+    const int r = i * 4 * CHUNK + (int)(threadIdx.x % 4) * CHUNK;
+    return r < rank ? r : 0;
+  }
+
+  /* row: of B, of the first of the lane's columns. */
+  __device__ __forceinline__ void load_b(const T *row, int64_t stride, int rank) {
+#pragma unroll
+    for (int c = 0; c < OWN; c++, row += stride)
+#pragma unroll
+      for (int i = 0; i < LOADS; i++)
+        load_alone(b[c][i], row + chunk(i, rank));
+  }
+
+  static __device__ __forceinline__ void load_h(Ranks &h, const T *row, int rank) {
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+      const uint32_t *from = (const uint32_t *)(row + chunk(i, rank));
+      if constexpr (CHUNK == 8) {
+        const uint4 all = *(const uint4 *)from;
+        h[i][0] = all.x, h[i][1] = all.y, h[i][2] = all.z, h[i][3] = all.w;
+      } else {
+        const uint2 all = *(const uint2 *)from;
+        h[i][0] = all.x, h[i][1] = all.y;
+      }
+    }
+  }
+
+  /* d = B h^T: [product][2 * (slot of 16 columns / 8) + row % 2] */
+  __device__ __forceinline__ void multiply(float (&d)[PRODUCTS][4], const Ranks &h,
+                                           int rank) const {
+#pragma unroll
+    for (int t = 0; t < PRODUCTS; t++)
+      d[t][0] = d[t][1] = d[t][2] = d[t][3] = 0.f;
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+      if (i * 4 * CHUNK >= rank)
+        continue;
+#pragma unroll
+      for (int half = 0; half < CHUNK / 4; half++)
+#pragma unroll
+        for (int t = 0; t < PRODUCTS; t++) {
+          const uint32_t a[4] = {b[2 * t][i][2 * half], b[2 * t + 1][i][2 * half],
+                                 b[2 * t][i][2 * half + 1], b[2 * t + 1][i][2 * half + 1]};
+          mma_16816<T>(d[t], a, &h[i][2 * half]);
+        }
+    }
+  }
+
+  /* What rows `own` and own + 1 of a window below `to` hold in `out` from `column` on. */
+  using Old = uint32_t[2][OWN / 2];
+  template <int ROWS>
+  static __device__ __forceinline__ void load_old(Old &old, const delta_expand &p,
+                                                  const Places<ROWS> &places, int own, int to,
+                                                  int column) {
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+#pragma unroll
+      for (int c = 0; c < OWN / 2; c++)
+        old[j][c] = 0;
+      if (p.add && own + j < to)
+        load_alone(old[j], (const T *)p.out + places.out[own + j] + column);
+    }
+  }
+
+  /* out = old + weight d, of the same rows and columns. */
+  template <int ROWS>
+  static __device__ __forceinline__ void finish(const float (&d)[PRODUCTS][4], const Old &old,
+                                                const delta_expand &p, const Places<ROWS> &places,
+                                                int own, int to, int column) {
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      if (own + j >= to)
+        continue;
+      const float weight = places.weight[own + j];
+      float z[OWN];
+#pragma unroll
+      for (int c = 0; c < OWN; c++) {
+        const uint32_t word = old[j][c / 2];
+        z[c] = (c % 2 ? high_half<T>(word) : low_half<T>(word)) + weight * d[c / 2][c % 2 * 2 + j];
+      }
+      store(p, places.out[own + j] + column, z);
+    }
+  }
+
+  static __device__ __forceinline__ void store(const delta_expand &p, int64_t at,
+                                               const float (&z)[OWN]) {
+    if (p.f32) {
+#pragma unroll
+      for (int c = 0; c < OWN; c += 4)
+        *(float4 *)((float *)p.out + at + c) = {z[c], z[c + 1], z[c + 2], z[c + 3]};
+      return;
+    }
+    uint32_t words[OWN / 2];
+#pragma unroll
+    for (int c = 0; c < OWN; c += 2)
+      words[c / 2] = pack2<T>(z[c], z[c + 1]);
+    T *to = (T *)p.out + at;
+    if constexpr (OWN == 8)
+      *(uint4 *)to = make_uint4(words[0], words[1], words[2], words[3]);
+    else
+      *(uint2 *)to = make_uint2(words[0], words[1]);
+  }
+};
+
+#endif

@@ -1,0 +1,222 @@
+/* Whole segments, as the alignment lists them, shared out evenly among the CTAs of a shrink.
+ *
+ * Segments are laid end to end, each as long as what it reads: its rows of x and, for every TOKENS
+ * of them, its rows of A. Every CTA takes an equal part of that length. A segment that lies in
+ * several parts is cut between rows, in sixteens; what a part has of it is cut evenly into items of
+ * up to TOKENS rows. Where CTAs are many to a segment, each takes an equal part of one segment
+ * instead, and reads no second A. How rows are cut changes no bit: each is multiplied by itself,
+ * over all of the depth, in the same order. */
+#ifndef MOELORA_CUDA_SHRINK_SEGMENTS_CUH
+#define MOELORA_CUDA_SHRINK_SEGMENTS_CUH
+
+#include "cuda/adapters/shrink_product.cuh"
+#include "cuda/gemm/common/tile.cuh"
+#include "cuda/launch/warp.cuh"
+
+constexpr int kListedItems = 64; // of a CTA, listed at once
+constexpr int kCut = 16;         // rows
+constexpr int kAnotherPart = 32; // rows that a walk over the depth for another segment costs
+
+struct SegmentShrink {
+  moelora_gemm_launch g;
+  const float *scalings; // [max_loras] or NULL
+  void *hl;
+
+  /* Columns of A of the largest rank. */
+  int columns() const { return g.lora.num_slices * moelora_padded_rank(g.lora.max_rank); }
+
+  __device__ __forceinline__ float scaling(int pair) const {
+    return scalings ? scalings[pair / kRanks] : 1.f;
+  }
+  /* Slice 0 of what an item's token becomes. */
+  template <class T, class Item>
+  __device__ __forceinline__ T *row_of_hl(const Item &item, int token) const {
+    const int at = item.position_of(g, token);
+    return (T *)hl + (g.hl_by_row ? g.blocks.sorted_ids[at] : at) * g.hl_stride;
+  }
+};
+
+/* Some rows of a segment by columns of A from `first` on. The first is number `row` from the
+ * beginning of block `block` on, a position; each block has `share` of them. */
+struct SegmentItem {
+  int expert, pair, block, row, share;
+  uint32_t magic; // of `share` as a divisor
+  int tokens, first;
+
+  /* Where a token's row lies. */
+  __device__ __forceinline__ int position_of(const moelora_gemm_launch &g, int token) const {
+    const uint32_t at = row + token, blocks = divide(at, divisor_with(share, magic));
+    return block + blocks * g.blocks.rows + at - blocks * share;
+  }
+  __device__ __forceinline__ int x_row(const moelora_gemm_launch &g, int token) const {
+    uint32_t at[] = {(uint32_t)position_of(g, token)};
+    find_x_rows(g, at);
+    return at[0];
+  }
+};
+
+/* Items of a CTA, in shared memory; WARPS warps list them. */
+template <int TOKENS_, int RANKS_, int WARPS_> struct ItemList {
+  static constexpr int TOKENS = TOKENS_, RANKS = RANKS_, WARPS = WARPS_;
+  SegmentItem items[kListedItems];
+  int64_t warp_length[WARPS];
+  int warp_used[WARPS];
+  int longest; // rows of x of a segment
+  // The CTA's part, the first segment that reaches into it and where that begins, and the CTAs of
+  // each segment, see SegmentLength.
+  int64_t part_begin, part_end, begin;
+  int first, ctas;
+  int all; // items that the part has
+};
+
+/* Sum of `value` over the threads before this one, and over all of them; one `sync`. */
+template <int WARPS, class Value, class Sync>
+__device__ __forceinline__ Value sum_before(Value value, Value (&warp_sum)[WARPS], Value *all,
+                                            Sync sync) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Value inclusive = warp_inclusive_sum(value);
+  if (lane == 31)
+    warp_sum[warp] = inclusive;
+  sync();
+  Value before = 0;
+  *all = 0;
+  for (int w = 0; w < WARPS; w++) {
+    before += w < warp ? warp_sum[w] : 0;
+    *all += warp_sum[w];
+  }
+  return before + inclusive - value;
+}
+
+/* What a segment reads, in rows; or, if they are not 0, the CTAs that each segment gets. */
+template <class L> struct SegmentLength {
+  int columns = 0, chunks = 0;
+  int64_t rows = 0;
+
+  __device__ __forceinline__ SegmentLength(const moelora_gemm_launch &g, int2 pair_and_count,
+                                           int ctas = 0) {
+    const int pair = pair_and_count.x, count = pair_and_count.y;
+    if (pair < 0 || count == 0)
+      return;
+    columns = columns_of(g, pair);
+    chunks = ceil_divide(columns, L::RANKS);
+    rows = ctas ? ctas : (int64_t)count * chunks + (int64_t)ceil_divide(count, L::TOKENS) * columns;
+  }
+
+  /* The first of the segment's `count` rows that lies behind `cut`; it begins at `begin`. */
+  __device__ __forceinline__ int row_at(int count, int64_t begin, int64_t cut) const {
+    if (cut <= begin || rows == 0)
+      return 0;
+    if (cut >= begin + rows)
+      return count;
+    return (int)((cut - begin) * count / rows / kCut) * kCut;
+  }
+};
+
+__device__ __forceinline__ int segments_of(const moelora_gemm_launch &g) {
+  return g.num_experts * (g.max_loras + 1);
+}
+
+__device__ __forceinline__ int4 load_segment(const moelora_gemm_launch &g, int i) {
+  return *(const int4 *)&g.blocks.segments[i];
+}
+
+/* The CTA's part. All threads of the list's warps come here and meet by sync(); `pairs` is shared
+ * memory for a (pair, count) of every segment. */
+template <class L, class Sync>
+__device__ __forceinline__ void take_part(const moelora_gemm_launch &g, L &list, int2 *pairs,
+                                          Sync sync) {
+  constexpr int THREADS = 32 * L::WARPS, BATCH = 10; // loads in flight
+  const int segments = segments_of(g);
+  for (int base = threadIdx.x; base < segments; base += BATCH * THREADS) {
+    int4 batch[BATCH];
+#pragma unroll
+    for (int u = 0; u < BATCH; u++)
+      batch[u] = load_segment(g, min(base + u * THREADS, segments - 1));
+#pragma unroll
+    for (int u = 0; u < BATCH; u++)
+      if (base + u * THREADS < segments)
+        pairs[base + u * THREADS] = make_int2(batch[u].x, batch[u].z);
+  }
+  if (threadIdx.x == 0)
+    list.first = segments, list.longest = 0;
+  sync();
+  const int run = ceil_divide(segments, THREADS) | 1; // odd: all banks
+  const int low = min((int)threadIdx.x * run, segments), high = min(low + run, segments);
+  int64_t own = 0, all;
+  int own_used = 0, used, longest = 0;
+  for (int i = low; i < high; i++) {
+    const SegmentLength<L> length(g, pairs[i]);
+    own += length.rows;
+    own_used += length.rows > 0;
+    longest = max(longest, length.rows > 0 ? pairs[i].y * length.chunks : 0);
+  }
+  atomicMax(&list.longest, longest);
+  int64_t at = sum_before(own, list.warp_length, &all, sync);
+  const int used_before = sum_before(own_used, list.warp_used, &used, sync);
+  const int each = used ? (int)gridDim.x / used : 0;
+  int64_t parts = gridDim.x;
+  int ctas = 0;
+  // An equal part, a second A and the walk over it would be as much.
+  if (each > 0 && list.longest / each <= all / parts + kAnotherPart) {
+    ctas = each, at = (int64_t)used_before * each, own = (int64_t)own_used * each;
+    all = parts = (int64_t)used * each;
+  }
+  const int64_t part_begin = min(all * blockIdx.x / parts, all);
+  if (threadIdx.x == 0) {
+    list.part_begin = part_begin, list.part_end = min(all * (blockIdx.x + 1) / parts, all);
+    list.ctas = ctas;
+  }
+  if (at <= part_begin && part_begin < at + own) {
+    int i = low;
+    for (int64_t rows; at + (rows = SegmentLength<L>(g, pairs[i], ctas).rows) <= part_begin; i++)
+      at += rows;
+    list.first = i, list.begin = at;
+  }
+  sync();
+}
+
+/* Lists the items of the CTA's part from number `listed` on that fit, and counts all. The first
+ * warp does, a lane for each segment. */
+template <class L>
+__device__ __forceinline__ void list_items(const moelora_gemm_launch &g, L &list, int listed) {
+  if (threadIdx.x >= 32)
+    return;
+  const int segments = segments_of(g);
+  const int64_t part_begin = list.part_begin, part_end = list.part_end;
+  int64_t at = list.begin;
+  int all = 0;
+  for (int base = list.first; base < segments && at < part_end; base += 32) {
+    const int i = base + (int)threadIdx.x;
+    const int4 v = load_segment(g, min(i, segments - 1));
+    const moelora_segment s = {i < segments ? v.x : -1, v.y, v.z, v.w};
+    const SegmentLength<L> length(g, make_int2(s.pair, s.count), list.ctas);
+    const int64_t end = at + warp_inclusive_sum(length.rows);
+    const int low = length.row_at(s.count, end - length.rows, part_begin);
+    const int high = length.row_at(s.count, end - length.rows, part_end);
+    const int cuts = ceil_divide(high - low, L::TOKENS), items = cuts * length.chunks;
+    const int number = all + warp_inclusive_sum(items);
+    if (items > 0) {
+      const int rows = ceil_divide(high - low, kCut * cuts) * kCut;
+      const int block = s.position / g.blocks.rows * g.blocks.rows;
+      const uint32_t magic = moelora_divisor_of(s.share).magic;
+      for (int j = 0; j < items; j++) {
+        const int from = low + j / length.chunks * rows, to = number - items - listed + j;
+        if (to >= 0 && to < kListedItems)
+          list.items[to] = {i / (g.max_loras + 1),
+                            s.pair,
+                            block,
+                            s.position - block + from,
+                            s.share,
+                            magic,
+                            min(rows, high - from),
+                            j % length.chunks * L::RANKS};
+      }
+    }
+    at = __shfl_sync(0xffffffffu, end, 31);
+    all = __shfl_sync(0xffffffffu, number, 31);
+  }
+  if (threadIdx.x == 0)
+    list.all = all;
+}
+
+#endif

@@ -1,0 +1,187 @@
+/* Shrink of long segments: both sides through shared memory.
+ *
+ * An item is up to TOKENS rows of x and up to RANKS rows of A; its sums are over all of the depth.
+ * Loads run STAGES - 1 steps of depth ahead of the products, across the ends of items, so that they
+ * never pause.
+ *
+ * A stage holds TOKENS rows of x and RANKS rows of A of 64 elements, 16-byte chunk c of row i at
+ * c ^ (i & 7). Rows that an item does not have are neither loaded nor stored: what their memory
+ * holds stays in its own rows and columns of a product. Depth past the end is zero in both. */
+#ifndef MOELORA_CUDA_SHRINK_STAGED_CUH
+#define MOELORA_CUDA_SHRINK_STAGED_CUH
+
+#include "cuda/adapters/shrink_product.cuh"
+
+/* Of whose warps an SM holds kResidentWarps, two CTAs: one has products while the other waits. */
+template <int RANKS_> struct Staged {
+  static constexpr int TOKENS = 128, RANKS = RANKS_, WARPS = 8, THREADS = 32 * WARPS;
+  static constexpr int CTAS = kResidentWarps / WARPS;
+  static constexpr int STAGES = RANKS == 128 ? 3 : 4;                // what shared memory holds
+  static constexpr int TILES = TOKENS / 16 / (WARPS / (RANKS / 32)); // 16 rows each, of a warp
+  static constexpr int STAGE_BYTES = (TOKENS + RANKS) * 128;
+};
+
+template <class C> using Stages = char[C::STAGES][C::STAGE_BYTES];
+
+/* x [, depth], rows `stride` elements apart. */
+struct StagedRows {
+  const void *x;
+  int64_t stride;
+  int depth;
+};
+
+/* Row of A that is column `column` of all slices together; NULL if there is none. */
+template <class T>
+__device__ __forceinline__ const T *find_row_of_a(const moelora_factors &lora, int adapter,
+                                                  int expert, int rank, int column) {
+  const int width = moelora_padded_rank(rank), slice = column / width, r = column - slice * width;
+  if (slice >= lora.num_slices || r >= rank)
+    return nullptr;
+  return factor_row<T>(lora.a[slice], adapter, expert, r);
+}
+
+/* What a thread copies of an item: chunk thread % 8 of rows thread / 8 + 32 i. */
+template <class T, class C> struct Loader {
+  static constexpr int ROWS = C::THREADS / 8;
+  int x[C::TOKENS / ROWS]; // -1: none
+  const T *a[C::RANKS / ROWS];
+
+  template <class Item> __device__ __forceinline__ void start(const Item &item) {
+    const int row = threadIdx.x / 8;
+#pragma unroll
+    for (int i = 0; i < C::TOKENS / ROWS; i++)
+      x[i] = row + i * ROWS < item.tokens() ? item.x_row(row + i * ROWS) : -1;
+#pragma unroll
+    for (int i = 0; i < C::RANKS / ROWS; i++)
+      a[i] = item.template row_of_a<T>(row + i * ROWS);
+  }
+
+  __device__ __forceinline__ void load(const StagedRows &rows, uint32_t stage, int first) const {
+    const int row = threadIdx.x / 8, chunk = threadIdx.x % 8, k = first + chunk * 8;
+    const uint32_t to = stage + row * 128 + ((chunk ^ (row & 7)) << 4);
+    const int from = k < rows.depth ? k : 0, bytes = k < rows.depth ? 16 : 0;
+    static_assert(ROWS % 8 == 0, "a pass keeps the row's place in the swizzle");
+#pragma unroll
+    for (int i = 0; i < C::RANKS / ROWS; i++)
+      copy_async_16(to + (C::TOKENS + i * ROWS) * 128, a[i] + from, bytes, a[i] != nullptr);
+#pragma unroll
+    for (int i = 0; i < C::TOKENS / ROWS; i++)
+      copy_async_16(to + i * ROWS * 128,
+                    row_address((const T *)rows.x + from, x[i], (uint32_t)rows.stride * sizeof(T)),
+                    bytes, x[i] >= 0);
+  }
+};
+
+/* What a warp has of an item's products: columns `column` to `column` + 31 of every step-th tile of
+ * 16 rows from first_tile on. The fewer columns an item has, the fewer rows to a warp. */
+template <class T, class C> struct Products {
+  int column, first_tile, step;
+  float d[C::TILES][2][2][4]; // [][16 columns][8 of them][]
+
+  __device__ __forceinline__ explicit Products(int columns) {
+    const int warp = threadIdx.x / 32, across = min(columns, C::RANKS) <= 32   ? 1
+                                                : min(columns, C::RANKS) <= 64 ? 2
+                                                                               : C::RANKS / 32;
+    step = C::WARPS / across;
+    column = warp / step * 32;
+    first_tile = warp % step;
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < C::TILES * 16; i++)
+      d[i / 16][i / 8 % 2][i / 4 % 2][i % 4] = 0.f;
+  }
+
+  __device__ __forceinline__ void add(uint32_t stage, int tokens) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 2 // with all four, registers spill
+    for (int k16 = 0; k16 < kLine / 16; k16++) {
+      uint32_t b[2][4];
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const int r = C::TOKENS + column + j * 16 + (lane & 7) + (lane & 16) / 2;
+        load_matrix_x4(b[j], stage + r * 128 + (((k16 * 2 + (lane >> 3 & 1)) ^ (r & 7)) << 4));
+      }
+#pragma unroll
+      for (int i = 0; i < C::TILES; i++) {
+        const int first = 16 * (first_tile + i * step);
+        if (first >= tokens)
+          break;
+        uint32_t a[4];
+        const int row = first + (lane & 15);
+        load_matrix_x4(a, stage + row * 128 + (((k16 * 2 + (lane >> 4)) ^ (row & 7)) << 4));
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          mma_16816<T>(d[i][j][0], a, &b[j][0]);
+          mma_16816<T>(d[i][j][1], a, &b[j][2]);
+        }
+      }
+    }
+  }
+
+  /* visit(token, column, sums of this column and the next) for what this lane has of an item. */
+  template <class Visit> __device__ __forceinline__ void for_each(int tokens, Visit visit) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < C::TILES; i++)
+#pragma unroll
+      for (int eight = 0; eight < 2; eight++) {
+        const int token = 16 * (first_tile + i * step) + eight * 8 + lane / 4;
+        if (token >= tokens)
+          continue;
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+#pragma unroll
+          for (int half = 0; half < 2; half++)
+            visit(token, column + j * 16 + half * 8 + lane % 4 * 2, d[i][j][half] + 2 * eight);
+      }
+  }
+};
+
+/* Items 0 to `items` - 1: find(number) has tokens(), columns(), x_row(token) and row_of_a(column),
+ * store(number, products) stores. All threads come here. */
+template <class T, class C, class Find, class Store>
+__device__ __forceinline__ void run_staged(const StagedRows &rows, const Stages<C> &stages,
+                                           int items, Find find, Store store) {
+  Loader<T, C> loader;
+  int loaded = 0, loaded_k = 0;
+  const auto load = [&](int stage) {
+    if (loaded < items) {
+      if (loaded_k == 0)
+        loader.start(find(loaded));
+      loader.load(rows, shared_address(stages[stage]), loaded_k);
+      loaded_k += kLine;
+      if (loaded_k >= rows.depth) {
+        loaded_k = 0;
+        loaded++;
+      }
+    }
+    copy_async_commit();
+  };
+#pragma unroll 1
+  for (int ahead = 0; ahead < C::STAGES - 1; ahead++)
+    load(ahead);
+
+  int stage = 0;
+#pragma unroll 1
+  for (int number = 0; number < items; number++) {
+    const auto item = find(number);
+    const int columns = item.columns();
+    Products<T, C> products(columns);
+    const int tokens = products.column < columns ? item.tokens() : 0;
+    products.clear();
+#pragma unroll 1
+    for (int k = 0; k < rows.depth; k += kLine) {
+      copy_async_wait<C::STAGES - 2>();
+      __syncthreads();
+      load(stage == 0 ? C::STAGES - 1 : stage - 1);
+      if (tokens > 0)
+        products.add(shared_address(stages[stage]), tokens);
+      stage = stage + 1 == C::STAGES ? 0 : stage + 1;
+    }
+    store(number, products);
+  }
+}
+
+#endif

@@ -1,0 +1,456 @@
+/* Alignment on the GPU: a stable counting sort of items by key, and its padded layout.
+ *
+ * Items are routed rows (or, for huge key spaces, first the tokens alone). An item's key is
+ *   expert * adapter_keys + adapter + 1
+ * where either part may be absent, or -1 when the item is skipped. `ways` consecutive keys make a
+ * group, and a group is what gets padded to whole blocks:
+ *   BASE, SORTING  key = expert             ways = 1
+ *   UNIFORM        key = (expert, adapter)  ways = 1
+ *   SEGMENTED      key = (expert, adapter)  ways = adapter_keys: a group is an expert
+ *
+ * With c[k] the number of items of key k, group g starts at block b[g] = sum of ceil(c /
+ * block_size) over the groups before it, and the i-th item of key k, in item order, goes to b[g] *
+ * block_size + (items of g with smaller keys) + i. A CTA owns one chunk of consecutive items. It
+ * knows for every key how many items come before its chunk (`before`) and how many there are in all
+ * (`total`), and works out the rest by itself, so CTAs never talk to each other, nothing has to be
+ * reset, and the order is always the same. Each CTA writes its own items and its share of padding,
+ * block ids and the unused tail.
+ *
+ * align/tiny.cu: every CTA compares each item with all others; one launch, no bins.
+ * align/small.cu: every CTA reads all items and counts for itself; one launch.
+ * align/large.cu: a first launch counts each chunk, a second one sums the counts and places. */
+#ifndef MOELORA_CUDA_ALIGN_CUH
+#define MOELORA_CUDA_ALIGN_CUH
+
+#include "cuda/align/align.h"
+#include "cuda/ptx/pdl.cuh"
+#include "cuda/launch/routes.cuh"
+#include "cuda/launch/warp.cuh"
+
+constexpr int ALIGN_WARPS = ALIGN_THREADS / 32;
+
+/* Shared memory beside the bins. */
+struct align_shared {
+  alignas(16) int32_t key[ALIGN_THREADS]; /* keys of the items being placed */
+  int32_t warp_sum[ALIGN_WARPS];
+  uint32_t local[ALIGN_MAX_KEYS / 32]; /* bit per expert of this rank; SORTING only */
+};
+
+/* The bins. Once the groups are laid out, total[k] is the number of the group's items with smaller
+ * keys; of the first key, where that is none, it is the number of the group's items. */
+struct align_bins {
+  int32_t *before, *total; /* [num_keys] */
+  int32_t *first;          /* [num_groups] first position; small sorts count here before that */
+};
+
+static __device__ __forceinline__ align_bins bins_in(const align_sort &s, int32_t *memory) {
+  return {memory, memory + s.num_keys, memory + 2 * s.num_keys};
+}
+
+/* ---- items ---- */
+
+/* Item `index` before reordering: choice j of the token at place `token`. */
+struct align_item {
+  uint32_t token, choice;
+};
+
+static __device__ __forceinline__ align_item locate(const align_sort &s, uint32_t index) {
+  align_item item;
+  item.token = divide(index, s.top_k);
+  item.choice = index - item.token * s.top_k.value;
+  return item;
+}
+
+/* The functions below work on N items at once and branch outside of their loops, so that the N
+ * loads of a step are in flight together. */
+
+/* Ids of the experts and adapters of N items, as they are in memory. */
+template <typename Id, typename Lora, int N>
+static __device__ __forceinline__ void load_ids(const align_sort &s, const uint32_t (&index)[N],
+                                                Id (&expert)[N], Lora (&adapter)[N]) {
+  const Id *ids = (const Id *)s.routes.topk_ids.data;
+  const Lora *mapping = (const Lora *)s.routes.token_lora_mapping.data;
+  if (s.dense) { /* the usual case, at half of the instructions */
+#pragma unroll
+    for (int u = 0; u < N; u++)
+      expert[u] = ids[index[u]];
+    if (s.by_adapter) {
+#pragma unroll
+      for (int u = 0; u < N; u++)
+        adapter[u] = mapping[divide(index[u], s.top_k)];
+    }
+    return;
+  }
+  align_item item[N];
+#pragma unroll
+  for (int u = 0; u < N; u++)
+    item[u] = locate(s, index[u]);
+  if (s.order) { /* written by an earlier launch: not through L1 */
+#pragma unroll
+    for (int u = 0; u < N; u++)
+      item[u].token = (uint32_t)__ldcg(s.order + item[u].token);
+  }
+  if (s.by_expert) {
+#pragma unroll
+    for (int u = 0; u < N; u++)
+      expert[u] = ids[item[u].token * s.routes.topk_ids.stride[0] +
+                      item[u].choice * s.routes.topk_ids.stride[1]];
+  }
+  if (s.by_adapter) {
+#pragma unroll
+    for (int u = 0; u < N; u++)
+      adapter[u] = mapping[item[u].token * s.routes.token_lora_mapping.stride[0]];
+  }
+}
+
+/* Keys of items first, first + ALIGN_THREADS, ... below `end`; -1 for the others. */
+template <typename Id, typename Lora, int N>
+static __device__ __forceinline__ void load_keys(const align_sort &s, uint32_t first, uint32_t end,
+                                                 int32_t (&key)[N]) {
+#pragma unroll
+  for (int u = 0; u < N; u++)
+    key[u] = -1;
+  if (first >= end)
+    return;
+  uint32_t index[N];
+  Id expert[N];
+  Lora adapter[N];
+#pragma unroll
+  for (int u = 0; u < N; u++) {
+    index[u] = first + u * ALIGN_THREADS;
+    index[u] = index[u] < end ? index[u] : first;
+    expert[u] = 0;
+    adapter[u] = -1;
+  }
+  load_ids(s, index, expert, adapter);
+  if (s.by_adapter)
+    active_adapters(s.routes, adapter);
+  if (s.by_expert)
+    local_experts(s.routes, expert);
+#pragma unroll
+  for (int u = 0; u < N; u++)
+    if (first + u * ALIGN_THREADS < end && expert[u] >= 0)
+      key[u] = (int32_t)expert[u] * (int32_t)s.adapter_keys.value +
+               (s.by_adapter ? (int32_t)adapter[u] + 1 : 0);
+}
+
+/* ---- scans ---- */
+
+/* Sum of `value` over the threads before this one, and over all of them. One barrier; `warp_sum`
+ * must not be reused without another. */
+static __device__ __forceinline__ int32_t block_sum_before(int32_t value, int32_t *warp_sum,
+                                                           int32_t *all) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int32_t inclusive = warp_inclusive_sum(value);
+  if (lane == 31)
+    warp_sum[warp] = inclusive;
+  __syncthreads();
+  const int32_t sum = warp_sum[lane];
+  *all = __reduce_add_sync(~0u, sum);
+  return __reduce_add_sync(~0u, lane < warp ? sum : 0) + inclusive - value;
+}
+
+/* ---- layout ---- */
+
+static __device__ __forceinline__ void mark_local_experts(const align_sort &s,
+                                                          align_shared &shared) {
+  if (!s.empty_blocks || !s.routes.expert_map)
+    return;
+#pragma unroll 1
+  for (int32_t i = threadIdx.x; i < s.routes.num_global; i += ALIGN_THREADS) {
+    int32_t expert = s.routes.expert_map[i];
+    if (expert >= 0 && expert < s.routes.num_experts)
+      atomicOr(&shared.local[expert / 32], 1u << expert % 32);
+  }
+}
+
+/* The sum of a word's bytes below bit `end`. */
+static __device__ __forceinline__ int32_t bytes_below(uint32_t word, uint32_t end) {
+  return (int32_t)__dp4a(end < 32 ? word & ((1u << end) - 1) : word, 0x01010101u, 0u);
+}
+
+/* Lower lanes of the warp with the same key. */
+static __device__ __forceinline__ int32_t rank_in_warp(int32_t key) {
+  return __popc(__match_any_sync(~0u, key) & ((1u << threadIdx.x % 32) - 1));
+}
+
+/* Blocks that hold `count` > 0 items of a group. */
+static __device__ __forceinline__ int32_t blocks_for(const align_sort &s, int32_t count) {
+  const int32_t blocks = (int32_t)divide((uint32_t)count - 1, s.block_size) + 1;
+  return s.cluster == 2 ? (blocks + 1) & ~1 : blocks;
+}
+
+/* Blocks of a group with `count` items; SORTING gives every expert of this rank at least one. */
+static __device__ __forceinline__ int32_t blocks_of(const align_sort &s, const align_shared &shared,
+                                                    uint32_t group, int32_t count) {
+  if (count == 0)
+    return s.empty_blocks &&
+           (!s.routes.expert_map || (shared.local[group / 32] >> group % 32 & 1u));
+  return blocks_for(s, count);
+}
+
+/* Items of each block but the last ones, where `count` of them are dealt out evenly: the fewest
+ * eights that fit. */
+static __device__ __forceinline__ int32_t even_share(int32_t count, int32_t blocks) {
+  return ((count + blocks - 1) / blocks + 7) & ~7;
+}
+
+/* Where in its group the item goes that comes behind `place` others. */
+static __device__ __forceinline__ int32_t place_in_group(const align_sort &s, int32_t place,
+                                                         int32_t count, int32_t blocks) {
+  if (!s.even || blocks == 1)
+    return place;
+  const int32_t share = even_share(count, blocks), block = place / share;
+  return block * (int32_t)s.block_size.value + place - block * share;
+}
+
+/* The group of a key, its first position and its items. */
+struct align_group {
+  uint32_t index;
+  int32_t first, count;
+};
+
+static __device__ __forceinline__ uint32_t group_of_key(const align_sort &s, int32_t key) {
+  return s.ways == 1 ? (uint32_t)key : divide((uint32_t)key, s.adapter_keys);
+}
+
+static __device__ __forceinline__ align_group group_of(const align_sort &s, const align_bins &bins,
+                                                       uint32_t index) {
+  return {index, bins.first[index], bins.total[index * s.ways]};
+}
+
+/* Turns `before` and `total`, which at entry counts the items *not* before the chunk, into the
+ * layout, and returns the number of blocks in use. 1 << scan_shift neighbouring threads look after
+ * a group, each after `scan_ways` of its keys; or one thread looks after `scan_groups` groups. */
+static __device__ __forceinline__ int32_t lay_out(const align_sort &s, const align_bins &bins,
+                                                  align_shared &shared) {
+  const uint32_t lanes = 1u << s.scan_shift, lane = threadIdx.x & (lanes - 1);
+  const uint32_t first = (threadIdx.x >> s.scan_shift) * s.scan_groups;
+  const uint32_t low = min(lane * s.scan_ways, s.ways);
+  const uint32_t high = min(low + s.scan_ways, s.ways);
+  int32_t blocks = 0, all;
+#pragma unroll 1
+  for (uint32_t g = first; g < first + s.scan_groups; g++) {
+    const bool valid = g < s.num_groups;
+    const uint32_t begin = g * s.ways + low, end = valid ? g * s.ways + high : begin;
+    int32_t items = 0;
+#pragma unroll 2
+    for (uint32_t k = begin; k < end; k++)
+      items += bins.before[k] + bins.total[k];
+    int32_t upto = items;
+    for (uint32_t step = 1; step < lanes; step *= 2) {
+      const int32_t other = __shfl_up_sync(~0u, upto, step, lanes);
+      upto += lane >= step ? other : 0;
+    }
+    const int32_t count = __shfl_sync(~0u, upto, lanes - 1, lanes);
+    int32_t earlier = upto - items;
+#pragma unroll 2
+    for (uint32_t k = begin; k < end; k++) {
+      const int32_t own = bins.before[k] + bins.total[k];
+      bins.total[k] = earlier;
+      earlier += own;
+    }
+    if (valid && lane == 0) {
+      bins.total[begin] = count;
+      blocks += blocks_of(s, shared, g, count);
+    }
+  }
+  int32_t block = block_sum_before(blocks, shared.warp_sum, &all);
+#pragma unroll 1
+  for (uint32_t g = first; lane == 0 && g < min(first + s.scan_groups, s.num_groups); g++) {
+    bins.first[g] = block * (int32_t)s.block_size.value;
+    block += blocks_of(s, shared, g, bins.total[g * s.ways]);
+  }
+  __syncthreads();
+  return all;
+}
+
+/* The position of the item that comes behind `earlier` others of its key. */
+static __device__ __forceinline__ int32_t position_of(const align_sort &s, const align_bins &bins,
+                                                      const align_shared &shared, int32_t key,
+                                                      int32_t earlier) {
+  const align_group group = group_of(s, bins, group_of_key(s, key));
+  const bool first = (uint32_t)key == group.index * s.ways;
+  const int32_t place = first ? earlier : bins.total[key] + earlier;
+  if (!s.even)
+    return group.first + place;
+  return group.first +
+         place_in_group(s, place, group.count, blocks_of(s, shared, group.index, group.count));
+}
+
+/* ---- output ---- */
+
+static __device__ __forceinline__ void write_padding(const align_sort &s, int64_t position) {
+  s.sorted_ids[position] = s.padding;
+  if (s.row_loras)
+    s.row_loras[position] = -1;
+  if (s.sorted_weights)
+    s.sorted_weights[position] = 0.0f;
+}
+
+/* What lies around the `count` items of a group in blocks from `block` on; thread `lane` of
+ * `lanes`. */
+static __device__ __forceinline__ void write_around_group(const align_sort &s, uint32_t group,
+                                                          int32_t block, int32_t count,
+                                                          int32_t blocks, int32_t lane,
+                                                          int32_t lanes) {
+  const int32_t size = (int32_t)s.block_size.value;
+  const bool spread = s.even && blocks > 1;
+  const int32_t share = spread ? even_share(count, blocks) : size;
+#pragma unroll 1
+  for (int32_t i = (spread ? 0 : count) + lane; i < blocks * size; i += lanes) {
+    const int32_t b = (int32_t)divide((uint32_t)i, s.block_size), offset = i - b * size;
+    if (offset >= share || b * share + offset >= count)
+      write_padding(s, block * size + i);
+  }
+  if (!s.expert_ids)
+    return;
+  const int32_t expert = s.ways == 1 ? (int32_t)divide(group, s.adapter_keys) : (int32_t)group;
+  const int32_t adapter = (int32_t)group - expert * (int32_t)s.adapter_keys.value - s.by_adapter;
+#pragma unroll 1
+  for (int32_t b = lane; b < blocks; b += lanes) {
+    s.expert_ids[block + b] = expert;
+    if (s.block_loras)
+      s.block_loras[block + b] = s.by_adapter ? adapter : -1;
+    if (s.block_counts)
+      s.block_counts[block + b] = min(max(count - b * share, 0), share);
+  }
+}
+
+/* What lies behind all groups, and how much does not; thread `me` of `step`. */
+static __device__ __forceinline__ void write_around_groups(const align_sort &s, int32_t num_blocks,
+                                                           int64_t me, int64_t step) {
+  const int64_t rows = (int64_t)num_blocks * s.block_size.value;
+#pragma unroll 1
+  for (int64_t position = rows + me; position < s.max_blocks * s.block_size.value; position += step)
+    write_padding(s, position);
+#pragma unroll 1
+  for (int64_t b = num_blocks + me; s.expert_ids && b < s.max_blocks; b += step) {
+    s.expert_ids[b] = -1;
+    if (s.block_loras)
+      s.block_loras[b] = -1;
+  }
+  if (me == 0 && s.num_post)
+    *s.num_post = (int32_t)rows;
+  if (s.tickets && me < MOELORA_PROJECTIONS)
+    s.tickets[me] = 0;
+}
+
+/* adapter * kRanks + true rank; -1 where that is 0. */
+static __device__ __forceinline__ int32_t pair_of(const align_sort &s, int32_t adapter) {
+  if (adapter < 0)
+    return -1;
+  const int32_t rank =
+      s.routes.lora_ranks ? min(s.routes.lora_ranks[adapter], kRanks - 1) : kRanks - 1;
+  return rank > 0 ? adapter * kRanks + rank : -1;
+}
+
+/* The segments of a group; thread `lane` of `lanes`. */
+static __device__ __forceinline__ void write_segments(const align_sort &s, const align_bins &bins,
+                                                      const align_group &group, int32_t blocks,
+                                                      uint32_t lane, uint32_t lanes) {
+  const uint32_t first = group.index * s.ways;
+#pragma unroll 1
+  for (uint32_t way = lane; way < s.ways; way += lanes) {
+    const int32_t begin = way ? bins.total[first + way] : 0;
+    const int32_t end = way + 1 < s.ways ? bins.total[first + way + 1] : group.count;
+    moelora_segment segment = {pair_of(s, (int32_t)way - 1), 0, end - begin, 0};
+    if (end > begin) {
+      segment.position = group.first + place_in_group(s, begin, group.count, blocks);
+      segment.share = s.even ? even_share(group.count, blocks) : group.count;
+    }
+    s.segments[first + way] = segment;
+  }
+}
+
+/* This CTA's share of everything that is not an item. 1 << around_shift threads take a group. */
+static __device__ __forceinline__ void write_around_items(const align_sort &s,
+                                                          const align_bins &bins,
+                                                          const align_shared &shared,
+                                                          int32_t num_blocks) {
+  /* the last threads first: the first ones may still place items */
+  const uint32_t me = ALIGN_THREADS - 1 - threadIdx.x;
+  const uint32_t lanes = 1u << s.around_shift, lane = me & (lanes - 1);
+#pragma unroll 1
+  for (uint32_t g = blockIdx.x + s.num_chunks * (me >> s.around_shift); g < s.num_groups;
+       g += s.num_chunks * (ALIGN_THREADS >> s.around_shift)) {
+    const align_group group = group_of(s, bins, g);
+    const int32_t blocks = blocks_of(s, shared, g, group.count);
+    if (blocks > 0)
+      write_around_group(s, g, (int32_t)divide((uint32_t)group.first, s.block_size), group.count,
+                         blocks, (int32_t)lane, (int32_t)lanes);
+    if (s.segments)
+      write_segments(s, bins, group, blocks, lane, lanes);
+  }
+  write_around_groups(s, num_blocks, (int64_t)blockIdx.x * ALIGN_THREADS + me,
+                      (int64_t)s.num_chunks * ALIGN_THREADS);
+}
+
+template <typename Lora>
+static __device__ __forceinline__ void write_item(const align_sort &s, uint32_t index, int32_t key,
+                                                  int32_t position) {
+  align_item item = locate(s, index);
+  if (s.order)
+    item.token = (uint32_t)__ldcg(s.order + item.token);
+  uint32_t row = item.token * s.top_k.value + item.choice;
+  if (s.positions)
+    s.positions[row] = position;
+  s.sorted_ids[position] = (int32_t)(s.emit_tokens ? item.token : row);
+  if (s.sorted_weights)
+    s.sorted_weights[position] =
+        s.routes.topk_weights[item.token * s.routes.topk_weights_stride[0] +
+                              item.choice * s.routes.topk_weights_stride[1]];
+  if (s.row_loras) {
+    Lora adapter[1] = {-1};
+    if (s.by_adapter) {
+      adapter[0] = key - (int32_t)(divide(key, s.adapter_keys) * s.adapter_keys.value) - 1;
+    } else if (s.routes.token_lora_mapping.data) {
+      adapter[0] = ((const Lora *)s.routes.token_lora_mapping
+                        .data)[item.token * s.routes.token_lora_mapping.stride[0]];
+      active_adapters(s.routes, adapter);
+    }
+    s.row_loras[position] = s.pairs ? pair_of(s, (int32_t)adapter[0]) : (int32_t)adapter[0];
+  }
+}
+
+/* For an item without a key. */
+static __device__ __forceinline__ void skip_item(const align_sort &s, uint32_t index) {
+  if (!s.positions)
+    return;
+  align_item item = locate(s, index);
+  if (s.order)
+    item.token = (uint32_t)__ldcg(s.order + item.token);
+  s.positions[item.token * s.top_k.value + item.choice] = -1;
+}
+
+static __device__ __forceinline__ void clear_bins(const align_sort &s, const align_bins &bins,
+                                                  align_shared &shared) {
+#pragma unroll 1
+  for (uint32_t k = threadIdx.x; k < s.num_keys; k += ALIGN_THREADS)
+    bins.before[k] = bins.total[k] = bins.first[k] = 0;
+  if (threadIdx.x < ALIGN_MAX_KEYS / 32)
+    shared.local[threadIdx.x] = 0;
+}
+
+/* The CTAs after the chunks zero the caller's buffer, in 16-byte stores between ragged ends. */
+static __device__ __forceinline__ void write_zeros(const align_sort &s) {
+  wait_for_previous_kernel();
+  start_next_kernel();
+  char *begin = (char *)s.zero, *end = begin + s.zero_bytes;
+  char *body = (char *)(((uintptr_t)begin + 15) & ~(uintptr_t)15);
+  if (body > end)
+    body = end;
+  const size_t vectors = (size_t)(end - body) / 16;
+  const uint32_t cta = blockIdx.x - s.num_chunks, ctas = gridDim.x - s.num_chunks;
+  for (size_t i = (size_t)cta * ALIGN_THREADS + threadIdx.x; i < vectors;
+       i += (size_t)ctas * ALIGN_THREADS)
+    ((int4 *)body)[i] = make_int4(0, 0, 0, 0);
+  if (cta == 0 && threadIdx.x < 16) {
+    if (begin + threadIdx.x < body)
+      begin[threadIdx.x] = 0;
+    if (body + vectors * 16 + threadIdx.x < end)
+      body[vectors * 16 + threadIdx.x] = 0;
+  }
+}
+
+#endif

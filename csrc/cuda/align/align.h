@@ -1,0 +1,87 @@
+/* What the host side of alignment hands to its kernels. */
+#ifndef MOELORA_CUDA_ALIGN_H
+#define MOELORA_CUDA_ALIGN_H
+
+#include <cuda_runtime.h>
+
+#include "cuda/launch/launch.h"
+
+constexpr int ALIGN_THREADS = 1024;
+/* Items that are ranked by comparing them with each other: at most 255, so that a byte counts them,
+ * and few enough for the compares to take no longer than a barrier. */
+constexpr int ALIGN_GROUP = 128;
+/* Items up to which each is compared with all others. */
+constexpr int ALIGN_TINY_ITEMS = 64;
+/* Three bins of 4 bytes a key, beside 5 KiB of static memory, fit the 99 KiB of shared memory that
+ * every GPU from sm_80 on gives a CTA. */
+constexpr int ALIGN_MAX_KEYS = 7680;
+
+/* One stable counting sort; align.cuh says what keys, ways and groups are. */
+struct align_sort {
+  moelora_routes routes;
+  const int32_t *order; /* [M] tokens in the order in which they come; NULL: as they are */
+  uint32_t num_items;
+  bool by_expert, by_adapter;   /* what makes up a key */
+  bool dense;                   /* item i is topk_ids[i], of token i / top_k, without gaps */
+  bool emit_tokens;             /* sorted_ids get tokens, not rows */
+  bool empty_blocks;            /* experts without items get a block */
+  bool even;                    /* items of a group are dealt out evenly over its blocks */
+  bool apart;                   /* the first launch waits for the end of the one before it */
+  uint32_t cluster;             /* 2: every group has an even number of blocks */
+  moelora_divisor top_k;        /* items per token */
+  moelora_divisor adapter_keys; /* max_loras + 1, or 1 */
+  moelora_divisor block_size;
+  uint32_t num_keys, num_groups, ways;
+  uint32_t num_chunks, chunk_items;
+  uint32_t scan_shift, scan_ways, scan_groups; /* see lay_out() */
+  uint32_t around_shift;                       /* see write_around_items() */
+  /* large sorts only */
+  uint32_t *table; /* [num_rows, ceil(num_keys / 2)] pairs of 16-bit counts */
+  uint32_t num_rows, row_chunks;
+  moelora_divisor words;     /* of a row */
+  uint32_t teams, team_rows; /* see sum_table() */
+  uint32_t tile;             /* items placed at a time */
+  /* outputs; all but sorted_ids may be NULL */
+  int32_t *sorted_ids;       /* [max_blocks * block_size] */
+  int32_t *expert_ids;       /* [max_blocks] */
+  int32_t *block_loras;      /* [max_blocks] */
+  int32_t *block_counts;     /* [max_blocks] items of a block; only of even groups */
+  int32_t *row_loras;        /* [max_blocks * block_size] */
+  bool pairs;                /* row_loras get adapter * kRanks + true rank, -1 if that is 0 */
+  moelora_segment *segments; /* [num_keys]; several keys to a group */
+  int32_t *positions;        /* [num_items] where item i went, -1 if it is skipped */
+  float *sorted_weights;     /* [max_blocks * block_size] */
+  int32_t *num_post;         /* [1] */
+  int32_t *tickets;          /* [MOELORA_PROJECTIONS] get zeros */
+  int64_t max_blocks;
+  int32_t padding; /* sorted_ids of rows that are none */
+  void *zero;
+  size_t zero_bytes;
+};
+
+/* Pads what was sorted by (expert, adapter) into blocks of one pair: `row`, `expert`, `adapter`
+ * [*count]. For key spaces whose counts fit no shared memory. */
+struct align_pad {
+  const int32_t *row, *expert, *adapter; /* [*count] */
+  const int32_t *count;                  /* [1] */
+  align_sort out;                        /* block size and outputs */
+};
+
+cudaError_t align_launch_tiny(const align_sort &sort, cudaStream_t stream);
+cudaError_t align_launch_small(const align_sort &sort, cudaStream_t stream);
+cudaError_t align_launch_count(const align_sort &sort, cudaStream_t stream);
+cudaError_t align_launch_place(const align_sort &sort, cudaStream_t stream);
+cudaError_t align_launch_pad(const align_pad &pad, cudaStream_t stream);
+
+/* align.cu: sets the kernel's shared memory limit and queues it. It may start while its predecessor
+ * drains, so every kernel must wait_for_previous_kernel() before it touches memory. */
+cudaError_t align_launch_kernel(const void *kernel, uint32_t ctas, uint32_t threads,
+                                size_t shared_bytes, cudaStream_t stream, bool overlaps,
+                                void *argument);
+
+static inline uint32_t align_zero_ctas(const align_sort &sort) {
+  size_t bytes_per_cta = 64 << 10, ctas = (sort.zero_bytes + bytes_per_cta - 1) / bytes_per_cta;
+  return (uint32_t)(ctas < 256 ? ctas : 256);
+}
+
+#endif

@@ -1,0 +1,125 @@
+/* vLLM's alignment: a list of blocks for each adapter, from rows sorted by expert, then adapter.
+ *
+ * A CTA works for one list, several for a long one. All of them find where the list's pairs begin
+ * in the sorted rows, and so the whole layout; then each writes every so many blocks and its share
+ * of the rest. */
+#include "cuda/backend.h"
+#include "cuda/adapters/delta_rows.cuh"
+
+namespace {
+
+struct Lists {
+  moelora_routes routes;
+  moelora_list_blocks lists;
+  const int32_t *row, *expert, *adapter; /* [*count], sorted by expert, then adapter */
+  const int32_t *count;
+  int32_t parts; /* CTAs to a list */
+};
+
+/* First sorted row of (expert, adapter) or behind. */
+__device__ __forceinline__ int32_t lower_bound(const Lists &p, int32_t count, int32_t expert,
+                                               int32_t adapter) {
+  int32_t low = 0, high = count;
+  while (low < high) {
+    const int32_t middle = low + (high - low) / 2;
+    const int32_t e = __ldcg(p.expert + middle), l = __ldcg(p.adapter + middle);
+    if (e < expert || (e == expert && l < adapter))
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+__global__ void __launch_bounds__(ALIGN_THREADS) fill_lists(const __grid_constant__ Lists p) {
+  extern __shared__ int32_t memory[];
+  __shared__ int32_t warp_sum[ALIGN_WARPS];
+  const int32_t experts = p.routes.num_experts, size = p.lists.block_size;
+  int32_t *const begin = memory;               // [experts] first sorted row of the pair
+  int32_t *const rows = memory + experts;      // [experts] of the pair
+  int32_t *const block = memory + 2 * experts; // [experts] first block of the pair
+  wait_for_previous_kernel();
+  start_next_kernel();
+
+  const int32_t part = blockIdx.x % p.parts;
+  int32_t id[1] = {p.lists.lora_ids[blockIdx.x / p.parts]};
+  active_adapters(p.routes, id);
+  const int32_t adapter = id[0];
+  if (adapter < 0)
+    return;
+  const int32_t count = __ldcg(p.count);
+  const int32_t run = (experts + ALIGN_THREADS - 1) / ALIGN_THREADS;
+  const int32_t first = min((int32_t)threadIdx.x * run, experts), last = min(first + run, experts);
+  int32_t blocks = 0, used;
+  for (int32_t e = first; e < last; e++) {
+    begin[e] = lower_bound(p, count, e, adapter);
+    rows[e] = lower_bound(p, count, e, adapter + 1) - begin[e];
+    blocks += (rows[e] + size - 1) / size;
+  }
+  int32_t at = block_sum_before(blocks, warp_sum, &used);
+  for (int32_t e = first; e < last; e++) {
+    block[e] = at;
+    at += (rows[e] + size - 1) / size;
+  }
+  __syncthreads();
+
+  int32_t *const ids = p.lists.sorted_token_ids + adapter * p.lists.sorted_stride;
+  int32_t *const expert_ids = p.lists.expert_ids + adapter * p.lists.expert_stride;
+  const int32_t padding = (int32_t)p.routes.num_rows, lane = threadIdx.x % 32;
+  for (int32_t b = part * ALIGN_WARPS + threadIdx.x / 32; b < used; b += p.parts * ALIGN_WARPS) {
+    int32_t low = 0, high = experts; // its expert: the last one that begins no later
+    while (high - low > 1) {
+      const int32_t middle = (low + high) / 2;
+      if (block[middle] <= b)
+        low = middle;
+      else
+        high = middle;
+    }
+    const int32_t from = (b - block[low]) * size;
+    for (int32_t i = lane; i < size; i += 32)
+      ids[(int64_t)b * size + i] = from + i < rows[low] ? p.row[begin[low] + from + i] : padding;
+    if (lane == 0)
+      expert_ids[b] = low;
+  }
+  const int64_t me = part * ALIGN_THREADS + threadIdx.x, step = p.parts * ALIGN_THREADS;
+  for (int64_t i = (int64_t)used * size + me; i < p.lists.rows; i += step)
+    ids[i] = padding;
+  for (int64_t b = used + me; b < p.lists.blocks; b += step)
+    expert_ids[b] = -1;
+  if (me == 0)
+    p.lists.num_tokens_post_padded[adapter] = used * size;
+}
+
+} // namespace
+
+extern "C" size_t moelora_cuda_align_lists_workspace(const moelora_align_lists_problem *problem) {
+  moelora_arena arena = {nullptr, 0};
+  delta_take_sorted(&problem->routes, &arena);
+  return arena.used;
+}
+
+extern "C" moelora_status moelora_cuda_align_lists(const moelora_align_lists_problem *problem,
+                                                   const moelora_exec *exec) {
+  if (problem->lists.num_active == 0)
+    return MOELORA_OK;
+  moelora_arena arena = {(char *)exec->workspace, 0};
+  const delta_sorted sorted = delta_take_sorted(&problem->routes, &arena);
+  const moelora_status status = delta_sort(&problem->routes, &sorted, exec);
+  if (status != MOELORA_OK)
+    return status;
+  Lists lists = {};
+  lists.routes = problem->routes;
+  lists.lists = problem->lists;
+  lists.row = sorted.row;
+  lists.expert = sorted.expert;
+  lists.adapter = sorted.adapter;
+  lists.count = sorted.count;
+  /* Each part finds the layout by itself, which is worth a few thousand rows. */
+  const int64_t parts = problem->lists.rows / 4096;
+  lists.parts = (int32_t)(parts < 1 ? 1 : parts < 32 ? parts : 32);
+  return moelora_cuda_check(
+      align_launch_kernel((const void *)fill_lists, problem->lists.num_active * lists.parts,
+                          ALIGN_THREADS, 3 * sizeof(int32_t) * problem->routes.num_experts,
+                          (cudaStream_t)exec->stream, true, &lists),
+      "fill_lists");
+}

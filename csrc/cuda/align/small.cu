@@ -1,0 +1,89 @@
+/* Sorts of at most a few thousand items in one launch. Every CTA reads all of them, which costs
+ * less than a second launch or a grid-wide barrier, and places ALIGN_GROUP of them:
+ *   before[k], total[k]   items of key k before the chunk, and from its begin on
+ *   in_warp[k]            a byte for each warp of the chunk's items
+ * They are sums of ones, in shared memory, whose order does not matter. */
+#include "cuda/align/align.cuh"
+
+static_assert(ALIGN_GROUP / 32 == 4, "a word counts the items of four warps");
+
+/* BATCH: loads in flight per thread while counting. */
+template <typename Id, typename Lora, int BATCH>
+static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
+    align_small(const __grid_constant__ align_sort s) {
+  if (blockIdx.x >= s.num_chunks) {
+    write_zeros(s);
+    return;
+  }
+  extern __shared__ int32_t memory[];
+  __shared__ align_shared shared;
+  const align_bins bins = bins_in(s, memory);
+  int32_t *const in_warp = bins.first;
+  const uint32_t begin = blockIdx.x * ALIGN_GROUP;
+
+  clear_bins(s, bins, shared);
+  wait_for_previous_kernel();
+  start_next_kernel();
+  int32_t key[BATCH];
+  load_keys<Id, Lora>(s, threadIdx.x, s.num_items, key);
+  __syncthreads();
+  mark_local_experts(s, shared);
+  for (uint32_t base = 0;;) {
+#pragma unroll
+    for (int u = 0; u < BATCH; u++) {
+      /* a warp's items lie on one side of `begin`, both being multiples of 32 */
+      const uint32_t item = base + u * ALIGN_THREADS + threadIdx.x;
+      int32_t *bin = item < begin ? bins.before : bins.total;
+      if (key[u] >= 0)
+        atomicAdd(bin + key[u], 1);
+      if (item - begin < ALIGN_GROUP) {
+        shared.key[item - begin] = key[u];
+        if (key[u] >= 0)
+          atomicAdd((uint32_t *)in_warp + key[u], 1u << (item - begin) / 32 * 8);
+      }
+    }
+    base += BATCH * ALIGN_THREADS;
+    if (base >= s.num_items)
+      break;
+    load_keys<Id, Lora>(s, base + threadIdx.x, s.num_items, key);
+  }
+  __syncthreads();
+
+  const uint32_t index = begin + threadIdx.x;
+  const bool places = threadIdx.x < ALIGN_GROUP && index < s.num_items;
+  const int32_t own = places ? shared.key[threadIdx.x] : -1;
+  int32_t earlier = 0;
+  if (threadIdx.x < ALIGN_GROUP) {
+    earlier = rank_in_warp(own);
+    if (own >= 0)
+      earlier += bins.before[own] + bytes_below((uint32_t)in_warp[own], threadIdx.x / 32 * 8);
+  }
+  /* its first barrier comes before it writes what was in_warp */
+  const int32_t num_blocks = lay_out(s, bins, shared);
+  if (own >= 0)
+    write_item<Lora>(s, index, own, position_of(s, bins, shared, own, earlier));
+  else if (places)
+    skip_item(s, index);
+  write_around_items(s, bins, shared, num_blocks);
+}
+
+template <int BATCH>
+static cudaError_t launch_batched(const align_sort &sort, cudaStream_t stream) {
+  static const void *const kernels[2][2] = {
+      {(const void *)align_small<int32_t, int32_t, BATCH>,
+       (const void *)align_small<int32_t, int64_t, BATCH>},
+      {(const void *)align_small<int64_t, int32_t, BATCH>,
+       (const void *)align_small<int64_t, int64_t, BATCH>},
+  };
+  align_sort argument = sort;
+  size_t bytes = 3 * (size_t)sort.num_keys * sizeof(int32_t);
+  return align_launch_kernel(
+      kernels[sort.routes.topk_ids.is_64][sort.routes.token_lora_mapping.is_64],
+      sort.num_chunks + align_zero_ctas(sort), ALIGN_THREADS, bytes, stream, !sort.apart,
+      &argument);
+}
+
+cudaError_t align_launch_small(const align_sort &sort, cudaStream_t stream) {
+  return sort.num_items <= 2 * ALIGN_THREADS ? launch_batched<2>(sort, stream)
+                                             : launch_batched<8>(sort, stream);
+}

@@ -1,0 +1,99 @@
+/* Sorts of a few items in one launch: every item is compared with every other one, so that there
+ * are no bins to clear, to count and to scan. Every CTA does that; the first one places the items,
+ * all of them share what lies around. An item has four lanes, each of which compares it with a
+ * quarter of the others. */
+#include "cuda/align/align.cuh"
+
+constexpr int LANES = 4, THREADS = LANES * ALIGN_TINY_ITEMS; /* LANES: of a quad_sum() */
+/* As many as let a warp write around a group or two. */
+constexpr uint32_t CTAS = 16;
+
+/* What an item tells the others: its key and, in the low bits, its index; and of the first item of
+ * a group where the group's keys begin, its items and its blocks. */
+struct tiny_shared {
+  alignas(16) int32_t item[ALIGN_TINY_ITEMS];
+  alignas(16) int32_t low[ALIGN_TINY_ITEMS];    /* INT32_MAX if another item is the first */
+  alignas(16) int32_t blocks[ALIGN_TINY_ITEMS]; /* 0, then */
+  int32_t count[ALIGN_TINY_ITEMS];
+  int32_t block[ALIGN_TINY_ITEMS];
+};
+
+template <typename Id, typename Lora>
+static __global__ void __launch_bounds__(THREADS) align_tiny(const __grid_constant__ align_sort s) {
+  __shared__ tiny_shared shared;
+  const int32_t me = (int32_t)threadIdx.x / LANES, lane = (int32_t)threadIdx.x % LANES;
+  const int32_t items = (int32_t)s.num_items;
+  wait_for_previous_kernel();
+  start_next_kernel();
+  int32_t key[1];
+  load_keys<Id, Lora>(s, (uint32_t)me, s.num_items, key);
+  const int32_t mine = key[0] * ALIGN_TINY_ITEMS + me;
+  if (lane == 0)
+    shared.item[me] = mine;
+  __syncthreads();
+
+  const uint32_t group = key[0] < 0 ? 0 : group_of_key(s, key[0]);
+  const int32_t low = (int32_t)(group * s.ways);
+  const uint32_t width = s.ways * ALIGN_TINY_ITEMS;
+  uint32_t counts = 0; /* in the group, a byte each: all, before this one, of less index */
+  for (int32_t i = 4 * lane; i < items; i += 4 * LANES) {
+    const int4 four = *(const int4 *)(shared.item + i);
+    const int32_t others[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      if ((uint32_t)(others[j] - low * ALIGN_TINY_ITEMS) < width)
+        counts += 1 + ((others[j] < mine) << 8) + ((i + j < me) << 16);
+  }
+  counts = quad_sum(counts);
+  const int32_t count = (int32_t)(counts & 0xff), place = (int32_t)(counts >> 8 & 0xff);
+  const bool first = key[0] >= 0 && counts >> 16 == 0;
+  const int32_t blocks = blocks_for(s, count);
+  if (lane == 0) {
+    shared.low[me] = first ? low : INT32_MAX;
+    shared.blocks[me] = first ? blocks : 0;
+    shared.count[me] = count;
+  }
+  __syncthreads();
+
+  uint32_t sizes = 0; /* blocks, 16 bits each: of all groups, of those before this one */
+  for (int32_t i = 4 * lane; i < items; i += 4 * LANES) {
+    const int4 low4 = *(const int4 *)(shared.low + i), blocks4 = *(const int4 *)(shared.blocks + i);
+    const int32_t lows[4] = {low4.x, low4.y, low4.z, low4.w};
+    const int32_t more[4] = {blocks4.x, blocks4.y, blocks4.z, blocks4.w};
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      sizes += (uint32_t)more[j] + (lows[j] < low ? (uint32_t)more[j] << 16 : 0);
+  }
+  sizes = quad_sum(sizes);
+  const int32_t num_blocks = (int32_t)(sizes & 0xffff), block = (int32_t)(sizes >> 16);
+  if (lane == 0)
+    shared.block[me] = block;
+  if (blockIdx.x == 0 && lane == 0) {
+    if (key[0] >= 0)
+      write_item<Lora>(s, (uint32_t)me, key[0],
+                       block * (int32_t)s.block_size.value +
+                           place_in_group(s, place, count, blocks));
+    else if (me < items)
+      skip_item(s, (uint32_t)me);
+  }
+  __syncthreads();
+  const int32_t warp = (int32_t)threadIdx.x / 32;
+  for (int32_t i = (int32_t)blockIdx.x + (int32_t)gridDim.x * warp; i < items;
+       i += (int32_t)gridDim.x * (THREADS / 32))
+    if (shared.blocks[i])
+      write_around_group(s, group_of_key(s, shared.low[i]), shared.block[i], shared.count[i],
+                         shared.blocks[i], (int32_t)threadIdx.x % 32, 32);
+  write_around_groups(s, num_blocks, (int64_t)blockIdx.x * THREADS + threadIdx.x,
+                      (int64_t)gridDim.x * THREADS);
+}
+
+cudaError_t align_launch_tiny(const align_sort &sort, cudaStream_t stream) {
+  static const void *const kernels[2][2] = {
+      {(const void *)align_tiny<int32_t, int32_t>, (const void *)align_tiny<int32_t, int64_t>},
+      {(const void *)align_tiny<int64_t, int32_t>, (const void *)align_tiny<int64_t, int64_t>},
+  };
+  align_sort argument = sort;
+  return align_launch_kernel(
+      kernels[sort.routes.topk_ids.is_64][sort.routes.token_lora_mapping.is_64], CTAS, THREADS, 0,
+      stream, !sort.apart, &argument);
+}

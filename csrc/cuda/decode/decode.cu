@@ -1,0 +1,360 @@
+/* The whole layer in one launch, for a handful of tokens: weights stream from memory straight into
+ * the operands of mma, and the grid waits for itself instead of for a next launch.
+ *
+ *   SHRINK13  hl13[p, slice, r] = round(s[l] * sum_k a13[l, e, r, k] x[m, k])        16 ranks
+ *   W13       h[p, i] = act(x w13[e]^T + hl13 b13[l, e]^T + bias)    8 outputs, ungated 16
+ *   SHRINK2   hl2[p, r] = round(s[l] * sum_i a2[l, e, r, i] h[p, i])                 16 ranks
+ *   W2        out[m, n] = sum over p of weight[p] (h w2[e]^T + hl2 b2[l, e]^T + bias)    16 columns
+ *
+ * are the four kinds of items; those of W2 go over all units (see decode/tables.cuh), so that there
+ * is no z and no second sum. The grid meets three times: hl13 is ready, h is ready, hl2 is ready. A
+ * CTA arrives when it has no more items that write, one that cannot have any at once, and waits as
+ * late as it can: all or half of a base product comes before the wait for the shrink that it is
+ * added to.
+ *
+ * An item is 16 weight rows by the 8 tokens, its depth in blocks of 32. One of W13 belongs to a
+ * warp, which keeps the sums in registers to the end. The others go to a CTA: their blocks are
+ * divided evenly among the warps, whose sums meet in shared memory. Tokens lie in shared memory,
+ * too, first x and then h, where they fit.
+ *
+ * A warp multiplies runs: neighbouring blocks of one unit, in chunks of eight. The next chunk, be
+ * it of the next run or item, is loaded half by half as registers become free. In a block lane
+ * (g, c) = (lane / 4, lane % 4) loads elements 8c to 8c + 7 of weight rows g and g + 8 and of token
+ * g: which element of depth is which does not matter as long as both operands agree. So total[2i +
+ * j] is row g + 8i, token 2c + j. Gated, rows g are gate and rows g + 8 the matching up.
+ *
+ * Tokens are columns, and columns do not mix: a token takes only what its units and its adapter
+ * add, whatever the neighbours' factors hold. */
+#include <cooperative_groups.h>
+
+#include "cuda/decode/expand.cuh"
+#include "cuda/launch/kernel_launch.cuh"
+#include "cuda/gemm/common/tile.cuh"
+#include "cuda/launch/warp.cuh"
+
+namespace decode {
+namespace {
+
+/* CTAs per SM. Memory that is half as fast needs half as much in flight, and portable code a few
+ * registers more. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kResident = 1;
+#else
+constexpr int kResident = 2;
+#endif
+/* Floats between tokens and between warps of the partial sums: writes and reads of a warp meet all
+ * banks. */
+constexpr int kTokenPitch = 20, kWarpPitch = 164;
+
+/* ---- the end of an item ---- */
+
+__device__ __forceinline__ void store_partial(float *partial, const float (&total)[4]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int q = 0; q < 4; q++)
+    partial[warp * kWarpPitch + (lane % 4 * 2 + q % 2) * kTokenPitch + lane / 4 + 8 * (q / 2)] =
+        total[q];
+}
+
+template <class T> __device__ __forceinline__ float to_float(const void *data, int64_t at) {
+  return Element<T>::to_float(((const T *)data)[at]);
+}
+
+/* Adds the warps' sums up and writes the results of token `warp`, four lanes to a pair of rows, of
+ * an item that is not of W13. */
+template <class T>
+__device__ __forceinline__ void finish_shared(const Params &p, const Tables &t, const Item &item,
+                                              const float *partial) {
+  const int lane = threadIdx.x % 32, token = threadIdx.x / 32, g = lane / 4, quarter = lane % 4;
+  const int kind = item.kind;
+  const moelora_experts_problem &problem = p.p;
+  float sum[2];
+  int output[2];
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const float *from = partial + 2 * quarter * kWarpPitch + token * kTokenPitch + g + 8 * half;
+    sum[half] = from[0] + from[kWarpPitch];
+    output[half] = output_of(p, item, g, half);
+  }
+  if (kind == W2 && problem.w2.bias)
+#pragma unroll 1
+    for (int u = quarter; u < t.units; u += 4)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        if (t.row[u][token] >= 0 && output[half] < outputs_of(p, W2))
+          sum[half] +=
+              t.weight[u][token] *
+              to_float<T>(problem.w2.bias, t.expert[u] * problem.w2.bias_stride_e + output[half]);
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+    sum[half] = quad_sum(sum[half]);
+  if (is_shrink(kind)) {
+    const Ranks r = ranks_of(p, t, kind, item.tile);
+    const moelora_factors &f = factors_of(p, kind);
+    if (quarter || !(t.segment_tokens[r.segment] >> token & 1))
+      return;
+    const int64_t row = t.row[t.segment_unit[r.segment]][token];
+    T *to = (T *)p.hl[kind == SHRINK2] +
+            (row * f.num_slices + r.slice) * moelora_padded_rank(f.max_rank) + r.first + g;
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      to[8 * half] =
+          Element<T>::round(r.first + 8 * half + g < r.rank ? t.scaling[token] * sum[half] : 0.f);
+    return;
+  }
+  if (quarter || token >= problem.routes.num_tokens)
+    return;
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+    if (output[half] < outputs_of(p, W2))
+      ((T *)problem.out)[token * problem.out_stride + output[half]] = Element<T>::round(sum[half]);
+}
+
+/* Writes the outputs of a W13 item from the registers of its warp. */
+template <class T>
+__device__ __forceinline__ void finish_w13(const Params &p, const Tables &t, const Item &item,
+                                           const float (&total)[4]) {
+  const moelora_experts_problem &problem = p.p;
+  const int lane = threadIdx.x % 32, unit = item.unit;
+  float bias[2] = {};
+  int output[2];
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    output[half] = output_of(p, item, lane / 4, half);
+    if (problem.w13.bias && output[half] < outputs_of(p, W13))
+      bias[half] = to_float<T>(problem.w13.bias, t.expert[unit] * problem.w13.bias_stride_e +
+                                                     weight_row(p, W13, output[half], half));
+  }
+  const Activation activate(problem.activation);
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int64_t row = t.row[unit][lane % 4 * 2 + i];
+    if (row < 0)
+      continue;
+    const float sum[2] = {total[i] + bias[0], total[2 + i] + bias[1]};
+    T *to = (T *)p.h + row * problem.intermediate;
+    if (p.gated) {
+      if (output[0] < outputs_of(p, W13))
+        to[output[0]] = Element<T>::round(activate(sum[0], sum[1]));
+      continue;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      if (output[half] < outputs_of(p, W13))
+        to[output[half]] = Element<T>::round(sum[half] < 0.f ? 0.f : sum[half] * sum[half]);
+  }
+}
+
+/* ---- the kernel ---- */
+
+/* Of the warps' sums. Two, so that an item need not wait until those before it have been read. */
+struct Partials {
+  float sums[2][kWarps * kWarpPitch];
+};
+
+/* What a thread asks for now and then: registers are scarce. */
+struct Seldom {
+  int projection;
+  Item item;        // at hand; of a shrink, the tile is its index
+  float total[4];   // of it
+  bool added, more; // to it: adapters; of it: runs
+  Walk walk;
+  Source<2> next; // of the ring
+  unsigned arrival;
+  bool waits;   // for the meeting of that arrival
+  bool shrinks; // come or have come, and the CTA has not arrived behind them
+  bool turn;    // of the partial sums
+};
+
+/* total = the product of the item that `walk` is at and moves on from. `add(total)` adds what
+ * adapters make of it: halfway through W13, where weights hide it, else at the end, as hl2 is made
+ * meanwhile. */
+template <class T, class Add>
+__device__ __forceinline__ void multiply_item(const Params &p, const Tables &t, Walk &walk,
+                                              const Columns &columns, Ring &ring, Seldom &seldom,
+                                              float (&total)[4], Add add) {
+  const int kind = walk.kind;
+  const bool vectors = has_vectors(p, kind);
+#pragma unroll
+  for (int q = 0; q < 4; q++)
+    total[q] = 0.f;
+  bool more = true;
+  seldom.added = false;
+#pragma unroll 1
+  while (more || !seldom.added) {
+    if (!seldom.added && (!more || (kind == W13 && walk.block > 0))) {
+      seldom.added = true;
+      seldom.more = more;
+      add(total);
+      more = seldom.more;
+      continue;
+    }
+    const Run run = run_of(p, t, walk);
+    const Source<1> x = tokens_of(p, t, kind, columns, run);
+    float d[2][4] = {};
+    if (!vectors)
+      multiply_elements<T>(ring.next, x, d);
+    more = advance(p, t, run, walk);
+    multiply_run<T>(p, t, walk, vectors ? run.blocks : 0, {{x.row[0]}, vectors ? x.there : 0}, ring,
+                    d);
+    add_weighted(t, kind, run.unit, d, total);
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, kResident)
+    decode_layer(const __grid_constant__ Params p) {
+  __shared__ Tables t;
+  __shared__ Partials partials;
+  __shared__ Seldom states[kThreads];
+  extern __shared__ __align__(16) uint16_t staged[];
+  __shared__ Columns columns;
+  const Columns x = stage_columns((const uint16_t *)p.p.x, p.p.x_stride, p.p.routes.num_tokens,
+                                  (int)p.p.hidden, nullptr, staged);
+  if (threadIdx.x == 0) {
+    columns = x;
+    deal_w13(p, t);
+  }
+  const cooperative_groups::grid_group grid = cooperative_groups::this_grid();
+  Seldom &seldom = states[threadIdx.x];
+  seldom.waits = seldom.turn = false;
+  auto arrive = [&] {
+    seldom.arrival = grid.barrier_arrive();
+    seldom.waits = true;
+  };
+  auto wait = [&] {
+    if (seldom.waits)
+      grid.barrier_wait(static_cast<unsigned &&>(seldom.arrival));
+    seldom.waits = false;
+  };
+
+  seldom.shrinks = p.p.w13_lora.num_slices > 0;
+  if (seldom.shrinks && (int)blockIdx.x < free_ctas(p)) {
+    seldom.shrinks = false;
+    arrive();
+  }
+  build_tables(t, p.p, p.tiles13, (int)((p.p.hidden + 15) / 16));
+  copy_async_wait<0>();
+  __syncthreads();
+
+  Ring ring;
+#pragma unroll 1
+  for (seldom.projection = 0; seldom.projection < 2; seldom.projection++) {
+    const int projection = seldom.projection;
+    if (projection)
+      seldom.shrinks = p.p.w2_lora.num_slices > 0;
+    Walk walk = {projection ? SHRINK2 : SHRINK13, 0, 0, 0};
+    walk.index = first_item(t, walk.kind);
+    open_item(p, t, walk);
+    start(p, t, walk, ring);
+    if (projection) {
+      prefetch_next(ring);
+      wait();
+      if (is_there(t, walk)) {
+        const Columns h = stage_columns(p.h, p.p.intermediate, p.p.routes.num_rows,
+                                        (int)p.p.intermediate, t.used, staged);
+        if (threadIdx.x == 0)
+          columns = h;
+        copy_async_wait<0>();
+      }
+      __syncthreads();
+    }
+    /* Every warp has a turn behind the shrinks, if an empty one, in which it arrives and waits. */
+#pragma unroll 1
+    for (;;) {
+      seldom.item = item_of(p, walk.kind, walk.index);
+      if (!is_shrink(walk.kind) && seldom.shrinks) {
+        seldom.shrinks = false;
+        arrive();
+      }
+      if (!is_there(t, walk)) {
+        wait();
+        break;
+      }
+      float total[4];
+      prefetch_pieces(p, t, seldom.item);
+      multiply_item<T>(p, t, walk, columns, ring, seldom, total, [&](float (&total)[4]) {
+        seldom.next = ring.next;
+        seldom.walk = walk;
+        memcpy(seldom.total, total, sizeof total);
+        if (!is_shrink(seldom.item.kind))
+          wait();
+        memcpy(total, seldom.total, sizeof total);
+        expand<T>(p, t, seldom.item, total);
+        walk = seldom.walk;
+        ring.next = seldom.next;
+      });
+      seldom.next = ring.next;
+      const int kind = seldom.item.kind;
+      if (kind == W13) {
+        finish_w13<T>(p, t, seldom.item, total);
+      } else {
+        float *partial = partials.sums[seldom.turn];
+        seldom.turn = !seldom.turn;
+        store_partial(partial, total);
+        __syncthreads();
+        finish_shared<T>(p, t, seldom.item, partial);
+      }
+      ring.next = seldom.next;
+    }
+    if (!seldom.projection)
+      arrive();
+  }
+}
+
+struct Layout {
+  uint16_t *h, *hl[2];
+  size_t bytes;
+};
+
+Layout lay_out(const moelora_experts_problem *p, void *base) {
+  moelora_arena arena = {(char *)base, 0};
+  const size_t rows = (size_t)p->routes.num_rows;
+  Layout l;
+  l.h = (uint16_t *)moelora_take(&arena, 2 * rows * (size_t)p->intermediate);
+  for (int i = 0; i < 2; i++) {
+    const moelora_factors *f = i ? &p->w2_lora : &p->w13_lora;
+    const size_t width = (size_t)(f->num_slices * moelora_padded_rank(f->max_rank));
+    l.hl[i] = (uint16_t *)moelora_take(&arena, 2 * rows * width);
+  }
+  l.bytes = arena.used;
+  return l;
+}
+
+} // namespace
+} // namespace decode
+
+size_t moelora_cuda_decode_workspace(const moelora_experts_problem *problem) {
+  return decode::lay_out(problem, nullptr).bytes;
+}
+
+moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
+                                   const moelora_exec *exec) {
+  using namespace decode;
+  const moelora_experts_problem &p = *problem;
+  const Layout l = lay_out(problem, exec->workspace);
+  Params params = {};
+  params.p = p;
+  params.gated = p.activation != MOELORA_RELU2;
+  params.interleaved = p.activation == MOELORA_SWIGLUOAI;
+  const int64_t outputs = params.gated ? 8 : 16;
+  params.tiles13 = (int32_t)((p.intermediate + outputs - 1) / outputs);
+  params.most_shrinks13 =
+      (int32_t)(p.routes.num_rows * p.w13_lora.num_slices * ((p.w13_lora.max_rank + 15) / 16));
+  params.h = l.h;
+  for (int i = 0; i < 2; i++) {
+    const moelora_factors &f = i ? p.w2_lora : p.w13_lora;
+    params.hl[i] = l.hl[i];
+    params.a_vectors[i] = moelora_are_vector_factors(f.a, f.num_slices);
+    params.b_vectors[i] = f.max_rank % 8 == 0 && moelora_are_vector_factors(f.b, f.num_slices);
+  }
+  const int64_t units =
+      p.routes.num_rows < p.routes.num_experts ? p.routes.num_rows : p.routes.num_experts;
+  const int64_t columns = (p.hidden + 15) / 16;
+  const int64_t work = units * params.tiles13 > columns ? units * params.tiles13 : columns;
+  return p.dtype == MOELORA_BF16
+             ? launch_cooperative<decode_layer<__nv_bfloat16>>(
+                   "decode_layer", work, kThreads, kStagedBytes, kResident, exec, params)
+             : launch_cooperative<decode_layer<__half>>("decode_layer", work, kThreads,
+                                                        kStagedBytes, kResident, exec, params);
+}

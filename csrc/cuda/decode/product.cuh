@@ -1,0 +1,207 @@
+/* Products of the decode kernel: weights from memory straight into the operands of mma, a chunk
+ * ahead of their use. */
+#ifndef MOELORA_CUDA_DECODE_PRODUCT_CUH
+#define MOELORA_CUDA_DECODE_PRODUCT_CUH
+
+#include "cuda/decode/walk.cuh"
+#include "cuda/ptx/mma.cuh"
+
+namespace decode {
+
+constexpr int kBatch = 4; // blocks that are multiplied and then loaded anew at once
+constexpr int kAhead = 1; // chunks that a warp brings to L2 while the grid meets; 0: none
+
+/* Blocks of a run in which this lane's eight elements are inside the depth. */
+__device__ __forceinline__ int blocks_inside(const Params &p, int kind, const Run &run) {
+  const int k = run.first * kBlockDepth + threadIdx.x % 4 * 8;
+  return min(run.blocks, (depth_of(p, kind) - k + kBlockDepth - 1) / kBlockDepth);
+}
+
+/* A lane's share of one operand's rows in a run. */
+template <int ROWS> struct Source {
+  const uint16_t *row[ROWS];
+  int there; // blocks
+};
+
+__device__ __forceinline__ bool has_vectors(const Params &p, int kind) {
+  return !is_shrink(kind) || p.a_vectors[kind == SHRINK2];
+}
+
+__device__ __forceinline__ Source<2> weights_of(const Params &p, const Tables &t,
+                                                const Walk &walk) {
+  const Run run = run_of(p, t, walk);
+  Source<2> s = {{nullptr, nullptr}, 0};
+  if (run.blocks == 0)
+    return s;
+  s.there = blocks_inside(p, walk.kind, run);
+  item_rows(p, t, walk, run, threadIdx.x % 32 / 4, s.row);
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+    s.row[half] += threadIdx.x % 4 * 8;
+  return s;
+}
+
+/* x, a row for a token, or h, a row for a routed row. */
+struct Columns {
+  const uint16_t *rows; // in shared memory, if all of them fit there
+  int64_t stride;
+};
+
+/* What is shared is missing from L1, through which weights come. */
+constexpr int kStagedBytes = 18 * 1024;
+
+/* Begins to copy rows, all or the `used` ones, to shared memory if they fit: a batch that asked
+ * memory for its columns would wait each time, and a meeting of the grid empties L1. Where eight
+ * rows lie an odd number of 64 bytes apart, a block of them meets all banks. */
+__device__ __forceinline__ Columns stage_columns(const uint16_t *from, int64_t stride, int64_t rows,
+                                                 int depth, const bool *used, uint16_t *staged) {
+  const int pitch = (depth + 63) / 64 * 64 + 32;
+  if (rows * pitch * 2 > kStagedBytes)
+    return {from, stride};
+#pragma unroll 1
+  for (int row = 0; row < rows; row++)
+#pragma unroll 1
+    for (int k = used && !used[row] ? depth : threadIdx.x * 8; k < depth; k += kThreads * 8)
+      copy_async_16(shared_address(staged + row * pitch + k), from + row * stride + k, 16);
+  copy_async_commit();
+  return {staged, pitch};
+}
+
+__device__ __forceinline__ Source<1> tokens_of(const Params &p, const Tables &t, int kind,
+                                               const Columns &columns, const Run &run) {
+  const int lane = threadIdx.x % 32, token = lane / 4, row = t.row[run.unit][token];
+  const uint16_t *x = columns.rows + (kind < SHRINK2 ? token : row) * columns.stride;
+  return {{x + run.first * kBlockDepth + lane % 4 * 8}, row < 0 ? 0 : blocks_inside(p, kind, run)};
+}
+
+/* Weights of a chunk that is to be multiplied, and where the chunk behind it is. */
+struct Ring {
+  uint4 w[kChunk][2];
+  Source<2> next;
+};
+
+template <int FIRST> __device__ __forceinline__ void load_batch(Ring &ring) {
+#pragma unroll
+  for (int j = FIRST; j < FIRST + kBatch; j++)
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      ring.w[j][half] =
+          load_16<Read::CONSTANT>(ring.next.row[half] + j * kBlockDepth, j < ring.next.there);
+}
+
+template <int ROWS> __device__ __forceinline__ void step_chunk(Source<ROWS> &s) {
+#pragma unroll
+  for (int i = 0; i < ROWS; i++)
+    s.row[i] += kChunk * kBlockDepth;
+  s.there -= kChunk;
+}
+
+/* Has the ring go on where a walk is; factors that do not allow vectors stay out of it. */
+constexpr int kElements = 1 << 30;
+
+__device__ __forceinline__ void follow(const Params &p, const Tables &t, const Walk &walk,
+                                       Ring &ring) {
+  ring.next = weights_of(p, t, walk);
+  if (!has_vectors(p, walk.kind))
+    ring.next.there -= kElements;
+}
+
+__device__ __forceinline__ void start(const Params &p, const Tables &t, const Walk &walk,
+                                      Ring &ring) {
+  follow(p, t, walk, ring);
+  load_batch<0>(ring), load_batch<kBatch>(ring);
+  step_chunk(ring.next);
+}
+
+/* d += rows x^T over one block, as one sum of even and one of odd steps. */
+template <class T>
+__device__ __forceinline__ void multiply_block(float (&d)[2][4], const uint4 (&w)[2],
+                                               const uint4 &x) {
+  const uint32_t a[2][4] = {{w[0].x, w[1].x, w[0].y, w[1].y}, {w[0].z, w[1].z, w[0].w, w[1].w}};
+  const uint32_t b[2][2] = {{x.x, x.y}, {x.z, x.w}};
+  mma_16816<T>(d[0], a[0], b[0]);
+  mma_16816<T>(d[1], a[1], b[1]);
+}
+
+/* Blocks FIRST to FIRST + kBatch - 1 of a chunk. */
+template <class T, int FIRST>
+__device__ __forceinline__ void multiply_batch(float (&d)[2][4], const Ring &ring,
+                                               const Source<1> &x) {
+#pragma unroll
+  for (int i = 0; i < kBatch; i += 2) {
+    uint4 columns[2];
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+      columns[j] =
+          load_16<Read::WRITTEN>(x.row[0] + (FIRST + i + j) * kBlockDepth, FIRST + i + j < x.there);
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+      multiply_block<T>(d, ring.w[FIRST + i + j], columns[j]);
+  }
+}
+
+/* Brings to L2 what a warp loads later in its run: a line of 128 bytes is two blocks. */
+__device__ __forceinline__ void prefetch_next(const Ring &ring) {
+  const int c = threadIdx.x % 4;
+#pragma unroll
+  for (int i = 0; i < kAhead; i++)
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      if (i * kChunk + 2 * c < ring.next.there)
+        prefetch_l2(ring.next.row[half] + i * kChunk * kBlockDepth + c * (2 * kBlockDepth - 8));
+}
+
+/* d += the run that the ring has begun to load; `walk` is behind it. */
+template <class T>
+__device__ __forceinline__ void multiply_run(const Params &p, const Tables &t, const Walk &walk,
+                                             int blocks, Source<1> x, Ring &ring,
+                                             float (&d)[2][4]) {
+  static_assert(kChunk == 2 * kBatch, "as written out below");
+#pragma unroll 1
+  do {
+    blocks -= kChunk;
+    if (blocks <= 0)
+      follow(p, t, walk, ring);
+    multiply_batch<T, 0>(d, ring, x);
+    load_batch<0>(ring);
+    if (blocks > -kBatch) // the branch also keeps the loads above from sinking below
+      multiply_batch<T, kBatch>(d, ring, x);
+    load_batch<kBatch>(ring);
+    step_chunk(ring.next);
+    step_chunk(x);
+  } while (blocks > 0);
+}
+
+/* d += the run that the ring is at, of factors that do not allow vectors. The ring has taken its
+ * first chunk as loaded. */
+template <class T>
+__device__ __forceinline__ void multiply_elements(const Source<2> &next, const Source<1> &x,
+                                                  float (&d)[2][4]) {
+  const int there = next.there + kChunk + kElements, end = __reduce_max_sync(~0u, there);
+#pragma unroll 1
+  for (int j = 0; j < end; j++) {
+    uint4 rows[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      rows[half] = load_elements(next.row[half] + (j - kChunk) * kBlockDepth, j < there ? 8 : 0);
+    multiply_block<T>(d, rows, load_16<Read::WRITTEN>(x.row[0] + j * kBlockDepth, j < x.there));
+  }
+}
+
+/* total += what d gives to the tokens of a unit. */
+__device__ __forceinline__ void add_weighted(const Tables &t, int kind, int unit,
+                                             const float (&d)[2][4], float (&total)[4]) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int token = threadIdx.x % 4 * 2 + i;
+    if (t.row[unit][token] < 0)
+      continue;
+    const float weight = kind == W2 ? t.weight[unit][token] : 1.f;
+    total[i] += weight * (d[0][i] + d[1][i]);
+    total[2 + i] += weight * (d[0][2 + i] + d[1][2 + i]);
+  }
+}
+
+} // namespace decode
+
+#endif

@@ -1,0 +1,226 @@
+/* What every CTA of the decode kernel finds out for itself from ids, in shared memory.
+ *
+ * A unit is an expert that some token chose; a segment is the tokens of a unit that carry one
+ * adapter. Units go by the first row that names them, segments by unit and then by first token. A
+ * token that names an expert twice belongs to the unit once, with both weights. */
+#ifndef MOELORA_CUDA_DECODE_TABLES_CUH
+#define MOELORA_CUDA_DECODE_TABLES_CUH
+
+#include "cuda/launch/routes.cuh"
+#include "cuda/launch/warp.cuh"
+
+namespace decode {
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kTokens = MOELORA_DECODE_TOKENS, kRows = MOELORA_DECODE_ROWS;
+static_assert(kTokens == 8, "tokens are the columns of one mma");
+static_assert(kRows == 64, "a warp looks after rows, units or segments two by two");
+
+/* What a CTA works on, in this order. */
+enum Kind { SHRINK13, W13, SHRINK2, W2, DONE };
+
+struct Tables {
+  int32_t units, segments;
+  int32_t items[DONE];         // of each kind, in the whole grid
+  int32_t first_w13, next_w13; // W13's item of this CTA's first warp; from warp to warp
+  int32_t expert[kRows];
+  int32_t row[kRows][kTokens];  // flat row of a unit's token, -1: not in this unit
+  float weight[kRows][kTokens]; // routing weight
+  bool used[kRows];             // a flat row that is some unit's
+  int32_t first_segment[kRows + 1];
+  int32_t segment_unit[kRows], segment_adapter[kRows], segment_rank[kRows]; // rank: as told
+  uint32_t segment_tokens[kRows];                                           // bit of each token
+  int32_t shrinks_end[2][kRows]; // shrink items up to and with a segment, of w13 and of w2
+  int32_t adapter[kTokens], rank[kTokens];
+  float scaling[kTokens];
+  // while being built
+  int32_t row_expert[kRows];
+  float row_weight[kRows];
+  uint32_t leads[kRows * kTokens / 32]; // bit of each row or cell that comes first
+};
+
+/* True rank in a stack. */
+__device__ __forceinline__ int rank_in(const moelora_factors &f, int rank) {
+  return f.num_slices ? min(rank, f.max_rank) : 0;
+}
+
+/* Bits in the first `end` of up to 32 words; all lanes of a warp together. */
+__device__ __forceinline__ int count_bits(const uint32_t *words, int end) {
+  const int lane = threadIdx.x % 32;
+  return __reduce_add_sync(~0u, lane < end ? __popc(words[lane]) : 0);
+}
+
+/* One warp, two rows to a lane. */
+__device__ __forceinline__ void find_units(Tables &t, const moelora_routes &r) {
+  const int lane = threadIdx.x % 32;
+  int64_t expert[2] = {-1, -1};
+  float weight[2] = {};
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int row = lane + 32 * i;
+    if (row < r.num_rows) {
+      const int token = row / r.top_k, choice = row % r.top_k;
+      expert[i] = load_id(r.topk_ids, token * r.topk_ids.stride[0] + choice * r.topk_ids.stride[1]);
+      weight[i] =
+          r.topk_weights[token * r.topk_weights_stride[0] + choice * r.topk_weights_stride[1]];
+    }
+  }
+  local_experts(r, expert);
+  int units = 0;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    t.row_expert[lane + 32 * i] = (int32_t)expert[i];
+    t.row_weight[lane + 32 * i] = weight[i];
+    const uint32_t same = __match_any_sync(~0u, (int)expert[i]);
+    bool first = expert[i] >= 0 && __ffs((int)same) - 1 == lane;
+    if (i == 1 && r.num_rows > 32)
+#pragma unroll 8
+      for (int q = 0; q < 32; q++)
+        first = __shfl_sync(~0u, (int)expert[0], q) != (int)expert[1] && first;
+    const uint32_t leads = __ballot_sync(~0u, first);
+    if (first)
+      t.expert[units + __popc(leads & ((1u << lane) - 1))] = (int32_t)expert[i];
+    units += __popc(leads);
+  }
+  if (lane == 0)
+    t.units = units;
+}
+
+/* A thread per token. */
+__device__ __forceinline__ void find_adapter(Tables &t, const moelora_routes &r, int token) {
+  int64_t adapter = -1;
+  int rank = INT32_MAX;
+  float scaling = 1.f;
+  if (token < r.num_tokens)
+    adapter = load_id(r.token_lora_mapping, token * r.token_lora_mapping.stride[0]);
+  if (inside(adapter, r.max_loras)) {
+    bool enabled = true; // decided last, so that all loads are under way together
+    if (r.adapter_enabled)
+      enabled = r.adapter_enabled_bytes == 1 ? ((const uint8_t *)r.adapter_enabled)[adapter] != 0
+                                             : ((const int32_t *)r.adapter_enabled)[adapter] != 0;
+    if (r.lora_ranks)
+      rank = r.lora_ranks[adapter];
+    if (r.lora_scalings)
+      scaling = r.lora_scalings[adapter];
+    rank = enabled ? rank : 0;
+  } else {
+    rank = 0;
+  }
+  t.adapter[token] = (int32_t)adapter;
+  t.rank[token] = max(rank, 0);
+  t.scaling[token] = scaling;
+}
+
+constexpr int kCells = kRows * kTokens / kThreads; // of one thread
+
+/* Needs the units; a thread per cell (unit, token). */
+__device__ __forceinline__ void find_rows(Tables &t, const moelora_routes &r) {
+  const int token = threadIdx.x % kTokens;
+#pragma unroll
+  for (int i = 0; i < kCells; i++) {
+    const int unit = (i * kThreads + (int)threadIdx.x) / kTokens;
+    int row = -1;
+    float weight = 0.f;
+    if (unit < t.units && token < r.num_tokens)
+#pragma unroll 4
+      for (int j = r.top_k - 1; j >= 0; j--)
+        if (t.row_expert[token * r.top_k + j] == t.expert[unit]) {
+          row = token * r.top_k + j;
+          weight += t.row_weight[row];
+        }
+    t.row[unit][token] = row;
+    if (row >= 0)
+      t.used[row] = true;
+    t.weight[unit][token] = weight;
+  }
+}
+
+/* Needs the rows of the same thread and the adapters; eight neighbouring lanes for a unit. */
+__device__ __forceinline__ void find_segments(Tables &t) {
+  const int lane = threadIdx.x % 32, token = threadIdx.x % kTokens;
+  const int adapter = t.adapter[token], rank = t.rank[token];
+  uint32_t carriers[kCells]; // of this cell's adapter; 0: base or no row
+#pragma unroll
+  for (int i = 0; i < kCells; i++) {
+    const int cell = i * kThreads + threadIdx.x;
+    const bool carries = t.row[cell / kTokens][token] >= 0 && rank > 0;
+    const uint32_t same = __match_any_sync(~0u, carries ? adapter : -1);
+    carriers[i] = carries ? same >> (lane & 24) & 255 : 0;
+    const uint32_t leads = __ballot_sync(~0u, __ffs((int)carriers[i]) - 1 == token);
+    if (lane == 0)
+      t.leads[cell / 32] = leads;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kCells; i++) {
+    const int cell = i * kThreads + threadIdx.x;
+    const uint32_t leads = t.leads[cell / 32];
+    const int s = count_bits(t.leads, cell / 32) + __popc(leads & ((1u << lane) - 1));
+    if (token == 0)
+      t.first_segment[cell / kTokens] = s;
+    if (leads >> lane & 1) {
+      t.segment_unit[s] = cell / kTokens;
+      t.segment_adapter[s] = adapter;
+      t.segment_rank[s] = rank;
+      t.segment_tokens[s] = carriers[i];
+    }
+    if (cell == kRows * kTokens - 1)
+      t.first_segment[kRows] = t.segments = s + (int)(leads >> 31);
+  }
+  __syncthreads();
+}
+
+/* Needs the segments; one warp sums up the shrink items of a projection. */
+__device__ __forceinline__ void count_shrinks(Tables &t, const moelora_factors &f, int projection) {
+  const int s = threadIdx.x % 32 * 2;
+  int own[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    own[i] = s + i < t.segments ? (rank_in(f, t.segment_rank[s + i]) + 15) / 16 * f.num_slices : 0;
+  const int sum = warp_inclusive_sum(own[0] + own[1]);
+  t.shrinks_end[projection][s] = sum - own[1];
+  t.shrinks_end[projection][s + 1] = sum;
+  if (threadIdx.x % 32 == 31)
+    t.items[projection ? SHRINK2 : SHRINK13] = sum;
+}
+
+/* Segment of a shrink item; all lanes of a warp together. */
+__device__ __forceinline__ int segment_of(const Tables &t, int projection, int item) {
+  const int lane = threadIdx.x % 32;
+  const int *end = t.shrinks_end[projection];
+  return __popc(__ballot_sync(~0u, end[lane] <= item)) +
+         __popc(__ballot_sync(~0u, end[lane + 32] <= item));
+}
+
+/* All of it, with the items of W13 and W2 that the caller knows of: `tiles13` in a unit, `columns`.
+ */
+__device__ __forceinline__ void build_tables(Tables &t, const moelora_experts_problem &p,
+                                             int tiles13, int columns) {
+  const bool lora =
+      p.routes.token_lora_mapping.data && p.w13_lora.num_slices + p.w2_lora.num_slices > 0;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp == 0)
+    find_units(t, p.routes);
+  else if (warp == 1 && lane < kTokens && lora)
+    find_adapter(t, p.routes, lane);
+  else if (warp >= kWarps - kRows / 32)
+    t.used[threadIdx.x - kThreads + kRows] = false;
+  __syncthreads();
+  find_rows(t, p.routes);
+  if (threadIdx.x == 0) {
+    t.items[W13] = t.units * tiles13;
+    t.items[W2] = columns;
+    if (!lora)
+      t.items[SHRINK13] = t.items[SHRINK2] = t.segments = 0;
+  }
+  if (lora) {
+    find_segments(t);
+    if (warp < 2)
+      count_shrinks(t, warp ? p.w2_lora : p.w13_lora, warp);
+  }
+  __syncthreads();
+}
+
+} // namespace decode
+
+#endif

@@ -1,0 +1,195 @@
+/* Items of the decode kernel: which of them a CTA has, how its warps walk through them, and which
+ * rows of weights, factors and outputs belong to them. */
+#ifndef MOELORA_CUDA_DECODE_WALK_CUH
+#define MOELORA_CUDA_DECODE_WALK_CUH
+
+#include "cuda/decode/tables.cuh"
+#include "cuda/adapters/factors.cuh"
+
+namespace decode {
+
+constexpr int kBlockDepth = 32;
+constexpr int kChunk = 8; // blocks in flight: 64 registers, of the 128 at two CTAs per SM
+
+struct Params {
+  moelora_experts_problem p;
+  int32_t tiles13;        // items of W13 in a unit
+  int32_t most_shrinks13; // more items SHRINK13 cannot have, whatever ids say
+  bool gated, interleaved;
+  bool a_vectors[2], b_vectors[2]; // factors allow 16-byte accesses; of w13, of w2
+  uint16_t *h;                     // [P, I]
+  uint16_t *hl[2];                 // [P, num_slices * padded rank]; of w13, of w2
+};
+
+/* Where a warp is: the blocks [block, end) of an item that it has yet to begin. */
+struct Walk {
+  int kind, index, block, end;
+};
+
+/* A W13 or W2 item: 16 rows of `unit`'s weights, or of all units' (0). */
+struct Item {
+  int kind, unit, tile;
+};
+
+/* Neighbouring blocks of one unit; of W13 half an item. */
+struct Run {
+  int unit, first, blocks;
+};
+
+__device__ __forceinline__ bool is_shrink(int kind) {
+  return kind == SHRINK13 || kind == SHRINK2;
+}
+
+__device__ __forceinline__ const moelora_factors &factors_of(const Params &p, int kind) {
+  return kind < SHRINK2 ? p.p.w13_lora : p.p.w2_lora;
+}
+
+__device__ __forceinline__ int depth_of(const Params &p, int kind) {
+  return (int)(kind < SHRINK2 ? p.p.hidden : p.p.intermediate);
+}
+
+__device__ __forceinline__ int blocks_of(const Params &p, int kind) {
+  return (depth_of(p, kind) + kBlockDepth - 1) / kBlockDepth;
+}
+
+__device__ __forceinline__ Item item_of(const Params &p, int kind, int index) {
+  Item item = {kind, 0, index};
+  if (kind == W13) {
+    item.unit = (int)((unsigned)index / (unsigned)p.tiles13);
+    item.tile = index - item.unit * p.tiles13;
+  }
+  return item;
+}
+
+/* ---- from one run to the next ---- */
+
+/* Shrink items are dealt from the last CTA on: the first ones cannot have any of SHRINK13. */
+__device__ __forceinline__ int free_ctas(const Params &p) {
+  return max((int)gridDim.x - p.most_shrinks13, 0);
+}
+
+/* Items of W13 belong to single warps, first to those of free CTAs, then to the others; in a CTA
+ * last to the warp that meets the grid. */
+__device__ __forceinline__ void deal_w13(const Params &p, Tables &t) {
+  const int ctas = gridDim.x, cta = blockIdx.x, free = free_ctas(p);
+  t.first_w13 = cta < free ? cta : kWarps * free + cta - free;
+  t.next_w13 = cta < free ? free : ctas - free;
+}
+
+__device__ __forceinline__ int first_item(const Tables &t, int kind) {
+  if (kind == W13)
+    return t.first_w13 + (kWarps - 1 - (int)threadIdx.x / 32) * t.next_w13;
+  return (int)(is_shrink(kind) ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+}
+
+/* Settles on an item: behind the last shrink, on the first of what follows. */
+__device__ __forceinline__ void open_item(const Params &p, const Tables &t, Walk &walk) {
+  if (is_shrink(walk.kind) && walk.index >= t.items[walk.kind])
+    walk.index = first_item(t, ++walk.kind);
+  const int blocks = blocks_of(p, walk.kind) * (walk.kind == W2 ? t.units : 1);
+  const int warp = threadIdx.x / 32;
+  walk.block = walk.kind == W13 ? 0 : warp * blocks / kWarps;
+  walk.end = walk.kind == W13 ? blocks : (warp + 1) * blocks / kWarps;
+}
+
+__device__ __forceinline__ bool is_there(const Tables &t, const Walk &walk) {
+  return walk.index < t.items[walk.kind];
+}
+
+/* What comes next; an empty run where a warp has nothing of an item, or no item. */
+__device__ __forceinline__ Run run_of(const Params &p, const Tables &t, const Walk &walk) {
+  Run run = {0, walk.block, 0};
+  if (!is_there(t, walk))
+    return run;
+  const int blocks = blocks_of(p, walk.kind);
+  if (walk.kind == W13)
+    run.unit = item_of(p, W13, walk.index).unit;
+  else if (walk.kind == W2)
+    run.unit = (int)((unsigned)walk.block / (unsigned)blocks),
+    run.first = walk.block - run.unit * blocks;
+  else
+    run.unit = t.segment_unit[segment_of(t, walk.kind == SHRINK2, walk.index)];
+  run.blocks = min(blocks - run.first, walk.end - walk.block);
+  if (walk.kind == W13 && walk.block == 0)
+    run.blocks = min(blocks, (blocks + 2 * kChunk - 1) / (2 * kChunk) * kChunk);
+  return run;
+}
+
+/* Behind `run`. False when that was the item's last, and the walk is in another item. */
+__device__ __forceinline__ bool advance(const Params &p, const Tables &t, const Run &run,
+                                        Walk &walk) {
+  walk.block += run.blocks;
+  if (walk.block < walk.end)
+    return true;
+  walk.index += (int)(walk.kind == W13 ? kWarps * gridDim.x : gridDim.x);
+  open_item(p, t, walk);
+  return false;
+}
+
+/* ---- rows of an item ---- */
+
+/* 16 ranks of one slice of a segment's adapter. */
+struct Ranks {
+  int segment, slice, first, rank;
+};
+
+__device__ __forceinline__ Ranks ranks_of(const Params &p, const Tables &t, int kind, int index) {
+  const int projection = kind == SHRINK2;
+  Ranks r;
+  r.segment = segment_of(t, projection, index);
+  r.rank = rank_in(factors_of(p, kind), t.segment_rank[r.segment]);
+  const unsigned groups = (r.rank + 15) / 16u;
+  const unsigned left = index - (r.segment ? t.shrinks_end[projection][r.segment - 1] : 0);
+  r.slice = (int)(left / groups);
+  r.first = (int)(left - r.slice * groups) * 16;
+  return r;
+}
+
+/* Output that row g + 8 half of an item stands for; it may lie behind the last one. */
+__device__ __forceinline__ int output_of(const Params &p, const Item &item, int g, int half) {
+  const bool paired = item.kind == W13 && p.gated;
+  return item.tile * (paired ? 8 : 16) + g + (paired ? 0 : 8 * half);
+}
+
+__device__ __forceinline__ int outputs_of(const Params &p, int kind) {
+  return (int)(kind == W13 ? p.p.intermediate : p.p.hidden);
+}
+
+/* Row of w13 or w2, and of its bias, that makes an output. */
+__device__ __forceinline__ int64_t weight_row(const Params &p, int kind, int output, int half) {
+  if (kind == W2 || !p.gated)
+    return output;
+  return p.interleaved ? 2 * (int64_t)output + half : half * p.p.intermediate + output;
+}
+
+/* Rows g and g + 8 of the item of a walk, at the depth where `run` begins. What lies behind the
+ * last row repeats it: nobody looks at the sums. */
+__device__ __forceinline__ void item_rows(const Params &p, const Tables &t, const Walk &walk,
+                                          const Run &run, int g, const uint16_t *(&row)[2]) {
+  const int64_t expert = t.expert[run.unit];
+  const uint16_t *from;
+  int64_t stride, at[2];
+  if (is_shrink(walk.kind)) {
+    const Ranks r = ranks_of(p, t, walk.kind, walk.index);
+    const moelora_factor &a = factors_of(p, walk.kind).a[r.slice];
+    from = factor_row<uint16_t>(a, t.segment_adapter[r.segment], expert, 0);
+    stride = a.stride_i;
+    for (int half = 0; half < 2; half++)
+      at[half] = min(r.first + 8 * half + g, r.rank - 1);
+  } else {
+    const moelora_weights &w = walk.kind == W13 ? p.p.w13 : p.p.w2;
+    const Item item = item_of(p, walk.kind, walk.index);
+    from = (const uint16_t *)w.data + expert * w.stride_e;
+    stride = w.stride_n;
+    for (int half = 0; half < 2; half++)
+      at[half] = weight_row(p, walk.kind,
+                            min(output_of(p, item, g, half), outputs_of(p, walk.kind) - 1), half);
+  }
+  from += run.first * kBlockDepth;
+  for (int half = 0; half < 2; half++)
+    row[half] = from + at[half] * stride;
+}
+
+} // namespace decode
+
+#endif

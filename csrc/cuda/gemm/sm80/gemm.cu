@@ -1,0 +1,374 @@
+/* Grouped GEMM with LoRA inside, portable: cp.async, ldmatrix, mma.sync; sm_80 and up.
+ *
+ *   out[p] = act( w[e] x[p] + B[l, e] hl[p] + bias[e] ) * weight
+ *
+ * A CTA walks over tiles (tile.cuh). All its threads copy ahead into a ring of STAGES stages and
+ * multiply behind; first the depth of the base product, then the adapter stages, in one pipeline.
+ * Results go from registers to memory while the first stages of the next tile are on their way.
+ * The depth is summed in steps of 16 in order, whatever the tile, so that all variants agree bit
+ * for bit. Without 16-byte alignment (VECTORS false) rows are copied element by element. */
+#include <type_traits>
+
+#include "cuda/launch/kernel_launch.cuh"
+#include "cuda/gemm/sm80/adapters.cuh"
+#include "cuda/gemm/common/variants.cuh"
+
+namespace {
+
+/* Up to so many tokens a tile is copied element by element where nothing is aligned. Larger tiles
+ * would spill; the plan does not ask it of them. */
+constexpr int kFewTokens = 32;
+
+/* Rows that a thread brings to each stage: a chunk of 16 bytes of each. */
+template <class E, class T, bool VECTORS> struct Loader {
+  static constexpr int STEP = Share<E>::THREADS / 8; // rows between two rows of one thread
+  static constexpr int W_ROWS = E::ROWS / STEP, X_ROWS = E::TOKENS / STEP;
+  static_assert(64 % STEP == 0 && E::TOKENS % STEP == 0, "all threads copy as many rows");
+  static constexpr int PARTS = 3;
+  static constexpr int PART = (W_ROWS + X_ROWS + PARTS - 1) / PARTS;
+
+  // Offsets of weight rows, in vectors if there are vectors to spare registers.
+  using Offset = std::conditional_t<VECTORS, uint32_t, int64_t>;
+  static constexpr int UNIT = VECTORS ? 8 : 1;
+
+  const T *weights; // of the expert
+  Offset row[W_ROWS];
+  int32_t token[X_ROWS]; // -1 in padding, which nobody copies
+
+  __device__ __forceinline__ void open(const moelora_gemm_launch &g, const Tile &tile) {
+    const int thread = threadIdx.x;
+    weights = (const T *)g.w.data + tile.expert * g.w.stride_e;
+#pragma unroll
+    for (int i = 0; i < W_ROWS; i++) {
+      const int group = i * STEP / 64, r = i * STEP % 64 + thread / 8;
+      const int output = first_output<E>(g, tile.column, group) + r;
+      // Nobody looks at outputs behind the last one: any row will do.
+      const uint32_t n = (uint32_t)weight_row(g, group, min(output, g.n_out - 1));
+      row[i] = (n / 64 * g.w.stride_nt + n % 64 * g.w.stride_n) / UNIT;
+    }
+#pragma unroll
+    for (int i = 0; i < X_ROWS; i++) {
+      const int t = thread / 8 + i * STEP;
+      token[i] = x_row<E>(g, tile.block, t, block_row<E>(g, tile.block, t));
+    }
+  }
+
+  /* This thread's chunk of row 0 of both operands at some step. */
+  struct Source {
+    const T *w, *x;
+    int left; // elements of a row from the chunk on
+
+    __device__ __forceinline__ void advance(const moelora_gemm_launch &g) {
+      w += g.w.stride_kt, x += kDepth, left -= kDepth;
+    }
+  };
+
+  __device__ __forceinline__ Source source(const moelora_gemm_launch &g, int step) const {
+    const int chunk = (threadIdx.x & 7) * 8;
+    return {weights + step * g.w.stride_kt + chunk, (const T *)g.x + step * kDepth + chunk,
+            g.k - step * kDepth - chunk};
+  }
+
+  /* Where this thread writes in a stage. */
+  static __device__ __forceinline__ uint32_t offset() {
+    const int thread = threadIdx.x;
+    return thread / 8 * kRowBytes + ((thread & 7 ^ thread / 8 & 7) << 4);
+  }
+
+  /* One of PARTS parts of a stage to `to`, if it is `wanted`. */
+  __device__ __forceinline__ void copy(const moelora_gemm_launch &g, const Source &from, int part,
+                                       uint32_t to, bool wanted) const {
+    // Behind the end of a row zeros are written and nothing is read, but from a mapped address.
+    const T *w = from.left > 0 ? from.w : weights, *x = from.left > 0 ? from.x : (const T *)g.x;
+#pragma unroll
+    for (int i = part * PART; i < (part + 1) * PART && i < W_ROWS; i++)
+      put(to + i * STEP * kRowBytes, VECTORS ? row_address(w, row[i], 16) : w + row[i], from.left,
+          wanted);
+#pragma unroll
+    for (int i = max(part * PART - W_ROWS, 0); i < (part + 1) * PART - W_ROWS && i < X_ROWS; i++)
+      put(to + E::W_BYTES + i * STEP * kRowBytes,
+          row_address(x, token[i], 2 * (uint32_t)g.x_stride), from.left, wanted && token[i] >= 0);
+  }
+
+  // No cache policy: with one, ptxas 13.0 names a descriptor register that is none (64-token tile).
+  static __device__ __forceinline__ void put(uint32_t to, const T *from, int left, bool wanted) {
+    if (VECTORS)
+      copy_async_16<256>(to, from, left > 0 ? 16 : 0, wanted); // with the next stage's
+    else if (wanted)
+      copy_elements(to, from, max(0, min(8, left)));
+  }
+};
+
+/* A tile's way through the ring of stages. */
+template <class E, class T, int STAGES, bool VECTORS> struct Pipeline {
+  using L = Loader<E, T, VECTORS>;
+  using F = Fragments<E>;
+  const moelora_gemm_launch &g;
+  const uint32_t base;
+  L loader;
+
+  __device__ __forceinline__ uint32_t stage(int step) const {
+    return base + step % STAGES * E::STAGE_BYTES;
+  }
+
+  __device__ __forceinline__ void wait() {
+    copy_async_wait<STAGES - 2>();
+    __syncthreads();
+  }
+
+  /* Multiplies stages [step, end), the first of which has been waited for, with the first WIDTH
+   * eights of each warp, waits for the stage behind, and meanwhile copies those STAGES - 1 further
+   * on, if they are `wanted`. This is straight-line code: across branches the compiler could not
+   * mix loads, copies and products. For that, too, the fragments behind the last stage are loaded,
+   * although nobody uses them. */
+  template <int WIDTH>
+  __device__ __forceinline__ void multiply(Share<E> &sum, int step, int end, bool wanted) {
+    const uint32_t a = F::offset_a(), b = F::offset_b(), to = L::offset();
+    const uint32_t top = base + (STAGES - 1) * E::STAGE_BYTES;
+    uint32_t before = stage(step + STAGES - 1), now = stage(step); // `before` is free again
+    auto from = loader.source(g, step + STAGES - 1);
+    F fragments;
+    fragments.load_a(0, now + a);
+#pragma unroll
+    for (int j = 0; j < WIDTH; j += 2)
+      fragments.template load_b<WIDTH>(j, now + b);
+#pragma unroll 1
+    for (; step < end; step++) {
+      const uint32_t next = now == top ? base : now + E::STAGE_BYTES;
+#pragma unroll
+      for (int k = 0; k < kDepth / 16; k++) {
+        uint32_t stage = now;
+        if (k < L::PARTS) {
+          loader.copy(g, from, k, before + to, wanted);
+        } else {
+          copy_async_commit();
+          wait();
+          stage = next;
+        }
+        const uint32_t chunk = (k + 1) % 4 << 5;
+        fragments.load_a((k + 1) % 2, (stage + a) ^ chunk);
+        fragments.template multiply<T, WIDTH>(sum, k % 2, (stage + b) ^ chunk);
+      }
+      before = now, now = next;
+      from.advance(g);
+    }
+  }
+
+  /* The same, as wide as a block of `count` rows needs. */
+  template <int WIDTH>
+  __device__ __forceinline__ void multiply_fitting(Share<E> &sum, int count, int step, int end,
+                                                   bool wanted) {
+    // Eights are loaded by two, but where fours share the tokens a single one is 16 tokens.
+    constexpr int WIDER = Share<E>::SPLIT == 1 ? 2 : 1;
+    if constexpr (WIDTH < Share<E>::EIGHTS) {
+      if (count > WIDTH * Share<E>::SPLIT * 8)
+        return multiply_fitting<WIDTH + WIDER>(sum, count, step, end, wanted);
+    }
+    multiply<WIDTH>(sum, step, end, wanted);
+  }
+};
+
+/* 64 outputs of eight tokens, rounded. Transposed in registers, a lane holds two neighbouring
+ * outputs of a token; `to` is where that token's outputs begin. */
+template <class T, bool VECTORS>
+__device__ __forceinline__ void store_rounded(const float (&d)[4], uint16_t *to, int n_out,
+                                              int first, bool there) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+#pragma unroll
+  for (int eight = 0; eight < 2; eight++) {
+    const uint32_t v = transpose_8x8(pack2<T>(d[2 * eight], d[2 * eight + 1]));
+    const int output = first + warp * 16 + 8 * eight + 2 * (lane & 3);
+    if (!there || output >= n_out)
+      continue;
+    if (VECTORS) {
+      *(uint32_t *)(to + output) = v;
+    } else {
+      to[output] = (uint16_t)v;
+      if (output + 1 < n_out)
+        to[output + 1] = (uint16_t)(v >> 16);
+    }
+  }
+}
+
+/* The results of a tile, finished and stored. To tile.cuh, eight tokens are a block. */
+template <Finish FINISH, class E, class T, bool VECTORS>
+__device__ __forceinline__ void store_tile(Share<E> &sum, const moelora_gemm_launch &g,
+                                           const Tile &tile, int count) {
+  using S = Share<E>;
+  using Eight = Extent<8, E::TILES>;
+  const bool gated = FINISH == Finish::GATED || (FINISH == Finish::GENERAL && g.gated);
+  const int lane = threadIdx.x & 31;
+  const Epilogue<Eight, FINISH> epilogues[] = {{g, tile, 0, T()}, {g, tile, S::PAIRS - 1, T()}};
+  const int first_block = (tile.block * E::TOKENS + S::first_token()) / 8;
+#pragma unroll
+  for (int j = 0; j < S::EIGHTS; j++) {
+    const int left = count - S::first_token() - j * S::NEXT;
+    if (left <= 0)
+      break;
+    const int block = first_block + j * S::SPLIT;
+    const int32_t row = g.out_by_position ? 0 : block_row<Eight>(g, block, lane / 4);
+    uint16_t *const to = (uint16_t *)g.out + output_offset(g, block * 8 + lane / 4, row);
+#pragma unroll
+    for (int pair = 0; pair < S::PAIRS; pair++) {
+      epilogues[pair].template begin<8>(sum.d[pair][j], g);
+      epilogues[pair].template finish<8>(sum.d[pair][j], g, block, 0);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        if (half == 1 && gated)
+          break;
+        const int first = first_output<E>(g, tile.column, 2 * pair + half);
+        const float (&d)[4] = sum.d[pair][j][half];
+        if (E::TOKENS <= MOELORA_FLOAT_ROWS && g.out_f32)
+          store_f32<Eight, 8>(d, g, first, 0, block, left, block_row<Eight>(g, block, lane));
+        else
+          store_rounded<T, VECTORS>(d, to, g.n_out, first, lane / 4 < left);
+      }
+    }
+  }
+}
+
+template <class E, class T, int STAGES, bool VECTORS>
+__global__ void __launch_bounds__(Share<E>::THREADS, Share<E>::SPLIT == 1 ? 2 : 1)
+    gemm_sm80(const __grid_constant__ moelora_gemm_launch g) {
+  using S = Share<E>;
+  constexpr int LEAST = S::EIGHTS < 4 ? S::EIGHTS : S::EIGHTS / 2;
+  extern __shared__ __align__(128) char shared[];
+  __shared__ int next; // tile that this CTA takes after its present one
+  wait_for_previous_kernel();
+  start_next_kernel();
+  const int columns = tile_columns<E>(g), blocks = *g.blocks.num_post / E::TOKENS;
+  const int tiles = blocks * columns;
+  const int depth_steps = (g.k + kDepth - 1) / kDepth;
+
+  // Shuffled, the address stays in a register; else the compiler finds it anew for each stage.
+  Pipeline<E, T, STAGES, VECTORS> pipeline{g, __shfl_sync(0xffffffffu, shared_address(shared), 0)};
+  S sum;
+  const uint32_t notes = pipeline.base + STAGES * E::STAGE_BYTES;
+  Tile tile, finished;
+  int count = 0, finished_count = 0; // rows of the block; none before the first tile
+  for (int index = blockIdx.x;;) {
+    const bool last = index >= tiles;
+    if (!last) {
+      // CTAs that share weights or tokens take neighbouring tiles one after the other, and keep in
+      // step however fast each of them is: at fixed distances they drift apart until the L2 has
+      // forgotten what the first of them read.
+      int drawn = tiles;
+      if (threadIdx.x == 32 && tiles > (int)gridDim.x)
+        drawn = (int)gridDim.x + atomicAdd(g.ticket, 1);
+      if constexpr (S::SPLIT == 1)
+        tile = tile_at<E>(g, index, columns, blocks);
+      else
+        tile = tile_of_expert<E>(g, index, columns, blocks);
+      count = g.blocks.counts[tile.block];
+      const bool lists = g.blocks.pairs && threadIdx.x < 32;
+      Segments<E::LANES> segments;
+      if (lists)
+        segments.read(g, (int64_t)tile.block * E::TOKENS, E::TOKENS);
+      pipeline.loader.open(g, tile);
+      auto from = pipeline.loader.source(g, 0);
+#pragma unroll 1
+      for (int step = 0; step < STAGES - 1; step++) {
+        const uint32_t to = pipeline.stage(step) + pipeline.loader.offset();
+#pragma unroll
+        for (int part = 0; part < pipeline.loader.PARTS; part++)
+          pipeline.loader.copy(g, from, part, to, step < depth_steps);
+        from.advance(g);
+        copy_async_commit();
+      }
+      if (lists) {
+        TileAdapters<E, STAGES> adapters(notes);
+        adapters.find(g, tile, segments);
+      }
+      if (threadIdx.x == 32)
+        next = drawn;
+    }
+    // While the first stages of a tile are on their way, the one before is stored.
+    if (finished_count > 0) {
+      if (g.weighted)
+        store_tile<Finish::GENERAL, E, T, VECTORS>(sum, g, finished, finished_count);
+      else if (g.gated)
+        store_tile<Finish::GATED, E, T, VECTORS>(sum, g, finished, finished_count);
+      else
+        store_tile<Finish::PLAIN, E, T, VECTORS>(sum, g, finished, finished_count);
+    }
+    if (last)
+      break;
+    sum.clear();
+    pipeline.wait();
+    // Where the depth is short, the stages before the first of the adapters are empty.
+    const int first = max(depth_steps, STAGES - 1);
+    TileAdapters<E, STAGES> adapters(notes);
+    auto load_ahead = [&](int step) {
+      const int ahead = step + STAGES - 1, pieces = adapters.pieces_at(g, ahead - first);
+      if (pieces > 0)
+        load_pieces<E, T>(g, tile, adapters, ahead, ahead == first, pieces, pipeline.stage(ahead));
+      return pieces > 0;
+    };
+    int step = 0;
+    while (step < depth_steps) {
+      const bool deep = step + STAGES - 1 < depth_steps;
+      int end = depth_steps - (STAGES - 1);
+      if (!deep)
+        end = load_ahead(step) ? step + 1 : depth_steps;
+      pipeline.template multiply_fitting<LEAST>(sum, count, step, end, deep);
+      step = end;
+    }
+#pragma unroll 1
+    for (;; step++) {
+      load_ahead(step);
+      copy_async_commit();
+      if (step >= first) {
+        const int pieces = adapters.pieces_at(g, step - first);
+#pragma unroll 1
+        for (int slot = 0; slot < pieces; slot++)
+          expand<E, T>(sum, is_paired(g), adapters, step, slot, pipeline.stage(step));
+        if (pieces < pieces_in_stage(g))
+          break;
+      }
+      pipeline.wait();
+    }
+    index = next;
+    __syncthreads(); // nobody reads the ring or `next` any more
+    finished = tile, finished_count = count;
+  }
+}
+
+template <int MIN_CC, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER> struct Launch {
+  static moelora_status run(const moelora_gemm_launch *, const moelora_exec *) {
+    return moelora_fail(MOELORA_UNSUPPORTED, "not an sm_80 kernel");
+  }
+};
+
+template <class T, int BLOCK_M, int BLOCK_N, int STAGES>
+struct Launch<80, T, BLOCK_M, BLOCK_N, STAGES, 1> {
+  using E = Extent<BLOCK_M, BLOCK_N / 64>;
+
+  template <bool VECTORS>
+  static moelora_status run_as(const moelora_gemm_launch *g, const moelora_exec *exec) {
+    constexpr int SHARED = STAGES * E::STAGE_BYTES + TileAdapters<E, STAGES>::BYTES;
+    static_assert(SHARED <= 166912, "163 KB of shared memory on sm_80");
+    return launch_kernel<gemm_sm80<E, T, STAGES, VECTORS>>(
+        "gemm_sm80", g->blocks.max_blocks * tile_columns<E>(*g), Share<E>::THREADS, SHARED, exec,
+        *g);
+  }
+  static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
+    if (g->x_stride > INT32_MAX)
+      return moelora_fail(MOELORA_UNSUPPORTED, "rows of x are %lld elements apart",
+                          (long long)g->x_stride);
+    if (g->out_f32 && BLOCK_M > MOELORA_FLOAT_ROWS)
+      return moelora_fail(MOELORA_UNSUPPORTED, "float32 results of blocks of %d rows", BLOCK_M);
+    if constexpr (BLOCK_M <= kFewTokens)
+      if (!g->vectors)
+        return run_as<false>(g, exec);
+    if (!g->vectors)
+      return moelora_fail(MOELORA_UNSUPPORTED, "blocks of %d rows need 16-byte alignment", BLOCK_M);
+    return run_as<true>(g, exec);
+  }
+};
+
+} // namespace
+
+moelora_status moelora_cuda_gemm_sm80(const moelora_gemm_launch *g, const moelora_variant *variant,
+                                      const moelora_exec *exec) {
+  return launch_variant<Launch>(g, variant, exec);
+}

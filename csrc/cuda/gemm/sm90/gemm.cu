@@ -1,0 +1,467 @@
+/* Grouped GEMM with LoRA inside, for Hopper: TMA, wgmma, warp specialisation.
+ *
+ *   out[p] = act( w[e] x[p] + B[l, e] hl[p] + bias[e] ) * weight
+ *
+ * One CTA per SM walks over tiles (tile.cuh). A producer warpgroup (gemm/sm90/produce.cuh) fills a
+ * ring of stages (gemm/sm90/ring.cuh); its one or two consumer warpgroups own a pair of 64-row
+ * groups each and multiply with wgmma, whose accumulators lie in registers as mma.sync's do. The
+ * token side of wgmma is sized per tile, so that an expert with few tokens wastes few columns.
+ *
+ * Adapters are more depth: a stage of them holds, for up to 64 (segment, rank) columns, rows of B
+ * beside the shrink results of the tokens that carry the segment's adapter, and zeros for all
+ * others. What the others get added is exactly zero as long as B is finite. Where it is not, no
+ * token's sum stays finite in that row. So the consumers look at two tokens of a tile. If neither
+ * is finite, the CTA walks over its tiles once more, wildly: then the consumers look at B before
+ * they multiply, and what is not finite in it makes the outputs that it belongs to NaN for the
+ * tokens that carry the adapter, and for no others (gemm/sm90/wild.cuh). At ranks that an adapter
+ * does not have B may be anything: there they look at once. */
+#include "cuda/launch/kernel_launch.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/gemm/sm90/produce.cuh"
+#include "cuda/gemm/sm90/wild.cuh"
+#include "cuda/gemm/sm90/tensor_map.h"
+#include "cuda/gemm/common/variants.cuh"
+
+namespace {
+
+/* One group's results for up to 32 tokens from c on, rounded and transposed into a unit: a token's
+ * 64 outputs are a row of 128 bytes, swizzled. */
+template <class T, int N>
+__device__ __forceinline__ void write_unit(const float (&d)[N / 2], int c, uint32_t unit) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+#pragma unroll
+  for (int i = 0; i < kUnitTokens / 8; i += 2) {
+    const int j = c / 8 + i;
+    if (j >= N / 8)
+      break;
+    const int token = 8 * (i + (lane >> 4)) + (lane & 7);
+    const int chunk = warp * 2 + (lane >> 3 & 1);
+    const uint32_t at = unit + token * kRowBytes + ((chunk ^ (token & 7)) << 4);
+    const float *v = &d[4 * j];
+    if (j + 1 < N / 8)
+      store_matrix_x4_trans(at, pack2<T>(v[0], v[1]), pack2<T>(v[2], v[3]), pack2<T>(v[4], v[5]),
+                            pack2<T>(v[6], v[7]));
+    else
+      store_matrix_x2_trans(at, pack2<T>(v[0], v[1]), pack2<T>(v[2], v[3]));
+  }
+}
+
+/* A unit by flat row: a warp writes whole 128-byte lines. */
+template <class S, class T>
+__device__ __forceinline__ void store_rows(const moelora_gemm_launch &g, int first, int c,
+                                           const TileNote &note, int32_t rows, uint32_t unit) {
+  const int thread = threadIdx.x & 127;
+#pragma unroll
+  for (int i = 0; i < kUnitTokens / 16; i++) {
+    const int token = i * 16 + thread / 8, chunk = thread & 7;
+    const int row = __shfl_sync(0xffffffffu, rows, token);
+    if (c + token < note.count && first + chunk * 8 < g.n_out)
+      *(uint4 *)((T *)g.out + output_offset(g, 0, row) + first + chunk * 8) =
+          load_shared_16(unit + token * kRowBytes + ((chunk ^ (token & 7)) << 4));
+  }
+}
+
+/* Until the copy engine has read what this consumer's warps stored, but for the last PENDING stores
+ * of each. */
+template <int PENDING = 0> __device__ __forceinline__ void wait_until_read(int consumer) {
+  if ((threadIdx.x & 31) == 0)
+    tma_store_wait_read<PENDING>();
+  warpgroup_sync(consumer + 1);
+}
+
+/* The stage where the last tile's results lay is free once they have been read. */
+template <class S> __device__ __forceinline__ void return_stage(Ring<S> &ring, int consumer) {
+  if (ring.lent < 0)
+    return;
+  wait_until_read(consumer);
+  ring.release(ring.lent);
+  ring.lent = -1;
+}
+
+/* From accumulators to memory, 32 tokens at a time. Where results lie by position, the copy engine
+ * stores whole boxes, which end within the block, while the next tile is multiplied. One piece of
+ * code for tiles of all widths: there is little room for instructions near the tensor cores. */
+template <class S, class T, Finish FINISH>
+__device__ __forceinline__ void store_tile(float (&d)[2][S::TOKENS / 2], const RowMaps *out_maps,
+                                           const moelora_gemm_launch &g, const TileNote &note,
+                                           int consumer, const Ring<S> &ring) {
+  constexpr int N = S::TOKENS;
+  const int lane = threadIdx.x & 31;
+  constexpr bool GENERAL = FINISH == Finish::GENERAL;
+  constexpr int UNITS = S::OWN_UNITS + S::LENT_UNITS;
+  const bool gated = GENERAL ? g.gated : FINISH == Finish::GATED || FINISH == Finish::SILU;
+  const bool by_position = !GENERAL || g.out_by_position;
+  const bool f32 =
+      FINISH == Finish::PLAIN_F32 || (GENERAL && S::TOKENS <= MOELORA_FLOAT_ROWS && g.out_f32);
+  const int halves = gated ? 1 : 2;
+  const Epilogue<S, FINISH> epilogue(g, note.tile, consumer, T());
+  epilogue.template begin<N>(d, g);
+  if (S::LENT_UNITS == 0)
+    wait_until_read(consumer);
+#pragma unroll
+  for (int c = 0; c < N; c += kUnitTokens) {
+    if (c > 0 && c >= note.count)
+      break;
+    epilogue.template finish<N>(d, g, note.tile.block, c);
+    const int32_t rows = by_position ? 0 : block_row<S>(g, note.tile.block, c + lane);
+    const int index = c / kUnitTokens * halves, end = index + halves;
+    if (!f32 && index <= S::OWN_UNITS && end > S::OWN_UNITS)
+      warpgroup_sync<128 * S::CONSUMERS>(3); // all have multiplied the stage
+    if (!f32 && end > UNITS)
+      wait_until_read<S::LENT_UNITS / 4>(consumer); // its own units once more
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      if (half == halves)
+        break;
+      if (f32)
+        store_f32<S, N>(d[half], g, first_output<S>(g, note.tile.column, 2 * consumer + half), c,
+                        note.tile.block, note.count, rows);
+      else
+        write_unit<T, N>(d[half], c, ring.unit(consumer, index + half));
+    }
+    if (f32)
+      continue;
+    fence_async_proxy();
+    warpgroup_sync(consumer + 1);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      if (half == halves)
+        break;
+      const int first = first_output<S>(g, note.tile.column, 2 * consumer + half);
+      const uint32_t unit = ring.unit(consumer, index + half);
+      if (!by_position)
+        store_rows<S, T>(g, first, c, note, rows, unit);
+      else if (threadIdx.x % 128 == (index + half) % 4 * 32) // the warps take turns
+        tma_store_2d(c + kUnitTokens <= S::TOKENS ? &out_maps->many : &out_maps->few, first,
+                     note.tile.block * S::TOKENS + c, unit);
+    }
+  }
+}
+
+/* Adds the stage at hand, and leaves stage `previous`. Returns true if it looks and something in B
+ * was neither finite nor added. */
+template <class S, class T, int N>
+__device__ __forceinline__ bool add_adapters(float (&d)[2][S::TOKENS / 2],
+                                             const moelora_gemm_launch &g, const Ring<S> &ring,
+                                             int previous, int consumer, bool looks) {
+  constexpr int STRIDE = S::TILES * kPieceGroupBytes;
+  // Two CTAs on an SM fill each other's gaps: there a stage is rather free soon.
+  if (S::RESIDENT > 1)
+    wgmma_wait<0>(), ring.release(previous);
+  ring.wait_full();
+  const PiecesNote note = PiecesNote::read(ring.note());
+  const int first = piece_group<S>(g, 2 * consumer) * kPieceGroupBytes;
+  const int next = piece_group<S>(g, 2 * consumer + 1) * kPieceGroupBytes - first;
+  const uint32_t weights = ring.weights() + first;
+  const bool wild = looks && Wild<S, T>::clear(weights, next, consumer, note.pieces);
+  fence_async_proxy(); // cp.async, or `clear`, wrote through the ordinary proxy
+  if (S::RESIDENT == 1)
+    wgmma_wait<0>(), ring.release(previous);
+  const uint64_t a = wgmma_descriptor_32(weights), b = wgmma_descriptor(ring.tokens());
+  const int step = is_paired(g) ? 4 : 2, up = is_paired(g) ? 2 : 0; // as in gemm/sm90/adapters.cuh
+#pragma unroll 1
+  for (int j = 0; j < note.pieces; j++) {
+    wgmma_fence();
+    Wgmma<N>::template mma<Element<T>::is_bf16>(d[0], a + j * (STRIDE / 16), b + step * j);
+    Wgmma<N>::template mma<Element<T>::is_bf16>(d[1], a + (j * STRIDE + next) / 16,
+                                                b + step * j + up);
+    wgmma_commit();
+  }
+  return wild;
+}
+
+/* What a tile's products leave to be done. */
+enum class Left {
+  NOTHING,
+  TO_LOOK,   // at the sums, for nobody has looked at B
+  TO_POISON, // what belongs to B's infinities
+};
+
+/* The products of a tile, with the token side of wgmma N wide: what d has beyond is for rows that
+ * nobody reads. */
+template <class S, class T, int N>
+__device__ __forceinline__ Left multiply(float (&d)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
+                                         Ring<S> &ring, int consumer, bool again) {
+#pragma unroll
+  for (int i = 0; i < N / 2; i++)
+    d[0][i] = d[1][i] = 0.f;
+
+  const int depth_steps = (g.k + kDepth - 1) / kDepth;
+  int previous = 0;
+#pragma unroll 1
+  for (int step = 0; step < depth_steps; step++) {
+    ring.wait_full();
+    fence_async_proxy(); // cp.async wrote X through the ordinary proxy
+    wgmma_fence();
+    const uint64_t a = wgmma_descriptor(ring.weights() + consumer * 2 * kGroupBytes);
+    const uint64_t b = wgmma_descriptor(ring.tokens());
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      Wgmma<N>::template mma<Element<T>::is_bf16>(d[0], a + 2 * k, b + 2 * k);
+      Wgmma<N>::template mma<Element<T>::is_bf16>(d[1], a + kGroupBytes / 16 + 2 * k, b + 2 * k);
+    }
+    wgmma_commit();
+    if (S::LENT_UNITS > 0 && step == 1)
+      return_stage(ring, consumer);
+    wgmma_wait<1>();
+    if (step > 0)
+      ring.release(previous);
+    previous = ring.stage;
+    ring.advance();
+  }
+  if (S::LENT_UNITS > 0)
+    return_stage(ring, consumer); // of a tile without a second step
+  const AdaptersNote adapters = AdaptersNote::read(ring.note(previous));
+  const bool looks = adapters.ragged || (again && adapters.shared);
+  bool wild = false;
+#pragma unroll 1
+  for (int i = 0; i < adapters.stages; i++) {
+    wild |= add_adapters<S, T, N>(d, g, ring, previous, consumer, looks);
+    previous = ring.stage;
+    ring.advance();
+  }
+  wgmma_wait<0>();
+  if (S::LENT_UNITS > 0)
+    ring.lent = previous;
+  else
+    ring.release(previous);
+  return wild ? Left::TO_POISON : adapters.shared && !looks ? Left::TO_LOOK : Left::NOTHING;
+}
+
+/* With the narrowest wgmma that holds the tile's tokens, from width N on. */
+template <class S, class T, int N>
+__device__ __forceinline__ Left multiply_fitting(float (&d)[2][S::TOKENS / 2],
+                                                 const moelora_gemm_launch &g, Ring<S> &ring,
+                                                 const TileNote &note, int consumer, bool again) {
+  if constexpr (N < S::TOKENS) {
+    if (note.count > N)
+      return multiply_fitting<S, T, N + S::STEP>(d, g, ring, note, consumer, again);
+  }
+  return multiply<S, T, N>(d, g, ring, consumer, again);
+}
+
+/* Whether each row of a tile has a finite sum among the two tokens of its first that a thread
+ * holds: only lanes of the first column say so, whose tokens are real. */
+template <int N> __device__ __forceinline__ bool are_finite(const float (&d)[2][N]) {
+  float most = 0.f;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float *pair = &d[i / 2][i % 2 * 2];
+    const float least = fminf(fabsf(pair[0]), fabsf(pair[1])); // the finite one
+    asm("max.NaN.f32 %0, %0, %1;" : "+f"(most) : "f"(least));
+  }
+  return (threadIdx.x & 3) != 0 || most < __builtin_inff();
+}
+
+template <class S, class T, Finish FINISH>
+__device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_gemm_launch &g,
+                                        Ring<S> &ring, int consumer, bool again) {
+  const int lane = threadIdx.x & 31;
+  for (;;) {
+    ring.wait_full();
+    const TileNote note = TileNote::read(ring.note());
+    if (note.tile.block < 0)
+      break;
+    // Accumulators fill the registers: what the epilogue needs is only brought near.
+#pragma unroll
+    for (int i = 0; i < S::LANES; i++) {
+      const int64_t position = (int64_t)note.tile.block * S::TOKENS + i * 32 + lane;
+      if (!g.out_by_position && i * 32 + lane < note.count)
+        prefetch(&g.blocks.sorted_ids[position]);
+      if (g.weighted && i * 32 + lane < note.count)
+        prefetch(&g.blocks.weights[position]);
+    }
+    float d[2][S::TOKENS / 2];
+    const Left left = multiply_fitting<S, T, S::LEAST>(d, g, ring, note, consumer, again);
+    if (left == Left::TO_LOOK && !are_finite(d))
+      ring.call_wild();
+    if (FINISH == Finish::GATED && g.activation == MOELORA_SILU)
+      store_tile<S, T, Finish::SILU>(d, out_maps, g, note, consumer, ring);
+    else
+      store_tile<S, T, FINISH>(d, out_maps, g, note, consumer, ring);
+    if (left == Left::TO_POISON)
+      Wild<S, T>::poison(g, note, consumer);
+  }
+  tma_store_wait();
+}
+
+/* Whether there is a walk number `walk` over the tiles: a second one only if some are wild. */
+template <class S>
+__device__ __forceinline__ bool is_due(const moelora_gemm_launch &g, Ring<S> &ring, int walk) {
+  return walk < 2 && (walk == 0 || (g.blocks.pairs && ring.is_wild()));
+}
+
+template <class S, class T, Finish FINISH>
+__global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
+    gemm_sm90(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ RowMaps x_maps,
+              const __grid_constant__ RowMaps out_maps, const __grid_constant__ FactorMaps b_maps,
+              const __grid_constant__ moelora_gemm_launch g) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ char shared[];
+  Ring<S> ring(shared);
+  if (threadIdx.x == 0)
+    ring.init(), ring.begin_tame();
+  if constexpr (S::CLUSTER > 1)
+    cluster_sync();
+  else
+    __syncthreads();
+  // With adapters the kernel before is the shrink. It let this one start only after it had itself
+  // waited for all that came before, so that nothing but its own results is missing here.
+  if (!g.blocks.pairs)
+    wait_for_previous_kernel();
+  start_next_kernel();
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
+  if (warpgroup == 0) {
+    // 384 threads start with 168 registers each, 256 with 128; what the producers give is what
+    // consumers can take.
+    if constexpr (S::CONSUMERS == 2)
+      give_registers<120>();
+    else if constexpr (S::TOKENS > 32)
+      give_registers<88>();
+    if (__shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == 0) {
+#pragma unroll 1
+      for (int walk = 0; is_due(g, ring, walk); walk++)
+        stream<S>(&w_map, &x_maps, &b_maps, g, ring);
+    } else {
+#pragma unroll 1
+      for (int walk = 0; is_due(g, ring, walk); walk++)
+        gather<S, T>(g, ring);
+    }
+  } else {
+    if constexpr (S::CONSUMERS == 2)
+      take_registers<192>();
+    else if constexpr (S::TOKENS > 32)
+      take_registers<168>();
+#pragma unroll 1
+    for (int walk = 0; is_due(g, ring, walk); walk++)
+      consume<S, T, FINISH>(&out_maps, g, ring, warpgroup - 1, walk > 0);
+  }
+  // Whoever waits for this kernel relies on the one before it, too.
+  wait_for_previous_kernel();
+  // No CTA leaves while its neighbour may still reach into its memory.
+  if constexpr (S::CLUSTER > 1)
+    cluster_sync();
+#endif
+}
+
+/* ---- host ---- */
+
+struct Maps {
+  CUtensorMap w;
+  RowMaps x, out;
+  FactorMaps b;
+};
+
+/* Boxes of 64 rows by 64 of depth. Row-major weights are [E, half, n, K], where half tells gate
+ * from up whether they follow or alternate; packed ones [E * N/64, K/64, 64, 64]. Rows and depth
+ * past the end read as zeros. */
+moelora_status map_weights(const moelora_gemm_launch *g, bool is_bf16, CUtensorMap *map) {
+  const moelora_weights *w = &g->w;
+  const cuuint64_t experts = w->stride_e ? g->num_experts : 1, row = w->stride_n * 2;
+  const cuuint64_t half = g->interleaved ? row : row * g->n_out;
+  const cuuint64_t n = g->n_out, halves = g->gated ? 2 : 1;
+  cuuint64_t sizes[4] = {(cuuint64_t)w->k, n, halves, experts};
+  cuuint64_t strides[3] = {g->interleaved ? 2 * row : row, half,
+                           w->stride_e ? (cuuint64_t)w->stride_e * 2 : half * halves};
+  if (w->packed) {
+    const cuuint64_t tile = 64 * 64 * 2, depth = w->k / 64;
+    const cuuint64_t packed_sizes[4] = {64, 64, depth, experts * (w->n / 64)};
+    const cuuint64_t packed_strides[3] = {64 * 2, tile, tile * depth};
+    memcpy(sizes, packed_sizes, sizeof sizes);
+    memcpy(strides, packed_strides, sizeof strides);
+  }
+  const cuuint32_t box[4] = {64, 64, 1, 1};
+  return moelora_encode_map(map, is_bf16, 4, w->data, sizes, strides, box);
+}
+
+/* Boxes of 64 columns by `many` and by `few` rows of a matrix that lies by position. */
+moelora_status map_positions(const moelora_gemm_launch *g, bool is_bf16, const void *data,
+                             int64_t columns, int64_t stride, int many, int few, RowMaps *maps) {
+  const cuuint64_t sizes[2] = {(cuuint64_t)columns,
+                               (cuuint64_t)(g->blocks.max_blocks * g->blocks.rows)};
+  const cuuint64_t strides[1] = {(cuuint64_t)stride * 2};
+  const cuuint32_t many_box[2] = {64, (cuuint32_t)many}, few_box[2] = {64, (cuuint32_t)few};
+  moelora_status status =
+      moelora_encode_map(&maps->many, is_bf16, 2, data, sizes, strides, many_box);
+  if (status == MOELORA_OK)
+    status = moelora_encode_map(&maps->few, is_bf16, 2, data, sizes, strides, few_box);
+  return status;
+}
+
+/* Boxes of 16 ranks by a tile's rows, of a gated projection half of them, of each slice of B
+ * [max_loras, E, half, n, ranks]. Of a gated projection with one slice `half` tells gate from up,
+ * as in map_weights; so it does where two slices cut across rows that alternate. What lies beside a
+ * box may be beyond the true rank: little of it is fetched along. */
+template <class S>
+moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, FactorMaps *maps) {
+  const moelora_factors *lora = &g->lora;
+  const bool halved = g->gated && !is_paired(*g);
+  const cuuint64_t n = lora->slice_n / (halved ? 2 : 1);
+  const cuuint32_t box[5] = {16, (cuuint32_t)(g->gated ? S::ROWS / 2 : S::ROWS), 1, 1, 1};
+  moelora_status status = MOELORA_OK;
+  for (int32_t i = 0; i < lora->num_slices && status == MOELORA_OK; i++) {
+    const moelora_factor *b = &lora->b[i];
+    const cuuint64_t row = b->stride_i * 2, alternate = halved && g->interleaved;
+    cuuint64_t sizes[5] = {(cuuint64_t)lora->max_rank, n, halved ? 2u : 1u};
+    cuuint64_t strides[4] = {alternate ? 2 * row : row, alternate ? row : row * n};
+    maps->dims.describe(i, *b, g->num_experts, g->max_loras, row, sizes + 3, strides + 2);
+    status = moelora_encode_map(&maps->slice[i], is_bf16, 5, b->data, sizes, strides, box,
+                                CU_TENSOR_MAP_SWIZZLE_32B, CU_TENSOR_MAP_L2_PROMOTION_L2_64B);
+  }
+  return status;
+}
+
+template <int MIN_CC, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER> struct Launch {
+  static moelora_status run(const moelora_gemm_launch *, const moelora_exec *) {
+    return moelora_fail(MOELORA_UNSUPPORTED, "not an sm_90 kernel");
+  }
+};
+
+template <class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
+struct Launch<90, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
+  using S = GemmShape<BLOCK_M, BLOCK_N / 128, STAGES, CLUSTER>;
+  static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
+    constexpr bool BF16 = Element<T>::is_bf16;
+    Maps maps = {};
+    if (g->out_f32 && BLOCK_M > MOELORA_FLOAT_ROWS)
+      return moelora_fail(MOELORA_UNSUPPORTED, "float32 results of blocks of %d rows", BLOCK_M);
+    if (g->x_divisor.value && g->num_rows / g->x_divisor.value * (g->x_stride / 8) > UINT32_MAX)
+      return moelora_fail(MOELORA_UNSUPPORTED, "x is larger than 64 GB");
+    moelora_status status = map_weights(g, BF16, &maps.w);
+    if (status == MOELORA_OK && g->x_divisor.value == 0)
+      status = map_positions(g, BF16, g->x, g->k, g->x_stride, S::BOX, S::REST_BOX, &maps.x);
+    if (status == MOELORA_OK && g->out_by_position && !g->out_f32)
+      status = map_positions(g, BF16, g->out, g->n_out, g->out_stride[0], kUnitTokens, S::REST_BOX,
+                             &maps.out);
+    if (status == MOELORA_OK && g->blocks.pairs && g->factors_boxes)
+      status = map_factors<S>(g, BF16, &maps.b);
+    if (status != MOELORA_OK)
+      return status;
+    if (g->out_by_position && !g->weighted) {
+      if (!g->out_f32)
+        return g->gated ? launch<Finish::GATED>(g, maps, exec)
+                        : launch<Finish::PLAIN>(g, maps, exec);
+      if constexpr (BLOCK_M <= MOELORA_FLOAT_ROWS)
+        if (!g->gated)
+          return launch<Finish::PLAIN_F32>(g, maps, exec);
+    }
+    if constexpr (CLUSTER == 1)
+      return launch<Finish::GENERAL>(g, maps, exec);
+    return moelora_fail(MOELORA_UNSUPPORTED, "clusters are for whole layers");
+  }
+
+  template <Finish FINISH>
+  static moelora_status launch(const moelora_gemm_launch *g, const Maps &maps,
+                               const moelora_exec *exec) {
+    return launch_kernel<gemm_sm90<S, T, FINISH>, CLUSTER>(
+        "gemm_sm90", g->blocks.max_blocks * tile_columns<S>(*g), S::THREADS, S::SHARED, exec,
+        maps.w, maps.x, maps.out, maps.b, *g);
+  }
+};
+
+} // namespace
+
+moelora_status moelora_cuda_gemm_sm90(const moelora_gemm_launch *g, const moelora_variant *variant,
+                                      const moelora_exec *exec) {
+  return launch_variant<Launch>(g, variant, exec);
+}

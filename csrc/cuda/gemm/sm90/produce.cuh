@@ -1,0 +1,201 @@
+/* The producer warpgroup of a Hopper GEMM. Its first warp feeds the copy engine: weights, factors,
+ * and token rows where they lie by position. The other three gather by cp.async: token rows where
+ * they do not, and shrink results. */
+#ifndef MOELORA_CUDA_SM90_PRODUCE_CUH
+#define MOELORA_CUDA_SM90_PRODUCE_CUH
+
+#include "cuda/gemm/sm90/adapters.cuh"
+#include "cuda/gemm/sm90/gather.cuh"
+
+/* This CTA's share of a depth step's weights. */
+template <class S>
+__device__ __forceinline__ void load_weights(const CUtensorMap *map, const moelora_gemm_launch &g,
+                                             const Tile &tile, int step, const Ring<S> &ring,
+                                             uint64_t policy) {
+  constexpr int SHARE = S::TILES / S::CLUSTER;
+  const int rank = S::CLUSTER > 1 ? (int)cluster_rank() : 0;
+  for (int i = 0; i < SHARE; i++) {
+    const int group = rank * SHARE + i, output = first_output<S>(g, tile.column, group);
+    const uint32_t to = ring.weights() + group * kGroupBytes;
+    int c[4] = {step * kDepth, output, g.gated ? group & 1 : 0, tile.expert};
+    if (g.w.packed) {
+      c[0] = c[1] = 0, c[2] = step;
+      c[3] = (int)((tile.expert * g.w.n + weight_row(g, group, output)) / 64);
+    }
+    if (S::CLUSTER > 1)
+      tma_load_4d_pair(to, map, c[0], c[1], c[2], c[3], ring.full(), policy);
+    else
+      tma_load_4d(to, map, c[0], c[1], c[2], c[3], ring.full(), policy);
+  }
+}
+
+/* The tiles of this CTA, one after the other. */
+template <class S> struct Walk {
+  int index;
+  Tile tile; // block -1 behind the last
+  int count; // rows in use
+
+  __device__ __forceinline__ explicit Walk(const moelora_gemm_launch &g)
+      : index(blockIdx.x / S::CLUSTER) {
+    load(g);
+  }
+  __device__ __forceinline__ bool more() const { return tile.block >= 0; }
+  __device__ __forceinline__ void advance(const moelora_gemm_launch &g) {
+    index += gridDim.x / S::CLUSTER;
+    load(g);
+  }
+  __device__ __forceinline__ void load(const moelora_gemm_launch &g) {
+    const int columns = tile_columns<S>(g);
+    const int units = *g.blocks.num_post / (S::TOKENS * S::CLUSTER);
+    tile.block = -1;
+    if (index >= units * columns)
+      return;
+    tile = tile_at<S, S::CLUSTER>(g, index, columns, units);
+    if (S::CLUSTER > 1)
+      tile.block += (int)cluster_rank();
+    count = g.blocks.counts[tile.block];
+  }
+};
+
+/* Copies that bring a block's `count` rows of x: `boxes` of S::BOX, then `rest` of S::REST_BOX. */
+template <class S> struct TokenBoxes {
+  int boxes, rest;
+
+  __device__ __forceinline__ explicit TokenBoxes(int count) {
+    const int left = count % S::BOX;
+    boxes = count / S::BOX + (left > 32 && count - left + S::BOX <= S::TOKENS);
+    rest = (max(count - boxes * S::BOX, 0) + S::REST_BOX - 1) / S::REST_BOX;
+  }
+  __device__ __forceinline__ int rows() const { return boxes * S::BOX + rest * S::REST_BOX; }
+  __device__ __forceinline__ void load(const RowMaps *maps, int k, int row,
+                                       const Ring<S> &ring) const {
+    for (int i = 0; i < boxes; i++)
+      tma_load_2d(ring.tokens() + i * S::BOX * kRowBytes, &maps->many, k, row + i * S::BOX,
+                  ring.full());
+    for (int i = 0, at = boxes * S::BOX; i < rest; i++, at += S::REST_BOX)
+      tma_load_2d(ring.tokens() + at * kRowBytes, &maps->few, k, row + at, ring.full());
+  }
+};
+
+/* Steps of a tile at which its producers have time for what comes next. They wait longest for the
+ * stage that holds the last tile's results; where none does, a little at every step. */
+template <class S> __device__ __forceinline__ int idle_step(int depth_steps, int part) {
+  return min(S::LENT_UNITS > 0 ? S::STAGES - 1 : 1 + part, depth_steps - 1);
+}
+
+/* Tiles of up to so many tokens nearly always hold all tokens of an expert: its weights and factors
+ * are read once, and L2 is told so. Of both or of neither: factors that stay while weights stream
+ * by cost more than the hint brings. */
+constexpr int kStreamingTokens = 128;
+
+/* What comes next is loaded while a tile streams. */
+template <class S>
+__device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *x_maps,
+                                       const FactorMaps *b_maps, const moelora_gemm_launch &g,
+                                       Ring<S> &ring) {
+  const int lane = threadIdx.x & 31, depth_steps = (g.k + kDepth - 1) / kDepth;
+  const uint64_t policy =
+      S::TOKENS <= kStreamingTokens ? evict_first_policy() : evict_normal_policy();
+  Walk<S> next(g);
+  Pairs<S> pairs;
+  if (next.more())
+    pairs.load(g, next.tile.block);
+  while (next.more()) {
+    const Tile tile = next.tile;
+    const int count = next.count;
+    const TokenBoxes<S> boxes(g.x_divisor.value ? 0 : count);
+    Runs<S> runs;
+    runs.list = ring.runs();
+    int adapter_stages = 0;
+    for (int step = 0; step < depth_steps; step++, ring.advance()) {
+      if (step == idle_step<S>(depth_steps, 0))
+        adapter_stages = pairs.find(g, tile, runs);
+      if (step == idle_step<S>(depth_steps, 1))
+        next.advance(g);
+      if (step == idle_step<S>(depth_steps, 2) && next.more())
+        pairs.load(g, next.tile.block);
+      ring.wait_empty();
+      if (step == depth_steps - 1) {
+        const AdaptersNote adapters = note_of(runs, count, adapter_stages);
+        if (lane == 0)
+          adapters.write(ring.note());
+      }
+      if (lane == 0) {
+        if (step == 0)
+          TileNote{tile, count}.write(ring.note());
+        barrier_expect(ring.full(), S::W_BYTES + boxes.rows() * kRowBytes);
+        load_weights<S>(w_map, g, tile, step, ring, policy);
+        boxes.load(x_maps, step * kDepth, tile.block * S::TOKENS, ring);
+      }
+      __syncwarp();
+    }
+    PieceCursor cursor;
+    for (int i = 0; i < adapter_stages; i++, ring.advance()) {
+      const int pieces = pieces_in(g, runs, i);
+      ring.wait_empty();
+      if (lane == 0) {
+        PiecesNote{pieces}.write(ring.note());
+        barrier_expect(ring.full(), g.factors_boxes ? pieces * S::TILES * kPieceGroupBytes : 0);
+      }
+      if (g.factors_boxes)
+        load_factors<S>(b_maps, g, tile, runs, pieces, cursor, ring, policy);
+      __syncwarp();
+    }
+  }
+  ring.wait_empty();
+  if (lane == 0) {
+    TileNote{{-1, 0, 0}, 0}.write(ring.note());
+    barrier_arrive(ring.full());
+  }
+}
+
+template <class S, class T>
+__device__ __forceinline__ void gather(const moelora_gemm_launch &g, Ring<S> &ring) {
+  const int thread = threadIdx.x - 32, depth_steps = (g.k + kDepth - 1) / kDepth;
+  Gather<S::TOKENS> rows(thread);
+  Walk<S> next(g);
+  const auto find_rows = [&] {
+    if (next.more() && g.x_divisor.value)
+      rows.find(g, next.count, [&](int t) { return next.tile.block * S::TOKENS + t; });
+  };
+  find_rows();
+  while (next.more()) {
+    const Tile tile = next.tile;
+    const int count = next.count;
+    rows.begin(g);
+    Runs<S> runs;
+    runs.list = ring.runs();
+    int adapter_stages = 0;
+    for (int step = 0; step < depth_steps; step++, ring.advance()) {
+      if (step == idle_step<S>(depth_steps, 0)) {
+        Pairs<S> pairs;
+        pairs.load(g, tile.block);
+        adapter_stages = pairs.find(g, tile, runs);
+      }
+      if (step == idle_step<S>(depth_steps, 1))
+        next.advance(g);
+      if (step == idle_step<S>(depth_steps, 2))
+        find_rows();
+      ring.wait_empty();
+      if (g.x_divisor.value)
+        rows.copy(ring.tokens());
+      barrier_arrive_after_copies(ring.full());
+    }
+
+    if (adapter_stages > 0)
+      wait_for_previous_kernel(); // it is the shrink
+    PieceCursor cursor;
+    for (int i = 0; i < adapter_stages; i++, ring.advance()) {
+      const int pieces = pieces_in(g, runs, i);
+      ring.wait_empty();
+      if (!g.factors_boxes)
+        copy_factors<S, T, kGatherers>(g, tile, runs, pieces, cursor, ring, thread);
+      copy_shrunk<S, T, kGatherers>(g, tile, runs, pieces, cursor, count, ring, thread);
+      barrier_arrive_after_copies(ring.full());
+    }
+  }
+  ring.wait_empty();
+  barrier_arrive_after_copies(ring.full());
+}
+
+#endif

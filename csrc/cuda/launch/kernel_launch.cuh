@@ -1,0 +1,123 @@
+/* Starting a kernel: dynamic shared memory, programmatic dependent launch, and its failure. */
+#ifndef MOELORA_CUDA_KERNEL_LAUNCH_CUH
+#define MOELORA_CUDA_KERNEL_LAUNCH_CUH
+
+#include "cuda/launch/launch.h"
+
+constexpr int kMaxDevices = 64;
+/* Shared memory that every GPU from sm_80 on gives a CTA. */
+constexpr size_t kPortableShared = 99 * 1024;
+
+inline cudaLaunchAttribute cluster_of(unsigned blocks) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {blocks, 1, 1};
+  return attribute;
+}
+
+/* Blocks of KERNEL, in clusters of CLUSTER, that the device of `exec` holds at once: clusters lie
+ * within a group of SMs, and do not fill each of these. Asked once for each device, where the
+ * kernel also gets its shared memory; races write the same values. */
+template <auto KERNEL, int CLUSTER = 1>
+cudaError_t resident_blocks(int threads, size_t shared_bytes, const moelora_exec *exec,
+                            int64_t *blocks) {
+  static int32_t cache[kMaxDevices];
+  int32_t *known = &cache[exec->device_index % kMaxDevices];
+  if (*known == 0) {
+    cudaFuncAttributes attributes;
+    cudaError_t error = cudaFuncGetAttributes(&attributes, KERNEL);
+    if (error == cudaSuccess && (size_t)attributes.maxDynamicSharedSizeBytes < shared_bytes)
+      error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   (int)shared_bytes);
+    int count = 0;
+    if (error == cudaSuccess && CLUSTER > 1) {
+      cudaLaunchAttribute cluster = cluster_of(CLUSTER);
+      cudaLaunchConfig_t config = {};
+      config.gridDim = dim3(CLUSTER);
+      config.blockDim = dim3((unsigned)threads);
+      config.dynamicSmemBytes = shared_bytes;
+      config.attrs = &cluster;
+      config.numAttrs = 1;
+      error = cudaOccupancyMaxActiveClusters(&count, KERNEL, &config);
+    } else if (error == cudaSuccess) {
+      error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, KERNEL, threads, shared_bytes);
+      count *= moelora_cuda_num_sms(exec->device_index);
+    }
+    if (error != cudaSuccess)
+      return error;
+    *known = (count > 0 ? count : 1) * CLUSTER;
+  }
+  *blocks = *known;
+  return cudaSuccess;
+}
+
+/* Queues KERNEL(args...) on `blocks` blocks, in clusters of CLUSTER. It may start while its
+ * predecessor drains, so every kernel must wait_for_previous_kernel() before it touches memory. */
+template <auto KERNEL, int CLUSTER, class... Args>
+moelora_status launch_blocks(const char *name, int64_t blocks, int threads, size_t shared_bytes,
+                             const moelora_exec *exec, Args... args) {
+  cudaLaunchAttribute attributes[2] = {};
+  unsigned count = 0;
+  if (moelora_cuda_can_overlap()) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (CLUSTER > 1)
+    attributes[count++] = cluster_of(CLUSTER);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3((unsigned)blocks);
+  config.blockDim = dim3((unsigned)threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = (cudaStream_t)exec->stream;
+  config.attrs = attributes;
+  config.numAttrs = count;
+  return moelora_cuda_check(cudaLaunchKernelEx(&config, KERNEL, args...), name);
+}
+
+/* The same on at most `waves` times as many blocks as are resident at once; the kernel walks over
+ * the `work` blocks there would be. */
+template <auto KERNEL, int CLUSTER = 1, class... Args>
+moelora_status launch_waves(int waves, const char *name, int64_t work, int threads,
+                            size_t shared_bytes, const moelora_exec *exec, Args... args) {
+  if (work == 0)
+    return MOELORA_OK;
+  int64_t resident = 0;
+  cudaError_t error = resident_blocks<KERNEL, CLUSTER>(threads, shared_bytes, exec, &resident);
+  if (error != cudaSuccess)
+    return moelora_cuda_check(error, name);
+  const int64_t blocks = (work < waves * resident ? work : waves * resident) / CLUSTER * CLUSTER;
+  return launch_blocks<KERNEL, CLUSTER>(name, blocks, threads, shared_bytes, exec, args...);
+}
+
+/* One wave: all blocks are resident at once. */
+template <auto KERNEL, int CLUSTER = 1, class... Args>
+moelora_status launch_kernel(const char *name, int64_t work, int threads, size_t shared_bytes,
+                             const moelora_exec *exec, Args... args) {
+  return launch_waves<KERNEL, CLUSTER>(1, name, work, threads, shared_bytes, exec, args...);
+}
+
+/* Queues KERNEL(args...) on at most `per_sm` blocks per SM and at most `work`, all of them resident
+ * from the start, so that they may wait for each other. Not started before its predecessor ends. */
+template <auto KERNEL, class... Args>
+moelora_status launch_cooperative(const char *name, int64_t work, int threads, size_t shared_bytes,
+                                  int per_sm, const moelora_exec *exec, Args... args) {
+  int64_t resident = 0;
+  cudaError_t error = resident_blocks<KERNEL>(threads, shared_bytes, exec, &resident);
+  if (error != cudaSuccess)
+    return moelora_cuda_check(error, name);
+  const int64_t most = (int64_t)per_sm * moelora_cuda_num_sms(exec->device_index);
+  resident = resident < most ? resident : most;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3((unsigned)(work < resident ? work : resident));
+  config.blockDim = dim3((unsigned)threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = (cudaStream_t)exec->stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return moelora_cuda_check(cudaLaunchKernelEx(&config, KERNEL, args...), name);
+}
+
+#endif

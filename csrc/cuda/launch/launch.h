@@ -1,0 +1,146 @@
+/* What the CUDA files of a layer ask of each other. Every function queues work on `stream` and
+ * returns a status; pointers are device memory unless said otherwise; strides count elements. */
+#ifndef MOELORA_CUDA_LAUNCH_H
+#define MOELORA_CUDA_LAUNCH_H
+
+#include <cuda_runtime.h>
+
+#include "core/backend.h"
+#include "cuda/launch/divisor.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Above every rank, so that adapter and true rank share a word: a pair is adapter * kRanks + rank.
+ */
+constexpr int32_t kRanks = 4096;
+
+/* Ranks that a slice of shrink results takes: 16 of them never belong to two slices. */
+static inline __host__ __device__ int32_t moelora_padded_rank(int32_t rank) {
+  return (rank + 15) / 16 * 16;
+}
+
+/* The rows of one expert that carry one adapter. They follow each other by position, `share` to a
+ * block. */
+typedef struct moelora_segment {
+  int32_t pair; /* adapter * kRanks + true rank; -1: nothing to add */
+  int32_t position, count, share;
+} moelora_segment;
+
+/* Projections over one alignment, at most. */
+#define MOELORA_PROJECTIONS 2
+
+/* Routed rows dealt to blocks of one expert each, in the order of their adapters. Block b holds
+ * counts[b] rows from position b * rows on; what follows up to (b + 1) * rows is padding. The rows
+ * of an expert are spread evenly, in eights, over the fewest blocks that hold them. `cluster`
+ * neighbouring blocks always belong to one expert; the last of them may be empty. */
+typedef struct moelora_blocks {
+  int32_t rows, cluster; /* 1, 1: rows lie one after the other */
+  int64_t max_blocks;
+  int32_t *sorted_ids; /* [max_blocks * rows] flat row p; P in padding */
+  int32_t *expert_ids; /* [max_blocks] */
+  int32_t *counts;     /* [max_blocks] */
+  int32_t *pairs;      /* [max_blocks * rows], -1 = base or padding; NULL: no adapters. Adapters
+                        * alone in blocks of one row */
+  int32_t *positions;  /* [P] of each flat row, -1 if it is skipped; NULL: not asked for */
+  float *weights;      /* [max_blocks * rows] routing weights; NULL: not asked for */
+  /* [num_experts * (max_loras + 1)], adapter l of expert e at e * (max_loras + 1) + 1 + l, rows
+   * without an adapter before them; NULL: not asked for */
+  moelora_segment *segments;
+  int32_t *num_post; /* [1], positions in use */
+  int32_t *tickets;  /* [MOELORA_PROJECTIONS], zeros; NULL: not asked for */
+} moelora_blocks;
+
+/* One grouped projection over blocks of rows:
+ *   out[p] = act(x[p / x_divisor] w[e]^T + hl[p] B[l, e]^T + bias[e]) * weight
+ * Kernels take it by value. */
+typedef struct moelora_gemm_launch {
+  moelora_blocks blocks;
+  int32_t *ticket;  /* [1] zero, from which CTAs draw tiles */
+  int32_t num_rows; /* P */
+  int32_t num_experts;
+  int32_t top_k;
+  /* operands */
+  const void *x; /* [P / x_divisor, K], or by position */
+  int64_t x_stride;
+  moelora_divisor x_divisor; /* of value 0: x is by position */
+  int32_t k;
+  moelora_weights w;
+  int32_t n_out; /* outputs per row: I of a gated projection, else N */
+  bool gated;
+  bool interleaved;     /* gate and up rows alternate */
+  bool vectors;         /* x, w and out allow 16-byte accesses */
+  bool factors_vectors; /* the factors B do */
+  bool factors_boxes;   /* and a tensor map covers each slice of them */
+  /* adapters */
+  const void *hl;              /* [position, num_slices * hl_slice] scaled shrink result */
+  int64_t hl_stride, hl_slice; /* hl_slice: max_rank rounded up to 16 */
+  bool hl_by_row;              /* flat row, with any strides: only shrinks of whole segments */
+  moelora_factors lora;        /* num_slices == 0: none */
+  int32_t max_loras;
+  /* epilogue */
+  int32_t activation; /* moelora_activation, or -1 */
+  bool weighted;
+  bool out_f32;
+  bool out_by_position; /* rows out_stride[0] apart */
+  void *out; /* else row p at (p / top_k) * out_stride[0] + (p % top_k) * out_stride[1] */
+  int64_t out_stride[2];
+} moelora_gemm_launch;
+
+/* align.cu: fills the blocks. */
+int64_t moelora_cuda_max_blocks(const moelora_routes *routes, int32_t rows, int32_t cluster);
+/* How many segments an alignment can list; 0 where rows are too few, or pairs too many. */
+int64_t moelora_cuda_count_segments(const moelora_routes *routes);
+size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes, int32_t rows);
+moelora_status moelora_cuda_align_rows(const moelora_routes *routes, const moelora_blocks *blocks,
+                                       void *workspace, size_t workspace_bytes, void *stream);
+
+/* shrink.cu: hl[position, slice * hl_slice + r] = round(s x A^T), zero from the true rank to the
+ * next multiple of 16. Base rows are not written. `vectors`: x and A allow 16-byte accesses;
+ * `hopper`: kernels of sm_90 may be used. */
+moelora_status moelora_cuda_shrink(const moelora_gemm_launch *g, const float *lora_scalings,
+                                   bool vectors, bool hopper, moelora_dtype dtype, void *hl,
+                                   const moelora_exec *exec);
+
+/* shrink_segments.cu, shrink_sm90.cu: the same for whole segments, which the blocks must list. x
+ * and A allow 16-byte accesses. */
+moelora_status moelora_cuda_shrink_segments(const moelora_gemm_launch *g,
+                                            const float *lora_scalings, moelora_dtype dtype,
+                                            void *hl, const moelora_exec *exec);
+bool moelora_cuda_fits_shrink_sm90(const moelora_gemm_launch *g);
+moelora_status moelora_cuda_shrink_sm90(const moelora_gemm_launch *g, const float *lora_scalings,
+                                        moelora_dtype dtype, void *hl, const moelora_exec *exec);
+
+/* gemm/sm80/gemm.cu, gemm/sm90/gemm.cu */
+moelora_status moelora_cuda_gemm_sm80(const moelora_gemm_launch *g, const moelora_variant *variant,
+                                      const moelora_exec *exec);
+moelora_status moelora_cuda_gemm_sm90(const moelora_gemm_launch *g, const moelora_variant *variant,
+                                      const moelora_exec *exec);
+
+/* decode.cu: the whole layer in one launch. */
+size_t moelora_cuda_decode_workspace(const moelora_experts_problem *problem);
+moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
+                                   const moelora_exec *exec);
+
+/* experts.cu: slots of the backend's table */
+size_t moelora_cuda_gemm_workspace(const moelora_gemm_problem *problem,
+                                   const moelora_gemm_plan *plan, const moelora_exec *exec);
+moelora_status moelora_cuda_gemm(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
+                                 const moelora_exec *exec);
+size_t moelora_cuda_experts_workspace(const moelora_experts_problem *problem,
+                                      const moelora_experts_plan *plan, const moelora_exec *exec);
+moelora_status moelora_cuda_experts(const moelora_experts_problem *problem,
+                                    const moelora_experts_plan *plan, const moelora_exec *exec);
+
+/* backend.cu: MOELORA_OK, or the failure of a CUDA call with its name, on which the error is
+ * cleared so that the next call works. */
+moelora_status moelora_cuda_check(cudaError_t error, const char *what);
+int32_t moelora_cuda_num_sms(int32_t device_index);
+/* True if code for the current device knows programmatic dependent launch. */
+bool moelora_cuda_can_overlap(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

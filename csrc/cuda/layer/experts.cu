@@ -1,0 +1,377 @@
+/* One projection, and the layer: the order of launches and what lies in the workspace.
+ *
+ *   align, [scale x], shrink13, w13 + expand + activation, shrink2, w2 + expand, weighted sum
+ *
+ * or, for a handful of tokens, all of it in decode.cu.
+ *
+ * What stays between the projections lies by position in the blocks of rows: the shrink results hl,
+ * h [position, I] and the unsummed outputs z [position, K], so that the copy engine reads and
+ * writes them in boxes. */
+#include "cuda/launch/kernel_launch.cuh"
+#include "cuda/launch/routes.cuh"
+#include "cuda/layer/sum.cuh"
+#include "cuda/ptx/mma.cuh"
+#include "cuda/gemm/common/tile.cuh"
+
+namespace {
+
+constexpr int kThreads = 256;
+
+/* Local expert of flat row p; -1 if the row is skipped. */
+__device__ __forceinline__ int local_expert(const moelora_routes &r, int64_t p) {
+  int64_t expert[1] = {
+      load_id(r.topk_ids, p / r.top_k * r.topk_ids.stride[0] + p % r.top_k * r.topk_ids.stride[1])};
+  local_experts(r, expert);
+  return (int)expert[0];
+}
+
+/* out[p] = 0 for rows whose expert is not here; a warp per row. */
+__global__ void __launch_bounds__(kThreads)
+    zero_skipped(const __grid_constant__ moelora_routes routes, uint16_t *out, int64_t stride_m,
+                 int64_t stride_j, int64_t n) {
+  wait_for_previous_kernel();
+  start_next_kernel();
+  const int64_t warps = (int64_t)gridDim.x * (kThreads / 32);
+  for (int64_t p = (int64_t)blockIdx.x * (kThreads / 32) + threadIdx.x / 32; p < routes.num_rows;
+       p += warps) {
+    if (local_expert(routes, p) >= 0)
+      continue;
+    uint16_t *row = out + p / routes.top_k * stride_m + p % routes.top_k * stride_j;
+    for (int64_t i = threadIdx.x % 32; i < n; i += 32)
+      row[i] = 0;
+  }
+}
+
+/* out[m] = round(weight[m] x[m]). */
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    scale_rows(const T *x, int64_t x_stride, const float *weights, int64_t weights_stride, T *out,
+               int64_t rows, int64_t k) {
+  wait_for_previous_kernel();
+  start_next_kernel();
+  for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < rows * k;
+       i += (int64_t)gridDim.x * kThreads)
+    out[i] = Element<T>::round(weights[i / k * weights_stride] *
+                               Element<T>::to_float(x[i / k * x_stride + i % k]));
+}
+
+struct SumParams {
+  const void *z;            // [position, k]
+  const int32_t *positions; // [M * top_k], -1: skipped
+  const float *weights;     // [M, top_k], or NULL: 1
+  int64_t weights_stride[2];
+  void *out; // [M, k]
+  int64_t out_stride, num_tokens;
+  int32_t top_k, k;
+};
+
+/* out[m] = round(sum over j of weight[m, j] z[position of (m, j)]) in float32, in the order of j. A
+ * thread adds WIDTH neighbouring columns. */
+template <class T, class Z, int WIDTH>
+__global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ SumParams s) {
+  wait_for_previous_kernel();
+  start_next_kernel();
+  const int32_t columns = (s.k + WIDTH - 1) / WIDTH;
+  const int64_t count = s.num_tokens * columns;
+  for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < count;
+       i += (int64_t)gridDim.x * kThreads) {
+    const int64_t m = i / columns, column = i % columns * WIDTH;
+    float sum[WIDTH] = {};
+#pragma unroll 4
+    for (int j = 0; j < s.top_k; j++) {
+      const int64_t position = s.positions[m * s.top_k + j];
+      const float weight =
+          s.weights ? s.weights[m * s.weights_stride[0] + j * s.weights_stride[1]] : 1.f;
+      if (position < 0)
+        continue;
+      add_columns(sum, (const Z *)s.z + position * s.k + column, weight);
+    }
+    __align__(16) T rounded[WIDTH];
+#pragma unroll
+    for (int c = 0; c < WIDTH; c++)
+      rounded[c] = Element<T>::round(sum[c]);
+    T *to = (T *)s.out + m * s.out_stride + column;
+    if constexpr (WIDTH > 1)
+      *(uint4 *)to = *(const uint4 *)rounded;
+    else
+      *to = rounded[0];
+  }
+}
+
+int64_t blocks_for(int64_t threads) {
+  return (threads + kThreads - 1) / kThreads;
+}
+
+template <class T, class Z, int WIDTH>
+moelora_status sum_as(const SumParams &s, const moelora_exec *exec) {
+  return launch_kernel<sum_rows<T, Z, WIDTH>>(
+      "sum_rows", blocks_for(s.num_tokens * ((s.k + WIDTH - 1) / WIDTH)), kThreads, 0, exec, s);
+}
+
+template <class T>
+moelora_status sum(const moelora_experts_problem *p, const int32_t *positions, const void *z,
+                   bool z_f32, const moelora_exec *exec) {
+  const moelora_routes *routes = &p->routes;
+  const SumParams s = {z,
+                       positions,
+                       p->apply_router_weight_on_input ? nullptr : routes->topk_weights,
+                       {routes->topk_weights_stride[0], routes->topk_weights_stride[1]},
+                       p->out,
+                       p->out_stride,
+                       routes->num_tokens,
+                       routes->top_k,
+                       (int32_t)p->hidden};
+  const bool vectors = moelora_is_vector_row(p->out, p->out_stride, p->hidden);
+  if (z_f32)
+    return vectors ? sum_as<T, float, 8>(s, exec) : sum_as<T, float, 1>(s, exec);
+  return vectors ? sum_as<T, T, 8>(s, exec) : sum_as<T, T, 1>(s, exec);
+}
+
+/* ---- workspace ---- */
+
+struct Alignment {
+  moelora_blocks blocks;
+  void *scratch;
+  size_t scratch_bytes;
+};
+
+Alignment take_alignment(moelora_arena *arena, const moelora_routes *routes,
+                         const moelora_gemm_plan *plan, bool summed, bool weighted) {
+  Alignment a;
+  moelora_blocks *blocks = &a.blocks;
+  blocks->rows = plan->block_rows;
+  blocks->cluster = plan->variant->cluster;
+  blocks->max_blocks = moelora_cuda_max_blocks(routes, blocks->rows, blocks->cluster);
+  const size_t count = (size_t)blocks->max_blocks, rows = count * blocks->rows;
+  blocks->sorted_ids = (int32_t *)moelora_take(arena, 4 * rows);
+  blocks->expert_ids = (int32_t *)moelora_take(arena, 4 * count);
+  blocks->counts = (int32_t *)moelora_take(arena, 4 * count);
+  blocks->pairs =
+      routes->token_lora_mapping.data ? (int32_t *)moelora_take(arena, 4 * rows) : nullptr;
+  blocks->positions =
+      summed ? (int32_t *)moelora_take(arena, 4 * (size_t)routes->num_rows) : nullptr;
+  blocks->weights = weighted ? (float *)moelora_take(arena, 4 * rows) : nullptr;
+  blocks->num_post = (int32_t *)moelora_take(arena, 4);
+  blocks->tickets = (int32_t *)moelora_take(arena, 4 * MOELORA_PROJECTIONS);
+  const size_t segments = (size_t)moelora_cuda_count_segments(routes);
+  blocks->segments =
+      segments ? (moelora_segment *)moelora_take(arena, segments * sizeof(moelora_segment))
+               : nullptr;
+  a.scratch_bytes = moelora_cuda_align_rows_workspace(routes, blocks->rows);
+  a.scratch = moelora_take(arena, a.scratch_bytes);
+  return a;
+}
+
+moelora_status align(const Alignment *a, const moelora_routes *routes, const moelora_exec *exec) {
+  return moelora_cuda_align_rows(routes, &a->blocks, a->scratch, a->scratch_bytes, exec->stream);
+}
+
+/* Rows of what lies by position. */
+size_t positions(const Alignment *a) {
+  return (size_t)a->blocks.max_blocks * a->blocks.rows;
+}
+
+void *take_shrunk(moelora_arena *arena, const Alignment *a, const moelora_factors *f) {
+  if (f->num_slices == 0)
+    return nullptr;
+  return moelora_take(arena, 2 * positions(a) * f->num_slices * moelora_padded_rank(f->max_rank));
+}
+
+/* ---- one projection over an alignment ---- */
+
+moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
+                               const moelora_weights *w, const moelora_factors *lora) {
+  moelora_gemm_launch g = {};
+  g.blocks = a->blocks;
+  g.ticket = a->blocks.tickets;
+  g.num_rows = (int32_t)routes->num_rows;
+  g.num_experts = routes->num_experts;
+  g.top_k = routes->top_k;
+  g.k = (int32_t)w->k;
+  g.w = *w;
+  g.n_out = (int32_t)w->n;
+  g.activation = -1;
+  if (lora->num_slices == 0)
+    g.blocks.pairs = nullptr;
+  if (g.blocks.pairs) {
+    g.lora = *lora;
+    g.max_loras = routes->max_loras;
+    g.hl_slice = moelora_padded_rank(lora->max_rank);
+    g.hl_stride = g.hl_slice * lora->num_slices;
+    g.factors_vectors =
+        lora->max_rank % 8 == 0 && moelora_are_vector_factors(lora->b, lora->num_slices);
+  }
+  return g;
+}
+
+moelora_status project(moelora_gemm_launch *g, const moelora_gemm_plan *plan,
+                       const moelora_routes *routes, void *hl, const moelora_exec *exec) {
+  const bool x_vectors = moelora_is_vector_row(g->x, g->x_stride, g->k);
+  g->vectors = x_vectors && moelora_is_vector_row(g->out, g->out_stride[0], g->n_out) &&
+               g->out_stride[1] % 8 == 0 && moelora_is_vector_weights(&g->w);
+  if (g->blocks.pairs) {
+    const bool cut = g->gated && g->interleaved && g->lora.num_slices == 2;
+    g->factors_boxes = moelora_are_vector_factors(g->lora.b, g->lora.num_slices) &&
+                       !(cut && g->lora.slice_n % 2 != 0);
+    for (int32_t i = 0; i < g->lora.num_slices; i++)
+      g->factors_boxes = g->factors_boxes && g->lora.b[i].stride_i > 0;
+    const bool vectors = x_vectors && moelora_are_vector_factors(g->lora.a, g->lora.num_slices);
+    moelora_status status =
+        moelora_cuda_shrink(g, routes->lora_scalings, vectors, plan->variant->needs >= 90,
+                            plan->variant->dtype, hl, exec);
+    if (status != MOELORA_OK)
+      return status;
+    g->hl = hl;
+  }
+  return plan->variant->needs >= 90 ? moelora_cuda_gemm_sm90(g, plan->variant, exec)
+                                    : moelora_cuda_gemm_sm80(g, plan->variant, exec);
+}
+
+moelora_status check_rank(const moelora_factors *lora) {
+  if (lora->num_slices > 0 && lora->max_rank >= kRanks)
+    return moelora_fail(MOELORA_UNSUPPORTED, "rank %d: the GPU kernels take ranks below %d",
+                        lora->max_rank, kRanks);
+  return MOELORA_OK;
+}
+
+struct GemmLayout {
+  Alignment alignment;
+  void *hl;
+  size_t bytes;
+};
+
+GemmLayout lay_out_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *plan, void *base) {
+  moelora_arena arena = {(char *)base, 0};
+  GemmLayout l;
+  l.alignment = take_alignment(&arena, &p->routes, plan, false, p->mul_routed_weight);
+  l.hl = take_shrunk(&arena, &l.alignment, &p->lora);
+  l.bytes = arena.used;
+  return l;
+}
+
+struct ExpertsLayout {
+  Alignment alignment;
+  void *x; /* scaled hidden states; only with apply_router_weight_on_input */
+  void *hl13, *h, *hl2, *z;
+  size_t bytes;
+};
+
+ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_experts_plan *plan,
+                              void *base) {
+  moelora_arena arena = {(char *)base, 0};
+  ExpertsLayout l;
+  l.alignment = take_alignment(&arena, &p->routes, &plan->w13, true, false);
+  l.x = p->apply_router_weight_on_input
+            ? moelora_take(&arena, 2 * (size_t)(p->routes.num_tokens * p->hidden))
+            : nullptr;
+  l.hl13 = take_shrunk(&arena, &l.alignment, &p->w13_lora);
+  l.h = moelora_take(&arena, 2 * positions(&l.alignment) * p->intermediate);
+  l.hl2 = take_shrunk(&arena, &l.alignment, &p->w2_lora);
+  l.z = moelora_take(&arena, (plan->partial_f32 ? 4 : 2) * positions(&l.alignment) * p->hidden);
+  l.bytes = arena.used;
+  return l;
+}
+
+template <class T>
+moelora_status run_experts(const moelora_experts_problem *p, const moelora_experts_plan *plan,
+                           const moelora_exec *exec) {
+  const ExpertsLayout l = lay_out_experts(p, plan, exec->workspace);
+  const moelora_routes *routes = &p->routes;
+  moelora_status status = check_rank(&p->w13_lora);
+  if (status == MOELORA_OK)
+    status = check_rank(&p->w2_lora);
+  if (status == MOELORA_OK)
+    status = align(&l.alignment, routes, exec);
+  if (status != MOELORA_OK)
+    return status;
+
+  moelora_gemm_launch g = projection(&l.alignment, routes, &p->w13, &p->w13_lora);
+  g.x = p->x;
+  g.x_stride = p->x_stride;
+  if (p->apply_router_weight_on_input) {
+    status = launch_kernel<scale_rows<T>>("scale_rows", blocks_for(routes->num_tokens * p->hidden),
+                                          kThreads, 0, exec, (const T *)p->x, p->x_stride,
+                                          routes->topk_weights, routes->topk_weights_stride[0],
+                                          (T *)l.x, routes->num_tokens, p->hidden);
+    if (status != MOELORA_OK)
+      return status;
+    g.x = l.x;
+    g.x_stride = p->hidden;
+  }
+  g.x_divisor = moelora_divisor_of(routes->top_k);
+  g.n_out = (int32_t)p->intermediate;
+  g.gated = p->activation != MOELORA_RELU2;
+  g.interleaved = p->activation == MOELORA_SWIGLUOAI;
+  g.activation = p->activation;
+  g.out = l.h;
+  g.out_by_position = true;
+  g.out_stride[0] = p->intermediate;
+  status = project(&g, &plan->w13, routes, l.hl13, exec);
+  if (status != MOELORA_OK)
+    return status;
+
+  g = projection(&l.alignment, routes, &p->w2, &p->w2_lora);
+  g.ticket = l.alignment.blocks.tickets + 1;
+  g.x = l.h;
+  g.x_stride = p->intermediate;
+  g.x_divisor = moelora_divisor_of(0);
+  g.out_f32 = plan->partial_f32;
+  g.out = l.z;
+  g.out_by_position = true;
+  g.out_stride[0] = p->hidden;
+  status = project(&g, &plan->w2, routes, l.hl2, exec);
+  if (status != MOELORA_OK)
+    return status;
+
+  return sum<T>(p, l.alignment.blocks.positions, l.z, plan->partial_f32, exec);
+}
+
+} // namespace
+
+size_t moelora_cuda_gemm_workspace(const moelora_gemm_problem *problem,
+                                   const moelora_gemm_plan *plan, const moelora_exec *exec) {
+  (void)exec;
+  return lay_out_gemm(problem, plan, nullptr).bytes;
+}
+
+moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *plan,
+                                 const moelora_exec *exec) {
+  const GemmLayout l = lay_out_gemm(p, plan, exec->workspace);
+  const moelora_routes *routes = &p->routes;
+  moelora_status status = check_rank(&p->lora);
+  if (status == MOELORA_OK)
+    status = align(&l.alignment, routes, exec);
+  if (status != MOELORA_OK)
+    return status;
+  status = launch_kernel<zero_skipped>("zero_skipped", blocks_for(32 * routes->num_rows), kThreads,
+                                       0, exec, *routes, (uint16_t *)p->out, p->out_stride[0],
+                                       p->out_stride[1], p->w.n);
+  if (status != MOELORA_OK)
+    return status;
+
+  moelora_gemm_launch g = projection(&l.alignment, routes, &p->w, &p->lora);
+  g.x = p->x;
+  g.x_stride = p->x_stride;
+  g.x_divisor = moelora_divisor_of(p->x_per_row ? 1 : routes->top_k);
+  g.weighted = p->mul_routed_weight;
+  g.out = p->out;
+  g.out_stride[0] = p->out_stride[0];
+  g.out_stride[1] = p->out_stride[1];
+  return project(&g, plan, routes, l.hl, exec);
+}
+
+size_t moelora_cuda_experts_workspace(const moelora_experts_problem *problem,
+                                      const moelora_experts_plan *plan, const moelora_exec *exec) {
+  (void)exec;
+  if (plan->w13.variant->decode)
+    return moelora_cuda_decode_workspace(problem);
+  return lay_out_experts(problem, plan, nullptr).bytes;
+}
+
+moelora_status moelora_cuda_experts(const moelora_experts_problem *problem,
+                                    const moelora_experts_plan *plan, const moelora_exec *exec) {
+  if (plan->w13.variant->decode)
+    return moelora_cuda_decode(problem, exec);
+  return problem->dtype == MOELORA_BF16 ? run_experts<__nv_bfloat16>(problem, plan, exec)
+                                        : run_experts<__half>(problem, plan, exec);
+}

@@ -1,0 +1,67 @@
+/* Weights in 64 x 64 tiles: w [E, N, K] -> out [E, N/64, K/64, 64, 64].
+ *
+ * A CTA copies one tile at a time: 64 rows of 64 elements, which lie `stride_n` apart in w and one
+ * after the other in out. Threads take vectors of the tile in memory order, so that stores are one
+ * burst and loads are whole rows. 16-byte vectors where w is aligned for them, else elements. */
+#include "cuda/backend.h"
+#include "cuda/launch/launch.h"
+
+constexpr int THREADS = 256;
+
+struct pack_sizes {
+  const void *from;
+  void *to;
+  int64_t row_tiles, k_tiles, num_tiles; /* N/64, K/64, E * N/64 * K/64 */
+  int64_t stride_e, stride_n;            /* in elements */
+  int element_bytes, row_shift;          /* 64 elements are 2^row_shift vectors */
+};
+
+template <typename Vector>
+static __global__ void __launch_bounds__(THREADS) pack(const pack_sizes p) {
+  const int row_vectors = 1 << p.row_shift, tile_vectors = MOELORA_PACK << p.row_shift;
+  for (int64_t tile = blockIdx.x; tile < p.num_tiles; tile += gridDim.x) {
+    const int64_t expert = tile / (p.row_tiles * p.k_tiles);
+    const int64_t row_tile = tile / p.k_tiles % p.row_tiles, k_tile = tile % p.k_tiles;
+    const int64_t corner = expert * p.stride_e + row_tile * MOELORA_PACK * p.stride_n +
+                           k_tile * MOELORA_PACK; /* in elements */
+    for (int i = threadIdx.x; i < tile_vectors; i += THREADS) {
+      const int64_t row = corner + (i >> p.row_shift) * p.stride_n;
+      const char *from = (const char *)p.from + row * p.element_bytes;
+      ((Vector *)p.to)[tile * tile_vectors + i] = ((const Vector *)from)[i & (row_vectors - 1)];
+    }
+  }
+}
+
+template <typename Vector>
+static void launch_pack(const pack_sizes &p, uint32_t ctas, cudaStream_t stream) {
+  pack<Vector><<<ctas, THREADS, 0, stream>>>(p);
+}
+
+extern "C" moelora_status moelora_cuda_pack(const moelora_pack_problem *problem,
+                                            const moelora_exec *exec) {
+  const moelora_weights *w = &problem->w;
+  const int64_t bytes = problem->element_bytes;
+  pack_sizes p = {};
+  p.from = w->data;
+  p.to = problem->out;
+  p.row_tiles = w->n / MOELORA_PACK;
+  p.k_tiles = w->k / MOELORA_PACK;
+  p.num_tiles = problem->num_experts * p.row_tiles * p.k_tiles;
+  p.stride_e = w->stride_e;
+  p.stride_n = w->stride_n;
+  if (p.num_tiles == 0)
+    return MOELORA_OK;
+  const uint32_t ctas = (uint32_t)(p.num_tiles < INT32_MAX ? p.num_tiles : INT32_MAX);
+  const cudaStream_t stream = (cudaStream_t)exec->stream;
+  const bool aligned = (uintptr_t)w->data % 16 == 0 && (uintptr_t)problem->out % 16 == 0 &&
+                       w->stride_e * bytes % 16 == 0 && w->stride_n * bytes % 16 == 0;
+  p.element_bytes = (int)bytes;
+  p.row_shift = !aligned ? 6 : bytes == 2 ? 3 : 4;
+  if (aligned)
+    launch_pack<uint4>(p, ctas, stream);
+  else if (bytes == 2)
+    launch_pack<uint16_t>(p, ctas, stream);
+  else
+    launch_pack<uint32_t>(p, ctas, stream);
+  return moelora_cuda_check(cudaGetLastError(), "pack");
+}
