@@ -214,6 +214,9 @@ typedef struct moelora_gemm_plan {
 typedef struct moelora_experts_plan {
   moelora_gemm_plan w13, w2; /* with the same block_rows: both run on one alignment */
   bool partial_f32; /* rows of w2 wait for the top-k sum in float32, else in the compute dtype */
+  /* Of a `decode` variant: what serves w13 and w2 where the context holds fewer of its CTAs at once
+   * than the device, as under a green context. Its workspace is asked for, too. */
+  const moelora_variant *staged;
 } moelora_experts_plan;
 
 /* Adapters alone. */

@@ -291,6 +291,11 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
   const moelora_device_info seen = limited(device);
   prefer_tuned(moelora_tuned_variant(problem, &seen), &access, device, &plan->w13);
   plan->w2 = plan->w13;
+  if (plan->w13.variant->decode) {
+    access.decode = false;
+    plan->staged =
+        choose(&seen, problem->dtype, pick_cuda_shape(rows_per_expert(&problem->routes)), &access);
+  }
   /* Rows that wait for their sum do so in float32, so that the sum alone rounds, where they are
    * few; elsewhere their traffic would cost a twentieth to a fifth of the layer. */
   plan->partial_f32 = device->device == MOELORA_CPU || plan->w2.block_rows <= MOELORA_FLOAT_ROWS;

@@ -1,6 +1,6 @@
 /* Adapters alone: which launches, in which order, and what lies in the workspace.
  *
- *   [sort] -> shrink -> expand [-> combine]
+ *   resolve -> [sort] -> shrink -> expand [-> combine]
  *
  * or, of few rows, shrink and expand in one launch. h and whatever waits for a sum is stored by
  * flat row. Few rows are sorted by each CTA for itself, or not at all: where pairs hardly repeat,
@@ -143,8 +143,7 @@ extern "C" delta_sorted delta_take_sorted(const moelora_routes *routes, moelora_
   if (segments > 0 && routes->num_rows >= DELTA_LONG_ROWS * routes->num_experts)
     sorted.segments =
         (moelora_segment *)moelora_take(arena, sizeof(moelora_segment) * (size_t)segments);
-  sorted.scratch_bytes = moelora_cuda_align_rows_workspace(routes, 1);
-  sorted.scratch = moelora_take(arena, sorted.scratch_bytes);
+  sorted.scratch = moelora_take(arena, moelora_cuda_align_rows_workspace(routes, 1));
   return sorted;
 }
 
@@ -158,8 +157,7 @@ extern "C" moelora_status delta_sort(const moelora_routes *routes, const delta_s
                                  .pairs = sorted->adapter,
                                  .segments = sorted->segments,
                                  .num_post = sorted->count};
-  return moelora_cuda_align_rows(routes, &blocks, sorted->scratch, sorted->scratch_bytes,
-                                 exec->stream);
+  return moelora_cuda_align_rows(routes, &blocks, sorted->scratch, exec->stream);
 }
 
 namespace {
@@ -288,6 +286,8 @@ moelora_status add_up(const delta_expand *e, const Waiting *z, int64_t columns, 
 /* ---- one adapter ---- */
 
 struct DeltaLayout {
+  moelora_routes routes; // resolved
+  moelora_list_blocks lists;
   delta_order order;
   delta_sorted sorted;
   void *h;
@@ -300,9 +300,12 @@ DeltaLayout lay_out(const moelora_delta_problem *p, void *base) {
   moelora_arena arena = {(char *)base, 0};
   DeltaLayout l = {};
   const bool listed = p->lists.sorted_token_ids;
+  l.routes = moelora_cuda_take_routes(&p->routes, false, &arena);
+  if (listed)
+    l.lists = moelora_cuda_take_lists(&p->lists, p->routes.max_loras, true, &arena);
   l.order = listed ? DELTA_LISTED : order_for(&p->routes, pair_bytes(&p->lora, p->k, p->x, p->out));
   if (l.order == DELTA_SORTED)
-    l.sorted = delta_take_sorted(&p->routes, &arena);
+    l.sorted = delta_take_sorted(&l.routes, &arena);
   if (!p->h)
     l.h = moelora_take(&arena, shrunk_bytes(&p->routes, &p->lora));
   if (p->sum_top_k) {
@@ -339,9 +342,9 @@ extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
                         "silu_and_mul of %d slices: the GPU kernels take 1 or an even number",
                         p->lora.num_slices);
   const DeltaLayout l = lay_out(p, exec->workspace);
-  const moelora_routes *routes = &p->routes;
+  const moelora_routes *routes = &l.routes;
   delta_rows rows = rows_of(routes, l.order, &l.sorted);
-  rows.lists = p->lists;
+  rows.lists = l.lists;
   const Shrunk h = p->h ? Shrunk{p->h, {p->h_stride[0], p->h_stride[1], p->h_stride[2]}, false}
                         : own_shrunk(l.h, routes, &p->lora);
   delta_shrink s = {};
@@ -360,11 +363,13 @@ extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
       e.vectors = e.vectors && (p->lora.num_slices != 1 || p->lora.slice_n % 16 == 0);
   }
 
-  moelora_status status = MOELORA_OK;
-  if (p->x && p->out && !p->h && delta_fits_thin(&s, &e, exec)) {
+  const bool listed = l.order == DELTA_LISTED;
+  moelora_status status = moelora_cuda_resolve(&p->routes, routes, listed ? &p->lists : nullptr,
+                                               listed ? &l.lists : nullptr, true, exec);
+  if (status == MOELORA_OK && p->x && p->out && !p->h && delta_fits_thin(&s, &e, exec)) {
     status = delta_launch_thin(&s, &e, p->dtype, exec);
   } else {
-    if (l.order == DELTA_SORTED)
+    if (status == MOELORA_OK && l.order == DELTA_SORTED)
       status = delta_sort(routes, &l.sorted, exec);
     if (status == MOELORA_OK && p->x)
       status = delta_launch_shrink(&s, p->dtype, exec);
@@ -383,6 +388,7 @@ extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
 namespace {
 
 struct MlpLayout {
+  moelora_routes routes; // resolved
   delta_order order;
   delta_sorted sorted;
   void *h1, *act, *h2;
@@ -393,10 +399,11 @@ struct MlpLayout {
 MlpLayout lay_out_mlp(const moelora_mlp_delta_problem *p, void *base) {
   moelora_arena arena = {(char *)base, 0};
   MlpLayout l = {};
+  l.routes = moelora_cuda_take_routes(&p->routes, false, &arena);
   l.order = order_for(&p->routes, pair_bytes(&p->gate_up, p->hidden, true, true) +
                                       pair_bytes(&p->down, p->intermediate, true, true));
   if (l.order == DELTA_SORTED)
-    l.sorted = delta_take_sorted(&p->routes, &arena);
+    l.sorted = delta_take_sorted(&l.routes, &arena);
   l.h1 = moelora_take(&arena, shrunk_bytes(&p->routes, &p->gate_up));
   l.act = moelora_take(&arena, 2 * (size_t)(p->routes.num_rows * p->intermediate));
   l.h2 = moelora_take(&arena, shrunk_bytes(&p->routes, &p->down));
@@ -422,11 +429,12 @@ extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem
   if (delta_mlp_fits(p, exec))
     return delta_launch_mlp(p, exec);
   const MlpLayout l = lay_out_mlp(p, exec->workspace);
-  const moelora_routes *routes = &p->routes;
+  const moelora_routes *routes = &l.routes;
   const int64_t intermediate = p->intermediate;
   const delta_rows rows = rows_of(routes, l.order, &l.sorted);
-  moelora_status status =
-      l.order == DELTA_SORTED ? delta_sort(routes, &l.sorted, exec) : MOELORA_OK;
+  moelora_status status = moelora_cuda_resolve(&p->routes, routes, nullptr, nullptr, true, exec);
+  if (status == MOELORA_OK && l.order == DELTA_SORTED)
+    status = delta_sort(routes, &l.sorted, exec);
 
   const Shrunk h1 = own_shrunk(l.h1, routes, &p->gate_up);
   const Shrunk h2 = own_shrunk(l.h2, routes, &p->down);

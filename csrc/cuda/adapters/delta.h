@@ -26,7 +26,7 @@ typedef struct delta_rows {
   delta_order order;
   int32_t window;
   int32_t max_rank;
-  moelora_routes routes;
+  moelora_routes routes; /* resolved */
   moelora_list_blocks lists;
   /* DELTA_SORTED; `count` of P entries are rows */
   const int32_t *row, *expert, *adapter; /* [P]; adapter -1: none */
@@ -39,7 +39,6 @@ typedef struct delta_sorted {
   int32_t *row, *expert, *adapter, *count;
   moelora_segment *segments;
   void *scratch;
-  size_t scratch_bytes;
 } delta_sorted;
 
 /* h[p, slice] = round(s x[p / x_divisor] A[l, e]^T), zero from the true rank to max_rank. */

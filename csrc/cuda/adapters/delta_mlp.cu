@@ -7,8 +7,11 @@
  * phase between barriers here. Factors go straight from memory into float32 dot products. One SM
  * reads the factors of a token, so this is for batches whose launches cost more than their bytes.
  */
-#include "cuda/adapters/delta_rows.cuh"
+#include "cuda/adapters/factors.cuh"
 #include "cuda/launch/kernel_launch.cuh"
+#include "cuda/launch/routes.cuh"
+#include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/pdl.cuh"
 
 namespace {
 
@@ -75,6 +78,28 @@ template <class T> __device__ __forceinline__ float rounded(float v) {
   return Element<T>::to_float(Element<T>::round(v));
 }
 
+/* What a token carries, read once by one thread: all others agree, whatever becomes of the tables.
+ */
+struct Carried {
+  int32_t adapter, rank; // as told; 0: nothing
+  float scaling;
+
+  __device__ __forceinline__ void read(const moelora_routes &r, int64_t token) {
+    int64_t id[1] = {load_id(r.token_lora_mapping, token * r.token_lora_mapping.stride[0])};
+    active_adapters(r, id);
+    adapter = (int32_t)id[0];
+    rank = adapter < 0 ? 0 : r.lora_ranks ? max(r.lora_ranks[adapter], 0) : INT32_MAX;
+    scaling = adapter >= 0 && r.lora_scalings ? r.lora_scalings[adapter] : 1.f;
+  }
+};
+
+__device__ __forceinline__ int32_t expert_of(const moelora_routes &r, int64_t token, int choice) {
+  int64_t id[1] = {
+      load_id(r.topk_ids, token * r.topk_ids.stride[0] + choice * r.topk_ids.stride[1])};
+  local_experts(r, id);
+  return (int32_t)id[0];
+}
+
 template <class T, bool VECTORS>
 __global__ void __launch_bounds__(kThreads, 2)
     mlp_tokens(const __grid_constant__ moelora_mlp_delta_problem p) {
@@ -88,26 +113,24 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int top_k = routes.top_k, sides = p.gate_up.num_slices;
   const int hidden = (int)p.hidden, intermediate = (int)p.intermediate;
   const int r1 = p.gate_up.max_rank, r2 = p.down.max_rank;
-  delta_rows rows = {};
-  rows.routes = routes;
-  rows.max_rank = max(r1, r2);
+  __shared__ Carried carried;
   wait_for_previous_kernel();
   start_next_kernel();
 
   for (int64_t token = blockIdx.x; token < routes.num_tokens; token += gridDim.x) {
-    const int64_t adapter = route_row(rows, token * top_k).adapter;
-    const int all_ranks = adapter < 0 ? 0 : true_rank(rows, (int32_t)adapter);
-    const int rank1 = min(all_ranks, r1), rank2 = min(all_ranks, r2);
+    __syncthreads(); // the token before is done
+    if (threadIdx.x == 0)
+      carried.read(routes, token);
+    __syncthreads();
+    const int64_t adapter = carried.adapter;
+    const int rank1 = min(carried.rank, r1), rank2 = min(carried.rank, r2);
     if (rank1 == 0 || rank2 == 0)
       continue;
-    const float scaling = routes.lora_scalings ? routes.lora_scalings[adapter] : 1.f;
-    __syncthreads(); // the token before is done
+    const float scaling = carried.scaling;
     for (int i = threadIdx.x; i < hidden; i += kThreads)
       x[i] = ((const T *)p.x)[token * p.x_stride + i];
-    if (threadIdx.x < top_k)
-      experts[threadIdx.x] = route_row(rows, token * top_k + threadIdx.x).expert;
-    for (int j = kThreads + threadIdx.x; j < top_k; j += kThreads)
-      experts[j] = route_row(rows, token * top_k + j).expert;
+    for (int j = threadIdx.x; j < top_k; j += kThreads)
+      experts[j] = expert_of(routes, token, j);
     __syncthreads();
 
     for (int i = warp; i < top_k * sides * rank1; i += kThreads / 32) {

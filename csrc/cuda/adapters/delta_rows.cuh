@@ -13,6 +13,7 @@
 #include "cuda/align/align.cuh"
 #include "cuda/adapters/delta.h"
 #include "cuda/adapters/factors.cuh"
+#include "cuda/launch/routes.cuh"
 #include "cuda/ptx/mma.cuh"
 
 /* The rows of a window of at most ROWS, and its segments in order: number s has rows low[s] to
@@ -61,7 +62,7 @@ __device__ __forceinline__ int64_t windows_of_list(const delta_rows &r, int32_t 
   if (at >= r.lists.num_active)
     return 0;
   int32_t id[1] = {r.lists.lora_ids[at]};
-  active_adapters(r.routes, id);
+  active_adapters(r.routes, id); // resolved: -1, or in range
   if (id[0] < 0)
     return 0;
   *adapter = id[0];
@@ -116,18 +117,11 @@ __device__ __forceinline__ ListWindow find_list_window(const delta_rows &r, int6
 
 /* What flat row `at` carries by routing. */
 __device__ __forceinline__ WindowRow route_row(const delta_rows &r, int64_t at) {
-  const moelora_routes &routes = r.routes;
-  const int64_t token = (uint32_t)at / (uint32_t)routes.top_k, choice = at - token * routes.top_k;
-  int64_t expert[1] = {load_id(routes.topk_ids, token * routes.topk_ids.stride[0] +
-                                                    choice * routes.topk_ids.stride[1])};
-  int64_t adapter[1] = {
-      load_id(routes.token_lora_mapping, token * routes.token_lora_mapping.stride[0])};
-  local_experts(routes, expert);
-  active_adapters(routes, adapter);
+  const uint32_t row = (uint32_t)at, token = row / (uint32_t)r.routes.top_k;
   WindowRow found;
-  found.row = (int32_t)at;
-  found.expert = (int32_t)expert[0];
-  found.adapter = (int32_t)adapter[0];
+  found.row = (int32_t)row;
+  found.expert = ((const int32_t *)r.routes.topk_ids.data)[row];
+  found.adapter = ((const int32_t *)r.routes.token_lora_mapping.data)[token];
   return found;
 }
 

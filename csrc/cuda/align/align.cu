@@ -5,9 +5,8 @@
  * stable, so the order is the same; UNIFORM also pads pairs
  *
  * A sort is one launch up to SMALL_ITEMS items, of another kernel up to ALIGN_TINY_ITEMS, and two
- * beyond. A launch overlaps with the one before it, whoever's that is, by programmatic dependent
- * launch where the GPU has it; but not the first one of a layer: what follows it would be given its
- * SMs while kernels of the layer before still hold some of them, unevenly. */
+ * beyond; of resolved routes (resolve.cu), so that all CTAs and both launches see the same ids. A
+ * launch overlaps with the one before it by programmatic dependent launch where the GPU has it. */
 #include "cuda/align/align.h"
 #include "cuda/backend.h"
 
@@ -87,9 +86,9 @@ static bool one_sort_does(const moelora_align_problem *problem) {
   return problem->routes.num_experts * adapter_keys_of(problem) <= ALIGN_MAX_KEYS;
 }
 
-static size_t take_scratch(const moelora_align_problem *problem, char *base, scratch *parts) {
+static void take_scratch(const moelora_align_problem *problem, moelora_arena *arena,
+                         scratch *parts) {
   const moelora_routes *routes = &problem->routes;
-  moelora_arena arena = {base, 0};
   *parts = {};
   const int64_t experts = routes->num_experts, adapters = adapter_keys_of(problem);
   size_t table = 0;
@@ -99,18 +98,17 @@ static size_t take_scratch(const moelora_align_problem *problem, char *base, scr
     size_t tokens = shape_of(routes->num_tokens, adapters, 0).table_bytes;
     table = shape_of(routes->num_rows, experts, 0).table_bytes;
     table = table > tokens ? table : tokens;
-    parts->order = (int32_t *)moelora_take(&arena, (size_t)routes->num_tokens * sizeof(int32_t));
+    parts->order = (int32_t *)moelora_take(arena, (size_t)routes->num_tokens * sizeof(int32_t));
     if (problem->mode == MOELORA_ALIGN_UNIFORM) {
       const size_t rows = (size_t)routes->num_rows * sizeof(int32_t);
-      parts->row = (int32_t *)moelora_take(&arena, rows);
-      parts->expert = (int32_t *)moelora_take(&arena, rows);
-      parts->adapter = (int32_t *)moelora_take(&arena, rows);
-      parts->count = (int32_t *)moelora_take(&arena, sizeof(int32_t));
+      parts->row = (int32_t *)moelora_take(arena, rows);
+      parts->expert = (int32_t *)moelora_take(arena, rows);
+      parts->adapter = (int32_t *)moelora_take(arena, rows);
+      parts->count = (int32_t *)moelora_take(arena, sizeof(int32_t));
     }
   }
   if (table)
-    parts->table = (uint32_t *)moelora_take(&arena, table);
-  return arena.used;
+    parts->table = (uint32_t *)moelora_take(arena, table);
 }
 
 /* ---- sorts ---- */
@@ -146,10 +144,6 @@ static void set_size(align_sort *sort, int64_t items, int64_t keys, int64_t ways
     sort->row_chunks = shape.row_chunks;
     sort->words = moelora_divisor_of((uint32_t)((keys + 1) / 2));
   }
-  const moelora_ids *ids = &sort->routes.topk_ids, *mapping = &sort->routes.token_lora_mapping;
-  sort->dense = sort->by_expert && !sort->order && ids->stride[1] == 1 &&
-                ids->stride[0] == sort->top_k.value &&
-                (!sort->by_adapter || mapping->stride[0] == 1);
 }
 
 /* All of a problem but how its items are sorted. */
@@ -214,7 +208,6 @@ static cudaError_t run_sort(const align_sort &sort, cudaStream_t stream) {
 static cudaError_t run_one_sort(const moelora_align_problem *problem, const moelora_blocks *blocks,
                                 const scratch &parts, cudaStream_t stream) {
   align_sort sort = describe(problem);
-  sort.apart = blocks != NULL;
   apply_blocks(&sort, blocks);
   const int64_t adapters = adapter_keys_of(problem);
   sort.by_adapter = sorts_by_adapter(problem);
@@ -227,7 +220,6 @@ static cudaError_t run_one_sort(const moelora_align_problem *problem, const moel
 static cudaError_t run_two_sorts(const moelora_align_problem *problem, const moelora_blocks *blocks,
                                  const scratch &parts, cudaStream_t stream) {
   align_sort tokens = describe_tokens(problem, parts);
-  tokens.apart = blocks != NULL;
   cudaError_t error = run_sort(tokens, stream);
   if (error != cudaSuccess)
     return error;
@@ -260,8 +252,7 @@ static cudaError_t run_two_sorts(const moelora_align_problem *problem, const moe
 /* ---- launches ---- */
 
 cudaError_t align_launch_kernel(const void *kernel, uint32_t ctas, uint32_t threads,
-                                size_t shared_bytes, cudaStream_t stream, bool overlaps,
-                                void *argument) {
+                                size_t shared_bytes, cudaStream_t stream, void *argument) {
   /* 48 KiB, static memory included, need no permission */
   if (shared_bytes > (40 << 10)) {
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -278,35 +269,52 @@ cudaError_t align_launch_kernel(const void *kernel, uint32_t ctas, uint32_t thre
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &early;
-  config.numAttrs = overlaps && moelora_cuda_can_overlap() ? 1 : 0;
+  config.numAttrs = moelora_cuda_can_overlap() ? 1 : 0;
   void *arguments[] = {argument};
   return cudaLaunchKernelExC(&config, kernel, arguments);
 }
 
 /* ---- the backend's slots ---- */
 
-extern "C" size_t moelora_cuda_align_workspace(const moelora_align_problem *problem) {
-  scratch parts;
-  return take_scratch(problem, NULL, &parts);
-}
-
 static moelora_status run(const moelora_align_problem *problem, const moelora_blocks *blocks,
-                          void *workspace, cudaStream_t stream) {
+                          moelora_arena *arena, cudaStream_t stream) {
   const int64_t adapters = adapter_keys_of(problem);
   if (problem->routes.num_experts >= ALIGN_MAX_KEYS || adapters > ALIGN_MAX_KEYS)
     return moelora_fail(MOELORA_UNSUPPORTED,
                         "%d experts and %lld adapters: CUDA alignment takes at most %d of either",
                         problem->routes.num_experts, (long long)adapters - 1, ALIGN_MAX_KEYS - 1);
   scratch parts;
-  take_scratch(problem, (char *)workspace, &parts);
+  take_scratch(problem, arena, &parts);
   cudaError_t error = one_sort_does(problem) ? run_one_sort(problem, blocks, parts, stream)
                                              : run_two_sorts(problem, blocks, parts, stream);
   return moelora_cuda_check(error, "align");
 }
 
+/* The problem over routes that lie in front of a sort's scratch memory. */
+static moelora_align_problem resolved(const moelora_align_problem *problem, moelora_arena *arena) {
+  moelora_align_problem to = *problem;
+  moelora_routes routes = problem->routes;
+  if (!sorts_by_adapter(problem))
+    routes.token_lora_mapping.data = NULL;
+  to.routes = moelora_cuda_take_routes(&routes, problem->mode == MOELORA_ALIGN_SORTING, arena);
+  return to;
+}
+
+extern "C" size_t moelora_cuda_align_workspace(const moelora_align_problem *problem) {
+  moelora_arena arena = {};
+  const moelora_align_problem sorted = resolved(problem, &arena);
+  scratch parts;
+  take_scratch(&sorted, &arena, &parts);
+  return arena.used;
+}
+
 extern "C" moelora_status moelora_cuda_align(const moelora_align_problem *problem,
                                              const moelora_exec *exec) {
-  return run(problem, NULL, exec->workspace, (cudaStream_t)exec->stream);
+  moelora_arena arena = {(char *)exec->workspace, 0};
+  const moelora_align_problem sorted = resolved(problem, &arena);
+  const moelora_status status =
+      moelora_cuda_resolve(&problem->routes, &sorted.routes, NULL, NULL, true, exec);
+  return status == MOELORA_OK ? run(&sorted, NULL, &arena, (cudaStream_t)exec->stream) : status;
 }
 
 /* ---- blocks of a layer ---- */
@@ -335,18 +343,17 @@ extern "C" int64_t moelora_cuda_count_segments(const moelora_routes *routes) {
 }
 
 extern "C" size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes, int32_t rows) {
-  moelora_align_problem problem = rows_problem(routes, rows);
-  return moelora_cuda_align_workspace(&problem);
+  const moelora_align_problem problem = rows_problem(routes, rows);
+  moelora_arena arena = {};
+  scratch parts;
+  take_scratch(&problem, &arena, &parts);
+  return arena.used;
 }
 
 extern "C" moelora_status moelora_cuda_align_rows(const moelora_routes *routes,
                                                   const moelora_blocks *blocks, void *workspace,
-                                                  size_t workspace_bytes, void *stream) {
+                                                  void *stream) {
   moelora_align_problem problem = rows_problem(routes, blocks->rows);
-  size_t want = moelora_cuda_align_workspace(&problem);
-  if (workspace_bytes < want)
-    return moelora_fail(MOELORA_WORKSPACE_TOO_SMALL, "alignment got %zu bytes, expected %zu",
-                        workspace_bytes, want);
   if (blocks->pairs && routes->max_loras > INT32_MAX / kRanks)
     return moelora_fail(MOELORA_UNSUPPORTED, "%d adapters: the GPU kernels take at most %d",
                         routes->max_loras, INT32_MAX / kRanks);
@@ -356,5 +363,6 @@ extern "C" moelora_status moelora_cuda_align_rows(const moelora_routes *routes,
   problem.lora_ids = blocks->pairs;
   problem.sorted_weights = blocks->weights;
   problem.num_tokens_post_padded = blocks->num_post;
-  return run(&problem, blocks, workspace, (cudaStream_t)stream);
+  moelora_arena arena = {(char *)workspace, 0};
+  return run(&problem, blocks, &arena, (cudaStream_t)stream);
 }

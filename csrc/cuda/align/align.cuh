@@ -24,7 +24,6 @@
 
 #include "cuda/align/align.h"
 #include "cuda/ptx/pdl.cuh"
-#include "cuda/launch/routes.cuh"
 #include "cuda/launch/warp.cuh"
 
 constexpr int ALIGN_WARPS = ALIGN_THREADS / 32;
@@ -61,30 +60,26 @@ static __device__ __forceinline__ align_item locate(const align_sort &s, uint32_
   return item;
 }
 
-/* The functions below work on N items at once and branch outside of their loops, so that the N
- * loads of a step are in flight together. */
-
-/* Ids of the experts and adapters of N items, as they are in memory. */
-template <typename Id, typename Lora, int N>
-static __device__ __forceinline__ void load_ids(const align_sort &s, const uint32_t (&index)[N],
-                                                Id (&expert)[N], Lora (&adapter)[N]) {
-  const Id *ids = (const Id *)s.routes.topk_ids.data;
-  const Lora *mapping = (const Lora *)s.routes.token_lora_mapping.data;
-  if (s.dense) { /* the usual case, at half of the instructions */
-#pragma unroll
-    for (int u = 0; u < N; u++)
-      expert[u] = ids[index[u]];
-    if (s.by_adapter) {
-#pragma unroll
-      for (int u = 0; u < N; u++)
-        adapter[u] = mapping[divide(index[u], s.top_k)];
-    }
-    return;
-  }
-  align_item item[N];
+/* Keys of items first, first + ALIGN_THREADS, ... below `end`; -1 for the others. */
+template <int N>
+static __device__ __forceinline__ void load_keys(const align_sort &s, uint32_t first, uint32_t end,
+                                                 int32_t (&key)[N]) {
 #pragma unroll
   for (int u = 0; u < N; u++)
-    item[u] = locate(s, index[u]);
+    key[u] = -1;
+  if (first >= end)
+    return;
+  const int32_t *experts = (const int32_t *)s.routes.topk_ids.data;
+  const int32_t *adapters = (const int32_t *)s.routes.token_lora_mapping.data;
+  align_item item[N];
+  int32_t expert[N], adapter[N];
+#pragma unroll
+  for (int u = 0; u < N; u++) {
+    const uint32_t index = first + u * ALIGN_THREADS;
+    item[u] = locate(s, index < end ? index : first);
+    expert[u] = 0;
+    adapter[u] = -1;
+  }
   if (s.order) { /* written by an earlier launch: not through L1 */
 #pragma unroll
     for (int u = 0; u < N; u++)
@@ -93,45 +88,17 @@ static __device__ __forceinline__ void load_ids(const align_sort &s, const uint3
   if (s.by_expert) {
 #pragma unroll
     for (int u = 0; u < N; u++)
-      expert[u] = ids[item[u].token * s.routes.topk_ids.stride[0] +
-                      item[u].choice * s.routes.topk_ids.stride[1]];
+      expert[u] = __ldcg(experts + item[u].token * s.top_k.value + item[u].choice);
   }
   if (s.by_adapter) {
 #pragma unroll
     for (int u = 0; u < N; u++)
-      adapter[u] = mapping[item[u].token * s.routes.token_lora_mapping.stride[0]];
+      adapter[u] = __ldcg(adapters + item[u].token);
   }
-}
-
-/* Keys of items first, first + ALIGN_THREADS, ... below `end`; -1 for the others. */
-template <typename Id, typename Lora, int N>
-static __device__ __forceinline__ void load_keys(const align_sort &s, uint32_t first, uint32_t end,
-                                                 int32_t (&key)[N]) {
-#pragma unroll
-  for (int u = 0; u < N; u++)
-    key[u] = -1;
-  if (first >= end)
-    return;
-  uint32_t index[N];
-  Id expert[N];
-  Lora adapter[N];
-#pragma unroll
-  for (int u = 0; u < N; u++) {
-    index[u] = first + u * ALIGN_THREADS;
-    index[u] = index[u] < end ? index[u] : first;
-    expert[u] = 0;
-    adapter[u] = -1;
-  }
-  load_ids(s, index, expert, adapter);
-  if (s.by_adapter)
-    active_adapters(s.routes, adapter);
-  if (s.by_expert)
-    local_experts(s.routes, expert);
 #pragma unroll
   for (int u = 0; u < N; u++)
     if (first + u * ALIGN_THREADS < end && expert[u] >= 0)
-      key[u] = (int32_t)expert[u] * (int32_t)s.adapter_keys.value +
-               (s.by_adapter ? (int32_t)adapter[u] + 1 : 0);
+      key[u] = expert[u] * (int32_t)s.adapter_keys.value + (s.by_adapter ? adapter[u] + 1 : 0);
 }
 
 /* ---- scans ---- */
@@ -158,7 +125,7 @@ static __device__ __forceinline__ void mark_local_experts(const align_sort &s,
     return;
 #pragma unroll 1
   for (int32_t i = threadIdx.x; i < s.routes.num_global; i += ALIGN_THREADS) {
-    int32_t expert = s.routes.expert_map[i];
+    const int32_t expert = __ldcg(s.routes.expert_map + i);
     if (expert >= 0 && expert < s.routes.num_experts)
       atomicOr(&shared.local[expert / 32], 1u << expert % 32);
   }
@@ -386,7 +353,6 @@ static __device__ __forceinline__ void write_around_items(const align_sort &s,
                       (int64_t)s.num_chunks * ALIGN_THREADS);
 }
 
-template <typename Lora>
 static __device__ __forceinline__ void write_item(const align_sort &s, uint32_t index, int32_t key,
                                                   int32_t position) {
   align_item item = locate(s, index);
@@ -401,15 +367,12 @@ static __device__ __forceinline__ void write_item(const align_sort &s, uint32_t 
         s.routes.topk_weights[item.token * s.routes.topk_weights_stride[0] +
                               item.choice * s.routes.topk_weights_stride[1]];
   if (s.row_loras) {
-    Lora adapter[1] = {-1};
-    if (s.by_adapter) {
-      adapter[0] = key - (int32_t)(divide(key, s.adapter_keys) * s.adapter_keys.value) - 1;
-    } else if (s.routes.token_lora_mapping.data) {
-      adapter[0] = ((const Lora *)s.routes.token_lora_mapping
-                        .data)[item.token * s.routes.token_lora_mapping.stride[0]];
-      active_adapters(s.routes, adapter);
-    }
-    s.row_loras[position] = s.pairs ? pair_of(s, (int32_t)adapter[0]) : (int32_t)adapter[0];
+    int32_t adapter = -1;
+    if (s.by_adapter)
+      adapter = key - (int32_t)(divide(key, s.adapter_keys) * s.adapter_keys.value) - 1;
+    else if (s.routes.token_lora_mapping.data)
+      adapter = __ldcg((const int32_t *)s.routes.token_lora_mapping.data + item.token);
+    s.row_loras[position] = s.pairs ? pair_of(s, adapter) : adapter;
   }
 }
 

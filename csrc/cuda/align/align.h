@@ -18,15 +18,13 @@ constexpr int ALIGN_MAX_KEYS = 7680;
 
 /* One stable counting sort; align.cuh says what keys, ways and groups are. */
 struct align_sort {
-  moelora_routes routes;
-  const int32_t *order; /* [M] tokens in the order in which they come; NULL: as they are */
+  moelora_routes routes; /* resolved; expert_map says which experts are here */
+  const int32_t *order;  /* [M] tokens in the order in which they come; NULL: as they are */
   uint32_t num_items;
   bool by_expert, by_adapter;   /* what makes up a key */
-  bool dense;                   /* item i is topk_ids[i], of token i / top_k, without gaps */
   bool emit_tokens;             /* sorted_ids get tokens, not rows */
   bool empty_blocks;            /* experts without items get a block */
   bool even;                    /* items of a group are dealt out evenly over its blocks */
-  bool apart;                   /* the first launch waits for the end of the one before it */
   uint32_t cluster;             /* 2: every group has an even number of blocks */
   moelora_divisor top_k;        /* items per token */
   moelora_divisor adapter_keys; /* max_loras + 1, or 1 */
@@ -76,8 +74,7 @@ cudaError_t align_launch_pad(const align_pad &pad, cudaStream_t stream);
 /* align.cu: sets the kernel's shared memory limit and queues it. It may start while its predecessor
  * drains, so every kernel must wait_for_previous_kernel() before it touches memory. */
 cudaError_t align_launch_kernel(const void *kernel, uint32_t ctas, uint32_t threads,
-                                size_t shared_bytes, cudaStream_t stream, bool overlaps,
-                                void *argument);
+                                size_t shared_bytes, cudaStream_t stream, void *argument);
 
 static inline uint32_t align_zero_ctas(const align_sort &sort) {
   size_t bytes_per_cta = 64 << 10, ctas = (sort.zero_bytes + bytes_per_cta - 1) / bytes_per_cta;

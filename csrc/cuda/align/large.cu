@@ -19,12 +19,12 @@ constexpr int BATCH = 4;
 constexpr int TABLE_BATCH = 16;
 
 /* Calls add(key) for the items from `begin` on, below `end`. */
-template <typename Id, typename Lora, class Add>
+template <class Add>
 static __device__ __forceinline__ void for_each_key(const align_sort &s, uint32_t begin,
                                                     uint32_t end, Add add) {
   for (uint32_t base = begin; base < end; base += BATCH * ALIGN_THREADS) {
     int32_t key[BATCH];
-    load_keys<Id, Lora>(s, base + threadIdx.x, end, key);
+    load_keys(s, base + threadIdx.x, end, key);
 #pragma unroll
     for (int u = 0; u < BATCH; u++)
       if (key[u] >= 0)
@@ -32,7 +32,6 @@ static __device__ __forceinline__ void for_each_key(const align_sort &s, uint32_
   }
 }
 
-template <typename Id, typename Lora>
 static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
     align_count(const __grid_constant__ align_sort s) {
   extern __shared__ int32_t count[]; /* [num_keys], one more if that is odd */
@@ -45,8 +44,8 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
   wait_for_previous_kernel();
   start_next_kernel();
   __syncthreads();
-  for_each_key<Id, Lora>(s, begin, begin + min(row_items, s.num_items - begin),
-                         [&](int32_t key) { atomicAdd(count + key, 1); });
+  for_each_key(s, begin, begin + min(row_items, s.num_items - begin),
+               [&](int32_t key) { atomicAdd(count + key, 1); });
   __syncthreads();
   for (uint32_t w = threadIdx.x; w < words; w += ALIGN_THREADS)
     s.table[(size_t)blockIdx.x * words + w] = (uint32_t)count[2 * w] | (uint32_t)count[2 * w + 1]
@@ -121,7 +120,6 @@ static __device__ __forceinline__ int32_t rank_in_tile(const align_sort &s, alig
   return rank;
 }
 
-template <typename Id, typename Lora>
 static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
     align_place(const __grid_constant__ align_sort s) {
   if (blockIdx.x >= s.num_chunks) {
@@ -140,13 +138,13 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; s.tile > ALIGN_GROUP && i < 2 * s.num_keys; i += ALIGN_THREADS)
     in_group[i] = 0;
-  /* the ids were there before align_count began, the order was not */
+  /* the ids were there before align_count began, an order was not */
   if (s.order)
     wait_for_previous_kernel();
   int32_t key[1];
-  load_keys<Id, Lora>(s, begin + threadIdx.x, min(begin + s.tile, end), key);
+  load_keys(s, begin + threadIdx.x, min(begin + s.tile, end), key);
   __syncthreads();
-  for_each_key<Id, Lora>(s, row_begin, begin, [&](int32_t early) {
+  for_each_key(s, row_begin, begin, [&](int32_t early) {
     atomicAdd(bins.before + early, 1);
     atomicSub(bins.total + early, 1);
   });
@@ -162,8 +160,8 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
   for (uint32_t tile = begin;;) {
     const uint32_t index = tile + threadIdx.x;
     if (key[0] >= 0)
-      write_item<Lora>(s, index, key[0],
-                       position_of(s, bins, shared, key[0], bins.before[key[0]] + rank));
+      write_item(s, index, key[0],
+                 position_of(s, bins, shared, key[0], bins.before[key[0]] + rank));
     else if (threadIdx.x < s.tile && index < end)
       skip_item(s, index);
     tile += s.tile;
@@ -175,31 +173,21 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
       if (s.tile > ALIGN_GROUP)
         in_group[key[0]] = in_group[s.num_keys + key[0]] = 0;
     }
-    load_keys<Id, Lora>(s, tile + threadIdx.x, min(tile + s.tile, end), key);
+    load_keys(s, tile + threadIdx.x, min(tile + s.tile, end), key);
     __syncthreads();
     rank = rank_in_tile(s, shared, in_group, key[0]);
   }
   write_around_items(s, bins, shared, num_blocks);
 }
 
-static inline int pick(const align_sort &sort) {
-  return sort.routes.topk_ids.is_64 * 2 + sort.routes.token_lora_mapping.is_64;
-}
-
 cudaError_t align_launch_count(const align_sort &sort, cudaStream_t stream) {
-  static const void *const kernels[4] = {
-      (const void *)align_count<int32_t, int32_t>, (const void *)align_count<int32_t, int64_t>,
-      (const void *)align_count<int64_t, int32_t>, (const void *)align_count<int64_t, int64_t>};
   align_sort argument = sort;
   size_t bytes = ((size_t)sort.num_keys + 1) * sizeof(int32_t);
-  return align_launch_kernel(kernels[pick(sort)], sort.num_rows, ALIGN_THREADS, bytes, stream,
-                             !sort.apart, &argument);
+  return align_launch_kernel((const void *)align_count, sort.num_rows, ALIGN_THREADS, bytes, stream,
+                             &argument);
 }
 
 cudaError_t align_launch_place(const align_sort &sort, cudaStream_t stream) {
-  static const void *const kernels[4] = {
-      (const void *)align_place<int32_t, int32_t>, (const void *)align_place<int32_t, int64_t>,
-      (const void *)align_place<int64_t, int32_t>, (const void *)align_place<int64_t, int64_t>};
   const size_t key_bytes = (size_t)sort.num_keys * sizeof(int32_t);
   const bool counts_groups = 5 * key_bytes + sizeof(align_shared) <= kPortableShared;
   align_sort argument = sort;
@@ -209,6 +197,6 @@ cudaError_t align_launch_place(const align_sort &sort, cudaStream_t stream) {
   argument.teams = min(fit, batches);
   argument.team_rows = (sort.num_rows + argument.teams - 1) / argument.teams;
   const size_t bytes = (counts_groups ? 5 : 3) * key_bytes;
-  return align_launch_kernel(kernels[pick(sort)], sort.num_chunks + align_zero_ctas(sort),
-                             ALIGN_THREADS, bytes, stream, true, &argument);
+  return align_launch_kernel((const void *)align_place, sort.num_chunks + align_zero_ctas(sort),
+                             ALIGN_THREADS, bytes, stream, &argument);
 }

@@ -42,9 +42,7 @@ __global__ void __launch_bounds__(ALIGN_THREADS) fill_lists(const __grid_constan
   start_next_kernel();
 
   const int32_t part = blockIdx.x % p.parts;
-  int32_t id[1] = {p.lists.lora_ids[blockIdx.x / p.parts]};
-  active_adapters(p.routes, id);
-  const int32_t adapter = id[0];
+  const int32_t adapter = p.lists.lora_ids[blockIdx.x / p.parts];
   if (adapter < 0)
     return;
   const int32_t count = __ldcg(p.count);
@@ -92,34 +90,55 @@ __global__ void __launch_bounds__(ALIGN_THREADS) fill_lists(const __grid_constan
 
 } // namespace
 
+namespace {
+
+struct Layout {
+  moelora_routes routes; // resolved
+  moelora_list_blocks lists;
+  delta_sorted sorted;
+  size_t bytes;
+};
+
+Layout lay_out(const moelora_align_lists_problem *problem, void *base) {
+  moelora_arena arena = {(char *)base, 0};
+  Layout l;
+  l.routes = moelora_cuda_take_routes(&problem->routes, false, &arena);
+  l.lists = moelora_cuda_take_lists(&problem->lists, problem->routes.max_loras, false, &arena);
+  l.sorted = delta_take_sorted(&l.routes, &arena);
+  l.bytes = arena.used;
+  return l;
+}
+
+} // namespace
+
 extern "C" size_t moelora_cuda_align_lists_workspace(const moelora_align_lists_problem *problem) {
-  moelora_arena arena = {nullptr, 0};
-  delta_take_sorted(&problem->routes, &arena);
-  return arena.used;
+  return lay_out(problem, nullptr).bytes;
 }
 
 extern "C" moelora_status moelora_cuda_align_lists(const moelora_align_lists_problem *problem,
                                                    const moelora_exec *exec) {
   if (problem->lists.num_active == 0)
     return MOELORA_OK;
-  moelora_arena arena = {(char *)exec->workspace, 0};
-  const delta_sorted sorted = delta_take_sorted(&problem->routes, &arena);
-  const moelora_status status = delta_sort(&problem->routes, &sorted, exec);
+  const Layout l = lay_out(problem, exec->workspace);
+  moelora_status status =
+      moelora_cuda_resolve(&problem->routes, &l.routes, &problem->lists, &l.lists, true, exec);
+  if (status == MOELORA_OK)
+    status = delta_sort(&l.routes, &l.sorted, exec);
   if (status != MOELORA_OK)
     return status;
   Lists lists = {};
-  lists.routes = problem->routes;
-  lists.lists = problem->lists;
-  lists.row = sorted.row;
-  lists.expert = sorted.expert;
-  lists.adapter = sorted.adapter;
-  lists.count = sorted.count;
+  lists.routes = l.routes;
+  lists.lists = l.lists;
+  lists.row = l.sorted.row;
+  lists.expert = l.sorted.expert;
+  lists.adapter = l.sorted.adapter;
+  lists.count = l.sorted.count;
   /* Each part finds the layout by itself, which is worth a few thousand rows. */
   const int64_t parts = problem->lists.rows / 4096;
   lists.parts = (int32_t)(parts < 1 ? 1 : parts < 32 ? parts : 32);
   return moelora_cuda_check(
       align_launch_kernel((const void *)fill_lists, problem->lists.num_active * lists.parts,
                           ALIGN_THREADS, 3 * sizeof(int32_t) * problem->routes.num_experts,
-                          (cudaStream_t)exec->stream, true, &lists),
+                          (cudaStream_t)exec->stream, &lists),
       "fill_lists");
 }

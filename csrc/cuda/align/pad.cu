@@ -74,6 +74,5 @@ static __global__ void __launch_bounds__(ALIGN_THREADS)
 
 cudaError_t align_launch_pad(const align_pad &pad, cudaStream_t stream) {
   align_pad argument = pad;
-  return align_launch_kernel((const void *)align_pad_pairs, 1, ALIGN_THREADS, 0, stream, true,
-                             &argument);
+  return align_launch_kernel((const void *)align_pad_pairs, 1, ALIGN_THREADS, 0, stream, &argument);
 }

@@ -8,7 +8,7 @@
 static_assert(ALIGN_GROUP / 32 == 4, "a word counts the items of four warps");
 
 /* BATCH: loads in flight per thread while counting. */
-template <typename Id, typename Lora, int BATCH>
+template <int BATCH>
 static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
     align_small(const __grid_constant__ align_sort s) {
   if (blockIdx.x >= s.num_chunks) {
@@ -25,7 +25,7 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
   wait_for_previous_kernel();
   start_next_kernel();
   int32_t key[BATCH];
-  load_keys<Id, Lora>(s, threadIdx.x, s.num_items, key);
+  load_keys(s, threadIdx.x, s.num_items, key);
   __syncthreads();
   mark_local_experts(s, shared);
   for (uint32_t base = 0;;) {
@@ -45,7 +45,7 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
     base += BATCH * ALIGN_THREADS;
     if (base >= s.num_items)
       break;
-    load_keys<Id, Lora>(s, base + threadIdx.x, s.num_items, key);
+    load_keys(s, base + threadIdx.x, s.num_items, key);
   }
   __syncthreads();
 
@@ -61,7 +61,7 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
   /* its first barrier comes before it writes what was in_warp */
   const int32_t num_blocks = lay_out(s, bins, shared);
   if (own >= 0)
-    write_item<Lora>(s, index, own, position_of(s, bins, shared, own, earlier));
+    write_item(s, index, own, position_of(s, bins, shared, own, earlier));
   else if (places)
     skip_item(s, index);
   write_around_items(s, bins, shared, num_blocks);
@@ -69,18 +69,11 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
 
 template <int BATCH>
 static cudaError_t launch_batched(const align_sort &sort, cudaStream_t stream) {
-  static const void *const kernels[2][2] = {
-      {(const void *)align_small<int32_t, int32_t, BATCH>,
-       (const void *)align_small<int32_t, int64_t, BATCH>},
-      {(const void *)align_small<int64_t, int32_t, BATCH>,
-       (const void *)align_small<int64_t, int64_t, BATCH>},
-  };
   align_sort argument = sort;
   size_t bytes = 3 * (size_t)sort.num_keys * sizeof(int32_t);
-  return align_launch_kernel(
-      kernels[sort.routes.topk_ids.is_64][sort.routes.token_lora_mapping.is_64],
-      sort.num_chunks + align_zero_ctas(sort), ALIGN_THREADS, bytes, stream, !sort.apart,
-      &argument);
+  return align_launch_kernel((const void *)align_small<BATCH>,
+                             sort.num_chunks + align_zero_ctas(sort), ALIGN_THREADS, bytes, stream,
+                             &argument);
 }
 
 cudaError_t align_launch_small(const align_sort &sort, cudaStream_t stream) {

@@ -18,7 +18,6 @@ struct tiny_shared {
   int32_t block[ALIGN_TINY_ITEMS];
 };
 
-template <typename Id, typename Lora>
 static __global__ void __launch_bounds__(THREADS) align_tiny(const __grid_constant__ align_sort s) {
   __shared__ tiny_shared shared;
   const int32_t me = (int32_t)threadIdx.x / LANES, lane = (int32_t)threadIdx.x % LANES;
@@ -26,7 +25,7 @@ static __global__ void __launch_bounds__(THREADS) align_tiny(const __grid_consta
   wait_for_previous_kernel();
   start_next_kernel();
   int32_t key[1];
-  load_keys<Id, Lora>(s, (uint32_t)me, s.num_items, key);
+  load_keys(s, (uint32_t)me, s.num_items, key);
   const int32_t mine = key[0] * ALIGN_TINY_ITEMS + me;
   if (lane == 0)
     shared.item[me] = mine;
@@ -70,9 +69,8 @@ static __global__ void __launch_bounds__(THREADS) align_tiny(const __grid_consta
     shared.block[me] = block;
   if (blockIdx.x == 0 && lane == 0) {
     if (key[0] >= 0)
-      write_item<Lora>(s, (uint32_t)me, key[0],
-                       block * (int32_t)s.block_size.value +
-                           place_in_group(s, place, count, blocks));
+      write_item(s, (uint32_t)me, key[0],
+                 block * (int32_t)s.block_size.value + place_in_group(s, place, count, blocks));
     else if (me < items)
       skip_item(s, (uint32_t)me);
   }
@@ -88,12 +86,6 @@ static __global__ void __launch_bounds__(THREADS) align_tiny(const __grid_consta
 }
 
 cudaError_t align_launch_tiny(const align_sort &sort, cudaStream_t stream) {
-  static const void *const kernels[2][2] = {
-      {(const void *)align_tiny<int32_t, int32_t>, (const void *)align_tiny<int32_t, int64_t>},
-      {(const void *)align_tiny<int64_t, int32_t>, (const void *)align_tiny<int64_t, int64_t>},
-  };
   align_sort argument = sort;
-  return align_launch_kernel(
-      kernels[sort.routes.topk_ids.is_64][sort.routes.token_lora_mapping.is_64], CTAS, THREADS, 0,
-      stream, !sort.apart, &argument);
+  return align_launch_kernel((const void *)align_tiny, CTAS, THREADS, 0, stream, &argument);
 }

@@ -37,10 +37,11 @@ namespace {
 
 /* CTAs per SM. Memory that is half as fast needs half as much in flight, and portable code a few
  * registers more. */
+constexpr int kMostResident = 2;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kResident = 1;
 #else
-constexpr int kResident = 2;
+constexpr int kResident = kMostResident;
 #endif
 /* Floats between tokens and between warps of the partial sums: writes and reads of a warp meet all
  * banks. */
@@ -98,8 +99,8 @@ __device__ __forceinline__ void finish_shared(const Params &p, const Tables &t, 
             (row * f.num_slices + r.slice) * moelora_padded_rank(f.max_rank) + r.first + g;
 #pragma unroll
     for (int half = 0; half < 2; half++)
-      to[8 * half] =
-          Element<T>::round(r.first + 8 * half + g < r.rank ? t.scaling[token] * sum[half] : 0.f);
+      to[8 * half] = Element<T>::round(
+          r.first + 8 * half + g < r.rank ? t.own.scaling[token] * sum[half] : 0.f);
     return;
   }
   if (quarter || token >= problem.routes.num_tokens)
@@ -155,9 +156,10 @@ struct Partials {
 /* What a thread asks for now and then: registers are scarce. */
 struct Seldom {
   int projection;
-  Item item;        // at hand; of a shrink, the tile is its index
-  float total[4];   // of it
-  bool added, more; // to it: adapters; of it: runs
+  const Reading *agreed; // what the tables are built from; NULL: what this CTA reads itself
+  Item item;             // at hand; of a shrink, the tile is its index
+  float total[4];        // of it
+  bool added, more;      // to it: adapters; of it: runs
   Walk walk;
   Source<2> next; // of the ring
   unsigned arrival;
@@ -201,6 +203,46 @@ __device__ __forceinline__ void multiply_item(const Params &p, const Tables &t, 
   }
 }
 
+__device__ __forceinline__ void arrive(Seldom &seldom) {
+  seldom.arrival = cooperative_groups::this_grid().barrier_arrive();
+  seldom.waits = true;
+}
+
+__device__ __forceinline__ void wait(Seldom &seldom) {
+  if (seldom.waits)
+    cooperative_groups::this_grid().barrier_wait(static_cast<unsigned &&>(seldom.arrival));
+  seldom.waits = false;
+}
+
+/* Tables and x, ready for the first item of W13. */
+__device__ __forceinline__ void begin_layer(const Params &p, Tables &t, Columns &columns,
+                                            uint16_t *staged, Seldom &seldom) {
+  const Columns x = stage_columns((const uint16_t *)p.p.x, p.p.x_stride, p.p.routes.num_tokens,
+                                  (int)p.p.hidden, nullptr, staged);
+  if (threadIdx.x == 0) {
+    columns = x;
+    deal_w13(p, t);
+  }
+  seldom.shrinks = p.p.w13_lora.num_slices > 0;
+  if (seldom.shrinks && (int)blockIdx.x < free_ctas(p)) {
+    seldom.shrinks = false;
+    arrive(seldom);
+  }
+  build_tables(t, p.p, p.tiles13, (int)((p.p.hidden + 15) / 16), seldom.agreed);
+  if (!seldom.agreed && threadIdx.x / 32 == kWarps - 1)
+    publish_reading(t, p.digests, p.reading);
+  copy_async_wait<0>();
+  __syncthreads();
+}
+
+/* From the reading that all agree on; seldom enough not to take registers of the loop. */
+__device__ __noinline__ void begin_again(const Params &p, Tables &t, Columns &columns,
+                                         uint16_t *staged, Seldom &seldom) {
+  __syncthreads(); // all have seen that readings differ
+  seldom.agreed = p.reading;
+  begin_layer(p, t, columns, staged, seldom);
+}
+
 template <class T>
 __global__ void __launch_bounds__(kThreads, kResident)
     decode_layer(const __grid_constant__ Params p) {
@@ -209,33 +251,10 @@ __global__ void __launch_bounds__(kThreads, kResident)
   __shared__ Seldom states[kThreads];
   extern __shared__ __align__(16) uint16_t staged[];
   __shared__ Columns columns;
-  const Columns x = stage_columns((const uint16_t *)p.p.x, p.p.x_stride, p.p.routes.num_tokens,
-                                  (int)p.p.hidden, nullptr, staged);
-  if (threadIdx.x == 0) {
-    columns = x;
-    deal_w13(p, t);
-  }
-  const cooperative_groups::grid_group grid = cooperative_groups::this_grid();
   Seldom &seldom = states[threadIdx.x];
   seldom.waits = seldom.turn = false;
-  auto arrive = [&] {
-    seldom.arrival = grid.barrier_arrive();
-    seldom.waits = true;
-  };
-  auto wait = [&] {
-    if (seldom.waits)
-      grid.barrier_wait(static_cast<unsigned &&>(seldom.arrival));
-    seldom.waits = false;
-  };
-
-  seldom.shrinks = p.p.w13_lora.num_slices > 0;
-  if (seldom.shrinks && (int)blockIdx.x < free_ctas(p)) {
-    seldom.shrinks = false;
-    arrive();
-  }
-  build_tables(t, p.p, p.tiles13, (int)((p.p.hidden + 15) / 16));
-  copy_async_wait<0>();
-  __syncthreads();
+  seldom.agreed = nullptr;
+  begin_layer(p, t, columns, staged, seldom);
 
   Ring ring;
 #pragma unroll 1
@@ -249,15 +268,22 @@ __global__ void __launch_bounds__(kThreads, kResident)
     start(p, t, walk, ring);
     if (projection) {
       prefetch_next(ring);
-      wait();
+      wait(seldom);
       if (is_there(t, walk)) {
         const Columns h = stage_columns(p.h, p.p.intermediate, p.p.routes.num_rows,
                                         (int)p.p.intermediate, t.used, staged);
         if (threadIdx.x == 0)
           columns = h;
-        copy_async_wait<0>();
       }
+      if (!seldom.agreed)
+        compare_readings(t, p.digests);
+      copy_async_wait<0>();
       __syncthreads();
+      if (t.differs) { /* the same in all CTAs, none of which has written to out yet */
+        begin_again(p, t, columns, staged, seldom);
+        seldom.projection = -1;
+        continue;
+      }
     }
     /* Every warp has a turn behind the shrinks, if an empty one, in which it arrives and waits. */
 #pragma unroll 1
@@ -265,10 +291,10 @@ __global__ void __launch_bounds__(kThreads, kResident)
       seldom.item = item_of(p, walk.kind, walk.index);
       if (!is_shrink(walk.kind) && seldom.shrinks) {
         seldom.shrinks = false;
-        arrive();
+        arrive(seldom);
       }
       if (!is_there(t, walk)) {
-        wait();
+        wait(seldom);
         break;
       }
       float total[4];
@@ -278,7 +304,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
         seldom.walk = walk;
         memcpy(seldom.total, total, sizeof total);
         if (!is_shrink(seldom.item.kind))
-          wait();
+          wait(seldom);
         memcpy(total, seldom.total, sizeof total);
         expand<T>(p, t, seldom.item, total);
         walk = seldom.walk;
@@ -298,19 +324,24 @@ __global__ void __launch_bounds__(kThreads, kResident)
       ring.next = seldom.next;
     }
     if (!seldom.projection)
-      arrive();
+      arrive(seldom);
   }
 }
 
 struct Layout {
+  uint32_t *digests;
+  Reading *reading;
   uint16_t *h, *hl[2];
   size_t bytes;
 };
 
-Layout lay_out(const moelora_experts_problem *p, void *base) {
+Layout lay_out(const moelora_experts_problem *p, void *base, const moelora_exec *exec) {
   moelora_arena arena = {(char *)base, 0};
   const size_t rows = (size_t)p->routes.num_rows;
+  const size_t ctas = (size_t)kMostResident * (size_t)moelora_cuda_num_sms(exec->device_index);
   Layout l;
+  l.digests = (uint32_t *)moelora_take(&arena, sizeof(uint32_t) * ctas);
+  l.reading = (Reading *)moelora_take(&arena, sizeof(Reading));
   l.h = (uint16_t *)moelora_take(&arena, 2 * rows * (size_t)p->intermediate);
   for (int i = 0; i < 2; i++) {
     const moelora_factors *f = i ? &p->w2_lora : &p->w13_lora;
@@ -324,15 +355,16 @@ Layout lay_out(const moelora_experts_problem *p, void *base) {
 } // namespace
 } // namespace decode
 
-size_t moelora_cuda_decode_workspace(const moelora_experts_problem *problem) {
-  return decode::lay_out(problem, nullptr).bytes;
+size_t moelora_cuda_decode_workspace(const moelora_experts_problem *problem,
+                                     const moelora_exec *exec) {
+  return decode::lay_out(problem, nullptr, exec).bytes;
 }
 
-moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
-                                   const moelora_exec *exec) {
+moelora_status moelora_cuda_decode(const moelora_experts_problem *problem, const moelora_exec *exec,
+                                   bool *fits) {
   using namespace decode;
   const moelora_experts_problem &p = *problem;
-  const Layout l = lay_out(problem, exec->workspace);
+  const Layout l = lay_out(problem, exec->workspace, exec);
   Params params = {};
   params.p = p;
   params.gated = p.activation != MOELORA_RELU2;
@@ -341,6 +373,8 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
   params.tiles13 = (int32_t)((p.intermediate + outputs - 1) / outputs);
   params.most_shrinks13 =
       (int32_t)(p.routes.num_rows * p.w13_lora.num_slices * ((p.w13_lora.max_rank + 15) / 16));
+  params.digests = l.digests;
+  params.reading = l.reading;
   params.h = l.h;
   for (int i = 0; i < 2; i++) {
     const moelora_factors &f = i ? p.w2_lora : p.w13_lora;
@@ -351,10 +385,11 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
   const int64_t units =
       p.routes.num_rows < p.routes.num_experts ? p.routes.num_rows : p.routes.num_experts;
   const int64_t columns = (p.hidden + 15) / 16;
-  const int64_t work = units * params.tiles13 > columns ? units * params.tiles13 : columns;
+  const int64_t items = units * params.tiles13 > columns ? units * params.tiles13 : columns;
+  const int64_t work = items < kMostCtas ? items : kMostCtas;
   return p.dtype == MOELORA_BF16
              ? launch_cooperative<decode_layer<__nv_bfloat16>>(
-                   "decode_layer", work, kThreads, kStagedBytes, kResident, exec, params)
-             : launch_cooperative<decode_layer<__half>>("decode_layer", work, kThreads,
-                                                        kStagedBytes, kResident, exec, params);
+                   "decode_layer", work, kThreads, kStagedBytes, kResident, exec, fits, params)
+             : launch_cooperative<decode_layer<__half>>(
+                   "decode_layer", work, kThreads, kStagedBytes, kResident, exec, fits, params);
 }

@@ -1,5 +1,9 @@
 /* What every CTA of the decode kernel finds out for itself from ids, in shared memory.
  *
+ * All of it follows from a reading of the caller's tables, of which a CTA asks each element once.
+ * As other streams may write to them, CTAs compare what they read where they wait for each other
+ * anyway; if it is not the same, they begin again from the first one's reading.
+ *
  * A unit is an expert that some token chose; a segment is the tokens of a unit that carry one
  * adapter. Units go by the first row that names them, segments by unit and then by first token. A
  * token that names an expert twice belongs to the unit once, with both weights. */
@@ -16,10 +20,24 @@ constexpr int kTokens = MOELORA_DECODE_TOKENS, kRows = MOELORA_DECODE_ROWS;
 static_assert(kTokens == 8, "tokens are the columns of one mma");
 static_assert(kRows == 64, "a warp looks after rows, units or segments two by two");
 
+/* As many as compare their readings with a thread to each two. */
+constexpr int kMostCtas = 2 * kThreads;
+
 /* What a CTA works on, in this order. */
 enum Kind { SHRINK13, W13, SHRINK2, W2, DONE };
 
+/* What was read of the caller's tables. */
+struct Reading {
+  int32_t expert[kRows]; // of each row, local; -1: skipped
+  int32_t adapter[kTokens], rank[kTokens];
+  float scaling[kTokens];
+};
+constexpr int kReadingWords = sizeof(Reading) / 4;
+
 struct Tables {
+  Reading own;
+  uint32_t digest; // of it
+  bool differs;    // from another CTA's
   int32_t units, segments;
   int32_t items[DONE];         // of each kind, in the whole grid
   int32_t first_w13, next_w13; // W13's item of this CTA's first warp; from warp to warp
@@ -31,10 +49,7 @@ struct Tables {
   int32_t segment_unit[kRows], segment_adapter[kRows], segment_rank[kRows]; // rank: as told
   uint32_t segment_tokens[kRows];                                           // bit of each token
   int32_t shrinks_end[2][kRows]; // shrink items up to and with a segment, of w13 and of w2
-  int32_t adapter[kTokens], rank[kTokens];
-  float scaling[kTokens];
   // while being built
-  int32_t row_expert[kRows];
   float row_weight[kRows];
   uint32_t leads[kRows * kTokens / 32]; // bit of each row or cell that comes first
 };
@@ -51,7 +66,8 @@ __device__ __forceinline__ int count_bits(const uint32_t *words, int end) {
 }
 
 /* One warp, two rows to a lane. */
-__device__ __forceinline__ void find_units(Tables &t, const moelora_routes &r) {
+__device__ __forceinline__ void find_units(Tables &t, const moelora_routes &r,
+                                           const Reading *agreed) {
   const int lane = threadIdx.x % 32;
   int64_t expert[2] = {-1, -1};
   float weight[2] = {};
@@ -60,16 +76,19 @@ __device__ __forceinline__ void find_units(Tables &t, const moelora_routes &r) {
     const int row = lane + 32 * i;
     if (row < r.num_rows) {
       const int token = row / r.top_k, choice = row % r.top_k;
-      expert[i] = load_id(r.topk_ids, token * r.topk_ids.stride[0] + choice * r.topk_ids.stride[1]);
+      expert[i] = agreed ? agreed->expert[row]
+                         : load_id(r.topk_ids,
+                                   token * r.topk_ids.stride[0] + choice * r.topk_ids.stride[1]);
       weight[i] =
           r.topk_weights[token * r.topk_weights_stride[0] + choice * r.topk_weights_stride[1]];
     }
   }
-  local_experts(r, expert);
+  if (!agreed)
+    local_experts(r, expert);
   int units = 0;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    t.row_expert[lane + 32 * i] = (int32_t)expert[i];
+    t.own.expert[lane + 32 * i] = (int32_t)expert[i];
     t.row_weight[lane + 32 * i] = weight[i];
     const uint32_t same = __match_any_sync(~0u, (int)expert[i]);
     bool first = expert[i] >= 0 && __ffs((int)same) - 1 == lane;
@@ -87,7 +106,14 @@ __device__ __forceinline__ void find_units(Tables &t, const moelora_routes &r) {
 }
 
 /* A thread per token. */
-__device__ __forceinline__ void find_adapter(Tables &t, const moelora_routes &r, int token) {
+__device__ __forceinline__ void find_adapter(Tables &t, const moelora_routes &r, int token,
+                                             const Reading *agreed) {
+  if (agreed) {
+    t.own.adapter[token] = agreed->adapter[token];
+    t.own.rank[token] = agreed->rank[token];
+    t.own.scaling[token] = agreed->scaling[token];
+    return;
+  }
   int64_t adapter = -1;
   int rank = INT32_MAX;
   float scaling = 1.f;
@@ -106,9 +132,9 @@ __device__ __forceinline__ void find_adapter(Tables &t, const moelora_routes &r,
   } else {
     rank = 0;
   }
-  t.adapter[token] = (int32_t)adapter;
-  t.rank[token] = max(rank, 0);
-  t.scaling[token] = scaling;
+  t.own.adapter[token] = (int32_t)adapter;
+  t.own.rank[token] = max(rank, 0);
+  t.own.scaling[token] = scaling;
 }
 
 constexpr int kCells = kRows * kTokens / kThreads; // of one thread
@@ -124,7 +150,7 @@ __device__ __forceinline__ void find_rows(Tables &t, const moelora_routes &r) {
     if (unit < t.units && token < r.num_tokens)
 #pragma unroll 4
       for (int j = r.top_k - 1; j >= 0; j--)
-        if (t.row_expert[token * r.top_k + j] == t.expert[unit]) {
+        if (t.own.expert[token * r.top_k + j] == t.expert[unit]) {
           row = token * r.top_k + j;
           weight += t.row_weight[row];
         }
@@ -138,7 +164,7 @@ __device__ __forceinline__ void find_rows(Tables &t, const moelora_routes &r) {
 /* Needs the rows of the same thread and the adapters; eight neighbouring lanes for a unit. */
 __device__ __forceinline__ void find_segments(Tables &t) {
   const int lane = threadIdx.x % 32, token = threadIdx.x % kTokens;
-  const int adapter = t.adapter[token], rank = t.rank[token];
+  const int adapter = t.own.adapter[token], rank = t.own.rank[token];
   uint32_t carriers[kCells]; // of this cell's adapter; 0: base or no row
 #pragma unroll
   for (int i = 0; i < kCells; i++) {
@@ -192,22 +218,52 @@ __device__ __forceinline__ int segment_of(const Tables &t, int projection, int i
          __popc(__ballot_sync(~0u, end[lane + 32] <= item));
 }
 
+/* The digest of the reading, which goes to this CTA's place in `digests`, as the first CTA's
+ * reading itself goes to `first`. A warp; finalizer of MurmurHash3, over words and their places. */
+__device__ __forceinline__ void publish_reading(Tables &t, uint32_t *digests, Reading *first) {
+  const int lane = threadIdx.x % 32;
+  uint32_t digest = 0;
+  for (int i = lane; i < kReadingWords; i += 32) {
+    const uint32_t word = ((const uint32_t *)&t.own)[i];
+    uint32_t v = word ^ (uint32_t)i * 0x9e3779b9u;
+    v = (v ^ v >> 16) * 0x85ebca6bu;
+    v = (v ^ v >> 13) * 0xc2b2ae35u;
+    digest += v ^ v >> 16;
+    if (blockIdx.x == 0)
+      ((uint32_t *)first)[i] = word;
+  }
+  digest = __reduce_add_sync(~0u, digest);
+  if (lane == 0)
+    digests[blockIdx.x] = t.digest = digest;
+}
+
+/* Once all CTAs have published theirs: thread t looks at that of CTA t and, as there may be twice
+ * as many, of the t-th last one. */
+__device__ __forceinline__ void compare_readings(Tables &t, const uint32_t *digests) {
+  const uint32_t at = min(threadIdx.x, gridDim.x - 1);
+  if (__ldcg(digests + at) != t.digest || __ldcg(digests + gridDim.x - 1 - at) != t.digest)
+    t.differs = true;
+}
+
 /* All of it, with the items of W13 and W2 that the caller knows of: `tiles13` in a unit, `columns`.
- */
+ * agreed: the reading to begin from; NULL: a CTA's own. */
 __device__ __forceinline__ void build_tables(Tables &t, const moelora_experts_problem &p,
-                                             int tiles13, int columns) {
+                                             int tiles13, int columns, const Reading *agreed) {
   const bool lora =
       p.routes.token_lora_mapping.data && p.w13_lora.num_slices + p.w2_lora.num_slices > 0;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp == 0)
-    find_units(t, p.routes);
+    find_units(t, p.routes, agreed);
   else if (warp == 1 && lane < kTokens && lora)
-    find_adapter(t, p.routes, lane);
+    find_adapter(t, p.routes, lane, agreed);
+  else if (warp == 1 && lane < kTokens)
+    t.own.adapter[lane] = t.own.rank[lane] = 0, t.own.scaling[lane] = 0.f;
   else if (warp >= kWarps - kRows / 32)
     t.used[threadIdx.x - kThreads + kRows] = false;
   __syncthreads();
   find_rows(t, p.routes);
   if (threadIdx.x == 0) {
+    t.differs = false;
     t.items[W13] = t.units * tiles13;
     t.items[W2] = columns;
     if (!lora)

@@ -17,6 +17,8 @@ struct Params {
   int32_t most_shrinks13; // more items SHRINK13 cannot have, whatever ids say
   bool gated, interleaved;
   bool a_vectors[2], b_vectors[2]; // factors allow 16-byte accesses; of w13, of w2
+  uint32_t *digests;               // [CTAs] of what each read of the tables
+  Reading *reading;                // of the first CTA
   uint16_t *h;                     // [P, I]
   uint16_t *hl[2];                 // [P, num_slices * padded rank]; of w13, of w2
 };

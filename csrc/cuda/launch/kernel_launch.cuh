@@ -51,14 +51,15 @@ cudaError_t resident_blocks(int threads, size_t shared_bytes, const moelora_exec
   return cudaSuccess;
 }
 
-/* Queues KERNEL(args...) on `blocks` blocks, in clusters of CLUSTER. It may start while its
- * predecessor drains, so every kernel must wait_for_previous_kernel() before it touches memory. */
-template <auto KERNEL, int CLUSTER, class... Args>
+/* Queues KERNEL(args...) on `blocks` blocks, in clusters of CLUSTER. If it OVERLAPS it may start
+ * while its predecessor drains, so every kernel must wait_for_previous_kernel() before it touches
+ * memory. */
+template <auto KERNEL, int CLUSTER = 1, bool OVERLAPS = true, class... Args>
 moelora_status launch_blocks(const char *name, int64_t blocks, int threads, size_t shared_bytes,
                              const moelora_exec *exec, Args... args) {
   cudaLaunchAttribute attributes[2] = {};
   unsigned count = 0;
-  if (moelora_cuda_can_overlap()) {
+  if (OVERLAPS && moelora_cuda_can_overlap()) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }
@@ -97,10 +98,12 @@ moelora_status launch_kernel(const char *name, int64_t work, int threads, size_t
 }
 
 /* Queues KERNEL(args...) on at most `per_sm` blocks per SM and at most `work`, all of them resident
- * from the start, so that they may wait for each other. Not started before its predecessor ends. */
+ * from the start, so that they may wait for each other. Not started before its predecessor ends.
+ * fits: false, and nothing is queued, where the context has fewer SMs than the device, as a green
+ * context does. */
 template <auto KERNEL, class... Args>
 moelora_status launch_cooperative(const char *name, int64_t work, int threads, size_t shared_bytes,
-                                  int per_sm, const moelora_exec *exec, Args... args) {
+                                  int per_sm, const moelora_exec *exec, bool *fits, Args... args) {
   int64_t resident = 0;
   cudaError_t error = resident_blocks<KERNEL>(threads, shared_bytes, exec, &resident);
   if (error != cudaSuccess)
@@ -117,7 +120,13 @@ moelora_status launch_cooperative(const char *name, int64_t work, int threads, s
   config.stream = (cudaStream_t)exec->stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return moelora_cuda_check(cudaLaunchKernelEx(&config, KERNEL, args...), name);
+  error = cudaLaunchKernelEx(&config, KERNEL, args...);
+  *fits = error != cudaErrorCooperativeLaunchTooLarge;
+  if (!*fits) {
+    cudaGetLastError(); /* forget it */
+    return MOELORA_OK;
+  }
+  return moelora_cuda_check(error, name);
 }
 
 #endif

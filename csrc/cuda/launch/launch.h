@@ -88,13 +88,28 @@ typedef struct moelora_gemm_launch {
   int64_t out_stride[2];
 } moelora_gemm_launch;
 
-/* align.cu: fills the blocks. */
+/* resolve.cu: the caller's tables read once, into the workspace. They may change while kernels run,
+ * as an adapter is disabled from another stream; kernels that asked again would disagree about
+ * rows. `take` returns the routes (the lists) whose tables lie in the arena: dense local experts,
+ * adapters that are there and enabled, -1 for what is skipped. expert_map is kept only if asked
+ * for, and says which experts are here; ids no longer go through it. */
+moelora_routes moelora_cuda_take_routes(const moelora_routes *routes, bool with_map,
+                                        moelora_arena *arena);
+moelora_list_blocks moelora_cuda_take_lists(const moelora_list_blocks *lists, int32_t max_loras,
+                                            bool with_counts, moelora_arena *arena);
+/* Fills them; `overlaps`: may start while the kernel before drains. Lists may be NULL. */
+moelora_status moelora_cuda_resolve(const moelora_routes *from, const moelora_routes *to,
+                                    const moelora_list_blocks *from_lists,
+                                    const moelora_list_blocks *to_lists, bool overlaps,
+                                    const moelora_exec *exec);
+
+/* align.cu: fills the blocks. `routes` are resolved. */
 int64_t moelora_cuda_max_blocks(const moelora_routes *routes, int32_t rows, int32_t cluster);
 /* How many segments an alignment can list; 0 where rows are too few, or pairs too many. */
 int64_t moelora_cuda_count_segments(const moelora_routes *routes);
 size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes, int32_t rows);
 moelora_status moelora_cuda_align_rows(const moelora_routes *routes, const moelora_blocks *blocks,
-                                       void *workspace, size_t workspace_bytes, void *stream);
+                                       void *workspace, void *stream);
 
 /* shrink.cu: hl[position, slice * hl_slice + r] = round(s x A^T), zero from the true rank to the
  * next multiple of 16. Base rows are not written. `vectors`: x and A allow 16-byte accesses;
@@ -119,9 +134,11 @@ moelora_status moelora_cuda_gemm_sm90(const moelora_gemm_launch *g, const moelor
                                       const moelora_exec *exec);
 
 /* decode.cu: the whole layer in one launch. */
-size_t moelora_cuda_decode_workspace(const moelora_experts_problem *problem);
-moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
-                                   const moelora_exec *exec);
+size_t moelora_cuda_decode_workspace(const moelora_experts_problem *problem,
+                                     const moelora_exec *exec);
+/* fits: false, and nothing is queued, where its CTAs cannot all be resident. */
+moelora_status moelora_cuda_decode(const moelora_experts_problem *problem, const moelora_exec *exec,
+                                   bool *fits);
 
 /* experts.cu: slots of the backend's table */
 size_t moelora_cuda_gemm_workspace(const moelora_gemm_problem *problem,

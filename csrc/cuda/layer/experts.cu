@@ -1,6 +1,6 @@
 /* One projection, and the layer: the order of launches and what lies in the workspace.
  *
- *   align, [scale x], shrink13, w13 + expand + activation, shrink2, w2 + expand, weighted sum
+ *   resolve, align, [scale x], shrink13, w13 + expand + activation, shrink2, w2 + expand, sum
  *
  * or, for a handful of tokens, all of it in decode.cu.
  *
@@ -8,7 +8,6 @@
  * h [position, I] and the unsummed outputs z [position, K], so that the copy engine reads and
  * writes them in boxes. */
 #include "cuda/launch/kernel_launch.cuh"
-#include "cuda/launch/routes.cuh"
 #include "cuda/layer/sum.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/gemm/common/tile.cuh"
@@ -17,26 +16,17 @@ namespace {
 
 constexpr int kThreads = 256;
 
-/* Local expert of flat row p; -1 if the row is skipped. */
-__device__ __forceinline__ int local_expert(const moelora_routes &r, int64_t p) {
-  int64_t expert[1] = {
-      load_id(r.topk_ids, p / r.top_k * r.topk_ids.stride[0] + p % r.top_k * r.topk_ids.stride[1])};
-  local_experts(r, expert);
-  return (int)expert[0];
-}
-
 /* out[p] = 0 for rows whose expert is not here; a warp per row. */
 __global__ void __launch_bounds__(kThreads)
-    zero_skipped(const __grid_constant__ moelora_routes routes, uint16_t *out, int64_t stride_m,
-                 int64_t stride_j, int64_t n) {
+    zero_skipped(const int32_t *experts, int32_t rows, int32_t top_k, uint16_t *out,
+                 int64_t stride_m, int64_t stride_j, int64_t n) {
   wait_for_previous_kernel();
   start_next_kernel();
   const int64_t warps = (int64_t)gridDim.x * (kThreads / 32);
-  for (int64_t p = (int64_t)blockIdx.x * (kThreads / 32) + threadIdx.x / 32; p < routes.num_rows;
-       p += warps) {
-    if (local_expert(routes, p) >= 0)
+  for (int64_t p = (int64_t)blockIdx.x * (kThreads / 32) + threadIdx.x / 32; p < rows; p += warps) {
+    if (experts[p] >= 0)
       continue;
-    uint16_t *row = out + p / routes.top_k * stride_m + p % routes.top_k * stride_j;
+    uint16_t *row = out + p / top_k * stride_m + p % top_k * stride_j;
     for (int64_t i = threadIdx.x % 32; i < n; i += 32)
       row[i] = 0;
   }
@@ -130,14 +120,16 @@ moelora_status sum(const moelora_experts_problem *p, const int32_t *positions, c
 /* ---- workspace ---- */
 
 struct Alignment {
+  moelora_routes routes; // resolved
   moelora_blocks blocks;
   void *scratch;
-  size_t scratch_bytes;
 };
 
-Alignment take_alignment(moelora_arena *arena, const moelora_routes *routes,
+Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
                          const moelora_gemm_plan *plan, bool summed, bool weighted) {
   Alignment a;
+  a.routes = moelora_cuda_take_routes(from, false, arena);
+  const moelora_routes *routes = &a.routes;
   moelora_blocks *blocks = &a.blocks;
   blocks->rows = plan->block_rows;
   blocks->cluster = plan->variant->cluster;
@@ -157,13 +149,18 @@ Alignment take_alignment(moelora_arena *arena, const moelora_routes *routes,
   blocks->segments =
       segments ? (moelora_segment *)moelora_take(arena, segments * sizeof(moelora_segment))
                : nullptr;
-  a.scratch_bytes = moelora_cuda_align_rows_workspace(routes, blocks->rows);
-  a.scratch = moelora_take(arena, a.scratch_bytes);
+  a.scratch = moelora_take(arena, moelora_cuda_align_rows_workspace(routes, blocks->rows));
   return a;
 }
 
-moelora_status align(const Alignment *a, const moelora_routes *routes, const moelora_exec *exec) {
-  return moelora_cuda_align_rows(routes, &a->blocks, a->scratch, a->scratch_bytes, exec->stream);
+/* The first launch waits for the end of what is before it: of kernels that start while those of
+ * another layer still hold some SMs, those that follow would get them unevenly. */
+moelora_status align(const Alignment *a, const moelora_routes *from, const moelora_exec *exec) {
+  const moelora_status status =
+      moelora_cuda_resolve(from, &a->routes, nullptr, nullptr, false, exec);
+  if (status != MOELORA_OK)
+    return status;
+  return moelora_cuda_align_rows(&a->routes, &a->blocks, a->scratch, exec->stream);
 }
 
 /* Rows of what lies by position. */
@@ -276,12 +273,12 @@ template <class T>
 moelora_status run_experts(const moelora_experts_problem *p, const moelora_experts_plan *plan,
                            const moelora_exec *exec) {
   const ExpertsLayout l = lay_out_experts(p, plan, exec->workspace);
-  const moelora_routes *routes = &p->routes;
+  const moelora_routes *routes = &l.alignment.routes;
   moelora_status status = check_rank(&p->w13_lora);
   if (status == MOELORA_OK)
     status = check_rank(&p->w2_lora);
   if (status == MOELORA_OK)
-    status = align(&l.alignment, routes, exec);
+    status = align(&l.alignment, &p->routes, exec);
   if (status != MOELORA_OK)
     return status;
 
@@ -337,15 +334,16 @@ size_t moelora_cuda_gemm_workspace(const moelora_gemm_problem *problem,
 moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *plan,
                                  const moelora_exec *exec) {
   const GemmLayout l = lay_out_gemm(p, plan, exec->workspace);
-  const moelora_routes *routes = &p->routes;
+  const moelora_routes *routes = &l.alignment.routes;
   moelora_status status = check_rank(&p->lora);
   if (status == MOELORA_OK)
-    status = align(&l.alignment, routes, exec);
+    status = align(&l.alignment, &p->routes, exec);
   if (status != MOELORA_OK)
     return status;
   status = launch_kernel<zero_skipped>("zero_skipped", blocks_for(32 * routes->num_rows), kThreads,
-                                       0, exec, *routes, (uint16_t *)p->out, p->out_stride[0],
-                                       p->out_stride[1], p->w.n);
+                                       0, exec, (const int32_t *)routes->topk_ids.data,
+                                       (int32_t)routes->num_rows, routes->top_k, (uint16_t *)p->out,
+                                       p->out_stride[0], p->out_stride[1], p->w.n);
   if (status != MOELORA_OK)
     return status;
 
@@ -360,18 +358,44 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
   return project(&g, plan, routes, l.hl, exec);
 }
 
+namespace {
+
+/* Of a plan for one launch, the plan for several. */
+moelora_experts_plan staged_plan(const moelora_experts_plan *plan) {
+  moelora_experts_plan staged = {};
+  staged.w13.variant = plan->staged;
+  staged.w13.block_rows = plan->staged->block_m;
+  staged.w2 = staged.w13;
+  staged.partial_f32 = staged.w13.block_rows <= MOELORA_FLOAT_ROWS;
+  return staged;
+}
+
+moelora_status run_staged(const moelora_experts_problem *problem, const moelora_experts_plan *plan,
+                          const moelora_exec *exec) {
+  return problem->dtype == MOELORA_BF16 ? run_experts<__nv_bfloat16>(problem, plan, exec)
+                                        : run_experts<__half>(problem, plan, exec);
+}
+
+} // namespace
+
 size_t moelora_cuda_experts_workspace(const moelora_experts_problem *problem,
                                       const moelora_experts_plan *plan, const moelora_exec *exec) {
-  (void)exec;
-  if (plan->w13.variant->decode)
-    return moelora_cuda_decode_workspace(problem);
-  return lay_out_experts(problem, plan, nullptr).bytes;
+  if (!plan->w13.variant->decode)
+    return lay_out_experts(problem, plan, nullptr).bytes;
+  const moelora_experts_plan staged = staged_plan(plan);
+  const size_t one = moelora_cuda_decode_workspace(problem, exec);
+  const size_t several = lay_out_experts(problem, &staged, nullptr).bytes;
+  return one > several ? one : several;
 }
 
 moelora_status moelora_cuda_experts(const moelora_experts_problem *problem,
                                     const moelora_experts_plan *plan, const moelora_exec *exec) {
-  if (plan->w13.variant->decode)
-    return moelora_cuda_decode(problem, exec);
-  return problem->dtype == MOELORA_BF16 ? run_experts<__nv_bfloat16>(problem, plan, exec)
-                                        : run_experts<__half>(problem, plan, exec);
+  if (!plan->w13.variant->decode)
+    return run_staged(problem, plan, exec);
+  bool fits = true;
+  const moelora_status status = moelora_cuda_decode(problem, exec, &fits);
+  if (fits)
+    return status;
+  const moelora_experts_plan staged = staged_plan(plan);
+  return run_staged(problem, &staged, exec);
 }
