@@ -280,6 +280,16 @@ static moelora_dtype any_float(void) {
   return (moelora_dtype)random_in(MOELORA_F32, MOELORA_F16);
 }
 
+/* What a mode does not read may hold anything, and nothing may look at it. */
+static moelora_tensor wild(void) {
+  moelora_tensor t = shaped((moelora_dtype)random_in(-1, 7), SIZES(2, 3, 2, 3, 2));
+  for (int32_t i = 0; i < MOELORA_MAX_DIMS; i++)
+    t.size[i] = one_in(2) ? any_size() : 2;
+  t.ndim = (int32_t)any_size();
+  t.data = one_in(4) ? NULL : t.data;
+  return t;
+}
+
 /* Inputs and outputs of one call, in any order. */
 typedef struct list {
   moelora_tensor *at[MAX_VIEWS];
@@ -349,11 +359,8 @@ static void fuzz_align(void) {
   moelora_adapters unread = {0};
   list inputs = {0}, outputs = {0};
   put_common(&inputs, &args.routing, with_adapters ? &args.adapters : &unread);
-  if (!with_adapters && one_in(4)) { /* nothing may look at them */
-    moelora_tensor wild = shaped(MOELORA_I32, SIZES(2, 3, 2, 3, 2));
-    wild.ndim = (int32_t)any_size();
-    args.adapters = (moelora_adapters){wild, wild, wild, wild};
-  }
+  if (!with_adapters && one_in(4))
+    args.adapters = (moelora_adapters){wild(), wild(), wild(), wild()};
   put(&outputs, &args.sorted_token_ids), put(&outputs, &args.expert_ids);
   put(&outputs, &args.lora_ids), put(&outputs, &args.num_tokens_post_padded);
   put(&outputs, &args.sorted_weights), put(&outputs, &args.out_to_zero);
@@ -417,6 +424,131 @@ static void fuzz_experts(void) {
   RUN(moelora_experts, &args);
 }
 
+/* ---- adapters alone ---- */
+
+static moelora_lists any_lists(const sizes *s, int64_t blocks, int32_t block_size) {
+  int64_t ids = random_in(0, 5);
+  return (moelora_lists){
+      .sorted_token_ids = shaped(MOELORA_I32, SIZES(s->slots, blocks * block_size)),
+      .expert_ids = shaped(MOELORA_I32, SIZES(s->slots, blocks)),
+      .num_tokens_post_padded = shaped(MOELORA_I32, SIZES(s->slots)),
+      .lora_ids = shaped(MOELORA_I32, SIZES(ids)),
+      .num_active = (int32_t)(one_in(60) ? any_size() : random_in(0, ids)),
+      .block_size = (int32_t)(one_in(60) ? any_size() : block_size),
+  };
+}
+
+static void put_lists(list *l, moelora_lists *lists) {
+  put(l, &lists->sorted_token_ids), put(l, &lists->expert_ids);
+  put(l, &lists->num_tokens_post_padded);
+}
+
+static void fuzz_align_lists(void) {
+  sizes s = any_sizes();
+  int32_t block_size = (int32_t)random_in(1, 20);
+  moelora_align_lists_args args = {
+      .max_loras = (int32_t)(one_in(60) ? any_size() : s.slots),
+      .routing = any_routing(&s),
+      .adapters = any_adapters(&s),
+  };
+  const moelora_tensor *map = &args.routing.expert_map;
+  int64_t known = map->data ? map->size[0] : s.e;
+  int64_t blocks =
+      moelora_align_max_blocks(MOELORA_ALIGN_BASE, s.m * s.top_k, (int32_t)known, 0, block_size) +
+      random_in(0, 2);
+  args.num_experts = (int32_t)(one_in(60) ? any_size() : known);
+  args.lists = any_lists(&s, blocks, block_size);
+  list inputs = {0}, outputs = {0};
+  put_common(&inputs, &args.routing, &args.adapters);
+  put(&inputs, &args.lists.lora_ids), put_lists(&outputs, &args.lists);
+  disturb(&inputs, &outputs);
+  RUN(moelora_align_lists, &args);
+}
+
+/* One half or both, rows by routing or by lists. */
+static void fuzz_delta(void) {
+  sizes s = any_sizes();
+  moelora_dtype dtype = any_float();
+  int32_t slices = (int32_t)random_in(1, 3);
+  int64_t n = s.i * slices;
+  bool listed = one_in(2), shrink = one_in(2), expand = !shrink || one_in(2);
+  moelora_delta_args args = {
+      .num_experts = (int32_t)(one_in(60) ? any_size() : s.e),
+      .routing = any_routing(&s),
+      .adapters = any_adapters(&s),
+      .lora = any_lora(&s, dtype, n, s.k, slices),
+      .silu_and_mul = expand && one_in(8),
+  };
+  bool plain = expand && !args.silu_and_mul;
+  args.mul_routed_weight = plain && one_in(2), args.add_inputs = plain && one_in(2);
+  args.out_offset = plain ? random_in(0, 3) : 0;
+  if (one_in(30))
+    args.out_offset = any_size(), bump(&args.out_offset, random_in(-9, 0));
+  list inputs = {0}, outputs = {0};
+  if (shrink)
+    args.x = shaped(dtype, SIZES(one_in(2) ? s.m : s.m * s.top_k, s.k)), put(&inputs, &args.x);
+  if (!shrink || !expand)
+    args.h = shaped(dtype, SIZES(slices, s.m, s.top_k, s.r)),
+    put(expand ? &inputs : &outputs, &args.h);
+  if (expand) {
+    int64_t width = args.silu_and_mul ? n / 2 : n + random_in(0, 3) + 3;
+    args.out = plain && one_in(3) ? shaped(dtype, SIZES(s.m, width))
+                                  : shaped(dtype, SIZES(s.m, s.top_k, width));
+    put(&outputs, &args.out);
+  }
+  for (int32_t i = 0; i < args.lora.num_slices && i < MOELORA_MAX_SLICES; i++) {
+    if (shrink)
+      put(&inputs, &args.lora.a[i]);
+    if (expand)
+      put(&inputs, &args.lora.b[i]);
+    if (!shrink || !expand)
+      *(shrink ? &args.lora.b[i] : &args.lora.a[i]) = wild();
+  }
+  if (!listed) {
+    put_common(&inputs, &args.routing, &args.adapters);
+    args.lists = (moelora_lists){absent, wild(), wild(), wild(), (int32_t)any_size(), -1};
+    args.num_tokens = any_size(), args.top_k = (int32_t)any_size();
+  } else {
+    int32_t block_size = (int32_t)random_in(1, 6);
+    args.lists = any_lists(&s, random_in(0, 5), block_size);
+    args.num_tokens = one_in(60) ? any_size() : s.m;
+    args.top_k = (int32_t)(one_in(60) ? any_size() : s.top_k);
+    put_lists(&inputs, &args.lists), put(&inputs, &args.lists.lora_ids);
+    put(&inputs, &args.adapters.lora_ranks), put(&inputs, &args.adapters.lora_scalings);
+    put(&inputs, &args.adapters.adapter_enabled);
+    args.adapters.token_lora_mapping = wild();
+    args.routing.topk_ids = wild(), args.routing.expert_map = wild();
+    if (args.mul_routed_weight)
+      put(&inputs, &args.routing.topk_weights);
+    else
+      args.routing.topk_weights = wild();
+  }
+  disturb(&inputs, &outputs);
+  if (listed && !args.lists.sorted_token_ids.data) /* now routing counts, which has no memory */
+    backed = false;
+  RUN(moelora_delta, &args);
+}
+
+static void fuzz_mlp_delta(void) {
+  sizes s = any_sizes();
+  moelora_dtype dtype = any_float();
+  moelora_mlp_delta_args args = {
+      .num_experts = (int32_t)(one_in(60) ? any_size() : s.e),
+      .hidden_states = shaped(dtype, SIZES(s.m, s.k)),
+      .routing = any_routing(&s),
+      .adapters = any_adapters(&s),
+      .gate_up = any_lora(&s, dtype, 2 * s.i, s.k, (int32_t)random_in(1, 2)),
+      .down = any_lora(&s, dtype, s.k, s.i, 1),
+      .out = shaped(dtype, SIZES(s.m, s.k)),
+  };
+  list inputs = {0}, outputs = {0};
+  put(&inputs, &args.hidden_states), put_common(&inputs, &args.routing, &args.adapters);
+  put_lora(&inputs, &args.gate_up), put_lora(&inputs, &args.down);
+  put(&outputs, &args.out);
+  disturb(&inputs, &outputs);
+  RUN(moelora_mlp_delta, &args);
+}
+
 static void fuzz_pack(void) {
   moelora_dtype dtype = any_float();
   int64_t e = random_in(0, 3), n = random_in(1, 2), k = random_in(1, 2);
@@ -445,11 +577,13 @@ int main(int argc, char **argv) {
   if (__sanitizer_set_death_callback)
     __sanitizer_set_death_callback(say_seed);
   long long calls = argc > 1 ? atoll(argv[1]) : 20000, first = argc > 2 ? atoll(argv[2]) : 1;
-  void (*const operators[])(void) = {fuzz_align, fuzz_gemm, fuzz_experts, fuzz_pack};
+  void (*const operators[])(void) = {fuzz_align,       fuzz_gemm,  fuzz_experts,  fuzz_pack,
+                                     fuzz_align_lists, fuzz_delta, fuzz_mlp_delta};
+  const int count = sizeof operators / sizeof *operators;
   for (long long i = 0; i < calls; i++) {
     current_seed = (uint64_t)(first + i);
     seed(current_seed);
-    operators[i % 4]();
+    operators[i % count]();
     forget_views();
   }
   if (calls >= 400 && (runs < calls / 10 || runs > calls * 9 / 10))
