@@ -235,10 +235,15 @@ def write_while_calls_run(tokens, seconds):
                     mode=mode,
                 )
             moelora.moe_sorting(ids, weights, E, 16, expert_map=expert_map)
-        stop.set()
+
+    def call_and_stop():
+        try:
+            call()
+        finally:
+            stop.set()
 
     want = run()
-    run_threads(lambda number: (call, switch, write)[number](), 3)
+    run_threads(lambda number: (call_and_stop, switch, write)[number](), 3)
     for table, values in zip(tables, before, strict=True):
         table.copy_(values)
     assert same_bits(run(), want), "tables that hold still again give another result"
