@@ -19,6 +19,9 @@
  * Expert or adapter ids outside their range are never used as an address: a row whose expert is out
  * of range (or lives on another rank) is skipped, a row whose adapter is out of range or disabled
  * is a base row. A base row gets the same bits whatever the other rows carry.
+ *
+ * Routing, adapters and lists may be written to while a call reads them: each element then counts,
+ * for all of the call, as it was before or after the write.
  */
 #ifndef MOELORA_H
 #define MOELORA_H

@@ -365,3 +365,22 @@ def test_a_failed_call_leaves_the_next_one_alone():
     with pytest.raises(ERRORS):
         moelora.fused_experts_lora(**{**arguments, "w2": zeros(1, 1, 1)})
     assert same_bits(moelora.fused_experts_lora(**arguments), expected)
+
+
+def test_sizes_that_no_memory_holds():
+    """Their products and sums pass 2^56 and could wrap at 2^64; strides of 0 make them cheap."""
+    rows, hidden, inner = 2**31 - 256, 2**25, 8
+    x = torch.empty(1, hidden, dtype=torch.bfloat16)
+    w13 = torch.empty(1, 1, hidden, dtype=torch.bfloat16).expand(1, 2 * inner, hidden)
+    w2 = torch.empty(1, 1, inner, dtype=torch.bfloat16).expand(1, hidden, inner)
+    weights, chosen = torch.ones(1, 1).expand(1, rows), ids(1, 1).expand(1, rows)
+    with pytest.raises(
+        ValueError, match=f"top_k is {rows}.* K is {hidden}, I is {inner}: too large"
+    ):
+        moelora.fused_experts_lora(x, w13, w2, weights, chosen)
+    wide = torch.empty(1, 1, 1, dtype=torch.bfloat16).expand(1, 2**31 - 1, 1)
+    many = ids(1, 1).expand(2**30, 2**31 - 1)
+    with pytest.raises(ValueError, match="2147483647 x 2147483647 elements a row is too large"):
+        moelora.fused_moe_lora_gemm(x[:, :1], wide, torch.ones(1, 1).expand_as(many), many)
+    with pytest.raises(ValueError, match=f"topk_ids has {many.numel()} rows"):
+        moelora.moe_align_block_size(many, 16, 4)

@@ -276,6 +276,7 @@ def test_lists_of_the_alignment_drive_the_delta(device_and_dtype):
 
 VLLM_ERRORS = {
     "offset": (lambda a: a.update(offset=5), "offset is 5", "at most 4"),
+    "offset near 2^63": (lambda a: a.update(offset=2**63 - 8), "offset is 9223372036854775800"),
     "negative offset": (lambda a: a.update(offset=-1), "offset is -1"),
     "output": (lambda a: a.update(output=zeros(9, 2, 60)), "output has 60 columns", "64"),
     "output: dtype": (

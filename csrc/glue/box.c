@@ -280,7 +280,12 @@ moelora_tensor box_output(moelora_box *box, moelora_dtype dtype, int32_t ndim,
   for (int32_t i = ndim - 1; i >= 0; i--) {
     tensor.size[i] = sizes[i];
     tensor.stride[i] = stride;
-    stride *= sizes[i] > 1 ? sizes[i] : 1;
+    if (__builtin_mul_overflow(stride, sizes[i] > 1 ? sizes[i] : 1, &stride)) {
+      box_fail(box, MOELORA_INVALID_ARGUMENT,
+               "an output of %" PRId64 " x %" PRId64 " elements a row is too large",
+               sizes[ndim - 2], sizes[ndim - 1]);
+      return tensor;
+    }
   }
   AtenTensorHandle handle =
       allocate(box, "an output", dtype_to_torch(dtype), ndim, tensor.size, tensor.stride);

@@ -12,11 +12,13 @@ static int64_t weight_rows(const moelora_tensor *w) {
 
 static int64_t num_blocks(const moelora_align_args *args) {
   const moelora_tensor *ids = &args->routing.topk_ids;
-  if (args->block_size < 1 || args->num_experts < 1 || args->max_loras < 0) {
+  int64_t rows;
+  if (args->block_size < 1 || args->num_experts < 1 || args->max_loras < 0 ||
+      __builtin_mul_overflow(size_of(ids, 0), size_of(ids, 1), &rows) || rows > INT32_MAX) {
     return 0; /* the core says what is wrong */
   }
-  return moelora_align_max_blocks(args->mode, size_of(ids, 0) * size_of(ids, 1), args->num_experts,
-                                  args->max_loras, args->block_size);
+  return moelora_align_max_blocks(args->mode, rows, args->num_experts, args->max_loras,
+                                  args->block_size);
 }
 
 static void run_align(moelora_box *box, moelora_align_args *args) {
