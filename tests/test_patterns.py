@@ -129,15 +129,7 @@ def test_a_key_for_every_expert():
     assert patterns.find("model.layers.48.mlp.experts.0.up_proj", -1) == -1
 
 
-CATASTROPHES = [
-    "(a+)+$",
-    "(.*)*x",
-    r"(\w+\.?)+#",
-    "(a|a)*b",
-    "(e|e|.)*x",
-    ".*.*.*.*.*.*.*.*x",
-    r"(.|\w)*$x",
-]
+CATASTROPHES = [r"(\w+\.?)+#", "(a+)+$", r"(.|\w)*#", r"(\w|.|[a-z])*#", ".*.*.*.*.*.*.*.*#"]
 
 
 LOAD_ALL = """
