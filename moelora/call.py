@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from moelora import _C, trace
+from moelora import _C, autograd, trace
 
 # moelora_status of csrc/moelora.h; everything else stays a RuntimeError.
 ERRORS = {1: ValueError, 2: NotImplementedError}
@@ -67,7 +67,7 @@ def run(op, *args):
     if is_compiling():
         return op(*args)
     try:
-        return trace.call(op, args) if trace.active else op(*args)
+        return trace.call(op, args) if trace.active else autograd.call(op, args)
     except RuntimeError as error:
         status, text = _C.last_error()
         if text and text in str(error):

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moelora import autograd
+
 PACK = 64
 ON_HOST = ("num_active_loras",)
 BASE, UNIFORM, SEGMENTED, SORTING = range(4)
@@ -77,6 +79,7 @@ def _shape_function(name: str) -> Callable:
             return shapes(*args)
 
         torch.library.register_fake(f"moelora::{name}", checked)
+        autograd.register([name])
         return shapes
 
     return register
