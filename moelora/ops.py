@@ -1,7 +1,8 @@
 """The public operators: torch.ops.moelora.* with names, None for what is absent, and checks.
 
 All functions work on CPU and CUDA tensors, all on one device, never synchronise with the host,
-and can be captured in a CUDA graph and traced by torch.compile. They have no backward.
+and can be captured in a CUDA graph and traced by torch.compile. They have no backward, and raise
+where autograd would need one.
 """
 
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from moelora.call import (
     operators,
     or_absent,
     run,
+    typed,
 )
 from moelora.fake import PACK
 
@@ -80,6 +82,7 @@ def _data(weights: Weights) -> Tensor:
     return weights.data if isinstance(weights, PackedWeights) else weights
 
 
+@typed
 def fused_moe_lora_gemm(
     x: Tensor,
     w: Weights,
@@ -117,7 +120,7 @@ def fused_moe_lora_gemm(
     topk_ids : Tensor, shape (M, top_k), int32 or int64
         Experts of each token. A row whose id is out of range becomes 0.
     token_lora_mapping : Tensor, shape (M,), int32 or int64, optional
-        Adapter slot of each token, -1 for none. Absent: no token has an adapter.
+        Adapter slot of each token, -1 for none. Factors without it are refused.
     lora_a : Tensor or sequence of tensors, shape (max_loras, E or 1, R, K), optional
         Shrink factors, one for each slice of the output columns. An expert dimension of 1 is
         one factor shared by all experts.
@@ -147,6 +150,10 @@ def fused_moe_lora_gemm(
     ------
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    TypeError
+        An argument is of another type than in the signature.
+    RuntimeError
+        An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError
         This build or this device has no kernel for it.
 
@@ -178,6 +185,7 @@ def fused_moe_lora_gemm(
     return out
 
 
+@typed
 def fused_experts_lora(
     hidden_states: Tensor,
     w13: Weights,
@@ -228,7 +236,7 @@ def fused_experts_lora(
     topk_ids : Tensor, shape (M, top_k), int32 or int64
         Experts of each token. A choice whose id is out of range contributes nothing.
     token_lora_mapping : Tensor, shape (M,), int32 or int64, optional
-        Adapter slot of each token, -1 for none. Absent: no token has an adapter.
+        Adapter slot of each token, -1 for none. Factors without it are refused.
     w13_lora_a : Tensor or sequence of tensors, shape (max_loras, E or 1, R, K), optional
         Shrink factors of `w13`: one for all its columns, or one for gate and one for up. An
         expert dimension of 1 is one factor shared by all experts.
@@ -268,6 +276,10 @@ def fused_experts_lora(
     ------
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    TypeError
+        An argument is of another type than in the signature.
+    RuntimeError
+        An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError
         This build or this device has no kernel for it.
 
@@ -312,6 +324,7 @@ def fused_experts_lora(
     return out
 
 
+@typed
 def prepack_weights(w: Tensor) -> PackedWeights:
     """Copy expert weights into tiles of 64 x 64 that kernels read in one burst.
 
@@ -329,5 +342,9 @@ def prepack_weights(w: Tensor) -> PackedWeights:
     ------
     ValueError
         `w` is not 3-D, or a size is not a multiple of 64.
+    TypeError
+        `w` is no tensor.
+    RuntimeError
+        `w` requires a gradient, and grad mode is on.
     """
     return PackedWeights(run(operators.prepack_weights.default, w))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import Spec, same_bits
 from checks import guarded_empty
+from delta_cases import delta_kwargs
 
 import moelora
 
@@ -322,6 +323,99 @@ def test_sorting(name):
         moelora.moe_sorting(**arguments)
     for part in (argument, *figures):
         assert part in str(caught.value), f"{part!r} is missing in: {caught.value}"
+
+
+# ---- types ----
+
+TYPES = [
+    ("fused_experts_lora", {"lora_ranks": [8, 16]}, "lora_ranks is a list of int, expected Tensor"),
+    ("fused_experts_lora", {"w2": None}, "w2 is None, expected Tensor or PackedWeights"),
+    ("fused_experts_lora", {"hidden_states": None}, "hidden_states is None, expected Tensor"),
+    ("fused_experts_lora", {"topk_weights": [0.5]}, "topk_weights is a list of float, expected"),
+    (
+        "fused_experts_lora",
+        {"w13_lora_a": 3},
+        "w13_lora_a is an int, expected Tensor or a",
+    ),
+    ("fused_experts_lora", {"w13_lora_a": ["a"]}, "w13_lora_a is a list of str, expected Tensor"),
+    ("fused_experts_lora", {"adapter_enabled": (True,)}, "adapter_enabled is a tuple of bool"),
+    ("fused_experts_lora", {"activation": ["silu"]}, "activation is a list of str, expected str"),
+    ("fused_experts_lora", {"out": "x"}, "out is a str, expected Tensor or None"),
+    ("fused_moe_lora_gemm", {"x": None}, "x is None, expected Tensor"),
+    ("fused_moe_lora_gemm", {"w": None}, "w is None, expected Tensor or PackedWeights"),
+    ("moe_lora_gate_up_delta", {"topk_ids": None}, "topk_ids is None, expected Tensor"),
+    ("moe_lora_gate_up_delta", {"x": None}, "x is None, expected Tensor"),
+    (
+        "moe_lora_gate_up_delta",
+        {"token_lora_mapping": None},
+        "token_lora_mapping is None, expected",
+    ),
+    ("moe_lora_gate_up_delta", {"num_experts": "4"}, "num_experts is a str, expected int or None"),
+    ("moe_lora_align_block_size", {"topk_ids": [[0]]}, "topk_ids is a list of list, expected"),
+    ("moe_lora_align_block_size", {"block_size": None}, "block_size is None, expected int"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), TYPES)
+def test_types(name, changes, message):
+    p = Spec().build()
+    arguments = {
+        "fused_experts_lora": p.kwargs,
+        "fused_moe_lora_gemm": p.gemm_kwargs,
+        "moe_lora_gate_up_delta": lambda: delta_kwargs(p, "w13"),
+        "moe_lora_align_block_size": lambda: p.align_kwargs(4),
+    }[name]()
+    with pytest.raises(TypeError, match=f"^{name}: {message}"):
+        getattr(moelora, name)(**{**arguments, **changes})
+
+
+def test_a_wrong_call_says_what_python_says():
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'num_experts'"):
+        moelora.moe_align_block_size(ids(M, TOP_K), 4)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'ranks'"):
+        moelora.prepack_weights(zeros(E, K, K), ranks=None)
+
+
+def test_numbers_of_other_libraries_are_numbers():
+    numpy = pytest.importorskip("numpy")
+    want = moelora.moe_align_block_size(ids(M, TOP_K), 4, E)
+    found = moelora.moe_align_block_size(ids(M, TOP_K), numpy.int64(4), numpy.int32(E))
+    assert all(map(torch.equal, found, want))
+
+
+# ---- factors that nobody was given ----
+
+
+@pytest.mark.parametrize("kept", ["w13", "w2", "both"])
+def test_factors_without_a_mapping(kept):
+    """Nearly always forgotten; who means it says -1, or passes no factors."""
+    p = Spec(spare_rank=0, pass_ranks=False, ranks=(R, R)).build()
+    arguments = p.kwargs()
+    for name in ("w13", "w2"):
+        if kept not in (name, "both"):
+            arguments[f"{name}_lora_a"] = arguments[f"{name}_lora_b"] = None
+    first = "w2_lora_a" if kept == "w2" else "w13_lora_a"
+    out = torch.zeros(M, K)
+    with pytest.raises(ValueError, match=f"token_lora_mapping is None, but {first} is not: .* -1"):
+        moelora.fused_experts_lora(**{**arguments, "token_lora_mapping": None}, out=out)
+    assert not out.any()
+    base = moelora.fused_experts_lora(**p.base().kwargs())
+    nobody = torch.full((M,), -1, dtype=torch.int32)
+    named = moelora.fused_experts_lora(**{**arguments, "token_lora_mapping": nobody})
+    assert same_bits(named, base)
+
+
+@pytest.mark.parametrize("given", [None, torch.zeros(0, dtype=torch.int32)])
+def test_gemm_factors_without_a_mapping(given):
+    arguments = {**Spec().build().gemm_kwargs("w13"), "token_lora_mapping": given}
+    with pytest.raises(ValueError, match="token_lora_mapping is None, but lora_a is not"):
+        moelora.fused_moe_lora_gemm(**arguments)
+
+
+def test_an_empty_batch_has_an_empty_mapping():
+    p = Spec(tokens=0).build()
+    assert p.token_lora_mapping.shape == (0,)
+    assert moelora.fused_experts_lora(**p.kwargs()).shape == (0, K)
 
 
 def test_output_must_not_share_memory_with_an_input():

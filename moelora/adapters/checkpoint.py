@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from moelora.adapters.config import LoraConfig
 
@@ -144,6 +143,10 @@ class _Place:
 @contextmanager
 def open_weights(folder: Path) -> Iterator[Any]:
     """The tensors of a checkpoint, as an object with `keys()` and `get_tensor(key)`."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ModuleNotFoundError:
+        raise ImportError("reading adapters needs safetensors: pip install safetensors") from None
     path = folder / WEIGHTS_FILE
     if not path.is_file():
         hint = ""
