@@ -13,14 +13,14 @@ Adapters that PEFT has loaded, with factors of other layers beside those of the 
 """
 
 from moelora.integrations.transformers.adapters import (
-    BASE,
     load_adapters,
     moe_layers,
     new_pool,
     unload_adapters,
     use_adapters,
 )
-from moelora.integrations.transformers.experts import IMPLEMENTATION, experts_forward
+from moelora.integrations.transformers.calls import BASE, IMPLEMENTATION
+from moelora.integrations.transformers.experts import experts_forward
 
 __all__ = [
     "BASE",

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import moelora
-
-IMPLEMENTATION = "moelora"
+from moelora.integrations.transformers.calls import IMPLEMENTATION
 
 
 def experts_forward(
