@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,11 +21,13 @@ def experts_forward(
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
+    adapters: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
     """`fused_experts_lora` behind the signature of transformers' experts functions.
 
-    `self` is the experts module. Ids that are no expert's, the sentinels of expert parallelism,
-    are skipped. Raises NotImplementedError for a module that computes something else.
+    `self` is the experts module; `adapters` are the adapter arguments of the operator, None for
+    those of the pass under way. Ids that are no expert's, the sentinels of expert parallelism, are
+    skipped. Raises NotImplementedError for a module that computes something else.
     """
     activation = activation_of(self)
     w13, w2 = _rows_first(self) if self.is_transposed else expert_weights(self)
@@ -33,8 +37,9 @@ def experts_forward(
     if torch.is_grad_enabled():
         _refuse_gradients(hidden_states, top_k_weights, w13, w2, up_bias, down_bias)
 
-    serving = getattr(self, "_moelora", None)
-    adapters = {} if serving is None else serving.adapters(self._moelora_layer, hidden_states)
+    if adapters is None:
+        serving = getattr(self, "_moelora", None)
+        adapters = {} if serving is None else serving.adapters(self._moelora_layer, hidden_states)
     out = moelora.fused_experts_lora(
         hidden_states.to(w13.dtype),
         w13,
