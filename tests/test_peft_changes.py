@@ -43,12 +43,15 @@ def folders(tmp_path):
     }
 
 
+def first_of(folders):
+    model = make_model(mixtral)
+    return peft.PeftModel.from_pretrained(model, folders["first"], adapter_name="first").eval()
+
+
 @pytest.fixture
 def model(folders):
-    """Attached, with adapters a and b, both of which have been used."""
-    model = peft.PeftModel.from_pretrained(
-        make_model(mixtral), folders["first"], adapter_name="first"
-    )
+    """Attached, with two adapters, both of which have been used."""
+    model = first_of(folders)
     model.load_adapter(folders["second"], adapter_name="second")
     moelora_peft.attach(model, max_rank=8)
     with torch.no_grad():
@@ -112,9 +115,7 @@ def test_hotswap(model, folders, other, inference):
 
 
 def test_hotswap_with_scalings_that_are_tensors(folders):
-    model = peft.PeftModel.from_pretrained(
-        make_model(mixtral), folders["first"], adapter_name="first"
-    )
+    model = first_of(folders)
     with pytest.raises(AttributeError):  # until PEFT can do it for experts, by hand
         prepare_model_for_compiled_hotswap(model)
     for module in model.modules():

@@ -12,14 +12,24 @@ KeyboardInterrupt, and `finally` ends what a call began in the thread that began
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import transformers
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations import use_experts_implementation
 
 IMPLEMENTATION = "moelora"
 BASE = "__base__"  # PEFT's name for rows without an adapter
+
+# Experts modules of older releases do not say how their rows of gate and up lie.
+if "is_concatenated" not in inspect.signature(use_experts_implementation).parameters:
+    raise ImportError(
+        f"moelora.integrations.transformers needs transformers >= 5.7, this is "
+        f"{transformers.__version__}"
+    )
 
 
 class Serving(Protocol):
