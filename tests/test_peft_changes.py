@@ -251,6 +251,17 @@ def test_threads(model):
         assert list(executor.map(torch.no_grad()(serve), range(3))) == [0] * 3
 
 
+@torch.no_grad()
+def test_moved_in_inference_mode(model, folders):
+    """Data of another kind and dtype, and what detach leaves behind."""
+    with torch.inference_mode():
+        model.to(torch.float64).to(torch.float32)
+        assert_serves(model, folders, first="first", second="second")
+    assert_serves(model, folders, first="first", second="second")
+    moelora_peft.detach(model)
+    assert {type(p) for p in model.parameters()} == {torch.nn.Parameter}
+
+
 # ---- tokens that do not reach the experts row by row ----
 
 

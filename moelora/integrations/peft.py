@@ -56,16 +56,17 @@ class _Watched(nn.Parameter):
 
 def _watch(module: nn.Module) -> list[Any]:
     """What tells one content of `module.weight` from another, now and later."""
-    weight = module.weight
+    weight = module._parameters["weight"]  # module.weight takes its time
     if weight.is_inference():  # counts nothing
         with torch.inference_mode(False), torch.no_grad():
             weight = module.weight = nn.Parameter(weight.clone(), weight.requires_grad)
     if type(weight) is not _Watched:
         weight.__class__ = _Watched
         weight.__dict__.pop("_alias", None)
-    if "_alias" not in weight.__dict__:
+    alias = weight.__dict__.get("_alias")
+    if alias is None:
         weight.data  # noqa: B018, makes it
-    alias = weight._alias
+        alias = weight._alias
     return [weight, weight._version, alias, alias._version]
 
 
@@ -76,24 +77,25 @@ def _wrappers(outermost: nn.Module) -> Iterator[nn.Module]:
         outermost = outermost.base_layer
 
 
-def _stamps(outermost: nn.Module, name: str) -> list[Any]:
+def _stamps(wrappers: Sequence[nn.Module], name: str) -> list[Any]:
     """Of one layer, all that an adapter's part in PEFT's answer may depend on."""
     stamps: list[Any] = []
-    for wrapper in _wrappers(outermost):
-        if name in wrapper.lora_A:
+    for wrapper in wrappers:
+        a, b = (wrapper._modules[side]._modules.get(name) for side in ("lora_A", "lora_B"))
+        if a is not None:
             scaling = wrapper.scaling[name]
             version = scaling._version if isinstance(scaling, torch.Tensor) else 0
-            stamps += [*_watch(wrapper.lora_A[name]), *_watch(wrapper.lora_B[name])]
-            stamps += [scaling, version]
+            stamps += [*_watch(a), *_watch(b), scaling, version]
     return stamps
 
 
 def _unchanged(stamps: list[Any], now: list[Any]) -> bool:
     """Objects are compared by identity, numbers by value."""
-    return len(stamps) == len(now) and all(
-        x is y or (isinstance(x, (int, float)) and isinstance(y, (int, float)) and x == y)
-        for x, y in zip(stamps, now, strict=True)
-    )
+    return len(stamps) == len(now) and all(map(_equal, stamps, now))
+
+
+def _equal(x: Any, y: Any) -> bool:
+    return x is y or (isinstance(x, (int, float)) and isinstance(y, (int, float)) and x == y)
 
 
 class _Now(threading.local):
@@ -107,10 +109,10 @@ class _Experts:
     """What serves the experts modules of an attached model; copies PEFT's factors on first use."""
 
     def __init__(
-        self, model: peft.PeftModel, wrappers: Mapping[str, nn.Module], pool: AdapterPool
+        self, model: peft.PeftModel, wrappers: Mapping[str, Sequence[nn.Module]], pool: AdapterPool
     ) -> None:
         self.model = model
-        self.wrappers = wrappers  # the outermost ones, by layer
+        self.wrappers = wrappers  # by layer
         self.pool = pool
         self.arguments = {name: pool.layer(name) for name in pool.layers}
         self.copied: dict[str, dict[str, list[Any]]] = {}  # adapter -> layer -> stamps
@@ -157,11 +159,11 @@ class _Experts:
         """Copies the factors of one of PEFT's adapters, as they are now, into the pool."""
         if name not in self.model.peft_config:
             raise ValueError(f"no adapter {name!r}; PEFT has {sorted(self.model.peft_config)}")
-        stamps = {layer: _stamps(wrapper, name) for layer, wrapper in self.wrappers.items()}
+        stamps = {layer: _stamps(wrappers, name) for layer, wrappers in self.wrappers.items()}
         found = {
             f"{layer}.{wrapper.parameter_name}": wrapper
-            for layer, outermost in self.wrappers.items()
-            for wrapper in _wrappers(outermost)
+            for layer, wrappers in self.wrappers.items()
+            for wrapper in wrappers
             if name in wrapper.lora_A
         }
         if found:
@@ -278,7 +280,7 @@ def forward(
     serving, layer = wrapper._moelora, wrapper._moelora_layer
     experts = wrapper.get_base_layer()
     check_implementation(layer, experts.config)
-    if any(w.merged for w in _wrappers(wrapper)):
+    if any(w.merged for w in serving.wrappers[layer]):
         raise RuntimeError("an adapter is merged into the experts; call unmerge_adapter first")
     active = wrapper.active_adapters or [BASE]
     if wrapper.disable_adapters:
@@ -340,26 +342,32 @@ def attach(
     if not isinstance(getattr(base, "_moelora", None), (_Experts, type(None))):
         raise RuntimeError("load_adapters gave the model a pool; call unload_adapters first")
     names = list(model.peft_config)
-    outermost = {name: wrappers[name] for name in wrapped}
+    chains = {name: tuple(_wrappers(wrappers[name])) for name in wrapped}
     if max_rank is None:
-        every = [w for wrapper in outermost.values() for w in _wrappers(wrapper)]
+        every = [w for chain in chains.values() for w in chain]
         max_rank = max((_rank(w, name) for w in every for name in w.lora_A), default=1)
     pool = new_pool(wrapped, max_loras or len(names), max_rank, dtype=dtype, w13_slices=1)
-    serving = _Experts(model, outermost, pool)
+    serving = _Experts(model, chains, pool)
     for name in names[: pool.max_loras]:
         serving.copy(name)
     base.set_experts_implementation(IMPLEMENTATION)
     base._moelora = serving
     take_adapter_names(base)
-    for name, wrapper in outermost.items():
-        wrapper._moelora, wrapper._moelora_layer = serving, name
-        wrapper.forward = MethodType(forward, wrapper)
+    for name, (outermost, *_) in chains.items():
+        outermost._moelora, outermost._moelora_layer = serving, name
+        outermost.forward = MethodType(forward, outermost)
     return pool
 
 
 def detach(model: peft.PeftModel) -> None:
     """Gives the experts' adapters back to PEFT."""
     base = model.get_base_model()
-    for module in (base, *(base.get_submodule(name) for name in moe_layers(base))):
-        if module.__dict__.pop("_moelora", None) is not None and module is not base:
-            module.__dict__.pop("forward", None)
+    base.__dict__.pop("_moelora", None)
+    for name in moe_layers(base):
+        outermost = base.get_submodule(name)
+        if outermost.__dict__.pop("_moelora", None) is None:
+            continue
+        outermost.__dict__.pop("forward", None)
+        for parameter in outermost.parameters():
+            if type(parameter) is _Watched:
+                parameter.__class__ = nn.Parameter
