@@ -83,6 +83,22 @@ def test_wheel(wheel):
     assert "[vllm.general_plugins]\nmoelora = moelora.integrations.vllm:register" in plugins
 
 
+def test_the_bounds_of_the_extra_are_what_is_tried():
+    """`make test-lowest` installs requirements-lowest.txt, everything else requirements.txt."""
+
+    def pins(name):
+        lines = (ROOT / name).read_text().splitlines()
+        return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+    lowest, newest = pins("requirements-lowest.txt"), pins("requirements.txt")
+    text = (ROOT / "pyproject.toml").read_text()
+    (extra,) = re.findall(r"^hf = \[(.*)\]$", text, re.MULTILINE)
+    bounds = dict(re.findall(r'"(\w+) >= ([\d.]+)"', extra))
+    assert bounds.keys() == lowest.keys() <= newest.keys()
+    for package, bound in bounds.items():
+        assert lowest[package] == f"{bound}.0"
+
+
 def build(tmp_path, **environment):
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path)]
     return output(*command, cwd=ROOT, env={**os.environ, **environment})

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,8 +13,7 @@ from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import moelora
-
-IMPLEMENTATION = "moelora"
+from moelora.integrations.transformers.calls import IMPLEMENTATION
 
 
 def experts_forward(
@@ -19,23 +21,25 @@ def experts_forward(
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
+    adapters: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
     """`fused_experts_lora` behind the signature of transformers' experts functions.
 
-    `self` is the experts module. Ids that are no expert's, the sentinels of expert parallelism,
-    are skipped. Raises NotImplementedError for a module that computes something else.
+    `self` is the experts module; `adapters` are the adapter arguments of the operator, None for
+    those of the pass under way. Ids that are no expert's, the sentinels of expert parallelism, are
+    skipped. Raises NotImplementedError for a module that computes something else.
     """
     activation = activation_of(self)
-    up, down = expert_weights(self)
+    w13, w2 = _rows_first(self) if self.is_transposed else expert_weights(self)
     has_bias = getattr(self, "has_bias", False)
     up_bias = getattr(self, f"{_up_name(self)}_bias") if has_bias else None
     down_bias = self.down_proj_bias if has_bias else None
     if torch.is_grad_enabled():
-        _refuse_gradients(hidden_states, top_k_weights, up, down, up_bias, down_bias)
-    w13, w2 = _transposed(self) if self.is_transposed else (up, down)
+        _refuse_gradients(hidden_states, top_k_weights, w13, w2, up_bias, down_bias)
 
-    serving = getattr(self, "_moelora", None)
-    adapters = {} if serving is None else serving.adapters(self._moelora_layer, hidden_states)
+    if adapters is None:
+        serving = getattr(self, "_moelora", None)
+        adapters = {} if serving is None else serving.adapters(self._moelora_layer, hidden_states)
     out = moelora.fused_experts_lora(
         hidden_states.to(w13.dtype),
         w13,
@@ -120,38 +124,46 @@ def _identify(experts: nn.Module) -> str:
     )
 
 
-_copies: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, torch.Tensor, torch.Tensor]] = (
-    weakref.WeakKeyDictionary()
-)
+_laying = threading.Lock()
 
 
-@torch.compiler.disable
-def _transposed(experts: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """w13 (E, 2I, K) and w2 (E, K, I) of a module that stores them as (E, in, out).
+def _rows_first(experts: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """w13 (E, 2I, K) and w2 (E, K, I) of a module that stores them as (E, in, out): views of both.
 
-    The copy, a second set of expert weights in memory, is made once per module and again when a
-    weight moves or is written to. Writes through `.data` are not seen by autograd's version
-    counter, and so not here either.
+    The kernels read rows of `in` numbers, so the memory of such a parameter is laid out as
+    (E, out, in) once, one parameter at a time, and `parameter.data` becomes the transposed view of
+    it: the same values, shape and parameter in other strides, which whatever reads or writes the
+    parameter later goes through. There is no copy to become stale.
     """
-    up, down = expert_weights(experts)
-    # Anything but the module's own parameters (PEFT's parametrisations) lives for one call only.
-    own = up is experts._parameters.get(_up_name(experts)) and down is experts._parameters.get(
-        "down_proj"
-    )
-    key = (_identity(up), _identity(down))
-    cached = _copies.get(experts) if own else None
-    if cached is None or cached[0] != key:
-        with torch.no_grad():
-            w13, w2 = (w.detach().transpose(1, 2).contiguous() for w in (up, down))
-        cached = (key, w13, w2)
-        if own:
-            _copies[experts] = cached
-    return cached[1], cached[2]
+    if torch.compiler.is_compiling():
+        _lay_out_now(experts)
+        return _views(experts)
+    with _laying:  # nobody reads a parameter while its memory is exchanged
+        _lay_out(experts)
+        return _views(experts)
 
 
-def _identity(weight: torch.Tensor) -> tuple:
-    version = 0 if weight.is_inference() else weight._version
-    return weight.data_ptr(), version, weight.dtype, weight.device, weight.shape
+def _views(experts: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    # What is computed for one call (PEFT's parametrisations) is no parameter: that is copied.
+    up, down = (w.transpose(1, 2).contiguous() for w in expert_weights(experts))
+    return up, down
+
+
+@torch.compiler.assume_constant_result
+def _lay_out_now(experts: nn.Module) -> bool:
+    """While a graph is traced, which then depends on the strides that it finds."""
+    with _laying:
+        _lay_out(experts)
+    return True
+
+
+def _lay_out(experts: nn.Module) -> None:
+    for name in (_up_name(experts), "down_proj"):
+        weight = experts._parameters.get(name)
+        if weight is None or weight.transpose(1, 2).is_contiguous():
+            continue
+        with torch.inference_mode(weight.is_inference()), torch.no_grad():  # data of its own kind
+            weight.data = weight.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
