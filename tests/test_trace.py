@@ -22,10 +22,11 @@ def ask(monkeypatch):
     return on
 
 
-def layer(w2_columns=40):
+def layer(w2_columns=40, **kwargs):
     topk_weights, topk_ids = torch.randn(3, 4).softmax(-1).topk(2)
     w13, w2 = torch.randn(4, 80, 72), torch.randn(4, 72, w2_columns)
-    return moelora.fused_experts_lora(torch.randn(3, 72), w13, w2, topk_weights, topk_ids)
+    x = torch.randn(3, 72)
+    return moelora.fused_experts_lora(x, w13, w2, topk_weights, topk_ids, **kwargs)
 
 
 def test_nothing_is_on_by_default(monkeypatch):
@@ -62,6 +63,7 @@ def test_shapes_of_a_call_that_is_refused(ask, capsys):
     assert "w2=fp32[4,72,41]@cpu" in line
     assert "token_lora_mapping" not in line
     assert line.endswith("activation=0 apply_router_weight_on_input=False")
+    assert "activation_limit" not in line
 
 
 def test_strides_are_shown_where_they_matter(ask, capsys):
@@ -90,6 +92,18 @@ def test_a_dump_can_be_replayed(ask, tmp_path, capsys):
     assert trace.load_dump(path)["args"][2].stride() == (72 * 41, 41, 1)
     assert main(["replay", str(path), "--device", "cpu"]) == 0
     assert "returns now: [3, 72] torch.float32" in capsys.readouterr().out
+
+
+def test_a_dump_keeps_the_numbers_of_an_activation(ask, tmp_path, monkeypatch, capsys):
+    ask(dump=str(tmp_path), shapes=True)
+    monkeypatch.setattr(trace, "_dumps", iter(range(100)))
+    numbers = {"activation": "swigluoai_uninterleave", "activation_limit": 0.5}
+    with pytest.raises(ValueError, match=r"w2\.size"):
+        layer(w2_columns=41, **numbers, activation_alpha=1.25)
+    assert "activation=4 activation_alpha=1.25 activation_limit=0.5" in capsys.readouterr().err
+    (path,) = tmp_path.iterdir()
+    assert main(["replay", str(path), "--device", "cpu"]) == 1
+    assert "activation_alpha=1.25 activation_limit=0.5" in capsys.readouterr().out
 
 
 def test_dumps_end_before_the_disk_does(ask, tmp_path, monkeypatch):

@@ -102,6 +102,7 @@ class Layer:
             "silu": vllm.MoEActivation.SILU,
             "gelu": vllm.MoEActivation.GELU_TANH,
             "swigluoai": vllm.MoEActivation.SWIGLUOAI,
+            "swigluoai_uninterleave": vllm.MoEActivation.SWIGLUOAI_UNINTERLEAVE,
             "relu2": vllm.MoEActivation.RELU2_NO_MUL,
         }[s.activation]
         quant = config.pop("quant", None)

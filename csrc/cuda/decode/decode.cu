@@ -335,8 +335,8 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
   const Layout l = lay_out(problem, exec->workspace);
   Params params = {};
   params.p = p;
-  params.gated = p.activation != MOELORA_RELU2;
-  params.interleaved = p.activation == MOELORA_SWIGLUOAI;
+  params.gated = moelora_is_gated(p.activation.kind);
+  params.interleaved = moelora_is_interleaved(p.activation.kind);
   const int64_t outputs = params.gated ? 8 : 16;
   params.tiles13 = (int32_t)((p.intermediate + outputs - 1) / outputs);
   params.most_shrinks13 =

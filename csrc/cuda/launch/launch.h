@@ -80,7 +80,7 @@ typedef struct moelora_gemm_launch {
   moelora_factors lora;        /* num_slices == 0: none */
   int32_t max_loras;
   /* epilogue */
-  int32_t activation; /* moelora_activation, or -1 */
+  moelora_activation_problem activation; /* counts where gated, or relu2; else there is none */
   bool weighted;
   bool out_f32;
   bool out_by_position; /* rows out_stride[0] apart */

@@ -190,7 +190,6 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
   g.k = (int32_t)w->k;
   g.w = *w;
   g.n_out = (int32_t)w->n;
-  g.activation = -1;
   if (lora->num_slices == 0)
     g.blocks.pairs = nullptr;
   if (g.blocks.pairs) {
@@ -300,8 +299,8 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   }
   g.x_divisor = moelora_divisor_of(routes->top_k);
   g.n_out = (int32_t)p->intermediate;
-  g.gated = p->activation != MOELORA_RELU2;
-  g.interleaved = p->activation == MOELORA_SWIGLUOAI;
+  g.gated = moelora_is_gated(p->activation.kind);
+  g.interleaved = moelora_is_interleaved(p->activation.kind);
   g.activation = p->activation;
   g.out = l.h;
   g.out_by_position = true;
