@@ -81,6 +81,7 @@ typedef struct moelora_gemm_launch {
   int32_t max_loras;
   /* epilogue */
   moelora_activation_problem activation; /* counts where gated, or relu2; else there is none */
+  bool plain_silu; /* it is silu without a limit, known once instead of for every tile */
   bool weighted;
   bool out_f32;
   bool out_by_position; /* rows out_stride[0] apart */

@@ -302,6 +302,7 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.gated = moelora_is_gated(p->activation.kind);
   g.interleaved = moelora_is_interleaved(p->activation.kind);
   g.activation = p->activation;
+  g.plain_silu = p->activation.kind == MOELORA_SILU && p->activation.limit == __builtin_inff();
   g.out = l.h;
   g.out_by_position = true;
   g.out_stride[0] = p->intermediate;

@@ -298,10 +298,6 @@ enum class Finish {
   PLAIN_F32, // the same, left in float32
 };
 
-__device__ __forceinline__ bool is_plain_silu(const moelora_gemm_launch &g) {
-  return g.activation.kind == MOELORA_SILU && g.activation.limit == __builtin_inff();
-}
-
 /* What an epilogue adds: bias[2 half + eight] of this thread's four rows. */
 template <class E, Finish FINISH> struct Epilogue {
   float bias[4];
