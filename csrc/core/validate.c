@@ -252,6 +252,7 @@ static moelora_status check_activation(const moelora_experts_args *args,
   MOELORA_TRY(check_number("activation_alpha", args->activation_alpha,
                            "swigluoai and swigluoai_uninterleave have one", oai, oai ? 1.702f : 1.f,
                            &problem->alpha));
+  problem->alpha = fminf(problem->alpha, FLT_MAX / 2); /* room for the log2(e) of a kernel's exp2 */
   return check_number("activation_limit", args->activation_limit,
                       "silu, swigluoai and swigluoai_uninterleave have one",
                       oai || kind == MOELORA_SILU, oai ? 7.f : INFINITY, &problem->limit);
