@@ -1,6 +1,7 @@
 """How a public operator calls a compiled one: absent arguments, and errors as Python expects them.
 
-The compiled operators take every argument; an absent tensor is a 1-D tensor of 0 elements there.
+The compiled operators take every argument; an absent tensor is a 1-D tensor of 0 elements there,
+an absent number is 0.
 Everything about shapes, strides and dtypes is checked once, in C, for all callers; an error of that
 kind becomes a ValueError here.
 """
@@ -118,6 +119,12 @@ def factor_list(factors: Factors | None) -> list[Tensor]:
     if factors is None:
         return []
     return [factors] if isinstance(factors, Tensor) else list(factors)
+
+
+def number_or_absent(name: str, number: float | None) -> float:
+    if number is not None and number == 0:
+        raise ValueError(f"{name} is {number}, expected a normal float32 above 0")
+    return 0.0 if number is None else number
 
 
 def choose(name: str, value: str, known: dict[str, int]) -> int:

@@ -18,6 +18,7 @@ from moelora.call import (
     choose,
     enabled_or_absent,
     factor_list,
+    number_or_absent,
     operators,
     or_absent,
     run,
@@ -35,7 +36,7 @@ __all__ = [
     "prepack_weights",
 ]
 
-ACTIVATIONS = {"silu": 0, "gelu": 1, "swigluoai": 2, "relu2": 3}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "swigluoai": 2, "relu2": 3, "swigluoai_uninterleave": 4}
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,6 +205,8 @@ def fused_experts_lora(
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
     activation: str = "silu",
+    activation_alpha: float | None = None,
+    activation_limit: float | None = None,
     expert_map: Tensor | None = None,
     apply_router_weight_on_input: bool = False,
     out: Tensor | None = None,
@@ -257,8 +260,14 @@ def fused_experts_lora(
         Bias of `w13`.
     w2_bias : Tensor, shape (E, K), optional
         Bias of `w2`.
-    activation : {"silu", "gelu", "swigluoai", "relu2"}
-        `silu(g) * u`; `gelu_tanh(g) * u`; gpt-oss's clamped SwiGLU; `relu(g)^2` without up rows.
+    activation : {"silu", "gelu", "swigluoai", "swigluoai_uninterleave", "relu2"}
+        `silu(g) * u`; `gelu_tanh(g) * u`; `g sigmoid(alpha g) (u + 1)` of gpt-oss, whose rows of
+        `w13` are interleaved, and of MiniMax-M3, whose are not; `relu(g)^2` without up rows.
+    activation_alpha : float, optional
+        `alpha` of the two "swigluoai"; others take none. Absent: 1.702.
+    activation_limit : float, optional
+        Clamps before "silu" or "swigluoai": `g` to at most the limit, `u` to within plus or minus
+        the limit; others take none. Absent: no clamp for "silu", 7 for the two "swigluoai".
     expert_map : Tensor, shape (E_global,), int32, optional
         Local expert of each global expert, -1 for experts of other ranks, which contribute
         nothing.
@@ -315,6 +324,8 @@ def fused_experts_lora(
         or_absent(w13_bias, absent),
         or_absent(w2_bias, absent),
         choose("activation", activation, ACTIVATIONS),
+        number_or_absent("activation_alpha", activation_alpha),
+        number_or_absent("activation_limit", activation_limit),
         or_absent(expert_map, absent, torch.int32),
         apply_router_weight_on_input,
     )

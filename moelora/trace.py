@@ -88,7 +88,7 @@ def name_of(op: Any) -> str:
 
 
 def describe(op: Any, args: tuple) -> str:
-    """The call on one line; absent tensors are left out."""
+    """The call on one line; absent tensors and numbers are left out."""
     names = (argument.name for argument in op._schema.arguments)
     shown = ((n, _text(a)) for n, a in zip(names, args, strict=True))
     return " ".join([name_of(op), *(f"{n}={text}" for n, text in shown if text)])
@@ -98,7 +98,7 @@ def _text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_text, value)) + "]" if value else ""
     if not isinstance(value, Tensor):
-        return str(value)
+        return "" if isinstance(value, float) and value == 0 else str(value)
     if value.dim() == 1 and value.numel() == 0:
         return ""
     dtype = SHORT.get(value.dtype, str(value.dtype).removeprefix("torch."))

@@ -4,6 +4,8 @@ Nothing may have been written by then. Problems have M = 5 tokens, top_k = 2, E 
 I = 32, two adapters of maximum rank R = 16.
 """
 
+import math
+
 import pytest
 import torch
 from cases import Spec, same_bits
@@ -164,6 +166,22 @@ LAYER = {
     ),
     "w2_bias: columns": ({"w2_bias": zeros(E, I)}, "w2_bias.size(1)", "32", "64"),
     "activation": ({"activation": "swish"}, "activation", "'swish'", "'silu'"),
+    "activation_alpha: silu": ({"activation_alpha": 1.5}, "activation_alpha is 1.5", "takes none"),
+    "activation_limit: gelu": (
+        {"activation": "gelu", "activation_limit": 7},
+        *("activation_limit is 7", "takes none", "silu, swigluoai and swigluoai_uninterleave"),
+    ),
+    **{
+        f"{name}: {value}": (
+            {"activation": "swigluoai", name: value},
+            *(f"{name} is {text}", "expected a normal float32 above 0"),
+        )
+        for name in ("activation_alpha", "activation_limit")
+        for value, text in (
+            *((0, "0"), (-0.0, "-0.0"), (-7.0, "-7"), (math.inf, "inf"), (math.nan, "nan")),
+            *((1e39, "1e+39"), (1e-39, "1e-39"), (-math.inf, "-inf")),
+        )
+    },
     "expert_map: dimensions": ({"expert_map": ids(2, 4)}, "expert_map", "2", "1"),
     "apply_router_weight_on_input": (
         {"apply_router_weight_on_input": True},

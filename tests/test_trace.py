@@ -25,11 +25,11 @@ def ask(monkeypatch):
     return on
 
 
-def layer(w2_columns=40, hidden_states=None):
+def layer(w2_columns=40, hidden_states=None, **kwargs):
     x = torch.randn(3, 72) if hidden_states is None else hidden_states
     topk_weights, topk_ids = torch.randn(x.size(0), 4).softmax(-1).topk(2)
     w13, w2 = torch.randn(4, 80, 72), torch.randn(4, 72, w2_columns)
-    return moelora.fused_experts_lora(x, w13, w2, topk_weights, topk_ids)
+    return moelora.fused_experts_lora(x, w13, w2, topk_weights, topk_ids, **kwargs)
 
 
 def test_nothing_is_on_by_default(monkeypatch):
@@ -66,6 +66,7 @@ def test_shapes_of_a_call_that_is_refused(ask, capsys):
     assert "w2=fp32[4,72,41]@cpu" in line
     assert "token_lora_mapping" not in line
     assert line.endswith("activation=0 apply_router_weight_on_input=False")
+    assert "activation_limit" not in line
 
 
 def test_strides_are_shown_where_they_matter(ask, capsys):
@@ -212,6 +213,17 @@ def test_no_half_of_a_dump_stays(dumps, monkeypatch, capsys):
     refused()
     assert not list(folder.iterdir())
     assert "no space left" in capsys.readouterr().err
+
+
+def test_a_dump_keeps_the_numbers_of_an_activation(dumps, capsys):
+    folder = dumps(shapes=True)
+    numbers = {"activation": "swigluoai_uninterleave", "activation_limit": 0.5}
+    with pytest.raises(ValueError, match=r"w2\.size"):
+        layer(w2_columns=41, **numbers, activation_alpha=1.25)
+    assert "activation=4 activation_alpha=1.25 activation_limit=0.5" in capsys.readouterr().err
+    (path,) = folder.iterdir()
+    assert main(["replay", str(path), "--device", "cpu"]) == 1
+    assert "activation_alpha=1.25 activation_limit=0.5" in capsys.readouterr().out
 
 
 def test_dumps_end_before_the_disk_does(ask, tmp_path, monkeypatch):

@@ -95,6 +95,22 @@ typedef struct moelora_gemm_problem {
   int64_t out_stride[2];
 } moelora_gemm_problem;
 
+/* What turns the columns of w13 into h, with every number that the caller left to it. */
+typedef struct moelora_activation_problem {
+  moelora_activation kind;
+  float alpha; /* gated: of sigmoid(alpha g), but for gelu; else 1 */
+  float limit; /* gated: g is clamped from above, u on both sides; infinity: neither */
+} moelora_activation_problem;
+
+static inline bool moelora_is_gated(moelora_activation activation) {
+  return activation != MOELORA_RELU2;
+}
+
+/* True if rows of w13 alternate gate and up; else gate rows come first. */
+static inline bool moelora_is_interleaved(moelora_activation activation) {
+  return activation == MOELORA_SWIGLUOAI;
+}
+
 typedef struct moelora_experts_problem {
   moelora_routes routes;
   moelora_dtype dtype;
@@ -104,7 +120,7 @@ typedef struct moelora_experts_problem {
   int64_t x_stride;
   moelora_weights w13, w2;
   moelora_factors w13_lora, w2_lora;
-  moelora_activation activation;
+  moelora_activation_problem activation;
   bool apply_router_weight_on_input;
   void *out; /* [M, K] */
   int64_t out_stride;

@@ -77,7 +77,7 @@ struct moelora_projection {
   void *shrunk; /* [P, num_slices, R] operands by sorted position; NULL: no adapters */
   /* Where columns go: gated projections pair column c of the gate with column c of up. */
   bool gated, interleaved, activated;
-  moelora_activation activation;
+  moelora_activation_problem activation;
   /* Takes the finished float32 columns [begin, begin + count) of sorted row `at`. */
   void (*emit)(const moelora_projection *projection, int64_t at, int64_t begin, int64_t count,
                const float *values);

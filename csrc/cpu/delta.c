@@ -5,6 +5,7 @@
  *            float32 for the sum over a token's rows, or through silu_and_mul
  *
  * One half of it reads or writes the caller's h instead. */
+#include <math.h>
 #include <string.h>
 
 #include "cpu/cpu.h"
@@ -104,7 +105,7 @@ static void expand_task(void *context, int64_t index, int32_t worker) {
   for (int64_t i = 0; i < m; i++) {
     if (p->gated)
       moelora_cpu_kernels_of(p->variant)
-          ->activate(p->activation, scratch->c + i * ldc, up + i * ldc, count);
+          ->activate(&p->activation, scratch->c + i * ldc, up + i * ldc, count);
     p->emit(p, first + i, begin, count, scratch->c + i * ldc);
   }
 }
@@ -251,7 +252,7 @@ moelora_status moelora_cpu_delta(const moelora_delta_problem *problem,
       .lora = &problem->lora,
       .shrunk = layout.shrunk,
       .gated = problem->silu_and_mul,
-      .activation = MOELORA_SILU,
+      .activation = {.kind = MOELORA_SILU, .alpha = 1, .limit = INFINITY},
       .emit = problem->sum_top_k    ? moelora_cpu_emit_f32
               : problem->add_inputs ? emit_add
                                     : emit_store,
@@ -363,7 +364,7 @@ moelora_status moelora_cpu_mlp_delta(const moelora_mlp_delta_problem *problem,
       .lora = &problem->gate_up,
       .shrunk = layout.shrunk,
       .gated = true,
-      .activation = MOELORA_SILU,
+      .activation = {.kind = MOELORA_SILU, .alpha = 1, .limit = INFINITY},
       .emit = moelora_cpu_emit_operands,
       .out = layout.h,
       .out_stride = {problem->intermediate},

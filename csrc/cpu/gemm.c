@@ -50,7 +50,7 @@ static const float *activate(const moelora_projection *p, float *c, int64_t coun
     }
     c = line;
   }
-  kernels->activate(p->activation, c, up, count);
+  kernels->activate(&p->activation, c, up, count);
   return c;
 }
 

@@ -23,7 +23,7 @@ typedef class TorchLibraryOpaque *TorchLibraryHandle;
 typedef struct TorchLibraryOpaque *TorchLibraryHandle;
 #endif
 typedef int32_t AOTITorchError; /* 0 is success */
-typedef uint64_t StableIValue;  /* an int, a bool, or an owned handle */
+typedef uint64_t StableIValue;  /* an int, a bool, the bits of a float, or an owned handle */
 
 /* The layout of StableIValue that our boxed functions expect: torch 2.11's. */
 #define MOELORA_TORCH_ABI_VERSION ((uint64_t)2 << 56 | (uint64_t)11 << 48)

@@ -244,6 +244,12 @@ int32_t box_int(moelora_box *box, const char *name, StableIValue value) {
   return (int32_t)wide;
 }
 
+double box_float(StableIValue value) {
+  double number;
+  memcpy(&number, &value, sizeof number);
+  return number;
+}
+
 int32_t box_host_int(moelora_box *box, const char *name, StableIValue value) {
   AtenTensorHandle handle = (AtenTensorHandle)(uintptr_t)value;
   int64_t numel = 0, wide = 0;

@@ -38,6 +38,7 @@ moelora_lora box_lora(moelora_box *box, const char *name_a, StableIValue a, cons
 /* A list of at most MOELORA_MAX_SLICES tensors; returns how many. */
 int32_t box_tensors(moelora_box *box, const char *name, StableIValue value, moelora_tensor *out);
 int32_t box_int(moelora_box *box, const char *name, StableIValue value);
+double box_float(StableIValue value);
 /* The value of an integer tensor of one element in host memory; 0 if absent, and in a meta call. */
 int32_t box_host_int(moelora_box *box, const char *name, StableIValue value);
 /* Fails if there are tokens and factors but nothing says which token carries which adapter: the

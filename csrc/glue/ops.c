@@ -174,7 +174,8 @@ static void fused_moe_lora_gemm_out(StableIValue *stack, uint64_t inputs, uint64
   "Tensor hidden_states, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor "     \
   "token_lora_mapping, Tensor[] w13_lora_a, Tensor[] w13_lora_b, Tensor[] w2_lora_a, Tensor[] "    \
   "w2_lora_b, Tensor lora_ranks, Tensor lora_scalings, Tensor adapter_enabled, Tensor w13_bias, "  \
-  "Tensor w2_bias, int activation, Tensor expert_map, bool apply_router_weight_on_input"
+  "Tensor w2_bias, int activation, float activation_alpha, float activation_limit, Tensor "        \
+  "expert_map, bool apply_router_weight_on_input"
 
 static void run_experts(const char *op, StableIValue *stack, bool has_out) {
   moelora_box box;
@@ -197,10 +198,12 @@ static void run_experts(const char *op, StableIValue *stack, bool has_out) {
   args.w13_bias = box_optional(&box, "w13_bias", stack[13]);
   args.w2_bias = box_optional(&box, "w2_bias", stack[14]);
   args.activation = (moelora_activation)box_int(&box, "activation", stack[15]);
-  args.routing.expert_map = box_optional(&box, "expert_map", stack[16]);
-  args.apply_router_weight_on_input = stack[17] != 0;
+  args.activation_alpha = box_float(stack[16]);
+  args.activation_limit = box_float(stack[17]);
+  args.routing.expert_map = box_optional(&box, "expert_map", stack[18]);
+  args.apply_router_weight_on_input = stack[19] != 0;
   if (has_out) {
-    args.out = box_tensor(&box, "out", stack[18]);
+    args.out = box_tensor(&box, "out", stack[20]);
   }
   if (box_ready(&box)) {
     int64_t sizes[2] = {size_of(&args.hidden_states, 0), size_of(&args.hidden_states, 1)};

@@ -10,6 +10,11 @@
  * Views too large to be backed are only validated, by the *_workspace_size functions. */
 #include "fuzz.h"
 
+static double any_number(void) {
+  static const double odd[] = {1e-300, 1e-39, 1e-30, 0.5, 1, 7, 3e38, 1e39, -1, INFINITY, NAN};
+  return odd[random_in(0, sizeof odd / sizeof *odd - 1)];
+}
+
 /* ---- arguments: valid, then disturbed ---- */
 
 /* A contiguous view without memory. */
@@ -198,7 +203,7 @@ static void fuzz_gemm(void) {
 static void fuzz_experts(void) {
   sizes s = any_sizes();
   moelora_dtype dtype = any_float();
-  moelora_activation activation = (moelora_activation)random_in(0, 3);
+  moelora_activation activation = (moelora_activation)random_in(0, 4);
   int32_t slices = activation == MOELORA_RELU2 ? 1 : (int32_t)random_in(1, 2);
   int64_t n = activation == MOELORA_RELU2 ? s.i : 2 * s.i;
   if (one_in(4))
@@ -214,6 +219,8 @@ static void fuzz_experts(void) {
       .w13_lora = any_lora(&s, dtype, n, s.k, slices),
       .w2_lora = any_lora(&s, dtype, s.k, s.i, 1),
       .activation = one_in(60) ? (moelora_activation)any_size() : activation,
+      .activation_alpha = one_in(30) ? any_number() : 0,
+      .activation_limit = one_in(8) ? any_number() : 0,
       .apply_router_weight_on_input = s.top_k == 1 || one_in(60),
       .out = shaped(dtype, SIZES(s.m, s.k)),
   };

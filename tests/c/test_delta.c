@@ -248,10 +248,10 @@ static void test_mlp(moelora_dtype dtype, uint64_t number, const char *variant) 
           is_active(&args.routing, &args.adapters, s.experts, s.slots, p / s.top_k, p % s.top_k);
       const double kept = read_value(h_before.data, dtype, p * s.inner + i);
       h_exact[p * s.inner + i] =
-          active ? naive_activation(MOELORA_SILU, g[i], g[s.inner + i]) : kept;
+          active ? naive_activation(MOELORA_SILU, 0, 0, g[i], g[s.inner + i]) : kept;
       h_rounded[p * s.inner + i] =
           active ? store((rounding){true, dtype},
-                         naive_activation(MOELORA_SILU, g_rounded[i], g_rounded[s.inner + i]))
+                         naive_activation(MOELORA_SILU, 0, 0, g_rounded[i], g_rounded[s.inner + i]))
                  : kept;
     }
   char what[96];

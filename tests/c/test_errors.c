@@ -221,6 +221,20 @@ static void test_experts_errors(void) {
   INVALID("w13.size(1) is 24, expected 12: w2.size(2), as the activation is not gated");
   a = good, a.activation = (moelora_activation)7;
   INVALID("activation is 7, expected a moelora_activation");
+  a = good, a.activation_limit = -7;
+  INVALID("activation_limit is -7, expected a normal float32 above 0");
+  a = good, a.activation_limit = NAN;
+  INVALID("activation_limit is nan, expected a normal float32 above 0");
+  a = good, a.activation_limit = 1e39;
+  INVALID("activation_limit is 1e+39, expected a normal float32 above 0");
+  a = good, a.activation_alpha = 1.5;
+  INVALID("activation_alpha is 1.5, but the activation takes none: swigluoai and "
+          "swigluoai_uninterleave have one");
+  a = good, a.activation = MOELORA_GELU, a.activation_limit = 7;
+  INVALID("activation_limit is 7, but the activation takes none: silu, swigluoai and "
+          "swigluoai_uninterleave have one");
+  a = good, a.activation = MOELORA_SWIGLUOAI, a.activation_alpha = INFINITY;
+  INVALID("activation_alpha is inf, expected a normal float32 above 0");
   a = good, a.w13_bias.size[1] = 12;
   INVALID("w13_bias.size(1) is 12, w13.size(1) is 24");
   a = good, a.w2_bias.size[0] = 1;

@@ -344,11 +344,11 @@ Layout lay_out(const moelora_experts_problem *p, void *base, const moelora_exec 
   Layout l;
   l.digests = (uint32_t *)moelora_take(&arena, sizeof(uint32_t) * kCopies * digest_pitch(ctas));
   l.reading = (Reading *)moelora_take(&arena, sizeof(Reading));
-  l.h = (uint16_t *)moelora_take(&arena, 2 * rows * (size_t)p->intermediate);
+  const size_t inner = (size_t)p->intermediate;
+  l.h = (uint16_t *)moelora_take_array(&arena, moelora_times(rows, inner), 2);
   for (int i = 0; i < 2; i++) {
-    const moelora_factors *f = i ? &p->w2_lora : &p->w13_lora;
-    const size_t width = (size_t)(f->num_slices * moelora_padded_rank(f->max_rank));
-    l.hl[i] = (uint16_t *)moelora_take(&arena, 2 * rows * width);
+    const size_t columns = moelora_shrunk_columns(i ? &p->w2_lora : &p->w13_lora);
+    l.hl[i] = (uint16_t *)moelora_take_array(&arena, moelora_times(rows, columns), 2);
   }
   l.bytes = arena.used;
   return l;
@@ -369,8 +369,8 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem, const
   const Layout l = lay_out(problem, exec->workspace, exec);
   Params params = {};
   params.p = p;
-  params.gated = p.activation != MOELORA_RELU2;
-  params.interleaved = p.activation == MOELORA_SWIGLUOAI;
+  params.gated = moelora_is_gated(p.activation.kind);
+  params.interleaved = moelora_is_interleaved(p.activation.kind);
   const int64_t outputs = params.gated ? 8 : 16;
   params.tiles13 = (int32_t)((p.intermediate + outputs - 1) / outputs);
   params.most_shrinks13 =
