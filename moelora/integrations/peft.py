@@ -265,7 +265,7 @@ def _checkpoint(
         "rank_pattern": {},
         "alpha_pattern": {},
         "target_parameters": None,
-        "peft_version": peft.__version__,
+        "peft_version": peft.__version__.partition(".dev")[0],
     }
 
 

@@ -139,6 +139,7 @@ def moe_layers(model: nn.Module) -> dict[str, tuple[nn.Module, MoELayer]]:
             intermediate,
             gated=module.has_gate,
             interleaved=module.has_gate and not getattr(module, "is_concatenated", True),
+            transposed=module.is_transposed,
         )
         layers[name] = (module, layer)
     if not layers:
