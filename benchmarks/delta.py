@@ -23,7 +23,6 @@ from rich.progress import Progress
 from rich.table import Table
 
 import moelora
-from moelora import sglang_ops
 from moelora.bench import cases, machine, results, shapes
 from moelora.bench.rivals import vllm as peer_vllm
 from moelora.bench.timing import GraphTimer
@@ -275,15 +274,15 @@ def sglang_calls(setting, info):
     def staged(i):
         b, ids = setting.batches[i], setting.batches[i].topk_ids
         where = (info[i].weight_indices, info[i].lora_ranks)
-        a = sglang_ops.moe_lora_a(b.x, ids, gate_up_a, *where)
-        act = sglang_ops.moe_lora_gate_up_b(a, ids, gate_up_b, *where)
-        return sglang_ops.moe_lora_down_combine(
+        a = moelora.moe_lora_a(b.x, ids, gate_up_a, *where)
+        act = moelora.moe_lora_gate_up_b(a, ids, gate_up_b, *where)
+        return moelora.moe_lora_down_combine(
             act, ids, b.topk_weights, f.a2, f.b2, *where, info[i].scalings, out
         )
 
     def fused(i):
         b = setting.batches[i]
-        return sglang_ops.moe_lora_fused(
+        return moelora.moe_lora_fused(
             b.x,
             b.topk_ids,
             b.topk_weights,
@@ -326,7 +325,7 @@ def sglang(timer, args, generator, deadline):
                 setting.out["mlp"] = torch.zeros_like(setting.batches[0].x)
                 ranks = torch.full((adapters,), 8, dtype=torch.int32, device=generator.device)
                 info = [
-                    sglang_ops.MoELoRABatchInfo(b.mapping, ranks, torch.ones_like(ranks).float())
+                    moelora.MoELoRABatchInfo(b.mapping, ranks, torch.ones_like(ranks).float())
                     for b in setting.batches
                 ]
                 runs, reference = sglang_calls(setting, info)

@@ -12,6 +12,24 @@ from moelora import fake as _fake  # noqa: F401  registers the shape functions
 from moelora import tuned as _tuned
 from moelora.adapters import AdapterPool, MoELayer
 from moelora.delta import moe_lora_down_delta, moe_lora_gate_up_delta
+from moelora.integrations.sglang.batch import (
+    MoELoRABatchInfo,
+    moe_lora_buffers,
+    prepare_moe_lora_batch,
+    prepare_moe_lora_batch_of_pool,
+)
+from moelora.integrations.sglang.ops import (
+    moe_lora_a,
+    moe_lora_down_combine,
+    moe_lora_fused,
+    moe_lora_gate_up_b,
+    run_moe_lora,
+)
+from moelora.integrations.vllm.ops import (
+    fused_moe_lora,
+    fused_moe_lora_expand,
+    fused_moe_lora_shrink,
+)
 from moelora.ops import (
     PackedWeights,
     fused_experts_lora,
@@ -21,18 +39,6 @@ from moelora.ops import (
     moe_sorting,
     prepack_weights,
 )
-from moelora.sglang_ops import (
-    MoELoRABatchInfo,
-    moe_lora_a,
-    moe_lora_buffers,
-    moe_lora_down_combine,
-    moe_lora_fused,
-    moe_lora_gate_up_b,
-    prepare_moe_lora_batch,
-    prepare_moe_lora_batch_of_pool,
-    run_moe_lora,
-)
-from moelora.vllm_ops import fused_moe_lora, fused_moe_lora_expand, fused_moe_lora_shrink
 
 __version__ = _C.version()
 _tuned.load_configured()

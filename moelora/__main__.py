@@ -6,8 +6,8 @@ import sys
 
 def main(argv: list[str] | None = None) -> int:
     try:
-        from moelora import info, replay, tune
         from moelora.bench import command as bench
+        from moelora.commands import info, replay, tune
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         if package in ("", "moelora"):

@@ -17,6 +17,7 @@ measured, when) is for people.
 
 import json
 import os
+import platform
 import stat
 import warnings
 from pathlib import Path
@@ -32,10 +33,19 @@ DTYPES = {"fp32": 0, "bf16": 1, "fp16": 2}  # moelora_dtype
 MAX_BYTES = 1 << 20  # of a file; a hundred plans take a hundredth of it
 
 
+def cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
 def this_device(kind: str) -> dict[str, Any]:
     """How a file names the CPU or the current GPU."""
-    from moelora.info import cpu_name
-
     if kind == "cpu":
         return {"type": "cpu", "name": cpu_name(), "features": _C.cpu_features().split()}
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())

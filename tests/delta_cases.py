@@ -8,8 +8,8 @@ from checks import assert_close_to_ref, guarded_empty
 from torch import Tensor
 
 import moelora
+from moelora.reference.delta import moe_lora_align_lists_ref, num_experts_of
 from moelora.reference.routing import as_list
-from moelora.reference_delta import moe_lora_align_lists_ref, num_experts_of
 
 # vLLM's operators know neither true ranks nor scalings.
 PLAIN = Spec(tokens=9, ranks=(8, 8, 8), pass_ranks=False, scalings=False, mix="many")

@@ -174,7 +174,7 @@ def check_deltas() -> int:
     from delta_cases import Lists, delta_kwargs, delta_operator
 
     import moelora
-    from moelora import sglang_ops
+    from moelora.integrations.sglang import ops as sglang_ops
 
     def routed(p, which, summed):
         rows = (p.spec.tokens, p.spec.top_k)

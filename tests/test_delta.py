@@ -13,7 +13,7 @@ from delta_cases import PLAIN, base_output, check_result, delta_kwargs, delta_op
 import moelora
 from moelora import _C
 from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
-from moelora.reference_delta import moe_lora_delta_ref
+from moelora.reference.delta import moe_lora_delta_ref
 
 PROJECTIONS = ("w13", "w2")
 

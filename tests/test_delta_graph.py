@@ -13,7 +13,7 @@ from glue_cases import DEVICES
 from test_graph import SLOTS, Captured, layer_problem, overwrite, variations
 
 import moelora
-from moelora import sglang_ops
+from moelora.integrations.sglang import ops as sglang_ops
 
 BASE = 0.25  # what the captured calls add to
 BLOCK = 16

@@ -19,7 +19,7 @@ from delta_cases import (
 )
 
 import moelora
-from moelora.reference_delta import (
+from moelora.reference.delta import (
     active_rows,
     expand_ref,
     moe_lora_align_lists_ref,

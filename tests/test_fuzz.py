@@ -20,14 +20,15 @@ from conftest import CUDA_DTYPES, needs_gpu
 from delta_cases import Lists, delta_kwargs, delta_operator
 
 import moelora
-from moelora import _C, sglang_ops
+from moelora import _C
+from moelora.integrations.sglang import ops as sglang_ops
 from moelora.reference import (
     fused_experts_lora_ref,
     fused_moe_lora_gemm_ref,
     naive_fused_experts_lora,
     naive_fused_moe_lora_gemm,
 )
-from moelora.reference_delta import moe_lora_delta_ref, run_moe_lora_ref
+from moelora.reference.delta import moe_lora_delta_ref, run_moe_lora_ref
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, needs_gpu]
 

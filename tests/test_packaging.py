@@ -55,6 +55,20 @@ def test_python_symbols_are_of_the_limited_api():
     assert _C.__file__.endswith("/_C.abi3.so")
 
 
+def test_import_brings_the_operators_alone():
+    """No engine, no other library, and nothing of moelora that only commands and tests need."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import moelora; "
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    brought = output(sys.executable, "-c", code, cwd=ROOT).split()
+    others = {name.split(".")[0] for name in brought} - sys.stdlib_module_names
+    assert others <= {"moelora", "torch"}
+    rooms = {name.split(".")[1] for name in brought if name.startswith("moelora.")}
+    assert "integrations" in rooms
+    assert rooms.isdisjoint({"bench", "commands", "reference"})
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     where = tmp_path_factory.mktemp("wheel")

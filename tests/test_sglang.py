@@ -22,7 +22,7 @@ import moelora
 import moelora.integrations.sglang as moelora_sglang
 from moelora import AdapterPool, MoELayer
 from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
-from moelora.reference_delta import run_moe_lora_ref
+from moelora.reference.delta import run_moe_lora_ref
 
 # What moelora is called by and calls, from python/sglang/srt of SGLang (commit 53ccafdf).
 SIGNATURES = {

@@ -10,8 +10,8 @@ from cases import Problem, Spec, random_specs, same_bits
 from checks import assert_close_to_ref, assert_unchanged, guarded_empty
 
 import moelora
-from moelora import sglang_ops
-from moelora.reference_delta import (
+from moelora.integrations.sglang import ops as sglang_ops
+from moelora.reference.delta import (
     active_rows,
     expand_ref,
     rows_of_routing,

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import moelora
-from moelora import _C, selftest, trace
+from moelora import _C, trace
 from moelora.__main__ import main
+from moelora.commands import selftest
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""Benchmarks: `python -m moelora bench`, and what the scripts in benchmarks/ share with it.
+"""Benchmarks of an installed moelora: `python -m moelora bench`, a layer on the machine at hand.
+
+The commands in a checkout's benchmarks/, which made the numbers of README and docs, share its
+cases, shapes, timers and result files.
 
 A *rival* is one way to run a layer (ours is one of them). All rivals of a case read the same
 tensors, are compared with float64 before they are timed, and take turns in one process.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from moelora import _C
-from moelora.info import cpu_name
+from moelora.tuned import cpu_name
 
 # Bytes read and written per second, bf16 flops per second; measured once with long runs.
 KNOWN = {"NVIDIA H200": (4.3e12, 790e12)}

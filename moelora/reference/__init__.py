@@ -21,6 +21,11 @@ from moelora.reference.align import (
     moe_lora_align_block_size_ref,
     moe_sorting_ref,
 )
+from moelora.reference.delta import (
+    moe_lora_align_lists_ref,
+    moe_lora_delta_ref,
+    run_moe_lora_ref,
+)
 from moelora.reference.layer import activate, fused_experts_lora_ref, fused_moe_lora_gemm_ref
 from moelora.reference.naive import naive_fused_experts_lora, naive_fused_moe_lora_gemm
 from moelora.reference.routing import Factors, active_adapter, local_expert
@@ -35,7 +40,10 @@ __all__ = [
     "local_expert",
     "moe_align_block_size_ref",
     "moe_lora_align_block_size_ref",
+    "moe_lora_align_lists_ref",
+    "moe_lora_delta_ref",
     "moe_sorting_ref",
     "naive_fused_experts_lora",
     "naive_fused_moe_lora_gemm",
+    "run_moe_lora_ref",
 ]

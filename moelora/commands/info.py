@@ -8,8 +8,10 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from moelora import _C, selftest
+from moelora import _C
 from moelora.bench import console
+from moelora.commands import selftest
+from moelora.tuned import cpu_name
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
@@ -28,17 +30,6 @@ def devices() -> list[str]:
             f"{gpu.multi_processor_count} SMs, {gpu.total_memory / 2**30:.0f} GiB"
         )
     return lines
-
-
-def cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def facts() -> dict[str, str]:

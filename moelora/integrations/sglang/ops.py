@@ -32,27 +32,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moelora.delta import known_experts, one_expert
-from moelora.sglang_batch import (
-    MoELoRABatchInfo,
-    moe_lora_buffers,
-    prepare_moe_lora_batch,
-    prepare_moe_lora_batch_of_pool,
-)
-
-__all__ = [
-    "MoELoRABatchInfo",
-    "moe_lora_a",
-    "moe_lora_buffers",
-    "moe_lora_down_combine",
-    "moe_lora_fused",
-    "moe_lora_gate_up_b",
-    "prepare_moe_lora_batch",
-    "prepare_moe_lora_batch_of_pool",
-    "run_moe_lora",
-    "should_use_fused_kernel",
-]
 from moelora.call import absent_tensor, enabled_or_absent, operators, or_absent, run_named, typed
+from moelora.delta import known_experts, one_expert
+from moelora.integrations.sglang.batch import MoELoRABatchInfo
 
 # Up to so many routed rows all in one is faster than the stages: as far as it was measured, on an
 # H200 at rank 8 (benchmarks/results/h200-delta.json).

@@ -15,8 +15,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moelora.reference import active_adapter, align_max_blocks_ref, local_expert
-from moelora.reference.routing import Factors, as_list, optional_list, pair_of
+from moelora.reference.align import align_max_blocks_ref
+from moelora.reference.routing import (
+    Factors,
+    active_adapter,
+    as_list,
+    local_expert,
+    optional_list,
+    pair_of,
+)
 
 Rows = list[tuple[int, int] | None]
 

@@ -1,0 +1,90 @@
+"""moelora inside SGLang: a MoE layer and its LoRA adapters in one operator.
+
+To install moelora is all: SGLang loads `register` from the entry points of the group
+`sglang.srt.plugins` in every process. From then on the MoE layers of
+
+    python -m sglang.launch_server --enable-lora --lora-backend triton_v2 \\
+        --moe-runner-backend lora_triton ...
+
+run `moelora.fused_experts_lora` over SGLang's own weights, adapter buffers and slots, captured CUDA
+graphs included. `MOELORA_SGLANG=0` in the environment turns it off. A layer that moelora does not
+have (quantised weights, clamped activations, biases; `reason_against` has them) runs SGLang's own
+path, and the log, `sglang.moelora`, says why, once for each reason.
+
+`experts_with_lora` is that path by itself, for layers of other engines with such buffers, and
+`MoELoRABackend` the interface of SGLang's first design of MoE LoRA, over an `AdapterPool`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from moelora.integrations.sglang.backend import LayerBatchInfo, MoELoRABackend
+from moelora.integrations.sglang.layer import MoeLoraRunner, experts_with_lora, reason_against
+
+__all__ = [
+    "LayerBatchInfo",
+    "MoELoRABackend",
+    "MoeLoraRunner",
+    "experts_with_lora",
+    "reason_against",
+    "register",
+]
+
+SWITCH = "MOELORA_SGLANG"
+# Where SGLang keeps its runner, newest first.
+RUNNERS = ("sglang.srt.lora.moe.runner", "sglang.srt.lora.moe.moe_lora_runner")
+LAYER = "sglang.srt.lora.layers.FusedMoEWithLoRA"
+
+log = logging.getLogger("sglang.moelora")
+
+
+@functools.cache
+def _say(reason: str) -> None:
+    log.warning("moelora: %s; SGLang's own path runs", reason)
+
+
+def from_layer(
+    original: Callable[..., Any], cls: type, base_layer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Around `MoeLoraRunner.from_layer` of SGLang: moelora's runner where it can be."""
+    reason = reason_against(base_layer)
+    if reason:
+        _say(f"a MoE layer is not moelora's: {reason}")
+        return original(cls, base_layer, *args, **kwargs)
+    return MoeLoraRunner(base_layer)
+
+
+def after_initialize(result: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    """After `FusedMoEWithLoRA._initialize_moe_lora_execution`: where the true ranks are."""
+    if isinstance(layer._moe_lora_runner, MoeLoraRunner):
+        layer._moe_lora_runner.lora_backend = layer.lora_backend
+
+
+def register() -> None:
+    """SGLang's plugin entry point: run its MoE LoRA layers from now on in this process."""
+    if os.environ.get(SWITCH) == "0":
+        log.info("moelora: off, as %s=0 says", SWITCH)
+        return
+    runner = next((name for name in RUNNERS if _exists(name)), None)
+    if runner is None:
+        _say("this SGLang has no MoeLoraRunner")
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{runner}.MoeLoraRunner.from_layer", from_layer, HookType.AROUND)
+    HookRegistry.register(
+        f"{LAYER}._initialize_moe_lora_execution", after_initialize, HookType.AFTER
+    )
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a parent
+        return False

@@ -1,0 +1,128 @@
+"""The interface of SGLang's first design of MoE LoRA, over an `AdapterPool`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from moelora.adapters import AdapterPool
+from moelora.integrations.sglang.batch import (
+    MoELoRABatchInfo,
+    moe_lora_buffers,
+    prepare_moe_lora_batch_of_pool,
+)
+from moelora.integrations.sglang.ops import run_moe_lora
+from moelora.ops import fused_experts_lora
+
+
+@dataclass(frozen=True, eq=False)
+class LayerBatchInfo(MoELoRABatchInfo):
+    """The adapters of a batch, and the layer that it is in."""
+
+    layer: str = ""
+
+
+class MoELoRABackend:
+    """`run_moe_lora` and `prepare_moe_lora_batch` for the MoE layers of one model.
+
+    Parameters
+    ----------
+    pool : AdapterPool
+        The adapters, by the names that requests carry in `lora_ids`. `run_moe_lora` needs one with
+        `w13_slices=1`.
+    layers : mapping of int to str, optional
+        Name in the pool of each `layer_id`; by default the first number in the names.
+    """
+
+    def __init__(self, pool: AdapterPool, layers: Mapping[int, str] | None = None) -> None:
+        self.pool = pool
+        if layers is None:
+            layers = {int(re.search(r"\d+", name)[0]): name for name in pool.layers}
+        self.layers = dict(layers)
+        self.reset_batch_state()
+
+    def reset_batch_state(self) -> None:
+        """Forgets the batch that was prepared last; needed where an object is used for the next."""
+        self._prepared: tuple[Any, MoELoRABatchInfo | None] = (None, None)
+
+    def prepare_moe_lora_batch(self, forward_batch: Any, layer_id: int) -> LayerBatchInfo | None:
+        """Which token carries which adapter: once for a batch, whatever the number of layers.
+
+        Parameters
+        ----------
+        forward_batch : ForwardBatch
+            `lora_ids` of its requests (None = no adapter), `input_ids` and, while it extends,
+            `extend_seq_lens_cpu`; otherwise every request has the same number of tokens. The
+            adapters must stay in their slots (`AdapterPool.hold`) while it is under way.
+        layer_id : int
+            The layer that asks.
+
+        Returns
+        -------
+        LayerBatchInfo or None
+            None where no request has an adapter, or the layer is none of the pool's.
+
+        Raises
+        ------
+        KeyError
+            An adapter is not in the pool.
+        ValueError
+            The tokens do not divide among the requests.
+        """
+        if layer_id not in self.layers:
+            return None
+        if self._prepared[0] is not forward_batch:
+            self._prepared = (forward_batch, self._prepare(forward_batch))
+        info = self._prepared[1]
+        return info and LayerBatchInfo(**vars(info), layer=self.layers[layer_id])
+
+    def _prepare(self, forward_batch: Any) -> MoELoRABatchInfo | None:
+        names = forward_batch.lora_ids
+        if not any(name is not None for name in names):
+            return None
+        tokens = forward_batch.input_ids.shape[0]
+        lengths = None
+        if forward_batch.forward_mode.is_extend():
+            lengths = getattr(forward_batch, "extend_seq_lens_cpu", None)
+        if lengths is None:
+            if tokens % len(names):
+                raise ValueError(f"{tokens} tokens do not divide among {len(names)} requests")
+            lengths = [tokens // len(names)] * len(names)
+        return prepare_moe_lora_batch_of_pool(self.pool, names, seq_lens=lengths, num_tokens=tokens)
+
+    def run_moe_lora(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        moe_lora_info: LayerBatchInfo,
+        output: Tensor,
+    ) -> Tensor:
+        """`moelora.run_moe_lora` with the layer's buffers: added to `output`, not exact."""
+        buffers = moe_lora_buffers(self.pool, moe_lora_info.layer)
+        return run_moe_lora(
+            hidden_states, topk_ids, topk_weights, moe_lora_info, **buffers, output=output
+        )
+
+    def fused_experts(
+        self,
+        hidden_states: Tensor,
+        w13_weight: Tensor,
+        w2_weight: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        moe_lora_info: LayerBatchInfo | None,
+        **options: Any,
+    ) -> Tensor:
+        """The exact layer: `moelora.fused_experts_lora` with its `options`, adapters or none."""
+        arguments = {}
+        if moe_lora_info is not None:
+            arguments = self.pool.layer(moe_lora_info.layer)
+            arguments["token_lora_mapping"] = moe_lora_info.weight_indices
+        return fused_experts_lora(
+            hidden_states, w13_weight, w2_weight, topk_weights, topk_ids, **arguments, **options
+        )

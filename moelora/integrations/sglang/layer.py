@@ -1,0 +1,170 @@
+"""One MoE layer of SGLang: its weights, adapter buffers and slots in one operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelora.ops import fused_experts_lora
+
+
+def experts_with_lora(
+    hidden_states: Tensor,
+    w13_weight: Tensor,
+    w2_weight: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    batch: Any,
+    *,
+    lora_ranks: Tensor | None = None,
+    activation: str = "silu",
+    routed_scaling_factor: float | None = None,
+    apply_router_weight_on_input: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """A whole MoE layer, exactly, with adapters in the buffers of SGLang's memory pool.
+
+    Parameters
+    ----------
+    hidden_states : Tensor, shape (T, H)
+        Input of each token.
+    w13_weight, w2_weight : Tensor, shapes (E, S I, H) and (E, H, I)
+        Experts of this rank, gate rows first; S is 2 with a gate, 1 without.
+    topk_weights, topk_ids : Tensor, shape (T, top_k)
+        Experts of each token by their local ids; others, such as -1, are skipped.
+    batch : MoeLoraBatch, or any object with its tensors
+        With L slots of R ranks; an expert dimension of 1 is one factor shared by all experts
+        (`experts_shared_outer_loras`), and scalings are already in the B factors:
+        `gate_up_lora_a` (L, E or 1, S R, H), where the up rows begin at row R;
+        `gate_up_lora_b` (L, E or 1, S I, R); `down_lora_a` (L, E or 1, R, I);
+        `down_lora_b` (L, E or 1, H, R); `token_lora_mapping` (T,) slot of each token, -1 for none.
+    lora_ranks : Tensor, shape (L,), int32, optional
+        True rank of each slot, which spares reading the zeros beyond it.
+    activation : {"silu", "relu2"}
+        With a gate and without.
+    routed_scaling_factor : float, optional
+        Of all routing weights.
+    apply_router_weight_on_input, out
+        As in `fused_experts_lora`.
+
+    Returns
+    -------
+    Tensor, shape (T, H)
+        `out`, or a new tensor; no reduction over ranks is in it.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    NotImplementedError
+        This build or this device has no kernel for it.
+    """
+    slices = 1 if activation == "relu2" else 2
+    if routed_scaling_factor not in (None, 1.0):
+        topk_weights = topk_weights.float() * routed_scaling_factor
+    return fused_experts_lora(
+        hidden_states,
+        w13_weight,
+        w2_weight,
+        topk_weights,
+        topk_ids,
+        token_lora_mapping=batch.token_lora_mapping,
+        # Views: the slices of one pair lie below each other in SGLang's buffers.
+        w13_lora_a=batch.gate_up_lora_a.chunk(slices, dim=2),
+        w13_lora_b=batch.gate_up_lora_b.chunk(slices, dim=2),
+        w2_lora_a=batch.down_lora_a,
+        w2_lora_b=batch.down_lora_b,
+        lora_ranks=lora_ranks,
+        activation=activation,
+        apply_router_weight_on_input=apply_router_weight_on_input,
+        out=out,
+    )
+
+
+class MoeLoraRunner:
+    """One layer, with the interface of SGLang's class of this name."""
+
+    def __init__(self, base_layer: Any) -> None:
+        config = base_layer.moe_runner_config
+        self.base_layer = base_layer
+        self.lora_backend: Any = None  # whose batch knows the true ranks
+        self.activation = config.activation
+        self.apply_router_weight_on_input = config.apply_router_weight_on_input
+        fused = base_layer.should_fuse_routed_scaling_factor_in_topk
+        self.routed_scaling_factor = None if fused else config.routed_scaling_factor
+
+    @classmethod
+    def from_layer(
+        cls,
+        base_layer: Any,
+        *,
+        workspace: Any = None,
+        is_shared_outer: bool,
+        physical_rank: int,
+    ) -> MoeLoraRunner:
+        """The runner of one layer; NotImplementedError where `reason_against` has one.
+
+        moelora needs no workspace, and reads off the buffers whether factors are shared.
+        """
+        reason = reason_against(base_layer)
+        if reason:
+            raise NotImplementedError(reason)
+        return cls(base_layer)
+
+    def run(self, dispatch_output: Any, batch: Any) -> Any:
+        """The layer between dispatch and combine."""
+        from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+
+        topk = dispatch_output.topk_output
+        out = experts_with_lora(
+            dispatch_output.hidden_states,
+            self.base_layer.w13_weight,
+            self.base_layer.w2_weight,
+            topk.topk_weights,
+            topk.topk_ids,
+            batch,
+            lora_ranks=self.lora_backend and self.lora_backend.batch_info.lora_ranks,
+            activation=self.activation,
+            routed_scaling_factor=self.routed_scaling_factor,
+            apply_router_weight_on_input=self.apply_router_weight_on_input,
+        )
+        return StandardCombineInput(hidden_states=out)
+
+
+def reason_against(base_layer: Any) -> str | None:
+    """Why moelora cannot run SGLang's `FusedMoE` layer, or None."""
+    config = base_layer.moe_runner_config
+    dtype = base_layer.w13_weight.dtype
+    dispatcher = base_layer.dispatcher
+    factor = config.routed_scaling_factor
+    gated = {"silu": True, "relu2": False}
+    on_input = config.apply_router_weight_on_input
+    rules = (
+        (dtype not in (torch.bfloat16, torch.float16, torch.float32), f"its weights are {dtype}"),
+        (
+            type(dispatcher).__name__ != "StandardDispatcher",
+            f"its dispatcher is {type(dispatcher).__name__}",
+        ),
+        (getattr(dispatcher, "skip_local_expert_mapping", False), "its expert ids are global"),
+        (
+            gated.get(config.activation) is not bool(config.is_gated),
+            f"its activation is {config.activation!r}, {'' if config.is_gated else 'not '}gated",
+        ),
+        (
+            any(
+                getattr(config, name, None) is not None
+                for name in ("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit")
+            ),
+            "its activation is scaled or clamped",
+        ),
+        (getattr(base_layer, "with_bias", False), "its experts have biases"),
+        (config.no_combine, "its experts' outputs are not summed"),
+        (config.num_fused_shared_experts, "shared experts are fused into it"),
+        (
+            on_input and (config.top_k != 1 or factor not in (None, 1.0)),
+            "its routing weights are for the input, and more than one or scaled",
+        ),
+    )
+    return next((reason for applies, reason in rules if applies), None)
