@@ -70,6 +70,7 @@ typedef struct moelora_tensor {
   int32_t ndim;
   int64_t size[MOELORA_MAX_DIMS];
   int64_t stride[MOELORA_MAX_DIMS];
+  const char *name; /* what messages call it; NULL: as its field */
 } moelora_tensor;
 
 typedef void (*moelora_task)(void *context, int64_t begin, int64_t end);

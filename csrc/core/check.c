@@ -1,6 +1,7 @@
 #include "core/check.h"
 
 #include <stdio.h>
+#include <string.h>
 
 const char *moelora_dtype_name(moelora_dtype dtype) {
   switch (dtype) {
@@ -24,18 +25,26 @@ bool moelora_is_absent(const moelora_tensor *tensor) {
   return !tensor->data && tensor->ndim == 0;
 }
 
-/* Printable name of an argument. */
-typedef struct label {
-  char text[64];
-} label;
-
-static label label_of(moelora_arg arg) {
-  label result;
+moelora_label moelora_label_of(moelora_arg arg) {
+  moelora_label label;
   if (arg.index < 0)
-    snprintf(result.text, sizeof result.text, "%s", arg.name);
+    snprintf(label.text, sizeof label.text, "%s", arg.name);
   else
-    snprintf(result.text, sizeof result.text, "%s[%d]", arg.name, arg.index);
-  return result;
+    snprintf(label.text, sizeof label.text, "%s[%d]", arg.name, arg.index);
+  return label;
+}
+
+moelora_label moelora_label_source(moelora_source source) {
+  moelora_label label = moelora_label_of((moelora_arg){source.name, source.index, NULL});
+  if (source.dim < 0)
+    return label;
+  char slices[24] = "";
+  if (source.slices > 1)
+    snprintf(slices, sizeof slices, " / %d slices", source.slices);
+  const size_t used = strlen(label.text);
+  snprintf(label.text + used, sizeof label.text - used, ".size(%d)%s%s", source.dim,
+           source.scale ? source.scale : "", slices);
+  return label;
 }
 
 static bool is_empty(const moelora_tensor *tensor) {
@@ -65,27 +74,28 @@ static int64_t span_bytes(const moelora_tensor *tensor) {
 
 moelora_status moelora_check_large_view(moelora_arg arg, int32_t ndim, const char *layout) {
   const moelora_tensor *t = arg.tensor;
-  MOELORA_REQUIRE(!moelora_is_absent(t), "%s is absent, expected a tensor %s", label_of(arg).text,
-                  layout);
-  MOELORA_REQUIRE(t->ndim == ndim, "%s has %d dimensions, expected %d: %s", label_of(arg).text,
-                  t->ndim, ndim, layout);
+  MOELORA_REQUIRE(!moelora_is_absent(t), "%s is absent, expected a tensor %s",
+                  moelora_label_of(arg).text, layout);
+  MOELORA_REQUIRE(t->ndim == ndim, "%s has %d dimensions, expected %d: %s",
+                  moelora_label_of(arg).text, t->ndim, ndim, layout);
   MOELORA_REQUIRE(t->dtype >= MOELORA_F32 && t->dtype <= MOELORA_BOOL,
-                  "%s has dtype %d, which is not a moelora_dtype", label_of(arg).text,
+                  "%s has dtype %d, which is not a moelora_dtype", moelora_label_of(arg).text,
                   (int)t->dtype);
   for (int32_t i = 0; i < ndim; i++) {
-    MOELORA_REQUIRE(t->size[i] >= 0, "%s.size(%d) is %lld, expected 0 or more", label_of(arg).text,
-                    i, (long long)t->size[i]);
+    MOELORA_REQUIRE(t->size[i] >= 0, "%s.size(%d) is %lld, expected 0 or more",
+                    moelora_label_of(arg).text, i, (long long)t->size[i]);
     MOELORA_REQUIRE(t->size[i] <= 1 || t->stride[i] >= 0,
-                    "%s.stride(%d) is %lld, expected 0 or more", label_of(arg).text, i,
+                    "%s.stride(%d) is %lld, expected 0 or more", moelora_label_of(arg).text, i,
                     (long long)t->stride[i]);
   }
   MOELORA_REQUIRE(span_bytes(t) >= 0, "%s has strides that reach beyond the address space",
-                  label_of(arg).text);
+                  moelora_label_of(arg).text);
   MOELORA_REQUIRE(t->data || is_empty(t), "%s has elements but its data pointer is NULL",
-                  label_of(arg).text);
+                  moelora_label_of(arg).text);
   MOELORA_REQUIRE((uintptr_t)t->data % moelora_dtype_bytes(t->dtype) == 0,
-                  "%s starts at %p, expected a multiple of the %zu bytes of %s", label_of(arg).text,
-                  t->data, moelora_dtype_bytes(t->dtype), moelora_dtype_name(t->dtype));
+                  "%s starts at %p, expected a multiple of the %zu bytes of %s",
+                  moelora_label_of(arg).text, t->data, moelora_dtype_bytes(t->dtype),
+                  moelora_dtype_name(t->dtype));
   return MOELORA_OK;
 }
 
@@ -93,36 +103,37 @@ moelora_status moelora_check_view(moelora_arg arg, int32_t ndim, const char *lay
   MOELORA_TRY(moelora_check_large_view(arg, ndim, layout));
   for (int32_t i = 0; i < ndim; i++)
     MOELORA_REQUIRE(arg.tensor->size[i] <= INT32_MAX,
-                    "%s.size(%d) is %lld, expected at most 2147483647", label_of(arg).text, i,
-                    (long long)arg.tensor->size[i]);
+                    "%s.size(%d) is %lld, expected at most 2147483647", moelora_label_of(arg).text,
+                    i, (long long)arg.tensor->size[i]);
   return MOELORA_OK;
 }
 
-moelora_status moelora_check_size(moelora_arg arg, int32_t dim, int64_t want, const char *source) {
+moelora_status moelora_check_size(moelora_arg arg, int32_t dim, int64_t want,
+                                  moelora_source source) {
   MOELORA_REQUIRE(arg.tensor->size[dim] == want, "%s.size(%d) is %lld, %s is %lld",
-                  label_of(arg).text, dim, (long long)arg.tensor->size[dim], source,
-                  (long long)want);
+                  moelora_label_of(arg).text, dim, (long long)arg.tensor->size[dim],
+                  moelora_label_source(source).text, (long long)want);
   return MOELORA_OK;
 }
 
 moelora_status moelora_check_dtype(moelora_arg arg, moelora_dtype want, const char *source) {
-  MOELORA_REQUIRE(arg.tensor->dtype == want, "%s has dtype %s, expected %s%s%s", label_of(arg).text,
-                  moelora_dtype_name(arg.tensor->dtype), moelora_dtype_name(want),
-                  source ? " as " : "", source ? source : "");
+  MOELORA_REQUIRE(arg.tensor->dtype == want, "%s has dtype %s, expected %s%s%s",
+                  moelora_label_of(arg).text, moelora_dtype_name(arg.tensor->dtype),
+                  moelora_dtype_name(want), source ? " as " : "", source ? source : "");
   return MOELORA_OK;
 }
 
 moelora_status moelora_check_compute_dtype(moelora_arg arg) {
   const moelora_dtype dtype = arg.tensor->dtype;
   MOELORA_REQUIRE(dtype == MOELORA_F32 || dtype == MOELORA_BF16 || dtype == MOELORA_F16,
-                  "%s has dtype %s, expected float32, bfloat16 or float16", label_of(arg).text,
-                  moelora_dtype_name(dtype));
+                  "%s has dtype %s, expected float32, bfloat16 or float16",
+                  moelora_label_of(arg).text, moelora_dtype_name(dtype));
   return MOELORA_OK;
 }
 
 moelora_status moelora_check_id_dtype(moelora_arg arg) {
   MOELORA_REQUIRE(arg.tensor->dtype == MOELORA_I32 || arg.tensor->dtype == MOELORA_I64,
-                  "%s has dtype %s, expected int32 or int64", label_of(arg).text,
+                  "%s has dtype %s, expected int32 or int64", moelora_label_of(arg).text,
                   moelora_dtype_name(arg.tensor->dtype));
   return MOELORA_OK;
 }
@@ -132,7 +143,7 @@ moelora_status moelora_check_rows(moelora_arg arg) {
   int32_t last = t->ndim - 1;
   MOELORA_REQUIRE(t->size[last] <= 1 || t->stride[last] == 1,
                   "%s.stride(%d) is %lld, expected 1: the last dimension must be contiguous",
-                  label_of(arg).text, last, (long long)t->stride[last]);
+                  moelora_label_of(arg).text, last, (long long)t->stride[last]);
   return MOELORA_OK;
 }
 
@@ -144,8 +155,8 @@ moelora_status moelora_check_contiguous(moelora_arg arg) {
   for (int32_t i = t->ndim - 1; i >= 0; i--) {
     MOELORA_REQUIRE(t->size[i] == 1 || t->stride[i] == want,
                     "%s.stride(%d) is %lld, expected %lld: %s must be contiguous",
-                    label_of(arg).text, i, (long long)t->stride[i], (long long)want,
-                    label_of(arg).text);
+                    moelora_label_of(arg).text, i, (long long)t->stride[i], (long long)want,
+                    moelora_label_of(arg).text);
     want *= t->size[i];
   }
   return MOELORA_OK;
@@ -175,7 +186,7 @@ moelora_status moelora_check_distinct(moelora_arg arg) {
     MOELORA_REQUIRE(t->stride[at] > reach,
                     "%s.stride(%d) is %lld, expected at least %lld: elements of an output must not "
                     "share memory",
-                    label_of(arg).text, at, (long long)t->stride[at], (long long)reach + 1);
+                    moelora_label_of(arg).text, at, (long long)t->stride[at], (long long)reach + 1);
     reach += (t->size[at] - 1) * t->stride[at];
   }
   return MOELORA_OK;
@@ -204,25 +215,25 @@ moelora_status moelora_check_disjoint(moelora_arg out, moelora_arg other) {
   uintptr_t a_begin = (uintptr_t)a->data, a_end = a_begin + (uintptr_t)span_bytes(a);
   uintptr_t b_begin = (uintptr_t)b->data, b_end = b_begin + (uintptr_t)span_bytes(b);
   bool apart = a_begin == a_end || b_begin == b_end || a_end <= b_begin || b_end <= a_begin;
-  MOELORA_REQUIRE(apart || side_by_side(a, b), "%s shares memory with %s", label_of(out).text,
-                  label_of(other).text);
+  MOELORA_REQUIRE(apart || side_by_side(a, b), "%s shares memory with %s",
+                  moelora_label_of(out).text, moelora_label_of(other).text);
   return MOELORA_OK;
 }
 
 moelora_status moelora_check_factor(moelora_arg arg, moelora_dtype dtype, const char *dtype_source,
-                                    int64_t num_experts, const char *experts_source,
+                                    int64_t num_experts, moelora_source experts_source,
                                     const char *layout, moelora_factor *factor) {
   const moelora_tensor *t = arg.tensor;
   MOELORA_TRY(moelora_check_view(arg, 4, layout));
   MOELORA_TRY(moelora_check_dtype(arg, dtype, dtype_source));
   for (int32_t i = 0; i < 4; i++)
-    MOELORA_REQUIRE(t->size[i] >= 1, "%s.size(%d) is 0, expected at least 1", label_of(arg).text,
-                    i);
+    MOELORA_REQUIRE(t->size[i] >= 1, "%s.size(%d) is 0, expected at least 1",
+                    moelora_label_of(arg).text, i);
   MOELORA_REQUIRE(t->size[1] == 1 || t->size[1] == num_experts,
                   "%s.size(1) is %lld, %s is %lld: expected as many experts, or 1 factor shared by "
                   "all",
-                  label_of(arg).text, (long long)t->size[1], experts_source,
-                  (long long)num_experts);
+                  moelora_label_of(arg).text, (long long)t->size[1],
+                  moelora_label_source(experts_source).text, (long long)num_experts);
   MOELORA_TRY(moelora_check_rows(arg));
   *factor = (moelora_factor){
       .data = t->data,
@@ -236,8 +247,8 @@ moelora_status moelora_check_factor(moelora_arg arg, moelora_dtype dtype, const 
 moelora_status moelora_check_disjoint_lora(moelora_arg out, const moelora_lora *lora,
                                            const char *name_a, const char *name_b) {
   for (int32_t i = 0; i < lora->num_slices; i++) {
-    MOELORA_TRY(moelora_check_disjoint(out, (moelora_arg){name_a, i, &lora->a[i]}));
-    MOELORA_TRY(moelora_check_disjoint(out, (moelora_arg){name_b, i, &lora->b[i]}));
+    MOELORA_TRY(moelora_check_disjoint(out, moelora_entry(name_a, i, &lora->a[i])));
+    MOELORA_TRY(moelora_check_disjoint(out, moelora_entry(name_b, i, &lora->b[i])));
   }
   return MOELORA_OK;
 }

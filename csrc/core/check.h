@@ -5,14 +5,45 @@
 
 #include "core/backend.h"
 
-/* A tensor under the name that users know; `index` >= 0 names an entry of a list, lora_a[index]. */
+/* A tensor under the name that its caller gave it, else its field's; `index` >= 0 names an entry of
+ * a list, lora_a[index]. */
 typedef struct moelora_arg {
   const char *name;
   int32_t index;
   const moelora_tensor *tensor;
 } moelora_arg;
 
-#define MOELORA_ARG(NAME, TENSOR) ((moelora_arg){(NAME), -1, (TENSOR)})
+static inline moelora_arg moelora_entry(const char *field, int32_t index,
+                                        const moelora_tensor *tensor) {
+  return (moelora_arg){tensor->name ? tensor->name : field, index, tensor};
+}
+
+#define MOELORA_ARG(FIELD, TENSOR) moelora_entry((FIELD), -1, (TENSOR))
+
+/* Where a number that sizes are compared with is from: a dimension of an argument, or words. It is
+ * made into text only when a check fails. */
+typedef struct moelora_source {
+  const char *name;   /* of an argument, or the words */
+  int32_t index, dim; /* dim < 0: words */
+  const char *scale;  /* behind the dimension, " * 64"; NULL: nothing */
+  int32_t slices;     /* above 1: among so many the number was divided */
+} moelora_source;
+
+static inline moelora_source moelora_size_of(moelora_arg arg, int32_t dim) {
+  return (moelora_source){arg.name, arg.index, dim, NULL, 1};
+}
+
+static inline moelora_source moelora_words(const char *words) {
+  return (moelora_source){words, -1, -1, NULL, 1};
+}
+
+typedef struct moelora_label {
+  char text[96];
+} moelora_label;
+
+/* As messages call them: "lora_a[1]", "w.size(1) * 64 / 2 slices". */
+moelora_label moelora_label_of(moelora_arg arg);
+moelora_label moelora_label_source(moelora_source source);
 
 #define MOELORA_TRY(CALL)                                                                          \
   do {                                                                                             \
@@ -39,8 +70,10 @@ bool moelora_is_absent(const moelora_tensor *tensor);
 moelora_status moelora_check_view(moelora_arg arg, int32_t ndim, const char *layout);
 /* The same without the limit on sizes. */
 moelora_status moelora_check_large_view(moelora_arg arg, int32_t ndim, const char *layout);
-/* size(dim) == want, where `want` is the value of `source`, e.g. "w.size(2)". */
-moelora_status moelora_check_size(moelora_arg arg, int32_t dim, int64_t want, const char *source);
+/* size(dim) == want, where `want` is the value of `source`. */
+moelora_status moelora_check_size(moelora_arg arg, int32_t dim, int64_t want,
+                                  moelora_source source);
+/* `source` is the name of another argument, or NULL. */
 moelora_status moelora_check_dtype(moelora_arg arg, moelora_dtype want, const char *source);
 /* dtype float32, bfloat16 or float16 */
 moelora_status moelora_check_compute_dtype(moelora_arg arg);
@@ -66,7 +99,7 @@ bool moelora_same_view(const moelora_tensor *a, const moelora_tensor *b);
 /* One LoRA factor [max_loras, E or 1, *, *], where `dtype` is that of `dtype_source` and
  * `num_experts` the value of `experts_source`. */
 moelora_status moelora_check_factor(moelora_arg arg, moelora_dtype dtype, const char *dtype_source,
-                                    int64_t num_experts, const char *experts_source,
+                                    int64_t num_experts, moelora_source experts_source,
                                     const char *layout, moelora_factor *factor);
 /* `out` shares no memory with the factors. */
 moelora_status moelora_check_disjoint_lora(moelora_arg out, const moelora_lora *lora,
@@ -76,11 +109,14 @@ moelora_status moelora_check_disjoint_lora(moelora_arg out, const moelora_lora *
 moelora_status moelora_check_routing(const moelora_routing *routing, bool need_weights,
                                      moelora_routes *routes);
 /* validate_routing.c: topk_weights -> routes, whose tokens and top_k are the values of sources. */
-moelora_status moelora_check_topk_weights(const moelora_tensor *weights, const char *tokens_source,
-                                          const char *top_k_source, moelora_routes *routes);
-/* validate_routing.c: the adapter tables -> routes; `max_loras` is the value of `source`. */
-moelora_status moelora_check_adapters(const moelora_adapters *adapters, int64_t max_loras,
-                                      const char *source, moelora_routes *routes);
+moelora_status moelora_check_topk_weights(const moelora_tensor *weights,
+                                          moelora_source tokens_source, moelora_source top_k_source,
+                                          moelora_routes *routes);
+/* validate_routing.c: the adapter tables -> routes; `max_loras` is the value of `source`, the
+ * tokens are those of `topk_ids`. */
+moelora_status moelora_check_adapters(const moelora_adapters *adapters,
+                                      const moelora_tensor *topk_ids, int64_t max_loras,
+                                      moelora_source source, moelora_routes *routes);
 /* validate_routing.c: `out` shares no memory with routing and adapters, all of them checked. */
 moelora_status moelora_check_disjoint_routes(moelora_arg out, const moelora_routing *routing,
                                              const moelora_adapters *adapters);

@@ -7,15 +7,10 @@
  * int32. */
 enum { MAX_BLOCK_ROWS = 256 };
 
-/* Arguments of one adapter under the names that users know. */
-typedef struct delta_names {
-  const char *x, *lora_a, *lora_b, *out;
-} delta_names;
-
 /* ---- lists ---- */
 
-static moelora_status check_lists(const moelora_lists *lists, int64_t max_loras, const char *source,
-                                  moelora_list_blocks *blocks) {
+static moelora_status check_lists(const moelora_lists *lists, int64_t max_loras,
+                                  moelora_source source, moelora_list_blocks *blocks) {
   const moelora_arg rows = MOELORA_ARG("sorted_token_ids", &lists->sorted_token_ids);
   const moelora_arg experts = MOELORA_ARG("expert_ids", &lists->expert_ids);
   const moelora_arg counts = MOELORA_ARG("num_tokens_post_padded", &lists->num_tokens_post_padded);
@@ -32,16 +27,16 @@ static moelora_status check_lists(const moelora_lists *lists, int64_t max_loras,
   MOELORA_TRY(moelora_check_size(counts, 0, max_loras, source));
   MOELORA_TRY(moelora_check_vector(loras, MOELORA_I32, "[num_lora_ids]"));
   MOELORA_REQUIRE(lists->num_active >= 0 && lists->num_active <= lists->lora_ids.size[0],
-                  "num_active_loras is %d, expected 0 to lora_ids.size(0), which is %lld",
-                  lists->num_active, (long long)lists->lora_ids.size[0]);
+                  "num_active_loras is %d, expected 0 to %s.size(0), which is %lld",
+                  lists->num_active, loras.name, (long long)lists->lora_ids.size[0]);
   MOELORA_REQUIRE(lists->block_size >= 1, "block_size is %d, expected at least 1",
                   lists->block_size);
   MOELORA_REQUIRE((int64_t)lists->expert_ids.size[1] * lists->block_size >=
                       lists->sorted_token_ids.size[1],
-                  "expert_ids.size(1) is %lld, expected at least a block of %d for each of the "
-                  "%lld rows of sorted_token_ids",
-                  (long long)lists->expert_ids.size[1], lists->block_size,
-                  (long long)lists->sorted_token_ids.size[1]);
+                  "%s.size(1) is %lld, expected at least a block of %d for each of the %lld rows "
+                  "of %s",
+                  experts.name, (long long)lists->expert_ids.size[1], lists->block_size,
+                  (long long)lists->sorted_token_ids.size[1], rows.name);
   *blocks = (moelora_list_blocks){
       .sorted_token_ids = lists->sorted_token_ids.data,
       .rows = lists->sorted_token_ids.size[1],
@@ -69,25 +64,26 @@ moelora_status moelora_check_align_lists(const moelora_align_lists_args *args,
   MOELORA_TRY(moelora_check_routing(&args->routing, false, routes));
   if (routes->expert_map)
     MOELORA_TRY(moelora_check_size(MOELORA_ARG("expert_map", &args->routing.expert_map), 0,
-                                   args->num_experts, "num_experts"));
+                                   args->num_experts, moelora_words("num_experts")));
   routes->num_experts = args->num_experts;
-  MOELORA_TRY(moelora_check_adapters(&args->adapters, args->max_loras, "max_loras", routes));
-  MOELORA_TRY(check_lists(lists, args->max_loras, "max_loras", &problem->lists));
-
-  const int64_t blocks = moelora_align_max_blocks(MOELORA_ALIGN_BASE, routes->num_rows,
-                                                  args->num_experts, 0, lists->block_size);
-  MOELORA_REQUIRE(problem->lists.blocks >= blocks,
-                  "expert_ids.size(1) is %lld, expected at least %lld blocks",
-                  (long long)problem->lists.blocks, (long long)blocks);
-  MOELORA_REQUIRE(problem->lists.rows >= blocks * lists->block_size,
-                  "sorted_token_ids.size(1) is %lld, expected at least %lld rows",
-                  (long long)problem->lists.rows, (long long)(blocks * lists->block_size));
+  const moelora_source max_loras = moelora_words("max_loras");
+  MOELORA_TRY(moelora_check_adapters(&args->adapters, &args->routing.topk_ids, args->max_loras,
+                                     max_loras, routes));
+  MOELORA_TRY(check_lists(lists, args->max_loras, max_loras, &problem->lists));
 
   const moelora_arg outputs[] = {
       MOELORA_ARG("sorted_token_ids", &lists->sorted_token_ids),
       MOELORA_ARG("expert_ids", &lists->expert_ids),
       MOELORA_ARG("num_tokens_post_padded", &lists->num_tokens_post_padded),
   };
+  const int64_t blocks = moelora_align_max_blocks(MOELORA_ALIGN_BASE, routes->num_rows,
+                                                  args->num_experts, 0, lists->block_size);
+  MOELORA_REQUIRE(problem->lists.blocks >= blocks,
+                  "%s.size(1) is %lld, expected at least %lld blocks", outputs[1].name,
+                  (long long)problem->lists.blocks, (long long)blocks);
+  MOELORA_REQUIRE(problem->lists.rows >= blocks * lists->block_size,
+                  "%s.size(1) is %lld, expected at least %lld rows", outputs[0].name,
+                  (long long)problem->lists.rows, (long long)(blocks * lists->block_size));
   for (size_t i = 0; i < sizeof outputs / sizeof *outputs; i++) {
     MOELORA_TRY(moelora_check_distinct(outputs[i]));
     MOELORA_TRY(moelora_check_disjoint(outputs[i], MOELORA_ARG("lora_ids", &lists->lora_ids)));
@@ -101,39 +97,45 @@ moelora_status moelora_check_align_lists(const moelora_align_lists_args *args,
 /* ---- factors ---- */
 
 /* The slices of one adapter: a[] if `k` > 0, which is the value of `k_source`, and b[] if `expand`.
- * The first factor says how many slots and ranks there are. */
-static moelora_status check_slices(const moelora_lora *lora, const delta_names *names,
-                                   moelora_dtype dtype, int32_t num_experts, int64_t k,
-                                   const char *k_source, bool expand, int64_t *max_loras,
+ * The first factor says how many slots and ranks there are. Their dtype is that of `x`. */
+static moelora_status check_slices(const moelora_lora *lora, const char *name_a, const char *name_b,
+                                   moelora_arg x, int32_t num_experts, int64_t k,
+                                   moelora_source k_source, bool expand, int64_t *max_loras,
                                    moelora_factors *factors) {
+  const moelora_arg first = k ? MOELORA_ARG(name_a, &lora->a[0]) : MOELORA_ARG(name_b, &lora->b[0]);
+  const moelora_source slots = moelora_words("the number of slots of the first factor");
+  const moelora_source rank = moelora_words("the rank of the first factor");
+  const moelora_source columns = moelora_words("the columns of the first slice");
+  const moelora_source experts = moelora_words("num_experts");
+  const moelora_dtype dtype = x.tensor->dtype;
   const int32_t slices = lora->num_slices;
   MOELORA_REQUIRE(slices >= 1 && slices <= MOELORA_MAX_SLICES, "%s has %d slices, expected 1 to %d",
-                  k ? names->lora_a : names->lora_b, slices, MOELORA_MAX_SLICES);
+                  first.name, slices, MOELORA_MAX_SLICES);
   factors->num_slices = slices;
   for (int32_t i = 0; i < slices; i++) {
-    const moelora_arg a = {names->lora_a, i, &lora->a[i]}, b = {names->lora_b, i, &lora->b[i]};
+    const moelora_arg a = moelora_entry(name_a, i, &lora->a[i]);
+    const moelora_arg b = moelora_entry(name_b, i, &lora->b[i]);
     if (k)
-      MOELORA_TRY(moelora_check_factor(a, dtype, names->x, num_experts, "num_experts",
+      MOELORA_TRY(moelora_check_factor(a, dtype, x.name, num_experts, experts,
                                        "[max_loras, E or 1, R, K]", &factors->a[i]));
     if (expand)
-      MOELORA_TRY(moelora_check_factor(b, dtype, names->x, num_experts, "num_experts",
+      MOELORA_TRY(moelora_check_factor(b, dtype, x.name, num_experts, experts,
                                        "[max_loras, E or 1, N, R]", &factors->b[i]));
-    const moelora_tensor *first = k ? &lora->a[0] : &lora->b[0];
-    factors->max_rank = (int32_t)first->size[k ? 2 : 3];
+    factors->max_rank = (int32_t)first.tensor->size[k ? 2 : 3];
     if (*max_loras < 0)
-      *max_loras = first->size[0];
-    MOELORA_REQUIRE(*max_loras < INT32_MAX, "%s has %lld slots, expected fewer",
-                    k ? names->lora_a : names->lora_b, (long long)*max_loras);
+      *max_loras = first.tensor->size[0];
+    MOELORA_REQUIRE(*max_loras < INT32_MAX, "%s has %lld slots, expected fewer", first.name,
+                    (long long)*max_loras);
     if (k) {
-      MOELORA_TRY(moelora_check_size(a, 0, *max_loras, "the number of slots of the first factor"));
-      MOELORA_TRY(moelora_check_size(a, 2, factors->max_rank, "the rank of the first factor"));
+      MOELORA_TRY(moelora_check_size(a, 0, *max_loras, slots));
+      MOELORA_TRY(moelora_check_size(a, 2, factors->max_rank, rank));
       MOELORA_TRY(moelora_check_size(a, 3, k, k_source));
     }
     if (expand) {
       factors->slice_n = lora->b[0].size[2];
-      MOELORA_TRY(moelora_check_size(b, 0, *max_loras, "the number of slots of the first factor"));
-      MOELORA_TRY(moelora_check_size(b, 2, factors->slice_n, "the columns of the first slice"));
-      MOELORA_TRY(moelora_check_size(b, 3, factors->max_rank, "the rank of the first factor"));
+      MOELORA_TRY(moelora_check_size(b, 0, *max_loras, slots));
+      MOELORA_TRY(moelora_check_size(b, 2, factors->slice_n, columns));
+      MOELORA_TRY(moelora_check_size(b, 3, factors->max_rank, rank));
     }
   }
   return MOELORA_OK;
@@ -148,12 +150,13 @@ static void drop_unused_tables(moelora_routes *routes) {
   routes->adapter_enabled = NULL;
 }
 
-static moelora_status check_padded_pairs(const moelora_routes *routes) {
+static moelora_status check_padded_pairs(const moelora_tensor *topk_ids,
+                                         const moelora_routes *routes) {
   const int64_t rows = routes->num_rows, pairs = (int64_t)routes->num_experts * routes->max_loras;
   MOELORA_REQUIRE(rows + (rows < pairs ? rows : pairs) * (MAX_BLOCK_ROWS - 1) <= INT32_MAX,
-                  "topk_ids has %lld rows (M * top_k), too many for row numbers of 32 bits after "
-                  "padding by expert and adapter",
-                  (long long)rows);
+                  "%s has %lld rows (M * top_k), too many for row numbers of 32 bits after padding "
+                  "by expert and adapter",
+                  MOELORA_ARG("topk_ids", topk_ids).name, (long long)rows);
   return MOELORA_OK;
 }
 
@@ -161,17 +164,18 @@ static moelora_status check_padded_pairs(const moelora_routes *routes) {
 
 /* Rows by routing, or by lists. */
 static moelora_status check_rows_of(const moelora_delta_args *args, int64_t max_loras,
-                                    const char *source, moelora_delta_problem *problem) {
+                                    moelora_source source, moelora_delta_problem *problem) {
+  const moelora_tensor *topk_ids = &args->routing.topk_ids;
   moelora_routes *routes = &problem->routes;
   routes->num_experts = args->num_experts;
   if (moelora_is_absent(&args->lists.sorted_token_ids)) {
-    MOELORA_TRY(moelora_check_adapters(&args->adapters, max_loras, source, routes));
+    MOELORA_TRY(moelora_check_adapters(&args->adapters, topk_ids, max_loras, source, routes));
     drop_unused_tables(routes);
-    return check_padded_pairs(routes);
+    return check_padded_pairs(topk_ids, routes);
   }
   moelora_adapters tables = args->adapters;
   tables.token_lora_mapping = (moelora_tensor){0};
-  MOELORA_TRY(moelora_check_adapters(&tables, max_loras, source, routes));
+  MOELORA_TRY(moelora_check_adapters(&tables, topk_ids, max_loras, source, routes));
   return check_lists(&args->lists, max_loras, source, &problem->lists);
 }
 
@@ -187,8 +191,9 @@ static moelora_status check_extents(const moelora_delta_args *args, moelora_rout
   routes->top_k = args->top_k;
   routes->num_rows = args->num_tokens * args->top_k;
   if (args->mul_routed_weight)
-    MOELORA_TRY(moelora_check_topk_weights(&args->routing.topk_weights, "the number of tokens",
-                                           "top_k", routes));
+    MOELORA_TRY(moelora_check_topk_weights(&args->routing.topk_weights,
+                                           moelora_words("the number of tokens"),
+                                           moelora_words("top_k"), routes));
   return MOELORA_OK;
 }
 
@@ -209,10 +214,17 @@ static moelora_status check_h(moelora_arg h, moelora_dtype dtype, const char *dt
                               const moelora_routes *routes, moelora_delta_problem *problem) {
   MOELORA_TRY(moelora_check_view(h, 4, "[slices, M, top_k, R]"));
   MOELORA_TRY(moelora_check_dtype(h, dtype, dtype_source));
-  MOELORA_TRY(moelora_check_size(h, 0, problem->lora.num_slices, "the number of slices"));
-  MOELORA_TRY(moelora_check_size(h, 1, routes->num_tokens, "the number of tokens"));
-  MOELORA_TRY(moelora_check_size(h, 2, routes->top_k, "top_k"));
-  MOELORA_TRY(moelora_check_size(h, 3, problem->lora.max_rank, "the rank of the factors"));
+  const struct {
+    int64_t want;
+    const char *source;
+  } sizes[] = {
+      {problem->lora.num_slices, "the number of slices"},
+      {routes->num_tokens, "the number of tokens"},
+      {routes->top_k, "top_k"},
+      {problem->lora.max_rank, "the rank of the factors"},
+  };
+  for (int32_t i = 0; i < 4; i++)
+    MOELORA_TRY(moelora_check_size(h, i, sizes[i].want, moelora_words(sizes[i].source)));
   MOELORA_TRY(moelora_check_rows(h));
   problem->h = h.tensor->data;
   for (int32_t i = 0; i < 3; i++)
@@ -227,9 +239,10 @@ static moelora_status check_out(const moelora_delta_args *args, moelora_dtype dt
   const bool summed = args->out.ndim == 2;
   MOELORA_TRY(moelora_check_view(out, summed ? 2 : 3, summed ? "[M, N]" : "[M, top_k, N]"));
   MOELORA_TRY(moelora_check_dtype(out, dtype, dtype_source));
-  MOELORA_TRY(moelora_check_size(out, 0, routes->num_tokens, "the number of tokens"));
+  MOELORA_TRY(
+      moelora_check_size(out, 0, routes->num_tokens, moelora_words("the number of tokens")));
   if (!summed)
-    MOELORA_TRY(moelora_check_size(out, 1, routes->top_k, "top_k"));
+    MOELORA_TRY(moelora_check_size(out, 1, routes->top_k, moelora_words("top_k")));
 
   problem->columns = problem->lora.num_slices * problem->lora.slice_n;
   const int64_t columns = args->silu_and_mul ? problem->columns / 2 : problem->columns;
@@ -238,14 +251,14 @@ static moelora_status check_out(const moelora_delta_args *args, moelora_dtype dt
     MOELORA_REQUIRE(!args->add_inputs && !args->mul_routed_weight && !summed &&
                         args->out_offset == 0 && width == columns && problem->columns % 2 == 0,
                     "silu_and_mul takes an even number of columns and writes half of them to a "
-                    "3-D out of as many, without add_inputs, mul_routed_weight and out_offset; "
-                    "there are %lld columns, out has %lld",
-                    (long long)problem->columns, (long long)width);
+                    "3-D %s of as many, without add_inputs, mul_routed_weight and out_offset; "
+                    "there are %lld columns, %s has %lld",
+                    out.name, (long long)problem->columns, out.name, (long long)width);
   MOELORA_REQUIRE(args->out_offset >= 0 && args->out_offset <= width - columns,
-                  "offset is %lld, expected 0 or more and at most %lld: out has %lld columns, the "
+                  "offset is %lld, expected 0 or more and at most %lld: %s has %lld columns, the "
                   "slices have %lld",
-                  (long long)args->out_offset, (long long)(width - columns), (long long)width,
-                  (long long)columns);
+                  (long long)args->out_offset, (long long)(width - columns), out.name,
+                  (long long)width, (long long)columns);
   MOELORA_TRY(moelora_check_rows(out));
   MOELORA_TRY(moelora_check_distinct(out));
   problem->silu_and_mul = args->silu_and_mul;
@@ -275,9 +288,9 @@ static moelora_status check_apart(const moelora_delta_args *args, moelora_arg wr
   MOELORA_TRY(moelora_check_disjoint(written, read));
   for (int32_t i = 0; i < args->lora.num_slices; i++) {
     if (!moelora_is_absent(&args->x))
-      MOELORA_TRY(moelora_check_disjoint(written, (moelora_arg){"lora_a", i, &args->lora.a[i]}));
+      MOELORA_TRY(moelora_check_disjoint(written, moelora_entry("lora_a", i, &args->lora.a[i])));
     if (!moelora_is_absent(&args->out))
-      MOELORA_TRY(moelora_check_disjoint(written, (moelora_arg){"lora_b", i, &args->lora.b[i]}));
+      MOELORA_TRY(moelora_check_disjoint(written, moelora_entry("lora_b", i, &args->lora.b[i])));
   }
   MOELORA_TRY(moelora_check_disjoint_routes(written, &routing, &adapters));
   if (!listed)
@@ -295,7 +308,6 @@ static moelora_status check_apart(const moelora_delta_args *args, moelora_arg wr
 
 moelora_status moelora_check_delta(const moelora_delta_args *args, moelora_delta_problem *problem) {
   *problem = (moelora_delta_problem){0};
-  const delta_names names = {"x", "lora_a", "lora_b", "out"};
   const moelora_arg x = MOELORA_ARG("x", &args->x), h = MOELORA_ARG("h", &args->h);
   const moelora_arg out = MOELORA_ARG("out", &args->out);
   const bool has_x = !moelora_is_absent(&args->x), has_h = !moelora_is_absent(&args->h);
@@ -308,7 +320,7 @@ moelora_status moelora_check_delta(const moelora_delta_args *args, moelora_delta
   const moelora_arg input = has_x ? x : h;
   if (has_x) {
     MOELORA_TRY(moelora_check_view(x, 2, "[M, K] or [M * top_k, K]"));
-    MOELORA_REQUIRE(args->x.size[1] >= 1, "x.size(1) is 0, expected at least 1");
+    MOELORA_REQUIRE(args->x.size[1] >= 1, "%s.size(1) is 0, expected at least 1", x.name);
     MOELORA_TRY(moelora_check_rows(x));
   } else {
     MOELORA_TRY(moelora_check_view(h, 4, "[slices, M, top_k, R]"));
@@ -319,13 +331,12 @@ moelora_status moelora_check_delta(const moelora_delta_args *args, moelora_delta
 
   moelora_routes *routes = &problem->routes;
   MOELORA_TRY(check_extents(args, routes));
-  delta_names sources = names;
-  sources.x = input.name;
   int64_t max_loras = -1;
-  MOELORA_TRY(check_slices(&args->lora, &sources, problem->dtype, args->num_experts, problem->k,
-                           "x.size(1)", has_out, &max_loras, &problem->lora));
-  const char *source = has_x ? "lora_a[0].size(0)" : "lora_b[0].size(0)";
-  MOELORA_TRY(check_rows_of(args, max_loras, source, problem));
+  MOELORA_TRY(check_slices(&args->lora, "lora_a", "lora_b", input, args->num_experts, problem->k,
+                           moelora_size_of(x, 1), has_out, &max_loras, &problem->lora));
+  const moelora_arg first = has_x ? moelora_entry("lora_a", 0, &args->lora.a[0])
+                                  : moelora_entry("lora_b", 0, &args->lora.b[0]);
+  MOELORA_TRY(check_rows_of(args, max_loras, moelora_size_of(first, 0), problem));
   if (has_x)
     MOELORA_TRY(check_x(x, routes, problem));
   if (has_h)
@@ -344,53 +355,55 @@ moelora_status moelora_check_mlp_delta(const moelora_mlp_delta_args *args,
   *problem = (moelora_mlp_delta_problem){0};
   const moelora_arg x = MOELORA_ARG("hidden_states", &args->hidden_states);
   const moelora_arg out = MOELORA_ARG("output", &args->out);
-  const delta_names names = {"hidden_states", "gate_up_a", "gate_up_b", "output"};
-  const delta_names names2 = {"hidden_states", "down_a", "down_b", "output"};
+  const moelora_arg topk_ids = MOELORA_ARG("topk_ids", &args->routing.topk_ids);
+  const moelora_arg gate_up_a = moelora_entry("gate_up_a", 0, &args->gate_up.a[0]);
+  const moelora_arg gate_up_b = moelora_entry("gate_up_b", 0, &args->gate_up.b[0]);
+  const moelora_arg down_a = moelora_entry("down_a", 0, &args->down.a[0]);
+  const moelora_arg down_b = moelora_entry("down_b", 0, &args->down.b[0]);
   moelora_routes *routes = &problem->routes;
   MOELORA_REQUIRE(args->num_experts >= 1, "num_experts is %d, expected at least 1",
                   args->num_experts);
   MOELORA_TRY(moelora_check_view(x, 2, "[M, K]"));
-  MOELORA_REQUIRE(args->hidden_states.size[1] >= 1,
-                  "hidden_states.size(1) is 0, expected at least 1");
+  MOELORA_REQUIRE(args->hidden_states.size[1] >= 1, "%s.size(1) is 0, expected at least 1", x.name);
   MOELORA_TRY(moelora_check_compute_dtype(x));
   MOELORA_TRY(moelora_check_rows(x));
   problem->dtype = args->hidden_states.dtype;
   problem->hidden = args->hidden_states.size[1];
 
-  MOELORA_REQUIRE(args->gate_up.num_slices <= 2,
-                  "gate_up_a has %d slices, expected 1, or gate and up", args->gate_up.num_slices);
-  MOELORA_REQUIRE(args->down.num_slices <= 1, "down_a has %d slices, expected 1",
+  MOELORA_REQUIRE(args->gate_up.num_slices <= 2, "%s has %d slices, expected 1, or gate and up",
+                  gate_up_a.name, args->gate_up.num_slices);
+  MOELORA_REQUIRE(args->down.num_slices <= 1, "%s has %d slices, expected 1", down_a.name,
                   args->down.num_slices);
   int64_t max_loras = -1;
-  MOELORA_TRY(check_slices(&args->gate_up, &names, problem->dtype, args->num_experts,
-                           problem->hidden, "hidden_states.size(1)", true, &max_loras,
+  MOELORA_TRY(check_slices(&args->gate_up, "gate_up_a", "gate_up_b", x, args->num_experts,
+                           problem->hidden, moelora_size_of(x, 1), true, &max_loras,
                            &problem->gate_up));
   const int64_t columns = problem->gate_up.num_slices * problem->gate_up.slice_n;
-  MOELORA_REQUIRE(columns % 2 == 0, "gate_up_b has %lld columns, expected as many of up as of gate",
-                  (long long)columns);
+  MOELORA_REQUIRE(columns % 2 == 0, "%s has %lld columns, expected as many of up as of gate",
+                  gate_up_b.name, (long long)columns);
   problem->intermediate = columns / 2;
-  MOELORA_TRY(check_slices(&args->down, &names2, problem->dtype, args->num_experts,
-                           problem->intermediate, "half of the columns of gate_up_b", true,
-                           &max_loras, &problem->down));
-  MOELORA_TRY(moelora_check_size((moelora_arg){"down_b", 0, &args->down.b[0]}, 2, problem->hidden,
-                                 "hidden_states.size(1)"));
+  MOELORA_TRY(check_slices(
+      &args->down, "down_a", "down_b", x, args->num_experts, problem->intermediate,
+      moelora_words("half of the columns of gate and up"), true, &max_loras, &problem->down));
+  MOELORA_TRY(moelora_check_size(down_b, 2, problem->hidden, moelora_size_of(x, 1)));
 
   MOELORA_TRY(moelora_check_routing(&args->routing, true, routes));
   routes->num_experts = args->num_experts;
-  MOELORA_TRY(moelora_check_size(x, 0, routes->num_tokens, "topk_ids.size(0)"));
-  MOELORA_TRY(moelora_check_adapters(&args->adapters, max_loras, "gate_up_a[0].size(0)", routes));
+  MOELORA_TRY(moelora_check_size(x, 0, routes->num_tokens, moelora_size_of(topk_ids, 0)));
+  MOELORA_TRY(moelora_check_adapters(&args->adapters, topk_ids.tensor, max_loras,
+                                     moelora_size_of(gate_up_a, 0), routes));
   drop_unused_tables(routes);
-  MOELORA_TRY(check_padded_pairs(routes));
+  MOELORA_TRY(check_padded_pairs(topk_ids.tensor, routes));
 
   MOELORA_TRY(moelora_check_view(out, 2, "[M, K]"));
-  MOELORA_TRY(moelora_check_dtype(out, problem->dtype, "hidden_states"));
-  MOELORA_TRY(moelora_check_size(out, 0, routes->num_tokens, "topk_ids.size(0)"));
-  MOELORA_TRY(moelora_check_size(out, 1, problem->hidden, "hidden_states.size(1)"));
+  MOELORA_TRY(moelora_check_dtype(out, problem->dtype, x.name));
+  MOELORA_TRY(moelora_check_size(out, 0, routes->num_tokens, moelora_size_of(topk_ids, 0)));
+  MOELORA_TRY(moelora_check_size(out, 1, problem->hidden, moelora_size_of(x, 1)));
   MOELORA_TRY(moelora_check_rows(out));
   MOELORA_TRY(moelora_check_distinct(out));
   MOELORA_TRY(moelora_check_disjoint(out, x));
-  MOELORA_TRY(moelora_check_disjoint_lora(out, &args->gate_up, names.lora_a, names.lora_b));
-  MOELORA_TRY(moelora_check_disjoint_lora(out, &args->down, names2.lora_a, names2.lora_b));
+  MOELORA_TRY(moelora_check_disjoint_lora(out, &args->gate_up, "gate_up_a", "gate_up_b"));
+  MOELORA_TRY(moelora_check_disjoint_lora(out, &args->down, "down_a", "down_b"));
   MOELORA_TRY(moelora_check_disjoint_routes(out, &args->routing, &args->adapters));
 
   problem->x = args->hidden_states.data;

@@ -27,8 +27,9 @@ static moelora_ids ids_of(const moelora_tensor *tensor) {
   };
 }
 
-moelora_status moelora_check_topk_weights(const moelora_tensor *weights, const char *tokens_source,
-                                          const char *top_k_source, moelora_routes *routes) {
+moelora_status moelora_check_topk_weights(const moelora_tensor *weights,
+                                          moelora_source tokens_source, moelora_source top_k_source,
+                                          moelora_routes *routes) {
   const moelora_arg arg = MOELORA_ARG("topk_weights", weights);
   MOELORA_TRY(moelora_check_view(arg, 2, "[M, top_k]"));
   MOELORA_TRY(moelora_check_dtype(arg, MOELORA_F32, NULL));
@@ -47,9 +48,9 @@ moelora_status moelora_check_routing(const moelora_routing *routing, bool need_w
   MOELORA_TRY(moelora_check_view(topk_ids, 2, "[M, top_k]"));
   MOELORA_TRY(moelora_check_id_dtype(topk_ids));
   int64_t num_tokens = ids->size[0], top_k = ids->size[1];
-  MOELORA_REQUIRE(top_k >= 1, "topk_ids.size(1) is 0, expected top_k of at least 1");
+  MOELORA_REQUIRE(top_k >= 1, "%s.size(1) is 0, expected top_k of at least 1", topk_ids.name);
   MOELORA_REQUIRE(num_tokens * top_k <= INT32_MAX,
-                  "topk_ids has %lld rows (M * top_k), expected at most 2147483647",
+                  "%s has %lld rows (M * top_k), expected at most 2147483647", topk_ids.name,
                   (long long)(num_tokens * top_k));
   routes->num_tokens = num_tokens;
   routes->top_k = (int32_t)top_k;
@@ -57,59 +58,61 @@ moelora_status moelora_check_routing(const moelora_routing *routing, bool need_w
   routes->topk_ids = ids_of(ids);
 
   if (need_weights || !moelora_is_absent(weights))
-    MOELORA_TRY(
-        moelora_check_topk_weights(weights, "topk_ids.size(0)", "topk_ids.size(1)", routes));
+    MOELORA_TRY(moelora_check_topk_weights(weights, moelora_size_of(topk_ids, 0),
+                                           moelora_size_of(topk_ids, 1), routes));
   if (!need_weights)
     routes->topk_weights = NULL;
 
   const moelora_tensor *map = &routing->expert_map;
   if (!moelora_is_absent(map)) {
-    MOELORA_TRY(
-        moelora_check_vector(MOELORA_ARG("expert_map", map), MOELORA_I32, "[num_global_experts]"));
-    MOELORA_REQUIRE(map->size[0] >= 1, "expert_map.size(0) is 0, expected at least 1");
+    const moelora_arg expert_map = MOELORA_ARG("expert_map", map);
+    MOELORA_TRY(moelora_check_vector(expert_map, MOELORA_I32, "[num_global_experts]"));
+    MOELORA_REQUIRE(map->size[0] >= 1, "%s.size(0) is 0, expected at least 1", expert_map.name);
     routes->expert_map = map->data;
     routes->num_global = (int32_t)map->size[0];
   }
   return MOELORA_OK;
 }
 
-static moelora_status check_mapping(const moelora_adapters *adapters, moelora_routes *routes) {
+static moelora_status check_mapping(const moelora_adapters *adapters,
+                                    const moelora_tensor *topk_ids, moelora_routes *routes) {
   const moelora_tensor *mapping = &adapters->token_lora_mapping;
   const moelora_arg arg = MOELORA_ARG("token_lora_mapping", mapping);
   if (moelora_is_absent(mapping))
     return MOELORA_OK;
   MOELORA_TRY(moelora_check_view(arg, 1, "[M]"));
   MOELORA_TRY(moelora_check_id_dtype(arg));
-  MOELORA_TRY(moelora_check_size(arg, 0, routes->num_tokens, "topk_ids.size(0)"));
+  MOELORA_TRY(moelora_check_size(arg, 0, routes->num_tokens,
+                                 moelora_size_of(MOELORA_ARG("topk_ids", topk_ids), 0)));
   routes->token_lora_mapping = ids_of(mapping);
   return MOELORA_OK;
 }
 
 static moelora_status check_enabled(const moelora_adapters *adapters, int64_t max_loras,
-                                    const char *source, moelora_routes *routes) {
+                                    moelora_source source, moelora_routes *routes) {
   const moelora_tensor *enabled = &adapters->adapter_enabled;
   if (moelora_is_absent(enabled))
     return MOELORA_OK;
   const moelora_arg arg = MOELORA_ARG("adapter_enabled", enabled);
   MOELORA_TRY(moelora_check_view(arg, 1, "[max_loras] or [max_loras + 1]"));
   MOELORA_REQUIRE(enabled->dtype == MOELORA_BOOL || enabled->dtype == MOELORA_I32,
-                  "adapter_enabled has dtype %s, expected bool or int32",
+                  "%s has dtype %s, expected bool or int32", arg.name,
                   moelora_dtype_name(enabled->dtype));
   MOELORA_TRY(moelora_check_contiguous(arg));
-  MOELORA_REQUIRE(max_loras < 0 || enabled->size[0] == max_loras ||
-                      enabled->size[0] == max_loras + 1,
-                  "adapter_enabled.size(0) is %lld, %s is %lld: expected as many entries or one "
-                  "more",
-                  (long long)enabled->size[0], source, (long long)max_loras);
+  MOELORA_REQUIRE(
+      max_loras < 0 || enabled->size[0] == max_loras || enabled->size[0] == max_loras + 1,
+      "%s.size(0) is %lld, %s is %lld: expected as many entries or one more", arg.name,
+      (long long)enabled->size[0], moelora_label_source(source).text, (long long)max_loras);
   routes->adapter_enabled = enabled->data;
   routes->adapter_enabled_bytes = (int32_t)moelora_dtype_bytes(enabled->dtype);
   return MOELORA_OK;
 }
 
 /* max_loras < 0: there are no factors, so nothing says how long the tables are. */
-moelora_status moelora_check_adapters(const moelora_adapters *adapters, int64_t max_loras,
-                                      const char *source, moelora_routes *routes) {
-  MOELORA_TRY(check_mapping(adapters, routes));
+moelora_status moelora_check_adapters(const moelora_adapters *adapters,
+                                      const moelora_tensor *topk_ids, int64_t max_loras,
+                                      moelora_source source, moelora_routes *routes) {
+  MOELORA_TRY(check_mapping(adapters, topk_ids, routes));
   const moelora_tensor *ranks = &adapters->lora_ranks, *scalings = &adapters->lora_scalings;
   if (!moelora_is_absent(ranks)) {
     const moelora_arg arg = MOELORA_ARG("lora_ranks", ranks);
@@ -149,7 +152,7 @@ moelora_status moelora_check_disjoint_routes(moelora_arg out, const moelora_rout
 /* ---- alignment ---- */
 
 static moelora_status check_align_output(moelora_arg arg, moelora_dtype dtype, int64_t want,
-                                         const char *source, const char *layout) {
+                                         moelora_source source, const char *layout) {
   MOELORA_TRY(moelora_check_vector(arg, dtype, layout));
   return moelora_check_size(arg, 0, want, source);
 }
@@ -166,10 +169,10 @@ static moelora_status check_out_to_zero(const moelora_tensor *out, moelora_align
     return MOELORA_OK;
   const moelora_arg arg = MOELORA_ARG("out_to_zero", out);
   MOELORA_REQUIRE(out->ndim >= 0 && out->ndim <= MOELORA_MAX_DIMS,
-                  "out_to_zero has %d dimensions, expected 0 to %d", out->ndim, MOELORA_MAX_DIMS);
+                  "%s has %d dimensions, expected 0 to %d", arg.name, out->ndim, MOELORA_MAX_DIMS);
   MOELORA_TRY(moelora_check_large_view(arg, out->ndim, "of any shape"));
   MOELORA_REQUIRE(out->dtype <= MOELORA_F16,
-                  "out_to_zero has dtype %s, expected float32, bfloat16 or float16",
+                  "%s has dtype %s, expected float32, bfloat16 or float16", arg.name,
                   moelora_dtype_name(out->dtype));
   MOELORA_TRY(moelora_check_contiguous(arg));
   size_t bytes = moelora_dtype_bytes(out->dtype);
@@ -193,16 +196,18 @@ static moelora_status check_align_outputs(const moelora_align_args *args,
   int64_t blocks = args->expert_ids.size[0], rows = blocks * args->block_size;
   int64_t least = moelora_align_max_blocks(mode, problem->routes.num_rows, args->num_experts,
                                            args->max_loras, args->block_size);
-  MOELORA_REQUIRE(blocks >= least, "expert_ids.size(0) is %lld, expected at least %lld blocks",
-                  (long long)blocks, (long long)least);
-  MOELORA_REQUIRE(rows <= INT32_MAX,
-                  "expert_ids.size(0) * block_size is %lld, expected at most 2147483647",
-                  (long long)rows);
-  const char *want_rows = "expert_ids.size(0) * block_size";
+  const moelora_source want_blocks = moelora_size_of(experts, 0);
+  moelora_source want_rows = want_blocks;
+  want_rows.scale = " * block_size";
+  MOELORA_REQUIRE(blocks >= least, "%s is %lld, expected at least %lld blocks",
+                  moelora_label_source(want_blocks).text, (long long)blocks, (long long)least);
+  MOELORA_REQUIRE(rows <= INT32_MAX, "%s is %lld, expected at most 2147483647",
+                  moelora_label_source(want_rows).text, (long long)rows);
   MOELORA_TRY(check_align_output(row_ids, MOELORA_I32, rows, want_rows, "[rows]"));
-  MOELORA_TRY(check_align_output(count, MOELORA_I32, 1, "the number of totals", "[1]"));
+  MOELORA_TRY(
+      check_align_output(count, MOELORA_I32, 1, moelora_words("the number of totals"), "[1]"));
   if (mode == MOELORA_ALIGN_UNIFORM)
-    MOELORA_TRY(check_align_output(loras, MOELORA_I32, blocks, "expert_ids.size(0)", "[blocks]"));
+    MOELORA_TRY(check_align_output(loras, MOELORA_I32, blocks, want_blocks, "[blocks]"));
   else if (mode == MOELORA_ALIGN_SEGMENTED)
     MOELORA_TRY(check_align_output(loras, MOELORA_I32, rows, want_rows, "[rows]"));
   else
@@ -247,12 +252,13 @@ moelora_status moelora_check_align(const moelora_align_args *args, moelora_align
   MOELORA_TRY(moelora_check_routing(&args->routing, args->mode == MOELORA_ALIGN_SORTING, routes));
   if (routes->expert_map)
     MOELORA_TRY(moelora_check_size(MOELORA_ARG("expert_map", &args->routing.expert_map), 0,
-                                   args->num_experts, "num_experts"));
+                                   args->num_experts, moelora_words("num_experts")));
   routes->num_experts = args->num_experts;
   if (args->mode == MOELORA_ALIGN_UNIFORM || args->mode == MOELORA_ALIGN_SEGMENTED) {
     MOELORA_REQUIRE(args->max_loras >= 1 && args->max_loras < INT32_MAX,
                     "max_loras is %d, expected at least 1", args->max_loras);
-    MOELORA_TRY(moelora_check_adapters(&args->adapters, args->max_loras, "max_loras", routes));
+    MOELORA_TRY(moelora_check_adapters(&args->adapters, &args->routing.topk_ids, args->max_loras,
+                                       moelora_words("max_loras"), routes));
   }
   return check_align_outputs(args, problem);
 }

@@ -333,7 +333,8 @@ static void test_errors(void) {
   CHECK_OK(moelora_delta(&a, &exec));
 
   /* What a mode does not read may be anything. */
-  const moelora_tensor wild = {a.x.data, (moelora_dtype)99, 77, {INT64_MAX, -1}, {INT64_MIN, 3}};
+  const moelora_tensor wild = {a.x.data,        (moelora_dtype)99, 77,
+                               {INT64_MAX, -1}, {INT64_MIN, 3},    NULL};
   a.routing = (moelora_routing){wild, wild, wild};
   a.adapters.token_lora_mapping = wild;
   CHECK_OK(moelora_delta(&a, &exec));

@@ -55,6 +55,20 @@ static void test_gemm_errors(void) {
 
   a = good, a.x.ndim = 3;
   INVALID("x has 3 dimensions, expected 2: [M, K] or [M * top_k, K]");
+  a = good, a.x.name = "hidden", a.x.ndim = 3;
+  INVALID("hidden has 3 dimensions, expected 2: [M, K] or [M * top_k, K]");
+  a = good, a.x.size[1] = 15, a.w.name = "experts.weight";
+  INVALID("x.size(1) is 15, experts.weight.size(2) is 16");
+  a = good, a.x.size[0] = 4, a.routing.topk_ids.name = "ids";
+  INVALID("x.size(0) is 4, expected ids.size(0), which is 5, or M * top_k, which is 10");
+  a = good, a.lora.b[1].name = "up", a.lora.b[1].dtype = MOELORA_F16, a.w.name = "weight";
+  INVALID("up[1] has dtype float16, expected float32 as weight");
+  a = good, a.adapters.lora_ranks.size[0] = 3, a.lora.a[0].name = "down";
+  INVALID("lora_ranks.size(0) is 3, down[0].size(0) is 2");
+  a = good, a.out = a.w, a.out.name = "result", a.w.name = "weight", a.out.ndim = 3;
+  a.out.size[0] = M, a.out.size[1] = TOP_K, a.out.size[2] = I;
+  a.out.stride[0] = TOP_K * I, a.out.stride[1] = I;
+  INVALID("result shares memory with weight");
   a = good, a.x.dtype = MOELORA_I32;
   INVALID("x has dtype int32, expected float32, bfloat16 or float16");
   a = good, a.x.stride[1] = 2;
