@@ -8,7 +8,6 @@ kind becomes a ValueError here.
 
 import functools
 import inspect
-import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from moelora import _C, autograd, trace
+from moelora._C import error_number
 
 # moelora_status of csrc/moelora.h; everything else stays a RuntimeError.
 ERRORS = {1: ValueError, 2: NotImplementedError}
@@ -137,21 +137,11 @@ def run(op, *args):
     """Calls a compiled operator; its own complaints become the exception that Python expects."""
     if is_compiling():
         return op(*args)
+    before = error_number()
     try:
         return trace.call(op, args) if trace.active else autograd.call(op, args)
-    except RuntimeError as error:
+    except RuntimeError:
+        if error_number() == before:  # torch's complaint, not the operator's
+            raise
         status, text = _C.last_error()
-        if text and text in str(error):
-            raise ERRORS.get(status, RuntimeError)(text) from None
-        raise
-
-
-def run_named(names: dict[str, str], op, *args) -> None:
-    """`run`, whose complaints then use the names of the caller's arguments."""
-    if is_compiling():
-        return op(*args)
-    try:
-        run(op, *args)
-    except (ValueError, NotImplementedError) as error:
-        pattern = rf"\b({'|'.join(names)})\b(?=[.\[ ,])"
-        raise type(error)(re.sub(pattern, lambda m: names[m[1]], str(error))) from None
+        raise ERRORS.get(status, RuntimeError)(text) from None

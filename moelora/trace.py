@@ -41,16 +41,13 @@ class Settings:
     @classmethod
     def from_environment(cls) -> "Settings":
         env = os.environ
-        log = env.get("MOELORA_LOG", "")
-        if log not in ("", "plan", "shapes"):
-            warnings.warn(f"MOELORA_LOG={log}: wanted plan or shapes", RuntimeWarning, stacklevel=2)
         limit = env.get("MOELORA_DUMP_MIB", str(DUMP_MIB))
         if not (limit.isascii() and limit.isdigit() and len(limit) < 10):
             text = f"MOELORA_DUMP_MIB={limit}: wanted a number of MiB, not {DUMP_MIB}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
             limit = str(DUMP_MIB)
         return cls(
-            shapes=log == "shapes",
+            shapes=_C.logs_shapes(),
             nvtx=env.get("MOELORA_NVTX") == "1",
             dump=env.get("MOELORA_DUMP", ""),
             dump_mib=int(limit),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from glue_cases import DEVICES, LORAS, TOP_K, E, I, K, M, inputs, op_calls, operator
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moelora
 from moelora import _C, fake, ops
@@ -103,6 +104,95 @@ def test_an_error_writes_nothing():
     with pytest.raises(ValueError, match="w2"):
         call(w2=torch.zeros(E, K, I + 64), out=out)
     assert (out == 7).all()
+
+
+def broken(tensor):
+    """What an operator is likely to refuse in place of a tensor."""
+    shape = tuple(tensor.shape)
+    for dim in range(tensor.dim()):
+        yield tensor.new_zeros(*shape[:dim], shape[dim] + 1, *shape[dim + 1 :])
+    yield tensor.unsqueeze(0)
+    yield tensor.to(torch.int32 if tensor.is_floating_point() else torch.float32)
+    yield tensor.new_zeros(()).expand(shape)
+    yield tensor.new_zeros(2 * tensor.numel())[::2].view(shape)
+
+
+def with_one_broken(args):
+    for at, value in enumerate(args):
+        if isinstance(value, torch.Tensor):
+            yield from ((*args[:at], other, *args[at + 1 :]) for other in broken(value))
+        elif isinstance(value, list):
+            yield from ((*args[:at], items, *args[at + 1 :]) for items in with_one_broken(value))
+
+
+# An argument in a message: before what is said about it, or behind what it is compared with.
+TOLD = re.compile(
+    r"\w+(?=(?:\[\d\])?(?: has dtype|\.size\(|\.stride\())|(?<=memory with )\w+|(?<= as )\w+$"
+)
+
+
+@pytest.mark.parametrize("case", op_calls(), ids=lambda case: case[0])
+def test_messages_use_the_names_of_the_operator(case):
+    """Nobody is told about an argument that the operator he calls does not have."""
+    name, args = case
+    known = {argument.name for argument in operator(name)._schema.arguments}
+    messages = []
+    for wrong in with_one_broken(args):
+        wrong = [list(a) if isinstance(a, tuple) else a for a in wrong]
+        try:
+            operator(name)(*wrong)
+        except RuntimeError as error:
+            messages.append(str(error))
+            assert set(TOLD.findall(messages[-1])) <= known, messages[-1]
+    assert any(map(TOLD.search, messages))
+
+
+def test_names_of_empty_lists_are_known():
+    name, args = next(c for c in op_calls() if c[0] == "fused_moe_lora_shrink")
+    with pytest.raises(RuntimeError, match="lora_a_stacked has 0 slices, expected 1 to 4"):
+        operator(name)(*args[:2], [], *args[3:])
+
+
+class Refuses(TorchDispatchMode):
+    """Raises what it is told, instead of calling anything."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.text = text
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise RuntimeError(self.text)
+
+
+def test_an_error_that_quotes_ours_is_not_ours():
+    """What was raised is told by its number, not by its text."""
+    with pytest.raises(ValueError, match="hidden_states") as ours:
+        call(hidden_states=torch.zeros(M))
+    status, text = _C.last_error()
+    assert (status, text) == (1, str(ours.value))
+    number, given = _C.error_number(), inputs()
+    with Refuses(f"again: {text}"), pytest.raises(RuntimeError, match="again: fused") as other:
+        moelora.fused_experts_lora(**given)
+    assert type(other.value) is RuntimeError
+    assert _C.error_number() == number
+
+
+def test_errors_are_counted_in_their_thread():
+    counts = []
+
+    def work():
+        counts.append(_C.error_number())
+        for _ in range(3):
+            with pytest.raises(ValueError, match="hidden_states"):
+                call(hidden_states=torch.zeros(M))
+        counts.append(_C.error_number())
+
+    before = _C.error_number()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert counts == [0, 3]
+    assert _C.error_number() == before
 
 
 def test_a_stale_error_is_not_blamed():

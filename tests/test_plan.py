@@ -219,3 +219,6 @@ def test_plans_are_logged_on_request(tmp_path):
     forced = run(example, MOELORA_LOG="plan", MOELORA_FORCE_VARIANT="gemm_f32_scalar")
     assert all("gemm_f32_scalar" in line for line in forced.stderr.splitlines())
     assert all(line.endswith("; forced)") for line in forced.stderr.splitlines())
+    assert run(example, MOELORA_LOG="shapes").stderr.splitlines() == lines
+    unknown = run(example, MOELORA_LOG="plans").stderr
+    assert unknown == "moelora: MOELORA_LOG=plans: wanted plan or shapes\n"

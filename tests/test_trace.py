@@ -34,17 +34,36 @@ def layer(w2_columns=40, hidden_states=None, **kwargs):
 
 
 def test_nothing_is_on_by_default(monkeypatch):
-    for name in ("MOELORA_LOG", "MOELORA_NVTX", "MOELORA_DUMP"):
+    monkeypatch.setattr(_C, "logs_shapes", lambda: False)
+    for name in ("MOELORA_NVTX", "MOELORA_DUMP"):
         monkeypatch.delenv(name, raising=False)
     assert not trace.Settings.from_environment().active
-    monkeypatch.setenv("MOELORA_LOG", "plan")  # the library's
-    assert not trace.Settings.from_environment().active
 
 
-def test_a_log_level_that_is_none(monkeypatch):
-    monkeypatch.setenv("MOELORA_LOG", "shape")
-    with pytest.warns(RuntimeWarning, match="MOELORA_LOG=shape: wanted plan or shapes"):
-        assert not trace.Settings.from_environment().active
+@pytest.mark.parametrize(
+    ("word", "shapes", "plans", "warnings"),
+    [
+        ("", 0, 0, 0),
+        ("plan", 0, 2, 0),
+        ("shapes", 2, 2, 0),
+        *((word, 0, 0, 1) for word in ("shape", "PLAN", "plan,shapes", "1")),
+    ],
+)
+def test_words_of_the_log(word, shapes, plans, warnings):
+    """One reader decides for the library and for Python, and tells what it does not know once."""
+    code = (
+        "import torch, moelora; x, w = torch.ones(2, 4), torch.ones(1, 4, 4); "
+        "routing = x[:, :1], torch.zeros(2, 1).int(); "
+        "[moelora.fused_moe_lora_gemm(x, w, *routing) for _ in range(2)]"
+    )
+    env = {"MOELORA_LOG": word, "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert sum(line.startswith("moelora: fused_moe_lora_gemm x=") for line in lines) == shapes
+    assert sum(line.startswith("moelora: gemm float32 M=2") for line in lines) == plans
+    assert lines.count(f"moelora: MOELORA_LOG={word}: wanted plan or shapes") == warnings
+    assert len(lines) == shapes + plans + warnings
 
 
 def test_the_environment_turns_it_on(tmp_path):

@@ -4,9 +4,9 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "core/check.h"
+#include "core/log.h"
 #include "core/plan.h"
 
 /* ---- forced variant, limit, log and last plan ---- */
@@ -16,16 +16,13 @@ static _Atomic(const moelora_variant *) forced_variant;
 static _Atomic(bool) forced_unknown;      /* MOELORA_FORCE_VARIANT names nothing */
 static _Atomic(int32_t) capability_limit; /* 0: none */
 static _Atomic(bool) limit_unknown;       /* MOELORA_MAX_CC is no capability */
-static bool log_plans;
 
 static bool is_capability(long value) {
   return value >= 80 && value < 1000;
 }
 
 static void read_environment(void) {
-  const char *log = getenv("MOELORA_LOG"), *name = getenv("MOELORA_FORCE_VARIANT");
-  const char *most = getenv("MOELORA_MAX_CC");
-  log_plans = log && (strcmp(log, "plan") == 0 || strcmp(log, "shapes") == 0);
+  const char *name = getenv("MOELORA_FORCE_VARIANT"), *most = getenv("MOELORA_MAX_CC");
   if (name && *name) {
     forced_variant = moelora_find_variant(name);
     forced_unknown = !forced_variant;
@@ -352,7 +349,7 @@ static const char *reason(const moelora_variant *variant, const moelora_variant 
 void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device_info *device,
                        const moelora_gemm_plan *plan) {
   last = (struct last){.gemm = plan->variant};
-  if (!log_plans)
+  if (moelora_log() < MOELORA_LOG_PLAN)
     return;
   char shape[64];
   snprintf(shape, sizeof shape, "N=%lld K=%lld", (long long)problem->w.n, (long long)problem->w.k);
@@ -363,7 +360,7 @@ void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device
 void moelora_note_experts(const moelora_experts_problem *problem, const moelora_device_info *device,
                           const moelora_experts_plan *plan) {
   last = (struct last){.w13 = plan->w13.variant, .w2 = plan->w2.variant};
-  if (!log_plans)
+  if (moelora_log() < MOELORA_LOG_PLAN)
     return;
   char shape[64];
   snprintf(shape, sizeof shape, "K=%lld I=%lld", (long long)problem->hidden,
@@ -376,7 +373,7 @@ void moelora_note_experts(const moelora_experts_problem *problem, const moelora_
 void moelora_note_delta(const char *operator, const moelora_routes *routes, moelora_dtype dtype,
                         const moelora_device_info *device, const moelora_delta_plan *plan) {
   last = (struct last){.delta = *plan};
-  if (!log_plans)
+  if (moelora_log() < MOELORA_LOG_PLAN)
     return;
   char shape[32];
   snprintf(shape, sizeof shape, "max_loras=%d", routes->max_loras);

@@ -5,14 +5,10 @@
 #include <stdio.h>
 #include <string.h>
 
-static _Thread_local struct {
-  moelora_status status;
-  char text[1024];
-} last_error;
+static _Thread_local box_error last_error;
 
-const char *box_last_error(moelora_status *status) {
-  *status = last_error.status;
-  return last_error.text;
+const box_error *box_last_error(void) {
+  return &last_error;
 }
 
 void box_fail(moelora_box *box, moelora_status status, const char *format, ...) {
@@ -20,6 +16,7 @@ void box_fail(moelora_box *box, moelora_status status, const char *format, ...) 
     return;
   }
   box->status = last_error.status = status;
+  last_error.number++;
   int used = snprintf(last_error.text, sizeof last_error.text, "%s: ", box->op);
   va_list args;
   va_start(args, format);
@@ -140,7 +137,7 @@ static void check_device(moelora_box *box, const char *name, AtenTensorHandle ha
 
 static moelora_tensor view(moelora_box *box, const char *name, StableIValue value, bool optional) {
   AtenTensorHandle handle = (AtenTensorHandle)(uintptr_t)value;
-  moelora_tensor tensor = {0};
+  moelora_tensor tensor = {.name = name};
   if (box->num_handles == BOX_MAX_HANDLES) {
     aoti_torch_delete_tensor_object(handle);
     box_fail(box, MOELORA_INVALID_ARGUMENT, "%s: too many tensors", name);
@@ -205,6 +202,7 @@ int32_t box_tensors(moelora_box *box, const char *name, StableIValue value, moel
   StableListHandle list = (StableListHandle)(uintptr_t)value;
   size_t size = 0;
   torch_list_size(list, &size);
+  out[0].name = name; /* also of a list without tensors */
   if (size > MOELORA_MAX_SLICES) {
     box_fail(box, MOELORA_INVALID_ARGUMENT, "%s has %zu slices, at most %d are known", name, size,
              MOELORA_MAX_SLICES);

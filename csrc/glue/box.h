@@ -64,8 +64,15 @@ bool box_check(moelora_box *box, moelora_status status);
 /* Releases what the box owns; writes the outputs to `stack`, or raises the first failure. */
 void box_close(moelora_box *box, StableIValue *stack);
 
-/* The last failure of this thread as it was raised, "" if none. */
-const char *box_last_error(moelora_status *status);
+/* The last failure of this thread as it was raised. Who knows the number from before a call can
+ * tell whether what the call raised is this. */
+typedef struct box_error {
+  uint64_t number; /* failures so far; 0: none */
+  moelora_status status;
+  char text[1024];
+} box_error;
+
+const box_error *box_last_error(void);
 
 /* An operator: its name, schema and boxed function. */
 typedef struct moelora_op {

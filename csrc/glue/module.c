@@ -2,6 +2,7 @@
 #define Py_LIMITED_API 0x030a0000
 #include <Python.h>
 
+#include "core/log.h"
 #include "glue/box.h"
 
 static PyObject *py_version(PyObject *self, PyObject *unused) {
@@ -92,9 +93,18 @@ static PyObject *py_last_plan(PyObject *self, PyObject *unused) {
 
 static PyObject *py_last_error(PyObject *self, PyObject *unused) {
   (void)self, (void)unused;
-  moelora_status status;
-  const char *text = box_last_error(&status);
-  return Py_BuildValue("is", (int)status, text);
+  const box_error *error = box_last_error();
+  return Py_BuildValue("is", (int)error->status, error->text);
+}
+
+static PyObject *py_error_number(PyObject *self, PyObject *unused) {
+  (void)self, (void)unused;
+  return PyLong_FromUnsignedLongLong(box_last_error()->number);
+}
+
+static PyObject *py_logs_shapes(PyObject *self, PyObject *unused) {
+  (void)self, (void)unused;
+  return PyBool_FromLong(moelora_log() >= MOELORA_LOG_SHAPES);
 }
 
 static PyObject *py_cpu_features(PyObject *self, PyObject *unused) {
@@ -122,6 +132,11 @@ static PyMethodDef methods[] = {
     {"last_plan", py_last_plan, METH_NOARGS, "What the last operator of this thread ran."},
     {"last_error", py_last_error, METH_NOARGS,
      "(status, text) of the last error that an operator raised in this thread."},
+    {"error_number", py_error_number, METH_NOARGS,
+     "How many errors operators have raised in this thread: last_error() is the one of this "
+     "number."},
+    {"logs_shapes", py_logs_shapes, METH_NOARGS,
+     "True if MOELORA_LOG asks for the arguments of every call."},
     {"cpu_features", py_cpu_features, METH_NOARGS, "CPU features that dispatch looks at."},
     {"has_cuda", py_has_cuda, METH_NOARGS, "True if CUDA kernels are compiled in and can run."},
     {NULL, NULL, 0, NULL},

@@ -32,20 +32,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moelora.call import absent_tensor, enabled_or_absent, operators, or_absent, run_named, typed
+from moelora.call import absent_tensor, enabled_or_absent, operators, or_absent, run, typed
 from moelora.delta import known_experts, one_expert
 from moelora.integrations.sglang.batch import MoELoRABatchInfo
 
 # Up to so many routed rows all in one is faster than the stages: as far as it was measured, on an
 # H200 at rank 8 (benchmarks/results/h200-delta.json).
 FUSED_ROWS = 2048
-# What the compiled operators call the arguments that are named otherwise here.
-NAMES = {
-    "topk_ids": "expert_ids",
-    "topk_weights": "routing_weights",
-    "token_lora_mapping": "weight_indices",
-    "lora_scalings": "scalings",
-}
 
 
 def _who(
@@ -119,7 +112,7 @@ def moe_lora_a(
         out = x.new_zeros((*expert_ids.shape, lora_a.size(-2)))
     who = _who([lora_a], expert_ids, weight_indices, lora_ranks, adapter_enabled, num_experts)
     op = operators.moe_lora_a.default
-    run_named({**NAMES, "h": "out"}, op, out.unsqueeze(0), x, [lora_a], *who)
+    run(op, out.unsqueeze(0), x, [lora_a], *who)
     return out
 
 
@@ -167,9 +160,8 @@ def moe_lora_gate_up_b(
     if out is None:
         out = intermediate_a.new_zeros((*expert_ids.shape, gate_up_b.size(-2) // 2))
     who = _who([gate_up_b], expert_ids, weight_indices, lora_ranks, adapter_enabled, num_experts)
-    names = {**NAMES, "h": "intermediate_a", "lora_b": "gate_up_b"}
     op = operators.moe_lora_gate_up_b.default
-    run_named(names, op, out, intermediate_a.unsqueeze(0), [gate_up_b], *who)
+    run(op, out, intermediate_a.unsqueeze(0), [gate_up_b], *who)
     return out
 
 
@@ -235,9 +227,8 @@ def moe_lora_down_combine(
         scalings,
     )
     x = activated.flatten(0, 1) if activated.dim() == 3 else activated
-    names = {**NAMES, "x": "activated", "lora_a": "down_a", "lora_b": "down_b", "out": "output"}
     op = operators.moe_lora_down_combine.default
-    run_named(names, op, output, x, [down_a], [down_b], *who)
+    run(op, output, x, [down_a], [down_b], *who)
     return output
 
 
@@ -302,8 +293,7 @@ def moe_lora_fused(
         scalings,
     )
     factors = ([gate_up_a], [gate_up_b], [down_a], [down_b])
-    names = {**NAMES, "hidden_states": "x"}
-    run_named(names, operators.moe_lora_fused.default, output, x, *factors, *who)
+    run(operators.moe_lora_fused.default, output, x, *factors, *who)
     return output
 
 

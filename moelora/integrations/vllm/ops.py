@@ -11,19 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moelora.call import absent_tensor, enabled_or_absent, operators, or_absent, run_named, typed
+from moelora.call import absent_tensor, enabled_or_absent, operators, or_absent, run, typed
 from moelora.delta import known_experts, one_expert
 
 UNLIMITED = 2**31 - 1
-# What the compiled operators call the arguments that vLLM's signatures name otherwise.
-VLLM_NAMES = {
-    "x": "qcurr_hidden_states",
-    "h": "a_intermediate_cache1",
-    "out": "output",
-    "lora_a": "lora_a_stacked",
-    "lora_b": "lora_b_stacked",
-    "topk_ids": "expert_ids",
-}
 
 
 def _check_tiles(half: str, **tiles: int) -> None:
@@ -257,12 +248,12 @@ def fused_moe_lora(
     x = qcurr_hidden_states
     if not fully_sharded:
         op = operators.fused_moe_lora.default
-        run_named(VLLM_NAMES, op, output, x, a, b, *who, *finish)
+        run(op, output, x, a, b, *who, *finish)
         return
     h = x.new_zeros((len(a), *topk_weights.shape, max_lora_rank))
-    run_named(VLLM_NAMES, operators.fused_moe_lora_shrink.default, h, x, a, *who)
+    run(operators.fused_moe_lora_shrink.default, h, x, a, *who)
     h = _gathered(h, gather)
-    run_named(VLLM_NAMES, operators.fused_moe_lora_expand.default, output, h, b, *who, *finish)
+    run(operators.fused_moe_lora_expand.default, output, h, b, *who, *finish)
 
 
 @typed
@@ -364,7 +355,7 @@ def fused_moe_lora_shrink(
         block_size_m,
     )
     op = operators.fused_moe_lora_shrink.default
-    run_named(VLLM_NAMES, op, a_intermediate_cache1, qcurr_hidden_states, a, *who)
+    run(op, a_intermediate_cache1, qcurr_hidden_states, a, *who)
 
 
 @typed
@@ -472,4 +463,4 @@ def fused_moe_lora_expand(
     )
     finish = (mul_routed_weight, add_inputs, offset)
     op = operators.fused_moe_lora_expand.default
-    run_named(VLLM_NAMES, op, output, a_intermediate_cache1, b, *who, *finish)
+    run(op, output, a_intermediate_cache1, b, *who, *finish)
