@@ -8,6 +8,7 @@
  */
 #include "cuda/backend.h"
 #include "cuda/adapters/delta_rows.cuh"
+#include "cuda/launch/bounds.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/adapters/shrink_product.cuh"
 #include "cuda/layer/sum.cuh"
@@ -49,7 +50,8 @@ __device__ __forceinline__ bool is_active(const Combine &p, int64_t row) {
 /* out[m] = [out[m] +] sum over j of z[m * top_k + j] in float32, in the order of j, where any of
  * these rows is active. A thread adds WIDTH neighbouring columns. */
 template <class T, class Z, int WIDTH>
-__global__ void __launch_bounds__(kThreads) combine_rows(const __grid_constant__ Combine p) {
+__global__ void __launch_bounds__(kThreads, kLightResident)
+    combine_rows(const __grid_constant__ Combine p) {
   wait_for_previous_kernel();
   start_next_kernel();
   const int32_t pieces = (p.columns + WIDTH - 1) / WIDTH, top_k = p.rows.routes.top_k;
