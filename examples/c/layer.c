@@ -4,10 +4,11 @@
  *   python3 setup.py build_core
  *   cc -std=c11 -O2 -Icsrc examples/c/layer.c build/core/libmoelora.a -lm -lpthread -o layer
  *
- * and, for a run on a GPU besides, with the objects that a build with nvcc leaves:
+ * and, for a run on a GPU besides:
  *
+ *   python3 setup.py build_core --cuda
  *   cc -std=c11 -O2 -DUSE_CUDA -Icsrc -I$CUDA_HOME/include examples/c/layer.c \
- *     $(find build/obj-cuda -name '*.o' -not -path '*glue*') -L$CUDA_HOME/lib64 \
+ *     build/core-cuda/libmoelora.a -L$CUDA_HOME/lib64 \
  *     -lcudart_static -lstdc++ -ldl -lrt -lm -lpthread -o layer
  */
 #include <math.h>
