@@ -13,7 +13,7 @@ CPROGRAMS := $(basename $(notdir $(wildcard tests/c/*.c examples/c/*.c)))
 CTESTS := $(basename $(notdir $(wildcard tests/c/test_*.c examples/c/*.c)))
 C_FILES = $(shell find csrc tests/c examples/c -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test build lint conformance test-c test-py sanitize fuzz test-gpu sanitize-gpu \
+.PHONY: demo test build lint conformance test-c test-py test-lowest sanitize fuzz test-gpu sanitize-gpu \
         bench-cpu bench-gpu tables wheel check-wheel clean
 
 # Without a GPU the demo runs on the CPU: no need to wait until the CUDA kernels are compiled.
@@ -88,6 +88,16 @@ $(WHERE)/%: examples/c/%.c $(WHERE)/libmoelora.a
 
 test-py: build
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 -m "not gpu" $(PYTEST_ARGS)
+
+# The integration of transformers and PEFT with the oldest of both that pyproject.toml admits, in an
+# environment that borrows everything else.
+test-lowest: build
+	test -x build/lowest/bin/python || $(PY) -m venv build/lowest
+	$(PY) -c 'import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])' \
+	  > "$$(build/lowest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
+	build/lowest/bin/python -m pip install --quiet -r requirements-lowest.txt
+	OMP_NUM_THREADS=1 build/lowest/bin/python -m pytest -q -n 2 -m "not gpu" \
+	  tests/test_transformers*.py tests/test_peft*.py $(PYTEST_ARGS)
 
 # On GPU machines torch is already there: no venv, the Python of the caller.
 test-gpu:

@@ -19,6 +19,9 @@
  * Expert or adapter ids outside their range are never used as an address: a row whose expert is out
  * of range (or lives on another rank) is skipped, a row whose adapter is out of range or disabled
  * is a base row. A base row gets the same bits whatever the other rows carry.
+ *
+ * Routing, adapters and lists may be written to while a call reads them: each element then counts,
+ * for all of the call, as it was before or after the write.
  */
 #ifndef MOELORA_H
 #define MOELORA_H
@@ -164,10 +167,11 @@ moelora_status moelora_gemm(const moelora_gemm_args *args, const moelora_exec *e
 /* ---- the whole layer ---- */
 
 typedef enum moelora_activation {
-  MOELORA_SILU = 0,  /* silu(g) * u; gate rows then up rows */
-  MOELORA_GELU,      /* gelu_tanh(g) * u */
-  MOELORA_SWIGLUOAI, /* gpt-oss: gate and up rows interleaved, clamped at 7, alpha 1.702 */
-  MOELORA_RELU2,     /* relu(x)^2, not gated: w13 is [E, I, K] */
+  MOELORA_SILU = 0,               /* silu(g) * u; gate rows then up rows */
+  MOELORA_GELU,                   /* gelu_tanh(g) * u */
+  MOELORA_SWIGLUOAI,              /* g sigmoid(alpha g) (u + 1), clamped; rows alternate gate, up */
+  MOELORA_RELU2,                  /* relu(x)^2, not gated: w13 is [E, I, K] */
+  MOELORA_SWIGLUOAI_UNINTERLEAVE, /* the same as SWIGLUOAI; gate rows then up rows */
 } moelora_activation;
 
 typedef struct moelora_experts_args {
@@ -181,6 +185,10 @@ typedef struct moelora_experts_args {
   moelora_lora w13_lora; /* 1 slice of 2I columns, or 2 of I columns each */
   moelora_lora w2_lora;  /* 1 slice of K columns */
   moelora_activation activation;
+  /* Normal float32 above 0; 0: the activation's own. The two of swigluoai take an alpha, by itself
+   * 1.702. They and silu take a limit, by itself 7 and none: g becomes min(g, limit) and u becomes
+   * min(max(u, -limit), limit) before anything else. */
+  double activation_alpha, activation_limit;
   bool apply_router_weight_on_input; /* top_k must be 1 */
   moelora_tensor out;                /* [M, K]; may be the memory of hidden_states */
 } moelora_experts_args;

@@ -52,6 +52,9 @@ def with_peft() -> list[str]:
 def with_sglang_buffers(model, pool) -> float:
     """The largest difference of any layer's output, over its largest value."""
     differences = []
+    ids = encode(PROMPT).expand(len(NAMES), -1)
+    tokens = [None if name == moelora_hf.BASE else name for name in NAMES for _ in ids[0]]
+    mapping = pool.mapping(tokens)
 
     def compare(experts, inputs, output):
         hidden_states, topk_ids, topk_weights = inputs
@@ -63,7 +66,7 @@ def with_sglang_buffers(model, pool) -> float:
             gate_up_lora_b=scalings * b,
             down_lora_a=stacks["w2_lora_a"],
             down_lora_b=scalings * stacks["w2_lora_b"],
-            token_lora_mapping=model._moelora.token_lora_mapping,
+            token_lora_mapping=mapping,
         )
         again = experts_with_lora(
             hidden_states, experts.gate_up_proj, experts.down_proj, topk_weights, topk_ids, batch
@@ -71,7 +74,7 @@ def with_sglang_buffers(model, pool) -> float:
         differences.append(((again - output).abs().max() / output.abs().max()).item())
 
     hooks = [m.register_forward_hook(compare) for m, _ in moelora_hf.moe_layers(model).values()]
-    model(encode(PROMPT).expand(len(NAMES), -1), adapter_names=NAMES)
+    model(ids, adapter_names=NAMES)
     for hook in hooks:
         hook.remove()
     return max(differences)

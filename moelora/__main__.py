@@ -3,11 +3,17 @@
 import argparse
 import sys
 
-from moelora import info, replay, tune
-from moelora.bench import command as bench
-
 
 def main(argv: list[str] | None = None) -> int:
+    try:
+        from moelora import info, replay, tune
+        from moelora.bench import command as bench
+    except ModuleNotFoundError as error:
+        package = (error.name or "").split(".")[0]
+        if package in ("", "moelora"):
+            raise
+        print(f"python -m moelora needs {package}: pip install {package}", file=sys.stderr)
+        return 2
     parser = argparse.ArgumentParser(prog="python -m moelora", description="moelora's commands")
     commands = parser.add_subparsers(required=True, metavar="command")
     info.add_command(commands)

@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
-from moelora.call import absent_tensor, choose, enabled_or_absent, operators, or_absent, run
+from moelora.call import absent_tensor, choose, enabled_or_absent, operators, or_absent, run, typed
 
 ALIGN_MODES = {"uniform": 1, "segmented": 2}
 
 
+@typed
 def moe_align_block_size(
     topk_ids: Tensor, block_size: int, num_experts: int, *, expert_map: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,6 +42,8 @@ def moe_align_block_size(
     ------
     ValueError
         A shape, dtype or value is not as above, or the tensors are on different devices.
+    TypeError
+        An argument is of another type than in the signature.
 
     Notes
     -----
@@ -56,6 +59,7 @@ def moe_align_block_size(
     )
 
 
+@typed
 def moe_lora_align_block_size(
     topk_ids: Tensor,
     token_lora_mapping: Tensor,
@@ -127,6 +131,8 @@ def moe_lora_align_block_size(
     ------
     ValueError
         A shape, dtype or value is not as above, or the tensors are on different devices.
+    TypeError
+        An argument is of another type than in the signature.
 
     Notes
     -----
@@ -177,6 +183,7 @@ def _per_adapter(name: str, lists: Tensor, max_loras: int, width: int | None) ->
     return lists
 
 
+@typed
 def moe_sorting(
     topk_ids: Tensor,
     topk_weights: Tensor,
@@ -214,6 +221,10 @@ def moe_sorting(
     ------
     ValueError
         A shape, dtype or value is not as above, or the tensors are on different devices.
+    TypeError
+        An argument is of another type than in the signature.
+    RuntimeError
+        An argument requires a gradient, and grad mode is on: there is no backward.
 
     Notes
     -----

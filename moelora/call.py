@@ -1,19 +1,24 @@
 """How a public operator calls a compiled one: absent arguments, and errors as Python expects them.
 
-The compiled operators take every argument; an absent tensor is a 1-D tensor of 0 elements there.
+The compiled operators take every argument; an absent tensor is a 1-D tensor of 0 elements there,
+an absent number is 0.
 Everything about shapes, strides and dtypes is checked once, in C, for all callers; an error of that
 kind becomes a ValueError here.
 """
 
+import functools
+import inspect
 import re
-from collections.abc import Sequence
-from typing import TypeAlias
+import types
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from moelora import _C, trace
+from moelora import _C, autograd, trace
 
 # moelora_status of csrc/moelora.h; everything else stays a RuntimeError.
 ERRORS = {1: ValueError, 2: NotImplementedError}
@@ -24,6 +29,66 @@ operators = torch.ops.moelora
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _absent_tensors: dict[torch.device, Tensor] = {}
+
+
+def typed(function: Callable) -> Callable:
+    """An operator whose failure, if an argument is not what the signature says, tells which.
+
+    Looking only at calls that failed, it costs nothing to speak of, and refuses nothing that works.
+    """
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if is_compiling():
+            return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            mistake = _mistyped(function, args, kwargs)
+            if mistake:
+                raise TypeError(f"{function.__name__}: {mistake}") from None
+            raise
+
+    return call
+
+
+def _mistyped(function: Callable, args: tuple, kwargs: dict) -> str:
+    """The first argument of another type than the signature says, in words; "" if there is none."""
+    try:
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+    except TypeError:  # the call itself says so
+        return ""
+    for name, wanted in typing.get_type_hints(function).items():
+        if name in given and not _fits(given[name], wanted):
+            value = given[name]
+            kind = type(value).__name__
+            got = value if value is None else f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+            if isinstance(value, list | tuple):
+                inside = ", ".join(sorted({type(item).__name__ for item in value}))
+                got = f"{got} of {inside or 'nothing'}"
+            return f"{name} is {got}, expected {_in_words(wanted)}"
+    return ""
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    origin = typing.get_origin(wanted)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, option) for option in typing.get_args(wanted))
+    if origin is Sequence:
+        (item,) = typing.get_args(wanted)
+        is_series = isinstance(value, Iterable) and not isinstance(value, Tensor | str)
+        return is_series and all(_fits(v, item) for v in value)
+    if wanted in (int, bool, float):  # torch takes numbers of any library
+        return hasattr(value, "__float__") and not isinstance(value, Tensor)
+    return isinstance(value, wanted) if isinstance(wanted, type) else True
+
+
+def _in_words(wanted: Any) -> str:
+    if typing.get_origin(wanted) in (typing.Union, types.UnionType):
+        return " or ".join(map(_in_words, typing.get_args(wanted)))
+    if typing.get_origin(wanted) is Sequence:
+        return f"a sequence of {_in_words(typing.get_args(wanted)[0])}"
+    return "None" if wanted is types.NoneType else getattr(wanted, "__name__", str(wanted))
 
 
 def absent_tensor(like: Tensor) -> Tensor:
@@ -56,6 +121,12 @@ def factor_list(factors: Factors | None) -> list[Tensor]:
     return [factors] if isinstance(factors, Tensor) else list(factors)
 
 
+def number_or_absent(name: str, number: float | None) -> float:
+    if number is not None and number == 0:
+        raise ValueError(f"{name} is {number}, expected a normal float32 above 0")
+    return 0.0 if number is None else number
+
+
 def choose(name: str, value: str, known: dict[str, int]) -> int:
     if value not in known:
         raise ValueError(f"{name} is {value!r}, must be one of {', '.join(map(repr, known))}")
@@ -67,7 +138,7 @@ def run(op, *args):
     if is_compiling():
         return op(*args)
     try:
-        return trace.call(op, args) if trace.active else op(*args)
+        return trace.call(op, args) if trace.active else autograd.call(op, args)
     except RuntimeError as error:
         status, text = _C.last_error()
         if text and text in str(error):

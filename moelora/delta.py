@@ -23,13 +23,16 @@ from moelora.call import (
     operators,
     or_absent,
     run,
+    typed,
 )
 
 
 def known_experts(factors: Sequence[Tensor], num_experts: int | None) -> int | None:
     """How many experts there are; None if all factors are shared and nobody says."""
+    if num_experts is not None:
+        return num_experts
     largest = max([1, *(f.size(1) for f in factors if f.dim() == 4)])
-    return num_experts or (largest if largest > 1 else None)
+    return largest if largest > 1 else None
 
 
 def one_expert(
@@ -48,7 +51,7 @@ def _delta(
     x: Tensor,
     topk_weights: Tensor | None,
     topk_ids: Tensor,
-    token_lora_mapping: Tensor | None,
+    token_lora_mapping: Tensor,
     lora_a: Factors,
     lora_b: Factors,
     lora_ranks: Tensor | None,
@@ -77,7 +80,7 @@ def _delta(
         b,
         or_absent(topk_weights, absent, torch.float32),
         topk_ids,
-        or_absent(token_lora_mapping, absent),
+        token_lora_mapping,
         or_absent(lora_ranks, absent, torch.int32),
         or_absent(lora_scalings, absent, torch.float32),
         enabled_or_absent(adapter_enabled, absent),
@@ -89,12 +92,13 @@ def _delta(
     return out
 
 
+@typed
 def moe_lora_gate_up_delta(
     x: Tensor,
     topk_weights: Tensor | None,
     topk_ids: Tensor,
     *,
-    token_lora_mapping: Tensor | None,
+    token_lora_mapping: Tensor,
     lora_a: Factors,
     lora_b: Factors,
     lora_ranks: Tensor | None = None,
@@ -121,8 +125,8 @@ def moe_lora_gate_up_delta(
         Routing weights. Read if `mul_routed_weight`.
     topk_ids : Tensor, shape (M, top_k), int32 or int64
         Experts of each token. A row whose id is out of range is skipped.
-    token_lora_mapping : Tensor, shape (M,), int32 or int64, optional
-        Adapter slot of each token, -1 for none. None: no token has an adapter.
+    token_lora_mapping : Tensor, shape (M,), int32 or int64
+        Adapter slot of each token, -1 for none.
     lora_a : Tensor or sequence of tensors, shape (max_loras, E or 1, R, K)
         Shrink factors: one for all columns, or one for gate and one for up. An expert dimension of
         1 is one factor shared by all experts.
@@ -131,8 +135,8 @@ def moe_lora_gate_up_delta(
     lora_ranks, lora_scalings, adapter_enabled, expert_map
         As in `fused_moe_lora_gemm`.
     num_experts : int, optional
-        Experts on this rank, where factors do not say it because all are shared. Unknown: every id
-        from 0 up has the shared factors.
+        Experts on this rank, where factors do not say it because all are shared. None is unknown:
+        every id from 0 up has the shared factors.
     mul_routed_weight : bool
         Multiply row (m, j) by `topk_weights[m, j]`.
     add_inputs : bool
@@ -150,6 +154,10 @@ def moe_lora_gate_up_delta(
     ------
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    TypeError
+        An argument is of another type than in the signature.
+    RuntimeError
+        An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError
         This build or this device has no kernel for it.
 
@@ -177,12 +185,13 @@ def moe_lora_gate_up_delta(
     )
 
 
+@typed
 def moe_lora_down_delta(
     x: Tensor,
     topk_weights: Tensor | None,
     topk_ids: Tensor,
     *,
-    token_lora_mapping: Tensor | None,
+    token_lora_mapping: Tensor,
     lora_a: Factors,
     lora_b: Factors,
     lora_ranks: Tensor | None = None,
@@ -224,6 +233,10 @@ def moe_lora_down_delta(
     ------
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    TypeError
+        An argument is of another type than in the signature.
+    RuntimeError
+        An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError
         This build or this device has no kernel for it.
     """

@@ -1,9 +1,21 @@
-"""Shape functions of the compiled operators, for torch.compile, export and meta tensors."""
+"""Shape functions of the compiled operators, for torch.compile, export and meta tensors.
+
+What an operator refuses is said in C alone. Before a shape function runs, its arguments go there
+as meta tensors, so that a call is refused while it is traced as it would be when it runs. Symbolic
+sizes are there what they are in the example that is traced, which puts no guards on them; a call
+with sizes that no example has is checked when it runs.
+"""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moelora import autograd
+
 PACK = 64
+ON_HOST = ("num_active_loras",)
 BASE, UNIFORM, SEGMENTED, SORTING = range(4)
 
 
@@ -16,6 +28,63 @@ def max_blocks(mode, num_rows, num_experts, max_loras, block_size):
     return groups + (num_rows - groups) // block_size
 
 
+class _Unknown(Exception):
+    """A size has no example."""
+
+
+def _example(value: Any) -> Any:
+    """`value` as its example has it, a tensor as a meta tensor."""
+    if isinstance(value, list):
+        return [_example(item) for item in value]
+    if isinstance(value, Tensor):
+        sizes, strides = map(_example, value.shape), map(_example, value.stride())
+        return torch.empty_strided([*sizes], [*strides], dtype=value.dtype, device="meta")
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        if not isinstance(value.node.hint, int | float):
+            raise _Unknown
+        return value.node.hint
+    return value
+
+
+def _check_devices(op: Any, args: tuple) -> None:
+    """What meta tensors cannot say: they have one device, and the call they stand for another."""
+    first = next((value for value in args if isinstance(value, Tensor)), None)
+    for argument, value in zip(op._schema.arguments, args, strict=False):
+        for tensor in value if isinstance(value, list) else [value]:
+            if not isinstance(tensor, Tensor) or _is_absent(tensor):
+                continue
+            on_host = argument.name in ON_HOST and first.device.type != "meta"
+            want = torch.device("cpu") if on_host else first.device
+            if tensor.device != want:
+                why = "it is read there" if on_host else "as the first tensor"
+                raise ValueError(f"{argument.name} is on {tensor.device}, expected {want}: {why}")
+
+
+def _is_absent(tensor: Tensor) -> bool:
+    return tensor.dim() == 1 and isinstance(tensor.size(0), int) and tensor.size(0) == 0
+
+
+def _shape_function(name: str) -> Callable:
+    """Registers what follows as the shape function of an operator, behind the checks in C."""
+    op = getattr(torch.ops.moelora_meta, name).default
+
+    def register(shapes: Callable) -> Callable:
+        def checked(*args):
+            _check_devices(op, args)
+            try:
+                with torch._C._DisableTorchDispatch():  # a fake tensor mode would make fakes again
+                    op(*_example(list(args)))
+            except _Unknown:
+                pass
+            return shapes(*args)
+
+        torch.library.register_fake(f"moelora::{name}", checked)
+        autograd.register([name])
+        return shapes
+
+    return register
+
+
 def _align(topk_ids: Tensor, blocks, block_size) -> tuple[Tensor, Tensor, Tensor]:
     def ids(size):
         return topk_ids.new_empty((size,), dtype=torch.int32)
@@ -23,13 +92,13 @@ def _align(topk_ids: Tensor, blocks, block_size) -> tuple[Tensor, Tensor, Tensor
     return ids(blocks * block_size), ids(blocks), ids(1)
 
 
-@torch.library.register_fake("moelora::moe_align_block_size")
+@_shape_function("moe_align_block_size")
 def _(topk_ids, block_size, num_experts, expert_map):
     blocks = max_blocks(BASE, topk_ids.numel(), num_experts, 0, block_size)
     return _align(topk_ids, blocks, block_size)
 
 
-@torch.library.register_fake("moelora::moe_lora_align_block_size")
+@_shape_function("moe_lora_align_block_size")
 def _(
     topk_ids,
     token_lora_mapping,
@@ -46,20 +115,20 @@ def _(
     return rows, experts, lora_ids, num_post
 
 
-@torch.library.register_fake("moelora::moe_sorting")
+@_shape_function("moe_sorting")
 def _(topk_ids, topk_weights, num_experts, block_size, out_to_zero, expert_map):
     blocks = max_blocks(SORTING, topk_ids.numel(), num_experts, 0, block_size)
     rows, experts, num_post = _align(topk_ids, blocks, block_size)
     return rows, torch.empty_like(rows, dtype=torch.float32), experts, num_post
 
 
-@torch.library.register_fake("moelora::fused_moe_lora_gemm")
+@_shape_function("fused_moe_lora_gemm")
 def _(x, w, topk_weights, topk_ids, *others):
     columns = w.size(1) * (PACK if w.dim() == 5 else 1)
     return x.new_empty((topk_ids.size(0), topk_ids.size(1), columns))
 
 
-@torch.library.register_fake("moelora::fused_experts_lora")
+@_shape_function("fused_experts_lora")
 def _(hidden_states, *others):
     return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
 
@@ -74,9 +143,9 @@ for _name in (
     *("moe_lora_gate_up_delta", "moe_lora_down_delta"),
     *("moe_lora_a", "moe_lora_gate_up_b", "moe_lora_down_combine", "moe_lora_fused"),
 ):
-    torch.library.register_fake(f"moelora::{_name}", _writes_in_place)
+    _shape_function(_name)(_writes_in_place)
 
 
-@torch.library.register_fake("moelora::prepack_weights")
+@_shape_function("prepack_weights")
 def _(w):
     return w.new_empty((w.size(0), w.size(1) // PACK, w.size(2) // PACK, PACK, PACK))

@@ -5,11 +5,11 @@ import os
 import platform
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from moelora import _C, selftest
+from moelora.bench import console
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
@@ -65,9 +65,9 @@ def facts() -> dict[str, str]:
 def run(args: argparse.Namespace) -> int:
     table = Table(show_header=False, title="moelora")
     for name, value in facts().items():
-        table.add_row(name, Text(value))
-    console = Console()
-    console.print(table)
+        table.add_row(name, Text(value, overflow="fold"))
+    out = console()
+    out.print(table)
     found = {} if args.no_test else dict(selftest.run())
     usable = set(_C.usable())
     variants = Table("variant", "here", title="kernel variants")
@@ -75,10 +75,10 @@ def run(args: argparse.Namespace) -> int:
         variants.add_row(name, "no" if name not in usable else _verdict(name, found))
     for name in found.keys() - usable:
         variants.add_row(name, _verdict(name, found))
-    console.print(variants)
+    out.print(variants)
     wrong = sum(map(bool, found.values()))
     if found:
-        console.print(f"self-test: {len(found)} checks, {wrong} wrong", highlight=False)
+        out.print(f"self-test: {len(found)} checks, {wrong} wrong", highlight=False)
     return 1 if wrong else 0
 
 

@@ -1,7 +1,8 @@
 """The public operators: torch.ops.moelora.* with names, None for what is absent, and checks.
 
 All functions work on CPU and CUDA tensors, all on one device, never synchronise with the host,
-and can be captured in a CUDA graph and traced by torch.compile. They have no backward.
+and can be captured in a CUDA graph and traced by torch.compile. They have no backward, and raise
+where autograd would need one.
 """
 
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ from moelora.call import (
     choose,
     enabled_or_absent,
     factor_list,
+    number_or_absent,
     operators,
     or_absent,
     run,
+    typed,
 )
 from moelora.fake import PACK
 
@@ -33,7 +36,7 @@ __all__ = [
     "prepack_weights",
 ]
 
-ACTIVATIONS = {"silu": 0, "gelu": 1, "swigluoai": 2, "relu2": 3}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "swigluoai": 2, "relu2": 3, "swigluoai_uninterleave": 4}
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +83,7 @@ def _data(weights: Weights) -> Tensor:
     return weights.data if isinstance(weights, PackedWeights) else weights
 
 
+@typed
 def fused_moe_lora_gemm(
     x: Tensor,
     w: Weights,
@@ -117,7 +121,7 @@ def fused_moe_lora_gemm(
     topk_ids : Tensor, shape (M, top_k), int32 or int64
         Experts of each token. A row whose id is out of range becomes 0.
     token_lora_mapping : Tensor, shape (M,), int32 or int64, optional
-        Adapter slot of each token, -1 for none. Absent: no token has an adapter.
+        Adapter slot of each token, -1 for none. Factors without it are refused.
     lora_a : Tensor or sequence of tensors, shape (max_loras, E or 1, R, K), optional
         Shrink factors, one for each slice of the output columns. An expert dimension of 1 is
         one factor shared by all experts.
@@ -147,6 +151,10 @@ def fused_moe_lora_gemm(
     ------
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    TypeError
+        An argument is of another type than in the signature.
+    RuntimeError
+        An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError
         This build or this device has no kernel for it.
 
@@ -178,6 +186,7 @@ def fused_moe_lora_gemm(
     return out
 
 
+@typed
 def fused_experts_lora(
     hidden_states: Tensor,
     w13: Weights,
@@ -196,6 +205,8 @@ def fused_experts_lora(
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
     activation: str = "silu",
+    activation_alpha: float | None = None,
+    activation_limit: float | None = None,
     expert_map: Tensor | None = None,
     apply_router_weight_on_input: bool = False,
     out: Tensor | None = None,
@@ -228,7 +239,7 @@ def fused_experts_lora(
     topk_ids : Tensor, shape (M, top_k), int32 or int64
         Experts of each token. A choice whose id is out of range contributes nothing.
     token_lora_mapping : Tensor, shape (M,), int32 or int64, optional
-        Adapter slot of each token, -1 for none. Absent: no token has an adapter.
+        Adapter slot of each token, -1 for none. Factors without it are refused.
     w13_lora_a : Tensor or sequence of tensors, shape (max_loras, E or 1, R, K), optional
         Shrink factors of `w13`: one for all its columns, or one for gate and one for up. An
         expert dimension of 1 is one factor shared by all experts.
@@ -249,8 +260,14 @@ def fused_experts_lora(
         Bias of `w13`.
     w2_bias : Tensor, shape (E, K), optional
         Bias of `w2`.
-    activation : {"silu", "gelu", "swigluoai", "relu2"}
-        `silu(g) * u`; `gelu_tanh(g) * u`; gpt-oss's clamped SwiGLU; `relu(g)^2` without up rows.
+    activation : {"silu", "gelu", "swigluoai", "swigluoai_uninterleave", "relu2"}
+        `silu(g) * u`; `gelu_tanh(g) * u`; `g sigmoid(alpha g) (u + 1)` of gpt-oss, whose rows of
+        `w13` are interleaved, and of MiniMax-M3, whose are not; `relu(g)^2` without up rows.
+    activation_alpha : float, optional
+        `alpha` of the two "swigluoai"; others take none. Absent: 1.702.
+    activation_limit : float, optional
+        Clamps before "silu" or "swigluoai": `g` to at most the limit, `u` to within plus or minus
+        the limit; others take none. Absent: no clamp for "silu", 7 for the two "swigluoai".
     expert_map : Tensor, shape (E_global,), int32, optional
         Local expert of each global expert, -1 for experts of other ranks, which contribute
         nothing.
@@ -268,6 +285,10 @@ def fused_experts_lora(
     ------
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    TypeError
+        An argument is of another type than in the signature.
+    RuntimeError
+        An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError
         This build or this device has no kernel for it.
 
@@ -303,6 +324,8 @@ def fused_experts_lora(
         or_absent(w13_bias, absent),
         or_absent(w2_bias, absent),
         choose("activation", activation, ACTIVATIONS),
+        number_or_absent("activation_alpha", activation_alpha),
+        number_or_absent("activation_limit", activation_limit),
         or_absent(expert_map, absent, torch.int32),
         apply_router_weight_on_input,
     )
@@ -312,6 +335,7 @@ def fused_experts_lora(
     return out
 
 
+@typed
 def prepack_weights(w: Tensor) -> PackedWeights:
     """Copy expert weights into tiles of 64 x 64 that kernels read in one burst.
 
@@ -329,5 +353,9 @@ def prepack_weights(w: Tensor) -> PackedWeights:
     ------
     ValueError
         `w` is not 3-D, or a size is not a multiple of 64.
+    TypeError
+        `w` is no tensor.
+    RuntimeError
+        `w` requires a gradient, and grad mode is on.
     """
     return PackedWeights(run(operators.prepack_weights.default, w))

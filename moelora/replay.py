@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 def _to(value, device):
     if isinstance(value, list):
         return [_to(item, device) for item in value]
-    return value.to(device) if isinstance(value, Tensor) else value
+    return trace.moved(value, device) if isinstance(value, Tensor) else value
 
 
 def _tensors(out) -> list[Tensor]:

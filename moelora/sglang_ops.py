@@ -52,7 +52,7 @@ __all__ = [
     "run_moe_lora",
     "should_use_fused_kernel",
 ]
-from moelora.call import absent_tensor, enabled_or_absent, operators, or_absent, run_named
+from moelora.call import absent_tensor, enabled_or_absent, operators, or_absent, run_named, typed
 
 # Up to so many routed rows all in one is faster than the stages: as far as it was measured, on an
 # H200 at rank 8 (benchmarks/results/h200-delta.json).
@@ -84,6 +84,7 @@ def _who(
     return (expert_ids, *weights[:1], weight_indices, ranks, *weights[1:], enabled, experts)
 
 
+@typed
 def moe_lora_a(
     x: Tensor,
     expert_ids: Tensor,
@@ -125,6 +126,10 @@ def moe_lora_a(
     ------
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    TypeError
+        An argument is of another type than in the signature.
+    RuntimeError
+        An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError
         This build or this device has no kernel for it.
     """
@@ -136,6 +141,7 @@ def moe_lora_a(
     return out
 
 
+@typed
 def moe_lora_gate_up_b(
     intermediate_a: Tensor,
     expert_ids: Tensor,
@@ -169,6 +175,10 @@ def moe_lora_gate_up_b(
     ------
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    TypeError
+        An argument is of another type than in the signature.
+    RuntimeError
+        An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError
         This build or this device has no kernel for it.
     """
@@ -181,6 +191,7 @@ def moe_lora_gate_up_b(
     return out
 
 
+@typed
 def moe_lora_down_combine(
     activated: Tensor,
     expert_ids: Tensor,
@@ -224,6 +235,10 @@ def moe_lora_down_combine(
     ------
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    TypeError
+        An argument is of another type than in the signature.
+    RuntimeError
+        An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError
         This build or this device has no kernel for it.
     """
@@ -244,6 +259,7 @@ def moe_lora_down_combine(
     return output
 
 
+@typed
 def moe_lora_fused(
     x: Tensor,
     expert_ids: Tensor,
@@ -286,6 +302,10 @@ def moe_lora_fused(
     ------
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    TypeError
+        An argument is of another type than in the signature.
+    RuntimeError
+        An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError
         This build or this device has no kernel for it.
     """
@@ -310,6 +330,7 @@ def should_use_fused_kernel(num_tokens: int, top_k: int) -> bool:
     return num_tokens * top_k <= FUSED_ROWS
 
 
+@typed
 def run_moe_lora(
     hidden_states: Tensor,
     topk_ids: Tensor,
@@ -354,6 +375,10 @@ def run_moe_lora(
     ------
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    TypeError
+        An argument is of another type than in the signature.
+    RuntimeError
+        An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError
         This build or this device has no kernel for it.
     """

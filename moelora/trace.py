@@ -4,12 +4,15 @@ MOELORA_LOG=plan     the library prints what every gemm and layer runs, and why
 MOELORA_LOG=shapes   also the arguments of every call, before it is checked
 MOELORA_NVTX=1       every call is a range in Nsight's timeline
 MOELORA_DUMP=folder  a call that raises leaves its arguments there: python -m moelora replay FILE
+MOELORA_DUMP_MIB=n   what all of them may take in one process, 4096 by default
 """
 
 import contextlib
 import itertools
 import os
+import secrets
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +25,7 @@ from torch import Tensor
 from moelora import _C
 
 MAX_DUMPS = 8  # of one process: an error that repeats should not fill a disk
+DUMP_MIB = 4096  # of one process: a layer of a large model, once
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -32,6 +36,7 @@ class Settings:
     shapes: bool = False
     nvtx: bool = False
     dump: str = ""
+    dump_mib: int = DUMP_MIB
 
     @classmethod
     def from_environment(cls) -> "Settings":
@@ -39,10 +44,16 @@ class Settings:
         log = env.get("MOELORA_LOG", "")
         if log not in ("", "plan", "shapes"):
             warnings.warn(f"MOELORA_LOG={log}: wanted plan or shapes", RuntimeWarning, stacklevel=2)
+        limit = env.get("MOELORA_DUMP_MIB", str(DUMP_MIB))
+        if not (limit.isascii() and limit.isdigit() and len(limit) < 10):
+            text = f"MOELORA_DUMP_MIB={limit}: wanted a number of MiB, not {DUMP_MIB}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+            limit = str(DUMP_MIB)
         return cls(
             shapes=log == "shapes",
             nvtx=env.get("MOELORA_NVTX") == "1",
             dump=env.get("MOELORA_DUMP", ""),
+            dump_mib=int(limit),
         )
 
     @property
@@ -54,6 +65,8 @@ class Settings:
 settings = Settings.from_environment()
 active = settings.active
 _dumps = itertools.count()
+_dumped = 0  # bytes of tensors in the dumps of this process
+_dump_lock = threading.Lock()
 
 
 def call(op: Any, args: tuple) -> Any:
@@ -75,7 +88,7 @@ def name_of(op: Any) -> str:
 
 
 def describe(op: Any, args: tuple) -> str:
-    """The call on one line; absent tensors are left out."""
+    """The call on one line; absent tensors and numbers are left out."""
     names = (argument.name for argument in op._schema.arguments)
     shown = ((n, _text(a)) for n, a in zip(names, args, strict=True))
     return " ".join([name_of(op), *(f"{n}={text}" for n, text in shown if text)])
@@ -85,7 +98,7 @@ def _text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_text, value)) + "]" if value else ""
     if not isinstance(value, Tensor):
-        return str(value)
+        return "" if isinstance(value, float) and value == 0 else str(value)
     if value.dim() == 1 and value.numel() == 0:
         return ""
     dtype = SHORT.get(value.dtype, str(value.dtype).removeprefix("torch."))
@@ -114,20 +127,94 @@ def _dump(op: Any, args: tuple, error: Exception) -> None:
     number = next(_dumps)
     if number >= MAX_DUMPS:
         return
-    path = Path(settings.dump) / f"moelora-{name_of(op)}-{os.getpid()}-{number}.pt"
-    content = {
-        "op": name_of(op),
-        "args": list(args),
-        "error": str(error),
-        "moelora": _C.version(),
-        "torch": str(torch.__version__),  # a class of its own, which is not data
-    }
+    # The folder may be everybody's: nobody else can know the name, or read what is in the file.
+    name = f"moelora-{name_of(op)}-{os.getpid()}-{number}-{secrets.token_hex(8)}.pt"
+    path = Path(settings.dump) / name
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(content, path)
+        _reserve(sum(_elements(t).nbytes for a in args for t in _tensors(a)))
+        content = {
+            "op": name_of(op),
+            "args": [_packed(a) for a in args],
+            "error": str(error),
+            "moelora": _C.version(),
+            "torch": str(torch.__version__),  # a class of its own, which is not data
+        }
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write(path, content)
         print(f"moelora: arguments of the failed call are in {path}", file=sys.stderr)
     except Exception as problem:
         print(f"moelora: cannot write {path}: {problem}", file=sys.stderr)
+
+
+def _reserve(size: int) -> None:
+    global _dumped
+    with _dump_lock:
+        if _dumped + size > settings.dump_mib << 20:
+            raise ValueError(
+                f"its {size >> 20} MiB and the {_dumped >> 20} MiB of earlier dumps are more than "
+                f"MOELORA_DUMP_MIB={settings.dump_mib}"
+            )
+        _dumped += size
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """Makes a new file that only its owner can read; never follows a link, leaves no half of it."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with open(path, "wb", opener=lambda name, _: os.open(name, flags, 0o600)) as file:
+        try:
+            torch.save(content, file)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, Tensor):
+        yield value
+
+
+def _elements(t: Tensor) -> Tensor:
+    """Every element of `t` once, where expanded dimensions show them again."""
+    return t.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in t.stride())]
+
+
+def _packed(value: Any) -> Any:
+    """An argument for a file: of a tensor the elements and how they lie, not the whole storage."""
+    if isinstance(value, list | tuple):
+        return [_packed(item) for item in value]
+    if not isinstance(value, Tensor):
+        return value
+    elements = _elements(value).cpu().contiguous()
+    if elements.untyped_storage().nbytes() != elements.nbytes:
+        elements = elements.clone()
+    return {"elements": elements, "shape": list(value.shape), "strides": list(value.stride())}
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(item) for item in value]
+    if isinstance(value, dict):
+        return _laid_out(value["elements"], value["shape"], value["strides"], "cpu")
+    return value
+
+
+def _laid_out(elements: Tensor, shape: list[int], strides: list[int], device: str) -> Tensor:
+    """A tensor of these strides from its elements; what lies between them is zero."""
+    length = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    flat = elements.new_zeros(length if elements.numel() else 0, device=device)
+    tensor = flat.as_strided(shape, strides)
+    _elements(tensor).copy_(elements)
+    return tensor
+
+
+def moved(t: Tensor, device: str) -> Tensor:
+    """`t` on a device, with its strides."""
+    if t.device.type == device:
+        return t
+    return _laid_out(_elements(t), list(t.shape), list(t.stride()), device)
 
 
 def load_dump(path: str | Path) -> dict[str, Any]:
@@ -140,12 +227,13 @@ def load_dump(path: str | Path) -> dict[str, Any]:
     """
     try:
         content = torch.load(path, weights_only=True, map_location="cpu")
-        op, args = getattr(torch.ops.moelora, content["op"]).default, content["args"]
+        op = getattr(torch.ops.moelora, content["op"]).default
+        args = content["args"] = _unpacked(content["args"])
         if len(args) != len(op._schema.arguments):
             raise ValueError(f"{content['op']} takes {len(op._schema.arguments)} arguments")
     except OSError:
         raise
     except Exception as error:
-        why = str(error).splitlines()[0]
+        why = (str(error).splitlines() or [repr(error)])[0]
         raise ValueError(f"{path} is not a dump of moelora: {why}") from error
     return content

@@ -17,6 +17,7 @@ measured, when) is for people.
 
 import json
 import os
+import stat
 import warnings
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from moelora import _C
 
 DEVICES = {"cpu": 0, "cuda": 1}  # moelora_device
 DTYPES = {"fp32": 0, "bf16": 1, "fp16": 2}  # moelora_dtype
+
+MAX_BYTES = 1 << 20  # of a file; a hundred plans take a hundredth of it
 
 
 def this_device(kind: str) -> dict[str, Any]:
@@ -67,20 +70,37 @@ def write(folder: str | Path, content: dict[str, Any]) -> Path:
 def load(folder: str | Path) -> int:
     """Hands the plans of all files in `folder` to the library; returns how many.
 
-    Warns of files that cannot be read, name unknown variants, or were measured by another version;
-    those of other CPUs are left out with a warning, those of other GPUs are the library's to tell
-    apart, as asking a GPU for its name would initialise CUDA.
+    Warns of whatever cannot be read, names unknown variants, or was measured by another version,
+    and never raises: `import moelora` comes by here. Plans of other CPUs are left out with a
+    warning, those of other GPUs are the library's to tell apart, as asking a GPU for its name would
+    initialise CUDA.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        _warn(f"MOELORA_CONFIG_DIR: {folder} is not a folder")
+    try:
+        names = sorted(name for name in os.listdir(folder) if name.endswith(".json"))
+    except (OSError, ValueError) as error:
+        _warn(f"MOELORA_CONFIG_DIR: {str(folder):.200} is not a folder that can be read: {error}")
         return 0
-    return sum(_load_file(path) for path in sorted(folder.glob("*.json")))
+    return sum(_load_file(Path(folder, name)) for name in names)
+
+
+def _read(path: Path) -> str:
+    """The text of a regular file; a pipe is not waited for."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)
+
+    with open(path, "rb", opener=opener) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("not a regular file")
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"more than {MAX_BYTES} bytes")
+    return content.decode()
 
 
 def _load_file(path: Path) -> int:
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(_read(path))
         device, layer = content["device"], content["layer"]
         key = (
             DEVICES[device["type"]],
@@ -90,22 +110,22 @@ def _load_file(path: Path) -> int:
             *(int(layer[name]) for name in ("experts", "top_k", "hidden", "intermediate")),
         )
         plans = [(int(tokens), str(name)) for tokens, name in content["plans"].items()]
-        version = content["moelora"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        _warn(f"{path} is not a file of tuned plans: {error!r}")
+        version = str(content["moelora"])
+    except Exception as error:  # whatever a file may hold
+        _warn(f"{path} is not a file of tuned plans: {error!r:.200}")
         return 0
     if device["type"] == "cpu" and device.get("features") != _C.cpu_features().split():
         _warn(f"{path} was measured on a CPU with other features: left out")
         return 0
     if version != _C.version():
-        _warn(f"{path} was measured by moelora {version}, this is {_C.version()}: tune again")
+        _warn(f"{path} was measured by moelora {version:.40}, this is {_C.version()}: tune again")
     loaded = 0
     for tokens, name in plans:
         try:
             _C.add_tuned_plan(*key, tokens, name)
             loaded += 1
         except (ValueError, OverflowError) as error:
-            _warn(f"{path}: {error}")
+            _warn(f"{path}: {error!s:.200}")
     return loaded
 
 

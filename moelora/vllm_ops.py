@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moelora.call import absent_tensor, enabled_or_absent, operators, or_absent, run_named
+from moelora.call import absent_tensor, enabled_or_absent, operators, or_absent, run_named, typed
 from moelora.delta import known_experts, one_expert
 
 UNLIMITED = 2**31 - 1
@@ -98,6 +98,7 @@ def _gathered(h: Tensor, gather: Callable[[Tensor], Tensor] | None) -> Tensor:
     return h
 
 
+@typed
 def fused_moe_lora(
     output: Tensor,
     qcurr_hidden_states: Tensor,
@@ -186,7 +187,8 @@ def fused_moe_lora(
     add_inputs : bool
         False: rows with an adapter are overwritten by the delta; others keep their bits.
     num_experts : int, optional
-        Experts on this rank, where all factors are shared. Unknown: every id from 0 up is one.
+        Experts on this rank, where all factors are shared. None is unknown: every id from 0 up has
+        the shared factors.
     gather : function from Tensor to Tensor, optional
         For `fully_sharded`: takes (slices, M, top_k, R) and returns all ranks of the adapter, for
         instance vLLM's `tensor_model_parallel_all_gather`.
@@ -195,6 +197,10 @@ def fused_moe_lora(
     ------
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    TypeError
+        An argument is of another type than in the signature.
+    RuntimeError
+        An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError
         This build or this device has no kernel for it.
 
@@ -259,6 +265,7 @@ def fused_moe_lora(
     run_named(VLLM_NAMES, operators.fused_moe_lora_expand.default, output, h, b, *who, *finish)
 
 
+@typed
 def fused_moe_lora_shrink(
     a_intermediate_cache1: Tensor,
     qcurr_hidden_states: Tensor,
@@ -319,6 +326,10 @@ def fused_moe_lora_shrink(
     ------
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    TypeError
+        An argument is of another type than in the signature.
+    RuntimeError
+        An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError
         This build or this device has no kernel for it.
     """
@@ -349,13 +360,14 @@ def fused_moe_lora_shrink(
         lora_ids,
         num_active_loras,
         adapter_enabled,
-        None if num_experts == 1 else num_experts,
+        num_experts,
         block_size_m,
     )
     op = operators.fused_moe_lora_shrink.default
     run_named(VLLM_NAMES, op, a_intermediate_cache1, qcurr_hidden_states, a, *who)
 
 
+@typed
 def fused_moe_lora_expand(
     output: Tensor,
     a_intermediate_cache1: Tensor,
@@ -418,6 +430,10 @@ def fused_moe_lora_expand(
     ------
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    TypeError
+        An argument is of another type than in the signature.
+    RuntimeError
+        An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError
         This build or this device has no kernel for it.
     """
@@ -451,7 +467,7 @@ def fused_moe_lora_expand(
         lora_ids,
         num_active_loras,
         adapter_enabled,
-        None if num_experts == 1 else num_experts,
+        num_experts,
         block_size_m,
     )
     finish = (mul_routed_weight, add_inputs, offset)

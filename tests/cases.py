@@ -20,12 +20,13 @@ from torch import Tensor
 POISON = float("nan")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ACTIVATIONS = ("silu", "gelu", "swigluoai", "relu2")
+ACTIVATIONS = ("silu", "gelu", "swigluoai", "relu2", "swigluoai_uninterleave")
+OAI = ("swigluoai", "swigluoai_uninterleave")
 MIXES = ("absent", "none", "one", "many", "all_different", "half_base", "disabled", "out_of_range")
 ROUTINGS = ("random", "one_expert", "few", "out_of_range", "all_skipped")
 SHARING = ("per_expert", "outer", "expanded")
 # Keeps the layer's outputs, which square or multiply O(1) values, well inside O(1).
-W2_SCALE = {"silu": 0.25, "gelu": 0.25, "swigluoai": 0.15, "relu2": 0.15}
+W2_SCALE = {"silu": 0.25, "gelu": 0.25} | dict.fromkeys(("relu2", *OAI), 0.15)
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 
@@ -52,6 +53,8 @@ class Spec:
     inter: int = 32
     dtype: torch.dtype = torch.float32
     activation: str = "silu"
+    alpha: float | None = None
+    limit: float | None = None
     ranks: tuple[int, ...] = (8, 16)
     spare_rank: int = 0
     mix: str = "many"
@@ -110,6 +113,8 @@ class Problem:
         return {
             **{f.name: getattr(self, f.name) for f in fields(self) if f.name not in skip},
             "activation": self.spec.activation,
+            "activation_alpha": self.spec.alpha,
+            "activation_limit": self.spec.limit,
             "apply_router_weight_on_input": self.spec.weight_on_input,
         }
 
@@ -346,7 +351,11 @@ def draw_spec(seed: int, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Spec:
     elif rng.random() < 0.1:
         ranks = (0, *ranks[1:])
     slices = 2 if activation != "relu2" and rng.random() < 0.6 else 1
+    numbers = random.Random(-1 - seed)
+    oai, clamped = activation in OAI, activation in ("silu", *OAI)
     return Spec(
+        alpha=numbers.choice((None, None, 0.5, 1.0, 3.0)) if oai else None,
+        limit=numbers.choice((None, None, 0.25, 1.0, 10.0, 1e30)) if clamped else None,
         tokens=rng.choice((1, 1, 2, 3, 5, 8, 17, 33)),
         top_k=min(top_k, experts),
         experts=experts,
@@ -408,6 +417,12 @@ EDGE_CASES: dict[str, Spec] = {
     "biases": Spec(bias=True),
     "gelu": Spec(activation="gelu"),
     "swigluoai": Spec(activation="swigluoai", bias=True, slices=1),
+    "swigluoai_other_numbers": Spec(activation="swigluoai", alpha=1.1, limit=0.5, slices=1),
+    "swigluoai_uninterleave": Spec(activation="swigluoai_uninterleave", bias=True),
+    "swigluoai_uninterleave_one_slice": Spec(
+        activation="swigluoai_uninterleave", alpha=0.9, limit=1.25, slices=1
+    ),
+    "silu_with_a_limit": Spec(limit=0.5, bias=True, tokens=9),
     "swigluoai_two_slices": Spec(activation="swigluoai", bias=True, slices=2),
     "relu2": Spec(activation="relu2", slices=1),
     "expert_map": Spec(remote=4, tokens=10, top_k=3),

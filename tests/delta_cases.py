@@ -46,6 +46,7 @@ class Lists:
         ids = list(range(self.slots)) + [-1, self.slots, self.slots + 9]
         self.lora_ids = torch.tensor(ids, dtype=torch.int32, device=p.topk_ids.device)
         self.num_active = torch.tensor([len(ids)], dtype=torch.int32)
+        self.num_experts = p.w13.size(0)
         self.options = options
         self.sorted_token_ids = self.num_tokens_post_padded = None
         self.expert_ids = p.topk_ids.reshape(-1)
@@ -76,7 +77,7 @@ class Lists:
         moelora.fused_moe_lora(
             *(output, self.x, self.a, self.b, *self.who(), rank, p.spec.top_k),
             *(self.lora_ids, self.num_active, p.adapter_enabled, *tiles, *tiles),
-            num_experts=p.w13.size(0),
+            num_experts=self.num_experts,
             **{**self.options, **options},
         )
 
@@ -84,7 +85,8 @@ class Lists:
         """device, N, M, EM, K, num_tokens, num_experts, num_slices"""
         p, m = self.p, self.p.spec.tokens
         rows = m * p.spec.top_k
-        return (self.x.device, a.size(2), m, rows, self.x.size(1), rows, p.w13.size(0), len(self.a))
+        shape = (a.size(2), m, rows, self.x.size(1), rows)
+        return (self.x.device, *shape, self.num_experts, len(self.a))
 
     def shrink(self, h: Tensor, a: list[Tensor]) -> None:
         p = self.p

@@ -56,7 +56,7 @@ def op_calls(device="cpu", dtype=torch.float32):
     experts = (
         *(given["hidden_states"], given["w13"], given["w2"], weights, ids, mapping),
         *(given["w13_lora_a"], given["w13_lora_b"], [given["w2_lora_a"]], [given["w2_lora_b"]]),
-        *(*adapters, given["w13_bias"], given["w2_bias"], 0, absent, False),
+        *(*adapters, given["w13_bias"], given["w2_bias"], 0, 0.0, 0.0, absent, False),
     )
     a13, b13, a2, b2 = experts[6:10]
     routing = (weights, ids, mapping, *adapters, absent, E)
@@ -72,7 +72,8 @@ def op_calls(device="cpu", dtype=torch.float32):
     listed = (weights, *lists, mapping, TOP_K, lora_ids, torch.tensor([3]), adapters[2], E, 4)
     naive = (weights, absent, ids, absent, mapping, TOP_K, absent, torch.tensor([0]), absent, E, 4)
     fused = (a13[:1], [torch.cat(b13, 2)], a2, b2)
-    base = (*experts[:5], absent, [], [], [], [], *[absent] * 5, 1, absent, False)
+    base = (*experts[:5], absent, [], [], [], [], *[absent] * 5, 1, 0.0, 0.0, absent, False)
+    clamped = (*experts[:15], 4, 1.5, 0.25, absent, False)
     return [
         ("moe_align_block_size", (ids, 4, E, absent)),
         ("moe_align_block_size", (ids.long(), 16, E, expert_map)),
@@ -84,6 +85,7 @@ def op_calls(device="cpu", dtype=torch.float32):
         ("fused_moe_lora_gemm_out", (*gemm, gemm[0].new_empty(M, TOP_K, 2 * I))),
         ("fused_experts_lora", experts),
         ("fused_experts_lora", base),
+        ("fused_experts_lora", clamped),
         ("fused_experts_lora_out", (*experts, torch.empty_like(experts[0]))),
         ("prepack_weights", (given["w13"],)),
         (

@@ -67,7 +67,10 @@ DEEPSEEK = COMMON | {
 
 
 def deepseek_v2():
-    return transformers.DeepseekV2Config(**DEEPSEEK, topk_method="group_limited_greedy")
+    # Releases without a router of its own cannot run their group-limited routing.
+    works = hasattr(transformers.models.deepseek_v2.modeling_deepseek_v2, "DeepseekV2TopkRouter")
+    method = "group_limited_greedy" if works else "greedy"
+    return transformers.DeepseekV2Config(**DEEPSEEK, topk_method=method)
 
 
 def deepseek_v3():

@@ -88,6 +88,8 @@ def layers(dtype):
     )
     yield plain
     yield replace(plain, activation="swigluoai", tokens=3, mix="all_different")
+    yield replace(plain, activation="swigluoai_uninterleave", alpha=1.5, limit=0.5)
+    yield replace(plain, limit=0.5, tokens=3)
     yield replace(plain, activation="relu2", slices=1, sharing="outer", scalings=False)
     yield replace(plain, activation="gelu", strided=1, int64_ids=True, mix="out_of_range")
     yield replace(plain, remote=3, routing="out_of_range", mix="disabled", ranks=(64, 3, 256))

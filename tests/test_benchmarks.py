@@ -69,7 +69,7 @@ def test_every_rival_agrees_and_is_written(bench, capsys):
     assert "us per layer" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("activation", ["swigluoai", "relu2"])
+@pytest.mark.parametrize("activation", ["swigluoai", "swigluoai_uninterleave", "relu2"])
 def test_other_activations_leave_out_who_cannot(bench, capsys, activation):
     status, rows = bench("--dtypes", "fp32", shape=f"{SHAPE},{activation}", tokens="3")
     assert status == 0

@@ -423,6 +423,6 @@ def test_a_gpu_error_has_a_name_and_the_next_call_works():
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert "align: cudaErrorStreamCaptureInvalidated" in done.stdout
+    assert "resolve: cudaErrorStreamCaptureInvalidated" in done.stdout
     assert "pack: cudaErrorStreamCaptureInvalidated" in done.stdout
     assert "the next call works" in done.stdout

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import ACTIVATIONS, Problem, Spec, same_bits
+from cases import ACTIVATIONS, OAI, Problem, Spec, same_bits
 from checks import assert_close_to_ref, guarded_empty
 
 import moelora
@@ -95,6 +95,16 @@ def test_every_number_of_tokens(tokens, device_and_dtype):
 def test_activations(activation, slices, inter, device_and_dtype):
     device, dtype = device_and_dtype
     spec = replace(SMALL, activation=activation, slices=slices, inter=inter, bias=True)
+    check(replace(spec, dtype=dtype).build(), device)
+
+
+@pytest.mark.parametrize("limit", [0.25, 1e30])
+@pytest.mark.parametrize(
+    ("activation", "alpha"), [("silu", None), *((a, alpha) for a in OAI for alpha in (None, 0.5))]
+)
+def test_alphas_and_limits(activation, alpha, limit, device_and_dtype):
+    device, dtype = device_and_dtype
+    spec = replace(SMALL, activation=activation, alpha=alpha, limit=limit, bias=True)
     check(replace(spec, dtype=dtype).build(), device)
 
 

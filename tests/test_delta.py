@@ -83,9 +83,9 @@ def test_down_takes_rows_by_token_and_choice(device_and_dtype):
     assert same_bits(moelora.moe_lora_down_delta(**arguments), flat)
 
 
-def test_no_mapping_is_no_delta(device_and_dtype):
+def test_a_mapping_of_minus_ones_is_no_delta(device_and_dtype):
     device, dtype = device_and_dtype
-    p = replace(Spec(dtype=dtype).build().to(device), token_lora_mapping=None)
+    p = Spec(dtype=dtype, mix="none").build().to(device)
     out = base_output(p, 64)
     before = out.tensor.clone()
     moelora.moe_lora_gate_up_delta(**delta_kwargs(p, "w13"), out=out.tensor)

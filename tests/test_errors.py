@@ -4,10 +4,13 @@ Nothing may have been written by then. Problems have M = 5 tokens, top_k = 2, E 
 I = 32, two adapters of maximum rank R = 16.
 """
 
+import math
+
 import pytest
 import torch
 from cases import Spec, same_bits
 from checks import guarded_empty
+from delta_cases import delta_kwargs
 
 import moelora
 
@@ -163,6 +166,22 @@ LAYER = {
     ),
     "w2_bias: columns": ({"w2_bias": zeros(E, I)}, "w2_bias.size(1)", "32", "64"),
     "activation": ({"activation": "swish"}, "activation", "'swish'", "'silu'"),
+    "activation_alpha: silu": ({"activation_alpha": 1.5}, "activation_alpha is 1.5", "takes none"),
+    "activation_limit: gelu": (
+        {"activation": "gelu", "activation_limit": 7},
+        *("activation_limit is 7", "takes none", "silu, swigluoai and swigluoai_uninterleave"),
+    ),
+    **{
+        f"{name}: {value}": (
+            {"activation": "swigluoai", name: value},
+            *(f"{name} is {text}", "expected a normal float32 above 0"),
+        )
+        for name in ("activation_alpha", "activation_limit")
+        for value, text in (
+            *((0, "0"), (-0.0, "-0.0"), (-7.0, "-7"), (math.inf, "inf"), (math.nan, "nan")),
+            *((1e39, "1e+39"), (1e-39, "1e-39"), (-math.inf, "-inf")),
+        )
+    },
     "expert_map: dimensions": ({"expert_map": ids(2, 4)}, "expert_map", "2", "1"),
     "apply_router_weight_on_input": (
         {"apply_router_weight_on_input": True},
@@ -324,6 +343,99 @@ def test_sorting(name):
         assert part in str(caught.value), f"{part!r} is missing in: {caught.value}"
 
 
+# ---- types ----
+
+TYPES = [
+    ("fused_experts_lora", {"lora_ranks": [8, 16]}, "lora_ranks is a list of int, expected Tensor"),
+    ("fused_experts_lora", {"w2": None}, "w2 is None, expected Tensor or PackedWeights"),
+    ("fused_experts_lora", {"hidden_states": None}, "hidden_states is None, expected Tensor"),
+    ("fused_experts_lora", {"topk_weights": [0.5]}, "topk_weights is a list of float, expected"),
+    (
+        "fused_experts_lora",
+        {"w13_lora_a": 3},
+        "w13_lora_a is an int, expected Tensor or a",
+    ),
+    ("fused_experts_lora", {"w13_lora_a": ["a"]}, "w13_lora_a is a list of str, expected Tensor"),
+    ("fused_experts_lora", {"adapter_enabled": (True,)}, "adapter_enabled is a tuple of bool"),
+    ("fused_experts_lora", {"activation": ["silu"]}, "activation is a list of str, expected str"),
+    ("fused_experts_lora", {"out": "x"}, "out is a str, expected Tensor or None"),
+    ("fused_moe_lora_gemm", {"x": None}, "x is None, expected Tensor"),
+    ("fused_moe_lora_gemm", {"w": None}, "w is None, expected Tensor or PackedWeights"),
+    ("moe_lora_gate_up_delta", {"topk_ids": None}, "topk_ids is None, expected Tensor"),
+    ("moe_lora_gate_up_delta", {"x": None}, "x is None, expected Tensor"),
+    (
+        "moe_lora_gate_up_delta",
+        {"token_lora_mapping": None},
+        "token_lora_mapping is None, expected",
+    ),
+    ("moe_lora_gate_up_delta", {"num_experts": "4"}, "num_experts is a str, expected int or None"),
+    ("moe_lora_align_block_size", {"topk_ids": [[0]]}, "topk_ids is a list of list, expected"),
+    ("moe_lora_align_block_size", {"block_size": None}, "block_size is None, expected int"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), TYPES)
+def test_types(name, changes, message):
+    p = Spec().build()
+    arguments = {
+        "fused_experts_lora": p.kwargs,
+        "fused_moe_lora_gemm": p.gemm_kwargs,
+        "moe_lora_gate_up_delta": lambda: delta_kwargs(p, "w13"),
+        "moe_lora_align_block_size": lambda: p.align_kwargs(4),
+    }[name]()
+    with pytest.raises(TypeError, match=f"^{name}: {message}"):
+        getattr(moelora, name)(**{**arguments, **changes})
+
+
+def test_a_wrong_call_says_what_python_says():
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'num_experts'"):
+        moelora.moe_align_block_size(ids(M, TOP_K), 4)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'ranks'"):
+        moelora.prepack_weights(zeros(E, K, K), ranks=None)
+
+
+def test_numbers_of_other_libraries_are_numbers():
+    numpy = pytest.importorskip("numpy")
+    want = moelora.moe_align_block_size(ids(M, TOP_K), 4, E)
+    found = moelora.moe_align_block_size(ids(M, TOP_K), numpy.int64(4), numpy.int32(E))
+    assert all(map(torch.equal, found, want))
+
+
+# ---- factors that nobody was given ----
+
+
+@pytest.mark.parametrize("kept", ["w13", "w2", "both"])
+def test_factors_without_a_mapping(kept):
+    """Nearly always forgotten; who means it says -1, or passes no factors."""
+    p = Spec(spare_rank=0, pass_ranks=False, ranks=(R, R)).build()
+    arguments = p.kwargs()
+    for name in ("w13", "w2"):
+        if kept not in (name, "both"):
+            arguments[f"{name}_lora_a"] = arguments[f"{name}_lora_b"] = None
+    first = "w2_lora_a" if kept == "w2" else "w13_lora_a"
+    out = torch.zeros(M, K)
+    with pytest.raises(ValueError, match=f"token_lora_mapping is None, but {first} is not: .* -1"):
+        moelora.fused_experts_lora(**{**arguments, "token_lora_mapping": None}, out=out)
+    assert not out.any()
+    base = moelora.fused_experts_lora(**p.base().kwargs())
+    nobody = torch.full((M,), -1, dtype=torch.int32)
+    named = moelora.fused_experts_lora(**{**arguments, "token_lora_mapping": nobody})
+    assert same_bits(named, base)
+
+
+@pytest.mark.parametrize("given", [None, torch.zeros(0, dtype=torch.int32)])
+def test_gemm_factors_without_a_mapping(given):
+    arguments = {**Spec().build().gemm_kwargs("w13"), "token_lora_mapping": given}
+    with pytest.raises(ValueError, match="token_lora_mapping is None, but lora_a is not"):
+        moelora.fused_moe_lora_gemm(**arguments)
+
+
+def test_an_empty_batch_has_an_empty_mapping():
+    p = Spec(tokens=0).build()
+    assert p.token_lora_mapping.shape == (0,)
+    assert moelora.fused_experts_lora(**p.kwargs()).shape == (0, K)
+
+
 def test_output_must_not_share_memory_with_an_input():
     """Only the layer's hidden_states may be its output, and then exactly."""
     p = Spec(hidden=64, inter=32).build()
@@ -365,3 +477,22 @@ def test_a_failed_call_leaves_the_next_one_alone():
     with pytest.raises(ERRORS):
         moelora.fused_experts_lora(**{**arguments, "w2": zeros(1, 1, 1)})
     assert same_bits(moelora.fused_experts_lora(**arguments), expected)
+
+
+def test_sizes_that_no_memory_holds():
+    """Their products and sums pass 2^56 and could wrap at 2^64; strides of 0 make them cheap."""
+    rows, hidden, inner = 2**31 - 256, 2**25, 8
+    x = torch.empty(1, hidden, dtype=torch.bfloat16)
+    w13 = torch.empty(1, 1, hidden, dtype=torch.bfloat16).expand(1, 2 * inner, hidden)
+    w2 = torch.empty(1, 1, inner, dtype=torch.bfloat16).expand(1, hidden, inner)
+    weights, chosen = torch.ones(1, 1).expand(1, rows), ids(1, 1).expand(1, rows)
+    with pytest.raises(
+        ValueError, match=f"top_k is {rows}.* K is {hidden}, I is {inner}: too large"
+    ):
+        moelora.fused_experts_lora(x, w13, w2, weights, chosen)
+    wide = torch.empty(1, 1, 1, dtype=torch.bfloat16).expand(1, 2**31 - 1, 1)
+    many = ids(1, 1).expand(2**30, 2**31 - 1)
+    with pytest.raises(ValueError, match="2147483647 x 2147483647 elements a row is too large"):
+        moelora.fused_moe_lora_gemm(x[:, :1], wide, torch.ones(1, 1).expand_as(many), many)
+    with pytest.raises(ValueError, match=f"topk_ids has {many.numel()} rows"):
+        moelora.moe_align_block_size(many, 16, 4)

@@ -176,6 +176,41 @@ def test_shrink_and_expand_are_the_halves(device_and_dtype):
         assert same_bits(whole, halves)
 
 
+@pytest.mark.parametrize("naive_form", [False, True], ids=["lists", "naive"])
+@pytest.mark.parametrize("experts", [1, None])
+def test_one_expert_is_not_an_unknown_number(experts, naive_form, device_and_dtype):
+    """With one expert, id 5 names nothing; where their number is unknown, all share the factors."""
+    device, dtype = device_and_dtype
+    p = replace(PLAIN, experts=6, mix="one", top_k=1, dtype=dtype).build().to(device)
+    shared = {name: [f[:, :1] for f in getattr(p, name)] for name in ("w13_lora_a", "w13_lora_b")}
+    p = replace(p, **shared)
+    p.topk_ids[:, 0] = torch.tensor([0, 5, 0, 5, 5, 0, 1, 2, 0])
+    lists = Lists(p, "w13", naive_form)
+    lists.num_experts = experts
+    active = (p.topk_ids == 0) | (experts is None)
+    h = torch.zeros(2, 9, 1, 8, dtype=dtype, device=device)
+    lists.shrink(h, lists.a)
+    assert torch.equal(h.any(-1).all(0), active)
+    halves, whole = (torch.zeros(9, 1, 64, dtype=dtype, device=device) for _ in range(2))
+    lists.expand(halves, h, lists.b)
+    assert torch.equal(halves.any(-1), active)
+    lists.fused(whole)
+    assert same_bits(halves, whole)
+
+
+@pytest.mark.parametrize("naive_form", [False, True], ids=["lists", "naive"])
+def test_no_experts_are_no_unknown_number_either(naive_form):
+    lists = Lists(PLAIN.build(), "w13", naive_form)
+    lists.num_experts = 0
+    for call in (
+        lambda: lists.shrink(torch.zeros(2, 9, 2, 8), lists.a),
+        lambda: lists.expand(torch.zeros(9, 2, 64), torch.zeros(2, 9, 2, 8), lists.b),
+        lambda: lists.fused(torch.zeros(9, 2, 64)),
+    ):
+        with pytest.raises(ValueError, match="num_experts is 0, expected at least 1"):
+            call()
+
+
 def test_fully_sharded_is_shrink_gather_expand(device_and_dtype):
     """Two tensor-parallel ranks: A sharded by rank, B by columns, all ranks of h gathered."""
     device, dtype = device_and_dtype
@@ -276,6 +311,7 @@ def test_lists_of_the_alignment_drive_the_delta(device_and_dtype):
 
 VLLM_ERRORS = {
     "offset": (lambda a: a.update(offset=5), "offset is 5", "at most 4"),
+    "offset near 2^63": (lambda a: a.update(offset=2**63 - 8), "offset is 9223372036854775800"),
     "negative offset": (lambda a: a.update(offset=-1), "offset is -1"),
     "output": (lambda a: a.update(output=zeros(9, 2, 60)), "output has 60 columns", "64"),
     "output: dtype": (

@@ -148,6 +148,7 @@ OPTIONS = st.sampled_from(
     [
         *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
         *("target_parameters", "target_modules", "init_lora_weights", "bias", "use_dora"),
+        "peft_version",
     ]
 )
 

@@ -27,7 +27,11 @@ def call(**changes):
     [
         ({"activation": "tanh"}, ValueError, "activation is 'tanh', must be one of 'silu'"),
         ({"w2_lora_b": None}, ValueError, "w2_lora_a has 1 slices, w2_lora_b has 0"),
-        ({"hidden_states": torch.zeros(M, K).double()}, ValueError, "hidden_states .* dtype"),
+        (
+            {"hidden_states": torch.zeros(M, K).double()},
+            ValueError,
+            "hidden_states has dtype float64, expected",
+        ),
         ({"hidden_states": torch.zeros(M, K - 1)}, ValueError, "hidden_states"),
         ({"hidden_states": torch.zeros(M)}, ValueError, "hidden_states"),
         ({"hidden_states": torch.zeros(*[1] * 6)}, ValueError, "hidden_states has 6 dimensions"),
@@ -63,6 +67,13 @@ def test_alignment_refuses_sizes(block_size, num_experts):
         moelora.moe_align_block_size(inputs()["topk_ids"], block_size, num_experts)
 
 
+@pytest.mark.parametrize("block_size", [2**31 - 1, 2**30])
+def test_alignment_refuses_more_rows_than_int32_counts(block_size):
+    """Before it allocates them."""
+    with pytest.raises(ValueError, match=f"blocks of block_size, which is {block_size}, are"):
+        moelora.moe_align_block_size(inputs()["topk_ids"], block_size, E)
+
+
 def test_alignment_refuses_modes():
     ids, mapping = inputs()["topk_ids"], inputs()["token_lora_mapping"]
     with pytest.raises(ValueError, match="mode is 'base', must be one of 'uniform', 'segmented'"):
@@ -70,6 +81,21 @@ def test_alignment_refuses_modes():
     absent = torch.empty(0)
     with pytest.raises(RuntimeError, match=r"mode is 0, must be 1 \(uniform\) or 2 \(segmented\)"):
         operator("moe_lora_align_block_size")(ids, mapping, E, 4, LORAS, 0, absent, absent)
+
+
+def test_none_is_no_tensor():
+    name, args = next(c for c in op_calls() if c[0] == "fused_experts_lora")
+    with pytest.raises(RuntimeError, match="fused_experts_lora: w2 is None, expected a tensor"):
+        operator(name)(*args[:2], None, *args[3:])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.complex64]
+)
+def test_dtypes_are_named(dtype):
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(ValueError, match=f"w13 has dtype {name}, expected one of float32"):
+        call(w13=torch.zeros(E, 2 * I, K).to(dtype))
 
 
 def test_an_error_writes_nothing():
@@ -83,7 +109,7 @@ def test_a_stale_error_is_not_blamed():
     with pytest.raises(ValueError, match="hidden_states"):
         call(hidden_states=torch.zeros(M))
     with pytest.raises(RuntimeError, match="Expected a value of type"):
-        call(w13="not a tensor")
+        operator("prepack_weights")("not a tensor")
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])

@@ -20,6 +20,10 @@ SPECS = {
     "large_rank": Spec(tokens=24, ranks=(256, 1), mix="many", hidden=256, inter=128),
     "tiles": Spec(tokens=200, hidden=320, inter=192, ranks=(16,) * 8, mix="half_base"),
     "swigluoai": Spec(tokens=24, activation="swigluoai", bias=True, mix="half_base"),
+    "clamped": Spec(tokens=24, limit=0.5, mix="half_base"),
+    "swigluoai_uninterleave": Spec(
+        tokens=24, activation="swigluoai_uninterleave", alpha=1.2, limit=0.5, mix="half_base"
+    ),
     "relu2": Spec(tokens=24, activation="relu2", slices=1, mix="half_base"),
 }
 

@@ -85,6 +85,22 @@ def test_wheel(wheel):
     assert "[vllm.general_plugins]\nmoelora = moelora.integrations.vllm:register" in plugins
 
 
+def test_the_bounds_of_the_extra_are_what_is_tried():
+    """`make test-lowest` installs requirements-lowest.txt, everything else requirements.txt."""
+
+    def pins(name):
+        lines = (ROOT / name).read_text().splitlines()
+        return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+    lowest, newest = pins("requirements-lowest.txt"), pins("requirements.txt")
+    text = (ROOT / "pyproject.toml").read_text()
+    (extra,) = re.findall(r"^hf = \[(.*)\]$", text, re.MULTILINE)
+    bounds = dict(re.findall(r'"(\w+) >= ([\d.]+)"', extra))
+    assert bounds.keys() == lowest.keys() <= newest.keys()
+    for package, bound in bounds.items():
+        assert lowest[package] == f"{bound}.0"
+
+
 PROJECT = {
     "pyproject.toml": '[project]\nname = "moelora"\ndynamic = ["version"]\n'
     '[tool.setuptools]\npackages = ["moelora"]\n',

@@ -89,6 +89,7 @@ SPECS = {
     "shared_outer": Spec(sharing="outer", ranks=(3, 16)),
     "stride_zero_experts": Spec(sharing="expanded"),
     "swigluoai": Spec(activation="swigluoai", slices=1, bias=True),
+    "swigluoai_uninterleave": Spec(activation="swigluoai_uninterleave", limit=0.5, bias=True),
     "relu2": Spec(activation="relu2", slices=1, bias=True),
     "no_adapters": Spec(mix="absent", bias=True),
     "disabled": Spec(mix="disabled", ranks=(8, 4, 16)),

@@ -159,10 +159,15 @@ def test_misuse(tmp_path):
     moelora_peft.attach(model)
     with pytest.raises(ValueError, match="non-existing adapter"):
         model(ids, adapter_names=["d"] * 5)
-    with pytest.raises(ValueError, match="adapter_names has 2 rows, the batch 35 tokens"):
-        model.base_model.model.model.layers[0].mlp.experts(
-            torch.zeros(35, 32), None, None, adapter_names=["a", "b"]
-        )
+    experts = model.base_model.model.model.layers[0].mlp.experts
+    with pytest.raises(RuntimeError, match="35 tokens outside a call of the model reached model"):
+        experts(torch.zeros(35, 32), None, None, adapter_names=["a", "b"])
+    with pytest.raises(RuntimeError, match="pass adapter_names to the PEFT model"):
+        model.get_base_model()(ids, adapter_names=NAMES)
+    model.get_base_model().set_experts_implementation("eager")
+    with pytest.raises(RuntimeError, match="experts_implementation='eager', which knows no"):
+        model(ids)
+    model.get_base_model().set_experts_implementation("moelora")
     model.base_model.set_adapter(["a", "b"])
     with pytest.raises(NotImplementedError, match=r"\['a', 'b'\] are active at once"):
         model(ids)
@@ -170,3 +175,13 @@ def test_misuse(tmp_path):
     model.merge_adapter()
     with pytest.raises(RuntimeError, match="an adapter is merged into the experts"):
         model(ids)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 2, 4, 10])
+def test_one_name_per_row(rows, tmp_path):
+    model = make_model(mixtral)
+    model = load(model, {"c": save_adapters(model, tmp_path, "c")["c"]})
+    moelora_peft.attach(model)
+    with pytest.raises(ValueError, match=f"has {rows} names, the model was called with 5 rows"):
+        model(tokens(), adapter_names=["c", "__base__"] * (rows // 2) or ["c"])

@@ -1,5 +1,8 @@
 """Logs, ranges and dumps around operators, replay, and the self-test of `info`."""
 
+import os
+import re
+import stat
 import subprocess
 import sys
 
@@ -22,10 +25,11 @@ def ask(monkeypatch):
     return on
 
 
-def layer(w2_columns=40):
-    topk_weights, topk_ids = torch.randn(3, 4).softmax(-1).topk(2)
+def layer(w2_columns=40, hidden_states=None, **kwargs):
+    x = torch.randn(3, 72) if hidden_states is None else hidden_states
+    topk_weights, topk_ids = torch.randn(x.size(0), 4).softmax(-1).topk(2)
     w13, w2 = torch.randn(4, 80, 72), torch.randn(4, 72, w2_columns)
-    return moelora.fused_experts_lora(torch.randn(3, 72), w13, w2, topk_weights, topk_ids)
+    return moelora.fused_experts_lora(x, w13, w2, topk_weights, topk_ids, **kwargs)
 
 
 def test_nothing_is_on_by_default(monkeypatch):
@@ -62,6 +66,7 @@ def test_shapes_of_a_call_that_is_refused(ask, capsys):
     assert "w2=fp32[4,72,41]@cpu" in line
     assert "token_lora_mapping" not in line
     assert line.endswith("activation=0 apply_router_weight_on_input=False")
+    assert "activation_limit" not in line
 
 
 def test_strides_are_shown_where_they_matter(ask, capsys):
@@ -92,6 +97,135 @@ def test_a_dump_can_be_replayed(ask, tmp_path, capsys):
     assert "returns now: [3, 72] torch.float32" in capsys.readouterr().out
 
 
+@pytest.fixture
+def dumps(ask, tmp_path, monkeypatch):
+    """A folder for dumps of a process that has written none; `dumps(**settings)` changes more."""
+
+    def on(**settings):
+        ask(dump=str(tmp_path / "dumps"), **settings)
+        return tmp_path / "dumps"
+
+    monkeypatch.setattr(trace, "_dumps", iter(range(100)))
+    monkeypatch.setattr(trace, "_dumped", 0)
+    return on
+
+
+def refused(**arguments):
+    with pytest.raises(ValueError, match=r"w2\.size|stride"):
+        layer(w2_columns=41, **arguments)
+
+
+def test_a_dump_is_its_owners_alone(dumps):
+    folder = dumps()
+    refused()
+    refused()
+    names = sorted(path.name for path in folder.iterdir())
+    assert all(re.fullmatch(r"moelora-\w+-\d+-[01]-[0-9a-f]{16}\.pt", name) for name in names)
+    assert names[0].split("-")[-1] != names[1].split("-")[-1]
+    assert stat.S_IMODE(folder.stat().st_mode) & 0o077 == 0
+    assert all(stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "dangling"])
+def test_a_dump_goes_over_nothing_and_follows_no_link(dumps, monkeypatch, capsys, kind):
+    """Even where somebody has guessed the name."""
+    folder = dumps()
+    folder.mkdir()
+    monkeypatch.setattr(trace.secrets, "token_hex", lambda n: "0" * 2 * n)
+    path = folder / f"moelora-fused_experts_lora-{os.getpid()}-0-{'0' * 16}.pt"
+    target = path if kind == "file" else folder.parent / "target"
+    if kind != "dangling":
+        target.write_text("theirs")
+    if kind != "file":
+        path.symlink_to(target)
+    refused()
+    assert "cannot write" in capsys.readouterr().err
+    assert not target.exists() if kind == "dangling" else target.read_text() == "theirs"
+
+
+VIEWS = {
+    "part of a storage": lambda x: torch.zeros(1 << 22)[: x.numel()].view_as(x).copy_(x),
+    "far apart": lambda x: x.new_zeros(3, 1 << 20)[:, :72].copy_(x),
+    "expanded": lambda x: x[:1].expand(3, -1),
+    "transposed": lambda x: x.t().contiguous().t(),
+    "overlapping": lambda x: x.flatten().as_strided((3, 72), (7, 1)),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_dump_holds_elements_not_storages(dumps, capsys, view):
+    folder = dumps()
+    hidden_states = VIEWS[view](torch.randn(3, 72))
+    refused(hidden_states=hidden_states)
+    (path,) = folder.iterdir()
+    content = trace.load_dump(path)
+    got = content["args"][0]
+    assert torch.equal(got, hidden_states)
+    assert got.stride() == hidden_states.stride()
+    weights = 4 * (4 * 80 * 72 + 4 * 72 * 41)
+    assert path.stat().st_size < weights + 20_000
+    assert main(["replay", str(path), "--device", "cpu"]) == 1
+    assert f"raises now: {content['error']}" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_strides_survive_on_a_gpu():
+    cpu = torch.randn(3, 41)[:, :40]
+    for t in (cpu, cpu[:1].expand(3, -1), cpu.t()):
+        there = trace.moved(t, "cuda")
+        assert there.is_cuda and there.stride() == t.stride() and torch.equal(there.cpu(), t)
+
+
+def test_dumps_end_before_the_disk_is_theirs(dumps, capsys):
+    """MOELORA_DUMP_MIB bounds all of a process; a call takes 0.14 MiB here."""
+    folder = dumps(dump_mib=1)
+    for _ in range(8):
+        refused()
+    assert 4 < len(list(folder.iterdir())) < 8
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 1 << 20
+    assert "are more than MOELORA_DUMP_MIB=1" in capsys.readouterr().err
+
+
+def test_the_bound_counts_elements_before_they_are_copied(dumps, capsys):
+    folder = dumps(dump_mib=1)
+    refused(hidden_states=torch.zeros(1, 72).expand(3, -1))
+    refused(hidden_states=torch.zeros(1 << 20, 72))
+    assert len(list(folder.iterdir())) == 1
+    assert "its 312 MiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["many", "-1", "1e3", "", "9" * 10, "\u0663"])
+def test_a_bound_that_is_none(monkeypatch, text):
+    monkeypatch.setenv("MOELORA_DUMP_MIB", text)
+    with pytest.warns(RuntimeWarning, match="MOELORA_DUMP_MIB=.*wanted a number of MiB"):
+        assert trace.Settings.from_environment().dump_mib == trace.DUMP_MIB
+    monkeypatch.setenv("MOELORA_DUMP_MIB", "10000")
+    assert trace.Settings.from_environment().dump_mib == 10_000
+
+
+def test_no_half_of_a_dump_stays(dumps, monkeypatch, capsys):
+    def full(content, file):
+        file.write(b"half")
+        raise OSError("no space left")
+
+    folder = dumps()
+    monkeypatch.setattr(torch, "save", full)
+    refused()
+    assert not list(folder.iterdir())
+    assert "no space left" in capsys.readouterr().err
+
+
+def test_a_dump_keeps_the_numbers_of_an_activation(dumps, capsys):
+    folder = dumps(shapes=True)
+    numbers = {"activation": "swigluoai_uninterleave", "activation_limit": 0.5}
+    with pytest.raises(ValueError, match=r"w2\.size"):
+        layer(w2_columns=41, **numbers, activation_alpha=1.25)
+    assert "activation=4 activation_alpha=1.25 activation_limit=0.5" in capsys.readouterr().err
+    (path,) = folder.iterdir()
+    assert main(["replay", str(path), "--device", "cpu"]) == 1
+    assert "activation_alpha=1.25 activation_limit=0.5" in capsys.readouterr().out
+
+
 def test_dumps_end_before_the_disk_does(ask, tmp_path, monkeypatch):
     ask(dump=str(tmp_path))
     monkeypatch.setattr(trace, "_dumps", iter(range(100)))
@@ -111,7 +245,24 @@ def test_a_dump_that_cannot_be_written_hides_nothing(ask, tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    "content", [b"text", {"op": "gone"}, {"op": "prepack_weights", "args": []}]
+    "content",
+    [
+        b"text",
+        {"op": "gone"},
+        {"op": "prepack_weights", "args": []},
+        *(
+            {"op": "prepack_weights", "args": [{"elements": torch.zeros(2), **lying}]}
+            for lying in (
+                {},
+                {"shape": [2], "strides": [-1]},
+                {"shape": [2], "strides": [1 << 62]},
+                {"shape": [1 << 62], "strides": [1 << 62]},
+                {"shape": [2, 2], "strides": [1]},
+                {"shape": ["2"], "strides": [1]},
+                {"shape": [3], "strides": [1]},
+            )
+        ),
+    ],
 )
 def test_other_files_are_not_replayed(content, tmp_path, capsys):
     path = tmp_path / "dump.pt"

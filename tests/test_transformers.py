@@ -2,7 +2,6 @@
 
 import copy
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -304,53 +303,6 @@ def test_contexts_nest_and_end():
         assert torch.equal(copied(ids).logits, base), "a copy has no adapters"
     moelora_hf.unload_adapters(model)
     assert torch.equal(model(ids).logits, base)
-
-
-@torch.no_grad()
-def test_one_thread_at_a_time(tmp_path):
-    model = make_model(mixtral)
-    moelora_hf.load_adapters(model, {"a": save_adapter(model, tmp_path / "a", 0)})
-    ids = tokens(rows=1)
-
-    def elsewhere(function):
-        with ThreadPoolExecutor(1) as executor:
-            return executor.submit(torch.no_grad()(function)).result()
-
-    def enter():
-        with moelora_hf.use_adapters(model, ["a"]):
-            return model(ids).logits
-
-    here = enter()
-    assert torch.equal(elsewhere(enter), here)
-    with moelora_hf.use_adapters(model, ["a"]):
-        with pytest.raises(RuntimeError, match="another thread is using adapters"):
-            elsewhere(enter)
-        with pytest.raises(RuntimeError, match="use_adapters was entered in another thread"):
-            elsewhere(lambda: model(ids))
-        assert torch.equal(model(ids).logits, here)
-
-
-@torch.no_grad()
-def test_compile(tmp_path):
-    """Without a graph break, and adapters change without compiling again."""
-    torch.compiler.reset()
-    model = make_model(qwen3)
-    folders = save_adapters(model, tmp_path)
-    ids = tokens()
-    moelora_hf.load_adapters(model, folders)
-    graphs, compiled_once = [], 0
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    for rows in (ROWS, ["b"] * 5, [None] * 5):
-        with moelora_hf.use_adapters(model, rows):
-            torch.testing.assert_close(compiled(ids).logits, model(ids).logits)
-        compiled_once = compiled_once or len(graphs)
-        assert len(graphs) == compiled_once
-    torch.testing.assert_close(compiled(ids).logits, model(ids).logits)
 
 
 @torch.no_grad()

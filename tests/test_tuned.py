@@ -1,7 +1,10 @@
 """Tuned plans: which layers they serve, their files, and the command that makes them."""
 
 import json
+import os
 import platform
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -156,6 +159,76 @@ def test_files_that_do_not_fit_are_warned_of(no_plans, tmp_path, text, loaded, m
     (tmp_path / "plans.json").write_text(text)
     with pytest.warns(RuntimeWarning, match=message):
         assert tuned.load(tmp_path) == loaded
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+NESTED = "[" * 900 + "]" * 900  # JSON takes it, but what it becomes cannot always be printed
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (DEEP.encode(), "RecursionError"),
+        (
+            json.dumps(content())[:-1].encode() + b', "measured": ' + DEEP.encode() + b"}",
+            "Recursion",
+        ),
+        (b"\xff\xfe{}", "UnicodeDecodeError"),
+        (b"9" * 5000, "is not a file of tuned plans"),
+        (json.dumps(content(device={"type": "cuda", "units": 10**400})).encode(), "units|too"),
+        (json.dumps(content(device={"type": "cuda", "units": float("nan")})).encode(), "NaN"),
+        (json.dumps(content(device={"type": "cuda", "units": float("inf")})).encode(), "infinity"),
+        (json.dumps(content(device={"type": ["cuda"]})).encode(), "unhashable"),
+        (json.dumps(content(plans={"1": "a\0b", "2": "\ud800"})).encode(), "null"),
+        (b" " * (tuned.MAX_BYTES + 1), "more than 1048576 bytes"),
+    ],
+)
+def test_files_of_any_content_are_warned_of(no_plans, tmp_path, data, message):
+    (tmp_path / "plans.json").write_bytes(data)
+    with pytest.warns(RuntimeWarning, match=rf"plans\.json.*({message})") as warned:
+        assert tuned.load(tmp_path) == 0
+    assert all(len(str(w.message)) < 1000 for w in warned)
+
+
+@pytest.mark.parametrize("option", ["moelora", "dtype", "device", "layer", "plans"])
+def test_nested_options_are_warned_of(no_plans, tmp_path, option):
+    text = json.dumps(content(**{option: "here"})).replace('"here"', NESTED)
+    (tmp_path / "plans.json").write_text(text)
+    with pytest.warns(RuntimeWarning, match=r"plans\.json"):
+        tuned.load(tmp_path)
+
+
+def test_what_is_no_file_is_warned_of(no_plans, tmp_path):
+    """Neither waited for nor raised about; the file beside them is loaded."""
+    tuned.write(tmp_path, content())
+    (tmp_path / "folder.json").mkdir()
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "nowhere.json").symlink_to(tmp_path / "gone")
+    (tmp_path / "loop.json").symlink_to(tmp_path / "loop.json")
+    (tmp_path / "endless.json").symlink_to("/dev/zero")
+    with pytest.warns(RuntimeWarning) as warned:
+        assert tuned.load(tmp_path) == 1
+    told = " ".join(str(w.message) for w in warned)
+    for name in ("folder", "pipe", "nowhere", "loop", "endless"):
+        assert f"{name}.json is not a file of tuned plans" in told
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "file"])
+def test_a_folder_that_is_none(tmp_path, name):
+    (tmp_path / "file").touch()
+    with pytest.warns(RuntimeWarning, match="MOELORA_CONFIG_DIR.*is not a folder"):
+        assert tuned.load(tmp_path / name) == 0
+
+
+def test_no_file_breaks_the_import(tmp_path):
+    (tmp_path / "deep.json").write_text(DEEP)
+    os.mkfifo(tmp_path / "pipe.json")
+    env = os.environ | {"MOELORA_CONFIG_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, "-c", "import moelora; print(moelora.__name__)"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "moelora\n", done.stderr
+    assert "deep.json is not a file of tuned plans" in done.stderr
+    assert "pipe.json is not a file of tuned plans" in done.stderr
 
 
 def test_the_environment_names_the_folder(no_plans, tmp_path, monkeypatch):

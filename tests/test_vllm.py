@@ -14,6 +14,7 @@ from cases import EDGE_CASES, Spec, same_bits
 from conftest import needs_gpu
 from vllm_layer import HERE, VLLM, Layer, base, drop, load
 
+UNINTERLEAVE = "swigluoai_uninterleave"
 INSTALLED = importlib.util.find_spec("vllm") is not None
 needs_vllm = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed")
 _real: dict = {}  # vLLM's own modules, once imported
@@ -170,6 +171,10 @@ SPECS = {
     "biases": Spec(bias=True, tokens=8),
     "gelu": Spec(activation="gelu", tokens=8),
     "swigluoai": Spec(activation="swigluoai", bias=True, slices=1, tokens=8),
+    "silu_with_a_limit": Spec(limit=0.5, tokens=8),
+    "swigluoai_uninterleave": Spec(
+        activation="swigluoai_uninterleave", alpha=1.3, limit=0.5, bias=True, tokens=8
+    ),
     "relu2": Spec(activation="relu2", slices=1, tokens=8),
     "expert_map": Spec(remote=4, tokens=10, top_k=3),
     "weight_on_input": Spec(top_k=1, weight_on_input=True, tokens=9),
@@ -344,14 +349,55 @@ def test_an_activation_that_is_not_there(vllm, lines, name):
     own_path(layer, lines, f"there is no activation {name.lower()!r}")
 
 
-@pytest.mark.parametrize("where", ["quant_config", "moe_config"])
-def test_a_clamped_silu(vllm, lines, where):
+def test_numbers_of_the_quantisations_config_go_first(vllm):
     vllm.register()
-    config = {"swiglu_limit": 7.0}
-    if where == "quant_config":
-        quant = quant_config("biased_moe_quant_config", None, None, gemm1_clamp_limit=7.0)
-        config = {"quant": quant}
-    own_path(Layer(vllm, Spec().build(), **config), lines, "there is no silu with a clamp")
+    numbers = {"gemm1_clamp_limit": 0.5, "gemm1_alpha": 1.2, "gemm1_beta": 1.0}
+    others = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 0.5}
+    for spec in (Spec(limit=0.5), Spec(activation=UNINTERLEAVE, alpha=1.2, limit=0.5)):
+        quant = quant_config("biased_moe_quant_config", None, None, **numbers)
+        layer = Layer(vllm, spec.build(), quant=quant, **others)
+        layer.check(layer.step()())
+
+
+def test_swigluoai_with_the_numbers_of_silu(vllm):
+    """Alpha 1 and beta 0: another name for silu with a limit."""
+    vllm.register()
+    layer = Layer(vllm, Spec(limit=0.5).build(), swiglu_alpha=1.0, swiglu_beta=0.0)
+    layer.activation = vllm.MoEActivation.SWIGLUOAI_UNINTERLEAVE
+    layer.check(layer.step()())
+
+
+def test_swigluoai_takes_no_numbers_from_configs(vllm):
+    vllm.register()
+    p = Spec(activation="swigluoai", slices=1).build()
+    layer = Layer(vllm, p, swiglu_limit=0.5, swiglu_alpha=1.0, swiglu_beta=0.0)
+    layer.check(layer.step()())
+
+
+@pytest.mark.parametrize(
+    ("activation", "config", "reason"),
+    [
+        ("silu", {"swiglu_limit": 0.0}, "the limit of silu is 0.0"),
+        (
+            UNINTERLEAVE,
+            {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 0.5},
+            "swigluoai_uninterleave has limit 7.0, alpha 1.702 and beta 0.5",
+        ),
+        (
+            UNINTERLEAVE,
+            {"swiglu_alpha": 1.702},
+            "swigluoai_uninterleave has limit None, alpha 1.702 and beta 1.0",
+        ),
+        (
+            UNINTERLEAVE,
+            {"swiglu_limit": 7.0, "swiglu_beta": None},
+            "swigluoai_uninterleave has limit 7.0, alpha None and beta None",
+        ),
+    ],
+)
+def test_numbers_that_are_not_there(vllm, lines, activation, config, reason):
+    vllm.register()
+    own_path(Layer(vllm, Spec(activation=activation).build(), **config), lines, reason)
 
 
 def test_fully_sharded_adapters(vllm, lines):

@@ -102,12 +102,16 @@ class Layer:
             "silu": vllm.MoEActivation.SILU,
             "gelu": vllm.MoEActivation.GELU_TANH,
             "swigluoai": vllm.MoEActivation.SWIGLUOAI,
+            "swigluoai_uninterleave": vllm.MoEActivation.SWIGLUOAI_UNINTERLEAVE,
             "relu2": vllm.MoEActivation.RELU2_NO_MUL,
         }[s.activation]
         quant = config.pop("quant", None)
         if quant is None:
             place = load("vllm.model_executor.layers.fused_moe.config")
             quant = place.biased_moe_quant_config(p.w13_bias, p.w2_bias)
+        beta = 1.0 if s.activation == "swigluoai_uninterleave" else None
+        numbers = {"swiglu_limit": s.limit, "swiglu_alpha": s.alpha, "swiglu_beta": beta}
+        numbers = {name: config.pop(name, number) for name, number in numbers.items()}
         parallel = SimpleNamespace(dp_size=1, use_ep=False, use_all2all_kernels=False)
         self.moe_config = SimpleNamespace(
             activation=self.activation,
@@ -119,9 +123,7 @@ class Layer:
             experts_per_token=s.top_k,
             moe_parallel_config=parallel,
             in_dtype=s.dtype,
-            swiglu_limit=config.pop("swiglu_limit", None),
-            swiglu_alpha=None,
-            swiglu_beta=None,
+            **numbers,
             activation_situ_beta=None,
             activation_situ_linear_beta=None,
         )

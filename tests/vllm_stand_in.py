@@ -22,6 +22,7 @@ class MoEActivation(Enum):
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
     SWIGLUOAI = "swigluoai"
+    SWIGLUOAI_UNINTERLEAVE = "swigluoai_uninterleave"
     RELU2_NO_MUL = "relu2_no_mul"
     SILU_NO_MUL = "silu_no_mul"
 
@@ -34,6 +35,8 @@ def biased_moe_quant_config(
         weight_quant_dtype=None,
         w1_bias=w1_bias,
         w2_bias=w2_bias,
+        gemm1_alpha=gemm1_alpha,
+        gemm1_beta=gemm1_beta,
         gemm1_clamp_limit=gemm1_clamp_limit,
     )
 

@@ -95,6 +95,22 @@ typedef struct moelora_gemm_problem {
   int64_t out_stride[2];
 } moelora_gemm_problem;
 
+/* What turns the columns of w13 into h, with every number that the caller left to it. */
+typedef struct moelora_activation_problem {
+  moelora_activation kind;
+  float alpha; /* gated: of sigmoid(alpha g), but for gelu; else 1 */
+  float limit; /* gated: g is clamped from above, u on both sides; infinity: neither */
+} moelora_activation_problem;
+
+static inline bool moelora_is_gated(moelora_activation activation) {
+  return activation != MOELORA_RELU2;
+}
+
+/* True if rows of w13 alternate gate and up; else gate rows come first. */
+static inline bool moelora_is_interleaved(moelora_activation activation) {
+  return activation == MOELORA_SWIGLUOAI;
+}
+
 typedef struct moelora_experts_problem {
   moelora_routes routes;
   moelora_dtype dtype;
@@ -104,7 +120,7 @@ typedef struct moelora_experts_problem {
   int64_t x_stride;
   moelora_weights w13, w2;
   moelora_factors w13_lora, w2_lora;
-  moelora_activation activation;
+  moelora_activation_problem activation;
   bool apply_router_weight_on_input;
   void *out; /* [M, K] */
   int64_t out_stride;
@@ -289,17 +305,32 @@ void moelora_clear_error(void);
 moelora_status moelora_fail(moelora_status status, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
+/* a * b, or SIZE_MAX if it is more than that: so is every product and every arena made of it. */
+static inline size_t moelora_times(size_t a, size_t b) {
+  size_t product;
+  return __builtin_mul_overflow(a, b, &product) ? SIZE_MAX : product;
+}
+
 /* Carves a workspace into aligned parts. With base == NULL the pointers are meaningless and `used`
- * is the size to ask for, so that one layout function serves both questions. */
+ * is the size to ask for, so that one layout function serves both questions. `used` stays SIZE_MAX
+ * once the parts are more than that; run.c then refuses the call. */
 typedef struct moelora_arena {
   char *base;
   size_t used;
 } moelora_arena;
 
 static inline void *moelora_take(moelora_arena *arena, size_t bytes) {
-  size_t at = arena->used;
-  arena->used = at + ((bytes + 255) & ~(size_t)255);
+  const size_t at = arena->used;
+  size_t end;
+  arena->used = __builtin_add_overflow(at, bytes, &end) || end > SIZE_MAX - 255
+                    ? SIZE_MAX
+                    : (end + 255) & ~(size_t)255;
   return arena->base ? arena->base + at : NULL;
+}
+
+/* `count` elements of `bytes` each. */
+static inline void *moelora_take_array(moelora_arena *arena, size_t count, size_t bytes) {
+  return moelora_take(arena, moelora_times(count, bytes));
 }
 
 static inline size_t moelora_dtype_bytes(moelora_dtype dtype) {
@@ -325,10 +356,6 @@ static inline bool moelora_are_vector_factors(const moelora_factor *factors, int
     all = all && (uintptr_t)factors[i].data % 16 == 0 && factors[i].stride_l % 8 == 0 &&
           factors[i].stride_e % 8 == 0 && factors[i].stride_i % 8 == 0;
   return all;
-}
-
-static inline int64_t moelora_read_id(const moelora_ids *ids, int64_t at) {
-  return ids->is_64 ? ((const int64_t *)ids->data)[at] : ((const int32_t *)ids->data)[at];
 }
 
 #ifdef __cplusplus

@@ -45,10 +45,7 @@ static bool is_empty(const moelora_tensor *tensor) {
   return false;
 }
 
-/* More than any machine addresses, and far enough from 2^63 that multiples stay exact. */
-static const int64_t max_span_bytes = (int64_t)1 << 56;
-
-/* Bytes from the first element to the end of the last one; -1 beyond max_span_bytes. */
+/* Bytes from the first element to the end of the last one; -1 beyond MOELORA_MAX_BYTES. */
 static int64_t span_bytes(const moelora_tensor *tensor) {
   if (is_empty(tensor))
     return 0;
@@ -63,7 +60,7 @@ static int64_t span_bytes(const moelora_tensor *tensor) {
   if (__builtin_add_overflow(last, 1, &last) ||
       __builtin_mul_overflow(last, (int64_t)moelora_dtype_bytes(tensor->dtype), &bytes))
     return -1;
-  return bytes <= max_span_bytes ? bytes : -1;
+  return bytes <= MOELORA_MAX_BYTES ? bytes : -1;
 }
 
 moelora_status moelora_check_large_view(moelora_arg arg, int32_t ndim, const char *layout) {

@@ -27,6 +27,9 @@ typedef struct moelora_arg {
       return moelora_fail(MOELORA_INVALID_ARGUMENT, __VA_ARGS__);                                  \
   } while (0)
 
+/* More than any machine addresses, and far enough from 2^63 that multiples stay exact. */
+#define MOELORA_MAX_BYTES ((int64_t)1 << 56)
+
 const char *moelora_dtype_name(moelora_dtype dtype);
 bool moelora_is_absent(const moelora_tensor *tensor);
 
@@ -78,7 +81,7 @@ moelora_status moelora_check_topk_weights(const moelora_tensor *weights, const c
 /* validate_routing.c: the adapter tables -> routes; `max_loras` is the value of `source`. */
 moelora_status moelora_check_adapters(const moelora_adapters *adapters, int64_t max_loras,
                                       const char *source, moelora_routes *routes);
-/* validate_routing.c: `out` shares no memory with routing and adapters. */
+/* validate_routing.c: `out` shares no memory with routing and adapters, all of them checked. */
 moelora_status moelora_check_disjoint_routes(moelora_arg out, const moelora_routing *routing,
                                              const moelora_adapters *adapters);
 

@@ -272,15 +272,15 @@ static void prefer_tuned(const moelora_variant *tuned, const access *access,
 
 moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                                     const moelora_device_info *device, moelora_experts_plan *plan) {
-  const bool gated = problem->activation != MOELORA_RELU2;
+  const moelora_activation activation = problem->activation.kind;
   access access = {.layer = true};
   access.vectors = moelora_is_vector_weights(&problem->w13) &&
                    moelora_is_vector_weights(&problem->w2) &&
                    moelora_is_vector_row(problem->x, problem->x_stride, problem->hidden);
   /* A box of packed rows is one tile: all of it gate rows or all of it up rows. */
   access.tma = access.vectors && is_tma_weights(&problem->w13) && is_tma_weights(&problem->w2) &&
-               !(problem->w13.packed && gated &&
-                 (problem->activation == MOELORA_SWIGLUOAI || problem->intermediate % 64 != 0));
+               !(problem->w13.packed && moelora_is_gated(activation) &&
+                 (moelora_is_interleaved(activation) || problem->intermediate % 64 != 0));
   access.decode = access.vectors && !problem->w13.packed && !problem->w2.packed &&
                   !problem->apply_router_weight_on_input &&
                   problem->routes.num_tokens <= MOELORA_DECODE_TOKENS &&

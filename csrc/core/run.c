@@ -2,6 +2,8 @@
 #include "core/check.h"
 #include "core/plan.h"
 
+#include <stdio.h>
+
 /* One call on its way: where it runs and with what. */
 typedef struct call {
   const moelora_backend *backend;
@@ -30,6 +32,38 @@ static moelora_status check_workspace(const moelora_exec *exec, size_t want) {
   return MOELORA_OK;
 }
 
+/* What a workspace grows with, under the names of moelora.h; a value of 0 plays no part. */
+typedef struct named_size {
+  const char *name;
+  int64_t value;
+} named_size;
+
+enum { MAX_SIZES = 8 };
+
+/* Keeps what no memory can hold from the caller, who could not tell it from a size. */
+static moelora_status check_addressable(size_t *workspace, const moelora_routes *routes,
+                                        const named_size *more, int32_t count) {
+  if (*workspace <= (size_t)MOELORA_MAX_BYTES)
+    return MOELORA_OK;
+  named_size sizes[MAX_SIZES] = {
+      {"M", routes->num_tokens},
+      {"top_k", routes->top_k},
+      {"E", routes->num_experts},
+      {"max_loras", routes->max_loras},
+  };
+  for (int32_t i = 0; i < count; i++)
+    sizes[4 + i] = more[i];
+  char text[256] = "";
+  size_t used = 0;
+  for (int32_t i = 0; i < MAX_SIZES && used < sizeof text; i++)
+    if (sizes[i].value)
+      used += (size_t)snprintf(text + used, sizeof text - used, "%s%s is %lld", used ? ", " : "",
+                               sizes[i].name, (long long)sizes[i].value);
+  *workspace = 0;
+  return moelora_fail(MOELORA_INVALID_ARGUMENT,
+                      "%s: too large, the workspace would take more than 2^56 bytes", text);
+}
+
 /* ---- alignment; runs for an empty batch too, as its outputs must be filled ---- */
 
 static moelora_status begin_align(const moelora_align_args *args, const moelora_exec *exec,
@@ -39,7 +73,7 @@ static moelora_status begin_align(const moelora_align_args *args, const moelora_
   if (!call->backend->align)
     return unsupported(call, "moelora_align");
   *workspace = call->backend->align_workspace(problem);
-  return MOELORA_OK;
+  return check_addressable(workspace, &problem->routes, NULL, 0);
 }
 
 moelora_status moelora_align_workspace_size(const moelora_align_args *args,
@@ -75,7 +109,9 @@ static moelora_status begin_gemm(const moelora_gemm_args *args, const moelora_ex
     return unsupported(call, "moelora_gemm");
   MOELORA_TRY(moelora_plan_gemm(problem, &call->device, plan));
   *workspace = call->backend->gemm_workspace(problem, plan, exec);
-  return MOELORA_OK;
+  const named_size sizes[] = {
+      {"N", problem->w.n}, {"K", problem->w.k}, {"R", problem->lora.max_rank}};
+  return check_addressable(workspace, &problem->routes, sizes, 3);
 }
 
 moelora_status moelora_gemm_workspace_size(const moelora_gemm_args *args, const moelora_exec *exec,
@@ -114,7 +150,13 @@ static moelora_status begin_experts(const moelora_experts_args *args, const moel
     return unsupported(call, "moelora_experts");
   MOELORA_TRY(moelora_plan_experts(problem, &call->device, plan));
   *workspace = call->backend->experts_workspace(problem, plan, exec);
-  return MOELORA_OK;
+  const named_size sizes[] = {
+      {"K", problem->hidden},
+      {"I", problem->intermediate},
+      {"R of w13", problem->w13_lora.max_rank},
+      {"R of w2", problem->w2_lora.max_rank},
+  };
+  return check_addressable(workspace, &problem->routes, sizes, 4);
 }
 
 moelora_status moelora_experts_workspace_size(const moelora_experts_args *args,
@@ -149,7 +191,7 @@ static moelora_status begin_align_lists(const moelora_align_lists_args *args,
   if (!call->backend->align_lists)
     return unsupported(call, "moelora_align_lists");
   *workspace = call->backend->align_lists_workspace(problem);
-  return MOELORA_OK;
+  return check_addressable(workspace, &problem->routes, NULL, 0);
 }
 
 moelora_status moelora_align_lists_workspace_size(const moelora_align_lists_args *args,
@@ -185,7 +227,9 @@ static moelora_status begin_delta(const moelora_delta_args *args, const moelora_
     return unsupported(call, "moelora_delta");
   MOELORA_TRY(moelora_plan_delta(&problem->routes, problem->dtype, &call->device, plan));
   *workspace = call->backend->delta_workspace(problem, plan, exec);
-  return MOELORA_OK;
+  const named_size sizes[] = {
+      {"K", problem->k}, {"columns", problem->columns}, {"R", problem->lora.max_rank}};
+  return check_addressable(workspace, &problem->routes, sizes, 3);
 }
 
 moelora_status moelora_delta_workspace_size(const moelora_delta_args *args,
@@ -222,7 +266,13 @@ static moelora_status begin_mlp_delta(const moelora_mlp_delta_args *args, const 
     return unsupported(call, "moelora_mlp_delta");
   MOELORA_TRY(moelora_plan_delta(&problem->routes, problem->dtype, &call->device, plan));
   *workspace = call->backend->mlp_delta_workspace(problem, plan, exec);
-  return MOELORA_OK;
+  const named_size sizes[] = {
+      {"K", problem->hidden},
+      {"I", problem->intermediate},
+      {"R of gate_up", problem->gate_up.max_rank},
+      {"R of down", problem->down.max_rank},
+  };
+  return check_addressable(workspace, &problem->routes, sizes, 4);
 }
 
 moelora_status moelora_mlp_delta_workspace_size(const moelora_mlp_delta_args *args,

@@ -1,6 +1,8 @@
 /* Checks of the operators that compute: weights, adapters' factors, activations, outputs. */
 #include "core/check.h"
 
+#include <float.h>
+#include <math.h>
 #include <stdio.h>
 
 /* A layer's alignment pads each touched expert to blocks of at most this many rows, and row numbers
@@ -227,6 +229,35 @@ moelora_status moelora_check_gemm(const moelora_gemm_args *args, moelora_gemm_pr
 
 /* ---- the whole layer ---- */
 
+/* A number that the activation takes, or its own; `wanted` says which take one. */
+static moelora_status check_number(const char *name, double value, const char *wanted, bool takes,
+                                   float own, float *number) {
+  *number = own;
+  if (value == 0)
+    return MOELORA_OK;
+  MOELORA_REQUIRE(value >= FLT_MIN && value <= FLT_MAX,
+                  "%s is %g, expected a normal float32 above 0", name, value);
+  MOELORA_REQUIRE(takes, "%s is %g, but the activation takes none: %s", name, value, wanted);
+  *number = (float)value;
+  return MOELORA_OK;
+}
+
+static moelora_status check_activation(const moelora_experts_args *args,
+                                       moelora_activation_problem *problem) {
+  const moelora_activation kind = args->activation;
+  MOELORA_REQUIRE(kind >= MOELORA_SILU && kind <= MOELORA_SWIGLUOAI_UNINTERLEAVE,
+                  "activation is %d, expected a moelora_activation", (int)kind);
+  const bool oai = kind == MOELORA_SWIGLUOAI || kind == MOELORA_SWIGLUOAI_UNINTERLEAVE;
+  problem->kind = kind;
+  MOELORA_TRY(check_number("activation_alpha", args->activation_alpha,
+                           "swigluoai and swigluoai_uninterleave have one", oai, oai ? 1.702f : 1.f,
+                           &problem->alpha));
+  problem->alpha = fminf(problem->alpha, FLT_MAX / 2); /* room for the log2(e) of a kernel's exp2 */
+  return check_number("activation_limit", args->activation_limit,
+                      "silu, swigluoai and swigluoai_uninterleave have one",
+                      oai || kind == MOELORA_SILU, oai ? 7.f : INFINITY, &problem->limit);
+}
+
 static moelora_status check_layer_shapes(const moelora_experts_args *args,
                                          moelora_experts_problem *problem) {
   const moelora_arg x = MOELORA_ARG("hidden_states", &args->hidden_states);
@@ -251,9 +282,8 @@ static moelora_status check_layer_shapes(const moelora_experts_args *args,
                   "%s is %lld, %s is %lld: both are the hidden size", name_of(n2).text,
                   (long long)problem->w2.n, name_of(k13).text, (long long)problem->w13.k);
 
-  MOELORA_REQUIRE(args->activation >= MOELORA_SILU && args->activation <= MOELORA_RELU2,
-                  "activation is %d, expected a moelora_activation", (int)args->activation);
-  bool gated = args->activation != MOELORA_RELU2;
+  MOELORA_TRY(check_activation(args, &problem->activation));
+  bool gated = moelora_is_gated(args->activation);
   int64_t want = problem->w2.k * (gated ? 2 : 1);
   MOELORA_REQUIRE(problem->w13.n == want,
                   "%s is %lld, expected %lld: %s%s, as the activation is %sgated",
@@ -268,7 +298,7 @@ static moelora_status check_layer_adapters(const moelora_experts_args *args,
                                            const projection_names *names13,
                                            const projection_names *names2,
                                            moelora_experts_problem *problem) {
-  int32_t most = args->activation == MOELORA_RELU2 ? 1 : 2;
+  int32_t most = moelora_is_gated(args->activation) ? 2 : 1;
   MOELORA_REQUIRE(args->w13_lora.num_slices <= most,
                   "w13_lora_a has %d slices, expected at most %d: one for all rows of w13%s",
                   args->w13_lora.num_slices, most, most == 2 ? ", or gate and up" : "");
@@ -288,7 +318,6 @@ static moelora_status check_layer_adapters(const moelora_experts_args *args,
 moelora_status moelora_check_experts(const moelora_experts_args *args,
                                      moelora_experts_problem *problem) {
   *problem = (moelora_experts_problem){
-      .activation = args->activation,
       .apply_router_weight_on_input = args->apply_router_weight_on_input,
   };
   const projection_names names13 = {"hidden_states", "w13",        "w13.size(0)",

@@ -241,7 +241,7 @@ static moelora_status check_out(const moelora_delta_args *args, moelora_dtype dt
                     "3-D out of as many, without add_inputs, mul_routed_weight and out_offset; "
                     "there are %lld columns, out has %lld",
                     (long long)problem->columns, (long long)width);
-  MOELORA_REQUIRE(args->out_offset >= 0 && args->out_offset + columns <= width,
+  MOELORA_REQUIRE(args->out_offset >= 0 && args->out_offset <= width - columns,
                   "offset is %lld, expected 0 or more and at most %lld: out has %lld columns, the "
                   "slices have %lld",
                   (long long)args->out_offset, (long long)(width - columns), (long long)width,
@@ -259,12 +259,29 @@ static moelora_status check_out(const moelora_delta_args *args, moelora_dtype dt
   return MOELORA_OK;
 }
 
-/* What is written shares no memory with what is read. */
+/* What is written shares no memory with what is read. What a mode does not read is not checked
+ * either, so nothing may look at it. */
 static moelora_status check_apart(const moelora_delta_args *args, moelora_arg written,
                                   moelora_arg read) {
+  const bool listed = !moelora_is_absent(&args->lists.sorted_token_ids);
+  moelora_routing routing = args->routing;
+  moelora_adapters adapters = args->adapters;
+  if (listed) {
+    routing = (moelora_routing){0};
+    adapters.token_lora_mapping = (moelora_tensor){0};
+    if (args->mul_routed_weight)
+      routing.topk_weights = args->routing.topk_weights;
+  }
   MOELORA_TRY(moelora_check_disjoint(written, read));
-  MOELORA_TRY(moelora_check_disjoint_lora(written, &args->lora, "lora_a", "lora_b"));
-  MOELORA_TRY(moelora_check_disjoint_routes(written, &args->routing, &args->adapters));
+  for (int32_t i = 0; i < args->lora.num_slices; i++) {
+    if (!moelora_is_absent(&args->x))
+      MOELORA_TRY(moelora_check_disjoint(written, (moelora_arg){"lora_a", i, &args->lora.a[i]}));
+    if (!moelora_is_absent(&args->out))
+      MOELORA_TRY(moelora_check_disjoint(written, (moelora_arg){"lora_b", i, &args->lora.b[i]}));
+  }
+  MOELORA_TRY(moelora_check_disjoint_routes(written, &routing, &adapters));
+  if (!listed)
+    return MOELORA_OK;
   const moelora_arg lists[] = {
       MOELORA_ARG("sorted_token_ids", &args->lists.sorted_token_ids),
       MOELORA_ARG("expert_ids", &args->lists.expert_ids),

@@ -6,8 +6,10 @@ int64_t moelora_align_max_blocks(moelora_align_mode mode, int64_t num_rows, int3
   if (num_rows < 0 || num_experts < 1 || block_size < 1 ||
       (mode == MOELORA_ALIGN_UNIFORM && max_loras < 0))
     return 0;
-  if (mode == MOELORA_ALIGN_SORTING)
-    return num_experts + num_rows / block_size;
+  if (mode == MOELORA_ALIGN_SORTING) {
+    int64_t blocks;
+    return __builtin_add_overflow(num_rows / block_size, num_experts, &blocks) ? INT64_MAX : blocks;
+  }
   /* Every group adds at most one block that is not full. */
   int64_t groups = num_experts;
   if (mode == MOELORA_ALIGN_UNIFORM)

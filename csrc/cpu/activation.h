@@ -3,15 +3,18 @@
  *
  *   silu       g * sigmoid(g) * u
  *   gelu       g * sigmoid(2 sqrt(2/pi) (g + 0.044715 g^3)) * u, which is gelu_tanh(g) * u
- *   swigluoai  g = min(g, 7), u = clamp(u, -7, 7): g * sigmoid(1.702 g) * (u + 1)
+ *   swigluoai  g * sigmoid(alpha g) * (u + 1)
  *   relu2      max(g, 0)^2
+ *
+ * where silu and swigluoai first clamp: g to at most the limit, u to [-limit, limit].
  */
 #ifndef MOELORA_CPU_ACTIVATION_H
 #define MOELORA_CPU_ACTIVATION_H
 
+#include <math.h>
 #include <string.h>
 
-#include "moelora.h"
+#include "core/backend.h"
 
 /* exp to 2 ulp on [-87.3, 88.7], clamped outside; NaN stays NaN. x = n ln2 + r, |r| <= ln2 / 2, and
  * a degree 6 polynomial for exp(r). */
@@ -43,12 +46,21 @@ static inline float moelora_times_sigmoid(float x, float y) {
   return x / (1.0f + moelora_exp(-y));
 }
 
-static inline void moelora_activate(moelora_activation activation, float *restrict gate,
-                                    const float *restrict up, int64_t n) {
-  switch (activation) {
+/* NaN stays NaN. */
+static inline float moelora_clamp(float x, float least, float most) {
+  x = x > most ? most : x;
+  return x < least ? least : x;
+}
+
+static inline void moelora_activate(const moelora_activation_problem *activation,
+                                    float *restrict gate, const float *restrict up, int64_t n) {
+  const float alpha = activation->alpha, limit = activation->limit;
+  switch (activation->kind) {
   case MOELORA_SILU:
-    for (int64_t i = 0; i < n; i++)
-      gate[i] = moelora_times_sigmoid(gate[i], gate[i]) * up[i];
+    for (int64_t i = 0; i < n; i++) {
+      float g = moelora_clamp(gate[i], -INFINITY, limit);
+      gate[i] = moelora_times_sigmoid(g, g) * moelora_clamp(up[i], -limit, limit);
+    }
     break;
   case MOELORA_GELU:
     for (int64_t i = 0; i < n; i++) {
@@ -57,11 +69,11 @@ static inline void moelora_activate(moelora_activation activation, float *restri
     }
     break;
   case MOELORA_SWIGLUOAI:
+  case MOELORA_SWIGLUOAI_UNINTERLEAVE:
     for (int64_t i = 0; i < n; i++) {
-      float g = gate[i] > 7.0f ? 7.0f : gate[i];
-      float u = up[i] > 7.0f ? 7.0f : up[i];
-      u = u < -7.0f ? -7.0f : u;
-      gate[i] = moelora_times_sigmoid(g, 1.702f * g) * (u + 1.0f);
+      float g = moelora_clamp(gate[i], -INFINITY, limit);
+      float u = moelora_clamp(up[i], -limit, limit);
+      gate[i] = moelora_times_sigmoid(g, alpha * g) * (u + 1.0f);
     }
     break;
   case MOELORA_RELU2:

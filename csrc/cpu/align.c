@@ -3,7 +3,6 @@
 #include <string.h>
 
 #include "cpu/cpu.h"
-#include "cpu/routes.h"
 #include "cpu/sort.h"
 
 static moelora_routes align_routes(const moelora_align_problem *problem) {
@@ -18,7 +17,7 @@ size_t moelora_cpu_align_workspace(const moelora_align_problem *problem) {
   moelora_arena arena = {0};
   moelora_sorted sorted;
   moelora_sorted_take(&routes, &arena, &sorted);
-  moelora_take(&arena, (size_t)routes.num_experts);
+  moelora_take_array(&arena, (size_t)routes.num_experts, 1);
   return arena.used;
 }
 
@@ -48,7 +47,7 @@ static int64_t write_blocks(const moelora_align_problem *problem, const moelora_
     bool sorting = problem->mode == MOELORA_ALIGN_SORTING;
     problem->sorted_token_ids[at] = sorting ? row / routes->top_k : row;
     if (problem->sorted_weights)
-      problem->sorted_weights[at] = moelora_weight_of(routes, row);
+      problem->sorted_weights[at] = sorted->tables.weight[row];
     if (problem->mode == MOELORA_ALIGN_SEGMENTED && problem->lora_ids)
       problem->lora_ids[at] = sorted->adapter[i];
   }
@@ -61,13 +60,11 @@ static int64_t write_blocks(const moelora_align_problem *problem, const moelora_
 }
 
 /* Marks the experts of this rank: they get a block in SORTING mode even without rows. */
-static void mark_local(const moelora_routes *routes, uint8_t *local) {
-  memset(local, routes->expert_map ? 0 : 1, (size_t)routes->num_experts);
-  for (int32_t i = 0; routes->expert_map && i < routes->num_global; i++) {
-    int32_t expert = routes->expert_map[i];
-    if (expert >= 0 && expert < routes->num_experts)
-      local[expert] = 1;
-  }
+static void mark_local(const moelora_routes *routes, const moelora_tables *tables, uint8_t *local) {
+  memset(local, tables->expert_map ? 0 : 1, (size_t)routes->num_experts);
+  for (int32_t i = 0; tables->expert_map && i < routes->num_global; i++)
+    if (tables->expert_map[i] >= 0)
+      local[tables->expert_map[i]] = 1;
 }
 
 moelora_status moelora_cpu_align(const moelora_align_problem *problem, const moelora_exec *exec) {
@@ -75,12 +72,12 @@ moelora_status moelora_cpu_align(const moelora_align_problem *problem, const moe
   moelora_arena arena = {exec->workspace, 0};
   moelora_sorted sorted;
   moelora_sorted_take(&routes, &arena, &sorted);
-  uint8_t *local = moelora_take(&arena, (size_t)routes.num_experts);
+  uint8_t *local = moelora_take_array(&arena, (size_t)routes.num_experts, 1);
 
   moelora_sort_rows(&routes, &sorted);
   fill_padding(problem);
   if (problem->mode == MOELORA_ALIGN_SORTING)
-    mark_local(&routes, local);
+    mark_local(&routes, &sorted.tables, local);
 
   int64_t block = 0;
   for (int32_t e = 0; e < routes.num_experts; e++) {

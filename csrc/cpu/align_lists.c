@@ -1,6 +1,5 @@
 /* vLLM's alignment: the rows of each adapter in a list of its own, sorted by expert. */
 #include "cpu/cpu.h"
-#include "cpu/routes.h"
 #include "cpu/sort.h"
 
 typedef struct lists_layout {
@@ -13,7 +12,7 @@ static lists_layout lay_out(const moelora_align_lists_problem *problem, void *ba
   moelora_arena arena = {base, 0};
   lists_layout layout = {0};
   moelora_sorted_take(&problem->routes, &arena, &layout.sorted);
-  layout.used = moelora_take(&arena, (size_t)problem->routes.max_loras * sizeof(int32_t));
+  layout.used = moelora_take_array(&arena, (size_t)problem->routes.max_loras, sizeof(int32_t));
   layout.bytes = arena.used;
   return layout;
 }
@@ -41,8 +40,9 @@ moelora_status moelora_cpu_align_lists(const moelora_align_lists_problem *proble
   for (int32_t i = 0; i < routes->max_loras; i++)
     layout.used[i] = -1;
   for (int32_t i = 0; i < lists->num_active; i++) {
-    const int32_t adapter = lists->lora_ids[i];
-    if (adapter < 0 || adapter >= routes->max_loras || !moelora_is_enabled(routes, adapter))
+    const int32_t adapter = moelora_read_i32(&lists->lora_ids[i]);
+    if (adapter < 0 || adapter >= routes->max_loras ||
+        !moelora_is_enabled(&sorted->tables, adapter))
       continue;
     start_list(problem, adapter);
     layout.used[adapter] = 0;

@@ -1,6 +1,5 @@
 /* Rows on their way out of a projection, and the sum over a token's rows. */
 #include "cpu/cpu.h"
-#include "cpu/routes.h"
 
 void moelora_cpu_emit_operands(const moelora_projection *p, int64_t at, int64_t begin,
                                int64_t count, const float *values) {
@@ -18,7 +17,7 @@ void moelora_cpu_emit_f32(const moelora_projection *p, int64_t at, int64_t begin
 }
 
 static bool counts(const moelora_combine *combine, int64_t p) {
-  return combine->active ? combine->active[p] : moelora_expert_of(combine->routes, p) >= 0;
+  return combine->active ? combine->active[p] : combine->tables->expert[p] >= 0;
 }
 
 static void combine_token(void *context, int64_t m, int32_t worker) {
@@ -40,7 +39,7 @@ static void combine_token(void *context, int64_t m, int32_t worker) {
     for (int64_t p = first; p < end; p++) {
       if (!counts(combine, p))
         continue;
-      const float weight = combine->weighted ? moelora_weight_of(routes, p) : 1.0f;
+      const float weight = combine->weighted ? combine->tables->weight[p] : 1.0f;
       const float *z = combine->z + p * combine->columns + k;
       for (int64_t i = 0; i < count; i++)
         sum[i] += weight * z[i];
@@ -58,5 +57,6 @@ static void combine_token(void *context, int64_t m, int32_t worker) {
 void moelora_cpu_combine(const moelora_combine *combine, const moelora_exec *exec) {
   moelora_combine copy = *combine;
   moelora_cpu_parallel(exec, combine->routes->num_tokens,
-                       combine->routes->num_rows * combine->columns, combine_token, &copy);
+                       (double)combine->routes->num_rows * (double)combine->columns, combine_token,
+                       &copy);
 }

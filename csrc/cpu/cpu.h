@@ -27,7 +27,7 @@ uint32_t moelora_cpu_isa(void);
  * about what all tasks read, and limits how many threads are worth waking. */
 typedef void (*moelora_cpu_task)(void *context, int64_t index, int32_t worker);
 int32_t moelora_cpu_workers(const moelora_exec *exec);
-void moelora_cpu_parallel(const moelora_exec *exec, int64_t count, int64_t elements,
+void moelora_cpu_parallel(const moelora_exec *exec, int64_t count, double elements,
                           moelora_cpu_task task, void *context);
 
 /* tile.c: the private memory of one worker. */
@@ -77,7 +77,7 @@ struct moelora_projection {
   void *shrunk; /* [P, num_slices, R] operands by sorted position; NULL: no adapters */
   /* Where columns go: gated projections pair column c of the gate with column c of up. */
   bool gated, interleaved, activated;
-  moelora_activation activation;
+  moelora_activation_problem activation;
   /* Takes the finished float32 columns [begin, begin + count) of sorted row `at`. */
   void (*emit)(const moelora_projection *projection, int64_t at, int64_t begin, int64_t count,
                const float *values);
@@ -96,8 +96,8 @@ void moelora_cpu_rows(const moelora_projection *projection, int64_t first, int64
 /* gemm.c: rows of the compute dtype as operand rows, times weight[i] if given, rounded once. */
 size_t moelora_operands_bytes(const moelora_variant *variant, int64_t rows, int64_t k);
 void moelora_cpu_operands(const moelora_variant *variant, const void *x, int64_t x_stride,
-                          int64_t rows, int64_t k, const float *weight, int64_t weight_stride,
-                          void *out, const moelora_exec *exec);
+                          int64_t rows, int64_t k, const float *weight, void *out,
+                          const moelora_exec *exec);
 
 /* The output row of routed row `row`, from `column` on. */
 static inline char *moelora_cpu_out(const moelora_projection *p, int64_t row, int64_t column) {
@@ -116,6 +116,7 @@ void moelora_cpu_emit_f32(const moelora_projection *projection, int64_t at, int6
 typedef struct moelora_combine {
   const moelora_variant *variant;
   const moelora_routes *routes;
+  const moelora_tables *tables;
   const float *z; /* [P, columns] */
   int64_t columns;
   /* [P] rows that count, where tokens without any keep their bits; NULL: rows with an expert, and

@@ -5,10 +5,10 @@
  *            float32 for the sum over a token's rows, or through silu_and_mul
  *
  * One half of it reads or writes the caller's h instead. */
+#include <math.h>
 #include <string.h>
 
 #include "cpu/cpu.h"
-#include "cpu/routes.h"
 #include "cpu/sort.h"
 
 /* ---- rows ---- */
@@ -24,13 +24,13 @@ static void rows_take(const moelora_routes *routes, bool listed, moelora_arena *
   if (listed)
     few.num_experts = 0; /* lists are sorted: nothing is counted per expert */
   moelora_sorted_take(&few, arena, &rows->sorted);
-  rows->active = moelora_take(arena, (size_t)routes->num_rows);
+  rows->active = moelora_take_array(arena, (size_t)routes->num_rows, 1);
 }
 
-static void add_row(const moelora_routes *routes, int32_t max_rank, int32_t row, int32_t expert,
-                    int32_t adapter, delta_rows *rows) {
+static void add_row(int32_t max_rank, int32_t row, int32_t expert, int32_t adapter,
+                    delta_rows *rows) {
   moelora_sorted *sorted = &rows->sorted;
-  if (rows->active[row] || moelora_rank_of(routes, adapter, max_rank) == 0)
+  if (rows->active[row] || moelora_rank_of(&sorted->tables, adapter, max_rank) == 0)
     return;
   rows->active[row] = 1;
   sorted->row[sorted->num_rows] = row;
@@ -46,28 +46,32 @@ static void rows_of_routes(const moelora_routes *routes, int32_t max_rank, delta
   rows->sorted.num_rows = 0;
   for (int64_t i = 0; i < count; i++)
     if (rows->sorted.adapter[i] >= 0)
-      add_row(routes, max_rank, rows->sorted.row[i], rows->sorted.expert[i],
-              rows->sorted.adapter[i], rows);
+      add_row(max_rank, rows->sorted.row[i], rows->sorted.expert[i], rows->sorted.adapter[i], rows);
 }
 
 /* A row that lists name twice counts once: what lists hold can overflow nothing. */
 static void rows_of_lists(const moelora_routes *routes, const moelora_list_blocks *lists,
                           int32_t max_rank, delta_rows *rows) {
+  moelora_tables_read(routes, &rows->sorted.tables);
   memset(rows->active, 0, (size_t)routes->num_rows);
   rows->sorted.num_rows = 0;
   for (int32_t i = 0; i < lists->num_active; i++) {
-    const int32_t adapter = lists->lora_ids[i];
-    if (adapter < 0 || adapter >= routes->max_loras || !moelora_is_enabled(routes, adapter))
+    const int32_t adapter = moelora_read_i32(&lists->lora_ids[i]);
+    if (adapter < 0 || adapter >= routes->max_loras ||
+        !moelora_is_enabled(&rows->sorted.tables, adapter))
       continue;
-    const int64_t used = moelora_min(lists->num_tokens_post_padded[adapter], lists->rows);
+    const int64_t used =
+        moelora_min(moelora_read_i32(&lists->num_tokens_post_padded[adapter]), lists->rows);
     for (int64_t at = 0; at < used; at++) {
       const int64_t block = at / lists->block_size;
       if (block >= lists->blocks)
         break;
-      const int32_t expert = lists->expert_ids[adapter * lists->expert_stride + block];
-      const int32_t row = lists->sorted_token_ids[adapter * lists->sorted_stride + at];
+      const int32_t expert =
+          moelora_read_i32(&lists->expert_ids[adapter * lists->expert_stride + block]);
+      const int32_t row =
+          moelora_read_i32(&lists->sorted_token_ids[adapter * lists->sorted_stride + at]);
       if (expert >= 0 && expert < routes->num_experts && row >= 0 && row < routes->num_rows)
-        add_row(routes, max_rank, row, expert, adapter, rows);
+        add_row(max_rank, row, expert, adapter, rows);
     }
   }
 }
@@ -101,7 +105,7 @@ static void expand_task(void *context, int64_t index, int32_t worker) {
   for (int64_t i = 0; i < m; i++) {
     if (p->gated)
       moelora_cpu_kernels_of(p->variant)
-          ->activate(p->activation, scratch->c + i * ldc, up + i * ldc, count);
+          ->activate(&p->activation, scratch->c + i * ldc, up + i * ldc, count);
     p->emit(p, first + i, begin, count, scratch->c + i * ldc);
   }
 }
@@ -120,7 +124,7 @@ static void expand(const moelora_projection *p, int64_t columns, const moelora_e
   tasks.row_chunk =
       moelora_max(1, moelora_min(moelora_ceil_div(rows, wanted), p->variant->block_m));
   moelora_cpu_parallel(exec, moelora_ceil_div(rows, tasks.row_chunk) * tasks.column_blocks,
-                       rows * columns * p->lora->max_rank, expand_task, &tasks);
+                       (double)rows * (double)columns * p->lora->max_rank, expand_task, &tasks);
 }
 
 static void emit_out(const moelora_projection *p, int64_t at, int64_t begin, int64_t count,
@@ -128,7 +132,7 @@ static void emit_out(const moelora_projection *p, int64_t at, int64_t begin, int
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->variant);
   const int64_t row = p->sorted->row[at];
   char *out = moelora_cpu_out(p, row, begin);
-  const float weight = p->mul_routed_weight ? moelora_weight_of(p->routes, row) : 1.0f;
+  const float weight = p->mul_routed_weight ? p->sorted->tables.weight[row] : 1.0f;
   float line[MOELORA_CPU_MAX_BLOCK_N] = {0};
   if (add)
     kernels->load(out, line, count);
@@ -163,7 +167,7 @@ static void copy_h(void *context, int64_t at, int32_t worker) {
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->variant);
   const size_t bytes = moelora_dtype_bytes(problem->dtype);
   const int32_t max_rank = p->lora->max_rank;
-  const int64_t rank = moelora_rank_of(p->routes, p->sorted->adapter[at], max_rank);
+  const int64_t rank = moelora_rank_of(&p->sorted->tables, p->sorted->adapter[at], max_rank);
   const int64_t row = p->sorted->row[at], top_k = p->routes->top_k;
   for (int32_t slice = 0; slice < p->lora->num_slices; slice++) {
     char *operands = (char *)p->shrunk + (size_t)((at * p->lora->num_slices + slice) * max_rank) *
@@ -213,7 +217,8 @@ static delta_layout delta_lay_out(const moelora_delta_problem *problem,
         moelora_take(&arena, moelora_operands_bytes(plan->variant, rows_of_x(problem), problem->k));
   layout.shrunk = moelora_take(&arena, moelora_shrunk_bytes(plan->variant, routes, &problem->lora));
   if (problem->sum_top_k)
-    layout.z = moelora_take(&arena, (size_t)(routes->num_rows * problem->columns) * sizeof(float));
+    layout.z = moelora_take_array(
+        &arena, moelora_times((size_t)routes->num_rows, (size_t)problem->columns), sizeof(float));
   layout.bytes = arena.used;
   return layout;
 }
@@ -247,7 +252,7 @@ moelora_status moelora_cpu_delta(const moelora_delta_problem *problem,
       .lora = &problem->lora,
       .shrunk = layout.shrunk,
       .gated = problem->silu_and_mul,
-      .activation = MOELORA_SILU,
+      .activation = {.kind = MOELORA_SILU, .alpha = 1, .limit = INFINITY},
       .emit = problem->sum_top_k    ? moelora_cpu_emit_f32
               : problem->add_inputs ? emit_add
                                     : emit_store,
@@ -257,7 +262,7 @@ moelora_status moelora_cpu_delta(const moelora_delta_problem *problem,
   };
   if (layout.x) {
     moelora_cpu_operands(plan->variant, problem->x, problem->x_stride, rows_of_x(problem),
-                         problem->k, NULL, 0, layout.x, exec);
+                         problem->k, NULL, layout.x, exec);
     p.x = layout.x;
     p.x_stride = problem->k;
   }
@@ -266,7 +271,8 @@ moelora_status moelora_cpu_delta(const moelora_delta_problem *problem,
   if (problem->h) {
     h_tasks tasks = {problem, &p};
     moelora_cpu_parallel(exec, layout.rows.sorted.num_rows,
-                         layout.rows.sorted.num_rows * problem->lora.max_rank, copy_h, &tasks);
+                         (double)layout.rows.sorted.num_rows * problem->lora.max_rank, copy_h,
+                         &tasks);
   }
   if (!problem->out)
     return MOELORA_OK;
@@ -280,6 +286,7 @@ moelora_status moelora_cpu_delta(const moelora_delta_problem *problem,
   const moelora_combine combine = {
       .variant = plan->variant,
       .routes = routes,
+      .tables = &layout.rows.sorted.tables,
       .z = layout.z,
       .columns = problem->columns,
       .active = layout.rows.active,
@@ -320,7 +327,8 @@ static mlp_layout mlp_lay_out(const moelora_mlp_delta_problem *problem,
   layout.shrunk2 = moelora_take(&arena, moelora_shrunk_bytes(variant, routes, &problem->down));
   layout.h = moelora_take(&arena,
                           moelora_operands_bytes(variant, routes->num_rows, problem->intermediate));
-  layout.z = moelora_take(&arena, (size_t)(routes->num_rows * problem->hidden) * sizeof(float));
+  layout.z = moelora_take_array(
+      &arena, moelora_times((size_t)routes->num_rows, (size_t)problem->hidden), sizeof(float));
   layout.bytes = arena.used;
   return layout;
 }
@@ -333,8 +341,6 @@ size_t moelora_cpu_mlp_delta_workspace(const moelora_mlp_delta_problem *problem,
 moelora_status moelora_cpu_mlp_delta(const moelora_mlp_delta_problem *problem,
                                      const moelora_delta_plan *plan, const moelora_exec *exec) {
   const moelora_routes *routes = &problem->routes;
-  moelora_routes unscaled = *routes;
-  unscaled.lora_scalings = NULL;
   mlp_layout layout = mlp_lay_out(problem, plan, exec, exec->workspace);
   const int32_t max_rank = problem->gate_up.max_rank < problem->down.max_rank
                                ? problem->gate_up.max_rank
@@ -343,11 +349,13 @@ moelora_status moelora_cpu_mlp_delta(const moelora_mlp_delta_problem *problem,
   if (layout.rows.sorted.num_rows == 0)
     return MOELORA_OK;
 
+  moelora_sorted unscaled = layout.rows.sorted;
+  unscaled.tables.scaling = NULL;
   const moelora_weights depth = {.k = problem->hidden}, depth2 = {.k = problem->intermediate};
   moelora_projection gate_up = {
       .variant = plan->variant,
-      .routes = &unscaled,
-      .sorted = &layout.rows.sorted,
+      .routes = routes,
+      .sorted = &unscaled,
       .scratch = layout.scratch,
       .x = problem->x,
       .x_stride = problem->x_stride,
@@ -356,7 +364,7 @@ moelora_status moelora_cpu_mlp_delta(const moelora_mlp_delta_problem *problem,
       .lora = &problem->gate_up,
       .shrunk = layout.shrunk,
       .gated = true,
-      .activation = MOELORA_SILU,
+      .activation = {.kind = MOELORA_SILU, .alpha = 1, .limit = INFINITY},
       .emit = moelora_cpu_emit_operands,
       .out = layout.h,
       .out_stride = {problem->intermediate},
@@ -379,7 +387,7 @@ moelora_status moelora_cpu_mlp_delta(const moelora_mlp_delta_problem *problem,
   };
   if (layout.x) {
     moelora_cpu_operands(plan->variant, problem->x, problem->x_stride, routes->num_tokens,
-                         problem->hidden, NULL, 0, layout.x, exec);
+                         problem->hidden, NULL, layout.x, exec);
     gate_up.x = layout.x;
     gate_up.x_stride = problem->hidden;
   }
@@ -390,6 +398,7 @@ moelora_status moelora_cpu_mlp_delta(const moelora_mlp_delta_problem *problem,
   const moelora_combine combine = {
       .variant = plan->variant,
       .routes = routes,
+      .tables = &layout.rows.sorted.tables,
       .z = layout.z,
       .columns = problem->hidden,
       .active = layout.rows.active,

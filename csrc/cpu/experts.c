@@ -7,7 +7,6 @@
  *
  * each projection preceded by its shrink. `out` may be the memory of x: only combine writes it. */
 #include "cpu/cpu.h"
-#include "cpu/routes.h"
 
 typedef struct experts_layout {
   moelora_sorted sorted;
@@ -35,7 +34,8 @@ static experts_layout lay_out(const moelora_experts_problem *problem,
         moelora_take(&arena, moelora_operands_bytes(v13, routes->num_tokens, problem->hidden));
   layout.h =
       moelora_take(&arena, moelora_operands_bytes(v2, routes->num_rows, problem->intermediate));
-  layout.z = moelora_take(&arena, (size_t)(routes->num_rows * problem->hidden) * sizeof(float));
+  layout.z = moelora_take_array(
+      &arena, moelora_times((size_t)routes->num_rows, (size_t)problem->hidden), sizeof(float));
   if (routes->token_lora_mapping.data && problem->w13_lora.num_slices)
     layout.shrunk13 = moelora_take(&arena, moelora_shrunk_bytes(v13, routes, &problem->w13_lora));
   if (routes->token_lora_mapping.data && problem->w2_lora.num_slices)
@@ -66,8 +66,8 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
       .lora = &problem->w13_lora,
       .shrunk = layout.sorted.has_adapters ? layout.shrunk13 : NULL,
       .activated = true,
-      .gated = problem->activation != MOELORA_RELU2,
-      .interleaved = problem->activation == MOELORA_SWIGLUOAI,
+      .gated = moelora_is_gated(problem->activation.kind),
+      .interleaved = moelora_is_interleaved(problem->activation.kind),
       .activation = problem->activation,
       .emit = moelora_cpu_emit_operands, /* w2 reads them */
       .out = layout.h,
@@ -90,9 +90,10 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
       .out_stride = {problem->hidden},
   };
   if (layout.x) {
-    const float *weight = problem->apply_router_weight_on_input ? routes->topk_weights : NULL;
+    const float *weight =
+        problem->apply_router_weight_on_input ? layout.sorted.tables.weight : NULL;
     moelora_cpu_operands(w13.variant, problem->x, problem->x_stride, routes->num_tokens,
-                         problem->hidden, weight, routes->topk_weights_stride[0], layout.x, exec);
+                         problem->hidden, weight, layout.x, exec);
     w13.x = layout.x;
     w13.x_stride = problem->hidden;
   }
@@ -106,6 +107,7 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
   const moelora_combine combine = {
       .variant = w2.variant,
       .routes = routes,
+      .tables = &layout.sorted.tables,
       .z = layout.z,
       .columns = problem->hidden,
       .weighted = !problem->apply_router_weight_on_input,

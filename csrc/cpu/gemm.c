@@ -11,7 +11,6 @@
 #include <string.h>
 
 #include "cpu/cpu.h"
-#include "cpu/routes.h"
 
 /* Weight rows [begin, end) whose products lie in columns [at, at + end - begin) of the tile. */
 typedef struct column_range {
@@ -51,7 +50,7 @@ static const float *activate(const moelora_projection *p, float *c, int64_t coun
     }
     c = line;
   }
-  kernels->activate(p->activation, c, up, count);
+  kernels->activate(&p->activation, c, up, count);
   return c;
 }
 
@@ -125,18 +124,20 @@ void moelora_cpu_project(const moelora_projection *projection, const moelora_exe
   }
   /* Rows are split only where experts and columns give too few tasks to balance the workers: each
    * chunk streams the weights again. */
-  int64_t wanted = 4 * moelora_cpu_workers(exec);
+  int64_t wanted = 4 * (int64_t)moelora_cpu_workers(exec);
   int64_t splits = moelora_ceil_div(wanted, moelora_max(1, active * tasks.column_blocks));
   tasks.rows_per_chunk = block_m * moelora_ceil_div(moelora_ceil_div(longest, splits), block_m);
   tasks.row_chunks = moelora_ceil_div(longest, tasks.rows_per_chunk);
   /* A micro tile multiplies a weight by several rows in the time of a read. */
   int64_t passes = moelora_max(active, sorted->num_rows / 16);
   moelora_cpu_parallel(exec, num_experts * tasks.column_blocks * tasks.row_chunks,
-                       passes * projection->w->n * projection->w->k, project_task, &tasks);
+                       (double)passes * (double)projection->w->n * (double)projection->w->k,
+                       project_task, &tasks);
 }
 
 size_t moelora_operands_bytes(const moelora_variant *variant, int64_t rows, int64_t k) {
-  return (size_t)(rows * k) * moelora_cpu_kernels_of(variant)->operand_bytes;
+  return moelora_times(moelora_times((size_t)rows, (size_t)k),
+                       moelora_cpu_kernels_of(variant)->operand_bytes);
 }
 
 typedef struct operand_tasks {
@@ -144,7 +145,6 @@ typedef struct operand_tasks {
   const char *x;
   int64_t x_stride, k;
   const float *weight;
-  int64_t weight_stride;
   char *out;
 } operand_tasks;
 
@@ -160,16 +160,16 @@ static void operand_row(void *context, int64_t row, int32_t worker) {
     int64_t count = moelora_min(256, tasks->k - k);
     kernels->load(x + (size_t)k * bytes, line, count);
     for (int64_t i = 0; i < count && tasks->weight; i++)
-      line[i] *= tasks->weight[row * tasks->weight_stride];
+      line[i] *= tasks->weight[row];
     kernels->round(line, out + (size_t)k * kernels->operand_bytes, count);
   }
 }
 
 void moelora_cpu_operands(const moelora_variant *variant, const void *x, int64_t x_stride,
-                          int64_t rows, int64_t k, const float *weight, int64_t weight_stride,
-                          void *out, const moelora_exec *exec) {
-  operand_tasks tasks = {variant, x, x_stride, k, weight, weight_stride, out};
-  moelora_cpu_parallel(exec, rows, rows * k, operand_row, &tasks);
+                          int64_t rows, int64_t k, const float *weight, void *out,
+                          const moelora_exec *exec) {
+  operand_tasks tasks = {variant, x, x_stride, k, weight, out};
+  moelora_cpu_parallel(exec, rows, (double)rows * (double)k, operand_row, &tasks);
 }
 
 /* ---- the operator ---- */
@@ -211,7 +211,7 @@ static void emit_out(const moelora_projection *p, int64_t at, int64_t begin, int
   const int64_t row = p->sorted->row[at];
   float weighted[MOELORA_CPU_MAX_BLOCK_N];
   if (p->mul_routed_weight) {
-    const float weight = moelora_weight_of(p->routes, row);
+    const float weight = p->sorted->tables.weight[row];
     for (int64_t j = 0; j < count; j++)
       weighted[j] = weight * values[j];
     values = weighted;
@@ -242,7 +242,7 @@ moelora_status moelora_cpu_gemm(const moelora_gemm_problem *problem, const moelo
   };
   if (layout.x) {
     int64_t rows = problem->x_per_row ? routes->num_rows : routes->num_tokens;
-    moelora_cpu_operands(plan->variant, problem->x, problem->x_stride, rows, problem->w.k, NULL, 0,
+    moelora_cpu_operands(plan->variant, problem->x, problem->x_stride, rows, problem->w.k, NULL,
                          layout.x, exec);
     projection.x = layout.x;
     projection.x_stride = problem->w.k;
@@ -251,7 +251,7 @@ moelora_status moelora_cpu_gemm(const moelora_gemm_problem *problem, const moelo
     moelora_cpu_shrink(&projection, exec);
   moelora_cpu_project(&projection, exec);
   for (int64_t p = 0; p < routes->num_rows; p++)
-    if (moelora_expert_of(routes, p) < 0)
+    if (layout.sorted.tables.expert[p] < 0)
       memset(moelora_cpu_out(&projection, p, 0), 0,
              (size_t)problem->w.n * moelora_dtype_bytes(problem->dtype));
   return MOELORA_OK;

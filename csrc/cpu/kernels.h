@@ -31,7 +31,8 @@ typedef struct moelora_cpu_kernels {
               const void *w /* [n] operand rows */, int64_t w_stride, const void *next,
               float *c /* [m, ldc] */, int64_t ldc);
   /* gate[i] = activation(gate[i], up[i]); see activation.h */
-  void (*activate)(moelora_activation activation, float *gate, const float *up, int64_t n);
+  void (*activate)(const moelora_activation_problem *activation, float *gate, const float *up,
+                   int64_t n);
 } moelora_cpu_kernels;
 
 /* The kernels of a row of variants.inc. */

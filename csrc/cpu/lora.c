@@ -8,12 +8,12 @@
 #include <string.h>
 
 #include "cpu/cpu.h"
-#include "cpu/routes.h"
 
 size_t moelora_shrunk_bytes(const moelora_variant *variant, const moelora_routes *routes,
                             const moelora_factors *lora) {
-  return (size_t)(routes->num_rows * lora->num_slices * lora->max_rank) *
-         moelora_cpu_kernels_of(variant)->operand_bytes;
+  const size_t columns = (size_t)lora->num_slices * (size_t)lora->max_rank;
+  return moelora_times(moelora_times((size_t)routes->num_rows, columns),
+                       moelora_cpu_kernels_of(variant)->operand_bytes);
 }
 
 /* The factor of one (adapter, expert) as a weight matrix. */
@@ -38,7 +38,7 @@ static char *shrunk_row(const moelora_projection *p, int64_t at, int32_t slice) 
 
 static moelora_weights factor_a(const moelora_projection *p, int64_t at, int32_t slice) {
   const int32_t adapter = p->sorted->adapter[at], expert = p->sorted->expert[at];
-  const int32_t rank = moelora_rank_of(p->routes, adapter, p->lora->max_rank);
+  const int32_t rank = moelora_rank_of(&p->sorted->tables, adapter, p->lora->max_rank);
   return factor_matrix(p->variant, &p->lora->a[slice], adapter, expert, rank, p->w->k);
 }
 
@@ -47,7 +47,7 @@ static void shrink_segment(const moelora_projection *p, int64_t first, int64_t m
                            const void *next, moelora_scratch *scratch) {
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->variant);
   const int32_t adapter = p->sorted->adapter[first];
-  const float scaling = p->routes->lora_scalings ? p->routes->lora_scalings[adapter] : 1.0f;
+  const float *scalings = p->sorted->tables.scaling, scaling = scalings ? scalings[adapter] : 1.0f;
   const int64_t block = p->variant->block_n;
   const moelora_weights a = factor_a(p, first, slice);
   moelora_cpu_rows(p, first, m, scratch->x);
@@ -89,12 +89,12 @@ void moelora_cpu_shrink(const moelora_projection *projection, const moelora_exec
   const moelora_factors *lora = projection->lora;
   const int64_t rows = projection->sorted->num_rows;
   /* A few tasks per worker, and never more rows than a tile. */
-  int64_t chunk = moelora_ceil_div(rows, 4 * moelora_cpu_workers(exec));
+  int64_t chunk = moelora_ceil_div(rows, 4 * (int64_t)moelora_cpu_workers(exec));
   chunk = moelora_max(1, moelora_min(chunk, projection->variant->block_m));
   shrink_tasks tasks = {projection, chunk};
   moelora_cpu_parallel(exec, moelora_ceil_div(rows, chunk) * lora->num_slices,
-                       rows * lora->num_slices * lora->max_rank * projection->w->k, shrink_chunk,
-                       &tasks);
+                       (double)rows * lora->num_slices * lora->max_rank * (double)projection->w->k,
+                       shrink_chunk, &tasks);
 }
 
 /* The part of one B that covers columns [begin, end) of the projection: rows [from, to) of `b`. */
@@ -107,7 +107,7 @@ static factor_b_part factor_b(const moelora_projection *p, int64_t at, int32_t s
                               int64_t end) {
   const moelora_factors *lora = p->lora;
   const int32_t adapter = p->sorted->adapter[at], expert = p->sorted->expert[at];
-  const int32_t rank = moelora_rank_of(p->routes, adapter, lora->max_rank);
+  const int32_t rank = moelora_rank_of(&p->sorted->tables, adapter, lora->max_rank);
   const int64_t base = slice * lora->slice_n;
   return (factor_b_part){
       .b = factor_matrix(p->variant, &lora->b[slice], adapter, expert, lora->slice_n, rank),

@@ -22,6 +22,7 @@ moelora_status moelora_cpu_pack(const moelora_pack_problem *problem, const moelo
   moelora_pack_problem copy = *problem;
   int64_t row_tiles = problem->w.n / MOELORA_PACK;
   moelora_cpu_parallel(exec, problem->num_experts * row_tiles,
-                       problem->num_experts * problem->w.n * problem->w.k, pack_rows, &copy);
+                       (double)problem->num_experts * (double)problem->w.n * (double)problem->w.k,
+                       pack_rows, &copy);
   return MOELORA_OK;
 }

@@ -29,12 +29,13 @@ static void work(void *context, int64_t begin, int64_t end) {
  * waking and the wait at the end cost. */
 enum { ELEMENTS_PER_WORKER = 1 << 16 };
 
-void moelora_cpu_parallel(const moelora_exec *exec, int64_t count, int64_t elements,
+void moelora_cpu_parallel(const moelora_exec *exec, int64_t count, double elements,
                           moelora_cpu_task task, void *context) {
   handout tasks = {.count = count, .task = task, .context = context};
   atomic_init(&tasks.next, 0);
   int64_t workers = moelora_min(moelora_cpu_workers(exec), count);
-  workers = moelora_min(workers, elements / ELEMENTS_PER_WORKER);
+  if (elements < (double)workers * ELEMENTS_PER_WORKER)
+    workers = (int64_t)(elements / ELEMENTS_PER_WORKER);
   if (workers > 1)
     exec->parallel_for(workers, work, &tasks);
   else

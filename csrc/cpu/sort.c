@@ -4,27 +4,27 @@
 
 #include <string.h>
 
-#include "cpu/routes.h"
-
 void moelora_sorted_take(const moelora_routes *routes, moelora_arena *arena,
                          moelora_sorted *sorted) {
-  size_t rows = (size_t)routes->num_rows * sizeof(int32_t);
+  const size_t rows = (size_t)routes->num_rows;
   *sorted = (moelora_sorted){0};
-  sorted->row = moelora_take(arena, rows);
-  sorted->expert = moelora_take(arena, rows);
-  sorted->adapter = moelora_take(arena, rows);
-  sorted->offset = moelora_take(arena, ((size_t)routes->num_experts + 1) * sizeof(int32_t));
+  moelora_tables_take(routes, arena, &sorted->tables);
+  sorted->row = moelora_take_array(arena, rows, sizeof(int32_t));
+  sorted->expert = moelora_take_array(arena, rows, sizeof(int32_t));
+  sorted->adapter = moelora_take_array(arena, rows, sizeof(int32_t));
+  sorted->offset = moelora_take_array(arena, (size_t)routes->num_experts + 1, sizeof(int32_t));
   if (routes->token_lora_mapping.data) {
-    sorted->by_adapter = moelora_take(arena, (size_t)routes->num_tokens * sizeof(int32_t));
-    sorted->count = moelora_take(arena, ((size_t)routes->max_loras + 1) * sizeof(int32_t));
+    sorted->by_adapter = moelora_take_array(arena, (size_t)routes->num_tokens, sizeof(int32_t));
+    sorted->count = moelora_take_array(arena, (size_t)routes->max_loras + 1, sizeof(int32_t));
   }
 }
 
 static void sort_tokens_by_adapter(const moelora_routes *routes, moelora_sorted *sorted) {
+  const int32_t *adapter = sorted->tables.adapter;
   int32_t *count = sorted->count; /* bucket 0: no adapter */
   memset(count, 0, ((size_t)routes->max_loras + 1) * sizeof *count);
   for (int64_t m = 0; m < routes->num_tokens; m++)
-    count[moelora_adapter_of(routes, m) + 1]++;
+    count[adapter[m] + 1]++;
   int32_t start = 0;
   for (int32_t i = 0; i <= routes->max_loras; i++) {
     int32_t size = count[i];
@@ -32,19 +32,19 @@ static void sort_tokens_by_adapter(const moelora_routes *routes, moelora_sorted 
     start += size;
   }
   for (int64_t m = 0; m < routes->num_tokens; m++)
-    sorted->by_adapter[count[moelora_adapter_of(routes, m) + 1]++] = (int32_t)m;
+    sorted->by_adapter[count[adapter[m] + 1]++] = (int32_t)m;
 }
 
 void moelora_sort_rows(const moelora_routes *routes, moelora_sorted *sorted) {
-  bool mapped = routes->token_lora_mapping.data != NULL;
+  const moelora_tables *tables = &sorted->tables;
+  const bool mapped = tables->adapter != NULL;
   int32_t *offset = sorted->offset, num_experts = routes->num_experts;
 
+  moelora_tables_read(routes, &sorted->tables);
   memset(offset, 0, ((size_t)num_experts + 1) * sizeof *offset);
-  for (int64_t p = 0; p < routes->num_rows; p++) {
-    int32_t expert = moelora_expert_of(routes, p);
-    if (expert >= 0)
-      offset[expert + 1]++;
-  }
+  for (int64_t p = 0; p < routes->num_rows; p++)
+    if (tables->expert[p] >= 0)
+      offset[tables->expert[p] + 1]++;
   for (int32_t e = 0; e < num_experts; e++)
     offset[e + 1] += offset[e];
   sorted->num_rows = offset[num_experts];
@@ -54,9 +54,9 @@ void moelora_sort_rows(const moelora_routes *routes, moelora_sorted *sorted) {
   sorted->has_adapters = false;
   for (int64_t i = 0; i < routes->num_tokens; i++) {
     int64_t m = mapped ? sorted->by_adapter[i] : i;
-    int32_t adapter = moelora_adapter_of(routes, m);
+    int32_t adapter = mapped ? tables->adapter[m] : -1;
     for (int64_t p = m * routes->top_k; p < (m + 1) * routes->top_k; p++) {
-      int32_t expert = moelora_expert_of(routes, p);
+      int32_t expert = tables->expert[p];
       if (expert < 0)
         continue;
       int32_t at = offset[expert]++;

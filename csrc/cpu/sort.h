@@ -3,9 +3,10 @@
 #ifndef MOELORA_CPU_SORT_H
 #define MOELORA_CPU_SORT_H
 
-#include "core/backend.h"
+#include "cpu/tables.h"
 
 typedef struct moelora_sorted {
+  moelora_tables tables;
   int64_t num_rows;    /* rows that are not skipped */
   bool has_adapters;   /* some row has an adapter */
   int32_t *row;        /* [P] flat row at each sorted position */
@@ -16,7 +17,7 @@ typedef struct moelora_sorted {
   int32_t *count;      /* [max_loras + 1] scratch */
 } moelora_sorted;
 
-/* Carves the arrays; then fills them. */
+/* Carves the arrays; then reads the tables and fills them. */
 void moelora_sorted_take(const moelora_routes *routes, moelora_arena *arena,
                          moelora_sorted *sorted);
 void moelora_sort_rows(const moelora_routes *routes, moelora_sorted *sorted);

@@ -11,7 +11,7 @@ moelora_scratch *moelora_scratch_take(const moelora_variant *variant, const moel
                                       moelora_arena *arena) {
   const size_t rows = (size_t)variant->block_m, columns = (size_t)variant->block_n;
   const int32_t workers = moelora_cpu_workers(exec);
-  moelora_scratch *all = moelora_take(arena, (size_t)workers * sizeof *all);
+  moelora_scratch *all = moelora_take_array(arena, (size_t)workers, sizeof *all);
   for (int32_t i = 0; i < workers; i++) {
     moelora_scratch one = {
         .x = moelora_take(arena, rows * sizeof(void *)),

@@ -23,7 +23,7 @@ typedef class TorchLibraryOpaque *TorchLibraryHandle;
 typedef struct TorchLibraryOpaque *TorchLibraryHandle;
 #endif
 typedef int32_t AOTITorchError; /* 0 is success */
-typedef uint64_t StableIValue;  /* an int, a bool, or an owned handle */
+typedef uint64_t StableIValue;  /* an int, a bool, the bits of a float, or an owned handle */
 
 /* The layout of StableIValue that our boxed functions expect: torch 2.11's. */
 #define MOELORA_TORCH_ABI_VERSION ((uint64_t)2 << 56 | (uint64_t)11 << 48)
@@ -36,10 +36,25 @@ int32_t aoti_torch_dtype_int32(void);
 int32_t aoti_torch_dtype_int64(void);
 int32_t aoti_torch_dtype_bool(void);
 int32_t aoti_torch_dtype_uint8(void);
+int32_t aoti_torch_dtype_int8(void);
+int32_t aoti_torch_dtype_uint16(void);
+int32_t aoti_torch_dtype_int16(void);
+int32_t aoti_torch_dtype_uint32(void);
+int32_t aoti_torch_dtype_uint64(void);
+int32_t aoti_torch_dtype_float64(void);
+int32_t aoti_torch_dtype_float8_e4m3fn(void);
+int32_t aoti_torch_dtype_float8_e4m3fnuz(void);
+int32_t aoti_torch_dtype_float8_e5m2(void);
+int32_t aoti_torch_dtype_float8_e5m2fnuz(void);
+int32_t aoti_torch_dtype_complex32(void);
+int32_t aoti_torch_dtype_complex64(void);
+int32_t aoti_torch_dtype_complex128(void);
 int32_t aoti_torch_device_type_cpu(void);
 int32_t aoti_torch_device_type_cuda(void);
+int32_t aoti_torch_device_type_meta(void);
 
 /* tensors; sizes and strides are borrowed, handles are owned */
+AOTITorchError aoti_torch_is_defined(AtenTensorHandle tensor, bool *ret_is_defined);
 AOTITorchError aoti_torch_get_dim(AtenTensorHandle tensor, int64_t *ret_dim);
 AOTITorchError aoti_torch_get_sizes(AtenTensorHandle tensor, int64_t **ret_sizes);
 AOTITorchError aoti_torch_get_strides(AtenTensorHandle tensor, int64_t **ret_strides);

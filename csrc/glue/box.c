@@ -71,13 +71,54 @@ static bool dtype_from_torch(int32_t code, moelora_dtype *dtype) {
   return false;
 }
 
+/* What torch calls the dtypes that the core does not know. */
+static const char *foreign_dtype_name(int32_t code) {
+  static const struct {
+    int32_t (*code)(void);
+    const char *name;
+  } known[] = {
+      {aoti_torch_dtype_float64, "float64"},
+      {aoti_torch_dtype_uint8, "uint8"},
+      {aoti_torch_dtype_int8, "int8"},
+      {aoti_torch_dtype_uint16, "uint16"},
+      {aoti_torch_dtype_int16, "int16"},
+      {aoti_torch_dtype_uint32, "uint32"},
+      {aoti_torch_dtype_uint64, "uint64"},
+      {aoti_torch_dtype_float8_e4m3fn, "float8_e4m3fn"},
+      {aoti_torch_dtype_float8_e4m3fnuz, "float8_e4m3fnuz"},
+      {aoti_torch_dtype_float8_e5m2, "float8_e5m2"},
+      {aoti_torch_dtype_float8_e5m2fnuz, "float8_e5m2fnuz"},
+      {aoti_torch_dtype_complex32, "complex32"},
+      {aoti_torch_dtype_complex64, "complex64"},
+      {aoti_torch_dtype_complex128, "complex128"},
+  };
+  for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
+    if (known[i].code() == code) {
+      return known[i].name;
+    }
+  }
+  return "of another library";
+}
+
 /* Where tensors without elements point: NULL would say that they are absent. */
 static char no_elements[256] __attribute__((aligned(256)));
 
+/* Meta tensors lie this far apart, so that none seems to share memory with another. */
+static const uintptr_t meta_spacing = (uintptr_t)1 << 57;
+
+static void *meta_address(const moelora_box *box) {
+  return (void *)(meta_spacing * (uintptr_t)(box->num_handles + box->num_outputs));
+}
+
+bool box_is_meta(const moelora_box *box) {
+  return box->device_type == aoti_torch_device_type_meta();
+}
+
 static const char *device_name(int32_t type) {
-  return type == aoti_torch_device_type_cuda()  ? "cuda"
-         : type == aoti_torch_device_type_cpu() ? "cpu"
-                                                : "another device type";
+  return type == aoti_torch_device_type_cuda()   ? "cuda"
+         : type == aoti_torch_device_type_cpu()  ? "cpu"
+         : type == aoti_torch_device_type_meta() ? "meta"
+                                                 : "another device type";
 }
 
 static void check_device(moelora_box *box, const char *name, AtenTensorHandle handle) {
@@ -109,6 +150,14 @@ static moelora_tensor view(moelora_box *box, const char *name, StableIValue valu
 
   int64_t ndim = 0, *sizes = NULL, *strides = NULL;
   int32_t code = -1;
+  bool defined = false;
+  aoti_torch_is_defined(handle, &defined);
+  if (!defined) { /* None, as torch passes it */
+    if (!optional) {
+      box_fail(box, MOELORA_INVALID_ARGUMENT, "%s is None, expected a tensor", name);
+    }
+    return tensor;
+  }
   aoti_torch_get_dim(handle, &ndim);
   aoti_torch_get_sizes(handle, &sizes);
   if (optional && ndim == 1 && sizes && sizes[0] == 0) {
@@ -118,9 +167,8 @@ static moelora_tensor view(moelora_box *box, const char *name, StableIValue valu
   aoti_torch_get_dtype(handle, &code);
   if (!dtype_from_torch(code, &tensor.dtype)) {
     box_fail(box, MOELORA_INVALID_ARGUMENT,
-             "%s has an unsupported dtype (known are float32, bfloat16, float16, int32, int64, "
-             "bool)",
-             name);
+             "%s has dtype %s, expected one of float32, bfloat16, float16, int32, int64, bool",
+             name, foreign_dtype_name(code));
     return tensor;
   }
   if (ndim > MOELORA_MAX_DIMS) {
@@ -128,7 +176,11 @@ static moelora_tensor view(moelora_box *box, const char *name, StableIValue valu
              name, ndim, MOELORA_MAX_DIMS);
     return tensor;
   }
-  if (aoti_torch_get_strides(handle, &strides) || aoti_torch_get_data_ptr(handle, &tensor.data)) {
+  if (box_is_meta(box)) {
+    tensor.data = meta_address(box);
+  }
+  if (aoti_torch_get_strides(handle, &strides) ||
+      (!tensor.data && aoti_torch_get_data_ptr(handle, &tensor.data))) {
     box_fail(box, MOELORA_INVALID_ARGUMENT, "%s is not a plain strided tensor", name);
     return tensor;
   }
@@ -192,6 +244,12 @@ int32_t box_int(moelora_box *box, const char *name, StableIValue value) {
   return (int32_t)wide;
 }
 
+double box_float(StableIValue value) {
+  double number;
+  memcpy(&number, &value, sizeof number);
+  return number;
+}
+
 int32_t box_host_int(moelora_box *box, const char *name, StableIValue value) {
   AtenTensorHandle handle = (AtenTensorHandle)(uintptr_t)value;
   int64_t numel = 0, wide = 0;
@@ -201,6 +259,9 @@ int32_t box_host_int(moelora_box *box, const char *name, StableIValue value) {
   aoti_torch_get_device_type(handle, &type);
   aoti_torch_get_dtype(handle, &code);
   const bool is_64 = code == aoti_torch_dtype_int64();
+  if (numel == 1 && box_is_meta(box) && type != aoti_torch_device_type_cuda()) {
+    numel = 0;
+  }
   if (numel > 1 || (numel && type != aoti_torch_device_type_cpu())) {
     box_fail(box, MOELORA_INVALID_ARGUMENT,
              "%s has %" PRId64
@@ -214,6 +275,18 @@ int32_t box_host_int(moelora_box *box, const char *name, StableIValue value) {
   }
   aoti_torch_delete_tensor_object(handle);
   return box_int(box, name, (StableIValue)wide);
+}
+
+void box_need_mapping(moelora_box *box, const moelora_tensor *topk_ids,
+                      const moelora_tensor *token_lora_mapping, const moelora_lora *lora,
+                      const char *name_a) {
+  const bool any_token = topk_ids->ndim > 0 && topk_ids->size[0] > 0;
+  if (any_token && lora->num_slices > 0 && !token_lora_mapping->data) {
+    box_fail(box, MOELORA_INVALID_ARGUMENT,
+             "token_lora_mapping is None, but %s is not: expected the adapter slot of each of "
+             "%" PRId64 " tokens, -1 for those without an adapter",
+             name_a, topk_ids->size[0]);
+  }
 }
 
 struct range_call {
@@ -280,13 +353,22 @@ moelora_tensor box_output(moelora_box *box, moelora_dtype dtype, int32_t ndim,
   for (int32_t i = ndim - 1; i >= 0; i--) {
     tensor.size[i] = sizes[i];
     tensor.stride[i] = stride;
-    stride *= sizes[i] > 1 ? sizes[i] : 1;
+    if (__builtin_mul_overflow(stride, sizes[i] > 1 ? sizes[i] : 1, &stride)) {
+      box_fail(box, MOELORA_INVALID_ARGUMENT,
+               "an output of %" PRId64 " x %" PRId64 " elements a row is too large",
+               sizes[ndim - 2], sizes[ndim - 1]);
+      return tensor;
+    }
   }
   AtenTensorHandle handle =
       allocate(box, "an output", dtype_to_torch(dtype), ndim, tensor.size, tensor.stride);
   if (handle) {
     box->outputs[box->num_outputs++] = handle;
-    aoti_torch_get_data_ptr(handle, &tensor.data);
+    if (box_is_meta(box)) {
+      tensor.data = meta_address(box);
+    } else {
+      aoti_torch_get_data_ptr(handle, &tensor.data);
+    }
     if (!tensor.data) {
       tensor.data = no_elements;
     }
@@ -295,6 +377,9 @@ moelora_tensor box_output(moelora_box *box, moelora_dtype dtype, int32_t ndim,
 }
 
 bool box_workspace(moelora_box *box, size_t bytes) {
+  if (box_is_meta(box)) {
+    return false;
+  }
   if (box->status != MOELORA_OK || bytes == 0) {
     return box->status == MOELORA_OK;
   }

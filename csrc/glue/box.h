@@ -2,7 +2,10 @@
  * operator. It owns every handle the call was given, notes the first failure, and gives
  * everything back in box_close, which alone may raise.
  *
- * An absent optional tensor arrives as a 1-D tensor of 0 elements, of any dtype, on any device. */
+ * An absent optional tensor arrives as a 1-D tensor of 0 elements, of any dtype, on any device.
+ *
+ * Tensors on torch's meta device have sizes but no memory. A call on them does all but compute: it
+ * refuses what the same call on a CPU would, and returns meta tensors. */
 #ifndef MOELORA_GLUE_BOX_H
 #define MOELORA_GLUE_BOX_H
 
@@ -35,15 +38,23 @@ moelora_lora box_lora(moelora_box *box, const char *name_a, StableIValue a, cons
 /* A list of at most MOELORA_MAX_SLICES tensors; returns how many. */
 int32_t box_tensors(moelora_box *box, const char *name, StableIValue value, moelora_tensor *out);
 int32_t box_int(moelora_box *box, const char *name, StableIValue value);
-/* The value of an integer tensor of one element in host memory; 0 if absent. */
+double box_float(StableIValue value);
+/* The value of an integer tensor of one element in host memory; 0 if absent, and in a meta call. */
 int32_t box_host_int(moelora_box *box, const char *name, StableIValue value);
+/* Fails if there are tokens and factors but nothing says which token carries which adapter: the
+ * core would run such a call without adapters. */
+void box_need_mapping(moelora_box *box, const moelora_tensor *topk_ids,
+                      const moelora_tensor *token_lora_mapping, const moelora_lora *lora,
+                      const char *name_a);
 
 /* After the last argument: picks stream and threads. False if anything failed so far. */
 bool box_ready(moelora_box *box);
 /* A new contiguous tensor, returned by the op if it succeeds. */
 moelora_tensor box_output(moelora_box *box, moelora_dtype dtype, int32_t ndim,
                           const int64_t *sizes);
+/* True if the call may compute: false if it failed, and in a meta call. */
 bool box_workspace(moelora_box *box, size_t bytes);
+bool box_is_meta(const moelora_box *box);
 /* Notes the first failure: what follows it is usually its consequence. */
 void box_fail(moelora_box *box, moelora_status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));

@@ -1,4 +1,7 @@
 /* The operators as torch sees them: one schema and one boxed function each, for both devices. */
+#include <inttypes.h>
+
+#include "core/backend.h"
 #include "glue/box.h"
 
 static int64_t size_of(const moelora_tensor *tensor, int32_t dim) {
@@ -12,11 +15,13 @@ static int64_t weight_rows(const moelora_tensor *w) {
 
 static int64_t num_blocks(const moelora_align_args *args) {
   const moelora_tensor *ids = &args->routing.topk_ids;
-  if (args->block_size < 1 || args->num_experts < 1 || args->max_loras < 0) {
+  int64_t rows;
+  if (args->block_size < 1 || args->num_experts < 1 || args->max_loras < 0 ||
+      __builtin_mul_overflow(size_of(ids, 0), size_of(ids, 1), &rows) || rows > INT32_MAX) {
     return 0; /* the core says what is wrong */
   }
-  return moelora_align_max_blocks(args->mode, size_of(ids, 0) * size_of(ids, 1), args->num_experts,
-                                  args->max_loras, args->block_size);
+  return moelora_align_max_blocks(args->mode, rows, args->num_experts, args->max_loras,
+                                  args->block_size);
 }
 
 static void run_align(moelora_box *box, moelora_align_args *args) {
@@ -24,6 +29,13 @@ static void run_align(moelora_box *box, moelora_align_args *args) {
     return;
   }
   int64_t blocks = num_blocks(args), rows = blocks * args->block_size, one = 1;
+  if (rows > INT32_MAX) { /* before they are allocated */
+    box_fail(box, MOELORA_INVALID_ARGUMENT,
+             "%" PRId64 " blocks of block_size, which is %d, are %" PRId64
+             " rows, expected at most 2147483647",
+             blocks, args->block_size, rows);
+    return;
+  }
   args->sorted_token_ids = box_output(box, MOELORA_I32, 1, &rows);
   if (args->mode == MOELORA_ALIGN_SORTING) {
     args->sorted_weights = box_output(box, MOELORA_F32, 1, &rows);
@@ -118,6 +130,8 @@ static void run_gemm(const char *op, StableIValue *stack, bool has_out) {
   args.routing.topk_ids = box_tensor(&box, "topk_ids", stack[3]);
   args.adapters.token_lora_mapping = box_optional(&box, "token_lora_mapping", stack[4]);
   args.lora = box_lora(&box, "lora_a", stack[5], "lora_b", stack[6]);
+  box_need_mapping(&box, &args.routing.topk_ids, &args.adapters.token_lora_mapping, &args.lora,
+                   "lora_a");
   args.adapters.lora_ranks = box_optional(&box, "lora_ranks", stack[7]);
   args.adapters.lora_scalings = box_optional(&box, "lora_scalings", stack[8]);
   args.adapters.adapter_enabled = box_optional(&box, "adapter_enabled", stack[9]);
@@ -160,7 +174,8 @@ static void fused_moe_lora_gemm_out(StableIValue *stack, uint64_t inputs, uint64
   "Tensor hidden_states, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor "     \
   "token_lora_mapping, Tensor[] w13_lora_a, Tensor[] w13_lora_b, Tensor[] w2_lora_a, Tensor[] "    \
   "w2_lora_b, Tensor lora_ranks, Tensor lora_scalings, Tensor adapter_enabled, Tensor w13_bias, "  \
-  "Tensor w2_bias, int activation, Tensor expert_map, bool apply_router_weight_on_input"
+  "Tensor w2_bias, int activation, float activation_alpha, float activation_limit, Tensor "        \
+  "expert_map, bool apply_router_weight_on_input"
 
 static void run_experts(const char *op, StableIValue *stack, bool has_out) {
   moelora_box box;
@@ -174,16 +189,21 @@ static void run_experts(const char *op, StableIValue *stack, bool has_out) {
   args.adapters.token_lora_mapping = box_optional(&box, "token_lora_mapping", stack[5]);
   args.w13_lora = box_lora(&box, "w13_lora_a", stack[6], "w13_lora_b", stack[7]);
   args.w2_lora = box_lora(&box, "w2_lora_a", stack[8], "w2_lora_b", stack[9]);
+  const moelora_tensor *ids = &args.routing.topk_ids, *mapping = &args.adapters.token_lora_mapping;
+  box_need_mapping(&box, ids, mapping, &args.w13_lora, "w13_lora_a");
+  box_need_mapping(&box, ids, mapping, &args.w2_lora, "w2_lora_a");
   args.adapters.lora_ranks = box_optional(&box, "lora_ranks", stack[10]);
   args.adapters.lora_scalings = box_optional(&box, "lora_scalings", stack[11]);
   args.adapters.adapter_enabled = box_optional(&box, "adapter_enabled", stack[12]);
   args.w13_bias = box_optional(&box, "w13_bias", stack[13]);
   args.w2_bias = box_optional(&box, "w2_bias", stack[14]);
   args.activation = (moelora_activation)box_int(&box, "activation", stack[15]);
-  args.routing.expert_map = box_optional(&box, "expert_map", stack[16]);
-  args.apply_router_weight_on_input = stack[17] != 0;
+  args.activation_alpha = box_float(stack[16]);
+  args.activation_limit = box_float(stack[17]);
+  args.routing.expert_map = box_optional(&box, "expert_map", stack[18]);
+  args.apply_router_weight_on_input = stack[19] != 0;
   if (has_out) {
-    args.out = box_tensor(&box, "out", stack[18]);
+    args.out = box_tensor(&box, "out", stack[20]);
   }
   if (box_ready(&box)) {
     int64_t sizes[2] = {size_of(&args.hidden_states, 0), size_of(&args.hidden_states, 1)};
@@ -224,7 +244,8 @@ static void prepack_weights(StableIValue *stack, uint64_t inputs, uint64_t outpu
     int64_t sizes[5] = {size_of(&w, 0), size_of(&w, 1) / MOELORA_PACK,
                         size_of(&w, 2) / MOELORA_PACK, MOELORA_PACK, MOELORA_PACK};
     moelora_tensor out = box_output(&box, w.dtype, 5, sizes);
-    if (box.status == MOELORA_OK) {
+    moelora_pack_problem problem;
+    if (box_check(&box, moelora_check_pack(&w, &out, &problem)) && box_workspace(&box, 0)) {
       box_check(&box, moelora_pack_weights(&w, &out, &box.exec));
     }
   }
@@ -246,12 +267,17 @@ static const moelora_op ops[] = {
 const char *moelora_register_ops(void) {
   /* torch keeps the operators while these handles live, which is for good. */
   static TorchLibraryHandle definitions, cpu, cuda;
+  /* The same again for meta tensors. Shape functions in Python, which understand symbolic sizes,
+   * take the Meta key of the operators themselves, and call these to check. */
+  static TorchLibraryHandle meta_definitions, meta;
   if (definitions) {
     return NULL;
   }
   if (aoti_torch_library_init_def("moelora", __FILE__, __LINE__, &definitions) ||
       aoti_torch_library_init_impl("moelora", "CPU", __FILE__, __LINE__, &cpu) ||
-      aoti_torch_library_init_impl("moelora", "CUDA", __FILE__, __LINE__, &cuda)) {
+      aoti_torch_library_init_impl("moelora", "CUDA", __FILE__, __LINE__, &cuda) ||
+      aoti_torch_library_init_def("moelora_meta", __FILE__, __LINE__, &meta_definitions) ||
+      aoti_torch_library_init_impl("moelora_meta", "Meta", __FILE__, __LINE__, &meta)) {
     return "cannot create torch's operator library";
   }
   const moelora_op *const tables[] = {ops, moelora_delta_ops};
@@ -259,7 +285,9 @@ const char *moelora_register_ops(void) {
     for (const moelora_op *op = tables[i]; op->name; op++) {
       if (aoti_torch_library_def(definitions, op->schema) ||
           torch_library_impl(cpu, op->name, op->function, MOELORA_TORCH_ABI_VERSION) ||
-          torch_library_impl(cuda, op->name, op->function, MOELORA_TORCH_ABI_VERSION)) {
+          torch_library_impl(cuda, op->name, op->function, MOELORA_TORCH_ABI_VERSION) ||
+          aoti_torch_library_def(meta_definitions, op->schema) ||
+          torch_library_impl(meta, op->name, op->function, MOELORA_TORCH_ABI_VERSION)) {
         return op->schema;
       }
     }

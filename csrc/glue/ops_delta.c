@@ -115,6 +115,10 @@ static void run_delta(delta_form form, StableIValue *stack) {
   box_open(&box, form.op);
   moelora_delta_args args = {.silu_and_mul = form.silu_and_mul};
   take_arguments(&form, &box, stack, &args);
+  if (form.words == ROUTED) {
+    box_need_mapping(&box, &args.routing.topk_ids, &args.adapters.token_lora_mapping, &args.lora,
+                     form.lora_a);
+  }
   size_t bytes = 0;
   if (box_ready(&box) && box_check(&box, moelora_delta_workspace_size(&args, &box.exec, &bytes)) &&
       box_workspace(&box, bytes)) {

@@ -14,6 +14,11 @@ Key forms, after an optional `base_model.model.` and the path of the layer's exp
 The last form does not name its parameter: PEFT nests one wrapper per targeted parameter, in the
 order in which the module registers them, so that the first is the innermost and has the most
 `base_layer`. Which parameters are targeted, adapter_config.json says.
+
+Old versions of PEFT stored that form with in and out exchanged: A (E*r, out) and B (in, r*E) with
+delta^T = B A. Shapes tell wherever in and out differ; one checkpoint has one layout, so that one
+factor decides for all. Where every factor is square, as for gate_up_proj alone with 2I = K, the
+version in adapter_config.json decides, and without one the checkpoint is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from moelora.adapters.config import LoraConfig
 
@@ -34,6 +38,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
 _KEY = re.compile(r"(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
+_BELOW = 2  # names of a key below its layer, at most
 _WRAPPED = re.compile(r"(\.base_layer)*")
 _PROJECTION = re.compile(r"(\.(?P<expert>0|[1-9][0-9]{0,8}))?\.(?P<name>[a-z0-9_]+)")
 _PROJECTIONS = {
@@ -53,6 +58,8 @@ class MoELayer:
 
     `name` is the module path of the experts, e.g. `model.layers.0.mlp.experts`. `interleaved` says
     that rows of w13 alternate between gate and up (gpt-oss) instead of gate rows then up rows.
+    `transposed` says that the model keeps its parameters as (E, in, out), as those with interleaved
+    rows do; it matters for square factors of old versions of PEFT alone.
     """
 
     name: str
@@ -61,6 +68,7 @@ class MoELayer:
     intermediate_size: int
     gated: bool = True
     interleaved: bool = False
+    transposed: bool = False
 
     def shape(self, projection: str) -> tuple[int, int]:
         """(in, out) of a projection."""
@@ -124,10 +132,21 @@ class _Place:
     wrapped: bool
     path: str  # what rank_pattern and alpha_pattern are matched against
 
+    def wrapped_shape(self, rank: int, exchanged: bool) -> tuple[int, int]:
+        """Of a factor of `target_parameters`."""
+        sizes = self.layer.shape(self.projection)
+        wide, tall = reversed(sizes) if exchanged else sizes
+        stacked = self.layer.num_experts * rank
+        return (stacked, wide) if self.side == "A" else (tall, stacked)
+
 
 @contextmanager
 def open_weights(folder: Path) -> Iterator[Any]:
     """The tensors of a checkpoint, as an object with `keys()` and `get_tensor(key)`."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ModuleNotFoundError:
+        raise ImportError("reading adapters needs safetensors: pip install safetensors") from None
     path = folder / WEIGHTS_FILE
     if not path.is_file():
         hint = ""
@@ -219,11 +238,12 @@ def _locate(key: str, names: Mapping[str, MoELayer], lora: LoraConfig) -> _Place
     match = _KEY.fullmatch(key.removeprefix(_PREFIX))
     path = match["path"] if match else ""
     name = path
-    while name and name not in names:
-        name = name.rpartition(".")[0]
-    if match is None or not name:
+    for _ in range(_BELOW):
+        if name not in names:
+            name = name.rpartition(".")[0]
+    if match is None or name not in names:
         raise ValueError(
-            f"{key} is not a LoRA factor of an expert; the experts of this pool are "
+            f"{key:.200} is not a LoRA factor of an expert; the experts of this pool are "
             f"{next(iter(names))}, ..."
         )
     layer, rest, side = names[name], path[len(name) :], match["side"]
@@ -257,13 +277,16 @@ def _read(weights: Any, lora: LoraConfig, layers: Sequence[MoELayer]) -> dict[st
     names = _layer_names(layers)
     found: dict[tuple[str, str], _Sides] = {}
     places: dict[tuple[str, str], MoELayer] = {}
-    for key in sorted(weights.keys()):
-        place = _locate(key, names, lora)
-        factor = _factor(key, weights.get_tensor(key), place, lora)
+    located = {key: _locate(key, names, lora) for key in sorted(weights.keys())}
+    tensors = {key: weights.get_tensor(key) for key in located}
+    wrapped = {key: tuple(tensors[key].shape) for key, place in located.items() if place.wrapped}
+    exchanged = bool(wrapped) and _exchanged(wrapped, located, lora)
+    for key, place in located.items():
+        factor = _factor(key, tensors.pop(key), place, lora, exchanged)
         index = (place.layer.name, place.projection)
         places[index] = place.layer
         sides = found.setdefault(index, _Sides())
-        side = sides.a if place.side == "A" else sides.b
+        side = sides.a if (place.side == "A") != (place.wrapped and exchanged) else sides.b
         taken = side.get(place.expert)
         if taken is None and (place.expert is None) != (None in side) and side:
             taken = next(iter(side.values()))
@@ -284,7 +307,35 @@ def _read(weights: Any, lora: LoraConfig, layers: Sequence[MoELayer]) -> dict[st
     return adapter
 
 
-def _factor(key: str, tensor: torch.Tensor, place: _Place, lora: LoraConfig) -> _Factor:
+def _exchanged(
+    shapes: Mapping[str, tuple[int, ...]], places: Mapping[str, _Place], lora: LoraConfig
+) -> bool:
+    """Whether the factors of `target_parameters` have in and out exchanged, all or none."""
+    layouts = {False, True}
+    for key, shape in shapes.items():
+        rank, _ = lora.rank_and_scaling(places[key].path)
+        wanted = {layout: places[key].wrapped_shape(rank, layout) for layout in sorted(layouts)}
+        layouts = {layout for layout in wanted if wanted[layout] == shape}
+        if not layouts:
+            forms = " or ".join(str(form) for form in dict.fromkeys(wanted.values()))
+            raise ValueError(f"{key}: shape is {shape}, wanted {forms}")
+    if len(layouts) == 1:
+        return layouts.pop()
+    key = next(iter(shapes))
+    layer = places[key].layer
+    exchanged = lora.exchanges_in_and_out(layer.transposed or layer.interleaved)
+    if exchanged is None:
+        raise ValueError(
+            f"{key}: the shape {shapes[key]} fits both layouts that PEFT has had for "
+            f"target_parameters, and peft_version {lora.peft_version!r:.60} does not tell which; "
+            "set it to the release that wrote them (from 0.19.1 on A is over the inputs)"
+        )
+    return exchanged
+
+
+def _factor(
+    key: str, tensor: torch.Tensor, place: _Place, lora: LoraConfig, exchanged: bool
+) -> _Factor:
     """Checks one tensor and gives it the shape (E or 1, r, in) or (E or 1, out, r)."""
     rank, scaling = lora.rank_and_scaling(place.path)
     experts = place.layer.num_experts
@@ -293,38 +344,41 @@ def _factor(key: str, tensor: torch.Tensor, place: _Place, lora: LoraConfig) -> 
         raise ValueError(f"{key}: dtype is {tensor.dtype}, wanted float32, bfloat16 or float16")
 
     matrix = (rank, wide) if place.side == "A" else (tall, rank)
-    if place.wrapped:
-        wanted = [(experts * rank, wide) if place.side == "A" else (tall, rank * experts)]
-    elif place.expert is not None:
+    if place.expert is not None:
         wanted = [matrix]
     else:
         wanted = [(experts, *matrix), (1, *matrix), matrix]
-    if tuple(tensor.shape) not in wanted:
+    if not place.wrapped and tuple(tensor.shape) not in wanted:
         forms = " or ".join(str(w) for w in dict.fromkeys(wanted))
         raise ValueError(f"{key}: shape is {tuple(tensor.shape)}, wanted {forms}")
     if not torch.isfinite(tensor).all():
         raise ValueError(f"{key} holds NaN or Inf")
 
     if place.wrapped and place.side == "A":
-        tensor = tensor.reshape(experts, rank, wide)
+        tensor = tensor.reshape(experts, rank, -1)
     elif place.wrapped:
-        tensor = tensor.reshape(tall, rank, experts).permute(2, 0, 1)
+        tensor = tensor.reshape(-1, rank, experts).permute(2, 0, 1)
     elif tensor.dim() == 2:
         tensor = tensor.unsqueeze(0)
+    if place.wrapped and exchanged:
+        tensor = tensor.transpose(1, 2)
     return _Factor(key, tensor, rank, scaling)
+
+
+def _partner(key: str) -> str:
+    """The key of the other factor of a pair."""
+    end = len("A.weight")
+    return key[:-end] + {"A": "B", "B": "A"}[key[-end]] + ".weight"
 
 
 def _pair(sides: _Sides, layer: MoELayer) -> Pair:
     """Joins the factors of one projection; experts that the adapter leaves out become zero."""
     every = [*sides.a.values(), *sides.b.values()]
-    for here, there, mine, other in (
-        (sides.a, sides.b, "lora_A", "lora_B"),
-        (sides.b, sides.a, "lora_B", "lora_A"),
-    ):
+    for here, there in ((sides.a, sides.b), (sides.b, sides.a)):
         for expert, factor in here.items():
             if expert in there or (there and (expert is None or None in there)):
                 continue
-            raise ValueError(f"{factor.key} has no {factor.key.replace(mine, other)}")
+            raise ValueError(f"{factor.key} has no {_partner(factor.key)}")
 
     a, b = sides.a, sides.b
     experts = sorted(e for e in {*a, *b} if e is not None)

@@ -11,10 +11,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from moelora.adapters.patterns import Patterns
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -32,6 +35,7 @@ _UNDERSTOOD = {
     "target_parameters",
     "init_lora_weights",
     "bias",
+    "peft_version",
 }
 
 # Where the adapter came from, or how it was trained: the stored factors mean the same.
@@ -50,7 +54,6 @@ _NO_EFFECT = {
     "lora_ga_config",
     "megatron_config",
     "megatron_core",
-    "peft_version",
     "qalora_group_size",
     "revision",
     "runtime_config",
@@ -62,6 +65,11 @@ _NO_EFFECT = {
 # them by a residual, on which the adapter then depends.
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
+V = TypeVar("V")
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+
 
 @dataclass(frozen=True)
 class LoraConfig:
@@ -70,9 +78,10 @@ class LoraConfig:
     r: int
     lora_alpha: float
     use_rslora: bool
-    rank_pattern: dict[str, int]
-    alpha_pattern: dict[str, float]
+    rank_pattern: Patterns[int]
+    alpha_pattern: Patterns[float]
     target_parameters: tuple[str, ...]
+    peft_version: str | None
 
     @classmethod
     def read(cls, folder: Path) -> LoraConfig:
@@ -95,64 +104,73 @@ class LoraConfig:
         if not isinstance(raw, Mapping):
             raise ValueError(f"the configuration is a {type(raw).__name__}, wanted an object")
         if raw.get("peft_type") != "LORA":
-            raise ValueError(f"peft_type is {raw.get('peft_type')!r}, wanted 'LORA'")
+            raise ValueError(f"peft_type is {_short(raw.get('peft_type'))}, wanted 'LORA'")
         for key, value in raw.items():
             if key in _UNDERSTOOD or key in _NO_EFFECT or not value:
                 continue
-            raise ValueError(f"option {key}={value!r} is not supported")
+            raise ValueError(f"option {_name(key)}={_short(value)} is not supported")
         if raw.get("bias", "none") not in ("none", None):
-            raise ValueError(f"option bias={raw['bias']!r} is not supported, wanted 'none'")
+            raise ValueError(f"option bias={_short(raw['bias'])} is not supported, wanted 'none'")
         init = raw.get("init_lora_weights", True)
         if init not in _PLAIN_INITS:
             raise ValueError(
-                f"option init_lora_weights={init!r} is not supported: the adapter belongs to "
+                f"option init_lora_weights={_short(init)} is not supported: the adapter belongs to "
                 "changed base weights; let PEFT convert it to a plain LoRA when saving"
             )
         return cls(
             r=_rank("r", raw.get("r", 8)),
             lora_alpha=_alpha("lora_alpha", raw.get("lora_alpha", 8)),
             use_rslora=_flag("use_rslora", raw.get("use_rslora")),
-            rank_pattern={k: _rank(k, v) for k, v in _pattern(raw, "rank_pattern").items()},
-            alpha_pattern={k: _alpha(k, v) for k, v in _pattern(raw, "alpha_pattern").items()},
+            rank_pattern=_patterns(raw, "rank_pattern", _rank),
+            alpha_pattern=_patterns(raw, "alpha_pattern", _alpha),
             target_parameters=_names(raw, "target_parameters"),
+            peft_version=_version(raw.get("peft_version")),
         )
 
     def rank_and_scaling(self, path: str) -> tuple[int, float]:
         """Rank and scaling of the module or parameter at `path` (without `base_model.model.`)."""
-        rank = self.rank_pattern.get(_matching(self.rank_pattern, path), self.r)
-        alpha = self.alpha_pattern.get(_matching(self.alpha_pattern, path), self.lora_alpha)
+        rank = self.rank_pattern.find(path, self.r)
+        alpha = self.alpha_pattern.find(path, self.lora_alpha)
         return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets_parameter(self, path: str) -> bool:
         """True if `target_parameters` names the parameter at `path`."""
         return any(path == t or path.endswith("." + t) for t in self.target_parameters)
 
+    def exchanges_in_and_out(self, transposed: bool) -> bool | None:
+        """Whether the PEFT that wrote this stored `target_parameters` factors with in and out
+        exchanged: A over the outputs, B over the inputs.
+
+        Until 0.18 PEFT took every parameter for (experts, in, out), which only `transposed` ones
+        are; 0.19.0 exchanged both kinds, with those versions of transformers that say which is
+        which. None: the version, which PEFT writes from 0.18 on, does not tell.
+        """
+        if self.peft_version is None:
+            return None
+        match = re.fullmatch(r"([0-9]{1,4})\.([0-9]{1,4})\.([0-9]{1,4})", self.peft_version)
+        if match is None:  # a development version stands for many commits
+            return None
+        version = tuple(map(int, match.groups()))
+        if version == (0, 19, 0):
+            return None if transposed else True
+        return version < (0, 19, 0) and not transposed
+
     @property
     def max_rank(self) -> int:
         return max([self.r, *self.rank_pattern.values()])
 
 
-def _matching(pattern: Mapping[str, Any], path: str) -> str | None:
-    """The first key of `pattern` that matches the end of `path`, as PEFT resolves it."""
-    return next((k for k in pattern if re.match(_anchored(k), path)), None)
-
-
-def _anchored(key: str) -> str:
-    return rf"(.*\.)?({key})$"
-
-
-def _pattern(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _patterns(raw: Mapping[str, Any], name: str, checked: Callable[[str, Any], V]) -> Patterns[V]:
     value = raw.get(name) or {}
     if not isinstance(value, Mapping):
         raise ValueError(f"{name} is a {type(value).__name__}, wanted an object")
     for key in value:
         if not isinstance(key, str):
-            raise ValueError(f"{name} key {key!r} is a {type(key).__name__}, wanted a string")
-        try:
-            re.compile(_anchored(key))
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"{name} key {key!r} is not a regular expression: {error}") from None
-    return value
+            raise ValueError(f"{name} key {_short(key)} is a {type(key).__name__}, wanted a string")
+    try:
+        return Patterns({k: checked(k, v) for k, v in value.items()})
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _names(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
@@ -160,30 +178,45 @@ def _names(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
     if isinstance(value, (set, frozenset)):  # PEFT's own configurations hold sets
         value = sorted(value, key=str)
     if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
-        raise ValueError(f"{name} is {value!r}, wanted a list of names")
+        raise ValueError(f"{name} is {_short(value)}, wanted a list of names")
     return tuple(value)
 
 
 def _flag(name: str, value: Any) -> bool:
     if value not in (True, False, None):
-        raise ValueError(f"{name} is {value!r}, wanted true or false")
+        raise ValueError(f"{name} is {_short(value)}, wanted true or false")
     return bool(value)
 
 
 def _rank(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MAX_RANK:
-        raise ValueError(f"rank {name} is {_short(value)}, wanted an integer from 1 to {MAX_RANK}")
+        raise ValueError(
+            f"rank {_name(name)} is {_short(value)}, wanted an integer from 1 to {MAX_RANK}"
+        )
     return value
 
 
 def _alpha(name: str, value: Any) -> float:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not -MAX_ALPHA <= value <= MAX_ALPHA:
-        raise ValueError(f"alpha {name} is {_short(value)}, wanted a number that float32 holds")
+        raise ValueError(
+            f"alpha {_name(name)} is {_short(value)}, wanted a number that float32 holds"
+        )
     return float(value)
 
 
+def _version(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"peft_version is {_short(value)}, wanted a string")
+    return value
+
+
 def _short(value: Any) -> str:
-    """A number may have thousands of digits."""
-    text = repr(value) if not isinstance(value, int) or abs(value) < 10**40 else "a huge integer"
-    return text if len(text) <= 80 else text[:77] + "..."
+    """What a message shows of a value, however long or deep it is."""
+    if isinstance(value, int) and abs(value) >= 10**40:
+        return "a huge integer"
+    return _SHORT.repr(value)
+
+
+def _name(key: Any) -> str:
+    return str(key) if len(str(key)) <= 80 else str(key)[:77] + "..."

@@ -11,15 +11,19 @@ and for all layers together `lora_ranks`, `lora_scalings` and `adapter_enabled`,
 All of them are allocated once and only ever written in place, so a captured CUDA graph sees every
 adapter that comes and goes. A load is staged and checked outside the stacks; when anything is wrong
 with it nothing in the pool has changed.
+
+A signal can raise between any two statements. So a name is listed in one step, only while the slot
+holds all of its factors: it goes before the first of them is overwritten and comes after the last.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +48,21 @@ class _Stacks:
         return [*self.w13_lora_a, *self.w13_lora_b, self.w2_lora_a, self.w2_lora_b]
 
 
+class _Use:
+    """A batch that holds adapters; gone with the call that made it, however that ends."""
+
+
 @dataclass
 class _Loaded:
     """An adapter that is in the pool."""
 
     slot: int
     pinned: bool
-    users: int = 0
+    users: weakref.WeakSet[_Use] = field(default_factory=weakref.WeakSet)
+
+    @property
+    def batches(self) -> int:
+        return sum(1 for _ in self.users)
 
 
 @dataclass
@@ -142,7 +154,10 @@ class AdapterPool:
         pin: bool = False,
         replace: bool = False,
     ) -> int:
-        """Loads an adapter; after a failure the pool is as it was.
+        """Loads an adapter; where its checkpoint is refused the pool is as it was.
+
+        Where an interrupt (Ctrl-C) ends the call, `name` is either loaded or not, whole; the
+        adapter that it replaces or evicts may be gone, all others are as they were.
 
         Parameters
         ----------
@@ -180,12 +195,12 @@ class AdapterPool:
             raise ValueError(f"adapter {name!r}: {error}") from None
         with self._lock:
             self._check_add(name, replace)
-            slot, evicted = self._choose_slot(name)
+            slot, leaving = self._choose_slot(name)
+            loaded = _Loaded(slot, pin)
+            if leaving is not None:
+                del self._loaded[leaving]
             self._commit(slot, staged)
-            if evicted is not None:
-                del self._loaded[evicted]
-            self._loaded[name] = _Loaded(slot, pin)
-            self._loaded.move_to_end(name)
+            self._loaded[name] = loaded
             return slot
 
     def remove(self, name: str) -> None:
@@ -193,9 +208,9 @@ class AdapterPool:
         with self._lock:
             loaded = self._entry(name)
             self._check_free(name, loaded)
+            del self._loaded[name]
             self.adapter_enabled[loaded.slot] = False
             self.lora_ranks[loaded.slot] = 0
-            del self._loaded[name]
 
     def enable(self, name: str) -> None:
         """Undoes `disable`."""
@@ -246,16 +261,17 @@ class AdapterPool:
     @contextmanager
     def hold(self, names: Iterable[str | None]) -> Iterator[None]:
         """Keeps adapters in their slots for as long as the context lasts."""
-        with self._lock:
-            held = [self._entry(name) for name in set(names) if name is not None]
-            for loaded in held:
-                loaded.users += 1
+        use, held = _Use(), []
         try:
+            with self._lock:
+                held = [self._entry(name) for name in set(names) if name is not None]
+                for loaded in held:
+                    loaded.users.add(use)
             yield
         finally:
             with self._lock:
                 for loaded in held:
-                    loaded.users -= 1
+                    loaded.users.discard(use)
 
     def layer(self, name: str) -> dict[str, Any]:
         """Keyword arguments of `fused_experts_lora` for one layer, but for `token_lora_mapping`."""
@@ -323,8 +339,8 @@ class AdapterPool:
 
     @staticmethod
     def _check_free(name: str, loaded: _Loaded) -> None:
-        if loaded.users:
-            raise RuntimeError(f"adapter {name!r} is in use by {loaded.users} batches")
+        if loaded.batches:
+            raise RuntimeError(f"adapter {name!r} is in use by {loaded.batches} batches")
 
     def _check_add(self, name: str, replace: bool) -> None:
         loaded = self._loaded.get(name)
@@ -335,14 +351,14 @@ class AdapterPool:
         self._check_free(name, loaded)
 
     def _choose_slot(self, name: str) -> tuple[int, str | None]:
-        """The slot for a new adapter and the name of the adapter that has to leave it."""
+        """The slot for an adapter and the name of the one that has to leave it."""
         if name in self._loaded:
-            return self._loaded[name].slot, None
+            return self._loaded[name].slot, name
         free = set(range(self.max_loras)) - {loaded.slot for loaded in self._loaded.values()}
         if free:
             return min(free), None
         for other, loaded in self._loaded.items():
-            if not loaded.pinned and not loaded.users:
+            if not loaded.pinned and not loaded.batches:
                 return loaded.slot, other
         raise RuntimeError(
             f"no slot for adapter {name!r}: all {self.max_loras} are pinned or in use"

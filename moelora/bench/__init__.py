@@ -6,8 +6,10 @@ tensors, are compared with float64 before they are timed, and take turns in one 
 
 from rich.console import Console
 
+PATH_MAX = 4096  # Linux
+
 
 def console() -> Console:
-    """The terminal, or lines wide enough for every table."""
+    """The terminal, or lines wide enough for every table, with a path of any length in it."""
     terminal = Console()
-    return terminal if terminal.is_terminal else Console(width=200)
+    return terminal if terminal.is_terminal else Console(width=2 * PATH_MAX)

@@ -14,8 +14,9 @@ own adapter; attention and all other layers, `set_adapter`, `disable_adapter` an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any
 
@@ -23,79 +24,249 @@ import peft
 import torch
 from torch import nn
 
-from moelora.adapters import AdapterPool, MoELayer
+from moelora.adapters import AdapterPool
 from moelora.integrations.transformers import BASE, IMPLEMENTATION, moe_layers, new_pool
+from moelora.integrations.transformers.calls import (
+    batch_shape,
+    check_implementation,
+    take_adapter_names,
+)
+
+
+class _Watched(nn.Parameter):
+    """A factor of PEFT that notices writes through `data`, by which PEFT's hotswap writes.
+
+    Autograd's version counter does not count them. Here the tensors that `data` gives out are all
+    aliases of one, and share its counter.
+    """
+
+    @property
+    def data(self) -> torch.Tensor:
+        plain, alias = nn.Parameter.data.__get__(self), self.__dict__.get("_alias")
+        if alias is None or not alias.is_set_to(plain):
+            with torch.inference_mode(False):  # where tensors have no counters
+                alias = self._alias = nn.Parameter.data.__get__(self)
+        return alias.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        nn.Parameter.data.__set__(self, value)
+        self._alias = value.detach()
+
+
+def _watch(module: nn.Module) -> list[Any]:
+    """What tells one content of `module.weight` from another, now and later."""
+    weight = module._parameters["weight"]  # module.weight takes its time
+    if weight.is_inference():  # counts nothing
+        with torch.inference_mode(False), torch.no_grad():
+            weight = module.weight = nn.Parameter(weight.clone(), weight.requires_grad)
+    if type(weight) is not _Watched:
+        weight.__class__ = _Watched
+        weight.__dict__.pop("_alias", None)
+    alias = weight.__dict__.get("_alias")
+    if alias is None:
+        weight.data  # noqa: B018, makes it
+        alias = weight._alias
+    return [weight, weight._version, alias, alias._version]
+
+
+def _wrappers(outermost: nn.Module) -> Iterator[nn.Module]:
+    """PEFT's wrappers around one experts module, one per targeted parameter."""
+    while hasattr(outermost, "parameter_name"):
+        yield outermost
+        outermost = outermost.base_layer
+
+
+def _stamps(wrappers: Sequence[nn.Module], name: str) -> list[Any]:
+    """Of one layer, all that an adapter's part in PEFT's answer may depend on."""
+    stamps: list[Any] = []
+    for wrapper in wrappers:
+        a, b = (wrapper._modules[side]._modules.get(name) for side in ("lora_A", "lora_B"))
+        if a is not None:
+            scaling = wrapper.scaling[name]
+            version = scaling._version if isinstance(scaling, torch.Tensor) else 0
+            stamps += [*_watch(a), *_watch(b), scaling, version]
+    return stamps
+
+
+def _unchanged(stamps: list[Any], now: list[Any]) -> bool:
+    """Objects are compared by identity, numbers by value."""
+    return len(stamps) == len(now) and all(map(_equal, stamps, now))
+
+
+def _equal(x: Any, y: Any) -> bool:
+    return x is y or (isinstance(x, (int, float)) and isinstance(y, (int, float)) and x == y)
+
+
+class _Now(threading.local):
+    """The batch, (rows, tokens per row), of the pass that a thread is in."""
+
+    def __init__(self) -> None:
+        self.shape: tuple[int, int] | None = None
 
 
 class _Experts:
-    """What the experts modules of an attached model share; their adapters are copied on first use.
+    """What serves the experts modules of an attached model; copies PEFT's factors on first use."""
 
-    `rows` holds the names, one per row, of the call of an experts module that is under way.
-    """
-
-    def __init__(self, model: peft.PeftModel, pool: AdapterPool) -> None:
+    def __init__(
+        self, model: peft.PeftModel, wrappers: Mapping[str, Sequence[nn.Module]], pool: AdapterPool
+    ) -> None:
         self.model = model
+        self.wrappers = wrappers  # by layer
         self.pool = pool
         self.arguments = {name: pool.layer(name) for name in pool.layers}
-        self.elsewhere: set[str] = set()  # adapters without factors of experts
-        self.rows: Sequence[str] = ()
-        self._mapping: tuple[Any, torch.Tensor] | None = None  # of the latest call
+        self.copied: dict[str, dict[str, list[Any]]] = {}  # adapter -> layer -> stamps
+        self.lock = threading.RLock()
+        self.now = _Now()
+        self._mapping: tuple[Any, torch.Tensor] | None = None  # the latest one
 
-    def __reduce__(self) -> tuple:
+    def __getstate__(self) -> tuple:
         """A copy of the model has an empty pool, which fills from the copied adapters.
 
         An unpickled model has to be attached again.
         """
         p = self.pool
-        return _copy, (self.model, [*p.layers.values()], p.max_loras, p.max_rank, p.dtype, p.device)
+        options = {"dtype": p.dtype, "device": p.device, "w13_slices": 1}
+        return (
+            self.model,
+            self.wrappers,
+            (list(p.layers.values()), p.max_loras, p.max_rank),
+            options,
+        )
 
-    def add(self, name: str) -> None:
-        """Copies the factors of one of PEFT's adapters into the pool."""
+    def __setstate__(self, state: tuple) -> None:
+        model, wrappers, sizes, options = state
+        _Experts.__init__(self, model, wrappers, AdapterPool(*sizes, **options))
+
+    def call(
+        self,
+        forward: Callable[..., Any],
+        adapter_names: Sequence[str] | None,
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A forward pass of the model inside PEFT's."""
+        if adapter_names is not None:
+            raise RuntimeError("pass adapter_names to the PEFT model, not to the model inside it")
+        outer = self.now.shape
+        try:
+            self.now.shape = batch_shape(args, kwargs)
+            return forward(*args, **kwargs)
+        finally:
+            self.now.shape = outer
+
+    def copy(self, name: str) -> None:
+        """Copies the factors of one of PEFT's adapters, as they are now, into the pool."""
         if name not in self.model.peft_config:
             raise ValueError(f"no adapter {name!r}; PEFT has {sorted(self.model.peft_config)}")
-        state = peft.get_peft_model_state_dict(
-            self.model, adapter_name=name, save_embedding_layers=False
+        stamps = {layer: _stamps(wrappers, name) for layer, wrappers in self.wrappers.items()}
+        found = {
+            f"{layer}.{wrapper.parameter_name}": wrapper
+            for layer, wrappers in self.wrappers.items()
+            for wrapper in wrappers
+            if name in wrapper.lora_A
+        }
+        if found:
+            state, config = _checkpoint(found, name, self.model.peft_config[name].to_dict())
+            self.pool.add(name, state, config=config, replace=True)
+        elif name in self.pool:
+            self.pool.remove(name)
+        self.copied[name] = stamps
+
+    def slot(self, layer: str, name: str) -> int:
+        """Where the pool has what PEFT has now; -1 for an adapter without factors of experts."""
+        copied = self.copied.get(name)
+        current = copied is not None and _unchanged(
+            copied[layer], _stamps(self.wrappers[layer], name)
         )
-        paths = tuple(f"base_model.model.{layer}." for layer in self.pool.layers)
-        state = {key: factor for key, factor in state.items() if key.startswith(paths)}
-        if state:
-            self.pool.add(name, state, config=self.model.peft_config[name].to_dict())
-        else:
-            self.elsewhere.add(name)
+        if not current or (name not in self.pool and any(copied.values())):
+            self.copy(name)
+        return self.pool.lookup(name) if name in self.pool else -1
 
-    def adapters(self, layer: str, hidden_states: torch.Tensor) -> dict[str, Any]:
-        """The adapter arguments of `fused_experts_lora` for one layer."""
-        names = {n for n in self.rows if n != BASE and n not in self.elsewhere}
-        with ExitStack() as held:  # what this batch needs does not evict itself
-            for name in sorted(names, key=lambda n: n not in self.pool):
-                if name not in self.pool:
-                    self.add(name)
-                if name in self.pool:
-                    held.enter_context(self.pool.hold([name]))
-            slots = {n: self.pool.lookup(n) for n in names - self.elsewhere}
-        if not slots:
-            return {}
-        ids = [slots.get(n, -1) for n in self.rows]
-        tokens = hidden_states.shape[0]
+    @contextmanager
+    def adapters(
+        self, layer: str, rows: Sequence[str] | None, active: str, hidden_states: torch.Tensor
+    ) -> Iterator[dict[str, Any]]:
+        """The adapter arguments of `fused_experts_lora` for one call of one layer.
+
+        `rows` names the adapter of each row of the batch; None gives `active` to all.
+        """
+        names = [active] if rows is None else rows
+        shape = self.now.shape
+        if rows is not None and shape is not None and len(rows) != shape[0]:
+            raise ValueError(
+                f"adapter_names has {len(rows)} names, the model was called with {shape[0]} rows; "
+                "if generate makes copies of each row (num_return_sequences) repeat its name"
+            )
+        slots = {BASE: -1}
+        with ExitStack() as held:
+            with self.lock:
+                # What this batch needs does not evict itself.
+                for name in sorted(set(names) - {BASE}, key=lambda n: n not in self.pool):
+                    slots[name] = self.slot(layer, name)
+                    if slots[name] >= 0:
+                        held.enter_context(self.pool.hold([name]))
+            ids = [slots[name] for name in names]
+            if max(ids, default=-1) < 0:
+                yield {}
+            else:
+                mapping = self._token_mapping(layer, ids, hidden_states)
+                yield {"token_lora_mapping": mapping, **self.arguments[layer]}
+
+    def _token_mapping(
+        self, layer: str, ids: list[int], hidden_states: torch.Tensor
+    ) -> torch.Tensor:
+        tokens, shape = hidden_states.shape[0], self.now.shape
+        if len(set(ids)) == 1:
+            ids = ids[:1]  # whichever tokens these are
+        elif shape is None or shape[0] * shape[1] != tokens:
+            called = "outside a call of the model" if shape is None else f"of {shape} in the batch"
+            raise RuntimeError(
+                f"{tokens} tokens {called} reached {layer}: rows of different adapters need all "
+                "tokens of the batch there; call the PEFT model with one adapter at a time"
+            )
         key = (ids, tokens, hidden_states.device)
-        if self._mapping is None or self._mapping[0] != key:
-            if tokens % len(ids):
-                raise ValueError(f"adapter_names has {len(ids)} rows, the batch {tokens} tokens")
+        latest = self._mapping
+        if latest is None or latest[0] != key:
             rows = torch.tensor(ids, dtype=torch.int32).to(hidden_states.device)
-            self._mapping = key, rows[:, None].expand(-1, tokens // len(ids)).reshape(-1)
-        return {"token_lora_mapping": self._mapping[1], **self.arguments[layer]}
+            latest = key, rows[:, None].expand(-1, tokens // len(ids)).reshape(-1)
+            self._mapping = latest
+        return latest[1]
 
 
-def _copy(
-    model: peft.PeftModel,
-    layers: list[MoELayer],
-    max_loras: int,
-    max_rank: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> _Experts:
-    pool = AdapterPool(layers, max_loras, max_rank, dtype=dtype, device=device, w13_slices=1)
-    return _Experts(model, pool)
+def _rank(wrapper: nn.Module, name: str) -> int:
+    return wrapper.lora_A[name].weight.shape[0] // wrapper.num_experts
+
+
+def _checkpoint(
+    wrappers: Mapping[str, nn.Module], name: str, config: dict[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """One adapter as a state dict of stacked factors and its configuration.
+
+    From what PEFT computes with: hotswap changes factors and scaling, but not the configuration.
+    """
+    rank = max(_rank(wrapper, name) for wrapper in wrappers.values())
+    scalings = {key: float(wrapper.scaling[name]) for key, wrapper in wrappers.items()}
+    common = next(iter(scalings.values())) if len(set(scalings.values())) == 1 else None
+    state = {}
+    for key, wrapper in wrappers.items():
+        a, b = (side[name].weight.detach() for side in (wrapper.lora_A, wrapper.lora_B))
+        a = a.reshape(wrapper.num_experts, -1, a.shape[1])
+        b = b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
+        if common is None:
+            b = b.float() * scalings[key]
+        more = rank - a.shape[1]
+        state[f"{key}.lora_A.weight"] = nn.functional.pad(a, (0, 0, 0, more))
+        state[f"{key}.lora_B.weight"] = nn.functional.pad(b, (0, more))
+    return state, config | {
+        "r": rank,
+        "lora_alpha": rank * (1.0 if common is None else common),
+        "use_rslora": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "target_parameters": None,
+        "peft_version": peft.__version__.partition(".dev")[0],
+    }
 
 
 def forward(
@@ -105,24 +276,21 @@ def forward(
     adapter_names: Sequence[str] | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """In place of `ParamWrapper.forward`: names the rows' adapters and calls the experts."""
+    """In place of `ParamWrapper.forward`: calls the experts with the rows' adapters."""
+    serving, layer = wrapper._moelora, wrapper._moelora_layer
     experts = wrapper.get_base_layer()
-    if wrapper.merged:
+    check_implementation(layer, experts.config)
+    if any(w.merged for w in serving.wrappers[layer]):
         raise RuntimeError("an adapter is merged into the experts; call unmerge_adapter first")
+    active = wrapper.active_adapters or [BASE]
     if wrapper.disable_adapters:
-        adapter_names = [BASE]
-    elif adapter_names is None:
-        adapter_names = wrapper.active_adapters or [BASE]
-        if len(adapter_names) > 1:
-            raise NotImplementedError(
-                f"adapters {adapter_names} are active at once; moelora applies one per row"
-            )
-    serving = experts._moelora
-    serving.rows = adapter_names
-    try:
-        return experts(hidden_states, *args, **kwargs)
-    finally:
-        serving.rows = ()
+        active, adapter_names = [BASE], None
+    if adapter_names is None and len(active) > 1:
+        raise NotImplementedError(
+            f"adapters {active} are active at once; moelora applies one per row"
+        )
+    with serving.adapters(layer, adapter_names, active[0], hidden_states) as adapters:
+        return experts(hidden_states, *args, adapters=adapters, **kwargs)
 
 
 def attach(
@@ -147,7 +315,10 @@ def attach(
     Returns
     -------
     AdapterPool
-        The factors of the experts, copied: `pool.remove(name)` after changing those in PEFT.
+        The factors of the experts, copied. Each pass copies again what has changed in PEFT since:
+        adapters deleted and loaded anew, hotswapped, rescaled, or written to in any way that torch
+        counts or through `data`. Only writes past torch (numpy, `data.data`) need
+        `pool.remove(name)`.
 
     Raises
     ------
@@ -155,6 +326,12 @@ def attach(
         No experts are targeted, or an adapter uses an option that moelora has not.
     NotImplementedError
         moelora cannot run these experts.
+
+    Notes
+    -----
+    Threads may call the model at the same time with whatever adapter is active. `adapter_names` are
+    for one thread at a time: PEFT hands them on by hooks on the modules, and leaves these behind
+    when a call fails or is interrupted; the next call with `adapter_names` of its own fails then.
     """
     base = model.get_base_model()
     layers = moe_layers(base)
@@ -162,23 +339,35 @@ def attach(
     wrapped = {name: layer for name, layer in layers.items() if wrappers[name] is not layer[0]}
     if not wrapped:
         raise ValueError("no adapter of this model targets its experts (target_parameters)")
-    configs = model.peft_config
+    if not isinstance(getattr(base, "_moelora", None), (_Experts, type(None))):
+        raise RuntimeError("load_adapters gave the model a pool; call unload_adapters first")
+    names = list(model.peft_config)
+    chains = {name: tuple(_wrappers(wrappers[name])) for name in wrapped}
     if max_rank is None:
-        max_rank = max(r for c in configs.values() for r in (c.r, *c.rank_pattern.values()))
-    pool = new_pool(wrapped, max_loras or len(configs), max_rank, dtype=dtype, w13_slices=1)
-    serving = _Experts(model, pool)
-    for name in list(configs)[: pool.max_loras]:
-        serving.add(name)
+        every = [w for chain in chains.values() for w in chain]
+        max_rank = max((_rank(w, name) for w in every for name in w.lora_A), default=1)
+    pool = new_pool(wrapped, max_loras or len(names), max_rank, dtype=dtype, w13_slices=1)
+    serving = _Experts(model, chains, pool)
+    for name in names[: pool.max_loras]:
+        serving.copy(name)
     base.set_experts_implementation(IMPLEMENTATION)
-    for name, (experts, _) in wrapped.items():
-        experts._moelora, experts._moelora_layer = serving, name
-        wrappers[name].forward = MethodType(forward, wrappers[name])
+    base._moelora = serving
+    take_adapter_names(base)
+    for name, (outermost, *_) in chains.items():
+        outermost._moelora, outermost._moelora_layer = serving, name
+        outermost.forward = MethodType(forward, outermost)
     return pool
 
 
 def detach(model: peft.PeftModel) -> None:
     """Gives the experts' adapters back to PEFT."""
     base = model.get_base_model()
-    for name, (experts, _) in moe_layers(base).items():
-        experts.__dict__.pop("_moelora", None)
-        base.get_submodule(name).__dict__.pop("forward", None)
+    base.__dict__.pop("_moelora", None)
+    for name in moe_layers(base):
+        outermost = base.get_submodule(name)
+        if outermost.__dict__.pop("_moelora", None) is None:
+            continue
+        outermost.__dict__.pop("forward", None)
+        for parameter in outermost.parameters():
+            if type(parameter) is _Watched:
+                parameter.__class__ = nn.Parameter

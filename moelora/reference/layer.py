@@ -15,33 +15,52 @@ from moelora.reference.routing import (
     pair_of,
 )
 
-SWIGLUOAI_ALPHA = 1.702
-SWIGLUOAI_LIMIT = 7.0
+OAI = ("swigluoai", "swigluoai_uninterleave")
+OAI_ALPHA, OAI_LIMIT = 1.702, 7.0
 
 
-def activate(x: Tensor, activation: str) -> Tensor:
+def activate(
+    x: Tensor, activation: str, alpha: float | None = None, limit: float | None = None
+) -> Tensor:
     """Apply an expert's activation to the columns (last dimension) of the w13 projection.
 
     - `silu`:      x = [gate | up];  silu(gate) * up
     - `gelu`:      x = [gate | up];  gelu_tanh(gate) * up
-    - `swigluoai`: even columns are gate, odd ones up; gate is clamped to at most 7 and up to
-      [-7, 7]; (up + 1) * gate * sigmoid(1.702 * gate)
+    - `swigluoai`: even columns are gate, odd ones up; (up + 1) * gate * sigmoid(alpha * gate)
+    - `swigluoai_uninterleave`: the same of x = [gate | up]
     - `relu2`:     not gated; relu(x) ** 2
+
+    `silu` with a limit and the two of swigluoai first clamp gate to at most the limit and up to
+    [-limit, limit]. Absent: alpha 1.702; no clamp for `silu`, 7 for the others.
 
     Works in the dtype of `x`; the gated ones return half of the columns.
     """
+    if alpha is not None and activation not in OAI:
+        raise ValueError(f"activation_alpha is {alpha}, but {activation} takes none")
+    if limit is not None and activation not in ("silu", *OAI):
+        raise ValueError(f"activation_limit is {limit}, but {activation} takes none")
     if activation == "relu2":
         return torch.relu(x).square()
     if activation == "swigluoai":
-        gate = x[..., 0::2].clamp(max=SWIGLUOAI_LIMIT)
-        up = x[..., 1::2].clamp(-SWIGLUOAI_LIMIT, SWIGLUOAI_LIMIT)
-        return (up + 1) * gate * torch.sigmoid(SWIGLUOAI_ALPHA * gate)
-    gate, up = x.chunk(2, dim=-1)
+        gate, up = x[..., 0::2], x[..., 1::2]
+    else:
+        gate, up = x.chunk(2, dim=-1)
+    if activation in OAI:
+        alpha = OAI_ALPHA if alpha is None else alpha
+        limit = OAI_LIMIT if limit is None else limit
+    if limit is not None:
+        limit = min(limit, torch.finfo(x.dtype).max)  # torch refuses what the dtype cannot hold
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if activation in OAI:
+        return (up + 1) * gate * torch.sigmoid(alpha * gate)
     if activation == "silu":
         return torch.nn.functional.silu(gate) * up
     if activation == "gelu":
         return torch.nn.functional.gelu(gate, approximate="tanh") * up
-    raise ValueError(f"activation is {activation!r}, wanted silu, gelu, swigluoai or relu2")
+    raise ValueError(
+        f"activation is {activation!r}, wanted silu, gelu, swigluoai, swigluoai_uninterleave "
+        "or relu2"
+    )
 
 
 def _float64(t: Tensor | None) -> Tensor | None:
@@ -144,6 +163,8 @@ def fused_experts_lora_ref(
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
     activation: str = "silu",
+    activation_alpha: float | None = None,
+    activation_limit: float | None = None,
     expert_map: Tensor | None = None,
     apply_router_weight_on_input: bool = False,
 ) -> Tensor:
@@ -186,7 +207,7 @@ def fused_experts_lora_ref(
                 continue
             row = x[m] * weights[m, j] if apply_router_weight_on_input else x[m]
             gu = _project_row(row, w13, w13_bias, a13, b13, e, adapter, ranks, scalings)
-            h = activate(gu, activation)
+            h = activate(gu, activation, activation_alpha, activation_limit)
             z = _project_row(h, w2, w2_bias, a2, b2, e, adapter, ranks, scalings)
             out[m] += z if apply_router_weight_on_input else weights[m, j] * z
     return out

@@ -115,6 +115,8 @@ def naive_fused_experts_lora(
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
     activation: str = "silu",
+    activation_alpha: float | None = None,
+    activation_limit: float | None = None,
     expert_map: Tensor | None = None,
     apply_router_weight_on_input: bool = False,
 ) -> Tensor:
@@ -146,7 +148,7 @@ def naive_fused_experts_lora(
             x_rows = (x_rows.float() * weights).to(x.dtype)
         carried = adapters[tokens]
         gu = _naive_project(x_rows, w13, w13_bias, a13, b13, expert, carried, ranks, scalings)
-        h = activate(gu, activation)
+        h = activate(gu, activation, activation_alpha, activation_limit)
         z = _naive_project(h, w2, w2_bias, a2, b2, expert, carried, ranks, scalings).float()
         out.index_add_(0, tokens, z if apply_router_weight_on_input else z * weights)
     return out.to(x.dtype)

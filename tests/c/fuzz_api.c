@@ -8,204 +8,12 @@
  *   - refuse sizes below 0 and whatever spans more than memory can hold;
  *   - leave all outputs alone, and a message, when it refuses; leave no message when it does not.
  * Views too large to be backed are only validated, by the *_workspace_size functions. */
-#include "harness.h"
+#include "fuzz.h"
 
-enum { MAX_VIEWS = 40, LARGEST = 1 << 16, SPACE = 1 << 22 };
-
-static uint64_t current_seed;
-
-#define STOP(...)                                                                                  \
-  do {                                                                                             \
-    fprintf(stderr, "seed %llu: ", (unsigned long long)current_seed);                              \
-    FAIL(__VA_ARGS__);                                                                             \
-  } while (0)
-
-static bool one_in(int64_t n) {
-  return random_in(1, n) == 1;
-}
-
-/* ---- views ---- */
-
-typedef struct owned {
-  moelora_tensor *view;
-  unsigned char *memory; /* exactly `bytes`, from malloc */
-  size_t bytes;
-  bool output;
-  unsigned char *before; /* of outputs */
-} owned;
-
-static owned views[MAX_VIEWS];
-static int num_views;
-static bool backed; /* every view has all the memory that it claims */
-
-static void forget_views(void) {
-  for (int i = 0; i < num_views; i++) {
-    free(views[i].memory);
-    free(views[i].before);
-  }
-  num_views = 0;
-}
-
-/* Bytes from the first element to the end of the last; -1 if no memory can be meant. */
-static int64_t bytes_of(const moelora_tensor *t) {
-  if (t->ndim < 0 || t->ndim > MOELORA_MAX_DIMS || (int)t->dtype < 0 || t->dtype > MOELORA_BOOL)
-    return -1;
-  double last = 0; /* exact where it matters */
-  bool empty = false;
-  for (int32_t i = 0; i < t->ndim; i++) {
-    if (t->size[i] < 0 || (t->size[i] > 1 && t->stride[i] < 0))
-      return -1;
-    empty = empty || t->size[i] == 0;
-    last += t->size[i] > 1 ? (double)(t->size[i] - 1) * (double)t->stride[i] : 0;
-  }
-  double bytes = empty ? 0 : (last + 1) * (double)dtype_bytes(t->dtype);
-  return bytes > 0x1p60 ? INT64_MAX : (int64_t)bytes;
-}
-
-static int64_t any_size(void) {
-  static const int64_t odd[] = {
-      -1,        0,        1, 2, 3, 63, 64, 65, INT32_MAX, (int64_t)1 << 31, (int64_t)1 << 62,
-      INT64_MAX, INT64_MIN};
+static double any_number(void) {
+  static const double odd[] = {1e-300, 1e-39, 1e-30, 0.5, 1, 7, 3e38, 1e39, -1, INFINITY, NAN};
   return odd[random_in(0, sizeof odd / sizeof *odd - 1)];
 }
-
-static void bump(int64_t *value, int64_t by) { /* wraps */
-  *value = (int64_t)((uint64_t)*value + (uint64_t)by);
-}
-
-static void disturb_view(moelora_tensor *t) {
-  int32_t dim = (int32_t)random_in(0, MOELORA_MAX_DIMS - 1);
-  switch (random_in(0, 7)) {
-  case 0:
-    t->size[dim] = any_size();
-    break;
-  case 1:
-    bump(&t->size[dim], random_in(-1, 1));
-    break;
-  case 2:
-    t->stride[dim] = any_size();
-    break;
-  case 3:
-    bump(&t->stride[dim], random_in(-2, 8));
-    break;
-  case 4:
-    t->ndim = (int32_t)(one_in(4) ? any_size() : t->ndim + (int64_t)random_in(-1, 1));
-    break;
-  case 5:
-    t->dtype = (moelora_dtype)random_in(-1, 7);
-    break;
-  case 6:
-    *t = absent;
-    break;
-  default: /* a step wider in every row */
-    for (int32_t i = 0; i + 1 < t->ndim && i < MOELORA_MAX_DIMS; i++)
-      bump(&t->stride[i], t->stride[i] / 2);
-  }
-}
-
-/* Ids near the edges of what they may be; anything for the rest. */
-static void fill(const owned *o, bool ids) {
-  for (size_t i = 0; i < o->bytes; i++)
-    o->memory[i] = (unsigned char)random_bits();
-  if (!ids || one_in(4))
-    return;
-  for (size_t i = 0; i + 4 <= o->bytes; i += 4) {
-    int32_t id = (int32_t)(one_in(16) ? any_size() : random_in(-2, 6));
-    memcpy(o->memory + i, &id, 4);
-  }
-}
-
-/* Gives a view its memory. A pointer may also be wrong: missing, odd, or another view's. */
-static void back(moelora_tensor *t, bool output) {
-  if (!t->data) /* absent */
-    return;
-  int64_t bytes = bytes_of(t);
-  bool huge = bytes < 0 || bytes > LARGEST;
-  backed = backed && !huge;
-  owned *o = &views[num_views++];
-  *o = (owned){.view = t, .output = output, .bytes = huge ? 0 : (size_t)bytes};
-  bool odd_address = one_in(200);
-  o->bytes += odd_address ? 1 : 0;
-  o->memory = malloc(o->bytes ? o->bytes : 1);
-  fill(o, t->dtype == MOELORA_I32 || t->dtype == MOELORA_I64);
-  t->data = o->memory + (odd_address ? 1 : 0);
-  if (one_in(200))
-    t->data = NULL;
-  if (one_in(200) && num_views > 1) {
-    const owned *other = &views[random_in(0, num_views - 2)];
-    t->data = other->memory;
-    backed = backed && other->bytes >= o->bytes;
-  }
-}
-
-static void remember_outputs(void) {
-  for (int i = 0; i < num_views; i++) {
-    owned *o = &views[i];
-    if (o->output && o->bytes) {
-      o->before = malloc(o->bytes);
-      memcpy(o->before, o->memory, o->bytes);
-    }
-  }
-}
-
-static void check_status(const char *name, moelora_status status, bool ran) {
-  bool has_message = *moelora_error_message() != '\0';
-  if (has_message != (status != MOELORA_OK))
-    STOP("%s: status %d with the message '%s'", name, (int)status, moelora_error_message());
-  for (int i = 0; i < num_views; i++) {
-    const owned *o = &views[i];
-    if (status == MOELORA_OK && o->view->data && bytes_of(o->view) < 0)
-      STOP("%s: accepted a view that no memory can hold", name);
-    if ((status != MOELORA_OK || !ran) && o->before && memcmp(o->before, o->memory, o->bytes))
-      STOP("%s: wrote to an output, status %d: %s", name, (int)status, moelora_error_message());
-  }
-}
-
-/* ---- where ---- */
-
-static moelora_exec any_exec(void) {
-  moelora_exec exec = {.device = MOELORA_CPU};
-  if (one_in(100))
-    exec.device = (moelora_device)random_in(-1, 3);
-  if (one_in(100))
-    exec.device_index = (int32_t)any_size();
-  if (one_in(100))
-    exec.num_threads = (int32_t)any_size();
-  return exec;
-}
-
-/* Exactly the workspace that was asked for, at the end of what there is. */
-static moelora_exec with_workspace(moelora_exec exec, size_t bytes, unsigned char **memory) {
-  *memory = aligned_alloc(256, (bytes + 511) / 256 * 256);
-  exec.workspace = *memory;
-  exec.workspace_bytes = bytes;
-  if (one_in(50))
-    exec.workspace_bytes -= bytes ? 1 : 0;
-  if (one_in(50))
-    exec.workspace = *memory + 8;
-  return exec;
-}
-
-#define RUN(NAME, ARGS)                                                                            \
-  do {                                                                                             \
-    moelora_exec exec_ = any_exec();                                                               \
-    size_t bytes_ = 0;                                                                             \
-    remember_outputs();                                                                            \
-    moelora_status status_ = NAME##_workspace_size(ARGS, &exec_, &bytes_);                         \
-    check_status(#NAME "_workspace_size", status_, false);                                         \
-    if (backed && bytes_ <= SPACE) {                                                               \
-      unsigned char *memory_;                                                                      \
-      exec_ = with_workspace(exec_, bytes_, &memory_);                                             \
-      moelora_status second_ = NAME(ARGS, &exec_);                                                 \
-      check_status(#NAME, second_, true);                                                          \
-      if (status_ != MOELORA_OK && second_ == MOELORA_OK)                                          \
-        STOP(#NAME " ran what its workspace_size refused");                                        \
-      runs += second_ == MOELORA_OK;                                                               \
-      free(memory_);                                                                               \
-    }                                                                                              \
-  } while (0)
-
-static long long runs;
 
 /* ---- arguments: valid, then disturbed ---- */
 
@@ -280,6 +88,16 @@ static moelora_dtype any_float(void) {
   return (moelora_dtype)random_in(MOELORA_F32, MOELORA_F16);
 }
 
+/* What a mode does not read may hold anything, and nothing may look at it. */
+static moelora_tensor wild(void) {
+  moelora_tensor t = shaped((moelora_dtype)random_in(-1, 7), SIZES(2, 3, 2, 3, 2));
+  for (int32_t i = 0; i < MOELORA_MAX_DIMS; i++)
+    t.size[i] = one_in(2) ? any_size() : 2;
+  t.ndim = (int32_t)any_size();
+  t.data = one_in(4) ? NULL : t.data;
+  return t;
+}
+
 /* Inputs and outputs of one call, in any order. */
 typedef struct list {
   moelora_tensor *at[MAX_VIEWS];
@@ -349,11 +167,8 @@ static void fuzz_align(void) {
   moelora_adapters unread = {0};
   list inputs = {0}, outputs = {0};
   put_common(&inputs, &args.routing, with_adapters ? &args.adapters : &unread);
-  if (!with_adapters && one_in(4)) { /* nothing may look at them */
-    moelora_tensor wild = shaped(MOELORA_I32, SIZES(2, 3, 2, 3, 2));
-    wild.ndim = (int32_t)any_size();
-    args.adapters = (moelora_adapters){wild, wild, wild, wild};
-  }
+  if (!with_adapters && one_in(4))
+    args.adapters = (moelora_adapters){wild(), wild(), wild(), wild()};
   put(&outputs, &args.sorted_token_ids), put(&outputs, &args.expert_ids);
   put(&outputs, &args.lora_ids), put(&outputs, &args.num_tokens_post_padded);
   put(&outputs, &args.sorted_weights), put(&outputs, &args.out_to_zero);
@@ -388,7 +203,7 @@ static void fuzz_gemm(void) {
 static void fuzz_experts(void) {
   sizes s = any_sizes();
   moelora_dtype dtype = any_float();
-  moelora_activation activation = (moelora_activation)random_in(0, 3);
+  moelora_activation activation = (moelora_activation)random_in(0, 4);
   int32_t slices = activation == MOELORA_RELU2 ? 1 : (int32_t)random_in(1, 2);
   int64_t n = activation == MOELORA_RELU2 ? s.i : 2 * s.i;
   if (one_in(4))
@@ -404,6 +219,8 @@ static void fuzz_experts(void) {
       .w13_lora = any_lora(&s, dtype, n, s.k, slices),
       .w2_lora = any_lora(&s, dtype, s.k, s.i, 1),
       .activation = one_in(60) ? (moelora_activation)any_size() : activation,
+      .activation_alpha = one_in(30) ? any_number() : 0,
+      .activation_limit = one_in(8) ? any_number() : 0,
       .apply_router_weight_on_input = s.top_k == 1 || one_in(60),
       .out = shaped(dtype, SIZES(s.m, s.k)),
   };
@@ -415,6 +232,131 @@ static void fuzz_experts(void) {
   put(&outputs, &args.out);
   disturb(&inputs, &outputs);
   RUN(moelora_experts, &args);
+}
+
+/* ---- adapters alone ---- */
+
+static moelora_lists any_lists(const sizes *s, int64_t blocks, int32_t block_size) {
+  int64_t ids = random_in(0, 5);
+  return (moelora_lists){
+      .sorted_token_ids = shaped(MOELORA_I32, SIZES(s->slots, blocks * block_size)),
+      .expert_ids = shaped(MOELORA_I32, SIZES(s->slots, blocks)),
+      .num_tokens_post_padded = shaped(MOELORA_I32, SIZES(s->slots)),
+      .lora_ids = shaped(MOELORA_I32, SIZES(ids)),
+      .num_active = (int32_t)(one_in(60) ? any_size() : random_in(0, ids)),
+      .block_size = (int32_t)(one_in(60) ? any_size() : block_size),
+  };
+}
+
+static void put_lists(list *l, moelora_lists *lists) {
+  put(l, &lists->sorted_token_ids), put(l, &lists->expert_ids);
+  put(l, &lists->num_tokens_post_padded);
+}
+
+static void fuzz_align_lists(void) {
+  sizes s = any_sizes();
+  int32_t block_size = (int32_t)random_in(1, 20);
+  moelora_align_lists_args args = {
+      .max_loras = (int32_t)(one_in(60) ? any_size() : s.slots),
+      .routing = any_routing(&s),
+      .adapters = any_adapters(&s),
+  };
+  const moelora_tensor *map = &args.routing.expert_map;
+  int64_t known = map->data ? map->size[0] : s.e;
+  int64_t blocks =
+      moelora_align_max_blocks(MOELORA_ALIGN_BASE, s.m * s.top_k, (int32_t)known, 0, block_size) +
+      random_in(0, 2);
+  args.num_experts = (int32_t)(one_in(60) ? any_size() : known);
+  args.lists = any_lists(&s, blocks, block_size);
+  list inputs = {0}, outputs = {0};
+  put_common(&inputs, &args.routing, &args.adapters);
+  put(&inputs, &args.lists.lora_ids), put_lists(&outputs, &args.lists);
+  disturb(&inputs, &outputs);
+  RUN(moelora_align_lists, &args);
+}
+
+/* One half or both, rows by routing or by lists. */
+static void fuzz_delta(void) {
+  sizes s = any_sizes();
+  moelora_dtype dtype = any_float();
+  int32_t slices = (int32_t)random_in(1, 3);
+  int64_t n = s.i * slices;
+  bool listed = one_in(2), shrink = one_in(2), expand = !shrink || one_in(2);
+  moelora_delta_args args = {
+      .num_experts = (int32_t)(one_in(60) ? any_size() : s.e),
+      .routing = any_routing(&s),
+      .adapters = any_adapters(&s),
+      .lora = any_lora(&s, dtype, n, s.k, slices),
+      .silu_and_mul = expand && one_in(8),
+  };
+  bool plain = expand && !args.silu_and_mul;
+  args.mul_routed_weight = plain && one_in(2), args.add_inputs = plain && one_in(2);
+  args.out_offset = plain ? random_in(0, 3) : 0;
+  if (one_in(30))
+    args.out_offset = any_size(), bump(&args.out_offset, random_in(-9, 0));
+  list inputs = {0}, outputs = {0};
+  if (shrink)
+    args.x = shaped(dtype, SIZES(one_in(2) ? s.m : s.m * s.top_k, s.k)), put(&inputs, &args.x);
+  if (!shrink || !expand)
+    args.h = shaped(dtype, SIZES(slices, s.m, s.top_k, s.r)),
+    put(expand ? &inputs : &outputs, &args.h);
+  if (expand) {
+    int64_t width = args.silu_and_mul ? n / 2 : n + random_in(0, 3) + 3;
+    args.out = plain && one_in(3) ? shaped(dtype, SIZES(s.m, width))
+                                  : shaped(dtype, SIZES(s.m, s.top_k, width));
+    put(&outputs, &args.out);
+  }
+  for (int32_t i = 0; i < args.lora.num_slices && i < MOELORA_MAX_SLICES; i++) {
+    if (shrink)
+      put(&inputs, &args.lora.a[i]);
+    if (expand)
+      put(&inputs, &args.lora.b[i]);
+    if (!shrink || !expand)
+      *(shrink ? &args.lora.b[i] : &args.lora.a[i]) = wild();
+  }
+  if (!listed) {
+    put_common(&inputs, &args.routing, &args.adapters);
+    args.lists = (moelora_lists){absent, wild(), wild(), wild(), (int32_t)any_size(), -1};
+    args.num_tokens = any_size(), args.top_k = (int32_t)any_size();
+  } else {
+    int32_t block_size = (int32_t)random_in(1, 6);
+    args.lists = any_lists(&s, random_in(0, 5), block_size);
+    args.num_tokens = one_in(60) ? any_size() : s.m;
+    args.top_k = (int32_t)(one_in(60) ? any_size() : s.top_k);
+    put_lists(&inputs, &args.lists), put(&inputs, &args.lists.lora_ids);
+    put(&inputs, &args.adapters.lora_ranks), put(&inputs, &args.adapters.lora_scalings);
+    put(&inputs, &args.adapters.adapter_enabled);
+    args.adapters.token_lora_mapping = wild();
+    args.routing.topk_ids = wild(), args.routing.expert_map = wild();
+    if (args.mul_routed_weight)
+      put(&inputs, &args.routing.topk_weights);
+    else
+      args.routing.topk_weights = wild();
+  }
+  disturb(&inputs, &outputs);
+  if (listed && !args.lists.sorted_token_ids.data) /* now routing counts, which has no memory */
+    backed = false;
+  RUN(moelora_delta, &args);
+}
+
+static void fuzz_mlp_delta(void) {
+  sizes s = any_sizes();
+  moelora_dtype dtype = any_float();
+  moelora_mlp_delta_args args = {
+      .num_experts = (int32_t)(one_in(60) ? any_size() : s.e),
+      .hidden_states = shaped(dtype, SIZES(s.m, s.k)),
+      .routing = any_routing(&s),
+      .adapters = any_adapters(&s),
+      .gate_up = any_lora(&s, dtype, 2 * s.i, s.k, (int32_t)random_in(1, 2)),
+      .down = any_lora(&s, dtype, s.k, s.i, 1),
+      .out = shaped(dtype, SIZES(s.m, s.k)),
+  };
+  list inputs = {0}, outputs = {0};
+  put(&inputs, &args.hidden_states), put_common(&inputs, &args.routing, &args.adapters);
+  put_lora(&inputs, &args.gate_up), put_lora(&inputs, &args.down);
+  put(&outputs, &args.out);
+  disturb(&inputs, &outputs);
+  RUN(moelora_mlp_delta, &args);
 }
 
 static void fuzz_pack(void) {
@@ -445,11 +387,13 @@ int main(int argc, char **argv) {
   if (__sanitizer_set_death_callback)
     __sanitizer_set_death_callback(say_seed);
   long long calls = argc > 1 ? atoll(argv[1]) : 20000, first = argc > 2 ? atoll(argv[2]) : 1;
-  void (*const operators[])(void) = {fuzz_align, fuzz_gemm, fuzz_experts, fuzz_pack};
+  void (*const operators[])(void) = {fuzz_align,       fuzz_gemm,  fuzz_experts,  fuzz_pack,
+                                     fuzz_align_lists, fuzz_delta, fuzz_mlp_delta};
+  const int count = sizeof operators / sizeof *operators;
   for (long long i = 0; i < calls; i++) {
     current_seed = (uint64_t)(first + i);
     seed(current_seed);
-    operators[i % 4]();
+    operators[i % count]();
     forget_views();
   }
   if (calls >= 400 && (runs < calls / 10 || runs > calls * 9 / 10))

@@ -125,16 +125,25 @@ static inline void naive_gemm(const moelora_gemm_args *args, rounding r, double 
   free(x);
 }
 
-static inline double naive_activation(moelora_activation activation, double g, double u) {
+static inline double naive_activation(moelora_activation activation, double alpha, double limit,
+                                      double g, double u) {
+  bool oai = activation == MOELORA_SWIGLUOAI || activation == MOELORA_SWIGLUOAI_UNINTERLEAVE;
+  if (alpha == 0)
+    alpha = oai ? 1.702 : 1;
+  if (limit == 0)
+    limit = oai ? 7 : INFINITY;
   switch (activation) {
   case MOELORA_SILU:
+    g = g > limit ? limit : g;
+    u = u > limit ? limit : u < -limit ? -limit : u;
     return g / (1 + exp(-g)) * u;
   case MOELORA_GELU:
     return 0.5 * g * (1 + tanh(sqrt(2 / 3.14159265358979323846) * (g + 0.044715 * g * g * g))) * u;
   case MOELORA_SWIGLUOAI:
-    g = g > 7 ? 7 : g;
-    u = u > 7 ? 7 : u < -7 ? -7 : u;
-    return g / (1 + exp(-1.702 * g)) * (u + 1);
+  case MOELORA_SWIGLUOAI_UNINTERLEAVE:
+    g = g > limit ? limit : g;
+    u = u > limit ? limit : u < -limit ? -limit : u;
+    return g / (1 + exp(-alpha * g)) * (u + 1);
   default:
     return g > 0 ? g * g : 0;
   }
@@ -165,7 +174,8 @@ static inline void naive_experts(const moelora_experts_args *args, rounding r, d
       for (int64_t i = 0; i < inner; i++) {
         bool interleaved = args->activation == MOELORA_SWIGLUOAI;
         bool gated = args->activation != MOELORA_RELU2;
-        h[i] = store(r, naive_activation(args->activation, y[interleaved ? 2 * i : i],
+        h[i] = store(r, naive_activation(args->activation, args->activation_alpha,
+                                         args->activation_limit, y[interleaved ? 2 * i : i],
                                          interleaved ? y[2 * i + 1]
                                          : gated     ? y[inner + i]
                                                      : 0));

@@ -158,6 +158,8 @@ static void test_max_blocks(void) {
       {MOELORA_ALIGN_SORTING, 40, 8, 0, 16, 10},
       {MOELORA_ALIGN_UNIFORM, INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX},
       {MOELORA_ALIGN_BASE, 40, 8, 0, 0, 0},
+      {MOELORA_ALIGN_SORTING, INT64_MAX, 8, 0, 1, INT64_MAX}, /* no more fits */
+      {MOELORA_ALIGN_UNIFORM, INT64_MAX, INT32_MAX, INT32_MAX, 1, INT64_MAX},
   };
   for (size_t i = 0; i < sizeof table / sizeof *table; i++)
     CHECK_INT(moelora_align_max_blocks(table[i].mode, table[i].rows, table[i].experts,

@@ -248,10 +248,10 @@ static void test_mlp(moelora_dtype dtype, uint64_t number, const char *variant) 
           is_active(&args.routing, &args.adapters, s.experts, s.slots, p / s.top_k, p % s.top_k);
       const double kept = read_value(h_before.data, dtype, p * s.inner + i);
       h_exact[p * s.inner + i] =
-          active ? naive_activation(MOELORA_SILU, g[i], g[s.inner + i]) : kept;
+          active ? naive_activation(MOELORA_SILU, 0, 0, g[i], g[s.inner + i]) : kept;
       h_rounded[p * s.inner + i] =
           active ? store((rounding){true, dtype},
-                         naive_activation(MOELORA_SILU, g_rounded[i], g_rounded[s.inner + i]))
+                         naive_activation(MOELORA_SILU, 0, 0, g_rounded[i], g_rounded[s.inner + i]))
                  : kept;
     }
   char what[96];
@@ -301,6 +301,13 @@ static void test_errors(void) {
   INVALID("lora_b[1].size(2) is 11, the columns of the first slice is 12");
   a = good, a.out_offset = 1;
   INVALID("offset is 1, expected 0 or more and at most 0: out has 24 columns, the slices have 24");
+  a = good, a.out_offset = INT64_MAX - 7;
+  INVALID(
+      "offset is 9223372036854775800, expected 0 or more and at most 0: out has 24 columns, the "
+      "slices have 24");
+  a = good, a.out_offset = INT64_MIN;
+  INVALID("offset is -9223372036854775808, expected 0 or more and at most 0: out has 24 columns, "
+          "the slices have 24");
   a = good, a.mul_routed_weight = true;
   INVALID("topk_weights is absent, expected a tensor [M, top_k]");
   a = good, a.silu_and_mul = true;
@@ -323,6 +330,21 @@ static void test_errors(void) {
   a.lists.block_size = 8, a.lists.num_active = 4;
   INVALID("num_active_loras is 4, expected 0 to lora_ids.size(0), which is 3");
   a.lists.num_active = 0;
+  CHECK_OK(moelora_delta(&a, &exec));
+
+  /* What a mode does not read may be anything. */
+  const moelora_tensor wild = {a.x.data, (moelora_dtype)99, 77, {INT64_MAX, -1}, {INT64_MIN, 3}};
+  a.routing = (moelora_routing){wild, wild, wild};
+  a.adapters.token_lora_mapping = wild;
+  CHECK_OK(moelora_delta(&a, &exec));
+  a = good, a.lists = (moelora_lists){absent, wild, wild, wild, INT32_MIN, -1};
+  a.num_tokens = INT64_MIN, a.top_k = INT32_MIN;
+  CHECK_OK(moelora_delta(&a, &exec));
+  a = good, a.out = absent, a.h = new_tensor(MOELORA_F32, SIZES(2, 5, 2, 3));
+  a.lora.b[0] = a.lora.b[1] = wild;
+  CHECK_OK(moelora_delta(&a, &exec));
+  a = good, a.x = absent, a.h = random_tensor(MOELORA_F32, 1, SIZES(2, 5, 2, 3));
+  a.lora.a[0] = a.lora.a[1] = wild;
   CHECK_OK(moelora_delta(&a, &exec));
   release_all();
 }

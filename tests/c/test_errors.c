@@ -221,6 +221,20 @@ static void test_experts_errors(void) {
   INVALID("w13.size(1) is 24, expected 12: w2.size(2), as the activation is not gated");
   a = good, a.activation = (moelora_activation)7;
   INVALID("activation is 7, expected a moelora_activation");
+  a = good, a.activation_limit = -7;
+  INVALID("activation_limit is -7, expected a normal float32 above 0");
+  a = good, a.activation_limit = NAN;
+  INVALID("activation_limit is nan, expected a normal float32 above 0");
+  a = good, a.activation_limit = 1e39;
+  INVALID("activation_limit is 1e+39, expected a normal float32 above 0");
+  a = good, a.activation_alpha = 1.5;
+  INVALID("activation_alpha is 1.5, but the activation takes none: swigluoai and "
+          "swigluoai_uninterleave have one");
+  a = good, a.activation = MOELORA_GELU, a.activation_limit = 7;
+  INVALID("activation_limit is 7, but the activation takes none: silu, swigluoai and "
+          "swigluoai_uninterleave have one");
+  a = good, a.activation = MOELORA_SWIGLUOAI, a.activation_alpha = INFINITY;
+  INVALID("activation_alpha is inf, expected a normal float32 above 0");
   a = good, a.w13_bias.size[1] = 12;
   INVALID("w13_bias.size(1) is 12, w13.size(1) is 24");
   a = good, a.w2_bias.size[0] = 1;
@@ -308,8 +322,107 @@ static void test_pack_errors(void) {
   release_all();
 }
 
+/* ---- sizes that no memory holds ---- */
+
+/* A view of any shape without memory behind it: all but the last dimension have stride 0. */
+static moelora_tensor expanded(moelora_dtype dtype, int32_t ndim, const int64_t *size) {
+  static int64_t somewhere;
+  moelora_tensor t = view(&somewhere, dtype, ndim, size);
+  for (int32_t i = 0; i + 1 < ndim; i++)
+    t.stride[i] = 0;
+  return t;
+}
+
+/* An output of these sizes, at an address of its own. */
+static moelora_tensor spread(moelora_dtype dtype, int32_t ndim, const int64_t *size) {
+  return view((void *)((uintptr_t)1 << 60), dtype, ndim, size);
+}
+
+#define TOO_LARGE(NAME, ARGS, SIZES)                                                               \
+  do {                                                                                             \
+    size_t bytes_ = 1;                                                                             \
+    CHECK_FAILS(NAME##_workspace_size(ARGS, &exec, &bytes_), MOELORA_INVALID_ARGUMENT,             \
+                SIZES ": too large, the workspace would take more than 2^56 bytes");               \
+    CHECK(bytes_ == 0);                                                                            \
+    CHECK(NAME(ARGS, &exec) == MOELORA_INVALID_ARGUMENT);                                          \
+  } while (0)
+
+/* Sums and products of these wrap at 2^64 to a few bytes, or at 2^63 to less than nothing. */
+static void test_huge_sizes(void) {
+  moelora_exec exec = serial;
+  give_workspace(&exec, 1 << 20);
+  enum { ROWS = INT32_MAX - 255, FEWER = ROWS - 255, WIDE = INT32_MAX };
+  const moelora_routing routing = {
+      .topk_ids = expanded(MOELORA_I32, SIZES(1, ROWS)),
+      .topk_weights = expanded(MOELORA_F32, SIZES(1, ROWS)),
+  };
+  const moelora_adapters adapters = {.token_lora_mapping = expanded(MOELORA_I32, SIZES(1))};
+  const moelora_lora lora = {
+      4,
+      {expanded(MOELORA_F32, SIZES(2, 1, WIDE, 8)), expanded(MOELORA_F32, SIZES(2, 1, WIDE, 8)),
+       expanded(MOELORA_F32, SIZES(2, 1, WIDE, 8)), expanded(MOELORA_F32, SIZES(2, 1, WIDE, 8))},
+      {expanded(MOELORA_F32, SIZES(2, 1, 2, WIDE)), expanded(MOELORA_F32, SIZES(2, 1, 2, WIDE)),
+       expanded(MOELORA_F32, SIZES(2, 1, 2, WIDE)), expanded(MOELORA_F32, SIZES(2, 1, 2, WIDE))}};
+
+  const moelora_experts_args experts = {
+      .hidden_states = expanded(MOELORA_F32, SIZES(1, WIDE)),
+      .w13 = expanded(MOELORA_F32, SIZES(1, 1018, WIDE)),
+      .w2 = expanded(MOELORA_F32, SIZES(1, WIDE, 509)),
+      .routing = routing,
+      .out = spread(MOELORA_F32, SIZES(1, WIDE)),
+  };
+  TOO_LARGE(moelora_experts, &experts,
+            "M is 1, top_k is 2147483392, E is 1, K is 2147483647, I is 509");
+
+  const moelora_gemm_args gemm = {
+      .x = expanded(MOELORA_F32, SIZES(1, 8)),
+      .w = expanded(MOELORA_F32, SIZES(1, 8, 8)),
+      .routing = routing,
+      .adapters = adapters,
+      .lora = lora,
+      .out = spread(MOELORA_F32, SIZES(1, ROWS, 8)),
+  };
+  TOO_LARGE(moelora_gemm, &gemm,
+            "M is 1, top_k is 2147483392, E is 1, max_loras is 2, N is 8, K is 8, R is 2147483647");
+
+  const moelora_delta_args delta = {
+      .num_experts = 1,
+      .x = gemm.x,
+      .routing = {.topk_ids = expanded(MOELORA_I32, SIZES(1, FEWER))},
+      .adapters = adapters,
+      .lora = lora,
+      .out = spread(MOELORA_F32, SIZES(1, 8)),
+  };
+  TOO_LARGE(moelora_delta, &delta,
+            "M is 1, top_k is 2147483137, E is 1, max_loras is 2, K is 8, columns is 8, "
+            "R is 2147483647");
+
+  const moelora_lora wide[] = {
+      {1,
+       {expanded(MOELORA_F32, SIZES(2, 1, 8, WIDE))},
+       {expanded(MOELORA_F32, SIZES(2, 1, 8, 8))}},
+      {1,
+       {expanded(MOELORA_F32, SIZES(2, 1, 8, 4))},
+       {expanded(MOELORA_F32, SIZES(2, 1, WIDE, 8))}},
+  };
+  const moelora_mlp_delta_args mlp = {
+      .num_experts = 1,
+      .hidden_states = experts.hidden_states,
+      .routing = {expanded(MOELORA_I32, SIZES(1, FEWER)), expanded(MOELORA_F32, SIZES(1, FEWER))},
+      .adapters = adapters,
+      .gate_up = wide[0],
+      .down = wide[1],
+      .out = experts.out,
+  };
+  TOO_LARGE(moelora_mlp_delta, &mlp,
+            "M is 1, top_k is 2147483137, E is 1, max_loras is 2, K is 2147483647, I is 4, "
+            "R of gate_up is 8, R of down is 8");
+  release_all();
+}
+
 int main(void) {
   test_gemm_errors();
+  test_huge_sizes();
   test_experts_errors();
   test_pack_errors();
   printf("test_errors: all refusals as expected\n");

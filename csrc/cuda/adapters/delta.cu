@@ -189,7 +189,7 @@ struct Shrunk {
 };
 
 size_t shrunk_bytes(const moelora_routes *routes, const moelora_factors *lora) {
-  return 2 * (size_t)(routes->num_rows * lora->num_slices * moelora_padded_rank(lora->max_rank));
+  return moelora_times(moelora_times((size_t)routes->num_rows, moelora_shrunk_columns(lora)), 2);
 }
 
 Shrunk own_shrunk(void *data, const moelora_routes *routes, const moelora_factors *lora) {
@@ -259,8 +259,9 @@ struct Waiting {
 Waiting take_waiting(const moelora_routes *routes, int64_t columns, moelora_arena *arena) {
   Waiting z = {};
   z.stride = (columns + 7) / 8 * 8;
-  z.f32 = routes->num_rows * columns <= ((int64_t)8 << 20);
-  z.data = moelora_take(arena, (z.f32 ? 4 : 2) * (size_t)(routes->num_rows * z.stride));
+  z.f32 = (double)routes->num_rows * (double)columns <= 8 << 20;
+  z.data = moelora_take_array(arena, moelora_times((size_t)routes->num_rows, (size_t)z.stride),
+                              z.f32 ? 4 : 2);
   return z;
 }
 
@@ -407,7 +408,8 @@ MlpLayout lay_out_mlp(const moelora_mlp_delta_problem *p, void *base) {
   if (l.order == DELTA_SORTED)
     l.sorted = delta_take_sorted(&l.routes, &arena);
   l.h1 = moelora_take(&arena, shrunk_bytes(&p->routes, &p->gate_up));
-  l.act = moelora_take(&arena, 2 * (size_t)(p->routes.num_rows * p->intermediate));
+  l.act = moelora_take_array(&arena,
+                             moelora_times((size_t)p->routes.num_rows, (size_t)p->intermediate), 2);
   l.h2 = moelora_take(&arena, shrunk_bytes(&p->routes, &p->down));
   l.z = take_waiting(&p->routes, p->hidden, &arena);
   l.bytes = arena.used;

@@ -156,10 +156,9 @@ struct Partials {
 /* What a thread asks for now and then: registers are scarce. */
 struct Seldom {
   int projection;
-  const Reading *agreed; // what the tables are built from; NULL: what this CTA reads itself
-  Item item;             // at hand; of a shrink, the tile is its index
-  float total[4];        // of it
-  bool added, more;      // to it: adapters; of it: runs
+  Item item;        // at hand; of a shrink, the tile is its index
+  float total[4];   // of it
+  bool added, more; // to it: adapters; of it: runs
   Walk walk;
   Source<2> next; // of the ring
   unsigned arrival;
@@ -216,7 +215,8 @@ __device__ __forceinline__ void wait(Seldom &seldom) {
 
 /* Tables and x, ready for the first item of W13. */
 __device__ __forceinline__ void begin_layer(const Params &p, Tables &t, Columns &columns,
-                                            uint16_t *staged, Seldom &seldom) {
+                                            uint16_t *staged, Seldom &seldom,
+                                            const Reading *agreed) {
   const Columns x = stage_columns((const uint16_t *)p.p.x, p.p.x_stride, p.p.routes.num_tokens,
                                   (int)p.p.hidden, nullptr, staged);
   if (threadIdx.x == 0) {
@@ -228,8 +228,8 @@ __device__ __forceinline__ void begin_layer(const Params &p, Tables &t, Columns 
     seldom.shrinks = false;
     arrive(seldom);
   }
-  build_tables(t, p.p, p.tiles13, (int)((p.p.hidden + 15) / 16), seldom.agreed);
-  if (!seldom.agreed && threadIdx.x / 32 == kWarps - 1)
+  build_tables(t, p.p, p.tiles13, (int)((p.p.hidden + 15) / 16), agreed);
+  if (!agreed && threadIdx.x / 32 == kWarps - 1)
     publish_reading(t, p.digests, p.reading);
   copy_async_wait<0>();
   __syncthreads();
@@ -239,8 +239,9 @@ __device__ __forceinline__ void begin_layer(const Params &p, Tables &t, Columns 
 __device__ __noinline__ void begin_again(const Params &p, Tables &t, Columns &columns,
                                          uint16_t *staged, Seldom &seldom) {
   __syncthreads(); // all have seen that readings differ
-  seldom.agreed = p.reading;
-  begin_layer(p, t, columns, staged, seldom);
+  if (threadIdx.x == 0)
+    t.agreed = true;
+  begin_layer(p, t, columns, staged, seldom, p.reading);
 }
 
 template <class T>
@@ -253,8 +254,9 @@ __global__ void __launch_bounds__(kThreads, kResident)
   __shared__ Columns columns;
   Seldom &seldom = states[threadIdx.x];
   seldom.waits = seldom.turn = false;
-  seldom.agreed = nullptr;
-  begin_layer(p, t, columns, staged, seldom);
+  if (threadIdx.x == 0)
+    t.agreed = false;
+  begin_layer(p, t, columns, staged, seldom, nullptr);
 
   Ring ring;
 #pragma unroll 1
@@ -275,7 +277,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
         if (threadIdx.x == 0)
           columns = h;
       }
-      if (!seldom.agreed)
+      if (!t.agreed)
         compare_readings(t, p.digests);
       copy_async_wait<0>();
       __syncthreads();
@@ -340,13 +342,13 @@ Layout lay_out(const moelora_experts_problem *p, void *base, const moelora_exec 
   const size_t rows = (size_t)p->routes.num_rows;
   const size_t ctas = (size_t)kMostResident * (size_t)moelora_cuda_num_sms(exec->device_index);
   Layout l;
-  l.digests = (uint32_t *)moelora_take(&arena, sizeof(uint32_t) * ctas);
+  l.digests = (uint32_t *)moelora_take(&arena, sizeof(uint32_t) * kCopies * digest_pitch(ctas));
   l.reading = (Reading *)moelora_take(&arena, sizeof(Reading));
-  l.h = (uint16_t *)moelora_take(&arena, 2 * rows * (size_t)p->intermediate);
+  const size_t inner = (size_t)p->intermediate;
+  l.h = (uint16_t *)moelora_take_array(&arena, moelora_times(rows, inner), 2);
   for (int i = 0; i < 2; i++) {
-    const moelora_factors *f = i ? &p->w2_lora : &p->w13_lora;
-    const size_t width = (size_t)(f->num_slices * moelora_padded_rank(f->max_rank));
-    l.hl[i] = (uint16_t *)moelora_take(&arena, 2 * rows * width);
+    const size_t columns = moelora_shrunk_columns(i ? &p->w2_lora : &p->w13_lora);
+    l.hl[i] = (uint16_t *)moelora_take_array(&arena, moelora_times(rows, columns), 2);
   }
   l.bytes = arena.used;
   return l;
@@ -367,8 +369,8 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem, const
   const Layout l = lay_out(problem, exec->workspace, exec);
   Params params = {};
   params.p = p;
-  params.gated = p.activation != MOELORA_RELU2;
-  params.interleaved = p.activation == MOELORA_SWIGLUOAI;
+  params.gated = moelora_is_gated(p.activation.kind);
+  params.interleaved = moelora_is_interleaved(p.activation.kind);
   const int64_t outputs = params.gated ? 8 : 16;
   params.tiles13 = (int32_t)((p.intermediate + outputs - 1) / outputs);
   params.most_shrinks13 =

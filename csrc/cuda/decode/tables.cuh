@@ -20,8 +20,15 @@ constexpr int kTokens = MOELORA_DECODE_TOKENS, kRows = MOELORA_DECODE_ROWS;
 static_assert(kTokens == 8, "tokens are the columns of one mma");
 static_assert(kRows == 64, "a warp looks after rows, units or segments two by two");
 
-/* As many as compare their readings with a thread to each two. */
-constexpr int kMostCtas = 2 * kThreads;
+/* As many as compare their readings with a thread to each four. */
+constexpr int kMostCtas = 4 * kThreads;
+/* Of all digests, so that not all CTAs ask for the same lines at once. */
+constexpr int kCopies = 16;
+
+/* Words from copy to copy. */
+__host__ __device__ inline size_t digest_pitch(size_t ctas) {
+  return (ctas + 31) / 32 * 32;
+}
 
 /* What a CTA works on, in this order. */
 enum Kind { SHRINK13, W13, SHRINK2, W2, DONE };
@@ -38,6 +45,7 @@ struct Tables {
   Reading own;
   uint32_t digest; // of it
   bool differs;    // from another CTA's
+  bool agreed;     // all began again from the first CTA's
   int32_t units, segments;
   int32_t items[DONE];         // of each kind, in the whole grid
   int32_t first_w13, next_w13; // W13's item of this CTA's first warp; from warp to warp
@@ -233,15 +241,22 @@ __device__ __forceinline__ void publish_reading(Tables &t, uint32_t *digests, Re
       ((uint32_t *)first)[i] = word;
   }
   digest = __reduce_add_sync(~0u, digest);
+  if (lane < kCopies)
+    digests[lane * digest_pitch(gridDim.x) + blockIdx.x] = digest;
   if (lane == 0)
-    digests[blockIdx.x] = t.digest = digest;
+    t.digest = digest;
 }
 
-/* Once all CTAs have published theirs: thread t looks at that of CTA t and, as there may be twice
- * as many, of the t-th last one. */
+/* Once all CTAs have published theirs: a thread looks at those of four. */
 __device__ __forceinline__ void compare_readings(Tables &t, const uint32_t *digests) {
-  const uint32_t at = min(threadIdx.x, gridDim.x - 1);
-  if (__ldcg(digests + at) != t.digest || __ldcg(digests + gridDim.x - 1 - at) != t.digest)
+  const int at = 4 * (int)threadIdx.x, ctas = gridDim.x;
+  if (at >= ctas)
+    return;
+  const uint4 four =
+      __ldcg((const uint4 *)(digests + blockIdx.x % kCopies * digest_pitch(gridDim.x) + at));
+  const uint32_t own = t.digest;
+  if (four.x != own || (at + 1 < ctas && four.y != own) || (at + 2 < ctas && four.z != own) ||
+      (at + 3 < ctas && four.w != own))
     t.differs = true;
 }
 

@@ -21,6 +21,11 @@ static inline __host__ __device__ int32_t moelora_padded_rank(int32_t rank) {
   return (rank + 15) / 16 * 16;
 }
 
+/* Columns of the shrink results of a row: all slices. */
+static inline size_t moelora_shrunk_columns(const moelora_factors *f) {
+  return (size_t)f->num_slices * (((size_t)f->max_rank + 15) / 16 * 16);
+}
+
 /* The rows of one expert that carry one adapter. They follow each other by position, `share` to a
  * block. */
 typedef struct moelora_segment {
@@ -80,7 +85,8 @@ typedef struct moelora_gemm_launch {
   moelora_factors lora;        /* num_slices == 0: none */
   int32_t max_loras;
   /* epilogue */
-  int32_t activation; /* moelora_activation, or -1 */
+  moelora_activation_problem activation; /* counts where gated, or relu2; else there is none */
+  bool plain_silu; /* it is silu without a limit, known once instead of for every tile */
   bool weighted;
   bool out_f32;
   bool out_by_position; /* rows out_stride[0] apart */

@@ -171,7 +171,7 @@ size_t positions(const Alignment *a) {
 void *take_shrunk(moelora_arena *arena, const Alignment *a, const moelora_factors *f) {
   if (f->num_slices == 0)
     return nullptr;
-  return moelora_take(arena, 2 * positions(a) * f->num_slices * moelora_padded_rank(f->max_rank));
+  return moelora_take_array(arena, moelora_times(positions(a), moelora_shrunk_columns(f)), 2);
 }
 
 /* ---- one projection over an alignment ---- */
@@ -187,7 +187,6 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
   g.k = (int32_t)w->k;
   g.w = *w;
   g.n_out = (int32_t)w->n;
-  g.activation = -1;
   if (lora->num_slices == 0)
     g.blocks.pairs = nullptr;
   if (g.blocks.pairs) {
@@ -258,13 +257,14 @@ ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_ex
   moelora_arena arena = {(char *)base, 0};
   ExpertsLayout l;
   l.alignment = take_alignment(&arena, &p->routes, &plan->w13, true, false);
+  const size_t rows = positions(&l.alignment), hidden = (size_t)p->hidden;
   l.x = p->apply_router_weight_on_input
-            ? moelora_take(&arena, 2 * (size_t)(p->routes.num_tokens * p->hidden))
+            ? moelora_take_array(&arena, moelora_times((size_t)p->routes.num_tokens, hidden), 2)
             : nullptr;
   l.hl13 = take_shrunk(&arena, &l.alignment, &p->w13_lora);
-  l.h = moelora_take(&arena, 2 * positions(&l.alignment) * p->intermediate);
+  l.h = moelora_take_array(&arena, moelora_times(rows, (size_t)p->intermediate), 2);
   l.hl2 = take_shrunk(&arena, &l.alignment, &p->w2_lora);
-  l.z = moelora_take(&arena, (plan->partial_f32 ? 4 : 2) * positions(&l.alignment) * p->hidden);
+  l.z = moelora_take_array(&arena, moelora_times(rows, hidden), plan->partial_f32 ? 4 : 2);
   l.bytes = arena.used;
   return l;
 }
@@ -297,9 +297,10 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   }
   g.x_divisor = moelora_divisor_of(routes->top_k);
   g.n_out = (int32_t)p->intermediate;
-  g.gated = p->activation != MOELORA_RELU2;
-  g.interleaved = p->activation == MOELORA_SWIGLUOAI;
+  g.gated = moelora_is_gated(p->activation.kind);
+  g.interleaved = moelora_is_interleaved(p->activation.kind);
   g.activation = p->activation;
+  g.plain_silu = p->activation.kind == MOELORA_SILU && p->activation.limit == __builtin_inff();
   g.out = l.h;
   g.out_by_position = true;
   g.out_stride[0] = p->intermediate;

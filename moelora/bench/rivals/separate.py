@@ -20,6 +20,8 @@ class Separate:
     def __init__(self, layer: Layer, options: Options):
         require(importlib.util.find_spec("triton"), "triton is not installed")
         require(layer.dtype != "fp32", "its kernels are for bf16 and fp16")
+        there = ("silu", "swigluoai", "relu2")
+        require(layer.model.activation in there, f"its kernels have {', '.join(there)}")
         self.check_device(layer)
         from moelora.bench.rivals import triton_kernels
 

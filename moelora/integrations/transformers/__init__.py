@@ -8,19 +8,25 @@
 
 Importing this module registers the implementation. Nothing is merged into the weights: every row of
 a batch carries its own adapter, or none, through one fused operator per layer. Inference only.
+Threads may call one model at the same time, each with adapters of its own.
+
+Expert weights that a model stores as (E, in, out), gpt-oss's, are laid out anew in place at the
+first call: parameters keep identity, shape and values, but are no longer contiguous, which bare
+`safetensors.torch.save_file(model.state_dict(), ...)` refuses; `save_pretrained` takes care of it.
+
 Adapters that PEFT has loaded, with factors of other layers beside those of the experts, are for
 `moelora.integrations.peft`.
 """
 
 from moelora.integrations.transformers.adapters import (
-    BASE,
     load_adapters,
     moe_layers,
     new_pool,
     unload_adapters,
     use_adapters,
 )
-from moelora.integrations.transformers.experts import IMPLEMENTATION, experts_forward
+from moelora.integrations.transformers.calls import BASE, IMPLEMENTATION
+from moelora.integrations.transformers.experts import experts_forward
 
 __all__ = [
     "BASE",

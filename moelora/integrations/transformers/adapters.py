@@ -5,22 +5,31 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from moelora.adapters import AdapterPool, MoELayer, peek
-from moelora.integrations.transformers.experts import (
+from moelora.integrations.transformers.calls import (
+    BASE,
     IMPLEMENTATION,
-    activation_of,
-    expert_weights,
+    batch_shape,
+    check_implementation,
+    no_adapters,
+    take_adapter_names,
 )
+from moelora.integrations.transformers.experts import activation_of, expert_weights
 
-BASE = "__base__"  # PEFT's name for rows without an adapter
+
+class _Now(threading.local):
+    """What the calls of one thread carry; every thread finds it empty."""
+
+    def __init__(self) -> None:  # not class attributes: torch.compile would take those for constant
+        self.slots: torch.Tensor | None = None  # (rows,) int32, of the innermost use_adapters
+        self.mapping: torch.Tensor | None = None  # (tokens,) int32, of the pass under way
 
 
 class _Serving:
@@ -34,12 +43,7 @@ class _Serving:
         self.pool: AdapterPool | None = None
         self.layers: dict[str, dict[str, Any]] = {}  # arguments of the operator
         self.configs: dict[str, Any] = {}  # of the experts modules
-        self.hooks: list[Any] = []
-        self.call: ExitStack | None = None  # a forward pass that was given adapter_names
-        self.lock = threading.Lock()
-        self.thread: int | None = None  # that has entered use_adapters
-        self.slots: torch.Tensor | None = None  # (rows,) int32
-        self.token_lora_mapping: torch.Tensor | None = None
+        self.now = _Now()
 
     def __deepcopy__(self, memo: dict) -> _Serving:
         copied = memo[id(self)] = _Serving()
@@ -48,49 +52,61 @@ class _Serving:
     def __reduce__(self) -> tuple:
         return _Serving, ()
 
-    def before_forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Forward pre-hook: takes `adapter_names` and spreads the rows over the pass's tokens."""
-        names = kwargs.pop("adapter_names", None)
-        if names is not None:
-            with ExitStack() as stack:
-                stack.enter_context(use_adapters(model, names))
-                self._spread(args, kwargs)
-                self.call = stack.pop_all()
-        elif self.slots is not None:
-            self._spread(args, kwargs)
-        return args, kwargs
+    def call(
+        self,
+        forward: Callable[..., Any],
+        adapter_names: Sequence[str | None] | None,
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A forward pass: takes `adapter_names` and spreads the rows over the pass's tokens."""
+        if adapter_names is not None:
+            with self.hold(adapter_names) as slots:
+                return self._pass(slots, forward, args, kwargs)
+        if self.now.slots is not None:
+            return self._pass(self.now.slots, forward, args, kwargs)
+        return forward(*args, **kwargs)
 
-    def after_forward(self, model: nn.Module, args: tuple, output: Any) -> None:
-        """Forward hook, called after a failure too: `adapter_names` are for one pass."""
-        if self.call is not None:
-            call, self.call = self.call, None
-            call.close()
-
-    def _spread(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        slots = self.slots
-        if not torch.compiler.is_compiling() and self.thread != threading.get_ident():
-            raise RuntimeError(
-                "use_adapters was entered in another thread; enter it in the thread that calls "
-                "the model, one thread at a time"
-            )
-        inputs = (kwargs.get("input_ids"), *args[:1], kwargs.get("inputs_embeds"))
-        shapes = [x.shape for x in inputs if x is not None]
-        if not shapes:
+    def _pass(
+        self, slots: torch.Tensor, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        shape = batch_shape(args, kwargs)
+        if shape is None:
             raise ValueError("use_adapters: the model was called without input_ids, inputs_embeds")
-        rows, length = shapes[0][:2]
+        rows, length = shape
         if rows != slots.shape[0]:
             raise ValueError(
                 f"use_adapters names {slots.shape[0]} rows, the model was called with {rows}; "
                 "if generate made copies of each row (num_beams, num_return_sequences) pass their "
                 "number as expand="
             )
-        self.token_lora_mapping = slots[:, None].expand(rows, length).reshape(-1)
+        outer = self.now.mapping
+        try:
+            self.now.mapping = slots[:, None].expand(rows, length).reshape(-1)
+            return forward(*args, **kwargs)
+        finally:
+            self.now.mapping = outer
+
+    @contextmanager
+    def hold(self, names: Sequence[str | None], expand: int = 1) -> Iterator[torch.Tensor]:
+        """Keeps adapters in their slots; gives the slot of each row, (rows * expand,) int32."""
+        if self.pool is None:
+            raise RuntimeError("this copy of a model has no adapters; call load_adapters first")
+        if isinstance(names, str):
+            raise ValueError(f"names is the string {names!r}, wanted one name per row of the batch")
+        if expand < 1:
+            raise ValueError(f"expand is {expand}, wanted >= 1")
+        for layer, config in self.configs.items():
+            check_implementation(layer, config)
+        names = [None if name == BASE else name for name in names for _ in range(expand)]
+        with self.pool.hold(names):
+            yield self.pool.mapping(names)
 
     def adapters(self, layer: str, hidden_states: torch.Tensor) -> dict[str, Any]:
         """The adapter arguments of `fused_experts_lora` for one layer."""
-        if self.slots is None:
+        mapping = self.now.mapping
+        if mapping is None and self.now.slots is None:
             return {}
-        mapping = self.token_lora_mapping
         if mapping is None or mapping.shape[0] != hidden_states.shape[0]:
             tokens = None if mapping is None else mapping.shape[0]
             raise RuntimeError(
@@ -123,6 +139,7 @@ def moe_layers(model: nn.Module) -> dict[str, tuple[nn.Module, MoELayer]]:
             intermediate,
             gated=module.has_gate,
             interleaved=module.has_gate and not getattr(module, "is_concatenated", True),
+            transposed=module.is_transposed,
         )
         layers[name] = (module, layer)
     if not layers:
@@ -231,15 +248,14 @@ def load_adapters(
     serving.pool = pool
     serving.layers = {name: pool.layer(name) for name in found}
     serving.configs = {name: module.config for name, (module, _) in found.items()}
-    serving.hooks = [
-        model.register_forward_pre_hook(serving.before_forward, with_kwargs=True),
-        model.register_forward_hook(serving.after_forward, always_call=True),
-    ]
     for name, (module, _) in found.items():
         module._moelora, module._moelora_layer = serving, name
     model._moelora = serving
+    take_adapter_names(model)
     if hasattr(type(model), "generate"):
-        model.generate = MethodType(_taking_adapter_names(type(model).generate), model)
+        generate = functools.partial(_generate, model)
+        generate.__wrapped__ = model.generate  # for its signature
+        model.generate = generate
     return pool
 
 
@@ -255,29 +271,25 @@ def _named(adapters: Mapping[str, str | Path] | Iterable[str | Path]) -> dict[st
     return dict(zip(names, folders, strict=True))
 
 
-def _taking_adapter_names(generate: Callable[..., Any]) -> Callable[..., Any]:
+def _generate(
+    model: nn.Module, *args: Any, adapter_names: Sequence[str | None] | None = None, **kwargs: Any
+) -> Any:
     """`generate` with the argument `adapter_names`, one per row that its caller passes."""
-
-    @functools.wraps(generate)
-    def call(model: nn.Module, *args: Any, adapter_names: Any = None, **kwargs: Any) -> Any:
-        if adapter_names is None:
-            return generate(model, *args, **kwargs)
-        config = kwargs.get("generation_config") or model.generation_config
-        copies = (
-            kwargs.get(name) or getattr(config, name) or 1
-            for name in ("num_beams", "num_return_sequences")
-        )
-        with use_adapters(model, adapter_names, expand=max(copies)):
-            return generate(model, *args, **kwargs)
-
-    return call
+    generate = type(model).generate
+    if adapter_names is None:
+        return generate(model, *args, **kwargs)
+    config = kwargs.get("generation_config") or model.generation_config
+    copies = (
+        kwargs.get(name) or getattr(config, name) or 1
+        for name in ("num_beams", "num_return_sequences")
+    )
+    with use_adapters(model, adapter_names, expand=max(copies)):
+        return generate(model, *args, **kwargs)
 
 
 def unload_adapters(model: nn.Module) -> None:
-    """Detaches the pool from the model, which goes on as base model."""
+    """Detaches the pool from the model, which goes on as base model and refuses `adapter_names`."""
     serving = _serving(model)
-    for hook in serving.hooks:
-        hook.remove()
     model.__dict__.pop("generate", None)
     for module in model.modules():
         if module.__dict__.get("_moelora") is serving:
@@ -302,40 +314,22 @@ def use_adapters(
 
     Notes
     -----
-    The adapters stay in their slots until the context ends. The context belongs to the thread that
-    enters it: while it lasts, no other thread can call the model.
+    The adapters stay in their slots until the context ends. The context is that of the thread that
+    enters it: other threads, those started inside it too, call the model at the same time with
+    adapters of their own or none. Tasks of one event loop share a thread: do not await inside.
     """
     serving = _serving(model)
-    if isinstance(names, str):
-        raise ValueError(f"names is the string {names!r}, wanted one name per row of the batch")
-    if expand < 1:
-        raise ValueError(f"expand is {expand}, wanted >= 1")
-    for name, config in serving.configs.items():
-        implementation = config._experts_implementation
-        if implementation != IMPLEMENTATION:
-            raise RuntimeError(
-                f"{name} runs experts_implementation={implementation!r}, which knows no adapters; "
-                f"call model.set_experts_implementation({IMPLEMENTATION!r})"
-            )
-    names = [None if name == BASE else name for name in names for _ in range(expand)]
-    thread = threading.get_ident()
-    with serving.pool.hold(names):
-        slots = serving.pool.mapping(names)
-        with serving.lock:
-            if serving.thread not in (None, thread):
-                raise RuntimeError("another thread is using adapters with this model")
-            outer = serving.thread, serving.slots
-            serving.thread, serving.slots, serving.token_lora_mapping = thread, slots, None
+    with serving.hold(names, expand) as slots:
+        outer = serving.now.slots
         try:
+            serving.now.slots = slots
             yield
         finally:
-            with serving.lock:
-                serving.thread, serving.slots = outer
-                serving.token_lora_mapping = None
+            serving.now.slots = outer
 
 
 def _serving(model: nn.Module) -> _Serving:
     serving = model.__dict__.get("_moelora")
-    if serving is None or serving.pool is None:
-        raise RuntimeError(f"this {type(model).__name__} has no adapters; call load_adapters first")
+    if not isinstance(serving, _Serving) or serving.pool is None:
+        raise no_adapters(model)
     return serving

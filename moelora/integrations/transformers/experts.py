@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections.abc import Mapping
+from itertools import product
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import moelora
-
-IMPLEMENTATION = "moelora"
+from moelora.integrations.transformers.calls import IMPLEMENTATION
+from moelora.reference import activate
 
 
 def experts_forward(
@@ -19,23 +22,25 @@ def experts_forward(
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
+    adapters: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
     """`fused_experts_lora` behind the signature of transformers' experts functions.
 
-    `self` is the experts module. Ids that are no expert's, the sentinels of expert parallelism,
-    are skipped. Raises NotImplementedError for a module that computes something else.
+    `self` is the experts module; `adapters` are the adapter arguments of the operator, None for
+    those of the pass under way. Ids that are no expert's, the sentinels of expert parallelism, are
+    skipped. Raises NotImplementedError for a module that computes something else.
     """
-    activation = activation_of(self)
-    up, down = expert_weights(self)
+    activation, alpha, limit = activation_of(self)
+    w13, w2 = _rows_first(self) if self.is_transposed else expert_weights(self)
     has_bias = getattr(self, "has_bias", False)
     up_bias = getattr(self, f"{_up_name(self)}_bias") if has_bias else None
     down_bias = self.down_proj_bias if has_bias else None
     if torch.is_grad_enabled():
-        _refuse_gradients(hidden_states, top_k_weights, up, down, up_bias, down_bias)
-    w13, w2 = _transposed(self) if self.is_transposed else (up, down)
+        _refuse_gradients(hidden_states, top_k_weights, w13, w2, up_bias, down_bias)
 
-    serving = getattr(self, "_moelora", None)
-    adapters = {} if serving is None else serving.adapters(self._moelora_layer, hidden_states)
+    if adapters is None:
+        serving = getattr(self, "_moelora", None)
+        adapters = {} if serving is None else serving.adapters(self._moelora_layer, hidden_states)
     out = moelora.fused_experts_lora(
         hidden_states.to(w13.dtype),
         w13,
@@ -45,6 +50,8 @@ def experts_forward(
         w13_bias=up_bias,
         w2_bias=down_bias,
         activation=activation,
+        activation_alpha=alpha,
+        activation_limit=limit,
         **adapters,
     )
     return out.to(hidden_states.dtype)
@@ -66,15 +73,21 @@ def _refuse_gradients(*tensors: torch.Tensor | None) -> None:
         )
 
 
-_activations: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+# Its name, alpha and limit, as fused_experts_lora takes them.
+Activation: TypeAlias = tuple[str, float | None, float | None]
+
+_activations: weakref.WeakKeyDictionary[nn.Module, Activation] = weakref.WeakKeyDictionary()
+LIMITS = ("limit", "swiglu_limit")
+ALPHAS = ("alpha", "swiglu_alpha")
 
 
 @torch.compiler.assume_constant_result
-def activation_of(experts: nn.Module) -> str:
-    """The activation of `experts` in moelora's words, found by trying it on a few numbers.
+def activation_of(experts: nn.Module) -> Activation:
+    """The activation of `experts` in moelora's words.
 
     Class and config names do not decide what `_apply_gate` computes (clamps, offsets, layout), so
-    the function itself is asked; once per module.
+    the function itself is asked, once per module: each activation of moelora, with the numbers
+    that the module or its config have, is compared with it.
     """
     known = _activations.get(experts)
     if known is None:
@@ -83,7 +96,7 @@ def activation_of(experts: nn.Module) -> str:
 
 
 @torch.no_grad()
-def _identify(experts: nn.Module) -> str:
+def _identify(experts: nn.Module) -> Activation:
     name = type(experts).__name__
     if getattr(experts, "has_post_expert_norm", False):
         raise NotImplementedError(f"{name} normalises after every expert, which moelora has not")
@@ -94,64 +107,100 @@ def _identify(experts: nn.Module) -> str:
                 f"{name}.{parameter} is {weight.dtype}, which moelora has not"
             )
 
-    # Past every clamp in use (7 to 10), and finer where the variants of gelu differ.
-    x = [n / 4 for n in range(-24, 25)] + [-50.0, -20.0, 20.0, 50.0]
-    x = torch.tensor(x, dtype=torch.float32)
-    gate, up = (t.flatten().to(down.device) for t in torch.meshgrid(x, x, indexing="ij"))
-    if not experts.has_gate:
-        got = experts.act_fn(gate)
-        wanted = {"relu2": F.relu(gate).square()}
-    elif getattr(experts, "is_concatenated", True):
-        got = experts._apply_gate(torch.cat([gate, up])[None])[0]
-        wanted = {"silu": F.silu(gate) * up, "gelu": F.gelu(gate, approximate="tanh") * up}
-    else:
-        got = experts._apply_gate(torch.stack([gate, up], dim=-1).flatten()[None])[0]
-        clamped = gate.clamp(max=7.0)
-        glu = clamped * torch.sigmoid(clamped * 1.702)
-        wanted = {"swigluoai": (up.clamp(-7.0, 7.0) + 1) * glu}
-    for activation, values in wanted.items():
-        if got.shape == values.shape and torch.allclose(got.float(), values, rtol=1e-4, atol=1e-4):
+    limits, alphas = _numbers(experts, LIMITS), _numbers(experts, ALPHAS)
+    gate, up = (t.to(down.device) for t in _samples(limits))
+    # What is lost where a module computes in float32 and where the forms of gelu cancel.
+    loss = 1e-6 * (gate.abs().clamp(max=50) * up.abs().clamp(max=50))
+    w13 = torch.cat([gate, up], dim=-1) if experts.has_gate else gate
+    got = experts._apply_gate(w13) if experts.has_gate else experts.act_fn(w13)
+    candidates = _candidates(experts, limits, alphas)
+    for activation in candidates:
+        wanted = activate(w13, *activation)
+        if got.shape == wanted.shape and ((got - wanted).abs() <= 1e-6 * wanted.abs() + loss).all():
             return activation
     layout = "" if not experts.has_gate else " of its gate"
     act = getattr(experts, "act_fn", None)
+    tried = ", ".join(dict.fromkeys(activation for activation, *_ in candidates))
     raise NotImplementedError(
         f"the activation{layout} of {name} ({type(experts)._apply_gate.__qualname__}, "
-        f"act_fn={type(act).__name__}) is none of moelora's: {', '.join(wanted)}"
+        f"act_fn={type(act).__name__}) is none of moelora's: {tried}"
     )
 
 
-_copies: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, torch.Tensor, torch.Tensor]] = (
-    weakref.WeakKeyDictionary()
-)
+def _numbers(experts: nn.Module, names: tuple[str, ...]) -> list[float]:
+    """What the module or its config call one of `names` and an operator would take."""
+    places = experts, getattr(experts, "config", None)
+    found = [getattr(place, name, None) for place in places for name in names]
+    numbers = [float(n) for n in found if isinstance(n, int | float)]
+    float32 = torch.finfo(torch.float32)
+    return list(dict.fromkeys(n for n in numbers if float32.tiny <= n <= float32.max))
 
 
-@torch.compiler.disable
-def _transposed(experts: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """w13 (E, 2I, K) and w2 (E, K, I) of a module that stores them as (E, in, out).
+def _samples(limits: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up to try, float64 (n, 1): fine where the variants of gelu differ, on both sides of
+    each limit, and so far that any clamp shows whose limit is not known."""
+    edges = [part * limit for limit in limits for part in (-2, -1.01, -0.99, 0.99, 1.01, 2)]
+    near = [n / 4 for n in range(-24, 25)] + [-50.0, -20.0, -10.0, 10.0, 20.0, 50.0]
+    near += [edge for edge in edges if abs(edge) < 1e6]
+    far = edges + [sign * 10.0**n for n in range(2, 39) for sign in (-1, 1)]
+    ones = (-1.0, 1.0)
+    pairs = [*product(near, near), *product(far, ones), *product(ones, far)]
+    return torch.tensor(pairs, dtype=torch.float64).split(1, dim=-1)
 
-    The copy, a second set of expert weights in memory, is made once per module and again when a
-    weight moves or is written to. Writes through `.data` are not seen by autograd's version
-    counter, and so not here either.
+
+def _candidates(experts: nn.Module, limits: list[float], alphas: list[float]) -> list[Activation]:
+    """What moelora has for such a layout, its own numbers first."""
+    if not experts.has_gate:
+        return [("relu2", None, None)]
+    if not getattr(experts, "is_concatenated", True):
+        return [*product(("swigluoai",), (None, *alphas), (None, *limits))]
+    return [
+        *product(("silu",), (None,), (None, *limits)),
+        ("gelu", None, None),
+        *product(("swigluoai_uninterleave",), (None, *alphas), (None, *limits)),
+    ]
+
+
+_laying = threading.Lock()
+
+
+def _rows_first(experts: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """w13 (E, 2I, K) and w2 (E, K, I) of a module that stores them as (E, in, out): views of both.
+
+    The kernels read rows of `in` numbers, so the memory of such a parameter is laid out as
+    (E, out, in) once, one parameter at a time, and `parameter.data` becomes the transposed view of
+    it: the same values, shape and parameter in other strides, which whatever reads or writes the
+    parameter later goes through. There is no copy to become stale.
     """
-    up, down = expert_weights(experts)
-    # Anything but the module's own parameters (PEFT's parametrisations) lives for one call only.
-    own = up is experts._parameters.get(_up_name(experts)) and down is experts._parameters.get(
-        "down_proj"
-    )
-    key = (_identity(up), _identity(down))
-    cached = _copies.get(experts) if own else None
-    if cached is None or cached[0] != key:
-        with torch.no_grad():
-            w13, w2 = (w.detach().transpose(1, 2).contiguous() for w in (up, down))
-        cached = (key, w13, w2)
-        if own:
-            _copies[experts] = cached
-    return cached[1], cached[2]
+    if torch.compiler.is_compiling():
+        _lay_out_now(experts)
+        return _views(experts)
+    with _laying:  # nobody reads a parameter while its memory is exchanged
+        _lay_out(experts)
+        return _views(experts)
 
 
-def _identity(weight: torch.Tensor) -> tuple:
-    version = 0 if weight.is_inference() else weight._version
-    return weight.data_ptr(), version, weight.dtype, weight.device, weight.shape
+def _views(experts: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    # What is computed for one call (PEFT's parametrisations) is no parameter: that is copied.
+    up, down = (w.transpose(1, 2).contiguous() for w in expert_weights(experts))
+    return up, down
+
+
+@torch.compiler.assume_constant_result
+def _lay_out_now(experts: nn.Module) -> bool:
+    """While a graph is traced, which then depends on the strides that it finds."""
+    with _laying:
+        _lay_out(experts)
+    return True
+
+
+def _lay_out(experts: nn.Module) -> None:
+    for name in (_up_name(experts), "down_proj"):
+        weight = experts._parameters.get(name)
+        if weight is None or weight.transpose(1, 2).is_contiguous():
+            continue
+        with torch.inference_mode(weight.is_inference()), torch.no_grad():  # data of its own kind
+            weight.data = weight.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)

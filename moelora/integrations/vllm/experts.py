@@ -19,6 +19,7 @@ ACTIVATIONS = {
     "silu": "silu",
     "gelu_tanh": "gelu",
     "swigluoai": "swigluoai",
+    "swigluoai_uninterleave": "swigluoai_uninterleave",
     "relu2_no_mul": "relu2",
 }
 
@@ -60,9 +61,8 @@ class TritonExpertsWithLoRA(TritonExperts):
             return f"the base is quantised ({dtype})"
         if activation.value not in ACTIVATIONS:
             return f"there is no activation {activation.value!r}"
-        clamps = (self.quant_config.gemm1_clamp_limit, self.moe_config.swiglu_limit)
-        if activation.value == "silu" and clamps != (None, None):
-            return "there is no silu with a clamp"
+        if isinstance(arguments := self._activation(activation), str):
+            return arguments
         if envs.VLLM_BATCH_INVARIANT:
             return "VLLM_BATCH_INVARIANT is set, and kernels are chosen by the batch's size"
         if ctx is not None and ctx.fully_sharded:
@@ -70,6 +70,28 @@ class TritonExpertsWithLoRA(TritonExperts):
         if ctx is not None and activation.value == "swigluoai" and len(ctx.w13_lora_a_stacked) > 1:
             return "gate and up have adapters of their own, while their weights are interleaved"
         return None
+
+    def _activation(self, activation) -> dict[str, Any] | str:
+        """The activation as arguments of the operator, or why there is none such.
+
+        vLLM's "swigluoai" has the numbers of gpt-oss, whatever the configs say; others clamp by
+        what the quantisation's config says, and if it says nothing, the layer's.
+        """
+        name, quant, moe = activation.value, self.quant_config, self.moe_config
+        if name not in ("silu", "swigluoai_uninterleave"):
+            return {"activation": ACTIVATIONS[name]}
+        limit = first(quant.gemm1_clamp_limit, moe.swiglu_limit)
+        if limit is not None and not limit > 0:
+            return f"the limit of {name} is {limit}"
+        if name == "silu":
+            return {"activation": name, "activation_limit": limit}
+        alpha = first(quant.gemm1_alpha, moe.swiglu_alpha)
+        beta = first(quant.gemm1_beta, moe.swiglu_beta)
+        if (alpha, beta) == (1, 0):  # g sigmoid(alpha g) (u + beta)
+            return {"activation": "silu", "activation_limit": limit}
+        if limit is None or alpha is None or beta != 1:
+            return f"{name} has limit {limit}, alpha {alpha} and beta {beta}"
+        return {"activation": name, "activation_alpha": alpha, "activation_limit": limit}
 
     def workspace_shapes(self, *problem):
         """Of vLLM's workspace only the output is used: the operator's comes from torch's pool."""
@@ -163,14 +185,19 @@ class TritonExpertsWithLoRA(TritonExperts):
                 topk_ids,
                 w13_bias=self.w1_bias,
                 w2_bias=self.w2_bias,
-                activation=ACTIVATIONS[activation.value],
                 expert_map=expert_map,
                 out=output,
+                **self._activation(activation),
                 **lora,
             )
         except (ValueError, NotImplementedError) as refusal:
             return str(refusal)
         return None
+
+
+def first(*values):
+    """The first that is not None."""
+    return next((value for value in values if value is not None), None)
 
 
 def quantisation(experts) -> str | torch.dtype | None:

@@ -230,18 +230,19 @@ __host__ __device__ __forceinline__ bool is_paired(const moelora_gemm_launch &g)
   return g.gated && !g.interleaved && g.lora.num_slices == 2;
 }
 
-/* All three gated activations are g' sigmoid(g' (a + b g'^2)) (u' + c): silu has a = 1; gelu in its
- * tanh form is the identity 1 + tanh(t) = 2 sigmoid(2t); gpt-oss clamps both and has a = 1.702, c
- * = 1. NaN stays NaN. Here a and b have a factor of -log2(e). */
+/* All gated activations are g' sigmoid(g' (a + b g'^2)) (u' + c) of clamped g' and u': silu has
+ * a = 1; gelu in its tanh form is the identity 1 + tanh(t) = 2 sigmoid(2t); swigluoai has a =
+ * alpha, c = 1. NaN stays NaN. Here a and b have a factor of -log2(e). */
 struct Activation {
   static constexpr float LOG2E = 1.4426950408889634f;
-  float a = -LOG2E, b = 0.f, c = 0.f, limit = __builtin_inff();
+  float a, b = 0.f, c = 0.f, limit;
 
-  __device__ __forceinline__ explicit Activation(int activation) {
-    if (activation == MOELORA_GELU)
+  __device__ __forceinline__ explicit Activation(const moelora_activation_problem &p)
+      : a(-LOG2E * p.alpha), limit(p.limit) {
+    if (p.kind == MOELORA_GELU)
       a = -LOG2E * 1.5957691216057308f, b = -LOG2E * 0.07135481627159729f;
-    if (activation == MOELORA_SWIGLUOAI)
-      a = -LOG2E * 1.702f, c = 1.f, limit = 7.f;
+    if (p.kind == MOELORA_SWIGLUOAI || p.kind == MOELORA_SWIGLUOAI_UNINTERLEAVE)
+      c = 1.f;
   }
 
   /* One piece of assembly: given its parts, the compiler starts them for all outputs of a thread at
@@ -268,7 +269,7 @@ struct Activation {
     return y;
   }
 
-  /* The same with the constants of silu. */
+  /* The same with the constants of silu without a limit. */
   static __device__ __forceinline__ float silu(float gate, float up) {
     float y;
     asm volatile("{\n"
@@ -292,7 +293,7 @@ struct Activation {
 enum class Finish {
   GENERAL,   // anything
   GATED,     // bias, gated activation
-  SILU,      // the most frequent one of them
+  SILU,      // the most frequent one of them, without a limit
   PLAIN,     // bias, relu^2 or nothing
   PLAIN_F32, // the same, left in float32
 };
@@ -327,7 +328,7 @@ template <class E, Finish FINISH> struct Epilogue {
       for (int i = 0; i < N; i++)
         d[i % 2][i / 2] += bias[i % 2 * 2 + i / 2 % 4 / 2];
     }
-    if (FINISH != Finish::GATED && FINISH != Finish::SILU && g.activation == MOELORA_RELU2) {
+    if (FINISH != Finish::GATED && FINISH != Finish::SILU && g.activation.kind == MOELORA_RELU2) {
 #pragma unroll
       for (int i = 0; i < N; i++) {
         float &v = d[i % 2][i / 2];

@@ -275,7 +275,7 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_g
     const Left left = multiply_fitting<S, T, S::LEAST>(d, g, ring, note, consumer, again);
     if (left == Left::TO_LOOK && !are_finite(d))
       ring.call_wild();
-    if (FINISH == Finish::GATED && g.activation == MOELORA_SILU)
+    if (FINISH == Finish::GATED && g.plain_silu)
       store_tile<S, T, Finish::SILU>(d, out_maps, g, note, consumer, ring);
     else
       store_tile<S, T, FINISH>(d, out_maps, g, note, consumer, ring);

@@ -1,0 +1,113 @@
+"""Calls of a model: where `adapter_names=` is taken, or refused.
+
+transformers hands keywords that it does not know down to layers that ignore them, so a model that
+runs moelora's experts takes `adapter_names` itself: `model.forward` becomes a function that asks
+`model._moelora`, what serves the model, and refuses where there is nothing. That is done when
+`"moelora"` becomes a model's experts implementation, however it does, and stays for good.
+
+A function around the forward pass, not a pair of hooks: torch does not call hooks after a
+KeyboardInterrupt, and `finally` ends what a call began in the thread that began it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations import use_experts_implementation
+
+IMPLEMENTATION = "moelora"
+BASE = "__base__"  # PEFT's name for rows without an adapter
+
+# Experts modules of older releases do not say how their rows of gate and up lie.
+if "is_concatenated" not in inspect.signature(use_experts_implementation).parameters:
+    raise ImportError(
+        f"moelora.integrations.transformers needs transformers >= 5.7, this is "
+        f"{transformers.__version__}"
+    )
+
+
+class Serving(Protocol):
+    """What a model has as `_moelora` while it has adapters."""
+
+    def call(
+        self,
+        forward: Callable[..., Any],
+        adapter_names: Sequence[str | None] | None,
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Runs `forward(*args, **kwargs)`, row i of the batch with adapter `adapter_names[i]`."""
+
+
+def take_adapter_names(model: nn.Module) -> None:
+    """Makes `model.forward` take `adapter_names`."""
+    forward = model.forward
+    while forward is not None:  # other libraries may have put theirs around ours
+        if getattr(forward, "func", None) is _forward:
+            return
+        forward = getattr(forward, "__wrapped__", None)
+    # A partial, unlike a closure, follows the model into its copies and pickles.
+    taking = functools.partial(_forward, model, model.forward)
+    taking.__wrapped__ = model.forward  # for its signature
+    model.forward = taking
+
+
+def _forward(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    *args: Any,
+    adapter_names: Sequence[str | None] | None = None,
+    **kwargs: Any,
+) -> Any:
+    serving = getattr(model, "_moelora", None)
+    if serving is not None:
+        return serving.call(forward, adapter_names, args, kwargs)
+    if adapter_names is not None:
+        raise no_adapters(model)
+    return forward(*args, **kwargs)
+
+
+def no_adapters(model: nn.Module) -> RuntimeError:
+    return RuntimeError(f"this {type(model).__name__} has no adapters; call load_adapters first")
+
+
+def batch_shape(args: tuple, kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
+    """(rows, tokens per row) of the batch in the arguments of a model, None if there is none."""
+    inputs = (kwargs.get("input_ids"), *args[:1], kwargs.get("inputs_embeds"))
+    shapes = [x.shape for x in inputs if x is not None]
+    return (shapes[0][0], shapes[0][1]) if shapes else None
+
+
+def check_implementation(layer: str, config: Any) -> None:
+    """Raises RuntimeError if the experts called `layer` would run without their adapters."""
+    implementation = config._experts_implementation
+    if implementation != IMPLEMENTATION:
+        raise RuntimeError(
+            f"{layer} runs experts_implementation={implementation!r}, which knows no adapters; "
+            f"call model.set_experts_implementation({IMPLEMENTATION!r})"
+        )
+
+
+def _watched(choose: Callable[..., str]) -> Callable[..., str]:
+    @functools.wraps(choose)
+    def get_correct_experts_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -> str:
+        implementation = choose(self, *args, **kwargs)
+        if implementation == IMPLEMENTATION:
+            for module in self.modules():
+                if isinstance(module, PreTrainedModel):
+                    take_adapter_names(module)
+        return implementation
+
+    return get_correct_experts_implementation
+
+
+# What both a model's constructor and `set_experts_implementation` ask.
+PreTrainedModel.get_correct_experts_implementation = _watched(
+    PreTrainedModel.get_correct_experts_implementation
+)

@@ -1,0 +1,138 @@
+"""The numbers of an activation: alpha and the limit of gate and up, at every size of a layer."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import OAI, Problem, Spec, same_bits
+from checks import assert_close_to_ref
+
+import moelora
+from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
+
+CLAMPED = ("silu", *OAI)
+# A few tokens, which a GPU takes in one launch, tiles with remainders, and many blocks.
+SIZES = {
+    "few": Spec(tokens=3, hidden=72, inter=40, bias=True),
+    "tiles": Spec(tokens=40, hidden=192, inter=136, ranks=(8, 17)),
+    "many": Spec(tokens=150, top_k=3, hidden=128, inter=64, slices=1),
+}
+
+
+def check(p: Problem, device: str) -> torch.Tensor:
+    there = p.to(device)
+    y = moelora.fused_experts_lora(**there.kwargs())
+    naive = naive_fused_experts_lora(**there.kwargs())
+    assert_close_to_ref(y, fused_experts_lora_ref(**p.kwargs()), naive, p.spec.dtype)
+    return y
+
+
+def scaled(p: Problem) -> Problem:
+    """With outputs of up to about 1/2: a small limit makes a small silu(g) * u."""
+    p = replace(p, w2_bias=None)
+    factor = 0.5 / fused_experts_lora_ref(**p.kwargs()).abs().max()
+    w2, b2 = ((t.double() * factor).to(t.dtype) for t in (p.w2, p.w2_lora_b))
+    return replace(p, w2=w2, w2_lora_b=b2)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("limit", [2.0**-4, 0.25, 1.5, 1e30])
+@pytest.mark.parametrize(
+    ("activation", "alpha"), [("silu", None), *((a, n) for a in OAI for n in (None, 2.0**-4, 3.0))]
+)
+def test_numbers(activation, alpha, limit, size, device_and_dtype):
+    device, dtype = device_and_dtype
+    spec = replace(SIZES[size], activation=activation, alpha=alpha, limit=limit, dtype=dtype)
+    p = scaled(spec.build())
+    y = check(p, device)
+    if limit == 0.25:  # it clamps
+        assert not torch.allclose(y, other_numbers(p.to(device), activation_limit=1e30), rtol=0.1)
+
+
+def other_numbers(p: Problem, **numbers) -> torch.Tensor:
+    return moelora.fused_experts_lora(**{**p.kwargs(), **numbers})
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("number", [1.1754943508222875e-38, 3.4028234663852886e38])
+@pytest.mark.parametrize(
+    ("activation", "name"), [(a, "limit") for a in CLAMPED] + [(a, "alpha") for a in OAI]
+)
+def test_the_smallest_and_the_largest_number(activation, name, number, size, device_and_dtype):
+    device, dtype = device_and_dtype
+    spec = replace(SIZES[size], activation=activation, dtype=dtype, bias=False)
+    p = replace(spec, **{name: number}).build()
+    p.hidden_states[0] = 0  # no product of it with infinity
+    check(p, device)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_limit_beyond_every_value_changes_nothing(size, device_and_dtype):
+    device, dtype = device_and_dtype
+    p = replace(SIZES[size], dtype=dtype).build().to(device)
+    plain = other_numbers(p)
+    assert torch.equal(other_numbers(p, activation_limit=1e30), plain)
+    assert not torch.equal(other_numbers(p, activation_limit=0.5), plain)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("activation", OAI)
+def test_absent_numbers_are_those_of_gpt_oss(activation, size, device_and_dtype):
+    device, dtype = device_and_dtype
+    p = replace(SIZES[size], activation=activation, dtype=dtype).build()
+    p = replace(p, hidden_states=p.hidden_states * 8).to(device)  # past the limit
+    plain = other_numbers(p)
+    assert same_bits(other_numbers(p, activation_alpha=1.702, activation_limit=7), plain)
+    assert not same_bits(other_numbers(p, activation_limit=6.5), plain)
+    assert not same_bits(other_numbers(p, activation_alpha=1.5), plain)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_interleaved_rows_are_the_same_layer(size, device_and_dtype):
+    device, dtype = device_and_dtype
+    spec = replace(SIZES[size], dtype=dtype, mix="absent")
+    apart = replace(spec, activation="swigluoai_uninterleave", alpha=1.3, limit=1.0).build()
+
+    def interleaved(t):
+        return None if t is None else t.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+
+    together = replace(
+        apart,
+        spec=replace(apart.spec, activation="swigluoai"),
+        w13=interleaved(apart.w13),
+        w13_bias=interleaved(apart.w13_bias),
+    )
+    assert torch.equal(other_numbers(apart.to(device)), other_numbers(together.to(device)))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("activation", CLAMPED)
+def test_infinity_is_clamped_and_nan_is_not(activation, size, device_and_dtype):
+    """Expert 0 has up = inf, 1 has gate = inf, 2 has up = -inf, 3 has one NaN."""
+    device, dtype = device_and_dtype
+    spec = replace(SIZES[size], activation=activation, limit=2.0, bias=True, mix="absent")
+    p = replace(spec, dtype=dtype, top_k=1, experts=4).build()
+    inter = p.spec.inter
+    gate, up = (0, 1) if activation == "swigluoai" else (0, inter)
+    for expert, (row, value) in enumerate(
+        [(up, "inf"), (gate, "inf"), (up, "-inf"), (gate, "nan")]
+    ):
+        p.w13_bias[expert, row] = float(value)
+    y = other_numbers(p.to(device)).cpu()
+    nan = p.topk_ids[:, 0] == 3
+    assert y[nan].isnan().all()
+    assert y[~nan].isfinite().all()
+    ref = fused_experts_lora_ref(**p.kwargs())
+    naive = naive_fused_experts_lora(**p.kwargs())
+    assert_close_to_ref(y[~nan], ref[~nan], naive[~nan], dtype)
+
+
+@pytest.mark.parametrize("activation", OAI)
+def test_compiled(activation, device):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    p = replace(SIZES["few"], activation=activation, alpha=1.1, limit=0.5, dtype=dtype)
+    kwargs = p.build().to(device).kwargs()
+    compiled = torch.compile(moelora.fused_experts_lora, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(**kwargs), moelora.fused_experts_lora(**kwargs))
+    with pytest.raises(Exception, match="activation_limit is -1, expected a normal float32"):
+        compiled(**{**kwargs, "activation_limit": -1.0})

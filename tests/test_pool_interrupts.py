@@ -1,0 +1,198 @@
+"""AdapterPool under Ctrl-C: wherever it comes, what is listed has its own factors."""
+
+import random
+import signal
+import sys
+import threading
+
+import pytest
+import torch
+from adapter_cases import CONFIG, LAYERS, check, wrapped
+
+from moelora.adapters import AdapterPool
+from moelora.adapters import pool as pool_module
+
+STATES = {name: wrapped(seed=seed) for seed, name in enumerate("abcd")}
+
+
+def add(pool, name, states=STATES, **options):
+    return pool.add(name, states[name][0], config=CONFIG, **options)
+
+
+def interrupted(call, number):
+    """Calls with a KeyboardInterrupt before the given instruction of pool.py; whether it came."""
+    seen = 0
+
+    def trace(frame, event, argument):
+        nonlocal seen
+        if frame.f_code.co_filename != pool_module.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            seen += 1
+            if seen == number:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def assert_consistent(pool, states=STATES):
+    slots = [pool.lookup(name) for name in pool.names()]
+    assert len(set(slots)) == len(slots) <= pool.max_loras
+    for name, slot in zip(pool.names(), slots, strict=True):
+        deltas = states[name] if isinstance(states[name], list) else [states[name][1]]
+        assert any(answers(pool, name, delta) for delta in deltas), name
+        assert pool.adapter_enabled[slot]
+
+
+def answers(pool, name, delta):
+    try:
+        check(pool, name, delta, 2.0)
+    except AssertionError:
+        return False
+    return True
+
+
+def assert_all_slots_work(pool):
+    """As many adapters as there are slots can be pinned, and none is still held."""
+    for name in pool.names():
+        pool.remove(name)
+    for name in list(STATES)[: pool.max_loras]:
+        add(pool, name, pin=True)
+    with pytest.raises(RuntimeError, match="no slot"):
+        add(pool, "d")
+    assert_consistent(pool)
+    for name in pool.names():
+        pool.remove(name)
+
+
+def at_every_instruction(prepare, act, after):
+    """`after` each interrupt of `act`, until one comes too late."""
+    pool = AdapterPool(LAYERS[:1], 2, 4, dtype=torch.float32)
+    for number in range(1, 100_000):
+        for name in pool.names():
+            pool.remove(name)
+        prepare(pool)
+        if not interrupted(lambda: act(pool), number):
+            return number
+        after(pool)
+        if number % 50 == 0:
+            assert_all_slots_work(pool)
+
+
+def test_an_eviction():
+    def prepare(pool):
+        add(pool, "a")
+        add(pool, "b")
+
+    def after(pool):
+        assert_consistent(pool)
+        assert "b" in pool, "nothing made it leave"
+        if "c" not in pool:
+            add(pool, "c")
+        assert set(pool.names()) == {"b", "c"}
+        assert_consistent(pool)
+
+    assert at_every_instruction(prepare, lambda pool: add(pool, "c"), after) > 100
+
+
+def test_a_replacement():
+    other = STATES | {"a": STATES["d"]}
+    either = STATES | {"a": [STATES["a"][1], STATES["d"][1]]}
+
+    def prepare(pool):
+        add(pool, "a")
+        add(pool, "b")
+
+    def after(pool):
+        assert_consistent(pool, either)
+        assert "b" in pool
+        add(pool, "a", other, replace=True)
+        assert_consistent(pool, other)
+
+    act = lambda pool: add(pool, "a", other, replace=True)  # noqa: E731
+    assert at_every_instruction(prepare, act, after) > 100
+
+
+def test_a_free_slot():
+    def after(pool):
+        assert_consistent(pool)
+        assert "a" in pool
+        if "b" not in pool:
+            assert add(pool, "b") == 1
+        assert_consistent(pool)
+
+    assert at_every_instruction(lambda p: add(p, "a"), lambda p: add(p, "b"), after) > 100
+
+
+def test_a_removal():
+    def after(pool):
+        assert_consistent(pool)
+        if "a" in pool:
+            pool.remove("a")
+
+    assert at_every_instruction(lambda p: add(p, "a"), lambda p: p.remove("a"), after) > 10
+
+
+def test_a_batch_that_holds_adapters():
+    def hold(pool):
+        with pool.hold(["a", "b"]):
+            pass
+
+    def prepare(pool):
+        add(pool, "a")
+        add(pool, "b")
+
+    def after(pool):
+        pool.remove("a")
+        pool.remove("b")
+
+    assert at_every_instruction(prepare, hold, after) > 10
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no interval timers")
+def test_signals_leave_the_pool_to_other_threads():
+    """Real signals at random times; the lock is always free again."""
+    pool = AdapterPool(LAYERS[:1], 2, 4, dtype=torch.float32)
+    random_times, caught = random.Random(0), 0
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    def attempt(name):
+        signal.setitimer(signal.ITIMER_REAL, random_times.uniform(1e-5, 3e-3))
+        try:
+            with pool.hold(pool.names()[:1]):
+                add(pool, name, replace=True)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for turn in range(200):
+            name = "abcd"[turn % 4]
+            try:
+                attempt(name)
+            except KeyboardInterrupt:
+                caught += 1
+            except RuntimeError as error:
+                assert "in use by 1 batches" in str(error), error
+            found = []
+            other = threading.Thread(target=lambda: found.append(pool.names()), daemon=True)  # noqa: B023
+            other.start()
+            other.join(30)
+            assert found, "the lock was left locked"
+            assert_consistent(pool)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert caught > 10
+    assert_all_slots_work(pool)
