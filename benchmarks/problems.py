@@ -27,7 +27,6 @@ SHARING = ("per_expert", "outer", "expanded")
 # Keeps the layer's outputs, which square or multiply O(1) values, well inside O(1).
 W2_SCALE = {"silu": 0.25, "gelu": 0.25, "swigluoai": 0.15, "relu2": 0.15}
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
-PER_TOKEN = ("hidden_states", "topk_weights", "topk_ids", "token_lora_mapping")
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,9 @@ class Spec:
 
     def build(self) -> Problem:
         return _Builder(self).build()
+
+
+PER_TOKEN = ("hidden_states", "topk_weights", "topk_ids", "token_lora_mapping")
 
 
 @dataclass
