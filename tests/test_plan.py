@@ -6,6 +6,9 @@ import re
 import pytest
 from c_programs import ROOT, compile_program, run
 
+from benchmarks.grid.layers import LAYOUTS
+from benchmarks.grid.layers import TOKENS as TOKENS_OF_DIGESTS
+
 AVX2, AVX512, AVX512_BF16 = 1, 2, 4
 QWEN3 = {"experts": 128, "top_k": 8, "hidden": 2048, "inter": 768}
 MIXTRAL = {"experts": 8, "top_k": 2, "hidden": 4096, "inter": 14336}
@@ -135,6 +138,20 @@ def test_few_rows_run_the_whole_layer_in_one_launch(plan, capability):
     others = {"tokens": 3}, {"tokens": 5, "top_k": 2}, {"tokens": 1, "top_k": 65}
     for other in (*others, {"tokens": 1, "hidden": 2050}):
         assert "decode" not in plan(gpu, **other)[0], other
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_grid_of_digests_meets_every_block_of_a_gpu(plan, capability):
+    """By the table's own choice, beside the variants that it forces."""
+    met = set()
+    for spec in LAYOUTS.values():
+        shape = {name: getattr(spec, name) for name in ("experts", "top_k", "hidden", "inter")}
+        for tokens in TOKENS_OF_DIGESTS["cuda"]:
+            if tokens <= spec.tokens:
+                met.add(plan(("cuda", capability), tokens=tokens, remote=spec.remote, **shape)[0])
+    blocks = {row[3] for row in CUDA_ROWS if int(row[2]) == capability}
+    assert {row[3] for row in CUDA_ROWS if row[0] in met} >= blocks
+    assert any(name.startswith("decode") for name in met)
 
 
 def test_rows_that_tma_cannot_read_stay_with_mma_sync(plan):
