@@ -138,7 +138,7 @@ extern "C" moelora_status moelora_cuda_align_lists(const moelora_align_lists_pro
   lists.parts = (int32_t)(parts < 1 ? 1 : parts < 32 ? parts : 32);
   return moelora_cuda_check(
       align_launch_kernel((const void *)fill_lists, problem->lists.num_active * lists.parts,
-                          ALIGN_THREADS, 3 * sizeof(int32_t) * problem->routes.num_experts,
-                          (cudaStream_t)exec->stream, &lists),
+                          ALIGN_THREADS, 3 * sizeof(int32_t) * problem->routes.num_experts, exec,
+                          &lists),
       "fill_lists");
 }

@@ -72,7 +72,7 @@ static __global__ void __launch_bounds__(ALIGN_THREADS)
     *p.out.num_post = (int32_t)rows;
 }
 
-cudaError_t align_launch_pad(const align_pad &pad, cudaStream_t stream) {
+cudaError_t align_launch_pad(const align_pad &pad, const moelora_exec *exec) {
   align_pad argument = pad;
-  return align_launch_kernel((const void *)align_pad_pairs, 1, ALIGN_THREADS, 0, stream, &argument);
+  return align_launch_kernel((const void *)align_pad_pairs, 1, ALIGN_THREADS, 0, exec, &argument);
 }

@@ -68,15 +68,15 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
 }
 
 template <int BATCH>
-static cudaError_t launch_batched(const align_sort &sort, cudaStream_t stream) {
+static cudaError_t launch_batched(const align_sort &sort, const moelora_exec *exec) {
   align_sort argument = sort;
   size_t bytes = 3 * (size_t)sort.num_keys * sizeof(int32_t);
   return align_launch_kernel((const void *)align_small<BATCH>,
-                             sort.num_chunks + align_zero_ctas(sort), ALIGN_THREADS, bytes, stream,
+                             sort.num_chunks + align_zero_ctas(sort), ALIGN_THREADS, bytes, exec,
                              &argument);
 }
 
-cudaError_t align_launch_small(const align_sort &sort, cudaStream_t stream) {
-  return sort.num_items <= 2 * ALIGN_THREADS ? launch_batched<2>(sort, stream)
-                                             : launch_batched<8>(sort, stream);
+cudaError_t align_launch_small(const align_sort &sort, const moelora_exec *exec) {
+  return sort.num_items <= 2 * ALIGN_THREADS ? launch_batched<2>(sort, exec)
+                                             : launch_batched<8>(sort, exec);
 }

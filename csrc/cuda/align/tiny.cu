@@ -85,7 +85,7 @@ static __global__ void __launch_bounds__(THREADS) align_tiny(const __grid_consta
                       (int64_t)gridDim.x * THREADS);
 }
 
-cudaError_t align_launch_tiny(const align_sort &sort, cudaStream_t stream) {
+cudaError_t align_launch_tiny(const align_sort &sort, const moelora_exec *exec) {
   align_sort argument = sort;
-  return align_launch_kernel((const void *)align_tiny, CTAS, THREADS, 0, stream, &argument);
+  return align_launch_kernel((const void *)align_tiny, CTAS, THREADS, 0, exec, &argument);
 }

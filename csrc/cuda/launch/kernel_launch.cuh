@@ -4,7 +4,6 @@
 
 #include "cuda/launch/launch.h"
 
-constexpr int kMaxDevices = 64;
 /* Shared memory that every GPU from sm_80 on gives a CTA. */
 constexpr size_t kPortableShared = 99 * 1024;
 
@@ -21,8 +20,8 @@ inline cudaLaunchAttribute cluster_of(unsigned blocks) {
 template <auto KERNEL, int CLUSTER = 1>
 cudaError_t resident_blocks(int threads, size_t shared_bytes, const moelora_exec *exec,
                             int64_t *blocks) {
-  static int32_t cache[kMaxDevices];
-  int32_t *known = &cache[exec->device_index % kMaxDevices];
+  static int32_t cache[MOELORA_MAX_DEVICES];
+  int32_t *known = &cache[exec->device_index];
   if (*known == 0) {
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, KERNEL);
@@ -59,7 +58,7 @@ moelora_status launch_blocks(const char *name, int64_t blocks, int threads, size
                              const moelora_exec *exec, Args... args) {
   cudaLaunchAttribute attributes[2] = {};
   unsigned count = 0;
-  if (OVERLAPS && moelora_cuda_can_overlap()) {
+  if (OVERLAPS && moelora_cuda_can_overlap(exec->device_index)) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }
