@@ -195,18 +195,19 @@ static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
   sort->tickets = blocks->tickets;
 }
 
-static cudaError_t run_sort(const align_sort &sort, const moelora_exec *exec) {
+static moelora_status run_sort(const align_sort &sort, const moelora_exec *exec) {
   if (sort.table) {
-    const cudaError_t error = align_launch_count(sort, exec);
-    return error == cudaSuccess ? align_launch_place(sort, exec) : error;
+    const moelora_status status = align_launch_count(sort, exec);
+    return status == MOELORA_OK ? align_launch_place(sort, exec) : status;
   }
   if (sort.num_items <= ALIGN_TINY_ITEMS && !sort.empty_blocks && !sort.zero_bytes)
     return align_launch_tiny(sort, exec);
   return align_launch_small(sort, exec);
 }
 
-static cudaError_t run_one_sort(const moelora_align_problem *problem, const moelora_blocks *blocks,
-                                const scratch &parts, const moelora_exec *exec) {
+static moelora_status run_one_sort(const moelora_align_problem *problem,
+                                   const moelora_blocks *blocks, const scratch &parts,
+                                   const moelora_exec *exec) {
   align_sort sort = describe(problem);
   apply_blocks(&sort, blocks);
   const int64_t adapters = adapter_keys_of(problem);
@@ -217,12 +218,13 @@ static cudaError_t run_one_sort(const moelora_align_problem *problem, const moel
   return run_sort(sort, exec);
 }
 
-static cudaError_t run_two_sorts(const moelora_align_problem *problem, const moelora_blocks *blocks,
-                                 const scratch &parts, const moelora_exec *exec) {
+static moelora_status run_two_sorts(const moelora_align_problem *problem,
+                                    const moelora_blocks *blocks, const scratch &parts,
+                                    const moelora_exec *exec) {
   align_sort tokens = describe_tokens(problem, parts);
-  cudaError_t error = run_sort(tokens, exec);
-  if (error != cudaSuccess)
-    return error;
+  moelora_status status = run_sort(tokens, exec);
+  if (status != MOELORA_OK)
+    return status;
   align_sort rows = describe(problem);
   apply_blocks(&rows, blocks);
   align_pad pad = {};
@@ -239,39 +241,14 @@ static cudaError_t run_two_sorts(const moelora_align_problem *problem, const moe
     rows.num_post = parts.count;
   }
   set_size(&rows, problem->routes.num_rows, problem->routes.num_experts, 1, parts);
-  error = run_sort(rows, exec);
-  if (error != cudaSuccess || problem->mode != MOELORA_ALIGN_UNIFORM)
-    return error;
+  status = run_sort(rows, exec);
+  if (status != MOELORA_OK || problem->mode != MOELORA_ALIGN_UNIFORM)
+    return status;
   pad.row = parts.row;
   pad.expert = parts.expert;
   pad.adapter = parts.adapter;
   pad.count = parts.count;
   return align_launch_pad(pad, exec);
-}
-
-/* ---- launches ---- */
-
-cudaError_t align_launch_kernel(const void *kernel, uint32_t ctas, uint32_t threads,
-                                size_t shared_bytes, const moelora_exec *exec, void *argument) {
-  /* 48 KiB, static memory included, need no permission */
-  if (shared_bytes > (40 << 10)) {
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                             (int)shared_bytes);
-    if (error != cudaSuccess)
-      return error;
-  }
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(ctas);
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = (cudaStream_t)exec->stream;
-  config.attrs = &early;
-  config.numAttrs = moelora_cuda_can_overlap(exec->device_index) ? 1 : 0;
-  void *arguments[] = {argument};
-  return cudaLaunchKernelExC(&config, kernel, arguments);
 }
 
 /* ---- the backend's slots ---- */
@@ -285,9 +262,8 @@ static moelora_status run(const moelora_align_problem *problem, const moelora_bl
                         problem->routes.num_experts, (long long)adapters - 1, ALIGN_MAX_KEYS - 1);
   scratch parts;
   take_scratch(problem, arena, &parts);
-  cudaError_t error = one_sort_does(problem) ? run_one_sort(problem, blocks, parts, exec)
-                                             : run_two_sorts(problem, blocks, parts, exec);
-  return moelora_cuda_check(error, "align");
+  return one_sort_does(problem) ? run_one_sort(problem, blocks, parts, exec)
+                                : run_two_sorts(problem, blocks, parts, exec);
 }
 
 /* The problem over routes that lie in front of a sort's scratch memory. */

@@ -74,6 +74,20 @@ moelora_status launch_blocks(const char *name, int64_t blocks, int threads, size
   return moelora_cuda_check(cudaLaunchKernelEx(&config, KERNEL, args...), name);
 }
 
+/* The same where shared memory follows the problem: what goes beyond 48 KiB, static memory
+ * included, is asked for. */
+template <auto KERNEL, class... Args>
+moelora_status launch_sized(const char *name, int64_t blocks, int threads, size_t shared_bytes,
+                            const moelora_exec *exec, Args... args) {
+  if (shared_bytes > (40 << 10)) {
+    const cudaError_t error = cudaFuncSetAttribute(
+        KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes);
+    if (error != cudaSuccess)
+      return moelora_cuda_check(error, name);
+  }
+  return launch_blocks<KERNEL>(name, blocks, threads, shared_bytes, exec, args...);
+}
+
 /* The same on at most `waves` times as many blocks as are resident at once; the kernel walks over
  * the `work` blocks there would be. */
 template <auto KERNEL, int CLUSTER = 1, class... Args>
