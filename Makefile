@@ -16,6 +16,8 @@ C_FILES = $(shell find csrc tests/c examples/c -name '*.[ch]' -o -name '*.cu' -o
 .PHONY: demo test build lint conformance test-c test-py test-lowest sanitize fuzz test-gpu sanitize-gpu \
         bench-cpu bench-gpu tables wheel check-wheel clean
 
+# Without a GPU the demo runs on the CPU: no need to wait until the CUDA kernels are compiled.
+demo: export MOELORA_CUDA ?= $(shell nvidia-smi -L > /dev/null 2>&1 || echo 0)
 demo: build
 	$(PY) examples/demo.py
 
@@ -102,9 +104,10 @@ test-gpu:
 	$(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) -m pytest -q -m gpu $(PYTEST_ARGS)
 
-# racecheck follows some Hopper barriers only in a build of its own (csrc/cuda/gemm/sm90/ring.cuh).
+# racecheck follows some Hopper barriers only in a build of its own (csrc/cuda/gemm/sm90/ring.cuh);
+# with -lineinfo the reports name source lines.
 sanitize-gpu:
-	NVCCFLAGS=-DMOELORA_RACECHECK $(PYTHON) setup.py -q build_ext --inplace
+	NVCCFLAGS="-lineinfo -DMOELORA_RACECHECK" $(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) tests/sanitize_gpu.py --tools memcheck,initcheck,synccheck,racecheck \
 	  --log benchmarks/results/gpu-sanitize.log
 	$(PYTHON) setup.py -q build_ext --inplace
@@ -121,6 +124,8 @@ tables: build
 	$(PY) -m benchmarks.tables --write
 	$(PY) -m moelora bench plot benchmarks/results/h200-layer.json --out docs/h200-layer.png
 
+# For every GPU: machine code of all architectures that setup.py knows.
+wheel: export MOELORA_CUDA_ARCH ?= release
 wheel: $(VENV)/.ready
 	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist .
 

@@ -2,15 +2,24 @@
 
 Environment:
   MOELORA_CUDA=0        build without CUDA although nvcc is there
-  MOELORA_CUDA_ARCH     semicolon-separated architectures instead of "80;90a"
+  MOELORA_CUDA_ARCH     semicolon-separated architectures instead of "80;90a"; "release" is those of
+                        the wheels: "80;90a;100;120"
   MOELORA_WERROR=1      warnings and CUDA register spills are errors
   MOELORA_SANITIZE=1    address and undefined-behaviour sanitizers (build_core, for the C tests)
-  CFLAGS, NVCCFLAGS     more of their arguments
-  CC, NVCC, CUDA_HOME   the compilers; MAX_JOBS  compilers run at once, 2 if not given
+  CFLAGS, NVCCFLAGS     more of their arguments; NVCCFLAGS=-lineinfo for profilers
+  CC, NVCC, CUDA_HOME   the compilers
+  MAX_JOBS              compilers run at once; by default one for each usable core, and fewer where
+                        memory is short
+
+Every object stays in build/obj, under a name made from its command: going from one of these
+settings to another and back compiles nothing twice. `make clean` empties it.
 """
 
 import contextlib
 import fcntl
+import filecmp
+import functools
+import hashlib
 import os
 import platform
 import re
@@ -19,12 +28,15 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
 from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 BUILD = ROOT / "build"
@@ -42,7 +54,16 @@ ISA_FLAGS = {
     "_avx512": AVX512,
     "_avx512bf16": AVX512BF16,
 }
-DEFAULT_CUDA_ARCHS = "80;90a"
+# Machine code of portable kernels. Without an "f" or "a" it runs on all later minor versions too:
+# that of 100 on 10.3, that of 120 on 12.1.
+CUDA_ARCHS = "80;90a"
+RELEASE_CUDA_ARCHS = "80;90a;100;120"
+# A CUDA source with this name in its folders or its own is not portable: it uses what this
+# architecture alone has, and is compiled for nothing else, whatever the list above. "sm80" is where
+# portable code starts.
+ONLY_FOR = {"sm90": "90a"}
+# A compiler takes a third of that for the largest of our sources; nvcc may run four at once.
+JOB_BYTES = 1 << 30
 
 
 def version():
@@ -70,28 +91,46 @@ def cuda_library_dirs(nvcc):
     return [flag for flag in shlex.split(line) if flag.startswith("-L")]
 
 
-def cuda_arch_flags():
-    """Machine code for every architecture, and PTX of the lowest for GPUs not in the list."""
-    archs = os.environ.get("MOELORA_CUDA_ARCH", DEFAULT_CUDA_ARCHS).replace(",", ";").split(";")
-    archs = sorted((a.strip().removeprefix("sm_") for a in archs if a.strip()), key=arch_number)
+def compression_flags(nvcc):
+    """The smallest machine code. zstd, from nvcc 12.8 on, asks for the driver 550.54 with CUDA 12,
+    for nothing that CUDA 13 does not ask for by itself; older compilers have LZ4."""
+    release = re.search(r"release (\d+)\.(\d+)", identity((nvcc,)))
+    if release and tuple(map(int, release.groups())) >= (12, 8):
+        return ["--compress-mode=size"]
+    return ["-Xfatbin", "-compress-all"]
+
+
+def cuda_archs():
+    """The architectures of portable sources, the lowest first."""
+    given = os.environ.get("MOELORA_CUDA_ARCH", CUDA_ARCHS)
+    given = RELEASE_CUDA_ARCHS if given == "release" else given
+    archs = {a.strip().removeprefix("sm_") for a in given.replace(",", ";").split(";") if a.strip()}
+    return sorted(archs, key=lambda arch: int(re.match(r"\d+", arch).group()))
+
+
+def cuda_archs_of(source):
+    """(architectures of machine code, that of the PTX for GPUs not among them or None)."""
+    names = {*source.parts, *source.stem.split("_")}
+    only = [arch for name, arch in ONLY_FOR.items() if name in names]
+    return (only, None) if only else (cuda_archs(), cuda_archs()[0])
+
+
+def cuda_arch_flags(source):
     flags = []
-    for i, arch in enumerate(archs):
-        code = f"sm_{arch}" if i else f"[sm_{arch},compute_{arch}]"
+    archs, ptx = cuda_archs_of(source)
+    for arch in archs:
+        code = f"[sm_{arch},compute_{arch}]" if arch == ptx else f"sm_{arch}"
         flags += ["-gencode", f"arch=compute_{arch},code={code}"]
     return flags
 
 
-def arch_number(arch):
-    return int(re.match(r"\d+", arch).group())
-
-
 def report_ptxas(source, text):
-    """Sums up what ptxas -v says; returns the rest: warnings, kernels that spill registers, and
+    """What ptxas -v says: a summary, and the rest: warnings, kernels that spill registers, and
     those whose wgmma it runs one by one."""
     problems, registers, kernel = [], [], "?"
     for line in text.splitlines():
-        if found := re.search(r"(?:entry function|properties for) '?(\w+)", line):
-            kernel = found.group(1)
+        if found := re.search(r"entry function '(\w+)' for '(\w+)'", line):
+            kernel = " for ".join(found.groups())
         if found := re.search(r"(\d+) bytes spill stores", line):
             if int(found.group(1)):
                 problems.append(f"{source}: {kernel}: {line.strip()}\n")
@@ -99,30 +138,85 @@ def report_ptxas(source, text):
             registers.append(int(found.group(1)))
         elif not line.startswith("ptxas info") or "serialized" in line:
             problems.append(line + "\n")
-    if registers:
-        print(f"  {source}: {len(registers)} kernels, at most {max(registers)} registers")
-    return "".join(problems)
+    summary = f", {len(registers)} kernels, at most {max(registers)} registers" if registers else ""
+    return summary, "".join(problems)
+
+
+@functools.cache
+def identity(compiler):
+    """What a compiler calls itself; another release of it compiles all anew."""
+    done = subprocess.run([*compiler, "--version"], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"{shlex.join(compiler)} --version failed: {done.stderr}")
+    return done.stdout
+
+
+def num_jobs():
+    given = os.environ.get("MAX_JOBS", "")
+    if given:
+        if not given.isdecimal() or int(given) == 0:
+            raise SystemExit(f"MAX_JOBS is {given!r}, expected a number of at least 1")
+        return int(given)
+    return max(1, min(len(os.sched_getaffinity(0)), usable_memory() // JOB_BYTES))
+
+
+def usable_memory(meminfo="/proc/meminfo", limit="/sys/fs/cgroup/memory.max"):
+    """Bytes that processes may still have on this machine, and in its container if that has a
+    limit."""
+    available = re.search(r"^MemAvailable: *(\d+) kB", Path(meminfo).read_text(), re.M)
+    usable = int(available.group(1)) << 10
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+        usable = min(usable, int(Path(limit).read_text()))
+    return usable
+
+
+def digest(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+class Digests(dict):
+    """SHA-256 of files by name, relative to ROOT, as they were at first sight.
+
+    Ours are all seen at the start: what is edited while a compiler runs then differs from what
+    is noted for its object, which is compiled again next time.
+    """
+
+    def __init__(self):
+        files = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]
+        super().__init__((str(path.relative_to(ROOT)), digest(path)) for path in files)
+
+    def __missing__(self, name):
+        self[name] = digest(ROOT / name)
+        return self[name]
+
+
+def digest_of(command):
+    """Of a command's words; where the tree lies makes no difference."""
+    return hashlib.sha256(shlex.join(command).replace(f"{ROOT}/", "").encode()).hexdigest()
 
 
 class Compiler:
-    """Compiles sources to objects, each only when it, one of its headers or its command changed.
+    """Compiles sources to objects, each only when it, one of its headers, its command or the
+    compiler changed: their contents, for times change when a tree is copied.
 
     An object with warnings or spills is never taken for current, so that they show again.
     """
 
-    def __init__(self, objects, nvcc):
-        self.objects = objects
+    def __init__(self, nvcc):
         self.nvcc = nvcc
+        self.digests = Digests()
 
-    def command(self, source, obj):
-        depfile = ["-MMD", "-MF", f"{obj}.d"]
-        defines = ["-DMOELORA_WITH_CUDA"] if self.nvcc else []
-        where = ["-I", "csrc", *defines, "-c", str(source), "-o", str(obj), *depfile]
-        if source.suffix == ".cu":
-            flags = ["-std=c++17", "-O3", "-lineinfo", "-Xptxas", "-v"]
+    def command(self, source):
+        where = ["-I", "csrc", "-c", str(source)]
+        # C that does not ask for it has the same object in builds with CUDA and without.
+        is_cuda = source.suffix == ".cu"
+        if is_cuda or (self.nvcc and "MOELORA_WITH_CUDA" in (ROOT / source).read_text()):
+            where.insert(0, "-DMOELORA_WITH_CUDA")
+        if is_cuda:
+            flags = ["-std=c++17", "-O3", "-Xptxas", "-v", *compression_flags(self.nvcc)]
             flags += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall"]
             flags += shlex.split(os.environ.get("NVCCFLAGS", ""))
-            return [self.nvcc, *flags, *cuda_arch_flags(), *where]
+            return [self.nvcc, *flags, *cuda_arch_flags(source), *where]
         flags = ["-std=c11", "-O3", "-fno-math-errno", "-fPIC", "-fvisibility=hidden"]
         flags += ["-Wall", "-Wextra"]
         if SANITIZE:
@@ -136,44 +230,109 @@ class Compiler:
                 flags += isa
         return [*CC, *flags, *shlex.split(os.environ.get("CFLAGS", "")), *where]
 
-    def is_current(self, obj, command):
+    def object_of(self, source):
+        key = [*self.command(source), identity(tuple(CC))]
+        if source.suffix == ".cu":
+            key.append(identity((self.nvcc,)))
+        stem = BUILD / "obj" / source.with_suffix("").relative_to("csrc")
+        return Path(f"{stem}.{digest_of(key)[:12]}.o")
+
+    def is_current(self, obj):
+        """Beside an object lies a list of what it was made from, as sha256sum writes it."""
         try:
-            if Path(f"{obj}.cmd").read_text() != shlex.join(command):
-                return False
-            built = obj.stat().st_mtime
-            rule = Path(f"{obj}.d").read_text().replace("\\\n", " ").split(":", 1)[1]
-            return all((ROOT / name).stat().st_mtime <= built for name in shlex.split(rule))
+            made_from = [
+                line.split("  ", 1) for line in Path(f"{obj}.sha256").read_text().splitlines()
+            ]
+            return obj.exists() and all(self.digests[name] == was for was, name in made_from)
         except OSError:
             return False
 
-    def compile(self, source):
-        obj = self.objects / source.with_suffix(".o").relative_to("csrc")
+    def compile(self, source, obj, threads=1):
+        """What there is to say about it."""
         obj.parent.mkdir(parents=True, exist_ok=True)
-        command = self.command(source, obj)
-        if self.is_current(obj, command):
-            return obj
-        print(f"  {source}", flush=True)
-        Path(f"{obj}.cmd").unlink(missing_ok=True)
+        made_from, rule = Path(f"{obj}.sha256"), Path(f"{obj}.d")
+        made_from.unlink(missing_ok=True)
+        places = [str(path.relative_to(ROOT)) for path in (obj, rule)]
+        command = [*self.command(source), "-o", places[0], "-MMD", "-MF", places[1]]
+        if threads > 1:
+            command += ["--threads", str(threads)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        problems = report_ptxas(source, done.stderr) if source.suffix == ".cu" else done.stderr
+        summary, problems = "", done.stderr
+        if source.suffix == ".cu":
+            summary, problems = report_ptxas(source, problems)
         sys.stderr.write(problems)
         if done.returncode != 0:
             raise SystemExit(f"{shlex.join(command)}\nfailed with status {done.returncode}")
         if problems and WERROR:
             raise SystemExit(f"{source}: warnings are errors (MOELORA_WERROR=1)")
         if not problems:
-            Path(f"{obj}.cmd").write_text(shlex.join(command))
-        return obj
+            names = shlex.split(rule.read_text().replace("\\\n", " ").split(":", 1)[1])
+            names = [name.removeprefix(f"{ROOT}/") for name in names]
+            made_from.write_text("".join(f"{self.digests[name]}  {name}\n" for name in names))
+        rule.unlink()
+        return summary
 
-    def compile_all(self, sources):
-        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", "2"))) as pool:
-            return list(pool.map(self.compile, sources))
+    def compile_all(self, sources, title):
+        """Their objects. Says what it does, if there is anything to do."""
+        objects = {source: self.object_of(source) for source in sources}
+        stale = [source for source in sources if not self.is_current(objects[source])]
+        if not stale:
+            return list(objects.values())
+        jobs, began = num_jobs(), time.monotonic()
+        # Cores without a source of their own help with the architectures of others.
+        spare = -(-jobs // max(1, sum(source.suffix == ".cu" for source in stale)))
+        lock, finished = threading.Lock(), []
+
+        def compile_one(source):
+            start = time.monotonic()
+            is_cuda = source.suffix == ".cu"
+            threads = min(spare, len(cuda_archs_of(source)[0])) if is_cuda else 1
+            summary = self.compile(source, objects[source], threads)
+            with lock:
+                finished.append(source)
+                count = f"[{len(finished):{len(str(len(stale)))}}/{len(stale)}]"
+                seconds = f"{time.monotonic() - start:.1f} s"
+                print(f"{count} {source}: {seconds}{summary}", flush=True)
+
+        print(
+            f"{title}: compiling {len(stale)} of {len(sources)} files, {jobs} at once", flush=True
+        )
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(compile_one, stale))
+        print(f"{title}: compiled in {time.monotonic() - began:.0f} s", flush=True)
+        return list(objects.values())
+
+
+def make(target, command, inputs):
+    """Runs `command`, which makes `target`.new of `inputs`, unless it made `target` of the same."""
+    made_from = Path(f"{target}.sha256")
+    state = digest_of([*command, *map(digest, inputs)])
+    with contextlib.suppress(OSError):
+        if target.exists() and made_from.read_text() == state:
+            return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for old in (made_from, Path(f"{target}.new")):
+        old.unlink(missing_ok=True)
+    if subprocess.run(command, cwd=ROOT).returncode != 0:
+        raise SystemExit(f"{shlex.join(command)}\nfailed")
+    os.replace(f"{target}.new", target)
+    made_from.write_text(state)
+
+
+def copy(source, target):
+    """In one step, because another process may have the old file mapped. False if it was a copy."""
+    if target.exists() and filecmp.cmp(source, target, shallow=False):
+        return False
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(source, f"{target}.new")
+    os.replace(f"{target}.new", target)
+    return True
 
 
 def sources(rooms, nvcc):
     found = []
     for room in rooms:
-        found += sorted((ROOT / "csrc" / room).glob("*.c"))
+        found += sorted((ROOT / "csrc" / room).rglob("*.c"))
     if not X86:
         found = [s for s in found if not s.stem.endswith(tuple(ISA_FLAGS))]
     if nvcc:  # the slow ones first
@@ -209,6 +368,15 @@ def torch_libraries():
     ]
 
 
+class BuildPy(build_py):
+    def run(self):
+        """Without what earlier builds left: modules that have moved since would be packed too."""
+        where = Path(self.build_lib).resolve()
+        if BUILD in where.parents and not self.editable_mode:
+            shutil.rmtree(where, ignore_errors=True)
+        super().run()
+
+
 class BuildExt(build_ext):
     def run(self):
         with build_lock():
@@ -218,17 +386,12 @@ class BuildExt(build_ext):
         if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
             raise SystemExit("Python.h not found: install Python's headers (python3-dev)")
         nvcc, reason = cuda_compiler()
-        print(
-            f"moelora: CPU and CUDA build ({nvcc})"
-            if nvcc
-            else f"moelora: CPU-only build ({reason})"
-        )
-        compiler = Compiler(BUILD / ("obj-cuda" if nvcc else "obj-cpu"), nvcc)
-        objects = compiler.compile_all(sources(["core", "cpu", "glue"], nvcc))
+        compiler = Compiler(nvcc)
+        title = f"moelora for CPU and CUDA ({nvcc})" if nvcc else f"moelora for CPU ({reason})"
+        objects = compiler.compile_all(sources(["core", "cpu", "glue"], nvcc), title)
         cuda = [*cuda_library_dirs(nvcc), "-lcudart_static", "-lstdc++", "-lrt"] if nvcc else []
-        target = Path(self.get_ext_fullpath(ext.name))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        command = [*CC, "-shared", "-o", f"{target}.new", *map(str, objects), *cuda]
+        linked = BUILD / ("cuda" if nvcc else "cpu") / "_C.abi3.so"
+        command = [*CC, "-shared", "-o", f"{linked}.new", *map(str, objects), *cuda]
         command += [
             "-Wl,--version-script=csrc/glue/exports.map",
             *torch_libraries(),
@@ -236,50 +399,45 @@ class BuildExt(build_ext):
             "-lpthread",
             "-ldl",
         ]
-        if subprocess.run(command, cwd=ROOT).returncode != 0:
-            raise SystemExit(f"{shlex.join(command)}\nfailed")
-        os.replace(f"{target}.new", target)
+        make(linked, command, [*objects, ROOT / "csrc/glue/exports.map"])
+        if copy(linked, Path(self.get_ext_fullpath(ext.name))):
+            print(f"{title}: linked", flush=True)
 
     def copy_extensions_to_source(self):
-        """In one step, because another process may have the old file mapped."""
         for ext in self.extensions:
-            source = Path(self.build_lib) / self.get_ext_filename(ext.name)
-            target = ROOT / self.get_ext_filename(ext.name)
-            shutil.copy2(source, f"{target}.new")
-            os.replace(f"{target}.new", target)
+            name = self.get_ext_filename(ext.name)
+            copy(Path(self.build_lib) / name, ROOT / name)
 
 
 class BuildCore(Command):
     """The C library alone, for C programs: needs neither torch nor Python at run time."""
 
     description = "build libmoelora.a (no Python, no torch)"
-    user_options = []
+    user_options = [("cuda", None, "with the CUDA kernels: build/core-cuda instead of build/core")]
+    boolean_options = ["cuda"]
 
     def initialize_options(self):
-        pass
+        self.cuda = False
 
     def finalize_options(self):
         pass
 
     def run(self):
-        where = BUILD / ("sanitize" if SANITIZE else "core")
+        nvcc, reason = cuda_compiler() if self.cuda else (None, "")
+        if self.cuda and not nvcc:
+            raise SystemExit(f"no CUDA kernels: {reason}")
+        where = BUILD / ("sanitize" if SANITIZE else "core-cuda" if nvcc else "core")
         with build_lock():
-            nvcc = None
-            objects = Compiler(where / "obj", nvcc).compile_all(sources(["core", "cpu"], nvcc))
             archive = where / "libmoelora.a"
-            newest = max(obj.stat().st_mtime_ns for obj in objects)
-            if archive.exists() and archive.stat().st_mtime_ns >= newest:
-                return
-            fresh = archive.with_suffix(".new")
-            fresh.unlink(missing_ok=True)
-            subprocess.run(["ar", "rcs", str(fresh), *map(str, objects)], check=True)
-            os.replace(fresh, archive)
+            title = str(archive.relative_to(ROOT))
+            objects = Compiler(nvcc).compile_all(sources(["core", "cpu"], nvcc), title)
+            make(archive, ["ar", "rcs", f"{archive}.new", *map(str, objects)], objects)
 
 
 if __name__ == "__main__":
     setup(
         version=version(),
         ext_modules=[Extension("moelora._C", sources=[], py_limited_api=True)],
-        cmdclass={"build_ext": BuildExt, "build_core": BuildCore},
+        cmdclass={"build_py": BuildPy, "build_ext": BuildExt, "build_core": BuildCore},
         options={"bdist_wheel": {"py_limited_api": "cp310"}},
     )

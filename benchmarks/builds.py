@@ -4,32 +4,26 @@
     python -m benchmarks.builds now=moelora/_C.abi3.so again=moelora/_C.abi3.so
     python -m benchmarks.builds sm90=moelora/_C.abi3.so sm80=moelora/_C.abi3.so,MOELORA_MAX_CC=80
 
-A build is a name, an extension module and, behind commas, environment variables. Each has a process
-of its own that holds the layer, as one process can load only one module. They take turns, forwards
-and backwards, so that all meet the same clocks and neighbours; times are medians of the turns, and
-percentages compare with the first build. The same module twice shows the noise, about 1 % on an
-H200. Python code is that of the repository for all of them.
+A build is a name, an extension module or a checkout and, behind commas, environment variables
+(benchmarks/processes.py). Each has a process of its own that holds the layer. They take turns,
+forwards and backwards, so that all meet the same clocks and neighbours; times are medians of the
+turns, and percentages compare with the first build. The same module twice shows the noise, about
+1 % on an H200. `python -m benchmarks.digests` compares the bits of every operator.
 """
 
 import argparse
 import hashlib
-import json
-import os
-import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 
 import torch
 
+from benchmarks.processes import Build
 from moelora.bench import cases, harness, results, shapes, timing
 from moelora.bench.rivals import Layer
 from moelora.bench.rivals.ours import Ours
-
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-ANSWER = "@"  # begins what a build's process says to us
 
 
 class Worker:
@@ -92,46 +86,6 @@ class Worker:
     def synchronize(self):
         if self.timer:
             torch.cuda.synchronize()
-
-
-def work(device):
-    worker = Worker(device)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        print(ANSWER + json.dumps(getattr(worker, asked.pop("do"))(**asked)), flush=True)
-
-
-class Build:
-    """Our side of a build's process."""
-
-    def __init__(self, text, device, folder):
-        self.name, _, rest = text.partition("=")
-        module, *variables = rest.split(",")
-        if not rest or not pathlib.Path(module).is_file():
-            raise SystemExit(f"{text!r} is not NAME=MODULE[,VARIABLE=VALUE...] of a file")
-        package = folder / self.name / "moelora"
-        package.mkdir(parents=True)
-        for path in (ROOT / "moelora").iterdir():
-            if not path.name.startswith("_C."):
-                (package / path.name).symlink_to(path)
-        (package / "_C.abi3.so").symlink_to(pathlib.Path(module).resolve())
-        path = os.pathsep.join([str(package.parent), str(ROOT), os.environ.get("PYTHONPATH", "")])
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", f"from benchmarks.builds import work; work({device!r})"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-            env=os.environ | dict(v.split("=", 1) for v in variables) | {"PYTHONPATH": path},
-        )
-
-    def ask(self, do, **more):
-        self.process.stdin.write(json.dumps({"do": do, **more}) + "\n")
-        self.process.stdin.flush()
-        for line in self.process.stdout:
-            if line.startswith(ANSWER):
-                return json.loads(line[len(ANSWER) :])
-        raise SystemExit(f"{self.name} ended with status {self.process.wait()} at {do} {more}")
 
 
 def compare(builds, args):
@@ -200,13 +154,14 @@ def main(argv=None):
     if args.shape:
         args.models = []
     with tempfile.TemporaryDirectory() as folder:
-        builds = [Build(text, args.device, pathlib.Path(folder)) for text in args.builds]
+        builds = [
+            Build(text, folder, "benchmarks.builds:Worker", args.device) for text in args.builds
+        ]
         try:
             rows = compare(builds, args)
         finally:
             for build in builds:
-                build.process.kill()
-                build.process.wait()
+                build.end()
     if args.out:
         results.write(args.out, rows)
     return 0

@@ -80,13 +80,28 @@ typedef struct moelora_exec {
   moelora_device device;
   int32_t device_index; /* CUDA ordinal; unused on the CPU */
   void *stream;         /* cudaStream_t; NULL is the default stream */
-  void *workspace;      /* 256-byte aligned, at least what *_workspace_size said; on `device` */
+  void *workspace;      /* 256-byte aligned, at least moelora_call.workspace_bytes; on `device` */
   size_t workspace_bytes;
   /* CPU only: runs `task` over [0, count), split at will over threads, and returns when all of it
    * is done. NULL runs serially. */
   void (*parallel_for)(int64_t count, moelora_task task, void *context);
   int32_t num_threads; /* how many threads parallel_for spreads over; 0 counts as 1 */
 } moelora_exec;
+
+/* A call of an operator, checked and planned once: moelora_prepare_* fill it, moelora_run runs it.
+ * It holds the pointers of its arguments and the plan, so it may run again, on another stream or in
+ * a graph, as long as the tensors are where they were; a plan that is forced or tuned later changes
+ * nothing. A plain value: copy it, keep it, drop it. */
+#define MOELORA_CALL_BYTES 2048
+typedef struct moelora_call {
+  size_t workspace_bytes; /* exec.workspace of moelora_run must have so many */
+  uint64_t state[MOELORA_CALL_BYTES / sizeof(uint64_t)];
+} moelora_call;
+
+/* Runs a prepared call, or queues it. `exec` names the device (and threads) that it was prepared
+ * for, and the workspace. Fails with MOELORA_WORKSPACE_TOO_SMALL, MOELORA_INVALID_ARGUMENT or
+ * MOELORA_DEVICE_ERROR. */
+moelora_status moelora_run(const moelora_call *call, const moelora_exec *exec);
 
 /* Stacked LoRA factors of one projection. Slice i covers output columns [i*N, (i+1)*N) in memory
  * order; `num_slices == 0` says that the projection has no adapters. An expert dimension of 1 is
@@ -144,9 +159,8 @@ typedef struct moelora_align_args {
 /* Upper bound of the number of blocks: what the outputs must hold. */
 int64_t moelora_align_max_blocks(moelora_align_mode mode, int64_t num_rows, int32_t num_experts,
                                  int32_t max_loras, int32_t block_size);
-moelora_status moelora_align_workspace_size(const moelora_align_args *args,
-                                            const moelora_exec *exec, size_t *bytes);
-moelora_status moelora_align(const moelora_align_args *args, const moelora_exec *exec);
+moelora_status moelora_prepare_align(const moelora_align_args *args, const moelora_exec *exec,
+                                     moelora_call *call);
 
 /* ---- one projection: base product + LoRA in one pass ---- */
 
@@ -161,9 +175,8 @@ typedef struct moelora_gemm_args {
   moelora_tensor out; /* [M, top_k, N]; rows of skipped experts become 0 */
 } moelora_gemm_args;
 
-moelora_status moelora_gemm_workspace_size(const moelora_gemm_args *args, const moelora_exec *exec,
-                                           size_t *bytes);
-moelora_status moelora_gemm(const moelora_gemm_args *args, const moelora_exec *exec);
+moelora_status moelora_prepare_gemm(const moelora_gemm_args *args, const moelora_exec *exec,
+                                    moelora_call *call);
 
 /* ---- the whole layer ---- */
 
@@ -194,9 +207,8 @@ typedef struct moelora_experts_args {
   moelora_tensor out;                /* [M, K]; may be the memory of hidden_states */
 } moelora_experts_args;
 
-moelora_status moelora_experts_workspace_size(const moelora_experts_args *args,
-                                              const moelora_exec *exec, size_t *bytes);
-moelora_status moelora_experts(const moelora_experts_args *args, const moelora_exec *exec);
+moelora_status moelora_prepare_experts(const moelora_experts_args *args, const moelora_exec *exec,
+                                       moelora_call *call);
 
 /* ---- adapters alone: the delta that an engine adds to a base product made elsewhere ---- */
 
@@ -225,9 +237,8 @@ typedef struct moelora_align_lists_args {
   moelora_lists lists;       /* outputs but for lora_ids */
 } moelora_align_lists_args;
 
-moelora_status moelora_align_lists_workspace_size(const moelora_align_lists_args *args,
-                                                  const moelora_exec *exec, size_t *bytes);
-moelora_status moelora_align_lists(const moelora_align_lists_args *args, const moelora_exec *exec);
+moelora_status moelora_prepare_align_lists(const moelora_align_lists_args *args,
+                                           const moelora_exec *exec, moelora_call *call);
 
 /* For every routed row p that has an adapter l and an expert e on this rank:
  *
@@ -258,9 +269,8 @@ typedef struct moelora_delta_args {
   int64_t out_offset; /* first column */
 } moelora_delta_args;
 
-moelora_status moelora_delta_workspace_size(const moelora_delta_args *args,
-                                            const moelora_exec *exec, size_t *bytes);
-moelora_status moelora_delta(const moelora_delta_args *args, const moelora_exec *exec);
+moelora_status moelora_prepare_delta(const moelora_delta_args *args, const moelora_exec *exec,
+                                     moelora_call *call);
 
 /* SGLang's all-in-one: a whole adapter MLP beside the base layer,
  *
@@ -278,9 +288,8 @@ typedef struct moelora_mlp_delta_args {
   moelora_tensor out;   /* [M, K] */
 } moelora_mlp_delta_args;
 
-moelora_status moelora_mlp_delta_workspace_size(const moelora_mlp_delta_args *args,
-                                                const moelora_exec *exec, size_t *bytes);
-moelora_status moelora_mlp_delta(const moelora_mlp_delta_args *args, const moelora_exec *exec);
+moelora_status moelora_prepare_mlp_delta(const moelora_mlp_delta_args *args,
+                                         const moelora_exec *exec, moelora_call *call);
 
 /* ---- weights in tiles ---- */
 
@@ -323,15 +332,15 @@ typedef struct moelora_tuned_plan {
   const char *variant;
 } moelora_tuned_plan;
 
-/* Adds one; a newer plan for the same layer and tokens takes over. Best before the first layer: the
- * workspace that one plan asked for may be too small for another. */
+/* Adds one; a newer plan for the same layer and tokens takes over, in calls prepared from then on.
+ */
 moelora_status moelora_add_tuned_plan(const moelora_tuned_plan *plan);
 /* Forgets all of them. Not while operators run on other threads. */
 void moelora_clear_tuned_plans(void);
 /* What the last call on this thread ran: "w=gemm_bf16_avx2", for a layer
  * "w13=gemm_bf16_avx512bf16 w2=gemm_bf16_avx512bf16", for adapters alone "delta=gemm_bf16_avx2" or,
- * on a GPU, "delta=blocks_of_16". The environment variable MOELORA_LOG=plan prints every choice and
- * its reasons to stderr. */
+ * on a GPU, "delta=adapters_sm90". The environment variable MOELORA_LOG=plan prints every choice
+ * and its reasons to stderr. */
 const char *moelora_last_plan(void);
 
 #ifdef __cplusplus

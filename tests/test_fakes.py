@@ -20,8 +20,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import moelora
 
 SEEDS = 60
-# The memory that meta tensors have not, and what of it an output shares with an input.
-MEMORY = ("shares memory", "share memory")
+# The memory that meta tensors have not: a number in it, and what an output shares with an input.
+MEMORY = ("shares memory", "share memory", "num_active_loras is")
 
 
 def meta(value):

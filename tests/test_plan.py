@@ -6,6 +6,9 @@ import re
 import pytest
 from c_programs import ROOT, compile_program, run
 
+from benchmarks.grid.layers import LAYOUTS
+from benchmarks.grid.layers import TOKENS as TOKENS_OF_DIGESTS
+
 AVX2, AVX512, AVX512_BF16 = 1, 2, 4
 QWEN3 = {"experts": 128, "top_k": 8, "hidden": 2048, "inter": 768}
 MIXTRAL = {"experts": 8, "top_k": 2, "hidden": 4096, "inter": 14336}
@@ -21,7 +24,7 @@ def print_plan(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plan(print_plan):
-    """(variant of w13, variant of w2, block_rows) of one layer, or the message of the refusal."""
+    """(variant, block_rows) of one layer, or the message of the refusal."""
 
     def ask(device, dtype="bfloat16", tokens=8, rank=0, remote=0, env=None, **shape):
         s = QWEN3 | shape
@@ -32,8 +35,10 @@ def plan(print_plan):
         answer = done.stdout.strip()
         if answer.startswith("error: "):
             return answer.removeprefix("error: ")
-        w13, w2, block_rows = answer.split()
-        return w13, w2, int(block_rows)
+        variant, block_rows, staged = answer.split()
+        assert (staged != "-") == variant.startswith("decode_")
+        assert not staged.startswith("decode_")
+        return variant, int(block_rows)
 
     return ask
 
@@ -65,8 +70,8 @@ DECODE_ROWS = rows_of("csrc/cuda/variants.inc", "DECODE")
     ],
 )
 def test_the_best_instruction_set_of_a_cpu(plan, isa, dtype, want):
-    w13, w2, block_rows = plan(("cpu", isa), dtype)
-    assert (w13, w2) == (want, want)
+    variant, block_rows = plan(("cpu", isa), dtype)
+    assert variant == want
     assert block_rows > 0
 
 
@@ -77,13 +82,11 @@ def test_every_gpu_from_ampere_on_has_a_plan(plan, capability, dtype, shape):
     short = {"bfloat16": "bf16", "float16": "f16"}[dtype]
     blocks = []
     for tokens in TOKENS:
-        w13, w2, block_rows = plan(("cuda", capability), dtype, tokens, **shape)
-        for name in (w13, w2):
-            (row,) = [row for row in CUDA_ROWS + DECODE_ROWS if row[0] == name]
-            assert short in name.split("_")
-            assert int(row[2]) <= capability
-            # wgmma is an instruction of 9.0 and of nothing later
-            assert int(row[2]) != 90 or capability == 90
+        name, block_rows = plan(("cuda", capability), dtype, tokens, **shape)
+        (row,) = [row for row in CUDA_ROWS + DECODE_ROWS if row[0] == name]
+        assert short in name.split("_")
+        # wgmma is an instruction of 9.0 and of nothing later
+        assert row[2] == "SM80" or (row[2], capability) == ("SM90", 90)
         blocks.append(block_rows)
     assert blocks == sorted(blocks), "more tokens never make blocks smaller"
     assert blocks[0] < blocks[-1]
@@ -103,7 +106,7 @@ def test_blocks_follow_the_rows_of_an_expert(plan):
     few = plan(sm80, tokens=16)  # 128 rows over 128 experts
     many = plan(sm80, tokens=16, experts=1, top_k=1)
     crowd = plan(sm80, tokens=4096, experts=8, top_k=2)
-    assert few[2] <= many[2] < crowd[2]
+    assert few[1] <= many[1] < crowd[1]
     # An expert sees the same rows whether its neighbours live here or on other ranks.
     assert plan(sm80, tokens=512, experts=16, remote=112) == plan(sm80, tokens=512, experts=128)
 
@@ -129,20 +132,33 @@ def test_what_no_kernel_serves(plan):
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_few_rows_run_the_whole_layer_in_one_launch(plan, capability):
     gpu = ("cuda", capability)
-    assert plan(gpu, "float16", 1)[:2] == ("decode_f16_sm80",) * 2
+    assert plan(gpu, "float16", 1)[0] == "decode_f16_sm80"
     for tokens, top_k in ((1, 8), (1, 64), (2, 8), (3, 6), (4, 2)):
-        assert plan(gpu, tokens=tokens, top_k=top_k)[:2] == ("decode_bf16_sm80",) * 2
+        assert plan(gpu, tokens=tokens, top_k=top_k)[0] == "decode_bf16_sm80"
     others = {"tokens": 3}, {"tokens": 5, "top_k": 2}, {"tokens": 1, "top_k": 65}
     for other in (*others, {"tokens": 1, "hidden": 2050}):
         assert "decode" not in plan(gpu, **other)[0], other
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_grid_of_digests_meets_every_block_of_a_gpu(plan, capability):
+    """By the table's own choice, beside the variants that it forces."""
+    met = set()
+    for spec in LAYOUTS.values():
+        shape = {name: getattr(spec, name) for name in ("experts", "top_k", "hidden", "inter")}
+        for tokens in TOKENS_OF_DIGESTS["cuda"]:
+            if tokens <= spec.tokens:
+                met.add(plan(("cuda", capability), tokens=tokens, remote=spec.remote, **shape)[0])
+    blocks = {row[3] for row in CUDA_ROWS if int(row[2]) == capability}
+    assert {row[3] for row in CUDA_ROWS if row[0] in met} >= blocks
+    assert any(name.startswith("decode") for name in met)
+
+
 def test_rows_that_tma_cannot_read_stay_with_mma_sync(plan):
     """2050 columns of 2 bytes: rows do not start at multiples of 16 bytes."""
-    w13, w2, _ = plan(("cuda", 90), hidden=2050)
-    for name in (w13, w2):
-        (row,) = [row for row in CUDA_ROWS if row[0] == name]
-        assert int(row[2]) < 90
+    name, _ = plan(("cuda", 90), hidden=2050)
+    (row,) = [row for row in CUDA_ROWS if row[0] == name]
+    assert row[2] == "SM80"
 
 
 def test_forcing_a_variant(plan):
@@ -150,14 +166,14 @@ def test_forcing_a_variant(plan):
         return plan(*args, env={"MOELORA_FORCE_VARIANT": name}, **kwargs)
 
     scalar = "gemm_bf16_scalar"
-    assert forced(scalar, ("cpu", 7))[:2] == (scalar, scalar)
+    assert forced(scalar, ("cpu", 7))[0] == scalar
     # of another dtype, of another device: the table decides
     assert forced(scalar, ("cpu", 7), "float32") == plan(("cpu", 7), "float32")
     assert forced(scalar, ("cuda", 80)) == plan(("cuda", 80))
     for name, dtype, _, block_m, *_ in CUDA_ROWS:
         kwargs = {"dtype": {"BF16": "bfloat16", "F16": "float16"}[dtype]}
         for tokens in (1, 8):
-            assert forced(name, ("cuda", 90), tokens=tokens, **kwargs) == (name, name, int(block_m))
+            assert forced(name, ("cuda", 90), tokens=tokens, **kwargs) == (name, int(block_m))
     for name, dtype, _ in DECODE_ROWS:
         kwargs = {"dtype": {"BF16": "bfloat16", "F16": "float16"}[dtype]}
         assert forced(name, ("cuda", 90), tokens=8, **kwargs)[0] == name

@@ -11,9 +11,10 @@ import torch
 from c_programs import ROOT, compile_program, run
 
 import moelora
-from moelora import _C, tune, tuned
+from moelora import _C, tuned
 from moelora.__main__ import main
 from moelora.bench.timing import Times
+from moelora.commands import tune
 
 SMALL, LARGE = "gemm_bf16_16x128x64_sm90", "gemm_bf16_128x256x64_sm90"
 OLD = "gemm_bf16_64x128x64_sm80"

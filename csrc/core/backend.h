@@ -185,20 +185,32 @@ typedef struct moelora_pack_problem {
   void *out; /* [E, N/64, K/64, 64, 64] */
 } moelora_pack_problem;
 
-/* What a plan may depend on besides the problem. */
+/* Devices of one kind, of which each is asked about itself once. */
+#define MOELORA_MAX_DEVICES 64
+
+/* What a plan or a launch may depend on besides the problem; asked once for each device. */
 typedef struct moelora_device_info {
   moelora_device device;
   int32_t compute_capability; /* CUDA: 80, 89, 90, ... */
   int32_t num_units;          /* SMs, or CPU threads */
   uint32_t cpu_isa;           /* bits of moelora_isa */
+  int32_t l2_bytes;           /* CUDA */
+  int32_t shared_bytes;       /* CUDA: that a CTA may ask for */
+  bool overlaps;              /* CUDA: the code that is loaded knows dependent launches */
 } moelora_device_info;
+
+/* What a CUDA kernel is written for. An architecture is a name, not a number that grows: what runs
+ * on one may run on no later one. */
+typedef enum moelora_family {
+  MOELORA_SM80, /* mma.sync and cp.async: every GPU from 8.0 on */
+  MOELORA_SM90, /* wgmma and TMA: 9.0 alone */
+} moelora_family;
 
 typedef enum moelora_isa {
   MOELORA_ISA_SCALAR = 0, /* always there */
   MOELORA_ISA_AVX2 = 1,   /* with FMA and F16C */
   MOELORA_ISA_AVX512 = 2, /* F, BW, DQ, VL */
   MOELORA_ISA_AVX512_BF16 = 4,
-  MOELORA_ISA_AMX_BF16 = 8,
 } moelora_isa;
 
 /* One row of a variants.inc: a compiled kernel. `id` indexes its backend's table of launchers. */
@@ -206,7 +218,7 @@ typedef struct moelora_variant {
   const char *name; /* e.g. "gemm_bf16_avx512bf16", "gemm_bf16_64x128x64_sm80" */
   moelora_device device;
   moelora_dtype dtype;
-  int32_t needs; /* CPU: one moelora_isa; CUDA: least compute capability */
+  int32_t needs; /* CPU: one moelora_isa; CUDA: a moelora_family */
   int32_t id;
   int32_t block_m, block_n, block_k; /* rows (tokens), output columns, depth of one tile */
   int32_t stages;
@@ -223,23 +235,21 @@ typedef struct moelora_variant {
 
 /* One grouped projection. */
 typedef struct moelora_gemm_plan {
-  const moelora_variant *variant;
-  int32_t block_rows; /* rows per alignment block; a multiple or divisor rule is the variant's */
+  const moelora_variant *variant; /* its block_m: rows of an alignment block */
 } moelora_gemm_plan;
 
 typedef struct moelora_experts_plan {
-  moelora_gemm_plan w13, w2; /* with the same block_rows: both run on one alignment */
-  bool partial_f32; /* rows of w2 wait for the top-k sum in float32, else in the compute dtype */
-  /* Of a `decode` variant: what serves w13 and w2 where the context holds fewer of its CTAs at once
-   * than the device, as under a green context. Its workspace is asked for, too. */
+  const moelora_variant *variant; /* of both projections, which run on one alignment */
+  /* Of a `decode` variant: what serves both projections where the context holds fewer of its CTAs
+   * at once than the device, as under a green context. Its workspace is asked for, too. */
   const moelora_variant *staged;
+  bool partial_f32; /* rows of w2 wait for the top-k sum in float32, else in the compute dtype */
 } moelora_experts_plan;
 
 /* Adapters alone. */
 typedef struct moelora_delta_plan {
   const moelora_variant *variant; /* CPU: whose kernels; NULL on CUDA */
-  int32_t block_rows;             /* rows of one (expert, adapter) block made from routes */
-  bool hopper;                    /* CUDA: kernels of sm_90 may be used */
+  moelora_family family;          /* CUDA: whose kernels may be used */
 } moelora_delta_plan;
 
 /* A backend executes plans. A NULL slot says that the operator is not supported; nothing else does.
@@ -298,6 +308,9 @@ moelora_status moelora_check_align_lists(const moelora_align_lists_args *args,
 moelora_status moelora_check_delta(const moelora_delta_args *args, moelora_delta_problem *problem);
 moelora_status moelora_check_mlp_delta(const moelora_mlp_delta_args *args,
                                        moelora_mlp_delta_problem *problem);
+
+/* device.c: what was found out about a device for the call at hand; never NULL. */
+const moelora_device_info *moelora_known_device(moelora_device device, int32_t index);
 
 /* status.c: forgets the message of this thread. */
 void moelora_clear_error(void);

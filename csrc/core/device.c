@@ -6,15 +6,13 @@
 #include "core/check.h"
 #include "core/plan.h"
 
-enum { MAX_DEVICES = 64 };
-
 /* Asking a driver, or a CPU under a hypervisor, costs microseconds: once per device. */
 typedef struct cached_info {
   atomic_bool known;
   moelora_device_info info;
 } cached_info;
 
-static cached_info cache[2][MAX_DEVICES];
+static cached_info cache[2][MOELORA_MAX_DEVICES];
 static pthread_mutex_t cache_lock = PTHREAD_MUTEX_INITIALIZER;
 
 static const moelora_backend *backend_of(moelora_device device) {
@@ -44,6 +42,10 @@ static moelora_status device_info(const moelora_backend *backend, moelora_device
   return MOELORA_OK;
 }
 
+const moelora_device_info *moelora_known_device(moelora_device device, int32_t index) {
+  return &cache[device][index].info;
+}
+
 moelora_status moelora_find_device(const moelora_exec *exec, const moelora_backend **backend,
                                    moelora_device_info *info) {
   MOELORA_REQUIRE(exec->device == MOELORA_CPU || exec->device == MOELORA_CUDA,
@@ -52,8 +54,8 @@ moelora_status moelora_find_device(const moelora_exec *exec, const moelora_backe
   if (!*backend)
     return moelora_fail(MOELORA_UNSUPPORTED, "this build of moelora has no CUDA backend");
   int32_t index = exec->device == MOELORA_CPU ? 0 : exec->device_index;
-  MOELORA_REQUIRE(index >= 0 && index < MAX_DEVICES, "exec.device_index is %d, expected 0 to %d",
-                  index, MAX_DEVICES - 1);
+  MOELORA_REQUIRE(index >= 0 && index < MOELORA_MAX_DEVICES,
+                  "exec.device_index is %d, expected 0 to %d", index, MOELORA_MAX_DEVICES - 1);
   MOELORA_TRY(device_info(*backend, exec->device, index, info));
   if (exec->device == MOELORA_CPU)
     info->num_units = exec->parallel_for && exec->num_threads > 1 ? exec->num_threads : 1;
@@ -82,7 +84,6 @@ const char *moelora_cpu_features(void) {
       {MOELORA_ISA_AVX2, "avx2 fma f16c"},
       {MOELORA_ISA_AVX512, "avx512f avx512bw avx512dq avx512vl"},
       {MOELORA_ISA_AVX512_BF16, "avx512_bf16"},
-      {MOELORA_ISA_AMX_BF16, "amx_tile amx_bf16"},
   };
   static _Thread_local char text[128];
   moelora_device_info info;

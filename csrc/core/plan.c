@@ -55,30 +55,35 @@ moelora_status moelora_limit_capability(int32_t compute_capability) {
   return MOELORA_OK;
 }
 
-/* The variants of this thread's last plan; text is made only when asked for. */
+/* The kernels of this thread's last plan; text is made only when asked for. */
 static _Thread_local struct last {
-  const moelora_variant *gemm, *w13, *w2;
-  moelora_delta_plan delta; /* block_rows 0: the last call was another */
+  const moelora_variant *gemm, *experts;
+  const char *delta;
 } last;
+
+static const char *delta_kernels(const moelora_delta_plan *plan) {
+  return plan->variant                  ? plan->variant->name
+         : plan->family == MOELORA_SM90 ? "adapters_sm90"
+                                        : "adapters_sm80";
+}
 
 const char *moelora_last_plan(void) {
   static _Thread_local char text[160];
   text[0] = '\0';
   if (last.gemm)
     snprintf(text, sizeof text, "w=%s", last.gemm->name);
-  else if (last.w13)
-    snprintf(text, sizeof text, "w13=%s w2=%s", last.w13->name, last.w2->name);
-  else if (last.delta.variant)
-    snprintf(text, sizeof text, "delta=%s", last.delta.variant->name);
-  else if (last.delta.block_rows)
-    snprintf(text, sizeof text, "delta=blocks_of_%d", last.delta.block_rows);
+  else if (last.experts)
+    snprintf(text, sizeof text, "w13=%s w2=%s", last.experts->name, last.experts->name);
+  else if (last.delta)
+    snprintf(text, sizeof text, "delta=%s", last.delta);
   return text;
 }
 
 /* ---- choice ---- */
 
-/* Shared memory that a CTA may have: much on data-centre chips and on the boards made like them. */
-static int32_t shared_bytes(int32_t compute_capability) {
+/* Shared memory that a CTA of a GPU of this capability may ask for: much on data-centre chips and
+ * on the boards made like them. */
+static int32_t shared_bytes_of(int32_t compute_capability) {
   bool large = compute_capability == 80 || compute_capability == 87;
   bool largest = compute_capability >= 90 && compute_capability < 120;
   return (largest ? 227 : large ? 163 : 99) * 1024;
@@ -89,18 +94,31 @@ static moelora_device_info limited(const moelora_device_info *device) {
   pthread_once(&environment_once, read_environment);
   moelora_device_info seen = *device;
   const int32_t limit = capability_limit;
-  if (device->device == MOELORA_CUDA && limit && limit < device->compute_capability)
+  if (device->device == MOELORA_CUDA && limit && limit < device->compute_capability) {
     seen.compute_capability = limit;
+    if (shared_bytes_of(limit) < seen.shared_bytes)
+      seen.shared_bytes = shared_bytes_of(limit);
+  }
   return seen;
 }
 
-static bool has_capability(const moelora_variant *variant, int32_t compute_capability) {
-  /* wgmma exists on 9.0 alone; mma.sync, from 8.0 on, is everywhere later. */
-  if (variant->needs == 90)
-    return compute_capability == 90;
+/* The newest family whose kernels a GPU of this capability runs. */
+static moelora_family family_of(int32_t compute_capability) {
+  return compute_capability == 90 ? MOELORA_SM90 : MOELORA_SM80;
+}
+
+moelora_family moelora_family_of(const moelora_device_info *device) {
+  const moelora_family own = family_of(device->compute_capability);
+  return family_of(limited(device).compute_capability) == own ? own : MOELORA_SM80;
+}
+
+static bool has_family(const moelora_variant *variant, const moelora_device_info *device) {
+  if (device->compute_capability < 80)
+    return false;
+  if (variant->needs != MOELORA_SM80)
+    return variant->needs == (int32_t)family_of(device->compute_capability);
   int32_t stage = (variant->block_m + variant->block_n) * variant->block_k * 2;
-  return compute_capability >= variant->needs &&
-         variant->stages * stage <= shared_bytes(compute_capability);
+  return variant->stages * stage <= device->shared_bytes;
 }
 
 bool moelora_variant_runs_on(const moelora_variant *variant, const moelora_device_info *device) {
@@ -108,8 +126,8 @@ bool moelora_variant_runs_on(const moelora_variant *variant, const moelora_devic
     return false;
   if (variant->device == MOELORA_CPU)
     return (device->cpu_isa & (uint32_t)variant->needs) == (uint32_t)variant->needs;
-  return has_capability(variant, device->compute_capability) &&
-         has_capability(variant, limited(device).compute_capability);
+  const moelora_device_info seen = limited(device);
+  return has_family(variant, device) && has_family(variant, &seen);
 }
 
 /* Routed rows that an expert of this rank gets on average, at least 1. */
@@ -185,13 +203,13 @@ static bool serves(const moelora_variant *v, const access *access) {
     return true;
   if (v->decode)
     return access->decode;
-  if (v->needs == 90)
+  if (v->needs == MOELORA_SM90)
     return access->tma && (v->cluster == 1 || access->layer);
   return access->vectors || v->block_m <= 32;
 }
 
-/* For few tokens the whole layer; else the newest instruction set that the device has, within it
- * the shape nearest to `want`, where block 0 takes the last row of the table. */
+/* For few tokens the whole layer; else the newest instruction set, or the GPU's own family before
+ * the portable one, within it the shape nearest to `want`, where block 0 takes the last row. */
 static const moelora_variant *choose(const moelora_device_info *device, moelora_dtype dtype,
                                      shape want, const access *access) {
   const moelora_variant *best = NULL, *v;
@@ -238,16 +256,6 @@ static moelora_status pick_variant(const moelora_routes *routes, moelora_dtype d
   return MOELORA_OK;
 }
 
-/* Both halves of a layer run on one alignment or in one launch, so one variant serves both. */
-static moelora_status plan_projections(const moelora_routes *routes, moelora_dtype dtype,
-                                       const access *access, const moelora_device_info *device,
-                                       moelora_gemm_plan *plan) {
-  const moelora_variant *variant;
-  MOELORA_TRY(pick_variant(routes, dtype, access, device, &variant));
-  *plan = (moelora_gemm_plan){.variant = variant, .block_rows = variant->block_m};
-  return MOELORA_OK;
-}
-
 moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                                  const moelora_device_info *device, moelora_gemm_plan *plan) {
   access access = {.layer = false};
@@ -256,15 +264,16 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                    moelora_is_vector_row(problem->out, problem->out_stride[0], problem->w.n) &&
                    problem->out_stride[1] % 8 == 0;
   access.tma = access.vectors && is_tma_weights(&problem->w);
-  return plan_projections(&problem->routes, problem->dtype, &access, device, plan);
+  return pick_variant(&problem->routes, problem->dtype, &access, device, &plan->variant);
 }
 
 /* What was measured goes before the table, and after a forced variant. */
-static void prefer_tuned(const moelora_variant *tuned, const access *access,
-                         const moelora_device_info *device, moelora_gemm_plan *plan) {
-  if (tuned && plan->variant != forced_variant && moelora_variant_runs_on(tuned, device) &&
-      serves(tuned, access))
-    *plan = (moelora_gemm_plan){.variant = tuned, .block_rows = tuned->block_m};
+static const moelora_variant *prefer_tuned(const moelora_variant *tuned,
+                                           const moelora_variant *picked, const access *access,
+                                           const moelora_device_info *device) {
+  const bool better = tuned && picked != forced_variant && moelora_variant_runs_on(tuned, device) &&
+                      serves(tuned, access);
+  return better ? tuned : picked;
 }
 
 moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
@@ -284,18 +293,20 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                   problem->routes.num_rows <= MOELORA_DECODE_ROWS;
   access.few = access.decode && problem->routes.num_tokens <= FEW_TOKENS &&
                (problem->routes.num_tokens == 1 || problem->routes.num_rows <= FEW_ROWS);
-  MOELORA_TRY(plan_projections(&problem->routes, problem->dtype, &access, device, &plan->w13));
+  const moelora_variant *picked;
+  MOELORA_TRY(pick_variant(&problem->routes, problem->dtype, &access, device, &picked));
   const moelora_device_info seen = limited(device);
-  prefer_tuned(moelora_tuned_variant(problem, &seen), &access, device, &plan->w13);
-  plan->w2 = plan->w13;
-  if (plan->w13.variant->decode) {
+  *plan = (moelora_experts_plan){0};
+  plan->variant = prefer_tuned(moelora_tuned_variant(problem, &seen), picked, &access, device);
+  const moelora_variant *last = plan->variant;
+  if (plan->variant->decode) {
     access.decode = false;
-    plan->staged =
+    last = plan->staged =
         choose(&seen, problem->dtype, pick_cuda_shape(rows_per_expert(&problem->routes)), &access);
   }
   /* Rows that wait for their sum do so in float32, so that the sum alone rounds, where they are
    * few; elsewhere their traffic would cost a twentieth to a fifth of the layer. */
-  plan->partial_f32 = device->device == MOELORA_CPU || plan->w2.block_rows <= MOELORA_FLOAT_ROWS;
+  plan->partial_f32 = device->device == MOELORA_CPU || last->block_m <= MOELORA_FLOAT_ROWS;
   return MOELORA_OK;
 }
 
@@ -304,29 +315,25 @@ moelora_status moelora_plan_delta(const moelora_routes *routes, moelora_dtype dt
   *plan = (moelora_delta_plan){0};
   if (device->device == MOELORA_CPU) {
     const access any = {.vectors = true};
-    MOELORA_TRY(pick_variant(routes, dtype, &any, device, &plan->variant));
-    plan->block_rows = plan->variant->block_m;
-    return MOELORA_OK;
+    return pick_variant(routes, dtype, &any, device, &plan->variant);
   }
   if (dtype == MOELORA_F32 || device->compute_capability < 80)
     return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for CUDA compute capability %d.%d",
                         moelora_dtype_name(dtype), device->compute_capability / 10,
                         device->compute_capability % 10);
-  /* A block holds one (expert, adapter) pair, and adapters differ in their load as experts do. */
-  const int64_t pairs = (int64_t)routes->num_experts * (routes->max_loras ? routes->max_loras : 1);
-  const int64_t rows = routes->num_rows / pairs;
-  plan->block_rows = rows <= 12 ? 16 : rows <= 32 ? 32 : 64;
-  plan->hopper = device->compute_capability == 90 && limited(device).compute_capability == 90;
+  plan->family = moelora_family_of(device);
   return MOELORA_OK;
 }
 
 /* ---- log ---- */
 
+/* variant: NULL where none is of the table. */
 static void log_plan(const char *operator, const char *shape, moelora_dtype dtype,
                      const moelora_routes *routes, const moelora_device_info *device,
-                     const char *kernel, int32_t block_rows, const char *why) {
+                     const char *kernels, const moelora_variant *variant,
+                     const moelora_variant *tuned) {
   const int32_t capability = limited(device).compute_capability;
-  char where[48];
+  char where[48], blocks[32] = "";
   if (capability != device->compute_capability)
     snprintf(where, sizeof where, "sm_%d as sm_%d, %d SMs", device->compute_capability, capability,
              device->num_units);
@@ -334,16 +341,16 @@ static void log_plan(const char *operator, const char *shape, moelora_dtype dtyp
     snprintf(where, sizeof where, "sm_%d, %d SMs", device->compute_capability, device->num_units);
   else
     snprintf(where, sizeof where, "isa %#x, %d threads", device->cpu_isa, device->num_units);
-  fprintf(stderr,
-          "moelora: %s %s M=%lld top_k=%d E=%d %s: %s, blocks of %d rows (%s; %lld rows per "
-          "expert%s)\n",
+  if (variant)
+    snprintf(blocks, sizeof blocks, ", blocks of %d rows", variant->block_m);
+  const char *why = !variant                    ? ""
+                    : variant == forced_variant ? "; forced"
+                    : variant == tuned          ? "; tuned"
+                                                : "";
+  fprintf(stderr, "moelora: %s %s M=%lld top_k=%d E=%d %s: %s%s (%s; %lld rows per expert%s)\n",
           operator, moelora_dtype_name(dtype), (long long)routes->num_tokens, routes->top_k,
-          routes->num_experts, shape, kernel, block_rows, where, (long long)rows_per_expert(routes),
+          routes->num_experts, shape, kernels, blocks, where, (long long)rows_per_expert(routes),
           why);
-}
-
-static const char *reason(const moelora_variant *variant, const moelora_variant *tuned) {
-  return !variant ? "" : variant == forced_variant ? "; forced" : variant == tuned ? "; tuned" : "";
 }
 
 void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device_info *device,
@@ -354,30 +361,28 @@ void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device
   char shape[64];
   snprintf(shape, sizeof shape, "N=%lld K=%lld", (long long)problem->w.n, (long long)problem->w.k);
   log_plan("gemm", shape, problem->dtype, &problem->routes, device, plan->variant->name,
-           plan->block_rows, reason(plan->variant, NULL));
+           plan->variant, NULL);
 }
 
 void moelora_note_experts(const moelora_experts_problem *problem, const moelora_device_info *device,
                           const moelora_experts_plan *plan) {
-  last = (struct last){.w13 = plan->w13.variant, .w2 = plan->w2.variant};
+  last = (struct last){.experts = plan->variant};
   if (moelora_log() < MOELORA_LOG_PLAN)
     return;
   char shape[64];
   snprintf(shape, sizeof shape, "K=%lld I=%lld", (long long)problem->hidden,
            (long long)problem->intermediate);
   const moelora_device_info seen = limited(device);
-  log_plan("experts", shape, problem->dtype, &problem->routes, device, plan->w13.variant->name,
-           plan->w13.block_rows, reason(plan->w13.variant, moelora_tuned_variant(problem, &seen)));
+  log_plan("experts", shape, problem->dtype, &problem->routes, device, plan->variant->name,
+           plan->variant, moelora_tuned_variant(problem, &seen));
 }
 
 void moelora_note_delta(const char *operator, const moelora_routes *routes, moelora_dtype dtype,
                         const moelora_device_info *device, const moelora_delta_plan *plan) {
-  last = (struct last){.delta = *plan};
+  last = (struct last){.delta = delta_kernels(plan)};
   if (moelora_log() < MOELORA_LOG_PLAN)
     return;
   char shape[32];
   snprintf(shape, sizeof shape, "max_loras=%d", routes->max_loras);
-  log_plan(operator, shape, dtype, routes, device,
-           plan->variant ? plan->variant->name : "adapters alone", plan->block_rows,
-           reason(plan->variant, NULL));
+  log_plan(operator, shape, dtype, routes, device, last.delta, plan->variant, NULL);
 }

@@ -11,6 +11,9 @@ const moelora_variant *moelora_find_variant(const char *name);
 /* The device has the instructions of the variant. */
 bool moelora_variant_runs_on(const moelora_variant *variant, const moelora_device_info *device);
 
+/* Whose kernels the device runs: its own family, or the portable one. */
+moelora_family moelora_family_of(const moelora_device_info *device);
+
 /* tuned.c: the variant that was measured to be best for this layer on such a device; NULL: none. */
 const moelora_variant *moelora_tuned_variant(const moelora_experts_problem *problem,
                                              const moelora_device_info *device);

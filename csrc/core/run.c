@@ -4,34 +4,6 @@
 
 #include <stdio.h>
 
-/* One call on its way: where it runs and with what. */
-typedef struct call {
-  const moelora_backend *backend;
-  moelora_device_info device;
-} call;
-
-static moelora_status begin(const void *args, const moelora_exec *exec, call *call) {
-  moelora_clear_error();
-  MOELORA_REQUIRE(args && exec, "args or exec is NULL");
-  MOELORA_REQUIRE(exec->num_threads >= 0, "exec.num_threads is %d, expected 0 or more",
-                  exec->num_threads);
-  return moelora_find_device(exec, &call->backend, &call->device);
-}
-
-static moelora_status unsupported(const call *call, const char *name) {
-  return moelora_fail(MOELORA_UNSUPPORTED, "%s is not supported on %s", name, call->backend->name);
-}
-
-static moelora_status check_workspace(const moelora_exec *exec, size_t want) {
-  if (want && (!exec->workspace || exec->workspace_bytes < want))
-    return moelora_fail(MOELORA_WORKSPACE_TOO_SMALL,
-                        "the workspace has %zu bytes, expected at least %zu",
-                        exec->workspace ? exec->workspace_bytes : 0, want);
-  MOELORA_REQUIRE(!want || (uintptr_t)exec->workspace % 256 == 0,
-                  "the workspace starts at %p, expected a multiple of 256 bytes", exec->workspace);
-  return MOELORA_OK;
-}
-
 /* What a workspace grows with, under the names of moelora.h; a value of 0 plays no part. */
 typedef struct named_size {
   const char *name;
@@ -41,9 +13,9 @@ typedef struct named_size {
 enum { MAX_SIZES = 8 };
 
 /* Keeps what no memory can hold from the caller, who could not tell it from a size. */
-static moelora_status check_addressable(size_t *workspace, const moelora_routes *routes,
+static moelora_status check_addressable(size_t workspace, const moelora_routes *routes,
                                         const named_size *more, int32_t count) {
-  if (*workspace <= (size_t)MOELORA_MAX_BYTES)
+  if (workspace <= (size_t)MOELORA_MAX_BYTES)
     return MOELORA_OK;
   named_size sizes[MAX_SIZES] = {
       {"M", routes->num_tokens},
@@ -59,253 +31,265 @@ static moelora_status check_addressable(size_t *workspace, const moelora_routes 
     if (sizes[i].value)
       used += (size_t)snprintf(text + used, sizeof text - used, "%s%s is %lld", used ? ", " : "",
                                sizes[i].name, (long long)sizes[i].value);
-  *workspace = 0;
   return moelora_fail(MOELORA_INVALID_ARGUMENT,
                       "%s: too large, the workspace would take more than 2^56 bytes", text);
 }
 
-/* ---- alignment; runs for an empty batch too, as its outputs must be filled ---- */
+/* ---- the six operators: check, plan, ask the backend for the size of the workspace ---- */
 
-static moelora_status begin_align(const moelora_align_args *args, const moelora_exec *exec,
-                                  call *call, moelora_align_problem *problem, size_t *workspace) {
-  MOELORA_TRY(begin(args, exec, call));
+/* Checked and planned. `launch` is NULL where there is nothing to do. */
+typedef struct prepared {
+  const moelora_backend *backend;
+  moelora_device_info device;
+  /* What the workspace was sized for. */
+  moelora_device kind;
+  int32_t device_index, num_threads;
+  moelora_status (*launch)(const struct prepared *call, const moelora_exec *exec);
+  union {
+    struct {
+      moelora_align_problem problem;
+    } align;
+    struct {
+      moelora_gemm_problem problem;
+      moelora_gemm_plan plan;
+    } gemm;
+    struct {
+      moelora_experts_problem problem;
+      moelora_experts_plan plan;
+    } experts;
+    struct {
+      moelora_align_lists_problem problem;
+    } align_lists;
+    struct {
+      moelora_delta_problem problem;
+      moelora_delta_plan plan;
+    } delta;
+    struct {
+      moelora_mlp_delta_problem problem;
+      moelora_delta_plan plan;
+    } mlp_delta;
+  } of;
+} prepared;
+
+_Static_assert(sizeof(prepared) <= sizeof(((moelora_call *)NULL)->state), "MOELORA_CALL_BYTES");
+_Static_assert(_Alignof(prepared) <= _Alignof(moelora_call), "a call is where its state is");
+
+static moelora_status begin(const void *args, const moelora_exec *exec, moelora_call *call,
+                            prepared **prepared) {
+  moelora_clear_error();
+  MOELORA_REQUIRE(args && exec, "args or exec is NULL");
+  MOELORA_REQUIRE(call, "call is NULL");
+  MOELORA_REQUIRE(exec->num_threads >= 0, "exec.num_threads is %d, expected 0 or more",
+                  exec->num_threads);
+  call->workspace_bytes = 0;
+  *prepared = (void *)call->state;
+  (*prepared)->launch = NULL;
+  (*prepared)->kind = exec->device;
+  (*prepared)->device_index = exec->device_index;
+  (*prepared)->num_threads = exec->num_threads;
+  return moelora_find_device(exec, &(*prepared)->backend, &(*prepared)->device);
+}
+
+static moelora_status unsupported(const prepared *call, const char *name) {
+  return moelora_fail(MOELORA_UNSUPPORTED, "%s is not supported on %s", name, call->backend->name);
+}
+
+/* Settles the size of the workspace and what runs. */
+static moelora_status finish(moelora_call *call, prepared *p, size_t workspace,
+                             moelora_status (*launch)(const prepared *, const moelora_exec *),
+                             const moelora_routes *routes, const named_size *sizes, int32_t count) {
+  MOELORA_TRY(check_addressable(workspace, routes, sizes, count));
+  call->workspace_bytes = workspace;
+  p->launch = launch;
+  return MOELORA_OK;
+}
+
+/* Alignment runs for an empty batch too, as its outputs must be filled. */
+
+static moelora_status launch_align(const prepared *call, const moelora_exec *exec) {
+  return call->backend->align(&call->of.align.problem, exec);
+}
+
+moelora_status moelora_prepare_align(const moelora_align_args *args, const moelora_exec *exec,
+                                     moelora_call *call) {
+  prepared *p;
+  MOELORA_TRY(begin(args, exec, call, &p));
+  moelora_align_problem *problem = &p->of.align.problem;
   MOELORA_TRY(moelora_check_align(args, problem));
-  if (!call->backend->align)
-    return unsupported(call, "moelora_align");
-  *workspace = call->backend->align_workspace(problem);
-  return check_addressable(workspace, &problem->routes, NULL, 0);
+  if (!p->backend->align)
+    return unsupported(p, "moelora_align");
+  return finish(call, p, p->backend->align_workspace(problem), launch_align, &problem->routes, NULL,
+                0);
 }
 
-moelora_status moelora_align_workspace_size(const moelora_align_args *args,
-                                            const moelora_exec *exec, size_t *bytes) {
-  call call;
-  moelora_align_problem problem;
-  *bytes = 0;
-  return begin_align(args, exec, &call, &problem, bytes);
+static moelora_status launch_gemm(const prepared *call, const moelora_exec *exec) {
+  moelora_note_gemm(&call->of.gemm.problem, &call->device, &call->of.gemm.plan);
+  return call->backend->gemm(&call->of.gemm.problem, &call->of.gemm.plan, exec);
 }
 
-moelora_status moelora_align(const moelora_align_args *args, const moelora_exec *exec) {
-  call call;
-  moelora_align_problem problem;
-  size_t workspace = 0;
-  MOELORA_TRY(begin_align(args, exec, &call, &problem, &workspace));
-  MOELORA_TRY(check_workspace(exec, workspace));
-  return call.backend->align(&problem, exec);
-}
-
-/* ---- one projection ---- */
-
-/* An empty batch needs no plan: `plan` stays without a variant. */
-static moelora_status begin_gemm(const moelora_gemm_args *args, const moelora_exec *exec,
-                                 call *call, moelora_gemm_problem *problem, moelora_gemm_plan *plan,
-                                 size_t *workspace) {
-  *plan = (moelora_gemm_plan){0};
-  *workspace = 0;
-  MOELORA_TRY(begin(args, exec, call));
+moelora_status moelora_prepare_gemm(const moelora_gemm_args *args, const moelora_exec *exec,
+                                    moelora_call *call) {
+  prepared *p;
+  MOELORA_TRY(begin(args, exec, call, &p));
+  moelora_gemm_problem *problem = &p->of.gemm.problem;
+  moelora_gemm_plan *plan = &p->of.gemm.plan;
   MOELORA_TRY(moelora_check_gemm(args, problem));
   if (problem->routes.num_rows == 0)
     return MOELORA_OK;
-  if (!call->backend->gemm)
-    return unsupported(call, "moelora_gemm");
-  MOELORA_TRY(moelora_plan_gemm(problem, &call->device, plan));
-  *workspace = call->backend->gemm_workspace(problem, plan, exec);
+  if (!p->backend->gemm)
+    return unsupported(p, "moelora_gemm");
+  MOELORA_TRY(moelora_plan_gemm(problem, &p->device, plan));
   const named_size sizes[] = {
       {"N", problem->w.n}, {"K", problem->w.k}, {"R", problem->lora.max_rank}};
-  return check_addressable(workspace, &problem->routes, sizes, 3);
+  return finish(call, p, p->backend->gemm_workspace(problem, plan, exec), launch_gemm,
+                &problem->routes, sizes, 3);
 }
 
-moelora_status moelora_gemm_workspace_size(const moelora_gemm_args *args, const moelora_exec *exec,
-                                           size_t *bytes) {
-  call call;
-  moelora_gemm_problem problem;
-  moelora_gemm_plan plan;
-  return begin_gemm(args, exec, &call, &problem, &plan, bytes);
+static moelora_status launch_experts(const prepared *call, const moelora_exec *exec) {
+  moelora_note_experts(&call->of.experts.problem, &call->device, &call->of.experts.plan);
+  return call->backend->experts(&call->of.experts.problem, &call->of.experts.plan, exec);
 }
 
-moelora_status moelora_gemm(const moelora_gemm_args *args, const moelora_exec *exec) {
-  call call;
-  moelora_gemm_problem problem;
-  moelora_gemm_plan plan;
-  size_t workspace = 0;
-  MOELORA_TRY(begin_gemm(args, exec, &call, &problem, &plan, &workspace));
-  if (!plan.variant)
-    return MOELORA_OK;
-  MOELORA_TRY(check_workspace(exec, workspace));
-  moelora_note_gemm(&problem, &call.device, &plan);
-  return call.backend->gemm(&problem, &plan, exec);
-}
-
-/* ---- the whole layer ---- */
-
-static moelora_status begin_experts(const moelora_experts_args *args, const moelora_exec *exec,
-                                    call *call, moelora_experts_problem *problem,
-                                    moelora_experts_plan *plan, size_t *workspace) {
-  *plan = (moelora_experts_plan){0};
-  *workspace = 0;
-  MOELORA_TRY(begin(args, exec, call));
+moelora_status moelora_prepare_experts(const moelora_experts_args *args, const moelora_exec *exec,
+                                       moelora_call *call) {
+  prepared *p;
+  MOELORA_TRY(begin(args, exec, call, &p));
+  moelora_experts_problem *problem = &p->of.experts.problem;
+  moelora_experts_plan *plan = &p->of.experts.plan;
   MOELORA_TRY(moelora_check_experts(args, problem));
   if (problem->routes.num_rows == 0)
     return MOELORA_OK;
-  if (!call->backend->experts)
-    return unsupported(call, "moelora_experts");
-  MOELORA_TRY(moelora_plan_experts(problem, &call->device, plan));
-  *workspace = call->backend->experts_workspace(problem, plan, exec);
+  if (!p->backend->experts)
+    return unsupported(p, "moelora_experts");
+  MOELORA_TRY(moelora_plan_experts(problem, &p->device, plan));
   const named_size sizes[] = {
       {"K", problem->hidden},
       {"I", problem->intermediate},
       {"R of w13", problem->w13_lora.max_rank},
       {"R of w2", problem->w2_lora.max_rank},
   };
-  return check_addressable(workspace, &problem->routes, sizes, 4);
+  return finish(call, p, p->backend->experts_workspace(problem, plan, exec), launch_experts,
+                &problem->routes, sizes, 4);
 }
 
-moelora_status moelora_experts_workspace_size(const moelora_experts_args *args,
-                                              const moelora_exec *exec, size_t *bytes) {
-  call call;
-  moelora_experts_problem problem;
-  moelora_experts_plan plan;
-  return begin_experts(args, exec, &call, &problem, &plan, bytes);
+static moelora_status launch_align_lists(const prepared *call, const moelora_exec *exec) {
+  return call->backend->align_lists(&call->of.align_lists.problem, exec);
 }
 
-moelora_status moelora_experts(const moelora_experts_args *args, const moelora_exec *exec) {
-  call call;
-  moelora_experts_problem problem;
-  moelora_experts_plan plan;
-  size_t workspace = 0;
-  MOELORA_TRY(begin_experts(args, exec, &call, &problem, &plan, &workspace));
-  if (!plan.w13.variant)
-    return MOELORA_OK;
-  MOELORA_TRY(check_workspace(exec, workspace));
-  moelora_note_experts(&problem, &call.device, &plan);
-  return call.backend->experts(&problem, &plan, exec);
-}
-
-/* ---- adapters alone ---- */
-
-static moelora_status begin_align_lists(const moelora_align_lists_args *args,
-                                        const moelora_exec *exec, call *call,
-                                        moelora_align_lists_problem *problem, size_t *workspace) {
-  *workspace = 0;
-  MOELORA_TRY(begin(args, exec, call));
+moelora_status moelora_prepare_align_lists(const moelora_align_lists_args *args,
+                                           const moelora_exec *exec, moelora_call *call) {
+  prepared *p;
+  MOELORA_TRY(begin(args, exec, call, &p));
+  moelora_align_lists_problem *problem = &p->of.align_lists.problem;
   MOELORA_TRY(moelora_check_align_lists(args, problem));
-  if (!call->backend->align_lists)
-    return unsupported(call, "moelora_align_lists");
-  *workspace = call->backend->align_lists_workspace(problem);
-  return check_addressable(workspace, &problem->routes, NULL, 0);
+  if (!p->backend->align_lists)
+    return unsupported(p, "moelora_align_lists");
+  return finish(call, p, p->backend->align_lists_workspace(problem), launch_align_lists,
+                &problem->routes, NULL, 0);
 }
 
-moelora_status moelora_align_lists_workspace_size(const moelora_align_lists_args *args,
-                                                  const moelora_exec *exec, size_t *bytes) {
-  call call;
-  moelora_align_lists_problem problem;
-  return begin_align_lists(args, exec, &call, &problem, bytes);
+static moelora_status launch_delta(const prepared *call, const moelora_exec *exec) {
+  const moelora_delta_problem *problem = &call->of.delta.problem;
+  moelora_note_delta("delta", &problem->routes, problem->dtype, &call->device,
+                     &call->of.delta.plan);
+  return call->backend->delta(problem, &call->of.delta.plan, exec);
 }
 
-moelora_status moelora_align_lists(const moelora_align_lists_args *args, const moelora_exec *exec) {
-  call call;
-  moelora_align_lists_problem problem;
-  size_t workspace;
-  MOELORA_TRY(begin_align_lists(args, exec, &call, &problem, &workspace));
-  MOELORA_TRY(check_workspace(exec, workspace));
-  return call.backend->align_lists(&problem, exec);
-}
-
-/* `plan` stays empty where no row can have an adapter. */
-static moelora_status begin_delta(const moelora_delta_args *args, const moelora_exec *exec,
-                                  call *call, moelora_delta_problem *problem,
-                                  moelora_delta_plan *plan, size_t *workspace) {
-  *plan = (moelora_delta_plan){0};
-  *workspace = 0;
-  MOELORA_TRY(begin(args, exec, call));
+moelora_status moelora_prepare_delta(const moelora_delta_args *args, const moelora_exec *exec,
+                                     moelora_call *call) {
+  prepared *p;
+  MOELORA_TRY(begin(args, exec, call, &p));
+  moelora_delta_problem *problem = &p->of.delta.problem;
+  moelora_delta_plan *plan = &p->of.delta.plan;
   MOELORA_TRY(moelora_check_delta(args, problem));
   const bool any = problem->lists.sorted_token_ids
                        ? problem->lists.num_active > 0
                        : problem->routes.token_lora_mapping.data != NULL;
   if (!any || problem->routes.num_rows == 0)
     return MOELORA_OK;
-  if (!call->backend->delta)
-    return unsupported(call, "moelora_delta");
-  MOELORA_TRY(moelora_plan_delta(&problem->routes, problem->dtype, &call->device, plan));
-  *workspace = call->backend->delta_workspace(problem, plan, exec);
+  if (!p->backend->delta)
+    return unsupported(p, "moelora_delta");
+  MOELORA_TRY(moelora_plan_delta(&problem->routes, problem->dtype, &p->device, plan));
   const named_size sizes[] = {
       {"K", problem->k}, {"columns", problem->columns}, {"R", problem->lora.max_rank}};
-  return check_addressable(workspace, &problem->routes, sizes, 3);
+  return finish(call, p, p->backend->delta_workspace(problem, plan, exec), launch_delta,
+                &problem->routes, sizes, 3);
 }
 
-moelora_status moelora_delta_workspace_size(const moelora_delta_args *args,
-                                            const moelora_exec *exec, size_t *bytes) {
-  call call;
-  moelora_delta_problem problem;
-  moelora_delta_plan plan;
-  return begin_delta(args, exec, &call, &problem, &plan, bytes);
+static moelora_status launch_mlp_delta(const prepared *call, const moelora_exec *exec) {
+  const moelora_mlp_delta_problem *problem = &call->of.mlp_delta.problem;
+  moelora_note_delta("mlp_delta", &problem->routes, problem->dtype, &call->device,
+                     &call->of.mlp_delta.plan);
+  return call->backend->mlp_delta(problem, &call->of.mlp_delta.plan, exec);
 }
 
-moelora_status moelora_delta(const moelora_delta_args *args, const moelora_exec *exec) {
-  call call;
-  moelora_delta_problem problem;
-  moelora_delta_plan plan;
-  size_t workspace;
-  MOELORA_TRY(begin_delta(args, exec, &call, &problem, &plan, &workspace));
-  if (!plan.block_rows)
-    return MOELORA_OK;
-  MOELORA_TRY(check_workspace(exec, workspace));
-  moelora_note_delta("delta", &problem.routes, problem.dtype, &call.device, &plan);
-  return call.backend->delta(&problem, &plan, exec);
-}
-
-static moelora_status begin_mlp_delta(const moelora_mlp_delta_args *args, const moelora_exec *exec,
-                                      call *call, moelora_mlp_delta_problem *problem,
-                                      moelora_delta_plan *plan, size_t *workspace) {
-  *plan = (moelora_delta_plan){0};
-  *workspace = 0;
-  MOELORA_TRY(begin(args, exec, call));
+moelora_status moelora_prepare_mlp_delta(const moelora_mlp_delta_args *args,
+                                         const moelora_exec *exec, moelora_call *call) {
+  prepared *p;
+  MOELORA_TRY(begin(args, exec, call, &p));
+  moelora_mlp_delta_problem *problem = &p->of.mlp_delta.problem;
+  moelora_delta_plan *plan = &p->of.mlp_delta.plan;
   MOELORA_TRY(moelora_check_mlp_delta(args, problem));
   if (!problem->routes.token_lora_mapping.data || problem->routes.num_rows == 0)
     return MOELORA_OK;
-  if (!call->backend->mlp_delta)
-    return unsupported(call, "moelora_mlp_delta");
-  MOELORA_TRY(moelora_plan_delta(&problem->routes, problem->dtype, &call->device, plan));
-  *workspace = call->backend->mlp_delta_workspace(problem, plan, exec);
+  if (!p->backend->mlp_delta)
+    return unsupported(p, "moelora_mlp_delta");
+  MOELORA_TRY(moelora_plan_delta(&problem->routes, problem->dtype, &p->device, plan));
   const named_size sizes[] = {
       {"K", problem->hidden},
       {"I", problem->intermediate},
       {"R of gate_up", problem->gate_up.max_rank},
       {"R of down", problem->down.max_rank},
   };
-  return check_addressable(workspace, &problem->routes, sizes, 4);
+  return finish(call, p, p->backend->mlp_delta_workspace(problem, plan, exec), launch_mlp_delta,
+                &problem->routes, sizes, 4);
 }
 
-moelora_status moelora_mlp_delta_workspace_size(const moelora_mlp_delta_args *args,
-                                                const moelora_exec *exec, size_t *bytes) {
-  call call;
-  moelora_mlp_delta_problem problem;
-  moelora_delta_plan plan;
-  return begin_mlp_delta(args, exec, &call, &problem, &plan, bytes);
+/* ---- running ---- */
+
+/* The sizes of a workspace depend on where a call runs. */
+static moelora_status check_same_device(const prepared *p, const moelora_exec *exec) {
+  MOELORA_REQUIRE(exec->device == p->kind && exec->device_index == p->device_index,
+                  "exec is device %d, index %d; the call was prepared for device %d, index %d",
+                  (int)exec->device, exec->device_index, (int)p->kind, p->device_index);
+  MOELORA_REQUIRE(exec->num_threads == p->num_threads,
+                  "exec.num_threads is %d, the call was prepared for %d", exec->num_threads,
+                  p->num_threads);
+  return MOELORA_OK;
 }
 
-moelora_status moelora_mlp_delta(const moelora_mlp_delta_args *args, const moelora_exec *exec) {
-  call call;
-  moelora_mlp_delta_problem problem;
-  moelora_delta_plan plan;
-  size_t workspace;
-  MOELORA_TRY(begin_mlp_delta(args, exec, &call, &problem, &plan, &workspace));
-  if (!plan.block_rows)
+static moelora_status check_workspace(const moelora_exec *exec, size_t want) {
+  if (want && (!exec->workspace || exec->workspace_bytes < want))
+    return moelora_fail(MOELORA_WORKSPACE_TOO_SMALL,
+                        "the workspace has %zu bytes, expected at least %zu",
+                        exec->workspace ? exec->workspace_bytes : 0, want);
+  MOELORA_REQUIRE(!want || (uintptr_t)exec->workspace % 256 == 0,
+                  "the workspace starts at %p, expected a multiple of 256 bytes", exec->workspace);
+  return MOELORA_OK;
+}
+
+moelora_status moelora_run(const moelora_call *call, const moelora_exec *exec) {
+  moelora_clear_error();
+  MOELORA_REQUIRE(call && exec, "call or exec is NULL");
+  const prepared *p = (const void *)call->state;
+  if (!p->launch)
     return MOELORA_OK;
-  MOELORA_TRY(check_workspace(exec, workspace));
-  moelora_note_delta("mlp_delta", &problem.routes, problem.dtype, &call.device, &plan);
-  return call.backend->mlp_delta(&problem, &plan, exec);
+  MOELORA_TRY(check_same_device(p, exec));
+  MOELORA_TRY(check_workspace(exec, call->workspace_bytes));
+  return p->launch(p, exec);
 }
 
 /* ---- packing ---- */
 
 moelora_status moelora_pack_weights(const moelora_tensor *w, const moelora_tensor *out,
                                     const moelora_exec *exec) {
-  call call;
+  moelora_call call;
+  prepared *p;
   moelora_pack_problem problem;
-  MOELORA_TRY(begin(w, exec, &call));
+  MOELORA_TRY(begin(w, exec, &call, &p));
   MOELORA_REQUIRE(out, "out is NULL");
   MOELORA_TRY(moelora_check_pack(w, out, &problem));
-  if (!call.backend->pack)
-    return unsupported(&call, "moelora_pack_weights");
-  return call.backend->pack(&problem, exec);
+  if (!p->backend->pack)
+    return unsupported(p, "moelora_pack_weights");
+  return p->backend->pack(&problem, exec);
 }

@@ -22,14 +22,6 @@ static _Atomic int32_t num_rows;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static atomic_flag warned = ATOMIC_FLAG_INIT;
 
-static const moelora_variant *find_variant(const char *name) {
-  const moelora_variant *variant;
-  for (int32_t i = 0; (variant = moelora_variant_at(i)); i++)
-    if (strcmp(variant->name, name) == 0)
-      return variant;
-  return NULL;
-}
-
 static bool is_device(const moelora_tuned_plan *key, const moelora_device_info *device) {
   return key->device == device->device &&
          (device->device == MOELORA_CPU || (key->compute_capability == device->compute_capability &&
@@ -56,7 +48,7 @@ static moelora_status check_row(const moelora_tuned_plan *plan, const moelora_va
 moelora_status moelora_add_tuned_plan(const moelora_tuned_plan *plan) {
   moelora_clear_error();
   MOELORA_REQUIRE(plan && plan->variant, "plan or plan.variant is NULL");
-  const moelora_variant *variant = find_variant(plan->variant);
+  const moelora_variant *variant = moelora_find_variant(plan->variant);
   MOELORA_TRY(check_row(plan, variant));
   pthread_mutex_lock(&lock);
   int32_t at = num_rows;

@@ -10,9 +10,9 @@ enum {
 #undef MOELORA_CPU_GEMM
 };
 enum {
-#define MOELORA_CUDA_GEMM(NAME, DTYPE, MIN_CC, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER)         \
+#define MOELORA_CUDA_GEMM(NAME, DTYPE, FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER)         \
   CUDA_##NAME,
-#define MOELORA_CUDA_DECODE(NAME, DTYPE, MIN_CC) CUDA_##NAME,
+#define MOELORA_CUDA_DECODE(NAME, DTYPE, FAMILY) CUDA_##NAME,
 #include "cuda/variants.inc"
 #undef MOELORA_CUDA_DECODE
 #undef MOELORA_CUDA_GEMM
@@ -35,16 +35,16 @@ static const moelora_variant variants[] = {
       false},
 #include "cpu/variants.inc"
 #undef MOELORA_CPU_GEMM
-#define MOELORA_CUDA_GEMM(NAME, DTYPE, MIN_CC, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER)         \
-  {#NAME,   MOELORA_CUDA, MOELORA_##DTYPE, MIN_CC,  CUDA_##NAME, BLOCK_M,                          \
-   BLOCK_N, BLOCK_K,      STAGES,          CLUSTER, false},
+#define MOELORA_CUDA_GEMM(NAME, DTYPE, FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER)         \
+  {#NAME,   MOELORA_CUDA, MOELORA_##DTYPE, MOELORA_##FAMILY, CUDA_##NAME, BLOCK_M,                 \
+   BLOCK_N, BLOCK_K,      STAGES,          CLUSTER,          false},
 /* An item is 16 weight rows by 8 tokens; a warp has 256 of its depth in flight. */
-#define MOELORA_CUDA_DECODE(NAME, DTYPE, MIN_CC)                                                   \
+#define MOELORA_CUDA_DECODE(NAME, DTYPE, FAMILY)                                                   \
   {                                                                                                \
       .name = #NAME,                                                                               \
       .device = MOELORA_CUDA,                                                                      \
       .dtype = MOELORA_##DTYPE,                                                                    \
-      .needs = MIN_CC,                                                                             \
+      .needs = MOELORA_##FAMILY,                                                                   \
       .id = CUDA_##NAME,                                                                           \
       .block_m = MOELORA_DECODE_TOKENS,                                                            \
       .block_n = 16,                                                                               \

@@ -23,23 +23,24 @@ static experts_layout lay_out(const moelora_experts_problem *problem,
                               const moelora_experts_plan *plan, const moelora_exec *exec,
                               void *base) {
   const moelora_routes *routes = &problem->routes;
-  const moelora_variant *v13 = plan->w13.variant, *v2 = plan->w2.variant;
+  const moelora_variant *variant = plan->variant;
   moelora_arena arena = {base, 0};
   experts_layout layout = {0};
   moelora_sorted_take(routes, &arena, &layout.sorted);
-  layout.scratch13 = moelora_scratch_take(v13, exec, &arena);
-  layout.scratch2 = moelora_scratch_take(v2, exec, &arena);
-  if (moelora_cpu_kernels_of(v13)->widen || problem->apply_router_weight_on_input)
+  layout.scratch13 = moelora_scratch_take(variant, exec, &arena);
+  layout.scratch2 = moelora_scratch_take(variant, exec, &arena);
+  if (moelora_cpu_kernels_of(variant)->widen || problem->apply_router_weight_on_input)
     layout.x =
-        moelora_take(&arena, moelora_operands_bytes(v13, routes->num_tokens, problem->hidden));
-  layout.h =
-      moelora_take(&arena, moelora_operands_bytes(v2, routes->num_rows, problem->intermediate));
+        moelora_take(&arena, moelora_operands_bytes(variant, routes->num_tokens, problem->hidden));
+  layout.h = moelora_take(&arena,
+                          moelora_operands_bytes(variant, routes->num_rows, problem->intermediate));
   layout.z = moelora_take_array(
       &arena, moelora_times((size_t)routes->num_rows, (size_t)problem->hidden), sizeof(float));
   if (routes->token_lora_mapping.data && problem->w13_lora.num_slices)
-    layout.shrunk13 = moelora_take(&arena, moelora_shrunk_bytes(v13, routes, &problem->w13_lora));
+    layout.shrunk13 =
+        moelora_take(&arena, moelora_shrunk_bytes(variant, routes, &problem->w13_lora));
   if (routes->token_lora_mapping.data && problem->w2_lora.num_slices)
-    layout.shrunk2 = moelora_take(&arena, moelora_shrunk_bytes(v2, routes, &problem->w2_lora));
+    layout.shrunk2 = moelora_take(&arena, moelora_shrunk_bytes(variant, routes, &problem->w2_lora));
   layout.bytes = arena.used;
   return layout;
 }
@@ -55,7 +56,7 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
   experts_layout layout = lay_out(problem, plan, exec, exec->workspace);
   moelora_sort_rows(routes, &layout.sorted);
   moelora_projection w13 = {
-      .variant = plan->w13.variant,
+      .variant = plan->variant,
       .routes = routes,
       .sorted = &layout.sorted,
       .scratch = layout.scratch13,
@@ -72,10 +73,10 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
       .emit = moelora_cpu_emit_operands, /* w2 reads them */
       .out = layout.h,
       .out_stride = {problem->intermediate},
-      .out_variant = plan->w2.variant,
+      .out_variant = plan->variant,
   };
   moelora_projection w2 = {
-      .variant = plan->w2.variant,
+      .variant = plan->variant,
       .routes = routes,
       .sorted = &layout.sorted,
       .scratch = layout.scratch2,

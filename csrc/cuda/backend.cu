@@ -1,11 +1,7 @@
 /* The CUDA backend's table, and what its files ask of the device. */
-#include <atomic>
-
 #include "cuda/backend.h"
 #include "cuda/adapters/delta.h"
 #include "cuda/launch/launch.h"
-
-constexpr int MAX_DEVICES = 64;
 
 extern "C" moelora_status moelora_cuda_check(cudaError_t error, const char *what) {
   if (error == cudaSuccess)
@@ -19,8 +15,26 @@ static moelora_status attribute(cudaDeviceAttr name, int32_t device, int *value)
   return moelora_cuda_check(cudaDeviceGetAttribute(value, name, device), "cudaDeviceGetAttribute");
 }
 
+static __global__ void loaded_code() {}
+
+/* A device may be new enough for dependent launches while the code it runs is not: portable code on
+ * a GPU newer than this build has no griddepcontrol.wait in it, and must never be started early. */
+static moelora_status ask_overlaps(int32_t device_index, bool *overlaps) {
+  int current = 0;
+  cudaFuncAttributes code = {};
+  cudaError_t error = cudaGetDevice(&current);
+  if (error == cudaSuccess && current != device_index)
+    error = cudaSetDevice(device_index);
+  if (error == cudaSuccess)
+    error = cudaFuncGetAttributes(&code, loaded_code);
+  if (current != device_index)
+    cudaSetDevice(current);
+  *overlaps = code.ptxVersion >= 90;
+  return moelora_cuda_check(error, "cudaFuncGetAttributes");
+}
+
 static moelora_status device_info(int32_t device_index, moelora_device_info *info) {
-  int count = 0, major = 0, minor = 0, sms = 0;
+  int count = 0, major = 0, minor = 0, sms = 0, l2 = 0, shared = 0;
   moelora_status status = moelora_cuda_check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
   if (status != MOELORA_OK)
     return status;
@@ -29,7 +43,9 @@ static moelora_status device_info(int32_t device_index, moelora_device_info *inf
                         device_index, count);
   if ((status = attribute(cudaDevAttrComputeCapabilityMajor, device_index, &major)) ||
       (status = attribute(cudaDevAttrComputeCapabilityMinor, device_index, &minor)) ||
-      (status = attribute(cudaDevAttrMultiProcessorCount, device_index, &sms)))
+      (status = attribute(cudaDevAttrMultiProcessorCount, device_index, &sms)) ||
+      (status = attribute(cudaDevAttrL2CacheSize, device_index, &l2)) ||
+      (status = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_index, &shared)))
     return status;
   if (major < 8)
     return moelora_fail(MOELORA_UNSUPPORTED,
@@ -39,46 +55,17 @@ static moelora_status device_info(int32_t device_index, moelora_device_info *inf
   info->device = MOELORA_CUDA;
   info->compute_capability = major * 10 + minor;
   info->num_units = sms;
-  return MOELORA_OK;
-}
-
-/* Asked on every launch: found once per device. 0 is not yet known. */
-static std::atomic<int32_t> sms_of[MAX_DEVICES], overlap_of[MAX_DEVICES];
-
-static int32_t known_attribute(std::atomic<int32_t> *of, cudaDeviceAttr name, int32_t device) {
-  if (device < 0 || device >= MAX_DEVICES)
-    return 1;
-  int32_t known = of[device].load(std::memory_order_relaxed);
-  if (known)
-    return known;
-  int value = 0;
-  if (cudaDeviceGetAttribute(&value, name, device) != cudaSuccess)
-    return 1;
-  of[device].store(value, std::memory_order_relaxed);
-  return value;
+  info->l2_bytes = l2;
+  info->shared_bytes = shared;
+  return ask_overlaps(device_index, &info->overlaps);
 }
 
 extern "C" int32_t moelora_cuda_num_sms(int32_t device_index) {
-  return known_attribute(sms_of, cudaDevAttrMultiProcessorCount, device_index);
+  return moelora_known_device(MOELORA_CUDA, device_index)->num_units;
 }
 
-static __global__ void loaded_code() {}
-
-/* The device may be new enough while the code it runs is not: portable code on a GPU newer than
- * this build has no griddepcontrol.wait in it, and must never be started early. */
-extern "C" bool moelora_cuda_can_overlap(void) {
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || device >= MAX_DEVICES)
-    return false;
-  int32_t known = overlap_of[device].load(std::memory_order_relaxed);
-  if (!known) {
-    cudaFuncAttributes code;
-    if (cudaFuncGetAttributes(&code, loaded_code) != cudaSuccess)
-      return false;
-    known = code.ptxVersion >= 90 ? 1 : -1;
-    overlap_of[device].store(known, std::memory_order_relaxed);
-  }
-  return known > 0;
+extern "C" bool moelora_cuda_can_overlap(int32_t device_index) {
+  return moelora_known_device(MOELORA_CUDA, device_index)->overlaps;
 }
 
 extern "C" const moelora_backend moelora_cuda_backend = {

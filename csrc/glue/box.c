@@ -396,6 +396,12 @@ bool box_workspace(moelora_box *box, size_t bytes) {
   return true;
 }
 
+void box_run(moelora_box *box, const moelora_call *call) {
+  if (box_workspace(box, call->workspace_bytes)) {
+    box_check(box, moelora_run(call, &box->exec));
+  }
+}
+
 void box_close(moelora_box *box, StableIValue *stack) {
   for (int32_t i = 0; i < box->num_handles; i++) {
     aoti_torch_delete_tensor_object(box->handles[i]);

@@ -54,6 +54,8 @@ moelora_tensor box_output(moelora_box *box, moelora_dtype dtype, int32_t ndim,
                           const int64_t *sizes);
 /* True if the call may compute: false if it failed, and in a meta call. */
 bool box_workspace(moelora_box *box, size_t bytes);
+/* A workspace for a prepared call, and the call. */
+void box_run(moelora_box *box, const moelora_call *call);
 bool box_is_meta(const moelora_box *box);
 /* Notes the first failure: what follows it is usually its consequence. */
 void box_fail(moelora_box *box, moelora_status status, const char *format, ...)

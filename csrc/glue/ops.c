@@ -46,10 +46,9 @@ static void run_align(moelora_box *box, moelora_align_args *args) {
         box_output(box, MOELORA_I32, 1, args->mode == MOELORA_ALIGN_UNIFORM ? &blocks : &rows);
   }
   args->num_tokens_post_padded = box_output(box, MOELORA_I32, 1, &one);
-  size_t bytes = 0;
-  if (box_check(box, moelora_align_workspace_size(args, &box->exec, &bytes)) &&
-      box_workspace(box, bytes)) {
-    box_check(box, moelora_align(args, &box->exec));
+  moelora_call call;
+  if (box_check(box, moelora_prepare_align(args, &box->exec, &call))) {
+    box_run(box, &call);
   }
 }
 
@@ -147,10 +146,9 @@ static void run_gemm(const char *op, StableIValue *stack, bool has_out) {
     if (!has_out) {
       args.out = box_output(&box, args.x.dtype, 3, sizes);
     }
-    size_t bytes = 0;
-    if (box_check(&box, moelora_gemm_workspace_size(&args, &box.exec, &bytes)) &&
-        box_workspace(&box, bytes)) {
-      box_check(&box, moelora_gemm(&args, &box.exec));
+    moelora_call call;
+    if (box_check(&box, moelora_prepare_gemm(&args, &box.exec, &call))) {
+      box_run(&box, &call);
     }
   }
   box_close(&box, stack);
@@ -210,10 +208,9 @@ static void run_experts(const char *op, StableIValue *stack, bool has_out) {
     if (!has_out) {
       args.out = box_output(&box, args.hidden_states.dtype, 2, sizes);
     }
-    size_t bytes = 0;
-    if (box_check(&box, moelora_experts_workspace_size(&args, &box.exec, &bytes)) &&
-        box_workspace(&box, bytes)) {
-      box_check(&box, moelora_experts(&args, &box.exec));
+    moelora_call call;
+    if (box_check(&box, moelora_prepare_experts(&args, &box.exec, &call))) {
+      box_run(&box, &call);
     }
   }
   box_close(&box, stack);

@@ -119,13 +119,13 @@ static void run_delta(delta_form form, StableIValue *stack) {
     box_need_mapping(&box, &args.routing.topk_ids, &args.adapters.token_lora_mapping, &args.lora,
                      form.lora_a);
   }
-  size_t bytes = 0;
-  if (box_ready(&box) && box_check(&box, moelora_delta_workspace_size(&args, &box.exec, &bytes)) &&
-      box_workspace(&box, bytes)) {
+  moelora_call call;
+  if (box_ready(&box) && box_check(&box, moelora_prepare_delta(&args, &box.exec, &call)) &&
+      box_workspace(&box, call.workspace_bytes)) {
     if (form.whole && !args.add_inputs && aoti_torch_zero_(box.handles[0])) {
       box_fail(&box, MOELORA_DEVICE_ERROR, "cannot zero %s", form.written);
     } else {
-      box_check(&box, moelora_delta(&args, &box.exec));
+      box_check(&box, moelora_run(&call, &box.exec));
     }
   }
   box_close(&box, stack);
@@ -163,11 +163,9 @@ static void moe_lora_fused(StableIValue *stack, uint64_t inputs, uint64_t output
   args.gate_up = box_lora(&box, "gate_up_a", stack[2], "gate_up_b", stack[3]);
   args.down = box_lora(&box, "down_a", stack[4], "down_b", stack[5]);
   take_stage(&box, stack, 6, true, &args.routing, &args.adapters, &args.num_experts);
-  size_t bytes = 0;
-  if (box_ready(&box) &&
-      box_check(&box, moelora_mlp_delta_workspace_size(&args, &box.exec, &bytes)) &&
-      box_workspace(&box, bytes)) {
-    box_check(&box, moelora_mlp_delta(&args, &box.exec));
+  moelora_call call;
+  if (box_ready(&box) && box_check(&box, moelora_prepare_mlp_delta(&args, &box.exec, &call))) {
+    box_run(&box, &call);
   }
   box_close(&box, stack);
 }
@@ -189,11 +187,9 @@ static void moe_lora_align_block_size_out(StableIValue *stack, uint64_t inputs, 
   args.lists.lora_ids = box_tensor(&box, "lora_ids", stack[9]);
   args.routing.expert_map = box_optional(&box, "expert_map", stack[10]);
   args.lists.num_active = (int32_t)args.lists.lora_ids.size[0];
-  size_t bytes = 0;
-  if (box_ready(&box) &&
-      box_check(&box, moelora_align_lists_workspace_size(&args, &box.exec, &bytes)) &&
-      box_workspace(&box, bytes)) {
-    box_check(&box, moelora_align_lists(&args, &box.exec));
+  moelora_call call;
+  if (box_ready(&box) && box_check(&box, moelora_prepare_align_lists(&args, &box.exec, &call))) {
+    box_run(&box, &call);
   }
   box_close(&box, stack);
 }

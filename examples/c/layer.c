@@ -4,10 +4,11 @@
  *   python3 setup.py build_core
  *   cc -std=c11 -O2 -Icsrc examples/c/layer.c build/core/libmoelora.a -lm -lpthread -o layer
  *
- * and, for a run on a GPU besides, with the objects that a build with nvcc leaves:
+ * and, for a run on a GPU besides:
  *
+ *   python3 setup.py build_core --cuda
  *   cc -std=c11 -O2 -DUSE_CUDA -Icsrc -I$CUDA_HOME/include examples/c/layer.c \
- *     $(find build/obj-cuda -name '*.o' -not -path '*glue*') -L$CUDA_HOME/lib64 \
+ *     build/core-cuda/libmoelora.a -L$CUDA_HOME/lib64 \
  *     -lcudart_static -lstdc++ -ldl -lrt -lm -lpthread -o layer
  */
 #include <math.h>
@@ -228,6 +229,13 @@ static void report(const char *what, const float *got, const double *want, int c
     failures++;
 }
 
+/* Gives a prepared call the memory that it works in, and runs it. */
+static void run(const moelora_call *call, moelora_exec exec) {
+  exec.workspace_bytes = call->workspace_bytes;
+  exec.workspace = allocate(exec.device, exec.workspace_bytes);
+  check(moelora_run(call, &exec));
+}
+
 static void run_align(moelora_exec exec, const moelora_routing *routing,
                       const moelora_adapters *adapters) {
   int64_t blocks = moelora_align_max_blocks(MOELORA_ALIGN_SEGMENTED, P, E, SLOTS, BLOCK);
@@ -243,9 +251,9 @@ static void run_align(moelora_exec exec, const moelora_routing *routing,
       .lora_ids = empty(exec.device, MOELORA_I32, SIZE(blocks * BLOCK)),
       .num_tokens_post_padded = empty(exec.device, MOELORA_I32, SIZE(1)),
   };
-  check(moelora_align_workspace_size(&args, &exec, &exec.workspace_bytes));
-  exec.workspace = allocate(exec.device, exec.workspace_bytes);
-  check(moelora_align(&args, &exec));
+  moelora_call call;
+  check(moelora_prepare_align(&args, &exec, &call));
+  run(&call, exec);
   int32_t rows[P + E * BLOCK], experts[P + E], loras[P + E * BLOCK], used;
   copy(exec.device, rows, args.sorted_token_ids.data, (size_t)(blocks * BLOCK) * 4);
   copy(exec.device, experts, args.expert_ids.data, (size_t)blocks * 4);
@@ -265,9 +273,9 @@ static void run_align(moelora_exec exec, const moelora_routing *routing,
 }
 
 static void run_gemm(moelora_exec exec, moelora_gemm_args *args, double allowed) {
-  check(moelora_gemm_workspace_size(args, &exec, &exec.workspace_bytes));
-  exec.workspace = allocate(exec.device, exec.workspace_bytes);
-  check(moelora_gemm(args, &exec));
+  moelora_call call;
+  check(moelora_prepare_gemm(args, &exec, &call));
+  run(&call, exec);
   static double want[M][TOP_K][2 * I];
   for (int m = 0; m < M; m++)
     for (int j = 0; j < TOP_K; j++)
@@ -279,9 +287,9 @@ static void run_gemm(moelora_exec exec, moelora_gemm_args *args, double allowed)
 
 static void run_layer(moelora_exec exec, moelora_experts_args *args, bool with_adapters,
                       double allowed) {
-  check(moelora_experts_workspace_size(args, &exec, &exec.workspace_bytes));
-  exec.workspace = allocate(exec.device, exec.workspace_bytes);
-  check(moelora_experts(args, &exec));
+  moelora_call call;
+  check(moelora_prepare_experts(args, &exec, &call));
+  run(&call, exec);
   static double want[M][K];
   for (int m = 0; m < M; m++)
     loop_layer(m, with_adapters, want[m]);

@@ -186,15 +186,15 @@ static moelora_exec with_workspace(moelora_exec exec, size_t bytes, unsigned cha
     moelora_exec exec_ = any_exec();                                                               \
     size_t bytes_ = 0;                                                                             \
     remember_outputs();                                                                            \
-    moelora_status status_ = NAME##_workspace_size(ARGS, &exec_, &bytes_);                         \
-    check_status(#NAME "_workspace_size", status_, false);                                         \
+    moelora_status status_ = NAME##_bytes(ARGS, &exec_, &bytes_);                                  \
+    check_status("prepare_" #NAME, status_, false);                                                \
     if (backed && bytes_ <= SPACE) {                                                               \
       unsigned char *memory_;                                                                      \
       exec_ = with_workspace(exec_, bytes_, &memory_);                                             \
-      moelora_status second_ = NAME(ARGS, &exec_);                                                 \
+      moelora_status second_ = call_##NAME(ARGS, &exec_);                                          \
       check_status(#NAME, second_, true);                                                          \
       if (status_ != MOELORA_OK && second_ == MOELORA_OK)                                          \
-        STOP(#NAME " ran what its workspace_size refused");                                        \
+        STOP(#NAME " ran what prepare refused");                                                   \
       runs += second_ == MOELORA_OK;                                                               \
       free(memory_);                                                                               \
     }                                                                                              \

@@ -7,7 +7,7 @@
  *   - not touch memory outside its arguments, whatever ids say;
  *   - refuse sizes below 0 and whatever spans more than memory can hold;
  *   - leave all outputs alone, and a message, when it refuses; leave no message when it does not.
- * Views too large to be backed are only validated, by the *_workspace_size functions. */
+ * Views too large to be backed are only validated, by prepare. */
 #include "fuzz.h"
 
 static double any_number(void) {
@@ -173,7 +173,7 @@ static void fuzz_align(void) {
   put(&outputs, &args.lora_ids), put(&outputs, &args.num_tokens_post_padded);
   put(&outputs, &args.sorted_weights), put(&outputs, &args.out_to_zero);
   disturb(&inputs, &outputs);
-  RUN(moelora_align, &args);
+  RUN(align, &args);
 }
 
 static void fuzz_gemm(void) {
@@ -197,7 +197,7 @@ static void fuzz_gemm(void) {
   put_lora(&inputs, &args.lora);
   put(&outputs, &args.out);
   disturb(&inputs, &outputs);
-  RUN(moelora_gemm, &args);
+  RUN(gemm, &args);
 }
 
 static void fuzz_experts(void) {
@@ -231,7 +231,7 @@ static void fuzz_experts(void) {
   put_lora(&inputs, &args.w13_lora), put_lora(&inputs, &args.w2_lora);
   put(&outputs, &args.out);
   disturb(&inputs, &outputs);
-  RUN(moelora_experts, &args);
+  RUN(experts, &args);
 }
 
 /* ---- adapters alone ---- */
@@ -272,7 +272,7 @@ static void fuzz_align_lists(void) {
   put_common(&inputs, &args.routing, &args.adapters);
   put(&inputs, &args.lists.lora_ids), put_lists(&outputs, &args.lists);
   disturb(&inputs, &outputs);
-  RUN(moelora_align_lists, &args);
+  RUN(align_lists, &args);
 }
 
 /* One half or both, rows by routing or by lists. */
@@ -336,7 +336,7 @@ static void fuzz_delta(void) {
   disturb(&inputs, &outputs);
   if (listed && !args.lists.sorted_token_ids.data) /* now routing counts, which has no memory */
     backed = false;
-  RUN(moelora_delta, &args);
+  RUN(delta, &args);
 }
 
 static void fuzz_mlp_delta(void) {
@@ -356,7 +356,7 @@ static void fuzz_mlp_delta(void) {
   put_lora(&inputs, &args.gate_up), put_lora(&inputs, &args.down);
   put(&outputs, &args.out);
   disturb(&inputs, &outputs);
-  RUN(moelora_mlp_delta, &args);
+  RUN(mlp_delta, &args);
 }
 
 static void fuzz_pack(void) {

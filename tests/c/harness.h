@@ -262,4 +262,28 @@ static inline void give_workspace(moelora_exec *exec, size_t bytes) {
   exec->workspace_bytes = bytes;
 }
 
+/* ---- calls ---- */
+
+/* call_gemm(args, exec) prepares and runs, gemm_bytes(args, exec, bytes) asks for the workspace. */
+#define CALLS(NAME)                                                                                \
+  static inline moelora_status call_##NAME(const moelora_##NAME##_args *args,                      \
+                                           const moelora_exec *exec) {                             \
+    moelora_call call;                                                                             \
+    moelora_status status = moelora_prepare_##NAME(args, exec, &call);                             \
+    return status == MOELORA_OK ? moelora_run(&call, exec) : status;                               \
+  }                                                                                                \
+  static inline moelora_status NAME##_bytes(const moelora_##NAME##_args *args,                     \
+                                            const moelora_exec *exec, size_t *bytes) {             \
+    moelora_call call = {0};                                                                       \
+    moelora_status status = moelora_prepare_##NAME(args, exec, &call);                             \
+    *bytes = call.workspace_bytes;                                                                 \
+    return status;                                                                                 \
+  }
+CALLS(align)
+CALLS(gemm)
+CALLS(experts)
+CALLS(align_lists)
+CALLS(delta)
+CALLS(mlp_delta)
+
 #endif

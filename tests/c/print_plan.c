@@ -5,7 +5,9 @@
  *
  * with RANK 0 for no adapters; the answer on stdout is the plan of the layer,
  *
- *   VARIANT13 VARIANT2 BLOCK_ROWS       or       error: MESSAGE
+ *   VARIANT BLOCK_ROWS STAGED       or       error: MESSAGE
+ *
+ * where STAGED is what stands in for a layer in one launch, - for others.
  *
  * Arguments are tuned plans, nine words each:
  *
@@ -47,6 +49,21 @@ static void add_tuned_plan(char **words) {
     exit(3);
   }
   memset(variant, '?', strlen(variant)); /* the library must not keep it */
+}
+
+/* Of a CTA, from the CUDA C++ programming guide, technical specifications per compute capability.
+ */
+static int shared_kib(int capability) {
+  switch (capability) {
+  case 80:
+  case 87:
+    return 163;
+  case 90:
+  case 100:
+    return 227;
+  default:
+    return 99;
+  }
 }
 
 int main(int argc, char **argv) {
@@ -94,11 +111,14 @@ int main(int argc, char **argv) {
     moelora_device_info device = {
         .device = MOELORA_CPU, .num_units = 1, .cpu_isa = (uint32_t)level};
     if (strcmp(kind, "cuda") == 0)
-      device = (moelora_device_info){
-          .device = MOELORA_CUDA, .compute_capability = level, .num_units = 132};
+      device = (moelora_device_info){.device = MOELORA_CUDA,
+                                     .compute_capability = level,
+                                     .num_units = 132,
+                                     .shared_bytes = shared_kib(level) * 1024};
     moelora_experts_plan plan;
     if (moelora_plan_experts(&problem, &device, &plan) == MOELORA_OK)
-      printf("%s %s %d\n", plan.w13.variant->name, plan.w2.variant->name, plan.w13.block_rows);
+      printf("%s %d %s\n", plan.variant->name, plan.variant->block_m,
+             plan.staged ? plan.staged->name : "-");
     else
       printf("error: %s\n", moelora_error_message());
   }

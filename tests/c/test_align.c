@@ -57,9 +57,9 @@ static void align_naively(const moelora_align_args *args, expected *want) {
 static void run(const moelora_align_args *args) {
   moelora_exec exec = serial;
   size_t bytes;
-  CHECK_OK(moelora_align_workspace_size(args, &exec, &bytes));
+  CHECK_OK(align_bytes(args, &exec, &bytes));
   give_workspace(&exec, bytes);
-  CHECK_OK(moelora_align(args, &exec));
+  CHECK_OK(call_align(args, &exec));
 }
 
 static void check_same(const char *what, const void *got, const int32_t *want, int64_t count) {

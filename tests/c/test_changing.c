@@ -190,10 +190,10 @@ static operators new_operators(int64_t tokens, int64_t top_k, int64_t hidden, in
 #define RUN(NAME, ARGS, EXEC)                                                                      \
   do {                                                                                             \
     moelora_exec exec_ = (EXEC);                                                                   \
-    CHECK_OK(NAME##_workspace_size(ARGS, &exec_, &exec_.workspace_bytes));                         \
+    CHECK_OK(NAME##_bytes(ARGS, &exec_, &exec_.workspace_bytes));                                  \
     exec_.workspace = aligned_alloc(256, exec_.workspace_bytes + 256);                             \
     memset(exec_.workspace, 0xa5, exec_.workspace_bytes);                                          \
-    CHECK_OK(NAME(ARGS, &exec_));                                                                  \
+    CHECK_OK(call_##NAME(ARGS, &exec_));                                                           \
     free(exec_.workspace);                                                                         \
   } while (0)
 
@@ -211,22 +211,22 @@ static const moelora_tensor *compute(operators *o, int which, moelora_exec exec)
   clear(outs[which]);
   switch (which) {
   case GEMM:
-    RUN(moelora_gemm, &o->gemm, exec);
+    RUN(gemm, &o->gemm, exec);
     break;
   case LAYER:
-    RUN(moelora_experts, &o->experts, exec);
+    RUN(experts, &o->experts, exec);
     break;
   case DELTA:
-    RUN(moelora_delta, &o->delta, exec);
+    RUN(delta, &o->delta, exec);
     break;
   case SUMMED:
-    RUN(moelora_delta, &o->summed, exec);
+    RUN(delta, &o->summed, exec);
     break;
   case LISTED:
-    RUN(moelora_delta, &o->listed, exec);
+    RUN(delta, &o->listed, exec);
     break;
   default:
-    RUN(moelora_mlp_delta, &o->mlp, exec);
+    RUN(mlp_delta, &o->mlp, exec);
   }
   return outs[which];
 }
@@ -263,7 +263,7 @@ static void test_steps(void) {
   for (int which = 0; which < NUM_COMPUTING; which++) {
     for (int i = 0; i < NUM_TABLES; i++)
       set_table(&tables[i], 0);
-    RUN(moelora_align_lists, &o.lists, serial);
+    RUN(align_lists, &o.lists, serial);
     const moelora_tensor want = kept(compute(&o, which, serial));
     num_steps = 0;
     const moelora_tensor *got = compute(&o, which, changing);
@@ -302,7 +302,7 @@ static void check_aligned(const char *what, const int32_t *ids, const int32_t *e
 static void check_align(operators *o, int mode, int64_t rows) {
   static const char *const names[] = {"base", "uniform", "segmented", "sorting"};
   const moelora_align_args *a = &o->align[mode];
-  RUN(moelora_align, a, serial);
+  RUN(align, a, serial);
   check_aligned(names[mode], a->sorted_token_ids.data, a->expert_ids.data, a->expert_ids.size[0],
                 i32(&a->num_tokens_post_padded, 0), rows, mode != MOELORA_ALIGN_SORTING);
 }
@@ -314,7 +314,7 @@ static void check_lists(operators *o, int64_t rows) {
     ((int32_t *)l->sorted_token_ids.data)[i] = (int32_t)rows;
   memset(l->expert_ids.data, 0xff, (size_t)count_of(&l->expert_ids) * 4);
   clear(&l->num_tokens_post_padded);
-  RUN(moelora_align_lists, &o->lists, serial);
+  RUN(align_lists, &o->lists, serial);
   for (int64_t i = 0; i < SLOTS; i++)
     check_aligned("lists", (int32_t *)l->sorted_token_ids.data + i * blocks * LISTED_BLOCK,
                   (int32_t *)l->expert_ids.data + i * blocks, blocks,

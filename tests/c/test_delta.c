@@ -4,12 +4,12 @@
 
 static void run_delta(const moelora_delta_args *args, moelora_exec exec) {
   size_t bytes;
-  CHECK_OK(moelora_delta_workspace_size(args, &exec, &bytes));
+  CHECK_OK(delta_bytes(args, &exec, &bytes));
   give_workspace(&exec, bytes);
-  CHECK_OK(moelora_delta(args, &exec));
+  CHECK_OK(call_delta(args, &exec));
   if (bytes) {
     exec.workspace_bytes = bytes - 1;
-    CHECK(moelora_delta(args, &exec) == MOELORA_WORKSPACE_TOO_SMALL);
+    CHECK(call_delta(args, &exec) == MOELORA_WORKSPACE_TOO_SMALL);
   }
 }
 
@@ -172,9 +172,9 @@ static void test_lists(moelora_dtype dtype, uint64_t number) {
     ((int32_t *)align.lists.lora_ids.data)[i] = (int32_t)i - 1; /* -1, the slots, one too many */
   moelora_exec exec = serial;
   size_t bytes;
-  CHECK_OK(moelora_align_lists_workspace_size(&align, &exec, &bytes));
+  CHECK_OK(align_lists_bytes(&align, &exec, &bytes));
   give_workspace(&exec, bytes);
-  CHECK_OK(moelora_align_lists(&align, &exec));
+  CHECK_OK(call_align_lists(&align, &exec));
 
   moelora_delta_args listed = args;
   listed.lists = align.lists;
@@ -264,9 +264,9 @@ static void test_mlp(moelora_dtype dtype, uint64_t number, const char *variant) 
     moelora_exec exec = round ? threaded : serial;
     size_t workspace;
     args.out = copy_of(&before);
-    CHECK_OK(moelora_mlp_delta_workspace_size(&args, &exec, &workspace));
+    CHECK_OK(mlp_delta_bytes(&args, &exec, &workspace));
     give_workspace(&exec, workspace);
-    CHECK_OK(moelora_mlp_delta(&args, &exec));
+    CHECK_OK(call_mlp_delta(&args, &exec));
     CHECK(same_bytes(&args.out, &down.out)); /* on a CPU, all in one is the stages */
   }
   release_all();
@@ -287,8 +287,8 @@ static void test_errors(void) {
       .out = new_tensor(MOELORA_F32, SIZES(5, 2, 24)),
   };
   moelora_delta_args a = good;
-  CHECK_OK(moelora_delta(&a, &exec));
-#define INVALID(MESSAGE) CHECK_FAILS(moelora_delta(&a, &exec), MOELORA_INVALID_ARGUMENT, MESSAGE)
+  CHECK_OK(call_delta(&a, &exec));
+#define INVALID(MESSAGE) CHECK_FAILS(call_delta(&a, &exec), MOELORA_INVALID_ARGUMENT, MESSAGE)
   a = good, a.x = absent;
   INVALID("1 of x, h and out are given, expected two: x and h, h and out, or x and out");
   a = good, a.num_experts = 0;
@@ -330,23 +330,23 @@ static void test_errors(void) {
   a.lists.block_size = 8, a.lists.num_active = 4;
   INVALID("num_active_loras is 4, expected 0 to lora_ids.size(0), which is 3");
   a.lists.num_active = 0;
-  CHECK_OK(moelora_delta(&a, &exec));
+  CHECK_OK(call_delta(&a, &exec));
 
   /* What a mode does not read may be anything. */
   const moelora_tensor wild = {a.x.data,        (moelora_dtype)99, 77,
                                {INT64_MAX, -1}, {INT64_MIN, 3},    NULL};
   a.routing = (moelora_routing){wild, wild, wild};
   a.adapters.token_lora_mapping = wild;
-  CHECK_OK(moelora_delta(&a, &exec));
+  CHECK_OK(call_delta(&a, &exec));
   a = good, a.lists = (moelora_lists){absent, wild, wild, wild, INT32_MIN, -1};
   a.num_tokens = INT64_MIN, a.top_k = INT32_MIN;
-  CHECK_OK(moelora_delta(&a, &exec));
+  CHECK_OK(call_delta(&a, &exec));
   a = good, a.out = absent, a.h = new_tensor(MOELORA_F32, SIZES(2, 5, 2, 3));
   a.lora.b[0] = a.lora.b[1] = wild;
-  CHECK_OK(moelora_delta(&a, &exec));
+  CHECK_OK(call_delta(&a, &exec));
   a = good, a.x = absent, a.h = random_tensor(MOELORA_F32, 1, SIZES(2, 5, 2, 3));
   a.lora.a[0] = a.lora.a[1] = wild;
-  CHECK_OK(moelora_delta(&a, &exec));
+  CHECK_OK(call_delta(&a, &exec));
   release_all();
 }
 

@@ -10,7 +10,7 @@ enum { M = 5, TOP_K = 2, E = 4, K = 16, I = 12, R = 3, SLOTS = 2 };
 
 /* ---- one projection ---- */
 
-#define run(A) moelora_gemm(A, &exec)
+#define run(A) call_gemm(A, &exec)
 
 static moelora_lora lora_of(int32_t slices, int64_t n, int64_t k) {
   moelora_lora lora = {.num_slices = slices};
@@ -51,7 +51,7 @@ static void test_gemm_errors(void) {
       .out = new_tensor(MOELORA_F32, SIZES(M, TOP_K, I)),
   };
   moelora_gemm_args a = good;
-  CHECK_OK(moelora_gemm(&good, &exec));
+  CHECK_OK(call_gemm(&good, &exec));
 
   a = good, a.x.ndim = 3;
   INVALID("x has 3 dimensions, expected 2: [M, K] or [M * top_k, K]");
@@ -182,20 +182,20 @@ static void test_gemm_errors(void) {
 
   /* What is allowed: a transposed output, no factors with tables of any length, no mapping. */
   a = good, a.out.stride[0] = I, a.out.stride[1] = M * I;
-  CHECK_OK(moelora_gemm(&a, &exec));
+  CHECK_OK(call_gemm(&a, &exec));
   a = good, a.lora.num_slices = 0, a.adapters.lora_ranks.size[0] = 1;
-  CHECK_OK(moelora_gemm(&a, &exec));
+  CHECK_OK(call_gemm(&a, &exec));
   a = good, a.adapters = (moelora_adapters){.token_lora_mapping = absent};
-  CHECK_OK(moelora_gemm(&a, &exec));
+  CHECK_OK(call_gemm(&a, &exec));
   a = good, a.w.stride[0] = 0; /* one expert's weights for all */
-  CHECK_OK(moelora_gemm(&a, &exec));
+  CHECK_OK(call_gemm(&a, &exec));
   release_all();
 }
 
 /* ---- the layer ---- */
 
 #undef run
-#define run(A) moelora_experts(A, &exec)
+#define run(A) call_experts(A, &exec)
 
 static void test_experts_errors(void) {
   moelora_exec exec = serial;
@@ -213,7 +213,7 @@ static void test_experts_errors(void) {
       .out = new_tensor(MOELORA_F32, SIZES(M, K)),
   };
   moelora_experts_args a = good;
-  CHECK_OK(moelora_experts(&good, &exec));
+  CHECK_OK(call_experts(&good, &exec));
 
   a = good, a.hidden_states.size[1] = 8;
   INVALID("hidden_states.size(1) is 8, w13.size(2) is 16");
@@ -292,11 +292,11 @@ static void test_experts_errors(void) {
 
   /* Allowed: in place, and beside the input in one buffer. */
   a = good, a.out = a.hidden_states;
-  CHECK_OK(moelora_experts(&a, &exec));
+  CHECK_OK(call_experts(&a, &exec));
   moelora_tensor wide = random_tensor(MOELORA_F32, 1, SIZES(M, 2 * K));
   a = good, a.hidden_states.data = wide.data, a.out.data = (float *)wide.data + K;
   a.hidden_states.stride[0] = a.out.stride[0] = 2 * K;
-  CHECK_OK(moelora_experts(&a, &exec));
+  CHECK_OK(call_experts(&a, &exec));
   a.out.data = (float *)wide.data + K - 1;
   INVALID("out shares memory with hidden_states");
   release_all();
@@ -355,10 +355,10 @@ static moelora_tensor spread(moelora_dtype dtype, int32_t ndim, const int64_t *s
 #define TOO_LARGE(NAME, ARGS, SIZES)                                                               \
   do {                                                                                             \
     size_t bytes_ = 1;                                                                             \
-    CHECK_FAILS(NAME##_workspace_size(ARGS, &exec, &bytes_), MOELORA_INVALID_ARGUMENT,             \
+    CHECK_FAILS(NAME##_bytes(ARGS, &exec, &bytes_), MOELORA_INVALID_ARGUMENT,                      \
                 SIZES ": too large, the workspace would take more than 2^56 bytes");               \
     CHECK(bytes_ == 0);                                                                            \
-    CHECK(NAME(ARGS, &exec) == MOELORA_INVALID_ARGUMENT);                                          \
+    CHECK(call_##NAME(ARGS, &exec) == MOELORA_INVALID_ARGUMENT);                                   \
   } while (0)
 
 /* Sums and products of these wrap at 2^64 to a few bytes, or at 2^63 to less than nothing. */
@@ -385,8 +385,7 @@ static void test_huge_sizes(void) {
       .routing = routing,
       .out = spread(MOELORA_F32, SIZES(1, WIDE)),
   };
-  TOO_LARGE(moelora_experts, &experts,
-            "M is 1, top_k is 2147483392, E is 1, K is 2147483647, I is 509");
+  TOO_LARGE(experts, &experts, "M is 1, top_k is 2147483392, E is 1, K is 2147483647, I is 509");
 
   const moelora_gemm_args gemm = {
       .x = expanded(MOELORA_F32, SIZES(1, 8)),
@@ -396,7 +395,7 @@ static void test_huge_sizes(void) {
       .lora = lora,
       .out = spread(MOELORA_F32, SIZES(1, ROWS, 8)),
   };
-  TOO_LARGE(moelora_gemm, &gemm,
+  TOO_LARGE(gemm, &gemm,
             "M is 1, top_k is 2147483392, E is 1, max_loras is 2, N is 8, K is 8, R is 2147483647");
 
   const moelora_delta_args delta = {
@@ -407,7 +406,7 @@ static void test_huge_sizes(void) {
       .lora = lora,
       .out = spread(MOELORA_F32, SIZES(1, 8)),
   };
-  TOO_LARGE(moelora_delta, &delta,
+  TOO_LARGE(delta, &delta,
             "M is 1, top_k is 2147483137, E is 1, max_loras is 2, K is 8, columns is 8, "
             "R is 2147483647");
 
@@ -428,7 +427,7 @@ static void test_huge_sizes(void) {
       .down = wide[1],
       .out = experts.out,
   };
-  TOO_LARGE(moelora_mlp_delta, &mlp,
+  TOO_LARGE(mlp_delta, &mlp,
             "M is 1, top_k is 2147483137, E is 1, max_loras is 2, K is 2147483647, I is 4, "
             "R of gate_up is 8, R of down is 8");
   release_all();

@@ -7,7 +7,7 @@ enum { M = 5, TOP_K = 2, E = 4, SLOTS = 2, BLOCK = 4 };
 
 #define INVALID(MESSAGE) CHECK_FAILS(run(&a), MOELORA_INVALID_ARGUMENT, MESSAGE)
 
-#define run(A) moelora_align(A, &exec)
+#define run(A) call_align(A, &exec)
 
 static moelora_align_args align_args(moelora_align_mode mode) {
   int64_t blocks = moelora_align_max_blocks(mode, M * TOP_K, E, SLOTS, BLOCK);
@@ -40,10 +40,10 @@ static void test_align_errors(void) {
   const moelora_align_args segmented = align_args(MOELORA_ALIGN_SEGMENTED);
   const moelora_align_args sorting = align_args(MOELORA_ALIGN_SORTING);
   moelora_align_args a = base;
-  CHECK_OK(moelora_align(&base, &exec));
-  CHECK_OK(moelora_align(&uniform, &exec));
-  CHECK_OK(moelora_align(&segmented, &exec));
-  CHECK_OK(moelora_align(&sorting, &exec));
+  CHECK_OK(call_align(&base, &exec));
+  CHECK_OK(call_align(&uniform, &exec));
+  CHECK_OK(call_align(&segmented, &exec));
+  CHECK_OK(call_align(&sorting, &exec));
 
   a = base, a.mode = (moelora_align_mode)9;
   INVALID("mode is 9, expected a moelora_align_mode");
@@ -58,7 +58,7 @@ static void test_align_errors(void) {
   INVALID("expert_ids.size(0) is 0, expected at least 5 blocks");
   a = base, a.adapters.token_lora_mapping = base.expert_ids;
   a.adapters.token_lora_mapping.ndim = INT32_MAX;
-  CHECK_OK(moelora_align(&a, &exec));
+  CHECK_OK(call_align(&a, &exec));
 
   a = base, a.routing.topk_ids = absent;
   INVALID("topk_ids is absent, expected a tensor [M, top_k]");
@@ -156,36 +156,36 @@ static void test_exec_errors(void) {
   moelora_align_args args = align_args(MOELORA_ALIGN_BASE);
   moelora_exec exec = serial;
   size_t bytes;
-  CHECK_OK(moelora_align_workspace_size(&args, &exec, &bytes));
+  CHECK_OK(align_bytes(&args, &exec, &bytes));
   CHECK(bytes > 0);
   char text[160];
   snprintf(text, sizeof text, "the workspace has 0 bytes, expected at least %zu", bytes);
-  CHECK_FAILS(moelora_align(&args, &exec), MOELORA_WORKSPACE_TOO_SMALL, text);
+  CHECK_FAILS(call_align(&args, &exec), MOELORA_WORKSPACE_TOO_SMALL, text);
   give_workspace(&exec, bytes + 256);
   exec.workspace_bytes = bytes - 1;
   snprintf(text, sizeof text, "the workspace has %zu bytes, expected at least %zu", bytes - 1,
            bytes);
-  CHECK_FAILS(moelora_align(&args, &exec), MOELORA_WORKSPACE_TOO_SMALL, text);
+  CHECK_FAILS(call_align(&args, &exec), MOELORA_WORKSPACE_TOO_SMALL, text);
   exec.workspace = (char *)exec.workspace + 64;
   exec.workspace_bytes = bytes;
   snprintf(text, sizeof text, "the workspace starts at %p, expected a multiple of 256 bytes",
            exec.workspace);
-  CHECK_FAILS(moelora_align(&args, &exec), MOELORA_INVALID_ARGUMENT, text);
+  CHECK_FAILS(call_align(&args, &exec), MOELORA_INVALID_ARGUMENT, text);
   exec.workspace = (char *)exec.workspace - 64;
-  CHECK_OK(moelora_align(&args, &exec)); /* and clears the message */
+  CHECK_OK(call_align(&args, &exec)); /* and clears the message */
 
-  CHECK_FAILS(moelora_align(NULL, &exec), MOELORA_INVALID_ARGUMENT, "args or exec is NULL");
-  CHECK_FAILS(moelora_align(&args, NULL), MOELORA_INVALID_ARGUMENT, "args or exec is NULL");
+  CHECK_FAILS(call_align(NULL, &exec), MOELORA_INVALID_ARGUMENT, "args or exec is NULL");
+  CHECK_FAILS(call_align(&args, NULL), MOELORA_INVALID_ARGUMENT, "args or exec is NULL");
   exec.num_threads = -1;
-  CHECK_FAILS(moelora_align(&args, &exec), MOELORA_INVALID_ARGUMENT,
+  CHECK_FAILS(call_align(&args, &exec), MOELORA_INVALID_ARGUMENT,
               "exec.num_threads is -1, expected 0 or more");
   exec.num_threads = 0;
   exec.device = (moelora_device)5;
-  CHECK_FAILS(moelora_align(&args, &exec), MOELORA_INVALID_ARGUMENT,
+  CHECK_FAILS(call_align(&args, &exec), MOELORA_INVALID_ARGUMENT,
               "exec.device is 5, expected a moelora_device");
   exec.device = MOELORA_CUDA;
   if (!moelora_has_device(MOELORA_CUDA))
-    CHECK(moelora_align(&args, &exec) == MOELORA_UNSUPPORTED && *moelora_error_message());
+    CHECK(call_align(&args, &exec) == MOELORA_UNSUPPORTED && *moelora_error_message());
 
   CHECK(moelora_has_device(MOELORA_CPU));
   CHECK_FAILS(moelora_force_variant("gemm_f32_nonsense"), MOELORA_INVALID_ARGUMENT,
@@ -199,9 +199,36 @@ static void test_exec_errors(void) {
   release_all();
 }
 
+/* A prepared call is a value of its own: what is planned differently later is of no concern to it.
+ */
+static void test_prepared_calls(void) {
+  moelora_align_args args = align_args(MOELORA_ALIGN_BASE);
+  moelora_exec exec = serial;
+  moelora_call call, copy;
+  CHECK_FAILS(moelora_prepare_align(&args, &exec, NULL), MOELORA_INVALID_ARGUMENT, "call is NULL");
+  CHECK_FAILS(moelora_run(NULL, &exec), MOELORA_INVALID_ARGUMENT, "call or exec is NULL");
+  CHECK_OK(moelora_prepare_align(&args, &exec, &call));
+  give_workspace(&exec, call.workspace_bytes);
+  copy = call;
+  memset(&args, 0xff, sizeof args); /* read by prepare alone */
+  CHECK_OK(moelora_force_variant(moelora_variant_name(0)));
+  CHECK_OK(moelora_run(&call, &exec));
+  CHECK_OK(moelora_force_variant(NULL));
+  CHECK_OK(moelora_run(&copy, &exec));
+  exec.num_threads = 3;
+  CHECK_FAILS(moelora_run(&call, &exec), MOELORA_INVALID_ARGUMENT,
+              "exec.num_threads is 3, the call was prepared for 0");
+  exec.num_threads = 0;
+  exec.device_index = 1;
+  CHECK_FAILS(moelora_run(&call, &exec), MOELORA_INVALID_ARGUMENT,
+              "exec is device 0, index 1; the call was prepared for device 0, index 0");
+  release_all();
+}
+
 int main(void) {
   test_align_errors();
   test_exec_errors();
+  test_prepared_calls();
   printf("test_errors_align: all refusals as expected\n");
   return 0;
 }

@@ -6,23 +6,23 @@
 
 static void run_gemm(const moelora_gemm_args *args, moelora_exec exec) {
   size_t bytes;
-  CHECK_OK(moelora_gemm_workspace_size(args, &exec, &bytes));
+  CHECK_OK(gemm_bytes(args, &exec, &bytes));
   give_workspace(&exec, bytes);
-  CHECK_OK(moelora_gemm(args, &exec));
+  CHECK_OK(call_gemm(args, &exec));
   if (bytes) {
     exec.workspace_bytes = bytes - 1;
     char want[128];
     snprintf(want, sizeof want, "the workspace has %zu bytes, expected at least %zu", bytes - 1,
              bytes);
-    CHECK_FAILS(moelora_gemm(args, &exec), MOELORA_WORKSPACE_TOO_SMALL, want);
+    CHECK_FAILS(call_gemm(args, &exec), MOELORA_WORKSPACE_TOO_SMALL, want);
   }
 }
 
 static void run_experts(const moelora_experts_args *args, moelora_exec exec) {
   size_t bytes;
-  CHECK_OK(moelora_experts_workspace_size(args, &exec, &bytes));
+  CHECK_OK(experts_bytes(args, &exec, &bytes));
   give_workspace(&exec, bytes);
-  CHECK_OK(moelora_experts(args, &exec));
+  CHECK_OK(call_experts(args, &exec));
 }
 
 /* ---- one projection ---- */
@@ -168,9 +168,9 @@ static void test_empty_batch(void) {
       .out = view(NULL, MOELORA_F32, SIZES(0, 8)),
   };
   size_t bytes = 1;
-  CHECK_OK(moelora_experts_workspace_size(&layer, &serial, &bytes));
+  CHECK_OK(experts_bytes(&layer, &serial, &bytes));
   CHECK_INT(bytes, 0);
-  CHECK_OK(moelora_experts(&layer, &serial));
+  CHECK_OK(call_experts(&layer, &serial));
   moelora_gemm_args gemm = {
       .x = layer.hidden_states,
       .w = layer.w13,
@@ -180,9 +180,9 @@ static void test_empty_batch(void) {
       .out = view(NULL, MOELORA_F32, SIZES(0, 2, 12)),
   };
   bytes = 1;
-  CHECK_OK(moelora_gemm_workspace_size(&gemm, &serial, &bytes));
+  CHECK_OK(gemm_bytes(&gemm, &serial, &bytes));
   CHECK_INT(bytes, 0);
-  CHECK_OK(moelora_gemm(&gemm, &serial));
+  CHECK_OK(call_gemm(&gemm, &serial));
   release_all();
 }
 

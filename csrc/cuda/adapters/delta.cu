@@ -8,6 +8,7 @@
  */
 #include "cuda/backend.h"
 #include "cuda/adapters/delta_rows.cuh"
+#include "cuda/launch/bounds.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/adapters/shrink_product.cuh"
 #include "cuda/layer/sum.cuh"
@@ -49,7 +50,8 @@ __device__ __forceinline__ bool is_active(const Combine &p, int64_t row) {
 /* out[m] = [out[m] +] sum over j of z[m * top_k + j] in float32, in the order of j, where any of
  * these rows is active. A thread adds WIDTH neighbouring columns. */
 template <class T, class Z, int WIDTH>
-__global__ void __launch_bounds__(kThreads) combine_rows(const __grid_constant__ Combine p) {
+__global__ void __launch_bounds__(kThreads, kLightResident)
+    combine_rows(const __grid_constant__ Combine p) {
   wait_for_previous_kernel();
   start_next_kernel();
   const int32_t pieces = (p.columns + WIDTH - 1) / WIDTH, top_k = p.rows.routes.top_k;
@@ -157,7 +159,7 @@ extern "C" moelora_status delta_sort(const moelora_routes *routes, const delta_s
                                  .pairs = sorted->adapter,
                                  .segments = sorted->segments,
                                  .num_post = sorted->count};
-  return moelora_cuda_align_rows(routes, &blocks, sorted->scratch, exec->stream);
+  return moelora_cuda_align_rows(routes, &blocks, sorted->scratch, exec);
 }
 
 namespace {
@@ -351,7 +353,7 @@ extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
   delta_shrink s = {};
   if (p->x)
     s = begin_shrink(&rows, p->x, p->x_stride, p->x_per_row, p->k, &p->lora, routes->lora_scalings,
-                     &h, plan->hopper);
+                     &h, plan->family == MOELORA_SM90);
   delta_expand e = begin_expand(&rows, &h, &p->lora, p->x && !l.written);
   e.topk_weights = p->mul_routed_weight ? routes->topk_weights : nullptr;
   if (p->sum_top_k) {
@@ -441,9 +443,10 @@ extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem
   const Shrunk h1 = own_shrunk(l.h1, routes, &p->gate_up);
   const Shrunk h2 = own_shrunk(l.h2, routes, &p->down);
   const delta_shrink shrink1 = begin_shrink(&rows, p->x, p->x_stride, false, p->hidden, &p->gate_up,
-                                            nullptr, &h1, plan->hopper);
-  const delta_shrink shrink2 = begin_shrink(&rows, l.act, intermediate, true, intermediate,
-                                            &p->down, routes->lora_scalings, &h2, plan->hopper);
+                                            nullptr, &h1, plan->family == MOELORA_SM90);
+  const delta_shrink shrink2 =
+      begin_shrink(&rows, l.act, intermediate, true, intermediate, &p->down, routes->lora_scalings,
+                   &h2, plan->family == MOELORA_SM90);
   delta_expand expand1 = begin_expand(&rows, &h1, &p->gate_up, true);
   expand1.silu_and_mul = true;
   set_out(&expand1, l.act, routes->top_k * intermediate, intermediate);

@@ -242,7 +242,7 @@ template <class S> struct Fit {
 
 template <class T, class S, bool VECTORS>
 moelora_status launch(const delta_shrink &s, const Batch &batch, const moelora_exec *exec) {
-  const Fit<S> fit(batch, moelora_cuda_can_overlap());
+  const Fit<S> fit(batch, moelora_cuda_can_overlap(exec->device_index));
   Params p = {s, fit.part, fit.splits, 1};
   const int64_t columns = (batch.ranks + S::RANKS - 1) / S::RANKS;
   const int64_t windows = delta_set_window(&p.s.rows, kRows<S>, p.part, columns,
@@ -269,7 +269,7 @@ moelora_status launch_vectors(const delta_shrink &s, const Batch &b, const moelo
   using Narrow = Shape<1, 1, DEPTHS, 48>;
   using Middle = Shape<2, 1, DEPTHS, 48>;
   using Wide = Shape<2, 2, 4, 48>;
-  const bool splits = moelora_cuda_can_overlap();
+  const bool splits = moelora_cuda_can_overlap(exec->device_index);
   if (b.ranks > 32 && Fit<Wide>(b, splits).suits())
     return launch<T, Wide, true>(s, b, exec);
   if (b.ranks > 16 && b.rows >= kThinSegment * b.segments && Fit<Middle>(b, splits).suits())

@@ -237,7 +237,7 @@ moelora_status launch_splits(Params p, double parts, const moelora_exec *exec) {
   constexpr auto kernel = delta_thin<T, STEPS, WARPS>;
   if constexpr (SPLITS > 1) {
     int64_t resident = 0;
-    if (moelora_cuda_can_overlap()) {
+    if (moelora_cuda_can_overlap(exec->device_index)) {
       const cudaError_t error = resident_blocks<kernel, SPLITS>(32 * WARPS, 0, exec, &resident);
       if (error != cudaSuccess)
         return moelora_cuda_check(error, "delta_thin");

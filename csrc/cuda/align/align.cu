@@ -195,18 +195,19 @@ static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
   sort->tickets = blocks->tickets;
 }
 
-static cudaError_t run_sort(const align_sort &sort, cudaStream_t stream) {
+static moelora_status run_sort(const align_sort &sort, const moelora_exec *exec) {
   if (sort.table) {
-    const cudaError_t error = align_launch_count(sort, stream);
-    return error == cudaSuccess ? align_launch_place(sort, stream) : error;
+    const moelora_status status = align_launch_count(sort, exec);
+    return status == MOELORA_OK ? align_launch_place(sort, exec) : status;
   }
   if (sort.num_items <= ALIGN_TINY_ITEMS && !sort.empty_blocks && !sort.zero_bytes)
-    return align_launch_tiny(sort, stream);
-  return align_launch_small(sort, stream);
+    return align_launch_tiny(sort, exec);
+  return align_launch_small(sort, exec);
 }
 
-static cudaError_t run_one_sort(const moelora_align_problem *problem, const moelora_blocks *blocks,
-                                const scratch &parts, cudaStream_t stream) {
+static moelora_status run_one_sort(const moelora_align_problem *problem,
+                                   const moelora_blocks *blocks, const scratch &parts,
+                                   const moelora_exec *exec) {
   align_sort sort = describe(problem);
   apply_blocks(&sort, blocks);
   const int64_t adapters = adapter_keys_of(problem);
@@ -214,15 +215,16 @@ static cudaError_t run_one_sort(const moelora_align_problem *problem, const moel
   sort.adapter_keys = moelora_divisor_of((uint32_t)adapters);
   set_size(&sort, problem->routes.num_rows, problem->routes.num_experts * adapters,
            problem->mode == MOELORA_ALIGN_SEGMENTED ? adapters : 1, parts);
-  return run_sort(sort, stream);
+  return run_sort(sort, exec);
 }
 
-static cudaError_t run_two_sorts(const moelora_align_problem *problem, const moelora_blocks *blocks,
-                                 const scratch &parts, cudaStream_t stream) {
+static moelora_status run_two_sorts(const moelora_align_problem *problem,
+                                    const moelora_blocks *blocks, const scratch &parts,
+                                    const moelora_exec *exec) {
   align_sort tokens = describe_tokens(problem, parts);
-  cudaError_t error = run_sort(tokens, stream);
-  if (error != cudaSuccess)
-    return error;
+  moelora_status status = run_sort(tokens, exec);
+  if (status != MOELORA_OK)
+    return status;
   align_sort rows = describe(problem);
   apply_blocks(&rows, blocks);
   align_pad pad = {};
@@ -239,45 +241,20 @@ static cudaError_t run_two_sorts(const moelora_align_problem *problem, const moe
     rows.num_post = parts.count;
   }
   set_size(&rows, problem->routes.num_rows, problem->routes.num_experts, 1, parts);
-  error = run_sort(rows, stream);
-  if (error != cudaSuccess || problem->mode != MOELORA_ALIGN_UNIFORM)
-    return error;
+  status = run_sort(rows, exec);
+  if (status != MOELORA_OK || problem->mode != MOELORA_ALIGN_UNIFORM)
+    return status;
   pad.row = parts.row;
   pad.expert = parts.expert;
   pad.adapter = parts.adapter;
   pad.count = parts.count;
-  return align_launch_pad(pad, stream);
-}
-
-/* ---- launches ---- */
-
-cudaError_t align_launch_kernel(const void *kernel, uint32_t ctas, uint32_t threads,
-                                size_t shared_bytes, cudaStream_t stream, void *argument) {
-  /* 48 KiB, static memory included, need no permission */
-  if (shared_bytes > (40 << 10)) {
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                             (int)shared_bytes);
-    if (error != cudaSuccess)
-      return error;
-  }
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(ctas);
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = moelora_cuda_can_overlap() ? 1 : 0;
-  void *arguments[] = {argument};
-  return cudaLaunchKernelExC(&config, kernel, arguments);
+  return align_launch_pad(pad, exec);
 }
 
 /* ---- the backend's slots ---- */
 
 static moelora_status run(const moelora_align_problem *problem, const moelora_blocks *blocks,
-                          moelora_arena *arena, cudaStream_t stream) {
+                          moelora_arena *arena, const moelora_exec *exec) {
   const int64_t adapters = adapter_keys_of(problem);
   if (problem->routes.num_experts >= ALIGN_MAX_KEYS || adapters > ALIGN_MAX_KEYS)
     return moelora_fail(MOELORA_UNSUPPORTED,
@@ -285,9 +262,8 @@ static moelora_status run(const moelora_align_problem *problem, const moelora_bl
                         problem->routes.num_experts, (long long)adapters - 1, ALIGN_MAX_KEYS - 1);
   scratch parts;
   take_scratch(problem, arena, &parts);
-  cudaError_t error = one_sort_does(problem) ? run_one_sort(problem, blocks, parts, stream)
-                                             : run_two_sorts(problem, blocks, parts, stream);
-  return moelora_cuda_check(error, "align");
+  return one_sort_does(problem) ? run_one_sort(problem, blocks, parts, exec)
+                                : run_two_sorts(problem, blocks, parts, exec);
 }
 
 /* The problem over routes that lie in front of a sort's scratch memory. */
@@ -314,7 +290,7 @@ extern "C" moelora_status moelora_cuda_align(const moelora_align_problem *proble
   const moelora_align_problem sorted = resolved(problem, &arena);
   const moelora_status status =
       moelora_cuda_resolve(&problem->routes, &sorted.routes, NULL, NULL, true, exec);
-  return status == MOELORA_OK ? run(&sorted, NULL, &arena, (cudaStream_t)exec->stream) : status;
+  return status == MOELORA_OK ? run(&sorted, NULL, &arena, exec) : status;
 }
 
 /* ---- blocks of a layer ---- */
@@ -352,7 +328,7 @@ extern "C" size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes
 
 extern "C" moelora_status moelora_cuda_align_rows(const moelora_routes *routes,
                                                   const moelora_blocks *blocks, void *workspace,
-                                                  void *stream) {
+                                                  const moelora_exec *exec) {
   moelora_align_problem problem = rows_problem(routes, blocks->rows);
   if (blocks->pairs && routes->max_loras > INT32_MAX / kRanks)
     return moelora_fail(MOELORA_UNSUPPORTED, "%d adapters: the GPU kernels take at most %d",
@@ -364,5 +340,5 @@ extern "C" moelora_status moelora_cuda_align_rows(const moelora_routes *routes,
   problem.sorted_weights = blocks->weights;
   problem.num_tokens_post_padded = blocks->num_post;
   moelora_arena arena = {(char *)workspace, 0};
-  return run(&problem, blocks, &arena, (cudaStream_t)stream);
+  return run(&problem, blocks, &arena, exec);
 }

@@ -65,16 +65,11 @@ struct align_pad {
   align_sort out;                        /* block size and outputs */
 };
 
-cudaError_t align_launch_tiny(const align_sort &sort, cudaStream_t stream);
-cudaError_t align_launch_small(const align_sort &sort, cudaStream_t stream);
-cudaError_t align_launch_count(const align_sort &sort, cudaStream_t stream);
-cudaError_t align_launch_place(const align_sort &sort, cudaStream_t stream);
-cudaError_t align_launch_pad(const align_pad &pad, cudaStream_t stream);
-
-/* align.cu: sets the kernel's shared memory limit and queues it. It may start while its predecessor
- * drains, so every kernel must wait_for_previous_kernel() before it touches memory. */
-cudaError_t align_launch_kernel(const void *kernel, uint32_t ctas, uint32_t threads,
-                                size_t shared_bytes, cudaStream_t stream, void *argument);
+moelora_status align_launch_tiny(const align_sort &sort, const moelora_exec *exec);
+moelora_status align_launch_small(const align_sort &sort, const moelora_exec *exec);
+moelora_status align_launch_count(const align_sort &sort, const moelora_exec *exec);
+moelora_status align_launch_place(const align_sort &sort, const moelora_exec *exec);
+moelora_status align_launch_pad(const align_pad &pad, const moelora_exec *exec);
 
 static inline uint32_t align_zero_ctas(const align_sort &sort) {
   size_t bytes_per_cta = 64 << 10, ctas = (sort.zero_bytes + bytes_per_cta - 1) / bytes_per_cta;

@@ -180,14 +180,12 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
   write_around_items(s, bins, shared, num_blocks);
 }
 
-cudaError_t align_launch_count(const align_sort &sort, cudaStream_t stream) {
-  align_sort argument = sort;
-  size_t bytes = ((size_t)sort.num_keys + 1) * sizeof(int32_t);
-  return align_launch_kernel((const void *)align_count, sort.num_rows, ALIGN_THREADS, bytes, stream,
-                             &argument);
+moelora_status align_launch_count(const align_sort &sort, const moelora_exec *exec) {
+  const size_t bytes = ((size_t)sort.num_keys + 1) * sizeof(int32_t);
+  return launch_sized<align_count>("align_count", sort.num_rows, ALIGN_THREADS, bytes, exec, sort);
 }
 
-cudaError_t align_launch_place(const align_sort &sort, cudaStream_t stream) {
+moelora_status align_launch_place(const align_sort &sort, const moelora_exec *exec) {
   const size_t key_bytes = (size_t)sort.num_keys * sizeof(int32_t);
   const bool counts_groups = 5 * key_bytes + sizeof(align_shared) <= kPortableShared;
   align_sort argument = sort;
@@ -197,6 +195,6 @@ cudaError_t align_launch_place(const align_sort &sort, cudaStream_t stream) {
   argument.teams = min(fit, batches);
   argument.team_rows = (sort.num_rows + argument.teams - 1) / argument.teams;
   const size_t bytes = (counts_groups ? 5 : 3) * key_bytes;
-  return align_launch_kernel((const void *)align_place, sort.num_chunks + align_zero_ctas(sort),
-                             ALIGN_THREADS, bytes, stream, &argument);
+  return launch_sized<align_place>("align_place", sort.num_chunks + align_zero_ctas(sort),
+                                   ALIGN_THREADS, bytes, exec, argument);
 }

@@ -4,6 +4,7 @@
  * in the sorted rows, and so the whole layout; then each writes every so many blocks and its share
  * of the rest. */
 #include "cuda/backend.h"
+#include "cuda/launch/kernel_launch.cuh"
 #include "cuda/adapters/delta_rows.cuh"
 
 namespace {
@@ -136,9 +137,7 @@ extern "C" moelora_status moelora_cuda_align_lists(const moelora_align_lists_pro
   /* Each part finds the layout by itself, which is worth a few thousand rows. */
   const int64_t parts = problem->lists.rows / 4096;
   lists.parts = (int32_t)(parts < 1 ? 1 : parts < 32 ? parts : 32);
-  return moelora_cuda_check(
-      align_launch_kernel((const void *)fill_lists, problem->lists.num_active * lists.parts,
-                          ALIGN_THREADS, 3 * sizeof(int32_t) * problem->routes.num_experts,
-                          (cudaStream_t)exec->stream, &lists),
-      "fill_lists");
+  return launch_sized<fill_lists>("align_lists", problem->lists.num_active * lists.parts,
+                                  ALIGN_THREADS, 3 * sizeof(int32_t) * problem->routes.num_experts,
+                                  exec, lists);
 }

@@ -6,6 +6,7 @@
  * blocks opened so far is its block's index. Two scans per tile, linear in rows, and free of
  * atomics. */
 #include "cuda/align/align.cuh"
+#include "cuda/launch/kernel_launch.cuh"
 
 static __device__ __forceinline__ bool begins_segment(const align_pad &p, int32_t i) {
   return i == 0 || __ldcg(p.expert + i) != __ldcg(p.expert + i - 1) ||
@@ -72,7 +73,6 @@ static __global__ void __launch_bounds__(ALIGN_THREADS)
     *p.out.num_post = (int32_t)rows;
 }
 
-cudaError_t align_launch_pad(const align_pad &pad, cudaStream_t stream) {
-  align_pad argument = pad;
-  return align_launch_kernel((const void *)align_pad_pairs, 1, ALIGN_THREADS, 0, stream, &argument);
+moelora_status align_launch_pad(const align_pad &pad, const moelora_exec *exec) {
+  return launch_blocks<align_pad_pairs>("align_pad", 1, ALIGN_THREADS, 0, exec, pad);
 }

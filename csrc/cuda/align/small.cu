@@ -4,6 +4,7 @@
  *   in_warp[k]            a byte for each warp of the chunk's items
  * They are sums of ones, in shared memory, whose order does not matter. */
 #include "cuda/align/align.cuh"
+#include "cuda/launch/kernel_launch.cuh"
 
 static_assert(ALIGN_GROUP / 32 == 4, "a word counts the items of four warps");
 
@@ -68,15 +69,13 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
 }
 
 template <int BATCH>
-static cudaError_t launch_batched(const align_sort &sort, cudaStream_t stream) {
-  align_sort argument = sort;
-  size_t bytes = 3 * (size_t)sort.num_keys * sizeof(int32_t);
-  return align_launch_kernel((const void *)align_small<BATCH>,
-                             sort.num_chunks + align_zero_ctas(sort), ALIGN_THREADS, bytes, stream,
-                             &argument);
+static moelora_status launch_batched(const align_sort &sort, const moelora_exec *exec) {
+  const size_t bytes = 3 * (size_t)sort.num_keys * sizeof(int32_t);
+  return launch_sized<align_small<BATCH>>("align_small", sort.num_chunks + align_zero_ctas(sort),
+                                          ALIGN_THREADS, bytes, exec, sort);
 }
 
-cudaError_t align_launch_small(const align_sort &sort, cudaStream_t stream) {
-  return sort.num_items <= 2 * ALIGN_THREADS ? launch_batched<2>(sort, stream)
-                                             : launch_batched<8>(sort, stream);
+moelora_status align_launch_small(const align_sort &sort, const moelora_exec *exec) {
+  return sort.num_items <= 2 * ALIGN_THREADS ? launch_batched<2>(sort, exec)
+                                             : launch_batched<8>(sort, exec);
 }

@@ -3,6 +3,7 @@
  * all of them share what lies around. An item has four lanes, each of which compares it with a
  * quarter of the others. */
 #include "cuda/align/align.cuh"
+#include "cuda/launch/kernel_launch.cuh"
 
 constexpr int LANES = 4, THREADS = LANES * ALIGN_TINY_ITEMS; /* LANES: of a quad_sum() */
 /* As many as let a warp write around a group or two. */
@@ -85,7 +86,6 @@ static __global__ void __launch_bounds__(THREADS) align_tiny(const __grid_consta
                       (int64_t)gridDim.x * THREADS);
 }
 
-cudaError_t align_launch_tiny(const align_sort &sort, cudaStream_t stream) {
-  align_sort argument = sort;
-  return align_launch_kernel((const void *)align_tiny, CTAS, THREADS, 0, stream, &argument);
+moelora_status align_launch_tiny(const align_sort &sort, const moelora_exec *exec) {
+  return launch_blocks<align_tiny>("align_tiny", CTAS, THREADS, 0, exec, sort);
 }

@@ -4,7 +4,6 @@
 
 #include "cuda/launch/launch.h"
 
-constexpr int kMaxDevices = 64;
 /* Shared memory that every GPU from sm_80 on gives a CTA. */
 constexpr size_t kPortableShared = 99 * 1024;
 
@@ -21,8 +20,8 @@ inline cudaLaunchAttribute cluster_of(unsigned blocks) {
 template <auto KERNEL, int CLUSTER = 1>
 cudaError_t resident_blocks(int threads, size_t shared_bytes, const moelora_exec *exec,
                             int64_t *blocks) {
-  static int32_t cache[kMaxDevices];
-  int32_t *known = &cache[exec->device_index % kMaxDevices];
+  static int32_t cache[MOELORA_MAX_DEVICES];
+  int32_t *known = &cache[exec->device_index];
   if (*known == 0) {
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, KERNEL);
@@ -59,7 +58,7 @@ moelora_status launch_blocks(const char *name, int64_t blocks, int threads, size
                              const moelora_exec *exec, Args... args) {
   cudaLaunchAttribute attributes[2] = {};
   unsigned count = 0;
-  if (OVERLAPS && moelora_cuda_can_overlap()) {
+  if (OVERLAPS && moelora_cuda_can_overlap(exec->device_index)) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }
@@ -73,6 +72,20 @@ moelora_status launch_blocks(const char *name, int64_t blocks, int threads, size
   config.attrs = attributes;
   config.numAttrs = count;
   return moelora_cuda_check(cudaLaunchKernelEx(&config, KERNEL, args...), name);
+}
+
+/* The same where shared memory follows the problem: what goes beyond 48 KiB, static memory
+ * included, is asked for. */
+template <auto KERNEL, class... Args>
+moelora_status launch_sized(const char *name, int64_t blocks, int threads, size_t shared_bytes,
+                            const moelora_exec *exec, Args... args) {
+  if (shared_bytes > (40 << 10)) {
+    const cudaError_t error = cudaFuncSetAttribute(
+        KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes);
+    if (error != cudaSuccess)
+      return moelora_cuda_check(error, name);
+  }
+  return launch_blocks<KERNEL>(name, blocks, threads, shared_bytes, exec, args...);
 }
 
 /* The same on at most `waves` times as many blocks as are resident at once; the kernel walks over

@@ -66,6 +66,7 @@ typedef struct moelora_gemm_launch {
   int32_t num_rows; /* P */
   int32_t num_experts;
   int32_t top_k;
+  int32_t near_elements; /* of tokens that L2 keeps while weights stream by */
   /* operands */
   const void *x; /* [P / x_divisor, K], or by position */
   int64_t x_stride;
@@ -115,7 +116,7 @@ int64_t moelora_cuda_max_blocks(const moelora_routes *routes, int32_t rows, int3
 int64_t moelora_cuda_count_segments(const moelora_routes *routes);
 size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes, int32_t rows);
 moelora_status moelora_cuda_align_rows(const moelora_routes *routes, const moelora_blocks *blocks,
-                                       void *workspace, void *stream);
+                                       void *workspace, const moelora_exec *exec);
 
 /* shrink.cu: hl[position, slice * hl_slice + r] = round(s x A^T), zero from the true rank to the
  * next multiple of 16. Base rows are not written. `vectors`: x and A allow 16-byte accesses;
@@ -160,8 +161,8 @@ moelora_status moelora_cuda_experts(const moelora_experts_problem *problem,
  * cleared so that the next call works. */
 moelora_status moelora_cuda_check(cudaError_t error, const char *what);
 int32_t moelora_cuda_num_sms(int32_t device_index);
-/* True if code for the current device knows programmatic dependent launch. */
-bool moelora_cuda_can_overlap(void);
+/* True if the code that is loaded there knows programmatic dependent launch. */
+bool moelora_cuda_can_overlap(int32_t device_index);
 
 #ifdef __cplusplus
 }

@@ -126,13 +126,13 @@ struct Alignment {
 };
 
 Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
-                         const moelora_gemm_plan *plan, bool summed, bool weighted) {
+                         const moelora_variant *variant, bool summed, bool weighted) {
   Alignment a;
   a.routes = moelora_cuda_take_routes(from, false, arena);
   const moelora_routes *routes = &a.routes;
   moelora_blocks *blocks = &a.blocks;
-  blocks->rows = plan->block_rows;
-  blocks->cluster = plan->variant->cluster;
+  blocks->rows = variant->block_m;
+  blocks->cluster = variant->cluster;
   blocks->max_blocks = moelora_cuda_max_blocks(routes, blocks->rows, blocks->cluster);
   const size_t count = (size_t)blocks->max_blocks, rows = count * blocks->rows;
   blocks->sorted_ids = (int32_t *)moelora_take(arena, 4 * rows);
@@ -160,7 +160,7 @@ moelora_status align(const Alignment *a, const moelora_routes *from, const moelo
       moelora_cuda_resolve(from, &a->routes, nullptr, nullptr, false, exec);
   if (status != MOELORA_OK)
     return status;
-  return moelora_cuda_align_rows(&a->routes, &a->blocks, a->scratch, exec->stream);
+  return moelora_cuda_align_rows(&a->routes, &a->blocks, a->scratch, exec);
 }
 
 /* Rows of what lies by position. */
@@ -177,8 +177,10 @@ void *take_shrunk(moelora_arena *arena, const Alignment *a, const moelora_factor
 /* ---- one projection over an alignment ---- */
 
 moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
-                               const moelora_weights *w, const moelora_factors *lora) {
+                               const moelora_weights *w, const moelora_factors *lora,
+                               const moelora_exec *exec) {
   moelora_gemm_launch g = {};
+  g.near_elements = moelora_known_device(MOELORA_CUDA, exec->device_index)->l2_bytes / 4 / 2;
   g.blocks = a->blocks;
   g.ticket = a->blocks.tickets;
   g.num_rows = (int32_t)routes->num_rows;
@@ -200,7 +202,7 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
   return g;
 }
 
-moelora_status project(moelora_gemm_launch *g, const moelora_gemm_plan *plan,
+moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
                        const moelora_routes *routes, void *hl, const moelora_exec *exec) {
   const bool x_vectors = moelora_is_vector_row(g->x, g->x_stride, g->k);
   g->vectors = x_vectors && moelora_is_vector_row(g->out, g->out_stride[0], g->n_out) &&
@@ -213,14 +215,14 @@ moelora_status project(moelora_gemm_launch *g, const moelora_gemm_plan *plan,
       g->factors_boxes = g->factors_boxes && g->lora.b[i].stride_i > 0;
     const bool vectors = x_vectors && moelora_are_vector_factors(g->lora.a, g->lora.num_slices);
     moelora_status status =
-        moelora_cuda_shrink(g, routes->lora_scalings, vectors, plan->variant->needs >= 90,
-                            plan->variant->dtype, hl, exec);
+        moelora_cuda_shrink(g, routes->lora_scalings, vectors, variant->needs == MOELORA_SM90,
+                            variant->dtype, hl, exec);
     if (status != MOELORA_OK)
       return status;
     g->hl = hl;
   }
-  return plan->variant->needs >= 90 ? moelora_cuda_gemm_sm90(g, plan->variant, exec)
-                                    : moelora_cuda_gemm_sm80(g, plan->variant, exec);
+  return variant->needs == MOELORA_SM90 ? moelora_cuda_gemm_sm90(g, variant, exec)
+                                        : moelora_cuda_gemm_sm80(g, variant, exec);
 }
 
 moelora_status check_rank(const moelora_factors *lora) {
@@ -239,7 +241,7 @@ struct GemmLayout {
 GemmLayout lay_out_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *plan, void *base) {
   moelora_arena arena = {(char *)base, 0};
   GemmLayout l;
-  l.alignment = take_alignment(&arena, &p->routes, plan, false, p->mul_routed_weight);
+  l.alignment = take_alignment(&arena, &p->routes, plan->variant, false, p->mul_routed_weight);
   l.hl = take_shrunk(&arena, &l.alignment, &p->lora);
   l.bytes = arena.used;
   return l;
@@ -256,7 +258,7 @@ ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_ex
                               void *base) {
   moelora_arena arena = {(char *)base, 0};
   ExpertsLayout l;
-  l.alignment = take_alignment(&arena, &p->routes, &plan->w13, true, false);
+  l.alignment = take_alignment(&arena, &p->routes, plan->variant, true, false);
   const size_t rows = positions(&l.alignment), hidden = (size_t)p->hidden;
   l.x = p->apply_router_weight_on_input
             ? moelora_take_array(&arena, moelora_times((size_t)p->routes.num_tokens, hidden), 2)
@@ -282,7 +284,7 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   if (status != MOELORA_OK)
     return status;
 
-  moelora_gemm_launch g = projection(&l.alignment, routes, &p->w13, &p->w13_lora);
+  moelora_gemm_launch g = projection(&l.alignment, routes, &p->w13, &p->w13_lora, exec);
   g.x = p->x;
   g.x_stride = p->x_stride;
   if (p->apply_router_weight_on_input) {
@@ -304,11 +306,11 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.out = l.h;
   g.out_by_position = true;
   g.out_stride[0] = p->intermediate;
-  status = project(&g, &plan->w13, routes, l.hl13, exec);
+  status = project(&g, plan->variant, routes, l.hl13, exec);
   if (status != MOELORA_OK)
     return status;
 
-  g = projection(&l.alignment, routes, &p->w2, &p->w2_lora);
+  g = projection(&l.alignment, routes, &p->w2, &p->w2_lora, exec);
   g.ticket = l.alignment.blocks.tickets + 1;
   g.x = l.h;
   g.x_stride = p->intermediate;
@@ -317,7 +319,7 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.out = l.z;
   g.out_by_position = true;
   g.out_stride[0] = p->hidden;
-  status = project(&g, &plan->w2, routes, l.hl2, exec);
+  status = project(&g, plan->variant, routes, l.hl2, exec);
   if (status != MOELORA_OK)
     return status;
 
@@ -348,7 +350,7 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
   if (status != MOELORA_OK)
     return status;
 
-  moelora_gemm_launch g = projection(&l.alignment, routes, &p->w, &p->lora);
+  moelora_gemm_launch g = projection(&l.alignment, routes, &p->w, &p->lora, exec);
   g.x = p->x;
   g.x_stride = p->x_stride;
   g.x_divisor = moelora_divisor_of(p->x_per_row ? 1 : routes->top_k);
@@ -356,19 +358,14 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
   g.out = p->out;
   g.out_stride[0] = p->out_stride[0];
   g.out_stride[1] = p->out_stride[1];
-  return project(&g, plan, routes, l.hl, exec);
+  return project(&g, plan->variant, routes, l.hl, exec);
 }
 
 namespace {
 
 /* Of a plan for one launch, the plan for several. */
 moelora_experts_plan staged_plan(const moelora_experts_plan *plan) {
-  moelora_experts_plan staged = {};
-  staged.w13.variant = plan->staged;
-  staged.w13.block_rows = plan->staged->block_m;
-  staged.w2 = staged.w13;
-  staged.partial_f32 = staged.w13.block_rows <= MOELORA_FLOAT_ROWS;
-  return staged;
+  return {plan->staged, nullptr, plan->partial_f32};
 }
 
 moelora_status run_staged(const moelora_experts_problem *problem, const moelora_experts_plan *plan,
@@ -381,7 +378,7 @@ moelora_status run_staged(const moelora_experts_problem *problem, const moelora_
 
 size_t moelora_cuda_experts_workspace(const moelora_experts_problem *problem,
                                       const moelora_experts_plan *plan, const moelora_exec *exec) {
-  if (!plan->w13.variant->decode)
+  if (!plan->variant->decode)
     return lay_out_experts(problem, plan, nullptr).bytes;
   const moelora_experts_plan staged = staged_plan(plan);
   const size_t one = moelora_cuda_decode_workspace(problem, exec);
@@ -391,7 +388,7 @@ size_t moelora_cuda_experts_workspace(const moelora_experts_problem *problem,
 
 moelora_status moelora_cuda_experts(const moelora_experts_problem *problem,
                                     const moelora_experts_plan *plan, const moelora_exec *exec) {
-  if (!plan->w13.variant->decode)
+  if (!plan->variant->decode)
     return run_staged(problem, plan, exec);
   bool fits = true;
   const moelora_status status = moelora_cuda_decode(problem, exec, &fits);

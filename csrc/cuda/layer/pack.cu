@@ -4,6 +4,7 @@
  * after the other in out. Threads take vectors of the tile in memory order, so that stores are one
  * burst and loads are whole rows. 16-byte vectors where w is aligned for them, else elements. */
 #include "cuda/backend.h"
+#include "cuda/launch/bounds.cuh"
 #include "cuda/launch/launch.h"
 
 constexpr int THREADS = 256;
@@ -17,7 +18,7 @@ struct pack_sizes {
 };
 
 template <typename Vector>
-static __global__ void __launch_bounds__(THREADS) pack(const pack_sizes p) {
+static __global__ void __launch_bounds__(THREADS, kLightResident) pack(const pack_sizes p) {
   const int row_vectors = 1 << p.row_shift, tile_vectors = MOELORA_PACK << p.row_shift;
   for (int64_t tile = blockIdx.x; tile < p.num_tiles; tile += gridDim.x) {
     const int64_t expert = tile / (p.row_tiles * p.k_tiles);

@@ -76,10 +76,9 @@ __device__ __forceinline__ int blocks_alike(const moelora_gemm_launch &g, int fr
 template <class E>
 __device__ __forceinline__ Tile tile_of_expert(const moelora_gemm_launch &g, int index, int columns,
                                                int blocks) {
-  // Each column reads the tokens of these blocks again: 16 MB of them stay in the L2 of an H200
-  // while weights stream by. Weights are read once for each such group of blocks.
-  constexpr int NEAR = (16 << 20) / 2;
-  const int most = max(1, NEAR / (E::TOKENS * g.k));
+  // Each column reads the tokens of these blocks again: a quarter of the L2 keeps them while
+  // weights stream by. Weights are read once for each such group of blocks.
+  const int most = max(1, g.near_elements / (E::TOKENS * g.k));
   const int block = index / columns; // one of the tile's group, for all have as many columns
   const int before = blocks_alike<-1>(g, block, blocks) - 1;
   const int count = before + blocks_alike<1>(g, block, blocks);

@@ -1,5 +1,5 @@
 /* From a variant's id to the kernel of one architecture: launch_variant<Launch>
- * calls Launch<MIN_CC, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER>::run(g, exec), which refuses rows of
+ * calls Launch<FAMILY, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER>::run(g, exec), which refuses rows of
  * another architecture. */
 #ifndef MOELORA_CUDA_VARIANTS_CUH
 #define MOELORA_CUDA_VARIANTS_CUH
@@ -13,18 +13,18 @@ using BF16 = __nv_bfloat16;
 using F16 = __half;
 
 enum {
-#define MOELORA_CUDA_GEMM(NAME, DTYPE, MIN_CC, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER) NAME,
+#define MOELORA_CUDA_GEMM(NAME, DTYPE, FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER) NAME,
 #include "cuda/variants.inc"
 #undef MOELORA_CUDA_GEMM
 };
 
-template <template <int, class, int, int, int, int> class Launch>
+template <template <moelora_family, class, int, int, int, int> class Launch>
 moelora_status launch_variant(const moelora_gemm_launch *g, const moelora_variant *variant,
                               const moelora_exec *exec) {
   switch (variant->id) {
-#define MOELORA_CUDA_GEMM(NAME, DTYPE, MIN_CC, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER)         \
+#define MOELORA_CUDA_GEMM(NAME, DTYPE, FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER)         \
   case NAME:                                                                                       \
-    return Launch<MIN_CC, DTYPE, BLOCK_M, BLOCK_N, STAGES, CLUSTER>::run(g, exec);
+    return Launch<MOELORA_##FAMILY, DTYPE, BLOCK_M, BLOCK_N, STAGES, CLUSTER>::run(g, exec);
 #include "cuda/variants.inc"
 #undef MOELORA_CUDA_GEMM
   }

@@ -333,14 +333,15 @@ __global__ void __launch_bounds__(Share<E>::THREADS, Share<E>::SPLIT == 1 ? 2 : 
   }
 }
 
-template <int MIN_CC, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER> struct Launch {
+template <moelora_family FAMILY, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
+struct Launch {
   static moelora_status run(const moelora_gemm_launch *, const moelora_exec *) {
     return moelora_fail(MOELORA_UNSUPPORTED, "not an sm_80 kernel");
   }
 };
 
 template <class T, int BLOCK_M, int BLOCK_N, int STAGES>
-struct Launch<80, T, BLOCK_M, BLOCK_N, STAGES, 1> {
+struct Launch<MOELORA_SM80, T, BLOCK_M, BLOCK_N, STAGES, 1> {
   using E = Extent<BLOCK_M, BLOCK_N / 64>;
 
   template <bool VECTORS>

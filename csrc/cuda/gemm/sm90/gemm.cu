@@ -411,14 +411,15 @@ moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, FactorMap
   return status;
 }
 
-template <int MIN_CC, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER> struct Launch {
+template <moelora_family FAMILY, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
+struct Launch {
   static moelora_status run(const moelora_gemm_launch *, const moelora_exec *) {
     return moelora_fail(MOELORA_UNSUPPORTED, "not an sm_90 kernel");
   }
 };
 
 template <class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
-struct Launch<90, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
+struct Launch<MOELORA_SM90, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
   using S = GemmShape<BLOCK_M, BLOCK_N / 128, STAGES, CLUSTER>;
   static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
     constexpr bool BF16 = Element<T>::is_bf16;

@@ -1,0 +1,29 @@
+"""The grid of benchmarks.digests: every operator, on both sides of what chooses among its kernels.
+
+A group is one problem and what is called on it: a function that draws it and yields (name, call).
+A call returns all that the contract speaks of; what it writes to was filled before. Draws are of
+this repository and the same for every build; of `moelora` only what is public is called, without
+arguments that are absent, so that older builds take what they know.
+"""
+
+from collections.abc import Callable
+from itertools import zip_longest
+
+from benchmarks.grid import adapters, alignment, layers
+from benchmarks.grid.calls import DTYPES, Calls, plans
+
+__all__ = ["DTYPES", "FAMILIES", "groups", "plans"]
+
+FAMILIES = {
+    family.__name__: family
+    for family in (
+        *(layers.batches, layers.edges, layers.tops, layers.gemms, layers.packing),
+        *(adapters.listed, adapters.stages, alignment.alignments, alignment.lists),
+    )
+}
+
+
+def groups(device: str) -> dict[str, Callable[[], Calls]]:
+    """All groups as "family name", families taking turns: the first few are of every kind."""
+    families = ([(f"{name} {g}", c) for g, c in f(device)] for name, f in FAMILIES.items())
+    return dict(group for turn in zip_longest(*families) for group in turn if group)

@@ -1,0 +1,72 @@
+"""How a call of the grid is planned, and what it writes to."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from benchmarks.problems import Spec
+from moelora import _C
+
+Calls = Iterator[tuple[str, Callable]]
+
+DTYPES = {
+    "cpu": {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16},
+    "cuda": {"bf16": torch.bfloat16, "f16": torch.float16},
+}
+
+
+def portable(device: str) -> list[str]:
+    """What forces the kernels of every GPU."""
+    return ["cc80"] if device == "cuda" else []
+
+
+def plans(device: str, dtype: torch.dtype) -> list[str]:
+    """All that can be forced for `dtype`: the kernel variants of this build, and `portable`."""
+    (word,) = (word for word, known in DTYPES["cpu"].items() if known == dtype)
+    cuda = device == "cuda"
+    here = [v for v in _C.usable() if v.split("_")[1] == word and ("_sm" in v) == cuda]
+    return here + portable(device)
+
+
+def planned(how: str, call: Callable):
+    """`call()` by a variant or a capability; then the environment's word counts again."""
+    try:
+        if how.startswith("cc"):
+            _C.limit_capability(int(how[2:]))
+        else:
+            _C.force_variant(how)
+        return call()
+    finally:
+        _C.force_variant(os.environ.get("MOELORA_FORCE_VARIANT") or None)
+        _C.limit_capability(int(os.environ.get("MOELORA_MAX_CC") or 0))
+
+
+def with_plans(calls: dict[str, Callable], forced: Iterable[str]) -> Calls:
+    """Each call as the library plans it, then by all of `forced`."""
+    for name, call in calls.items():
+        yield name, call
+        for how in forced:
+            yield f"{name}, {how}", partial(planned, how, call)
+
+
+def each_dtype(device: str, specs: dict[str, Spec], calls: Callable[[str, Spec], Calls]):
+    """A group of `calls` for each spec and dtype."""
+    for name, spec in specs.items():
+        for word, dtype in DTYPES[device].items():
+            yield f"{name} {word}", partial(calls, device, replace(spec, dtype=dtype))
+
+
+def present(arguments: dict, *needed: str) -> dict:
+    """Without what is absent, so that a build may not know its name."""
+    return {k: v for k, v in arguments.items() if v is not None or k in needed}
+
+
+def filled(*shape: int, like: torch.Tensor) -> torch.Tensor:
+    """A base product of the device and dtype of `like`: values, some of them -0."""
+    make = torch.Generator(like.device).manual_seed(len(shape))
+    values = torch.randn(shape, generator=make, device=like.device)
+    values.view(-1)[::5] = -0.0
+    return values.to(like.dtype)

@@ -1,0 +1,89 @@
+"""A process for each build of moelora, as one process can load only one extension module.
+
+A build is NAME=MODULE, an extension module under the Python code of this repository, or NAME=DIR, a
+checkout with its own code and module, for builds whose operators have other schemas. Behind commas
+follow environment variables: `sm80=moelora/_C.abi3.so,MOELORA_MAX_CC=80`.
+
+Scripts run from this repository in every process; only what they import from `moelora` is the
+build's.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+MODULE = "_C.abi3.so"
+ANSWER = "@"  # begins what a build's process says to us
+
+
+def serve(worker):
+    """In the process of a build: runs the methods of `worker` that the other side asks for."""
+    for line in sys.stdin:
+        asked = json.loads(line)
+        print(ANSWER + json.dumps(getattr(worker, asked.pop("do"))(**asked)), flush=True)
+
+
+class Build:
+    """Our side of a build's process. `worker` is a class "module:Class" of this repository, made
+    there of `arguments`; `folder` is a temporary one."""
+
+    def __init__(self, text, folder, worker, *arguments, **environment):
+        self.name, _, rest = text.partition("=")
+        path, *variables = rest.split(",")
+        path = pathlib.Path(path).resolve()
+        checkout = (path / "moelora" / MODULE).is_file()
+        if not rest or not (checkout or path.is_file()):
+            raise SystemExit(
+                f"{text!r} is not NAME=MODULE[,VARIABLE=VALUE...] of a file, nor NAME=DIR of a "
+                f"checkout with a moelora/{MODULE}"
+            )
+        home = pathlib.Path(folder) / self.name
+        home.mkdir()
+        if checkout:
+            (home / "moelora").symlink_to(path / "moelora")
+        else:
+            self._link(home / "moelora", path)
+        module, name = worker.split(":")
+        code = f"from benchmarks.processes import serve; from {module} import {name}; "
+        code += f"serve({name}{arguments!r})"
+        places = os.pathsep.join([str(home), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        environment |= dict(v.split("=", 1) for v in variables)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env=os.environ | environment | {"PYTHONPATH": places},
+        )
+
+    @staticmethod
+    def _link(package, module):
+        package.mkdir()
+        for path in (ROOT / "moelora").iterdir():
+            if not path.name.startswith("_C."):
+                (package / path.name).symlink_to(path)
+        (package / MODULE).symlink_to(module)
+
+    def send(self, do, **more):
+        """Asks without waiting, so that several builds can work at once; then `receive`."""
+        self.asked = do, more
+        self.process.stdin.write(json.dumps({"do": do, **more}) + "\n")
+        self.process.stdin.flush()
+
+    def receive(self):
+        for line in self.process.stdout:
+            if line.startswith(ANSWER):
+                return json.loads(line[len(ANSWER) :])
+        raise SystemExit(f"{self.name} ended with status {self.process.wait()} at {self.asked}")
+
+    def ask(self, do, **more):
+        self.send(do, **more)
+        return self.receive()
+
+    def end(self):
+        self.process.kill()
+        self.process.wait()
