@@ -1,6 +1,7 @@
-"""Commands that write benchmarks/results/, from a checkout: `python -m benchmarks.NAME`.
+"""Commands that write benchmarks/results/ or compare builds: `python -m benchmarks.NAME`.
 
-One for each thing that is measured, beside what it is compared with; README and docs/ quote their
-files (`benchmarks.tables`). `moelora.bench` is what anyone with a wheel measures with, a layer on
-the machine at hand, and what the commands here share: cases, shapes, timers, result files.
+They belong to a checkout. One for each thing that is measured, beside what it is compared with;
+README and docs/ quote their files (`benchmarks.tables`), tests draw their `problems`. What anyone
+with a wheel measures with is `moelora.bench`, a layer on the machine at hand; the commands here
+take cases, shapes, timers and result files from it.
 """
