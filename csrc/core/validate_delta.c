@@ -214,9 +214,9 @@ static moelora_status check_h(moelora_arg h, moelora_dtype dtype, const char *dt
   MOELORA_TRY(moelora_check_size(h, 2, routes->top_k, "top_k"));
   MOELORA_TRY(moelora_check_size(h, 3, problem->lora.max_rank, "the rank of the factors"));
   MOELORA_TRY(moelora_check_rows(h));
-  problem->h = h.tensor->data;
+  problem->xa = h.tensor->data;
   for (int32_t i = 0; i < 3; i++)
-    problem->h_stride[i] = moelora_stride(h.tensor, i);
+    problem->xa_stride[i] = moelora_stride(h.tensor, i);
   return MOELORA_OK;
 }
 

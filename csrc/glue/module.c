@@ -2,7 +2,7 @@
 #define Py_LIMITED_API 0x030a0000
 #include <Python.h>
 
-#include "glue/box.h"
+#include "glue/op_context.h"
 
 static PyObject *py_version(PyObject *self, PyObject *unused) {
   (void)self, (void)unused;
@@ -93,7 +93,7 @@ static PyObject *py_last_plan(PyObject *self, PyObject *unused) {
 static PyObject *py_last_error(PyObject *self, PyObject *unused) {
   (void)self, (void)unused;
   moelora_status status;
-  const char *text = box_last_error(&status);
+  const char *text = op_last_error(&status);
   return Py_BuildValue("is", (int)status, text);
 }
 

@@ -1,7 +1,7 @@
 """Benchmarks: `python -m moelora bench`, and what the scripts in benchmarks/ share with it.
 
-A *rival* is one way to run a layer (ours is one of them). All rivals of a case read the same
-tensors, are compared with float64 before they are timed, and take turns in one process.
+A *baseline* is one way to run a layer (ours is one of them). All baselines of a case read the
+same tensors, are compared with float64 before they are timed, and take turns in one process.
 """
 
 from rich.console import Console
