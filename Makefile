@@ -104,8 +104,8 @@ test-gpu:
 	$(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) -m pytest -q -m gpu $(PYTEST_ARGS)
 
-# racecheck follows some Hopper barriers only in a build of its own (csrc/cuda/gemm/sm90/ring.cuh);
-# with -lineinfo the reports name source lines.
+# racecheck follows some Hopper barriers only in a build of its own
+# (csrc/cuda/gemm/sm90/pipeline.cuh); with -lineinfo the reports name source lines.
 sanitize-gpu:
 	NVCCFLAGS="-lineinfo -DMOELORA_RACECHECK" $(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) tests/sanitize_gpu.py --tools memcheck,initcheck,synccheck,racecheck \

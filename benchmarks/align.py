@@ -1,7 +1,7 @@
 """Alignment alone: ours by expert, by (expert, adapter) in both modes, and vLLM's kernels.
 
     python -m benchmarks.align --out benchmarks/results/h200-align.json
-    python -m benchmarks.align --models qwen3 --tokens 1024,16384 --rivals none
+    python -m benchmarks.align --models qwen3 --tokens 1024,16384 --baselines none
 
 Microseconds of one call, median of CUDA-graph replays of many calls on rotating batches. Block
 sizes are those that vLLM's own tables choose for the case (its LoRA alignment has one of its own);
@@ -20,7 +20,7 @@ from rich.table import Table
 
 import moelora
 from moelora.bench import cases, results
-from moelora.bench.rivals import vllm
+from moelora.bench.baselines import vllm
 from moelora.bench.shapes import MODELS, Model
 from moelora.bench.timing import GraphTimer
 
@@ -153,14 +153,16 @@ def main():
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--adapters", default=8, type=int)
     parser.add_argument("--routing", default="uniform", choices=["uniform", "zipf"])
-    parser.add_argument("--rivals", default="vllm", choices=["vllm", "none"])
-    parser.add_argument("--budget-ms", default=20.0, type=float, help="GPU time per rival and case")
+    parser.add_argument("--baselines", "--rivals", default="vllm", choices=["vllm", "none"])
+    parser.add_argument(
+        "--budget-ms", default=20.0, type=float, help="GPU time per baseline and case"
+    )
     parser.add_argument("--deadline-s", default=1e9, type=float, help="stop cleanly after this")
     parser.add_argument("--out", help="result file to write")
     args = parser.parse_args()
 
     started = time.monotonic()
-    vk = vllm.load() if args.rivals == "vllm" else None
+    vk = vllm.load() if args.baselines == "vllm" else None
     generator = torch.Generator("cuda").manual_seed(1234)
     timer = GraphTimer()
     todo = [(name, int(m)) for name in args.models.split(",") for m in args.tokens.split(",")]

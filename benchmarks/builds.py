@@ -22,8 +22,8 @@ import torch
 
 from benchmarks.processes import Build
 from moelora.bench import cases, harness, results, shapes, timing
-from moelora.bench.rivals import Layer
-from moelora.bench.rivals.ours import Ours
+from moelora.bench.baselines import Layer
+from moelora.bench.baselines.ours import Ours
 
 
 class Worker:

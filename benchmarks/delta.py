@@ -9,7 +9,7 @@ Microseconds of one projection's delta, median of CUDA-graph replays. Three part
     slots    8 adapters in stacks of 8 to 256 slots: what idle slots cost
     sglang   the adapter MLP of SGLang's design, staged and in one call
 
-Every rival is compared with a float64 reference on a few tokens before it is timed.
+Every baseline is compared with a float64 reference on a few tokens before it is timed.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from rich.table import Table
 
 import moelora
 from moelora.bench import cases, machine, results, shapes
-from moelora.bench.rivals import vllm as peer_vllm
+from moelora.bench.baselines import vllm as peer_vllm
 from moelora.bench.timing import GraphTimer
 
 PEAK_BYTES, PEAK_FLOPS = machine.KNOWN["NVIDIA H200"]
@@ -42,7 +42,7 @@ MAX_ERROR = 0.02  # relative, of bfloat16 results
 
 @dataclass
 class Setting:
-    """One model, number of tokens, and stack of adapters, with what all rivals work on."""
+    """One model, number of tokens, and stack of adapters, with what all baselines work on."""
 
     model: shapes.Model
     factors: cases.Factors
@@ -176,7 +176,7 @@ class Peer:
 
 
 def check(setting, projection, runs, what):
-    """Relative errors; drops rivals that cannot run, refuses results that are wrong."""
+    """Relative errors; drops baselines that cannot run, refuses results that are wrong."""
     tokens = setting.out[projection].shape[0]
     checked = sorted({0, tokens // 2, tokens - 1})
     reference, errors = setting.reference(projection, checked), {}
@@ -184,7 +184,7 @@ def check(setting, projection, runs, what):
         setting.out[projection].zero_()
         try:
             out = run(0)
-        except Exception as problem:  # a rival's own limits must not end the run
+        except Exception as problem:  # a baseline's own limits must not end the run
             if key.startswith("ours"):
                 raise
             print(f"{what}: {key} cannot run: {problem}")
@@ -205,16 +205,16 @@ def measure(timer, setting, projection, vk_modes, peer, args, what):
     bound = setting.bound_us(projection)
     moved = bound * 1e-6 * PEAK_BYTES
     times = timer.medians(runs, setting.batches, moved, args.budget_ms)
-    rivals = {key: us for key, us in times.items() if key != "ours"}
-    if rivals:
-        rivals["vllm_best"] = min(rivals.values())
+    baselines = {key: us for key, us in times.items() if key != "ours"}
+    if baselines:
+        baselines["vllm_best"] = min(baselines.values())
     return {
         "projection": projection,
         "dtype": "bfloat16",
         "ours_us": times["ours"],
         "bound_us": round(bound, 2),
         "share": round(bound / times["ours"], 3),
-        "rivals": rivals,
+        "rivals": baselines,
         "relative_error": {key: float(f"{e:.3g}") for key, e in errors.items()},
     }
 
@@ -234,7 +234,7 @@ def grid(timer, vk, args, generator, deadline):
                     return
                 setting = draw_setting(model, m, args.adapters, factors, generator)
                 peer = Peer(vk, setting, m) if vk is not None else None
-                modes = peer.modes(rank, args.rivals) if peer else []
+                modes = peer.modes(rank, args.baselines) if peer else []
                 for projection in PROJECTIONS:
                     case = {"part": "grid", "model": name, "tokens": m, "rank": rank}
                     case |= {"adapters": args.adapters, "mix": "many", "routing": "uniform"}
@@ -258,7 +258,7 @@ def slots(timer, vk, args, generator, deadline):
             for projection in PROJECTIONS:
                 case = {"part": "slots", "model": name, "tokens": m, "rank": 16}
                 case |= {"adapters": 8, "slots": count}
-                modes = ["default"] if peer and "default" in args.rivals else []
+                modes = ["default"] if peer and "default" in args.baselines else []
                 what = f"{name} M={m} {count} slots {projection}"
                 yield case | measure(timer, setting, projection, modes, peer, args, what)
         del factors
@@ -389,16 +389,20 @@ def main():
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--ranks", default="16,64")
     parser.add_argument("--adapters", default=8, type=int)
-    parser.add_argument("--rivals", default="default,best", help="of default, best; or none")
+    parser.add_argument(
+        "--baselines", "--rivals", default="default,best", help="of default, best; or none"
+    )
     parser.add_argument("--only", default="grid,slots,sglang", help="parts to run")
-    parser.add_argument("--budget-ms", default=12.0, type=float, help="GPU time per rival and case")
+    parser.add_argument(
+        "--budget-ms", default=12.0, type=float, help="GPU time per baseline and case"
+    )
     parser.add_argument("--deadline-s", default=1e9, type=float, help="stop cleanly after this")
     parser.add_argument("--out", help="result file to write")
     args = parser.parse_args()
-    args.rivals = args.rivals.split(",")
+    args.baselines = args.baselines.split(",")
 
     deadline = time.monotonic() + args.deadline_s
-    vk = peer_vllm.load() if args.rivals != ["none"] else None
+    vk = peer_vllm.load() if args.baselines != ["none"] else None
     generator = torch.Generator("cuda").manual_seed(1234)
     timer = GraphTimer()
     parts = {

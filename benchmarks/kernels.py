@@ -19,8 +19,8 @@ import sys
 import torch
 
 from moelora.bench import cases, results
-from moelora.bench.rivals import Layer
-from moelora.bench.rivals.ours import Ours
+from moelora.bench.baselines import Layer
+from moelora.bench.baselines.ours import Ours
 from moelora.bench.shapes import MODELS
 
 CASES = (

@@ -1,10 +1,10 @@
 """The whole MoE layer on a GPU beside vLLM's kernels: what h200-layer.json is written by.
 
     python -m benchmarks.layer --out benchmarks/results/h200-layer.json
-    python -m benchmarks.layer --models qwen3 --tokens 16,1024 --ranks 16 --rivals default,base
+    python -m benchmarks.layer --models qwen3 --tokens 16,1024 --ranks 16 --baselines default,base
     python -m benchmarks.layer --max-cc 80 --out benchmarks/results/h200-sm80-layer.json
 
-A short form of `python -m moelora bench`, which has more rivals and more of everything.
+A short form of `python -m moelora bench`, which has more baselines and more of everything.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import sys
 
 from moelora.__main__ import main as moelora_main
 
-RIVALS = ("base", "default", "best", "none")
+BASELINES = ("base", "default", "best", "none")
 
 
 def command(argv=None) -> list[str]:
@@ -24,19 +24,21 @@ def command(argv=None) -> list[str]:
     parser.add_argument("--adapters", default="8")
     parser.add_argument("--base-share", default=0.0, type=float, help="tokens without an adapter")
     parser.add_argument("--routing", default="uniform")
-    parser.add_argument("--rivals", default="base,default", help=f"of {', '.join(RIVALS)}")
+    parser.add_argument(
+        "--baselines", "--rivals", default="base,default", help=f"of {', '.join(BASELINES)}"
+    )
     parser.add_argument("--variant", help="force this kernel variant")
     parser.add_argument("--max-cc", help="plan as for this compute capability, e.g. 80")
-    parser.add_argument("--budget-ms", default="40", help="GPU time per rival and case")
+    parser.add_argument("--budget-ms", default="40", help="GPU time per baseline and case")
     parser.add_argument("--deadline-s", default="1e9", help="stop cleanly after this")
     parser.add_argument("--out", help="result file to write")
     args = parser.parse_args(argv)
-    wanted = args.rivals.split(",")
-    if not set(wanted) <= set(RIVALS):
-        parser.error(f"--rivals is {args.rivals!r}, wanted some of {', '.join(RIVALS)}")
+    wanted = args.baselines.split(",")
+    if not set(wanted) <= set(BASELINES):
+        parser.error(f"--baselines is {args.baselines!r}, wanted some of {', '.join(BASELINES)}")
     words = ["bench", "--device", "cuda", "--dtypes", "bf16"]
     words += ["--mix", f"{args.base_share:g}" if args.base_share else "many"]
-    words += ["--rivals", "none" if wanted == ["none"] else "vllm"]
+    words += ["--baselines", "none" if wanted == ["none"] else "vllm"]
     words += ["--all-modes"] if "best" in wanted else []
     for name in ("models", "tokens", "ranks", "adapters", "routing", "budget_ms", "deadline_s"):
         words += [f"--{name.replace('_', '-')}", getattr(args, name)]

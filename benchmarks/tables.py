@@ -35,8 +35,9 @@ POWER = """rested: rested_us, at work: working_us, MHz: mhz, W: watts, of zeros:
     MHz of zeros: zeros_mhz, W of zeros: zeros_watts"""
 ENGINES = """engine: engine, LoRA enabled: lora_enabled, batch: batch,
     prefill tokens/s: prefill_tok_s, decode tokens/s: decode_tok_s"""
-CPU = """dtype: dtype, bound: bound_us, with adapters: ours_us, ×: ratio, fastest rival: best_rival,
-    without: ours_base_us, transformers without: rivals.grouped_mm_base"""
+CPU = """dtype: dtype, bound: bound_us, with adapters: ours_us, ×: ratio,
+    fastest baseline: best_rival, without: ours_base_us,
+    transformers without: rivals.grouped_mm_base"""
 # {name: (file, which of its cases, columns)}
 TABLES = {
     "layer": ("h200-layer", lambda r: r["rank"] == 16 and r["tokens"] not in (4, 64), LAYER),

@@ -1,5 +1,6 @@
-"""The benchmark command checks its rivals, writes what it promises, and compares it fairly."""
+"""The benchmark command checks its baselines, writes what it promises, and compares it fairly."""
 
+import argparse
 import contextlib
 import importlib.util
 import json
@@ -10,22 +11,23 @@ import torch
 from benchmarks import cpu_layer, layer
 from moelora.__main__ import main
 from moelora.bench import cases, compare, machine, plot, results, shapes, timing
-from moelora.bench.rivals import (
+from moelora.bench.baselines import (
     ABOUT,
     DEFAULTS,
     Layer,
     Options,
     Skipped,
     _load,
+    baselines_of,
     require,
-    rivals_of,
 )
-from moelora.bench.rivals.ours import Loop
+from moelora.bench.baselines.ours import Loop
+from moelora.bench.command import add_options
 
 # Sizes that no vector length divides.
 TOY = shapes.Model("toy", experts=4, top_k=2, hidden=72, intermediate=40)
 SHAPE = "4,2,72,40"
-RIVALS = {"loop", "grouped_mm_peft", "batched_mm_peft", "grouped_mm_base"}
+BASELINES = {"loop", "grouped_mm_peft", "batched_mm_peft", "grouped_mm_base"}
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def bench(monkeypatch, tmp_path):
     return run
 
 
-def test_every_rival_agrees_and_is_written(bench, capsys):
+def test_every_baseline_agrees_and_is_written(bench, capsys):
     status, rows = bench()
     assert status == 0
     assert len(rows) == 2 * 2 * 2  # dtypes, tokens, ranks
@@ -54,8 +56,8 @@ def test_every_rival_agrees_and_is_written(bench, capsys):
     assert meta["threads"] == torch.get_num_threads()
     assert meta.keys() >= {"commit", "date", "device", "torch", "cuda", "command", "gpu_state"}
     for row in rows:
-        assert row["rivals"].keys() == RIVALS
-        assert row["relative_error"].keys() == {"ours", "ours_base", *RIVALS}
+        assert row["rivals"].keys() == BASELINES
+        assert row["relative_error"].keys() == {"ours", "ours_base", *BASELINES}
         assert not row["skipped"]
         assert "gemm_" in row["plan"]
         assert row["bound_us"] >= row["bound_base_us"] > 0
@@ -85,7 +87,7 @@ def test_every_mix_runs(bench, mix):
 
 
 def test_several_numbers_of_adapters(bench, tmp_path, capsys):
-    status, rows = bench("--adapters", "1,3", "--dtypes", "fp32", "--rivals", "loop")
+    status, rows = bench("--adapters", "1,3", "--dtypes", "fp32", "--baselines", "loop")
     assert status == 0
     measured = [(row["adapters"], row["tokens"], row["rank"]) for row in rows]
     assert measured == [(a, m, r) for a in (1, 3) for m in (1, 16) for r in (4, 8)]
@@ -119,7 +121,7 @@ def test_a_limit_holds_for_one_command(monkeypatch):
 
 
 def test_a_deadline_ends_the_run_between_cases(bench, capsys):
-    status, rows = bench("--deadline-s", "0", "--rivals", "dense", tokens="1,2,3")
+    status, rows = bench("--deadline-s", "0", "--baselines", "dense", tokens="1,2,3")
     assert status == 0
     assert {row["tokens"] for row in rows} == {1}
     assert "deadline: 1 of 6 cases done" in capsys.readouterr().out
@@ -133,20 +135,20 @@ def test_who_is_absent_from_one_layer_only_is_named(bench, monkeypatch, capsys):
         ready(self, layer, options)
 
     monkeypatch.setattr(Loop, "__init__", picky)
-    bench("--dtypes", "fp32,bf16", "--rivals", "loop", tokens="1")
+    bench("--dtypes", "fp32,bf16", "--baselines", "loop", tokens="1")
     meta, _ = results.read(bench.path)
     assert meta["absent"] == {"loop": "not in fp32"}
     assert "not measured: loop: not in fp32" in capsys.readouterr().out
 
 
-def test_a_wrong_rival_is_refused(bench, monkeypatch):
+def test_a_wrong_baseline_is_refused(bench, monkeypatch):
     right = Loop.run
     monkeypatch.setattr(Loop, "run", lambda *args: 1.1 * right(*args))
     with pytest.raises(RuntimeError, match="rank 4: loop is off by 0.1"):
         bench("--dtypes", "fp32")
 
 
-def test_a_slow_rival_is_left_out_with_a_reason(bench):
+def test_a_slow_baseline_is_left_out_with_a_reason(bench):
     _, rows = bench("--dtypes", "fp32", "--patience-s", "0")
     for row in rows:
         assert row["rivals"].keys() == {"grouped_mm_base"}
@@ -154,12 +156,12 @@ def test_a_slow_rival_is_left_out_with_a_reason(bench):
         assert row["best_rival"] is row["ratio"] is None
 
 
-def test_a_rival_that_breaks_does_not_end_the_run(bench, monkeypatch):
+def test_a_baseline_that_breaks_does_not_end_the_run(bench, monkeypatch):
     def broken(*args):
         raise TypeError("no such kernel\nand more")
 
     monkeypatch.setattr(Loop, "run", broken)
-    status, rows = bench("--rivals", "loop", "--dtypes", "fp32")
+    status, rows = bench("--baselines", "loop", "--dtypes", "fp32")
     assert status == 0
     assert rows[0]["skipped"] == {"loop": "TypeError: no such kernel"}
 
@@ -174,7 +176,7 @@ def test_a_rival_that_breaks_does_not_end_the_run(bench, monkeypatch):
         (["--shape", "2,4,72,40"], "chooses 4 of 2 experts"),
         (["--tokens", "1,many"], "--tokens is '1,many'"),
         (["--dtypes", "fp8"], "'fp8' is none of fp32, bf16, fp16"),
-        (["--rivals", "peft"], "'peft' is none of"),
+        (["--baselines", "peft"], "'peft' is none of"),
         (["--mix", "some"], "--mix is 'some'"),
         (["--routing", "skewed"], "neither uniform nor zipf nor a file"),
         (["--adapters", "0"], "--adapters is '0'"),
@@ -192,7 +194,7 @@ def test_what_cannot_be_measured_is_said_at_once(words, message, capsys):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_models_and_rivals_are_listed(capsys):
+def test_models_and_baselines_are_listed(capsys):
     assert main(["bench", "--list"]) == 0
     out = capsys.readouterr().out
     assert all(model.name in out for model in shapes.MODELS.values())
@@ -269,11 +271,11 @@ def test_only_known_goals_are_missed():
 
 
 def test_the_short_form_asks_for_the_same(monkeypatch, capsys):
-    words = "--rivals base,default --budget-ms 12 --deadline-s 130 --tokens 16 --out f.json"
+    words = "--baselines base,default --budget-ms 12 --deadline-s 130 --tokens 16 --out f.json"
     asked = layer.command(words.split())
-    assert asked[asked.index("--rivals") + 1] == "vllm"
+    assert asked[asked.index("--baselines") + 1] == "vllm"
     assert "--all-modes" not in asked
-    assert "--all-modes" in layer.command(["--rivals", "best"])
+    assert "--all-modes" in layer.command(["--baselines", "best"])
     assert layer.command(["--base-share", "0.5"])[6] == "0.5"
     monkeypatch.setattr("moelora.bench.command.measure", lambda args, console: [])
     monkeypatch.setattr("moelora._C.has_cuda", lambda: True)
@@ -350,10 +352,17 @@ def test_files_that_are_none(tmp_path, capsys):
     assert "there is no layer in these files" in said
 
 
-def test_rivals_say_what_they_need():
+def test_rivals_is_another_name_of_the_option():
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    assert parser.parse_args(["--rivals", "loop"]) == parser.parse_args(["--baselines", "loop"])
+    assert layer.command(["--rivals", "best"]) == layer.command(["--baselines", "best"])
+
+
+def test_baselines_say_what_they_need():
     fp32 = Layer(TOY, "fp32", [4], 2, torch.Generator().manual_seed(0))
-    found, absent = rivals_of(fp32, ["separate", "vllm", "transformers"], Options())
-    assert [type(rival).__name__ for rival in found] == ["Ours"]
+    found, absent = baselines_of(fp32, ["separate", "vllm", "transformers"], Options())
+    assert [type(baseline).__name__ for baseline in found] == ["Ours"]
     assert absent["vllm"] == "its kernels are for GPUs"
     assert "one A for gate and up" in absent["transformers"]
     with pytest.raises(Skipped):
@@ -361,7 +370,7 @@ def test_rivals_say_what_they_need():
 
 
 class Event:
-    """torch.cuda.Event on a clock that only rivals move."""
+    """torch.cuda.Event on a clock that only baselines move."""
 
     now = 0.0
 
@@ -428,29 +437,29 @@ def test_turns_of_a_gpu(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2"])
-def test_rivals_of_a_gpu(bench, activation):
+def test_baselines_of_a_gpu(bench, activation):
     wanted = ["grouped_mm", "dense", "loop"]
     wanted += ["separate"] if importlib.util.find_spec("triton") else []
     shape = f"8,2,256,128,{activation}"
     status, rows = bench(
-        *("--rivals", ",".join(wanted), "--patience-s", "60"),
+        *("--baselines", ",".join(wanted), "--patience-s", "60"),
         shape=shape,
         tokens="1,70,1024",
         device="cuda",
     )
     assert status == 0
     for row in rows:
-        rivals = {"loop", "torch_grouped_mm_base"}
-        rivals |= {"dense_base"} if row["tokens"] == 1024 else set()
-        rivals |= {"separate", "separate_base"} if "separate" in wanted else set()
-        assert row["rivals"].keys() == rivals, row["skipped"]
+        baselines = {"loop", "torch_grouped_mm_base"}
+        baselines |= {"dense_base"} if row["tokens"] == 1024 else set()
+        baselines |= {"separate", "separate_base"} if "separate" in wanted else set()
+        assert row["rivals"].keys() == baselines, row["skipped"]
         assert "loop" in row["eager"]
 
 
 @pytest.mark.gpu
 def test_a_limit_is_in_the_file(bench):
     status, rows = bench(
-        *("--max-cc", "80", "--rivals", "none", "--adapters", "1,2"),
+        *("--max-cc", "80", "--baselines", "none", "--adapters", "1,2"),
         shape="8,2,256,128",
         tokens="1,70,1024",
         device="cuda",

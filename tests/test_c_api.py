@@ -55,7 +55,7 @@ int main(void) {
                              .expert_ids = new_tensor(MOELORA_I32, SIZES(9)),
                              .num_tokens_post_padded = new_tensor(MOELORA_I32, SIZES(1))};
   give_workspace(&exec, 1 << 16);
-  return moelora_align(&args, &exec);
+  return call_align(&args, &exec);
 }
 """
     )

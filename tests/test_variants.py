@@ -85,7 +85,7 @@ def test_base_rows_keep_their_bits(forced):
 
 
 @pytest.mark.parametrize("ranks", [(8, 16, 40), (16, 16, 48)], ids=str)
-def test_wild_factors_stay_with_their_outputs(forced, ranks):
+def test_nonfinite_factors_stay_with_their_outputs(forced, ranks):
     """An infinity and a NaN in B: their rows of it, for the tokens that carry the adapter to the
     expert, and not one bit beside them. On a GPU there are several tiles to a CTA."""
     _, device, dtype = forced

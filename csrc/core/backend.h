@@ -143,7 +143,7 @@ typedef struct moelora_align_lists_problem {
   moelora_list_blocks lists;
 } moelora_align_lists_problem;
 
-/* Adapters alone: x -> h -> out, or one half of it. With lists, routes.topk_ids and
+/* Adapters alone: x -> x A^T -> out, or one half of it. With lists, routes.topk_ids and
  * routes.token_lora_mapping are NULL; everything else in routes holds. */
 typedef struct moelora_delta_problem {
   moelora_routes routes;
@@ -155,8 +155,8 @@ typedef struct moelora_delta_problem {
   const void *x;        /* [M, k] or [P, k]; NULL: expand alone */
   int64_t x_stride;
   bool x_per_row;
-  void *h; /* [num_slices, M, top_k, R]; NULL: stays inside */
-  int64_t h_stride[3];
+  void *xa; /* x A^T, `h` in public arguments: [num_slices, M, top_k, R]; NULL: stays inside */
+  int64_t xa_stride[3];
   bool silu_and_mul; /* columns [0, columns / 2) are gate, the rest up; `columns / 2` go to out */
   bool mul_routed_weight;
   bool add_inputs;

@@ -112,7 +112,7 @@ static moelora_status launch_align(const prepared *call, const moelora_exec *exe
 
 moelora_status moelora_prepare_align(const moelora_align_args *args, const moelora_exec *exec,
                                      moelora_call *call) {
-  prepared *p;
+  prepared *p = NULL;
   MOELORA_TRY(begin(args, exec, call, &p));
   moelora_align_problem *problem = &p->of.align.problem;
   MOELORA_TRY(moelora_check_align(args, problem));
@@ -129,7 +129,7 @@ static moelora_status launch_gemm(const prepared *call, const moelora_exec *exec
 
 moelora_status moelora_prepare_gemm(const moelora_gemm_args *args, const moelora_exec *exec,
                                     moelora_call *call) {
-  prepared *p;
+  prepared *p = NULL;
   MOELORA_TRY(begin(args, exec, call, &p));
   moelora_gemm_problem *problem = &p->of.gemm.problem;
   moelora_gemm_plan *plan = &p->of.gemm.plan;
@@ -152,7 +152,7 @@ static moelora_status launch_experts(const prepared *call, const moelora_exec *e
 
 moelora_status moelora_prepare_experts(const moelora_experts_args *args, const moelora_exec *exec,
                                        moelora_call *call) {
-  prepared *p;
+  prepared *p = NULL;
   MOELORA_TRY(begin(args, exec, call, &p));
   moelora_experts_problem *problem = &p->of.experts.problem;
   moelora_experts_plan *plan = &p->of.experts.plan;
@@ -178,7 +178,7 @@ static moelora_status launch_align_lists(const prepared *call, const moelora_exe
 
 moelora_status moelora_prepare_align_lists(const moelora_align_lists_args *args,
                                            const moelora_exec *exec, moelora_call *call) {
-  prepared *p;
+  prepared *p = NULL;
   MOELORA_TRY(begin(args, exec, call, &p));
   moelora_align_lists_problem *problem = &p->of.align_lists.problem;
   MOELORA_TRY(moelora_check_align_lists(args, problem));
@@ -197,7 +197,7 @@ static moelora_status launch_delta(const prepared *call, const moelora_exec *exe
 
 moelora_status moelora_prepare_delta(const moelora_delta_args *args, const moelora_exec *exec,
                                      moelora_call *call) {
-  prepared *p;
+  prepared *p = NULL;
   MOELORA_TRY(begin(args, exec, call, &p));
   moelora_delta_problem *problem = &p->of.delta.problem;
   moelora_delta_plan *plan = &p->of.delta.plan;
@@ -225,7 +225,7 @@ static moelora_status launch_mlp_delta(const prepared *call, const moelora_exec 
 
 moelora_status moelora_prepare_mlp_delta(const moelora_mlp_delta_args *args,
                                          const moelora_exec *exec, moelora_call *call) {
-  prepared *p;
+  prepared *p = NULL;
   MOELORA_TRY(begin(args, exec, call, &p));
   moelora_mlp_delta_problem *problem = &p->of.mlp_delta.problem;
   moelora_delta_plan *plan = &p->of.mlp_delta.plan;
@@ -284,7 +284,7 @@ moelora_status moelora_run(const moelora_call *call, const moelora_exec *exec) {
 moelora_status moelora_pack_weights(const moelora_tensor *w, const moelora_tensor *out,
                                     const moelora_exec *exec) {
   moelora_call call;
-  prepared *p;
+  prepared *p = NULL;
   moelora_pack_problem problem;
   MOELORA_TRY(begin(w, exec, &call, &p));
   MOELORA_REQUIRE(out, "out is NULL");

@@ -226,9 +226,9 @@ static moelora_status check_h(moelora_arg h, moelora_dtype dtype, const char *dt
   for (int32_t i = 0; i < 4; i++)
     MOELORA_TRY(moelora_check_size(h, i, sizes[i].want, moelora_words(sizes[i].source)));
   MOELORA_TRY(moelora_check_rows(h));
-  problem->h = h.tensor->data;
+  problem->xa = h.tensor->data;
   for (int32_t i = 0; i < 3; i++)
-    problem->h_stride[i] = moelora_stride(h.tensor, i);
+    problem->xa_stride[i] = moelora_stride(h.tensor, i);
   return MOELORA_OK;
 }
 

@@ -74,7 +74,7 @@ struct moelora_projection {
   moelora_row_index x_index;
   const moelora_weights *w;
   const moelora_factors *lora;
-  void *shrunk; /* [P, num_slices, R] operands by sorted position; NULL: no adapters */
+  void *xa; /* [P, num_slices, R] operands by sorted position; NULL: no adapters */
   /* Where columns go: gated projections pair column c of the gate with column c of up. */
   bool gated, interleaved, activated;
   moelora_activation_problem activation;
@@ -130,14 +130,14 @@ typedef struct moelora_combine {
 void moelora_cpu_combine(const moelora_combine *combine, const moelora_exec *exec);
 
 /* lora.c */
-size_t moelora_shrunk_bytes(const moelora_variant *variant, const moelora_routes *routes,
-                            const moelora_factors *lora);
-/* projection->shrunk = rounded(s * x A^T) for every row with an adapter */
+size_t moelora_xa_bytes(const moelora_variant *variant, const moelora_routes *routes,
+                        const moelora_factors *lora);
+/* projection->xa = rounded(s * x A^T) for every row with an adapter */
 void moelora_cpu_shrink(const moelora_projection *projection, const moelora_exec *exec);
 /* Fetches the rows of B that moelora_cpu_expand will read into L2. */
 void moelora_cpu_expand_ahead(const moelora_projection *projection, int64_t first, int64_t m,
                               int64_t begin, int64_t end);
-/* c += shrunk B^T for sorted rows [first, first + m) of one expert and columns [begin, end) */
+/* c += xa B^T for sorted rows [first, first + m) of one expert and columns [begin, end) */
 void moelora_cpu_expand(const moelora_projection *projection, int64_t first, int64_t m,
                         int64_t begin, int64_t end, float *c, int64_t ldc,
                         moelora_scratch *scratch);

@@ -1,7 +1,7 @@
 /* Adapters alone, over the sorted rows that have one:
  *
- *   shrink   shrunk [rows, slices, R] by sorted position, operands     (lora.c)
- *   expand   c [block_m, block_n] = shrunk B^T, and away with it: into out, into z [P, columns]
+ *   shrink   xa [rows, slices, R] by sorted position, operands         (lora.c)
+ *   expand   c [block_m, block_n] = xa B^T, and away with it: into out, into z [P, columns]
  *            float32 for the sum over a token's rows, or through silu_and_mul
  *
  * One half of it reads or writes the caller's h instead. */
@@ -110,7 +110,7 @@ static void expand_task(void *context, int64_t index, int32_t worker) {
   }
 }
 
-/* Expands projection->shrunk into its `columns`. */
+/* Expands projection->xa into its `columns`. */
 static void expand(const moelora_projection *p, int64_t columns, const moelora_exec *exec) {
   const int64_t rows = p->sorted->num_rows, workers = moelora_cpu_workers(exec);
   expand_tasks tasks = {
@@ -158,7 +158,7 @@ typedef struct h_tasks {
   const moelora_projection *projection;
 } h_tasks;
 
-/* Copies one sorted row, all slices, between `shrunk` and the caller's h. */
+/* Copies one sorted row, all slices, between `xa` and the caller's h. */
 static void copy_h(void *context, int64_t at, int32_t worker) {
   (void)worker;
   const h_tasks *tasks = context;
@@ -170,11 +170,11 @@ static void copy_h(void *context, int64_t at, int32_t worker) {
   const int64_t rank = moelora_rank_of(&p->sorted->tables, p->sorted->adapter[at], max_rank);
   const int64_t row = p->sorted->row[at], top_k = p->routes->top_k;
   for (int32_t slice = 0; slice < p->lora->num_slices; slice++) {
-    char *operands = (char *)p->shrunk + (size_t)((at * p->lora->num_slices + slice) * max_rank) *
-                                             kernels->operand_bytes;
-    char *h = (char *)problem->h +
-              (size_t)(slice * problem->h_stride[0] + row / top_k * problem->h_stride[1] +
-                       row % top_k * problem->h_stride[2]) *
+    char *operands = (char *)p->xa + (size_t)((at * p->lora->num_slices + slice) * max_rank) *
+                                         kernels->operand_bytes;
+    char *h = (char *)problem->xa +
+              (size_t)(slice * problem->xa_stride[0] + row / top_k * problem->xa_stride[1] +
+                       row % top_k * problem->xa_stride[2]) *
                   bytes;
     if (!problem->x && kernels->widen)
       kernels->widen(h, operands, rank);
@@ -194,9 +194,9 @@ static void copy_h(void *context, int64_t at, int32_t worker) {
 typedef struct delta_layout {
   delta_rows rows;
   moelora_scratch *scratch;
-  void *x;      /* [rows of x, K] operands; NULL where x is one already, or is not given */
-  void *shrunk; /* [P, slices, R] operands */
-  float *z;     /* [P, columns]; NULL unless rows are summed */
+  void *x;  /* [rows of x, K] operands; NULL where x is one already, or is not given */
+  void *xa; /* [P, slices, R] operands */
+  float *z; /* [P, columns]; NULL unless rows are summed */
   size_t bytes;
 } delta_layout;
 
@@ -215,7 +215,7 @@ static delta_layout delta_lay_out(const moelora_delta_problem *problem,
   if (problem->x && moelora_cpu_kernels_of(plan->variant)->widen)
     layout.x =
         moelora_take(&arena, moelora_operands_bytes(plan->variant, rows_of_x(problem), problem->k));
-  layout.shrunk = moelora_take(&arena, moelora_shrunk_bytes(plan->variant, routes, &problem->lora));
+  layout.xa = moelora_take(&arena, moelora_xa_bytes(plan->variant, routes, &problem->lora));
   if (problem->sum_top_k)
     layout.z = moelora_take_array(
         &arena, moelora_times((size_t)routes->num_rows, (size_t)problem->columns), sizeof(float));
@@ -250,7 +250,7 @@ moelora_status moelora_cpu_delta(const moelora_delta_problem *problem,
       .x_index = problem->x_per_row ? MOELORA_BY_ROW : MOELORA_BY_TOKEN,
       .w = &depth,
       .lora = &problem->lora,
-      .shrunk = layout.shrunk,
+      .xa = layout.xa,
       .gated = problem->silu_and_mul,
       .activation = {.kind = MOELORA_SILU, .alpha = 1, .limit = INFINITY},
       .emit = problem->sum_top_k    ? moelora_cpu_emit_f32
@@ -268,7 +268,7 @@ moelora_status moelora_cpu_delta(const moelora_delta_problem *problem,
   }
   if (problem->x)
     moelora_cpu_shrink(&p, exec);
-  if (problem->h) {
+  if (problem->xa) {
     h_tasks tasks = {problem, &p};
     moelora_cpu_parallel(exec, layout.rows.sorted.num_rows,
                          (double)layout.rows.sorted.num_rows * problem->lora.max_rank, copy_h,
@@ -304,10 +304,10 @@ moelora_status moelora_cpu_delta(const moelora_delta_problem *problem,
 typedef struct mlp_layout {
   delta_rows rows;
   moelora_scratch *scratch;
-  void *x;                /* [M, K] operands; NULL where hidden_states are used as they are */
-  void *shrunk, *shrunk2; /* [P, slices, R] operands of either half */
-  void *h;                /* [P, I] operands by sorted position */
-  float *z;               /* [P, K] by flat row */
+  void *x;        /* [M, K] operands; NULL where hidden_states are used as they are */
+  void *xa, *xa2; /* [P, slices, R] operands of either half */
+  void *h;        /* [P, I] operands by sorted position */
+  float *z;       /* [P, K] by flat row */
   size_t bytes;
 } mlp_layout;
 
@@ -323,8 +323,8 @@ static mlp_layout mlp_lay_out(const moelora_mlp_delta_problem *problem,
   if (moelora_cpu_kernels_of(variant)->widen)
     layout.x =
         moelora_take(&arena, moelora_operands_bytes(variant, routes->num_tokens, problem->hidden));
-  layout.shrunk = moelora_take(&arena, moelora_shrunk_bytes(variant, routes, &problem->gate_up));
-  layout.shrunk2 = moelora_take(&arena, moelora_shrunk_bytes(variant, routes, &problem->down));
+  layout.xa = moelora_take(&arena, moelora_xa_bytes(variant, routes, &problem->gate_up));
+  layout.xa2 = moelora_take(&arena, moelora_xa_bytes(variant, routes, &problem->down));
   layout.h = moelora_take(&arena,
                           moelora_operands_bytes(variant, routes->num_rows, problem->intermediate));
   layout.z = moelora_take_array(
@@ -362,7 +362,7 @@ moelora_status moelora_cpu_mlp_delta(const moelora_mlp_delta_problem *problem,
       .x_index = MOELORA_BY_TOKEN,
       .w = &depth,
       .lora = &problem->gate_up,
-      .shrunk = layout.shrunk,
+      .xa = layout.xa,
       .gated = true,
       .activation = {.kind = MOELORA_SILU, .alpha = 1, .limit = INFINITY},
       .emit = moelora_cpu_emit_operands,
@@ -380,7 +380,7 @@ moelora_status moelora_cpu_mlp_delta(const moelora_mlp_delta_problem *problem,
       .x_index = MOELORA_BY_SORTED,
       .w = &depth2,
       .lora = &problem->down,
-      .shrunk = layout.shrunk2,
+      .xa = layout.xa2,
       .emit = moelora_cpu_emit_f32,
       .out = layout.z,
       .out_stride = {problem->hidden},

@@ -11,11 +11,11 @@
 typedef struct experts_layout {
   moelora_sorted sorted;
   moelora_scratch *scratch13, *scratch2;
-  void *x;        /* [M, K] operands; NULL where hidden_states are used as they are */
-  void *h;        /* [P, I] operands by sorted position */
-  float *z;       /* [P, K] by flat row */
-  void *shrunk13; /* NULL without adapters */
-  void *shrunk2;  /* NULL without adapters */
+  void *x;    /* [M, K] operands; NULL where hidden_states are used as they are */
+  void *h;    /* [P, I] operands by sorted position */
+  float *z;   /* [P, K] by flat row */
+  void *xa13; /* NULL without adapters */
+  void *xa2;  /* NULL without adapters */
   size_t bytes;
 } experts_layout;
 
@@ -37,10 +37,9 @@ static experts_layout lay_out(const moelora_experts_problem *problem,
   layout.z = moelora_take_array(
       &arena, moelora_times((size_t)routes->num_rows, (size_t)problem->hidden), sizeof(float));
   if (routes->token_lora_mapping.data && problem->w13_lora.num_slices)
-    layout.shrunk13 =
-        moelora_take(&arena, moelora_shrunk_bytes(variant, routes, &problem->w13_lora));
+    layout.xa13 = moelora_take(&arena, moelora_xa_bytes(variant, routes, &problem->w13_lora));
   if (routes->token_lora_mapping.data && problem->w2_lora.num_slices)
-    layout.shrunk2 = moelora_take(&arena, moelora_shrunk_bytes(variant, routes, &problem->w2_lora));
+    layout.xa2 = moelora_take(&arena, moelora_xa_bytes(variant, routes, &problem->w2_lora));
   layout.bytes = arena.used;
   return layout;
 }
@@ -65,7 +64,7 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
       .x_index = MOELORA_BY_TOKEN,
       .w = &problem->w13,
       .lora = &problem->w13_lora,
-      .shrunk = layout.sorted.has_adapters ? layout.shrunk13 : NULL,
+      .xa = layout.sorted.has_adapters ? layout.xa13 : NULL,
       .activated = true,
       .gated = moelora_is_gated(problem->activation.kind),
       .interleaved = moelora_is_interleaved(problem->activation.kind),
@@ -85,7 +84,7 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
       .x_index = MOELORA_BY_SORTED,
       .w = &problem->w2,
       .lora = &problem->w2_lora,
-      .shrunk = layout.sorted.has_adapters ? layout.shrunk2 : NULL,
+      .xa = layout.sorted.has_adapters ? layout.xa2 : NULL,
       .emit = moelora_cpu_emit_f32,
       .out = layout.z,
       .out_stride = {problem->hidden},
@@ -98,10 +97,10 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
     w13.x = layout.x;
     w13.x_stride = problem->hidden;
   }
-  if (w13.shrunk)
+  if (w13.xa)
     moelora_cpu_shrink(&w13, exec);
   moelora_cpu_project(&w13, exec);
-  if (w2.shrunk)
+  if (w2.xa)
     moelora_cpu_shrink(&w2, exec);
   moelora_cpu_project(&w2, exec);
 

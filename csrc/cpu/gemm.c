@@ -4,10 +4,9 @@
  * stream from memory once and stay in L2 while the rows pass in blocks of block_m:
  *
  *   c [block_m, block_n] = x w^T            the tile
- *   c += shrunk B^T                         segment by segment
+ *   c += xa B^T                             segment by segment
  *   c += bias; activation                   gate columns in the left half of c, up in the right
- *   emit(row)                               rounds, and writes where the next step reads
- */
+ *   emit(row)                               rounds, and writes where the next step reads */
 #include <string.h>
 
 #include "cpu/cpu.h"
@@ -71,7 +70,7 @@ static void project_tile(const moelora_projection *p, int64_t first, int64_t m, 
   w.data =
       (const char *)w.data + (size_t)(expert * w.stride_e) * moelora_dtype_bytes(p->variant->dtype);
 
-  for (int i = 0; i < num_ranges && p->shrunk; i++)
+  for (int i = 0; i < num_ranges && p->xa; i++)
     moelora_cpu_expand_ahead(p, first, m, ranges[i].begin, ranges[i].end);
   memset(scratch->c, 0, (size_t)(m * ldc) * sizeof(float));
   moelora_cpu_rows(p, first, m, scratch->x);
@@ -80,7 +79,7 @@ static void project_tile(const moelora_projection *p, int64_t first, int64_t m, 
                      i + 1 < num_ranges ? moelora_row_at(&w, p->variant->dtype, up) : NULL,
                      scratch->c + ranges[i].at, ldc, scratch);
   for (int i = 0; i < num_ranges; i++) {
-    if (p->shrunk)
+    if (p->xa)
       moelora_cpu_expand(p, first, m, ranges[i].begin, ranges[i].end, scratch->c + ranges[i].at,
                          ldc, scratch);
     if (w.bias)
@@ -177,8 +176,8 @@ void moelora_cpu_operands(const moelora_variant *variant, const void *x, int64_t
 typedef struct gemm_layout {
   moelora_sorted sorted;
   moelora_scratch *scratch;
-  void *x;      /* [rows of x, K] operands; NULL where x is one already */
-  void *shrunk; /* NULL without adapters */
+  void *x;  /* [rows of x, K] operands; NULL where x is one already */
+  void *xa; /* NULL without adapters */
   size_t bytes;
 } gemm_layout;
 
@@ -194,8 +193,7 @@ static gemm_layout gemm_lay_out(const moelora_gemm_problem *problem, const moelo
     layout.x = moelora_take(&arena, moelora_operands_bytes(plan->variant, rows, problem->w.k));
   }
   if (problem->lora.num_slices && routes->token_lora_mapping.data)
-    layout.shrunk =
-        moelora_take(&arena, moelora_shrunk_bytes(plan->variant, routes, &problem->lora));
+    layout.xa = moelora_take(&arena, moelora_xa_bytes(plan->variant, routes, &problem->lora));
   layout.bytes = arena.used;
   return layout;
 }
@@ -234,7 +232,7 @@ moelora_status moelora_cpu_gemm(const moelora_gemm_problem *problem, const moelo
       .x_index = problem->x_per_row ? MOELORA_BY_ROW : MOELORA_BY_TOKEN,
       .w = &problem->w,
       .lora = &problem->lora,
-      .shrunk = layout.sorted.has_adapters ? layout.shrunk : NULL,
+      .xa = layout.sorted.has_adapters ? layout.xa : NULL,
       .emit = emit_out,
       .out = problem->out,
       .out_stride = {problem->out_stride[0], problem->out_stride[1]},
@@ -247,7 +245,7 @@ moelora_status moelora_cpu_gemm(const moelora_gemm_problem *problem, const moelo
     projection.x = layout.x;
     projection.x_stride = problem->w.k;
   }
-  if (projection.shrunk)
+  if (projection.xa)
     moelora_cpu_shrink(&projection, exec);
   moelora_cpu_project(&projection, exec);
   for (int64_t p = 0; p < routes->num_rows; p++)

@@ -1,7 +1,7 @@
 /* The two halves of an adapter, for sorted rows:
  *
- *   shrink:  shrunk[at, slice, i] = rounded(s * sum over k of x[at, k] A[l, e, i, k]),  i < rank
- *   expand:  c[at, n] += sum over i of shrunk[at, slice, i] B[l, e, n, i]
+ *   shrink:  xa[at, slice, i] = rounded(s * sum over k of x[at, k] A[l, e, i, k]),  i < rank
+ *   expand:  c[at, n] += sum over i of xa[at, slice, i] B[l, e, n, i]
  *
  * Both are tile products whose weights are a factor. Rows without an adapter are not read, written
  * or multiplied: whatever an adapter holds cannot reach them. */
@@ -9,8 +9,8 @@
 
 #include "cpu/cpu.h"
 
-size_t moelora_shrunk_bytes(const moelora_variant *variant, const moelora_routes *routes,
-                            const moelora_factors *lora) {
+size_t moelora_xa_bytes(const moelora_variant *variant, const moelora_routes *routes,
+                        const moelora_factors *lora) {
   const size_t columns = (size_t)lora->num_slices * (size_t)lora->max_rank;
   return moelora_times(moelora_times((size_t)routes->num_rows, columns),
                        moelora_cpu_kernels_of(variant)->operand_bytes);
@@ -30,10 +30,10 @@ static moelora_weights factor_matrix(const moelora_variant *variant, const moelo
   };
 }
 
-static char *shrunk_row(const moelora_projection *p, int64_t at, int32_t slice) {
+static char *xa_row(const moelora_projection *p, int64_t at, int32_t slice) {
   const moelora_factors *lora = p->lora;
-  return (char *)p->shrunk + (size_t)((at * lora->num_slices + slice) * lora->max_rank) *
-                                 moelora_cpu_kernels_of(p->variant)->operand_bytes;
+  return (char *)p->xa + (size_t)((at * lora->num_slices + slice) * lora->max_rank) *
+                             moelora_cpu_kernels_of(p->variant)->operand_bytes;
 }
 
 static moelora_weights factor_a(const moelora_projection *p, int64_t at, int32_t slice) {
@@ -60,7 +60,7 @@ static void shrink_segment(const moelora_projection *p, int64_t first, int64_t m
       scratch->c[j] *= scaling;
     for (int64_t row = 0; row < m; row++)
       kernels->round(scratch->c + row * count,
-                     shrunk_row(p, first + row, slice) + (size_t)i * kernels->operand_bytes, count);
+                     xa_row(p, first + row, slice) + (size_t)i * kernels->operand_bytes, count);
   }
 }
 
@@ -139,7 +139,7 @@ void moelora_cpu_expand(const moelora_projection *p, int64_t first, int64_t m, i
       if (part.from >= part.to)
         continue;
       for (int64_t i = at; i < next; i++)
-        scratch->x[i - at] = shrunk_row(p, i, slice);
+        scratch->x[i - at] = xa_row(p, i, slice);
       const int64_t column = slice * p->lora->slice_n + part.from - begin;
       moelora_cpu_tile(p->variant, &part.b, part.from, part.to, next - at, NULL,
                        c + (at - first) * ldc + column, ldc, scratch);

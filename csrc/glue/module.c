@@ -3,7 +3,7 @@
 #include <Python.h>
 
 #include "core/log.h"
-#include "glue/box.h"
+#include "glue/op_context.h"
 
 static PyObject *py_version(PyObject *self, PyObject *unused) {
   (void)self, (void)unused;
@@ -93,13 +93,13 @@ static PyObject *py_last_plan(PyObject *self, PyObject *unused) {
 
 static PyObject *py_last_error(PyObject *self, PyObject *unused) {
   (void)self, (void)unused;
-  const box_error *error = box_last_error();
+  const op_error *error = op_last_error();
   return Py_BuildValue("is", (int)error->status, error->text);
 }
 
 static PyObject *py_error_number(PyObject *self, PyObject *unused) {
   (void)self, (void)unused;
-  return PyLong_FromUnsignedLongLong(box_last_error()->number);
+  return PyLong_FromUnsignedLongLong(op_last_error()->number);
 }
 
 static PyObject *py_logs_shapes(PyObject *self, PyObject *unused) {

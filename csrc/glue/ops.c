@@ -2,7 +2,7 @@
 #include <inttypes.h>
 
 #include "core/backend.h"
-#include "glue/box.h"
+#include "glue/op_context.h"
 
 static int64_t size_of(const moelora_tensor *tensor, int32_t dim) {
   return dim < tensor->ndim ? tensor->size[dim] : 0;
@@ -24,31 +24,31 @@ static int64_t num_blocks(const moelora_align_args *args) {
                                   args->block_size);
 }
 
-static void run_align(moelora_box *box, moelora_align_args *args) {
-  if (!box_ready(box)) {
+static void run_align(moelora_op_context *ctx, moelora_align_args *args) {
+  if (!op_ready(ctx)) {
     return;
   }
   int64_t blocks = num_blocks(args), rows = blocks * args->block_size, one = 1;
   if (rows > INT32_MAX) { /* before they are allocated */
-    box_fail(box, MOELORA_INVALID_ARGUMENT,
-             "%" PRId64 " blocks of block_size, which is %d, are %" PRId64
-             " rows, expected at most 2147483647",
-             blocks, args->block_size, rows);
+    op_fail(ctx, MOELORA_INVALID_ARGUMENT,
+            "%" PRId64 " blocks of block_size, which is %d, are %" PRId64
+            " rows, expected at most 2147483647",
+            blocks, args->block_size, rows);
     return;
   }
-  args->sorted_token_ids = box_output(box, MOELORA_I32, 1, &rows);
+  args->sorted_token_ids = op_output(ctx, MOELORA_I32, 1, &rows);
   if (args->mode == MOELORA_ALIGN_SORTING) {
-    args->sorted_weights = box_output(box, MOELORA_F32, 1, &rows);
+    args->sorted_weights = op_output(ctx, MOELORA_F32, 1, &rows);
   }
-  args->expert_ids = box_output(box, MOELORA_I32, 1, &blocks);
+  args->expert_ids = op_output(ctx, MOELORA_I32, 1, &blocks);
   if (args->mode == MOELORA_ALIGN_UNIFORM || args->mode == MOELORA_ALIGN_SEGMENTED) {
     args->lora_ids =
-        box_output(box, MOELORA_I32, 1, args->mode == MOELORA_ALIGN_UNIFORM ? &blocks : &rows);
+        op_output(ctx, MOELORA_I32, 1, args->mode == MOELORA_ALIGN_UNIFORM ? &blocks : &rows);
   }
-  args->num_tokens_post_padded = box_output(box, MOELORA_I32, 1, &one);
+  args->num_tokens_post_padded = op_output(ctx, MOELORA_I32, 1, &one);
   moelora_call call;
-  if (box_check(box, moelora_prepare_align(args, &box->exec, &call))) {
-    box_run(box, &call);
+  if (op_check(ctx, moelora_prepare_align(args, &ctx->exec, &call))) {
+    op_run(ctx, &call);
   }
 }
 
@@ -58,15 +58,15 @@ static void run_align(moelora_box *box, moelora_align_args *args) {
 
 static void moe_align_block_size(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
   (void)inputs, (void)outputs;
-  moelora_box box;
-  box_open(&box, "moe_align_block_size");
+  moelora_op_context ctx;
+  op_open(&ctx, "moe_align_block_size");
   moelora_align_args args = {.mode = MOELORA_ALIGN_BASE};
-  args.routing.topk_ids = box_tensor(&box, "topk_ids", stack[0]);
-  args.block_size = box_int(&box, "block_size", stack[1]);
-  args.num_experts = box_int(&box, "num_experts", stack[2]);
-  args.routing.expert_map = box_optional(&box, "expert_map", stack[3]);
-  run_align(&box, &args);
-  box_close(&box, stack);
+  args.routing.topk_ids = op_tensor(&ctx, "topk_ids", stack[0]);
+  args.block_size = op_int(&ctx, "block_size", stack[1]);
+  args.num_experts = op_int(&ctx, "num_experts", stack[2]);
+  args.routing.expert_map = op_optional(&ctx, "expert_map", stack[3]);
+  run_align(&ctx, &args);
+  op_close(&ctx, stack);
 }
 
 #define MOE_LORA_ALIGN_BLOCK_SIZE                                                                  \
@@ -76,23 +76,23 @@ static void moe_align_block_size(StableIValue *stack, uint64_t inputs, uint64_t 
 
 static void moe_lora_align_block_size(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
   (void)inputs, (void)outputs;
-  moelora_box box;
-  box_open(&box, "moe_lora_align_block_size");
+  moelora_op_context ctx;
+  op_open(&ctx, "moe_lora_align_block_size");
   moelora_align_args args = {0};
-  args.routing.topk_ids = box_tensor(&box, "topk_ids", stack[0]);
-  args.adapters.token_lora_mapping = box_tensor(&box, "token_lora_mapping", stack[1]);
-  args.num_experts = box_int(&box, "num_experts", stack[2]);
-  args.block_size = box_int(&box, "block_size", stack[3]);
-  args.max_loras = box_int(&box, "max_loras", stack[4]);
-  args.mode = (moelora_align_mode)box_int(&box, "mode", stack[5]);
+  args.routing.topk_ids = op_tensor(&ctx, "topk_ids", stack[0]);
+  args.adapters.token_lora_mapping = op_tensor(&ctx, "token_lora_mapping", stack[1]);
+  args.num_experts = op_int(&ctx, "num_experts", stack[2]);
+  args.block_size = op_int(&ctx, "block_size", stack[3]);
+  args.max_loras = op_int(&ctx, "max_loras", stack[4]);
+  args.mode = (moelora_align_mode)op_int(&ctx, "mode", stack[5]);
   if (args.mode != MOELORA_ALIGN_UNIFORM && args.mode != MOELORA_ALIGN_SEGMENTED) {
-    box_fail(&box, MOELORA_INVALID_ARGUMENT, "mode is %d, must be %d (uniform) or %d (segmented)",
-             (int)args.mode, MOELORA_ALIGN_UNIFORM, MOELORA_ALIGN_SEGMENTED);
+    op_fail(&ctx, MOELORA_INVALID_ARGUMENT, "mode is %d, must be %d (uniform) or %d (segmented)",
+            (int)args.mode, MOELORA_ALIGN_UNIFORM, MOELORA_ALIGN_SEGMENTED);
   }
-  args.adapters.adapter_enabled = box_optional(&box, "adapter_enabled", stack[6]);
-  args.routing.expert_map = box_optional(&box, "expert_map", stack[7]);
-  run_align(&box, &args);
-  box_close(&box, stack);
+  args.adapters.adapter_enabled = op_optional(&ctx, "adapter_enabled", stack[6]);
+  args.routing.expert_map = op_optional(&ctx, "expert_map", stack[7]);
+  run_align(&ctx, &args);
+  op_close(&ctx, stack);
 }
 
 #define MOE_SORTING                                                                                \
@@ -101,17 +101,17 @@ static void moe_lora_align_block_size(StableIValue *stack, uint64_t inputs, uint
 
 static void moe_sorting(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
   (void)inputs, (void)outputs;
-  moelora_box box;
-  box_open(&box, "moe_sorting");
+  moelora_op_context ctx;
+  op_open(&ctx, "moe_sorting");
   moelora_align_args args = {.mode = MOELORA_ALIGN_SORTING};
-  args.routing.topk_ids = box_tensor(&box, "topk_ids", stack[0]);
-  args.routing.topk_weights = box_tensor(&box, "topk_weights", stack[1]);
-  args.num_experts = box_int(&box, "num_experts", stack[2]);
-  args.block_size = box_int(&box, "block_size", stack[3]);
-  args.out_to_zero = box_optional(&box, "out_to_zero", stack[4]);
-  args.routing.expert_map = box_optional(&box, "expert_map", stack[5]);
-  run_align(&box, &args);
-  box_close(&box, stack);
+  args.routing.topk_ids = op_tensor(&ctx, "topk_ids", stack[0]);
+  args.routing.topk_weights = op_tensor(&ctx, "topk_weights", stack[1]);
+  args.num_experts = op_int(&ctx, "num_experts", stack[2]);
+  args.block_size = op_int(&ctx, "block_size", stack[3]);
+  args.out_to_zero = op_optional(&ctx, "out_to_zero", stack[4]);
+  args.routing.expert_map = op_optional(&ctx, "expert_map", stack[5]);
+  run_align(&ctx, &args);
+  op_close(&ctx, stack);
 }
 
 #define FUSED_MOE_LORA_GEMM_ARGS                                                                   \
@@ -120,38 +120,38 @@ static void moe_sorting(StableIValue *stack, uint64_t inputs, uint64_t outputs) 
   "Tensor bias, Tensor expert_map, bool mul_routed_weight"
 
 static void run_gemm(const char *op, StableIValue *stack, bool has_out) {
-  moelora_box box;
-  box_open(&box, op);
+  moelora_op_context ctx;
+  op_open(&ctx, op);
   moelora_gemm_args args = {0};
-  args.x = box_tensor(&box, "x", stack[0]);
-  args.w = box_tensor(&box, "w", stack[1]);
-  args.routing.topk_weights = box_tensor(&box, "topk_weights", stack[2]);
-  args.routing.topk_ids = box_tensor(&box, "topk_ids", stack[3]);
-  args.adapters.token_lora_mapping = box_optional(&box, "token_lora_mapping", stack[4]);
-  args.lora = box_lora(&box, "lora_a", stack[5], "lora_b", stack[6]);
-  box_need_mapping(&box, &args.routing.topk_ids, &args.adapters.token_lora_mapping, &args.lora,
-                   "lora_a");
-  args.adapters.lora_ranks = box_optional(&box, "lora_ranks", stack[7]);
-  args.adapters.lora_scalings = box_optional(&box, "lora_scalings", stack[8]);
-  args.adapters.adapter_enabled = box_optional(&box, "adapter_enabled", stack[9]);
-  args.bias = box_optional(&box, "bias", stack[10]);
-  args.routing.expert_map = box_optional(&box, "expert_map", stack[11]);
+  args.x = op_tensor(&ctx, "x", stack[0]);
+  args.w = op_tensor(&ctx, "w", stack[1]);
+  args.routing.topk_weights = op_tensor(&ctx, "topk_weights", stack[2]);
+  args.routing.topk_ids = op_tensor(&ctx, "topk_ids", stack[3]);
+  args.adapters.token_lora_mapping = op_optional(&ctx, "token_lora_mapping", stack[4]);
+  args.lora = op_lora(&ctx, "lora_a", stack[5], "lora_b", stack[6]);
+  op_need_mapping(&ctx, &args.routing.topk_ids, &args.adapters.token_lora_mapping, &args.lora,
+                  "lora_a");
+  args.adapters.lora_ranks = op_optional(&ctx, "lora_ranks", stack[7]);
+  args.adapters.lora_scalings = op_optional(&ctx, "lora_scalings", stack[8]);
+  args.adapters.adapter_enabled = op_optional(&ctx, "adapter_enabled", stack[9]);
+  args.bias = op_optional(&ctx, "bias", stack[10]);
+  args.routing.expert_map = op_optional(&ctx, "expert_map", stack[11]);
   args.mul_routed_weight = stack[12] != 0;
   if (has_out) {
-    args.out = box_tensor(&box, "out", stack[13]);
+    args.out = op_tensor(&ctx, "out", stack[13]);
   }
-  if (box_ready(&box)) {
+  if (op_ready(&ctx)) {
     const moelora_tensor *ids = &args.routing.topk_ids;
     int64_t sizes[3] = {size_of(ids, 0), size_of(ids, 1), weight_rows(&args.w)};
     if (!has_out) {
-      args.out = box_output(&box, args.x.dtype, 3, sizes);
+      args.out = op_output(&ctx, args.x.dtype, 3, sizes);
     }
     moelora_call call;
-    if (box_check(&box, moelora_prepare_gemm(&args, &box.exec, &call))) {
-      box_run(&box, &call);
+    if (op_check(&ctx, moelora_prepare_gemm(&args, &ctx.exec, &call))) {
+      op_run(&ctx, &call);
     }
   }
-  box_close(&box, stack);
+  op_close(&ctx, stack);
 }
 
 #define FUSED_MOE_LORA_GEMM "fused_moe_lora_gemm(" FUSED_MOE_LORA_GEMM_ARGS ") -> Tensor"
@@ -176,44 +176,44 @@ static void fused_moe_lora_gemm_out(StableIValue *stack, uint64_t inputs, uint64
   "expert_map, bool apply_router_weight_on_input"
 
 static void run_experts(const char *op, StableIValue *stack, bool has_out) {
-  moelora_box box;
-  box_open(&box, op);
+  moelora_op_context ctx;
+  op_open(&ctx, op);
   moelora_experts_args args = {0};
-  args.hidden_states = box_tensor(&box, "hidden_states", stack[0]);
-  args.w13 = box_tensor(&box, "w13", stack[1]);
-  args.w2 = box_tensor(&box, "w2", stack[2]);
-  args.routing.topk_weights = box_tensor(&box, "topk_weights", stack[3]);
-  args.routing.topk_ids = box_tensor(&box, "topk_ids", stack[4]);
-  args.adapters.token_lora_mapping = box_optional(&box, "token_lora_mapping", stack[5]);
-  args.w13_lora = box_lora(&box, "w13_lora_a", stack[6], "w13_lora_b", stack[7]);
-  args.w2_lora = box_lora(&box, "w2_lora_a", stack[8], "w2_lora_b", stack[9]);
+  args.hidden_states = op_tensor(&ctx, "hidden_states", stack[0]);
+  args.w13 = op_tensor(&ctx, "w13", stack[1]);
+  args.w2 = op_tensor(&ctx, "w2", stack[2]);
+  args.routing.topk_weights = op_tensor(&ctx, "topk_weights", stack[3]);
+  args.routing.topk_ids = op_tensor(&ctx, "topk_ids", stack[4]);
+  args.adapters.token_lora_mapping = op_optional(&ctx, "token_lora_mapping", stack[5]);
+  args.w13_lora = op_lora(&ctx, "w13_lora_a", stack[6], "w13_lora_b", stack[7]);
+  args.w2_lora = op_lora(&ctx, "w2_lora_a", stack[8], "w2_lora_b", stack[9]);
   const moelora_tensor *ids = &args.routing.topk_ids, *mapping = &args.adapters.token_lora_mapping;
-  box_need_mapping(&box, ids, mapping, &args.w13_lora, "w13_lora_a");
-  box_need_mapping(&box, ids, mapping, &args.w2_lora, "w2_lora_a");
-  args.adapters.lora_ranks = box_optional(&box, "lora_ranks", stack[10]);
-  args.adapters.lora_scalings = box_optional(&box, "lora_scalings", stack[11]);
-  args.adapters.adapter_enabled = box_optional(&box, "adapter_enabled", stack[12]);
-  args.w13_bias = box_optional(&box, "w13_bias", stack[13]);
-  args.w2_bias = box_optional(&box, "w2_bias", stack[14]);
-  args.activation = (moelora_activation)box_int(&box, "activation", stack[15]);
-  args.activation_alpha = box_float(stack[16]);
-  args.activation_limit = box_float(stack[17]);
-  args.routing.expert_map = box_optional(&box, "expert_map", stack[18]);
+  op_need_mapping(&ctx, ids, mapping, &args.w13_lora, "w13_lora_a");
+  op_need_mapping(&ctx, ids, mapping, &args.w2_lora, "w2_lora_a");
+  args.adapters.lora_ranks = op_optional(&ctx, "lora_ranks", stack[10]);
+  args.adapters.lora_scalings = op_optional(&ctx, "lora_scalings", stack[11]);
+  args.adapters.adapter_enabled = op_optional(&ctx, "adapter_enabled", stack[12]);
+  args.w13_bias = op_optional(&ctx, "w13_bias", stack[13]);
+  args.w2_bias = op_optional(&ctx, "w2_bias", stack[14]);
+  args.activation = (moelora_activation)op_int(&ctx, "activation", stack[15]);
+  args.activation_alpha = op_float(stack[16]);
+  args.activation_limit = op_float(stack[17]);
+  args.routing.expert_map = op_optional(&ctx, "expert_map", stack[18]);
   args.apply_router_weight_on_input = stack[19] != 0;
   if (has_out) {
-    args.out = box_tensor(&box, "out", stack[20]);
+    args.out = op_tensor(&ctx, "out", stack[20]);
   }
-  if (box_ready(&box)) {
+  if (op_ready(&ctx)) {
     int64_t sizes[2] = {size_of(&args.hidden_states, 0), size_of(&args.hidden_states, 1)};
     if (!has_out) {
-      args.out = box_output(&box, args.hidden_states.dtype, 2, sizes);
+      args.out = op_output(&ctx, args.hidden_states.dtype, 2, sizes);
     }
     moelora_call call;
-    if (box_check(&box, moelora_prepare_experts(&args, &box.exec, &call))) {
-      box_run(&box, &call);
+    if (op_check(&ctx, moelora_prepare_experts(&args, &ctx.exec, &call))) {
+      op_run(&ctx, &call);
     }
   }
-  box_close(&box, stack);
+  op_close(&ctx, stack);
 }
 
 #define FUSED_EXPERTS_LORA "fused_experts_lora(" FUSED_EXPERTS_LORA_ARGS ") -> Tensor"
@@ -234,19 +234,19 @@ static void fused_experts_lora_out(StableIValue *stack, uint64_t inputs, uint64_
 
 static void prepack_weights(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
   (void)inputs, (void)outputs;
-  moelora_box box;
-  box_open(&box, "prepack_weights");
-  moelora_tensor w = box_tensor(&box, "w", stack[0]);
-  if (box_ready(&box)) {
+  moelora_op_context ctx;
+  op_open(&ctx, "prepack_weights");
+  moelora_tensor w = op_tensor(&ctx, "w", stack[0]);
+  if (op_ready(&ctx)) {
     int64_t sizes[5] = {size_of(&w, 0), size_of(&w, 1) / MOELORA_PACK,
                         size_of(&w, 2) / MOELORA_PACK, MOELORA_PACK, MOELORA_PACK};
-    moelora_tensor out = box_output(&box, w.dtype, 5, sizes);
+    moelora_tensor out = op_output(&ctx, w.dtype, 5, sizes);
     moelora_pack_problem problem;
-    if (box_check(&box, moelora_check_pack(&w, &out, &problem)) && box_workspace(&box, 0)) {
-      box_check(&box, moelora_pack_weights(&w, &out, &box.exec));
+    if (op_check(&ctx, moelora_check_pack(&w, &out, &problem)) && op_workspace(&ctx, 0)) {
+      op_check(&ctx, moelora_pack_weights(&w, &out, &ctx.exec));
     }
   }
-  box_close(&box, stack);
+  op_close(&ctx, stack);
 }
 
 static const moelora_op ops[] = {

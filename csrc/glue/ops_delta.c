@@ -1,7 +1,7 @@
 /* The operators that add adapters alone. Each writes to its first tensor; all but two are one
  * moelora_delta, and differ in which halves of an adapter they run and in who says where rows go.
  */
-#include "glue/box.h"
+#include "glue/op_context.h"
 
 /* vLLM's words: without sorted_token_ids, expert_ids is [M, top_k]. */
 #define LISTS(BLOCK_SIZE)                                                                          \
@@ -35,74 +35,74 @@ typedef struct delta_form {
 } delta_form;
 
 /* These take `at`, the place of the first of their arguments, and return the place after them. */
-static int take_lists(moelora_box *box, const StableIValue *stack, int at,
+static int take_lists(moelora_op_context *ctx, const StableIValue *stack, int at,
                       moelora_delta_args *args) {
   moelora_lists *lists = &args->lists;
-  args->routing.topk_weights = box_tensor(box, "topk_weights", stack[at++]);
-  lists->sorted_token_ids = box_optional(box, "sorted_token_ids", stack[at++]);
+  args->routing.topk_weights = op_tensor(ctx, "topk_weights", stack[at++]);
+  lists->sorted_token_ids = op_optional(ctx, "sorted_token_ids", stack[at++]);
   const bool naive = lists->sorted_token_ids.data == NULL;
   *(naive ? &args->routing.topk_ids : &lists->expert_ids) =
-      box_tensor(box, "expert_ids", stack[at++]);
-  lists->num_tokens_post_padded = box_optional(box, "num_tokens_post_padded", stack[at++]);
-  args->adapters.token_lora_mapping = box_optional(box, "token_lora_mapping", stack[at++]);
-  args->top_k = box_int(box, "top_k_num", stack[at++]);
+      op_tensor(ctx, "expert_ids", stack[at++]);
+  lists->num_tokens_post_padded = op_optional(ctx, "num_tokens_post_padded", stack[at++]);
+  args->adapters.token_lora_mapping = op_optional(ctx, "token_lora_mapping", stack[at++]);
+  args->top_k = op_int(ctx, "top_k_num", stack[at++]);
   args->num_tokens = args->routing.topk_weights.ndim ? args->routing.topk_weights.size[0] : 0;
-  lists->lora_ids = box_optional(box, "lora_ids", stack[at++]);
-  lists->num_active = box_host_int(box, "num_active_loras", stack[at++]);
-  args->adapters.adapter_enabled = box_optional(box, "adapter_enabled", stack[at++]);
-  args->num_experts = box_int(box, "num_experts", stack[at++]);
-  lists->block_size = box_int(box, "block_size", stack[at++]);
+  lists->lora_ids = op_optional(ctx, "lora_ids", stack[at++]);
+  lists->num_active = op_host_int(ctx, "num_active_loras", stack[at++]);
+  args->adapters.adapter_enabled = op_optional(ctx, "adapter_enabled", stack[at++]);
+  args->num_experts = op_int(ctx, "num_experts", stack[at++]);
+  lists->block_size = op_int(ctx, "block_size", stack[at++]);
   return at;
 }
 
-static int take_routing(moelora_box *box, const StableIValue *stack, int at,
+static int take_routing(moelora_op_context *ctx, const StableIValue *stack, int at,
                         moelora_delta_args *args) {
-  args->routing.topk_weights = box_optional(box, "topk_weights", stack[at++]);
-  args->routing.topk_ids = box_tensor(box, "topk_ids", stack[at++]);
-  args->adapters.token_lora_mapping = box_optional(box, "token_lora_mapping", stack[at++]);
-  args->adapters.lora_ranks = box_optional(box, "lora_ranks", stack[at++]);
-  args->adapters.lora_scalings = box_optional(box, "lora_scalings", stack[at++]);
-  args->adapters.adapter_enabled = box_optional(box, "adapter_enabled", stack[at++]);
-  args->routing.expert_map = box_optional(box, "expert_map", stack[at++]);
-  args->num_experts = box_int(box, "num_experts", stack[at++]);
+  args->routing.topk_weights = op_optional(ctx, "topk_weights", stack[at++]);
+  args->routing.topk_ids = op_tensor(ctx, "topk_ids", stack[at++]);
+  args->adapters.token_lora_mapping = op_optional(ctx, "token_lora_mapping", stack[at++]);
+  args->adapters.lora_ranks = op_optional(ctx, "lora_ranks", stack[at++]);
+  args->adapters.lora_scalings = op_optional(ctx, "lora_scalings", stack[at++]);
+  args->adapters.adapter_enabled = op_optional(ctx, "adapter_enabled", stack[at++]);
+  args->routing.expert_map = op_optional(ctx, "expert_map", stack[at++]);
+  args->num_experts = op_int(ctx, "num_experts", stack[at++]);
   return at;
 }
 
-static int take_stage(moelora_box *box, const StableIValue *stack, int at, bool combine,
+static int take_stage(moelora_op_context *ctx, const StableIValue *stack, int at, bool combine,
                       moelora_routing *routing, moelora_adapters *adapters, int32_t *num_experts) {
-  routing->topk_ids = box_tensor(box, "expert_ids", stack[at++]);
+  routing->topk_ids = op_tensor(ctx, "expert_ids", stack[at++]);
   if (combine) {
-    routing->topk_weights = box_tensor(box, "routing_weights", stack[at++]);
+    routing->topk_weights = op_tensor(ctx, "routing_weights", stack[at++]);
   }
-  adapters->token_lora_mapping = box_tensor(box, "weight_indices", stack[at++]);
-  adapters->lora_ranks = box_optional(box, "lora_ranks", stack[at++]);
+  adapters->token_lora_mapping = op_tensor(ctx, "weight_indices", stack[at++]);
+  adapters->lora_ranks = op_optional(ctx, "lora_ranks", stack[at++]);
   if (combine) {
-    adapters->lora_scalings = box_optional(box, "scalings", stack[at++]);
+    adapters->lora_scalings = op_optional(ctx, "scalings", stack[at++]);
   }
-  adapters->adapter_enabled = box_optional(box, "adapter_enabled", stack[at++]);
-  *num_experts = box_int(box, "num_experts", stack[at++]);
+  adapters->adapter_enabled = op_optional(ctx, "adapter_enabled", stack[at++]);
+  *num_experts = op_int(ctx, "num_experts", stack[at++]);
   return at;
 }
 
-static void take_arguments(const delta_form *form, moelora_box *box, const StableIValue *stack,
-                           moelora_delta_args *args) {
+static void take_arguments(const delta_form *form, moelora_op_context *ctx,
+                           const StableIValue *stack, moelora_delta_args *args) {
   int at = 0;
-  *(form->expand ? &args->out : &args->h) = box_tensor(box, form->written, stack[at++]);
-  *(form->shrink ? &args->x : &args->h) = box_tensor(box, form->read, stack[at++]);
+  *(form->expand ? &args->out : &args->h) = op_tensor(ctx, form->written, stack[at++]);
+  *(form->shrink ? &args->x : &args->h) = op_tensor(ctx, form->read, stack[at++]);
   if (form->shrink && form->expand) {
-    args->lora = box_lora(box, form->lora_a, stack[at], form->lora_b, stack[at + 1]);
+    args->lora = op_lora(ctx, form->lora_a, stack[at], form->lora_b, stack[at + 1]);
     at += 2;
   } else {
-    args->lora.num_slices = box_tensors(box, form->shrink ? form->lora_a : form->lora_b,
-                                        stack[at++], form->shrink ? args->lora.a : args->lora.b);
+    args->lora.num_slices = op_tensors(ctx, form->shrink ? form->lora_a : form->lora_b, stack[at++],
+                                       form->shrink ? args->lora.a : args->lora.b);
   }
   if (form->words == STAGED) {
-    take_stage(box, stack, at, form->combine, &args->routing, &args->adapters, &args->num_experts);
+    take_stage(ctx, stack, at, form->combine, &args->routing, &args->adapters, &args->num_experts);
     args->mul_routed_weight = args->add_inputs = form->combine;
     return;
   }
   at =
-      form->words == LISTED ? take_lists(box, stack, at, args) : take_routing(box, stack, at, args);
+      form->words == LISTED ? take_lists(ctx, stack, at, args) : take_routing(ctx, stack, at, args);
   if (form->expand) {
     args->mul_routed_weight = stack[at++] != 0;
     args->add_inputs = stack[at++] != 0;
@@ -111,24 +111,24 @@ static void take_arguments(const delta_form *form, moelora_box *box, const Stabl
 }
 
 static void run_delta(delta_form form, StableIValue *stack) {
-  moelora_box box;
-  box_open(&box, form.op);
+  moelora_op_context ctx;
+  op_open(&ctx, form.op);
   moelora_delta_args args = {.silu_and_mul = form.silu_and_mul};
-  take_arguments(&form, &box, stack, &args);
+  take_arguments(&form, &ctx, stack, &args);
   if (form.words == ROUTED) {
-    box_need_mapping(&box, &args.routing.topk_ids, &args.adapters.token_lora_mapping, &args.lora,
-                     form.lora_a);
+    op_need_mapping(&ctx, &args.routing.topk_ids, &args.adapters.token_lora_mapping, &args.lora,
+                    form.lora_a);
   }
   moelora_call call;
-  if (box_ready(&box) && box_check(&box, moelora_prepare_delta(&args, &box.exec, &call)) &&
-      box_workspace(&box, call.workspace_bytes)) {
-    if (form.whole && !args.add_inputs && aoti_torch_zero_(box.handles[0])) {
-      box_fail(&box, MOELORA_DEVICE_ERROR, "cannot zero %s", form.written);
+  if (op_ready(&ctx) && op_check(&ctx, moelora_prepare_delta(&args, &ctx.exec, &call)) &&
+      op_workspace(&ctx, call.workspace_bytes)) {
+    if (form.whole && !args.add_inputs && aoti_torch_zero_(ctx.handles[0])) {
+      op_fail(&ctx, MOELORA_DEVICE_ERROR, "cannot zero %s", form.written);
     } else {
-      box_check(&box, moelora_run(&call, &box.exec));
+      op_check(&ctx, moelora_run(&call, &ctx.exec));
     }
   }
-  box_close(&box, stack);
+  op_close(&ctx, stack);
 }
 
 #define DELTA_OP(NAME, WRITTEN, READ, A, B, ...)                                                   \
@@ -155,43 +155,43 @@ DELTA_OP(moe_lora_down_combine, "output", "activated", "down_a", "down_b", STAGE
 
 static void moe_lora_fused(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
   (void)inputs, (void)outputs;
-  moelora_box box;
-  box_open(&box, "moe_lora_fused");
+  moelora_op_context ctx;
+  op_open(&ctx, "moe_lora_fused");
   moelora_mlp_delta_args args = {0};
-  args.out = box_tensor(&box, "output", stack[0]);
-  args.hidden_states = box_tensor(&box, "x", stack[1]);
-  args.gate_up = box_lora(&box, "gate_up_a", stack[2], "gate_up_b", stack[3]);
-  args.down = box_lora(&box, "down_a", stack[4], "down_b", stack[5]);
-  take_stage(&box, stack, 6, true, &args.routing, &args.adapters, &args.num_experts);
+  args.out = op_tensor(&ctx, "output", stack[0]);
+  args.hidden_states = op_tensor(&ctx, "x", stack[1]);
+  args.gate_up = op_lora(&ctx, "gate_up_a", stack[2], "gate_up_b", stack[3]);
+  args.down = op_lora(&ctx, "down_a", stack[4], "down_b", stack[5]);
+  take_stage(&ctx, stack, 6, true, &args.routing, &args.adapters, &args.num_experts);
   moelora_call call;
-  if (box_ready(&box) && box_check(&box, moelora_prepare_mlp_delta(&args, &box.exec, &call))) {
-    box_run(&box, &call);
+  if (op_ready(&ctx) && op_check(&ctx, moelora_prepare_mlp_delta(&args, &ctx.exec, &call))) {
+    op_run(&ctx, &call);
   }
-  box_close(&box, stack);
+  op_close(&ctx, stack);
 }
 
 static void moe_lora_align_block_size_out(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
   (void)inputs, (void)outputs;
-  moelora_box box;
-  box_open(&box, "moe_lora_align_block_size");
+  moelora_op_context ctx;
+  op_open(&ctx, "moe_lora_align_block_size");
   moelora_align_lists_args args = {0};
-  args.lists.sorted_token_ids = box_tensor(&box, "sorted_token_ids", stack[0]);
-  args.lists.expert_ids = box_tensor(&box, "expert_ids", stack[1]);
-  args.lists.num_tokens_post_padded = box_tensor(&box, "num_tokens_post_pad", stack[2]);
-  args.routing.topk_ids = box_tensor(&box, "topk_ids", stack[3]);
-  args.adapters.token_lora_mapping = box_tensor(&box, "token_lora_mapping", stack[4]);
-  args.num_experts = box_int(&box, "num_experts", stack[5]);
-  args.lists.block_size = box_int(&box, "block_size", stack[6]);
-  args.max_loras = box_int(&box, "max_loras", stack[7]);
-  args.adapters.adapter_enabled = box_optional(&box, "adapter_enabled", stack[8]);
-  args.lists.lora_ids = box_tensor(&box, "lora_ids", stack[9]);
-  args.routing.expert_map = box_optional(&box, "expert_map", stack[10]);
+  args.lists.sorted_token_ids = op_tensor(&ctx, "sorted_token_ids", stack[0]);
+  args.lists.expert_ids = op_tensor(&ctx, "expert_ids", stack[1]);
+  args.lists.num_tokens_post_padded = op_tensor(&ctx, "num_tokens_post_pad", stack[2]);
+  args.routing.topk_ids = op_tensor(&ctx, "topk_ids", stack[3]);
+  args.adapters.token_lora_mapping = op_tensor(&ctx, "token_lora_mapping", stack[4]);
+  args.num_experts = op_int(&ctx, "num_experts", stack[5]);
+  args.lists.block_size = op_int(&ctx, "block_size", stack[6]);
+  args.max_loras = op_int(&ctx, "max_loras", stack[7]);
+  args.adapters.adapter_enabled = op_optional(&ctx, "adapter_enabled", stack[8]);
+  args.lists.lora_ids = op_tensor(&ctx, "lora_ids", stack[9]);
+  args.routing.expert_map = op_optional(&ctx, "expert_map", stack[10]);
   args.lists.num_active = (int32_t)args.lists.lora_ids.size[0];
   moelora_call call;
-  if (box_ready(&box) && box_check(&box, moelora_prepare_align_lists(&args, &box.exec, &call))) {
-    box_run(&box, &call);
+  if (op_ready(&ctx) && op_check(&ctx, moelora_prepare_align_lists(&args, &ctx.exec, &call))) {
+    op_run(&ctx, &call);
   }
-  box_close(&box, stack);
+  op_close(&ctx, stack);
 }
 
 #define ROW(NAME, SCHEMA) {#NAME, #NAME "(Tensor(a!) " SCHEMA, NAME}

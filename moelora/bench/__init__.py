@@ -3,8 +3,8 @@
 The commands in a checkout's benchmarks/, which made the numbers of README and docs, share its
 cases, shapes, timers and result files.
 
-A *rival* is one way to run a layer (ours is one of them). All rivals of a case read the same
-tensors, are compared with float64 before they are timed, and take turns in one process.
+A *baseline* is one way to run a layer (ours is one of them). All baselines of a case read the
+same tensors, are compared with float64 before they are timed, and take turns in one process.
 """
 
 from rich.console import Console

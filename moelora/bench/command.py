@@ -1,4 +1,4 @@
-"""`python -m moelora bench`: one MoE layer, with and without adapters, beside its rivals.
+"""`python -m moelora bench`: one MoE layer, with and without adapters, beside its baselines.
 
     python -m moelora bench --models qwen3,mixtral --tokens 16,1024 --ranks 16 --out now.json
     python -m moelora bench --models qwen3-235b --tp 4 --mix half --routing zipf
@@ -9,7 +9,7 @@
     python -m moelora bench compare before.json now.json
 
 Microseconds of one layer without its router: the median, and in the file the middle 80 % of the
-turns. Every rival is compared with float64 before it is timed.
+turns. Every baseline is compared with float64 before it is timed.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from moelora import _C
-from moelora.bench import cases, compare, console, plot, results, rivals, shapes
+from moelora.bench import baselines, cases, compare, console, plot, results, shapes
 from moelora.bench.harness import Bench, Situation
 from moelora.bench.machine import processor
 from moelora.bench.timing import GraphTimer, TurnTimer
@@ -50,7 +50,7 @@ DEFAULTS = {
 def add_command(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "bench",
-        help="time a layer beside its rivals; plot and compare results",
+        help="time a layer beside its baselines; plot and compare results",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -64,15 +64,20 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_case_options(parser)
     add = parser.add_argument
-    add("--rivals", default="auto", help=f"of {', '.join(rivals.ABOUT)}; auto, none")
-    add("--all-modes", action="store_true", help="every path of a rival, not its default alone")
+    add(
+        "--baselines",
+        "--rivals",
+        default="auto",
+        help=f"of {', '.join(baselines.ABOUT)}; auto, none",
+    )
+    add("--all-modes", action="store_true", help="every path of a baseline, not its default alone")
     add("--variant", help="force this kernel variant")
     limit = os.environ.get("MOELORA_MAX_CC") or None
     add("--max-cc", default=limit, type=int, help="plan as for this compute capability, e.g. 80")
-    add("--patience-s", default=1.5, type=float, help="longest call of a rival")
+    add("--patience-s", default=1.5, type=float, help="longest call of a baseline")
     add("--deadline-s", default=1e9, type=float, help="stop cleanly after this")
     add("--out", help="result file to write")
-    add("--list", action="store_true", help="models and rivals, and stop")
+    add("--list", action="store_true", help="models and baselines, and stop")
 
 
 def add_case_options(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +94,7 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
     add("--routing", default="uniform", help="uniform, zipf, or a file of counts per expert")
     add("--dtypes", help="of fp32, bf16, fp16")
     add("--device", choices=["cuda", "cpu"], help="cuda where it can be used")
-    add("--budget-ms", type=float, help="time per rival or variant, and case")
+    add("--budget-ms", type=float, help="time per baseline or variant, and case")
     add("--threads", type=int, help="CPU: torch's number of threads")
     add("--mm-size", default=2048, type=int, help="CPU: size of the torch.mm yardstick")
 
@@ -109,12 +114,12 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
     args.dtypes = _words("--dtypes", args.dtypes, cases.DTYPES)
     if args.device == "cuda" and "fp32" in args.dtypes:
         raise ValueError("--dtypes: CUDA kernels are for bf16 and fp16")
-    known = list(rivals.ABOUT)
-    defaults = rivals.DEFAULTS[args.device]
-    if args.rivals in ("auto", "none"):
-        args.rivals = defaults if args.rivals == "auto" else []
+    known = list(baselines.ABOUT)
+    defaults = baselines.DEFAULTS[args.device]
+    if args.baselines in ("auto", "none"):
+        args.baselines = defaults if args.baselines == "auto" else []
     else:
-        args.rivals = _words("--rivals", args.rivals, known)
+        args.baselines = _words("--baselines", args.baselines, known)
     models = [shapes.find(text) for text in args.models.split(",") if text]
     models += [shapes.custom(text) for text in args.shape]
     args.models = [(key, model.shard(args.tp)) for key, model in models]
@@ -170,7 +175,7 @@ def measure(args: argparse.Namespace, console: Console) -> list[dict]:
     about = processor() if args.device == "cpu" else {}
     if args.device == "cuda" and args.max_cc:
         about["max_cc"] = args.max_cc
-    options = rivals.Options(args.patience_s, args.all_modes)
+    options = baselines.Options(args.patience_s, args.all_modes)
     settings = list(product(args.models, args.dtypes, args.adapters))
     total = len(settings) * len(args.tokens)
     rows, absent, done, late = [], {}, 0, False
@@ -181,9 +186,9 @@ def measure(args: argparse.Namespace, console: Console) -> list[dict]:
             what = f"{key} {dtype}" + (f" L={adapters}" if len(args.adapters) > 1 else "")
             progress.update(bar, description=what)
             bench = layer = found = None  # before the next one is drawn
-            same_a = "transformers" in args.rivals
-            layer = rivals.Layer(model, dtype, args.ranks, adapters, generator, same_a)
-            found, missing = rivals.rivals_of(layer, args.rivals, options)
+            same_a = "transformers" in args.baselines
+            layer = baselines.Layer(model, dtype, args.ranks, adapters, generator, same_a)
+            found, missing = baselines.baselines_of(layer, args.baselines, options)
             absent |= missing
             situation = Situation(key, args.tp, args.mix, args.routing)
             bench = Bench(layer, found, situation, timer, args.budget_ms)
@@ -207,11 +212,11 @@ def measure(args: argparse.Namespace, console: Console) -> list[dict]:
 
 
 def show(rows: list[dict], console: Console) -> None:
-    """One line a case, one column a rival."""
+    """One line a case, one column a baseline."""
     if not rows:
         return
     unit, scale = ("ms", 1e3) if rows[0]["ours_us"] > 5e3 else ("us", 1.0)
-    caption = "cost: of adapters over base; x best: the fastest rival with adapters"
+    caption = "cost: of adapters over base; x best: the fastest baseline with adapters"
     table = Table(title=f"{unit} per layer", caption=caption)
     who = list(dict.fromkeys(name for row in rows for name in row["rivals"]))
     for column in ("model", "dtype", "M", "rank", "adapters", "bound", "ours", "+-", "share"):
@@ -245,9 +250,9 @@ def show_lists(console: Console) -> None:
     for key, m in shapes.MODELS.items():
         sizes = map(str, (m.experts, m.top_k, m.hidden, m.intermediate))
         models.add_row(key, m.name, *sizes, m.activation)
-    who = Table("--rivals", "what", "cuda", "cpu")
-    for name, about in rivals.ABOUT.items():
-        taken = ["auto" if name in rivals.DEFAULTS[device] else "" for device in ("cuda", "cpu")]
+    who = Table("--baselines", "what", "cuda", "cpu")
+    for name, about in baselines.ABOUT.items():
+        taken = ["auto" if name in baselines.DEFAULTS[device] else "" for device in ("cuda", "cpu")]
         who.add_row(name, about, *taken)
     console.print(models, who)
 

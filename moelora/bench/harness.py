@@ -1,4 +1,4 @@
-"""One case: draw batches, check every rival against float64, time them in turn, write the rows."""
+"""One case: draw batches, check every baseline against float64, time them in turn, write rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ import torch
 
 from moelora import _C
 from moelora.bench import cases
-from moelora.bench.rivals import Layer, Skipped, TooSlow
+from moelora.bench.baselines import Layer, Skipped, TooSlow
 from moelora.reference import activate
 
-# Relative to the norm of the reference; rivals that merge or add adapters later round more often.
+# Relative to the norm of the reference; baselines that merge or add adapters later round more.
 TOLERANCE = {"fp32": 2e-5, "bf16": 2e-2, "fp16": 5e-3}
 
 
@@ -37,8 +37,8 @@ def reference_rows(layer: Layer, batch, tokens):
             h = activate(gu, layer.model.activation)
             z = product(layer.w2[e], h)
             for at, f in enumerate(stacks.values() if adapter >= 0 else (), 1):
-                shrunk = product(f.a2[adapter, e], h[at : at + 1])
-                z[at] += product(f.b2[adapter, e], shrunk)[0]
+                xa = product(f.a2[adapter, e], h[at : at + 1])
+                z[at] += product(f.b2[adapter, e], xa)[0]
             total += weight * z
         for rank, row in zip(rows, total, strict=True):
             rows[rank].append(row)
@@ -68,10 +68,10 @@ class Situation:
 
 
 class Bench:
-    """All rivals of one layer; what was too slow once is not tried again."""
+    """All baselines of one layer; what was too slow once is not tried again."""
 
-    def __init__(self, layer: Layer, rivals: Sequence, situation: Situation, timer, budget_ms):
-        self.layer, self.rivals, self.situation = layer, rivals, situation
+    def __init__(self, layer: Layer, baselines: Sequence, situation: Situation, timer, budget_ms):
+        self.layer, self.baselines, self.situation = layer, baselines, situation
         self.timer, self.budget_ms = timer, budget_ms
         self.slow = {}  # {(who, rank): why}
 
@@ -103,11 +103,11 @@ class Bench:
 
     def runs(self, batches):
         runs = {}
-        for rival in self.rivals:
+        for baseline in self.baselines:
             try:
-                runs |= rival.runs(batches)
+                runs |= baseline.runs(batches)
             except Skipped as why:
-                self.skipped[type(rival).__name__.lower(), 0] = str(why)
+                self.skipped[type(baseline).__name__.lower(), 0] = str(why)
         return {key: run for key, run in runs.items() if key not in self.slow}
 
     def check(self, runs, batch):
@@ -126,7 +126,7 @@ class Bench:
             except TooSlow as why:
                 self.leave_out(runs, key, f"{len(batch.x)} tokens, rank {rank}: {why}")
                 continue
-            except Exception as problem:  # a rival's own limits must not end the run
+            except Exception as problem:  # a baseline's own limits must not end the run
                 if who == "ours":
                     raise
                 self.skipped[key] = f"{type(problem).__name__}: {problem}".splitlines()[0]
@@ -183,10 +183,10 @@ def figures(rank, times, bounds, work, peaks):
     mine, base = times["ours", rank], times["ours", 0]
     of_rank = {who: t for (who, r), t in times.items() if r in (0, rank) and who != "ours"}
     adapted = {who: t.median for (who, r), t in times.items() if r == rank and who != "ours"}
-    rivals = {who: t.median for who, t in of_rank.items()}
+    baselines = {who: t.median for who, t in of_rank.items()}
     vllm = [us for who, us in adapted.items() if who.startswith("vllm_")]
     if vllm:
-        rivals["vllm_best"] = min(vllm)
+        baselines["vllm_best"] = min(vllm)
     best = min(adapted, key=adapted.get, default=None)
     spread = {"ours": mine, "ours_base": base} | of_rank
     return {
@@ -197,7 +197,7 @@ def figures(rank, times, bounds, work, peaks):
         "share": round(bounds[rank] / mine.median, 3),
         "share_base": round(bounds[0] / base.median, 3),
         "overhead": round(mine.median / base.median - 1, 3),
-        "rivals": rivals,
+        "rivals": baselines,
         "best_rival": best,
         "ratio": round(adapted[best] / mine.median, 3) if best else None,
         "spread_us": {who: [t.low, t.high] for who, t in spread.items()},

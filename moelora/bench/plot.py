@@ -99,17 +99,17 @@ def roofline(axes, rows):
 
 
 def overhead(axes, rows, along):
-    """Time with adapters over the same layer without, ours and each rival that has both, along the
-    number of `tokens` or of `adapters`."""
+    """Time with adapters over the same layer without, ours and each baseline that has both, along
+    the number of `tokens` or of `adapters`."""
     curves = defaultdict(dict)
     other = _varying(rows, "adapters" if along == "tokens" else "tokens")
     for row in rows:
         case = _case(row, *other)
         curves[case, "ours"][row[along]] = row["ours_us"] / row["ours_base_us"] - 1
-        rivals = row["rivals"]
+        baselines = row["rivals"]
         for name, base in (("vllm_default", "vllm_base"), ("separate", "separate_base")):
-            if name in rivals and base in rivals:
-                curves[case, name][row[along]] = rivals[name] / rivals[base] - 1
+            if name in baselines and base in baselines:
+                curves[case, name][row[along]] = baselines[name] / baselines[base] - 1
     colours = {case: f"C{i % 10}" for i, case in enumerate(dict.fromkeys(c for c, _ in curves))}
     styles = {"ours": "o-", "vllm_default": "s--", "separate": "^:"}
     for (case, who), points in curves.items():

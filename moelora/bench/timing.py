@@ -1,4 +1,4 @@
-"""Times rivals in turn, so that all meet the same clocks and the same neighbours.
+"""Times baselines in turn, so that all meet the same clocks and the same neighbours.
 
 On a GPU: CUDA graphs of many calls over rotating batches, weights past the L2 cache, events around
 each replay. On a CPU: one call a turn, after a read that empties the caches.
@@ -19,7 +19,7 @@ COLD_BYTES = 192e6  # three times the L2 of an H200
 
 @dataclass
 class Run:
-    """One rival on a case."""
+    """One baseline on a case."""
 
     call: Callable  # of a batch's index; returns the output
     first: Callable | None = None  # the checked call instead of `call(0)`; may raise Skipped
@@ -50,7 +50,7 @@ def calls_in_graph(batches: int, bytes_per_call) -> int:
 
 
 class GraphTimer:
-    """Captures rivals as CUDA graphs and replays them in turn."""
+    """Captures baselines as CUDA graphs and replays them in turn."""
 
     def __init__(self):
         self.peaks = gpu_peaks()
@@ -118,10 +118,10 @@ class GraphTimer:
 
 
 class TurnTimer:
-    """One call of each rival a round; the reads that empty the caches measure streaming bandwidth,
-    and torch.mm, which takes its turn too, arithmetic.
+    """One call of each baseline a round; the reads that empty the caches measure streaming
+    bandwidth, and torch.mm, which takes its turn too, arithmetic.
 
-    A rival leaves once it has had its time and its rounds; one far behind leaves after its time.
+    A baseline leaves once it has had its time and its rounds; one far behind leaves after its time.
     """
 
     ROUNDS = range(3, 15)

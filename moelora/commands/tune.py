@@ -21,9 +21,9 @@ from rich.table import Table
 
 from moelora import _C, tuned
 from moelora.bench import cases, command
+from moelora.bench.baselines import Layer, Options
+from moelora.bench.baselines.ours import Ours
 from moelora.bench.harness import TOLERANCE, reference_rows, relative_error
-from moelora.bench.rivals import Layer, Options
-from moelora.bench.rivals.ours import Ours
 from moelora.bench.timing import Run, Times
 
 SHORT = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}  # in the names of variants
@@ -40,7 +40,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     command.add_case_options(parser)
     where = os.environ.get("MOELORA_CONFIG_DIR")
     parser.add_argument("--dir", default=where, help="folder of the files ($MOELORA_CONFIG_DIR)")
-    parser.set_defaults(run=run, ranks="16", rivals="none")
+    parser.set_defaults(run=run, ranks="16", baselines="none")
 
 
 def candidates(dtype: str, device: str) -> list[str]:

@@ -2,10 +2,9 @@
  *
  *   resolve -> [sort] -> shrink -> expand [-> combine]
  *
- * or, of few rows, shrink and expand in one launch. h and whatever waits for a sum is stored by
+ * or, of few rows, shrink and expand in one launch. x A^T and whatever waits for a sum is stored by
  * flat row. Few rows are sorted by each CTA for itself, or not at all: where pairs hardly repeat,
- * reading the factors of a repeated one again costs less.
- */
+ * reading the factors of a repeated one again costs less. */
 #include "cuda/backend.h"
 #include "cuda/adapters/delta_rows.cuh"
 #include "cuda/launch/bounds.cuh"
@@ -54,11 +53,11 @@ __global__ void __launch_bounds__(kThreads, kLightResident)
     combine_rows(const __grid_constant__ Combine p) {
   wait_for_previous_kernel();
   start_next_kernel();
-  const int32_t pieces = (p.columns + WIDTH - 1) / WIDTH, top_k = p.rows.routes.top_k;
-  const int64_t count = p.rows.routes.num_tokens * pieces;
+  const int32_t chunks = (p.columns + WIDTH - 1) / WIDTH, top_k = p.rows.routes.top_k;
+  const int64_t count = p.rows.routes.num_tokens * chunks;
   for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < count;
        i += (int64_t)gridDim.x * kThreads) {
-    const int64_t token = i / pieces, column = i % pieces * WIDTH;
+    const int64_t token = i / chunks, column = i % chunks * WIDTH;
     float sum[WIDTH] = {};
     bool any = false;
     for (int j = 0; j < top_k; j++) {
@@ -156,7 +155,7 @@ extern "C" moelora_status delta_sort(const moelora_routes *routes, const delta_s
                                  .max_blocks = routes->num_rows,
                                  .sorted_ids = sorted->row,
                                  .expert_ids = sorted->expert,
-                                 .pairs = sorted->adapter,
+                                 .packed_ranks = sorted->adapter,
                                  .segments = sorted->segments,
                                  .num_post = sorted->count};
   return moelora_cuda_align_rows(routes, &blocks, sorted->scratch, exec);
@@ -181,25 +180,25 @@ delta_rows rows_of(const moelora_routes *routes, delta_order order, const delta_
 
 /* ---- the two halves ---- */
 
-/* h [slices, M, top_k, R], or our own with rows of all slices. */
-struct Shrunk {
+/* x A^T [slices, M, top_k, R], or our own with rows of all slices. */
+struct XaView {
   void *data;
   int64_t stride[3];
   bool own;
 };
 
-size_t shrunk_bytes(const moelora_routes *routes, const moelora_factors *lora) {
-  return moelora_times(moelora_times((size_t)routes->num_rows, moelora_shrunk_columns(lora)), 2);
+size_t xa_bytes(const moelora_routes *routes, const moelora_factors *lora) {
+  return moelora_times(moelora_times((size_t)routes->num_rows, moelora_xa_columns(lora)), 2);
 }
 
-Shrunk own_shrunk(void *data, const moelora_routes *routes, const moelora_factors *lora) {
+XaView own_xa(void *data, const moelora_routes *routes, const moelora_factors *lora) {
   const int64_t width = moelora_padded_rank(lora->max_rank), row = width * lora->num_slices;
   return {data, {width, routes->top_k * row, row}, true};
 }
 
 delta_shrink begin_shrink(const delta_rows *rows, const void *x, int64_t x_stride, bool x_per_row,
                           int64_t k, const moelora_factors *lora, const float *scalings,
-                          const Shrunk *h, bool hopper) {
+                          const XaView *xa, bool hopper) {
   delta_shrink s = {};
   s.rows = *rows;
   s.rows.max_rank = lora->max_rank;
@@ -212,30 +211,30 @@ delta_shrink begin_shrink(const delta_rows *rows, const void *x, int64_t x_strid
   s.vectors = moelora_is_vector_row(x, x_stride, k) &&
               moelora_are_vector_factors(lora->a, lora->num_slices);
   s.hopper = hopper;
-  s.h = h->data;
-  s.exact = !h->own;
-  s.eights = (uintptr_t)h->data % 16 == 0;
+  s.xa = xa->data;
+  s.exact = !xa->own;
+  s.xa_vectors = (uintptr_t)xa->data % 16 == 0;
   for (int i = 0; i < 3; i++) {
-    s.h_stride[i] = h->stride[i];
-    s.eights = s.eights && h->stride[i] % 8 == 0;
+    s.xa_stride[i] = xa->stride[i];
+    s.xa_vectors = s.xa_vectors && xa->stride[i] % 8 == 0;
   }
   return s;
 }
 
 /* All of an expand but what becomes of z. */
-delta_expand begin_expand(const delta_rows *rows, const Shrunk *h, const moelora_factors *lora,
+delta_expand begin_expand(const delta_rows *rows, const XaView *xa, const moelora_factors *lora,
                           bool after_shrink) {
   delta_expand e = {};
   e.after_shrink = after_shrink;
   e.rows = *rows;
   e.rows.max_rank = lora->max_rank;
   e.lora = *lora;
-  e.h = h->data;
-  e.vectors = (uintptr_t)h->data % 16 == 0 && lora->max_rank % 8 == 0 && lora->slice_n % 8 == 0 &&
+  e.xa = xa->data;
+  e.vectors = (uintptr_t)xa->data % 16 == 0 && lora->max_rank % 8 == 0 && lora->slice_n % 8 == 0 &&
               moelora_are_vector_factors(lora->b, lora->num_slices);
   for (int i = 0; i < 3; i++) {
-    e.h_stride[i] = h->stride[i];
-    e.vectors = e.vectors && h->stride[i] % 8 == 0;
+    e.xa_stride[i] = xa->stride[i];
+    e.vectors = e.vectors && xa->stride[i] % 8 == 0;
   }
   return e;
 }
@@ -293,7 +292,7 @@ struct DeltaLayout {
   moelora_list_blocks lists;
   delta_order order;
   delta_sorted sorted;
-  void *h;
+  void *xa;
   Waiting z;
   uint8_t *written;
   size_t bytes;
@@ -309,8 +308,8 @@ DeltaLayout lay_out(const moelora_delta_problem *p, void *base) {
   l.order = listed ? DELTA_LISTED : order_for(&p->routes, pair_bytes(&p->lora, p->k, p->x, p->out));
   if (l.order == DELTA_SORTED)
     l.sorted = delta_take_sorted(&l.routes, &arena);
-  if (!p->h)
-    l.h = moelora_take(&arena, shrunk_bytes(&p->routes, &p->lora));
+  if (!p->xa)
+    l.xa = moelora_take(&arena, xa_bytes(&p->routes, &p->lora));
   if (p->sum_top_k) {
     l.z = take_waiting(&p->routes, p->columns, &arena);
     if (listed)
@@ -348,13 +347,14 @@ extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
   const moelora_routes *routes = &l.routes;
   delta_rows rows = rows_of(routes, l.order, &l.sorted);
   rows.lists = l.lists;
-  const Shrunk h = p->h ? Shrunk{p->h, {p->h_stride[0], p->h_stride[1], p->h_stride[2]}, false}
-                        : own_shrunk(l.h, routes, &p->lora);
+  const XaView xa = p->xa
+                        ? XaView{p->xa, {p->xa_stride[0], p->xa_stride[1], p->xa_stride[2]}, false}
+                        : own_xa(l.xa, routes, &p->lora);
   delta_shrink s = {};
   if (p->x)
     s = begin_shrink(&rows, p->x, p->x_stride, p->x_per_row, p->k, &p->lora, routes->lora_scalings,
-                     &h, plan->family == MOELORA_SM90);
-  delta_expand e = begin_expand(&rows, &h, &p->lora, p->x && !l.written);
+                     &xa, plan->family == MOELORA_SM90);
+  delta_expand e = begin_expand(&rows, &xa, &p->lora, p->x && !l.written);
   e.topk_weights = p->mul_routed_weight ? routes->topk_weights : nullptr;
   if (p->sum_top_k) {
     set_waiting(&e, &l.z, l.written);
@@ -369,7 +369,7 @@ extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
   const bool listed = l.order == DELTA_LISTED;
   moelora_status status = moelora_cuda_resolve(&p->routes, routes, listed ? &p->lists : nullptr,
                                                listed ? &l.lists : nullptr, true, exec);
-  if (status == MOELORA_OK && p->x && p->out && !p->h && delta_fits_thin(&s, &e, exec)) {
+  if (status == MOELORA_OK && p->x && p->out && !p->xa && delta_fits_thin(&s, &e, exec)) {
     status = delta_launch_thin(&s, &e, p->dtype, exec);
   } else {
     if (status == MOELORA_OK && l.order == DELTA_SORTED)
@@ -394,7 +394,7 @@ struct MlpLayout {
   moelora_routes routes; // resolved
   delta_order order;
   delta_sorted sorted;
-  void *h1, *act, *h2;
+  void *xa1, *act, *xa2;
   Waiting z;
   size_t bytes;
 };
@@ -407,10 +407,10 @@ MlpLayout lay_out_mlp(const moelora_mlp_delta_problem *p, void *base) {
                                       pair_bytes(&p->down, p->intermediate, true, true));
   if (l.order == DELTA_SORTED)
     l.sorted = delta_take_sorted(&l.routes, &arena);
-  l.h1 = moelora_take(&arena, shrunk_bytes(&p->routes, &p->gate_up));
+  l.xa1 = moelora_take(&arena, xa_bytes(&p->routes, &p->gate_up));
   l.act = moelora_take_array(&arena,
                              moelora_times((size_t)p->routes.num_rows, (size_t)p->intermediate), 2);
-  l.h2 = moelora_take(&arena, shrunk_bytes(&p->routes, &p->down));
+  l.xa2 = moelora_take(&arena, xa_bytes(&p->routes, &p->down));
   l.z = take_waiting(&p->routes, p->hidden, &arena);
   l.bytes = arena.used;
   return l;
@@ -440,18 +440,18 @@ extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem
   if (status == MOELORA_OK && l.order == DELTA_SORTED)
     status = delta_sort(routes, &l.sorted, exec);
 
-  const Shrunk h1 = own_shrunk(l.h1, routes, &p->gate_up);
-  const Shrunk h2 = own_shrunk(l.h2, routes, &p->down);
+  const XaView xa1 = own_xa(l.xa1, routes, &p->gate_up);
+  const XaView xa2 = own_xa(l.xa2, routes, &p->down);
   const delta_shrink shrink1 = begin_shrink(&rows, p->x, p->x_stride, false, p->hidden, &p->gate_up,
-                                            nullptr, &h1, plan->family == MOELORA_SM90);
+                                            nullptr, &xa1, plan->family == MOELORA_SM90);
   const delta_shrink shrink2 =
       begin_shrink(&rows, l.act, intermediate, true, intermediate, &p->down, routes->lora_scalings,
-                   &h2, plan->family == MOELORA_SM90);
-  delta_expand expand1 = begin_expand(&rows, &h1, &p->gate_up, true);
+                   &xa2, plan->family == MOELORA_SM90);
+  delta_expand expand1 = begin_expand(&rows, &xa1, &p->gate_up, true);
   expand1.silu_and_mul = true;
   set_out(&expand1, l.act, routes->top_k * intermediate, intermediate);
   expand1.vectors = expand1.vectors && intermediate % 8 == 0;
-  delta_expand expand2 = begin_expand(&rows, &h2, &p->down, true);
+  delta_expand expand2 = begin_expand(&rows, &xa2, &p->down, true);
   expand2.topk_weights = routes->topk_weights;
   set_waiting(&expand2, &l.z, nullptr);
   if (status == MOELORA_OK)

@@ -20,7 +20,7 @@ typedef enum delta_order {
 /* Rows of an expert from which on segments are listed: 32 of each of eight adapters. */
 #define DELTA_LONG_ROWS 256
 
-/* Routed rows and what each of them carries. Kernels walk over windows of `window` rows in this
+/* Routed rows and what each of them carries. Kernels go over windows of `window` rows in this
  * order; a list is cut into windows block by block, so that each of these knows one pair. */
 typedef struct delta_rows {
   delta_order order;
@@ -41,7 +41,7 @@ typedef struct delta_sorted {
   void *scratch;
 } delta_sorted;
 
-/* h[p, slice] = round(s x[p / x_divisor] A[l, e]^T), zero from the true rank to max_rank. */
+/* xa[p, slice] = round(s x[p / x_divisor] A[l, e]^T), zero from the true rank to max_rank. */
 typedef struct delta_shrink {
   delta_rows rows;
   const void *x; /* [P / x_divisor, k] */
@@ -51,29 +51,29 @@ typedef struct delta_shrink {
   moelora_factors lora;
   const float *scalings; /* [max_loras]; NULL: 1 */
   bool vectors;          /* x and A allow 16-byte accesses */
-  bool eights;           /* h allows 16-byte accesses */
+  bool xa_vectors;       /* xa allows 16-byte accesses */
   bool hopper;           /* kernels of sm_90 may be used */
-  bool exact; /* h is the caller's, else it has room for 16 ranks at a time, and what lies
+  bool exact; /* xa is the caller's, else it has room for 16 ranks at a time, and what lies
                * behind a true rank is never read */
-  void *h;
-  int64_t h_stride[3]; /* slice, token, choice */
+  void *xa;
+  int64_t xa_stride[3]; /* slice, token, choice */
 } delta_shrink;
 
-/* z[p] = h[p, slice] B[l, e]^T in columns slice * slice_n on; then silu, weight and sum. */
+/* z[p] = xa[p, slice] B[l, e]^T in columns slice * slice_n on; then silu, weight and sum. */
 typedef struct delta_expand {
   delta_rows rows;
-  const void *h;
-  int64_t h_stride[3]; /* slice, token, choice */
+  const void *xa;
+  int64_t xa_stride[3]; /* slice, token, choice */
   moelora_factors lora;
   bool silu_and_mul;
   const float *topk_weights; /* NULL: rows are not weighted */
   bool add;                  /* out += z */
   bool f32;                  /* out is float32 */
-  bool vectors;              /* h, B and out allow 16-byte accesses */
+  bool vectors;              /* xa, B and out allow 16-byte accesses */
   void *out;
   int64_t out_stride[2]; /* token, choice */
   uint8_t *written;      /* [P], set to 1 for rows that are; NULL: not wanted */
-  bool after_shrink;     /* queued right behind the shrink of the same rows: all but h is there */
+  bool after_shrink;     /* queued right behind the shrink of the same rows: all but xa is there */
 } delta_expand;
 
 /* Pairs that the rows make on average if each is as likely to carry any of `adapters` as to go to
@@ -101,10 +101,10 @@ static inline int64_t delta_set_window(delta_rows *r, int64_t most, int64_t part
   if (rows == 0)
     return 0;
   if (r->order == DELTA_LISTED) {
-    const int64_t size = r->lists.block_size, pieces = (size + most - 1) / most;
+    const int64_t size = r->lists.block_size, per_block = (size + most - 1) / most;
     const int64_t pairs = (int64_t)r->routes.num_experts * r->routes.max_loras;
-    r->window = (int32_t)((size + pieces - 1) / pieces);
-    windows = r->lists.num_active * r->lists.blocks * pieces;
+    r->window = (int32_t)((size + per_block - 1) / per_block);
+    windows = r->lists.num_active * r->lists.blocks * per_block;
     used = (rows < pairs ? rows : pairs) + rows / r->window;
     items = (r->window + part - 1) / part * columns; // all of a block are of one pair
   } else {
@@ -139,8 +139,8 @@ moelora_status delta_launch_expand(const delta_expand *expand, moelora_dtype dty
 bool delta_fits_thin_expand(const delta_expand *expand);
 moelora_status delta_launch_thin_expand(const delta_expand *expand, moelora_dtype dtype,
                                         const moelora_exec *exec);
-/* delta_thin.cu: both halves of few rows in one launch that does without h, and whether it takes
- * them. */
+/* delta_thin.cu: both halves of few rows in one launch that keeps x A^T on the chip, and whether it
+ * takes them. */
 bool delta_fits_thin(const delta_shrink *shrink, const delta_expand *expand,
                      const moelora_exec *exec);
 moelora_status delta_launch_thin(const delta_shrink *shrink, const delta_expand *expand,

@@ -1,11 +1,11 @@
-/* Expand: z[p, slice * N + n] = sum over r of h[p, slice, r] B[slice][l, e, n, r], into out
+/* Expand: z[p, slice * N + n] = sum over r of xa[p, slice, r] B[slice][l, e, n, r], into out
  *
  *   out = z, or out += z; z may be weighted, or silu(gate) * up of its two halves
  *
  * Warps work alone: an item is some rows of a segment and two groups of 32 columns, neighbours or a
- * gate and its up; a step is 16 rows of it and PIECE ranks. What the next steps read is on its way
- * to shared memory meanwhile: h, out, and B where it is not yet in registers, which is once for an
- * item if PIECE ranks cover the true rank.
+ * gate and its up; a step is 16 rows of it and K_SPAN ranks. What the next steps read is on its way
+ * to shared memory meanwhile: xa, out, and B where it is not yet in registers, which is once for an
+ * item if K_SPAN ranks cover the true rank.
  *
  * The CTAs that share a window take its items in turn, neighbouring warps neighbouring columns.
  *
@@ -23,14 +23,14 @@ template <int STEPS> constexpr int kStages = STEPS == 1 ? 2 : 1;
 /* Rows of an item: many, so that B is seldom read again, if so many leave each warp some items. */
 constexpr int kMaxPart = 256, kMinPart = 32, kItems = 8;
 
-template <class T, int STEPS, bool SILU, bool VECTORS> struct Shared {
+template <class T, int STEPS, bool SILU, bool VECTORS> struct ExpandShared {
   static constexpr int WARPS = kWarps<STEPS>, STAGES = kStages<STEPS>;
   alignas(16) char stages[WARPS][STAGES][Expand<T, STEPS, SILU, VECTORS>::STAGE_BYTES];
   Window<kRows<STEPS>> window;
-  Places<kRows<STEPS>> places;
+  RowAddresses<kRows<STEPS>> addresses;
   Step<SILU> steps[WARPS][STAGES]; // what each stage is of
   Step<SILU> next[WARPS];
-  int units;
+  int work_units;
 };
 
 /* tiles: of columns; part: rows of an item; stride: what all warps that share a window take at
@@ -38,24 +38,24 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Shared {
 template <class T, int STEPS, bool SILU, bool VECTORS>
 __global__ void __launch_bounds__(32 * kWarps<STEPS>, kCtas<STEPS, SILU, VECTORS>)
     expand_rows(const __grid_constant__ delta_expand p, int tiles, int part, int shares,
-                Walk stride) {
+                TileCoord stride) {
   using E = Expand<T, STEPS, SILU, VECTORS>;
   constexpr int WARPS = kWarps<STEPS>, STAGES = kStages<STEPS>;
   extern __shared__ __align__(16) char memory[];
-  auto &shared = *(Shared<T, STEPS, SILU, VECTORS> *)memory;
+  auto &shared = *(ExpandShared<T, STEPS, SILU, VECTORS> *)memory;
   Window<E::ROWS> &w = shared.window;
-  Places<E::ROWS> &places = shared.places;
+  RowAddresses<E::ROWS> &addresses = shared.addresses;
   const int warp = threadIdx.x / 32;
   bool early = p.after_shrink;
   if (!early)
     begin();
 
-  shared.units = (int)count_windows(p.rows) * shares;
-  for (int unit = blockIdx.x; unit < shared.units; unit += gridDim.x) {
-    const int share = unit % shares;
+  shared.work_units = (int)count_windows(p.rows) * shares;
+  for (int work_unit = blockIdx.x; work_unit < shared.work_units; work_unit += gridDim.x) {
+    const int share = work_unit % shares;
     load_window<32 * WARPS>(
-        p.rows, unit / shares, w,
-        [&](int i, uint32_t row) { find_place(p, places, i, row, share == 0); },
+        p.rows, work_unit / shares, w,
+        [&](int i, uint32_t row) { find_addresses(p, addresses, i, row, share == 0); },
         [&](int rows, int) { return (rows + part - 1) / part; });
     const int number = share * WARPS + warp;
     const auto start_item = [&](Step<SILU> &s) {
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(32 * kWarps<STEPS>, kCtas<STEPS, SILU, VECTORS
         return;
       s.item.find(p, w, s.at, part);
       s.row = s.item.from;
-      s.piece = 0;
+      s.k = 0;
       s.rank = w.rank[s.row];
     };
     const auto keep = [&](Step<SILU> &to, const Step<SILU> &s) {
@@ -80,14 +80,14 @@ __global__ void __launch_bounds__(32 * kWarps<STEPS>, kCtas<STEPS, SILU, VECTORS
       if (s.rank > 0 && E::wants_b(s))
         E::copy_b(stage, p, w, s);
       if (s.rank > 0 && E::wants_out(p, s))
-        E::copy_out(stage, p, places, s);
+        E::copy_out(stage, p, addresses, s);
       if (early)
         begin();
       early = false;
       if (s.rank > 0) {
-        E::copy_h(stage, p, places, s);
+        E::copy_xa(stage, p, addresses, s);
         s.row += E::is_last(s) ? 16 : 0;
-        s.piece = E::is_last(s) ? 0 : s.piece + E::PIECE;
+        s.k = E::is_last(s) ? 0 : s.k + E::K_SPAN;
         if (s.row >= s.item.to) {
           s.at = s.at.next(stride, tiles);
           start_item(s);
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(32 * kWarps<STEPS>, kCtas<STEPS, SILU, VECTORS
       const char *stage = shared.stages[warp][slot];
       if (E::wants_b(step))
         expand.read_b(stage, step);
-      if (E::ONE_PIECE || step.piece == 0) {
+      if (E::ONE_SPAN || step.k == 0) {
 #pragma unroll
         for (int i = 0; i < 32; i++)
           d[i / 16][i / 4 % 4][i % 4] = 0.f;
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(32 * kWarps<STEPS>, kCtas<STEPS, SILU, VECTORS
         E::read_out(old, stage);
       fill(slot);
       if (E::is_last(step))
-        E::finish(d, old, p, places, step);
+        E::finish(d, old, p, addresses, step);
     }
   }
   if (early)
@@ -154,7 +154,7 @@ moelora_status launch(delta_expand p, const moelora_exec *exec) {
     tiles = slices == 1 ? (n / 2 + kGroup - 1) / kGroup : slices / 2 * ((n + kGroup - 1) / kGroup);
   if (tiles == 0)
     return MOELORA_OK;
-  constexpr size_t bytes = sizeof(Shared<T, STEPS, SILU, VECTORS>);
+  constexpr size_t bytes = sizeof(ExpandShared<T, STEPS, SILU, VECTORS>);
   static_assert(bytes <= kPortableShared, "a CTA's shared memory");
   constexpr int WARPS = kWarps<STEPS>;
   const int64_t ctas = moelora_cuda_num_sms(exec->device_index) * kCtas<STEPS, SILU, VECTORS>;
@@ -169,7 +169,7 @@ moelora_status launch(delta_expand p, const moelora_exec *exec) {
   const int64_t windows = delta_set_window(&p.rows, kRows<STEPS>, part, (tiles + WARPS - 1) / WARPS,
                                            waves * ctas, &shares);
   const int64_t warps = (int64_t)shares * WARPS;
-  const Walk stride = {(int)(warps / tiles), (int)(warps % tiles)};
+  const TileCoord stride = {(int)(warps / tiles), (int)(warps % tiles)};
   return launch_waves<expand_rows<T, STEPS, SILU, VECTORS>>(waves, "delta_expand", windows * shares,
                                                             32 * WARPS, bytes, exec, p, (int)tiles,
                                                             part, shares, stride);

@@ -1,6 +1,6 @@
 /* One step of the expand: what a warp copies to shared memory, multiplies and stores.
  *
- * Which column of B or rank of h a slot of an mma stands for is free, as long as both sides agree:
+ * Which column of B or rank of xa a slot of an mma stands for is free, as long as both sides agree:
  *   ranks    lane q = lane % 4 takes ranks 8q to 8q + 7 of 32 (or 4q to 4q + 3 of 16): one read of
  *            16 (8) bytes makes its slots of two (one) products
  *   columns  slot j of product t stands for column 8 (j / 2) + 2t + j % 2 of a group, so that a
@@ -20,29 +20,29 @@ template <int STEPS> constexpr int kWarps = STEPS <= 2 ? 8 : 4;
 template <int STEPS> constexpr int kRows = 64 * kWarps<STEPS>;
 
 /* Zeroes element `count` and those behind it. */
-template <int PAIRS>
-__device__ __forceinline__ void mask_elements(uint32_t (&v)[PAIRS], int count) {
+template <int WORDS>
+__device__ __forceinline__ void mask_elements(uint32_t (&v)[WORDS], int count) {
 #pragma unroll
-  for (int i = 0; i < PAIRS; i++)
+  for (int i = 0; i < WORDS; i++)
     v[i] &= (2 * i < count ? 0xffffu : 0u) | (2 * i + 1 < count ? 0xffff0000u : 0u);
 }
 
-template <class T> __device__ __forceinline__ float low_half(uint32_t pair) {
-  const uint16_t bits = (uint16_t)pair;
+template <class T> __device__ __forceinline__ float low_half(uint32_t word) {
+  const uint16_t bits = (uint16_t)word;
   return Element<T>::to_float(*(const T *)&bits);
 }
-template <class T> __device__ __forceinline__ float high_half(uint32_t pair) {
-  const uint16_t bits = (uint16_t)(pair >> 16);
+template <class T> __device__ __forceinline__ float high_half(uint32_t word) {
+  const uint16_t bits = (uint16_t)(word >> 16);
   return Element<T>::to_float(*(const T *)&bits);
 }
 
 /* Where the rows of a window lie, and their weights. */
-template <int ROWS> struct Places {
-  int64_t h[ROWS], out[ROWS]; // of slice 0, of column 0
+template <int ROWS> struct RowAddresses {
+  int64_t xa[ROWS], out[ROWS]; // of slice 0, of column 0
   float weight[ROWS];
 };
 
-/* An expand behind a shrink starts when all of that has waited for what it reads: all but h is
+/* An expand behind a shrink starts when all of that has waited for what it reads: all but xa is
  * there, and it may begin after its first loads. */
 __device__ __forceinline__ void begin() {
   wait_for_previous_kernel();
@@ -51,26 +51,26 @@ __device__ __forceinline__ void begin() {
 
 /* Row i of a window is flat row `row`; marks it as written if that is wanted and `marks`. */
 template <int ROWS>
-__device__ __forceinline__ void find_place(const delta_expand &p, Places<ROWS> &places, int i,
-                                           uint32_t row, bool marks) {
+__device__ __forceinline__ void find_addresses(const delta_expand &p, RowAddresses<ROWS> &addresses,
+                                               int i, uint32_t row, bool marks) {
   const moelora_routes &routes = p.rows.routes;
   const uint32_t token = row / (uint32_t)routes.top_k, choice = row - token * routes.top_k;
-  places.h[i] = token * p.h_stride[1] + choice * p.h_stride[2];
-  places.out[i] = token * p.out_stride[0] + choice * p.out_stride[1];
-  places.weight[i] = p.topk_weights ? p.topk_weights[token * routes.topk_weights_stride[0] +
-                                                     choice * routes.topk_weights_stride[1]]
-                                    : 1.f;
+  addresses.xa[i] = token * p.xa_stride[1] + choice * p.xa_stride[2];
+  addresses.out[i] = token * p.out_stride[0] + choice * p.out_stride[1];
+  addresses.weight[i] = p.topk_weights ? p.topk_weights[token * routes.topk_weights_stride[0] +
+                                                        choice * routes.topk_weights_stride[1]]
+                                       : 1.f;
   if (p.written && marks)
     p.written[row] = 1;
 }
 
-/* Part of a window's rows by tile of columns. A warp walks over them in steps of as many as there
+/* Part of a window's rows by tile of columns. A warp goes over them in steps of as many as there
  * are warps, without a division. */
-struct Walk {
+struct TileCoord {
   int part, tile;
 
-  __device__ __forceinline__ Walk next(const Walk &step, int tiles) const {
-    Walk n = {part + step.part, tile + step.tile};
+  __device__ __forceinline__ TileCoord next(const TileCoord &step, int tiles) const {
+    TileCoord n = {part + step.part, tile + step.tile};
     if (n.tile >= tiles)
       n = {n.part + 1, n.tile - tiles};
     return n;
@@ -78,14 +78,14 @@ struct Walk {
 };
 
 /* Rows from `from` to `to` - 1 of a segment of a window, and columns. */
-template <bool SILU> struct Item {
-  static constexpr int SOURCES = SILU ? 2 : 1; // h of gate and up may differ in slice
+template <bool SILU> struct ExpandItem {
+  static constexpr int SOURCES = SILU ? 2 : 1; // xa of gate and up may differ in slice
   int from, to;
   int slice[SOURCES], first[2], end[SOURCES]; // first column of either group, end of the slice
 
   /* A warp. */
   template <int ROWS>
-  __device__ __forceinline__ void find(const delta_expand &p, const Window<ROWS> &w, Walk at,
+  __device__ __forceinline__ void find(const delta_expand &p, const Window<ROWS> &w, TileCoord at,
                                        int part) {
     const int segment = w.segment_of(at.part);
     from = w.low[segment] + (at.part - w.first[segment]) * part;
@@ -108,55 +108,55 @@ template <bool SILU> struct Item {
   }
 };
 
-/* Rows [row, row + 16) of an item, ranks [piece, piece + PIECE) of them. rank: the true one; 0:
- * behind the last item. */
+/* Rows [row, row + 16) of an item, ranks [k, k + K_SPAN) of them. rank: the true one; 0: behind the
+ * last item. */
 template <bool SILU> struct Step {
-  Item<SILU> item;
-  Walk at;
-  int row, piece, rank;
+  ExpandItem<SILU> item;
+  TileCoord at;
+  int row, k, rank;
 };
 
-/* STEPS products of 16 ranks are one piece of B. */
+/* STEPS products of 16 ranks are one k-span of B. */
 template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
-  static constexpr int PIECE = 16 * STEPS, CHUNK = STEPS == 1 ? 4 : 8; // ranks of a read
-  static constexpr int LOADS = PIECE / (4 * CHUNK);
+  static constexpr int K_SPAN = 16 * STEPS, CHUNK = STEPS == 1 ? 4 : 8; // ranks of a read
+  static constexpr int LOADS = K_SPAN / (4 * CHUNK);
   static constexpr int SOURCES = SILU ? 2 : 1, ROWS = kRows<STEPS>;
-  static constexpr bool ONE_PIECE = VECTORS && STEPS < 4; // covers every rank
-  static constexpr int EIGHTS = CHUNK / 2;                // of ranks, of a row of a panel
-  static constexpr int PANEL_BYTES = 8 * 16 * EIGHTS;
-  /* A stage: out [row / 8][group][lane], h [source][row / 8][load], B [group][product][load]. */
-  static constexpr int H_AT = SILU ? 0 : 4 * 32 * 16;
-  static constexpr int B_AT = H_AT + SOURCES * 2 * LOADS * PANEL_BYTES;
+  static constexpr bool ONE_SPAN = VECTORS && STEPS < 4; // covers every rank
+  static constexpr int ROW_VECTORS = CHUNK / 2; // of ranks, 16 bytes each, of a row of a panel
+  static constexpr int PANEL_BYTES = 8 * 16 * ROW_VECTORS;
+  /* A stage: out [row / 8][group][lane], xa [source][row / 8][load], B [group][product][load]. */
+  static constexpr int XA_AT = SILU ? 0 : 4 * 32 * 16;
+  static constexpr int B_AT = XA_AT + SOURCES * 2 * LOADS * PANEL_BYTES;
   static constexpr int STAGE_BYTES = B_AT + 2 * 4 * LOADS * PANEL_BYTES;
 
   uint32_t b[2][4][LOADS][CHUNK / 2];
 
   /* Eight elements to shared memory, of which `count` are there; others may be anything. */
-  static __device__ __forceinline__ void copy_eight(char *to, const T *from, int count) {
+  static __device__ __forceinline__ void copy_vector(char *to, const T *from, int count) {
     if constexpr (VECTORS)
       copy_async_16(shared_address(to), from, 16, count > 0);
     else
       copy_elements(shared_address(to), from, max(0, min(8, count)));
   }
 
-  /* The step's ranks of 8 ROWS8 rows; find(eight, j, &there) says where row j of an eight is. */
+  /* The step's ranks of 8 ROWS8 rows; find(m8, j, &there) says where row j of eight is. */
   template <int ROWS8, class Find>
   static __device__ __forceinline__ void copy_ranks(char *to, const Step<SILU> &s, Find find) {
 #pragma unroll
-    for (int pass = 0; pass < ROWS8 * LOADS * EIGHTS / 4; pass++) {
-      const int at = pass * 32 + threadIdx.x % 32, panel = at / (8 * EIGHTS);
-      const int r = s.piece + panel % LOADS * 32 + at % EIGHTS * 8;
+    for (int pass = 0; pass < ROWS8 * LOADS * ROW_VECTORS / 4; pass++) {
+      const int at = pass * 32 + threadIdx.x % 32, panel = at / (8 * ROW_VECTORS);
+      const int r = s.k + panel % LOADS * 32 + at % ROW_VECTORS * 8;
       bool there;
-      const T *row = find(panel / LOADS, at / EIGHTS % 8, &there);
-      copy_eight(to + at * 16, row + r, there ? s.rank - r : 0);
+      const T *row = find(panel / LOADS, at / ROW_VECTORS % 8, &there);
+      copy_vector(to + at * 16, row + r, there ? s.rank - r : 0);
     }
   }
 
   static __device__ __forceinline__ bool is_last(const Step<SILU> &s) {
-    return ONE_PIECE || s.piece + PIECE >= s.rank;
+    return ONE_SPAN || s.k + K_SPAN >= s.rank;
   }
   static __device__ __forceinline__ bool wants_b(const Step<SILU> &s) {
-    return s.row == s.item.from || (!ONE_PIECE && s.rank > PIECE);
+    return s.row == s.item.from || (!ONE_SPAN && s.rank > K_SPAN);
   }
   static __device__ __forceinline__ bool wants_out(const delta_expand &p, const Step<SILU> &s) {
     return !SILU && p.add && is_last(s);
@@ -178,44 +178,46 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
     }
   }
 
-  static __device__ __forceinline__ void copy_h(char *stage, const delta_expand &p,
-                                                const Places<ROWS> &places, const Step<SILU> &s) {
+  static __device__ __forceinline__ void copy_xa(char *stage, const delta_expand &p,
+                                                 const RowAddresses<ROWS> &addresses,
+                                                 const Step<SILU> &s) {
 #pragma unroll
     for (int source = 0; source < SOURCES; source++) {
-      const T *h = (const T *)p.h + s.item.slice[source] * p.h_stride[0];
-      copy_ranks<2>(stage + H_AT + source * 2 * LOADS * PANEL_BYTES, s,
-                    [&](int eight, int j, bool *there) {
-                      const int row = s.row + eight * 8 + j;
+      const T *xa = (const T *)p.xa + s.item.slice[source] * p.xa_stride[0];
+      copy_ranks<2>(stage + XA_AT + source * 2 * LOADS * PANEL_BYTES, s,
+                    [&](int m8, int j, bool *there) {
+                      const int row = s.row + m8 * 8 + j;
                       *there = row < s.item.to;
-                      return h + places.h[min(row, s.item.to - 1)];
+                      return xa + addresses.xa[min(row, s.item.to - 1)];
                     });
     }
   }
 
-  /* The one of a step's rows in `eight` whose columns this lane stores. */
-  static __device__ __forceinline__ int own_row(const Step<SILU> &s, int eight) {
-    return s.row + eight * 8 + threadIdx.x % 32 / 4;
+  /* The one of a step's rows in eight number `m8` whose columns this lane stores. */
+  static __device__ __forceinline__ int own_row(const Step<SILU> &s, int m8) {
+    return s.row + m8 * 8 + threadIdx.x % 32 / 4;
   }
   /* First of the 8 columns of group `g` that a lane stores, and how many there are. */
-  static __device__ __forceinline__ int out_column(const delta_expand &p, const Item<SILU> &item,
-                                                   int g) {
+  static __device__ __forceinline__ int out_column(const delta_expand &p,
+                                                   const ExpandItem<SILU> &item, int g) {
     return item.slice[0] * (int)p.lora.slice_n + item.first[0] + g * kGroup + threadIdx.x % 4 * 8;
   }
-  static __device__ __forceinline__ int out_count(const Item<SILU> &item, int g) {
+  static __device__ __forceinline__ int out_count(const ExpandItem<SILU> &item, int g) {
     return item.end[0] - item.first[0] - g * kGroup - threadIdx.x % 4 * 8;
   }
 
   static __device__ __forceinline__ void copy_out(char *stage, const delta_expand &p,
-                                                  const Places<ROWS> &places, const Step<SILU> &s) {
+                                                  const RowAddresses<ROWS> &addresses,
+                                                  const Step<SILU> &s) {
 #pragma unroll
-    for (int eight = 0; eight < 2; eight++)
+    for (int m8 = 0; m8 < 2; m8++)
 #pragma unroll
       for (int g = 0; g < 2; g++) {
-        const int row = own_row(s, eight);
-        copy_eight(stage + ((eight * 2 + g) * 32 + threadIdx.x % 32) * 16,
-                   (const T *)p.out + places.out[min(row, s.item.to - 1)] +
-                       out_column(p, s.item, g),
-                   row < s.item.to ? out_count(s.item, g) : 0);
+        const int row = own_row(s, m8);
+        copy_vector(stage + ((m8 * 2 + g) * 32 + threadIdx.x % 32) * 16,
+                    (const T *)p.out + addresses.out[min(row, s.item.to - 1)] +
+                        out_column(p, s.item, g),
+                    row < s.item.to ? out_count(s.item, g) : 0);
       }
   }
 
@@ -242,48 +244,49 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
 #pragma unroll
         for (int i = 0; i < LOADS; i++)
           read_panel(b[g][t][i], stage + B_AT + ((g * 4 + t) * LOADS + i) * PANEL_BYTES,
-                     s.piece + i * 4 * CHUNK, s.rank);
+                     s.k + i * 4 * CHUNK, s.rank);
   }
 
   using Ranks = uint32_t[SOURCES][2][LOADS][CHUNK / 2];
 
-  static __device__ __forceinline__ void read_h(Ranks &h, const char *stage, const Step<SILU> &s) {
+  static __device__ __forceinline__ void read_xa(Ranks &xa, const char *stage,
+                                                 const Step<SILU> &s) {
 #pragma unroll
     for (int source = 0; source < SOURCES; source++)
 #pragma unroll
-      for (int eight = 0; eight < 2; eight++)
+      for (int m8 = 0; m8 < 2; m8++)
 #pragma unroll
         for (int i = 0; i < LOADS; i++)
-          read_panel(h[source][eight][i],
-                     stage + H_AT + ((source * 2 + eight) * LOADS + i) * PANEL_BYTES,
-                     s.piece + i * 4 * CHUNK, s.rank);
+          read_panel(xa[source][m8][i],
+                     stage + XA_AT + ((source * 2 + m8) * LOADS + i) * PANEL_BYTES,
+                     s.k + i * 4 * CHUNK, s.rank);
   }
 
   static __device__ __forceinline__ void read_out(uint32_t (&old)[2][2][4], const char *stage) {
 #pragma unroll
-    for (int eight = 0; eight < 2; eight++)
+    for (int m8 = 0; m8 < 2; m8++)
 #pragma unroll
       for (int g = 0; g < 2; g++) {
-        const uint4 all = ((const uint4 *)stage)[(eight * 2 + g) * 32 + threadIdx.x % 32];
-        old[eight][g][0] = all.x, old[eight][g][1] = all.y;
-        old[eight][g][2] = all.z, old[eight][g][3] = all.w;
+        const uint4 all = ((const uint4 *)stage)[(m8 * 2 + g) * 32 + threadIdx.x % 32];
+        old[m8][g][0] = all.x, old[m8][g][1] = all.y;
+        old[m8][g][2] = all.z, old[m8][g][3] = all.w;
       }
   }
 
-  /* d += h B^T for the ranks of a step. */
+  /* d += xa B^T for the ranks of a step. */
   __device__ __forceinline__ void multiply(float (&d)[2][4][4], const char *stage,
                                            const Step<SILU> &s) const {
-    Ranks h;
-    read_h(h, stage, s);
+    Ranks xa;
+    read_xa(xa, stage, s);
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
-      if (s.piece + i * 4 * CHUNK >= s.rank)
+      if (s.k + i * 4 * CHUNK >= s.rank)
         continue;
 #pragma unroll
       for (int half = 0; half < CHUNK / 4; half++)
 #pragma unroll
         for (int g = 0; g < 2; g++) {
-          const auto &of_rows = h[SILU ? g : 0];
+          const auto &of_rows = xa[SILU ? g : 0];
           const uint32_t a[4] = {of_rows[0][i][2 * half], of_rows[1][i][2 * half],
                                  of_rows[0][i][2 * half + 1], of_rows[1][i][2 * half + 1]};
 #pragma unroll
@@ -315,16 +318,15 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
     }
   }
 
-  static __device__ __forceinline__ void finish(const float (&d)[2][4][4],
-                                                const uint32_t (&old)[2][2][4],
-                                                const delta_expand &p, const Places<ROWS> &places,
-                                                const Step<SILU> &s) {
+  static __device__ __forceinline__ void
+  finish(const float (&d)[2][4][4], const uint32_t (&old)[2][2][4], const delta_expand &p,
+         const RowAddresses<ROWS> &addresses, const Step<SILU> &s) {
 #pragma unroll
-    for (int eight = 0; eight < 2; eight++) {
-      const int row = own_row(s, eight);
+    for (int m8 = 0; m8 < 2; m8++) {
+      const int row = own_row(s, m8);
       if (row >= s.item.to)
         continue;
-      const float weight = places.weight[row];
+      const float weight = addresses.weight[row];
 #pragma unroll
       for (int g = 0; g < (SILU ? 1 : 2); g++) {
         const int count = out_count(s.item, g);
@@ -333,15 +335,15 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
         float z[8];
 #pragma unroll
         for (int c = 0; c < 8; c++) {
-          const float v = d[g][c / 2][2 * eight + c % 2];
+          const float v = d[g][c / 2][2 * m8 + c % 2];
           if constexpr (SILU) {
-            z[c] = v * d[1][c / 2][2 * eight + c % 2] / (1.f + __expf(-v));
+            z[c] = v * d[1][c / 2][2 * m8 + c % 2] / (1.f + __expf(-v));
           } else {
-            const uint32_t word = old[eight][g][c / 2];
+            const uint32_t word = old[m8][g][c / 2];
             z[c] = (c % 2 ? high_half<T>(word) : low_half<T>(word)) + weight * v;
           }
         }
-        store(p, z, places.out[row] + out_column(p, s.item, g), count);
+        store(p, z, addresses.out[row] + out_column(p, s.item, g), count);
       }
     }
   }

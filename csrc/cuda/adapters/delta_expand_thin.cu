@@ -1,5 +1,5 @@
-/* Expand of thin segments: z[p, slice * N + n] = sum over r of h[p, slice, r] B[slice][l, e, n, r],
- * into out
+/* Expand of thin segments: z[p, slice * N + n] = sum_r xa[p, slice, r] B[slice][l, e, n, r], into
+ * out
  *
  *   out = z, or out += z; z may be weighted
  *
@@ -7,7 +7,7 @@
  * a time the N side. A warp loads what it multiplies, straight into registers.
  *
  * An item is up to kPart rows of a segment; its columns are cut into tiles. The tiles of all items
- * of a window lie in one line, and each warp of the CTAs that share the window takes an equal piece
+ * of a window lie in one line, and each warp of the CTAs that share the window takes an equal part
  * of it, so that most of its tiles have the same rows. */
 #include "cuda/adapters/delta_tile.cuh"
 #include "cuda/launch/kernel_launch.cuh"
@@ -22,44 +22,45 @@ constexpr int kThin = 8;  // rows of a segment on average; from there on, out is
 /* CTAs of an SM, as registers allow. */
 template <int STEPS> constexpr int kThinCtas = STEPS == 4 ? 2 : 3;
 
-/* Where a warp goes on: `left` tiles of a unit, from tile `tile` of an item on. */
+/* Where a warp goes on: `left` tiles of a work unit, from tile `tile` of an item on. */
 struct Next {
-  int unit, item, tile, left;
+  int work_unit, item, tile, left;
 };
 
-struct Shared {
+struct ThinExpandShared {
   Window<kWindow> window;
-  Places<kWindow> places;
-  int units;
+  RowAddresses<kWindow> addresses;
+  int work_units;
   Next next[kThreads / 32]; // not in registers meanwhile
 };
 
 template <class T, int STEPS>
 __global__ void __launch_bounds__(kThreads, kThinCtas<STEPS>)
     expand_thin(const __grid_constant__ delta_expand p, int tiles, int slice_tiles, int shares) {
-  using B = Tile<T, STEPS>;
+  using B = ThinTile<T, STEPS>;
   extern __shared__ __align__(16) char memory[];
-  Shared &shared = *(Shared *)memory;
+  ThinExpandShared &shared = *(ThinExpandShared *)memory;
   const Window<kWindow> &w = shared.window;
-  const Places<kWindow> &places = shared.places;
+  const RowAddresses<kWindow> &addresses = shared.addresses;
   const int n = (int)p.lora.slice_n;
   bool early = p.after_shrink;
   if (!early)
     begin();
 
-  shared.units = (int)count_windows(p.rows) * shares;
+  shared.work_units = (int)count_windows(p.rows) * shares;
   Next &next = shared.next[threadIdx.x / 32]; // all lanes write the same
-  for (int unit = blockIdx.x; unit < shared.units; unit = next.unit + gridDim.x) {
-    const int share = unit % shares;
+  for (int work_unit = blockIdx.x; work_unit < shared.work_units;
+       work_unit = next.work_unit + gridDim.x) {
+    const int share = work_unit % shares;
     load_window<kThreads>(
-        p.rows, unit / shares, shared.window,
-        [&](int i, uint32_t row) { find_place(p, shared.places, i, row, share == 0); },
+        p.rows, work_unit / shares, shared.window,
+        [&](int i, uint32_t row) { find_addresses(p, shared.addresses, i, row, share == 0); },
         [&](int rows, int) { return (rows + kPart - 1) / kPart; });
     const int number = share * (kThreads / 32) + (int)(threadIdx.x / 32);
     const int workers = shares * (kThreads / 32), all = w.items * tiles;
     const int each = all / workers, more = all % workers;
     const int line = number * each + min(number, more);
-    next = {unit, line / tiles, line % tiles, each + (number < more)};
+    next = {work_unit, line / tiles, line % tiles, each + (number < more)};
 #pragma unroll 1
     while (next.left > 0) {
       const Next at = next;
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, kThinCtas<STEPS>)
       const int rank = w.rank[from];
       int count = min(tiles - at.tile, at.left);
       __syncwarp(); // all lanes have read it
-      next = {at.unit, at.item + 1, 0, at.left - count};
+      next = {at.work_unit, at.item + 1, 0, at.left - count};
       int slice = at.tile / slice_tiles;
       int first = (at.tile - slice * slice_tiles) * B::COLUMNS;
       const T *factor = nullptr;
@@ -87,22 +88,22 @@ __global__ void __launch_bounds__(kThreads, kThinCtas<STEPS>)
         for (int row = from; row < to; row += kSide) {
           const int own = row + (int)(threadIdx.x % 4) * 2;
           typename B::Old old;
-          B::load_old(old, p, places, own, wanted < n ? to : 0, slice * n + wanted);
+          B::load_old(old, p, addresses, own, wanted < n ? to : 0, slice * n + wanted);
           if (early)
             begin();
           early = false;
-          typename B::Ranks h;
-          const int h_row = min(row + (int)(threadIdx.x % 32 / 4), to - 1);
-          B::load_h(h, (const T *)p.h + slice * p.h_stride[0] + places.h[h_row], rank);
-          B::mask(h, rank);
+          typename B::Ranks xa;
+          const int xa_row = min(row + (int)(threadIdx.x % 32 / 4), to - 1);
+          B::load_xa(xa, (const T *)p.xa + slice * p.xa_stride[0] + addresses.xa[xa_row], rank);
+          B::mask(xa, rank);
           if (row == from) { // not before: other loads are on their way
 #pragma unroll
             for (int c = 0; c < B::OWN; c++)
               B::mask(b.b[c], rank);
           }
           float d[B::PRODUCTS][4];
-          b.multiply(d, h, rank);
-          B::finish(d, old, p, places, own, wanted < n ? to : 0, slice * n + wanted);
+          b.multiply(d, xa, rank);
+          B::finish(d, old, p, addresses, own, wanted < n ? to : 0, slice * n + wanted);
         }
         first += B::COLUMNS;
         fresh = first >= n;
@@ -118,12 +119,12 @@ __global__ void __launch_bounds__(kThreads, kThinCtas<STEPS>)
 /* ---- launch ---- */
 
 template <class T, int STEPS> moelora_status launch(delta_expand p, const moelora_exec *exec) {
-  constexpr int COLUMNS = Tile<T, STEPS>::COLUMNS, WARPS = kThreads / 32;
+  constexpr int COLUMNS = ThinTile<T, STEPS>::COLUMNS, WARPS = kThreads / 32;
   const int64_t slice_tiles = (p.lora.slice_n + COLUMNS - 1) / COLUMNS;
   const int64_t tiles = p.lora.num_slices * slice_tiles;
   if (tiles == 0)
     return MOELORA_OK;
-  constexpr size_t bytes = sizeof(Shared);
+  constexpr size_t bytes = sizeof(ThinExpandShared);
   static_assert(bytes <= kPortableShared, "a CTA's shared memory");
   const int64_t ctas = moelora_cuda_num_sms(exec->device_index) * kThinCtas<STEPS>;
   int32_t shares = 1;

@@ -18,17 +18,17 @@ namespace {
 constexpr int kThreads = 512;
 
 /* Of one token, in shared memory. */
-struct Layout {
-  int32_t x, h1, act, h2, experts, bytes; // offsets
+struct MlpShared {
+  int32_t x, xa1, act, xa2, experts, bytes; // offsets
 };
 
-__host__ __device__ inline Layout lay_out(const moelora_mlp_delta_problem &p) {
+__host__ __device__ inline MlpShared lay_out(const moelora_mlp_delta_problem &p) {
   const int64_t top_k = p.routes.top_k, sides = p.gate_up.num_slices;
   const int64_t x = 0, act = (x + 2 * p.hidden + 15) / 16 * 16;
-  const int64_t h1 = (act + 2 * top_k * p.intermediate + 15) / 16 * 16;
-  const int64_t h2 = h1 + 4 * top_k * sides * p.gate_up.max_rank;
-  const int64_t experts = h2 + 4 * top_k * p.down.max_rank, bytes = experts + 4 * top_k;
-  return {(int32_t)x, (int32_t)h1, (int32_t)act, (int32_t)h2, (int32_t)experts, (int32_t)bytes};
+  const int64_t xa1 = (act + 2 * top_k * p.intermediate + 15) / 16 * 16;
+  const int64_t xa2 = xa1 + 4 * top_k * sides * p.gate_up.max_rank;
+  const int64_t experts = xa2 + 4 * top_k * p.down.max_rank, bytes = experts + 4 * top_k;
+  return {(int32_t)x, (int32_t)xa1, (int32_t)act, (int32_t)xa2, (int32_t)experts, (int32_t)bytes};
 }
 
 /* Sum over i of a[i] b[i], by the lanes of a warp; all of them get it. b is in shared memory. */
@@ -54,23 +54,23 @@ __device__ __forceinline__ float warp_dot(const T *a, const T *b, int count) {
   return sum;
 }
 
-/* Sum over r of row[r] h[r]; h is in shared memory. */
+/* Sum over r of row[r] xa[r]; xa is in shared memory. */
 template <class T, bool VECTORS>
-__device__ __forceinline__ float rank_dot(const T *row, const float *h, int rank) {
+__device__ __forceinline__ float rank_dot(const T *row, const float *xa, int rank) {
   float sum = 0.f;
   int r = 0;
   if constexpr (VECTORS) {
 #pragma unroll 2
     for (; r + 8 <= rank; r += 8) {
-      const uint4 eight = *(const uint4 *)(row + r);
-      const T *v = (const T *)&eight;
+      const uint4 vector = *(const uint4 *)(row + r);
+      const T *v = (const T *)&vector;
 #pragma unroll
       for (int c = 0; c < 8; c++)
-        sum += Element<T>::to_float(v[c]) * h[r + c];
+        sum += Element<T>::to_float(v[c]) * xa[r + c];
     }
   }
   for (; r < rank; r++)
-    sum += Element<T>::to_float(row[r]) * h[r];
+    sum += Element<T>::to_float(row[r]) * xa[r];
   return sum;
 }
 
@@ -104,9 +104,9 @@ template <class T, bool VECTORS>
 __global__ void __launch_bounds__(kThreads, 2)
     mlp_tokens(const __grid_constant__ moelora_mlp_delta_problem p) {
   extern __shared__ __align__(16) char memory[];
-  const Layout l = lay_out(p);
+  const MlpShared l = lay_out(p);
   T *x = (T *)(memory + l.x), *act = (T *)(memory + l.act);
-  float *h1 = (float *)(memory + l.h1), *h2 = (float *)(memory + l.h2);
+  float *xa1 = (float *)(memory + l.xa1), *xa2 = (float *)(memory + l.xa2);
   int32_t *experts = (int32_t *)(memory + l.experts);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const moelora_routes &routes = p.routes;
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       const float dot =
           warp_dot<T, VECTORS>(factor_row<T>(p.gate_up.a[side], adapter, experts[j], r), x, hidden);
       if (lane == 0)
-        h1[(j * sides + side) * r1 + r] = rounded<T>(dot);
+        xa1[(j * sides + side) * r1 + r] = rounded<T>(dot);
     }
     __syncthreads();
 
@@ -150,10 +150,10 @@ __global__ void __launch_bounds__(kThreads, 2)
         continue;
       const int up_row = sides == 1 ? intermediate + n : n;
       const float gate = rank_dot<T, VECTORS>(factor_row<T>(p.gate_up.b[0], adapter, experts[j], n),
-                                              h1 + j * sides * r1, rank1);
+                                              xa1 + j * sides * r1, rank1);
       const float up =
           rank_dot<T, VECTORS>(factor_row<T>(p.gate_up.b[sides - 1], adapter, experts[j], up_row),
-                               h1 + (j * sides + sides - 1) * r1, rank1);
+                               xa1 + (j * sides + sides - 1) * r1, rank1);
       act[i] = Element<T>::round(__fdividef(gate * up, 1.f + __expf(-gate)));
     }
     __syncthreads();
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       const float dot = warp_dot<T, VECTORS>(factor_row<T>(p.down.a[0], adapter, experts[j], r),
                                              act + (int64_t)j * intermediate, intermediate);
       if (lane == 0)
-        h2[j * r2 + r] = rounded<T>(scaling * dot);
+        xa2[j * r2 + r] = rounded<T>(scaling * dot);
     }
     __syncthreads();
 
@@ -178,8 +178,8 @@ __global__ void __launch_bounds__(kThreads, 2)
         any = true;
         sum += routes.topk_weights[token * routes.topk_weights_stride[0] +
                                    j * routes.topk_weights_stride[1]] *
-               rank_dot<T, VECTORS>(factor_row<T>(p.down.b[0], adapter, experts[j], n), h2 + j * r2,
-                                    rank2);
+               rank_dot<T, VECTORS>(factor_row<T>(p.down.b[0], adapter, experts[j], n),
+                                    xa2 + j * r2, rank2);
       }
       T *to = (T *)p.out + token * p.out_stride + n;
       if (any)

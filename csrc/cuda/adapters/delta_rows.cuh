@@ -106,10 +106,10 @@ __device__ __forceinline__ ListWindow find_list_window(const delta_rows &r, int6
       index = window - __shfl_sync(~0u, before, __ffs(lanes) - 1);
     }
   });
-  const int64_t pieces = windows_per_block(r), size = r.lists.block_size;
-  found.block = index / pieces;
+  const int64_t per_block = windows_per_block(r), size = r.lists.block_size;
+  found.block = index / per_block;
   const int64_t block_end = min((found.block + 1) * size, r.lists.rows);
-  found.first = found.block * size + index % pieces * r.window;
+  found.first = found.block * size + index % per_block * r.window;
   found.end = min(min(found.first + r.window, block_end),
                   found.adapter < 0 ? 0 : (int64_t)r.lists.num_tokens_post_padded[found.adapter]);
   return found;
@@ -175,8 +175,8 @@ __device__ __forceinline__ void group_rows(const delta_rows &r, Window<ROWS> &w,
   int max_loras = r.routes.max_loras;
   asm volatile("" : "+r"(max_loras)); // nor does what follows from it
   const int used = r.routes.num_experts * max_loras / 2 + 1;
-  const int run = (used + THREADS - 1) / THREADS, begin = min(thread * run, used);
-  const int end = min(begin + run, used);
+  const int per_thread = (used + THREADS - 1) / THREADS, begin = min(thread * per_thread, used);
+  const int end = min(begin + per_thread, used);
   int pair[PASSES], place[PASSES];
   __syncthreads();
 #pragma unroll

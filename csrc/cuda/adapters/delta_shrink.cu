@@ -1,4 +1,4 @@
-/* Shrink: h[p, slice, r] = round(s[l] * sum over k of x[p, k] A[slice][l, e, r, k])
+/* Shrink: xa[p, slice, r] = round(s[l] * sum over k of x[p, k] A[slice][l, e, r, k])
  *
  * An item is up to `part` tokens of one segment of a window and up to RANKS rows of A, slice after
  * slice, each slice as many as its true rank rounded up to 16. The CTAs that share a window take
@@ -23,7 +23,7 @@ constexpr int kLoads = 48;           // of a lane: with no more, the depth is no
 constexpr int kRowsPerSm = 8;        // for whole segments
 constexpr int kNarrowLongRows = 320; // in place of DELTA_LONG_ROWS where A has few rows
 
-struct Params {
+struct DeltaShrinkParams {
   delta_shrink s;
   int32_t part, splits, shares;
 };
@@ -58,23 +58,23 @@ __device__ __forceinline__ ShrinkItem find_item(const delta_shrink &s, int part,
 
 /* Eight ranks of a row from r on, below `end`. */
 template <class T>
-__device__ __forceinline__ void store_ranks(T *h, uint4 ranks, int r, int end, bool eights) {
-  if (eights && r + 8 <= end) {
-    *(uint4 *)(h + r) = ranks;
+__device__ __forceinline__ void store_ranks(T *xa, uint4 ranks, int r, int end, bool vectors) {
+  if (vectors && r + 8 <= end) {
+    *(uint4 *)(xa + r) = ranks;
     return;
   }
   const uint32_t words[4] = {ranks.x, ranks.y, ranks.z, ranks.w};
 #pragma unroll
   for (int j = 0; j < 8; j++)
     if (r + j < end)
-      ((uint16_t *)h)[r + j] = (uint16_t)(words[j / 2] >> j % 2 * 16);
+      ((uint16_t *)xa)[r + j] = (uint16_t)(words[j / 2] >> j % 2 * 16);
 }
 
 template <class T>
-__device__ __forceinline__ T *row_of_h(const delta_shrink &s, uint32_t row, int slice) {
+__device__ __forceinline__ T *row_of_xa(const delta_shrink &s, uint32_t row, int slice) {
   const uint32_t top_k = s.rows.routes.top_k;
-  return (T *)s.h + slice * s.h_stride[0] + row / top_k * s.h_stride[1] +
-         row % top_k * s.h_stride[2];
+  return (T *)s.xa + slice * s.xa_stride[0] + row / top_k * s.xa_stride[1] +
+         row % top_k * s.xa_stride[2];
 }
 
 /* Zeros from the true rank, rounded up to 16, to the largest one: the first item of some rows. All
@@ -85,32 +85,33 @@ __device__ __forceinline__ void clear_ranks(const delta_shrink &s, const ShrinkI
   const int width = moelora_padded_rank(item.rank), max_rank = s.lora.max_rank;
   if (item.first > 0 || width >= max_rank)
     return;
-  const int eights = ceil_divide(max_rank - width, 8), slices = s.lora.num_slices;
-  for (int i = threadIdx.x; i < (item.high - item.low) * slices * eights; i += THREADS)
-    store_ranks(row_of_h<T>(s, rows[item.low + i / eights / slices], i / eights % slices),
-                make_uint4(0, 0, 0, 0), width + i % eights * 8, max_rank, s.eights);
+  const int rank_vectors = ceil_divide(max_rank - width, 8), slices = s.lora.num_slices;
+  for (int i = threadIdx.x; i < (item.high - item.low) * slices * rank_vectors; i += THREADS)
+    store_ranks(
+        row_of_xa<T>(s, rows[item.low + i / rank_vectors / slices], i / rank_vectors % slices),
+        make_uint4(0, 0, 0, 0), width + i % rank_vectors * 8, max_rank, s.xa_vectors);
 }
 
-/* Where a CTA is: at an item of a unit, which is a share of a window. */
-struct Place {
-  int unit, item;
+/* Where a CTA is: at an item of a work unit, which is a share of a window. */
+struct WorkCursor {
+  int work_unit, item;
 };
 
 /* What a warp works on: the same for all, in as few registers as there are. */
 struct WarpItem {
   ShrinkItem item;
-  Place place;
+  WorkCursor cursor;
 };
 
-template <class S> struct Shared {
+template <class S> struct DeltaShrinkShared {
   Sums<S> sums;
   Window<kRows<S>> window;
   int32_t x[kRows<S>]; // row of x that belongs to each row
-  int units;
+  int work_units;
   WarpItem items[S::WARPS];
 };
 
-template <class S> struct Places {
+template <class S> struct WindowOperands {
   const delta_shrink &s;
   const int32_t (&x_rows)[kRows<S>];
   const ShrinkItem &item;
@@ -136,54 +137,55 @@ template <class S> struct Places {
 
 /* Adds up the sums, scales, rounds and stores. All threads come here. */
 template <class T, class S>
-__device__ __forceinline__ void store(const Params &p, const ShrinkItem &item, Shared<S> &shared) {
-  constexpr int EIGHTS = S::RANKS / 8;
+__device__ __forceinline__ void store(const DeltaShrinkParams &p, const ShrinkItem &item,
+                                      DeltaShrinkShared<S> &shared) {
+  constexpr int RANK_VECTORS = S::RANKS / 8;
   const delta_shrink &s = p.s;
   int thread = threadIdx.x;
   asm volatile("" : "+r"(thread)); // what follows from it takes no register between items
   const int splits = num_splits(p.splits), split = own_split();
   const int width = moelora_padded_rank(item.rank), max_rank = s.lora.max_rank;
-  const int count = (item.high - item.low) * EIGHTS;
+  const int count = (item.high - item.low) * RANK_VECTORS;
   const float scaling = s.scalings ? s.scalings[item.adapter] : 1.f;
   if (splits > 1)
     share_sums<S>(shared.sums, item.high - item.low, thread);
   for (int i = split * S::THREADS + thread; i < count; i += splits * S::THREADS) {
-    const int token = i / EIGHTS, column = i % EIGHTS * 8;
+    const int token = i / RANK_VECTORS, column = i % RANK_VECTORS * 8;
     const int slice = (item.first + column) / width, r = (item.first + column) % width;
     if (slice >= s.lora.num_slices)
       continue;
     float sum[8] = {};
     add_splits<S>(sum, shared.sums, token, column, splits);
-    store_ranks(row_of_h<T>(s, shared.window.row[item.low + token], slice),
-                round_ranks<T>(sum, scaling, r, item.rank), r, max_rank, s.eights);
+    store_ranks(row_of_xa<T>(s, shared.window.row[item.low + token], slice),
+                round_ranks<T>(sum, scaling, r, item.rank), r, max_rank, s.xa_vectors);
   }
   if (splits > 1)
-    meet_cluster(); // nobody reads these sums any more
+    sync_cluster(); // nobody reads these sums any more
   if (split == 0)
     clear_ranks<T, S::THREADS>(s, item, shared.window.row);
 }
 
 template <class T, class S, bool VECTORS>
 __global__ void __launch_bounds__(S::THREADS, kResidentWarps / S::WARPS)
-    shrink_rows(const __grid_constant__ Params p) {
+    shrink_rows(const __grid_constant__ DeltaShrinkParams p) {
   extern __shared__ __align__(16) char memory[];
-  Shared<S> &shared = *(Shared<S> *)memory;
+  DeltaShrinkShared<S> &shared = *(DeltaShrinkShared<S> *)memory;
   const Window<kRows<S>> &w = shared.window;
   wait_for_previous_kernel();
   start_next_kernel();
 
-  shared.units = (int)count_windows(p.s.rows) * p.shares;
+  shared.work_units = (int)count_windows(p.s.rows) * p.shares;
   WarpItem &own = shared.items[threadIdx.x / 32];
   const ShrinkItem &item = own.item;
-  for (Place at = {(int)blockIdx.x / num_splits(p.splits), 0}; at.unit < shared.units;
-       at.unit += gridDim.x / num_splits(p.splits)) {
+  for (WorkCursor at = {(int)blockIdx.x / num_splits(p.splits), 0};
+       at.work_unit < shared.work_units; at.work_unit += gridDim.x / num_splits(p.splits)) {
     load_window<S::THREADS>(
-        p.s.rows, at.unit / p.shares, shared.window,
+        p.s.rows, at.work_unit / p.shares, shared.window,
         [&](int i, uint32_t row) { shared.x[i] = row / (uint32_t)p.s.x_divisor; },
         [&](int rows, int rank) {
           return ceil_divide(rows, p.part) * columns_of_items<S::RANKS>(p.s, rank);
         });
-    at.item = at.unit % p.shares;
+    at.item = at.work_unit % p.shares;
 #pragma unroll 1
     while (at.item < w.items) {
       const ShrinkItem found = find_item<S::RANKS>(p.s, p.part, w, at.item);
@@ -192,12 +194,13 @@ __global__ void __launch_bounds__(S::THREADS, kResidentWarps / S::WARPS)
         own = {found, at};
       __syncwarp();
       const int warp = threadIdx.x / 32;
-      multiply_tokens<T, S, VECTORS, S::TILES>(item.high - item.low, Places<S>{p.s, shared.x, item},
+      multiply_tokens<T, S, VECTORS, S::TILES>(item.high - item.low,
+                                               WindowOperands<S>{p.s, shared.x, item},
                                                item.first + warp / S::DEPTHS * S::TEAM_RANKS, p.s.k,
                                                own_split() * S::DEPTHS + warp % S::DEPTHS,
                                                num_splits(p.splits) * S::DEPTHS, shared.sums);
       store<T, S>(p, item, shared);
-      at = own.place; // not in registers meanwhile
+      at = own.cursor; // not in registers meanwhile
       at.item += p.shares;
     }
   }
@@ -223,8 +226,8 @@ template <class S> struct Fit {
     if (S::TOKENS > 32 && count(b) < ctas)
       part = 32;
     items = count(b);
-    const int64_t eights = ((b.tokens() < part ? b.tokens() : part) + 7) / 8;
-    const int64_t loads = b.depth * (2 * S::TILES + eights) / (kStep * S::DEPTHS);
+    const int64_t n8_tiles = ((b.tokens() < part ? b.tokens() : part) + 7) / 8;
+    const int64_t loads = b.depth * (2 * S::TILES + n8_tiles) / (kStep * S::DEPTHS);
     for (int more = 2; can_split && more <= kMaxSplits; more++)
       if (more * items <= resident(more) && 2 * loads > more * kLoads)
         splits = more;
@@ -243,13 +246,13 @@ template <class S> struct Fit {
 template <class T, class S, bool VECTORS>
 moelora_status launch(const delta_shrink &s, const Batch &batch, const moelora_exec *exec) {
   const Fit<S> fit(batch, moelora_cuda_can_overlap(exec->device_index));
-  Params p = {s, fit.part, fit.splits, 1};
+  DeltaShrinkParams p = {s, fit.part, fit.splits, 1};
   const int64_t columns = (batch.ranks + S::RANKS - 1) / S::RANKS;
   const int64_t windows = delta_set_window(&p.s.rows, kRows<S>, p.part, columns,
                                            fit.resident(fit.splits) / fit.splits, &p.shares);
   const int64_t work = windows * p.shares * fit.splits;
   constexpr auto kernel = shrink_rows<T, S, VECTORS>;
-  constexpr size_t bytes = sizeof(Shared<S>);
+  constexpr size_t bytes = sizeof(DeltaShrinkShared<S>);
   static_assert(bytes <= kPortableShared, "a CTA's shared memory");
   switch (fit.splits) {
   case 1:
@@ -281,8 +284,8 @@ moelora_status launch_vectors(const delta_shrink &s, const Batch &b, const moelo
  * the number of slots, for another shrink sums in another order. */
 bool fits_segments(const delta_shrink &s, const Batch &b, const moelora_exec *exec) {
   const moelora_routes &routes = s.rows.routes;
-  return s.vectors && s.rows.segments && s.eights &&
-         s.h_stride[1] == routes.top_k * s.h_stride[2] &&
+  return s.vectors && s.rows.segments && s.xa_vectors &&
+         s.xa_stride[1] == routes.top_k * s.xa_stride[2] &&
          (b.ranks > 32 || b.rows >= (int64_t)kNarrowLongRows * routes.num_experts) &&
          !(s.exact && (routes.lora_ranks || s.lora.max_rank % 16 != 0)) &&
          b.rows >= (int64_t)kRowsPerSm * moelora_cuda_num_sms(exec->device_index);
@@ -301,14 +304,14 @@ moelora_status launch_segments(const delta_shrink &s, moelora_dtype dtype,
   g.x_stride = s.x_stride;
   g.x_divisor = moelora_divisor_of(s.x_divisor);
   g.k = s.k;
-  g.hl_slice = s.h_stride[0];
-  g.hl_stride = s.h_stride[2];
-  g.hl_by_row = true;
+  g.xa_slice = s.xa_stride[0];
+  g.xa_stride = s.xa_stride[2];
+  g.xa_by_row = true;
   g.lora = s.lora;
   g.max_loras = routes.max_loras;
   if (s.hopper && moelora_cuda_fits_shrink_sm90(&g))
-    return moelora_cuda_shrink_sm90(&g, s.scalings, dtype, s.h, exec);
-  return moelora_cuda_shrink_segments(&g, s.scalings, dtype, s.h, exec);
+    return moelora_cuda_shrink_sm90(&g, s.scalings, dtype, s.xa, exec);
+  return moelora_cuda_shrink_segments(&g, s.scalings, dtype, s.xa, exec);
 }
 
 template <class T>

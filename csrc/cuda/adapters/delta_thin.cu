@@ -26,18 +26,18 @@ template <int STEPS, int WARPS>
 using ThinShape =
     Shape<1, STEPS, WARPS / STEPS, kPart, kResidentWarps, kRegisters - (STEPS == 4 ? 40 : 24)>;
 
-struct Params {
+struct DeltaThinParams {
   delta_shrink s;
   delta_expand e;
   int32_t tiles, splits; // tiles: of a slice's columns
 };
 
-template <class T, int STEPS, int WARPS> struct Shared {
+template <class T, int STEPS, int WARPS> struct DeltaThinShared {
   Sums<ThinShape<STEPS, WARPS>> sums;
-  alignas(16) T h[kPart][16 * STEPS];
+  alignas(16) T xa[kPart][16 * STEPS];
   uint32_t same[kWords]; // bit of each row with the pair of this one
   int32_t x[kPart];      // row of x of each row of the part
-  Places<kPart> places;
+  RowAddresses<kPart> addresses;
 };
 
 /* Rows of a part and their pair, the same in all threads. */
@@ -48,8 +48,8 @@ struct Part {
 /* Finds the part that begins with flat row `first`, and where its rows lie; none if that row has no
  * adapter or is in another one's part. Ends with a barrier if there is one. */
 template <class T, int STEPS, int WARPS>
-__device__ __forceinline__ Part find_part(const Params &p, int first,
-                                          Shared<T, STEPS, WARPS> &shared) {
+__device__ __forceinline__ Part find_part(const DeltaThinParams &p, int first,
+                                          DeltaThinShared<T, STEPS, WARPS> &shared) {
   constexpr int THREADS = 32 * WARPS, PASSES = kThinRows / THREADS;
   const delta_rows &r = p.s.rows;
   const int lane = threadIdx.x % 32, rows = (int)r.routes.num_rows;
@@ -89,14 +89,14 @@ __device__ __forceinline__ Part find_part(const Params &p, int first,
     const int i = pass * THREADS + (int)threadIdx.x, at = rows_before(i) - before;
     if (shared.same[i / 32] >> lane & 1 && at >= 0 && at < part.rows) {
       shared.x[at] = (uint32_t)i / (uint32_t)p.s.x_divisor;
-      find_place(p.e, shared.places, at, i, false);
+      find_addresses(p.e, shared.addresses, at, i, false);
     }
   }
   __syncthreads();
   return part;
 }
 
-template <class S> struct Sources {
+template <class S> struct PartOperands {
   const delta_shrink &s;
   const Part &part;
   const int32_t (&x_rows)[kPart];
@@ -119,13 +119,14 @@ template <class S> struct Sources {
 };
 
 /* A warp's tiles of B: every so many of the CTA's share of a slice. */
-template <class T, int STEPS, int WARPS> struct Columns {
-  using B = Tile<T, STEPS>;
+template <class T, int STEPS, int WARPS> struct ColumnTiles {
+  using B = ThinTile<T, STEPS>;
   const T *factor;
   int64_t stride;
   int n, rank, tile, end;
 
-  __device__ __forceinline__ Columns(const Params &p, const Part &part, int split, int splits) {
+  __device__ __forceinline__ ColumnTiles(const DeltaThinParams &p, const Part &part, int split,
+                                         int splits) {
     const moelora_factor &f = p.e.lora.b[part.slice];
     factor = factor_row<T>(f, part.adapter, part.expert, 0);
     stride = f.stride_i;
@@ -145,37 +146,38 @@ template <class T, int STEPS, int WARPS> struct Columns {
   }
 };
 
-/* h of all rows of the part, rounded. */
+/* xa of all rows of the part, rounded. */
 template <class T, int STEPS, int WARPS>
-__device__ __forceinline__ void shrink(const Params &p, const Part &part, int split, int splits,
-                                       Shared<T, STEPS, WARPS> &shared) {
+__device__ __forceinline__ void shrink(const DeltaThinParams &p, const Part &part, int split,
+                                       int splits, DeltaThinShared<T, STEPS, WARPS> &shared) {
   using S = ThinShape<STEPS, WARPS>;
-  constexpr int EIGHTS = S::RANKS / 8;
+  constexpr int RANK_VECTORS = S::RANKS / 8;
   const int warp = threadIdx.x / 32;
-  const Sources<S> sources = {p.s, part, shared.x};
+  const PartOperands<S> operands = {p.s, part, shared.x};
   multiply_tokens<T, S, true, 1>(
-      part.rows, sources, part.slice * sources.width() + warp / S::DEPTHS * S::TEAM_RANKS, p.s.k,
+      part.rows, operands, part.slice * operands.width() + warp / S::DEPTHS * S::TEAM_RANKS, p.s.k,
       split * S::DEPTHS + warp % S::DEPTHS, splits * S::DEPTHS, shared.sums);
   const float scaling = p.s.scalings ? p.s.scalings[part.adapter] : 1.f;
   if (splits > 1)
     share_sums<S>(shared.sums, part.rows, threadIdx.x);
-  for (int i = threadIdx.x; i < part.rows * EIGHTS; i += S::THREADS) {
-    const int token = i / EIGHTS, column = i % EIGHTS * 8;
+  for (int i = threadIdx.x; i < part.rows * RANK_VECTORS; i += S::THREADS) {
+    const int token = i / RANK_VECTORS, column = i % RANK_VECTORS * 8;
     float sum[8] = {};
     add_splits<S>(sum, shared.sums, token, column, splits);
-    *(uint4 *)&shared.h[token][column] = round_ranks<T>(sum, scaling, column, part.rank);
+    *(uint4 *)&shared.xa[token][column] = round_ranks<T>(sum, scaling, column, part.rank);
   }
   __syncthreads();
 }
 
-/* out [+]= weight * h B^T of one tile. */
+/* out [+]= weight * xa B^T of one tile. */
 template <class T, int STEPS, int WARPS>
-__device__ __forceinline__ void expand(const Params &p, const Part &part, Tile<T, STEPS> &b,
-                                       int first, const Shared<T, STEPS, WARPS> &shared) {
-  using B = Tile<T, STEPS>;
+__device__ __forceinline__ void expand(const DeltaThinParams &p, const Part &part,
+                                       ThinTile<T, STEPS> &b, int first,
+                                       const DeltaThinShared<T, STEPS, WARPS> &shared) {
+  using B = ThinTile<T, STEPS>;
   const int lane = threadIdx.x % 32, n = (int)p.e.lora.slice_n;
   const int to = first < n ? part.rows : 0, column = part.slice * n + first;
-  const Places<kPart> &places = shared.places;
+  const RowAddresses<kPart> &addresses = shared.addresses;
 #pragma unroll
   for (int c = 0; c < B::OWN; c++)
     B::mask(b.b[c], part.rank);
@@ -183,20 +185,20 @@ __device__ __forceinline__ void expand(const Params &p, const Part &part, Tile<T
   for (int row = 0; row < part.rows; row += 8) {
     const int own = row + lane % 4 * 2;
     typename B::Old old;
-    B::load_old(old, p.e, places, own, to, column);
-    typename B::Ranks h;
-    B::load_h(h, shared.h[min(row + lane / 4, part.rows - 1)], part.rank);
-    B::mask(h, part.rank);
+    B::load_old(old, p.e, addresses, own, to, column);
+    typename B::Ranks xa;
+    B::load_xa(xa, shared.xa[min(row + lane / 4, part.rows - 1)], part.rank);
+    B::mask(xa, part.rank);
     float d[B::PRODUCTS][4];
-    b.multiply(d, h, part.rank);
-    B::finish(d, old, p.e, places, own, to, column);
+    b.multiply(d, xa, part.rank);
+    B::finish(d, old, p.e, addresses, own, to, column);
   }
 }
 
 template <class T, int STEPS, int WARPS>
 __global__ void __launch_bounds__(32 * WARPS, kResidentWarps / WARPS)
-    delta_thin(const __grid_constant__ Params p) {
-  __shared__ Shared<T, STEPS, WARPS> shared;
+    delta_thin(const __grid_constant__ DeltaThinParams p) {
+  __shared__ DeltaThinShared<T, STEPS, WARPS> shared;
   const int splits = num_splits(p.splits), split = own_split();
   const int item = (int)blockIdx.x / splits, slices = p.s.lora.num_slices;
   wait_for_previous_kernel();
@@ -205,14 +207,14 @@ __global__ void __launch_bounds__(32 * WARPS, kResidentWarps / WARPS)
   if (part.rows == 0)
     return;
   part.slice = item % slices;
-  Columns<T, STEPS, WARPS> columns(p, part, split, splits);
-  Tile<T, STEPS> next;
+  ColumnTiles<T, STEPS, WARPS> columns(p, part, split, splits);
+  ThinTile<T, STEPS> next;
   if (columns.more())
     columns.load(next);
   shrink(p, part, split, splits, shared);
 #pragma unroll 1
   while (columns.more()) {
-    Tile<T, STEPS> b = next;
+    ThinTile<T, STEPS> b = next;
     const int first = columns.first();
     columns.advance();
     if (columns.more())
@@ -220,7 +222,7 @@ __global__ void __launch_bounds__(32 * WARPS, kResidentWarps / WARPS)
     expand(p, part, b, first, shared);
   }
   if (splits > 1)
-    meet_cluster(); // nobody reads this CTA's sums any more
+    sync_cluster(); // nobody reads this CTA's sums any more
 }
 
 /* ---- launch ---- */
@@ -233,7 +235,7 @@ double expected_parts(const delta_shrink &s) {
 /* In clusters of SPLITS, or of half as many, and so on, until the `parts` that are likely to have
  * work are on the chip at once. */
 template <class T, int STEPS, int WARPS, int SPLITS>
-moelora_status launch_splits(Params p, double parts, const moelora_exec *exec) {
+moelora_status launch_splits(DeltaThinParams p, double parts, const moelora_exec *exec) {
   constexpr auto kernel = delta_thin<T, STEPS, WARPS>;
   if constexpr (SPLITS > 1) {
     int64_t resident = 0;
@@ -253,8 +255,8 @@ moelora_status launch_splits(Params p, double parts, const moelora_exec *exec) {
 /* Small CTAs where parts do not fit the chip at once: then they fill each other's gaps. */
 template <class T, int STEPS>
 moelora_status launch(const delta_shrink &s, const delta_expand &e, const moelora_exec *exec) {
-  constexpr int COLUMNS = Tile<T, STEPS>::COLUMNS, LARGE = 8, SMALL = 4;
-  const Params p = {s, e, (int32_t)((s.lora.slice_n + COLUMNS - 1) / COLUMNS), 1};
+  constexpr int COLUMNS = ThinTile<T, STEPS>::COLUMNS, LARGE = 8, SMALL = 4;
+  const DeltaThinParams p = {s, e, (int32_t)((s.lora.slice_n + COLUMNS - 1) / COLUMNS), 1};
   const int64_t sms = moelora_cuda_num_sms(exec->device_index);
   const double parts = expected_parts(s);
   if (parts > (double)(sms * kResidentWarps / LARGE))

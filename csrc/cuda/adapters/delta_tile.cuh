@@ -10,7 +10,7 @@
 #include "cuda/adapters/delta_expand.cuh"
 
 /* STEPS products of 16 ranks cover every rank. */
-template <class T, int STEPS> struct Tile {
+template <class T, int STEPS> struct ThinTile {
   static constexpr int CHUNK = STEPS == 1 ? 4 : 8; // ranks of a load
   static constexpr int LOADS = 4 * STEPS / CHUNK;
   static constexpr int PRODUCTS = STEPS == 1 ? 4 : 2; // 16 columns each, as registers allow
@@ -43,22 +43,22 @@ template <class T, int STEPS> struct Tile {
         load_alone(b[c][i], row + chunk(i, rank));
   }
 
-  static __device__ __forceinline__ void load_h(Ranks &h, const T *row, int rank) {
+  static __device__ __forceinline__ void load_xa(Ranks &xa, const T *row, int rank) {
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
       const uint32_t *from = (const uint32_t *)(row + chunk(i, rank));
       if constexpr (CHUNK == 8) {
         const uint4 all = *(const uint4 *)from;
-        h[i][0] = all.x, h[i][1] = all.y, h[i][2] = all.z, h[i][3] = all.w;
+        xa[i][0] = all.x, xa[i][1] = all.y, xa[i][2] = all.z, xa[i][3] = all.w;
       } else {
         const uint2 all = *(const uint2 *)from;
-        h[i][0] = all.x, h[i][1] = all.y;
+        xa[i][0] = all.x, xa[i][1] = all.y;
       }
     }
   }
 
-  /* d = B h^T: [product][2 * (slot of 16 columns / 8) + row % 2] */
-  __device__ __forceinline__ void multiply(float (&d)[PRODUCTS][4], const Ranks &h,
+  /* d = B xa^T: [product][2 * (slot of 16 columns / 8) + row % 2] */
+  __device__ __forceinline__ void multiply(float (&d)[PRODUCTS][4], const Ranks &xa,
                                            int rank) const {
 #pragma unroll
     for (int t = 0; t < PRODUCTS; t++)
@@ -73,7 +73,7 @@ template <class T, int STEPS> struct Tile {
         for (int t = 0; t < PRODUCTS; t++) {
           const uint32_t a[4] = {b[2 * t][i][2 * half], b[2 * t + 1][i][2 * half],
                                  b[2 * t][i][2 * half + 1], b[2 * t + 1][i][2 * half + 1]};
-          mma_16816<T>(d[t], a, &h[i][2 * half]);
+          mma_16816<T>(d[t], a, &xa[i][2 * half]);
         }
     }
   }
@@ -82,35 +82,35 @@ template <class T, int STEPS> struct Tile {
   using Old = uint32_t[2][OWN / 2];
   template <int ROWS>
   static __device__ __forceinline__ void load_old(Old &old, const delta_expand &p,
-                                                  const Places<ROWS> &places, int own, int to,
-                                                  int column) {
+                                                  const RowAddresses<ROWS> &addresses, int own,
+                                                  int to, int column) {
 #pragma unroll
     for (int j = 0; j < 2; j++) {
 #pragma unroll
       for (int c = 0; c < OWN / 2; c++)
         old[j][c] = 0;
       if (p.add && own + j < to)
-        load_alone(old[j], (const T *)p.out + places.out[own + j] + column);
+        load_alone(old[j], (const T *)p.out + addresses.out[own + j] + column);
     }
   }
 
   /* out = old + weight d, of the same rows and columns. */
   template <int ROWS>
-  static __device__ __forceinline__ void finish(const float (&d)[PRODUCTS][4], const Old &old,
-                                                const delta_expand &p, const Places<ROWS> &places,
-                                                int own, int to, int column) {
+  static __device__ __forceinline__ void
+  finish(const float (&d)[PRODUCTS][4], const Old &old, const delta_expand &p,
+         const RowAddresses<ROWS> &addresses, int own, int to, int column) {
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       if (own + j >= to)
         continue;
-      const float weight = places.weight[own + j];
+      const float weight = addresses.weight[own + j];
       float z[OWN];
 #pragma unroll
       for (int c = 0; c < OWN; c++) {
         const uint32_t word = old[j][c / 2];
         z[c] = (c % 2 ? high_half<T>(word) : low_half<T>(word)) + weight * d[c / 2][c % 2 * 2 + j];
       }
-      store(p, places.out[own + j] + column, z);
+      store(p, addresses.out[own + j] + column, z);
     }
   }
 

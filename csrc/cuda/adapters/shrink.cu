@@ -1,12 +1,12 @@
-/* Shrink: hl[position, slice * hl_slice + r] = round( s[l] * sum_k a[l, e, r, k] x[k] )
+/* Shrink: xa[position, slice * xa_slice + r] = round( s[l] * sum_k a[l, e, r, k] x[k] )
  *
  * for rows of adapter l, r below its true rank; zero from there to the next multiple of 16.
  *
  * A part is some tokens of one segment of a block, an item a part and up to RANKS rows of A, slice
  * after slice. Where the adapter has fewer, teams that would have none have tokens of their own.
- * The items of a block are dealt to `shares` units, and the units to CTAs, so that those that run
+ * The items of a block are dealt to `shares` work units, and these to CTAs, so that those that run
  * together work on a `group` of neighbouring blocks; the warps of a CTA first look for the items of
- * a unit each. Long segments of large batches are for shrink_segments.cu and shrink_sm90.cu.
+ * a work unit each. Long segments of large batches are for shrink_segments.cu and shrink_sm90.cu.
  *
  * How the depth is shared depends on sizes alone, so that neither other tokens nor other adapters
  * change a bit. */
@@ -20,25 +20,25 @@ namespace {
 constexpr int kLongDepth = 4096;              // from here on eight warps share it
 constexpr int kShares = 8;                    // of a block, for every RANKS ranks
 constexpr int kLanes = 8;                     // tokens of a block that a lane looks after
-constexpr int kItems = 32 * kLanes / kShares; // of a unit at most
+constexpr int kItems = 32 * kLanes / kShares; // of a work unit at most
 
-struct Params {
+struct ShrinkParams {
   moelora_gemm_launch g;
   const float *scalings; // [max_loras] or NULL
   int32_t part, shares, group;
   bool few; // one look of all CTAs finds everything
-  void *hl;
+  void *xa;
 };
 
 /* Columns [first, first + RANKS) of the shrink results of tokens [low, high) of a block, `split` of
  * them for a team. */
-struct Item {
-  int block, expert, pair, low, high, first, split;
+struct BlockItem {
+  int block, expert, packed, low, high, first, split;
 };
 
-template <class S> struct Shared {
+template <class S> struct ShrinkShared {
   Sums<S> sums;
-  Item items[S::WARPS][kItems];
+  BlockItem items[S::WARPS][kItems];
   int found[S::WARPS];
 };
 
@@ -52,15 +52,16 @@ template <class S> struct Teams {
       : ranks(columns > S::TEAM_RANKS ? S::TEAMS : 1), tokens(S::TEAMS / ranks) {}
 };
 
-/* Writes the items of a unit and returns how many there are; a warp. */
+/* Writes the items of a work unit and returns how many there are; a warp. */
 template <class S>
-__device__ __forceinline__ int find(const Params &p, int blocks, int unit, Item *items) {
+__device__ __forceinline__ int find(const ShrinkParams &p, int blocks, int work_unit,
+                                    BlockItem *items) {
   const moelora_gemm_launch &g = p.g;
   const int lane = threadIdx.x % 32, rows = g.blocks.rows;
-  if (unit >= blocks * p.shares)
+  if (work_unit >= blocks * p.shares)
     return 0;
-  const int before = unit / (p.group * p.shares) * p.group; // blocks of the groups before
-  const int height = min(p.group, blocks - before), rest = unit - before * p.shares;
+  const int before = work_unit / (p.group * p.shares) * p.group; // blocks of the groups before
+  const int height = min(p.group, blocks - before), rest = work_unit - before * p.shares;
   const int block = before + rest % height, share = rest / height;
   const int64_t position = (int64_t)block * rows;
   if (g.x_divisor.value && lane * 8 < rows)
@@ -72,19 +73,19 @@ __device__ __forceinline__ int find(const Params &p, int blocks, int unit, Item 
 #pragma unroll 1
   for (int i = 0; i * 32 < rows; i++) {
     const int low = i * 32 + lane;
-    int pair = -1, high = low, parts = 0, chunks = 0, teams = 1; // that take tokens
+    int packed = -1, high = low, parts = 0, chunks = 0, teams = 1; // that take tokens
 #pragma unroll
     for (int j = 0; j < kLanes; j++)
       if (j == i && segments.starts[j] >> lane & 1)
-        pair = segments.pair[j];
-    if (pair >= 0) {
+        packed = segments.packed[j];
+    if (packed >= 0) {
       high = segments.next(low + 1, rows);
-      const int columns = columns_of(g, pair);
+      const int columns = columns_of(g, packed);
       teams = Teams<S>(columns).tokens;
       parts = ceil_divide(high - low, teams * p.part);
       chunks = ceil_divide(columns, S::RANKS);
       if (p.scalings)
-        prefetch(p.scalings + pair / kRanks);
+        prefetch(p.scalings + packed / kRanks);
     }
     const int end = warp_inclusive_sum(parts * chunks);
     const int first = count + end - parts * chunks;
@@ -93,8 +94,8 @@ __device__ __forceinline__ int find(const Params &p, int blocks, int unit, Item 
     for (int j = (share + p.shares - first % p.shares) % p.shares; j < parts * chunks;
          j += p.shares) {
       const int from = low + j / chunks * tokens;
-      items[(first + j) / p.shares] =
-          Item{block, expert, pair, from, min(from + tokens, high), j % chunks * S::RANKS, split};
+      items[(first + j) / p.shares] = BlockItem{
+          block, expert, packed, from, min(from + tokens, high), j % chunks * S::RANKS, split};
     }
     count += __shfl_sync(0xffffffffu, end, 31);
   }
@@ -102,17 +103,18 @@ __device__ __forceinline__ int find(const Params &p, int blocks, int unit, Item 
 }
 
 /* Where the operands of an item lie, tokens from `low` on. */
-struct Places {
+struct BlockOperands {
   const moelora_gemm_launch &g;
-  const Item &item;
+  const BlockItem &item;
   int low;
 
-  __device__ __forceinline__ int columns() const { return columns_of(g, item.pair); }
+  __device__ __forceinline__ int columns() const { return columns_of(g, item.packed); }
 
   template <class T, class S, int M, int N>
   __device__ __forceinline__ void find_a(Rows<T, S, M, N> &rows, int column, int columns,
                                          int k) const {
-    rows.find_a(g.lora, item.pair / kRanks, item.expert, item.pair % kRanks, column, columns, k);
+    rows.find_a(g.lora, item.packed / kRanks, item.expert, item.packed % kRanks, column, columns,
+                k);
   }
 
   template <class T, int N> __device__ __forceinline__ void find_x(const T *(&x)[N], int k) const {
@@ -130,56 +132,58 @@ struct Places {
 
 /* Adds up the sums of a team's warps, scales and rounds. */
 template <class T, class S>
-__device__ __forceinline__ void store(const Params &p, const Item &item, const Shared<S> &shared) {
-  const int rank = item.pair % kRanks, width = moelora_padded_rank(rank);
-  const float scaling = p.scalings ? p.scalings[item.pair / kRanks] : 1.f;
+__device__ __forceinline__ void store(const ShrinkParams &p, const BlockItem &item,
+                                      const ShrinkShared<S> &shared) {
+  const int rank = item.packed % kRanks, width = moelora_padded_rank(rank);
+  const float scaling = p.scalings ? p.scalings[item.packed / kRanks] : 1.f;
   const int tokens = item.high - item.low;
-  const Teams<S> teams(columns_of(p.g, item.pair));
-  constexpr int EIGHTS = S::RANKS / 8;
-  for (int i = threadIdx.x; i < min(item.split, tokens) * EIGHTS; i += S::THREADS) {
-    const int row = i / EIGHTS, at = i % EIGHTS * 8, team = at / S::TEAM_RANKS;
+  const Teams<S> teams(columns_of(p.g, item.packed));
+  constexpr int RANK_VECTORS = S::RANKS / 8;
+  for (int i = threadIdx.x; i < min(item.split, tokens) * RANK_VECTORS; i += S::THREADS) {
+    const int row = i / RANK_VECTORS, at = i % RANK_VECTORS * 8, team = at / S::TEAM_RANKS;
     const int token = row + team / teams.ranks * item.split;
     const int column = item.first + team % teams.ranks * S::TEAM_RANKS + at % S::TEAM_RANKS;
     const int slice = column / width, r = column % width;
     if (slice >= p.g.lora.num_slices || token >= tokens)
       continue;
     float sum[8] = {};
-    add_runs<S>(sum, shared.sums, row, at);
+    add_spans<S>(sum, shared.sums, row, at);
     const int64_t position = (int64_t)item.block * p.g.blocks.rows + item.low + token;
-    *(uint4 *)((T *)p.hl + position * p.g.hl_stride + slice * p.g.hl_slice + r) =
+    *(uint4 *)((T *)p.xa + position * p.g.xa_stride + slice * p.g.xa_slice + r) =
         round_ranks<T>(sum, scaling, r, rank);
   }
 }
 
 template <class T, class S, bool VECTORS>
-__device__ __forceinline__ void run_item(const Params &p, const Item &item, Shared<S> &shared) {
-  const int columns = columns_of(p.g, item.pair);
+__device__ __forceinline__ void run_item(const ShrinkParams &p, const BlockItem &item,
+                                         ShrinkShared<S> &shared) {
+  const int columns = columns_of(p.g, item.packed);
   const Teams<S> teams(columns);
-  const int warp = threadIdx.x / 32, team = warp / S::DEPTHS, run = warp % S::DEPTHS;
-  const Places places = {p.g, item, item.low + team / teams.ranks * item.split};
+  const int warp = threadIdx.x / 32, team = warp / S::DEPTHS, span = warp % S::DEPTHS;
+  const BlockOperands operands = {p.g, item, item.low + team / teams.ranks * item.split};
   const int column =
-      places.low < item.high ? item.first + team % teams.ranks * S::TEAM_RANKS : columns;
+      operands.low < item.high ? item.first + team % teams.ranks * S::TEAM_RANKS : columns;
   if (S::TILES > 1 && columns <= 16)
-    multiply_tokens<T, S, VECTORS, 1>(item.split, places, column, p.g.k, run, S::DEPTHS,
+    multiply_tokens<T, S, VECTORS, 1>(item.split, operands, column, p.g.k, span, S::DEPTHS,
                                       shared.sums);
   else
-    multiply_tokens<T, S, VECTORS, S::TILES>(item.split, places, column, p.g.k, run, S::DEPTHS,
+    multiply_tokens<T, S, VECTORS, S::TILES>(item.split, operands, column, p.g.k, span, S::DEPTHS,
                                              shared.sums);
   store<T, S>(p, item, shared);
 }
 
 template <class T, class S, bool VECTORS>
 __global__ void __launch_bounds__(S::THREADS, S::RESIDENT / S::WARPS)
-    shrink(const __grid_constant__ Params p) {
+    shrink(const __grid_constant__ ShrinkParams p) {
   extern __shared__ __align__(128) char memory[];
-  Shared<S> &shared = *(Shared<S> *)memory;
+  ShrinkShared<S> &shared = *(ShrinkShared<S> *)memory;
   const int warp = threadIdx.x / 32, ctas = gridDim.x;
   wait_for_previous_kernel();
   start_next_kernel();
   // Blocks that are not in use hold nothing to find.
   const int blocks = p.few ? (int)p.g.blocks.max_blocks : *p.g.blocks.num_post / p.g.blocks.rows;
-  for (int unit = blockIdx.x; unit < blocks * p.shares; unit += ctas * S::WARPS) {
-    shared.found[warp] = find<S>(p, blocks, unit + warp * ctas, shared.items[warp]);
+  for (int work_unit = blockIdx.x; work_unit < blocks * p.shares; work_unit += ctas * S::WARPS) {
+    shared.found[warp] = find<S>(p, blocks, work_unit + warp * ctas, shared.items[warp]);
     __syncthreads();
 #pragma unroll 1
     for (int w = 0; w < S::WARPS; w++)
@@ -191,43 +195,44 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT / S::WARPS)
 }
 
 /* Work of a launch, as far as sizes tell. */
-struct Extents {
+struct Workload {
   int64_t rows, segments; // of the latter at most so many
   int part;               // tokens
   bool few;
 };
 
 template <class T, class S, bool VECTORS>
-moelora_status launch(Params p, const Extents &e, const moelora_exec *exec) {
-  static_assert(sizeof(Shared<S>) <= kPortableShared, "a CTA's shared memory");
+moelora_status launch(ShrinkParams p, const Workload &e, const moelora_exec *exec) {
+  static_assert(sizeof(ShrinkShared<S>) <= kPortableShared, "a CTA's shared memory");
   const int64_t blocks = p.g.blocks.max_blocks;
   const int64_t ctas = moelora_cuda_num_sms(exec->device_index) * (S::RESIDENT / S::WARPS);
   p.part = e.part < S::TOKENS ? e.part : S::TOKENS;
-  p.shares = kShares * (int32_t)((p.g.hl_stride + S::RANKS - 1) / S::RANKS);
+  p.shares = kShares * (int32_t)((p.g.xa_stride + S::RANKS - 1) / S::RANKS);
   // As many as all CTAs together have items of.
   const bool fat = e.rows >= kFatSegment * e.segments;
   const int64_t group = ctas * blocks / (e.segments + e.rows / p.part);
   p.group = (int32_t)(fat && group < blocks ? group + 1 : blocks);
   p.few = e.few;
   return launch_kernel<shrink<T, S, VECTORS>>("shrink", blocks * p.shares, S::THREADS,
-                                              sizeof(Shared<S>), exec, p);
+                                              sizeof(ShrinkShared<S>), exec, p);
 }
 
 /* Whether whole segments are shared out: that pays where much would be read twice. Measured on an
  * H200. */
-bool are_long(const moelora_gemm_launch *g, const Extents &e, bool sm90, const moelora_exec *exec) {
+bool are_long(const moelora_gemm_launch *g, const Workload &e, bool sm90,
+              const moelora_exec *exec) {
   const int64_t sms = moelora_cuda_num_sms(exec->device_index);
   if (!sm90)
     return g->k < kLongDepth && e.rows >= 40 * e.segments && e.rows >= 128 * sms;
   // Of x by position, segments are listed while the kernel that makes it drains.
-  const int much = g->x_divisor.value ? 2 : 1, tokens = g->hl_stride > 32 ? 8 : 32;
+  const int much = g->x_divisor.value ? 2 : 1, tokens = g->xa_stride > 32 ? 8 : 32;
   return e.rows >= much * tokens * e.segments && e.rows >= much * 7 * sms;
 }
 
 /* Items large enough to read little twice, and enough of them for all CTAs. WIDE_TOKENS: what
  * kPortableShared holds. */
 template <class T, int DEPTHS, int WIDE_TOKENS>
-moelora_status launch_vectors(const Params &p, Extents e, const moelora_exec *exec) {
+moelora_status launch_vectors(const ShrinkParams &p, Workload e, const moelora_exec *exec) {
   // A deep and narrow one waits for memory all the same: half of an SM's registers are left to the
   // GEMM behind it, whose weights then stream meanwhile.
   constexpr int RESIDENT = DEPTHS == kResidentWarps / 2 ? DEPTHS : kResidentWarps;
@@ -235,7 +240,7 @@ moelora_status launch_vectors(const Params &p, Extents e, const moelora_exec *ex
   using NarrowHalf = Shape<1, 1, DEPTHS, 48, RESIDENT>;
   using Middle = Shape<2, 1, DEPTHS, 48, RESIDENT>;
   using Wide = Shape<2, 2, DEPTHS, WIDE_TOKENS>;
-  const int64_t stride = p.g.hl_stride;
+  const int64_t stride = p.g.xa_stride;
   const bool half = stride <= 32 && e.rows > 16;
   const int resident = half ? RESIDENT : kResidentWarps;
   const int64_t ctas = moelora_cuda_num_sms(exec->device_index) * (resident / DEPTHS);
@@ -251,7 +256,7 @@ moelora_status launch_vectors(const Params &p, Extents e, const moelora_exec *ex
 }
 
 template <class T>
-moelora_status launch_as(const Params &p, const Extents &e, bool vectors,
+moelora_status launch_as(const ShrinkParams &p, const Workload &e, bool vectors,
                          const moelora_exec *exec) {
   if (!vectors)
     return launch<T, Shape<1, 1, 4, 32>, false>(p, e, exec);
@@ -262,15 +267,15 @@ moelora_status launch_as(const Params &p, const Extents &e, bool vectors,
 } // namespace
 
 moelora_status moelora_cuda_shrink(const moelora_gemm_launch *g, const float *lora_scalings,
-                                   bool vectors, bool hopper, moelora_dtype dtype, void *hl,
+                                   bool vectors, bool hopper, moelora_dtype dtype, void *xa,
                                    const moelora_exec *exec) {
   const int64_t rows = g->num_rows, pairs = (int64_t)g->num_experts * g->max_loras;
-  const Extents e = {rows, rows < pairs ? rows : pairs, 32, false};
+  const Workload e = {rows, rows < pairs ? rows : pairs, 32, false};
   const bool sm90 = hopper && moelora_cuda_fits_shrink_sm90(g);
   if (vectors && g->blocks.segments && are_long(g, e, sm90, exec))
-    return sm90 ? moelora_cuda_shrink_sm90(g, lora_scalings, dtype, hl, exec)
-                : moelora_cuda_shrink_segments(g, lora_scalings, dtype, hl, exec);
-  const Params p = {.g = *g, .scalings = lora_scalings, .hl = hl};
+    return sm90 ? moelora_cuda_shrink_sm90(g, lora_scalings, dtype, xa, exec)
+                : moelora_cuda_shrink_segments(g, lora_scalings, dtype, xa, exec);
+  const ShrinkParams p = {.g = *g, .scalings = lora_scalings, .xa = xa};
   return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(p, e, vectors, exec)
                                : launch_as<__half>(p, e, vectors, exec);
 }

@@ -9,7 +9,7 @@
  * stores them.
  *
  * TEAMS teams of warps have TEAM_RANKS rows of A each; the DEPTHS warps of a team share the depth,
- * each a run of whole lines of 64, and what they found is added up in that order. */
+ * each a k-span of whole lines of 64, and what they found is added up in that order. */
 #ifndef MOELORA_CUDA_SHRINK_PRODUCT_CUH
 #define MOELORA_CUDA_SHRINK_PRODUCT_CUH
 
@@ -37,14 +37,14 @@ struct Shape {
 
 template <class S> using Sums = float[S::DEPTHS][S::TOKENS][S::PITCH];
 
-/* True rank of a pair. */
-__device__ __forceinline__ int rank_of(const moelora_gemm_launch &g, int pair) {
-  return min(pair % kRanks, g.lora.max_rank);
+/* True rank of a packed rank. */
+__device__ __forceinline__ int rank_of(const moelora_gemm_launch &g, int packed) {
+  return min(packed % kRanks, g.lora.max_rank);
 }
 
 /* Columns of A of all slices together. */
-__device__ __forceinline__ int columns_of(const moelora_gemm_launch &g, int pair) {
-  return moelora_padded_rank(rank_of(g, pair)) * g.lora.num_slices;
+__device__ __forceinline__ int columns_of(const moelora_gemm_launch &g, int packed) {
+  return moelora_padded_rank(rank_of(g, packed)) * g.lora.num_slices;
 }
 
 __host__ __device__ __forceinline__ int ceil_divide(int a, int b) {
@@ -107,29 +107,29 @@ template <class T, class S, int M, int N> struct Rows {
 };
 
 /* The sums of a warp for 16 M columns of A from `column` on, nothing if that is behind the last,
- * and up to 8 N tokens, over the run of depth that is number `run` of `runs`. `places` finds both.
+ * and up to 8 N tokens, over the k-span that is number `span` of `spans`. `operands` finds both.
  * All threads come here. */
-template <class T, class S, bool VECTORS, int M, int N, class Places>
-__device__ __forceinline__ void multiply(const Places &places, int column, int depth, int run,
-                                         int runs, Sums<S> &sums) {
+template <class T, class S, bool VECTORS, int M, int N, class Operands>
+__device__ __forceinline__ void multiply(const Operands &operands, int column, int depth, int span,
+                                         int spans, Sums<S> &sums) {
   constexpr int LOADS = 2 * M + N;
   constexpr int FIT = (S::REGISTERS - 4 * M * N - 2 * LOADS) / (4 * LOADS);
   constexpr int STEPS = VECTORS && FIT > 1 ? FIT : 1; // on their way
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int columns = places.columns();
+  const int columns = operands.columns();
   float d[M][N][4] = {};
-  const int share = ceil_divide(ceil_divide(depth, kLine), runs) * kLine;
-  const int begin = run * share, end = min(begin + share, depth);
+  const int share = ceil_divide(ceil_divide(depth, kLine), spans) * kLine;
+  const int begin = span * share, end = min(begin + share, depth);
   if (column < columns && begin < end) {
     const int k = begin + lane % 4 * 8;
     Rows<T, S, M, N> rows;
     uint4 a[STEPS][2 * M], x[STEPS][N];
     rows.left = end - k;
-    places.find_a(rows, column, columns, k);
+    operands.find_a(rows, column, columns, k);
 #pragma unroll
     for (int slot = 0; slot < STEPS; slot++)
       rows.template load_a<VECTORS>(a[slot], slot);
-    places.find_x(rows.x, k);
+    operands.find_x(rows.x, k);
 #pragma unroll
     for (int slot = 0; slot < STEPS; slot++)
       rows.template load_x<VECTORS>(x[slot], slot);
@@ -168,15 +168,15 @@ __device__ __forceinline__ void multiply(const Places &places, int column, int d
   __syncthreads();
 }
 
-/* multiply() for `tokens` of them, as few eights as hold them. */
-template <class T, class S, bool VECTORS, int M, class Places>
-__device__ __forceinline__ void multiply_tokens(int tokens, const Places &places, int column,
-                                                int depth, int run, int runs, Sums<S> &sums) {
+/* multiply() for `tokens` of them, as few n8 tiles as hold them. */
+template <class T, class S, bool VECTORS, int M, class Operands>
+__device__ __forceinline__ void multiply_tokens(int tokens, const Operands &operands, int column,
+                                                int depth, int span, int spans, Sums<S> &sums) {
   switch (ceil_divide(tokens, 8)) {
 #define MOELORA_TOKENS(N)                                                                          \
   case N:                                                                                          \
     if constexpr (8 * N <= S::TOKENS)                                                              \
-      multiply<T, S, VECTORS, M, N>(places, column, depth, run, runs, sums);                       \
+      multiply<T, S, VECTORS, M, N>(operands, column, depth, span, spans, sums);                   \
     break
     MOELORA_TOKENS(1);
     MOELORA_TOKENS(2);
@@ -190,8 +190,8 @@ __device__ __forceinline__ void multiply_tokens(int tokens, const Places &places
 
 /* Eight columns of a token: what the warps of a team found, in their order. */
 template <class S>
-__device__ __forceinline__ void add_runs(float (&sum)[8], const Sums<S> &sums, int token,
-                                         int column) {
+__device__ __forceinline__ void add_spans(float (&sum)[8], const Sums<S> &sums, int token,
+                                          int column) {
 #pragma unroll
   for (int depth = 0; depth < S::DEPTHS; depth++)
 #pragma unroll
@@ -203,7 +203,7 @@ __device__ __forceinline__ void add_runs(float (&sum)[8], const Sums<S> &sums, i
 
 /* Sums of ranks r and r + 1, scaled and rounded, zeros from the true rank on. */
 template <class T>
-__device__ __forceinline__ uint32_t round_pair(const float *sum, float scaling, int r, int rank) {
+__device__ __forceinline__ uint32_t round_two(const float *sum, float scaling, int r, int rank) {
   return pack2<T>(r < rank ? scaling * sum[0] : 0.f, r + 1 < rank ? scaling * sum[1] : 0.f);
 }
 
@@ -214,7 +214,7 @@ __device__ __forceinline__ uint4 round_ranks(const float (&sum)[8], float scalin
   uint32_t rounded[4];
 #pragma unroll
   for (int j = 0; j < 8; j += 2)
-    rounded[j / 2] = round_pair<T>(sum + j, scaling, r + j, rank);
+    rounded[j / 2] = round_two<T>(sum + j, scaling, r + j, rank);
   return make_uint4(rounded[0], rounded[1], rounded[2], rounded[3]);
 }
 

@@ -1,11 +1,11 @@
-/* Shrink of long segments by mma.sync: hl[position, slice * hl_slice + r] as in shrink.cu. */
+/* Shrink of long segments by mma.sync: xa[position, slice * xa_slice + r] as in shrink.cu. */
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/adapters/shrink_segments.cuh"
 #include "cuda/adapters/shrink_staged.cuh"
 
 namespace {
 
-template <class C> struct Shared {
+template <class C> struct SegmentsShared {
   Stages<C> stages;
   ItemList<C::TOKENS, C::RANKS, C::WARPS> list;
 };
@@ -15,10 +15,10 @@ struct StagedItem {
   const SegmentItem &item;
 
   __device__ __forceinline__ int tokens() const { return item.tokens; }
-  __device__ __forceinline__ int columns() const { return columns_of(g, item.pair) - item.first; }
+  __device__ __forceinline__ int columns() const { return columns_of(g, item.packed) - item.first; }
   __device__ __forceinline__ int x_row(int token) const { return item.x_row(g, token); }
   template <class T> __device__ __forceinline__ const T *row_of_a(int column) const {
-    return find_row_of_a<T>(g.lora, item.pair / kRanks, item.expert, rank_of(g, item.pair),
+    return find_row_of_a<T>(g.lora, item.packed / kRanks, item.expert, rank_of(g, item.packed),
                             item.first + column);
   }
 };
@@ -27,7 +27,7 @@ template <class T, class C>
 __global__ void __launch_bounds__(C::THREADS, C::CTAS)
     shrink_segments(const __grid_constant__ SegmentShrink p) {
   extern __shared__ __align__(128) char memory[];
-  Shared<C> &shared = *(Shared<C> *)memory;
+  SegmentsShared<C> &shared = *(SegmentsShared<C> *)memory;
   const moelora_gemm_launch &g = p.g;
   wait_for_previous_kernel();
   start_next_kernel();
@@ -35,13 +35,13 @@ __global__ void __launch_bounds__(C::THREADS, C::CTAS)
   const auto find = [&](int number) { return StagedItem{g, shared.list.items[number]}; };
   const auto store = [&](int number, const Products<T, C> &products) {
     const SegmentItem &item = shared.list.items[number];
-    const int rank = rank_of(g, item.pair), width = moelora_padded_rank(rank);
-    const float scaling = p.scaling(item.pair);
+    const int rank = rank_of(g, item.packed), width = moelora_padded_rank(rank);
+    const float scaling = p.scaling(item.packed);
     products.for_each(item.tokens, [&](int token, int column, const float *sum) {
       const int slice = (item.first + column) / width, r = (item.first + column) % width;
       if (slice < g.lora.num_slices)
-        *(uint32_t *)(p.row_of_hl<T>(item, token) + slice * g.hl_slice + r) =
-            round_pair<T>(sum, scaling, r, rank);
+        *(uint32_t *)(p.row_of_xa<T>(item, token) + slice * g.xa_slice + r) =
+            round_two<T>(sum, scaling, r, rank);
     });
   };
   take_part(g, shared.list, (int2 *)shared.stages, [] { __syncthreads(); });
@@ -57,10 +57,10 @@ __global__ void __launch_bounds__(C::THREADS, C::CTAS)
 
 template <class T, class C>
 moelora_status launch(const SegmentShrink &p, const moelora_exec *exec) {
-  static_assert(sizeof(Shared<C>) <= kPortableShared, "a CTA's shared memory");
+  static_assert(sizeof(SegmentsShared<C>) <= kPortableShared, "a CTA's shared memory");
   const int64_t ctas = (int64_t)moelora_cuda_num_sms(exec->device_index) * C::CTAS;
   return launch_kernel<shrink_segments<T, C>>("shrink_segments", ctas, C::THREADS,
-                                              sizeof(Shared<C>), exec, p);
+                                              sizeof(SegmentsShared<C>), exec, p);
 }
 
 template <class T> moelora_status launch_as(const SegmentShrink &p, const moelora_exec *exec) {
@@ -73,7 +73,7 @@ template <class T> moelora_status launch_as(const SegmentShrink &p, const moelor
 
 moelora_status moelora_cuda_shrink_segments(const moelora_gemm_launch *g,
                                             const float *lora_scalings, moelora_dtype dtype,
-                                            void *hl, const moelora_exec *exec) {
-  const SegmentShrink p = {*g, lora_scalings, hl};
+                                            void *xa, const moelora_exec *exec) {
+  const SegmentShrink p = {*g, lora_scalings, xa};
   return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(p, exec) : launch_as<__half>(p, exec);
 }

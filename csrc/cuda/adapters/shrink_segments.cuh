@@ -15,31 +15,31 @@
 
 constexpr int kListedItems = 64; // of a CTA, listed at once
 constexpr int kCut = 16;         // rows
-constexpr int kAnotherPart = 32; // rows that a walk over the depth for another segment costs
+constexpr int kAnotherPart = 32; // rows that a pass over the depth for another segment costs
 
 struct SegmentShrink {
   moelora_gemm_launch g;
   const float *scalings; // [max_loras] or NULL
-  void *hl;
+  void *xa;
 
   /* Columns of A of the largest rank. */
   int columns() const { return g.lora.num_slices * moelora_padded_rank(g.lora.max_rank); }
 
-  __device__ __forceinline__ float scaling(int pair) const {
-    return scalings ? scalings[pair / kRanks] : 1.f;
+  __device__ __forceinline__ float scaling(int packed) const {
+    return scalings ? scalings[packed / kRanks] : 1.f;
   }
   /* Slice 0 of what an item's token becomes. */
   template <class T, class Item>
-  __device__ __forceinline__ T *row_of_hl(const Item &item, int token) const {
+  __device__ __forceinline__ T *row_of_xa(const Item &item, int token) const {
     const int at = item.position_of(g, token);
-    return (T *)hl + (g.hl_by_row ? g.blocks.sorted_ids[at] : at) * g.hl_stride;
+    return (T *)xa + (g.xa_by_row ? g.blocks.sorted_ids[at] : at) * g.xa_stride;
   }
 };
 
 /* Some rows of a segment by columns of A from `first` on. The first is number `row` from the
  * beginning of block `block` on, a position; each block has `share` of them. */
 struct SegmentItem {
-  int expert, pair, block, row, share;
+  int expert, packed, block, row, share;
   uint32_t magic; // of `share` as a divisor
   int tokens, first;
 
@@ -92,12 +92,12 @@ template <class L> struct SegmentLength {
   int columns = 0, chunks = 0;
   int64_t rows = 0;
 
-  __device__ __forceinline__ SegmentLength(const moelora_gemm_launch &g, int2 pair_and_count,
+  __device__ __forceinline__ SegmentLength(const moelora_gemm_launch &g, int2 packed_and_count,
                                            int ctas = 0) {
-    const int pair = pair_and_count.x, count = pair_and_count.y;
-    if (pair < 0 || count == 0)
+    const int packed = packed_and_count.x, count = packed_and_count.y;
+    if (packed < 0 || count == 0)
       return;
-    columns = columns_of(g, pair);
+    columns = columns_of(g, packed);
     chunks = ceil_divide(columns, L::RANKS);
     rows = ctas ? ctas : (int64_t)count * chunks + (int64_t)ceil_divide(count, L::TOKENS) * columns;
   }
@@ -120,10 +120,10 @@ __device__ __forceinline__ int4 load_segment(const moelora_gemm_launch &g, int i
   return *(const int4 *)&g.blocks.segments[i];
 }
 
-/* The CTA's part. All threads of the list's warps come here and meet by sync(); `pairs` is shared
- * memory for a (pair, count) of every segment. */
+/* The CTA's part. All threads of the list's warps come here and synchronise by sync(); `sizes` is
+ * shared memory for the (packed rank, count) of every segment. */
 template <class L, class Sync>
-__device__ __forceinline__ void take_part(const moelora_gemm_launch &g, L &list, int2 *pairs,
+__device__ __forceinline__ void take_part(const moelora_gemm_launch &g, L &list, int2 *sizes,
                                           Sync sync) {
   constexpr int THREADS = 32 * L::WARPS, BATCH = 10; // loads in flight
   const int segments = segments_of(g);
@@ -135,20 +135,21 @@ __device__ __forceinline__ void take_part(const moelora_gemm_launch &g, L &list,
 #pragma unroll
     for (int u = 0; u < BATCH; u++)
       if (base + u * THREADS < segments)
-        pairs[base + u * THREADS] = make_int2(batch[u].x, batch[u].z);
+        sizes[base + u * THREADS] = make_int2(batch[u].x, batch[u].z);
   }
   if (threadIdx.x == 0)
     list.first = segments, list.longest = 0;
   sync();
-  const int run = ceil_divide(segments, THREADS) | 1; // odd: all banks
-  const int low = min((int)threadIdx.x * run, segments), high = min(low + run, segments);
+  const int per_thread = ceil_divide(segments, THREADS) | 1; // odd: all banks
+  const int low = min((int)threadIdx.x * per_thread, segments),
+            high = min(low + per_thread, segments);
   int64_t own = 0, all;
   int own_used = 0, used, longest = 0;
   for (int i = low; i < high; i++) {
-    const SegmentLength<L> length(g, pairs[i]);
+    const SegmentLength<L> length(g, sizes[i]);
     own += length.rows;
     own_used += length.rows > 0;
-    longest = max(longest, length.rows > 0 ? pairs[i].y * length.chunks : 0);
+    longest = max(longest, length.rows > 0 ? sizes[i].y * length.chunks : 0);
   }
   atomicMax(&list.longest, longest);
   int64_t at = sum_before(own, list.warp_length, &all, sync);
@@ -156,7 +157,7 @@ __device__ __forceinline__ void take_part(const moelora_gemm_launch &g, L &list,
   const int each = used ? (int)gridDim.x / used : 0;
   int64_t parts = gridDim.x;
   int ctas = 0;
-  // An equal part, a second A and the walk over it would be as much.
+  // An equal part, a second A and the pass over it would be as much.
   if (each > 0 && list.longest / each <= all / parts + kAnotherPart) {
     ctas = each, at = (int64_t)used_before * each, own = (int64_t)own_used * each;
     all = parts = (int64_t)used * each;
@@ -168,7 +169,7 @@ __device__ __forceinline__ void take_part(const moelora_gemm_launch &g, L &list,
   }
   if (at <= part_begin && part_begin < at + own) {
     int i = low;
-    for (int64_t rows; at + (rows = SegmentLength<L>(g, pairs[i], ctas).rows) <= part_begin; i++)
+    for (int64_t rows; at + (rows = SegmentLength<L>(g, sizes[i], ctas).rows) <= part_begin; i++)
       at += rows;
     list.first = i, list.begin = at;
   }
@@ -189,7 +190,7 @@ __device__ __forceinline__ void list_items(const moelora_gemm_launch &g, L &list
     const int i = base + (int)threadIdx.x;
     const int4 v = load_segment(g, min(i, segments - 1));
     const moelora_segment s = {i < segments ? v.x : -1, v.y, v.z, v.w};
-    const SegmentLength<L> length(g, make_int2(s.pair, s.count), list.ctas);
+    const SegmentLength<L> length(g, make_int2(s.packed, s.count), list.ctas);
     const int64_t end = at + warp_inclusive_sum(length.rows);
     const int low = length.row_at(s.count, end - length.rows, part_begin);
     const int high = length.row_at(s.count, end - length.rows, part_end);
@@ -203,7 +204,7 @@ __device__ __forceinline__ void list_items(const moelora_gemm_launch &g, L &list
         const int from = low + j / length.chunks * rows, to = number - items - listed + j;
         if (to >= 0 && to < kListedItems)
           list.items[to] = {i / (g.max_loras + 1),
-                            s.pair,
+                            s.packed,
                             block,
                             s.position - block + from,
                             s.share,

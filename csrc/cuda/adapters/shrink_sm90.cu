@@ -1,14 +1,14 @@
-/* Shrink of long segments on Hopper: hl[position, slice * hl_slice + r] as in shrink.cu.
+/* Shrink of long segments on Hopper: xa[position, slice * xa_slice + r] as in shrink.cu.
  *
- * One CTA per SM. A producer warpgroup lists the CTA's items and fills a ring of stages of 64 of
- * depth: one warp has the copy engine bring rows of A, three copy the rows of x by cp.async,
+ * One CTA per SM. A producer warpgroup lists the CTA's items and fills a pipeline of stages of 64
+ * of depth: one warp has the copy engine bring rows of A, three copy the rows of x by cp.async,
  * wherever they lie. Two consumer warpgroups multiply by wgmma, tokens as the M side, columns of A
  * as the N side: warpgroup w has tokens 64w to 64w + 63, the first also those from 128 on.
  *
  * A stage is [TOKENS] rows of x and [RANKS] rows of A, of 128 bytes as in tile.cuh. Rows that an
  * item does not have hold anything: their sums reach no other row, and nobody stores them; so the
- * third 64 tokens may end among the rows of A. With the first stage of an item goes a note of 32
- * bytes, the item; behind the last item comes one with expert -1. */
+ * third 64 tokens may end among the rows of A. The stage header of an item's first stage, of 32
+ * bytes, is the item; behind the last item comes one with expert -1. */
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/adapters/shrink_segments.cuh"
@@ -22,38 +22,38 @@ template <int RANKS_> struct ShrinkShape {
   static constexpr int THREADS = kProducers + 128 * CONSUMERS;
   static constexpr int W_BYTES = TOKENS * kRowBytes; // of the M side
   static constexpr int STAGE_BYTES = W_BYTES + RANKS * kRowBytes;
-  static constexpr int STAGING_BYTES = 0;
+  static constexpr int EPILOGUE_BYTES = 0;
   using List = ItemList<TOKENS, RANKS, kProducers / 32>;
-  static constexpr int SHARED = 1024 + STAGES * (STAGE_BYTES + 16 + kNoteBytes);
+  static constexpr int SHARED = 1024 + STAGES * (STAGE_BYTES + 16 + kHeaderBytes);
 };
 
 namespace {
 
 constexpr int kFewRanks = 16, kManyRanks = 64; // rows of A that one copy brings
 
-template <class S> __device__ __forceinline__ uint32_t rows_of_x(const Ring<S> &ring) {
-  return ring.weights(); // the M side comes first
+template <class S> __device__ __forceinline__ uint32_t rows_of_x(const Pipeline<S> &pipeline) {
+  return pipeline.weights(); // the M side comes first
 }
 
-template <class S> __device__ __forceinline__ uint32_t rows_of_a(const Ring<S> &ring) {
-  return ring.tokens();
+template <class S> __device__ __forceinline__ uint32_t rows_of_a(const Pipeline<S> &pipeline) {
+  return pipeline.tokens();
 }
 
 /* Tensor maps of the slices of A: [max_loras, E, ranks, K]. */
-struct Maps {
+struct ShrinkMaps {
   CUtensorMap few[MOELORA_MAX_SLICES], many[MOELORA_MAX_SLICES];
   StackDims dims;
 };
 
 template <class S>
-__device__ __forceinline__ void write_note(const Ring<S> &ring, const SegmentItem &item) {
-  const uint32_t at = ring.note();
-  store_shared_16(at, make_uint4(item.expert, item.pair, item.block, item.row));
+__device__ __forceinline__ void write_header(const Pipeline<S> &pipeline, const SegmentItem &item) {
+  const uint32_t at = pipeline.header();
+  store_shared_16(at, make_uint4(item.expert, item.packed, item.block, item.row));
   store_shared_16(at + 16, make_uint4(item.share, item.magic, item.tokens, item.first));
 }
 
-template <class S> __device__ __forceinline__ SegmentItem read_note(const Ring<S> &ring) {
-  const uint32_t at = ring.note();
+template <class S> __device__ __forceinline__ SegmentItem read_header(const Pipeline<S> &pipeline) {
+  const uint32_t at = pipeline.header();
   const uint4 a = load_shared_16(at), b = load_shared_16(at + 16);
   return {(int)uniform(a.x), (int)uniform(a.y), (int)uniform(a.z), (int)uniform(a.w),
           (int)uniform(b.x), uniform(b.y),      (int)uniform(b.z), (int)uniform(b.w)};
@@ -62,31 +62,33 @@ template <class S> __device__ __forceinline__ SegmentItem read_note(const Ring<S
 /* Columns of A that an item has. */
 template <class S>
 __device__ __forceinline__ int columns_in(const moelora_gemm_launch &g, const SegmentItem &item) {
-  return min(columns_of(g, item.pair) - item.first, S::RANKS);
+  return min(columns_of(g, item.packed) - item.first, S::RANKS);
 }
 
 /* Rows of A of the listed items; a warp. */
 template <class S>
-__device__ __forceinline__ void stream_a(const Maps *maps, const moelora_gemm_launch &g,
-                                         const typename S::List &list, int items, Ring<S> &ring) {
+__device__ __forceinline__ void stream_a(const ShrinkMaps *maps, const moelora_gemm_launch &g,
+                                         const typename S::List &list, int items,
+                                         Pipeline<S> &pipeline) {
   const uint64_t policy = evict_first_policy();
   for (int number = 0; number < items; number++) {
     const SegmentItem item = list.items[number];
-    const int columns = columns_in<S>(g, item), width = moelora_padded_rank(rank_of(g, item.pair));
+    const int columns = columns_in<S>(g, item),
+              width = moelora_padded_rank(rank_of(g, item.packed));
     const int first_slice = item.first / width, first_r = item.first - first_slice * width;
-    for (int k = 0; k < g.k; k += kDepth, ring.advance()) {
-      ring.wait_empty();
+    for (int k = 0; k < g.k; k += kDepth, pipeline.advance()) {
+      pipeline.wait_empty();
       if ((threadIdx.x & 31) == 0) {
         if (k == 0)
-          write_note(ring, item);
-        barrier_expect(ring.full(), columns * kRowBytes);
+          write_header(pipeline, item);
+        barrier_expect(pipeline.full(), columns * kRowBytes);
         for (int column = 0, slice = first_slice, r = first_r; column < columns;) {
           const bool many = min(width - r, columns - column) >= kManyRanks;
           const int ranks = many ? kManyRanks : kFewRanks;
-          tma_load_4d(rows_of_a(ring) + column * kRowBytes,
+          tma_load_4d(rows_of_a(pipeline) + column * kRowBytes,
                       many ? &maps->many[slice] : &maps->few[slice], k, r,
                       maps->dims.expert(slice, item.expert),
-                      maps->dims.adapter(slice, item.pair / kRanks), ring.full(), policy);
+                      maps->dims.adapter(slice, item.packed / kRanks), pipeline.full(), policy);
           column += ranks;
           r += ranks;
           if (r == width)
@@ -102,7 +104,7 @@ __device__ __forceinline__ void stream_a(const Maps *maps, const moelora_gemm_la
  * on their way. */
 template <class S>
 __device__ __forceinline__ void gather_x(const moelora_gemm_launch &g, const typename S::List &list,
-                                         int items, Ring<S> &ring) {
+                                         int items, Pipeline<S> &pipeline) {
   Gather<S::TOKENS> gather(threadIdx.x - 32);
   const auto find = [&](int number) {
     if (number == items)
@@ -114,19 +116,20 @@ __device__ __forceinline__ void gather_x(const moelora_gemm_launch &g, const typ
   const int depth_steps = ceil_divide(g.k, kDepth);
   for (int number = 0; number < items; number++) {
     gather.begin(g);
-    for (int step = 0; step < depth_steps; step++, ring.advance()) {
+    for (int step = 0; step < depth_steps; step++, pipeline.advance()) {
       if (step == min((int)S::STAGES, depth_steps - 1))
         find(number + 1);
-      ring.wait_empty();
-      gather.copy(rows_of_x(ring));
-      barrier_arrive_after_copies(ring.full());
+      pipeline.wait_empty();
+      gather.copy(rows_of_x(pipeline));
+      barrier_arrive_after_copies(pipeline.full());
     }
   }
 }
 
 template <class S>
-__device__ __forceinline__ void produce(const Maps *maps, const SegmentShrink &p,
-                                        typename S::List &list, void *stages, Ring<S> ring) {
+__device__ __forceinline__ void produce(const ShrinkMaps *maps, const SegmentShrink &p,
+                                        typename S::List &list, void *stages,
+                                        Pipeline<S> pipeline) {
   const auto sync = [] { fence_async_proxy(), warpgroup_sync(1); };
   const bool streams = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == 0;
   // Where x lies by position the kernel before is the GEMM that makes it, and segments are older.
@@ -141,18 +144,18 @@ __device__ __forceinline__ void produce(const Maps *maps, const SegmentShrink &p
     all = list.all;
     const int items = min(all - listed, kListedItems);
     if (streams)
-      stream_a<S>(maps, p.g, list, items, ring);
+      stream_a<S>(maps, p.g, list, items, pipeline);
     else
-      gather_x<S>(p.g, list, items, ring);
+      gather_x<S>(p.g, list, items, pipeline);
     sync(); // all have read the list
   }
-  ring.wait_empty();
+  pipeline.wait_empty();
   if (threadIdx.x == 0) {
-    write_note(ring, {-1, 0, 0, 0, 1, 0, 0, 0});
-    barrier_arrive(ring.full());
+    write_header(pipeline, {-1, 0, 0, 0, 1, 0, 0, 0});
+    barrier_arrive(pipeline.full());
   }
   if (!streams)
-    barrier_arrive_after_copies(ring.full());
+    barrier_arrive_after_copies(pipeline.full());
 }
 
 /* Rows of a tile of 64 tokens, which begins at token `first` of an item. */
@@ -161,20 +164,20 @@ __device__ __forceinline__ void store_tile(const SegmentShrink &p, const Segment
                                            int first, int columns, const float (&d)[N / 2]) {
   const moelora_gemm_launch &g = p.g;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
-  const int rank = rank_of(g, item.pair), width = moelora_padded_rank(rank);
-  const float scaling = p.scaling(item.pair);
+  const int rank = rank_of(g, item.packed), width = moelora_padded_rank(rank);
+  const float scaling = p.scaling(item.packed);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int token = first + 16 * warp + 8 * half + lane / 4;
     if (token >= item.tokens)
       continue;
-    T *to = p.row_of_hl<T>(item, token);
+    T *to = p.row_of_xa<T>(item, token);
     int slice = item.first / width, r = item.first - slice * width + lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < N / 8; j++) {
       const float *v = d + 4 * j + 2 * half;
       if (8 * j < columns)
-        *(uint32_t *)(to + slice * g.hl_slice + r) = round_pair<T>(v, scaling, r, rank);
+        *(uint32_t *)(to + slice * g.xa_slice + r) = round_two<T>(v, scaling, r, rank);
       r += 8;
       if (r >= width)
         r -= width, slice++;
@@ -182,10 +185,10 @@ __device__ __forceinline__ void store_tile(const SegmentShrink &p, const Segment
   }
 }
 
-/* TILES tiles of 64 tokens of an item; the ring is at its first stage. */
+/* TILES tiles of 64 tokens of an item; the pipeline is at its first stage. */
 template <class S, class T, int N, int TILES>
 __device__ __forceinline__ void consume_tiles(const SegmentShrink &p, const SegmentItem &item,
-                                              int columns, Ring<S> &ring, int consumer) {
+                                              int columns, Pipeline<S> &pipeline, int consumer) {
   float d[TILES][N / 2];
 #pragma unroll
   for (int i = 0; i < TILES * N / 2; i++)
@@ -193,26 +196,26 @@ __device__ __forceinline__ void consume_tiles(const SegmentShrink &p, const Segm
   int previous = 0;
 #pragma unroll 1
   for (int k = 0; k < p.g.k; k += kDepth) {
-    ring.wait_full();
+    pipeline.wait_full();
     fence_async_proxy(); // cp.async wrote X through the ordinary proxy
     wgmma_fence();
-    const uint64_t a = wgmma_descriptor(rows_of_x(ring) + consumer * kGroupBytes);
-    const uint64_t b = wgmma_descriptor(rows_of_a(ring));
+    const uint64_t a = wgmma_descriptor(rows_of_x(pipeline) + consumer * kM64Bytes);
+    const uint64_t b = wgmma_descriptor(rows_of_a(pipeline));
 #pragma unroll
     for (int k16 = 0; k16 < 4; k16++)
 #pragma unroll
       for (int i = 0; i < TILES; i++)
-        Wgmma<N>::template mma<Element<T>::is_bf16>(d[i], a + i * (2 * kGroupBytes / 16) + 2 * k16,
+        Wgmma<N>::template mma<Element<T>::is_bf16>(d[i], a + i * (2 * kM64Bytes / 16) + 2 * k16,
                                                     b + 2 * k16);
     wgmma_commit();
     wgmma_wait<1>();
     if (k > 0)
-      ring.release(previous);
-    previous = ring.stage;
-    ring.advance();
+      pipeline.release(previous);
+    previous = pipeline.stage;
+    pipeline.advance();
   }
   wgmma_wait<0>();
-  ring.release(previous);
+  pipeline.release(previous);
 #pragma unroll
   for (int i = 0; i < TILES; i++)
     store_tile<T, N>(p, item, 64 * (consumer + 2 * i), columns, d[i]);
@@ -221,53 +224,54 @@ __device__ __forceinline__ void consume_tiles(const SegmentShrink &p, const Segm
 /* The narrowest wgmma that holds the item's columns, from width N on. */
 template <class S, class T, int N>
 __device__ __forceinline__ void consume_item(const SegmentShrink &p, const SegmentItem &item,
-                                             int columns, Ring<S> &ring, int consumer) {
+                                             int columns, Pipeline<S> &pipeline, int consumer) {
   if constexpr (N < S::RANKS) {
     if (columns > N)
-      return consume_item<S, T, 2 * N>(p, item, columns, ring, consumer);
+      return consume_item<S, T, 2 * N>(p, item, columns, pipeline, consumer);
   }
   const int tiles = (item.tokens - 64 * consumer + 127) / 128;
   if (tiles == 2)
-    return consume_tiles<S, T, N, 2>(p, item, columns, ring, consumer);
+    return consume_tiles<S, T, N, 2>(p, item, columns, pipeline, consumer);
   if (tiles == 1)
-    return consume_tiles<S, T, N, 1>(p, item, columns, ring, consumer);
+    return consume_tiles<S, T, N, 1>(p, item, columns, pipeline, consumer);
   for (int k = 0; k < p.g.k; k += kDepth) { // all tokens are the other consumer's
-    ring.wait_full();
-    ring.release(ring.stage);
-    ring.advance();
+    pipeline.wait_full();
+    pipeline.release(pipeline.stage);
+    pipeline.advance();
   }
 }
 
 template <class S, class T>
-__device__ __forceinline__ void consume(const SegmentShrink &p, Ring<S> ring, int consumer) {
+__device__ __forceinline__ void consume(const SegmentShrink &p, Pipeline<S> pipeline,
+                                        int consumer) {
   for (;;) {
-    ring.wait_full();
-    const SegmentItem item = read_note(ring);
+    pipeline.wait_full();
+    const SegmentItem item = read_header(pipeline);
     if (item.expert < 0)
       break;
-    consume_item<S, T, 16>(p, item, columns_in<S>(p.g, item), ring, consumer);
+    consume_item<S, T, 16>(p, item, columns_in<S>(p.g, item), pipeline, consumer);
   }
 }
 
 template <class S, class T>
 __global__ void __launch_bounds__(S::THREADS, 1)
-    shrink_sm90(const __grid_constant__ Maps maps, const __grid_constant__ SegmentShrink p) {
+    shrink_sm90(const __grid_constant__ ShrinkMaps maps, const __grid_constant__ SegmentShrink p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ char shared[];
   __shared__ typename S::List list;
-  Ring<S> ring(shared);
+  Pipeline<S> pipeline(shared);
   if (threadIdx.x == 0)
-    ring.init();
+    pipeline.init();
   __syncthreads();
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
   if (warpgroup == 0) {
     give_registers<120>();
-    produce<S>(&maps, p, list, shared, ring);
+    produce<S>(&maps, p, list, shared, pipeline);
   } else {
     take_registers<192>();
     wait_for_previous_kernel();
     start_next_kernel();
-    consume<S, T>(p, ring, warpgroup - 1);
+    consume<S, T>(p, pipeline, warpgroup - 1);
   }
 #endif
 }
@@ -275,7 +279,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 /* ---- host ---- */
 
 /* Boxes of 16 and, where a slice has as many, of 64 ranks by 64 of depth. */
-moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, Maps *maps) {
+moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, ShrinkMaps *maps) {
   const moelora_factors *lora = &g->lora;
   const cuuint32_t few[4] = {kDepth, kFewRanks, 1, 1}, many[4] = {kDepth, kManyRanks, 1, 1};
   moelora_status status = MOELORA_OK;
@@ -296,7 +300,7 @@ moelora_status launch(const SegmentShrink &p, const moelora_exec *exec) {
   using S = ShrinkShape<RANKS>;
   static_assert(S::TOKENS + RANKS >= 192, "rows that the third tile reads");
   static_assert(S::SHARED + sizeof(typename S::List) <= 227 * 1024, "shared memory of a CTA");
-  Maps maps = {};
+  ShrinkMaps maps = {};
   const moelora_status status = map_factors(&p.g, Element<T>::is_bf16, &maps);
   if (status != MOELORA_OK)
     return status;
@@ -322,7 +326,7 @@ bool moelora_cuda_fits_shrink_sm90(const moelora_gemm_launch *g) {
 }
 
 moelora_status moelora_cuda_shrink_sm90(const moelora_gemm_launch *g, const float *lora_scalings,
-                                        moelora_dtype dtype, void *hl, const moelora_exec *exec) {
-  const SegmentShrink p = {*g, lora_scalings, hl};
+                                        moelora_dtype dtype, void *xa, const moelora_exec *exec) {
+  const SegmentShrink p = {*g, lora_scalings, xa};
   return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(p, exec) : launch_as<__half>(p, exec);
 }

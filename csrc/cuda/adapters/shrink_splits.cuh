@@ -23,7 +23,7 @@ __device__ __forceinline__ int own_split() {
 }
 
 /* All threads wait for the whole cluster. */
-__device__ __forceinline__ void meet_cluster() {
+__device__ __forceinline__ void sync_cluster() {
 #if __CUDA_ARCH__ >= 900
   __syncwarp();
   cluster_sync();
@@ -45,15 +45,15 @@ __device__ __forceinline__ void add_remote(float (&sum)[8], const float *here, i
  * here. */
 template <class S>
 __device__ __forceinline__ void share_sums(Sums<S> &sums, int tokens, int thread) {
-  constexpr int EIGHTS = S::RANKS / 8;
-  for (int i = thread; i < tokens * EIGHTS; i += S::THREADS) {
+  constexpr int RANK_VECTORS = S::RANKS / 8;
+  for (int i = thread; i < tokens * RANK_VECTORS; i += S::THREADS) {
     float sum[8] = {};
-    add_runs<S>(sum, sums, i / EIGHTS, i % EIGHTS * 8);
-    float4 *to = (float4 *)&sums[0][i / EIGHTS][i % EIGHTS * 8];
+    add_spans<S>(sum, sums, i / RANK_VECTORS, i % RANK_VECTORS * 8);
+    float4 *to = (float4 *)&sums[0][i / RANK_VECTORS][i % RANK_VECTORS * 8];
     to[0] = {sum[0], sum[1], sum[2], sum[3]};
     to[1] = {sum[4], sum[5], sum[6], sum[7]};
   }
-  meet_cluster();
+  sync_cluster();
 }
 
 /* Eight columns of a token over the whole depth; of several splits, behind share_sums(). */
@@ -61,7 +61,7 @@ template <class S>
 __device__ __forceinline__ void add_splits(float (&sum)[8], const Sums<S> &sums, int token,
                                            int column, int splits) {
   if (splits == 1)
-    add_runs<S>(sum, sums, token, column);
+    add_spans<S>(sum, sums, token, column);
   for (int rank = 0; splits > 1 && rank < splits; rank++)
     add_remote(sum, &sums[0][token][column], rank);
 }

@@ -41,7 +41,7 @@ __device__ __forceinline__ const T *find_row_of_a(const moelora_factors &lora, i
 }
 
 /* What a thread copies of an item: chunk thread % 8 of rows thread / 8 + 32 i. */
-template <class T, class C> struct Loader {
+template <class T, class C> struct StagedLoader {
   static constexpr int ROWS = C::THREADS / 8;
   int x[C::TOKENS / ROWS]; // -1: none
   const T *a[C::RANKS / ROWS];
@@ -126,15 +126,15 @@ template <class T, class C> struct Products {
 #pragma unroll
     for (int i = 0; i < C::TILES; i++)
 #pragma unroll
-      for (int eight = 0; eight < 2; eight++) {
-        const int token = 16 * (first_tile + i * step) + eight * 8 + lane / 4;
+      for (int m8 = 0; m8 < 2; m8++) {
+        const int token = 16 * (first_tile + i * step) + m8 * 8 + lane / 4;
         if (token >= tokens)
           continue;
 #pragma unroll
         for (int j = 0; j < 2; j++)
 #pragma unroll
           for (int half = 0; half < 2; half++)
-            visit(token, column + j * 16 + half * 8 + lane % 4 * 2, d[i][j][half] + 2 * eight);
+            visit(token, column + j * 16 + half * 8 + lane % 4 * 2, d[i][j][half] + 2 * m8);
       }
   }
 };
@@ -144,7 +144,7 @@ template <class T, class C> struct Products {
 template <class T, class C, class Find, class Store>
 __device__ __forceinline__ void run_staged(const StagedRows &rows, const Stages<C> &stages,
                                            int items, Find find, Store store) {
-  Loader<T, C> loader;
+  StagedLoader<T, C> loader;
   int loaded = 0, loaded_k = 0;
   const auto load = [&](int stage) {
     if (loaded < items) {

@@ -187,12 +187,12 @@ static align_sort describe_tokens(const moelora_align_problem *problem, const sc
 static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
   if (!blocks)
     return;
-  sort->even = sort->pairs = blocks->rows > 1;
+  sort->even = sort->packs_ranks = blocks->rows > 1;
   sort->cluster = (uint32_t)blocks->cluster;
   sort->block_counts = blocks->counts;
   sort->positions = blocks->positions;
   sort->segments = blocks->segments;
-  sort->tickets = blocks->tickets;
+  sort->tile_counters = blocks->tile_counters;
 }
 
 static moelora_status run_sort(const align_sort &sort, const moelora_exec *exec) {
@@ -330,13 +330,13 @@ extern "C" moelora_status moelora_cuda_align_rows(const moelora_routes *routes,
                                                   const moelora_blocks *blocks, void *workspace,
                                                   const moelora_exec *exec) {
   moelora_align_problem problem = rows_problem(routes, blocks->rows);
-  if (blocks->pairs && routes->max_loras > INT32_MAX / kRanks)
+  if (blocks->packed_ranks && routes->max_loras > INT32_MAX / kRanks)
     return moelora_fail(MOELORA_UNSUPPORTED, "%d adapters: the GPU kernels take at most %d",
                         routes->max_loras, INT32_MAX / kRanks);
   problem.max_blocks = blocks->max_blocks;
   problem.sorted_token_ids = blocks->sorted_ids;
   problem.expert_ids = blocks->expert_ids;
-  problem.lora_ids = blocks->pairs;
+  problem.lora_ids = blocks->packed_ranks;
   problem.sorted_weights = blocks->weights;
   problem.num_tokens_post_padded = blocks->num_post;
   moelora_arena arena = {(char *)workspace, 0};

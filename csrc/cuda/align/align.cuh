@@ -156,8 +156,8 @@ static __device__ __forceinline__ int32_t blocks_of(const align_sort &s, const a
   return blocks_for(s, count);
 }
 
-/* Items of each block but the last ones, where `count` of them are dealt out evenly: the fewest
- * eights that fit. */
+/* Items of each block but the last ones, where `count` of them are dealt out evenly: the fewest n8
+ * tiles that fit. */
 static __device__ __forceinline__ int32_t even_share(int32_t count, int32_t blocks) {
   return ((count + blocks - 1) / blocks + 7) & ~7;
 }
@@ -299,12 +299,12 @@ static __device__ __forceinline__ void write_around_groups(const align_sort &s, 
   }
   if (me == 0 && s.num_post)
     *s.num_post = (int32_t)rows;
-  if (s.tickets && me < MOELORA_PROJECTIONS)
-    s.tickets[me] = 0;
+  if (s.tile_counters && me < MOELORA_PROJECTIONS)
+    s.tile_counters[me] = 0;
 }
 
 /* adapter * kRanks + true rank; -1 where that is 0. */
-static __device__ __forceinline__ int32_t pair_of(const align_sort &s, int32_t adapter) {
+static __device__ __forceinline__ int32_t pack_rank(const align_sort &s, int32_t adapter) {
   if (adapter < 0)
     return -1;
   const int32_t rank =
@@ -321,7 +321,7 @@ static __device__ __forceinline__ void write_segments(const align_sort &s, const
   for (uint32_t way = lane; way < s.ways; way += lanes) {
     const int32_t begin = way ? bins.total[first + way] : 0;
     const int32_t end = way + 1 < s.ways ? bins.total[first + way + 1] : group.count;
-    moelora_segment segment = {pair_of(s, (int32_t)way - 1), 0, end - begin, 0};
+    moelora_segment segment = {pack_rank(s, (int32_t)way - 1), 0, end - begin, 0};
     if (end > begin) {
       segment.position = group.first + place_in_group(s, begin, group.count, blocks);
       segment.share = s.even ? even_share(group.count, blocks) : group.count;
@@ -372,7 +372,7 @@ static __device__ __forceinline__ void write_item(const align_sort &s, uint32_t 
       adapter = key - (int32_t)(divide(key, s.adapter_keys) * s.adapter_keys.value) - 1;
     else if (s.routes.token_lora_mapping.data)
       adapter = __ldcg((const int32_t *)s.routes.token_lora_mapping.data + item.token);
-    s.row_loras[position] = s.pairs ? pair_of(s, adapter) : adapter;
+    s.row_loras[position] = s.packs_ranks ? pack_rank(s, adapter) : adapter;
   }
 }
 

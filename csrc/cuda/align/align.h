@@ -34,7 +34,7 @@ struct align_sort {
   uint32_t scan_shift, scan_ways, scan_groups; /* see lay_out() */
   uint32_t around_shift;                       /* see write_around_items() */
   /* large sorts only */
-  uint32_t *table; /* [num_rows, ceil(num_keys / 2)] pairs of 16-bit counts */
+  uint32_t *table; /* [num_rows, ceil(num_keys / 2)] two 16-bit counts to a word */
   uint32_t num_rows, row_chunks;
   moelora_divisor words;     /* of a row */
   uint32_t teams, team_rows; /* see sum_table() */
@@ -45,12 +45,12 @@ struct align_sort {
   int32_t *block_loras;      /* [max_blocks] */
   int32_t *block_counts;     /* [max_blocks] items of a block; only of even groups */
   int32_t *row_loras;        /* [max_blocks * block_size] */
-  bool pairs;                /* row_loras get adapter * kRanks + true rank, -1 if that is 0 */
+  bool packs_ranks;          /* row_loras get packed ranks */
   moelora_segment *segments; /* [num_keys]; several keys to a group */
   int32_t *positions;        /* [num_items] where item i went, -1 if it is skipped */
   float *sorted_weights;     /* [max_blocks * block_size] */
   int32_t *num_post;         /* [1] */
-  int32_t *tickets;          /* [MOELORA_PROJECTIONS] get zeros */
+  int32_t *tile_counters;    /* [MOELORA_PROJECTIONS] get zeros */
   int64_t max_blocks;
   int32_t padding; /* sorted_ids of rows that are none */
   void *zero;

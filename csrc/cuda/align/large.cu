@@ -64,13 +64,13 @@ static __device__ __forceinline__ void sum_table(const align_sort &s, const alig
     int32_t all[2] = {0, 0}, before[2] = {0, 0}; /* of the low and of the high key */
 #pragma unroll 1
     for (uint32_t row = first; row < last; row += TABLE_BATCH) {
-      uint32_t pair[TABLE_BATCH];
+      uint32_t word[TABLE_BATCH];
 #pragma unroll
       for (int u = 0; u < TABLE_BATCH; u++)
-        pair[u] = row + u < last ? __ldcg(s.table + (size_t)(row + u) * words + w) : 0;
+        word[u] = row + u < last ? __ldcg(s.table + (size_t)(row + u) * words + w) : 0;
 #pragma unroll
       for (int u = 0; u < TABLE_BATCH; u++) {
-        const int32_t low = (int32_t)(pair[u] & 0xffff), high = (int32_t)(pair[u] >> 16);
+        const int32_t low = (int32_t)(word[u] & 0xffff), high = (int32_t)(word[u] >> 16);
         all[0] += low;
         all[1] += high;
         if (row + u < own) {

@@ -47,8 +47,9 @@ __global__ void __launch_bounds__(ALIGN_THREADS) fill_lists(const __grid_constan
   if (adapter < 0)
     return;
   const int32_t count = __ldcg(p.count);
-  const int32_t run = (experts + ALIGN_THREADS - 1) / ALIGN_THREADS;
-  const int32_t first = min((int32_t)threadIdx.x * run, experts), last = min(first + run, experts);
+  const int32_t per_thread = (experts + ALIGN_THREADS - 1) / ALIGN_THREADS;
+  const int32_t first = min((int32_t)threadIdx.x * per_thread, experts),
+                last = min(first + per_thread, experts);
   int32_t blocks = 0, used;
   for (int32_t e = first; e < last; e++) {
     begin[e] = lower_bound(p, count, e, adapter);
@@ -93,16 +94,16 @@ __global__ void __launch_bounds__(ALIGN_THREADS) fill_lists(const __grid_constan
 
 namespace {
 
-struct Layout {
+struct ListsLayout {
   moelora_routes routes; // resolved
   moelora_list_blocks lists;
   delta_sorted sorted;
   size_t bytes;
 };
 
-Layout lay_out(const moelora_align_lists_problem *problem, void *base) {
+ListsLayout lay_out(const moelora_align_lists_problem *problem, void *base) {
   moelora_arena arena = {(char *)base, 0};
-  Layout l;
+  ListsLayout l;
   l.routes = moelora_cuda_take_routes(&problem->routes, false, &arena);
   l.lists = moelora_cuda_take_lists(&problem->lists, problem->routes.max_loras, false, &arena);
   l.sorted = delta_take_sorted(&l.routes, &arena);
@@ -120,7 +121,7 @@ extern "C" moelora_status moelora_cuda_align_lists(const moelora_align_lists_pro
                                                    const moelora_exec *exec) {
   if (problem->lists.num_active == 0)
     return MOELORA_OK;
-  const Layout l = lay_out(problem, exec->workspace);
+  const ListsLayout l = lay_out(problem, exec->workspace);
   moelora_status status =
       moelora_cuda_resolve(&problem->routes, &l.routes, &problem->lists, &l.lists, true, exec);
   if (status == MOELORA_OK)

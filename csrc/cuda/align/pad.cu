@@ -1,10 +1,9 @@
 /* Pads sorted rows into blocks of one (expert, adapter) pair: the last step of UNIFORM alignment
  * when experts times adapters is too large to count pairs in shared memory.
  *
- * One CTA walks over the rows in tiles. A segment is a run of rows of one pair; row i of the
- * segment that begins at row f opens a block when (i - f) % block_size == 0, and the number of
- * blocks opened so far is its block's index. Two scans per tile, linear in rows, and free of
- * atomics. */
+ * One CTA goes over the rows in tiles. A segment is a run of rows of one pair; row i of the segment
+ * that begins at row f opens a block when (i - f) % block_size == 0, and the number of blocks
+ * opened so far is its block's index. Two scans per tile, linear in rows, and free of atomics. */
 #include "cuda/align/align.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 

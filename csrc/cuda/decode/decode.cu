@@ -1,29 +1,30 @@
 /* The whole layer in one launch, for a handful of tokens: weights stream from memory straight into
  * the operands of mma, and the grid waits for itself instead of for a next launch.
  *
- *   SHRINK13  hl13[p, slice, r] = round(s[l] * sum_k a13[l, e, r, k] x[m, k])        16 ranks
- *   W13       h[p, i] = act(x w13[e]^T + hl13 b13[l, e]^T + bias)    8 outputs, ungated 16
- *   SHRINK2   hl2[p, r] = round(s[l] * sum_i a2[l, e, r, i] h[p, i])                 16 ranks
- *   W2        out[m, n] = sum over p of weight[p] (h w2[e]^T + hl2 b2[l, e]^T + bias)    16 columns
+ *   SHRINK13  xa13[p, slice, r] = round(s[l] * sum_k a13[l, e, r, k] x[m, k])        16 ranks
+ *   W13       h[p, i] = act(x w13[e]^T + xa13 b13[l, e]^T + bias)    8 outputs, ungated 16
+ *   SHRINK2   xa2[p, r] = round(s[l] * sum_i a2[l, e, r, i] h[p, i])                 16 ranks
+ *   W2        out[m, n] = sum over p of weight[p] (h w2[e]^T + xa2 b2[l, e]^T + bias)    16 columns
  *
- * are the four kinds of items; those of W2 go over all units (see decode/tables.cuh), so that there
- * is no z and no second sum. The grid meets three times: hl13 is ready, h is ready, hl2 is ready. A
- * CTA arrives when it has no more items that write, one that cannot have any at once, and waits as
- * late as it can: all or half of a base product comes before the wait for the shrink that it is
- * added to.
+ * are the four kinds of items; those of W2 go over all active experts (see decode/tables.cuh), so
+ * that there is no z and no second sum. There are three grid syncs: xa13 is ready, h is ready, xa2
+ * is ready. A CTA arrives when it has no more items that write, one that cannot have any at once,
+ * and waits as late as it can: all or half of a base product comes before the wait for the shrink
+ * that it is added to.
  *
  * An item is 16 weight rows by the 8 tokens, its depth in blocks of 32. One of W13 belongs to a
  * warp, which keeps the sums in registers to the end. The others go to a CTA: their blocks are
- * divided evenly among the warps, whose sums meet in shared memory. Tokens lie in shared memory,
- * too, first x and then h, where they fit.
+ * divided evenly among the warps, whose sums are added up in shared memory. Tokens lie in shared
+ * memory, too, first x and then h, where they fit.
  *
- * A warp multiplies runs: neighbouring blocks of one unit, in chunks of eight. The next chunk, be
- * it of the next run or item, is loaded half by half as registers become free. In a block lane
- * (g, c) = (lane / 4, lane % 4) loads elements 8c to 8c + 7 of weight rows g and g + 8 and of token
- * g: which element of depth is which does not matter as long as both operands agree. So total[2i +
- * j] is row g + 8i, token 2c + j. Gated, rows g are gate and rows g + 8 the matching up.
+ * A warp multiplies k-spans: neighbouring blocks of one active expert, in chunks of eight. The next
+ * chunk, be it of the next span or item, is loaded half by half as registers become free. In a
+ * block lane (g, c) = (lane / 4, lane % 4) loads elements 8c to 8c + 7 of weight rows g and g + 8
+ * and of token g: which element of depth is which does not matter as long as both operands agree.
+ * So total[2i + j] is row g + 8i, token 2c + j. Gated, rows g are gate and rows g + 8 the matching
+ * up.
  *
- * Tokens are columns, and columns do not mix: a token takes only what its units and its adapter
+ * Tokens are columns, and columns do not mix: a token takes only what its experts and its adapter
  * add, whatever the neighbours' factors hold. */
 #include <cooperative_groups.h>
 
@@ -43,11 +44,11 @@ constexpr int kResident = 1;
 #else
 constexpr int kResident = kMostResident;
 #endif
-/* Floats between tokens and between warps of the partial sums: writes and reads of a warp meet all
+/* Floats between tokens and between warps of the partial sums: writes and reads of a warp cover all
  * banks. */
 constexpr int kTokenPitch = 20, kWarpPitch = 164;
 
-/* ---- the end of an item ---- */
+/* ---- the epilogue of an item ---- */
 
 __device__ __forceinline__ void store_partial(float *partial, const float (&total)[4]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -61,11 +62,11 @@ template <class T> __device__ __forceinline__ float to_float(const void *data, i
   return Element<T>::to_float(((const T *)data)[at]);
 }
 
-/* Adds the warps' sums up and writes the results of token `warp`, four lanes to a pair of rows, of
- * an item that is not of W13. */
+/* Adds the warps' sums up and writes the results of token `warp`, four lanes to two rows, of an
+ * item that is not of W13. */
 template <class T>
-__device__ __forceinline__ void finish_shared(const Params &p, const Tables &t, const Item &item,
-                                              const float *partial) {
+__device__ __forceinline__ void epilogue_shared(const DecodeParams &p, const Tables &t,
+                                                const WorkItem &item, const float *partial) {
   const int lane = threadIdx.x % 32, token = threadIdx.x / 32, g = lane / 4, quarter = lane % 4;
   const int kind = item.kind;
   const moelora_experts_problem &problem = p.p;
@@ -79,7 +80,7 @@ __device__ __forceinline__ void finish_shared(const Params &p, const Tables &t, 
   }
   if (kind == W2 && problem.w2.bias)
 #pragma unroll 1
-    for (int u = quarter; u < t.units; u += 4)
+    for (int u = quarter; u < t.active_experts; u += 4)
 #pragma unroll
       for (int half = 0; half < 2; half++)
         if (t.row[u][token] >= 0 && output[half] < outputs_of(p, W2))
@@ -90,12 +91,12 @@ __device__ __forceinline__ void finish_shared(const Params &p, const Tables &t, 
   for (int half = 0; half < 2; half++)
     sum[half] = quad_sum(sum[half]);
   if (is_shrink(kind)) {
-    const Ranks r = ranks_of(p, t, kind, item.tile);
+    const RankTile r = ranks_of(p, t, kind, item.tile);
     const moelora_factors &f = factors_of(p, kind);
     if (quarter || !(t.segment_tokens[r.segment] >> token & 1))
       return;
-    const int64_t row = t.row[t.segment_unit[r.segment]][token];
-    T *to = (T *)p.hl[kind == SHRINK2] +
+    const int64_t row = t.row[t.segment_active[r.segment]][token];
+    T *to = (T *)p.xa[kind == SHRINK2] +
             (row * f.num_slices + r.slice) * moelora_padded_rank(f.max_rank) + r.first + g;
 #pragma unroll
     for (int half = 0; half < 2; half++)
@@ -113,23 +114,23 @@ __device__ __forceinline__ void finish_shared(const Params &p, const Tables &t, 
 
 /* Writes the outputs of a W13 item from the registers of its warp. */
 template <class T>
-__device__ __forceinline__ void finish_w13(const Params &p, const Tables &t, const Item &item,
-                                           const float (&total)[4]) {
+__device__ __forceinline__ void epilogue_w13(const DecodeParams &p, const Tables &t,
+                                             const WorkItem &item, const float (&total)[4]) {
   const moelora_experts_problem &problem = p.p;
-  const int lane = threadIdx.x % 32, unit = item.unit;
+  const int lane = threadIdx.x % 32, active = item.active;
   float bias[2] = {};
   int output[2];
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     output[half] = output_of(p, item, lane / 4, half);
     if (problem.w13.bias && output[half] < outputs_of(p, W13))
-      bias[half] = to_float<T>(problem.w13.bias, t.expert[unit] * problem.w13.bias_stride_e +
+      bias[half] = to_float<T>(problem.w13.bias, t.expert[active] * problem.w13.bias_stride_e +
                                                      weight_row(p, W13, output[half], half));
   }
   const Activation activate(problem.activation);
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    const int64_t row = t.row[unit][lane % 4 * 2 + i];
+    const int64_t row = t.row[active][lane % 4 * 2 + i];
     if (row < 0)
       continue;
     const float sum[2] = {total[i] + bias[0], total[2 + i] + bias[1]};
@@ -153,80 +154,80 @@ struct Partials {
   float sums[2][kWarps * kWarpPitch];
 };
 
-/* What a thread asks for now and then: registers are scarce. */
-struct Seldom {
+/* Cold state: what a thread asks for now and then, for registers are scarce. */
+struct ColdState {
   int projection;
-  Item item;        // at hand; of a shrink, the tile is its index
+  WorkItem item;    // at hand; of a shrink, the tile is its index
   float total[4];   // of it
-  bool added, more; // to it: adapters; of it: runs
-  Walk walk;
-  Source<2> next; // of the ring
+  bool added, more; // to it: adapters; of it: spans
+  WorkIterator work;
+  OperandRows<2> next; // of the prefetch buffer
   unsigned arrival;
-  bool waits;   // for the meeting of that arrival
+  bool waits;   // for the grid sync of that arrival
   bool shrinks; // come or have come, and the CTA has not arrived behind them
   bool turn;    // of the partial sums
 };
 
-/* total = the product of the item that `walk` is at and moves on from. `add(total)` adds what
- * adapters make of it: halfway through W13, where weights hide it, else at the end, as hl2 is made
+/* total = the product of the item that `work` is at and moves on from. `add(total)` adds what
+ * adapters make of it: halfway through W13, where weights hide it, else at the end, as xa2 is made
  * meanwhile. */
 template <class T, class Add>
-__device__ __forceinline__ void multiply_item(const Params &p, const Tables &t, Walk &walk,
-                                              const Columns &columns, Ring &ring, Seldom &seldom,
-                                              float (&total)[4], Add add) {
-  const int kind = walk.kind;
+__device__ __forceinline__ void
+multiply_item(const DecodeParams &p, const Tables &t, WorkIterator &work, const TokenRows &tokens,
+              PrefetchBuffer &buffer, ColdState &cold, float (&total)[4], Add add) {
+  const int kind = work.kind;
   const bool vectors = has_vectors(p, kind);
 #pragma unroll
   for (int q = 0; q < 4; q++)
     total[q] = 0.f;
   bool more = true;
-  seldom.added = false;
+  cold.added = false;
 #pragma unroll 1
-  while (more || !seldom.added) {
-    if (!seldom.added && (!more || (kind == W13 && walk.block > 0))) {
-      seldom.added = true;
-      seldom.more = more;
+  while (more || !cold.added) {
+    if (!cold.added && (!more || (kind == W13 && work.block > 0))) {
+      cold.added = true;
+      cold.more = more;
       add(total);
-      more = seldom.more;
+      more = cold.more;
       continue;
     }
-    const Run run = run_of(p, t, walk);
-    const Source<1> x = tokens_of(p, t, kind, columns, run);
+    const KSpan span = span_of(p, t, work);
+    const OperandRows<1> x = tokens_of(p, t, kind, tokens, span);
     float d[2][4] = {};
     if (!vectors)
-      multiply_elements<T>(ring.next, x, d);
-    more = advance(p, t, run, walk);
-    multiply_run<T>(p, t, walk, vectors ? run.blocks : 0, {{x.row[0]}, vectors ? x.there : 0}, ring,
-                    d);
-    add_weighted(t, kind, run.unit, d, total);
+      multiply_elements<T>(buffer.next, x, d);
+    more = advance(p, t, span, work);
+    multiply_span<T>(p, t, work, vectors ? span.blocks : 0, {{x.row[0]}, vectors ? x.there : 0},
+                     buffer, d);
+    add_weighted(t, kind, span.active, d, total);
   }
 }
 
-__device__ __forceinline__ void arrive(Seldom &seldom) {
-  seldom.arrival = cooperative_groups::this_grid().barrier_arrive();
-  seldom.waits = true;
+__device__ __forceinline__ void arrive(ColdState &cold) {
+  cold.arrival = cooperative_groups::this_grid().barrier_arrive();
+  cold.waits = true;
 }
 
-__device__ __forceinline__ void wait(Seldom &seldom) {
-  if (seldom.waits)
-    cooperative_groups::this_grid().barrier_wait(static_cast<unsigned &&>(seldom.arrival));
-  seldom.waits = false;
+__device__ __forceinline__ void wait(ColdState &cold) {
+  if (cold.waits)
+    cooperative_groups::this_grid().barrier_wait(static_cast<unsigned &&>(cold.arrival));
+  cold.waits = false;
 }
 
 /* Tables and x, ready for the first item of W13. */
-__device__ __forceinline__ void begin_layer(const Params &p, Tables &t, Columns &columns,
-                                            uint16_t *staged, Seldom &seldom,
+__device__ __forceinline__ void begin_layer(const DecodeParams &p, Tables &t, TokenRows &tokens,
+                                            uint16_t *staged, ColdState &cold,
                                             const Reading *agreed) {
-  const Columns x = stage_columns((const uint16_t *)p.p.x, p.p.x_stride, p.p.routes.num_tokens,
-                                  (int)p.p.hidden, nullptr, staged);
+  const TokenRows x = stage_tokens((const uint16_t *)p.p.x, p.p.x_stride, p.p.routes.num_tokens,
+                                   (int)p.p.hidden, nullptr, staged);
   if (threadIdx.x == 0) {
-    columns = x;
+    tokens = x;
     deal_w13(p, t);
   }
-  seldom.shrinks = p.p.w13_lora.num_slices > 0;
-  if (seldom.shrinks && (int)blockIdx.x < free_ctas(p)) {
-    seldom.shrinks = false;
-    arrive(seldom);
+  cold.shrinks = p.p.w13_lora.num_slices > 0;
+  if (cold.shrinks && (int)blockIdx.x < free_ctas(p)) {
+    cold.shrinks = false;
+    arrive(cold);
   }
   build_tables(t, p.p, p.tiles13, (int)((p.p.hidden + 15) / 16), agreed);
   if (!agreed && threadIdx.x / 32 == kWarps - 1)
@@ -235,120 +236,120 @@ __device__ __forceinline__ void begin_layer(const Params &p, Tables &t, Columns 
   __syncthreads();
 }
 
-/* From the reading that all agree on; seldom enough not to take registers of the loop. */
-__device__ __noinline__ void begin_again(const Params &p, Tables &t, Columns &columns,
-                                         uint16_t *staged, Seldom &seldom) {
+/* From the reading that all agree on; rare enough not to take registers of the loop. */
+__device__ __noinline__ void begin_again(const DecodeParams &p, Tables &t, TokenRows &tokens,
+                                         uint16_t *staged, ColdState &cold) {
   __syncthreads(); // all have seen that readings differ
   if (threadIdx.x == 0)
     t.agreed = true;
-  begin_layer(p, t, columns, staged, seldom, p.reading);
+  begin_layer(p, t, tokens, staged, cold, p.reading);
 }
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, kResident)
-    decode_layer(const __grid_constant__ Params p) {
+    decode_layer(const __grid_constant__ DecodeParams p) {
   __shared__ Tables t;
   __shared__ Partials partials;
-  __shared__ Seldom states[kThreads];
+  __shared__ ColdState states[kThreads];
   extern __shared__ __align__(16) uint16_t staged[];
-  __shared__ Columns columns;
-  Seldom &seldom = states[threadIdx.x];
-  seldom.waits = seldom.turn = false;
+  __shared__ TokenRows tokens;
+  ColdState &cold = states[threadIdx.x];
+  cold.waits = cold.turn = false;
   if (threadIdx.x == 0)
     t.agreed = false;
-  begin_layer(p, t, columns, staged, seldom, nullptr);
+  begin_layer(p, t, tokens, staged, cold, nullptr);
 
-  Ring ring;
+  PrefetchBuffer buffer;
 #pragma unroll 1
-  for (seldom.projection = 0; seldom.projection < 2; seldom.projection++) {
-    const int projection = seldom.projection;
+  for (cold.projection = 0; cold.projection < 2; cold.projection++) {
+    const int projection = cold.projection;
     if (projection)
-      seldom.shrinks = p.p.w2_lora.num_slices > 0;
-    Walk walk = {projection ? SHRINK2 : SHRINK13, 0, 0, 0};
-    walk.index = first_item(t, walk.kind);
-    open_item(p, t, walk);
-    start(p, t, walk, ring);
+      cold.shrinks = p.p.w2_lora.num_slices > 0;
+    WorkIterator work = {projection ? SHRINK2 : SHRINK13, 0, 0, 0};
+    work.index = first_item(t, work.kind);
+    open_item(p, t, work);
+    start(p, t, work, buffer);
     if (projection) {
-      prefetch_next(ring);
-      wait(seldom);
-      if (is_there(t, walk)) {
-        const Columns h = stage_columns(p.h, p.p.intermediate, p.p.routes.num_rows,
-                                        (int)p.p.intermediate, t.used, staged);
+      prefetch_next(buffer);
+      wait(cold);
+      if (is_there(t, work)) {
+        const TokenRows h = stage_tokens(p.h, p.p.intermediate, p.p.routes.num_rows,
+                                         (int)p.p.intermediate, t.used, staged);
         if (threadIdx.x == 0)
-          columns = h;
+          tokens = h;
       }
       if (!t.agreed)
         compare_readings(t, p.digests);
       copy_async_wait<0>();
       __syncthreads();
       if (t.differs) { /* the same in all CTAs, none of which has written to out yet */
-        begin_again(p, t, columns, staged, seldom);
-        seldom.projection = -1;
+        begin_again(p, t, tokens, staged, cold);
+        cold.projection = -1;
         continue;
       }
     }
     /* Every warp has a turn behind the shrinks, if an empty one, in which it arrives and waits. */
 #pragma unroll 1
     for (;;) {
-      seldom.item = item_of(p, walk.kind, walk.index);
-      if (!is_shrink(walk.kind) && seldom.shrinks) {
-        seldom.shrinks = false;
-        arrive(seldom);
+      cold.item = item_of(p, work.kind, work.index);
+      if (!is_shrink(work.kind) && cold.shrinks) {
+        cold.shrinks = false;
+        arrive(cold);
       }
-      if (!is_there(t, walk)) {
-        wait(seldom);
+      if (!is_there(t, work)) {
+        wait(cold);
         break;
       }
       float total[4];
-      prefetch_pieces(p, t, seldom.item);
-      multiply_item<T>(p, t, walk, columns, ring, seldom, total, [&](float (&total)[4]) {
-        seldom.next = ring.next;
-        seldom.walk = walk;
-        memcpy(seldom.total, total, sizeof total);
-        if (!is_shrink(seldom.item.kind))
-          wait(seldom);
-        memcpy(total, seldom.total, sizeof total);
-        expand<T>(p, t, seldom.item, total);
-        walk = seldom.walk;
-        ring.next = seldom.next;
+      prefetch_slabs(p, t, cold.item);
+      multiply_item<T>(p, t, work, tokens, buffer, cold, total, [&](float (&total)[4]) {
+        cold.next = buffer.next;
+        cold.work = work;
+        memcpy(cold.total, total, sizeof total);
+        if (!is_shrink(cold.item.kind))
+          wait(cold);
+        memcpy(total, cold.total, sizeof total);
+        expand<T>(p, t, cold.item, total);
+        work = cold.work;
+        buffer.next = cold.next;
       });
-      seldom.next = ring.next;
-      const int kind = seldom.item.kind;
+      cold.next = buffer.next;
+      const int kind = cold.item.kind;
       if (kind == W13) {
-        finish_w13<T>(p, t, seldom.item, total);
+        epilogue_w13<T>(p, t, cold.item, total);
       } else {
-        float *partial = partials.sums[seldom.turn];
-        seldom.turn = !seldom.turn;
+        float *partial = partials.sums[cold.turn];
+        cold.turn = !cold.turn;
         store_partial(partial, total);
         __syncthreads();
-        finish_shared<T>(p, t, seldom.item, partial);
+        epilogue_shared<T>(p, t, cold.item, partial);
       }
-      ring.next = seldom.next;
+      buffer.next = cold.next;
     }
-    if (!seldom.projection)
-      arrive(seldom);
+    if (!cold.projection)
+      arrive(cold);
   }
 }
 
-struct Layout {
+struct DecodeLayout {
   uint32_t *digests;
   Reading *reading;
-  uint16_t *h, *hl[2];
+  uint16_t *h, *xa[2];
   size_t bytes;
 };
 
-Layout lay_out(const moelora_experts_problem *p, void *base, const moelora_exec *exec) {
+DecodeLayout lay_out(const moelora_experts_problem *p, void *base, const moelora_exec *exec) {
   moelora_arena arena = {(char *)base, 0};
   const size_t rows = (size_t)p->routes.num_rows;
   const size_t ctas = (size_t)kMostResident * (size_t)moelora_cuda_num_sms(exec->device_index);
-  Layout l;
+  DecodeLayout l;
   l.digests = (uint32_t *)moelora_take(&arena, sizeof(uint32_t) * kCopies * digest_pitch(ctas));
   l.reading = (Reading *)moelora_take(&arena, sizeof(Reading));
   const size_t inner = (size_t)p->intermediate;
   l.h = (uint16_t *)moelora_take_array(&arena, moelora_times(rows, inner), 2);
   for (int i = 0; i < 2; i++) {
-    const size_t columns = moelora_shrunk_columns(i ? &p->w2_lora : &p->w13_lora);
-    l.hl[i] = (uint16_t *)moelora_take_array(&arena, moelora_times(rows, columns), 2);
+    const size_t columns = moelora_xa_columns(i ? &p->w2_lora : &p->w13_lora);
+    l.xa[i] = (uint16_t *)moelora_take_array(&arena, moelora_times(rows, columns), 2);
   }
   l.bytes = arena.used;
   return l;
@@ -366,8 +367,8 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem, const
                                    bool *fits) {
   using namespace decode;
   const moelora_experts_problem &p = *problem;
-  const Layout l = lay_out(problem, exec->workspace, exec);
-  Params params = {};
+  const DecodeLayout l = lay_out(problem, exec->workspace, exec);
+  DecodeParams params = {};
   params.p = p;
   params.gated = moelora_is_gated(p.activation.kind);
   params.interleaved = moelora_is_interleaved(p.activation.kind);
@@ -380,14 +381,15 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem, const
   params.h = l.h;
   for (int i = 0; i < 2; i++) {
     const moelora_factors &f = i ? p.w2_lora : p.w13_lora;
-    params.hl[i] = l.hl[i];
+    params.xa[i] = l.xa[i];
     params.a_vectors[i] = moelora_are_vector_factors(f.a, f.num_slices);
     params.b_vectors[i] = f.max_rank % 8 == 0 && moelora_are_vector_factors(f.b, f.num_slices);
   }
-  const int64_t units =
+  const int64_t active_experts =
       p.routes.num_rows < p.routes.num_experts ? p.routes.num_rows : p.routes.num_experts;
   const int64_t columns = (p.hidden + 15) / 16;
-  const int64_t items = units * params.tiles13 > columns ? units * params.tiles13 : columns;
+  const int64_t items =
+      active_experts * params.tiles13 > columns ? active_experts * params.tiles13 : columns;
   const int64_t work = items < kMostCtas ? items : kMostCtas;
   return p.dtype == MOELORA_BF16
              ? launch_cooperative<decode_layer<__nv_bfloat16>>(

@@ -1,4 +1,4 @@
-/* Adapters on top of a base product of the decode kernel: hl B^T. */
+/* Adapters on top of a base product of the decode kernel: xa B^T. */
 #ifndef MOELORA_CUDA_DECODE_EXPAND_CUH
 #define MOELORA_CUDA_DECODE_EXPAND_CUH
 
@@ -8,107 +8,107 @@
 
 namespace decode {
 
-/* 16 ranks to two lanes of a quad: two neighbours in the list of a segment's 16-rank groups, which
- * goes over all slices. */
-struct Piece {
-  int segment, rank, groups; // of one slice
-  int first;                 // of the two
+/* Two neighbouring k16 slabs of a segment, whose slabs are listed over all slices: 16 ranks to two
+ * lanes of a quad. */
+struct DoubleSlab {
+  int segment, rank, slabs; // of one slice
+  int first;                // of the two
 };
 
-/* visit(piece) for this warp's pieces of an item; a shrink has none. */
+/* visit(slab) for this warp's double slabs of an item; a shrink has none. */
 template <class Visit>
-__device__ __forceinline__ void for_each_piece(const Params &p, const Tables &t, const Item &item,
-                                               Visit visit) {
+__device__ __forceinline__ void for_each_slab(const DecodeParams &p, const Tables &t,
+                                              const WorkItem &item, Visit visit) {
   const int kind = item.kind;
   const moelora_factors &f = factors_of(p, kind);
   if (is_shrink(kind) || f.num_slices == 0 || t.segments == 0)
     return;
-  const int end = kind == W13 ? t.first_segment[item.unit + 1] : t.segments;
+  const int end = kind == W13 ? t.first_segment[item.active + 1] : t.segments;
   int turn = kind == W13 ? 0 : threadIdx.x / 32;
 #pragma unroll 1
-  for (int s = t.first_segment[item.unit]; s < end; s++) {
-    const int rank = rank_in(f, t.segment_rank[s]), groups = (rank + 15) / 16;
+  for (int s = t.first_segment[item.active]; s < end; s++) {
+    const int rank = rank_in(f, t.segment_rank[s]), slabs = (rank + 15) / 16;
 #pragma unroll 1
-    for (int first = 0; first < groups * f.num_slices; first += 2) {
+    for (int first = 0; first < slabs * f.num_slices; first += 2) {
       if (turn == 0)
-        visit(Piece{s, rank, groups, first});
+        visit(DoubleSlab{s, rank, slabs, first});
       turn = kind == W13 ? 0 : (turn + kWarps - 1) % kWarps;
     }
   }
 }
 
-/* This lane's eight ranks of a piece. */
-struct Eight {
+/* This lane's eight ranks of a double slab. */
+struct LaneRanks {
   int slice, column, left; // left: 0 where there are none
 };
 
-__device__ __forceinline__ Eight eight_of(const moelora_factors &f, const Piece &piece) {
-  const int c = threadIdx.x % 4, group = piece.first + c / 2;
-  Eight e;
-  e.slice = (int)((unsigned)group / (unsigned)piece.groups);
-  e.column = (group - e.slice * piece.groups) * 16 + c % 2 * 8;
-  e.left = e.slice < f.num_slices ? min(8, max(0, piece.rank - e.column)) : 0;
+__device__ __forceinline__ LaneRanks lane_ranks(const moelora_factors &f, const DoubleSlab &slab) {
+  const int c = threadIdx.x % 4, index = slab.first + c / 2;
+  LaneRanks e;
+  e.slice = (int)((unsigned)index / (unsigned)slab.slabs);
+  e.column = (index - e.slice * slab.slabs) * 16 + c % 2 * 8;
+  e.left = e.slice < f.num_slices ? min(8, max(0, slab.rank - e.column)) : 0;
   return e;
 }
 
 /* They in B's row of g + 8 half; NULL where the slice has none. */
-__device__ __forceinline__ const uint16_t *piece_row(const Params &p, const Tables &t,
-                                                     const Item &item, const Piece &piece,
-                                                     const Eight &e, int half) {
+__device__ __forceinline__ const uint16_t *slab_row(const DecodeParams &p, const Tables &t,
+                                                    const WorkItem &item, const DoubleSlab &slab,
+                                                    const LaneRanks &e, int half) {
   const int kind = item.kind;
   const moelora_factors &f = factors_of(p, kind);
   const int output = output_of(p, item, threadIdx.x % 32 / 4, half);
   const int64_t n = weight_row(p, kind, output, half) - e.slice * f.slice_n;
   if (output >= outputs_of(p, kind) || n < 0 || n >= f.slice_n || e.left == 0)
     return nullptr;
-  return factor_row<uint16_t>(f.b[e.slice], t.segment_adapter[piece.segment],
-                              t.expert[t.segment_unit[piece.segment]], n) +
+  return factor_row<uint16_t>(f.b[e.slice], t.segment_adapter[slab.segment],
+                              t.expert[t.segment_active[slab.segment]], n) +
          e.column;
 }
 
-__device__ __forceinline__ void prefetch_pieces(const Params &p, const Tables &t,
-                                                const Item &item) {
-  for_each_piece(p, t, item, [&](const Piece &piece) {
-    const Eight e = eight_of(factors_of(p, item.kind), piece);
+__device__ __forceinline__ void prefetch_slabs(const DecodeParams &p, const Tables &t,
+                                               const WorkItem &item) {
+  for_each_slab(p, t, item, [&](const DoubleSlab &slab) {
+    const LaneRanks e = lane_ranks(factors_of(p, item.kind), slab);
 #pragma unroll
     for (int half = 0; half < 2; half++)
-      if (const uint16_t *row = piece_row(p, t, item, piece, e, half))
+      if (const uint16_t *row = slab_row(p, t, item, slab, e, half))
         prefetch_l2(row);
   });
 }
 
 /* The first `count` of eight elements; what a factor holds beyond the true rank may be NaN. */
 __device__ __forceinline__ uint4 keep_elements(uint4 v, int count) {
-  auto keep = [&](uint32_t pair, int first) {
-    return count >= first + 2 ? pair : count == first + 1 ? pair & 0xffff : 0;
+  auto keep = [&](uint32_t word, int first) {
+    return count >= first + 2 ? word : count == first + 1 ? word & 0xffff : 0;
   };
   return make_uint4(keep(v.x, 0), keep(v.y, 2), keep(v.z, 4), keep(v.w, 6));
 }
 
-/* total += hl B^T for the tokens that carry each adapter. */
+/* total += xa B^T for the tokens that carry each adapter. */
 template <class T>
-__device__ __forceinline__ void expand(const Params &p, const Tables &t, const Item &item,
+__device__ __forceinline__ void expand(const DecodeParams &p, const Tables &t, const WorkItem &item,
                                        float (&total)[4]) {
   const int lane = threadIdx.x % 32, kind = item.kind, projection = kind == W2;
-  for_each_piece(p, t, item, [&](const Piece &piece) {
+  for_each_slab(p, t, item, [&](const DoubleSlab &slab) {
     const moelora_factors &f = factors_of(p, kind);
-    const Eight e = eight_of(f, piece);
-    const int unit = t.segment_unit[piece.segment], width = moelora_padded_rank(f.max_rank);
-    const uint32_t tokens = t.segment_tokens[piece.segment];
+    const LaneRanks e = lane_ranks(f, slab);
+    const int active = t.segment_active[slab.segment], width = moelora_padded_rank(f.max_rank);
+    const uint32_t tokens = t.segment_tokens[slab.segment];
     uint4 b[2];
     uint32_t rows = 0; // bit of each half that some lane of the quad has ranks for
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const uint16_t *from = piece_row(p, t, item, piece, e, half);
+      const uint16_t *from = slab_row(p, t, item, slab, e, half);
       b[half] = p.b_vectors[projection]
                     ? keep_elements(load_16<Read::CONSTANT>(from, from != nullptr), e.left)
                     : load_elements(from, from ? e.left : 0);
       rows |= (uint32_t)((__ballot_sync(~0u, from != nullptr) >> (lane & 28) & 15) != 0) << half;
     }
-    const uint16_t *hl = p.hl[projection] +
-                         ((int64_t)t.row[unit][lane / 4] * f.num_slices + e.slice) * width +
+    const uint16_t *xa = p.xa[projection] +
+                         ((int64_t)t.row[active][lane / 4] * f.num_slices + e.slice) * width +
                          e.column;
-    const uint4 x = load_16<Read::WRITTEN>(hl, e.left > 0 && (tokens >> lane / 4 & 1));
+    const uint4 x = load_16<Read::WRITTEN>(xa, e.left > 0 && (tokens >> lane / 4 & 1));
     float d[2][4] = {};
     multiply_block<T>(d, b, x);
 #pragma unroll
@@ -116,7 +116,7 @@ __device__ __forceinline__ void expand(const Params &p, const Tables &t, const I
       const int token = lane % 4 * 2 + i;
       if (!(tokens >> token & 1))
         continue;
-      const float weight = kind == W2 ? t.weight[unit][token] : 1.f;
+      const float weight = kind == W2 ? t.weight[active][token] : 1.f;
 #pragma unroll
       for (int half = 0; half < 2; half++)
         if (rows >> half & 1)

@@ -3,38 +3,38 @@
 #ifndef MOELORA_CUDA_DECODE_PRODUCT_CUH
 #define MOELORA_CUDA_DECODE_PRODUCT_CUH
 
-#include "cuda/decode/walk.cuh"
+#include "cuda/decode/scheduler.cuh"
 #include "cuda/ptx/mma.cuh"
 
 namespace decode {
 
 constexpr int kBatch = 4; // blocks that are multiplied and then loaded anew at once
-constexpr int kAhead = 1; // chunks that a warp brings to L2 while the grid meets; 0: none
+constexpr int kAhead = 1; // chunks that a warp brings to L2 before a grid sync; 0: none
 
-/* Blocks of a run in which this lane's eight elements are inside the depth. */
-__device__ __forceinline__ int blocks_inside(const Params &p, int kind, const Run &run) {
-  const int k = run.first * kBlockDepth + threadIdx.x % 4 * 8;
-  return min(run.blocks, (depth_of(p, kind) - k + kBlockDepth - 1) / kBlockDepth);
+/* Blocks of a k-span in which this lane's eight elements are inside the depth. */
+__device__ __forceinline__ int blocks_inside(const DecodeParams &p, int kind, const KSpan &span) {
+  const int k = span.first * kBlockDepth + threadIdx.x % 4 * 8;
+  return min(span.blocks, (depth_of(p, kind) - k + kBlockDepth - 1) / kBlockDepth);
 }
 
-/* A lane's share of one operand's rows in a run. */
-template <int ROWS> struct Source {
+/* A lane's share of one operand's rows in a k-span. */
+template <int ROWS> struct OperandRows {
   const uint16_t *row[ROWS];
   int there; // blocks
 };
 
-__device__ __forceinline__ bool has_vectors(const Params &p, int kind) {
+__device__ __forceinline__ bool has_vectors(const DecodeParams &p, int kind) {
   return !is_shrink(kind) || p.a_vectors[kind == SHRINK2];
 }
 
-__device__ __forceinline__ Source<2> weights_of(const Params &p, const Tables &t,
-                                                const Walk &walk) {
-  const Run run = run_of(p, t, walk);
-  Source<2> s = {{nullptr, nullptr}, 0};
-  if (run.blocks == 0)
+__device__ __forceinline__ OperandRows<2> weights_of(const DecodeParams &p, const Tables &t,
+                                                     const WorkIterator &work) {
+  const KSpan span = span_of(p, t, work);
+  OperandRows<2> s = {{nullptr, nullptr}, 0};
+  if (span.blocks == 0)
     return s;
-  s.there = blocks_inside(p, walk.kind, run);
-  item_rows(p, t, walk, run, threadIdx.x % 32 / 4, s.row);
+  s.there = blocks_inside(p, work.kind, span);
+  item_rows(p, t, work, span, threadIdx.x % 32 / 4, s.row);
 #pragma unroll
   for (int half = 0; half < 2; half++)
     s.row[half] += threadIdx.x % 4 * 8;
@@ -42,7 +42,7 @@ __device__ __forceinline__ Source<2> weights_of(const Params &p, const Tables &t
 }
 
 /* x, a row for a token, or h, a row for a routed row. */
-struct Columns {
+struct TokenRows {
   const uint16_t *rows; // in shared memory, if all of them fit there
   int64_t stride;
 };
@@ -51,10 +51,11 @@ struct Columns {
 constexpr int kStagedBytes = 18 * 1024;
 
 /* Begins to copy rows, all or the `used` ones, to shared memory if they fit: a batch that asked
- * memory for its columns would wait each time, and a meeting of the grid empties L1. Where eight
- * rows lie an odd number of 64 bytes apart, a block of them meets all banks. */
-__device__ __forceinline__ Columns stage_columns(const uint16_t *from, int64_t stride, int64_t rows,
-                                                 int depth, const bool *used, uint16_t *staged) {
+ * memory for its columns would wait each time, and a grid sync empties L1. Where eight rows lie an
+ * odd number of 64 bytes apart, a block of them covers all banks. */
+__device__ __forceinline__ TokenRows stage_tokens(const uint16_t *from, int64_t stride,
+                                                  int64_t rows, int depth, const bool *used,
+                                                  uint16_t *staged) {
   const int pitch = (depth + 63) / 64 * 64 + 32;
   if (rows * pitch * 2 > kStagedBytes)
     return {from, stride};
@@ -67,50 +68,53 @@ __device__ __forceinline__ Columns stage_columns(const uint16_t *from, int64_t s
   return {staged, pitch};
 }
 
-__device__ __forceinline__ Source<1> tokens_of(const Params &p, const Tables &t, int kind,
-                                               const Columns &columns, const Run &run) {
-  const int lane = threadIdx.x % 32, token = lane / 4, row = t.row[run.unit][token];
-  const uint16_t *x = columns.rows + (kind < SHRINK2 ? token : row) * columns.stride;
-  return {{x + run.first * kBlockDepth + lane % 4 * 8}, row < 0 ? 0 : blocks_inside(p, kind, run)};
+__device__ __forceinline__ OperandRows<1> tokens_of(const DecodeParams &p, const Tables &t,
+                                                    int kind, const TokenRows &tokens,
+                                                    const KSpan &span) {
+  const int lane = threadIdx.x % 32, token = lane / 4, row = t.row[span.active][token];
+  const uint16_t *x = tokens.rows + (kind < SHRINK2 ? token : row) * tokens.stride;
+  return {{x + span.first * kBlockDepth + lane % 4 * 8},
+          row < 0 ? 0 : blocks_inside(p, kind, span)};
 }
 
-/* Weights of a chunk that is to be multiplied, and where the chunk behind it is. */
-struct Ring {
+/* The register prefetch buffer: weights of a chunk that is to be multiplied, and where the chunk
+ * behind it is. */
+struct PrefetchBuffer {
   uint4 w[kChunk][2];
-  Source<2> next;
+  OperandRows<2> next;
 };
 
-template <int FIRST> __device__ __forceinline__ void load_batch(Ring &ring) {
+template <int FIRST> __device__ __forceinline__ void load_batch(PrefetchBuffer &buffer) {
 #pragma unroll
   for (int j = FIRST; j < FIRST + kBatch; j++)
 #pragma unroll
     for (int half = 0; half < 2; half++)
-      ring.w[j][half] =
-          load_16<Read::CONSTANT>(ring.next.row[half] + j * kBlockDepth, j < ring.next.there);
+      buffer.w[j][half] =
+          load_16<Read::CONSTANT>(buffer.next.row[half] + j * kBlockDepth, j < buffer.next.there);
 }
 
-template <int ROWS> __device__ __forceinline__ void step_chunk(Source<ROWS> &s) {
+template <int ROWS> __device__ __forceinline__ void step_chunk(OperandRows<ROWS> &s) {
 #pragma unroll
   for (int i = 0; i < ROWS; i++)
     s.row[i] += kChunk * kBlockDepth;
   s.there -= kChunk;
 }
 
-/* Has the ring go on where a walk is; factors that do not allow vectors stay out of it. */
+/* Has the buffer go on where `work` is; factors that do not allow vectors stay out of it. */
 constexpr int kElements = 1 << 30;
 
-__device__ __forceinline__ void follow(const Params &p, const Tables &t, const Walk &walk,
-                                       Ring &ring) {
-  ring.next = weights_of(p, t, walk);
-  if (!has_vectors(p, walk.kind))
-    ring.next.there -= kElements;
+__device__ __forceinline__ void follow(const DecodeParams &p, const Tables &t,
+                                       const WorkIterator &work, PrefetchBuffer &buffer) {
+  buffer.next = weights_of(p, t, work);
+  if (!has_vectors(p, work.kind))
+    buffer.next.there -= kElements;
 }
 
-__device__ __forceinline__ void start(const Params &p, const Tables &t, const Walk &walk,
-                                      Ring &ring) {
-  follow(p, t, walk, ring);
-  load_batch<0>(ring), load_batch<kBatch>(ring);
-  step_chunk(ring.next);
+__device__ __forceinline__ void start(const DecodeParams &p, const Tables &t,
+                                      const WorkIterator &work, PrefetchBuffer &buffer) {
+  follow(p, t, work, buffer);
+  load_batch<0>(buffer), load_batch<kBatch>(buffer);
+  step_chunk(buffer.next);
 }
 
 /* d += rows x^T over one block, as one sum of even and one of odd steps. */
@@ -125,8 +129,8 @@ __device__ __forceinline__ void multiply_block(float (&d)[2][4], const uint4 (&w
 
 /* Blocks FIRST to FIRST + kBatch - 1 of a chunk. */
 template <class T, int FIRST>
-__device__ __forceinline__ void multiply_batch(float (&d)[2][4], const Ring &ring,
-                                               const Source<1> &x) {
+__device__ __forceinline__ void multiply_batch(float (&d)[2][4], const PrefetchBuffer &buffer,
+                                               const OperandRows<1> &x) {
 #pragma unroll
   for (int i = 0; i < kBatch; i += 2) {
     uint4 columns[2];
@@ -136,47 +140,47 @@ __device__ __forceinline__ void multiply_batch(float (&d)[2][4], const Ring &rin
           load_16<Read::WRITTEN>(x.row[0] + (FIRST + i + j) * kBlockDepth, FIRST + i + j < x.there);
 #pragma unroll
     for (int j = 0; j < 2; j++)
-      multiply_block<T>(d, ring.w[FIRST + i + j], columns[j]);
+      multiply_block<T>(d, buffer.w[FIRST + i + j], columns[j]);
   }
 }
 
-/* Brings to L2 what a warp loads later in its run: a line of 128 bytes is two blocks. */
-__device__ __forceinline__ void prefetch_next(const Ring &ring) {
+/* Brings to L2 what a warp loads later in its k-span: a line of 128 bytes is two blocks. */
+__device__ __forceinline__ void prefetch_next(const PrefetchBuffer &buffer) {
   const int c = threadIdx.x % 4;
 #pragma unroll
   for (int i = 0; i < kAhead; i++)
 #pragma unroll
     for (int half = 0; half < 2; half++)
-      if (i * kChunk + 2 * c < ring.next.there)
-        prefetch_l2(ring.next.row[half] + i * kChunk * kBlockDepth + c * (2 * kBlockDepth - 8));
+      if (i * kChunk + 2 * c < buffer.next.there)
+        prefetch_l2(buffer.next.row[half] + i * kChunk * kBlockDepth + c * (2 * kBlockDepth - 8));
 }
 
-/* d += the run that the ring has begun to load; `walk` is behind it. */
+/* d += the k-span that the buffer has begun to load; `work` is behind it. */
 template <class T>
-__device__ __forceinline__ void multiply_run(const Params &p, const Tables &t, const Walk &walk,
-                                             int blocks, Source<1> x, Ring &ring,
-                                             float (&d)[2][4]) {
+__device__ __forceinline__ void
+multiply_span(const DecodeParams &p, const Tables &t, const WorkIterator &work, int blocks,
+              OperandRows<1> x, PrefetchBuffer &buffer, float (&d)[2][4]) {
   static_assert(kChunk == 2 * kBatch, "as written out below");
 #pragma unroll 1
   do {
     blocks -= kChunk;
     if (blocks <= 0)
-      follow(p, t, walk, ring);
-    multiply_batch<T, 0>(d, ring, x);
-    load_batch<0>(ring);
+      follow(p, t, work, buffer);
+    multiply_batch<T, 0>(d, buffer, x);
+    load_batch<0>(buffer);
     if (blocks > -kBatch) // the branch also keeps the loads above from sinking below
-      multiply_batch<T, kBatch>(d, ring, x);
-    load_batch<kBatch>(ring);
-    step_chunk(ring.next);
+      multiply_batch<T, kBatch>(d, buffer, x);
+    load_batch<kBatch>(buffer);
+    step_chunk(buffer.next);
     step_chunk(x);
   } while (blocks > 0);
 }
 
-/* d += the run that the ring is at, of factors that do not allow vectors. The ring has taken its
- * first chunk as loaded. */
+/* d += the k-span that the buffer is at, of factors that do not allow vectors. The buffer has taken
+ * its first chunk as loaded. */
 template <class T>
-__device__ __forceinline__ void multiply_elements(const Source<2> &next, const Source<1> &x,
-                                                  float (&d)[2][4]) {
+__device__ __forceinline__ void multiply_elements(const OperandRows<2> &next,
+                                                  const OperandRows<1> &x, float (&d)[2][4]) {
   const int there = next.there + kChunk + kElements, end = __reduce_max_sync(~0u, there);
 #pragma unroll 1
   for (int j = 0; j < end; j++) {
@@ -188,15 +192,15 @@ __device__ __forceinline__ void multiply_elements(const Source<2> &next, const S
   }
 }
 
-/* total += what d gives to the tokens of a unit. */
-__device__ __forceinline__ void add_weighted(const Tables &t, int kind, int unit,
+/* total += what d gives to the tokens of an active expert. */
+__device__ __forceinline__ void add_weighted(const Tables &t, int kind, int active,
                                              const float (&d)[2][4], float (&total)[4]) {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int token = threadIdx.x % 4 * 2 + i;
-    if (t.row[unit][token] < 0)
+    if (t.row[active][token] < 0)
       continue;
-    const float weight = kind == W2 ? t.weight[unit][token] : 1.f;
+    const float weight = kind == W2 ? t.weight[active][token] : 1.f;
     total[i] += weight * (d[0][i] + d[1][i]);
     total[2 + i] += weight * (d[0][2 + i] + d[1][2 + i]);
   }

@@ -4,9 +4,10 @@
  * As other streams may write to them, CTAs compare what they read where they wait for each other
  * anyway; if it is not the same, they begin again from the first one's reading.
  *
- * A unit is an expert that some token chose; a segment is the tokens of a unit that carry one
- * adapter. Units go by the first row that names them, segments by unit and then by first token. A
- * token that names an expert twice belongs to the unit once, with both weights. */
+ * An active expert is one that some token chose; a segment is the tokens of an active expert that
+ * carry one adapter. Active experts go by the first row that names them, segments by active expert
+ * and then by first token. A token that names an expert twice belongs to it once, with both
+ * weights. */
 #ifndef MOELORA_CUDA_DECODE_TABLES_CUH
 #define MOELORA_CUDA_DECODE_TABLES_CUH
 
@@ -18,7 +19,7 @@ namespace decode {
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kTokens = MOELORA_DECODE_TOKENS, kRows = MOELORA_DECODE_ROWS;
 static_assert(kTokens == 8, "tokens are the columns of one mma");
-static_assert(kRows == 64, "a warp looks after rows, units or segments two by two");
+static_assert(kRows == 64, "a warp looks after rows, active experts or segments two by two");
 
 /* As many as compare their readings with a thread to each four. */
 constexpr int kMostCtas = 4 * kThreads;
@@ -46,16 +47,16 @@ struct Tables {
   uint32_t digest; // of it
   bool differs;    // from another CTA's
   bool agreed;     // all began again from the first CTA's
-  int32_t units, segments;
+  int32_t active_experts, segments;
   int32_t items[DONE];         // of each kind, in the whole grid
   int32_t first_w13, next_w13; // W13's item of this CTA's first warp; from warp to warp
   int32_t expert[kRows];
-  int32_t row[kRows][kTokens];  // flat row of a unit's token, -1: not in this unit
+  int32_t row[kRows][kTokens];  // flat row of an active expert's token, -1: none
   float weight[kRows][kTokens]; // routing weight
-  bool used[kRows];             // a flat row that is some unit's
+  bool used[kRows];             // a flat row of some active expert
   int32_t first_segment[kRows + 1];
-  int32_t segment_unit[kRows], segment_adapter[kRows], segment_rank[kRows]; // rank: as told
-  uint32_t segment_tokens[kRows];                                           // bit of each token
+  int32_t segment_active[kRows], segment_adapter[kRows], segment_rank[kRows]; // rank: as told
+  uint32_t segment_tokens[kRows];                                             // bit of each token
   int32_t shrinks_end[2][kRows]; // shrink items up to and with a segment, of w13 and of w2
   // while being built
   float row_weight[kRows];
@@ -74,8 +75,8 @@ __device__ __forceinline__ int count_bits(const uint32_t *words, int end) {
 }
 
 /* One warp, two rows to a lane. */
-__device__ __forceinline__ void find_units(Tables &t, const moelora_routes &r,
-                                           const Reading *agreed) {
+__device__ __forceinline__ void find_active_experts(Tables &t, const moelora_routes &r,
+                                                    const Reading *agreed) {
   const int lane = threadIdx.x % 32;
   int64_t expert[2] = {-1, -1};
   float weight[2] = {};
@@ -93,7 +94,7 @@ __device__ __forceinline__ void find_units(Tables &t, const moelora_routes &r,
   }
   if (!agreed)
     local_experts(r, expert);
-  int units = 0;
+  int active_experts = 0;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     t.own.expert[lane + 32 * i] = (int32_t)expert[i];
@@ -106,11 +107,11 @@ __device__ __forceinline__ void find_units(Tables &t, const moelora_routes &r,
         first = __shfl_sync(~0u, (int)expert[0], q) != (int)expert[1] && first;
     const uint32_t leads = __ballot_sync(~0u, first);
     if (first)
-      t.expert[units + __popc(leads & ((1u << lane) - 1))] = (int32_t)expert[i];
-    units += __popc(leads);
+      t.expert[active_experts + __popc(leads & ((1u << lane) - 1))] = (int32_t)expert[i];
+    active_experts += __popc(leads);
   }
   if (lane == 0)
-    t.units = units;
+    t.active_experts = active_experts;
 }
 
 /* A thread per token. */
@@ -147,29 +148,30 @@ __device__ __forceinline__ void find_adapter(Tables &t, const moelora_routes &r,
 
 constexpr int kCells = kRows * kTokens / kThreads; // of one thread
 
-/* Needs the units; a thread per cell (unit, token). */
+/* Needs the active experts; a thread per cell (active expert, token). */
 __device__ __forceinline__ void find_rows(Tables &t, const moelora_routes &r) {
   const int token = threadIdx.x % kTokens;
 #pragma unroll
   for (int i = 0; i < kCells; i++) {
-    const int unit = (i * kThreads + (int)threadIdx.x) / kTokens;
+    const int active = (i * kThreads + (int)threadIdx.x) / kTokens;
     int row = -1;
     float weight = 0.f;
-    if (unit < t.units && token < r.num_tokens)
+    if (active < t.active_experts && token < r.num_tokens)
 #pragma unroll 4
       for (int j = r.top_k - 1; j >= 0; j--)
-        if (t.own.expert[token * r.top_k + j] == t.expert[unit]) {
+        if (t.own.expert[token * r.top_k + j] == t.expert[active]) {
           row = token * r.top_k + j;
           weight += t.row_weight[row];
         }
-    t.row[unit][token] = row;
+    t.row[active][token] = row;
     if (row >= 0)
       t.used[row] = true;
-    t.weight[unit][token] = weight;
+    t.weight[active][token] = weight;
   }
 }
 
-/* Needs the rows of the same thread and the adapters; eight neighbouring lanes for a unit. */
+/* Needs the rows of the same thread and the adapters; eight neighbouring lanes for an active
+ * expert. */
 __device__ __forceinline__ void find_segments(Tables &t) {
   const int lane = threadIdx.x % 32, token = threadIdx.x % kTokens;
   const int adapter = t.own.adapter[token], rank = t.own.rank[token];
@@ -193,7 +195,7 @@ __device__ __forceinline__ void find_segments(Tables &t) {
     if (token == 0)
       t.first_segment[cell / kTokens] = s;
     if (leads >> lane & 1) {
-      t.segment_unit[s] = cell / kTokens;
+      t.segment_active[s] = cell / kTokens;
       t.segment_adapter[s] = adapter;
       t.segment_rank[s] = rank;
       t.segment_tokens[s] = carriers[i];
@@ -260,15 +262,15 @@ __device__ __forceinline__ void compare_readings(Tables &t, const uint32_t *dige
     t.differs = true;
 }
 
-/* All of it, with the items of W13 and W2 that the caller knows of: `tiles13` in a unit, `columns`.
- * agreed: the reading to begin from; NULL: a CTA's own. */
+/* All of it, with the items of W13 and W2 that the caller knows of: `tiles13` of an active expert,
+ * `columns`. agreed: the reading to begin from; NULL: a CTA's own. */
 __device__ __forceinline__ void build_tables(Tables &t, const moelora_experts_problem &p,
                                              int tiles13, int columns, const Reading *agreed) {
   const bool lora =
       p.routes.token_lora_mapping.data && p.w13_lora.num_slices + p.w2_lora.num_slices > 0;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp == 0)
-    find_units(t, p.routes, agreed);
+    find_active_experts(t, p.routes, agreed);
   else if (warp == 1 && lane < kTokens && lora)
     find_adapter(t, p.routes, lane, agreed);
   else if (warp == 1 && lane < kTokens)
@@ -279,7 +281,7 @@ __device__ __forceinline__ void build_tables(Tables &t, const moelora_experts_pr
   find_rows(t, p.routes);
   if (threadIdx.x == 0) {
     t.differs = false;
-    t.items[W13] = t.units * tiles13;
+    t.items[W13] = t.active_experts * tiles13;
     t.items[W2] = columns;
     if (!lora)
       t.items[SHRINK13] = t.items[SHRINK2] = t.segments = 0;

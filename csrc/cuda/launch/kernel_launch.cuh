@@ -88,7 +88,7 @@ moelora_status launch_sized(const char *name, int64_t blocks, int threads, size_
   return launch_blocks<KERNEL>(name, blocks, threads, shared_bytes, exec, args...);
 }
 
-/* The same on at most `waves` times as many blocks as are resident at once; the kernel walks over
+/* The same on at most `waves` times as many blocks as are resident at once; the kernel goes over
  * the `work` blocks there would be. */
 template <auto KERNEL, int CLUSTER = 1, class... Args>
 moelora_status launch_waves(int waves, const char *name, int64_t work, int threads,

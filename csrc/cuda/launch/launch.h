@@ -12,8 +12,8 @@
 extern "C" {
 #endif
 
-/* Above every rank, so that adapter and true rank share a word: a pair is adapter * kRanks + rank.
- */
+/* Above every rank, so that adapter and true rank share a word: a packed rank is adapter * kRanks +
+ * rank. */
 constexpr int32_t kRanks = 4096;
 
 /* Ranks that a slice of shrink results takes: 16 of them never belong to two slices. */
@@ -22,14 +22,14 @@ static inline __host__ __device__ int32_t moelora_padded_rank(int32_t rank) {
 }
 
 /* Columns of the shrink results of a row: all slices. */
-static inline size_t moelora_shrunk_columns(const moelora_factors *f) {
+static inline size_t moelora_xa_columns(const moelora_factors *f) {
   return (size_t)f->num_slices * (((size_t)f->max_rank + 15) / 16 * 16);
 }
 
 /* The rows of one expert that carry one adapter. They follow each other by position, `share` to a
  * block. */
 typedef struct moelora_segment {
-  int32_t pair; /* adapter * kRanks + true rank; -1: nothing to add */
+  int32_t packed; /* adapter * kRanks + true rank; -1: nothing to add */
   int32_t position, count, share;
 } moelora_segment;
 
@@ -38,32 +38,32 @@ typedef struct moelora_segment {
 
 /* Routed rows dealt to blocks of one expert each, in the order of their adapters. Block b holds
  * counts[b] rows from position b * rows on; what follows up to (b + 1) * rows is padding. The rows
- * of an expert are spread evenly, in eights, over the fewest blocks that hold them. `cluster`
+ * of an expert are spread evenly, in n8 tiles, over the fewest blocks that hold them. `cluster`
  * neighbouring blocks always belong to one expert; the last of them may be empty. */
 typedef struct moelora_blocks {
   int32_t rows, cluster; /* 1, 1: rows lie one after the other */
   int64_t max_blocks;
-  int32_t *sorted_ids; /* [max_blocks * rows] flat row p; P in padding */
-  int32_t *expert_ids; /* [max_blocks] */
-  int32_t *counts;     /* [max_blocks] */
-  int32_t *pairs;      /* [max_blocks * rows], -1 = base or padding; NULL: no adapters. Adapters
-                        * alone in blocks of one row */
-  int32_t *positions;  /* [P] of each flat row, -1 if it is skipped; NULL: not asked for */
-  float *weights;      /* [max_blocks * rows] routing weights; NULL: not asked for */
+  int32_t *sorted_ids;   /* [max_blocks * rows] flat row p; P in padding */
+  int32_t *expert_ids;   /* [max_blocks] */
+  int32_t *counts;       /* [max_blocks] */
+  int32_t *packed_ranks; /* [max_blocks * rows], -1 = base or padding; NULL: no adapters. Adapters
+                          * alone in blocks of one row */
+  int32_t *positions;    /* [P] of each flat row, -1 if it is skipped; NULL: not asked for */
+  float *weights;        /* [max_blocks * rows] routing weights; NULL: not asked for */
   /* [num_experts * (max_loras + 1)], adapter l of expert e at e * (max_loras + 1) + 1 + l, rows
    * without an adapter before them; NULL: not asked for */
   moelora_segment *segments;
-  int32_t *num_post; /* [1], positions in use */
-  int32_t *tickets;  /* [MOELORA_PROJECTIONS], zeros; NULL: not asked for */
+  int32_t *num_post;      /* [1], positions in use */
+  int32_t *tile_counters; /* [MOELORA_PROJECTIONS], zeros; NULL: not asked for */
 } moelora_blocks;
 
 /* One grouped projection over blocks of rows:
- *   out[p] = act(x[p / x_divisor] w[e]^T + hl[p] B[l, e]^T + bias[e]) * weight
+ *   out[p] = act(x[p / x_divisor] w[e]^T + xa[p] B[l, e]^T + bias[e]) * weight
  * Kernels take it by value. */
 typedef struct moelora_gemm_launch {
   moelora_blocks blocks;
-  int32_t *ticket;  /* [1] zero, from which CTAs draw tiles */
-  int32_t num_rows; /* P */
+  int32_t *tile_counter; /* [1] zero, from which CTAs draw tiles */
+  int32_t num_rows;      /* P */
   int32_t num_experts;
   int32_t top_k;
   int32_t near_elements; /* of tokens that L2 keeps while weights stream by */
@@ -80,9 +80,9 @@ typedef struct moelora_gemm_launch {
   bool factors_vectors; /* the factors B do */
   bool factors_boxes;   /* and a tensor map covers each slice of them */
   /* adapters */
-  const void *hl;              /* [position, num_slices * hl_slice] scaled shrink result */
-  int64_t hl_stride, hl_slice; /* hl_slice: max_rank rounded up to 16 */
-  bool hl_by_row;              /* flat row, with any strides: only shrinks of whole segments */
+  const void *xa;              /* [position, num_slices * xa_slice] scaled shrink result */
+  int64_t xa_stride, xa_slice; /* xa_slice: max_rank rounded up to 16 */
+  bool xa_by_row;              /* flat row, with any strides: only shrinks of whole segments */
   moelora_factors lora;        /* num_slices == 0: none */
   int32_t max_loras;
   /* epilogue */
@@ -118,21 +118,21 @@ size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes, int32_t r
 moelora_status moelora_cuda_align_rows(const moelora_routes *routes, const moelora_blocks *blocks,
                                        void *workspace, const moelora_exec *exec);
 
-/* shrink.cu: hl[position, slice * hl_slice + r] = round(s x A^T), zero from the true rank to the
+/* shrink.cu: xa[position, slice * xa_slice + r] = round(s x A^T), zero from the true rank to the
  * next multiple of 16. Base rows are not written. `vectors`: x and A allow 16-byte accesses;
  * `hopper`: kernels of sm_90 may be used. */
 moelora_status moelora_cuda_shrink(const moelora_gemm_launch *g, const float *lora_scalings,
-                                   bool vectors, bool hopper, moelora_dtype dtype, void *hl,
+                                   bool vectors, bool hopper, moelora_dtype dtype, void *xa,
                                    const moelora_exec *exec);
 
 /* shrink_segments.cu, shrink_sm90.cu: the same for whole segments, which the blocks must list. x
  * and A allow 16-byte accesses. */
 moelora_status moelora_cuda_shrink_segments(const moelora_gemm_launch *g,
                                             const float *lora_scalings, moelora_dtype dtype,
-                                            void *hl, const moelora_exec *exec);
+                                            void *xa, const moelora_exec *exec);
 bool moelora_cuda_fits_shrink_sm90(const moelora_gemm_launch *g);
 moelora_status moelora_cuda_shrink_sm90(const moelora_gemm_launch *g, const float *lora_scalings,
-                                        moelora_dtype dtype, void *hl, const moelora_exec *exec);
+                                        moelora_dtype dtype, void *xa, const moelora_exec *exec);
 
 /* gemm/sm80/gemm.cu, gemm/sm90/gemm.cu */
 moelora_status moelora_cuda_gemm_sm80(const moelora_gemm_launch *g, const moelora_variant *variant,

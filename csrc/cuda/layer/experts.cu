@@ -4,7 +4,7 @@
  *
  * or, for a handful of tokens, all of it in decode.cu.
  *
- * What stays between the projections lies by position in the blocks of rows: the shrink results hl,
+ * What stays between the projections lies by position in the blocks of rows: the shrink results xa,
  * h [position, I] and the unsummed outputs z [position, K], so that the copy engine reads and
  * writes them in boxes. */
 #include "cuda/launch/kernel_launch.cuh"
@@ -138,13 +138,13 @@ Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
   blocks->sorted_ids = (int32_t *)moelora_take(arena, 4 * rows);
   blocks->expert_ids = (int32_t *)moelora_take(arena, 4 * count);
   blocks->counts = (int32_t *)moelora_take(arena, 4 * count);
-  blocks->pairs =
+  blocks->packed_ranks =
       routes->token_lora_mapping.data ? (int32_t *)moelora_take(arena, 4 * rows) : nullptr;
   blocks->positions =
       summed ? (int32_t *)moelora_take(arena, 4 * (size_t)routes->num_rows) : nullptr;
   blocks->weights = weighted ? (float *)moelora_take(arena, 4 * rows) : nullptr;
   blocks->num_post = (int32_t *)moelora_take(arena, 4);
-  blocks->tickets = (int32_t *)moelora_take(arena, 4 * MOELORA_PROJECTIONS);
+  blocks->tile_counters = (int32_t *)moelora_take(arena, 4 * MOELORA_PROJECTIONS);
   const size_t segments = (size_t)moelora_cuda_count_segments(routes);
   blocks->segments =
       segments ? (moelora_segment *)moelora_take(arena, segments * sizeof(moelora_segment))
@@ -168,10 +168,10 @@ size_t positions(const Alignment *a) {
   return (size_t)a->blocks.max_blocks * a->blocks.rows;
 }
 
-void *take_shrunk(moelora_arena *arena, const Alignment *a, const moelora_factors *f) {
+void *take_xa(moelora_arena *arena, const Alignment *a, const moelora_factors *f) {
   if (f->num_slices == 0)
     return nullptr;
-  return moelora_take_array(arena, moelora_times(positions(a), moelora_shrunk_columns(f)), 2);
+  return moelora_take_array(arena, moelora_times(positions(a), moelora_xa_columns(f)), 2);
 }
 
 /* ---- one projection over an alignment ---- */
@@ -182,7 +182,7 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
   moelora_gemm_launch g = {};
   g.near_elements = moelora_known_device(MOELORA_CUDA, exec->device_index)->l2_bytes / 4 / 2;
   g.blocks = a->blocks;
-  g.ticket = a->blocks.tickets;
+  g.tile_counter = a->blocks.tile_counters;
   g.num_rows = (int32_t)routes->num_rows;
   g.num_experts = routes->num_experts;
   g.top_k = routes->top_k;
@@ -190,12 +190,12 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
   g.w = *w;
   g.n_out = (int32_t)w->n;
   if (lora->num_slices == 0)
-    g.blocks.pairs = nullptr;
-  if (g.blocks.pairs) {
+    g.blocks.packed_ranks = nullptr;
+  if (g.blocks.packed_ranks) {
     g.lora = *lora;
     g.max_loras = routes->max_loras;
-    g.hl_slice = moelora_padded_rank(lora->max_rank);
-    g.hl_stride = g.hl_slice * lora->num_slices;
+    g.xa_slice = moelora_padded_rank(lora->max_rank);
+    g.xa_stride = g.xa_slice * lora->num_slices;
     g.factors_vectors =
         lora->max_rank % 8 == 0 && moelora_are_vector_factors(lora->b, lora->num_slices);
   }
@@ -203,11 +203,11 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
 }
 
 moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
-                       const moelora_routes *routes, void *hl, const moelora_exec *exec) {
+                       const moelora_routes *routes, void *xa, const moelora_exec *exec) {
   const bool x_vectors = moelora_is_vector_row(g->x, g->x_stride, g->k);
   g->vectors = x_vectors && moelora_is_vector_row(g->out, g->out_stride[0], g->n_out) &&
                g->out_stride[1] % 8 == 0 && moelora_is_vector_weights(&g->w);
-  if (g->blocks.pairs) {
+  if (g->blocks.packed_ranks) {
     const bool cut = g->gated && g->interleaved && g->lora.num_slices == 2;
     g->factors_boxes = moelora_are_vector_factors(g->lora.b, g->lora.num_slices) &&
                        !(cut && g->lora.slice_n % 2 != 0);
@@ -216,10 +216,10 @@ moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
     const bool vectors = x_vectors && moelora_are_vector_factors(g->lora.a, g->lora.num_slices);
     moelora_status status =
         moelora_cuda_shrink(g, routes->lora_scalings, vectors, variant->needs == MOELORA_SM90,
-                            variant->dtype, hl, exec);
+                            variant->dtype, xa, exec);
     if (status != MOELORA_OK)
       return status;
-    g->hl = hl;
+    g->xa = xa;
   }
   return variant->needs == MOELORA_SM90 ? moelora_cuda_gemm_sm90(g, variant, exec)
                                         : moelora_cuda_gemm_sm80(g, variant, exec);
@@ -234,7 +234,7 @@ moelora_status check_rank(const moelora_factors *lora) {
 
 struct GemmLayout {
   Alignment alignment;
-  void *hl;
+  void *xa;
   size_t bytes;
 };
 
@@ -242,7 +242,7 @@ GemmLayout lay_out_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *
   moelora_arena arena = {(char *)base, 0};
   GemmLayout l;
   l.alignment = take_alignment(&arena, &p->routes, plan->variant, false, p->mul_routed_weight);
-  l.hl = take_shrunk(&arena, &l.alignment, &p->lora);
+  l.xa = take_xa(&arena, &l.alignment, &p->lora);
   l.bytes = arena.used;
   return l;
 }
@@ -250,7 +250,7 @@ GemmLayout lay_out_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *
 struct ExpertsLayout {
   Alignment alignment;
   void *x; /* scaled hidden states; only with apply_router_weight_on_input */
-  void *hl13, *h, *hl2, *z;
+  void *xa13, *h, *xa2, *z;
   size_t bytes;
 };
 
@@ -263,9 +263,9 @@ ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_ex
   l.x = p->apply_router_weight_on_input
             ? moelora_take_array(&arena, moelora_times((size_t)p->routes.num_tokens, hidden), 2)
             : nullptr;
-  l.hl13 = take_shrunk(&arena, &l.alignment, &p->w13_lora);
+  l.xa13 = take_xa(&arena, &l.alignment, &p->w13_lora);
   l.h = moelora_take_array(&arena, moelora_times(rows, (size_t)p->intermediate), 2);
-  l.hl2 = take_shrunk(&arena, &l.alignment, &p->w2_lora);
+  l.xa2 = take_xa(&arena, &l.alignment, &p->w2_lora);
   l.z = moelora_take_array(&arena, moelora_times(rows, hidden), plan->partial_f32 ? 4 : 2);
   l.bytes = arena.used;
   return l;
@@ -306,12 +306,12 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.out = l.h;
   g.out_by_position = true;
   g.out_stride[0] = p->intermediate;
-  status = project(&g, plan->variant, routes, l.hl13, exec);
+  status = project(&g, plan->variant, routes, l.xa13, exec);
   if (status != MOELORA_OK)
     return status;
 
   g = projection(&l.alignment, routes, &p->w2, &p->w2_lora, exec);
-  g.ticket = l.alignment.blocks.tickets + 1;
+  g.tile_counter = l.alignment.blocks.tile_counters + 1;
   g.x = l.h;
   g.x_stride = p->intermediate;
   g.x_divisor = moelora_divisor_of(0);
@@ -319,7 +319,7 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.out = l.z;
   g.out_by_position = true;
   g.out_stride[0] = p->hidden;
-  status = project(&g, plan->variant, routes, l.hl2, exec);
+  status = project(&g, plan->variant, routes, l.xa2, exec);
   if (status != MOELORA_OK)
     return status;
 
@@ -358,7 +358,7 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
   g.out = p->out;
   g.out_stride[0] = p->out_stride[0];
   g.out_stride[1] = p->out_stride[1];
-  return project(&g, plan->variant, routes, l.hl, exec);
+  return project(&g, plan->variant, routes, l.xa, exec);
 }
 
 namespace {

@@ -8,20 +8,20 @@
  */
 template <int WIDTH, class Z>
 __device__ __forceinline__ void add_columns(float (&sum)[WIDTH], const Z *from, float weight) {
-  __align__(16) Z piece[WIDTH];
+  __align__(16) Z chunk[WIDTH];
   if constexpr (WIDTH > 1) {
 #pragma unroll
     for (int v = 0; v < WIDTH * (int)sizeof(Z) / 16; v++)
-      ((uint4 *)piece)[v] = ((const uint4 *)from)[v];
+      ((uint4 *)chunk)[v] = ((const uint4 *)from)[v];
   } else {
-    piece[0] = *from;
+    chunk[0] = *from;
   }
 #pragma unroll
   for (int c = 0; c < WIDTH; c++) {
     if constexpr (sizeof(Z) == 4)
-      sum[c] += weight * piece[c];
+      sum[c] += weight * chunk[c];
     else
-      sum[c] += weight * Element<Z>::to_float(piece[c]);
+      sum[c] += weight * Element<Z>::to_float(chunk[c]);
   }
 }
 

@@ -67,9 +67,9 @@ __device__ __forceinline__ void tma_load_4d(uint32_t to, const CUtensorMap *map,
 }
 
 /* The same box, and the same barrier's bytes, for both CTAs of a cluster. */
-__device__ __forceinline__ void tma_load_4d_pair(uint32_t to, const CUtensorMap *map, int c0,
-                                                 int c1, int c2, int c3, uint32_t barrier,
-                                                 uint64_t policy) {
+__device__ __forceinline__ void tma_load_4d_multicast(uint32_t to, const CUtensorMap *map, int c0,
+                                                      int c1, int c2, int c3, uint32_t barrier,
+                                                      uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
       ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7, %8;" ::"r"(to),
@@ -163,7 +163,7 @@ __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t ran
                : "memory");
 }
 
-/* True if `value` is for any of the 128 threads that meet at named barrier `id`. */
+/* True if `value` is for any of the 128 threads that wait at named barrier `id`. */
 __device__ __forceinline__ bool warpgroup_any(int id, bool value) {
   uint32_t any;
   asm volatile("{\n"
@@ -217,7 +217,7 @@ template <int REGISTERS> __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-/* THREADS threads, of one warpgroup if not told otherwise, meet at named barrier `id` (1..15). */
+/* THREADS threads, of one warpgroup if not told otherwise, wait at named barrier `id` (1..15). */
 template <int THREADS = 128> __device__ __forceinline__ void warpgroup_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }

@@ -32,8 +32,8 @@ template <> struct Element<__half> {
 
 /* Two rounded values in one register, the first in the low half. */
 template <class T> __device__ __forceinline__ uint32_t pack2(float low, float high) {
-  T pair[2] = {Element<T>::round(low), Element<T>::round(high)};
-  return *(const uint32_t *)pair;
+  T two[2] = {Element<T>::round(low), Element<T>::round(high)};
+  return *(const uint32_t *)two;
 }
 
 __device__ __forceinline__ uint32_t shared_address(const void *p) {
@@ -86,14 +86,14 @@ __device__ __forceinline__ void store_shared_16(uint32_t at, uint4 v) {
 
 /* `count` (0..8) elements and zeros behind them; no alignment needed. */
 template <class T> __device__ __forceinline__ uint4 load_elements(const T *from, int count) {
-  uint32_t pairs[4];
+  uint32_t words[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     uint32_t low = 2 * i < count ? ((const uint16_t *)from)[2 * i] : 0;
     uint32_t high = 2 * i + 1 < count ? ((const uint16_t *)from)[2 * i + 1] : 0;
-    pairs[i] = low | high << 16;
+    words[i] = low | high << 16;
   }
-  return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 /* The same to shared memory. */

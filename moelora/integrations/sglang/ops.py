@@ -375,11 +375,11 @@ def run_moe_lora(
     buffers = (gate_up_a_buffer, gate_up_b_buffer, down_a_buffer, down_b_buffer)
     experts = known_experts(buffers, None)
     rows = topk_ids.shape
-    shrunk = hidden_states.new_empty((*rows, gate_up_a_buffer.size(-2)))
+    xa = hidden_states.new_empty((*rows, gate_up_a_buffer.size(-2)))
     activated = hidden_states.new_empty((*rows, gate_up_b_buffer.size(-2) // 2))
     same = {"adapter_enabled": enabled, "num_experts": experts}
-    moe_lora_a(hidden_states, topk_ids, gate_up_a_buffer, *adapters, out=shrunk, **same)
-    moe_lora_gate_up_b(shrunk, topk_ids, gate_up_b_buffer, *adapters, out=activated, **same)
+    moe_lora_a(hidden_states, topk_ids, gate_up_a_buffer, *adapters, out=xa, **same)
+    moe_lora_gate_up_b(xa, topk_ids, gate_up_b_buffer, *adapters, out=activated, **same)
     return moe_lora_down_combine(
         activated,
         topk_ids,

@@ -1,18 +1,18 @@
-/* What the grouped GEMM kernels share: the walk over tiles, segments of adapters, and what happens
- * to an accumulator between the last product and memory.
+/* What the grouped GEMM kernels share: the order of the tile scheduler, segments of adapters, and
+ * the epilogue: what happens to an accumulator between the last product and memory.
  *
  * All kernels multiply with operands swapped: weight rows are the M side of an instruction, tokens
- * its N side. A CTA's tile is TOKENS tokens (one block) by TILES groups of 64 weight rows. Groups
- * come in pairs: of a gated projection the even one holds gate rows, the odd one the up rows of the
- * same 64 outputs. A pair belongs to four warps; warp w of them owns rows 16w to 16w + 15 of both,
- * as accumulators d[2][N / 2]: d[g][4i + q] is row lane/4 + 8 (q / 2) of group g, token
- * 8i + 2 (lane % 4) + q % 2.
+ * its N side. A CTA's tile is TOKENS tokens (one block) by TILES m64 tiles of 64 weight rows. Two
+ * of these are a row group: of a gated projection the even one holds gate rows, the odd one the up
+ * rows of the same 64 outputs. A row group belongs to four warps; warp w of them owns rows 16w to
+ * 16w + 15 of both, as accumulators d[2][N / 2]: d[g][4i + q] is row lane/4 + 8 (q / 2) of m64 tile
+ * g, token 8i + 2 (lane % 4) + q % 2.
  *
  * In shared memory a stage holds rows of 128 bytes (64 elements of depth), 16-byte chunk c of row r
  * at c ^ (r & 7):
  *
  *   W  [TILES][64]   weight rows, or rows of a LoRA factor B
- *   X  [TOKENS]      token rows, or rows of the shrink result hl */
+ *   X  [TOKENS]      token rows, or rows of the shrink result xa */
 #ifndef MOELORA_CUDA_TILE_CUH
 #define MOELORA_CUDA_TILE_CUH
 
@@ -22,14 +22,14 @@
 
 constexpr int kDepth = 64;
 constexpr int kRowBytes = 128;
-constexpr int kGroupBytes = 64 * kRowBytes;
+constexpr int kM64Bytes = 64 * kRowBytes;
 
 /* Extents of a CTA's tile. */
 template <int TOKENS_, int TILES_> struct Extent {
   static constexpr int TOKENS = TOKENS_, TILES = TILES_;
   static constexpr int ROWS = 64 * TILES;
   static constexpr int LANES = (TOKENS + 31) / 32; // tokens that one lane of a warp looks after
-  static constexpr int W_BYTES = TILES * kGroupBytes, X_BYTES = TOKENS * kRowBytes;
+  static constexpr int W_BYTES = TILES * kM64Bytes, X_BYTES = TOKENS * kRowBytes;
   static constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
 };
 
@@ -37,15 +37,16 @@ struct Tile {
   int32_t block, column, expert;
 };
 
-/* Tile `index` of a walk over units of CLUSTER blocks; `block` is the unit's first. */
+/* The tile scheduler's tile `index`, over clusters of CLUSTER blocks; `block` is the cluster's
+ * first. */
 template <class E, int CLUSTER = 1>
 __device__ __forceinline__ Tile tile_at(const moelora_gemm_launch &g, int index, int columns,
-                                        int units) {
+                                        int clusters) {
   // Eight blocks by all columns: CTAs that run together share weights (blocks of one expert) and
   // token rows (columns of one block) in L2.
   constexpr int GROUP = 8 / CLUSTER;
   const int first = index / (GROUP * columns) * GROUP;
-  const int height = min(GROUP, units - first);
+  const int height = min(GROUP, clusters - first);
   const int rest = index % (GROUP * columns);
   const bool full = height == GROUP; // the usual case, without division
   Tile t;
@@ -70,9 +71,9 @@ __device__ __forceinline__ int blocks_alike(const moelora_gemm_launch &g, int fr
   }
 }
 
-/* Tile `index` of a walk over all columns of a few blocks of one expert, then of the next ones:
- * CTAs that run together share weights (blocks) and token rows (columns) in L2. It takes a warp,
- * and time that only large tiles have. */
+/* The tile scheduler's tile `index`, over all columns of a few blocks of one expert, then of the
+ * next ones: CTAs that run together share weights (blocks) and token rows (columns) in L2. It takes
+ * a warp, and time that only large tiles have. */
 template <class E>
 __device__ __forceinline__ Tile tile_of_expert(const moelora_gemm_launch &g, int index, int columns,
                                                int blocks) {
@@ -95,17 +96,17 @@ template <class E> __host__ __device__ inline int tile_columns(const moelora_gem
   return (g.n_out + outputs - 1) / outputs;
 }
 
-/* Output that row 0 of a group stands for; the group's row r stands for output first + r. */
+/* Output that row 0 of an m64 tile stands for; its row r stands for output first + r. */
 template <class E>
-__device__ __forceinline__ int first_output(const moelora_gemm_launch &g, int column, int group) {
-  return g.gated ? column * (E::ROWS / 2) + group / 2 * 64 : column * E::ROWS + group * 64;
+__device__ __forceinline__ int first_output(const moelora_gemm_launch &g, int column, int m64) {
+  return g.gated ? column * (E::ROWS / 2) + m64 / 2 * 64 : column * E::ROWS + m64 * 64;
 }
 
-/* Row of w (and of its bias and factors) that makes an output in a group. */
-__device__ __forceinline__ int64_t weight_row(const moelora_gemm_launch &g, int group, int output) {
+/* Row of w (and of its bias and factors) that makes an output in an m64 tile. */
+__device__ __forceinline__ int64_t weight_row(const moelora_gemm_launch &g, int m64, int output) {
   if (!g.gated)
     return output;
-  const int half = group & 1;
+  const int half = m64 & 1;
   return g.interleaved ? 2 * (int64_t)output + half : (int64_t)half * g.n_out + output;
 }
 
@@ -149,10 +150,10 @@ __device__ __forceinline__ int64_t output_offset(const moelora_gemm_launch &g, i
   return row / g.top_k * g.out_stride[0] + row % g.top_k * g.out_stride[1];
 }
 
-/* Runs of equal adapter among the tokens of a block. Lane t of a warp knows tokens t, t + 32, ...;
- * every warp finds them by itself, and all find the same. */
+/* Segments: neighbouring tokens of a block with one adapter. Lane t of a warp knows tokens t, t +
+ * 32, ...; every warp finds them by itself, and all find the same. */
 template <int LANES> struct Segments {
-  int32_t pair[LANES]; // adapter * kRanks + true rank; -1 for a base row
+  int32_t packed[LANES]; // adapter * kRanks + true rank; -1 for a base row
   uint32_t starts[LANES];
 
   __device__ __forceinline__ void load(const moelora_gemm_launch &g, int64_t position, int tokens) {
@@ -160,20 +161,21 @@ template <int LANES> struct Segments {
     find(g.lora.max_rank);
   }
 
-  /* Pairs alone, for find. */
+  /* Packed ranks alone, for find. */
   __device__ __forceinline__ void read(const moelora_gemm_launch &g, int64_t position, int tokens) {
 #pragma unroll
     for (int i = 0; i < LANES; i++) {
       const int t = i * 32 + (threadIdx.x & 31);
-      pair[i] = t < tokens ? g.blocks.pairs[position + t] : -1;
+      packed[i] = t < tokens ? g.blocks.packed_ranks[position + t] : -1;
     }
   }
 
-  /* From pairs that are there already. */
-  __device__ __forceinline__ const Segments &of(const int32_t (&pairs)[LANES], int max_rank) {
+  /* From packed ranks that are there already. */
+  __device__ __forceinline__ const Segments &of(const int32_t (&packed_ranks)[LANES],
+                                                int max_rank) {
 #pragma unroll
     for (int i = 0; i < LANES; i++)
-      pair[i] = pairs[i];
+      packed[i] = packed_ranks[i];
     find(max_rank);
     return *this;
   }
@@ -181,16 +183,16 @@ template <int LANES> struct Segments {
   __device__ __forceinline__ void find(int max_rank) {
 #pragma unroll
     for (int i = 0; i < LANES; i++)
-      if (pair[i] >= 0 && pair[i] % kRanks > max_rank)
-        pair[i] += max_rank - pair[i] % kRanks;
+      if (packed[i] >= 0 && packed[i] % kRanks > max_rank)
+        packed[i] += max_rank - packed[i] % kRanks;
     int before = -2;
 #pragma unroll
     for (int i = 0; i < LANES; i++) {
-      int previous = __shfl_up_sync(0xffffffffu, pair[i], 1);
+      int previous = __shfl_up_sync(0xffffffffu, packed[i], 1);
       if ((threadIdx.x & 31) == 0)
         previous = before;
-      starts[i] = __ballot_sync(0xffffffffu, pair[i] != previous);
-      before = __shfl_sync(0xffffffffu, pair[i], 31);
+      starts[i] = __ballot_sync(0xffffffffu, packed[i] != previous);
+      before = __shfl_sync(0xffffffffu, packed[i], 31);
     }
   }
 
@@ -210,22 +212,22 @@ template <int LANES> struct Segments {
 };
 
 template <class E>
-__device__ __forceinline__ bool group_meets_slice(const moelora_gemm_launch &g, int column,
-                                                  int group, int slice) {
-  const int output = first_output<E>(g, column, group);
+__device__ __forceinline__ bool m64_overlaps_slice(const moelora_gemm_launch &g, int column,
+                                                   int m64, int slice) {
+  const int output = first_output<E>(g, column, m64);
   if (output >= g.n_out)
     return false;
-  const int64_t begin = weight_row(g, group, output);
-  const int64_t end = weight_row(g, group, min(output + 63, g.n_out - 1));
+  const int64_t begin = weight_row(g, m64, output);
+  const int64_t end = weight_row(g, m64, min(output + 63, g.n_out - 1));
   return end >= slice * g.lora.slice_n && begin < (slice + 1) * g.lora.slice_n;
 }
 
-/* Ranks that a step of the tensor cores takes: adapter work comes in pieces of so many at most. */
-constexpr int kPieceDepth = 16;
+/* Ranks that a step of the tensor cores takes: adapter work comes in k16 slabs. */
+constexpr int kSlabDepth = 16;
 
-/* Gate and up have a slice each: a piece covers both, groups of gate rows take slice 0, groups of
+/* Gate and up have a slice each: a slab covers both, m64 tiles of gate rows take slice 0, those of
  * up rows slice 1. */
-__host__ __device__ __forceinline__ bool is_paired(const moelora_gemm_launch &g) {
+__host__ __device__ __forceinline__ bool has_gate_up_slices(const moelora_gemm_launch &g) {
   return g.gated && !g.interleaved && g.lora.num_slices == 2;
 }
 
@@ -244,7 +246,7 @@ struct Activation {
       c = 1.f;
   }
 
-  /* One piece of assembly: given its parts, the compiler starts them for all outputs of a thread at
+  /* One asm statement: given its parts, the compiler starts them for all outputs of a thread at
    * once and runs out of registers. */
   __device__ __forceinline__ float operator()(float gate, float up) const {
     float y;
@@ -286,10 +288,10 @@ struct Activation {
   }
 };
 
-/* What an epilogue does. An epilogue is straight code for every output of a thread: what it asks at
- * run time it asks for each of them, and more than a few thousand instructions no longer stay in
- * the instruction cache from tile to tile. */
-enum class Finish {
+/* The epilogue mode: what an epilogue does. An epilogue is straight code for every output of a
+ * thread: what it asks at run time it asks for each of them, and more than a few thousand
+ * instructions no longer stay in the instruction cache from tile to tile. */
+enum class EpilogueMode {
   GENERAL,   // anything
   GATED,     // bias, gated activation
   SILU,      // the most frequent one of them, without a limit
@@ -297,24 +299,24 @@ enum class Finish {
   PLAIN_F32, // the same, left in float32
 };
 
-/* What an epilogue adds: bias[2 half + eight] of this thread's four rows. */
-template <class E, Finish FINISH> struct Epilogue {
+/* What an epilogue adds: bias[2 half + m8] of this thread's four rows. */
+template <class E, EpilogueMode MODE> struct Epilogue {
   float bias[4];
   Activation activation;
 
   template <class T>
-  __device__ __forceinline__ Epilogue(const moelora_gemm_launch &g, const Tile &tile, int pair, T)
+  __device__ __forceinline__ Epilogue(const moelora_gemm_launch &g, const Tile &tile, int row_group,
+                                      T)
       : activation(g.activation) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      const int group = 2 * pair + j / 2;
-      const int output =
-          first_output<E>(g, tile.column, group) + warp * 16 + lane / 4 + 8 * (j % 2);
+      const int m64 = 2 * row_group + j / 2;
+      const int output = first_output<E>(g, tile.column, m64) + warp * 16 + lane / 4 + 8 * (j % 2);
       bias[j] = 0.f;
       if (g.w.bias && output < g.n_out)
         bias[j] = Element<T>::to_float(
-            ((const T *)g.w.bias)[tile.expert * g.w.bias_stride_e + weight_row(g, group, output)]);
+            ((const T *)g.w.bias)[tile.expert * g.w.bias_stride_e + weight_row(g, m64, output)]);
     }
   }
 
@@ -327,7 +329,8 @@ template <class E, Finish FINISH> struct Epilogue {
       for (int i = 0; i < N; i++)
         d[i % 2][i / 2] += bias[i % 2 * 2 + i / 2 % 4 / 2];
     }
-    if (FINISH != Finish::GATED && FINISH != Finish::SILU && g.activation.kind == MOELORA_RELU2) {
+    if (MODE != EpilogueMode::GATED && MODE != EpilogueMode::SILU &&
+        g.activation.kind == MOELORA_RELU2) {
 #pragma unroll
       for (int i = 0; i < N; i++) {
         float &v = d[i % 2][i / 2];
@@ -342,7 +345,8 @@ template <class E, Finish FINISH> struct Epilogue {
   __device__ __forceinline__ void finish(float (&d)[2][N / 2], const moelora_gemm_launch &g,
                                          int block, int first) const {
     const int lane = threadIdx.x & 31;
-    const float here = FINISH == Finish::GENERAL ? routed_weight<E>(g, block, first + lane) : 1.f;
+    const float here =
+        MODE == EpilogueMode::GENERAL ? routed_weight<E>(g, block, first + lane) : 1.f;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       if (first + 8 * i >= N)
@@ -351,11 +355,11 @@ template <class E, Finish FINISH> struct Epilogue {
       for (int q = 0; q < 4; q++) {
         const int at = (first / 8 + i) * 4 + q;
         float v[2] = {d[0][at], d[1][at]};
-        if (FINISH == Finish::SILU)
+        if (MODE == EpilogueMode::SILU)
           v[0] = Activation::silu(v[0], v[1]);
-        else if (FINISH == Finish::GATED || (FINISH == Finish::GENERAL && g.gated))
+        else if (MODE == EpilogueMode::GATED || (MODE == EpilogueMode::GENERAL && g.gated))
           v[0] = activation(v[0], v[1]);
-        if (FINISH == Finish::GENERAL && g.weighted) {
+        if (MODE == EpilogueMode::GENERAL && g.weighted) {
           const float weight = __shfl_sync(0xffffffffu, here, i * 8 + (lane & 3) * 2 + q % 2);
           v[0] *= weight, v[1] *= weight;
         }
@@ -365,9 +369,9 @@ template <class E, Finish FINISH> struct Epilogue {
   }
 };
 
-/* One group's results for up to 32 tokens from `from` on in float32: eight lanes hold eight
- * neighbouring outputs of a token, a whole sector. Lane t holds the flat row of token
- * from + t, which counts only where results do not lie by position. */
+/* One m64 tile's results for up to 32 tokens from `from` on in float32: eight lanes hold eight
+ * neighbouring outputs of a token, a whole sector. Lane t holds the flat row of token from + t,
+ * which counts only where results do not lie by position. */
 template <class E, int N>
 __device__ __forceinline__ void store_f32(const float (&d)[N / 2], const moelora_gemm_launch &g,
                                           int first, int from, int block, int count, int32_t rows) {

@@ -1,92 +1,94 @@
-/* Adapters of a tile for the portable GEMM: stages of its ring filled with pieces, and their
- * products, patch by patch. Piece j of a stage has its rows of B in chunks 2j and 2j + 1 of W. */
+/* Adapters of a tile for the portable GEMM: stages of its pipeline filled with k16 slabs, and their
+ * products, subtile by subtile. Slab j of a stage has its rows of B in chunks 2j and 2j + 1 of W.
+ */
 #ifndef MOELORA_CUDA_SM80_ADAPTERS_CUH
 #define MOELORA_CUDA_SM80_ADAPTERS_CUH
 
-#include "cuda/gemm/common/runs.cuh"
+#include "cuda/gemm/common/segments.cuh"
 #include "cuda/gemm/sm80/product.cuh"
 
-/* Pieces in a stage. X has room for two paired pieces only, but those of different runs lie in
- * different rows: four fit unless a run has more than two. */
-__device__ __forceinline__ int pieces_in_stage(const moelora_gemm_launch &g) {
-  return is_paired(g) && g.lora.max_rank > 2 * kPieceDepth ? 2 : 4;
+/* Slabs in a stage. X has room for only two slabs that cover gate and up, but those of different
+ * segments lie in different rows: four fit unless a segment has more than two. */
+__device__ __forceinline__ int slabs_in_stage(const moelora_gemm_launch &g) {
+  return has_gate_up_slices(g) && g.lora.max_rank > 2 * kSlabDepth ? 2 : 4;
 }
 
-/* The part of a tile that a piece adds to. */
-struct Patch {
-  int low, high;   // tokens [low, high)
-  uint32_t groups; // a bit each
+/* A subtile: the part of a tile that a slab adds to. */
+struct Subtile {
+  int low, high; // tokens [low, high)
+  uint32_t m64s; // a bit each
 };
 
 /* What is known about a tile's adapters lies in shared memory, where it costs the main loop no
  * registers:
  *
- *   { int32 pieces; uint32 slices, met }   TILES bits of met for each slice: groups that meet it
- *   [STAGES] { int32 run, slice, rank }    where the walk stands behind a stage's pieces
- *            [4] { int16 low, high; uint32 groups } a patch for each of them
- *   runs                                   as in runs.cuh */
+ *   { int32 slabs; uint32 slices, overlaps }  TILES bits of overlaps for each slice: its m64 tiles
+ *   [STAGES] { int32 segment, slice, rank } where the iterator stands behind a stage's slabs
+ *            [4] { int16 low, high; uint32 m64s }  a subtile for each of them
+ *   segments                                 as in segments.cuh */
 template <class E, int STAGES> struct TileAdapters {
   static constexpr int STAGE_BYTES = 48;
   static constexpr int BYTES = 16 + STAGES * STAGE_BYTES + 8 * E::TOKENS;
 
   const uint32_t at;
-  Runs<E> runs;
-  uint32_t met;
+  SegmentList<E> list;
+  uint32_t overlaps;
 
   __device__ __forceinline__ explicit TileAdapters(uint32_t at) : at(at) {
-    runs.list = at + 16 + STAGES * STAGE_BYTES;
+    list.base = at + 16 + STAGES * STAGE_BYTES;
   }
 
-  /* By one warp, from the pairs of the block's tokens. */
+  /* By one warp, from the packed ranks of the block's tokens. */
   __device__ __forceinline__ void find(const moelora_gemm_launch &g, const Tile &tile,
                                        Segments<E::LANES> &segments) {
     segments.find(g.lora.max_rank);
-    runs.find(g, tile, segments);
+    list.find(g, tile, segments);
     const int lane = threadIdx.x & 31, slice = lane / E::TILES;
-    const bool all = is_paired(g) || g.lora.num_slices == 1;
-    met = __ballot_sync(0xffffffffu,
-                        all || (slice < g.lora.num_slices &&
-                                group_meets_slice<E>(g, tile.column, lane % E::TILES, slice)));
+    const bool all = has_gate_up_slices(g) || g.lora.num_slices == 1;
+    overlaps = __ballot_sync(
+        0xffffffffu, all || (slice < g.lora.num_slices &&
+                             m64_overlaps_slice<E>(g, tile.column, lane % E::TILES, slice)));
     if (lane == 0)
       store_shared_16(
-          at, make_uint4((uint32_t)(runs.pieces * __popc(runs.slices)), runs.slices, met, 0));
+          at, make_uint4((uint32_t)(list.slabs * __popc(list.slices)), list.slices, overlaps, 0));
   }
 
-  /* Reads what was found; pieces of the tile's adapter stage `stage`. */
-  __device__ __forceinline__ int pieces_at(const moelora_gemm_launch &g, int stage) {
-    if (!g.blocks.pairs)
+  /* Reads what was found; slabs of the tile's adapter stage `stage`. */
+  __device__ __forceinline__ int slabs_at(const moelora_gemm_launch &g, int stage) {
+    if (!g.blocks.packed_ranks)
       return 0;
     const uint4 found = load_shared_16(at);
-    runs.pieces = (int)found.x, runs.slices = found.y, met = found.z;
-    const int per_stage = pieces_in_stage(g);
-    return min(per_stage, runs.pieces - stage * per_stage);
+    list.slabs = (int)found.x, list.slices = found.y, overlaps = found.z;
+    const int per_stage = slabs_in_stage(g);
+    return min(per_stage, list.slabs - stage * per_stage);
   }
 
   __device__ __forceinline__ uint32_t stage(int step) const {
     return at + 16 + step % STAGES * STAGE_BYTES;
   }
 
-  __device__ __forceinline__ PieceCursor cursor(int step) const {
+  __device__ __forceinline__ SlabIterator cursor(int step) const {
     const uint4 v = load_shared_16(stage(step));
     return {(int)v.x, (int)v.y, (int)v.z};
   }
-  __device__ __forceinline__ void write(int step, const PieceCursor &cursor) const {
-    store_shared_16(stage(step), make_uint4(cursor.run, (uint32_t)cursor.slice, cursor.rank, 0));
+  __device__ __forceinline__ void write(int step, const SlabIterator &cursor) const {
+    store_shared_16(stage(step),
+                    make_uint4(cursor.segment, (uint32_t)cursor.slice, cursor.rank, 0));
   }
 
-  __device__ __forceinline__ Patch patch(int step, int j) const {
+  __device__ __forceinline__ Subtile subtile(int step, int j) const {
     const uint2 v = load_shared_8(stage(step) + 16 + 8 * j);
     return {(int)(v.x & 0xffff), (int)(v.x >> 16), v.y};
   }
-  __device__ __forceinline__ void write(int step, int j, const AdapterPiece &piece) const {
-    const uint32_t groups = met >> piece.slice * E::TILES & ((1u << E::TILES) - 1);
-    store_shared_8(stage(step) + 16 + 8 * j, make_uint2(piece.low | piece.high << 16, groups));
+  __device__ __forceinline__ void write(int step, int j, const Slab &slab) const {
+    const uint32_t m64s = overlaps >> slab.slice * E::TILES & ((1u << E::TILES) - 1);
+    store_shared_8(stage(step) + 16 + 8 * j, make_uint2(slab.low | slab.high << 16, m64s));
   }
 };
 
-/* First chunk of X that piece j of a stage takes: of two, or of four if it is paired. */
-__device__ __forceinline__ int first_chunk(bool paired, int j) {
-  return paired ? j % 2 * 4 : j * 2;
+/* First chunk of X that slab j of a stage takes: of two, or of four if it covers gate and up. */
+__device__ __forceinline__ int first_chunk(bool gate_up, int j) {
+  return gate_up ? j % 2 * 4 : j * 2;
 }
 
 /* The same value. What follows from it is not found before it is needed, nor kept in registers
@@ -99,31 +101,31 @@ __device__ __forceinline__ int hidden(int value) {
 /* This thread's chunk of a stage's rows of B, zeros beyond the true rank and outside the slice. */
 template <class E, class T, bool VECTORS>
 __device__ __forceinline__ void load_factors(const moelora_gemm_launch &g, const Tile &tile,
-                                             const AdapterPiece &piece, int thread, uint32_t w) {
-  constexpr int STEP = Share<E>::THREADS / 8;
-  const bool paired = is_paired(g);
+                                             const Slab &slab, int thread, uint32_t w) {
+  constexpr int STEP = WarpTile<E>::THREADS / 8;
+  const bool gate_up = has_gate_up_slices(g);
   const int chunk = thread & 7, row = thread / 8;
-  const int column = piece.rank + chunk % 2 * 8, width = (int)g.lora.slice_n;
-  const int ranks = max(0, min(8, piece.pair % kRanks - column)); // of this chunk
-  const int step = g.gated && g.interleaved ? 2 : 1;              // rows of B between two outputs
-  const int next_pair = g.gated ? 64 : 128;                       // outputs between pairs of groups
+  const int column = slab.rank + chunk % 2 * 8, width = (int)g.lora.slice_n;
+  const int ranks = max(0, min(8, slab.packed % kRanks - column)); // of this chunk
+  const int step = g.gated && g.interleaved ? 2 : 1;               // rows of B between two outputs
+  const int next_row_group = g.gated ? 64 : 128;                   // outputs between row groups
   w += row * kRowBytes + ((chunk ^ row & 7) << 4);
 #pragma unroll(VECTORS ? 2 : 1)
   for (int half = 0; half < 2; half++) {
-    const int slice = paired ? half : piece.slice;
+    const int slice = gate_up ? half : slab.slice;
     const moelora_factor &b = g.lora.b[slice];
-    const T *from = factor_row<T>(b, piece.pair / kRanks, tile.expert, 0) + column;
+    const T *from = factor_row<T>(b, slab.packed / kRanks, tile.expert, 0) + column;
     const int output = first_output<E>(g, tile.column, half);
-    const int first = paired ? output : (int)weight_row(g, half, output) - slice * width;
+    const int first = gate_up ? output : (int)weight_row(g, half, output) - slice * width;
 #pragma unroll(VECTORS ? E::TILES / 2 : 1)
-    for (int pair = 0; pair < E::TILES / 2; pair++) {
+    for (int row_group = 0; row_group < E::TILES / 2; row_group++) {
 #pragma unroll(VECTORS ? 64 / STEP : 1)
       for (int i = 0; i < 64; i += STEP) {
-        const int ahead = pair * next_pair + i + row;
+        const int ahead = row_group * next_row_group + i + row;
         const uint32_t n = first + ahead * step;
         const bool there = n < (uint32_t)width;
         const bool wanted = output + ahead < g.n_out; // nobody looks at rows behind the last
-        const uint32_t to = w + (2 * pair + half) * kGroupBytes + i * kRowBytes;
+        const uint32_t to = w + (2 * row_group + half) * kM64Bytes + i * kRowBytes;
         const T *at = from + (there ? n : 0) * b.stride_i;
         if (VECTORS)
           copy_async_16(to, at, there ? 2 * ranks : 0, wanted);
@@ -134,34 +136,34 @@ __device__ __forceinline__ void load_factors(const moelora_gemm_launch &g, const
   }
 }
 
-/* Copies the `count` pieces of stage `step`: rows of B to `w`, and behind them rows of hl of the
+/* Copies the `count` slabs of stage `step`: rows of B to `w`, and behind them rows of xa of the
  * tokens that carry the adapter. What lies in other rows does not matter. */
 template <class E, class T, int STAGES>
-__device__ __forceinline__ void load_pieces(const moelora_gemm_launch &g, const Tile &shown,
-                                            const TileAdapters<E, STAGES> &adapters, int step,
-                                            bool first, int count, uint32_t w) {
+__device__ __forceinline__ void load_slabs(const moelora_gemm_launch &g, const Tile &shown,
+                                           const TileAdapters<E, STAGES> &adapters, int step,
+                                           bool first, int count, uint32_t w) {
   const int thread = hidden(threadIdx.x);
   const Tile tile = {hidden(shown.block), hidden(shown.column), hidden(shown.expert)};
-  const bool paired = is_paired(g);
-  const int shift = paired ? 2 : 1; // of hl a piece has 1 << shift chunks
+  const bool gate_up = has_gate_up_slices(g);
+  const int shift = gate_up ? 2 : 1; // of xa a slab has 1 << shift chunks
   const int chunk = thread & ((1 << shift) - 1), row = thread >> shift;
-  const int stride = (int)g.hl_stride;
-  const T *hl = (const T *)g.hl + (int64_t)tile.block * E::TOKENS * stride + chunk % 2 * 8;
-  PieceCursor cursor;
+  const int stride = (int)g.xa_stride;
+  const T *xa = (const T *)g.xa + (int64_t)tile.block * E::TOKENS * stride + chunk % 2 * 8;
+  SlabIterator cursor;
   if (!first)
     cursor = adapters.cursor(step - 1);
-  AdapterPiece mine = {};
+  Slab mine = {};
 #pragma unroll 1
   for (int j = 0; j < count; j++) {
-    const AdapterPiece piece = cursor.next(adapters.runs);
+    const Slab slab = cursor.next(adapters.list);
     if (thread == 0)
-      adapters.write(step, j, piece);
+      adapters.write(step, j, slab);
     if (j == (thread & 7) / 2)
-      mine = piece;
-    const int slice = paired ? chunk / 2 : piece.slice, to = first_chunk(paired, j) + chunk;
-    const T *from = hl + slice * g.hl_slice + piece.rank;
+      mine = slab;
+    const int slice = gate_up ? chunk / 2 : slab.slice, to = first_chunk(gate_up, j) + chunk;
+    const T *from = xa + slice * g.xa_slice + slab.rank;
 #pragma unroll 1
-    for (int t = piece.low + row; t < piece.high; t += Share<E>::THREADS >> shift)
+    for (int t = slab.low + row; t < slab.high; t += WarpTile<E>::THREADS >> shift)
       copy_async_16(w + E::W_BYTES + t * kRowBytes + ((to ^ (t & 7)) << 4), from + t * stride, 16);
   }
   if (thread == 0)
@@ -174,57 +176,57 @@ __device__ __forceinline__ void load_pieces(const moelora_gemm_launch &g, const 
     load_factors<E, T, false>(g, tile, mine, thread, w);
 }
 
-/* sum += B hl^T over piece `slot` of stage `step`, at `w`, as further depth. An eight that only
- * partly belongs to the patch is multiplied in a copy: what an adapter's factors hold, NaN
+/* sum += B xa^T over slab `slot` of stage `step`, at `w`, as further depth. An n8 tile that only
+ * partly belongs to the subtile is multiplied in a copy: what an adapter's factors hold, NaN
  * included, never reaches a token that does not carry it, and a base row keeps its bits. */
 template <class E, class T, int STAGES>
-__device__ __forceinline__ void expand(Share<E> &sum, bool paired,
+__device__ __forceinline__ void expand(WarpTile<E> &sum, bool gate_up,
                                        const TileAdapters<E, STAGES> &adapters, int step, int slot,
                                        uint32_t w) {
-  using S = Share<E>;
+  using S = WarpTile<E>;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
   const int row = warp * 16 + (lane & 15);
   uint32_t a[E::TILES][4];
 #pragma unroll
-  for (int group = 0; group < E::TILES; group++)
-    load_matrix_x4(a[group], w + group * kGroupBytes + row * kRowBytes +
-                                 ((2 * slot + (lane >> 4) ^ row & 7) << 4));
-  const Patch patch = adapters.patch(step, slot);
-  // The second half of b is for groups of up rows.
-  const int chunk = first_chunk(paired, slot) + (lane >> 3 & 1) + (paired ? lane >> 4 << 1 : 0);
+  for (int m64 = 0; m64 < E::TILES; m64++)
+    load_matrix_x4(a[m64], w + m64 * kM64Bytes + row * kRowBytes +
+                               ((2 * slot + (lane >> 4) ^ row & 7) << 4));
+  const Subtile subtile = adapters.subtile(step, slot);
+  // The second half of b is for m64 tiles of up rows.
+  const int chunk = first_chunk(gate_up, slot) + (lane >> 3 & 1) + (gate_up ? lane >> 4 << 1 : 0);
   const uint32_t x =
       w + E::W_BYTES + (S::first_token() + (lane & 7)) * kRowBytes + ((chunk ^ lane & 7) << 4);
-  // From the run's start on: to count from the block's would keep a register for each eight.
-  const int begin = S::first_token() - patch.low, length = patch.high - patch.low;
-  const bool all = patch.groups == (1u << E::TILES) - 1;
-  const int whole = all ? length - 8 : -1; // where the last whole eight may begin
+  // From the segment's start on: to count from the block's would keep a register for each n8 tile.
+  const int begin = S::first_token() - subtile.low, length = subtile.high - subtile.low;
+  const bool all = subtile.m64s == (1u << E::TILES) - 1;
+  const int whole = all ? length - 8 : -1; // where the last whole n8 tile may begin
 #pragma unroll
-  for (int j = 0; j < S::EIGHTS; j++) {
-    const int eight = begin + j * S::NEXT;
-    if (eight >= length || eight <= -8)
+  for (int j = 0; j < S::N8_TILES; j++) {
+    const int n8 = begin + j * S::NEXT;
+    if (n8 >= length || n8 <= -8)
       continue;
     uint32_t b[4];
     load_matrix_x4(b, x + j * S::NEXT * kRowBytes);
-    if (eight >= 0 && eight <= whole) {
+    if (n8 >= 0 && n8 <= whole) {
 #pragma unroll
-      for (int group = 0; group < E::TILES; group++)
-        mma_16816<T>(sum.d[group / 2][j][group % 2], a[group], b + group % 2 * 2);
+      for (int m64 = 0; m64 < E::TILES; m64++)
+        mma_16816<T>(sum.d[m64 / 2][j][m64 % 2], a[m64], b + m64 % 2 * 2);
       continue;
     }
-    uint32_t groups[2]; // of this thread's two tokens
+    uint32_t m64s[2]; // of this thread's two tokens
 #pragma unroll
     for (int q = 0; q < 2; q++) {
-      const int t = eight + (lane & 3) * 2 + q;
-      groups[q] = t >= 0 && t < length ? patch.groups : 0;
+      const int t = n8 + (lane & 3) * 2 + q;
+      m64s[q] = t >= 0 && t < length ? subtile.m64s : 0;
     }
 #pragma unroll
-    for (int group = 0; group < E::TILES; group++) {
-      float (&d)[4] = sum.d[group / 2][j][group % 2];
+    for (int m64 = 0; m64 < E::TILES; m64++) {
+      float (&d)[4] = sum.d[m64 / 2][j][m64 % 2];
       float more[4] = {d[0], d[1], d[2], d[3]};
-      mma_16816<T>(more, a[group], b + group % 2 * 2);
+      mma_16816<T>(more, a[m64], b + m64 % 2 * 2);
 #pragma unroll
       for (int q = 0; q < 4; q++)
-        d[q] = groups[q % 2] >> group & 1 ? more[q] : d[q];
+        d[q] = m64s[q % 2] >> m64 & 1 ? more[q] : d[q];
     }
   }
 }

@@ -1,12 +1,13 @@
 /* Grouped GEMM with LoRA inside, portable: cp.async, ldmatrix, mma.sync; sm_80 and up.
  *
- *   out[p] = act( w[e] x[p] + B[l, e] hl[p] + bias[e] ) * weight
+ *   out[p] = act( w[e] x[p] + B[l, e] xa[p] + bias[e] ) * weight
  *
- * A CTA walks over tiles (tile.cuh). All its threads copy ahead into a ring of STAGES stages and
- * multiply behind; first the depth of the base product, then the adapter stages, in one pipeline.
- * Results go from registers to memory while the first stages of the next tile are on their way.
- * The depth is summed in steps of 16 in order, whatever the tile, so that all variants agree bit
- * for bit. Without 16-byte alignment (VECTORS false) rows are copied element by element. */
+ * A CTA takes tiles in the order of the tile scheduler (tile.cuh). All its threads copy ahead into
+ * a pipeline of STAGES stages and multiply behind; first the depth of the base product, then the
+ * adapter stages. Results go from registers to memory while the first stages of the next tile are
+ * on their way. The depth is summed in steps of 16 in order, whatever the tile, so that all
+ * variants agree bit for bit. Without 16-byte alignment (VECTORS false) rows are copied element by
+ * element. */
 #include <type_traits>
 
 #include "cuda/launch/kernel_launch.cuh"
@@ -20,8 +21,8 @@ namespace {
 constexpr int kFewTokens = 32;
 
 /* Rows that a thread brings to each stage: a chunk of 16 bytes of each. */
-template <class E, class T, bool VECTORS> struct Loader {
-  static constexpr int STEP = Share<E>::THREADS / 8; // rows between two rows of one thread
+template <class E, class T, bool VECTORS> struct OperandLoader {
+  static constexpr int STEP = WarpTile<E>::THREADS / 8; // rows between two rows of one thread
   static constexpr int W_ROWS = E::ROWS / STEP, X_ROWS = E::TOKENS / STEP;
   static_assert(64 % STEP == 0 && E::TOKENS % STEP == 0, "all threads copy as many rows");
   static constexpr int PARTS = 3;
@@ -29,7 +30,7 @@ template <class E, class T, bool VECTORS> struct Loader {
 
   // Offsets of weight rows, in vectors if there are vectors to spare registers.
   using Offset = std::conditional_t<VECTORS, uint32_t, int64_t>;
-  static constexpr int UNIT = VECTORS ? 8 : 1;
+  static constexpr int OFFSET_ELEMENTS = VECTORS ? 8 : 1;
 
   const T *weights; // of the expert
   Offset row[W_ROWS];
@@ -40,11 +41,11 @@ template <class E, class T, bool VECTORS> struct Loader {
     weights = (const T *)g.w.data + tile.expert * g.w.stride_e;
 #pragma unroll
     for (int i = 0; i < W_ROWS; i++) {
-      const int group = i * STEP / 64, r = i * STEP % 64 + thread / 8;
-      const int output = first_output<E>(g, tile.column, group) + r;
+      const int m64 = i * STEP / 64, r = i * STEP % 64 + thread / 8;
+      const int output = first_output<E>(g, tile.column, m64) + r;
       // Nobody looks at outputs behind the last one: any row will do.
-      const uint32_t n = (uint32_t)weight_row(g, group, min(output, g.n_out - 1));
-      row[i] = (n / 64 * g.w.stride_nt + n % 64 * g.w.stride_n) / UNIT;
+      const uint32_t n = (uint32_t)weight_row(g, m64, min(output, g.n_out - 1));
+      row[i] = (n / 64 * g.w.stride_nt + n % 64 * g.w.stride_n) / OFFSET_ELEMENTS;
     }
 #pragma unroll
     for (int i = 0; i < X_ROWS; i++) {
@@ -99,9 +100,9 @@ template <class E, class T, bool VECTORS> struct Loader {
   }
 };
 
-/* A tile's way through the ring of stages. */
-template <class E, class T, int STAGES, bool VECTORS> struct Pipeline {
-  using L = Loader<E, T, VECTORS>;
+/* The main loop: a tile's way through the stages of the pipeline. */
+template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
+  using L = OperandLoader<E, T, VECTORS>;
   using F = Fragments<E>;
   const moelora_gemm_launch &g;
   const uint32_t base;
@@ -116,13 +117,13 @@ template <class E, class T, int STAGES, bool VECTORS> struct Pipeline {
     __syncthreads();
   }
 
-  /* Multiplies stages [step, end), the first of which has been waited for, with the first WIDTH
-   * eights of each warp, waits for the stage behind, and meanwhile copies those STAGES - 1 further
+  /* Multiplies stages [step, end), the first of which has been waited for, with the first WIDTH n8
+   * tiles of each warp, waits for the stage behind, and meanwhile copies those STAGES - 1 further
    * on, if they are `wanted`. This is straight-line code: across branches the compiler could not
    * mix loads, copies and products. For that, too, the fragments behind the last stage are loaded,
    * although nobody uses them. */
   template <int WIDTH>
-  __device__ __forceinline__ void multiply(Share<E> &sum, int step, int end, bool wanted) {
+  __device__ __forceinline__ void multiply(WarpTile<E> &sum, int step, int end, bool wanted) {
     const uint32_t a = F::offset_a(), b = F::offset_b(), to = L::offset();
     const uint32_t top = base + (STAGES - 1) * E::STAGE_BYTES;
     uint32_t before = stage(step + STAGES - 1), now = stage(step); // `before` is free again
@@ -156,28 +157,28 @@ template <class E, class T, int STAGES, bool VECTORS> struct Pipeline {
 
   /* The same, as wide as a block of `count` rows needs. */
   template <int WIDTH>
-  __device__ __forceinline__ void multiply_fitting(Share<E> &sum, int count, int step, int end,
+  __device__ __forceinline__ void multiply_fitting(WarpTile<E> &sum, int count, int step, int end,
                                                    bool wanted) {
-    // Eights are loaded by two, but where fours share the tokens a single one is 16 tokens.
-    constexpr int WIDER = Share<E>::SPLIT == 1 ? 2 : 1;
-    if constexpr (WIDTH < Share<E>::EIGHTS) {
-      if (count > WIDTH * Share<E>::SPLIT * 8)
+    // n8 tiles are loaded by two, but where fours share the tokens a single one is 16 tokens.
+    constexpr int WIDER = WarpTile<E>::SPLIT == 1 ? 2 : 1;
+    if constexpr (WIDTH < WarpTile<E>::N8_TILES) {
+      if (count > WIDTH * WarpTile<E>::SPLIT * 8)
         return multiply_fitting<WIDTH + WIDER>(sum, count, step, end, wanted);
     }
     multiply<WIDTH>(sum, step, end, wanted);
   }
 };
 
-/* 64 outputs of eight tokens, rounded. Transposed in registers, a lane holds two neighbouring
- * outputs of a token; `to` is where that token's outputs begin. */
+/* 64 outputs of an n8 tile, rounded. Transposed in registers, a lane holds two neighbouring outputs
+ * of a token; `to` is where that token's outputs begin. */
 template <class T, bool VECTORS>
 __device__ __forceinline__ void store_rounded(const float (&d)[4], uint16_t *to, int n_out,
                                               int first, bool there) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
 #pragma unroll
-  for (int eight = 0; eight < 2; eight++) {
-    const uint32_t v = transpose_8x8(pack2<T>(d[2 * eight], d[2 * eight + 1]));
-    const int output = first + warp * 16 + 8 * eight + 2 * (lane & 3);
+  for (int m8 = 0; m8 < 2; m8++) {
+    const uint32_t v = transpose_8x8(pack2<T>(d[2 * m8], d[2 * m8 + 1]));
+    const int output = first + warp * 16 + 8 * m8 + 2 * (lane & 3);
     if (!there || output >= n_out)
       continue;
     if (VECTORS) {
@@ -190,36 +191,37 @@ __device__ __forceinline__ void store_rounded(const float (&d)[4], uint16_t *to,
   }
 }
 
-/* The results of a tile, finished and stored. To tile.cuh, eight tokens are a block. */
-template <Finish FINISH, class E, class T, bool VECTORS>
-__device__ __forceinline__ void store_tile(Share<E> &sum, const moelora_gemm_launch &g,
+/* The results of a tile, finished and stored. To tile.cuh, an n8 tile is a block. */
+template <EpilogueMode MODE, class E, class T, bool VECTORS>
+__device__ __forceinline__ void store_tile(WarpTile<E> &sum, const moelora_gemm_launch &g,
                                            const Tile &tile, int count) {
-  using S = Share<E>;
-  using Eight = Extent<8, E::TILES>;
-  const bool gated = FINISH == Finish::GATED || (FINISH == Finish::GENERAL && g.gated);
+  using S = WarpTile<E>;
+  using N8Extent = Extent<8, E::TILES>;
+  const bool gated = MODE == EpilogueMode::GATED || (MODE == EpilogueMode::GENERAL && g.gated);
   const int lane = threadIdx.x & 31;
-  const Epilogue<Eight, FINISH> epilogues[] = {{g, tile, 0, T()}, {g, tile, S::PAIRS - 1, T()}};
+  const Epilogue<N8Extent, MODE> epilogues[] = {{g, tile, 0, T()},
+                                                {g, tile, S::ROW_GROUPS - 1, T()}};
   const int first_block = (tile.block * E::TOKENS + S::first_token()) / 8;
 #pragma unroll
-  for (int j = 0; j < S::EIGHTS; j++) {
+  for (int j = 0; j < S::N8_TILES; j++) {
     const int left = count - S::first_token() - j * S::NEXT;
     if (left <= 0)
       break;
     const int block = first_block + j * S::SPLIT;
-    const int32_t row = g.out_by_position ? 0 : block_row<Eight>(g, block, lane / 4);
+    const int32_t row = g.out_by_position ? 0 : block_row<N8Extent>(g, block, lane / 4);
     uint16_t *const to = (uint16_t *)g.out + output_offset(g, block * 8 + lane / 4, row);
 #pragma unroll
-    for (int pair = 0; pair < S::PAIRS; pair++) {
-      epilogues[pair].template begin<8>(sum.d[pair][j], g);
-      epilogues[pair].template finish<8>(sum.d[pair][j], g, block, 0);
+    for (int row_group = 0; row_group < S::ROW_GROUPS; row_group++) {
+      epilogues[row_group].template begin<8>(sum.d[row_group][j], g);
+      epilogues[row_group].template finish<8>(sum.d[row_group][j], g, block, 0);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         if (half == 1 && gated)
           break;
-        const int first = first_output<E>(g, tile.column, 2 * pair + half);
-        const float (&d)[4] = sum.d[pair][j][half];
+        const int first = first_output<E>(g, tile.column, 2 * row_group + half);
+        const float (&d)[4] = sum.d[row_group][j][half];
         if (E::TOKENS <= MOELORA_FLOAT_ROWS && g.out_f32)
-          store_f32<Eight, 8>(d, g, first, 0, block, left, block_row<Eight>(g, block, lane));
+          store_f32<N8Extent, 8>(d, g, first, 0, block, left, block_row<N8Extent>(g, block, lane));
         else
           store_rounded<T, VECTORS>(d, to, g.n_out, first, lane / 4 < left);
       }
@@ -228,10 +230,10 @@ __device__ __forceinline__ void store_tile(Share<E> &sum, const moelora_gemm_lau
 }
 
 template <class E, class T, int STAGES, bool VECTORS>
-__global__ void __launch_bounds__(Share<E>::THREADS, Share<E>::SPLIT == 1 ? 2 : 1)
+__global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 ? 2 : 1)
     gemm_sm80(const __grid_constant__ moelora_gemm_launch g) {
-  using S = Share<E>;
-  constexpr int LEAST = S::EIGHTS < 4 ? S::EIGHTS : S::EIGHTS / 2;
+  using S = WarpTile<E>;
+  constexpr int LEAST = S::N8_TILES < 4 ? S::N8_TILES : S::N8_TILES / 2;
   extern __shared__ __align__(128) char shared[];
   __shared__ int next; // tile that this CTA takes after its present one
   wait_for_previous_kernel();
@@ -241,9 +243,9 @@ __global__ void __launch_bounds__(Share<E>::THREADS, Share<E>::SPLIT == 1 ? 2 : 
   const int depth_steps = (g.k + kDepth - 1) / kDepth;
 
   // Shuffled, the address stays in a register; else the compiler finds it anew for each stage.
-  Pipeline<E, T, STAGES, VECTORS> pipeline{g, __shfl_sync(0xffffffffu, shared_address(shared), 0)};
+  MainLoop<E, T, STAGES, VECTORS> main_loop{g, __shfl_sync(0xffffffffu, shared_address(shared), 0)};
   S sum;
-  const uint32_t notes = pipeline.base + STAGES * E::STAGE_BYTES;
+  const uint32_t headers = main_loop.base + STAGES * E::STAGE_BYTES;
   Tile tile, finished;
   int count = 0, finished_count = 0; // rows of the block; none before the first tile
   for (int index = blockIdx.x;;) {
@@ -254,29 +256,29 @@ __global__ void __launch_bounds__(Share<E>::THREADS, Share<E>::SPLIT == 1 ? 2 : 
       // forgotten what the first of them read.
       int drawn = tiles;
       if (threadIdx.x == 32 && tiles > (int)gridDim.x)
-        drawn = (int)gridDim.x + atomicAdd(g.ticket, 1);
+        drawn = (int)gridDim.x + atomicAdd(g.tile_counter, 1);
       if constexpr (S::SPLIT == 1)
         tile = tile_at<E>(g, index, columns, blocks);
       else
         tile = tile_of_expert<E>(g, index, columns, blocks);
       count = g.blocks.counts[tile.block];
-      const bool lists = g.blocks.pairs && threadIdx.x < 32;
+      const bool lists = g.blocks.packed_ranks && threadIdx.x < 32;
       Segments<E::LANES> segments;
       if (lists)
         segments.read(g, (int64_t)tile.block * E::TOKENS, E::TOKENS);
-      pipeline.loader.open(g, tile);
-      auto from = pipeline.loader.source(g, 0);
+      main_loop.loader.open(g, tile);
+      auto from = main_loop.loader.source(g, 0);
 #pragma unroll 1
       for (int step = 0; step < STAGES - 1; step++) {
-        const uint32_t to = pipeline.stage(step) + pipeline.loader.offset();
+        const uint32_t to = main_loop.stage(step) + main_loop.loader.offset();
 #pragma unroll
-        for (int part = 0; part < pipeline.loader.PARTS; part++)
-          pipeline.loader.copy(g, from, part, to, step < depth_steps);
+        for (int part = 0; part < main_loop.loader.PARTS; part++)
+          main_loop.loader.copy(g, from, part, to, step < depth_steps);
         from.advance(g);
         copy_async_commit();
       }
       if (lists) {
-        TileAdapters<E, STAGES> adapters(notes);
+        TileAdapters<E, STAGES> adapters(headers);
         adapters.find(g, tile, segments);
       }
       if (threadIdx.x == 32)
@@ -285,24 +287,24 @@ __global__ void __launch_bounds__(Share<E>::THREADS, Share<E>::SPLIT == 1 ? 2 : 
     // While the first stages of a tile are on their way, the one before is stored.
     if (finished_count > 0) {
       if (g.weighted)
-        store_tile<Finish::GENERAL, E, T, VECTORS>(sum, g, finished, finished_count);
+        store_tile<EpilogueMode::GENERAL, E, T, VECTORS>(sum, g, finished, finished_count);
       else if (g.gated)
-        store_tile<Finish::GATED, E, T, VECTORS>(sum, g, finished, finished_count);
+        store_tile<EpilogueMode::GATED, E, T, VECTORS>(sum, g, finished, finished_count);
       else
-        store_tile<Finish::PLAIN, E, T, VECTORS>(sum, g, finished, finished_count);
+        store_tile<EpilogueMode::PLAIN, E, T, VECTORS>(sum, g, finished, finished_count);
     }
     if (last)
       break;
     sum.clear();
-    pipeline.wait();
+    main_loop.wait();
     // Where the depth is short, the stages before the first of the adapters are empty.
     const int first = max(depth_steps, STAGES - 1);
-    TileAdapters<E, STAGES> adapters(notes);
+    TileAdapters<E, STAGES> adapters(headers);
     auto load_ahead = [&](int step) {
-      const int ahead = step + STAGES - 1, pieces = adapters.pieces_at(g, ahead - first);
-      if (pieces > 0)
-        load_pieces<E, T>(g, tile, adapters, ahead, ahead == first, pieces, pipeline.stage(ahead));
-      return pieces > 0;
+      const int ahead = step + STAGES - 1, slabs = adapters.slabs_at(g, ahead - first);
+      if (slabs > 0)
+        load_slabs<E, T>(g, tile, adapters, ahead, ahead == first, slabs, main_loop.stage(ahead));
+      return slabs > 0;
     };
     int step = 0;
     while (step < depth_steps) {
@@ -310,7 +312,7 @@ __global__ void __launch_bounds__(Share<E>::THREADS, Share<E>::SPLIT == 1 ? 2 : 
       int end = depth_steps - (STAGES - 1);
       if (!deep)
         end = load_ahead(step) ? step + 1 : depth_steps;
-      pipeline.template multiply_fitting<LEAST>(sum, count, step, end, deep);
+      main_loop.template multiply_fitting<LEAST>(sum, count, step, end, deep);
       step = end;
     }
 #pragma unroll 1
@@ -318,30 +320,30 @@ __global__ void __launch_bounds__(Share<E>::THREADS, Share<E>::SPLIT == 1 ? 2 : 
       load_ahead(step);
       copy_async_commit();
       if (step >= first) {
-        const int pieces = adapters.pieces_at(g, step - first);
+        const int slabs = adapters.slabs_at(g, step - first);
 #pragma unroll 1
-        for (int slot = 0; slot < pieces; slot++)
-          expand<E, T>(sum, is_paired(g), adapters, step, slot, pipeline.stage(step));
-        if (pieces < pieces_in_stage(g))
+        for (int slot = 0; slot < slabs; slot++)
+          expand<E, T>(sum, has_gate_up_slices(g), adapters, step, slot, main_loop.stage(step));
+        if (slabs < slabs_in_stage(g))
           break;
       }
-      pipeline.wait();
+      main_loop.wait();
     }
     index = next;
-    __syncthreads(); // nobody reads the ring or `next` any more
+    __syncthreads(); // nobody reads the stages or `next` any more
     finished = tile, finished_count = count;
   }
 }
 
 template <moelora_family FAMILY, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
-struct Launch {
+struct LaunchSm80 {
   static moelora_status run(const moelora_gemm_launch *, const moelora_exec *) {
     return moelora_fail(MOELORA_UNSUPPORTED, "not an sm_80 kernel");
   }
 };
 
 template <class T, int BLOCK_M, int BLOCK_N, int STAGES>
-struct Launch<MOELORA_SM80, T, BLOCK_M, BLOCK_N, STAGES, 1> {
+struct LaunchSm80<MOELORA_SM80, T, BLOCK_M, BLOCK_N, STAGES, 1> {
   using E = Extent<BLOCK_M, BLOCK_N / 64>;
 
   template <bool VECTORS>
@@ -349,7 +351,7 @@ struct Launch<MOELORA_SM80, T, BLOCK_M, BLOCK_N, STAGES, 1> {
     constexpr int SHARED = STAGES * E::STAGE_BYTES + TileAdapters<E, STAGES>::BYTES;
     static_assert(SHARED <= 166912, "163 KB of shared memory on sm_80");
     return launch_kernel<gemm_sm80<E, T, STAGES, VECTORS>>(
-        "gemm_sm80", g->blocks.max_blocks * tile_columns<E>(*g), Share<E>::THREADS, SHARED, exec,
+        "gemm_sm80", g->blocks.max_blocks * tile_columns<E>(*g), WarpTile<E>::THREADS, SHARED, exec,
         *g);
   }
   static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
@@ -371,5 +373,5 @@ struct Launch<MOELORA_SM80, T, BLOCK_M, BLOCK_N, STAGES, 1> {
 
 moelora_status moelora_cuda_gemm_sm80(const moelora_gemm_launch *g, const moelora_variant *variant,
                                       const moelora_exec *exec) {
-  return launch_variant<Launch>(g, variant, exec);
+  return launch_variant<LaunchSm80>(g, variant, exec);
 }

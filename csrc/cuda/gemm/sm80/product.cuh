@@ -1,48 +1,49 @@
 /* What a warp of the portable GEMM multiplies and sums up.
  *
- * Four warps cover a tile's weight rows: warp w of them owns rows 16w to 16w + 15 of all groups, so
- * that gate and up of an output meet in one thread. Tiles of more than 64 tokens have a second
- * four; tokens are dealt out in eights, every other eight to each, so that a block that is not full
+ * Four warps cover a tile's weight rows: warp w of them owns rows 16w to 16w + 15 of all m64 tiles,
+ * so that gate and up of an output are in one thread. Tiles of more than 64 tokens have a second
+ * four; tokens are dealt out in n8 tiles, every other one to each, so that a block that is not full
  * leaves both the same work. The tile of 128 tokens by 256 weight rows gives a warp 64 x 64: of all
- * that fits the registers this reads the least shared memory for a product, 4 KB for 32 of them.
- * At 128 bytes a clock that is 32 clocks, and 12 more for the copies, where the tensor cores of
- * sm_80 take 64, and Hopper's about 51.
+ * that fits the registers this reads the least shared memory for a product, 4 KB for 32 of them. At
+ * 128 bytes a clock that is 32 clocks, and 12 more for the copies, where the tensor cores of sm_80
+ * take 64, and Hopper's about 51.
  *
  * While 16 of depth are multiplied the next 16 are loaded: weight rows into a second set of
- * registers, for all tokens need them; tokens, two eights at a time, in place of the multiplied. */
+ * registers, for all tokens need them; tokens, two n8 tiles at a time, in place of the multiplied.
+ */
 #ifndef MOELORA_CUDA_SM80_PRODUCT_CUH
 #define MOELORA_CUDA_SM80_PRODUCT_CUH
 
 #include "cuda/gemm/common/tile.cuh"
 
 /* Accumulators of a warp. */
-template <class E> struct Share {
+template <class E> struct WarpTile {
   static constexpr int SPLIT = E::TOKENS > 64 ? 2 : 1; // fours of warps that share the tokens
   static constexpr int THREADS = 128 * SPLIT;
-  static constexpr int PAIRS = E::TILES / 2;
-  static constexpr int EIGHTS = E::TOKENS / 8 / SPLIT;
+  static constexpr int ROW_GROUPS = E::TILES / 2;
+  static constexpr int N8_TILES = E::TOKENS / 8 / SPLIT;
 
-  float d[PAIRS][EIGHTS][2][4]; // as in tile.cuh, but for eights apart
+  float d[ROW_GROUPS][N8_TILES][2][4]; // as in tile.cuh, but for n8 tiles apart
 
-  static constexpr int NEXT = 8 * SPLIT; // tokens from one of a warp's eights to the next
+  static constexpr int NEXT = 8 * SPLIT; // tokens from one of a warp's n8 tiles to the next
 
-  /* First token, within the block, of a warp's first eight. */
+  /* First token, within the block, of a warp's first n8 tile. */
   static __device__ __forceinline__ int first_token() {
     return SPLIT == 1 ? 0 : (int)(threadIdx.x >> 7) * 8;
   }
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int i = 0; i < PAIRS * EIGHTS * 8; i++)
+    for (int i = 0; i < ROW_GROUPS * N8_TILES * 8; i++)
       (&d[0][0][0][0])[i] = 0.f;
   }
 };
 
-/* Operands of 16 of depth: 16 rows of each group, and the first eights of a warp's tokens. */
+/* Operands of 16 of depth: 16 rows of each m64 tile, and the first n8 tiles of a warp's tokens. */
 template <class E> struct Fragments {
-  using S = Share<E>;
+  using S = WarpTile<E>;
   uint32_t a[2][E::TILES][4];
-  uint32_t b[(S::EIGHTS + 1) / 2][4];
+  uint32_t b[(S::N8_TILES + 1) / 2][4];
 
   /* Where in a stage this lane reads the first 16 of depth; the k-th are at `^ k << 5`. */
   static __device__ __forceinline__ uint32_t offset_a() {
@@ -57,11 +58,11 @@ template <class E> struct Fragments {
 
   __device__ __forceinline__ void load_a(int set, uint32_t at) {
 #pragma unroll
-    for (int group = 0; group < E::TILES; group++)
-      load_matrix_x4(a[set][group], at + group * kGroupBytes);
+    for (int m64 = 0; m64 < E::TILES; m64++)
+      load_matrix_x4(a[set][m64], at + m64 * kM64Bytes);
   }
 
-  /* Eights j and j + 1, if there are two below WIDTH. */
+  /* n8 tiles j and j + 1, if there are two below WIDTH. */
   template <int WIDTH> __device__ __forceinline__ void load_b(int j, uint32_t at) {
     at += j * S::NEXT * kRowBytes;
     if (j + 1 < WIDTH) {
@@ -81,8 +82,8 @@ template <class E> struct Fragments {
 #pragma unroll
       for (int i = j; i < j + 2 && i < WIDTH; i++)
 #pragma unroll
-        for (int group = 0; group < E::TILES; group++)
-          mma_16816<T>(sum.d[group / 2][i][group % 2], a[set][group], &b[i / 2][i % 2 * 2]);
+        for (int m64 = 0; m64 < E::TILES; m64++)
+          mma_16816<T>(sum.d[m64 / 2][i][m64 % 2], a[set][m64], &b[i / 2][i % 2 * 2]);
       load_b<WIDTH>(j, next_b);
     }
   }

@@ -1,9 +1,9 @@
-/* Rows of x into the stages of a Hopper kernel's ring, wherever they lie: by cp.async of three
+/* Rows of x into the stages of a Hopper kernel's pipeline, wherever they lie: by cp.async of three
  * warps, 64 of depth at a time, rows of 128 bytes as in tile.cuh. */
 #ifndef MOELORA_CUDA_SM90_GATHER_CUH
 #define MOELORA_CUDA_SM90_GATHER_CUH
 
-#include "cuda/gemm/sm90/ring.cuh"
+#include "cuda/gemm/sm90/pipeline.cuh"
 
 /* A thread's share: chunk `chunk` of token rows `first` + STEP i. The rows of what comes next are
  * found while something else streams. */

@@ -1,42 +1,44 @@
 /* Grouped GEMM with LoRA inside, for Hopper: TMA, wgmma, warp specialisation.
  *
- *   out[p] = act( w[e] x[p] + B[l, e] hl[p] + bias[e] ) * weight
+ *   out[p] = act( w[e] x[p] + B[l, e] xa[p] + bias[e] ) * weight
  *
- * One CTA per SM walks over tiles (tile.cuh). A producer warpgroup (gemm/sm90/produce.cuh) fills a
- * ring of stages (gemm/sm90/ring.cuh); its one or two consumer warpgroups own a pair of 64-row
- * groups each and multiply with wgmma, whose accumulators lie in registers as mma.sync's do. The
- * token side of wgmma is sized per tile, so that an expert with few tokens wastes few columns.
+ * One CTA per SM goes over the tiles that its tile scheduler finds (tile.cuh). A producer warpgroup
+ * (gemm/sm90/produce.cuh) fills a pipeline of stages (gemm/sm90/pipeline.cuh); its one or two
+ * consumer warpgroups own a row group of two m64 tiles each and multiply with wgmma, whose
+ * accumulators lie in registers as mma.sync's do. The token side of wgmma is sized per tile, so
+ * that an expert with few tokens wastes few columns.
  *
  * Adapters are more depth: a stage of them holds, for up to 64 (segment, rank) columns, rows of B
  * beside the shrink results of the tokens that carry the segment's adapter, and zeros for all
  * others. What the others get added is exactly zero as long as B is finite. Where it is not, no
- * token's sum stays finite in that row. So the consumers look at two tokens of a tile. If neither
- * is finite, the CTA walks over its tiles once more, wildly: then the consumers look at B before
- * they multiply, and what is not finite in it makes the outputs that it belongs to NaN for the
- * tokens that carry the adapter, and for no others (gemm/sm90/wild.cuh). At ranks that an adapter
- * does not have B may be anything: there they look at once. */
+ * token's sum stays finite in that row. So the consumers check two tokens of a tile. If neither is
+ * finite, the CTA goes over its tiles once more, in the non-finite fix-up pass: then the consumers
+ * check B before they multiply, and what is not finite in it makes the outputs that it belongs to
+ * NaN for the tokens that carry the adapter, and for no others (gemm/sm90/nonfinite.cuh). At ranks
+ * that an adapter does not have B may be anything: there they check at once. */
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/gemm/sm90/produce.cuh"
-#include "cuda/gemm/sm90/wild.cuh"
+#include "cuda/gemm/sm90/nonfinite.cuh"
 #include "cuda/gemm/sm90/tensor_map.h"
 #include "cuda/gemm/common/variants.cuh"
 
 namespace {
 
-/* One group's results for up to 32 tokens from c on, rounded and transposed into a unit: a token's
- * 64 outputs are a row of 128 bytes, swizzled. */
+/* One m64 tile's results for up to 32 tokens from c on, rounded and transposed into an epilogue
+ * tile: a token's 64 outputs are a row of 128 bytes, swizzled. */
 template <class T, int N>
-__device__ __forceinline__ void write_unit(const float (&d)[N / 2], int c, uint32_t unit) {
+__device__ __forceinline__ void write_epilogue_tile(const float (&d)[N / 2], int c,
+                                                    uint32_t buffer) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
 #pragma unroll
-  for (int i = 0; i < kUnitTokens / 8; i += 2) {
+  for (int i = 0; i < kEpilogueTokens / 8; i += 2) {
     const int j = c / 8 + i;
     if (j >= N / 8)
       break;
     const int token = 8 * (i + (lane >> 4)) + (lane & 7);
     const int chunk = warp * 2 + (lane >> 3 & 1);
-    const uint32_t at = unit + token * kRowBytes + ((chunk ^ (token & 7)) << 4);
+    const uint32_t at = buffer + token * kRowBytes + ((chunk ^ (token & 7)) << 4);
     const float *v = &d[4 * j];
     if (j + 1 < N / 8)
       store_matrix_x4_trans(at, pack2<T>(v[0], v[1]), pack2<T>(v[2], v[3]), pack2<T>(v[4], v[5]),
@@ -46,18 +48,19 @@ __device__ __forceinline__ void write_unit(const float (&d)[N / 2], int c, uint3
   }
 }
 
-/* A unit by flat row: a warp writes whole 128-byte lines. */
+/* An epilogue tile by flat row: a warp writes whole 128-byte lines. */
 template <class S, class T>
 __device__ __forceinline__ void store_rows(const moelora_gemm_launch &g, int first, int c,
-                                           const TileNote &note, int32_t rows, uint32_t unit) {
+                                           const TileHeader &header, int32_t rows,
+                                           uint32_t buffer) {
   const int thread = threadIdx.x & 127;
 #pragma unroll
-  for (int i = 0; i < kUnitTokens / 16; i++) {
+  for (int i = 0; i < kEpilogueTokens / 16; i++) {
     const int token = i * 16 + thread / 8, chunk = thread & 7;
     const int row = __shfl_sync(0xffffffffu, rows, token);
-    if (c + token < note.count && first + chunk * 8 < g.n_out)
+    if (c + token < header.count && first + chunk * 8 < g.n_out)
       *(uint4 *)((T *)g.out + output_offset(g, 0, row) + first + chunk * 8) =
-          load_shared_16(unit + token * kRowBytes + ((chunk ^ (token & 7)) << 4));
+          load_shared_16(buffer + token * kRowBytes + ((chunk ^ (token & 7)) << 4));
   }
 }
 
@@ -69,55 +72,56 @@ template <int PENDING = 0> __device__ __forceinline__ void wait_until_read(int c
   warpgroup_sync(consumer + 1);
 }
 
-/* The stage where the last tile's results lay is free once they have been read. */
-template <class S> __device__ __forceinline__ void return_stage(Ring<S> &ring, int consumer) {
-  if (ring.lent < 0)
+/* The stage that the last tile's epilogue buffers alias is free once they have been read. */
+template <class S>
+__device__ __forceinline__ void release_aliased_stage(Pipeline<S> &pipeline, int consumer) {
+  if (pipeline.aliased < 0)
     return;
   wait_until_read(consumer);
-  ring.release(ring.lent);
-  ring.lent = -1;
+  pipeline.release(pipeline.aliased);
+  pipeline.aliased = -1;
 }
 
 /* From accumulators to memory, 32 tokens at a time. Where results lie by position, the copy engine
- * stores whole boxes, which end within the block, while the next tile is multiplied. One piece of
+ * stores whole boxes, which end within the block, while the next tile is multiplied. One body of
  * code for tiles of all widths: there is little room for instructions near the tensor cores. */
-template <class S, class T, Finish FINISH>
+template <class S, class T, EpilogueMode MODE>
 __device__ __forceinline__ void store_tile(float (&d)[2][S::TOKENS / 2], const RowMaps *out_maps,
-                                           const moelora_gemm_launch &g, const TileNote &note,
-                                           int consumer, const Ring<S> &ring) {
+                                           const moelora_gemm_launch &g, const TileHeader &header,
+                                           int consumer, const Pipeline<S> &pipeline) {
   constexpr int N = S::TOKENS;
   const int lane = threadIdx.x & 31;
-  constexpr bool GENERAL = FINISH == Finish::GENERAL;
-  constexpr int UNITS = S::OWN_UNITS + S::LENT_UNITS;
-  const bool gated = GENERAL ? g.gated : FINISH == Finish::GATED || FINISH == Finish::SILU;
+  constexpr bool GENERAL = MODE == EpilogueMode::GENERAL;
+  constexpr int BUFFERS = S::OWN_BUFFERS + S::ALIASED_BUFFERS;
+  const bool gated = GENERAL ? g.gated : MODE == EpilogueMode::GATED || MODE == EpilogueMode::SILU;
   const bool by_position = !GENERAL || g.out_by_position;
   const bool f32 =
-      FINISH == Finish::PLAIN_F32 || (GENERAL && S::TOKENS <= MOELORA_FLOAT_ROWS && g.out_f32);
+      MODE == EpilogueMode::PLAIN_F32 || (GENERAL && S::TOKENS <= MOELORA_FLOAT_ROWS && g.out_f32);
   const int halves = gated ? 1 : 2;
-  const Epilogue<S, FINISH> epilogue(g, note.tile, consumer, T());
+  const Epilogue<S, MODE> epilogue(g, header.tile, consumer, T());
   epilogue.template begin<N>(d, g);
-  if (S::LENT_UNITS == 0)
+  if (S::ALIASED_BUFFERS == 0)
     wait_until_read(consumer);
 #pragma unroll
-  for (int c = 0; c < N; c += kUnitTokens) {
-    if (c > 0 && c >= note.count)
+  for (int c = 0; c < N; c += kEpilogueTokens) {
+    if (c > 0 && c >= header.count)
       break;
-    epilogue.template finish<N>(d, g, note.tile.block, c);
-    const int32_t rows = by_position ? 0 : block_row<S>(g, note.tile.block, c + lane);
-    const int index = c / kUnitTokens * halves, end = index + halves;
-    if (!f32 && index <= S::OWN_UNITS && end > S::OWN_UNITS)
+    epilogue.template finish<N>(d, g, header.tile.block, c);
+    const int32_t rows = by_position ? 0 : block_row<S>(g, header.tile.block, c + lane);
+    const int index = c / kEpilogueTokens * halves, end = index + halves;
+    if (!f32 && index <= S::OWN_BUFFERS && end > S::OWN_BUFFERS)
       warpgroup_sync<128 * S::CONSUMERS>(3); // all have multiplied the stage
-    if (!f32 && end > UNITS)
-      wait_until_read<S::LENT_UNITS / 4>(consumer); // its own units once more
+    if (!f32 && end > BUFFERS)
+      wait_until_read<S::ALIASED_BUFFERS / 4>(consumer); // its own buffers once more
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       if (half == halves)
         break;
       if (f32)
-        store_f32<S, N>(d[half], g, first_output<S>(g, note.tile.column, 2 * consumer + half), c,
-                        note.tile.block, note.count, rows);
+        store_f32<S, N>(d[half], g, first_output<S>(g, header.tile.column, 2 * consumer + half), c,
+                        header.tile.block, header.count, rows);
       else
-        write_unit<T, N>(d[half], c, ring.unit(consumer, index + half));
+        write_epilogue_tile<T, N>(d[half], c, pipeline.epilogue_buffer(consumer, index + half));
     }
     if (f32)
       continue;
@@ -127,61 +131,63 @@ __device__ __forceinline__ void store_tile(float (&d)[2][S::TOKENS / 2], const R
     for (int half = 0; half < 2; half++) {
       if (half == halves)
         break;
-      const int first = first_output<S>(g, note.tile.column, 2 * consumer + half);
-      const uint32_t unit = ring.unit(consumer, index + half);
+      const int first = first_output<S>(g, header.tile.column, 2 * consumer + half);
+      const uint32_t buffer = pipeline.epilogue_buffer(consumer, index + half);
       if (!by_position)
-        store_rows<S, T>(g, first, c, note, rows, unit);
+        store_rows<S, T>(g, first, c, header, rows, buffer);
       else if (threadIdx.x % 128 == (index + half) % 4 * 32) // the warps take turns
-        tma_store_2d(c + kUnitTokens <= S::TOKENS ? &out_maps->many : &out_maps->few, first,
-                     note.tile.block * S::TOKENS + c, unit);
+        tma_store_2d(c + kEpilogueTokens <= S::TOKENS ? &out_maps->many : &out_maps->few, first,
+                     header.tile.block * S::TOKENS + c, buffer);
     }
   }
 }
 
-/* Adds the stage at hand, and leaves stage `previous`. Returns true if it looks and something in B
+/* Adds the stage at hand, and leaves stage `previous`. Returns true if it checks and something in B
  * was neither finite nor added. */
 template <class S, class T, int N>
-__device__ __forceinline__ bool add_adapters(float (&d)[2][S::TOKENS / 2],
-                                             const moelora_gemm_launch &g, const Ring<S> &ring,
-                                             int previous, int consumer, bool looks) {
-  constexpr int STRIDE = S::TILES * kPieceGroupBytes;
+__device__ __forceinline__ bool
+add_adapters(float (&d)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
+             const Pipeline<S> &pipeline, int previous, int consumer, bool checks) {
+  constexpr int STRIDE = S::TILES * kSlabM64Bytes;
   // Two CTAs on an SM fill each other's gaps: there a stage is rather free soon.
   if (S::RESIDENT > 1)
-    wgmma_wait<0>(), ring.release(previous);
-  ring.wait_full();
-  const PiecesNote note = PiecesNote::read(ring.note());
-  const int first = piece_group<S>(g, 2 * consumer) * kPieceGroupBytes;
-  const int next = piece_group<S>(g, 2 * consumer + 1) * kPieceGroupBytes - first;
-  const uint32_t weights = ring.weights() + first;
-  const bool wild = looks && Wild<S, T>::clear(weights, next, consumer, note.pieces);
+    wgmma_wait<0>(), pipeline.release(previous);
+  pipeline.wait_full();
+  const SlabsHeader header = SlabsHeader::read(pipeline.header());
+  const int first = slab_m64<S>(g, 2 * consumer) * kSlabM64Bytes;
+  const int next = slab_m64<S>(g, 2 * consumer + 1) * kSlabM64Bytes - first;
+  const uint32_t weights = pipeline.weights() + first;
+  const bool nonfinite = checks && NonFinite<S, T>::clear(weights, next, consumer, header.slabs);
   fence_async_proxy(); // cp.async, or `clear`, wrote through the ordinary proxy
   if (S::RESIDENT == 1)
-    wgmma_wait<0>(), ring.release(previous);
-  const uint64_t a = wgmma_descriptor_32(weights), b = wgmma_descriptor(ring.tokens());
-  const int step = is_paired(g) ? 4 : 2, up = is_paired(g) ? 2 : 0; // as in gemm/sm90/adapters.cuh
+    wgmma_wait<0>(), pipeline.release(previous);
+  const uint64_t a = wgmma_descriptor_32(weights), b = wgmma_descriptor(pipeline.tokens());
+  const int step = has_gate_up_slices(g) ? 4 : 2,
+            up = has_gate_up_slices(g) ? 2 : 0; // as in gemm/sm90/adapters.cuh
 #pragma unroll 1
-  for (int j = 0; j < note.pieces; j++) {
+  for (int j = 0; j < header.slabs; j++) {
     wgmma_fence();
     Wgmma<N>::template mma<Element<T>::is_bf16>(d[0], a + j * (STRIDE / 16), b + step * j);
     Wgmma<N>::template mma<Element<T>::is_bf16>(d[1], a + (j * STRIDE + next) / 16,
                                                 b + step * j + up);
     wgmma_commit();
   }
-  return wild;
+  return nonfinite;
 }
 
-/* What a tile's products leave to be done. */
-enum class Left {
+/* The pending check: what a tile's products leave to be done. */
+enum class PendingCheck {
   NOTHING,
-  TO_LOOK,   // at the sums, for nobody has looked at B
-  TO_POISON, // what belongs to B's infinities
+  CHECK_SUMS, // nobody has checked B
+  FIX_UP,     // NaN to what belongs to B's infinities
 };
 
 /* The products of a tile, with the token side of wgmma N wide: what d has beyond is for rows that
  * nobody reads. */
 template <class S, class T, int N>
-__device__ __forceinline__ Left multiply(float (&d)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
-                                         Ring<S> &ring, int consumer, bool again) {
+__device__ __forceinline__ PendingCheck multiply(float (&d)[2][S::TOKENS / 2],
+                                                 const moelora_gemm_launch &g,
+                                                 Pipeline<S> &pipeline, int consumer, bool fixup) {
 #pragma unroll
   for (int i = 0; i < N / 2; i++)
     d[0][i] = d[1][i] = 0.f;
@@ -190,54 +196,58 @@ __device__ __forceinline__ Left multiply(float (&d)[2][S::TOKENS / 2], const moe
   int previous = 0;
 #pragma unroll 1
   for (int step = 0; step < depth_steps; step++) {
-    ring.wait_full();
+    pipeline.wait_full();
     fence_async_proxy(); // cp.async wrote X through the ordinary proxy
     wgmma_fence();
-    const uint64_t a = wgmma_descriptor(ring.weights() + consumer * 2 * kGroupBytes);
-    const uint64_t b = wgmma_descriptor(ring.tokens());
+    const uint64_t a = wgmma_descriptor(pipeline.weights() + consumer * 2 * kM64Bytes);
+    const uint64_t b = wgmma_descriptor(pipeline.tokens());
 #pragma unroll
     for (int k = 0; k < 4; k++) {
       Wgmma<N>::template mma<Element<T>::is_bf16>(d[0], a + 2 * k, b + 2 * k);
-      Wgmma<N>::template mma<Element<T>::is_bf16>(d[1], a + kGroupBytes / 16 + 2 * k, b + 2 * k);
+      Wgmma<N>::template mma<Element<T>::is_bf16>(d[1], a + kM64Bytes / 16 + 2 * k, b + 2 * k);
     }
     wgmma_commit();
-    if (S::LENT_UNITS > 0 && step == 1)
-      return_stage(ring, consumer);
+    if (S::ALIASED_BUFFERS > 0 && step == 1)
+      release_aliased_stage(pipeline, consumer);
     wgmma_wait<1>();
     if (step > 0)
-      ring.release(previous);
-    previous = ring.stage;
-    ring.advance();
+      pipeline.release(previous);
+    previous = pipeline.stage;
+    pipeline.advance();
   }
-  if (S::LENT_UNITS > 0)
-    return_stage(ring, consumer); // of a tile without a second step
-  const AdaptersNote adapters = AdaptersNote::read(ring.note(previous));
-  const bool looks = adapters.ragged || (again && adapters.shared);
-  bool wild = false;
+  if (S::ALIASED_BUFFERS > 0)
+    release_aliased_stage(pipeline, consumer); // of a tile without a second step
+  const AdaptersHeader adapters = AdaptersHeader::read(pipeline.header(previous));
+  const bool checks = adapters.ragged || (fixup && adapters.shared);
+  bool nonfinite = false;
 #pragma unroll 1
   for (int i = 0; i < adapters.stages; i++) {
-    wild |= add_adapters<S, T, N>(d, g, ring, previous, consumer, looks);
-    previous = ring.stage;
-    ring.advance();
+    nonfinite |= add_adapters<S, T, N>(d, g, pipeline, previous, consumer, checks);
+    previous = pipeline.stage;
+    pipeline.advance();
   }
   wgmma_wait<0>();
-  if (S::LENT_UNITS > 0)
-    ring.lent = previous;
+  if (S::ALIASED_BUFFERS > 0)
+    pipeline.aliased = previous;
   else
-    ring.release(previous);
-  return wild ? Left::TO_POISON : adapters.shared && !looks ? Left::TO_LOOK : Left::NOTHING;
+    pipeline.release(previous);
+  return nonfinite                    ? PendingCheck::FIX_UP
+         : adapters.shared && !checks ? PendingCheck::CHECK_SUMS
+                                      : PendingCheck::NOTHING;
 }
 
 /* With the narrowest wgmma that holds the tile's tokens, from width N on. */
 template <class S, class T, int N>
-__device__ __forceinline__ Left multiply_fitting(float (&d)[2][S::TOKENS / 2],
-                                                 const moelora_gemm_launch &g, Ring<S> &ring,
-                                                 const TileNote &note, int consumer, bool again) {
+__device__ __forceinline__ PendingCheck multiply_fitting(float (&d)[2][S::TOKENS / 2],
+                                                         const moelora_gemm_launch &g,
+                                                         Pipeline<S> &pipeline,
+                                                         const TileHeader &header, int consumer,
+                                                         bool fixup) {
   if constexpr (N < S::TOKENS) {
-    if (note.count > N)
-      return multiply_fitting<S, T, N + S::STEP>(d, g, ring, note, consumer, again);
+    if (header.count > N)
+      return multiply_fitting<S, T, N + S::STEP>(d, g, pipeline, header, consumer, fixup);
   }
-  return multiply<S, T, N>(d, g, ring, consumer, again);
+  return multiply<S, T, N>(d, g, pipeline, consumer, fixup);
 }
 
 /* Whether each row of a tile has a finite sum among the two tokens of its first that a thread
@@ -246,68 +256,71 @@ template <int N> __device__ __forceinline__ bool are_finite(const float (&d)[2][
   float most = 0.f;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    const float *pair = &d[i / 2][i % 2 * 2];
-    const float least = fminf(fabsf(pair[0]), fabsf(pair[1])); // the finite one
+    const float *two = &d[i / 2][i % 2 * 2];
+    const float least = fminf(fabsf(two[0]), fabsf(two[1])); // the finite one
     asm("max.NaN.f32 %0, %0, %1;" : "+f"(most) : "f"(least));
   }
   return (threadIdx.x & 3) != 0 || most < __builtin_inff();
 }
 
-template <class S, class T, Finish FINISH>
+template <class S, class T, EpilogueMode MODE>
 __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_gemm_launch &g,
-                                        Ring<S> &ring, int consumer, bool again) {
+                                        Pipeline<S> &pipeline, int consumer, bool fixup) {
   const int lane = threadIdx.x & 31;
   for (;;) {
-    ring.wait_full();
-    const TileNote note = TileNote::read(ring.note());
-    if (note.tile.block < 0)
+    pipeline.wait_full();
+    const TileHeader header = TileHeader::read(pipeline.header());
+    if (header.tile.block < 0)
       break;
     // Accumulators fill the registers: what the epilogue needs is only brought near.
 #pragma unroll
     for (int i = 0; i < S::LANES; i++) {
-      const int64_t position = (int64_t)note.tile.block * S::TOKENS + i * 32 + lane;
-      if (!g.out_by_position && i * 32 + lane < note.count)
+      const int64_t position = (int64_t)header.tile.block * S::TOKENS + i * 32 + lane;
+      if (!g.out_by_position && i * 32 + lane < header.count)
         prefetch(&g.blocks.sorted_ids[position]);
-      if (g.weighted && i * 32 + lane < note.count)
+      if (g.weighted && i * 32 + lane < header.count)
         prefetch(&g.blocks.weights[position]);
     }
     float d[2][S::TOKENS / 2];
-    const Left left = multiply_fitting<S, T, S::LEAST>(d, g, ring, note, consumer, again);
-    if (left == Left::TO_LOOK && !are_finite(d))
-      ring.call_wild();
-    if (FINISH == Finish::GATED && g.plain_silu)
-      store_tile<S, T, Finish::SILU>(d, out_maps, g, note, consumer, ring);
+    const PendingCheck pending =
+        multiply_fitting<S, T, S::LEAST>(d, g, pipeline, header, consumer, fixup);
+    if (pending == PendingCheck::CHECK_SUMS && !are_finite(d))
+      pipeline.request_fixup();
+    if (MODE == EpilogueMode::GATED && g.plain_silu)
+      store_tile<S, T, EpilogueMode::SILU>(d, out_maps, g, header, consumer, pipeline);
     else
-      store_tile<S, T, FINISH>(d, out_maps, g, note, consumer, ring);
-    if (left == Left::TO_POISON)
-      Wild<S, T>::poison(g, note, consumer);
+      store_tile<S, T, MODE>(d, out_maps, g, header, consumer, pipeline);
+    if (pending == PendingCheck::FIX_UP)
+      NonFinite<S, T>::fix_up(g, header, consumer);
   }
   tma_store_wait();
 }
 
-/* Whether there is a walk number `walk` over the tiles: a second one only if some are wild. */
+/* Whether there is a pass number `pass` over the tiles: a second one, the fix-up pass, only if some
+ * tile wants it. */
 template <class S>
-__device__ __forceinline__ bool is_due(const moelora_gemm_launch &g, Ring<S> &ring, int walk) {
-  return walk < 2 && (walk == 0 || (g.blocks.pairs && ring.is_wild()));
+__device__ __forceinline__ bool has_pass(const moelora_gemm_launch &g, Pipeline<S> &pipeline,
+                                         int pass) {
+  return pass < 2 && (pass == 0 || (g.blocks.packed_ranks && pipeline.needs_fixup()));
 }
 
-template <class S, class T, Finish FINISH>
+template <class S, class T, EpilogueMode MODE>
 __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
     gemm_sm90(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ RowMaps x_maps,
               const __grid_constant__ RowMaps out_maps, const __grid_constant__ FactorMaps b_maps,
               const __grid_constant__ moelora_gemm_launch g) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ char shared[];
-  Ring<S> ring(shared);
+  Pipeline<S> pipeline(shared);
   if (threadIdx.x == 0)
-    ring.init(), ring.begin_tame();
+    pipeline.init(), pipeline.init_fixup();
   if constexpr (S::CLUSTER > 1)
     cluster_sync();
   else
     __syncthreads();
   // With adapters the kernel before is the shrink. It let this one start only after it had itself
   // waited for all that came before, so that nothing but its own results is missing here.
-  if (!g.blocks.pairs)
+  if (!g.blocks.packed_ranks)
     wait_for_previous_kernel();
   start_next_kernel();
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
@@ -320,12 +333,12 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
       give_registers<88>();
     if (__shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == 0) {
 #pragma unroll 1
-      for (int walk = 0; is_due(g, ring, walk); walk++)
-        stream<S>(&w_map, &x_maps, &b_maps, g, ring);
+      for (int pass = 0; has_pass(g, pipeline, pass); pass++)
+        stream<S>(&w_map, &x_maps, &b_maps, g, pipeline);
     } else {
 #pragma unroll 1
-      for (int walk = 0; is_due(g, ring, walk); walk++)
-        gather<S, T>(g, ring);
+      for (int pass = 0; has_pass(g, pipeline, pass); pass++)
+        gather<S, T>(g, pipeline);
     }
   } else {
     if constexpr (S::CONSUMERS == 2)
@@ -333,8 +346,8 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
     else if constexpr (S::TOKENS > 32)
       take_registers<168>();
 #pragma unroll 1
-    for (int walk = 0; is_due(g, ring, walk); walk++)
-      consume<S, T, FINISH>(&out_maps, g, ring, warpgroup - 1, walk > 0);
+    for (int pass = 0; has_pass(g, pipeline, pass); pass++)
+      consume<S, T, MODE>(&out_maps, g, pipeline, warpgroup - 1, pass > 0);
   }
   // Whoever waits for this kernel relies on the one before it, too.
   wait_for_previous_kernel();
@@ -346,7 +359,7 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
 
 /* ---- host ---- */
 
-struct Maps {
+struct GemmMaps {
   CUtensorMap w;
   RowMaps x, out;
   FactorMaps b;
@@ -395,7 +408,7 @@ moelora_status map_positions(const moelora_gemm_launch *g, bool is_bf16, const v
 template <class S>
 moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, FactorMaps *maps) {
   const moelora_factors *lora = &g->lora;
-  const bool halved = g->gated && !is_paired(*g);
+  const bool halved = g->gated && !has_gate_up_slices(*g);
   const cuuint64_t n = lora->slice_n / (halved ? 2 : 1);
   const cuuint32_t box[5] = {16, (cuuint32_t)(g->gated ? S::ROWS / 2 : S::ROWS), 1, 1, 1};
   moelora_status status = MOELORA_OK;
@@ -412,18 +425,18 @@ moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, FactorMap
 }
 
 template <moelora_family FAMILY, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
-struct Launch {
+struct LaunchSm90 {
   static moelora_status run(const moelora_gemm_launch *, const moelora_exec *) {
     return moelora_fail(MOELORA_UNSUPPORTED, "not an sm_90 kernel");
   }
 };
 
 template <class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
-struct Launch<MOELORA_SM90, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
+struct LaunchSm90<MOELORA_SM90, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
   using S = GemmShape<BLOCK_M, BLOCK_N / 128, STAGES, CLUSTER>;
   static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
     constexpr bool BF16 = Element<T>::is_bf16;
-    Maps maps = {};
+    GemmMaps maps = {};
     if (g->out_f32 && BLOCK_M > MOELORA_FLOAT_ROWS)
       return moelora_fail(MOELORA_UNSUPPORTED, "float32 results of blocks of %d rows", BLOCK_M);
     if (g->x_divisor.value && g->num_rows / g->x_divisor.value * (g->x_stride / 8) > UINT32_MAX)
@@ -432,29 +445,29 @@ struct Launch<MOELORA_SM90, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
     if (status == MOELORA_OK && g->x_divisor.value == 0)
       status = map_positions(g, BF16, g->x, g->k, g->x_stride, S::BOX, S::REST_BOX, &maps.x);
     if (status == MOELORA_OK && g->out_by_position && !g->out_f32)
-      status = map_positions(g, BF16, g->out, g->n_out, g->out_stride[0], kUnitTokens, S::REST_BOX,
-                             &maps.out);
-    if (status == MOELORA_OK && g->blocks.pairs && g->factors_boxes)
+      status = map_positions(g, BF16, g->out, g->n_out, g->out_stride[0], kEpilogueTokens,
+                             S::REST_BOX, &maps.out);
+    if (status == MOELORA_OK && g->blocks.packed_ranks && g->factors_boxes)
       status = map_factors<S>(g, BF16, &maps.b);
     if (status != MOELORA_OK)
       return status;
     if (g->out_by_position && !g->weighted) {
       if (!g->out_f32)
-        return g->gated ? launch<Finish::GATED>(g, maps, exec)
-                        : launch<Finish::PLAIN>(g, maps, exec);
+        return g->gated ? launch<EpilogueMode::GATED>(g, maps, exec)
+                        : launch<EpilogueMode::PLAIN>(g, maps, exec);
       if constexpr (BLOCK_M <= MOELORA_FLOAT_ROWS)
         if (!g->gated)
-          return launch<Finish::PLAIN_F32>(g, maps, exec);
+          return launch<EpilogueMode::PLAIN_F32>(g, maps, exec);
     }
     if constexpr (CLUSTER == 1)
-      return launch<Finish::GENERAL>(g, maps, exec);
+      return launch<EpilogueMode::GENERAL>(g, maps, exec);
     return moelora_fail(MOELORA_UNSUPPORTED, "clusters are for whole layers");
   }
 
-  template <Finish FINISH>
-  static moelora_status launch(const moelora_gemm_launch *g, const Maps &maps,
+  template <EpilogueMode MODE>
+  static moelora_status launch(const moelora_gemm_launch *g, const GemmMaps &maps,
                                const moelora_exec *exec) {
-    return launch_kernel<gemm_sm90<S, T, FINISH>, CLUSTER>(
+    return launch_kernel<gemm_sm90<S, T, MODE>, CLUSTER>(
         "gemm_sm90", g->blocks.max_blocks * tile_columns<S>(*g), S::THREADS, S::SHARED, exec,
         maps.w, maps.x, maps.out, maps.b, *g);
   }
@@ -464,5 +477,5 @@ struct Launch<MOELORA_SM90, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
 
 moelora_status moelora_cuda_gemm_sm90(const moelora_gemm_launch *g, const moelora_variant *variant,
                                       const moelora_exec *exec) {
-  return launch_variant<Launch>(g, variant, exec);
+  return launch_variant<LaunchSm90>(g, variant, exec);
 }

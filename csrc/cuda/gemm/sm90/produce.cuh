@@ -10,32 +10,32 @@
 /* This CTA's share of a depth step's weights. */
 template <class S>
 __device__ __forceinline__ void load_weights(const CUtensorMap *map, const moelora_gemm_launch &g,
-                                             const Tile &tile, int step, const Ring<S> &ring,
-                                             uint64_t policy) {
+                                             const Tile &tile, int step,
+                                             const Pipeline<S> &pipeline, uint64_t policy) {
   constexpr int SHARE = S::TILES / S::CLUSTER;
   const int rank = S::CLUSTER > 1 ? (int)cluster_rank() : 0;
   for (int i = 0; i < SHARE; i++) {
-    const int group = rank * SHARE + i, output = first_output<S>(g, tile.column, group);
-    const uint32_t to = ring.weights() + group * kGroupBytes;
-    int c[4] = {step * kDepth, output, g.gated ? group & 1 : 0, tile.expert};
+    const int m64 = rank * SHARE + i, output = first_output<S>(g, tile.column, m64);
+    const uint32_t to = pipeline.weights() + m64 * kM64Bytes;
+    int c[4] = {step * kDepth, output, g.gated ? m64 & 1 : 0, tile.expert};
     if (g.w.packed) {
       c[0] = c[1] = 0, c[2] = step;
-      c[3] = (int)((tile.expert * g.w.n + weight_row(g, group, output)) / 64);
+      c[3] = (int)((tile.expert * g.w.n + weight_row(g, m64, output)) / 64);
     }
     if (S::CLUSTER > 1)
-      tma_load_4d_pair(to, map, c[0], c[1], c[2], c[3], ring.full(), policy);
+      tma_load_4d_multicast(to, map, c[0], c[1], c[2], c[3], pipeline.full(), policy);
     else
-      tma_load_4d(to, map, c[0], c[1], c[2], c[3], ring.full(), policy);
+      tma_load_4d(to, map, c[0], c[1], c[2], c[3], pipeline.full(), policy);
   }
 }
 
-/* The tiles of this CTA, one after the other. */
-template <class S> struct Walk {
+/* The tile scheduler: the tiles of this CTA, one after the other. */
+template <class S> struct TileScheduler {
   int index;
   Tile tile; // block -1 behind the last
   int count; // rows in use
 
-  __device__ __forceinline__ explicit Walk(const moelora_gemm_launch &g)
+  __device__ __forceinline__ explicit TileScheduler(const moelora_gemm_launch &g)
       : index(blockIdx.x / S::CLUSTER) {
     load(g);
   }
@@ -46,11 +46,11 @@ template <class S> struct Walk {
   }
   __device__ __forceinline__ void load(const moelora_gemm_launch &g) {
     const int columns = tile_columns<S>(g);
-    const int units = *g.blocks.num_post / (S::TOKENS * S::CLUSTER);
+    const int clusters = *g.blocks.num_post / (S::TOKENS * S::CLUSTER);
     tile.block = -1;
-    if (index >= units * columns)
+    if (index >= clusters * columns)
       return;
-    tile = tile_at<S, S::CLUSTER>(g, index, columns, units);
+    tile = tile_at<S, S::CLUSTER>(g, index, columns, clusters);
     if (S::CLUSTER > 1)
       tile.block += (int)cluster_rank();
     count = g.blocks.counts[tile.block];
@@ -68,19 +68,19 @@ template <class S> struct TokenBoxes {
   }
   __device__ __forceinline__ int rows() const { return boxes * S::BOX + rest * S::REST_BOX; }
   __device__ __forceinline__ void load(const RowMaps *maps, int k, int row,
-                                       const Ring<S> &ring) const {
+                                       const Pipeline<S> &pipeline) const {
     for (int i = 0; i < boxes; i++)
-      tma_load_2d(ring.tokens() + i * S::BOX * kRowBytes, &maps->many, k, row + i * S::BOX,
-                  ring.full());
+      tma_load_2d(pipeline.tokens() + i * S::BOX * kRowBytes, &maps->many, k, row + i * S::BOX,
+                  pipeline.full());
     for (int i = 0, at = boxes * S::BOX; i < rest; i++, at += S::REST_BOX)
-      tma_load_2d(ring.tokens() + at * kRowBytes, &maps->few, k, row + at, ring.full());
+      tma_load_2d(pipeline.tokens() + at * kRowBytes, &maps->few, k, row + at, pipeline.full());
   }
 };
 
 /* Steps of a tile at which its producers have time for what comes next. They wait longest for the
- * stage that holds the last tile's results; where none does, a little at every step. */
+ * stage that the last tile's epilogue buffers alias; where none does, a little at every step. */
 template <class S> __device__ __forceinline__ int idle_step(int depth_steps, int part) {
-  return min(S::LENT_UNITS > 0 ? S::STAGES - 1 : 1 + part, depth_steps - 1);
+  return min(S::ALIASED_BUFFERS > 0 ? S::STAGES - 1 : 1 + part, depth_steps - 1);
 }
 
 /* Tiles of up to so many tokens nearly always hold all tokens of an expert: its weights and factors
@@ -92,68 +92,68 @@ constexpr int kStreamingTokens = 128;
 template <class S>
 __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *x_maps,
                                        const FactorMaps *b_maps, const moelora_gemm_launch &g,
-                                       Ring<S> &ring) {
+                                       Pipeline<S> &pipeline) {
   const int lane = threadIdx.x & 31, depth_steps = (g.k + kDepth - 1) / kDepth;
   const uint64_t policy =
       S::TOKENS <= kStreamingTokens ? evict_first_policy() : evict_normal_policy();
-  Walk<S> next(g);
-  Pairs<S> pairs;
+  TileScheduler<S> next(g);
+  PackedRanks<S> packed_ranks;
   if (next.more())
-    pairs.load(g, next.tile.block);
+    packed_ranks.load(g, next.tile.block);
   while (next.more()) {
     const Tile tile = next.tile;
     const int count = next.count;
     const TokenBoxes<S> boxes(g.x_divisor.value ? 0 : count);
-    Runs<S> runs;
-    runs.list = ring.runs();
+    SegmentList<S> list;
+    list.base = pipeline.segments();
     int adapter_stages = 0;
-    for (int step = 0; step < depth_steps; step++, ring.advance()) {
+    for (int step = 0; step < depth_steps; step++, pipeline.advance()) {
       if (step == idle_step<S>(depth_steps, 0))
-        adapter_stages = pairs.find(g, tile, runs);
+        adapter_stages = packed_ranks.find(g, tile, list);
       if (step == idle_step<S>(depth_steps, 1))
         next.advance(g);
       if (step == idle_step<S>(depth_steps, 2) && next.more())
-        pairs.load(g, next.tile.block);
-      ring.wait_empty();
+        packed_ranks.load(g, next.tile.block);
+      pipeline.wait_empty();
       if (step == depth_steps - 1) {
-        const AdaptersNote adapters = note_of(runs, count, adapter_stages);
+        const AdaptersHeader adapters = adapters_header(list, count, adapter_stages);
         if (lane == 0)
-          adapters.write(ring.note());
+          adapters.write(pipeline.header());
       }
       if (lane == 0) {
         if (step == 0)
-          TileNote{tile, count}.write(ring.note());
-        barrier_expect(ring.full(), S::W_BYTES + boxes.rows() * kRowBytes);
-        load_weights<S>(w_map, g, tile, step, ring, policy);
-        boxes.load(x_maps, step * kDepth, tile.block * S::TOKENS, ring);
+          TileHeader{tile, count}.write(pipeline.header());
+        barrier_expect(pipeline.full(), S::W_BYTES + boxes.rows() * kRowBytes);
+        load_weights<S>(w_map, g, tile, step, pipeline, policy);
+        boxes.load(x_maps, step * kDepth, tile.block * S::TOKENS, pipeline);
       }
       __syncwarp();
     }
-    PieceCursor cursor;
-    for (int i = 0; i < adapter_stages; i++, ring.advance()) {
-      const int pieces = pieces_in(g, runs, i);
-      ring.wait_empty();
+    SlabIterator cursor;
+    for (int i = 0; i < adapter_stages; i++, pipeline.advance()) {
+      const int slabs = slabs_in(g, list, i);
+      pipeline.wait_empty();
       if (lane == 0) {
-        PiecesNote{pieces}.write(ring.note());
-        barrier_expect(ring.full(), g.factors_boxes ? pieces * S::TILES * kPieceGroupBytes : 0);
+        SlabsHeader{slabs}.write(pipeline.header());
+        barrier_expect(pipeline.full(), g.factors_boxes ? slabs * S::TILES * kSlabM64Bytes : 0);
       }
       if (g.factors_boxes)
-        load_factors<S>(b_maps, g, tile, runs, pieces, cursor, ring, policy);
+        load_factors<S>(b_maps, g, tile, list, slabs, cursor, pipeline, policy);
       __syncwarp();
     }
   }
-  ring.wait_empty();
+  pipeline.wait_empty();
   if (lane == 0) {
-    TileNote{{-1, 0, 0}, 0}.write(ring.note());
-    barrier_arrive(ring.full());
+    TileHeader{{-1, 0, 0}, 0}.write(pipeline.header());
+    barrier_arrive(pipeline.full());
   }
 }
 
 template <class S, class T>
-__device__ __forceinline__ void gather(const moelora_gemm_launch &g, Ring<S> &ring) {
+__device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S> &pipeline) {
   const int thread = threadIdx.x - 32, depth_steps = (g.k + kDepth - 1) / kDepth;
   Gather<S::TOKENS> rows(thread);
-  Walk<S> next(g);
+  TileScheduler<S> next(g);
   const auto find_rows = [&] {
     if (next.more() && g.x_divisor.value)
       rows.find(g, next.count, [&](int t) { return next.tile.block * S::TOKENS + t; });
@@ -163,39 +163,39 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Ring<S> &ri
     const Tile tile = next.tile;
     const int count = next.count;
     rows.begin(g);
-    Runs<S> runs;
-    runs.list = ring.runs();
+    SegmentList<S> list;
+    list.base = pipeline.segments();
     int adapter_stages = 0;
-    for (int step = 0; step < depth_steps; step++, ring.advance()) {
+    for (int step = 0; step < depth_steps; step++, pipeline.advance()) {
       if (step == idle_step<S>(depth_steps, 0)) {
-        Pairs<S> pairs;
-        pairs.load(g, tile.block);
-        adapter_stages = pairs.find(g, tile, runs);
+        PackedRanks<S> packed_ranks;
+        packed_ranks.load(g, tile.block);
+        adapter_stages = packed_ranks.find(g, tile, list);
       }
       if (step == idle_step<S>(depth_steps, 1))
         next.advance(g);
       if (step == idle_step<S>(depth_steps, 2))
         find_rows();
-      ring.wait_empty();
+      pipeline.wait_empty();
       if (g.x_divisor.value)
-        rows.copy(ring.tokens());
-      barrier_arrive_after_copies(ring.full());
+        rows.copy(pipeline.tokens());
+      barrier_arrive_after_copies(pipeline.full());
     }
 
     if (adapter_stages > 0)
       wait_for_previous_kernel(); // it is the shrink
-    PieceCursor cursor;
-    for (int i = 0; i < adapter_stages; i++, ring.advance()) {
-      const int pieces = pieces_in(g, runs, i);
-      ring.wait_empty();
+    SlabIterator cursor;
+    for (int i = 0; i < adapter_stages; i++, pipeline.advance()) {
+      const int slabs = slabs_in(g, list, i);
+      pipeline.wait_empty();
       if (!g.factors_boxes)
-        copy_factors<S, T, kGatherers>(g, tile, runs, pieces, cursor, ring, thread);
-      copy_shrunk<S, T, kGatherers>(g, tile, runs, pieces, cursor, count, ring, thread);
-      barrier_arrive_after_copies(ring.full());
+        copy_factors<S, T, kGatherers>(g, tile, list, slabs, cursor, pipeline, thread);
+      copy_xa<S, T, kGatherers>(g, tile, list, slabs, cursor, count, pipeline, thread);
+      barrier_arrive_after_copies(pipeline.full());
     }
   }
-  ring.wait_empty();
-  barrier_arrive_after_copies(ring.full());
+  pipeline.wait_empty();
+  barrier_arrive_after_copies(pipeline.full());
 }
 
 #endif

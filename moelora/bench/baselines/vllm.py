@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from moelora.bench.rivals import Layer, Options, require
+from moelora.bench.baselines import Layer, Options, require
 from moelora.bench.timing import Run
 
 

@@ -14,7 +14,7 @@ import warnings
 import torch
 from torch import nn
 
-from moelora.bench.rivals import Layer, Options, Skipped, TooSlow, require, synchronize
+from moelora.bench.baselines import Layer, Options, Skipped, TooSlow, require, synchronize
 from moelora.bench.timing import Run
 
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm")

@@ -2,7 +2,7 @@
 
 import torch
 
-from moelora.bench.rivals import Layer, Options, require
+from moelora.bench.baselines import Layer, Options, require
 from moelora.bench.timing import Run
 from moelora.reference import activate
 

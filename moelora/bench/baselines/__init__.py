@@ -1,7 +1,7 @@
 """Ways to run a layer. Each is a class that takes a `Layer`, raises `Skipped` where it cannot serve
 it, and whose `runs(batches)` gives {(who, rank): Run}; rank 0 is the layer without adapters.
 
-To add one, write such a class and name it in RIVALS.
+To add one, write such a class and name it in BASELINES.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from moelora.bench.shapes import Model
 
 
 class Skipped(Exception):
-    """Why a rival is not timed."""
+    """Why a baseline is not timed."""
 
 
 class TooSlow(Skipped):
@@ -21,7 +21,7 @@ class TooSlow(Skipped):
 
 
 class Layer:
-    """Weights and adapters of one model in one dtype, shared by all rivals.
+    """Weights and adapters of one model in one dtype, shared by all baselines.
 
     `same_a`: gate and up get equal (but separate) shrink factors, as PEFT's `target_parameters`
     can hold no others.
@@ -44,14 +44,14 @@ class Layer:
 
 @dataclass
 class Options:
-    """What a user may ask of rivals."""
+    """What a user may ask of baselines."""
 
-    patience_s: float = 1.5  # the longest call of a rival
-    all_modes: bool = False  # every path that a rival has, not only the one it picks by itself
+    patience_s: float = 1.5  # the longest call of a baseline
+    all_modes: bool = False  # every path that a baseline has, not only the one it picks by itself
 
 
-def rivals_of(layer: Layer, names, options: Options):
-    """([rival], {name: why not}); ours comes first."""
+def baselines_of(layer: Layer, names, options: Options):
+    """([baseline], {name: why not}); ours comes first."""
     found, absent = [], {}
     for name in ("ours", *names):
         try:
@@ -66,14 +66,14 @@ def rivals_of(layer: Layer, names, options: Options):
 
 
 def _load(name):
-    """A rival's class; its module is imported only now, as it may need packages of its own."""
+    """A baseline's class; its module is imported only now, as it may need packages of its own."""
     from importlib import import_module
 
-    module, _, symbol = RIVALS[name].partition(":")
-    return getattr(import_module(f"moelora.bench.rivals.{module}"), symbol)
+    module, _, symbol = BASELINES[name].partition(":")
+    return getattr(import_module(f"moelora.bench.baselines.{module}"), symbol)
 
 
-RIVALS = {
+BASELINES = {
     "ours": "ours:Ours",
     "loop": "ours:Loop",
     "separate": "separate:Separate",

@@ -1,35 +1,36 @@
-/* Infinities and NaNs in rows of a factor B. An adapter stage multiplies all tokens of a block, and
- * zero times one of them is not zero: they are cleared before, and afterwards the outputs that they
- * belong to become NaN for the tokens that carry the adapter. */
-#ifndef MOELORA_CUDA_SM90_WILD_CUH
-#define MOELORA_CUDA_SM90_WILD_CUH
+/* The non-finite fix-up pass: infinities and NaNs in rows of a factor B. An adapter stage
+ * multiplies all tokens of a block, and zero times one of them is not zero: they are cleared
+ * before, and afterwards the outputs that they belong to become NaN for the tokens that carry the
+ * adapter. */
+#ifndef MOELORA_CUDA_SM90_NONFINITE_CUH
+#define MOELORA_CUDA_SM90_NONFINITE_CUH
 
 #include "cuda/gemm/sm90/adapters.cuh"
 
-template <class S, class T> struct Wild {
+template <class S, class T> struct NonFinite {
   static constexpr uint32_t EXPONENT = Element<T>::is_bf16 ? 0x7f807f80u : 0x7c007c00u;
-  static constexpr uint32_t UNIT = Element<T>::is_bf16 ? 0x00800080u : 0x04000400u;
+  static constexpr uint32_t EXPONENT_ONE = Element<T>::is_bf16 ? 0x00800080u : 0x04000400u;
 
   /* An exponent of all ones carries into the sign. */
   static __device__ __forceinline__ uint32_t signs(uint32_t v) {
-    return (v & EXPONENT) + UNIT & 0x80008000u;
+    return (v & EXPONENT) + EXPONENT_ONE & 0x80008000u;
   }
   static __device__ __forceinline__ uint32_t cleared(uint32_t v) {
     return v & ~((signs(v) >> 15) * 0xffffu);
   }
 
-  /* This thread's part of chunk i of the consumer's rows of a stage, of two groups `next` apart. */
+  /* This thread's part of chunk i of the consumer's rows of a stage, of two m64 tiles `next` apart.
+   */
   static __device__ __forceinline__ uint32_t chunk(uint32_t weights, int next, int i) {
-    return weights + i / 2 * (S::TILES * kPieceGroupBytes) + (i & 1) * next +
-           (threadIdx.x & 127) * 16;
+    return weights + i / 2 * (S::TILES * kSlabM64Bytes) + (i & 1) * next + (threadIdx.x & 127) * 16;
   }
 
   /* Zeros where they were in the consumer's rows of a stage; true if there were any. */
   static __device__ __forceinline__ bool clear(uint32_t weights, int next, int consumer,
-                                               int pieces) {
+                                               int slabs) {
     uint32_t zeros[2] = {0, 0}; // times what is finite
 #pragma unroll 2
-    for (int i = 0; i < 2 * pieces; i++) {
+    for (int i = 0; i < 2 * slabs; i++) {
       const uint4 v = load_shared_16(chunk(weights, next, i));
       zeros[0] = Element<T>::add_times_zero(zeros[0], v.x);
       zeros[1] = Element<T>::add_times_zero(zeros[1], v.y);
@@ -39,7 +40,7 @@ template <class S, class T> struct Wild {
     if (!uniform(warpgroup_any(consumer + 1, (zeros[0] | zeros[1]) != 0)))
       return false;
 #pragma unroll 1
-    for (int i = 0; i < 2 * pieces; i++) {
+    for (int i = 0; i < 2 * slabs; i++) {
       const uint32_t at = chunk(weights, next, i);
       const uint4 v = load_shared_16(at);
       store_shared_16(at, make_uint4(cleared(v.x), cleared(v.y), cleared(v.z), cleared(v.w)));
@@ -50,31 +51,31 @@ template <class S, class T> struct Wild {
   }
 
   /* NaN to the outputs of the rows of B that hold some, for the tokens that carry the adapter.
-   * Thread i of the consumer looks after row i of its groups. */
-  static __device__ __forceinline__ void poison(const moelora_gemm_launch &g, const TileNote &note,
-                                                int consumer) {
+   * Thread i of the consumer looks after row i of its m64 tiles. */
+  static __device__ __forceinline__ void fix_up(const moelora_gemm_launch &g,
+                                                const TileHeader &header, int consumer) {
     tma_store_wait(); // the finite parts come first
     warpgroup_sync(consumer + 1);
-    const int i = threadIdx.x & 127, group = 2 * consumer + i / 64;
-    const int output = first_output<S>(g, note.tile.column, group) + i % 64;
+    const int i = threadIdx.x & 127, m64 = 2 * consumer + i / 64;
+    const int output = first_output<S>(g, header.tile.column, m64) + i % 64;
     if (output >= g.n_out)
       return;
-    const int64_t row = weight_row(g, group, output);
+    const int64_t row = weight_row(g, m64, output);
     const int slice = (int)(row / g.lora.slice_n);
     int32_t known = -1;
-    bool wild = false;
-    for (int t = 0; t < note.count; t++) {
-      const int64_t position = (int64_t)note.tile.block * S::TOKENS + t;
-      const int32_t pair = g.blocks.pairs[position];
-      if (pair != known) {
-        const uint16_t *from = factor_row<uint16_t>(g.lora.b[slice], pair / kRanks,
-                                                    note.tile.expert, row - slice * g.lora.slice_n);
-        wild = false;
-        for (int r = 0; pair >= 0 && r < min(pair % kRanks, g.lora.max_rank); r++)
-          wild |= signs(from[r]) != 0;
-        known = pair;
+    bool nonfinite = false;
+    for (int t = 0; t < header.count; t++) {
+      const int64_t position = (int64_t)header.tile.block * S::TOKENS + t;
+      const int32_t packed = g.blocks.packed_ranks[position];
+      if (packed != known) {
+        const uint16_t *from = factor_row<uint16_t>(
+            g.lora.b[slice], packed / kRanks, header.tile.expert, row - slice * g.lora.slice_n);
+        nonfinite = false;
+        for (int r = 0; packed >= 0 && r < min(packed % kRanks, g.lora.max_rank); r++)
+          nonfinite |= signs(from[r]) != 0;
+        known = packed;
       }
-      if (!wild)
+      if (!nonfinite)
         continue;
       const int64_t at =
           output_offset(g, (int)position, g.out_by_position ? 0 : g.blocks.sorted_ids[position]) +

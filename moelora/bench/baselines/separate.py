@@ -5,7 +5,7 @@ import importlib.util
 import torch
 
 import moelora
-from moelora.bench.rivals import Layer, Options, require
+from moelora.bench.baselines import Layer, Options, require
 from moelora.bench.timing import Run
 
 
@@ -23,7 +23,7 @@ class Separate:
         there = ("silu", "swigluoai", "relu2")
         require(layer.model.activation in there, f"its kernels have {', '.join(there)}")
         self.check_device(layer)
-        from moelora.bench.rivals import triton_kernels
+        from moelora.bench.baselines import triton_kernels
 
         self.kernels, self.layer = triton_kernels, layer
 

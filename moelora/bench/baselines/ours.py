@@ -3,7 +3,7 @@
 import time
 
 import moelora
-from moelora.bench.rivals import Layer, Options, TooSlow, synchronize
+from moelora.bench.baselines import Layer, Options, TooSlow, synchronize
 from moelora.bench.timing import Run
 from moelora.reference import naive_fused_experts_lora
 

@@ -1,0 +1,99 @@
+/* The segments of a block, and the k16 slabs that a GEMM takes of them: 16 ranks of the adapter
+ * that a segment carries. Where gate and up have a slice each, a slab covers both; otherwise there
+ * is one for each slice that the tile overlaps. */
+#ifndef MOELORA_CUDA_SEGMENTS_CUH
+#define MOELORA_CUDA_SEGMENTS_CUH
+
+#include "cuda/gemm/common/tile.cuh"
+
+/* 16 ranks of a segment; the same in all lanes of a warp. */
+struct Slab {
+  int low, high, packed; // tokens [low, high)
+  int slice, rank;
+};
+
+/* The segments of one block, listed in shared memory by one warp: int16 low and high, int32 packed.
+ */
+template <class S> struct SegmentList {
+  uint32_t base;
+  int count, slabs; // segments; slabs of all of them
+  uint32_t slices;  // that the tile overlaps
+
+  /* From the adapters of the block's tokens, lane by lane. */
+  __device__ __forceinline__ void find(const moelora_gemm_launch &g, const Tile &tile,
+                                       const Segments<S::LANES> &segments) {
+    slices = overlapped_slices(g, tile);
+    slabs = slabs_of(segments);
+    count = 0;
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < S::LANES; i++) {
+      const bool carries = segments.packed[i] >= 0 && segments.packed[i] % kRanks > 0;
+      const bool first = segments.starts[i] >> lane & 1;
+      const uint32_t begin = __ballot_sync(0xffffffffu, carries && first);
+      const uint32_t after = i + 1 < S::LANES ? segments.starts[i + 1] : 1;
+      const bool last = (lane < 31 ? segments.starts[i] >> (lane + 1) : after) & 1;
+      const uint32_t at = base + 8 * (count + __popc(begin & ((2u << lane) - 1)) - 1);
+      const int t = i * 32 + lane;
+      if (carries && first)
+        asm volatile("st.shared.b16 [%0], %1;\n"
+                     "st.shared.b32 [%0 + 4], %2;" ::"r"(at),
+                     "h"((int16_t)t), "r"(segments.packed[i])
+                     : "memory");
+      if (carries && last)
+        asm volatile("st.shared.b16 [%0 + 2], %1;" ::"r"(at), "h"((int16_t)(t + 1)) : "memory");
+      count += __popc(begin);
+    }
+    __syncwarp();
+  }
+
+  /* Bit i: some output of the tile lies in slice i. */
+  static __device__ __forceinline__ uint32_t overlapped_slices(const moelora_gemm_launch &g,
+                                                               const Tile &tile) {
+    if (has_gate_up_slices(g) || g.lora.num_slices == 1)
+      return 1;
+    uint32_t overlapped = 0;
+    for (int slice = 0; slice < g.lora.num_slices; slice++)
+      for (int m64 = 0; m64 < S::TILES; m64++)
+        overlapped |= (uint32_t)m64_overlaps_slice<S>(g, tile.column, m64, slice) << slice;
+    return overlapped;
+  }
+
+  /* Slabs of one slice. */
+  static __device__ __forceinline__ int slabs_of(const Segments<S::LANES> &segments) {
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < S::LANES; i++)
+      if (segments.packed[i] >= 0 && segments.starts[i] >> (threadIdx.x & 31) & 1)
+        sum += (segments.packed[i] % kRanks + kSlabDepth - 1) / kSlabDepth;
+    return __reduce_add_sync(0xffffffffu, sum);
+  }
+
+  __device__ __forceinline__ Slab at(int index) const {
+    const uint2 segment = load_shared_8(base + 8 * index);
+    return {(int)(segment.x & 0xffff), (int)(segment.x >> 16), (int)segment.y, 0, 0};
+  }
+};
+
+/* Where an iteration over a tile's slabs stands: segments, slices of each, 16 ranks at a time. */
+struct SlabIterator {
+  int segment = 0, slice = -1, rank = 0;
+
+  /* There must be one more. */
+  template <class S> __device__ __forceinline__ Slab next(const SegmentList<S> &list) {
+    Slab slab = list.at(segment);
+    if (slice < 0)
+      slice = __ffs(list.slices) - 1;
+    slab.slice = slice;
+    slab.rank = rank;
+    rank += kSlabDepth;
+    if (rank >= slab.packed % kRanks) {
+      rank = 0;
+      slice = __ffs(list.slices & ~((2u << slice) - 1)) - 1;
+      segment += slice < 0;
+    }
+    return slab;
+  }
+};
+
+#endif
