@@ -71,7 +71,7 @@ typedef struct prepared {
   } of;
 } prepared;
 
-_Static_assert(sizeof(prepared) <= sizeof(((moelora_call *)NULL)->state), "MOELORA_CALL_BYTES");
+_Static_assert(sizeof(prepared) <= sizeof(((moelora_call *)NULL)->state), "a call has the room");
 _Static_assert(_Alignof(prepared) <= _Alignof(moelora_call), "a call is where its state is");
 
 static moelora_status begin(const void *args, const moelora_exec *exec, moelora_call *call,

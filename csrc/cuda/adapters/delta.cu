@@ -367,8 +367,10 @@ extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
   }
 
   const bool listed = l.order == DELTA_LISTED;
-  moelora_status status = moelora_cuda_resolve(&p->routes, routes, listed ? &p->lists : nullptr,
-                                               listed ? &l.lists : nullptr, true, exec);
+  moelora_status status = moelora_cuda_check_layout(l.bytes, exec);
+  if (status == MOELORA_OK)
+    status = moelora_cuda_resolve(&p->routes, routes, listed ? &p->lists : nullptr,
+                                  listed ? &l.lists : nullptr, true, exec);
   if (status == MOELORA_OK && p->x && p->out && !p->xa && delta_fits_thin(&s, &e, exec)) {
     status = delta_launch_thin(&s, &e, p->dtype, exec);
   } else {
@@ -436,7 +438,9 @@ extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem
   const moelora_routes *routes = &l.routes;
   const int64_t intermediate = p->intermediate;
   const delta_rows rows = rows_of(routes, l.order, &l.sorted);
-  moelora_status status = moelora_cuda_resolve(&p->routes, routes, nullptr, nullptr, true, exec);
+  moelora_status status = moelora_cuda_check_layout(l.bytes, exec);
+  if (status == MOELORA_OK)
+    status = moelora_cuda_resolve(&p->routes, routes, nullptr, nullptr, true, exec);
   if (status == MOELORA_OK && l.order == DELTA_SORTED)
     status = delta_sort(routes, &l.sorted, exec);
 

@@ -262,6 +262,9 @@ static moelora_status run(const moelora_align_problem *problem, const moelora_bl
                         problem->routes.num_experts, (long long)adapters - 1, ALIGN_MAX_KEYS - 1);
   scratch parts;
   take_scratch(problem, arena, &parts);
+  const moelora_status status = moelora_cuda_check_layout(arena->used, exec);
+  if (status != MOELORA_OK)
+    return status;
   return one_sort_does(problem) ? run_one_sort(problem, blocks, parts, exec)
                                 : run_two_sorts(problem, blocks, parts, exec);
 }
@@ -288,8 +291,9 @@ extern "C" moelora_status moelora_cuda_align(const moelora_align_problem *proble
                                              const moelora_exec *exec) {
   moelora_arena arena = {(char *)exec->workspace, 0};
   const moelora_align_problem sorted = resolved(problem, &arena);
-  const moelora_status status =
-      moelora_cuda_resolve(&problem->routes, &sorted.routes, NULL, NULL, true, exec);
+  moelora_status status = moelora_cuda_check_layout(arena.used, exec);
+  if (status == MOELORA_OK)
+    status = moelora_cuda_resolve(&problem->routes, &sorted.routes, NULL, NULL, true, exec);
   return status == MOELORA_OK ? run(&sorted, NULL, &arena, exec) : status;
 }
 

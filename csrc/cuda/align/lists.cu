@@ -122,8 +122,10 @@ extern "C" moelora_status moelora_cuda_align_lists(const moelora_align_lists_pro
   if (problem->lists.num_active == 0)
     return MOELORA_OK;
   const ListsLayout l = lay_out(problem, exec->workspace);
-  moelora_status status =
-      moelora_cuda_resolve(&problem->routes, &l.routes, &problem->lists, &l.lists, true, exec);
+  moelora_status status = moelora_cuda_check_layout(l.bytes, exec);
+  if (status == MOELORA_OK)
+    status =
+        moelora_cuda_resolve(&problem->routes, &l.routes, &problem->lists, &l.lists, true, exec);
   if (status == MOELORA_OK)
     status = delta_sort(&l.routes, &l.sorted, exec);
   if (status != MOELORA_OK)

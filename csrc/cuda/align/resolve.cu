@@ -65,36 +65,37 @@ __global__ void __launch_bounds__(kThreads) resolve(const __grid_constant__ Reso
 
 } // namespace
 
+/* Where a table lies, or, while sizes are asked for, where it came from: who has a layout to make
+ * asks which tables there are by their pointers. */
+template <class Table> static Table *take_table(moelora_arena *arena, int64_t count, Table *from) {
+  if (!from)
+    return nullptr;
+  void *taken = moelora_take_array(arena, (size_t)count, sizeof(int32_t));
+  return taken ? (Table *)taken : from;
+}
+
 extern "C" moelora_routes moelora_cuda_take_routes(const moelora_routes *routes, bool with_map,
                                                    moelora_arena *arena) {
-  const size_t id = sizeof(int32_t), loras = (size_t)routes->max_loras;
   moelora_routes to = *routes;
   to.adapter_enabled = nullptr;
-  to.expert_map = nullptr;
-  to.num_global = 0;
-  if (routes->topk_ids.data)
-    to.topk_ids = {moelora_take(arena, id * (size_t)routes->num_rows), {routes->top_k, 1}, false};
-  if (routes->token_lora_mapping.data)
-    to.token_lora_mapping = {moelora_take(arena, id * (size_t)routes->num_tokens), {1, 0}, false};
-  if (routes->lora_ranks)
-    to.lora_ranks = (const int32_t *)moelora_take(arena, id * loras);
-  if (routes->lora_scalings)
-    to.lora_scalings = (const float *)moelora_take(arena, sizeof(float) * loras);
-  if (with_map && routes->expert_map) {
-    to.num_global = routes->num_global;
-    to.expert_map = (const int32_t *)moelora_take(arena, id * (size_t)routes->num_global);
-  }
+  to.topk_ids = {
+      take_table(arena, routes->num_rows, routes->topk_ids.data), {routes->top_k, 1}, false};
+  to.token_lora_mapping = {
+      take_table(arena, routes->num_tokens, routes->token_lora_mapping.data), {1, 0}, false};
+  to.lora_ranks = take_table(arena, routes->max_loras, routes->lora_ranks);
+  to.lora_scalings = take_table(arena, routes->max_loras, routes->lora_scalings);
+  to.num_global = with_map ? routes->num_global : 0;
+  to.expert_map = with_map ? take_table(arena, routes->num_global, routes->expert_map) : nullptr;
   return to;
 }
 
 extern "C" moelora_list_blocks moelora_cuda_take_lists(const moelora_list_blocks *lists,
                                                        int32_t max_loras, bool with_counts,
                                                        moelora_arena *arena) {
-  const size_t id = sizeof(int32_t);
   moelora_list_blocks to = *lists;
-  to.lora_ids = (const int32_t *)moelora_take(arena, id * (size_t)lists->num_active);
+  to.lora_ids = take_table(arena, lists->num_active, lists->lora_ids);
   if (with_counts)
-    to.num_tokens_post_padded = (int32_t *)moelora_take(arena, id * (size_t)max_loras);
+    to.num_tokens_post_padded = take_table(arena, max_loras, lists->num_tokens_post_padded);
   return to;
 }
 
@@ -109,7 +110,7 @@ extern "C" moelora_status moelora_cuda_resolve(const moelora_routes *from, const
   p.adapter = from->token_lora_mapping.data ? (int32_t *)to->token_lora_mapping.data : nullptr;
   p.ranks = from->lora_ranks ? (int32_t *)to->lora_ranks : nullptr;
   p.scalings = from->lora_scalings ? (float *)to->lora_scalings : nullptr;
-  p.expert_map = to->num_global ? (int32_t *)to->expert_map : nullptr;
+  p.expert_map = (int32_t *)to->expert_map;
   int64_t most = from->num_rows > from->max_loras ? from->num_rows : from->max_loras;
   if (from_lists) {
     p.lists = *from_lists;

@@ -276,7 +276,9 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
                            const moelora_exec *exec) {
   const ExpertsLayout l = lay_out_experts(p, plan, exec->workspace);
   const moelora_routes *routes = &l.alignment.routes;
-  moelora_status status = check_rank(&p->w13_lora);
+  moelora_status status = moelora_cuda_check_layout(l.bytes, exec);
+  if (status == MOELORA_OK)
+    status = check_rank(&p->w13_lora);
   if (status == MOELORA_OK)
     status = check_rank(&p->w2_lora);
   if (status == MOELORA_OK)
@@ -338,7 +340,9 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
                                  const moelora_exec *exec) {
   const GemmLayout l = lay_out_gemm(p, plan, exec->workspace);
   const moelora_routes *routes = &l.alignment.routes;
-  moelora_status status = check_rank(&p->lora);
+  moelora_status status = moelora_cuda_check_layout(l.bytes, exec);
+  if (status == MOELORA_OK)
+    status = check_rank(&p->lora);
   if (status == MOELORA_OK)
     status = align(&l.alignment, &p->routes, exec);
   if (status != MOELORA_OK)
