@@ -150,6 +150,7 @@ def test_any_table_written_during_a_call(size):
     for name in tables:
         getattr(p, name).copy_(before[name])
     want = {name: call() for name, call in run.items()}
+    torch.cuda.synchronize()  # the switches wait for nobody
     for _ in range(CALLS // 4):
         for switch in switches:
             switch.go_on()
