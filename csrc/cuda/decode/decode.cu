@@ -30,7 +30,7 @@
 
 #include "cuda/decode/expand.cuh"
 #include "cuda/launch/kernel_launch.cuh"
-#include "cuda/gemm/common/tile.cuh"
+#include "cuda/gemm/common/epilogue.cuh"
 #include "cuda/launch/warp.cuh"
 
 namespace decode {

@@ -2,16 +2,18 @@
  *
  *   out[p] = act( w[e] x[p] + B[l, e] xa[p] + bias[e] ) * weight
  *
- * A CTA takes tiles in the order of the tile scheduler (tile.cuh). All its threads copy ahead into
- * a pipeline of STAGES stages and multiply behind; first the depth of the base product, then the
- * adapter stages. Results go from registers to memory while the first stages of the next tile are
- * on their way. The depth is summed in steps of 16 in order, whatever the tile, so that all
- * variants agree bit for bit. Without 16-byte alignment (VECTORS false) rows are copied element by
- * element. */
+ * A CTA takes tiles in the order of the tile scheduler (tile_scheduler.cuh). All its threads copy
+ * ahead into a pipeline of STAGES stages and multiply behind; first the depth of the base product,
+ * then the adapter stages. Results go from registers to memory while the first stages of the next
+ * tile are on their way. The depth is summed in steps of 16 in order, whatever the tile, so that
+ * all variants agree bit for bit. Without 16-byte alignment (VECTORS false) rows are copied element
+ * by element. */
 #include <type_traits>
 
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/gemm/sm80/adapters.cuh"
+#include "cuda/gemm/common/epilogue.cuh"
+#include "cuda/gemm/common/tile_scheduler.cuh"
 #include "cuda/gemm/common/variants.cuh"
 
 namespace {
@@ -191,7 +193,7 @@ __device__ __forceinline__ void store_rounded(const float (&d)[4], uint16_t *to,
   }
 }
 
-/* The results of a tile, finished and stored. To tile.cuh, an n8 tile is a block. */
+/* The results of a tile, finished and stored. To epilogue.cuh, an n8 tile is a block. */
 template <EpilogueMode MODE, class E, class T, bool VECTORS>
 __device__ __forceinline__ void store_tile(WarpTile<E> &sum, const moelora_gemm_launch &g,
                                            const Tile &tile, int count) {

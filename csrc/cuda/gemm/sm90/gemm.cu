@@ -2,9 +2,9 @@
  *
  *   out[p] = act( w[e] x[p] + B[l, e] xa[p] + bias[e] ) * weight
  *
- * One CTA per SM goes over the tiles that its tile scheduler finds (tile.cuh). A producer warpgroup
- * (gemm/sm90/produce.cuh) fills a pipeline of stages (gemm/sm90/pipeline.cuh); its one or two
- * consumer warpgroups own a row group of two m64 tiles each and multiply with wgmma, whose
+ * One CTA per SM goes over the tiles that its tile scheduler finds (tile_scheduler.cuh). A producer
+ * warpgroup (gemm/sm90/produce.cuh) fills a pipeline of stages (gemm/sm90/pipeline.cuh); its one or
+ * two consumer warpgroups own a row group of two m64 tiles each and multiply with wgmma, whose
  * accumulators lie in registers as mma.sync's do. The token side of wgmma is sized per tile, so
  * that an expert with few tokens wastes few columns.
  *
@@ -21,6 +21,8 @@
 #include "cuda/gemm/sm90/produce.cuh"
 #include "cuda/gemm/sm90/nonfinite.cuh"
 #include "cuda/gemm/sm90/tensor_map.h"
+#include "cuda/gemm/common/epilogue.cuh"
+#include "cuda/gemm/common/tile_scheduler.cuh"
 #include "cuda/gemm/common/variants.cuh"
 
 namespace {

@@ -4,6 +4,7 @@
 #ifndef MOELORA_CUDA_SM90_PRODUCE_CUH
 #define MOELORA_CUDA_SM90_PRODUCE_CUH
 
+#include "cuda/gemm/common/tile_scheduler.cuh"
 #include "cuda/gemm/sm90/adapters.cuh"
 #include "cuda/gemm/sm90/gather.cuh"
 

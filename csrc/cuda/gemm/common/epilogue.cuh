@@ -1,0 +1,182 @@
+/* What happens to an accumulator between the last product and memory: bias, activation, routing
+ * weight, and where it goes. Accumulators lie as tile.cuh says. */
+#ifndef MOELORA_CUDA_EPILOGUE_CUH
+#define MOELORA_CUDA_EPILOGUE_CUH
+
+#include "cuda/gemm/common/tile.cuh"
+
+template <class E>
+__device__ __forceinline__ float routed_weight(const moelora_gemm_launch &g, int block, int t) {
+  return g.weighted && t < E::TOKENS ? g.blocks.weights[(int64_t)block * E::TOKENS + t] : 0.f;
+}
+
+/* Where the outputs of a row begin, from its position and its flat row. */
+__device__ __forceinline__ int64_t output_offset(const moelora_gemm_launch &g, int position,
+                                                 int row) {
+  if (g.out_by_position)
+    return position * g.out_stride[0];
+  return row / g.top_k * g.out_stride[0] + row % g.top_k * g.out_stride[1];
+}
+
+/* All gated activations are g' sigmoid(g' (a + b g'^2)) (u' + c) of clamped g' and u': silu has
+ * a = 1; gelu in its tanh form is the identity 1 + tanh(t) = 2 sigmoid(2t); swigluoai has a =
+ * alpha, c = 1. NaN stays NaN. Here a and b have a factor of -log2(e). */
+struct Activation {
+  static constexpr float LOG2E = 1.4426950408889634f;
+  float a, b = 0.f, c = 0.f, limit;
+
+  __device__ __forceinline__ explicit Activation(const moelora_activation_problem &p)
+      : a(-LOG2E * p.alpha), limit(p.limit) {
+    if (p.kind == MOELORA_GELU)
+      a = -LOG2E * 1.5957691216057308f, b = -LOG2E * 0.07135481627159729f;
+    if (p.kind == MOELORA_SWIGLUOAI || p.kind == MOELORA_SWIGLUOAI_UNINTERLEAVE)
+      c = 1.f;
+  }
+
+  /* One asm statement: given its parts, the compiler starts them for all outputs of a thread at
+   * once and runs out of registers. */
+  __device__ __forceinline__ float operator()(float gate, float up) const {
+    float y;
+    asm volatile("{\n"
+                 ".reg .f32 g, u, t;\n"
+                 "min.NaN.f32 g, %1, %5;\n"
+                 "min.NaN.f32 u, %2, %5;\n"
+                 "max.NaN.f32 u, u, %6;\n"
+                 "add.f32 u, u, %7;\n"
+                 "mul.f32 t, g, g;\n"
+                 "fma.rn.f32 t, t, %4, %3;\n"
+                 "mul.f32 t, t, g;\n"
+                 "ex2.approx.ftz.f32 t, t;\n"
+                 "add.f32 t, t, 0f3F800000;\n"
+                 "rcp.approx.ftz.f32 t, t;\n"
+                 "mul.f32 u, u, g;\n"
+                 "mul.f32 %0, u, t;\n"
+                 "}"
+                 : "=f"(y)
+                 : "f"(gate), "f"(up), "f"(a), "f"(b), "f"(limit), "f"(-limit), "f"(c));
+    return y;
+  }
+
+  /* The same with the constants of silu without a limit. */
+  static __device__ __forceinline__ float silu(float gate, float up) {
+    float y;
+    asm volatile("{\n"
+                 ".reg .f32 u, t;\n"
+                 "mul.f32 t, %1, 0fBFB8AA3B;\n" // -log2(e)
+                 "ex2.approx.ftz.f32 t, t;\n"
+                 "add.f32 t, t, 0f3F800000;\n"
+                 "rcp.approx.ftz.f32 t, t;\n"
+                 "mul.f32 u, %2, %1;\n"
+                 "mul.f32 %0, u, t;\n"
+                 "}"
+                 : "=f"(y)
+                 : "f"(gate), "f"(up));
+    return y;
+  }
+};
+
+/* The epilogue mode: what an epilogue does. An epilogue is straight code for every output of a
+ * thread: what it asks at run time it asks for each of them, and more than a few thousand
+ * instructions no longer stay in the instruction cache from tile to tile. */
+enum class EpilogueMode {
+  GENERAL,   // anything
+  GATED,     // bias, gated activation
+  SILU,      // the most frequent one of them, without a limit
+  PLAIN,     // bias, relu^2 or nothing
+  PLAIN_F32, // the same, left in float32
+};
+
+/* What an epilogue adds: bias[2 half + m8] of this thread's four rows. */
+template <class E, EpilogueMode MODE> struct Epilogue {
+  float bias[4];
+  Activation activation;
+
+  template <class T>
+  __device__ __forceinline__ Epilogue(const moelora_gemm_launch &g, const Tile &tile, int row_group,
+                                      T)
+      : activation(g.activation) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int m64 = 2 * row_group + j / 2;
+      const int output = first_output<E>(g, tile.column, m64) + warp * 16 + lane / 4 + 8 * (j % 2);
+      bias[j] = 0.f;
+      if (g.w.bias && output < g.n_out)
+        bias[j] = Element<T>::to_float(
+            ((const T *)g.w.bias)[tile.expert * g.w.bias_stride_e + weight_row(g, m64, output)]);
+    }
+  }
+
+  /* What comes before `finish`, of all tokens at once: one branch skips what most layers do not
+   * have, where one for each output would cost as much as the rest of a plain epilogue. */
+  template <int N>
+  __device__ __forceinline__ void begin(float (&d)[2][N / 2], const moelora_gemm_launch &g) const {
+    if (g.w.bias) {
+#pragma unroll
+      for (int i = 0; i < N; i++)
+        d[i % 2][i / 2] += bias[i % 2 * 2 + i / 2 % 4 / 2];
+    }
+    if (MODE != EpilogueMode::GATED && MODE != EpilogueMode::SILU &&
+        g.activation.kind == MOELORA_RELU2) {
+#pragma unroll
+      for (int i = 0; i < N; i++) {
+        float &v = d[i % 2][i / 2];
+        v = v < 0.f ? 0.f : v * v;
+      }
+    }
+  }
+
+  /* Up to 32 tokens of `block` from `first` on, in place; afterwards d[0] holds a gated
+   * projection's outputs. */
+  template <int N>
+  __device__ __forceinline__ void finish(float (&d)[2][N / 2], const moelora_gemm_launch &g,
+                                         int block, int first) const {
+    const int lane = threadIdx.x & 31;
+    const float here =
+        MODE == EpilogueMode::GENERAL ? routed_weight<E>(g, block, first + lane) : 1.f;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (first + 8 * i >= N)
+        break;
+#pragma unroll
+      for (int q = 0; q < 4; q++) {
+        const int at = (first / 8 + i) * 4 + q;
+        float v[2] = {d[0][at], d[1][at]};
+        if (MODE == EpilogueMode::SILU)
+          v[0] = Activation::silu(v[0], v[1]);
+        else if (MODE == EpilogueMode::GATED || (MODE == EpilogueMode::GENERAL && g.gated))
+          v[0] = activation(v[0], v[1]);
+        if (MODE == EpilogueMode::GENERAL && g.weighted) {
+          const float weight = __shfl_sync(0xffffffffu, here, i * 8 + (lane & 3) * 2 + q % 2);
+          v[0] *= weight, v[1] *= weight;
+        }
+        d[0][at] = v[0], d[1][at] = v[1];
+      }
+    }
+  }
+};
+
+/* One m64 tile's results for up to 32 tokens from `from` on in float32: eight lanes hold eight
+ * neighbouring outputs of a token, a whole sector. Lane t holds the flat row of token from + t,
+ * which counts only where results do not lie by position. */
+template <class E, int N>
+__device__ __forceinline__ void store_f32(const float (&d)[N / 2], const moelora_gemm_launch &g,
+                                          int first, int from, int block, int count, int32_t rows) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    if (from + 8 * i >= N)
+      break;
+#pragma unroll
+    for (int q = 0; q < 4; q++) {
+      const int output = first + warp * 16 + lane / 4 + 8 * (q / 2);
+      const int t = i * 8 + (lane & 3) * 2 + q % 2;
+      const int row = __shfl_sync(0xffffffffu, rows, t);
+      if (from + t < count && output < g.n_out)
+        ((float *)g.out)[output_offset(g, block * E::TOKENS + from + t, row) + output] =
+            d[(from / 8 + i) * 4 + q];
+    }
+  }
+}
+
+#endif

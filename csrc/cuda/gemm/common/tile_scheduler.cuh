@@ -1,0 +1,66 @@
+/* Which tile comes when: CTAs that run together share what they read in L2. */
+#ifndef MOELORA_CUDA_TILE_SCHEDULER_CUH
+#define MOELORA_CUDA_TILE_SCHEDULER_CUH
+
+#include "cuda/gemm/common/tile.cuh"
+
+/* Columns of tiles that cover the outputs. */
+template <class E> __host__ __device__ inline int tile_columns(const moelora_gemm_launch &g) {
+  const int outputs = g.gated ? E::ROWS / 2 : E::ROWS;
+  return (g.n_out + outputs - 1) / outputs;
+}
+
+/* The tile scheduler's tile `index`, over clusters of CLUSTER blocks; `block` is the cluster's
+ * first. */
+template <class E, int CLUSTER = 1>
+__device__ __forceinline__ Tile tile_at(const moelora_gemm_launch &g, int index, int columns,
+                                        int clusters) {
+  // Eight blocks by all columns: CTAs that run together share weights (blocks of one expert) and
+  // token rows (columns of one block) in L2.
+  constexpr int GROUP = 8 / CLUSTER;
+  const int first = index / (GROUP * columns) * GROUP;
+  const int height = min(GROUP, clusters - first);
+  const int rest = index % (GROUP * columns);
+  const bool full = height == GROUP; // the usual case, without division
+  Tile t;
+  t.column = full ? rest / GROUP : rest / height;
+  t.block = (first + (full ? rest % GROUP : rest % height)) * CLUSTER;
+  t.expert = g.blocks.expert_ids[t.block];
+  return t;
+}
+
+/* Blocks of the expert of block `from` that follow each other from there on, forwards (STEP 1) or
+ * backwards (STEP -1), counting itself. A warp. */
+template <int STEP>
+__device__ __forceinline__ int blocks_alike(const moelora_gemm_launch &g, int from, int blocks) {
+  const int lane = threadIdx.x & 31;
+  const int32_t expert = g.blocks.expert_ids[from];
+  for (int n = 0;; n += 32) {
+    const int at = from + STEP * (n + lane);
+    const bool alike = at >= 0 && at < blocks && g.blocks.expert_ids[at] == expert;
+    const uint32_t others = ~__ballot_sync(0xffffffffu, alike);
+    if (others)
+      return n + __ffs(others) - 1;
+  }
+}
+
+/* The tile scheduler's tile `index`, over all columns of a few blocks of one expert, then of the
+ * next ones: CTAs that run together share weights (blocks) and token rows (columns) in L2. It takes
+ * a warp, and time that only large tiles have. */
+template <class E>
+__device__ __forceinline__ Tile tile_of_expert(const moelora_gemm_launch &g, int index, int columns,
+                                               int blocks) {
+  // Each column reads the tokens of these blocks again: a quarter of the L2 keeps them while
+  // weights stream by. Weights are read once for each such group of blocks.
+  const int most = max(1, g.near_elements / (E::TOKENS * g.k));
+  const int block = index / columns; // one of the tile's group, for all have as many columns
+  const int before = blocks_alike<-1>(g, block, blocks) - 1;
+  const int count = before + blocks_alike<1>(g, block, blocks);
+  const int groups = (count + most - 1) / most;
+  const int share = (count + groups - 1) / groups; // blocks of each group but the last
+  const int skipped = before / share * share, first = block - before + skipped;
+  const int height = min(share, count - skipped), rest = index - first * columns;
+  return {first + rest % height, rest / height, g.blocks.expert_ids[block]};
+}
+
+#endif
