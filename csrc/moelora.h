@@ -21,7 +21,10 @@
  * is a base row. A base row gets the same bits whatever the other rows carry.
  *
  * Routing, adapters and lists may be written to while a call reads them: each element then counts,
- * for all of the call, as it was before or after the write.
+ * for all of the call, as it was before or after the write. On CUDA that holds for ids, maps,
+ * switches, ranks, scalings and lora_ids; routing weights and the rows of lists are read by every
+ * kernel that needs them, so a write meanwhile mixes old and new in the rows concerned, and in no
+ * others. Nothing that is written is ever an address.
  */
 #ifndef MOELORA_H
 #define MOELORA_H

@@ -1,5 +1,6 @@
 """Operators in many Python threads while others load, replace, disable and evict adapters."""
 
+import os
 import random
 import subprocess
 import sys
@@ -254,6 +255,11 @@ def test_tables_may_be_written_while_calls_run(tokens):
     code = f"import test_threads; test_threads.write_while_calls_run({tokens}, 3)"
     where = Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=where, capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", code],
+        cwd=where,
+        env=os.environ | {"PYTHONPATH": str(where.parent)},
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, f"status {done.returncode}: {done.stderr}"
