@@ -40,9 +40,9 @@ moelora_status moelora_cpu_align_lists(const moelora_align_lists_problem *proble
   for (int32_t i = 0; i < routes->max_loras; i++)
     layout.used[i] = -1;
   for (int32_t i = 0; i < lists->num_active; i++) {
-    const int32_t adapter = moelora_read_i32(&lists->lora_ids[i]);
-    if (adapter < 0 || adapter >= routes->max_loras ||
-        !moelora_is_enabled(&sorted->tables, adapter))
+    const int32_t adapter =
+        moelora_active_adapter(routes, &sorted->tables, moelora_read_i32(&lists->lora_ids[i]));
+    if (adapter < 0)
       continue;
     start_list(problem, adapter);
     layout.used[adapter] = 0;

@@ -56,9 +56,9 @@ static void rows_of_lists(const moelora_routes *routes, const moelora_list_block
   memset(rows->active, 0, (size_t)routes->num_rows);
   rows->sorted.num_rows = 0;
   for (int32_t i = 0; i < lists->num_active; i++) {
-    const int32_t adapter = moelora_read_i32(&lists->lora_ids[i]);
-    if (adapter < 0 || adapter >= routes->max_loras ||
-        !moelora_is_enabled(&rows->sorted.tables, adapter))
+    const int32_t adapter =
+        moelora_active_adapter(routes, &rows->sorted.tables, moelora_read_i32(&lists->lora_ids[i]));
+    if (adapter < 0)
       continue;
     const int64_t used =
         moelora_min(moelora_read_i32(&lists->num_tokens_post_padded[adapter]), lists->rows);

@@ -49,12 +49,8 @@ static void read_slots(const moelora_routes *routes, moelora_tables *tables) {
 
 static void read_adapters(const moelora_routes *routes, moelora_tables *tables) {
   const moelora_ids *ids = &routes->token_lora_mapping;
-  for (int64_t m = 0; tables->adapter && m < routes->num_tokens; m++) {
-    const int64_t adapter = read_id(ids, m * ids->stride[0]);
-    const bool exists = adapter >= 0 && adapter < routes->max_loras;
-    tables->adapter[m] =
-        exists && moelora_is_enabled(tables, (int32_t)adapter) ? (int32_t)adapter : -1;
-  }
+  for (int64_t m = 0; tables->adapter && m < routes->num_tokens; m++)
+    tables->adapter[m] = moelora_active_adapter(routes, tables, read_id(ids, m * ids->stride[0]));
 }
 
 static void read_experts(const moelora_routes *routes, moelora_tables *tables) {

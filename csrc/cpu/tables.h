@@ -29,8 +29,11 @@ static inline int32_t moelora_read_i32(const int32_t *from) {
   return __atomic_load_n(from, __ATOMIC_RELAXED);
 }
 
-static inline bool moelora_is_enabled(const moelora_tables *tables, int32_t adapter) {
-  return !tables->rank || tables->rank[adapter] >= 0;
+/* The slot that an id of an adapter names, -1 where there is none or it is turned off. */
+static inline int32_t moelora_active_adapter(const moelora_routes *routes,
+                                             const moelora_tables *tables, int64_t id) {
+  const bool exists = id >= 0 && id < routes->max_loras;
+  return exists && (!tables->rank || tables->rank[id] >= 0) ? (int32_t)id : -1;
 }
 
 /* Rows of A and columns of B that take part: the true rank, at most the stack's. */
