@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
+from moelora.trace import name_of
+
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 _written: dict[Any, tuple[int, ...]] = {}
 _library = torch.library.Library("moelora", "FRAGMENT")  # its kernels live as long as it does
@@ -95,7 +97,7 @@ def _refuse(op: Any, args: tuple, recorded: Callable[[Any], bool]) -> None:
             if recorded(item):
                 name = argument.name if index is None else f"{argument.name}[{index}]"
                 raise RuntimeError(
-                    f"{op._schema.name.split('::')[1]}: {name} requires a gradient, and there is "
+                    f"{name_of(op)}: {name} requires a gradient, and there is "
                     f"no backward: call it under torch.no_grad(), or pass {name}.detach()"
                 )
 
