@@ -61,6 +61,7 @@ typedef enum moelora_dtype {
   MOELORA_I32,
   MOELORA_I64,
   MOELORA_BOOL,
+  MOELORA_U8,
 } moelora_dtype;
 
 typedef enum moelora_device { MOELORA_CPU = 0, MOELORA_CUDA } moelora_device;
@@ -165,12 +166,75 @@ int64_t moelora_align_max_blocks(moelora_align_mode mode, int64_t num_rows, int3
 moelora_status moelora_prepare_align(const moelora_align_args *args, const moelora_exec *exec,
                                      moelora_call *call);
 
+/* ---- quantised weights ---- */
+
+/* How the numbers of a weight are stored. */
+typedef enum moelora_format {
+  MOELORA_NATIVE = 0, /* in the dtype of the activations */
+  /* e2m1, times a power of two for every 32 of depth of a row (OCP Microscaling Formats 1.0) */
+  MOELORA_MXFP4,
+  /* (q - 8) scale, and (q - zero) scale, for 0 <= q < 16; a scale and a zero belong to a group of
+   * 32 of depth (G32), else to 64 or more of a row */
+  MOELORA_INT4,
+  MOELORA_INT4_G32,
+  MOELORA_INT4_ZP,
+  MOELORA_INT4_ZP_G32,
+} moelora_format;
+
+/* Which rows of tiles hold which rows of a weight. */
+typedef enum moelora_row_order {
+  MOELORA_ROWS_PLAIN = 0,
+  MOELORA_ROWS_GATE_UP,     /* gate rows come first; they and the up rows fill tiles of their own */
+  MOELORA_ROWS_INTERLEAVED, /* gate and up rows alternate; tiles are those of GATE_UP */
+} moelora_row_order;
+
+/* Quantised weights lie in tiles of 64 rows by 64 of depth, [E, tiles of rows, tiles of depth,
+ * bytes of a tile] uint8, in the order of operand A of mma.m16n8k16 and of wgmma:
+ *
+ *   values [4 warps][32 lanes][4 slabs of k16] uint32
+ *   scales [4 warps][8][2 rows][G]              uint8 (MXFP4) or 16 bits (INT4)
+ *   zeros  [4 warps][8][2 rows][G]              uint8 (ZP)
+ *
+ * Lane t of warp w has rows r = 16 w + t / 4 and r + 8. Of its word for slab s, nibbles i and i + 4
+ * are register a_i of that instruction: columns c and c + 1 = 16 s + 2 (t % 4) of r (i = 0) and of
+ * r + 8 (i = 1), columns c + 8 and c + 9 of r (i = 2) and of r + 8 (i = 3). Scales of r and r + 8
+ * are at [w][r % 8]; G is 2 for groups of 32, else 1. What a scale means depends on the dtype of
+ * the activations: for bf16 an MXFP4 scale 2^(s - 127) is the byte s + 126, for fp16 s - 98, 0 if s
+ * is less; an INT4 scale is rounded to it. Rows and depth behind the last are zeros. */
+typedef struct moelora_layout {
+  moelora_format format;
+  moelora_row_order order;
+  int64_t rows; /* N; K is that of the activations */
+} moelora_layout;
+
+/* Bytes of a tile; 0 for MOELORA_NATIVE. */
+int32_t moelora_tile_bytes(moelora_format format);
+
+/* Quantised numbers as checkpoints have them: values [E, N, K/2] uint8, the even column in the low
+ * nibble; scales [E, N, K/group], uint8 e8m0 (MXFP4) or float32, bf16 or fp16 (INT4); zeros,
+ * of the ZP formats, [E, N, K/group] uint8. A group is 32 (MXFP4 and G32), a multiple of 64, or K.
+ */
+typedef struct moelora_quantized {
+  moelora_tensor values, scales, zeros;
+} moelora_quantized;
+
+/* Brings them into tiles [E, tiles of rows, tiles of depth, bytes of a tile] uint8, for activations
+ * of `dtype`, bf16 or fp16. MXFP4 scales above 2, NaN among them, must not be there: nobody looks
+ * for them here. */
+moelora_status moelora_pack_quantized(const moelora_quantized *w, const moelora_layout *layout,
+                                      moelora_dtype dtype, const moelora_tensor *tiles,
+                                      const moelora_exec *exec);
+/* Tiles to out [E, N, K] of the dtype they were packed for: each number rounded once. */
+moelora_status moelora_unpack_quantized(const moelora_tensor *tiles, const moelora_layout *layout,
+                                        const moelora_tensor *out, const moelora_exec *exec);
+
 /* ---- one projection: base product + LoRA in one pass ---- */
 
 typedef struct moelora_gemm_args {
-  moelora_tensor x;    /* [M, K] or [P, K] */
-  moelora_tensor w;    /* [E, N, K], or packed [E, N/64, K/64, 64, 64] */
-  moelora_tensor bias; /* [E, N]; may be absent */
+  moelora_tensor x;        /* [M, K] or [P, K] */
+  moelora_tensor w;        /* [E, N, K], packed [E, N/64, K/64, 64, 64], or as w_layout says */
+  moelora_layout w_layout; /* of PLAIN order */
+  moelora_tensor bias;     /* [E, N]; may be absent */
   moelora_routing routing;
   moelora_adapters adapters;
   moelora_lora lora;
@@ -193,10 +257,13 @@ typedef enum moelora_activation {
 
 typedef struct moelora_experts_args {
   moelora_tensor hidden_states; /* [M, K] */
-  moelora_tensor w13;           /* [E, 2I, K] ([E, I, K] if not gated), or packed */
-  moelora_tensor w2;            /* [E, K, I], or packed */
-  moelora_tensor w13_bias;      /* [E, 2I]; may be absent */
-  moelora_tensor w2_bias;       /* [E, K]; may be absent */
+  moelora_tensor w13;           /* [E, 2I, K] ([E, I, K] if not gated), packed, or quantised */
+  moelora_tensor w2;            /* [E, K, I], packed, or quantised */
+  /* All zeros, or of w13 in the order that the activation wants and of w2 in PLAIN order. Tiles of
+   * a gated w13 in PLAIN order serve where I is a multiple of 64 and gate rows come first. */
+  moelora_layout w13_layout, w2_layout;
+  moelora_tensor w13_bias; /* [E, 2I]; may be absent */
+  moelora_tensor w2_bias;  /* [E, K]; may be absent */
   moelora_routing routing;
   moelora_adapters adapters;
   moelora_lora w13_lora; /* 1 slice of 2I columns, or 2 of I columns each */

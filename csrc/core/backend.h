@@ -41,7 +41,9 @@ typedef struct moelora_routes {
 
 /* Expert weights, row-major or packed. Element (e, n, k) is at
  *   e*stride_e + (n/64)*stride_nt + (n%64)*stride_n + (k/64)*stride_kt + k%64,
- * so row-major weights have stride_nt = 64*stride_n and stride_kt = 64. */
+ * so row-major weights have stride_nt = 64*stride_n and stride_kt = 64. Of a format other than
+ * MOELORA_NATIVE, tile (e, i, j) is at e*stride_e + i*stride_nt + j*stride_kt bytes, its rows are
+ * those of moelora_layout, and `half_tiles` tiles of rows come before those of up rows. */
 typedef struct moelora_weights {
   const void *data; /* [E, n, k] */
   int64_t n, k;
@@ -49,6 +51,9 @@ typedef struct moelora_weights {
   const void *bias; /* [E, n], rows contiguous; NULL: none */
   int64_t bias_stride_e;
   bool packed;
+  moelora_format format;
+  moelora_row_order order;
+  int64_t half_tiles; /* of PLAIN order: 0 */
 } moelora_weights;
 
 /* One LoRA factor: element (l, e, i, j) at l*stride_l + e*stride_e + i*stride_i + j. A shared
