@@ -169,6 +169,12 @@ __device__ __forceinline__ void store_shared_8(uint32_t at, uint2 v) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(at), "r"(v.x), "r"(v.y) : "memory");
 }
 
+__device__ __forceinline__ uint32_t load_shared_2(uint32_t at) {
+  uint16_t v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ uint2 load_shared_8(uint32_t at) {
   uint2 v;
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
