@@ -223,7 +223,8 @@ typedef struct moelora_variant {
   const char *name; /* e.g. "gemm_bf16_avx512bf16", "gemm_bf16_64x128x64_sm80" */
   moelora_device device;
   moelora_dtype dtype;
-  int32_t needs; /* CPU: one moelora_isa; CUDA: a moelora_family */
+  moelora_format format; /* CUDA: of weights; INT4 stands for all formats of INT4 */
+  int32_t needs;         /* CPU: one moelora_isa; CUDA: a moelora_family */
   int32_t id;
   int32_t block_m, block_n, block_k; /* rows (tokens), output columns, depth of one tile */
   int32_t stages;

@@ -10,7 +10,7 @@ enum {
 #undef MOELORA_CPU_GEMM
 };
 enum {
-#define MOELORA_CUDA_GEMM(NAME, DTYPE, FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER)         \
+#define MOELORA_CUDA_GEMM(NAME, DTYPE, FORMAT, FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER) \
   CUDA_##NAME,
 #define MOELORA_CUDA_DECODE(NAME, DTYPE, FAMILY) CUDA_##NAME,
 #include "cuda/variants.inc"
@@ -22,22 +22,33 @@ enum {
 static const moelora_variant variants[] = {
 #define MOELORA_CPU_GEMM(NAME, DTYPE, ISA, BLOCK_M, BLOCK_N, BLOCK_K)                              \
   {                                                                                                \
-      #NAME,                                                                                       \
-      MOELORA_CPU,                                                                                 \
-      MOELORA_##DTYPE,                                                                             \
-      MOELORA_ISA_##ISA,                                                                           \
-      CPU_##NAME,                                                                                  \
-      BLOCK_M,                                                                                     \
-      BLOCK_N,                                                                                     \
-      BLOCK_K,                                                                                     \
-      1,                                                                                           \
-      1,                                                                                           \
-      false},
+      .name = #NAME,                                                                               \
+      .device = MOELORA_CPU,                                                                       \
+      .dtype = MOELORA_##DTYPE,                                                                    \
+      .needs = MOELORA_ISA_##ISA,                                                                  \
+      .id = CPU_##NAME,                                                                            \
+      .block_m = BLOCK_M,                                                                          \
+      .block_n = BLOCK_N,                                                                          \
+      .block_k = BLOCK_K,                                                                          \
+      .stages = 1,                                                                                 \
+      .cluster = 1,                                                                                \
+  },
 #include "cpu/variants.inc"
 #undef MOELORA_CPU_GEMM
-#define MOELORA_CUDA_GEMM(NAME, DTYPE, FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER)         \
-  {#NAME,   MOELORA_CUDA, MOELORA_##DTYPE, MOELORA_##FAMILY, CUDA_##NAME, BLOCK_M,                 \
-   BLOCK_N, BLOCK_K,      STAGES,          CLUSTER,          false},
+#define MOELORA_CUDA_GEMM(NAME, DTYPE, FORMAT, FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER) \
+  {                                                                                                \
+      .name = #NAME,                                                                               \
+      .device = MOELORA_CUDA,                                                                      \
+      .dtype = MOELORA_##DTYPE,                                                                    \
+      .format = MOELORA_##FORMAT,                                                                  \
+      .needs = MOELORA_##FAMILY,                                                                   \
+      .id = CUDA_##NAME,                                                                           \
+      .block_m = BLOCK_M,                                                                          \
+      .block_n = BLOCK_N,                                                                          \
+      .block_k = BLOCK_K,                                                                          \
+      .stages = STAGES,                                                                            \
+      .cluster = CLUSTER,                                                                          \
+  },
 /* An item is 16 weight rows by 8 tokens; a warp has 256 of its depth in flight. */
 #define MOELORA_CUDA_DECODE(NAME, DTYPE, FAMILY)                                                   \
   {                                                                                                \

@@ -12,7 +12,10 @@ HEAD = """\
  * Wgmma<N>::mma(d, a, b): d[64, N] += A[64, 16] B[N, 16]^T for one warpgroup. A and B lie in shared
  * memory, depth contiguous, and are named by matrix descriptors; d is float32 in registers: thread
  * t of warp w holds rows 16w + t/4 and 16w + t/4 + 8 and, for every 8 columns i, columns
- * 8i + 2(t%4) and the next: d[4i], d[4i+1] of the first row, d[4i+2], d[4i+3] of the second. */
+ * 8i + 2(t%4) and the next: d[4i], d[4i+1] of the first row, d[4i+2], d[4i+3] of the second.
+ *
+ * mma_registers: A is in registers, as mma.m16n8k16 has it: of the thread's two rows, columns
+ * 2(t%4) and the next are a[0] and a[1], those 8 further on a[2] and a[3]. */
 #ifndef MOELORA_CUDA_PTX_WGMMA_CUH
 #define MOELORA_CUDA_PTX_WGMMA_CUH
 
@@ -32,6 +35,15 @@ template <> struct Wgmma<{n}> {{
     if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
 #undef MOELORA_WGMMA
   }}
+  template <bool IS_BF16>
+  static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4], uint64_t b) {{
+#define MOELORA_WGMMA(TYPE) \\
+  asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32." TYPE "." TYPE \\
+               " {{{regs}}}, {{{a_regs}}}, %{b4}, 1, 1, 1, 0;" \\
+               : {outs} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+    if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
+#undef MOELORA_WGMMA
+  }}
 }};
 """
 
@@ -47,6 +59,8 @@ if __name__ == "__main__":
                 outs=", ".join(f'"+f"(d[{i}])' for i in range(count)),
                 a=count,
                 b=count + 1,
+                a_regs=", ".join(f"%{count + i}" for i in range(4)),
+                b4=count + 4,
             )
             + "// clang-format on",
         )

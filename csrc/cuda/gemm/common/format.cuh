@@ -3,8 +3,8 @@
  *
  * A nibble becomes a number by its bits alone. e2m1 has sign, exponent and mantissa where those of
  * a 16-bit float are, so that it is a subnormal or a tiny number of the float's: too small by 2^126
- * (bf16) or 2^14 (fp16), which the stored scales make up for. A nibble of INT4 at the low end of the
- * mantissa of 128 (bf16) or 1024 (fp16) is that number more, which goes with the zero point. */
+ * (bf16) or 2^14 (fp16), which the stored scales make up for. A nibble of INT4 at the low end of
+ * the mantissa of 128 (bf16) or 1024 (fp16) is that number more, which goes with the zero point. */
 #ifndef MOELORA_CUDA_FORMAT_CUH
 #define MOELORA_CUDA_FORMAT_CUH
 

@@ -13,11 +13,15 @@
  * at c ^ (r & 7):
  *
  *   W  [TILES][64]   weight rows, or rows of a LoRA factor B
- *   X  [TOKENS]      token rows, or rows of the shrink result xa */
+ *   X  [TOKENS]      token rows, or rows of the shrink result xa
+ *
+ * Of quantised weights W is TILES tiles as moelora.h has them, one after the other, with less room:
+ * rows of B then come a k16 slab at a time. */
 #ifndef MOELORA_CUDA_TILE_CUH
 #define MOELORA_CUDA_TILE_CUH
 
 #include "cuda/adapters/factors.cuh"
+#include "cuda/gemm/common/format.cuh"
 #include "cuda/launch/launch.h"
 #include "cuda/ptx/mma.cuh"
 
@@ -25,12 +29,19 @@ constexpr int kDepth = 64;
 constexpr int kRowBytes = 128;
 constexpr int kM64Bytes = 64 * kRowBytes;
 
+/* Bytes of the weight half of a stage: X behind it keeps the alignment that its swizzle needs. */
+static __host__ __device__ constexpr int weight_bytes(moelora_format format, int tiles) {
+  return format == MOELORA_NATIVE ? tiles * kM64Bytes
+                                  : (tiles * most_tile_bytes(format) + 1023) / 1024 * 1024;
+}
+
 /* Extents of a CTA's tile. */
-template <int TOKENS_, int TILES_> struct Extent {
+template <int TOKENS_, int TILES_, moelora_format FORMAT_ = MOELORA_NATIVE> struct Extent {
   static constexpr int TOKENS = TOKENS_, TILES = TILES_;
+  static constexpr moelora_format FORMAT = FORMAT_;
   static constexpr int ROWS = 64 * TILES;
   static constexpr int LANES = (TOKENS + 31) / 32; // tokens that one lane of a warp looks after
-  static constexpr int W_BYTES = TILES * kM64Bytes, X_BYTES = TOKENS * kRowBytes;
+  static constexpr int W_BYTES = weight_bytes(FORMAT, TILES), X_BYTES = TOKENS * kRowBytes;
   static constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
 };
 
@@ -51,6 +62,16 @@ __device__ __forceinline__ int64_t weight_row(const moelora_gemm_launch &g, int 
   const int half = m64 & 1;
   return g.weights.interleaved ? 2 * (int64_t)output + half
                                : (int64_t)half * g.weights.n_out + output;
+}
+
+/* Quantised weights: where the tile of an m64 tile begins, at depth 0. Behind the last output any
+ * tile will do. */
+__device__ __forceinline__ const char *quantized_tile(const moelora_gemm_launch &g, int expert,
+                                                      int m64, int output) {
+  const moelora_weights &w = g.weights.w;
+  const int row = min(output, g.weights.n_out - 1) / 64;
+  const int64_t at = g.weights.gated && (m64 & 1) ? row + w.half_tiles : row;
+  return (const char *)w.data + expert * w.stride_e + at * w.stride_nt;
 }
 
 /* Flat row of a block's token t; num_rows in padding. */

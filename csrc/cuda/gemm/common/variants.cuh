@@ -1,6 +1,7 @@
-/* From a variant's id to the kernel of one architecture: launch_variant<Launch>
- * calls Launch<FAMILY, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER>::run(g, exec), which refuses rows of
- * another architecture. */
+/* From a variant's id to the kernel of one family and one weight format:
+ * launch_variant<FAMILY, FORMAT, Launch> calls
+ * Launch<MINE, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER>::run(g, exec), where MINE is false for rows of
+ * another family or format. */
 #ifndef MOELORA_CUDA_VARIANTS_CUH
 #define MOELORA_CUDA_VARIANTS_CUH
 
@@ -13,18 +14,21 @@ using BF16 = __nv_bfloat16;
 using F16 = __half;
 
 enum {
-#define MOELORA_CUDA_GEMM(NAME, DTYPE, FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER) NAME,
+#define MOELORA_CUDA_GEMM(NAME, ...) NAME,
 #include "cuda/variants.inc"
 #undef MOELORA_CUDA_GEMM
 };
 
-template <template <moelora_family, class, int, int, int, int> class Launch>
+template <moelora_family FAMILY, moelora_format FORMAT,
+          template <bool, class, int, int, int, int> class Launch>
 moelora_status launch_variant(const moelora_gemm_launch *g, const moelora_variant *variant,
                               const moelora_exec *exec) {
   switch (variant->id) {
-#define MOELORA_CUDA_GEMM(NAME, DTYPE, FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER)         \
+#define MOELORA_CUDA_GEMM(NAME, DTYPE, ROW_FORMAT, ROW_FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,  \
+                          CLUSTER)                                                                 \
   case NAME:                                                                                       \
-    return Launch<MOELORA_##FAMILY, DTYPE, BLOCK_M, BLOCK_N, STAGES, CLUSTER>::run(g, exec);
+    return Launch < FAMILY == MOELORA_##ROW_FAMILY && FORMAT == MOELORA_##ROW_FORMAT, DTYPE,       \
+           BLOCK_M, BLOCK_N, STAGES, CLUSTER > ::run(g, exec);
 #include "cuda/variants.inc"
 #undef MOELORA_CUDA_GEMM
   }

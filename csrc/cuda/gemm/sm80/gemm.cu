@@ -340,15 +340,14 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
   }
 }
 
-template <moelora_family FAMILY, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
-struct LaunchSm80 {
+template <bool MINE, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER> struct LaunchSm80 {
   static moelora_status run(const moelora_gemm_launch *, const moelora_exec *) {
-    return moelora_fail(MOELORA_UNSUPPORTED, "not an sm_80 kernel");
+    return moelora_fail(MOELORA_UNSUPPORTED, "not an sm_80 kernel of this weight format");
   }
 };
 
 template <class T, int BLOCK_M, int BLOCK_N, int STAGES>
-struct LaunchSm80<MOELORA_SM80, T, BLOCK_M, BLOCK_N, STAGES, 1> {
+struct LaunchSm80<true, T, BLOCK_M, BLOCK_N, STAGES, 1> {
   using E = Extent<BLOCK_M, BLOCK_N / 64>;
 
   template <bool VECTORS>
@@ -378,5 +377,5 @@ struct LaunchSm80<MOELORA_SM80, T, BLOCK_M, BLOCK_N, STAGES, 1> {
 
 moelora_status moelora_cuda_gemm_sm80(const moelora_gemm_launch *g, const moelora_variant *variant,
                                       const moelora_exec *exec) {
-  return launch_variant<LaunchSm80>(g, variant, exec);
+  return launch_variant<MOELORA_SM80, MOELORA_NATIVE, LaunchSm80>(g, variant, exec);
 }

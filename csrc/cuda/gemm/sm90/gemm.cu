@@ -428,16 +428,15 @@ moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, FactorMap
   return status;
 }
 
-template <moelora_family FAMILY, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
-struct LaunchSm90 {
+template <bool MINE, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER> struct LaunchSm90 {
   static moelora_status run(const moelora_gemm_launch *, const moelora_exec *) {
-    return moelora_fail(MOELORA_UNSUPPORTED, "not an sm_90 kernel");
+    return moelora_fail(MOELORA_UNSUPPORTED, "not an sm_90 kernel of this weight format");
   }
 };
 
 template <class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
-struct LaunchSm90<MOELORA_SM90, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
-  using S = GemmShape<BLOCK_M, BLOCK_N / 128, STAGES, CLUSTER>;
+struct LaunchSm90<true, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
+  using S = GemmShape<BLOCK_M, BLOCK_N / 128, STAGES, CLUSTER, MOELORA_NATIVE>;
   static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
     constexpr bool BF16 = Element<T>::is_bf16;
     GemmMaps maps = {};
@@ -483,5 +482,5 @@ struct LaunchSm90<MOELORA_SM90, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
 
 moelora_status moelora_cuda_gemm_sm90(const moelora_gemm_launch *g, const moelora_variant *variant,
                                       const moelora_exec *exec) {
-  return launch_variant<LaunchSm90>(g, variant, exec);
+  return launch_variant<MOELORA_SM90, MOELORA_NATIVE, LaunchSm90>(g, variant, exec);
 }

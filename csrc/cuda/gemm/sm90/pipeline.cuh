@@ -2,7 +2,7 @@
  * two consumer warpgroups empty, and the stage headers, by which the producer tells the consumers
  * about them.
  *
- *   STAGES x { W [TILES][64] rows, X [TOKENS] rows }      rows of 128 bytes, see tile.cuh
+ *   STAGES x { W [TILES] m64 tiles, X [TOKENS] rows }      see tile.cuh
  *   CONSUMERS x { OWN_BUFFERS epilogue tiles }             results on their way out
  *   STAGES x { header }                                    32 bytes
  *   STAGES x { full }, STAGES x { empty }                  mbarriers
@@ -34,9 +34,9 @@ constexpr int kArrivals = 1;
 
 /* Tiles of one consumer are for streaming weights: two CTAs share an SM, and one fills its pipeline
  * while the other finishes a tile. */
-template <int TOKENS_, int CONSUMERS_, int STAGES_, int CLUSTER_>
-struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_> {
-  using E = Extent<TOKENS_, 2 * CONSUMERS_>;
+template <int TOKENS_, int CONSUMERS_, int STAGES_, int CLUSTER_, moelora_format FORMAT_>
+struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
+  using E = Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_>;
   static constexpr int CONSUMERS = CONSUMERS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
   static constexpr int THREADS = kProducers + 128 * CONSUMERS;
   static constexpr int RESIDENT = CONSUMERS == 1 ? 2 : 1; // CTAs per SM
