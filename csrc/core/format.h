@@ -4,7 +4,10 @@
 
 #include "moelora.h"
 
-#ifdef __cplusplus
+#ifdef __CUDACC__
+#define MOELORA_CONSTEXPR __host__ __device__ constexpr
+extern "C" {
+#elif defined(__cplusplus)
 #define MOELORA_CONSTEXPR constexpr
 extern "C" {
 #else

@@ -28,17 +28,18 @@ template <int BY> __device__ __forceinline__ uint32_t shifted(uint32_t value) {
 
 /* The formats that have kernels of their own: all of INT4 share one, which asks how scales and zero
  * points lie when it loads a tile. */
-static __host__ __device__ constexpr moelora_format kernel_format(moelora_format format) {
+static MOELORA_CONSTEXPR moelora_format kernel_format(moelora_format format) {
   return moelora_is_int4(format) ? MOELORA_INT4 : format;
 }
 
 /* The most bytes of a tile that a kernel may meet. */
-static __host__ __device__ constexpr int most_tile_bytes(moelora_format format) {
+static MOELORA_CONSTEXPR int most_tile_bytes(moelora_format format) {
   return moelora_tile_size(format == MOELORA_INT4 ? MOELORA_INT4_ZP_G32 : format);
 }
 
 /* What a lane has of a tile: rows r = 16 warp + lane / 4 and r + 8 of its warp's. */
 template <moelora_format FORMAT, class T> struct TileFragment {
+  static constexpr bool IS_BF16 = Element<T>::is_bf16;
   static constexpr uint32_t NEGATIVE_ZEROS = 0x80008000u;
   static constexpr uint32_t ONES = Element<T>::is_bf16 ? 0x3f803f80u : 0x3c003c00u;
 

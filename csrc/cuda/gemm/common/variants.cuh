@@ -1,7 +1,7 @@
 /* From a variant's id to the kernel of one family and one weight format:
  * launch_variant<FAMILY, FORMAT, Launch> calls
- * Launch<MINE, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER>::run(g, exec), where MINE is false for rows of
- * another family or format. */
+ * Launch<MINE, FORMAT, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER>::run(g, exec), where MINE is false for
+ * rows of another family or format. */
 #ifndef MOELORA_CUDA_VARIANTS_CUH
 #define MOELORA_CUDA_VARIANTS_CUH
 
@@ -20,15 +20,15 @@ enum {
 };
 
 template <moelora_family FAMILY, moelora_format FORMAT,
-          template <bool, class, int, int, int, int> class Launch>
+          template <bool, moelora_format, class, int, int, int, int> class Launch>
 moelora_status launch_variant(const moelora_gemm_launch *g, const moelora_variant *variant,
                               const moelora_exec *exec) {
   switch (variant->id) {
 #define MOELORA_CUDA_GEMM(NAME, DTYPE, ROW_FORMAT, ROW_FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,  \
                           CLUSTER)                                                                 \
   case NAME:                                                                                       \
-    return Launch < FAMILY == MOELORA_##ROW_FAMILY && FORMAT == MOELORA_##ROW_FORMAT, DTYPE,       \
-           BLOCK_M, BLOCK_N, STAGES, CLUSTER > ::run(g, exec);
+    return Launch < FAMILY == MOELORA_##ROW_FAMILY && FORMAT == MOELORA_##ROW_FORMAT, FORMAT,      \
+           DTYPE, BLOCK_M, BLOCK_N, STAGES, CLUSTER > ::run(g, exec);
 #include "cuda/variants.inc"
 #undef MOELORA_CUDA_GEMM
   }

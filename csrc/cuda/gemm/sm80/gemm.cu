@@ -340,14 +340,16 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
   }
 }
 
-template <bool MINE, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER> struct LaunchSm80 {
+template <bool MINE, moelora_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES,
+          int CLUSTER>
+struct LaunchSm80 {
   static moelora_status run(const moelora_gemm_launch *, const moelora_exec *) {
     return moelora_fail(MOELORA_UNSUPPORTED, "not an sm_80 kernel of this weight format");
   }
 };
 
-template <class T, int BLOCK_M, int BLOCK_N, int STAGES>
-struct LaunchSm80<true, T, BLOCK_M, BLOCK_N, STAGES, 1> {
+template <moelora_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES>
+struct LaunchSm80<true, FORMAT, T, BLOCK_M, BLOCK_N, STAGES, 1> {
   using E = Extent<BLOCK_M, BLOCK_N / 64>;
 
   template <bool VECTORS>

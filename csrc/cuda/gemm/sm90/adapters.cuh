@@ -14,10 +14,12 @@
 
 constexpr int kSlabM64Bytes = 64 * 32;
 
-/* Slabs in a stage. In X, slab j lies in chunks 2j and 2j + 1; the two slices of one that covers
- * gate and up follow each other, in chunks 4j to 4j + 3. */
-__device__ __forceinline__ int slabs_per_stage(const moelora_gemm_launch &g) {
-  return has_gate_up_slices(g) ? 2 : 4;
+/* Slabs in a stage: what W holds, and X. There, slab j lies in chunks 2j and 2j + 1; the two slices
+ * of one that covers gate and up follow each other, in chunks 4j to 4j + 3. */
+template <class S> __device__ __forceinline__ int slabs_per_stage(const moelora_gemm_launch &g) {
+  constexpr int MOST = S::W_BYTES / (S::TILES * kSlabM64Bytes);
+  static_assert(MOST >= 1, "a slab fits the weight half of a stage");
+  return min(MOST, has_gate_up_slices(g) ? 2 : 4);
 }
 
 /* Tensor maps of a matrix that lies by position: boxes of many of its rows and of few. */
@@ -66,7 +68,7 @@ template <class S> struct PackedRanks {
     segments.of(own, g.adapters.lora.max_rank);
     __syncwarp(); // all lanes have read the last tile's list
     list.find(g, tile, segments);
-    const int slices = __popc(list.slices), per_stage = slabs_per_stage(g);
+    const int slices = __popc(list.slices), per_stage = slabs_per_stage<S>(g);
     most = max(most, list.slabs) * slices;
     list.slabs *= slices;
     return (most + per_stage - 1) / per_stage;
@@ -91,7 +93,7 @@ __device__ __forceinline__ AdaptersHeader adapters_header(const SegmentList<S> &
 template <class S>
 __device__ __forceinline__ int slabs_in(const moelora_gemm_launch &g, const SegmentList<S> &list,
                                         int stage) {
-  const int per_stage = slabs_per_stage(g);
+  const int per_stage = slabs_per_stage<S>(g);
   return max(0, min(per_stage, list.slabs - stage * per_stage));
 }
 

@@ -40,6 +40,14 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr int CONSUMERS = CONSUMERS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
   static constexpr int THREADS = kProducers + 128 * CONSUMERS;
   static constexpr int RESIDENT = CONSUMERS == 1 ? 2 : 1; // CTAs per SM
+  // 384 threads start with 168 registers each, 256 with 128; what the producers give is what
+  // consumers can take, who need more of them to make weights.
+  static constexpr bool NATIVE = FORMAT_ == MOELORA_NATIVE;
+  static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? (NATIVE ? 120 : 104)
+                                            : NATIVE       ? 88
+                                                           : 96;
+  static constexpr int CONSUMER_REGISTERS =
+      CONSUMERS == 2 ? (3 * 168 - PRODUCER_REGISTERS) / 2 : 2 * 128 - PRODUCER_REGISTERS;
   // Token rows that one copy brings, and those of another kind that bring the last ones.
   static constexpr int BOX = TOKENS_ < 64 ? TOKENS_ : 64, REST_BOX = TOKENS_ % 32 == 0 ? 32 : 16;
   // Widths of the token side of wgmma: from half of a full tile on, in steps.
@@ -163,6 +171,24 @@ template <class S> struct Pipeline {
       stage = 0, phase ^= 1;
   }
 };
+
+/* Until the copy engine has read what this consumer's warps stored, but for the last PENDING stores
+ * of each. */
+template <int PENDING = 0> __device__ __forceinline__ void wait_until_read(int consumer) {
+  if ((threadIdx.x & 31) == 0)
+    tma_store_wait_read<PENDING>();
+  warpgroup_sync(consumer + 1);
+}
+
+/* The stage that the last tile's epilogue buffers alias is free once they have been read. */
+template <class S>
+__device__ __forceinline__ void release_aliased_stage(Pipeline<S> &pipeline, int consumer) {
+  if (pipeline.aliased < 0)
+    return;
+  wait_until_read(consumer);
+  pipeline.release(pipeline.aliased);
+  pipeline.aliased = -1;
+}
 
 /* With the first stage of a tile: the tile, and the rows in use. Behind the last tile comes a stage
  * with block -1. */

@@ -10,9 +10,9 @@
 
 /* This CTA's share of a depth step's weights. */
 template <class S>
-__device__ __forceinline__ void load_weights(const CUtensorMap *map, const moelora_gemm_launch &g,
-                                             const Tile &tile, int step,
-                                             const Pipeline<S> &pipeline, uint64_t policy) {
+__device__ __forceinline__ void load_native(const CUtensorMap *map, const moelora_gemm_launch &g,
+                                            const Tile &tile, int step, const Pipeline<S> &pipeline,
+                                            uint64_t policy) {
   constexpr int SHARE = S::TILES / S::CLUSTER;
   const int rank = S::CLUSTER > 1 ? (int)cluster_rank() : 0;
   for (int i = 0; i < SHARE; i++) {
@@ -28,6 +28,35 @@ __device__ __forceinline__ void load_weights(const CUtensorMap *map, const moelo
     else
       tma_load_4d(to, map, c[0], c[1], c[2], c[3], pipeline.full(), policy);
   }
+}
+
+/* Quantised weights: an m64 tile's 64 of depth lie together. */
+template <class S>
+__device__ __forceinline__ void load_quantized(const moelora_gemm_launch &g, const Tile &tile,
+                                               int step, const Pipeline<S> &pipeline,
+                                               uint64_t policy) {
+  const uint32_t bytes = (uint32_t)g.weights.w.stride_kt;
+  for (int m64 = 0; m64 < S::TILES; m64++) {
+    const int output = first_output<S>(g, tile.column, m64);
+    bulk_load(pipeline.weights() + m64 * bytes,
+              quantized_tile(g, tile.expert, m64, output) + (int64_t)step * bytes, bytes,
+              pipeline.full(), policy);
+  }
+}
+
+/* Bytes of weights that a step brings to this CTA. */
+template <class S> __device__ __forceinline__ uint32_t step_bytes(const moelora_gemm_launch &g) {
+  return S::FORMAT == MOELORA_NATIVE ? S::W_BYTES : S::TILES * (uint32_t)g.weights.w.stride_kt;
+}
+
+template <class S>
+__device__ __forceinline__ void load_weights(const CUtensorMap *map, const moelora_gemm_launch &g,
+                                             const Tile &tile, int step,
+                                             const Pipeline<S> &pipeline, uint64_t policy) {
+  if constexpr (S::FORMAT == MOELORA_NATIVE)
+    load_native<S>(map, g, tile, step, pipeline, policy);
+  else
+    load_quantized<S>(g, tile, step, pipeline, policy);
 }
 
 /* The tile scheduler: the tiles of this CTA, one after the other. */
@@ -124,7 +153,7 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
       if (lane == 0) {
         if (step == 0)
           TileHeader{tile, count}.write(pipeline.header());
-        barrier_expect(pipeline.full(), S::W_BYTES + boxes.rows() * kRowBytes);
+        barrier_expect(pipeline.full(), step_bytes<S>(g) + boxes.rows() * kRowBytes);
         load_weights<S>(w_map, g, tile, step, pipeline, policy);
         boxes.load(x_maps, step * kDepth, tile.block * S::TOKENS, pipeline);
       }

@@ -1,0 +1,477 @@
+/* Grouped GEMM with LoRA inside, for Hopper: TMA, wgmma, warp specialisation.
+ *
+ *   out[p] = act( w[e] x[p] + B[l, e] xa[p] + bias[e] ) * weight
+ *
+ * One CTA per SM goes over the tiles that its tile scheduler finds (tile_scheduler.cuh). A producer
+ * warpgroup (gemm/sm90/produce.cuh) fills a pipeline of stages (gemm/sm90/pipeline.cuh); its one or
+ * two consumer warpgroups own a row group of two m64 tiles each and multiply with wgmma, whose
+ * accumulators lie in registers as mma.sync's do. The token side of wgmma is sized per tile, so
+ * that an expert with few tokens wastes few columns.
+ *
+ * Adapters are more depth: a stage of them holds, for up to 64 (segment, rank) columns, rows of B
+ * beside the shrink results of the tokens that carry the segment's adapter, and zeros for all
+ * others. What the others get added is exactly zero as long as B is finite. Where it is not, no
+ * token's sum stays finite in that row. So the consumers check two tokens of a tile. If neither is
+ * finite, the CTA goes over its tiles once more, in the non-finite fix-up pass: then the consumers
+ * check B before they multiply, and what is not finite in it makes the outputs that it belongs to
+ * NaN for the tokens that carry the adapter, and for no others (gemm/sm90/nonfinite.cuh). At ranks
+ * that an adapter does not have B may be anything: there they check at once. */
+#ifndef MOELORA_CUDA_SM90_GEMM_CUH
+#define MOELORA_CUDA_SM90_GEMM_CUH
+
+#include "cuda/launch/kernel_launch.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/gemm/sm90/produce.cuh"
+#include "cuda/gemm/sm90/nonfinite.cuh"
+#include "cuda/gemm/sm90/quantized.cuh"
+#include "cuda/gemm/sm90/tensor_map.h"
+#include "cuda/gemm/common/epilogue.cuh"
+#include "cuda/gemm/common/tile_scheduler.cuh"
+#include "cuda/gemm/common/variants.cuh"
+
+namespace {
+
+/* One m64 tile's results for up to 32 tokens from c on, rounded and transposed into an epilogue
+ * tile: a token's 64 outputs are a row of 128 bytes, swizzled. */
+template <class T, int N>
+__device__ __forceinline__ void write_epilogue_tile(const float (&d)[N / 2], int c,
+                                                    uint32_t buffer) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+#pragma unroll
+  for (int i = 0; i < kEpilogueTokens / 8; i += 2) {
+    const int j = c / 8 + i;
+    if (j >= N / 8)
+      break;
+    const int token = 8 * (i + (lane >> 4)) + (lane & 7);
+    const int chunk = warp * 2 + (lane >> 3 & 1);
+    const uint32_t at = buffer + token * kRowBytes + ((chunk ^ (token & 7)) << 4);
+    const float *v = &d[4 * j];
+    if (j + 1 < N / 8)
+      store_matrix_x4_trans(at, pack2<T>(v[0], v[1]), pack2<T>(v[2], v[3]), pack2<T>(v[4], v[5]),
+                            pack2<T>(v[6], v[7]));
+    else
+      store_matrix_x2_trans(at, pack2<T>(v[0], v[1]), pack2<T>(v[2], v[3]));
+  }
+}
+
+/* An epilogue tile by flat row: a warp writes whole 128-byte lines. */
+template <class S, class T>
+__device__ __forceinline__ void store_rows(const moelora_gemm_launch &g, int first, int c,
+                                           const TileHeader &header, int32_t rows,
+                                           uint32_t buffer) {
+  const int thread = threadIdx.x & 127;
+#pragma unroll
+  for (int i = 0; i < kEpilogueTokens / 16; i++) {
+    const int token = i * 16 + thread / 8, chunk = thread & 7;
+    const int row = __shfl_sync(0xffffffffu, rows, token);
+    if (c + token < header.count && first + chunk * 8 < g.weights.n_out)
+      *(uint4 *)((T *)g.epilogue.out + output_offset(g, 0, row) + first + chunk * 8) =
+          load_shared_16(buffer + token * kRowBytes + ((chunk ^ (token & 7)) << 4));
+  }
+}
+
+/* From accumulators to memory, 32 tokens at a time. Where results lie by position, the copy engine
+ * stores whole boxes, which end within the block, while the next tile is multiplied. One body of
+ * code for tiles of all widths: there is little room for instructions near the tensor cores. */
+template <class S, class T, EpilogueMode MODE>
+__device__ __forceinline__ void store_tile(float (&d)[2][S::TOKENS / 2], const RowMaps *out_maps,
+                                           const moelora_gemm_launch &g, const TileHeader &header,
+                                           int consumer, const Pipeline<S> &pipeline) {
+  constexpr int N = S::TOKENS;
+  const int lane = threadIdx.x & 31;
+  constexpr bool GENERAL = MODE == EpilogueMode::GENERAL;
+  constexpr int BUFFERS = S::OWN_BUFFERS + S::ALIASED_BUFFERS;
+  const bool gated =
+      GENERAL ? g.weights.gated : MODE == EpilogueMode::GATED || MODE == EpilogueMode::SILU;
+  const bool by_position = !GENERAL || g.epilogue.out_by_position;
+  const bool f32 = MODE == EpilogueMode::PLAIN_F32 ||
+                   (GENERAL && S::TOKENS <= MOELORA_FLOAT_ROWS && g.epilogue.out_f32);
+  const int halves = gated ? 1 : 2;
+  const Epilogue<S, MODE> epilogue(g, header.tile, consumer, T());
+  epilogue.template begin<N>(d, g);
+  if (S::ALIASED_BUFFERS == 0)
+    wait_until_read(consumer);
+#pragma unroll
+  for (int c = 0; c < N; c += kEpilogueTokens) {
+    if (c > 0 && c >= header.count)
+      break;
+    epilogue.template finish<N>(d, g, header.tile.block, c);
+    const int32_t rows = by_position ? 0 : block_row<S>(g, header.tile.block, c + lane);
+    const int index = c / kEpilogueTokens * halves, end = index + halves;
+    if (!f32 && index <= S::OWN_BUFFERS && end > S::OWN_BUFFERS)
+      warpgroup_sync<128 * S::CONSUMERS>(3); // all have multiplied the stage
+    if (!f32 && end > BUFFERS)
+      wait_until_read<S::ALIASED_BUFFERS / 4>(consumer); // its own buffers once more
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      if (half == halves)
+        break;
+      if (f32)
+        store_f32<S, N>(d[half], g, first_output<S>(g, header.tile.column, 2 * consumer + half), c,
+                        header.tile.block, header.count, rows);
+      else
+        write_epilogue_tile<T, N>(d[half], c, pipeline.epilogue_buffer(consumer, index + half));
+    }
+    if (f32)
+      continue;
+    fence_async_proxy();
+    warpgroup_sync(consumer + 1);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      if (half == halves)
+        break;
+      const int first = first_output<S>(g, header.tile.column, 2 * consumer + half);
+      const uint32_t buffer = pipeline.epilogue_buffer(consumer, index + half);
+      if (!by_position)
+        store_rows<S, T>(g, first, c, header, rows, buffer);
+      else if (threadIdx.x % 128 == (index + half) % 4 * 32) // the warps take turns
+        tma_store_2d(c + kEpilogueTokens <= S::TOKENS ? &out_maps->many : &out_maps->few, first,
+                     header.tile.block * S::TOKENS + c, buffer);
+    }
+  }
+}
+
+/* Adds the stage at hand, and leaves stage `previous`. Returns true if it checks and something in B
+ * was neither finite nor added. */
+template <class S, class T, int N>
+__device__ __forceinline__ bool
+add_adapters(float (&d)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
+             const Pipeline<S> &pipeline, int previous, int consumer, bool checks) {
+  constexpr int STRIDE = S::TILES * kSlabM64Bytes;
+  // Two CTAs on an SM fill each other's gaps: there a stage is rather free soon.
+  if (S::RESIDENT > 1)
+    wgmma_wait<0>(), pipeline.release(previous);
+  pipeline.wait_full();
+  const SlabsHeader header = SlabsHeader::read(pipeline.header());
+  const int first = slab_m64<S>(g, 2 * consumer) * kSlabM64Bytes;
+  const int next = slab_m64<S>(g, 2 * consumer + 1) * kSlabM64Bytes - first;
+  const uint32_t weights = pipeline.weights() + first;
+  const bool nonfinite = checks && NonFinite<S, T>::clear(weights, next, consumer, header.slabs);
+  fence_async_proxy(); // cp.async, or `clear`, wrote through the ordinary proxy
+  if (S::RESIDENT == 1)
+    wgmma_wait<0>(), pipeline.release(previous);
+  const uint64_t a = wgmma_descriptor_32(weights), b = wgmma_descriptor(pipeline.tokens());
+  const int step = has_gate_up_slices(g) ? 4 : 2,
+            up = has_gate_up_slices(g) ? 2 : 0; // as in gemm/sm90/adapters.cuh
+#pragma unroll 1
+  for (int j = 0; j < header.slabs; j++) {
+    wgmma_fence();
+    Wgmma<N>::template mma<Element<T>::is_bf16>(d[0], a + j * (STRIDE / 16), b + step * j);
+    Wgmma<N>::template mma<Element<T>::is_bf16>(d[1], a + (j * STRIDE + next) / 16,
+                                                b + step * j + up);
+    wgmma_commit();
+  }
+  return nonfinite;
+}
+
+/* The pending check: what a tile's products leave to be done. */
+enum class PendingCheck {
+  NOTHING,
+  CHECK_SUMS, // nobody has checked B
+  FIX_UP,     // NaN to what belongs to B's infinities
+};
+
+/* The base product: all of the depth. Returns the last stage, which wgmma may still read. */
+template <class S, class T, int N>
+__device__ __forceinline__ int multiply_depth(float (&d)[2][S::TOKENS / 2],
+                                              const moelora_gemm_launch &g, Pipeline<S> &pipeline,
+                                              int consumer) {
+  const int depth_steps = (g.tokens.k + kDepth - 1) / kDepth;
+  int previous = 0;
+#pragma unroll 1
+  for (int step = 0; step < depth_steps; step++) {
+    pipeline.wait_full();
+    fence_async_proxy(); // cp.async wrote X through the ordinary proxy
+    wgmma_fence();
+    const uint64_t a = wgmma_descriptor(pipeline.weights() + consumer * 2 * kM64Bytes);
+    const uint64_t b = wgmma_descriptor(pipeline.tokens());
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      Wgmma<N>::template mma<Element<T>::is_bf16>(d[0], a + 2 * k, b + 2 * k);
+      Wgmma<N>::template mma<Element<T>::is_bf16>(d[1], a + kM64Bytes / 16 + 2 * k, b + 2 * k);
+    }
+    wgmma_commit();
+    if (S::ALIASED_BUFFERS > 0 && step == 1)
+      release_aliased_stage(pipeline, consumer);
+    wgmma_wait<1>();
+    if (step > 0)
+      pipeline.release(previous);
+    previous = pipeline.stage;
+    pipeline.advance();
+  }
+  return previous;
+}
+
+/* The products of a tile, with the token side of wgmma N wide: what d has beyond is for rows that
+ * nobody reads. */
+template <class S, class T, int N>
+__device__ __forceinline__ PendingCheck multiply(float (&d)[2][S::TOKENS / 2],
+                                                 const moelora_gemm_launch &g,
+                                                 Pipeline<S> &pipeline, int consumer, bool fixup) {
+#pragma unroll
+  for (int i = 0; i < N / 2; i++)
+    d[0][i] = d[1][i] = 0.f;
+  int previous;
+  if constexpr (S::FORMAT == MOELORA_NATIVE)
+    previous = multiply_depth<S, T, N>(d, g, pipeline, consumer);
+  else
+    previous = multiply_quantized<S, T, N>(d, g, pipeline, consumer);
+  if (S::ALIASED_BUFFERS > 0)
+    release_aliased_stage(pipeline, consumer); // of a tile without a second step
+  const AdaptersHeader adapters = AdaptersHeader::read(pipeline.header(previous));
+  const bool checks = adapters.ragged || (fixup && adapters.shared);
+  bool nonfinite = false;
+#pragma unroll 1
+  for (int i = 0; i < adapters.stages; i++) {
+    nonfinite |= add_adapters<S, T, N>(d, g, pipeline, previous, consumer, checks);
+    previous = pipeline.stage;
+    pipeline.advance();
+  }
+  wgmma_wait<0>();
+  if (S::ALIASED_BUFFERS > 0)
+    pipeline.aliased = previous;
+  else
+    pipeline.release(previous);
+  return nonfinite                    ? PendingCheck::FIX_UP
+         : adapters.shared && !checks ? PendingCheck::CHECK_SUMS
+                                      : PendingCheck::NOTHING;
+}
+
+/* With the narrowest wgmma that holds the tile's tokens, from width N on. */
+template <class S, class T, int N>
+__device__ __forceinline__ PendingCheck multiply_fitting(float (&d)[2][S::TOKENS / 2],
+                                                         const moelora_gemm_launch &g,
+                                                         Pipeline<S> &pipeline,
+                                                         const TileHeader &header, int consumer,
+                                                         bool fixup) {
+  if constexpr (N < S::TOKENS) {
+    if (header.count > N)
+      return multiply_fitting<S, T, N + S::STEP>(d, g, pipeline, header, consumer, fixup);
+  }
+  return multiply<S, T, N>(d, g, pipeline, consumer, fixup);
+}
+
+/* Whether each row of a tile has a finite sum among the two tokens of its first that a thread
+ * holds: only lanes of the first column say so, whose tokens are real. */
+template <int N> __device__ __forceinline__ bool are_finite(const float (&d)[2][N]) {
+  float most = 0.f;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float *two = &d[i / 2][i % 2 * 2];
+    const float least = fminf(fabsf(two[0]), fabsf(two[1])); // the finite one
+    asm("max.NaN.f32 %0, %0, %1;" : "+f"(most) : "f"(least));
+  }
+  return (threadIdx.x & 3) != 0 || most < __builtin_inff();
+}
+
+template <class S, class T, EpilogueMode MODE>
+__device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_gemm_launch &g,
+                                        Pipeline<S> &pipeline, int consumer, bool fixup) {
+  const int lane = threadIdx.x & 31;
+  for (;;) {
+    pipeline.wait_full();
+    const TileHeader header = TileHeader::read(pipeline.header());
+    if (header.tile.block < 0)
+      break;
+    // Accumulators fill the registers: what the epilogue needs is only brought near.
+#pragma unroll
+    for (int i = 0; i < S::LANES; i++) {
+      const int64_t position = (int64_t)header.tile.block * S::TOKENS + i * 32 + lane;
+      if (!g.epilogue.out_by_position && i * 32 + lane < header.count)
+        prefetch(&g.schedule.blocks.sorted_ids[position]);
+      if (g.epilogue.weighted && i * 32 + lane < header.count)
+        prefetch(&g.schedule.blocks.weights[position]);
+    }
+    float d[2][S::TOKENS / 2];
+    const PendingCheck pending =
+        multiply_fitting<S, T, S::LEAST>(d, g, pipeline, header, consumer, fixup);
+    if (pending == PendingCheck::CHECK_SUMS && !are_finite(d))
+      pipeline.request_fixup();
+    if (MODE == EpilogueMode::GATED && g.epilogue.plain_silu)
+      store_tile<S, T, EpilogueMode::SILU>(d, out_maps, g, header, consumer, pipeline);
+    else
+      store_tile<S, T, MODE>(d, out_maps, g, header, consumer, pipeline);
+    if (pending == PendingCheck::FIX_UP)
+      NonFinite<S, T>::fix_up(g, header, consumer);
+  }
+  tma_store_wait();
+}
+
+/* Whether there is a pass number `pass` over the tiles: a second one, the fix-up pass, only if some
+ * tile wants it. */
+template <class S>
+__device__ __forceinline__ bool has_pass(const moelora_gemm_launch &g, Pipeline<S> &pipeline,
+                                         int pass) {
+  return pass < 2 && (pass == 0 || (g.schedule.blocks.packed_ranks && pipeline.needs_fixup()));
+}
+
+template <class S, class T, EpilogueMode MODE>
+__global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
+    gemm_sm90(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ RowMaps x_maps,
+              const __grid_constant__ RowMaps out_maps, const __grid_constant__ FactorMaps b_maps,
+              const __grid_constant__ moelora_gemm_launch g) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ char shared[];
+  Pipeline<S> pipeline(shared);
+  if (threadIdx.x == 0)
+    pipeline.init(), pipeline.init_fixup();
+  if constexpr (S::CLUSTER > 1)
+    cluster_sync();
+  else
+    __syncthreads();
+  // With adapters the kernel before is the shrink. It let this one start only after it had itself
+  // waited for all that came before, so that nothing but its own results is missing here.
+  if (!g.schedule.blocks.packed_ranks)
+    wait_for_previous_kernel();
+  start_next_kernel();
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
+  if (warpgroup == 0) {
+    if constexpr (S::CONSUMERS == 2 || S::TOKENS > 32)
+      give_registers<S::PRODUCER_REGISTERS>();
+    if (__shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == 0) {
+#pragma unroll 1
+      for (int pass = 0; has_pass(g, pipeline, pass); pass++)
+        stream<S>(&w_map, &x_maps, &b_maps, g, pipeline);
+    } else {
+#pragma unroll 1
+      for (int pass = 0; has_pass(g, pipeline, pass); pass++)
+        gather<S, T>(g, pipeline);
+    }
+  } else {
+    if constexpr (S::CONSUMERS == 2 || S::TOKENS > 32)
+      take_registers<S::CONSUMER_REGISTERS>();
+#pragma unroll 1
+    for (int pass = 0; has_pass(g, pipeline, pass); pass++)
+      consume<S, T, MODE>(&out_maps, g, pipeline, warpgroup - 1, pass > 0);
+  }
+  // Whoever waits for this kernel relies on the one before it, too.
+  wait_for_previous_kernel();
+  // No CTA leaves while its neighbour may still reach into its memory.
+  if constexpr (S::CLUSTER > 1)
+    cluster_sync();
+#endif
+}
+
+/* ---- host ---- */
+
+struct GemmMaps {
+  CUtensorMap w;
+  RowMaps x, out;
+  FactorMaps b;
+};
+
+/* Boxes of 64 rows by 64 of depth. Row-major weights are [E, half, n, K], where half tells gate
+ * from up whether they follow or alternate; packed ones [E * N/64, K/64, 64, 64]. Rows and depth
+ * past the end read as zeros. */
+moelora_status map_weights(const moelora_gemm_launch *g, bool is_bf16, CUtensorMap *map) {
+  const moelora_weights *w = &g->weights.w;
+  const cuuint64_t experts = w->stride_e ? g->schedule.num_experts : 1, row = w->stride_n * 2;
+  const cuuint64_t half = g->weights.interleaved ? row : row * g->weights.n_out;
+  const cuuint64_t n = g->weights.n_out, halves = g->weights.gated ? 2 : 1;
+  cuuint64_t sizes[4] = {(cuuint64_t)w->k, n, halves, experts};
+  cuuint64_t strides[3] = {g->weights.interleaved ? 2 * row : row, half,
+                           w->stride_e ? (cuuint64_t)w->stride_e * 2 : half * halves};
+  if (w->packed) {
+    const cuuint64_t tile = 64 * 64 * 2, depth = w->k / 64;
+    const cuuint64_t packed_sizes[4] = {64, 64, depth, experts * (w->n / 64)};
+    const cuuint64_t packed_strides[3] = {64 * 2, tile, tile * depth};
+    memcpy(sizes, packed_sizes, sizeof sizes);
+    memcpy(strides, packed_strides, sizeof strides);
+  }
+  const cuuint32_t box[4] = {64, 64, 1, 1};
+  return moelora_encode_map(map, is_bf16, 4, w->data, sizes, strides, box);
+}
+
+/* Boxes of 64 columns by `many` and by `few` rows of a matrix that lies by position. */
+moelora_status map_positions(const moelora_gemm_launch *g, bool is_bf16, const void *data,
+                             int64_t columns, int64_t stride, int many, int few, RowMaps *maps) {
+  const cuuint64_t sizes[2] = {
+      (cuuint64_t)columns, (cuuint64_t)(g->schedule.blocks.max_blocks * g->schedule.blocks.rows)};
+  const cuuint64_t strides[1] = {(cuuint64_t)stride * 2};
+  const cuuint32_t many_box[2] = {64, (cuuint32_t)many}, few_box[2] = {64, (cuuint32_t)few};
+  moelora_status status =
+      moelora_encode_map(&maps->many, is_bf16, 2, data, sizes, strides, many_box);
+  if (status == MOELORA_OK)
+    status = moelora_encode_map(&maps->few, is_bf16, 2, data, sizes, strides, few_box);
+  return status;
+}
+
+/* Boxes of 16 ranks by a tile's rows, of a gated projection half of them, of each slice of B
+ * [max_loras, E, half, n, ranks]. Of a gated projection with one slice `half` tells gate from up,
+ * as in map_weights; so it does where two slices cut across rows that alternate. What lies beside a
+ * box may be beyond the true rank: little of it is fetched along. */
+template <class S>
+moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, FactorMaps *maps) {
+  const moelora_factors *lora = &g->adapters.lora;
+  const bool halved = g->weights.gated && !has_gate_up_slices(*g);
+  const cuuint64_t n = lora->slice_n / (halved ? 2 : 1);
+  const cuuint32_t box[5] = {16, (cuuint32_t)(g->weights.gated ? S::ROWS / 2 : S::ROWS), 1, 1, 1};
+  moelora_status status = MOELORA_OK;
+  for (int32_t i = 0; i < lora->num_slices && status == MOELORA_OK; i++) {
+    const moelora_factor *b = &lora->b[i];
+    const cuuint64_t row = b->stride_i * 2, alternate = halved && g->weights.interleaved;
+    cuuint64_t sizes[5] = {(cuuint64_t)lora->max_rank, n, halved ? 2u : 1u};
+    cuuint64_t strides[4] = {alternate ? 2 * row : row, alternate ? row : row * n};
+    maps->dims.describe(i, *b, g->schedule.num_experts, g->adapters.max_loras, row, sizes + 3,
+                        strides + 2);
+    status = moelora_encode_map(&maps->slice[i], is_bf16, 5, b->data, sizes, strides, box,
+                                CU_TENSOR_MAP_SWIZZLE_32B, CU_TENSOR_MAP_L2_PROMOTION_L2_64B);
+  }
+  return status;
+}
+
+template <bool MINE, moelora_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES,
+          int CLUSTER>
+struct LaunchSm90 {
+  static moelora_status run(const moelora_gemm_launch *, const moelora_exec *) {
+    return moelora_fail(MOELORA_UNSUPPORTED, "not an sm_90 kernel of this weight format");
+  }
+};
+
+template <moelora_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
+struct LaunchSm90<true, FORMAT, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
+  using S = GemmShape<BLOCK_M, BLOCK_N / 128, STAGES, CLUSTER, FORMAT>;
+  static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
+    constexpr bool BF16 = Element<T>::is_bf16;
+    GemmMaps maps = {};
+    if (g->epilogue.out_f32 && BLOCK_M > MOELORA_FLOAT_ROWS)
+      return moelora_fail(MOELORA_UNSUPPORTED, "float32 results of blocks of %d rows", BLOCK_M);
+    if (g->tokens.divisor.value &&
+        g->schedule.num_rows / g->tokens.divisor.value * (g->tokens.stride / 8) > UINT32_MAX)
+      return moelora_fail(MOELORA_UNSUPPORTED, "x is larger than 64 GB");
+    moelora_status status = FORMAT == MOELORA_NATIVE ? map_weights(g, BF16, &maps.w) : MOELORA_OK;
+    if (status == MOELORA_OK && g->tokens.divisor.value == 0)
+      status = map_positions(g, BF16, g->tokens.x, g->tokens.k, g->tokens.stride, S::BOX,
+                             S::REST_BOX, &maps.x);
+    if (status == MOELORA_OK && g->epilogue.out_by_position && !g->epilogue.out_f32)
+      status = map_positions(g, BF16, g->epilogue.out, g->weights.n_out, g->epilogue.out_stride[0],
+                             kEpilogueTokens, S::REST_BOX, &maps.out);
+    if (status == MOELORA_OK && g->schedule.blocks.packed_ranks && g->weights.factors_boxes)
+      status = map_factors<S>(g, BF16, &maps.b);
+    if (status != MOELORA_OK)
+      return status;
+    if (g->epilogue.out_by_position && !g->epilogue.weighted) {
+      if (!g->epilogue.out_f32)
+        return g->weights.gated ? launch<EpilogueMode::GATED>(g, maps, exec)
+                                : launch<EpilogueMode::PLAIN>(g, maps, exec);
+      if constexpr (BLOCK_M <= MOELORA_FLOAT_ROWS)
+        if (!g->weights.gated)
+          return launch<EpilogueMode::PLAIN_F32>(g, maps, exec);
+    }
+    if constexpr (CLUSTER == 1)
+      return launch<EpilogueMode::GENERAL>(g, maps, exec);
+    return moelora_fail(MOELORA_UNSUPPORTED, "clusters are for whole layers");
+  }
+
+  template <EpilogueMode MODE>
+  static moelora_status launch(const moelora_gemm_launch *g, const GemmMaps &maps,
+                               const moelora_exec *exec) {
+    return launch_kernel<gemm_sm90<S, T, MODE>, CLUSTER>(
+        "gemm_sm90", g->schedule.blocks.max_blocks * tile_columns<S>(*g), S::THREADS, S::SHARED,
+        exec, maps.w, maps.x, maps.out, maps.b, *g);
+  }
+};
+
+} // namespace
+
+#endif
