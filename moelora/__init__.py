@@ -32,6 +32,7 @@ from moelora.integrations.vllm.ops import (
 )
 from moelora.ops import (
     PackedWeights,
+    QuantizedWeights,
     fused_experts_lora,
     fused_moe_lora_gemm,
     moe_align_block_size,
@@ -48,6 +49,7 @@ __all__ = [
     "MoELayer",
     "MoELoRABatchInfo",
     "PackedWeights",
+    "QuantizedWeights",
     "__version__",
     "fused_experts_lora",
     "fused_moe_lora",

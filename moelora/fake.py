@@ -15,6 +15,8 @@ from torch import Tensor
 from moelora import autograd
 
 PACK = 64
+TILE_BYTES = (0, 2176, 2176, 2304, 2240, 2432)  # moelora_tile_bytes
+COMPUTE_DTYPES = (torch.bfloat16, torch.float16)
 ON_HOST = ("num_active_loras",)
 BASE, UNIFORM, SEGMENTED, SORTING = range(4)
 
@@ -124,7 +126,8 @@ def _(topk_ids, topk_weights, num_experts, block_size, out_to_zero, expert_map):
 
 @_shape_function("fused_moe_lora_gemm")
 def _(x, w, topk_weights, topk_ids, *others):
-    columns = w.size(1) * (PACK if w.dim() == 5 else 1)
+    w_format, _, w_rows = others[-3:]
+    columns = w_rows if w_format else w.size(1) * (PACK if w.dim() == 5 else 1)
     return x.new_empty((topk_ids.size(0), topk_ids.size(1), columns))
 
 
@@ -149,3 +152,15 @@ for _name in (
 @_shape_function("prepack_weights")
 def _(w):
     return w.new_empty((w.size(0), w.size(1) // PACK, w.size(2) // PACK, PACK, PACK))
+
+
+@_shape_function("pack_quantized")
+def _(values, scales, zeros, format, order, dtype):
+    experts, rows, pairs = values.shape
+    row_tiles = 2 * -(-rows // (2 * PACK)) if order else -(-rows // PACK)
+    return values.new_empty((experts, row_tiles, -(-pairs * 2 // PACK), TILE_BYTES[format]))
+
+
+@_shape_function("unpack_quantized")
+def _(tiles, format, order, rows, columns, dtype):
+    return tiles.new_empty((tiles.size(0), rows, columns), dtype=COMPUTE_DTYPES[dtype])

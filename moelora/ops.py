@@ -25,9 +25,11 @@ from moelora.call import (
     typed,
 )
 from moelora.fake import PACK
+from moelora.quantized import QuantizedWeights
 
 __all__ = [
     "PackedWeights",
+    "QuantizedWeights",
     "fused_experts_lora",
     "fused_moe_lora_gemm",
     "moe_align_block_size",
@@ -76,11 +78,35 @@ class PackedWeights:
         return self.data.transpose(2, 3).reshape(self.shape)
 
 
-Weights: TypeAlias = Tensor | PackedWeights
+Weights: TypeAlias = Tensor | PackedWeights | QuantizedWeights
 
 
 def _data(weights: Weights) -> Tensor:
-    return weights.data if isinstance(weights, PackedWeights) else weights
+    return weights.data if isinstance(weights, PackedWeights | QuantizedWeights) else weights
+
+
+def _layout(name: str, weights: Weights, x: Tensor, columns: int | None) -> tuple[int, int, int]:
+    """Format, order and rows of quantised weights, which multiply `columns` columns; else zeros.
+
+    Tiles do not tell for which dtype and how many columns they were made.
+    """
+    if not isinstance(weights, QuantizedWeights):
+        return 0, 0, 0
+    if weights.dtype != x.dtype:
+        made, got = (str(d).removeprefix("torch.") for d in (weights.dtype, x.dtype))
+        raise ValueError(f"{name} was quantised for {made}, expected {got} as of the activations")
+    if columns is not None and weights.shape[2] != columns:
+        raise ValueError(f"{name}.shape[2] is {weights.shape[2]}, expected {columns} columns")
+    return weights.layout
+
+
+def _size(x: Tensor, dim: int) -> int | None:
+    return x.size(dim) if x.dim() == 2 else None
+
+
+def _intermediate(w13: Weights, activation: str) -> int | None:
+    shape = w13.shape
+    return shape[1] // (1 if activation == "relu2" else 2) if len(shape) == 3 else None
 
 
 @typed
@@ -114,7 +140,7 @@ def fused_moe_lora_gemm(
     x : Tensor, shape (M, K) or (M * top_k, K)
         Input of each token, or of each routed row. float32, bfloat16 or float16 (CUDA: the
         latter two); the dtype of all weights, factors, biases and of the result.
-    w : Tensor, shape (E, N, K), or PackedWeights
+    w : Tensor, shape (E, N, K), or PackedWeights or QuantizedWeights
         Expert weights.
     topk_weights : Tensor, shape (M, top_k)
         Routing weights; cast to float32 if they are not. Read if `mul_routed_weight`.
@@ -179,6 +205,7 @@ def fused_moe_lora_gemm(
         or_absent(bias, absent),
         or_absent(expert_map, absent, torch.int32),
         mul_routed_weight,
+        *_layout("w", w, x, _size(x, 1)),
     )
     if out is None:
         return run(operators.fused_moe_lora_gemm.default, *args)
@@ -230,10 +257,11 @@ def fused_experts_lora(
     hidden_states : Tensor, shape (M, K)
         Input. float32, bfloat16 or float16 (CUDA: the latter two); the dtype of all weights,
         factors, biases and of the result.
-    w13 : Tensor, shape (E, 2 I, K) ((E, I, K) for "relu2"), or PackedWeights
-        Gate rows, then up rows of each expert ("swigluoai": interleaved).
-    w2 : Tensor, shape (E, K, I), or PackedWeights
-        Down projection of each expert.
+    w13 : Tensor, shape (E, 2 I, K) ((E, I, K) for "relu2"), or PackedWeights or QuantizedWeights
+        Gate rows, then up rows of each expert ("swigluoai": interleaved). Quantised ones were made
+        with the `gate_up` that says so.
+    w2 : Tensor, shape (E, K, I), or PackedWeights or QuantizedWeights
+        Down projection of each expert. It may be quantised where `w13` is not, and otherwise.
     topk_weights : Tensor, shape (M, top_k)
         Routing weights; cast to float32 if they are not.
     topk_ids : Tensor, shape (M, top_k), int32 or int64
@@ -328,6 +356,8 @@ def fused_experts_lora(
         number_or_absent("activation_limit", activation_limit),
         or_absent(expert_map, absent, torch.int32),
         apply_router_weight_on_input,
+        *_layout("w13", w13, hidden_states, _size(hidden_states, 1)),
+        *_layout("w2", w2, hidden_states, _intermediate(w13, activation))[::2],
     )
     if out is None:
         return run(operators.fused_experts_lora.default, *args)
@@ -336,13 +366,14 @@ def fused_experts_lora(
 
 
 @typed
-def prepack_weights(w: Tensor) -> PackedWeights:
+def prepack_weights(w: Tensor | QuantizedWeights) -> PackedWeights | QuantizedWeights:
     """Copy expert weights into tiles of 64 x 64 that kernels read in one burst.
 
     Parameters
     ----------
-    w : Tensor, shape (E, N, K)
-        Expert weights; `N` and `K` are multiples of 64.
+    w : Tensor, shape (E, N, K), or QuantizedWeights
+        Expert weights; `N` and `K` are multiples of 64. Quantised ones are in tiles already, and
+        come back as they are.
 
     Returns
     -------
@@ -358,4 +389,6 @@ def prepack_weights(w: Tensor) -> PackedWeights:
     RuntimeError
         `w` requires a gradient, and grad mode is on.
     """
+    if isinstance(w, QuantizedWeights):
+        return w
     return PackedWeights(run(operators.prepack_weights.default, w))

@@ -190,6 +190,24 @@ typedef struct moelora_pack_problem {
   void *out; /* [E, N/64, K/64, 64, 64] */
 } moelora_pack_problem;
 
+/* Of either direction between quantised numbers and tiles. */
+typedef struct moelora_quantized_problem {
+  moelora_weights tiles; /* contiguous; n, k, format and order are those of the weight */
+  int64_t num_experts;
+  moelora_dtype dtype; /* of the activations */
+  /* packing */
+  const uint8_t *values; /* [E, n, k / 2], rows contiguous */
+  const void *scales;    /* [E, n, k / group] of scale_dtype, rows contiguous */
+  const uint8_t *zeros;  /* as scales; NULL: none */
+  int64_t values_stride[2], scales_stride[2], zeros_stride[2];
+  moelora_dtype scale_dtype;
+  int64_t group;
+  void *packed; /* tiles.data, to write */
+  /* unpacking */
+  void *out; /* [E, n, k] of dtype, rows contiguous */
+  int64_t out_stride[2];
+} moelora_quantized_problem;
+
 /* Devices of one kind, of which each is asked about itself once. */
 #define MOELORA_MAX_DEVICES 64
 
@@ -274,6 +292,10 @@ typedef struct moelora_backend {
   moelora_status (*experts)(const moelora_experts_problem *problem,
                             const moelora_experts_plan *plan, const moelora_exec *exec);
   moelora_status (*pack)(const moelora_pack_problem *problem, const moelora_exec *exec);
+  moelora_status (*pack_quantized)(const moelora_quantized_problem *problem,
+                                   const moelora_exec *exec);
+  moelora_status (*unpack_quantized)(const moelora_quantized_problem *problem,
+                                     const moelora_exec *exec);
   size_t (*align_lists_workspace)(const moelora_align_lists_problem *problem);
   moelora_status (*align_lists)(const moelora_align_lists_problem *problem,
                                 const moelora_exec *exec);
@@ -305,8 +327,18 @@ moelora_status moelora_check_align(const moelora_align_args *args, moelora_align
 moelora_status moelora_check_gemm(const moelora_gemm_args *args, moelora_gemm_problem *problem);
 moelora_status moelora_check_experts(const moelora_experts_args *args,
                                      moelora_experts_problem *problem);
+
+/* validate_weights.c */
 moelora_status moelora_check_pack(const moelora_tensor *w, const moelora_tensor *out,
                                   moelora_pack_problem *problem);
+moelora_status moelora_check_pack_quantized(const moelora_quantized *w,
+                                            const moelora_layout *layout, moelora_dtype dtype,
+                                            const moelora_tensor *tiles,
+                                            moelora_quantized_problem *problem);
+moelora_status moelora_check_unpack_quantized(const moelora_tensor *tiles,
+                                              const moelora_layout *layout,
+                                              const moelora_tensor *out,
+                                              moelora_quantized_problem *problem);
 
 /* validate_delta.c */
 moelora_status moelora_check_align_lists(const moelora_align_lists_args *args,

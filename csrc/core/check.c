@@ -17,6 +17,26 @@ const char *moelora_dtype_name(moelora_dtype dtype) {
     return "int64";
   case MOELORA_BOOL:
     return "bool";
+  case MOELORA_U8:
+    return "uint8";
+  }
+  return "unknown";
+}
+
+const char *moelora_format_name(moelora_format format) {
+  switch (format) {
+  case MOELORA_NATIVE:
+    return "native";
+  case MOELORA_MXFP4:
+    return "MXFP4";
+  case MOELORA_INT4:
+    return "INT4";
+  case MOELORA_INT4_G32:
+    return "INT4 (groups of 32)";
+  case MOELORA_INT4_ZP:
+    return "INT4 (zero points)";
+  case MOELORA_INT4_ZP_G32:
+    return "INT4 (zero points, groups of 32)";
   }
   return "unknown";
 }
@@ -36,13 +56,13 @@ moelora_label moelora_label_of(moelora_arg arg) {
 
 moelora_label moelora_label_source(moelora_source source) {
   moelora_label label = moelora_label_of((moelora_arg){source.name, source.index, NULL});
-  if (source.dim < 0)
-    return label;
-  char slices[24] = "";
+  char size[24] = "", slices[24] = "";
+  if (source.dim >= 0)
+    snprintf(size, sizeof size, ".size(%d)", source.dim);
   if (source.slices > 1)
     snprintf(slices, sizeof slices, " / %d slices", source.slices);
   const size_t used = strlen(label.text);
-  snprintf(label.text + used, sizeof label.text - used, ".size(%d)%s%s", source.dim,
+  snprintf(label.text + used, sizeof label.text - used, "%s%s%s", size,
            source.scale ? source.scale : "", slices);
   return label;
 }
@@ -78,7 +98,7 @@ moelora_status moelora_check_large_view(moelora_arg arg, int32_t ndim, const cha
                   moelora_label_of(arg).text, layout);
   MOELORA_REQUIRE(t->ndim == ndim, "%s has %d dimensions, expected %d: %s",
                   moelora_label_of(arg).text, t->ndim, ndim, layout);
-  MOELORA_REQUIRE(t->dtype >= MOELORA_F32 && t->dtype <= MOELORA_BOOL,
+  MOELORA_REQUIRE(t->dtype >= MOELORA_F32 && t->dtype <= MOELORA_U8,
                   "%s has dtype %d, which is not a moelora_dtype", moelora_label_of(arg).text,
                   (int)t->dtype);
   for (int32_t i = 0; i < ndim; i++) {

@@ -62,6 +62,7 @@ moelora_label moelora_label_source(moelora_source source);
 #define MOELORA_MAX_BYTES ((int64_t)1 << 56)
 
 const char *moelora_dtype_name(moelora_dtype dtype);
+const char *moelora_format_name(moelora_format format);
 bool moelora_is_absent(const moelora_tensor *tensor);
 
 /* Dimensions, sizes up to INT32_MAX, strides that are not negative and keep every element
@@ -104,6 +105,24 @@ moelora_status moelora_check_factor(moelora_arg arg, moelora_dtype dtype, const 
 /* `out` shares no memory with the factors. */
 moelora_status moelora_check_disjoint_lora(moelora_arg out, const moelora_lora *lora,
                                            const char *name_a, const char *name_b);
+
+/* Expert weights as an argument, for activations `x`: what a check takes, and what messages call N
+ * and K. Of quantised weights only tiles are there: N is in the layout, K is that of what they
+ * multiply, `depth`, the value of `k`. */
+typedef struct moelora_weights_arg {
+  moelora_arg tensor, x;
+  const moelora_layout *layout;
+  const char *layout_name, *rows_name; /* "w_layout", "w_layout.rows" */
+  moelora_row_order order;             /* that quantised rows must have */
+  int64_t depth;
+  moelora_source n, k; /* of other weights the check fills in both */
+} moelora_weights_arg;
+
+/* validate_weights.c: row-major, packed or quantised weights. */
+moelora_status moelora_check_weights(moelora_weights_arg *arg, moelora_weights *weights,
+                                     int32_t *num_experts);
+/* The tensor that says in which dtype biases and factors are. */
+moelora_arg moelora_dtype_source(const moelora_weights_arg *arg);
 
 /* validate_routing.c: topk_ids, topk_weights, expert_map -> routes. */
 moelora_status moelora_check_routing(const moelora_routing *routing, bool need_weights,

@@ -42,9 +42,37 @@ static MOELORA_CONSTEXPR int32_t moelora_tile_size(moelora_format format) {
                                                                (moelora_has_zeros(format) ? 1 : 0));
 }
 
+/* Bytes from the start of a tile to the 64 that rows r and r + 8 share, where r / 8 is even. */
+static MOELORA_CONSTEXPR int32_t moelora_words_offset(int32_t r) {
+  return (r / 16 * 8 + r % 8) * 64;
+}
+
 /* Place of row r's scale (and zero) of group g among those of a tile. */
 static MOELORA_CONSTEXPR int32_t moelora_scale_index(int32_t groups, int32_t r, int32_t g) {
   return (r / 16 * 8 + r % 8) * 2 * groups + r / 8 % 2 * groups + g;
+}
+
+/* Tiles of gate rows, which come before as many of up rows; 0 of PLAIN order. */
+static MOELORA_CONSTEXPR int64_t moelora_half_tiles(moelora_row_order order, int64_t rows) {
+  return order == MOELORA_ROWS_PLAIN ? 0 : (rows / 2 + MOELORA_PACK - 1) / MOELORA_PACK;
+}
+
+/* Tiles of `rows` rows, which are even in number but for PLAIN order. */
+static MOELORA_CONSTEXPR int64_t moelora_row_tiles(moelora_row_order order, int64_t rows) {
+  return order == MOELORA_ROWS_PLAIN ? (rows + MOELORA_PACK - 1) / MOELORA_PACK
+                                     : 2 * moelora_half_tiles(order, rows);
+}
+
+/* Which of `rows` rows is row `at` of all tiles; -1: none of them. */
+static MOELORA_CONSTEXPR int64_t moelora_row_of_tile(moelora_row_order order, int64_t rows,
+                                                     int64_t at) {
+  const int64_t half_rows = moelora_half_tiles(order, rows) * MOELORA_PACK;
+  if (order == MOELORA_ROWS_PLAIN)
+    return at < rows ? at : -1;
+  const int64_t up = at >= half_rows ? 1 : 0, i = at - up * half_rows;
+  if (i >= rows / 2)
+    return -1;
+  return order == MOELORA_ROWS_INTERLEAVED ? 2 * i + up : up * (rows / 2) + i;
 }
 
 #ifdef __cplusplus

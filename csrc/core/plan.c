@@ -174,9 +174,15 @@ enum { FEW_TOKENS = 4, FEW_ROWS = 18 };
  * adapters: 16-byte accesses, boxes of 64 weight rows by TMA, the whole layer in one launch. */
 typedef struct access {
   bool vectors, tma, decode;
-  bool few;   /* tokens and rows, so that one launch is better than several */
-  bool layer; /* a whole layer, whose results lie as its kernels like them */
+  bool few;              /* tokens and rows, so that one launch is better than several */
+  bool layer;            /* a whole layer, whose results lie as its kernels like them */
+  moelora_format format; /* of weights that are not native, if there are any */
 } access;
+
+/* No CUDA kernel knows another format yet. */
+static moelora_format format_of(const moelora_weights *first, const moelora_weights *second) {
+  return first->format != MOELORA_NATIVE || !second ? first->format : second->format;
+}
 
 /* One tensor map covers all experts: rows that lie apart, or tiles that lie together. */
 static bool is_tma_weights(const moelora_weights *w) {
@@ -201,6 +207,8 @@ static bool is_nearer(const moelora_variant *v, const moelora_variant *best, sha
 static bool serves(const moelora_variant *v, const access *access) {
   if (v->device == MOELORA_CPU)
     return true;
+  if (access->format != MOELORA_NATIVE)
+    return false;
   if (v->decode)
     return access->decode;
   if (v->needs == MOELORA_SM90)
@@ -245,6 +253,10 @@ static moelora_status pick_variant(const moelora_routes *routes, moelora_dtype d
     variant = choose(device, dtype, cuda ? pick_cuda_shape(rows_per_expert(routes)) : (shape){0, 1},
                      access);
   }
+  if (!variant && access->format != MOELORA_NATIVE)
+    return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for %s weights on %s",
+                        moelora_dtype_name(dtype), moelora_format_name(access->format),
+                        device->device == MOELORA_CUDA ? "CUDA" : "this CPU");
   if (!variant && device->device == MOELORA_CUDA)
     return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for CUDA compute capability %d.%d",
                         moelora_dtype_name(dtype), device->compute_capability / 10,
@@ -258,7 +270,7 @@ static moelora_status pick_variant(const moelora_routes *routes, moelora_dtype d
 
 moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                                  const moelora_device_info *device, moelora_gemm_plan *plan) {
-  access access = {.layer = false};
+  access access = {.layer = false, .format = format_of(&problem->w, NULL)};
   access.vectors = moelora_is_vector_weights(&problem->w) &&
                    moelora_is_vector_row(problem->x, problem->x_stride, problem->w.k) &&
                    moelora_is_vector_row(problem->out, problem->out_stride[0], problem->w.n) &&
@@ -279,7 +291,7 @@ static const moelora_variant *prefer_tuned(const moelora_variant *tuned,
 moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                                     const moelora_device_info *device, moelora_experts_plan *plan) {
   const moelora_activation activation = problem->activation.kind;
-  access access = {.layer = true};
+  access access = {.layer = true, .format = format_of(&problem->w13, &problem->w2)};
   access.vectors = moelora_is_vector_weights(&problem->w13) &&
                    moelora_is_vector_weights(&problem->w2) &&
                    moelora_is_vector_row(problem->x, problem->x_stride, problem->hidden);

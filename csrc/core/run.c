@@ -1,5 +1,6 @@
 /* The public operators: check, plan, hand over. */
 #include "core/check.h"
+#include "core/format.h"
 #include "core/plan.h"
 
 #include <stdio.h>
@@ -292,4 +293,35 @@ moelora_status moelora_pack_weights(const moelora_tensor *w, const moelora_tenso
   if (!p->backend->pack)
     return unsupported(p, "moelora_pack_weights");
   return p->backend->pack(&problem, exec);
+}
+
+int32_t moelora_tile_bytes(moelora_format format) {
+  return format > MOELORA_NATIVE && format <= MOELORA_INT4_ZP_G32 ? moelora_tile_size(format) : 0;
+}
+
+moelora_status moelora_pack_quantized(const moelora_quantized *w, const moelora_layout *layout,
+                                      moelora_dtype dtype, const moelora_tensor *tiles,
+                                      const moelora_exec *exec) {
+  moelora_call call;
+  prepared *p = NULL;
+  moelora_quantized_problem problem;
+  MOELORA_TRY(begin(w, exec, &call, &p));
+  MOELORA_REQUIRE(tiles, "tiles is NULL");
+  MOELORA_TRY(moelora_check_pack_quantized(w, layout, dtype, tiles, &problem));
+  if (!p->backend->pack_quantized)
+    return unsupported(p, "moelora_pack_quantized");
+  return p->backend->pack_quantized(&problem, exec);
+}
+
+moelora_status moelora_unpack_quantized(const moelora_tensor *tiles, const moelora_layout *layout,
+                                        const moelora_tensor *out, const moelora_exec *exec) {
+  moelora_call call;
+  prepared *p = NULL;
+  moelora_quantized_problem problem;
+  MOELORA_TRY(begin(tiles, exec, &call, &p));
+  MOELORA_REQUIRE(out, "out is NULL");
+  MOELORA_TRY(moelora_check_unpack_quantized(tiles, layout, out, &problem));
+  if (!p->backend->unpack_quantized)
+    return unsupported(p, "moelora_unpack_quantized");
+  return p->backend->unpack_quantized(&problem, exec);
 }

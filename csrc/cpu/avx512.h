@@ -1,4 +1,4 @@
-/* Sums of 16 lanes, for the AVX-512 kernels. */
+/* Sums of 16 lanes, and the nibbles of quantised weights, for the AVX-512 kernels. */
 #ifndef MOELORA_CPU_AVX512_H
 #define MOELORA_CPU_AVX512_H
 
@@ -22,6 +22,14 @@ static inline __m128 add_lanes(sum s0, sum s1, sum s2, sum s3) {
   __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));
   __m128 cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
   return _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab));
+}
+
+/* Bytes of words [4 q][4 s][4] in the order of their columns, 16 s + 2 q + (b / 2) + 8 (b % 2). */
+static inline __m512i by_columns(const void *words) {
+  const __m512i slabs = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i columns =
+      _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+  return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(slabs, _mm512_loadu_si512(words)), columns);
 }
 
 #endif

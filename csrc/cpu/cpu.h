@@ -56,6 +56,20 @@ void moelora_cpu_tile(const moelora_variant *variant, const moelora_weights *w, 
                       int64_t end, int64_t m, const void *next, float *c, int64_t ldc,
                       moelora_scratch *scratch);
 
+/* quantised.c: the same for weights of a format other than MOELORA_NATIVE. */
+void moelora_cpu_quantised_tile(const moelora_variant *variant, const moelora_weights *w,
+                                int64_t begin, int64_t end, int64_t m, float *c, int64_t ldc,
+                                moelora_scratch *scratch);
+
+/* The matrix of one expert. */
+static inline moelora_weights moelora_expert_weights(const moelora_weights *w, moelora_dtype dtype,
+                                                     int64_t expert) {
+  moelora_weights one = *w;
+  const size_t unit = w->format == MOELORA_NATIVE ? moelora_dtype_bytes(dtype) : 1;
+  one.data = (const char *)w->data + (size_t)(expert * w->stride_e) * unit;
+  return one;
+}
+
 /* gemm.c: one grouped projection over sorted rows. */
 typedef enum moelora_row_index {
   MOELORA_BY_TOKEN,  /* x[p / top_k] */
@@ -165,5 +179,9 @@ size_t moelora_cpu_mlp_delta_workspace(const moelora_mlp_delta_problem *problem,
 moelora_status moelora_cpu_mlp_delta(const moelora_mlp_delta_problem *problem,
                                      const moelora_delta_plan *plan, const moelora_exec *exec);
 moelora_status moelora_cpu_pack(const moelora_pack_problem *problem, const moelora_exec *exec);
+moelora_status moelora_cpu_pack_quantized(const moelora_quantized_problem *problem,
+                                          const moelora_exec *exec);
+moelora_status moelora_cpu_unpack_quantized(const moelora_quantized_problem *problem,
+                                            const moelora_exec *exec);
 
 #endif

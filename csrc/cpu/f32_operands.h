@@ -45,13 +45,14 @@ static inline void round_f32(const float *src, void *dst, int64_t n) {
 }
 
 /* The including file defines `dot` over float32. */
-#define F32_OPERANDS(TYPE, WIDEN)                                                                  \
+#define F32_OPERANDS(TYPE, WIDEN, DEQUANTISED)                                                     \
   {.operand_bytes = sizeof(float),                                                                 \
    .widen = WIDEN,                                                                                 \
    .round = round_##TYPE,                                                                          \
    .store = store_##TYPE,                                                                          \
    .load = load_##TYPE,                                                                            \
    .dot = dot,                                                                                     \
+   .dequantise = DEQUANTISED,                                                                      \
    .activate = moelora_activate}
 
 #endif

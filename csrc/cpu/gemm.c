@@ -66,9 +66,7 @@ static void project_tile(const moelora_projection *p, int64_t first, int64_t m, 
   } else if (p->gated) {
     ranges[num_ranges++] = (column_range){up, up + count, ldc / 2};
   }
-  moelora_weights w = *p->w;
-  w.data =
-      (const char *)w.data + (size_t)(expert * w.stride_e) * moelora_dtype_bytes(p->variant->dtype);
+  const moelora_weights w = moelora_expert_weights(p->w, p->variant->dtype, expert);
 
   for (int i = 0; i < num_ranges && p->xa; i++)
     moelora_cpu_expand_ahead(p, first, m, ranges[i].begin, ranges[i].end);

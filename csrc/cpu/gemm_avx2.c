@@ -42,7 +42,52 @@ static inline __m128 add_lanes(sum s0, sum s1, sum s2, sum s3) {
 
 #include "cpu/dot.h"
 
-const moelora_cpu_kernels moelora_gemm_f32_avx2 = F32_OPERANDS(f32, NULL);
-const moelora_cpu_kernels moelora_gemm_bf16_avx2 = F32_OPERANDS(bf16, widen_bf16);
-const moelora_cpu_kernels moelora_gemm_f16_avx2 = F32_OPERANDS(f16, widen_f16);
+typedef float operand;
+typedef struct table {
+  __m256 first, second; /* 8 entries each */
+} table;
+
+static inline table load_table(const operand *from) {
+  return (table){_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)};
+}
+
+/* By the low four bits of each place. */
+static inline __m256 entries(const table *t, __m256i place) {
+  const __m256 high = _mm256_castsi256_ps(_mm256_slli_epi32(place, 28)); /* bit 3 as the sign */
+  return _mm256_blendv_ps(_mm256_permutevar8x32_ps(t->first, place),
+                          _mm256_permutevar8x32_ps(t->second, place), high);
+}
+
+static inline void look_up_8(__m128i bytes, const table *low, const table *high, operand *to_low,
+                             operand *to_high) {
+  const __m256i place = _mm256_cvtepu8_epi32(bytes);
+  _mm256_storeu_ps(to_low, entries(low, place));
+  _mm256_storeu_ps(to_high, entries(high, _mm256_srli_epi32(place, 4)));
+}
+
+static inline void look_up(const uint8_t *words, const table *low, const table *high,
+                           operand *to_low, operand *to_high) {
+  const __m128i *from = (const __m128i *)words;
+  const __m128i columns = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+  const __m128i q0 = _mm_loadu_si128(from), q1 = _mm_loadu_si128(from + 1);
+  const __m128i q2 = _mm_loadu_si128(from + 2), q3 = _mm_loadu_si128(from + 3);
+  const __m128i a = _mm_unpacklo_epi32(q0, q1), b = _mm_unpackhi_epi32(q0, q1);
+  const __m128i c = _mm_unpacklo_epi32(q2, q3), d = _mm_unpackhi_epi32(q2, q3);
+  const __m128i slabs[4] = {_mm_unpacklo_epi64(a, c), _mm_unpackhi_epi64(a, c),
+                            _mm_unpacklo_epi64(b, d), _mm_unpackhi_epi64(b, d)};
+  for (int s = 0; s < 4; s++) {
+    const __m128i bytes = _mm_shuffle_epi8(slabs[s], columns);
+    const table *l = &low[s / 2], *h = &high[s / 2];
+    look_up_8(bytes, l, h, to_low + 16 * s, to_high + 16 * s);
+    look_up_8(_mm_srli_si128(bytes, 8), l, h, to_low + 16 * s + 8, to_high + 16 * s + 8);
+  }
+}
+
+#include "cpu/dequantise.h"
+DEQUANTISE(bf16, round_bf16)
+DEQUANTISE(f16, round_f16)
+
+const moelora_cpu_kernels moelora_gemm_f32_avx2 = F32_OPERANDS(f32, NULL, NULL);
+const moelora_cpu_kernels moelora_gemm_bf16_avx2 = F32_OPERANDS(bf16, widen_bf16, dequantise_bf16);
+const moelora_cpu_kernels moelora_gemm_f16_avx2 = F32_OPERANDS(f16, widen_f16, dequantise_f16);
 #endif

@@ -22,7 +22,35 @@ static inline sum multiply_add(vector a, vector b, sum s) {
 
 #include "cpu/dot.h"
 
-const moelora_cpu_kernels moelora_gemm_f32_avx512 = F32_OPERANDS(f32, NULL);
-const moelora_cpu_kernels moelora_gemm_bf16_avx512 = F32_OPERANDS(bf16, widen_bf16);
-const moelora_cpu_kernels moelora_gemm_f16_avx512 = F32_OPERANDS(f16, widen_f16);
+typedef float operand;
+typedef __m512 table;
+
+static inline table load_table(const operand *from) {
+  return _mm512_loadu_ps(from);
+}
+
+static inline void look_up_16(__m128i bytes, table low, table high, operand *to_low,
+                              operand *to_high) {
+  const __m512i place = _mm512_cvtepu8_epi32(bytes); /* of which four bits count */
+  _mm512_storeu_ps(to_low, _mm512_permutexvar_ps(place, low));
+  _mm512_storeu_ps(to_high, _mm512_permutexvar_ps(_mm512_srli_epi32(place, 4), high));
+}
+
+static inline void look_up(const uint8_t *words, const table *low, const table *high,
+                           operand *to_low, operand *to_high) {
+  const __m512i bytes = by_columns(words);
+  look_up_16(_mm512_castsi512_si128(bytes), low[0], high[0], to_low, to_high);
+  look_up_16(_mm512_extracti32x4_epi32(bytes, 1), low[0], high[0], to_low + 16, to_high + 16);
+  look_up_16(_mm512_extracti32x4_epi32(bytes, 2), low[1], high[1], to_low + 32, to_high + 32);
+  look_up_16(_mm512_extracti32x4_epi32(bytes, 3), low[1], high[1], to_low + 48, to_high + 48);
+}
+
+#include "cpu/dequantise.h"
+DEQUANTISE(bf16, round_bf16)
+DEQUANTISE(f16, round_f16)
+
+const moelora_cpu_kernels moelora_gemm_f32_avx512 = F32_OPERANDS(f32, NULL, NULL);
+const moelora_cpu_kernels moelora_gemm_bf16_avx512 =
+    F32_OPERANDS(bf16, widen_bf16, dequantise_bf16);
+const moelora_cpu_kernels moelora_gemm_f16_avx512 = F32_OPERANDS(f16, widen_f16, dequantise_f16);
 #endif

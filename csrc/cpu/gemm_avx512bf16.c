@@ -21,12 +21,37 @@ static inline sum multiply_add(vector a, vector b, sum s) {
 
 #include "cpu/dot.h"
 
+typedef uint16_t operand;
+typedef __m512i table; /* twice, as five bits of a place count */
+
+static inline table load_table(const operand *from) {
+  return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)from));
+}
+
+static inline void look_up_32(__m256i bytes, table low, table high, operand *to_low,
+                              operand *to_high) {
+  const __m512i place = _mm512_cvtepu8_epi16(bytes);
+  _mm512_storeu_si512(to_low, _mm512_permutexvar_epi16(place, low));
+  _mm512_storeu_si512(to_high, _mm512_permutexvar_epi16(_mm512_srli_epi16(place, 4), high));
+}
+
+static inline void look_up(const uint8_t *words, const table *low, const table *high,
+                           operand *to_low, operand *to_high) {
+  const __m512i bytes = by_columns(words);
+  look_up_32(_mm512_castsi512_si256(bytes), low[0], high[0], to_low, to_high);
+  look_up_32(_mm512_extracti64x4_epi64(bytes, 1), low[1], high[1], to_low + 32, to_high + 32);
+}
+
+#include "cpu/dequantise.h"
+DEQUANTISE(bf16, store_bf16)
+
 const moelora_cpu_kernels moelora_gemm_bf16_avx512bf16 = {
     .operand_bytes = sizeof(uint16_t),
     .round = store_bf16,
     .store = store_bf16,
     .load = load_bf16,
     .dot = dot,
+    .dequantise = dequantise_bf16,
     .activate = moelora_activate,
 };
 #endif

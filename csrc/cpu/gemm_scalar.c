@@ -28,6 +28,32 @@ static void dot(int64_t m, int64_t n, int64_t k, const void *const *x, const voi
 
 CONVERSIONS(f16)
 
-const moelora_cpu_kernels moelora_gemm_f32_scalar = F32_OPERANDS(f32, NULL);
-const moelora_cpu_kernels moelora_gemm_bf16_scalar = F32_OPERANDS(bf16, widen_bf16);
-const moelora_cpu_kernels moelora_gemm_f16_scalar = F32_OPERANDS(f16, widen_f16);
+typedef float operand;
+typedef struct table {
+  operand of[16];
+} table;
+
+static inline table load_table(const operand *from) {
+  table loaded;
+  memcpy(loaded.of, from, sizeof loaded.of);
+  return loaded;
+}
+
+static inline void look_up(const uint8_t *words, const table *low, const table *high,
+                           operand *to_low, operand *to_high) {
+  for (int at = 0; at < 64; at++) {
+    const int q = at / 16, s = at / 4 % 4, b = at % 4;
+    const int column = 16 * s + 2 * q + b / 2 + 8 * (b % 2);
+    to_low[column] = low[s / 2].of[words[at] & 15];
+    to_high[column] = high[s / 2].of[words[at] >> 4];
+  }
+}
+
+#include "cpu/dequantise.h"
+DEQUANTISE(bf16, round_bf16)
+DEQUANTISE(f16, round_f16)
+
+const moelora_cpu_kernels moelora_gemm_f32_scalar = F32_OPERANDS(f32, NULL, NULL);
+const moelora_cpu_kernels moelora_gemm_bf16_scalar =
+    F32_OPERANDS(bf16, widen_bf16, dequantise_bf16);
+const moelora_cpu_kernels moelora_gemm_f16_scalar = F32_OPERANDS(f16, widen_f16, dequantise_f16);

@@ -30,6 +30,11 @@ typedef struct moelora_cpu_kernels {
   void (*dot)(int64_t m, int64_t n, int64_t k, const void *const *x /* [m] operand rows */,
               const void *w /* [n] operand rows */, int64_t w_stride, const void *next,
               float *c /* [m, ldc] */, int64_t ldc);
+  /* Columns of rows r and r + 8, r / 8 even, of `tiles` tiles of quantised weights (moelora.h) that
+   * lie `stride` bytes apart: operands to low and high, 64 for each tile. Fetches what lies `ahead`
+   * bytes ahead of these rows into L2. NULL: the dtype has no such weights. */
+  void (*dequantise)(moelora_format format, const void *tile, int64_t stride, int64_t tiles,
+                     int32_t r, int64_t ahead, void *low, void *high);
   /* gate[i] = activation(gate[i], up[i]); see activation.h */
   void (*activate)(const moelora_activation_problem *activation, float *gate, const float *up,
                    int64_t n);

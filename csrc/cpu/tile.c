@@ -56,7 +56,10 @@ void moelora_cpu_tile(const moelora_variant *variant, const moelora_weights *w, 
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
   const moelora_dtype dtype = variant->dtype;
   const size_t bytes = moelora_dtype_bytes(dtype), operand = kernels->operand_bytes;
-
+  if (w->format != MOELORA_NATIVE) {
+    moelora_cpu_quantised_tile(variant, w, begin, end, m, c, ldc, scratch);
+    return;
+  }
   for (int64_t k = 0; k < w->k; k += variant->block_k) {
     const int64_t depth = moelora_min(variant->block_k, w->k - k);
     for (int64_t i = 0; i < m; i++)

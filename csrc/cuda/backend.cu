@@ -85,6 +85,8 @@ extern "C" const moelora_backend moelora_cuda_backend = {
     moelora_cuda_experts_workspace,
     moelora_cuda_experts,
     moelora_cuda_pack,
+    nullptr,
+    nullptr,
     moelora_cuda_align_lists_workspace,
     moelora_cuda_align_lists,
     moelora_cuda_delta_workspace,

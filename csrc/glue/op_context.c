@@ -54,12 +54,14 @@ static int32_t dtype_to_torch(moelora_dtype dtype) {
     return aoti_torch_dtype_int64();
   case MOELORA_BOOL:
     return aoti_torch_dtype_bool();
+  case MOELORA_U8:
+    return aoti_torch_dtype_uint8();
   }
   return -1;
 }
 
 static bool dtype_from_torch(int32_t code, moelora_dtype *dtype) {
-  for (int32_t i = MOELORA_F32; i <= MOELORA_BOOL; i++) {
+  for (int32_t i = MOELORA_F32; i <= MOELORA_U8; i++) {
     if (dtype_to_torch((moelora_dtype)i) == code) {
       *dtype = (moelora_dtype)i;
       return true;
@@ -75,7 +77,6 @@ static const char *foreign_dtype_name(int32_t code) {
     const char *name;
   } known[] = {
       {aoti_torch_dtype_float64, "float64"},
-      {aoti_torch_dtype_uint8, "uint8"},
       {aoti_torch_dtype_int8, "int8"},
       {aoti_torch_dtype_uint16, "uint16"},
       {aoti_torch_dtype_int16, "int16"},
@@ -164,9 +165,10 @@ static moelora_tensor view(moelora_op_context *ctx, const char *name, StableIVal
   check_device(ctx, name, handle);
   aoti_torch_get_dtype(handle, &code);
   if (!dtype_from_torch(code, &tensor.dtype)) {
-    op_fail(ctx, MOELORA_INVALID_ARGUMENT,
-            "%s has dtype %s, expected one of float32, bfloat16, float16, int32, int64, bool", name,
-            foreign_dtype_name(code));
+    op_fail(
+        ctx, MOELORA_INVALID_ARGUMENT,
+        "%s has dtype %s, expected one of float32, bfloat16, float16, int32, int64, bool, uint8",
+        name, foreign_dtype_name(code));
     return tensor;
   }
   if (ndim > MOELORA_MAX_DIMS) {
@@ -241,6 +243,15 @@ int32_t op_int(moelora_op_context *ctx, const char *name, StableIValue value) {
     return 0;
   }
   return (int32_t)wide;
+}
+
+moelora_layout op_layout(moelora_op_context *ctx, const char *const names[3], StableIValue format,
+                         StableIValue order, StableIValue rows) {
+  return (moelora_layout){
+      .format = (moelora_format)op_int(ctx, names[0], format),
+      .order = (moelora_row_order)op_int(ctx, names[1], order),
+      .rows = op_int(ctx, names[2], rows),
+  };
 }
 
 double op_float(StableIValue value) {

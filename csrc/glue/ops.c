@@ -2,15 +2,17 @@
 #include <inttypes.h>
 
 #include "core/backend.h"
+#include "core/format.h"
 #include "glue/op_context.h"
 
 static int64_t size_of(const moelora_tensor *tensor, int32_t dim) {
   return dim < tensor->ndim ? tensor->size[dim] : 0;
 }
 
-/* Rows of output that `w` stands for: [E, N, K] or packed [E, N/64, K/64, 64, 64]. */
-static int64_t weight_rows(const moelora_tensor *w) {
-  return size_of(w, 1) * (w->ndim == 5 ? MOELORA_PACK : 1);
+/* Rows of output that `w` stands for: [E, N, K], packed [E, N/64, K/64, 64, 64], or tiles. */
+static int64_t weight_rows(const moelora_tensor *w, const moelora_layout *layout) {
+  return layout->format != MOELORA_NATIVE ? layout->rows
+                                          : size_of(w, 1) * (w->ndim == 5 ? MOELORA_PACK : 1);
 }
 
 static int64_t num_blocks(const moelora_align_args *args) {
@@ -117,7 +119,7 @@ static void moe_sorting(StableIValue *stack, uint64_t inputs, uint64_t outputs) 
 #define FUSED_MOE_LORA_GEMM_ARGS                                                                   \
   "Tensor x, Tensor w, Tensor topk_weights, Tensor topk_ids, Tensor token_lora_mapping, Tensor[] " \
   "lora_a, Tensor[] lora_b, Tensor lora_ranks, Tensor lora_scalings, Tensor adapter_enabled, "     \
-  "Tensor bias, Tensor expert_map, bool mul_routed_weight"
+  "Tensor bias, Tensor expert_map, bool mul_routed_weight, int w_format, int w_order, int w_rows"
 
 static void run_gemm(const char *op, StableIValue *stack, bool has_out) {
   moelora_op_context ctx;
@@ -137,12 +139,14 @@ static void run_gemm(const char *op, StableIValue *stack, bool has_out) {
   args.bias = op_optional(&ctx, "bias", stack[10]);
   args.routing.expert_map = op_optional(&ctx, "expert_map", stack[11]);
   args.mul_routed_weight = stack[12] != 0;
+  static const char *const layout[] = {"w_format", "w_order", "w_rows"};
+  args.w_layout = op_layout(&ctx, layout, stack[13], stack[14], stack[15]);
   if (has_out) {
-    args.out = op_tensor(&ctx, "out", stack[13]);
+    args.out = op_tensor(&ctx, "out", stack[16]);
   }
   if (op_ready(&ctx)) {
     const moelora_tensor *ids = &args.routing.topk_ids;
-    int64_t sizes[3] = {size_of(ids, 0), size_of(ids, 1), weight_rows(&args.w)};
+    int64_t sizes[3] = {size_of(ids, 0), size_of(ids, 1), weight_rows(&args.w, &args.w_layout)};
     if (!has_out) {
       args.out = op_output(&ctx, args.x.dtype, 3, sizes);
     }
@@ -173,7 +177,9 @@ static void fused_moe_lora_gemm_out(StableIValue *stack, uint64_t inputs, uint64
   "token_lora_mapping, Tensor[] w13_lora_a, Tensor[] w13_lora_b, Tensor[] w2_lora_a, Tensor[] "    \
   "w2_lora_b, Tensor lora_ranks, Tensor lora_scalings, Tensor adapter_enabled, Tensor w13_bias, "  \
   "Tensor w2_bias, int activation, float activation_alpha, float activation_limit, Tensor "        \
-  "expert_map, bool apply_router_weight_on_input"
+  "expert_map, bool apply_router_weight_on_input, int w13_format, int w13_order, int w13_rows, "   \
+  "int "                                                                                           \
+  "w2_format, int w2_rows"
 
 static void run_experts(const char *op, StableIValue *stack, bool has_out) {
   moelora_op_context ctx;
@@ -200,8 +206,12 @@ static void run_experts(const char *op, StableIValue *stack, bool has_out) {
   args.activation_limit = op_float(stack[17]);
   args.routing.expert_map = op_optional(&ctx, "expert_map", stack[18]);
   args.apply_router_weight_on_input = stack[19] != 0;
+  static const char *const layout13[] = {"w13_format", "w13_order", "w13_rows"};
+  static const char *const layout2[] = {"w2_format", "", "w2_rows"};
+  args.w13_layout = op_layout(&ctx, layout13, stack[20], stack[21], stack[22]);
+  args.w2_layout = op_layout(&ctx, layout2, stack[23], MOELORA_ROWS_PLAIN, stack[24]);
   if (has_out) {
-    args.out = op_tensor(&ctx, "out", stack[20]);
+    args.out = op_tensor(&ctx, "out", stack[25]);
   }
   if (op_ready(&ctx)) {
     int64_t sizes[2] = {size_of(&args.hidden_states, 0), size_of(&args.hidden_states, 1)};
@@ -249,6 +259,78 @@ static void prepack_weights(StableIValue *stack, uint64_t inputs, uint64_t outpu
   op_close(&ctx, stack);
 }
 
+/* 0: bfloat16, 1: float16 */
+static moelora_dtype compute_dtype(moelora_op_context *ctx, StableIValue value) {
+  const int32_t code = op_int(ctx, "dtype", value);
+  if (code != 0 && code != 1) {
+    op_fail(ctx, MOELORA_INVALID_ARGUMENT, "dtype is %d, must be 0 (bfloat16) or 1 (float16)",
+            code);
+  }
+  return code == 1 ? MOELORA_F16 : MOELORA_BF16;
+}
+
+#define PACK_QUANTIZED                                                                             \
+  "pack_quantized(Tensor values, Tensor scales, Tensor zeros, int format, int order, int dtype) "  \
+  "-> Tensor"
+
+static void pack_quantized(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+  (void)inputs, (void)outputs;
+  moelora_op_context ctx;
+  op_open(&ctx, "pack_quantized");
+  moelora_quantized w = {0};
+  w.values = op_tensor(&ctx, "values", stack[0]);
+  w.scales = op_tensor(&ctx, "scales", stack[1]);
+  w.zeros = op_optional(&ctx, "zeros", stack[2]);
+  moelora_layout layout = {
+      .format = (moelora_format)op_int(&ctx, "format", stack[3]),
+      .order = (moelora_row_order)op_int(&ctx, "order", stack[4]),
+      .rows = size_of(&w.values, 1),
+  };
+  const moelora_dtype dtype = compute_dtype(&ctx, stack[5]);
+  if (op_ready(&ctx)) {
+    const int64_t depth = size_of(&w.values, 2); /* half of K */
+    int64_t sizes[4] = {size_of(&w.values, 0), moelora_row_tiles(layout.order, layout.rows),
+                        depth / 32 + (depth % 32 != 0), moelora_tile_bytes(layout.format)};
+    moelora_tensor tiles = op_output(&ctx, MOELORA_U8, 4, sizes);
+    moelora_quantized_problem problem;
+    if (op_check(&ctx, moelora_check_pack_quantized(&w, &layout, dtype, &tiles, &problem)) &&
+        op_workspace(&ctx, 0)) {
+      op_check(&ctx, moelora_pack_quantized(&w, &layout, dtype, &tiles, &ctx.exec));
+    }
+  }
+  op_close(&ctx, stack);
+}
+
+#define UNPACK_QUANTIZED                                                                           \
+  "unpack_quantized(Tensor tiles, int format, int order, int rows, int columns, int dtype) -> "    \
+  "Tensor"
+
+static void unpack_quantized(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+  (void)inputs, (void)outputs;
+  moelora_op_context ctx;
+  op_open(&ctx, "unpack_quantized");
+  moelora_tensor tiles = op_tensor(&ctx, "tiles", stack[0]);
+  static const char *const names[] = {"format", "order", "rows"};
+  moelora_layout layout = op_layout(&ctx, names, stack[1], stack[2], stack[3]);
+  const int64_t columns = op_int(&ctx, "columns", stack[4]);
+  const moelora_dtype dtype = compute_dtype(&ctx, stack[5]);
+  if (layout.rows < 0 || columns < 0) {
+    op_fail(&ctx, MOELORA_INVALID_ARGUMENT,
+            "rows is %" PRId64 " and columns is %" PRId64 ", expected 1 or more", layout.rows,
+            columns);
+  }
+  if (op_ready(&ctx)) {
+    int64_t sizes[3] = {size_of(&tiles, 0), layout.rows, columns};
+    moelora_tensor out = op_output(&ctx, dtype, 3, sizes);
+    moelora_quantized_problem problem;
+    if (op_check(&ctx, moelora_check_unpack_quantized(&tiles, &layout, &out, &problem)) &&
+        op_workspace(&ctx, 0)) {
+      op_check(&ctx, moelora_unpack_quantized(&tiles, &layout, &out, &ctx.exec));
+    }
+  }
+  op_close(&ctx, stack);
+}
+
 static const moelora_op ops[] = {
     {"moe_align_block_size", MOE_ALIGN_BLOCK_SIZE, moe_align_block_size},
     {"moe_lora_align_block_size", MOE_LORA_ALIGN_BLOCK_SIZE, moe_lora_align_block_size},
@@ -258,6 +340,8 @@ static const moelora_op ops[] = {
     {"fused_experts_lora", FUSED_EXPERTS_LORA, fused_experts_lora},
     {"fused_experts_lora_out", FUSED_EXPERTS_LORA_OUT, fused_experts_lora_out},
     {"prepack_weights", PREPACK_WEIGHTS, prepack_weights},
+    {"pack_quantized", PACK_QUANTIZED, pack_quantized},
+    {"unpack_quantized", UNPACK_QUANTIZED, unpack_quantized},
     {NULL, NULL, NULL},
 };
 

@@ -1,0 +1,156 @@
+/* Quantised numbers to tiles and back (moelora.h has the layout of a tile). One task makes, or
+ * reads, the tiles of 64 rows. */
+#include <string.h>
+
+#include "core/format.h"
+#include "core/plan.h"
+#include "cpu/convert.h"
+#include "cpu/cpu.h"
+
+/* ---- packing ---- */
+
+/* The 64 bytes of rows a and b, 8 apart, from 32 bytes of each; fewer where depth ends. NULL: a row
+ * that is not there. */
+static void pack_words(const uint8_t *a, const uint8_t *b, int64_t bytes, uint8_t *words) {
+  uint8_t rows[2][32] = {{0}};
+  if (a)
+    memcpy(rows[0], a, (size_t)bytes);
+  if (b)
+    memcpy(rows[1], b, (size_t)bytes);
+  for (int q = 0; q < 4; q++)
+    for (int s = 0; s < 4; s++, words += 4)
+      for (int i = 0; i < 2; i++) { /* columns c and c + 1, then c + 8 and c + 9 */
+        const uint8_t x = rows[0][8 * s + q + 4 * i], y = rows[1][8 * s + q + 4 * i];
+        words[i] = (uint8_t)((x & 15) | y << 4);
+        words[i + 2] = (uint8_t)(x >> 4 | (y & 0xf0));
+      }
+}
+
+static float read_scale(const moelora_quantized_problem *p, int64_t at) {
+  return p->scale_dtype == MOELORA_F32    ? ((const float *)p->scales)[at]
+         : p->scale_dtype == MOELORA_BF16 ? moelora_bf16_to_f32(((const uint16_t *)p->scales)[at])
+                                          : moelora_f16_to_f32(((const uint16_t *)p->scales)[at]);
+}
+
+static void pack_scale(const moelora_quantized_problem *p, int64_t at, uint8_t *to) {
+  const bool bf16 = p->dtype == MOELORA_BF16;
+  if (p->tiles.format == MOELORA_MXFP4) {
+    const int scale = ((const uint8_t *)p->scales)[at] + (bf16 ? 126 : -98);
+    *to = (uint8_t)(scale > 0 ? scale : 0);
+    return;
+  }
+  const float scale = read_scale(p, at);
+  const uint16_t bits = bf16 ? moelora_f32_to_bf16(scale) : moelora_f32_to_f16(scale);
+  memcpy(to, &bits, sizeof bits);
+}
+
+/* Scales and zeros of row n, which is row r of the tile, at depth k. */
+static void pack_groups(const moelora_quantized_problem *p, int64_t expert, int64_t n, int32_t r,
+                        int64_t k, uint8_t *tile) {
+  const int32_t groups = moelora_tile_groups(p->tiles.format);
+  const int32_t bytes = moelora_scale_bytes(p->tiles.format);
+  uint8_t *scales = tile + MOELORA_TILE_VALUES, *zeros = scales + 64 * groups * bytes;
+  for (int32_t g = 0; g < groups && k + 32 * g < p->tiles.k; g++) {
+    const int64_t group = (k + 32 * g) / p->group;
+    const int32_t place = moelora_scale_index(groups, r, g);
+    pack_scale(p, expert * p->scales_stride[0] + n * p->scales_stride[1] + group,
+               scales + place * bytes);
+    if (p->zeros)
+      zeros[place] = p->zeros[expert * p->zeros_stride[0] + n * p->zeros_stride[1] + group];
+  }
+}
+
+static void pack_rows(void *context, int64_t index, int32_t worker) {
+  (void)worker;
+  const moelora_quantized_problem *p = context;
+  const moelora_weights *w = &p->tiles;
+  const int64_t row_tiles = moelora_row_tiles(w->order, w->n);
+  const int64_t expert = index / row_tiles, first = index % row_tiles * MOELORA_PACK;
+  const int32_t size = moelora_tile_size(w->format);
+  uint8_t *tile = (uint8_t *)p->packed + expert * w->stride_e + index % row_tiles * w->stride_nt;
+  for (int64_t k = 0; k < w->k; k += MOELORA_PACK, tile += w->stride_kt) {
+    const int64_t bytes = moelora_min(MOELORA_PACK, w->k - k) / 2;
+    const uint8_t *rows[MOELORA_PACK];
+    memset(tile, 0, (size_t)size);
+    for (int32_t r = 0; r < MOELORA_PACK; r++) {
+      const int64_t n = moelora_row_of_tile(w->order, w->n, first + r);
+      rows[r] =
+          n < 0 ? NULL : p->values + expert * p->values_stride[0] + n * p->values_stride[1] + k / 2;
+      if (n >= 0)
+        pack_groups(p, expert, n, r, k, tile);
+    }
+    for (int32_t r = 0; r < MOELORA_PACK; r += r % 16 == 7 ? 9 : 1)
+      pack_words(rows[r], rows[r + 8], bytes, tile + moelora_words_offset(r));
+  }
+}
+
+static void for_rows(const moelora_quantized_problem *problem, const moelora_exec *exec,
+                     moelora_cpu_task task, void *context) {
+  const moelora_weights *w = &problem->tiles;
+  moelora_cpu_parallel(exec, problem->num_experts * moelora_row_tiles(w->order, w->n),
+                       (double)problem->num_experts * (double)w->n * (double)w->k, task, context);
+}
+
+moelora_status moelora_cpu_pack_quantized(const moelora_quantized_problem *problem,
+                                          const moelora_exec *exec) {
+  moelora_quantized_problem copy = *problem;
+  for_rows(problem, exec, pack_rows, &copy);
+  return MOELORA_OK;
+}
+
+/* ---- unpacking ---- */
+
+typedef struct unpack_tasks {
+  const moelora_quantized_problem *problem;
+  const moelora_cpu_kernels *kernels;
+} unpack_tasks;
+
+/* Operands of a row to the output, unless the row is not there. */
+static void store_row(const unpack_tasks *tasks, int64_t expert, int64_t at, int64_t k,
+                      int64_t count, const void *operands) {
+  const moelora_quantized_problem *p = tasks->problem;
+  const int64_t n = moelora_row_of_tile(p->tiles.order, p->tiles.n, at);
+  if (n < 0)
+    return;
+  uint16_t *to = (uint16_t *)p->out + expert * p->out_stride[0] + n * p->out_stride[1] + k;
+  if (tasks->kernels->operand_bytes == sizeof *to)
+    memcpy(to, operands, (size_t)count * sizeof *to);
+  else
+    tasks->kernels->store(operands, to, count);
+}
+
+static void unpack_rows(void *context, int64_t index, int32_t worker) {
+  (void)worker;
+  const unpack_tasks *tasks = context;
+  const moelora_weights *w = &tasks->problem->tiles;
+  const int64_t row_tiles = moelora_row_tiles(w->order, w->n);
+  const int64_t expert = index / row_tiles, first = index % row_tiles * MOELORA_PACK;
+  const char *tile =
+      (const char *)w->data + expert * w->stride_e + index % row_tiles * w->stride_nt;
+  for (int64_t k = 0; k < w->k; k += MOELORA_PACK, tile += w->stride_kt) {
+    const int64_t count = moelora_min(MOELORA_PACK, w->k - k);
+    float low[MOELORA_PACK], high[MOELORA_PACK]; /* or 16-bit operands */
+    for (int32_t r = 0; r < MOELORA_PACK; r += r % 16 == 7 ? 9 : 1) {
+      tasks->kernels->dequantise(w->format, tile, w->stride_kt, 1, r, 0, low, high);
+      store_row(tasks, expert, first + r, k, count, low);
+      store_row(tasks, expert, first + r + 8, k, count, high);
+    }
+  }
+}
+
+/* The best that this machine runs: all of them unpack to the same bits. */
+static const moelora_cpu_kernels *best_kernels(moelora_dtype dtype) {
+  const moelora_device_info *device = moelora_known_device(MOELORA_CPU, 0);
+  const moelora_variant *best = NULL, *v;
+  for (int32_t i = 0; (v = moelora_variant_at(i)); i++)
+    if (v->dtype == dtype && moelora_variant_runs_on(v, device))
+      best = v;
+  return moelora_cpu_kernels_of(best);
+}
+
+moelora_status moelora_cpu_unpack_quantized(const moelora_quantized_problem *problem,
+                                            const moelora_exec *exec) {
+  unpack_tasks tasks = {problem, best_kernels(problem->dtype)};
+  for_rows(problem, exec, unpack_rows, &tasks);
+  return MOELORA_OK;
+}

@@ -1,0 +1,362 @@
+"""Expert weights of four bits, in the tiles that kernels read (csrc/moelora.h has their layout)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moelora import quantized_readers as readers
+from moelora.call import operators, run, typed
+from moelora.fake import COMPUTE_DTYPES
+from moelora.quantized_readers import PerExpert
+
+ORDERS = {None: 0, "concatenated": 1, "interleaved": 2}
+MXFP4, INT4 = 1, 2
+FIELDS = ("format", "order", "rows", "columns", "group_size", "dtype")
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeights:
+    """Expert weights of four bits: MXFP4, or INT4 with scales and perhaps zero points for groups.
+
+    Made by `from_mxfp4`, `from_gptq`, `from_awq` and `from_compressed_tensors` from what
+    checkpoints hold; accepted wherever `w13`, `w2` or `w` is. On a CPU a call gives the bits that it
+    would with `unpack()`, from a quarter of the memory.
+
+    Attributes
+    ----------
+    data : Tensor, shape (E, tiles of rows, tiles of depth, bytes of a tile), uint8
+        Tiles of 64 rows by 64 columns, values before their scales.
+    format : {"mxfp4", "int4"}
+        What a nibble is: e2m1, or an unsigned number minus 8 or minus its zero point.
+    group_size : int
+        Columns that share a scale.
+    has_zeros : bool
+        Whether groups have zero points.
+    gate_up : {None, "concatenated", "interleaved"}
+        What the rows are: those of one projection; gate rows, then as many up rows; or both in
+        turns.
+    shape : torch.Size
+        The logical shape (E, N, K).
+    dtype : torch.dtype
+        bfloat16 or float16: that of the activations.
+    """
+
+    data: Tensor
+    format: str
+    group_size: int
+    has_zeros: bool
+    gate_up: str | None
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tiles."""
+        return self.data.nbytes
+
+    @property
+    def layout(self) -> tuple[int, int, int]:
+        """moelora_layout of csrc/moelora.h: format, order, rows."""
+        code = MXFP4
+        if self.format == "int4":
+            code = INT4 + (self.group_size == 32) + 2 * self.has_zeros
+        return code, ORDERS[self.gate_up], self.shape[1]
+
+    def to(self, device: torch.device | str) -> QuantizedWeights:
+        """These weights on another device."""
+        return replace(self, data=self.data.to(device))
+
+    def unpack(self) -> Tensor:
+        """The weights as one tensor of shape (E, N, K) and of `dtype`, each number rounded once."""
+        code = COMPUTE_DTYPES.index(self.dtype)
+        op = operators.unpack_quantized.default
+        return run(op, self.data, *self.layout, self.shape[2], code)
+
+    def state_dict(self, prefix: str = "") -> dict[str, Tensor]:
+        """Two tensors, that safetensors and torch.save take: `data`, and numbers that describe it.
+
+        Parameters
+        ----------
+        prefix : str
+            Put before both names.
+        """
+        numbers = (*self.layout, self.shape[2], self.group_size, COMPUTE_DTYPES.index(self.dtype))
+        layout = torch.tensor(numbers, dtype=torch.int64)
+        return {f"{prefix}data": self.data, f"{prefix}layout": layout}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Tensor], prefix: str = "") -> QuantizedWeights:
+        """What `state_dict` described.
+
+        Raises
+        ------
+        ValueError
+            `layout` is no description of weights, or not one of `data`.
+        KeyError
+            One of both is missing.
+        """
+        data, numbers = state[f"{prefix}data"], state[f"{prefix}layout"].tolist()
+        if len(numbers) != len(FIELDS):
+            raise ValueError(f"{prefix}layout has {len(numbers)} numbers, expected {FIELDS}")
+        code, order, rows, columns, group_size, dtype = numbers
+        if not (MXFP4 <= code <= INT4 + 3 and 0 <= order < len(ORDERS) and dtype in (0, 1)):
+            raise ValueError(f"{prefix}layout is {numbers}, expected {FIELDS} in their ranges")
+        weights = cls(
+            data=data,
+            format="mxfp4" if code == MXFP4 else "int4",
+            group_size=group_size,
+            has_zeros=code >= INT4 + 2,
+            gate_up=list(ORDERS)[order],
+            shape=torch.Size((len(data), rows, columns)),
+            dtype=COMPUTE_DTYPES[dtype],
+        )
+        if weights.layout[0] != code:
+            raise ValueError(f"{prefix}layout has format {code} and group_size {group_size}")
+        tiles = data.new_empty(data.shape, device="meta")
+        run(operators.unpack_quantized.default, tiles, code, order, rows, columns, dtype)
+        return weights
+
+    @classmethod
+    @typed
+    def from_mxfp4(
+        cls,
+        blocks: PerExpert,
+        scales: PerExpert,
+        *,
+        gate_up: str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> QuantizedWeights:
+        """MXFP4 as gpt-oss has it: `value = e2m1 * 2^(scale - 127)`.
+
+        Experts are brought into tiles one by one: beside the checkpoint's tensors and the result
+        there is never more than one expert.
+
+        Parameters
+        ----------
+        blocks : Tensor, shape (E, N, K / 32, 16) or (E, N, K / 2), uint8, or one for each expert
+            Two numbers of a row in each byte, the even column in the low nibble.
+        scales : Tensor, shape (E, N, K / 32), uint8 or float8_e8m0fnu, or one for each expert
+            Exponents of the scales; at most 128, which is a scale of 2.
+        gate_up : {None, "concatenated", "interleaved"}
+            Of a gated `w13`: whether gate rows come before up rows, or alternate with them, as
+            those of gpt-oss do. None for any other weight.
+        dtype : torch.dtype
+            bfloat16 or float16: that of the activations. In bfloat16 all numbers are exact.
+
+        Raises
+        ------
+        ValueError
+            A shape, a dtype or a scale is not as above.
+        TypeError
+            An argument is of another type than in the signature.
+        NotImplementedError
+            There is no kernel for this device.
+
+        Notes
+        -----
+        OCP Microscaling Formats (MX) Specification, version 1.0, 2023.
+        """
+        return _pack(cls, readers.mxfp4(blocks, scales), gate_up, dtype)
+
+    @classmethod
+    @typed
+    def from_gptq(
+        cls,
+        qweight: PerExpert,
+        scales: PerExpert,
+        qzeros: PerExpert | None = None,
+        g_idx: PerExpert | None = None,
+        *,
+        bits: int = 4,
+        group_size: int | None = None,
+        sym: bool | None = None,
+        checkpoint_format: str = "gptq",
+        gate_up: str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> QuantizedWeights:
+        """INT4 as GPTQ checkpoints have it: `value = (q - zero) * scale`.
+
+        Experts are brought into tiles one by one: beside the checkpoint's tensors and the result
+        there is never more than one expert.
+
+        Parameters
+        ----------
+        qweight : Tensor, shape (E, K / 8, N), int32, or one for each expert
+            Eight consecutive columns of a row in each word, the first in the lowest bits. Gate and
+            up of one `w13` follow each other along N.
+        scales : Tensor, shape (E, K / group, N), or one for each expert
+            float32, bfloat16 or float16; rounded to `dtype`.
+        qzeros : Tensor, shape (E, K / group, N / 8), int32, or one for each expert, optional
+            Zero points of eight rows in each word. If all are 8, as of symmetric checkpoints, they
+            are dropped.
+        g_idx : Tensor, shape (E, K), int32 or int64, or one for each expert, optional
+            Group of each column. Only `k // group_size` is taken: weights quantised in the order of
+            their activations (`desc_act`) are refused.
+        bits : int
+            4.
+        group_size : int, optional
+            32, a multiple of 64, or -1 for all columns; must be that of `scales`. Absent: that of
+            `scales`.
+        sym : bool, optional
+            True: no zero points but 8. False: there are zero points. Absent: as `qzeros` says.
+        checkpoint_format : {"gptq", "gptq_v2"}
+            Of the former the stored zero points are smaller by one than what they mean.
+        gate_up, dtype
+            As of `from_mxfp4`.
+
+        Raises
+        ------
+        ValueError
+            A shape, a dtype or a value is not as above, or a scale is not finite.
+        TypeError
+            An argument is of another type than in the signature.
+        NotImplementedError
+            There is no kernel for this device.
+
+        Notes
+        -----
+        Frantar et al., GPTQ, 2022 (arXiv:2210.17323).
+        """
+        if bits != 4:
+            raise ValueError(f"bits is {bits}, expected 4")
+        if checkpoint_format not in readers.ZERO_OFFSETS:
+            known = " or ".join(map(repr, readers.ZERO_OFFSETS))
+            raise ValueError(f"checkpoint_format is {checkpoint_format!r}, expected {known}")
+        offset = readers.ZERO_OFFSETS[checkpoint_format]
+        found = readers.gptq(qweight, scales, qzeros, g_idx, group_size, sym, offset, dtype)
+        return _pack(cls, found, gate_up, dtype)
+
+    @classmethod
+    @typed
+    def from_awq(
+        cls,
+        qweight: PerExpert,
+        scales: PerExpert,
+        qzeros: PerExpert,
+        *,
+        group_size: int | None = None,
+        gate_up: str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> QuantizedWeights:
+        """INT4 as AWQ checkpoints have it: `value = (q - zero) * scale`.
+
+        Experts are brought into tiles one by one: beside the checkpoint's tensors and the result
+        there is never more than one expert.
+
+        Parameters
+        ----------
+        qweight : Tensor, shape (E, K, N / 8), int32, or one for each expert
+            Eight consecutive rows of a column in each word, in the order 0, 2, 4, 6, 1, 3, 5, 7.
+        scales : Tensor, shape (E, K / group, N), or one for each expert
+            float32, bfloat16 or float16; rounded to `dtype`.
+        qzeros : Tensor, shape (E, K / group, N / 8), int32, or one for each expert
+            Zero points in the order of `qweight`.
+        group_size, gate_up, dtype
+            As of `from_gptq`.
+
+        Raises
+        ------
+        ValueError
+            A shape or a dtype is not as above, or a scale is not finite.
+        TypeError
+            An argument is of another type than in the signature.
+        NotImplementedError
+            There is no kernel for this device.
+
+        Notes
+        -----
+        Lin et al., AWQ, 2023 (arXiv:2306.00978).
+        """
+        found = readers.awq(qweight, scales, qzeros, group_size, dtype)
+        return _pack(cls, found, gate_up, dtype)
+
+    @classmethod
+    @typed
+    def from_compressed_tensors(
+        cls,
+        weight_packed: PerExpert,
+        weight_scale: PerExpert,
+        weight_zero_point: PerExpert | None = None,
+        weight_shape: PerExpert | None = None,
+        *,
+        group_size: int | None = None,
+        gate_up: str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> QuantizedWeights:
+        """INT4 as compressed-tensors has it in its format "pack-quantized".
+
+        Experts are brought into tiles one by one: beside the checkpoint's tensors and the result
+        there is never more than one expert.
+
+        Parameters
+        ----------
+        weight_packed : Tensor, shape (E, N, K / 8), int32, or one for each expert
+            Eight consecutive columns of a row in each word, the first in the lowest bits, plus 8.
+        weight_scale : Tensor, shape (E, N, K / group), or one for each expert
+            float32, bfloat16 or float16; rounded to `dtype`.
+        weight_zero_point : Tensor, shape (E, N / 8, K / group), int32, or one for each, optional
+            Zero points of eight consecutive rows in each word, plus 8. Absent: 0 before the 8.
+        weight_shape : Tensor, shape (E, 2) or (2,), or one for each expert, optional
+            N and K; refused if they are others, as of a K that was padded to fill words.
+        group_size, gate_up, dtype
+            As of `from_gptq`.
+
+        Raises
+        ------
+        ValueError
+            A shape or a dtype is not as above, or a scale is not finite.
+        TypeError
+            An argument is of another type than in the signature.
+        NotImplementedError
+            There is no kernel for this device.
+
+        Notes
+        -----
+        Layout of the compressed-tensors library (`pack_to_int32`).
+        """
+        found = readers.compressed_tensors(
+            weight_packed, weight_scale, weight_zero_point, weight_shape, group_size, dtype
+        )
+        return _pack(cls, found, gate_up, dtype)
+
+
+def _pack(
+    cls: type, checkpoint: readers.Checkpoint, gate_up: str | None, dtype: torch.dtype
+) -> QuantizedWeights:
+    if gate_up not in ORDERS:
+        known = ", ".join(map(repr, ORDERS))
+        raise ValueError(f"gate_up is {gate_up!r}, expected one of {known}")
+    if dtype not in COMPUTE_DTYPES:
+        raise ValueError(f"dtype is {dtype}, expected torch.bfloat16 or torch.float16")
+    experts, rows, _ = checkpoint.shape
+    if gate_up and rows % 2:
+        raise ValueError(f"there are {rows} rows, expected as many of gate as of up")
+    weights = cls(
+        data=torch.empty(0),
+        format=checkpoint.format,
+        group_size=checkpoint.group_size,
+        has_zeros=checkpoint.has_zeros,
+        gate_up=gate_up,
+        shape=torch.Size(checkpoint.shape),
+        dtype=dtype,
+    )
+    layout = weights.layout[:2]
+    data = None
+    for expert in range(experts):
+        values, scales, zeros = (t if t is None else t[None] for t in checkpoint.read(expert))
+        absent = values.new_empty(0)
+        op = operators.pack_quantized.default
+        code = COMPUTE_DTYPES.index(dtype)
+        tiles = run(op, values, scales, absent if zeros is None else zeros, *layout, code)
+        if data is None:
+            data = tiles.new_empty(experts, *tiles.shape[1:])
+        data[expert] = tiles[0]
+    return replace(weights, data=data)

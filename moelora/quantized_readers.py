@@ -1,0 +1,267 @@
+"""Four-bit weights of one expert as checkpoints hold them -> values, scales and zeros by rows.
+
+What packing takes: values (N, K / 2) uint8, the even column in the low nibble; scales
+(N, K / group); zeros (N, K / group) uint8, or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+PerExpert: TypeAlias = Tensor | Sequence[Tensor]
+Numbers: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
+
+BLOCK = 32  # columns that share an MXFP4 scale
+LARGEST_E8M0 = 128  # a scale of 2
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which column of eight each nibble of a word is
+ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # what is added to a stored zero
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Quantised weights that are still to be packed, expert by expert."""
+
+    format: str
+    shape: tuple[int, int, int]
+    group_size: int
+    has_zeros: bool
+    read: Callable[[int], Numbers]
+
+
+class Stack:
+    """One tensor for all experts, or one for each, under the name that messages give it."""
+
+    def __init__(self, name: str, tensors: PerExpert):
+        self.name = name
+        self.is_tensor = isinstance(tensors, Tensor)
+        self.tensors = tensors if self.is_tensor else list(tensors)
+        if not len(self.tensors):
+            raise ValueError(f"{name} has no experts, expected at least 1")
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __getitem__(self, expert: int) -> Tensor:
+        return self.tensors[expert]
+
+    def fail(self, expert: int, got: str, wanted: str) -> None:
+        name = self.name if self.is_tensor else f"{self.name}[{expert}]"
+        raise ValueError(f"{name} {got}, expected {wanted}")
+
+    def check(self, like: Stack, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
+        """Every expert of `like` is here, of this shape and one of these dtypes."""
+        if len(self) != len(like):
+            raise ValueError(
+                f"{self.name} has {len(self)} experts, expected {len(like)} as {like.name}"
+            )
+        for expert in range(1 if self.is_tensor else len(self)):
+            tensor = self[expert]
+            if tuple(tensor.shape) != shape:
+                self.fail(expert, f"has shape {self._shape(tensor)}", self._text(shape))
+            if tensor.dtype not in dtypes:
+                wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+                got = str(tensor.dtype).removeprefix("torch.")
+                self.fail(expert, f"has dtype {got}", wanted)
+            if tensor.device != like[0].device:
+                self.fail(expert, f"is on {tensor.device}", f"{like[0].device} as {like.name}")
+
+    def matrix(self, wanted: str) -> tuple[int, ...]:
+        """The shape of the first expert, which has two dimensions."""
+        if self[0].dim() != 2:
+            self.fail(0, f"has shape {self._shape(self[0])}", wanted)
+        return tuple(self[0].shape)
+
+    def _shape(self, tensor: Tensor) -> str:
+        return self._text(tuple(tensor.shape))
+
+    def _text(self, shape: tuple[int, ...]) -> str:
+        return str((len(self), *shape) if self.is_tensor else shape)
+
+
+SCALES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def group_of(scales: Stack, columns: int, groups: int, group_size: int | None) -> int:
+    """Columns of a group; -1 says all of them."""
+    group = columns // groups if groups and columns % groups == 0 else 0
+    if group not in (32, columns) and (group == 0 or group % 64):
+        got = f"has {groups} groups for {columns} columns"
+        scales.fail(0, got, "groups of 32, of a multiple of 64, or of all columns")
+    if group_size is not None and group != (columns if group_size == -1 else group_size):
+        scales.fail(0, f"has groups of {group}", f"groups of {group_size}, the group_size")
+    return group
+
+
+def check_finite(scales: Stack, expert: int, dtype: torch.dtype) -> None:
+    if not torch.isfinite(scales[expert].to(dtype)).all():
+        got = "has a scale that is NaN, or infinite in " + str(dtype).removeprefix("torch.")
+        scales.fail(expert, got, "finite scales")
+
+
+def nibbles(bytes_: Tensor) -> Tensor:
+    """(..., n) uint8 -> (..., 2 n), the low nibble first."""
+    return torch.stack((bytes_ & 15, bytes_ >> 4), dim=-1).flatten(-2)
+
+
+def words(packed: Tensor) -> Tensor:
+    """(..., n) int32 -> (..., 4 n) uint8, the low byte first."""
+    return packed.contiguous().view(torch.uint8)
+
+
+def mxfp4(blocks: PerExpert, scales: PerExpert) -> Checkpoint:
+    blocks, scales = Stack("blocks", blocks), Stack("scales", scales)
+    wanted = "[N, K/32, 16] or [N, K/2] for each expert"
+    first = blocks[0]
+    if first.dim() == 3 and first.size(2) == BLOCK // 2:
+        rows, columns = first.size(0), first.size(1) * BLOCK
+    elif first.dim() == 2 and first.size(1) % (BLOCK // 2) == 0:
+        rows, columns = first.size(0), first.size(1) * 2
+    else:
+        blocks.fail(0, f"has shape {tuple(first.shape)} for each expert", wanted)
+    blocks.check(blocks, tuple(first.shape), torch.uint8)
+    scales.check(blocks, (rows, columns // BLOCK), torch.uint8, torch.float8_e8m0fnu)
+
+    def read(expert: int) -> Numbers:
+        bits = scales[expert].view(torch.uint8)
+        largest = int(bits.max())
+        if largest > LARGEST_E8M0:
+            what = "NaN" if largest == 255 else f"2^{largest - 127}"
+            scales.fail(expert, f"has the e8m0 byte {largest}, {what}", "at most 128, a scale of 2")
+        return blocks[expert].reshape(rows, columns // 2), bits, None
+
+    return Checkpoint("mxfp4", (len(blocks), rows, columns), BLOCK, False, read)
+
+
+def gptq(
+    qweight: PerExpert,
+    scales: PerExpert,
+    qzeros: PerExpert | None,
+    g_idx: PerExpert | None,
+    group_size: int | None,
+    sym: bool | None,
+    offset: int,
+    dtype: torch.dtype,
+) -> Checkpoint:
+    values, scales = Stack("qweight", qweight), Stack("scales", scales)
+    depth, rows = values.matrix("[K/8, N] for each expert")
+    columns, groups = 8 * depth, scales.matrix("[K/group, N] for each expert")[0]
+    values.check(values, (depth, rows), torch.int32)
+    scales.check(values, (groups, rows), *SCALES)
+    group = group_of(scales, columns, groups, group_size)
+    has_zeros, zeros = False, None
+    if qzeros is not None:
+        zeros = Stack("qzeros", qzeros)
+        zeros.check(values, (groups, -(-rows // 8)), torch.int32)
+        has_zeros = _differ_from_8(zeros, rows, offset)
+        if sym and has_zeros:
+            raise ValueError("qzeros has zero points other than 8, expected none, as sym is True")
+    elif sym is False:
+        raise ValueError("qzeros is None, expected zero points, as sym is False")
+    if g_idx is not None:
+        _check_order(Stack("g_idx", g_idx), values, columns, group)
+
+    def read(expert: int) -> Numbers:
+        check_finite(scales, expert, dtype)
+        points = None
+        if has_zeros:
+            points = (nibbles(words(zeros[expert]))[:, :rows] + offset).t().contiguous()
+        return words(values[expert].t()), scales[expert].t().contiguous(), points
+
+    return Checkpoint("int4", (len(values), rows, columns), group, has_zeros, read)
+
+
+def _differ_from_8(zeros: Stack, rows: int, offset: int) -> bool:
+    stored = 8 - offset
+    return any(
+        bool((nibbles(words(zeros[expert]))[:, :rows] != stored).any())
+        for expert in range(len(zeros))
+    )
+
+
+def _check_order(g_idx: Stack, values: Stack, columns: int, group: int) -> None:
+    if all(g_idx[expert].numel() == 0 for expert in range(len(g_idx))):
+        return
+    g_idx.check(values, (columns,), torch.int32, torch.int64)
+    in_order = torch.arange(columns, device=g_idx[0].device) // group
+    for expert in range(len(g_idx)):
+        if not torch.equal(g_idx[expert].long(), in_order):
+            got = "is of weights in the order of their activations (desc_act)"
+            g_idx.fail(expert, got, "k // group_size")
+
+
+def awq(
+    qweight: PerExpert,
+    scales: PerExpert,
+    qzeros: PerExpert,
+    group_size: int | None,
+    dtype: torch.dtype,
+) -> Checkpoint:
+    values, scales, zeros = (
+        Stack("qweight", qweight),
+        Stack("scales", scales),
+        Stack("qzeros", qzeros),
+    )
+    columns, eighth = values.matrix("[K, N/8] for each expert")
+    rows, groups = 8 * eighth, scales.matrix("[K/group, N] for each expert")[0]
+    if columns % 8:
+        values.fail(0, f"has {columns} columns (K)", "a multiple of 8")
+    values.check(values, (columns, eighth), torch.int32)
+    scales.check(values, (groups, rows), *SCALES)
+    zeros.check(values, (groups, eighth), torch.int32)
+    group = group_of(scales, columns, groups, group_size)
+
+    def by_columns(packed: Tensor) -> Tensor:
+        stored = nibbles(words(packed)).unflatten(1, (-1, 8))
+        inverse = torch.tensor(AWQ_ORDER, device=packed.device).argsort()
+        return stored[:, :, inverse].flatten(1)
+
+    def read(expert: int) -> Numbers:
+        check_finite(scales, expert, dtype)
+        numbers = by_columns(values[expert]).t()
+        packed = numbers[:, 0::2] | numbers[:, 1::2] << 4
+        points = by_columns(zeros[expert]).t().contiguous()
+        return packed.contiguous(), scales[expert].t().contiguous(), points
+
+    return Checkpoint("int4", (len(values), rows, columns), group, True, read)
+
+
+def compressed_tensors(
+    weight_packed: PerExpert,
+    weight_scale: PerExpert,
+    weight_zero_point: PerExpert | None,
+    weight_shape: PerExpert | None,
+    group_size: int | None,
+    dtype: torch.dtype,
+) -> Checkpoint:
+    values, scales = Stack("weight_packed", weight_packed), Stack("weight_scale", weight_scale)
+    rows, depth = values.matrix("[N, K/8] for each expert")
+    columns, groups = 8 * depth, scales.matrix("[N, K/group] for each expert")[1]
+    values.check(values, (rows, depth), torch.int32)
+    scales.check(values, (rows, groups), *SCALES)
+    group = group_of(scales, columns, groups, group_size)
+    zeros = None
+    if weight_zero_point is not None:
+        zeros = Stack("weight_zero_point", weight_zero_point)
+        zeros.check(values, (-(-rows // 8), groups), torch.int32)
+    if weight_shape is not None:
+        shapes = weight_shape.reshape(-1, 2) if isinstance(weight_shape, Tensor) else weight_shape
+        for shape in shapes:
+            if tuple(map(int, shape)) != (rows, columns):
+                raise ValueError(
+                    f"weight_shape is {tuple(map(int, shape))}, expected {(rows, columns)} as "
+                    "weight_packed"
+                )
+
+    def read(expert: int) -> Numbers:
+        check_finite(scales, expert, dtype)
+        points = None
+        if zeros is not None:
+            points = nibbles(words(zeros[expert].t()))[:, :rows].t().contiguous()
+        return words(values[expert]), scales[expert], points
+
+    return Checkpoint("int4", (len(values), rows, columns), group, zeros is not None, read)
