@@ -47,6 +47,17 @@ static MOELORA_CONSTEXPR int32_t moelora_words_offset(int32_t r) {
   return (r / 16 * 8 + r % 8) * 64;
 }
 
+/* The formats that GPU kernels are written for: all of INT4 share one, which asks how scales and
+ * zero points lie when it loads a tile. */
+static MOELORA_CONSTEXPR moelora_format moelora_kernel_format(moelora_format format) {
+  return moelora_is_int4(format) ? MOELORA_INT4 : format;
+}
+
+/* The most bytes of a tile that such a kernel meets. */
+static MOELORA_CONSTEXPR int32_t moelora_most_tile_bytes(moelora_format format) {
+  return moelora_tile_size(format == MOELORA_INT4 ? MOELORA_INT4_ZP_G32 : format);
+}
+
 /* Place of row r's scale (and zero) of group g among those of a tile. */
 static MOELORA_CONSTEXPR int32_t moelora_scale_index(int32_t groups, int32_t r, int32_t g) {
   return (r / 16 * 8 + r % 8) * 2 * groups + r / 8 % 2 * groups + g;

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 
 #include "core/check.h"
+#include "core/format.h"
 #include "core/log.h"
 #include "core/plan.h"
 
@@ -112,13 +113,20 @@ moelora_family moelora_family_of(const moelora_device_info *device) {
   return family_of(limited(device).compute_capability) == own ? own : MOELORA_SM80;
 }
 
+/* What the tile of an sm_80 kernel keeps in shared memory. */
+static int32_t pipeline_bytes(const moelora_variant *v) {
+  const int32_t tiles = v->block_n / MOELORA_PACK * (v->block_k / MOELORA_PACK);
+  const int32_t weights = v->format == MOELORA_NATIVE ? v->block_n * v->block_k * 2
+                                                      : tiles * moelora_most_tile_bytes(v->format);
+  return v->stages * (weights + v->block_m * v->block_k * 2);
+}
+
 static bool has_family(const moelora_variant *variant, const moelora_device_info *device) {
   if (device->compute_capability < 80)
     return false;
   if (variant->needs != MOELORA_SM80)
     return variant->needs == (int32_t)family_of(device->compute_capability);
-  int32_t stage = (variant->block_m + variant->block_n) * variant->block_k * 2;
-  return variant->stages * stage <= device->shared_bytes;
+  return pipeline_bytes(variant) <= device->shared_bytes;
 }
 
 bool moelora_variant_runs_on(const moelora_variant *variant, const moelora_device_info *device) {
@@ -176,17 +184,15 @@ typedef struct access {
   bool vectors, tma, decode;
   bool few;              /* tokens and rows, so that one launch is better than several */
   bool layer;            /* a whole layer, whose results lie as its kernels like them */
-  moelora_format format; /* of weights that are not native, if there are any */
+  moelora_format format; /* of weights, for which a kernel is written */
+  bool mixed;            /* the two projections differ in it */
 } access;
-
-/* No CUDA kernel knows another format yet. */
-static moelora_format format_of(const moelora_weights *first, const moelora_weights *second) {
-  return first->format != MOELORA_NATIVE || !second ? first->format : second->format;
-}
 
 /* One tensor map covers all experts: rows that lie apart, or tiles that lie together. */
 static bool is_tma_weights(const moelora_weights *w) {
   const int64_t tile = MOELORA_PACK * MOELORA_PACK;
+  if (w->format != MOELORA_NATIVE)
+    return true;
   if (w->packed)
     return w->stride_kt == tile && w->stride_nt == w->k / MOELORA_PACK * tile &&
            w->stride_e == w->n / MOELORA_PACK * w->stride_nt;
@@ -207,7 +213,7 @@ static bool is_nearer(const moelora_variant *v, const moelora_variant *best, sha
 static bool serves(const moelora_variant *v, const access *access) {
   if (v->device == MOELORA_CPU)
     return true;
-  if (access->format != MOELORA_NATIVE)
+  if (v->format != access->format || access->mixed)
     return false;
   if (v->decode)
     return access->decode;
@@ -253,10 +259,14 @@ static moelora_status pick_variant(const moelora_routes *routes, moelora_dtype d
     variant = choose(device, dtype, cuda ? pick_cuda_shape(rows_per_expert(routes)) : (shape){0, 1},
                      access);
   }
+  if (!variant && access->mixed)
+    return moelora_fail(MOELORA_UNSUPPORTED,
+                        "no CUDA kernel for w13 and w2 of different weight formats");
   if (!variant && access->format != MOELORA_NATIVE)
-    return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for %s weights on %s",
+    return moelora_fail(MOELORA_UNSUPPORTED,
+                        "no %s kernel for %s weights and CUDA compute capability %d.%d",
                         moelora_dtype_name(dtype), moelora_format_name(access->format),
-                        device->device == MOELORA_CUDA ? "CUDA" : "this CPU");
+                        device->compute_capability / 10, device->compute_capability % 10);
   if (!variant && device->device == MOELORA_CUDA)
     return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for CUDA compute capability %d.%d",
                         moelora_dtype_name(dtype), device->compute_capability / 10,
@@ -270,7 +280,7 @@ static moelora_status pick_variant(const moelora_routes *routes, moelora_dtype d
 
 moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                                  const moelora_device_info *device, moelora_gemm_plan *plan) {
-  access access = {.layer = false, .format = format_of(&problem->w, NULL)};
+  access access = {.layer = false, .format = moelora_kernel_format(problem->w.format)};
   access.vectors = moelora_is_vector_weights(&problem->w) &&
                    moelora_is_vector_row(problem->x, problem->x_stride, problem->w.k) &&
                    moelora_is_vector_row(problem->out, problem->out_stride[0], problem->w.n) &&
@@ -291,7 +301,8 @@ static const moelora_variant *prefer_tuned(const moelora_variant *tuned,
 moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                                     const moelora_device_info *device, moelora_experts_plan *plan) {
   const moelora_activation activation = problem->activation.kind;
-  access access = {.layer = true, .format = format_of(&problem->w13, &problem->w2)};
+  access access = {.layer = true, .format = moelora_kernel_format(problem->w13.format)};
+  access.mixed = access.format != moelora_kernel_format(problem->w2.format);
   access.vectors = moelora_is_vector_weights(&problem->w13) &&
                    moelora_is_vector_weights(&problem->w2) &&
                    moelora_is_vector_row(problem->x, problem->x_stride, problem->hidden);
@@ -299,8 +310,8 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
   access.tma = access.vectors && is_tma_weights(&problem->w13) && is_tma_weights(&problem->w2) &&
                !(problem->w13.packed && moelora_is_gated(activation) &&
                  (moelora_is_interleaved(activation) || problem->intermediate % 64 != 0));
-  access.decode = access.vectors && !problem->w13.packed && !problem->w2.packed &&
-                  !problem->apply_router_weight_on_input &&
+  access.decode = access.vectors && access.format == MOELORA_NATIVE && !problem->w13.packed &&
+                  !problem->w2.packed && !problem->apply_router_weight_on_input &&
                   problem->routes.num_tokens <= MOELORA_DECODE_TOKENS &&
                   problem->routes.num_rows <= MOELORA_DECODE_ROWS;
   access.few = access.decode && problem->routes.num_tokens <= FEW_TOKENS &&

@@ -165,11 +165,17 @@ bool moelora_cuda_fits_shrink_sm90(const moelora_shrink_launch *s);
 moelora_status moelora_cuda_shrink_sm90(const moelora_shrink_launch *s, moelora_dtype dtype,
                                         const moelora_exec *exec);
 
-/* gemm/sm80/gemm.cu, gemm/sm90/gemm.cu */
-moelora_status moelora_cuda_gemm_sm80(const moelora_gemm_launch *g, const moelora_variant *variant,
-                                      const moelora_exec *exec);
-moelora_status moelora_cuda_gemm_sm90(const moelora_gemm_launch *g, const moelora_variant *variant,
-                                      const moelora_exec *exec);
+/* gemm/sm80, gemm/sm90: a file for each kernel format of weights. */
+#define MOELORA_DECLARE_GEMM(NAME)                                                                 \
+  moelora_status NAME(const moelora_gemm_launch *g, const moelora_variant *variant,                \
+                      const moelora_exec *exec);
+MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm80)
+MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm80_mxfp4)
+MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm80_int4)
+MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm90)
+MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm90_mxfp4)
+MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm90_int4)
+#undef MOELORA_DECLARE_GEMM
 
 /* decode.cu: the whole layer in one launch. */
 size_t moelora_cuda_decode_workspace(const moelora_experts_problem *problem,

@@ -203,6 +203,19 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
   return g;
 }
 
+/* The kernels of a variant's family and weight format. */
+auto launcher_of(const moelora_variant *variant) {
+  const bool sm90 = variant->needs == MOELORA_SM90;
+  switch (variant->format) {
+  case MOELORA_MXFP4:
+    return sm90 ? moelora_cuda_gemm_sm90_mxfp4 : moelora_cuda_gemm_sm80_mxfp4;
+  case MOELORA_INT4:
+    return sm90 ? moelora_cuda_gemm_sm90_int4 : moelora_cuda_gemm_sm80_int4;
+  default:
+    return sm90 ? moelora_cuda_gemm_sm90 : moelora_cuda_gemm_sm80;
+  }
+}
+
 moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
                        const moelora_routes *routes, void *xa, const moelora_exec *exec) {
   const bool x_vectors = moelora_is_vector_row(g->tokens.x, g->tokens.stride, g->tokens.k);
@@ -216,7 +229,7 @@ moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
         moelora_are_vector_factors(g->adapters.lora.b, g->adapters.lora.num_slices) &&
         !(cut && g->adapters.lora.slice_n % 2 != 0);
     for (int32_t i = 0; i < g->adapters.lora.num_slices; i++)
-      g->weights.factors_boxes = g->adapters.factors_boxes && g->adapters.lora.b[i].stride_i > 0;
+      g->weights.factors_boxes = g->weights.factors_boxes && g->adapters.lora.b[i].stride_i > 0;
     const bool vectors =
         x_vectors && moelora_are_vector_factors(g->adapters.lora.a, g->adapters.lora.num_slices);
     const moelora_shrink_launch shrink = {g->schedule,           g->tokens, g->adapters,
@@ -227,8 +240,7 @@ moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
       return status;
     g->adapters.xa = xa;
   }
-  return variant->needs == MOELORA_SM90 ? moelora_cuda_gemm_sm90(g, variant, exec)
-                                        : moelora_cuda_gemm_sm80(g, variant, exec);
+  return launcher_of(variant)(g, variant, exec);
 }
 
 moelora_status check_rank(const moelora_factors *lora) {

@@ -26,15 +26,10 @@ template <int BY> __device__ __forceinline__ uint32_t shifted(uint32_t value) {
   return BY >= 0 ? value << (BY & 31) : value >> (-BY & 31);
 }
 
-/* The formats that have kernels of their own: all of INT4 share one, which asks how scales and zero
- * points lie when it loads a tile. */
-static MOELORA_CONSTEXPR moelora_format kernel_format(moelora_format format) {
-  return moelora_is_int4(format) ? MOELORA_INT4 : format;
-}
-
-/* The most bytes of a tile that a kernel may meet. */
-static MOELORA_CONSTEXPR int most_tile_bytes(moelora_format format) {
-  return moelora_tile_size(format == MOELORA_INT4 ? MOELORA_INT4_ZP_G32 : format);
+/* Bytes of a tile of what a kernel of FORMAT was given. */
+template <moelora_format FORMAT>
+__device__ __forceinline__ uint32_t tile_bytes(moelora_format format) {
+  return moelora_tile_size(FORMAT == MOELORA_INT4 ? format : FORMAT);
 }
 
 /* What a lane has of a tile: rows r = 16 warp + lane / 4 and r + 8 of its warp's. */

@@ -35,18 +35,19 @@ template <class S>
 __device__ __forceinline__ void load_quantized(const moelora_gemm_launch &g, const Tile &tile,
                                                int step, const Pipeline<S> &pipeline,
                                                uint64_t policy) {
-  const uint32_t bytes = (uint32_t)g.weights.w.stride_kt;
+  const uint32_t bytes = tile_bytes<S::FORMAT>(g.weights.w.format);
   for (int m64 = 0; m64 < S::TILES; m64++) {
     const int output = first_output<S>(g, tile.column, m64);
     bulk_load(pipeline.weights() + m64 * bytes,
-              quantized_tile(g, tile.expert, m64, output) + (int64_t)step * bytes, bytes,
+              quantized_tile(g, tile.expert, m64, output) + step * g.weights.w.stride_kt, bytes,
               pipeline.full(), policy);
   }
 }
 
 /* Bytes of weights that a step brings to this CTA. */
 template <class S> __device__ __forceinline__ uint32_t step_bytes(const moelora_gemm_launch &g) {
-  return S::FORMAT == MOELORA_NATIVE ? S::W_BYTES : S::TILES * (uint32_t)g.weights.w.stride_kt;
+  return S::FORMAT == MOELORA_NATIVE ? S::W_BYTES
+                                     : S::TILES * tile_bytes<S::FORMAT>(g.weights.w.format);
 }
 
 template <class S>

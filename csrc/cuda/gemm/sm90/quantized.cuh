@@ -25,7 +25,7 @@ __device__ __forceinline__ int multiply_quantized(float (&d)[2][S::TOKENS / 2],
                                                   const moelora_gemm_launch &g,
                                                   Pipeline<S> &pipeline, int consumer) {
   const int depth_steps = (g.tokens.k + kDepth - 1) / kDepth, warp = threadIdx.x >> 5 & 3;
-  const uint32_t bytes = (uint32_t)g.weights.w.stride_kt;
+  const uint32_t bytes = tile_bytes<S::FORMAT>(g.weights.w.format);
   int previous = 0;
   uint32_t a[2][4];
 #pragma unroll 1
