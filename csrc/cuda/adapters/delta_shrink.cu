@@ -294,24 +294,23 @@ bool fits_segments(const delta_shrink &s, const Batch &b, const moelora_exec *ex
 moelora_status launch_segments(const delta_shrink &s, moelora_dtype dtype,
                                const moelora_exec *exec) {
   const moelora_routes &routes = s.rows.routes;
-  moelora_gemm_launch g = {};
-  g.blocks.rows = g.blocks.cluster = 1;
-  g.blocks.sorted_ids = (int32_t *)s.rows.row;
-  g.blocks.segments = (moelora_segment *)s.rows.segments;
-  g.num_rows = (int32_t)routes.num_rows;
-  g.num_experts = routes.num_experts;
-  g.x = s.x;
-  g.x_stride = s.x_stride;
-  g.x_divisor = moelora_divisor_of(s.x_divisor);
-  g.k = s.k;
-  g.xa_slice = s.xa_stride[0];
-  g.xa_stride = s.xa_stride[2];
-  g.xa_by_row = true;
-  g.lora = s.lora;
-  g.max_loras = routes.max_loras;
-  if (s.hopper && moelora_cuda_fits_shrink_sm90(&g))
-    return moelora_cuda_shrink_sm90(&g, s.scalings, dtype, s.xa, exec);
-  return moelora_cuda_shrink_segments(&g, s.scalings, dtype, s.xa, exec);
+  moelora_shrink_launch l = {};
+  l.schedule.blocks.rows = l.schedule.blocks.cluster = 1;
+  l.schedule.blocks.sorted_ids = (int32_t *)s.rows.row;
+  l.schedule.blocks.segments = (moelora_segment *)s.rows.segments;
+  l.schedule.num_rows = (int32_t)routes.num_rows;
+  l.schedule.num_experts = routes.num_experts;
+  l.tokens = {moelora_divisor_of(s.x_divisor), s.x_stride, s.x, s.k};
+  l.adapters.lora = s.lora;
+  l.adapters.max_loras = routes.max_loras;
+  l.adapters.xa_slice = s.xa_stride[0];
+  l.adapters.xa_stride = s.xa_stride[2];
+  l.scalings = s.scalings;
+  l.xa = s.xa;
+  l.by_row = true;
+  if (s.hopper && moelora_cuda_fits_shrink_sm90(&l))
+    return moelora_cuda_shrink_sm90(&l, dtype, exec);
+  return moelora_cuda_shrink_segments(&l, dtype, exec);
 }
 
 template <class T>

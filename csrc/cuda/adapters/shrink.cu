@@ -23,11 +23,9 @@ constexpr int kLanes = 8;                     // tokens of a block that a lane l
 constexpr int kItems = 32 * kLanes / kShares; // of a work unit at most
 
 struct ShrinkParams {
-  moelora_gemm_launch g;
-  const float *scalings; // [max_loras] or NULL
+  moelora_shrink_launch s;
   int32_t part, shares, group;
   bool few; // one look of all CTAs finds everything
-  void *xa;
 };
 
 /* Columns [first, first + RANKS) of the shrink results of tokens [low, high) of a block, `split` of
@@ -56,19 +54,19 @@ template <class S> struct Teams {
 template <class S>
 __device__ __forceinline__ int find(const ShrinkParams &p, int blocks, int work_unit,
                                     BlockItem *items) {
-  const moelora_gemm_launch &g = p.g;
-  const int lane = threadIdx.x % 32, rows = g.blocks.rows;
+  const moelora_shrink_launch &s = p.s;
+  const int lane = threadIdx.x % 32, rows = s.schedule.blocks.rows;
   if (work_unit >= blocks * p.shares)
     return 0;
   const int before = work_unit / (p.group * p.shares) * p.group; // blocks of the groups before
   const int height = min(p.group, blocks - before), rest = work_unit - before * p.shares;
   const int block = before + rest % height, share = rest / height;
   const int64_t position = (int64_t)block * rows;
-  if (g.x_divisor.value && lane * 8 < rows)
-    prefetch(g.blocks.sorted_ids + position + lane * 8);
-  const int expert = g.blocks.expert_ids[block];
+  if (s.tokens.divisor.value && lane * 8 < rows)
+    prefetch(s.schedule.blocks.sorted_ids + position + lane * 8);
+  const int expert = s.schedule.blocks.expert_ids[block];
   Segments<kLanes> segments;
-  segments.load(g, position, rows);
+  segments.load(s.schedule.blocks, s.adapters.lora.max_rank, position, rows);
   int count = 0; // of the block, so far
 #pragma unroll 1
   for (int i = 0; i * 32 < rows; i++) {
@@ -80,12 +78,12 @@ __device__ __forceinline__ int find(const ShrinkParams &p, int blocks, int work_
         packed = segments.packed[j];
     if (packed >= 0) {
       high = segments.next(low + 1, rows);
-      const int columns = columns_of(g, packed);
+      const int columns = columns_of(s.adapters.lora, packed);
       teams = Teams<S>(columns).tokens;
       parts = ceil_divide(high - low, teams * p.part);
       chunks = ceil_divide(columns, S::RANKS);
-      if (p.scalings)
-        prefetch(p.scalings + packed / kRanks);
+      if (p.s.scalings)
+        prefetch(p.s.scalings + packed / kRanks);
     }
     const int end = warp_inclusive_sum(parts * chunks);
     const int first = count + end - parts * chunks;
@@ -104,29 +102,31 @@ __device__ __forceinline__ int find(const ShrinkParams &p, int blocks, int work_
 
 /* Where the operands of an item lie, tokens from `low` on. */
 struct BlockOperands {
-  const moelora_gemm_launch &g;
+  const moelora_shrink_launch &s;
   const BlockItem &item;
   int low;
 
-  __device__ __forceinline__ int columns() const { return columns_of(g, item.packed); }
+  __device__ __forceinline__ int columns() const {
+    return columns_of(s.adapters.lora, item.packed);
+  }
 
   template <class T, class S, int M, int N>
   __device__ __forceinline__ void find_a(Rows<T, S, M, N> &rows, int column, int columns,
                                          int k) const {
-    rows.find_a(g.lora, item.packed / kRanks, item.expert, item.packed % kRanks, column, columns,
-                k);
+    rows.find_a(s.adapters.lora, item.packed / kRanks, item.expert, item.packed % kRanks, column,
+                columns, k);
   }
 
   template <class T, int N> __device__ __forceinline__ void find_x(const T *(&x)[N], int k) const {
     uint32_t row[N];
 #pragma unroll
     for (int n = 0; n < N; n++)
-      row[n] =
-          item.block * g.blocks.rows + min(low + n * 8 + (int)threadIdx.x % 32 / 4, item.high - 1);
-    find_x_rows(g, row);
+      row[n] = item.block * s.schedule.blocks.rows +
+               min(low + n * 8 + (int)threadIdx.x % 32 / 4, item.high - 1);
+    find_x_rows(s.schedule.blocks, s.tokens, row);
 #pragma unroll
     for (int n = 0; n < N; n++)
-      x[n] = (const T *)g.x + row[n] * g.x_stride + k;
+      x[n] = (const T *)s.tokens.x + row[n] * s.tokens.stride + k;
   }
 };
 
@@ -135,40 +135,40 @@ template <class T, class S>
 __device__ __forceinline__ void store(const ShrinkParams &p, const BlockItem &item,
                                       const ShrinkShared<S> &shared) {
   const int rank = item.packed % kRanks, width = moelora_padded_rank(rank);
-  const float scaling = p.scalings ? p.scalings[item.packed / kRanks] : 1.f;
+  const float scaling = p.s.scalings ? p.s.scalings[item.packed / kRanks] : 1.f;
   const int tokens = item.high - item.low;
-  const Teams<S> teams(columns_of(p.g, item.packed));
+  const Teams<S> teams(columns_of(p.s.adapters.lora, item.packed));
   constexpr int RANK_VECTORS = S::RANKS / 8;
   for (int i = threadIdx.x; i < min(item.split, tokens) * RANK_VECTORS; i += S::THREADS) {
     const int row = i / RANK_VECTORS, at = i % RANK_VECTORS * 8, team = at / S::TEAM_RANKS;
     const int token = row + team / teams.ranks * item.split;
     const int column = item.first + team % teams.ranks * S::TEAM_RANKS + at % S::TEAM_RANKS;
     const int slice = column / width, r = column % width;
-    if (slice >= p.g.lora.num_slices || token >= tokens)
+    if (slice >= p.s.adapters.lora.num_slices || token >= tokens)
       continue;
     float sum[8] = {};
     add_spans<S>(sum, shared.sums, row, at);
-    const int64_t position = (int64_t)item.block * p.g.blocks.rows + item.low + token;
-    *(uint4 *)((T *)p.xa + position * p.g.xa_stride + slice * p.g.xa_slice + r) =
-        round_ranks<T>(sum, scaling, r, rank);
+    const int64_t position = (int64_t)item.block * p.s.schedule.blocks.rows + item.low + token;
+    *(uint4 *)((T *)p.s.xa + position * p.s.adapters.xa_stride + slice * p.s.adapters.xa_slice +
+               r) = round_ranks<T>(sum, scaling, r, rank);
   }
 }
 
 template <class T, class S, bool VECTORS>
 __device__ __forceinline__ void run_item(const ShrinkParams &p, const BlockItem &item,
                                          ShrinkShared<S> &shared) {
-  const int columns = columns_of(p.g, item.packed);
+  const int columns = columns_of(p.s.adapters.lora, item.packed);
   const Teams<S> teams(columns);
   const int warp = threadIdx.x / 32, team = warp / S::DEPTHS, span = warp % S::DEPTHS;
-  const BlockOperands operands = {p.g, item, item.low + team / teams.ranks * item.split};
+  const BlockOperands operands = {p.s, item, item.low + team / teams.ranks * item.split};
   const int column =
       operands.low < item.high ? item.first + team % teams.ranks * S::TEAM_RANKS : columns;
   if (S::TILES > 1 && columns <= 16)
-    multiply_tokens<T, S, VECTORS, 1>(item.split, operands, column, p.g.k, span, S::DEPTHS,
+    multiply_tokens<T, S, VECTORS, 1>(item.split, operands, column, p.s.tokens.k, span, S::DEPTHS,
                                       shared.sums);
   else
-    multiply_tokens<T, S, VECTORS, S::TILES>(item.split, operands, column, p.g.k, span, S::DEPTHS,
-                                             shared.sums);
+    multiply_tokens<T, S, VECTORS, S::TILES>(item.split, operands, column, p.s.tokens.k, span,
+                                             S::DEPTHS, shared.sums);
   store<T, S>(p, item, shared);
 }
 
@@ -181,7 +181,8 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT / S::WARPS)
   wait_for_previous_kernel();
   start_next_kernel();
   // Blocks that are not in use hold nothing to find.
-  const int blocks = p.few ? (int)p.g.blocks.max_blocks : *p.g.blocks.num_post / p.g.blocks.rows;
+  const int blocks = p.few ? (int)p.s.schedule.blocks.max_blocks
+                           : *p.s.schedule.blocks.num_post / p.s.schedule.blocks.rows;
   for (int work_unit = blockIdx.x; work_unit < blocks * p.shares; work_unit += ctas * S::WARPS) {
     shared.found[warp] = find<S>(p, blocks, work_unit + warp * ctas, shared.items[warp]);
     __syncthreads();
@@ -204,10 +205,10 @@ struct Workload {
 template <class T, class S, bool VECTORS>
 moelora_status launch(ShrinkParams p, const Workload &e, const moelora_exec *exec) {
   static_assert(sizeof(ShrinkShared<S>) <= kPortableShared, "a CTA's shared memory");
-  const int64_t blocks = p.g.blocks.max_blocks;
+  const int64_t blocks = p.s.schedule.blocks.max_blocks;
   const int64_t ctas = moelora_cuda_num_sms(exec->device_index) * (S::RESIDENT / S::WARPS);
   p.part = e.part < S::TOKENS ? e.part : S::TOKENS;
-  p.shares = kShares * (int32_t)((p.g.xa_stride + S::RANKS - 1) / S::RANKS);
+  p.shares = kShares * (int32_t)((p.s.adapters.xa_stride + S::RANKS - 1) / S::RANKS);
   // As many as all CTAs together have items of.
   const bool fat = e.rows >= kFatSegment * e.segments;
   const int64_t group = ctas * blocks / (e.segments + e.rows / p.part);
@@ -219,13 +220,13 @@ moelora_status launch(ShrinkParams p, const Workload &e, const moelora_exec *exe
 
 /* Whether whole segments are shared out: that pays where much would be read twice. Measured on an
  * H200. */
-bool are_long(const moelora_gemm_launch *g, const Workload &e, bool sm90,
+bool are_long(const moelora_shrink_launch *s, const Workload &e, bool sm90,
               const moelora_exec *exec) {
   const int64_t sms = moelora_cuda_num_sms(exec->device_index);
   if (!sm90)
-    return g->k < kLongDepth && e.rows >= 40 * e.segments && e.rows >= 128 * sms;
+    return s->tokens.k < kLongDepth && e.rows >= 40 * e.segments && e.rows >= 128 * sms;
   // Of x by position, segments are listed while the kernel that makes it drains.
-  const int much = g->x_divisor.value ? 2 : 1, tokens = g->xa_stride > 32 ? 8 : 32;
+  const int much = s->tokens.divisor.value ? 2 : 1, tokens = s->adapters.xa_stride > 32 ? 8 : 32;
   return e.rows >= much * tokens * e.segments && e.rows >= much * 7 * sms;
 }
 
@@ -240,7 +241,7 @@ moelora_status launch_vectors(const ShrinkParams &p, Workload e, const moelora_e
   using NarrowHalf = Shape<1, 1, DEPTHS, 48, RESIDENT>;
   using Middle = Shape<2, 1, DEPTHS, 48, RESIDENT>;
   using Wide = Shape<2, 2, DEPTHS, WIDE_TOKENS>;
-  const int64_t stride = p.g.xa_stride;
+  const int64_t stride = p.s.adapters.xa_stride;
   const bool half = stride <= 32 && e.rows > 16;
   const int resident = half ? RESIDENT : kResidentWarps;
   const int64_t ctas = moelora_cuda_num_sms(exec->device_index) * (resident / DEPTHS);
@@ -260,22 +261,22 @@ moelora_status launch_as(const ShrinkParams &p, const Workload &e, bool vectors,
                          const moelora_exec *exec) {
   if (!vectors)
     return launch<T, Shape<1, 1, 4, 32>, false>(p, e, exec);
-  return p.g.k < kLongDepth ? launch_vectors<T, 4, 48>(p, e, exec)
-                            : launch_vectors<T, 8, 32>(p, e, exec);
+  return p.s.tokens.k < kLongDepth ? launch_vectors<T, 4, 48>(p, e, exec)
+                                   : launch_vectors<T, 8, 32>(p, e, exec);
 }
 
 } // namespace
 
-moelora_status moelora_cuda_shrink(const moelora_gemm_launch *g, const float *lora_scalings,
-                                   bool vectors, bool hopper, moelora_dtype dtype, void *xa,
-                                   const moelora_exec *exec) {
-  const int64_t rows = g->num_rows, pairs = (int64_t)g->num_experts * g->max_loras;
+moelora_status moelora_cuda_shrink(const moelora_shrink_launch *s, bool vectors, bool hopper,
+                                   moelora_dtype dtype, const moelora_exec *exec) {
+  const int64_t rows = s->schedule.num_rows;
+  const int64_t pairs = (int64_t)s->schedule.num_experts * s->adapters.max_loras;
   const Workload e = {rows, rows < pairs ? rows : pairs, 32, false};
-  const bool sm90 = hopper && moelora_cuda_fits_shrink_sm90(g);
-  if (vectors && g->blocks.segments && are_long(g, e, sm90, exec))
-    return sm90 ? moelora_cuda_shrink_sm90(g, lora_scalings, dtype, xa, exec)
-                : moelora_cuda_shrink_segments(g, lora_scalings, dtype, xa, exec);
-  const ShrinkParams p = {.g = *g, .scalings = lora_scalings, .xa = xa};
+  const bool sm90 = hopper && moelora_cuda_fits_shrink_sm90(s);
+  if (vectors && s->schedule.blocks.segments && are_long(s, e, sm90, exec))
+    return sm90 ? moelora_cuda_shrink_sm90(s, dtype, exec)
+                : moelora_cuda_shrink_segments(s, dtype, exec);
+  const ShrinkParams p = {.s = *s};
   return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(p, e, vectors, exec)
                                : launch_as<__half>(p, e, vectors, exec);
 }

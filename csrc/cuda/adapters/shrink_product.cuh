@@ -38,13 +38,13 @@ struct Shape {
 template <class S> using Sums = float[S::DEPTHS][S::TOKENS][S::PITCH];
 
 /* True rank of a packed rank. */
-__device__ __forceinline__ int rank_of(const moelora_gemm_launch &g, int packed) {
-  return min(packed % kRanks, g.lora.max_rank);
+__device__ __forceinline__ int rank_of(const moelora_factors &lora, int packed) {
+  return min(packed % kRanks, lora.max_rank);
 }
 
 /* Columns of A of all slices together. */
-__device__ __forceinline__ int columns_of(const moelora_gemm_launch &g, int packed) {
-  return moelora_padded_rank(rank_of(g, packed)) * g.lora.num_slices;
+__device__ __forceinline__ int columns_of(const moelora_factors &lora, int packed) {
+  return moelora_padded_rank(rank_of(lora, packed)) * lora.num_slices;
 }
 
 __host__ __device__ __forceinline__ int ceil_divide(int a, int b) {

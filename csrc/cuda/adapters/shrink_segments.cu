@@ -11,69 +11,69 @@ template <class C> struct SegmentsShared {
 };
 
 struct StagedItem {
-  const moelora_gemm_launch &g;
+  const moelora_shrink_launch &s;
   const SegmentItem &item;
 
   __device__ __forceinline__ int tokens() const { return item.tokens; }
-  __device__ __forceinline__ int columns() const { return columns_of(g, item.packed) - item.first; }
-  __device__ __forceinline__ int x_row(int token) const { return item.x_row(g, token); }
+  __device__ __forceinline__ int columns() const {
+    return columns_of(s.adapters.lora, item.packed) - item.first;
+  }
+  __device__ __forceinline__ int x_row(int token) const { return item.x_row(s, token); }
   template <class T> __device__ __forceinline__ const T *row_of_a(int column) const {
-    return find_row_of_a<T>(g.lora, item.packed / kRanks, item.expert, rank_of(g, item.packed),
-                            item.first + column);
+    return find_row_of_a<T>(s.adapters.lora, item.packed / kRanks, item.expert,
+                            rank_of(s.adapters.lora, item.packed), item.first + column);
   }
 };
 
 template <class T, class C>
 __global__ void __launch_bounds__(C::THREADS, C::CTAS)
-    shrink_segments(const __grid_constant__ SegmentShrink p) {
+    shrink_segments(const __grid_constant__ moelora_shrink_launch s) {
   extern __shared__ __align__(128) char memory[];
   SegmentsShared<C> &shared = *(SegmentsShared<C> *)memory;
-  const moelora_gemm_launch &g = p.g;
   wait_for_previous_kernel();
   start_next_kernel();
 
-  const auto find = [&](int number) { return StagedItem{g, shared.list.items[number]}; };
+  const auto find = [&](int number) { return StagedItem{s, shared.list.items[number]}; };
   const auto store = [&](int number, const Products<T, C> &products) {
     const SegmentItem &item = shared.list.items[number];
-    const int rank = rank_of(g, item.packed), width = moelora_padded_rank(rank);
-    const float scaling = p.scaling(item.packed);
+    const int rank = rank_of(s.adapters.lora, item.packed), width = moelora_padded_rank(rank);
+    const float scaling = scaling_of(s, item.packed);
     products.for_each(item.tokens, [&](int token, int column, const float *sum) {
       const int slice = (item.first + column) / width, r = (item.first + column) % width;
-      if (slice < g.lora.num_slices)
-        *(uint32_t *)(p.row_of_xa<T>(item, token) + slice * g.xa_slice + r) =
+      if (slice < s.adapters.lora.num_slices)
+        *(uint32_t *)(row_of_xa<T>(s, item, token) + slice * s.adapters.xa_slice + r) =
             round_two<T>(sum, scaling, r, rank);
     });
   };
-  take_part(g, shared.list, (int2 *)shared.stages, [] { __syncthreads(); });
+  take_part(s, shared.list, (int2 *)shared.stages, [] { __syncthreads(); });
   for (int listed = 0, all = 1; listed < all; listed += kListedItems) {
-    list_items(g, shared.list, listed);
+    list_items(s, shared.list, listed);
     __syncthreads();
     all = shared.list.all;
-    run_staged<T, C>({g.x, g.x_stride, g.k}, shared.stages, min(all - listed, kListedItems), find,
-                     store);
+    run_staged<T, C>({s.tokens.x, s.tokens.stride, s.tokens.k}, shared.stages,
+                     min(all - listed, kListedItems), find, store);
     __syncthreads();
   }
 }
 
 template <class T, class C>
-moelora_status launch(const SegmentShrink &p, const moelora_exec *exec) {
+moelora_status launch(const moelora_shrink_launch &s, const moelora_exec *exec) {
   static_assert(sizeof(SegmentsShared<C>) <= kPortableShared, "a CTA's shared memory");
   const int64_t ctas = (int64_t)moelora_cuda_num_sms(exec->device_index) * C::CTAS;
   return launch_kernel<shrink_segments<T, C>>("shrink_segments", ctas, C::THREADS,
-                                              sizeof(SegmentsShared<C>), exec, p);
+                                              sizeof(SegmentsShared<C>), exec, s);
 }
 
-template <class T> moelora_status launch_as(const SegmentShrink &p, const moelora_exec *exec) {
-  return p.columns() <= 32   ? launch<T, Staged<32>>(p, exec)
-         : p.columns() <= 64 ? launch<T, Staged<64>>(p, exec)
-                             : launch<T, Staged<128>>(p, exec);
+template <class T>
+moelora_status launch_as(const moelora_shrink_launch &s, const moelora_exec *exec) {
+  return most_columns(s.adapters.lora) <= 32   ? launch<T, Staged<32>>(s, exec)
+         : most_columns(s.adapters.lora) <= 64 ? launch<T, Staged<64>>(s, exec)
+                                               : launch<T, Staged<128>>(s, exec);
 }
 
 } // namespace
 
-moelora_status moelora_cuda_shrink_segments(const moelora_gemm_launch *g,
-                                            const float *lora_scalings, moelora_dtype dtype,
-                                            void *xa, const moelora_exec *exec) {
-  const SegmentShrink p = {*g, lora_scalings, xa};
-  return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(p, exec) : launch_as<__half>(p, exec);
+moelora_status moelora_cuda_shrink_segments(const moelora_shrink_launch *s, moelora_dtype dtype,
+                                            const moelora_exec *exec) {
+  return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(*s, exec) : launch_as<__half>(*s, exec);
 }

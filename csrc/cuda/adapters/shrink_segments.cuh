@@ -17,25 +17,6 @@ constexpr int kListedItems = 64; // of a CTA, listed at once
 constexpr int kCut = 16;         // rows
 constexpr int kAnotherPart = 32; // rows that a pass over the depth for another segment costs
 
-struct SegmentShrink {
-  moelora_gemm_launch g;
-  const float *scalings; // [max_loras] or NULL
-  void *xa;
-
-  /* Columns of A of the largest rank. */
-  int columns() const { return g.lora.num_slices * moelora_padded_rank(g.lora.max_rank); }
-
-  __device__ __forceinline__ float scaling(int packed) const {
-    return scalings ? scalings[packed / kRanks] : 1.f;
-  }
-  /* Slice 0 of what an item's token becomes. */
-  template <class T, class Item>
-  __device__ __forceinline__ T *row_of_xa(const Item &item, int token) const {
-    const int at = item.position_of(g, token);
-    return (T *)xa + (g.xa_by_row ? g.blocks.sorted_ids[at] : at) * g.xa_stride;
-  }
-};
-
 /* Some rows of a segment by columns of A from `first` on. The first is number `row` from the
  * beginning of block `block` on, a position; each block has `share` of them. */
 struct SegmentItem {
@@ -44,16 +25,33 @@ struct SegmentItem {
   int tokens, first;
 
   /* Where a token's row lies. */
-  __device__ __forceinline__ int position_of(const moelora_gemm_launch &g, int token) const {
+  __device__ __forceinline__ int position_of(const moelora_shrink_launch &s, int token) const {
     const uint32_t at = row + token, blocks = divide(at, divisor_with(share, magic));
-    return block + blocks * g.blocks.rows + at - blocks * share;
+    return block + blocks * s.schedule.blocks.rows + at - blocks * share;
   }
-  __device__ __forceinline__ int x_row(const moelora_gemm_launch &g, int token) const {
-    uint32_t at[] = {(uint32_t)position_of(g, token)};
-    find_x_rows(g, at);
+  __device__ __forceinline__ int x_row(const moelora_shrink_launch &s, int token) const {
+    uint32_t at[] = {(uint32_t)position_of(s, token)};
+    find_x_rows(s.schedule.blocks, s.tokens, at);
     return at[0];
   }
 };
+
+__device__ __forceinline__ float scaling_of(const moelora_shrink_launch &s, int packed) {
+  return s.scalings ? s.scalings[packed / kRanks] : 1.f;
+}
+
+/* Slice 0 of what an item's token becomes. */
+template <class T>
+__device__ __forceinline__ T *row_of_xa(const moelora_shrink_launch &s, const SegmentItem &item,
+                                        int token) {
+  const int at = item.position_of(s, token);
+  return (T *)s.xa + (s.by_row ? s.schedule.blocks.sorted_ids[at] : at) * s.adapters.xa_stride;
+}
+
+/* Columns of A of the largest rank. */
+inline int most_columns(const moelora_factors &lora) {
+  return lora.num_slices * moelora_padded_rank(lora.max_rank);
+}
 
 /* Items of a CTA, in shared memory; WARPS warps list them. */
 template <int TOKENS_, int RANKS_, int WARPS_> struct ItemList {
@@ -92,12 +90,12 @@ template <class L> struct SegmentLength {
   int columns = 0, chunks = 0;
   int64_t rows = 0;
 
-  __device__ __forceinline__ SegmentLength(const moelora_gemm_launch &g, int2 packed_and_count,
+  __device__ __forceinline__ SegmentLength(const moelora_shrink_launch &s, int2 packed_and_count,
                                            int ctas = 0) {
     const int packed = packed_and_count.x, count = packed_and_count.y;
     if (packed < 0 || count == 0)
       return;
-    columns = columns_of(g, packed);
+    columns = columns_of(s.adapters.lora, packed);
     chunks = ceil_divide(columns, L::RANKS);
     rows = ctas ? ctas : (int64_t)count * chunks + (int64_t)ceil_divide(count, L::TOKENS) * columns;
   }
@@ -112,26 +110,26 @@ template <class L> struct SegmentLength {
   }
 };
 
-__device__ __forceinline__ int segments_of(const moelora_gemm_launch &g) {
-  return g.num_experts * (g.max_loras + 1);
+__device__ __forceinline__ int segments_of(const moelora_shrink_launch &s) {
+  return s.schedule.num_experts * (s.adapters.max_loras + 1);
 }
 
-__device__ __forceinline__ int4 load_segment(const moelora_gemm_launch &g, int i) {
-  return *(const int4 *)&g.blocks.segments[i];
+__device__ __forceinline__ int4 load_segment(const moelora_shrink_launch &s, int i) {
+  return *(const int4 *)&s.schedule.blocks.segments[i];
 }
 
 /* The CTA's part. All threads of the list's warps come here and synchronise by sync(); `sizes` is
  * shared memory for the (packed rank, count) of every segment. */
 template <class L, class Sync>
-__device__ __forceinline__ void take_part(const moelora_gemm_launch &g, L &list, int2 *sizes,
+__device__ __forceinline__ void take_part(const moelora_shrink_launch &s, L &list, int2 *sizes,
                                           Sync sync) {
   constexpr int THREADS = 32 * L::WARPS, BATCH = 10; // loads in flight
-  const int segments = segments_of(g);
+  const int segments = segments_of(s);
   for (int base = threadIdx.x; base < segments; base += BATCH * THREADS) {
     int4 batch[BATCH];
 #pragma unroll
     for (int u = 0; u < BATCH; u++)
-      batch[u] = load_segment(g, min(base + u * THREADS, segments - 1));
+      batch[u] = load_segment(s, min(base + u * THREADS, segments - 1));
 #pragma unroll
     for (int u = 0; u < BATCH; u++)
       if (base + u * THREADS < segments)
@@ -146,7 +144,7 @@ __device__ __forceinline__ void take_part(const moelora_gemm_launch &g, L &list,
   int64_t own = 0, all;
   int own_used = 0, used, longest = 0;
   for (int i = low; i < high; i++) {
-    const SegmentLength<L> length(g, sizes[i]);
+    const SegmentLength<L> length(s, sizes[i]);
     own += length.rows;
     own_used += length.rows > 0;
     longest = max(longest, length.rows > 0 ? sizes[i].y * length.chunks : 0);
@@ -169,7 +167,7 @@ __device__ __forceinline__ void take_part(const moelora_gemm_launch &g, L &list,
   }
   if (at <= part_begin && part_begin < at + own) {
     int i = low;
-    for (int64_t rows; at + (rows = SegmentLength<L>(g, sizes[i], ctas).rows) <= part_begin; i++)
+    for (int64_t rows; at + (rows = SegmentLength<L>(s, sizes[i], ctas).rows) <= part_begin; i++)
       at += rows;
     list.first = i, list.begin = at;
   }
@@ -179,35 +177,35 @@ __device__ __forceinline__ void take_part(const moelora_gemm_launch &g, L &list,
 /* Lists the items of the CTA's part from number `listed` on that fit, and counts all. The first
  * warp does, a lane for each segment. */
 template <class L>
-__device__ __forceinline__ void list_items(const moelora_gemm_launch &g, L &list, int listed) {
+__device__ __forceinline__ void list_items(const moelora_shrink_launch &s, L &list, int listed) {
   if (threadIdx.x >= 32)
     return;
-  const int segments = segments_of(g);
+  const int segments = segments_of(s);
   const int64_t part_begin = list.part_begin, part_end = list.part_end;
   int64_t at = list.begin;
   int all = 0;
   for (int base = list.first; base < segments && at < part_end; base += 32) {
     const int i = base + (int)threadIdx.x;
-    const int4 v = load_segment(g, min(i, segments - 1));
-    const moelora_segment s = {i < segments ? v.x : -1, v.y, v.z, v.w};
-    const SegmentLength<L> length(g, make_int2(s.packed, s.count), list.ctas);
+    const int4 v = load_segment(s, min(i, segments - 1));
+    const moelora_segment segment = {i < segments ? v.x : -1, v.y, v.z, v.w};
+    const SegmentLength<L> length(s, make_int2(segment.packed, segment.count), list.ctas);
     const int64_t end = at + warp_inclusive_sum(length.rows);
-    const int low = length.row_at(s.count, end - length.rows, part_begin);
-    const int high = length.row_at(s.count, end - length.rows, part_end);
+    const int low = length.row_at(segment.count, end - length.rows, part_begin);
+    const int high = length.row_at(segment.count, end - length.rows, part_end);
     const int cuts = ceil_divide(high - low, L::TOKENS), items = cuts * length.chunks;
     const int number = all + warp_inclusive_sum(items);
     if (items > 0) {
       const int rows = ceil_divide(high - low, kCut * cuts) * kCut;
-      const int block = s.position / g.blocks.rows * g.blocks.rows;
-      const uint32_t magic = moelora_divisor_of(s.share).magic;
+      const int block = segment.position / s.schedule.blocks.rows * s.schedule.blocks.rows;
+      const uint32_t magic = moelora_divisor_of(segment.share).magic;
       for (int j = 0; j < items; j++) {
         const int from = low + j / length.chunks * rows, to = number - items - listed + j;
         if (to >= 0 && to < kListedItems)
-          list.items[to] = {i / (g.max_loras + 1),
-                            s.packed,
+          list.items[to] = {i / (s.adapters.max_loras + 1),
+                            segment.packed,
                             block,
-                            s.position - block + from,
-                            s.share,
+                            segment.position - block + from,
+                            segment.share,
                             magic,
                             min(rows, high - from),
                             j % length.chunks * L::RANKS};

@@ -61,22 +61,22 @@ template <class S> __device__ __forceinline__ SegmentItem read_header(const Pipe
 
 /* Columns of A that an item has. */
 template <class S>
-__device__ __forceinline__ int columns_in(const moelora_gemm_launch &g, const SegmentItem &item) {
-  return min(columns_of(g, item.packed) - item.first, S::RANKS);
+__device__ __forceinline__ int columns_in(const moelora_shrink_launch &s, const SegmentItem &item) {
+  return min(columns_of(s.adapters.lora, item.packed) - item.first, S::RANKS);
 }
 
 /* Rows of A of the listed items; a warp. */
 template <class S>
-__device__ __forceinline__ void stream_a(const ShrinkMaps *maps, const moelora_gemm_launch &g,
+__device__ __forceinline__ void stream_a(const ShrinkMaps *maps, const moelora_shrink_launch &s,
                                          const typename S::List &list, int items,
                                          Pipeline<S> &pipeline) {
   const uint64_t policy = evict_first_policy();
   for (int number = 0; number < items; number++) {
     const SegmentItem item = list.items[number];
-    const int columns = columns_in<S>(g, item),
-              width = moelora_padded_rank(rank_of(g, item.packed));
+    const int columns = columns_in<S>(s, item),
+              width = moelora_padded_rank(rank_of(s.adapters.lora, item.packed));
     const int first_slice = item.first / width, first_r = item.first - first_slice * width;
-    for (int k = 0; k < g.k; k += kDepth, pipeline.advance()) {
+    for (int k = 0; k < s.tokens.k; k += kDepth, pipeline.advance()) {
       pipeline.wait_empty();
       if ((threadIdx.x & 31) == 0) {
         if (k == 0)
@@ -103,19 +103,21 @@ __device__ __forceinline__ void stream_a(const ShrinkMaps *maps, const moelora_g
 /* Their rows of x; three warps. Those of the next item are found once this one's first stages are
  * on their way. */
 template <class S>
-__device__ __forceinline__ void gather_x(const moelora_gemm_launch &g, const typename S::List &list,
-                                         int items, Pipeline<S> &pipeline) {
+__device__ __forceinline__ void gather_x(const moelora_shrink_launch &s,
+                                         const typename S::List &list, int items,
+                                         Pipeline<S> &pipeline) {
   Gather<S::TOKENS> gather(threadIdx.x - 32);
   const auto find = [&](int number) {
     if (number == items)
       return;
     const SegmentItem item = list.items[number];
-    gather.find(g, item.tokens, [&](int t) { return item.position_of(g, t); });
+    gather.find(s.schedule.blocks, s.tokens, item.tokens,
+                [&](int t) { return item.position_of(s, t); });
   };
   find(0);
-  const int depth_steps = ceil_divide(g.k, kDepth);
+  const int depth_steps = ceil_divide(s.tokens.k, kDepth);
   for (int number = 0; number < items; number++) {
-    gather.begin(g);
+    gather.begin(s.tokens);
     for (int step = 0; step < depth_steps; step++, pipeline.advance()) {
       if (step == min((int)S::STAGES, depth_steps - 1))
         find(number + 1);
@@ -127,26 +129,26 @@ __device__ __forceinline__ void gather_x(const moelora_gemm_launch &g, const typ
 }
 
 template <class S>
-__device__ __forceinline__ void produce(const ShrinkMaps *maps, const SegmentShrink &p,
+__device__ __forceinline__ void produce(const ShrinkMaps *maps, const moelora_shrink_launch &s,
                                         typename S::List &list, void *stages,
                                         Pipeline<S> pipeline) {
   const auto sync = [] { fence_async_proxy(), warpgroup_sync(1); };
   const bool streams = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == 0;
   // Where x lies by position the kernel before is the GEMM that makes it, and segments are older.
-  if (p.g.x_divisor.value)
+  if (s.tokens.divisor.value)
     wait_for_previous_kernel();
-  take_part(p.g, list, (int2 *)stages, sync);
+  take_part(s, list, (int2 *)stages, sync);
   for (int listed = 0, all = 1; listed < all; listed += kListedItems) {
-    list_items(p.g, list, listed);
+    list_items(s, list, listed);
     sync();
     if (listed == 0)
       wait_for_previous_kernel();
     all = list.all;
     const int items = min(all - listed, kListedItems);
     if (streams)
-      stream_a<S>(maps, p.g, list, items, pipeline);
+      stream_a<S>(maps, s, list, items, pipeline);
     else
-      gather_x<S>(p.g, list, items, pipeline);
+      gather_x<S>(s, list, items, pipeline);
     sync(); // all have read the list
   }
   pipeline.wait_empty();
@@ -160,24 +162,23 @@ __device__ __forceinline__ void produce(const ShrinkMaps *maps, const SegmentShr
 
 /* Rows of a tile of 64 tokens, which begins at token `first` of an item. */
 template <class T, int N>
-__device__ __forceinline__ void store_tile(const SegmentShrink &p, const SegmentItem &item,
+__device__ __forceinline__ void store_tile(const moelora_shrink_launch &s, const SegmentItem &item,
                                            int first, int columns, const float (&d)[N / 2]) {
-  const moelora_gemm_launch &g = p.g;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
-  const int rank = rank_of(g, item.packed), width = moelora_padded_rank(rank);
-  const float scaling = p.scaling(item.packed);
+  const int rank = rank_of(s.adapters.lora, item.packed), width = moelora_padded_rank(rank);
+  const float scaling = scaling_of(s, item.packed);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int token = first + 16 * warp + 8 * half + lane / 4;
     if (token >= item.tokens)
       continue;
-    T *to = p.row_of_xa<T>(item, token);
+    T *to = row_of_xa<T>(s, item, token);
     int slice = item.first / width, r = item.first - slice * width + lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < N / 8; j++) {
       const float *v = d + 4 * j + 2 * half;
       if (8 * j < columns)
-        *(uint32_t *)(to + slice * g.xa_slice + r) = round_two<T>(v, scaling, r, rank);
+        *(uint32_t *)(to + slice * s.adapters.xa_slice + r) = round_two<T>(v, scaling, r, rank);
       r += 8;
       if (r >= width)
         r -= width, slice++;
@@ -187,15 +188,16 @@ __device__ __forceinline__ void store_tile(const SegmentShrink &p, const Segment
 
 /* TILES tiles of 64 tokens of an item; the pipeline is at its first stage. */
 template <class S, class T, int N, int TILES>
-__device__ __forceinline__ void consume_tiles(const SegmentShrink &p, const SegmentItem &item,
-                                              int columns, Pipeline<S> &pipeline, int consumer) {
+__device__ __forceinline__ void consume_tiles(const moelora_shrink_launch &s,
+                                              const SegmentItem &item, int columns,
+                                              Pipeline<S> &pipeline, int consumer) {
   float d[TILES][N / 2];
 #pragma unroll
   for (int i = 0; i < TILES * N / 2; i++)
     d[i / (N / 2)][i % (N / 2)] = 0.f;
   int previous = 0;
 #pragma unroll 1
-  for (int k = 0; k < p.g.k; k += kDepth) {
+  for (int k = 0; k < s.tokens.k; k += kDepth) {
     pipeline.wait_full();
     fence_async_proxy(); // cp.async wrote X through the ordinary proxy
     wgmma_fence();
@@ -218,23 +220,24 @@ __device__ __forceinline__ void consume_tiles(const SegmentShrink &p, const Segm
   pipeline.release(previous);
 #pragma unroll
   for (int i = 0; i < TILES; i++)
-    store_tile<T, N>(p, item, 64 * (consumer + 2 * i), columns, d[i]);
+    store_tile<T, N>(s, item, 64 * (consumer + 2 * i), columns, d[i]);
 }
 
 /* The narrowest wgmma that holds the item's columns, from width N on. */
 template <class S, class T, int N>
-__device__ __forceinline__ void consume_item(const SegmentShrink &p, const SegmentItem &item,
-                                             int columns, Pipeline<S> &pipeline, int consumer) {
+__device__ __forceinline__ void consume_item(const moelora_shrink_launch &s,
+                                             const SegmentItem &item, int columns,
+                                             Pipeline<S> &pipeline, int consumer) {
   if constexpr (N < S::RANKS) {
     if (columns > N)
-      return consume_item<S, T, 2 * N>(p, item, columns, pipeline, consumer);
+      return consume_item<S, T, 2 * N>(s, item, columns, pipeline, consumer);
   }
   const int tiles = (item.tokens - 64 * consumer + 127) / 128;
   if (tiles == 2)
-    return consume_tiles<S, T, N, 2>(p, item, columns, pipeline, consumer);
+    return consume_tiles<S, T, N, 2>(s, item, columns, pipeline, consumer);
   if (tiles == 1)
-    return consume_tiles<S, T, N, 1>(p, item, columns, pipeline, consumer);
-  for (int k = 0; k < p.g.k; k += kDepth) { // all tokens are the other consumer's
+    return consume_tiles<S, T, N, 1>(s, item, columns, pipeline, consumer);
+  for (int k = 0; k < s.tokens.k; k += kDepth) { // all tokens are the other consumer's
     pipeline.wait_full();
     pipeline.release(pipeline.stage);
     pipeline.advance();
@@ -242,20 +245,21 @@ __device__ __forceinline__ void consume_item(const SegmentShrink &p, const Segme
 }
 
 template <class S, class T>
-__device__ __forceinline__ void consume(const SegmentShrink &p, Pipeline<S> pipeline,
+__device__ __forceinline__ void consume(const moelora_shrink_launch &s, Pipeline<S> pipeline,
                                         int consumer) {
   for (;;) {
     pipeline.wait_full();
     const SegmentItem item = read_header(pipeline);
     if (item.expert < 0)
       break;
-    consume_item<S, T, 16>(p, item, columns_in<S>(p.g, item), pipeline, consumer);
+    consume_item<S, T, 16>(s, item, columns_in<S>(s, item), pipeline, consumer);
   }
 }
 
 template <class S, class T>
 __global__ void __launch_bounds__(S::THREADS, 1)
-    shrink_sm90(const __grid_constant__ ShrinkMaps maps, const __grid_constant__ SegmentShrink p) {
+    shrink_sm90(const __grid_constant__ ShrinkMaps maps,
+                const __grid_constant__ moelora_shrink_launch s) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ char shared[];
   __shared__ typename S::List list;
@@ -266,12 +270,12 @@ __global__ void __launch_bounds__(S::THREADS, 1)
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
   if (warpgroup == 0) {
     give_registers<120>();
-    produce<S>(&maps, p, list, shared, pipeline);
+    produce<S>(&maps, s, list, shared, pipeline);
   } else {
     take_registers<192>();
     wait_for_previous_kernel();
     start_next_kernel();
-    consume<S, T>(p, pipeline, warpgroup - 1);
+    consume<S, T>(s, pipeline, warpgroup - 1);
   }
 #endif
 }
@@ -279,15 +283,16 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 /* ---- host ---- */
 
 /* Boxes of 16 and, where a slice has as many, of 64 ranks by 64 of depth. */
-moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, ShrinkMaps *maps) {
-  const moelora_factors *lora = &g->lora;
+moelora_status map_factors(const moelora_shrink_launch *s, bool is_bf16, ShrinkMaps *maps) {
+  const moelora_factors *lora = &s->adapters.lora;
   const cuuint32_t few[4] = {kDepth, kFewRanks, 1, 1}, many[4] = {kDepth, kManyRanks, 1, 1};
   moelora_status status = MOELORA_OK;
   for (int32_t i = 0; i < lora->num_slices && status == MOELORA_OK; i++) {
     const moelora_factor *a = &lora->a[i];
     const cuuint64_t row = a->stride_i * 2;
-    cuuint64_t sizes[4] = {(cuuint64_t)g->k, (cuuint64_t)lora->max_rank}, strides[3] = {row};
-    maps->dims.describe(i, *a, g->num_experts, g->max_loras, row, sizes + 2, strides + 1);
+    cuuint64_t sizes[4] = {(cuuint64_t)s->tokens.k, (cuuint64_t)lora->max_rank}, strides[3] = {row};
+    maps->dims.describe(i, *a, s->schedule.num_experts, s->adapters.max_loras, row, sizes + 2,
+                        strides + 1);
     status = moelora_encode_map(&maps->few[i], is_bf16, 4, a->data, sizes, strides, few);
     if (status == MOELORA_OK && moelora_padded_rank(lora->max_rank) >= kManyRanks)
       status = moelora_encode_map(&maps->many[i], is_bf16, 4, a->data, sizes, strides, many);
@@ -296,37 +301,38 @@ moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, ShrinkMap
 }
 
 template <class T, int RANKS>
-moelora_status launch(const SegmentShrink &p, const moelora_exec *exec) {
+moelora_status launch(const moelora_shrink_launch &s, const moelora_exec *exec) {
   using S = ShrinkShape<RANKS>;
   static_assert(S::TOKENS + RANKS >= 192, "rows that the third tile reads");
   static_assert(S::SHARED + sizeof(typename S::List) <= 227 * 1024, "shared memory of a CTA");
   ShrinkMaps maps = {};
-  const moelora_status status = map_factors(&p.g, Element<T>::is_bf16, &maps);
+  const moelora_status status = map_factors(&s, Element<T>::is_bf16, &maps);
   if (status != MOELORA_OK)
     return status;
   return launch_kernel<shrink_sm90<S, T>>("shrink_sm90", moelora_cuda_num_sms(exec->device_index),
-                                          S::THREADS, S::SHARED, exec, maps, p);
+                                          S::THREADS, S::SHARED, exec, maps, s);
 }
 
-template <class T> moelora_status launch_as(const SegmentShrink &p, const moelora_exec *exec) {
-  return p.columns() <= 32   ? launch<T, 32>(p, exec)
-         : p.columns() <= 64 ? launch<T, 64>(p, exec)
-                             : launch<T, 128>(p, exec);
+template <class T>
+moelora_status launch_as(const moelora_shrink_launch &s, const moelora_exec *exec) {
+  return most_columns(s.adapters.lora) <= 32   ? launch<T, 32>(s, exec)
+         : most_columns(s.adapters.lora) <= 64 ? launch<T, 64>(s, exec)
+                                               : launch<T, 128>(s, exec);
 }
 
 } // namespace
 
-bool moelora_cuda_fits_shrink_sm90(const moelora_gemm_launch *g) {
-  for (int32_t i = 0; i < g->lora.num_slices; i++)
-    if (g->lora.a[i].stride_i <= 0)
+bool moelora_cuda_fits_shrink_sm90(const moelora_shrink_launch *s) {
+  for (int32_t i = 0; i < s->adapters.lora.num_slices; i++)
+    if (s->adapters.lora.a[i].stride_i <= 0)
       return false;
-  const int64_t rows =
-      g->x_divisor.value ? g->num_rows / g->x_divisor.value : g->blocks.max_blocks * g->blocks.rows;
-  return rows * (g->x_stride / 8) < UINT32_MAX;
+  const int64_t rows = s->tokens.divisor.value
+                           ? s->schedule.num_rows / s->tokens.divisor.value
+                           : s->schedule.blocks.max_blocks * s->schedule.blocks.rows;
+  return rows * (s->tokens.stride / 8) < UINT32_MAX;
 }
 
-moelora_status moelora_cuda_shrink_sm90(const moelora_gemm_launch *g, const float *lora_scalings,
-                                        moelora_dtype dtype, void *xa, const moelora_exec *exec) {
-  const SegmentShrink p = {*g, lora_scalings, xa};
-  return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(p, exec) : launch_as<__half>(p, exec);
+moelora_status moelora_cuda_shrink_sm90(const moelora_shrink_launch *s, moelora_dtype dtype,
+                                        const moelora_exec *exec) {
+  return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(*s, exec) : launch_as<__half>(*s, exec);
 }

@@ -57,35 +57,49 @@ typedef struct moelora_blocks {
   int32_t *tile_counters; /* [MOELORA_PROJECTIONS], zeros; NULL: not asked for */
 } moelora_blocks;
 
-/* One grouped projection over blocks of rows:
- *   out[p] = act(x[p / x_divisor] w[e]^T + xa[p] B[l, e]^T + bias[e]) * weight
- * Kernels take it by value. */
-typedef struct moelora_gemm_launch {
+/* What a launch over blocks of rows is made of. Kernels take these parts, and the launches made of
+ * them, by value. */
+
+/* Which rows there are, and in which order tiles of them come. */
+typedef struct moelora_schedule {
   moelora_blocks blocks;
   int32_t *tile_counter; /* [1] zero, from which CTAs draw tiles */
   int32_t num_rows;      /* P */
   int32_t num_experts;
   int32_t top_k;
   int32_t near_elements; /* of tokens that L2 keeps while weights stream by */
-  /* operands */
-  const void *x; /* [P / x_divisor, K], or by position */
-  int64_t x_stride;
-  moelora_divisor x_divisor; /* of value 0: x is by position */
+} moelora_schedule;
+
+/* What a main loop reads of rows. In most other orders of these members ptxas spills accumulators
+ * of the largest tiles. */
+typedef struct moelora_tokens {
+  moelora_divisor divisor; /* of value 0: x is by position */
+  int64_t stride;
+  const void *x; /* [P / divisor, K], or by position */
   int32_t k;
+} moelora_tokens;
+
+/* And of experts. */
+typedef struct moelora_weight_rows {
   moelora_weights w;
   int32_t n_out; /* outputs per row: I of a gated projection, else N */
   bool gated;
   bool interleaved;     /* gate and up rows alternate */
   bool vectors;         /* x, w and out allow 16-byte accesses */
-  bool factors_vectors; /* the factors B do */
+  bool factors_vectors; /* the factors B, which are more depth of w, do */
   bool factors_boxes;   /* and a tensor map covers each slice of them */
-  /* adapters */
+} moelora_weight_rows;
+
+/* The adapters of both halves, and the shrink results between these. */
+typedef struct moelora_lora_operands {
   const void *xa;              /* [position, num_slices * xa_slice] scaled shrink result */
   int64_t xa_stride, xa_slice; /* xa_slice: max_rank rounded up to 16 */
-  bool xa_by_row;              /* flat row, with any strides: only shrinks of whole segments */
   moelora_factors lora;        /* num_slices == 0: none */
   int32_t max_loras;
-  /* epilogue */
+} moelora_lora_operands;
+
+/* What becomes of an accumulator. */
+typedef struct moelora_epilogue {
   moelora_activation_problem activation; /* counts where gated, or relu2; else there is none */
   bool plain_silu; /* it is silu without a limit, known once instead of for every tile */
   bool weighted;
@@ -93,7 +107,29 @@ typedef struct moelora_gemm_launch {
   bool out_by_position; /* rows out_stride[0] apart */
   void *out; /* else row p at (p / top_k) * out_stride[0] + (p % top_k) * out_stride[1] */
   int64_t out_stride[2];
+} moelora_epilogue;
+
+/* One grouped projection:
+ *   out[p] = act(x[p / divisor] w[e]^T + xa[p] B[l, e]^T + bias[e]) * weight */
+typedef struct moelora_gemm_launch {
+  moelora_schedule schedule;
+  moelora_tokens tokens;
+  moelora_weight_rows weights;
+  moelora_lora_operands adapters;
+  moelora_epilogue epilogue;
 } moelora_gemm_launch;
+
+/* The shrink of the same rows:
+ *   xa[position, slice * xa_slice + r] = round(scaling[l] * x A[l, e]^T), zero from the true rank
+ * to the next multiple of 16. Base rows are not written. */
+typedef struct moelora_shrink_launch {
+  moelora_schedule schedule;
+  moelora_tokens tokens;
+  moelora_lora_operands adapters;
+  const float *scalings; /* [max_loras] or NULL */
+  void *xa;              /* what adapters.xa becomes */
+  bool by_row;           /* flat row, with any strides: only shrinks of whole segments */
+} moelora_shrink_launch;
 
 /* resolve.cu: the caller's tables read once, into the workspace. They may change while kernels run,
  * as an adapter is disabled from another stream; kernels that asked again would disagree about
@@ -118,21 +154,17 @@ size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes, int32_t r
 moelora_status moelora_cuda_align_rows(const moelora_routes *routes, const moelora_blocks *blocks,
                                        void *workspace, const moelora_exec *exec);
 
-/* shrink.cu: xa[position, slice * xa_slice + r] = round(s x A^T), zero from the true rank to the
- * next multiple of 16. Base rows are not written. `vectors`: x and A allow 16-byte accesses;
- * `hopper`: kernels of sm_90 may be used. */
-moelora_status moelora_cuda_shrink(const moelora_gemm_launch *g, const float *lora_scalings,
-                                   bool vectors, bool hopper, moelora_dtype dtype, void *xa,
-                                   const moelora_exec *exec);
+/* shrink.cu. `vectors`: x and A allow 16-byte accesses; `hopper`: kernels of sm_90 may be used. */
+moelora_status moelora_cuda_shrink(const moelora_shrink_launch *s, bool vectors, bool hopper,
+                                   moelora_dtype dtype, const moelora_exec *exec);
 
 /* shrink_segments.cu, shrink_sm90.cu: the same for whole segments, which the blocks must list. x
  * and A allow 16-byte accesses. */
-moelora_status moelora_cuda_shrink_segments(const moelora_gemm_launch *g,
-                                            const float *lora_scalings, moelora_dtype dtype,
-                                            void *xa, const moelora_exec *exec);
-bool moelora_cuda_fits_shrink_sm90(const moelora_gemm_launch *g);
-moelora_status moelora_cuda_shrink_sm90(const moelora_gemm_launch *g, const float *lora_scalings,
-                                        moelora_dtype dtype, void *xa, const moelora_exec *exec);
+moelora_status moelora_cuda_shrink_segments(const moelora_shrink_launch *s, moelora_dtype dtype,
+                                            const moelora_exec *exec);
+bool moelora_cuda_fits_shrink_sm90(const moelora_shrink_launch *s);
+moelora_status moelora_cuda_shrink_sm90(const moelora_shrink_launch *s, moelora_dtype dtype,
+                                        const moelora_exec *exec);
 
 /* gemm/sm80/gemm.cu, gemm/sm90/gemm.cu */
 moelora_status moelora_cuda_gemm_sm80(const moelora_gemm_launch *g, const moelora_variant *variant,

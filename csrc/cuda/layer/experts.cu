@@ -180,23 +180,24 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
                                const moelora_weights *w, const moelora_factors *lora,
                                const moelora_exec *exec) {
   moelora_gemm_launch g = {};
-  g.near_elements = moelora_known_device(MOELORA_CUDA, exec->device_index)->l2_bytes / 4 / 2;
-  g.blocks = a->blocks;
-  g.tile_counter = a->blocks.tile_counters;
-  g.num_rows = (int32_t)routes->num_rows;
-  g.num_experts = routes->num_experts;
-  g.top_k = routes->top_k;
-  g.k = (int32_t)w->k;
-  g.w = *w;
-  g.n_out = (int32_t)w->n;
+  g.schedule.near_elements =
+      moelora_known_device(MOELORA_CUDA, exec->device_index)->l2_bytes / 4 / 2;
+  g.schedule.blocks = a->blocks;
+  g.schedule.tile_counter = a->blocks.tile_counters;
+  g.schedule.num_rows = (int32_t)routes->num_rows;
+  g.schedule.num_experts = routes->num_experts;
+  g.schedule.top_k = routes->top_k;
+  g.tokens.k = (int32_t)w->k;
+  g.weights.w = *w;
+  g.weights.n_out = (int32_t)w->n;
   if (lora->num_slices == 0)
-    g.blocks.packed_ranks = nullptr;
-  if (g.blocks.packed_ranks) {
-    g.lora = *lora;
-    g.max_loras = routes->max_loras;
-    g.xa_slice = moelora_padded_rank(lora->max_rank);
-    g.xa_stride = g.xa_slice * lora->num_slices;
-    g.factors_vectors =
+    g.schedule.blocks.packed_ranks = nullptr;
+  if (g.schedule.blocks.packed_ranks) {
+    g.adapters.lora = *lora;
+    g.adapters.max_loras = routes->max_loras;
+    g.adapters.xa_slice = moelora_padded_rank(lora->max_rank);
+    g.adapters.xa_stride = g.adapters.xa_slice * lora->num_slices;
+    g.weights.factors_vectors =
         lora->max_rank % 8 == 0 && moelora_are_vector_factors(lora->b, lora->num_slices);
   }
   return g;
@@ -204,22 +205,27 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
 
 moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
                        const moelora_routes *routes, void *xa, const moelora_exec *exec) {
-  const bool x_vectors = moelora_is_vector_row(g->x, g->x_stride, g->k);
-  g->vectors = x_vectors && moelora_is_vector_row(g->out, g->out_stride[0], g->n_out) &&
-               g->out_stride[1] % 8 == 0 && moelora_is_vector_weights(&g->w);
-  if (g->blocks.packed_ranks) {
-    const bool cut = g->gated && g->interleaved && g->lora.num_slices == 2;
-    g->factors_boxes = moelora_are_vector_factors(g->lora.b, g->lora.num_slices) &&
-                       !(cut && g->lora.slice_n % 2 != 0);
-    for (int32_t i = 0; i < g->lora.num_slices; i++)
-      g->factors_boxes = g->factors_boxes && g->lora.b[i].stride_i > 0;
-    const bool vectors = x_vectors && moelora_are_vector_factors(g->lora.a, g->lora.num_slices);
-    moelora_status status =
-        moelora_cuda_shrink(g, routes->lora_scalings, vectors, variant->needs == MOELORA_SM90,
-                            variant->dtype, xa, exec);
+  const bool x_vectors = moelora_is_vector_row(g->tokens.x, g->tokens.stride, g->tokens.k);
+  g->weights.vectors =
+      x_vectors &&
+      moelora_is_vector_row(g->epilogue.out, g->epilogue.out_stride[0], g->weights.n_out) &&
+      g->epilogue.out_stride[1] % 8 == 0 && moelora_is_vector_weights(&g->weights.w);
+  if (g->schedule.blocks.packed_ranks) {
+    const bool cut = g->weights.gated && g->weights.interleaved && g->adapters.lora.num_slices == 2;
+    g->weights.factors_boxes =
+        moelora_are_vector_factors(g->adapters.lora.b, g->adapters.lora.num_slices) &&
+        !(cut && g->adapters.lora.slice_n % 2 != 0);
+    for (int32_t i = 0; i < g->adapters.lora.num_slices; i++)
+      g->weights.factors_boxes = g->weights.factors_boxes && g->adapters.lora.b[i].stride_i > 0;
+    const bool vectors =
+        x_vectors && moelora_are_vector_factors(g->adapters.lora.a, g->adapters.lora.num_slices);
+    const moelora_shrink_launch shrink = {g->schedule,           g->tokens, g->adapters,
+                                          routes->lora_scalings, xa,        false};
+    const moelora_status status =
+        moelora_cuda_shrink(&shrink, vectors, variant->needs == MOELORA_SM90, variant->dtype, exec);
     if (status != MOELORA_OK)
       return status;
-    g->xa = xa;
+    g->adapters.xa = xa;
   }
   return variant->needs == MOELORA_SM90 ? moelora_cuda_gemm_sm90(g, variant, exec)
                                         : moelora_cuda_gemm_sm80(g, variant, exec);
@@ -287,8 +293,8 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
     return status;
 
   moelora_gemm_launch g = projection(&l.alignment, routes, &p->w13, &p->w13_lora, exec);
-  g.x = p->x;
-  g.x_stride = p->x_stride;
+  g.tokens.x = p->x;
+  g.tokens.stride = p->x_stride;
   if (p->apply_router_weight_on_input) {
     status = launch_kernel<scale_rows<T>>("scale_rows", blocks_for(routes->num_tokens * p->hidden),
                                           kThreads, 0, exec, (const T *)p->x, p->x_stride,
@@ -296,31 +302,32 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
                                           (T *)l.x, routes->num_tokens, p->hidden);
     if (status != MOELORA_OK)
       return status;
-    g.x = l.x;
-    g.x_stride = p->hidden;
+    g.tokens.x = l.x;
+    g.tokens.stride = p->hidden;
   }
-  g.x_divisor = moelora_divisor_of(routes->top_k);
-  g.n_out = (int32_t)p->intermediate;
-  g.gated = moelora_is_gated(p->activation.kind);
-  g.interleaved = moelora_is_interleaved(p->activation.kind);
-  g.activation = p->activation;
-  g.plain_silu = p->activation.kind == MOELORA_SILU && p->activation.limit == __builtin_inff();
-  g.out = l.h;
-  g.out_by_position = true;
-  g.out_stride[0] = p->intermediate;
+  g.tokens.divisor = moelora_divisor_of(routes->top_k);
+  g.weights.n_out = (int32_t)p->intermediate;
+  g.weights.gated = moelora_is_gated(p->activation.kind);
+  g.weights.interleaved = moelora_is_interleaved(p->activation.kind);
+  g.epilogue.activation = p->activation;
+  g.epilogue.plain_silu =
+      p->activation.kind == MOELORA_SILU && p->activation.limit == __builtin_inff();
+  g.epilogue.out = l.h;
+  g.epilogue.out_by_position = true;
+  g.epilogue.out_stride[0] = p->intermediate;
   status = project(&g, plan->variant, routes, l.xa13, exec);
   if (status != MOELORA_OK)
     return status;
 
   g = projection(&l.alignment, routes, &p->w2, &p->w2_lora, exec);
-  g.tile_counter = l.alignment.blocks.tile_counters + 1;
-  g.x = l.h;
-  g.x_stride = p->intermediate;
-  g.x_divisor = moelora_divisor_of(0);
-  g.out_f32 = plan->partial_f32;
-  g.out = l.z;
-  g.out_by_position = true;
-  g.out_stride[0] = p->hidden;
+  g.schedule.tile_counter = l.alignment.blocks.tile_counters + 1;
+  g.tokens.x = l.h;
+  g.tokens.stride = p->intermediate;
+  g.tokens.divisor = moelora_divisor_of(0);
+  g.epilogue.out_f32 = plan->partial_f32;
+  g.epilogue.out = l.z;
+  g.epilogue.out_by_position = true;
+  g.epilogue.out_stride[0] = p->hidden;
   status = project(&g, plan->variant, routes, l.xa2, exec);
   if (status != MOELORA_OK)
     return status;
@@ -355,13 +362,13 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
     return status;
 
   moelora_gemm_launch g = projection(&l.alignment, routes, &p->w, &p->lora, exec);
-  g.x = p->x;
-  g.x_stride = p->x_stride;
-  g.x_divisor = moelora_divisor_of(p->x_per_row ? 1 : routes->top_k);
-  g.weighted = p->mul_routed_weight;
-  g.out = p->out;
-  g.out_stride[0] = p->out_stride[0];
-  g.out_stride[1] = p->out_stride[1];
+  g.tokens.x = p->x;
+  g.tokens.stride = p->x_stride;
+  g.tokens.divisor = moelora_divisor_of(p->x_per_row ? 1 : routes->top_k);
+  g.epilogue.weighted = p->mul_routed_weight;
+  g.epilogue.out = p->out;
+  g.epilogue.out_stride[0] = p->out_stride[0];
+  g.epilogue.out_stride[1] = p->out_stride[1];
   return project(&g, plan->variant, routes, l.xa, exec);
 }
 

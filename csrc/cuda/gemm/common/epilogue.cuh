@@ -7,15 +7,18 @@
 
 template <class E>
 __device__ __forceinline__ float routed_weight(const moelora_gemm_launch &g, int block, int t) {
-  return g.weighted && t < E::TOKENS ? g.blocks.weights[(int64_t)block * E::TOKENS + t] : 0.f;
+  return g.epilogue.weighted && t < E::TOKENS
+             ? g.schedule.blocks.weights[(int64_t)block * E::TOKENS + t]
+             : 0.f;
 }
 
 /* Where the outputs of a row begin, from its position and its flat row. */
 __device__ __forceinline__ int64_t output_offset(const moelora_gemm_launch &g, int position,
                                                  int row) {
-  if (g.out_by_position)
-    return position * g.out_stride[0];
-  return row / g.top_k * g.out_stride[0] + row % g.top_k * g.out_stride[1];
+  if (g.epilogue.out_by_position)
+    return position * g.epilogue.out_stride[0];
+  return row / g.schedule.top_k * g.epilogue.out_stride[0] +
+         row % g.schedule.top_k * g.epilogue.out_stride[1];
 }
 
 /* All gated activations are g' sigmoid(g' (a + b g'^2)) (u' + c) of clamped g' and u': silu has
@@ -94,16 +97,17 @@ template <class E, EpilogueMode MODE> struct Epilogue {
   template <class T>
   __device__ __forceinline__ Epilogue(const moelora_gemm_launch &g, const Tile &tile, int row_group,
                                       T)
-      : activation(g.activation) {
+      : activation(g.epilogue.activation) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const int m64 = 2 * row_group + j / 2;
       const int output = first_output<E>(g, tile.column, m64) + warp * 16 + lane / 4 + 8 * (j % 2);
       bias[j] = 0.f;
-      if (g.w.bias && output < g.n_out)
+      if (g.weights.w.bias && output < g.weights.n_out)
         bias[j] = Element<T>::to_float(
-            ((const T *)g.w.bias)[tile.expert * g.w.bias_stride_e + weight_row(g, m64, output)]);
+            ((const T *)g.weights.w
+                 .bias)[tile.expert * g.weights.w.bias_stride_e + weight_row(g, m64, output)]);
     }
   }
 
@@ -111,13 +115,13 @@ template <class E, EpilogueMode MODE> struct Epilogue {
    * have, where one for each output would cost as much as the rest of a plain epilogue. */
   template <int N>
   __device__ __forceinline__ void begin(float (&d)[2][N / 2], const moelora_gemm_launch &g) const {
-    if (g.w.bias) {
+    if (g.weights.w.bias) {
 #pragma unroll
       for (int i = 0; i < N; i++)
         d[i % 2][i / 2] += bias[i % 2 * 2 + i / 2 % 4 / 2];
     }
     if (MODE != EpilogueMode::GATED && MODE != EpilogueMode::SILU &&
-        g.activation.kind == MOELORA_RELU2) {
+        g.epilogue.activation.kind == MOELORA_RELU2) {
 #pragma unroll
       for (int i = 0; i < N; i++) {
         float &v = d[i % 2][i / 2];
@@ -144,9 +148,9 @@ template <class E, EpilogueMode MODE> struct Epilogue {
         float v[2] = {d[0][at], d[1][at]};
         if (MODE == EpilogueMode::SILU)
           v[0] = Activation::silu(v[0], v[1]);
-        else if (MODE == EpilogueMode::GATED || (MODE == EpilogueMode::GENERAL && g.gated))
+        else if (MODE == EpilogueMode::GATED || (MODE == EpilogueMode::GENERAL && g.weights.gated))
           v[0] = activation(v[0], v[1]);
-        if (MODE == EpilogueMode::GENERAL && g.weighted) {
+        if (MODE == EpilogueMode::GENERAL && g.epilogue.weighted) {
           const float weight = __shfl_sync(0xffffffffu, here, i * 8 + (lane & 3) * 2 + q % 2);
           v[0] *= weight, v[1] *= weight;
         }
@@ -172,8 +176,8 @@ __device__ __forceinline__ void store_f32(const float (&d)[N / 2], const moelora
       const int output = first + warp * 16 + lane / 4 + 8 * (q / 2);
       const int t = i * 8 + (lane & 3) * 2 + q % 2;
       const int row = __shfl_sync(0xffffffffu, rows, t);
-      if (from + t < count && output < g.n_out)
-        ((float *)g.out)[output_offset(g, block * E::TOKENS + from + t, row) + output] =
+      if (from + t < count && output < g.weights.n_out)
+        ((float *)g.epilogue.out)[output_offset(g, block * E::TOKENS + from + t, row) + output] =
             d[(from / 8 + i) * 4 + q];
     }
   }

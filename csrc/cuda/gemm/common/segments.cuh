@@ -50,10 +50,10 @@ template <class S> struct SegmentList {
   /* Bit i: some output of the tile lies in slice i. */
   static __device__ __forceinline__ uint32_t overlapped_slices(const moelora_gemm_launch &g,
                                                                const Tile &tile) {
-    if (has_gate_up_slices(g) || g.lora.num_slices == 1)
+    if (has_gate_up_slices(g) || g.adapters.lora.num_slices == 1)
       return 1;
     uint32_t overlapped = 0;
-    for (int slice = 0; slice < g.lora.num_slices; slice++)
+    for (int slice = 0; slice < g.adapters.lora.num_slices; slice++)
       for (int m64 = 0; m64 < S::TILES; m64++)
         overlapped |= (uint32_t)m64_overlaps_slice<S>(g, tile.column, m64, slice) << slice;
     return overlapped;

@@ -41,42 +41,45 @@ struct Tile {
 /* Output that row 0 of an m64 tile stands for; its row r stands for output first + r. */
 template <class E>
 __device__ __forceinline__ int first_output(const moelora_gemm_launch &g, int column, int m64) {
-  return g.gated ? column * (E::ROWS / 2) + m64 / 2 * 64 : column * E::ROWS + m64 * 64;
+  return g.weights.gated ? column * (E::ROWS / 2) + m64 / 2 * 64 : column * E::ROWS + m64 * 64;
 }
 
 /* Row of w (and of its bias and factors) that makes an output in an m64 tile. */
 __device__ __forceinline__ int64_t weight_row(const moelora_gemm_launch &g, int m64, int output) {
-  if (!g.gated)
+  if (!g.weights.gated)
     return output;
   const int half = m64 & 1;
-  return g.interleaved ? 2 * (int64_t)output + half : (int64_t)half * g.n_out + output;
+  return g.weights.interleaved ? 2 * (int64_t)output + half
+                               : (int64_t)half * g.weights.n_out + output;
 }
 
 /* Flat row of a block's token t; num_rows in padding. */
 template <class E>
 __device__ __forceinline__ int32_t block_row(const moelora_gemm_launch &g, int block, int t) {
-  return t < E::TOKENS ? g.blocks.sorted_ids[(int64_t)block * E::TOKENS + t] : g.num_rows;
+  return t < E::TOKENS ? g.schedule.blocks.sorted_ids[(int64_t)block * E::TOKENS + t]
+                       : g.schedule.num_rows;
 }
 
 /* Row of x that belongs to a block's token t, from its flat row; -1 in padding. */
 template <class E>
 __device__ __forceinline__ int32_t x_row(const moelora_gemm_launch &g, int block, int t, int row) {
-  if (row >= g.num_rows)
+  if (row >= g.schedule.num_rows)
     return -1;
-  return g.x_divisor.value ? divide(row, g.x_divisor) : block * E::TOKENS + t;
+  return g.tokens.divisor.value ? divide(row, g.tokens.divisor) : block * E::TOKENS + t;
 }
 
 /* Positions become rows of x. All loads are on their way before one is used. */
 template <int N>
-__device__ __forceinline__ void find_x_rows(const moelora_gemm_launch &g, uint32_t (&at)[N]) {
-  if (!g.x_divisor.value)
+__device__ __forceinline__ void find_x_rows(const moelora_blocks &blocks,
+                                            const moelora_tokens &tokens, uint32_t (&at)[N]) {
+  if (!tokens.divisor.value)
     return;
 #pragma unroll
   for (int n = 0; n < N; n++)
-    at[n] = g.blocks.sorted_ids[at[n]];
+    at[n] = blocks.sorted_ids[at[n]];
 #pragma unroll
   for (int n = 0; n < N; n++)
-    at[n] = divide(at[n], g.x_divisor);
+    at[n] = divide(at[n], tokens.divisor);
 }
 
 /* Segments: neighbouring tokens of a block with one adapter. Lane t of a warp knows tokens t, t +
@@ -85,17 +88,18 @@ template <int LANES> struct Segments {
   int32_t packed[LANES]; // adapter * kRanks + true rank; -1 for a base row
   uint32_t starts[LANES];
 
-  __device__ __forceinline__ void load(const moelora_gemm_launch &g, int64_t position, int tokens) {
-    read(g, position, tokens);
-    find(g.lora.max_rank);
+  __device__ __forceinline__ void load(const moelora_blocks &blocks, int max_rank, int64_t position,
+                                       int tokens) {
+    read(blocks.packed_ranks, position, tokens);
+    find(max_rank);
   }
 
   /* Packed ranks alone, for find. */
-  __device__ __forceinline__ void read(const moelora_gemm_launch &g, int64_t position, int tokens) {
+  __device__ __forceinline__ void read(const int32_t *packed_ranks, int64_t position, int tokens) {
 #pragma unroll
     for (int i = 0; i < LANES; i++) {
       const int t = i * 32 + (threadIdx.x & 31);
-      packed[i] = t < tokens ? g.blocks.packed_ranks[position + t] : -1;
+      packed[i] = t < tokens ? packed_ranks[position + t] : -1;
     }
   }
 
@@ -144,11 +148,11 @@ template <class E>
 __device__ __forceinline__ bool m64_overlaps_slice(const moelora_gemm_launch &g, int column,
                                                    int m64, int slice) {
   const int output = first_output<E>(g, column, m64);
-  if (output >= g.n_out)
+  if (output >= g.weights.n_out)
     return false;
   const int64_t begin = weight_row(g, m64, output);
-  const int64_t end = weight_row(g, m64, min(output + 63, g.n_out - 1));
-  return end >= slice * g.lora.slice_n && begin < (slice + 1) * g.lora.slice_n;
+  const int64_t end = weight_row(g, m64, min(output + 63, g.weights.n_out - 1));
+  return end >= slice * g.adapters.lora.slice_n && begin < (slice + 1) * g.adapters.lora.slice_n;
 }
 
 /* Ranks that a step of the tensor cores takes: adapter work comes in k16 slabs. */
@@ -157,7 +161,7 @@ constexpr int kSlabDepth = 16;
 /* Gate and up have a slice each: a slab covers both, m64 tiles of gate rows take slice 0, those of
  * up rows slice 1. */
 __host__ __device__ __forceinline__ bool has_gate_up_slices(const moelora_gemm_launch &g) {
-  return g.gated && !g.interleaved && g.lora.num_slices == 2;
+  return g.weights.gated && !g.weights.interleaved && g.adapters.lora.num_slices == 2;
 }
 
 #endif

@@ -6,8 +6,8 @@
 
 /* Columns of tiles that cover the outputs. */
 template <class E> __host__ __device__ inline int tile_columns(const moelora_gemm_launch &g) {
-  const int outputs = g.gated ? E::ROWS / 2 : E::ROWS;
-  return (g.n_out + outputs - 1) / outputs;
+  const int outputs = g.weights.gated ? E::ROWS / 2 : E::ROWS;
+  return (g.weights.n_out + outputs - 1) / outputs;
 }
 
 /* The tile scheduler's tile `index`, over clusters of CLUSTER blocks; `block` is the cluster's
@@ -25,7 +25,7 @@ __device__ __forceinline__ Tile tile_at(const moelora_gemm_launch &g, int index,
   Tile t;
   t.column = full ? rest / GROUP : rest / height;
   t.block = (first + (full ? rest % GROUP : rest % height)) * CLUSTER;
-  t.expert = g.blocks.expert_ids[t.block];
+  t.expert = g.schedule.blocks.expert_ids[t.block];
   return t;
 }
 
@@ -34,10 +34,10 @@ __device__ __forceinline__ Tile tile_at(const moelora_gemm_launch &g, int index,
 template <int STEP>
 __device__ __forceinline__ int blocks_alike(const moelora_gemm_launch &g, int from, int blocks) {
   const int lane = threadIdx.x & 31;
-  const int32_t expert = g.blocks.expert_ids[from];
+  const int32_t expert = g.schedule.blocks.expert_ids[from];
   for (int n = 0;; n += 32) {
     const int at = from + STEP * (n + lane);
-    const bool alike = at >= 0 && at < blocks && g.blocks.expert_ids[at] == expert;
+    const bool alike = at >= 0 && at < blocks && g.schedule.blocks.expert_ids[at] == expert;
     const uint32_t others = ~__ballot_sync(0xffffffffu, alike);
     if (others)
       return n + __ffs(others) - 1;
@@ -52,7 +52,7 @@ __device__ __forceinline__ Tile tile_of_expert(const moelora_gemm_launch &g, int
                                                int blocks) {
   // Each column reads the tokens of these blocks again: a quarter of the L2 keeps them while
   // weights stream by. Weights are read once for each such group of blocks.
-  const int most = max(1, g.near_elements / (E::TOKENS * g.k));
+  const int most = max(1, g.schedule.near_elements / (E::TOKENS * g.tokens.k));
   const int block = index / columns; // one of the tile's group, for all have as many columns
   const int before = blocks_alike<-1>(g, block, blocks) - 1;
   const int count = before + blocks_alike<1>(g, block, blocks);
@@ -60,7 +60,7 @@ __device__ __forceinline__ Tile tile_of_expert(const moelora_gemm_launch &g, int
   const int share = (count + groups - 1) / groups; // blocks of each group but the last
   const int skipped = before / share * share, first = block - before + skipped;
   const int height = min(share, count - skipped), rest = index - first * columns;
-  return {first + rest % height, rest / height, g.blocks.expert_ids[block]};
+  return {first + rest % height, rest / height, g.schedule.blocks.expert_ids[block]};
 }
 
 #endif

@@ -10,7 +10,7 @@
 /* Slabs in a stage. X has room for only two slabs that cover gate and up, but those of different
  * segments lie in different rows: four fit unless a segment has more than two. */
 __device__ __forceinline__ int slabs_in_stage(const moelora_gemm_launch &g) {
-  return has_gate_up_slices(g) && g.lora.max_rank > 2 * kSlabDepth ? 2 : 4;
+  return has_gate_up_slices(g) && g.adapters.lora.max_rank > 2 * kSlabDepth ? 2 : 4;
 }
 
 /* A subtile: the part of a tile that a slab adds to. */
@@ -41,12 +41,12 @@ template <class E, int STAGES> struct TileAdapters {
   /* By one warp, from the packed ranks of the block's tokens. */
   __device__ __forceinline__ void find(const moelora_gemm_launch &g, const Tile &tile,
                                        Segments<E::LANES> &segments) {
-    segments.find(g.lora.max_rank);
+    segments.find(g.adapters.lora.max_rank);
     list.find(g, tile, segments);
     const int lane = threadIdx.x & 31, slice = lane / E::TILES;
-    const bool all = has_gate_up_slices(g) || g.lora.num_slices == 1;
+    const bool all = has_gate_up_slices(g) || g.adapters.lora.num_slices == 1;
     overlaps = __ballot_sync(
-        0xffffffffu, all || (slice < g.lora.num_slices &&
+        0xffffffffu, all || (slice < g.adapters.lora.num_slices &&
                              m64_overlaps_slice<E>(g, tile.column, lane % E::TILES, slice)));
     if (lane == 0)
       store_shared_16(
@@ -55,7 +55,7 @@ template <class E, int STAGES> struct TileAdapters {
 
   /* Reads what was found; slabs of the tile's adapter stage `stage`. */
   __device__ __forceinline__ int slabs_at(const moelora_gemm_launch &g, int stage) {
-    if (!g.blocks.packed_ranks)
+    if (!g.schedule.blocks.packed_ranks)
       return 0;
     const uint4 found = load_shared_16(at);
     list.slabs = (int)found.x, list.slices = found.y, overlaps = found.z;
@@ -105,15 +105,16 @@ __device__ __forceinline__ void load_factors(const moelora_gemm_launch &g, const
   constexpr int STEP = WarpTile<E>::THREADS / 8;
   const bool gate_up = has_gate_up_slices(g);
   const int chunk = thread & 7, row = thread / 8;
-  const int column = slab.rank + chunk % 2 * 8, width = (int)g.lora.slice_n;
+  const int column = slab.rank + chunk % 2 * 8, width = (int)g.adapters.lora.slice_n;
   const int ranks = max(0, min(8, slab.packed % kRanks - column)); // of this chunk
-  const int step = g.gated && g.interleaved ? 2 : 1;               // rows of B between two outputs
-  const int next_row_group = g.gated ? 64 : 128;                   // outputs between row groups
+  const int step =
+      g.weights.gated && g.weights.interleaved ? 2 : 1;  // rows of B between two outputs
+  const int next_row_group = g.weights.gated ? 64 : 128; // outputs between row groups
   w += row * kRowBytes + ((chunk ^ row & 7) << 4);
 #pragma unroll(VECTORS ? 2 : 1)
   for (int half = 0; half < 2; half++) {
     const int slice = gate_up ? half : slab.slice;
-    const moelora_factor &b = g.lora.b[slice];
+    const moelora_factor &b = g.adapters.lora.b[slice];
     const T *from = factor_row<T>(b, slab.packed / kRanks, tile.expert, 0) + column;
     const int output = first_output<E>(g, tile.column, half);
     const int first = gate_up ? output : (int)weight_row(g, half, output) - slice * width;
@@ -124,7 +125,8 @@ __device__ __forceinline__ void load_factors(const moelora_gemm_launch &g, const
         const int ahead = row_group * next_row_group + i + row;
         const uint32_t n = first + ahead * step;
         const bool there = n < (uint32_t)width;
-        const bool wanted = output + ahead < g.n_out; // nobody looks at rows behind the last
+        const bool wanted =
+            output + ahead < g.weights.n_out; // nobody looks at rows behind the last
         const uint32_t to = w + (2 * row_group + half) * kM64Bytes + i * kRowBytes;
         const T *at = from + (there ? n : 0) * b.stride_i;
         if (VECTORS)
@@ -147,8 +149,8 @@ __device__ __forceinline__ void load_slabs(const moelora_gemm_launch &g, const T
   const bool gate_up = has_gate_up_slices(g);
   const int shift = gate_up ? 2 : 1; // of xa a slab has 1 << shift chunks
   const int chunk = thread & ((1 << shift) - 1), row = thread >> shift;
-  const int stride = (int)g.xa_stride;
-  const T *xa = (const T *)g.xa + (int64_t)tile.block * E::TOKENS * stride + chunk % 2 * 8;
+  const int stride = (int)g.adapters.xa_stride;
+  const T *xa = (const T *)g.adapters.xa + (int64_t)tile.block * E::TOKENS * stride + chunk % 2 * 8;
   SlabIterator cursor;
   if (!first)
     cursor = adapters.cursor(step - 1);
@@ -161,7 +163,7 @@ __device__ __forceinline__ void load_slabs(const moelora_gemm_launch &g, const T
     if (j == (thread & 7) / 2)
       mine = slab;
     const int slice = gate_up ? chunk / 2 : slab.slice, to = first_chunk(gate_up, j) + chunk;
-    const T *from = xa + slice * g.xa_slice + slab.rank;
+    const T *from = xa + slice * g.adapters.xa_slice + slab.rank;
 #pragma unroll 1
     for (int t = slab.low + row; t < slab.high; t += WarpTile<E>::THREADS >> shift)
       copy_async_16(w + E::W_BYTES + t * kRowBytes + ((to ^ (t & 7)) << 4), from + t * stride, 16);
@@ -170,7 +172,7 @@ __device__ __forceinline__ void load_slabs(const moelora_gemm_launch &g, const T
     adapters.write(step, cursor);
   if ((thread & 7) / 2 >= count)
     return;
-  if (g.factors_vectors)
+  if (g.weights.factors_vectors)
     load_factors<E, T, true>(g, tile, mine, thread, w);
   else
     load_factors<E, T, false>(g, tile, mine, thread, w);

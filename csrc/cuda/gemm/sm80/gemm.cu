@@ -40,14 +40,14 @@ template <class E, class T, bool VECTORS> struct OperandLoader {
 
   __device__ __forceinline__ void open(const moelora_gemm_launch &g, const Tile &tile) {
     const int thread = threadIdx.x;
-    weights = (const T *)g.w.data + tile.expert * g.w.stride_e;
+    weights = (const T *)g.weights.w.data + tile.expert * g.weights.w.stride_e;
 #pragma unroll
     for (int i = 0; i < W_ROWS; i++) {
       const int m64 = i * STEP / 64, r = i * STEP % 64 + thread / 8;
       const int output = first_output<E>(g, tile.column, m64) + r;
       // Nobody looks at outputs behind the last one: any row will do.
-      const uint32_t n = (uint32_t)weight_row(g, m64, min(output, g.n_out - 1));
-      row[i] = (n / 64 * g.w.stride_nt + n % 64 * g.w.stride_n) / OFFSET_ELEMENTS;
+      const uint32_t n = (uint32_t)weight_row(g, m64, min(output, g.weights.n_out - 1));
+      row[i] = (n / 64 * g.weights.w.stride_nt + n % 64 * g.weights.w.stride_n) / OFFSET_ELEMENTS;
     }
 #pragma unroll
     for (int i = 0; i < X_ROWS; i++) {
@@ -62,14 +62,14 @@ template <class E, class T, bool VECTORS> struct OperandLoader {
     int left; // elements of a row from the chunk on
 
     __device__ __forceinline__ void advance(const moelora_gemm_launch &g) {
-      w += g.w.stride_kt, x += kDepth, left -= kDepth;
+      w += g.weights.w.stride_kt, x += kDepth, left -= kDepth;
     }
   };
 
   __device__ __forceinline__ Source source(const moelora_gemm_launch &g, int step) const {
     const int chunk = (threadIdx.x & 7) * 8;
-    return {weights + step * g.w.stride_kt + chunk, (const T *)g.x + step * kDepth + chunk,
-            g.k - step * kDepth - chunk};
+    return {weights + step * g.weights.w.stride_kt + chunk,
+            (const T *)g.tokens.x + step * kDepth + chunk, g.tokens.k - step * kDepth - chunk};
   }
 
   /* Where this thread writes in a stage. */
@@ -82,7 +82,8 @@ template <class E, class T, bool VECTORS> struct OperandLoader {
   __device__ __forceinline__ void copy(const moelora_gemm_launch &g, const Source &from, int part,
                                        uint32_t to, bool wanted) const {
     // Behind the end of a row zeros are written and nothing is read, but from a mapped address.
-    const T *w = from.left > 0 ? from.w : weights, *x = from.left > 0 ? from.x : (const T *)g.x;
+    const T *w = from.left > 0 ? from.w : weights,
+            *x = from.left > 0 ? from.x : (const T *)g.tokens.x;
 #pragma unroll
     for (int i = part * PART; i < (part + 1) * PART && i < W_ROWS; i++)
       put(to + i * STEP * kRowBytes, VECTORS ? row_address(w, row[i], 16) : w + row[i], from.left,
@@ -90,7 +91,8 @@ template <class E, class T, bool VECTORS> struct OperandLoader {
 #pragma unroll
     for (int i = max(part * PART - W_ROWS, 0); i < (part + 1) * PART - W_ROWS && i < X_ROWS; i++)
       put(to + E::W_BYTES + i * STEP * kRowBytes,
-          row_address(x, token[i], 2 * (uint32_t)g.x_stride), from.left, wanted && token[i] >= 0);
+          row_address(x, token[i], 2 * (uint32_t)g.tokens.stride), from.left,
+          wanted && token[i] >= 0);
   }
 
   // No cache policy: with one, ptxas 13.0 names a descriptor register that is none (64-token tile).
@@ -199,7 +201,8 @@ __device__ __forceinline__ void store_tile(WarpTile<E> &sum, const moelora_gemm_
                                            const Tile &tile, int count) {
   using S = WarpTile<E>;
   using N8Extent = Extent<8, E::TILES>;
-  const bool gated = MODE == EpilogueMode::GATED || (MODE == EpilogueMode::GENERAL && g.gated);
+  const bool gated =
+      MODE == EpilogueMode::GATED || (MODE == EpilogueMode::GENERAL && g.weights.gated);
   const int lane = threadIdx.x & 31;
   const Epilogue<N8Extent, MODE> epilogues[] = {{g, tile, 0, T()},
                                                 {g, tile, S::ROW_GROUPS - 1, T()}};
@@ -210,8 +213,8 @@ __device__ __forceinline__ void store_tile(WarpTile<E> &sum, const moelora_gemm_
     if (left <= 0)
       break;
     const int block = first_block + j * S::SPLIT;
-    const int32_t row = g.out_by_position ? 0 : block_row<N8Extent>(g, block, lane / 4);
-    uint16_t *const to = (uint16_t *)g.out + output_offset(g, block * 8 + lane / 4, row);
+    const int32_t row = g.epilogue.out_by_position ? 0 : block_row<N8Extent>(g, block, lane / 4);
+    uint16_t *const to = (uint16_t *)g.epilogue.out + output_offset(g, block * 8 + lane / 4, row);
 #pragma unroll
     for (int row_group = 0; row_group < S::ROW_GROUPS; row_group++) {
       epilogues[row_group].template begin<8>(sum.d[row_group][j], g);
@@ -222,10 +225,10 @@ __device__ __forceinline__ void store_tile(WarpTile<E> &sum, const moelora_gemm_
           break;
         const int first = first_output<E>(g, tile.column, 2 * row_group + half);
         const float (&d)[4] = sum.d[row_group][j][half];
-        if (E::TOKENS <= MOELORA_FLOAT_ROWS && g.out_f32)
+        if (E::TOKENS <= MOELORA_FLOAT_ROWS && g.epilogue.out_f32)
           store_f32<N8Extent, 8>(d, g, first, 0, block, left, block_row<N8Extent>(g, block, lane));
         else
-          store_rounded<T, VECTORS>(d, to, g.n_out, first, lane / 4 < left);
+          store_rounded<T, VECTORS>(d, to, g.weights.n_out, first, lane / 4 < left);
       }
     }
   }
@@ -240,9 +243,9 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
   __shared__ int next; // tile that this CTA takes after its present one
   wait_for_previous_kernel();
   start_next_kernel();
-  const int columns = tile_columns<E>(g), blocks = *g.blocks.num_post / E::TOKENS;
+  const int columns = tile_columns<E>(g), blocks = *g.schedule.blocks.num_post / E::TOKENS;
   const int tiles = blocks * columns;
-  const int depth_steps = (g.k + kDepth - 1) / kDepth;
+  const int depth_steps = (g.tokens.k + kDepth - 1) / kDepth;
 
   // Shuffled, the address stays in a register; else the compiler finds it anew for each stage.
   MainLoop<E, T, STAGES, VECTORS> main_loop{g, __shfl_sync(0xffffffffu, shared_address(shared), 0)};
@@ -258,16 +261,16 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
       // forgotten what the first of them read.
       int drawn = tiles;
       if (threadIdx.x == 32 && tiles > (int)gridDim.x)
-        drawn = (int)gridDim.x + atomicAdd(g.tile_counter, 1);
+        drawn = (int)gridDim.x + atomicAdd(g.schedule.tile_counter, 1);
       if constexpr (S::SPLIT == 1)
         tile = tile_at<E>(g, index, columns, blocks);
       else
         tile = tile_of_expert<E>(g, index, columns, blocks);
-      count = g.blocks.counts[tile.block];
-      const bool lists = g.blocks.packed_ranks && threadIdx.x < 32;
+      count = g.schedule.blocks.counts[tile.block];
+      const bool lists = g.schedule.blocks.packed_ranks && threadIdx.x < 32;
       Segments<E::LANES> segments;
       if (lists)
-        segments.read(g, (int64_t)tile.block * E::TOKENS, E::TOKENS);
+        segments.read(g.schedule.blocks.packed_ranks, (int64_t)tile.block * E::TOKENS, E::TOKENS);
       main_loop.loader.open(g, tile);
       auto from = main_loop.loader.source(g, 0);
 #pragma unroll 1
@@ -288,9 +291,9 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
     }
     // While the first stages of a tile are on their way, the one before is stored.
     if (finished_count > 0) {
-      if (g.weighted)
+      if (g.epilogue.weighted)
         store_tile<EpilogueMode::GENERAL, E, T, VECTORS>(sum, g, finished, finished_count);
-      else if (g.gated)
+      else if (g.weights.gated)
         store_tile<EpilogueMode::GATED, E, T, VECTORS>(sum, g, finished, finished_count);
       else
         store_tile<EpilogueMode::PLAIN, E, T, VECTORS>(sum, g, finished, finished_count);
@@ -353,19 +356,19 @@ struct LaunchSm80<MOELORA_SM80, T, BLOCK_M, BLOCK_N, STAGES, 1> {
     constexpr int SHARED = STAGES * E::STAGE_BYTES + TileAdapters<E, STAGES>::BYTES;
     static_assert(SHARED <= 166912, "163 KB of shared memory on sm_80");
     return launch_kernel<gemm_sm80<E, T, STAGES, VECTORS>>(
-        "gemm_sm80", g->blocks.max_blocks * tile_columns<E>(*g), WarpTile<E>::THREADS, SHARED, exec,
-        *g);
+        "gemm_sm80", g->schedule.blocks.max_blocks * tile_columns<E>(*g), WarpTile<E>::THREADS,
+        SHARED, exec, *g);
   }
   static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
-    if (g->x_stride > INT32_MAX)
+    if (g->tokens.stride > INT32_MAX)
       return moelora_fail(MOELORA_UNSUPPORTED, "rows of x are %lld elements apart",
-                          (long long)g->x_stride);
-    if (g->out_f32 && BLOCK_M > MOELORA_FLOAT_ROWS)
+                          (long long)g->tokens.stride);
+    if (g->epilogue.out_f32 && BLOCK_M > MOELORA_FLOAT_ROWS)
       return moelora_fail(MOELORA_UNSUPPORTED, "float32 results of blocks of %d rows", BLOCK_M);
     if constexpr (BLOCK_M <= kFewTokens)
-      if (!g->vectors)
+      if (!g->weights.vectors)
         return run_as<false>(g, exec);
-    if (!g->vectors)
+    if (!g->weights.vectors)
       return moelora_fail(MOELORA_UNSUPPORTED, "blocks of %d rows need 16-byte alignment", BLOCK_M);
     return run_as<true>(g, exec);
   }

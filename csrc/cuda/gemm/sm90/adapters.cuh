@@ -33,7 +33,7 @@ struct FactorMaps {
 
 /* Place of an m64 tile in a slab. */
 template <class S> __device__ __forceinline__ int slab_m64(const moelora_gemm_launch &g, int m64) {
-  return g.gated ? (m64 & 1) * (S::TILES / 2) + m64 / 2 : m64;
+  return g.weights.gated ? (m64 & 1) * (S::TILES / 2) + m64 / 2 : m64;
 }
 
 /* The adapters of this CTA's block and of its neighbour's, lane by lane. */
@@ -41,12 +41,12 @@ template <class S> struct PackedRanks {
   int32_t own[S::LANES], other[S::LANES];
 
   __device__ __forceinline__ void load(const moelora_gemm_launch &g, int block) {
-    if (!g.blocks.packed_ranks)
+    if (!g.schedule.blocks.packed_ranks)
       return;
 #pragma unroll
     for (int i = 0; i < S::LANES; i++) {
       const int t = i * 32 + (threadIdx.x & 31);
-      const int32_t *packed_ranks = g.blocks.packed_ranks + t;
+      const int32_t *packed_ranks = g.schedule.blocks.packed_ranks + t;
       own[i] = t < S::TOKENS ? packed_ranks[(int64_t)block * S::TOKENS] : -1;
       if (S::CLUSTER > 1)
         other[i] = t < S::TOKENS ? packed_ranks[(int64_t)(block ^ 1) * S::TOKENS] : -1;
@@ -57,13 +57,13 @@ template <class S> struct PackedRanks {
   __device__ __forceinline__ int find(const moelora_gemm_launch &g, const Tile &tile,
                                       SegmentList<S> &list) const {
     list.slabs = 0;
-    if (!g.blocks.packed_ranks)
+    if (!g.schedule.blocks.packed_ranks)
       return 0;
     Segments<S::LANES> segments;
     int most = 0;
     if (S::CLUSTER > 1)
-      most = list.slabs_of(segments.of(other, g.lora.max_rank));
-    segments.of(own, g.lora.max_rank);
+      most = list.slabs_of(segments.of(other, g.adapters.lora.max_rank));
+    segments.of(own, g.adapters.lora.max_rank);
     __syncwarp(); // all lanes have read the last tile's list
     list.find(g, tile, segments);
     const int slices = __popc(list.slices), per_stage = slabs_per_stage(g);
@@ -102,8 +102,9 @@ __device__ __forceinline__ void load_factors(const FactorMaps *maps, const moelo
                                              int slabs, SlabIterator &cursor,
                                              const Pipeline<S> &pipeline, uint64_t policy) {
   const bool gate_up = has_gate_up_slices(g);
-  const int halves = g.gated && !gate_up ? 2 : 1, rows = (int)g.lora.slice_n / halves;
-  const int boxes = g.gated ? 2 : 1, output = first_output<S>(g, tile.column, 0);
+  const int halves = g.weights.gated && !gate_up ? 2 : 1,
+            rows = (int)g.adapters.lora.slice_n / halves;
+  const int boxes = g.weights.gated ? 2 : 1, output = first_output<S>(g, tile.column, 0);
   for (int j = 0; j < slabs; j++) {
     const Slab slab = cursor.next(list);
     if ((threadIdx.x & 31) != 0)
@@ -130,11 +131,11 @@ copy_factors(const moelora_gemm_launch &g, const Tile &tile, const SegmentList<S
       const int m64 = i / 128, r = i / 2 % 64, chunk = i & 1;
       const int slice = has_gate_up_slices(g) ? m64 & 1 : slab.slice;
       const int output = first_output<S>(g, tile.column, m64) + r;
-      const int64_t n = weight_row(g, m64, output) - slice * g.lora.slice_n;
+      const int64_t n = weight_row(g, m64, output) - slice * g.adapters.lora.slice_n;
       const int column = slab.rank + chunk * 8;
       const int ranks = max(0, min(8, slab.packed % kRanks - column));
-      const bool there = output < g.n_out && n >= 0 && n < g.lora.slice_n;
-      const moelora_factor &b = g.lora.b[slice];
+      const bool there = output < g.weights.n_out && n >= 0 && n < g.adapters.lora.slice_n;
+      const moelora_factor &b = g.adapters.lora.b[slice];
       const T *from = factor_row<T>(b, slab.packed / kRanks, tile.expert, n) + column;
       copy_elements(pipeline.weights() + (j * S::TILES + slab_m64<S>(g, m64)) * kSlabM64Bytes +
                         r * 32 + ((chunk ^ (r >> 2 & 1)) << 4),
@@ -160,9 +161,9 @@ __device__ __forceinline__ void copy_xa(const moelora_gemm_launch &g, const Tile
   }
   if (slot >= slabs)
     return;
-  const int slice = gate_up ? chunk / 2 & 1 : mine.slice, stride = (int)g.xa_stride;
-  const T *xa = (const T *)g.xa + (int64_t)tile.block * S::TOKENS * stride + slice * g.xa_slice +
-                mine.rank + (chunk & 1) * 8;
+  const int slice = gate_up ? chunk / 2 & 1 : mine.slice, stride = (int)g.adapters.xa_stride;
+  const T *xa = (const T *)g.adapters.xa + (int64_t)tile.block * S::TOKENS * stride +
+                slice * g.adapters.xa_slice + mine.rank + (chunk & 1) * 8;
 #pragma unroll 4
   for (int t = thread / 8; t < tokens; t += STEP) {
     const bool carries = t >= mine.low && t < mine.high;

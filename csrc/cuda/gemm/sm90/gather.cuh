@@ -26,24 +26,24 @@ template <int TOKENS> struct Gather {
 
   /* Of `count` tokens at position_of(token). */
   template <class PositionOf>
-  __device__ __forceinline__ void find(const moelora_gemm_launch &g, int count,
-                                       PositionOf position_of) {
+  __device__ __forceinline__ void find(const moelora_blocks &blocks, const moelora_tokens &tokens,
+                                       int count, PositionOf position_of) {
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
       next[i] = position_of(max(min(first + STEP * i, count - 1), 0));
-    find_x_rows(g, next);
+    find_x_rows(blocks, tokens, next);
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
-      next[i] = first + STEP * i < count ? next[i] * (uint32_t)(g.x_stride / 8) : NONE;
+      next[i] = first + STEP * i < count ? next[i] * (uint32_t)(tokens.stride / 8) : NONE;
   }
 
   /* From here on `copy` is about what was found. */
-  __device__ __forceinline__ void begin(const moelora_gemm_launch &g) {
+  __device__ __forceinline__ void begin(const moelora_tokens &tokens) {
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
       token[i] = next[i];
-    left = g.k - chunk * 8;
-    x = (const uint16_t *)g.x + (left > 0 ? chunk * 8 : 0); // what is not read is mapped
+    left = tokens.k - chunk * 8;
+    x = (const uint16_t *)tokens.x + (left > 0 ? chunk * 8 : 0); // what is not read is mapped
   }
 
   /* The next 64 of depth. */

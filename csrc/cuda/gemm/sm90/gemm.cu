@@ -60,8 +60,8 @@ __device__ __forceinline__ void store_rows(const moelora_gemm_launch &g, int fir
   for (int i = 0; i < kEpilogueTokens / 16; i++) {
     const int token = i * 16 + thread / 8, chunk = thread & 7;
     const int row = __shfl_sync(0xffffffffu, rows, token);
-    if (c + token < header.count && first + chunk * 8 < g.n_out)
-      *(uint4 *)((T *)g.out + output_offset(g, 0, row) + first + chunk * 8) =
+    if (c + token < header.count && first + chunk * 8 < g.weights.n_out)
+      *(uint4 *)((T *)g.epilogue.out + output_offset(g, 0, row) + first + chunk * 8) =
           load_shared_16(buffer + token * kRowBytes + ((chunk ^ (token & 7)) << 4));
   }
 }
@@ -95,10 +95,11 @@ __device__ __forceinline__ void store_tile(float (&d)[2][S::TOKENS / 2], const R
   const int lane = threadIdx.x & 31;
   constexpr bool GENERAL = MODE == EpilogueMode::GENERAL;
   constexpr int BUFFERS = S::OWN_BUFFERS + S::ALIASED_BUFFERS;
-  const bool gated = GENERAL ? g.gated : MODE == EpilogueMode::GATED || MODE == EpilogueMode::SILU;
-  const bool by_position = !GENERAL || g.out_by_position;
-  const bool f32 =
-      MODE == EpilogueMode::PLAIN_F32 || (GENERAL && S::TOKENS <= MOELORA_FLOAT_ROWS && g.out_f32);
+  const bool gated =
+      GENERAL ? g.weights.gated : MODE == EpilogueMode::GATED || MODE == EpilogueMode::SILU;
+  const bool by_position = !GENERAL || g.epilogue.out_by_position;
+  const bool f32 = MODE == EpilogueMode::PLAIN_F32 ||
+                   (GENERAL && S::TOKENS <= MOELORA_FLOAT_ROWS && g.epilogue.out_f32);
   const int halves = gated ? 1 : 2;
   const Epilogue<S, MODE> epilogue(g, header.tile, consumer, T());
   epilogue.template begin<N>(d, g);
@@ -194,7 +195,7 @@ __device__ __forceinline__ PendingCheck multiply(float (&d)[2][S::TOKENS / 2],
   for (int i = 0; i < N / 2; i++)
     d[0][i] = d[1][i] = 0.f;
 
-  const int depth_steps = (g.k + kDepth - 1) / kDepth;
+  const int depth_steps = (g.tokens.k + kDepth - 1) / kDepth;
   int previous = 0;
 #pragma unroll 1
   for (int step = 0; step < depth_steps; step++) {
@@ -278,17 +279,17 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_g
 #pragma unroll
     for (int i = 0; i < S::LANES; i++) {
       const int64_t position = (int64_t)header.tile.block * S::TOKENS + i * 32 + lane;
-      if (!g.out_by_position && i * 32 + lane < header.count)
-        prefetch(&g.blocks.sorted_ids[position]);
-      if (g.weighted && i * 32 + lane < header.count)
-        prefetch(&g.blocks.weights[position]);
+      if (!g.epilogue.out_by_position && i * 32 + lane < header.count)
+        prefetch(&g.schedule.blocks.sorted_ids[position]);
+      if (g.epilogue.weighted && i * 32 + lane < header.count)
+        prefetch(&g.schedule.blocks.weights[position]);
     }
     float d[2][S::TOKENS / 2];
     const PendingCheck pending =
         multiply_fitting<S, T, S::LEAST>(d, g, pipeline, header, consumer, fixup);
     if (pending == PendingCheck::CHECK_SUMS && !are_finite(d))
       pipeline.request_fixup();
-    if (MODE == EpilogueMode::GATED && g.plain_silu)
+    if (MODE == EpilogueMode::GATED && g.epilogue.plain_silu)
       store_tile<S, T, EpilogueMode::SILU>(d, out_maps, g, header, consumer, pipeline);
     else
       store_tile<S, T, MODE>(d, out_maps, g, header, consumer, pipeline);
@@ -303,7 +304,7 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_g
 template <class S>
 __device__ __forceinline__ bool has_pass(const moelora_gemm_launch &g, Pipeline<S> &pipeline,
                                          int pass) {
-  return pass < 2 && (pass == 0 || (g.blocks.packed_ranks && pipeline.needs_fixup()));
+  return pass < 2 && (pass == 0 || (g.schedule.blocks.packed_ranks && pipeline.needs_fixup()));
 }
 
 template <class S, class T, EpilogueMode MODE>
@@ -322,7 +323,7 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
     __syncthreads();
   // With adapters the kernel before is the shrink. It let this one start only after it had itself
   // waited for all that came before, so that nothing but its own results is missing here.
-  if (!g.blocks.packed_ranks)
+  if (!g.schedule.blocks.packed_ranks)
     wait_for_previous_kernel();
   start_next_kernel();
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
@@ -371,12 +372,12 @@ struct GemmMaps {
  * from up whether they follow or alternate; packed ones [E * N/64, K/64, 64, 64]. Rows and depth
  * past the end read as zeros. */
 moelora_status map_weights(const moelora_gemm_launch *g, bool is_bf16, CUtensorMap *map) {
-  const moelora_weights *w = &g->w;
-  const cuuint64_t experts = w->stride_e ? g->num_experts : 1, row = w->stride_n * 2;
-  const cuuint64_t half = g->interleaved ? row : row * g->n_out;
-  const cuuint64_t n = g->n_out, halves = g->gated ? 2 : 1;
+  const moelora_weights *w = &g->weights.w;
+  const cuuint64_t experts = w->stride_e ? g->schedule.num_experts : 1, row = w->stride_n * 2;
+  const cuuint64_t half = g->weights.interleaved ? row : row * g->weights.n_out;
+  const cuuint64_t n = g->weights.n_out, halves = g->weights.gated ? 2 : 1;
   cuuint64_t sizes[4] = {(cuuint64_t)w->k, n, halves, experts};
-  cuuint64_t strides[3] = {g->interleaved ? 2 * row : row, half,
+  cuuint64_t strides[3] = {g->weights.interleaved ? 2 * row : row, half,
                            w->stride_e ? (cuuint64_t)w->stride_e * 2 : half * halves};
   if (w->packed) {
     const cuuint64_t tile = 64 * 64 * 2, depth = w->k / 64;
@@ -392,8 +393,8 @@ moelora_status map_weights(const moelora_gemm_launch *g, bool is_bf16, CUtensorM
 /* Boxes of 64 columns by `many` and by `few` rows of a matrix that lies by position. */
 moelora_status map_positions(const moelora_gemm_launch *g, bool is_bf16, const void *data,
                              int64_t columns, int64_t stride, int many, int few, RowMaps *maps) {
-  const cuuint64_t sizes[2] = {(cuuint64_t)columns,
-                               (cuuint64_t)(g->blocks.max_blocks * g->blocks.rows)};
+  const cuuint64_t sizes[2] = {
+      (cuuint64_t)columns, (cuuint64_t)(g->schedule.blocks.max_blocks * g->schedule.blocks.rows)};
   const cuuint64_t strides[1] = {(cuuint64_t)stride * 2};
   const cuuint32_t many_box[2] = {64, (cuuint32_t)many}, few_box[2] = {64, (cuuint32_t)few};
   moelora_status status =
@@ -409,17 +410,18 @@ moelora_status map_positions(const moelora_gemm_launch *g, bool is_bf16, const v
  * box may be beyond the true rank: little of it is fetched along. */
 template <class S>
 moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, FactorMaps *maps) {
-  const moelora_factors *lora = &g->lora;
-  const bool halved = g->gated && !has_gate_up_slices(*g);
+  const moelora_factors *lora = &g->adapters.lora;
+  const bool halved = g->weights.gated && !has_gate_up_slices(*g);
   const cuuint64_t n = lora->slice_n / (halved ? 2 : 1);
-  const cuuint32_t box[5] = {16, (cuuint32_t)(g->gated ? S::ROWS / 2 : S::ROWS), 1, 1, 1};
+  const cuuint32_t box[5] = {16, (cuuint32_t)(g->weights.gated ? S::ROWS / 2 : S::ROWS), 1, 1, 1};
   moelora_status status = MOELORA_OK;
   for (int32_t i = 0; i < lora->num_slices && status == MOELORA_OK; i++) {
     const moelora_factor *b = &lora->b[i];
-    const cuuint64_t row = b->stride_i * 2, alternate = halved && g->interleaved;
+    const cuuint64_t row = b->stride_i * 2, alternate = halved && g->weights.interleaved;
     cuuint64_t sizes[5] = {(cuuint64_t)lora->max_rank, n, halved ? 2u : 1u};
     cuuint64_t strides[4] = {alternate ? 2 * row : row, alternate ? row : row * n};
-    maps->dims.describe(i, *b, g->num_experts, g->max_loras, row, sizes + 3, strides + 2);
+    maps->dims.describe(i, *b, g->schedule.num_experts, g->adapters.max_loras, row, sizes + 3,
+                        strides + 2);
     status = moelora_encode_map(&maps->slice[i], is_bf16, 5, b->data, sizes, strides, box,
                                 CU_TENSOR_MAP_SWIZZLE_32B, CU_TENSOR_MAP_L2_PROMOTION_L2_64B);
   }
@@ -439,26 +441,28 @@ struct LaunchSm90<MOELORA_SM90, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
   static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
     constexpr bool BF16 = Element<T>::is_bf16;
     GemmMaps maps = {};
-    if (g->out_f32 && BLOCK_M > MOELORA_FLOAT_ROWS)
+    if (g->epilogue.out_f32 && BLOCK_M > MOELORA_FLOAT_ROWS)
       return moelora_fail(MOELORA_UNSUPPORTED, "float32 results of blocks of %d rows", BLOCK_M);
-    if (g->x_divisor.value && g->num_rows / g->x_divisor.value * (g->x_stride / 8) > UINT32_MAX)
+    if (g->tokens.divisor.value &&
+        g->schedule.num_rows / g->tokens.divisor.value * (g->tokens.stride / 8) > UINT32_MAX)
       return moelora_fail(MOELORA_UNSUPPORTED, "x is larger than 64 GB");
     moelora_status status = map_weights(g, BF16, &maps.w);
-    if (status == MOELORA_OK && g->x_divisor.value == 0)
-      status = map_positions(g, BF16, g->x, g->k, g->x_stride, S::BOX, S::REST_BOX, &maps.x);
-    if (status == MOELORA_OK && g->out_by_position && !g->out_f32)
-      status = map_positions(g, BF16, g->out, g->n_out, g->out_stride[0], kEpilogueTokens,
-                             S::REST_BOX, &maps.out);
-    if (status == MOELORA_OK && g->blocks.packed_ranks && g->factors_boxes)
+    if (status == MOELORA_OK && g->tokens.divisor.value == 0)
+      status = map_positions(g, BF16, g->tokens.x, g->tokens.k, g->tokens.stride, S::BOX,
+                             S::REST_BOX, &maps.x);
+    if (status == MOELORA_OK && g->epilogue.out_by_position && !g->epilogue.out_f32)
+      status = map_positions(g, BF16, g->epilogue.out, g->weights.n_out, g->epilogue.out_stride[0],
+                             kEpilogueTokens, S::REST_BOX, &maps.out);
+    if (status == MOELORA_OK && g->schedule.blocks.packed_ranks && g->weights.factors_boxes)
       status = map_factors<S>(g, BF16, &maps.b);
     if (status != MOELORA_OK)
       return status;
-    if (g->out_by_position && !g->weighted) {
-      if (!g->out_f32)
-        return g->gated ? launch<EpilogueMode::GATED>(g, maps, exec)
-                        : launch<EpilogueMode::PLAIN>(g, maps, exec);
+    if (g->epilogue.out_by_position && !g->epilogue.weighted) {
+      if (!g->epilogue.out_f32)
+        return g->weights.gated ? launch<EpilogueMode::GATED>(g, maps, exec)
+                                : launch<EpilogueMode::PLAIN>(g, maps, exec);
       if constexpr (BLOCK_M <= MOELORA_FLOAT_ROWS)
-        if (!g->gated)
+        if (!g->weights.gated)
           return launch<EpilogueMode::PLAIN_F32>(g, maps, exec);
     }
     if constexpr (CLUSTER == 1)
@@ -470,8 +474,8 @@ struct LaunchSm90<MOELORA_SM90, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
   static moelora_status launch(const moelora_gemm_launch *g, const GemmMaps &maps,
                                const moelora_exec *exec) {
     return launch_kernel<gemm_sm90<S, T, MODE>, CLUSTER>(
-        "gemm_sm90", g->blocks.max_blocks * tile_columns<S>(*g), S::THREADS, S::SHARED, exec,
-        maps.w, maps.x, maps.out, maps.b, *g);
+        "gemm_sm90", g->schedule.blocks.max_blocks * tile_columns<S>(*g), S::THREADS, S::SHARED,
+        exec, maps.w, maps.x, maps.out, maps.b, *g);
   }
 };
 

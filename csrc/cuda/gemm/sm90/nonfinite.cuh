@@ -58,32 +58,34 @@ template <class S, class T> struct NonFinite {
     warpgroup_sync(consumer + 1);
     const int i = threadIdx.x & 127, m64 = 2 * consumer + i / 64;
     const int output = first_output<S>(g, header.tile.column, m64) + i % 64;
-    if (output >= g.n_out)
+    if (output >= g.weights.n_out)
       return;
     const int64_t row = weight_row(g, m64, output);
-    const int slice = (int)(row / g.lora.slice_n);
+    const int slice = (int)(row / g.adapters.lora.slice_n);
     int32_t known = -1;
     bool nonfinite = false;
     for (int t = 0; t < header.count; t++) {
       const int64_t position = (int64_t)header.tile.block * S::TOKENS + t;
-      const int32_t packed = g.blocks.packed_ranks[position];
+      const int32_t packed = g.schedule.blocks.packed_ranks[position];
       if (packed != known) {
-        const uint16_t *from = factor_row<uint16_t>(
-            g.lora.b[slice], packed / kRanks, header.tile.expert, row - slice * g.lora.slice_n);
+        const uint16_t *from =
+            factor_row<uint16_t>(g.adapters.lora.b[slice], packed / kRanks, header.tile.expert,
+                                 row - slice * g.adapters.lora.slice_n);
         nonfinite = false;
-        for (int r = 0; packed >= 0 && r < min(packed % kRanks, g.lora.max_rank); r++)
+        for (int r = 0; packed >= 0 && r < min(packed % kRanks, g.adapters.lora.max_rank); r++)
           nonfinite |= signs(from[r]) != 0;
         known = packed;
       }
       if (!nonfinite)
         continue;
       const int64_t at =
-          output_offset(g, (int)position, g.out_by_position ? 0 : g.blocks.sorted_ids[position]) +
+          output_offset(g, (int)position,
+                        g.epilogue.out_by_position ? 0 : g.schedule.blocks.sorted_ids[position]) +
           output;
-      if (g.out_f32)
-        ((float *)g.out)[at] = __int_as_float(0x7fffffff);
+      if (g.epilogue.out_f32)
+        ((float *)g.epilogue.out)[at] = __int_as_float(0x7fffffff);
       else
-        ((T *)g.out)[at] = Element<T>::round(__int_as_float(0x7fffffff));
+        ((T *)g.epilogue.out)[at] = Element<T>::round(__int_as_float(0x7fffffff));
     }
   }
 };

@@ -18,10 +18,10 @@ __device__ __forceinline__ void load_weights(const CUtensorMap *map, const moelo
   for (int i = 0; i < SHARE; i++) {
     const int m64 = rank * SHARE + i, output = first_output<S>(g, tile.column, m64);
     const uint32_t to = pipeline.weights() + m64 * kM64Bytes;
-    int c[4] = {step * kDepth, output, g.gated ? m64 & 1 : 0, tile.expert};
-    if (g.w.packed) {
+    int c[4] = {step * kDepth, output, g.weights.gated ? m64 & 1 : 0, tile.expert};
+    if (g.weights.w.packed) {
       c[0] = c[1] = 0, c[2] = step;
-      c[3] = (int)((tile.expert * g.w.n + weight_row(g, m64, output)) / 64);
+      c[3] = (int)((tile.expert * g.weights.w.n + weight_row(g, m64, output)) / 64);
     }
     if (S::CLUSTER > 1)
       tma_load_4d_multicast(to, map, c[0], c[1], c[2], c[3], pipeline.full(), policy);
@@ -47,14 +47,14 @@ template <class S> struct TileScheduler {
   }
   __device__ __forceinline__ void load(const moelora_gemm_launch &g) {
     const int columns = tile_columns<S>(g);
-    const int clusters = *g.blocks.num_post / (S::TOKENS * S::CLUSTER);
+    const int clusters = *g.schedule.blocks.num_post / (S::TOKENS * S::CLUSTER);
     tile.block = -1;
     if (index >= clusters * columns)
       return;
     tile = tile_at<S, S::CLUSTER>(g, index, columns, clusters);
     if (S::CLUSTER > 1)
       tile.block += (int)cluster_rank();
-    count = g.blocks.counts[tile.block];
+    count = g.schedule.blocks.counts[tile.block];
   }
 };
 
@@ -94,7 +94,7 @@ template <class S>
 __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *x_maps,
                                        const FactorMaps *b_maps, const moelora_gemm_launch &g,
                                        Pipeline<S> &pipeline) {
-  const int lane = threadIdx.x & 31, depth_steps = (g.k + kDepth - 1) / kDepth;
+  const int lane = threadIdx.x & 31, depth_steps = (g.tokens.k + kDepth - 1) / kDepth;
   const uint64_t policy =
       S::TOKENS <= kStreamingTokens ? evict_first_policy() : evict_normal_policy();
   TileScheduler<S> next(g);
@@ -104,7 +104,7 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
   while (next.more()) {
     const Tile tile = next.tile;
     const int count = next.count;
-    const TokenBoxes<S> boxes(g.x_divisor.value ? 0 : count);
+    const TokenBoxes<S> boxes(g.tokens.divisor.value ? 0 : count);
     SegmentList<S> list;
     list.base = pipeline.segments();
     int adapter_stages = 0;
@@ -136,9 +136,10 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
       pipeline.wait_empty();
       if (lane == 0) {
         SlabsHeader{slabs}.write(pipeline.header());
-        barrier_expect(pipeline.full(), g.factors_boxes ? slabs * S::TILES * kSlabM64Bytes : 0);
+        barrier_expect(pipeline.full(),
+                       g.weights.factors_boxes ? slabs * S::TILES * kSlabM64Bytes : 0);
       }
-      if (g.factors_boxes)
+      if (g.weights.factors_boxes)
         load_factors<S>(b_maps, g, tile, list, slabs, cursor, pipeline, policy);
       __syncwarp();
     }
@@ -152,18 +153,19 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
 
 template <class S, class T>
 __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S> &pipeline) {
-  const int thread = threadIdx.x - 32, depth_steps = (g.k + kDepth - 1) / kDepth;
+  const int thread = threadIdx.x - 32, depth_steps = (g.tokens.k + kDepth - 1) / kDepth;
   Gather<S::TOKENS> rows(thread);
   TileScheduler<S> next(g);
   const auto find_rows = [&] {
-    if (next.more() && g.x_divisor.value)
-      rows.find(g, next.count, [&](int t) { return next.tile.block * S::TOKENS + t; });
+    if (next.more() && g.tokens.divisor.value)
+      rows.find(g.schedule.blocks, g.tokens, next.count,
+                [&](int t) { return next.tile.block * S::TOKENS + t; });
   };
   find_rows();
   while (next.more()) {
     const Tile tile = next.tile;
     const int count = next.count;
-    rows.begin(g);
+    rows.begin(g.tokens);
     SegmentList<S> list;
     list.base = pipeline.segments();
     int adapter_stages = 0;
@@ -178,7 +180,7 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S>
       if (step == idle_step<S>(depth_steps, 2))
         find_rows();
       pipeline.wait_empty();
-      if (g.x_divisor.value)
+      if (g.tokens.divisor.value)
         rows.copy(pipeline.tokens());
       barrier_arrive_after_copies(pipeline.full());
     }
@@ -189,7 +191,7 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S>
     for (int i = 0; i < adapter_stages; i++, pipeline.advance()) {
       const int slabs = slabs_in(g, list, i);
       pipeline.wait_empty();
-      if (!g.factors_boxes)
+      if (!g.weights.factors_boxes)
         copy_factors<S, T, kGatherers>(g, tile, list, slabs, cursor, pipeline, thread);
       copy_xa<S, T, kGatherers>(g, tile, list, slabs, cursor, count, pipeline, thread);
       barrier_arrive_after_copies(pipeline.full());
