@@ -300,7 +300,7 @@ moelora_status launch_segments(const delta_shrink &s, moelora_dtype dtype,
   l.schedule.blocks.segments = (moelora_segment *)s.rows.segments;
   l.schedule.num_rows = (int32_t)routes.num_rows;
   l.schedule.num_experts = routes.num_experts;
-  l.tokens = {s.x, s.k, moelora_divisor_of(s.x_divisor), s.x_stride};
+  l.tokens = {moelora_divisor_of(s.x_divisor), s.x_stride, s.x, s.k};
   l.adapters.lora = s.lora;
   l.adapters.max_loras = routes.max_loras;
   l.adapters.xa_slice = s.xa_stride[0];

@@ -70,12 +70,13 @@ typedef struct moelora_schedule {
   int32_t near_elements; /* of tokens that L2 keeps while weights stream by */
 } moelora_schedule;
 
-/* What a main loop reads of rows. */
+/* What a main loop reads of rows. In most other orders of these members ptxas spills accumulators
+ * of the largest tiles. */
 typedef struct moelora_tokens {
-  const void *x; /* [P / divisor, K], or by position */
-  int32_t k;
   moelora_divisor divisor; /* of value 0: x is by position */
   int64_t stride;
+  const void *x; /* [P / divisor, K], or by position */
+  int32_t k;
 } moelora_tokens;
 
 /* And of experts. */
