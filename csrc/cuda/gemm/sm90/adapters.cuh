@@ -19,7 +19,7 @@ constexpr int kSlabM64Bytes = 64 * 32;
 template <class S> __device__ __forceinline__ int slabs_per_stage(const moelora_gemm_launch &g) {
   constexpr int MOST = S::W_BYTES / (S::TILES * kSlabM64Bytes);
   static_assert(MOST >= 1, "a slab fits the weight half of a stage");
-  return min(MOST, has_gate_up_slices(g) ? 2 : 4);
+  return has_gate_up_slices(g) ? (MOST < 2 ? MOST : 2) : MOST < 4 ? MOST : 4;
 }
 
 /* Tensor maps of a matrix that lies by position: boxes of many of its rows and of few. */

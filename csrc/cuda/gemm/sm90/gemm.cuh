@@ -207,7 +207,7 @@ __device__ __forceinline__ int multiply_depth(float (&d)[2][S::TOKENS / 2],
 template <class S, class T, int N>
 __device__ __forceinline__ PendingCheck multiply(float (&d)[2][S::TOKENS / 2],
                                                  const moelora_gemm_launch &g,
-                                                 Pipeline<S> &pipeline, int consumer, bool fixup) {
+                                                 Pipeline<S> &pipeline, int consumer) {
 #pragma unroll
   for (int i = 0; i < N / 2; i++)
     d[0][i] = d[1][i] = 0.f;
@@ -219,7 +219,7 @@ __device__ __forceinline__ PendingCheck multiply(float (&d)[2][S::TOKENS / 2],
   if (S::ALIASED_BUFFERS > 0)
     release_aliased_stage(pipeline, consumer); // of a tile without a second step
   const AdaptersHeader adapters = AdaptersHeader::read(pipeline.header(previous));
-  const bool checks = adapters.ragged || (fixup && adapters.shared);
+  const bool checks = adapters.ragged || (adapters.shared && pipeline.in_fixup());
   bool nonfinite = false;
 #pragma unroll 1
   for (int i = 0; i < adapters.stages; i++) {
@@ -242,13 +242,12 @@ template <class S, class T, int N>
 __device__ __forceinline__ PendingCheck multiply_fitting(float (&d)[2][S::TOKENS / 2],
                                                          const moelora_gemm_launch &g,
                                                          Pipeline<S> &pipeline,
-                                                         const TileHeader &header, int consumer,
-                                                         bool fixup) {
+                                                         const TileHeader &header, int consumer) {
   if constexpr (N < S::TOKENS) {
     if (header.count > N)
-      return multiply_fitting<S, T, N + S::STEP>(d, g, pipeline, header, consumer, fixup);
+      return multiply_fitting<S, T, N + S::STEP>(d, g, pipeline, header, consumer);
   }
-  return multiply<S, T, N>(d, g, pipeline, consumer, fixup);
+  return multiply<S, T, N>(d, g, pipeline, consumer);
 }
 
 /* Whether each row of a tile has a finite sum among the two tokens of its first that a thread
@@ -266,7 +265,7 @@ template <int N> __device__ __forceinline__ bool are_finite(const float (&d)[2][
 
 template <class S, class T, EpilogueMode MODE>
 __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_gemm_launch &g,
-                                        Pipeline<S> &pipeline, int consumer, bool fixup) {
+                                        Pipeline<S> &pipeline, int consumer) {
   const int lane = threadIdx.x & 31;
   for (;;) {
     pipeline.wait_full();
@@ -283,8 +282,7 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_g
         prefetch(&g.schedule.blocks.weights[position]);
     }
     float d[2][S::TOKENS / 2];
-    const PendingCheck pending =
-        multiply_fitting<S, T, S::LEAST>(d, g, pipeline, header, consumer, fixup);
+    const PendingCheck pending = multiply_fitting<S, T, S::LEAST>(d, g, pipeline, header, consumer);
     if (pending == PendingCheck::CHECK_SUMS && !are_finite(d))
       pipeline.request_fixup();
     if (MODE == EpilogueMode::GATED && g.epilogue.plain_silu)
@@ -297,12 +295,11 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_g
   tma_store_wait();
 }
 
-/* Whether there is a pass number `pass` over the tiles: a second one, the fix-up pass, only if some
- * tile wants it. */
+/* Whether all tiles come once more: in the fix-up pass, which comes only if some tile wants it. */
 template <class S>
-__device__ __forceinline__ bool has_pass(const moelora_gemm_launch &g, Pipeline<S> &pipeline,
-                                         int pass) {
-  return pass < 2 && (pass == 0 || (g.schedule.blocks.packed_ranks && pipeline.needs_fixup()));
+__device__ __forceinline__ bool has_another_pass(const moelora_gemm_launch &g,
+                                                 Pipeline<S> &pipeline) {
+  return g.schedule.blocks.packed_ranks && !pipeline.in_fixup() && pipeline.needs_fixup();
 }
 
 template <class S, class T, EpilogueMode MODE>
@@ -330,19 +327,22 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
       give_registers<S::PRODUCER_REGISTERS>();
     if (__shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == 0) {
 #pragma unroll 1
-      for (int pass = 0; has_pass(g, pipeline, pass); pass++)
+      do {
         stream<S>(&w_map, &x_maps, &b_maps, g, pipeline);
+      } while (has_another_pass(g, pipeline));
     } else {
 #pragma unroll 1
-      for (int pass = 0; has_pass(g, pipeline, pass); pass++)
+      do {
         gather<S, T>(g, pipeline);
+      } while (has_another_pass(g, pipeline));
     }
   } else {
     if constexpr (S::CONSUMERS == 2 || S::TOKENS > 32)
       take_registers<S::CONSUMER_REGISTERS>();
 #pragma unroll 1
-    for (int pass = 0; has_pass(g, pipeline, pass); pass++)
-      consume<S, T, MODE>(&out_maps, g, pipeline, warpgroup - 1, pass > 0);
+    do {
+      consume<S, T, MODE>(&out_maps, g, pipeline, warpgroup - 1);
+    } while (has_another_pass(g, pipeline));
   }
   // Whoever waits for this kernel relies on the one before it, too.
   wait_for_previous_kernel();

@@ -22,6 +22,7 @@ constexpr int kProducers = 128, kGatherers = 96; // threads
 constexpr int kEpilogueTokens = 32;
 constexpr int kEpilogueBytes = kEpilogueTokens * kRowBytes; // 64 outputs of 32 tokens
 constexpr int kHeaderBytes = 32;
+constexpr uint32_t kInFixup = 2; // where 1 asks for the fix-up pass
 
 /* Lanes of a warp that arrive when it leaves a stage. One does, for what the others read has
  * reached registers: a shuffle or a barrier has used it. compute-sanitizer's racecheck follows each
@@ -43,9 +44,10 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   // 384 threads start with 168 registers each, 256 with 128; what the producers give is what
   // consumers can take, who need more of them to make weights.
   static constexpr bool NATIVE = FORMAT_ == MOELORA_NATIVE;
-  static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? (NATIVE ? 120 : 104)
-                                            : NATIVE       ? 88
-                                                           : 96;
+  static constexpr int PRODUCER_REGISTERS = CONSUMERS == 1            ? (NATIVE ? 88 : 96)
+                                            : NATIVE                  ? 136
+                                            : FORMAT_ == MOELORA_INT4 ? 88
+                                                                      : 104;
   static constexpr int CONSUMER_REGISTERS =
       CONSUMERS == 2 ? (3 * 168 - PRODUCER_REGISTERS) / 2 : 2 * 128 - PRODUCER_REGISTERS;
   // Token rows that one copy brings, and those of another kind that bring the last ones.
@@ -107,6 +109,10 @@ template <class S> struct Pipeline {
     for (int rank = 0; S::CLUSTER > 1 && rank < S::CLUSTER; rank++)
       store_cluster_4(base + FIXUP, rank, 1);
   }
+  /* This is the fix-up pass, which wants no other. */
+  __device__ __forceinline__ bool in_fixup() const {
+    return uniform(load_shared_4(base + FIXUP)) == kInFixup;
+  }
   /* All threads of the cluster, once no tile is left: whether the fix-up pass is wanted. The
    * pipeline is then as at the start. */
   __device__ __forceinline__ bool needs_fixup() {
@@ -117,6 +123,7 @@ template <class S> struct Pipeline {
       for (int i = 0; i < 2 * S::STAGES; i++)
         barrier_end(base + FULL + 8 * i);
       init();
+      store_shared_4(base + FIXUP, kInFixup);
     }
     sync(1);
     stage = 0, aliased = -1, phase = 0;
