@@ -32,15 +32,38 @@ __device__ __forceinline__ uint32_t tile_bytes(moelora_format format) {
   return moelora_tile_size(FORMAT == MOELORA_INT4 ? format : FORMAT);
 }
 
+/* The low half of a register, or its high half, in both halves. Written out, it costs nothing: the
+ * multiply that takes it chooses the half. */
+template <int HALF> __device__ __forceinline__ uint32_t both_halves(uint32_t pair) {
+  uint32_t d;
+  if constexpr (HALF == 0)
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %1;\n"
+        "mov.b32 %0, {low, low};\n"
+        "}"
+        : "=r"(d)
+        : "r"(pair));
+  else
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %1;\n"
+        "mov.b32 %0, {high, high};\n"
+        "}"
+        : "=r"(d)
+        : "r"(pair));
+  return d;
+}
+
 /* What a lane has of a tile: rows r = 16 warp + lane / 4 and r + 8 of its warp's. */
 template <moelora_format FORMAT, class T> struct TileFragment {
   static constexpr bool IS_BF16 = Element<T>::is_bf16;
   static constexpr uint32_t NEGATIVE_ZEROS = 0x80008000u;
-  static constexpr uint32_t ONES = Element<T>::is_bf16 ? 0x3f803f80u : 0x3c003c00u;
+  static constexpr uint32_t ONES = IS_BF16 ? 0x3f803f80u : 0x3c003c00u;
 
-  uint32_t words[4];     // of k16 slabs
-  uint32_t scales[2][2]; // of r and r + 8, of the halves of the depth; twice in a register
-  uint32_t zeros[2][2];  // INT4: -(128 or 1024, and the zero point), likewise
+  uint32_t words[4];  // of k16 slabs
+  uint32_t scales[2]; // of r and r + 8: low that of the first half of the depth, high of the second
+  uint32_t zeros[2];  // INT4: -(128 or 1024, and the zero point), likewise
 
   /* Of a tile in shared memory, for warp `warp` (0 to 3) of the four that share its rows. */
   __device__ __forceinline__ void load(uint32_t tile, int warp, moelora_format format) {
@@ -48,67 +71,63 @@ template <moelora_format FORMAT, class T> struct TileFragment {
     const uint4 v = load_shared_16(tile + (warp * 32 + lane) * 16);
     words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
     const int place = warp * 8 + lane / 4; // of both rows' scales
-    const uint32_t at = tile + MOELORA_TILE_VALUES;
     if constexpr (FORMAT == MOELORA_MXFP4) {
-      const uint32_t exponents = load_shared_4(at + place * 4);
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        scales[i / 2][i % 2] = twice(exponents, i) << (Element<T>::is_bf16 ? 7 : 10);
-    } else if (format == MOELORA_INT4 || format == MOELORA_INT4_ZP) {
-      load_groups<1>(at, place, format);
+      const uint32_t exponents = load_shared_4(tile + MOELORA_TILE_VALUES + place * 4);
+      scales[0] = __byte_perm(exponents, 0, 0x4140) << (IS_BF16 ? 7 : 10);
+      scales[1] = __byte_perm(exponents, 0, 0x4342) << (IS_BF16 ? 7 : 10);
     } else {
-      load_groups<2>(at, place, format);
+      load_groups(tile + MOELORA_TILE_VALUES, place, format);
     }
   }
 
-  template <int GROUPS>
+  /* Scales and zero points of INT4. All its formats go the same way, without a branch: which bytes
+   * count is in the selectors, which are the same for all tiles. */
   __device__ __forceinline__ void load_groups(uint32_t at, int place, moelora_format format) {
-    const uint32_t behind = at + 64 * GROUPS * 2 + place * 2 * GROUPS;
-    const bool has_zeros = moelora_has_zeros(format);
-    uint32_t both[2], bytes = 0x08080808u; // of row r, of row r + 8
-    if constexpr (GROUPS == 2) {
-      const uint2 v = load_shared_8(at + place * 8);
-      both[0] = v.x, both[1] = v.y;
-      if (has_zeros)
-        bytes = load_shared_4(behind);
-    } else {
-      const uint32_t v = load_shared_4(at + place * 4);
-      both[0] = __byte_perm(v, 0, 0x1010), both[1] = __byte_perm(v, 0, 0x3232);
-      if (has_zeros)
-        bytes = __byte_perm(load_shared_2(behind), 0, 0x1100);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      scales[i / 2][i % 2] = __byte_perm(both[i / 2], 0, i % 2 ? 0x3232 : 0x1010);
-      zeros[i / 2][i % 2] = twice(bytes, i) | (Element<T>::is_bf16 ? 0xc300c300u : 0xe400e400u);
-    }
-  }
-
-  /* Byte i, in the low half and in the high half. */
-  static __device__ __forceinline__ uint32_t twice(uint32_t bytes, int i) {
-    return __byte_perm(bytes, 0, 0x4040 + 0x0101 * i);
+    const bool halves = moelora_tile_groups(format) == 2, has_zeros = moelora_has_zeros(format);
+    const int groups = halves ? 2 : 1;
+    const uint32_t behind = at + 128 * groups + place * 2 * groups; // anything without zero points
+    at += place * 4 * groups;
+    // Where a row has one scale, that of r + 8 is in the same word.
+    const uint32_t low = load_shared_4(at), high = load_shared_4(at + (halves ? 4 : 0));
+    scales[0] = __byte_perm(low, 0, halves ? 0x3210 : 0x1010);
+    scales[1] = __byte_perm(high, 0, halves ? 0x3210 : 0x3232);
+    const uint32_t z0 = load_shared_2(behind), z1 = load_shared_2(behind + (halves ? 2 : 0));
+    constexpr uint32_t EIGHT_BELOW = 0x0800u | (IS_BF16 ? 0xc3 : 0xe4); // bytes 5 and 4
+    zeros[0] = __byte_perm(z0, EIGHT_BELOW, !has_zeros ? 0x4545 : halves ? 0x4140 : 0x4040);
+    zeros[1] = __byte_perm(z1, EIGHT_BELOW, !has_zeros ? 0x4545 : halves ? 0x4140 : 0x4141);
   }
 
   /* Registers of k16 slab SLAB. */
   template <int SLAB> __device__ __forceinline__ void dequantize(uint32_t (&a)[4]) const {
-    a[0] = value<0>(words[SLAB], scales[0][SLAB / 2], zeros[0][SLAB / 2]);
-    a[1] = value<1>(words[SLAB], scales[1][SLAB / 2], zeros[1][SLAB / 2]);
-    a[2] = value<2>(words[SLAB], scales[0][SLAB / 2], zeros[0][SLAB / 2]);
-    a[3] = value<3>(words[SLAB], scales[1][SLAB / 2], zeros[1][SLAB / 2]);
+    constexpr int HALF = SLAB / 2;
+    a[0] = value<0, HALF>(words[SLAB], scales[0], zeros[0]);
+    a[1] = value<1, HALF>(words[SLAB], scales[1], zeros[1]);
+    a[2] = value<2, HALF>(words[SLAB], scales[0], zeros[0]);
+    a[3] = value<3, HALF>(words[SLAB], scales[1], zeros[1]);
   }
 
   /* Nibbles I and I + 4. */
-  template <int I>
+  template <int I, int HALF>
   static __device__ __forceinline__ uint32_t value(uint32_t word, uint32_t scale, uint32_t zero) {
-    if constexpr (FORMAT == MOELORA_MXFP4) {
-      constexpr int PLACE = Element<T>::is_bf16 ? 6 : 9; // of the mantissa's bit
-      const uint32_t magnitude = shifted<PLACE - 4 * I>(word) & 0x00070007u << PLACE;
-      const uint32_t sign = shifted<12 - 4 * I>(word) & 0x80008000u;
-      return fma2<T>(magnitude | sign, scale, NEGATIVE_ZEROS);
+    uint32_t number;
+    if constexpr (FORMAT == MOELORA_MXFP4)
+      number = e2m1<I>(word);
+    else
+      number = fma2<T>((word >> 4 * I & 0x000f000fu) | (IS_BF16 ? 0x43004300u : 0x64006400u), ONES,
+                       both_halves<HALF>(zero));
+    return fma2<T>(number, both_halves<HALF>(scale), NEGATIVE_ZEROS);
+  }
+
+  /* Sign to sign, and the mantissa's bit to the highest of the mantissa. */
+  template <int I> static __device__ __forceinline__ uint32_t e2m1(uint32_t word) {
+    if constexpr (IS_BF16) {
+      // Both ways at once, by a product: the nibble's copies do not touch, here.
+      constexpr int AT = I % 2 * 4;
+      const uint32_t nibbles = (I < 2 ? word : word >> 8) & 0x000f000fu << AT;
+      return nibbles * ((1 << 12 | 1 << 6) >> AT) & 0x81c081c0u;
     } else {
-      const uint32_t number =
-          (word >> 4 * I & 0x000f000fu) | (Element<T>::is_bf16 ? 0x43004300u : 0x64006400u);
-      return fma2<T>(fma2<T>(number, ONES, zero), scale, NEGATIVE_ZEROS);
+      const uint32_t magnitude = shifted<9 - 4 * I>(word) & 0x0e000e00u;
+      return magnitude | (shifted<12 - 4 * I>(word) & 0x80008000u);
     }
   }
 };

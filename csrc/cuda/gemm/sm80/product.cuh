@@ -39,27 +39,64 @@ template <class E> struct WarpTile {
   }
 };
 
-/* Operands of 16 of depth: 16 rows of each m64 tile, and the first n8 tiles of a warp's tokens. */
-template <class E> struct Fragments {
-  using S = WarpTile<E>;
+/* The weights of 16 of depth: 16 rows of each m64 tile. One set is multiplied while the other is
+ * made. */
+template <class E, class T, bool NATIVE = E::FORMAT == MOELORA_NATIVE> struct WeightFragments {
   uint32_t a[2][E::TILES][4];
-  uint32_t b[(S::N8_TILES + 1) / 2][4];
 
   /* Where in a stage this lane reads the first 16 of depth; the k-th are at `^ k << 5`. */
-  static __device__ __forceinline__ uint32_t offset_a() {
+  static __device__ __forceinline__ uint32_t offset() {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
     return (warp * 16 + (lane & 15)) * kRowBytes + ((lane >> 4 ^ lane & 7) << 4);
   }
+
+  /* The k-th 16 of depth, to set k % 2. */
+  __device__ __forceinline__ void load(int k, uint32_t at, moelora_format) {
+#pragma unroll
+    for (int m64 = 0; m64 < E::TILES; m64++)
+      load_matrix_x4(a[k % 2][m64], (at ^ k << 5) + m64 * kM64Bytes);
+  }
+};
+
+/* Of quantised weights, from what a lane has of whole tiles. */
+template <class E, class T> struct WeightFragments<E, T, false> {
+  uint32_t a[2][E::TILES][4];
+  TileFragment<E::FORMAT, T> tiles[E::TILES];
+
+  static __device__ __forceinline__ uint32_t offset() { return 0; }
+
+  __device__ __forceinline__ void load(int k, uint32_t at, moelora_format format) {
+#pragma unroll
+    for (int m64 = 0; m64 < E::TILES; m64++) {
+      TileFragment<E::FORMAT, T> &tile = tiles[m64];
+      if (k == 0)
+        tile.load(at + m64 * most_tile_bytes(E::FORMAT), threadIdx.x >> 5 & 3, format);
+    }
+#pragma unroll
+    for (int m64 = 0; m64 < E::TILES; m64++) {
+      const TileFragment<E::FORMAT, T> &tile = tiles[m64];
+      if (k == 0)
+        tile.template dequantize<0>(a[0][m64]);
+      else if (k == 1)
+        tile.template dequantize<1>(a[1][m64]);
+      else if (k == 2)
+        tile.template dequantize<2>(a[0][m64]);
+      else
+        tile.template dequantize<3>(a[1][m64]);
+    }
+  }
+};
+
+/* Operands of 16 of depth: the weights, and the first n8 tiles of a warp's tokens. */
+template <class E, class T> struct Fragments : WeightFragments<E, T> {
+  using S = WarpTile<E>;
+  using WeightFragments<E, T>::a;
+  uint32_t b[(S::N8_TILES + 1) / 2][4];
+
   static __device__ __forceinline__ uint32_t offset_b() {
     const int lane = threadIdx.x & 31;
     return E::W_BYTES + (S::first_token() + (lane >> 4) * S::NEXT + (lane & 7)) * kRowBytes +
            (((lane >> 3 & 1) ^ lane & 7) << 4);
-  }
-
-  __device__ __forceinline__ void load_a(int set, uint32_t at) {
-#pragma unroll
-    for (int m64 = 0; m64 < E::TILES; m64++)
-      load_matrix_x4(a[set][m64], at + m64 * kM64Bytes);
   }
 
   /* n8 tiles j and j + 1, if there are two below WIDTH. */
@@ -75,8 +112,7 @@ template <class E> struct Fragments {
   }
 
   /* Multiplies set `set` of a, and loads what b holds next. */
-  template <class T, int WIDTH>
-  __device__ __forceinline__ void multiply(S &sum, int set, uint32_t next_b) {
+  template <int WIDTH> __device__ __forceinline__ void multiply(S &sum, int set, uint32_t next_b) {
 #pragma unroll
     for (int j = 0; j < WIDTH; j += 2) {
 #pragma unroll

@@ -1,0 +1,300 @@
+/* Grouped GEMM with LoRA inside, portable: cp.async, ldmatrix, mma.sync; sm_80 and up.
+ *
+ *   out[p] = act( w[e] x[p] + B[l, e] xa[p] + bias[e] ) * weight
+ *
+ * A CTA takes tiles in the order of the tile scheduler (tile_scheduler.cuh). All its threads copy
+ * ahead into a pipeline of STAGES stages and multiply behind; first the depth of the base product,
+ * then the adapter stages. Results go from registers to memory while the first stages of the next
+ * tile are on their way. The depth is summed in steps of 16 in order, whatever the tile, so that
+ * all variants agree bit for bit. Without 16-byte alignment (VECTORS false) rows are copied element
+ * by element. */
+#ifndef MOELORA_CUDA_SM80_GEMM_CUH
+#define MOELORA_CUDA_SM80_GEMM_CUH
+
+#include "cuda/launch/kernel_launch.cuh"
+#include "cuda/gemm/sm80/adapters.cuh"
+#include "cuda/gemm/sm80/operands.cuh"
+#include "cuda/gemm/common/epilogue.cuh"
+#include "cuda/gemm/common/tile_scheduler.cuh"
+#include "cuda/gemm/common/variants.cuh"
+
+namespace {
+
+/* Up to so many tokens a tile is copied element by element where nothing is aligned. Larger tiles
+ * would spill; the plan does not ask it of them. */
+constexpr int kFewTokens = 32;
+
+/* The main loop: a tile's way through the stages of the pipeline. */
+template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
+  using L = OperandLoader<E, T, VECTORS>;
+  using F = Fragments<E>;
+  const moelora_gemm_launch &g;
+  const uint32_t base;
+  L loader;
+
+  __device__ __forceinline__ uint32_t stage(int step) const {
+    return base + step % STAGES * E::STAGE_BYTES;
+  }
+
+  __device__ __forceinline__ void wait() {
+    copy_async_wait<STAGES - 2>();
+    __syncthreads();
+  }
+
+  /* Multiplies stages [step, end), the first of which has been waited for, with the first WIDTH n8
+   * tiles of each warp, waits for the stage behind, and meanwhile copies those STAGES - 1 further
+   * on, if they are `wanted`. This is straight-line code: across branches the compiler could not
+   * mix loads, copies and products. For that, too, the fragments behind the last stage are loaded,
+   * although nobody uses them. */
+  template <int WIDTH>
+  __device__ __forceinline__ void multiply(WarpTile<E> &sum, int step, int end, bool wanted) {
+    const uint32_t a = F::offset_a(), b = F::offset_b(), to = L::offset();
+    const uint32_t top = base + (STAGES - 1) * E::STAGE_BYTES;
+    uint32_t before = stage(step + STAGES - 1), now = stage(step); // `before` is free again
+    auto from = loader.source(g, step + STAGES - 1);
+    F fragments;
+    fragments.load_a(0, now + a);
+#pragma unroll
+    for (int j = 0; j < WIDTH; j += 2)
+      fragments.template load_b<WIDTH>(j, now + b);
+#pragma unroll 1
+    for (; step < end; step++) {
+      const uint32_t next = now == top ? base : now + E::STAGE_BYTES;
+#pragma unroll
+      for (int k = 0; k < kDepth / 16; k++) {
+        uint32_t stage = now;
+        if (k < L::PARTS) {
+          loader.copy(g, from, k, before + to, wanted);
+        } else {
+          copy_async_commit();
+          wait();
+          stage = next;
+        }
+        const uint32_t chunk = (k + 1) % 4 << 5;
+        fragments.load_a((k + 1) % 2, (stage + a) ^ chunk);
+        fragments.template multiply<T, WIDTH>(sum, k % 2, (stage + b) ^ chunk);
+      }
+      before = now, now = next;
+      from.advance(g);
+    }
+  }
+
+  /* The same, as wide as a block of `count` rows needs. */
+  template <int WIDTH>
+  __device__ __forceinline__ void multiply_fitting(WarpTile<E> &sum, int count, int step, int end,
+                                                   bool wanted) {
+    // n8 tiles are loaded by two, but where fours share the tokens a single one is 16 tokens.
+    constexpr int WIDER = WarpTile<E>::SPLIT == 1 ? 2 : 1;
+    if constexpr (WIDTH < WarpTile<E>::N8_TILES) {
+      if (count > WIDTH * WarpTile<E>::SPLIT * 8)
+        return multiply_fitting<WIDTH + WIDER>(sum, count, step, end, wanted);
+    }
+    multiply<WIDTH>(sum, step, end, wanted);
+  }
+};
+
+/* 64 outputs of an n8 tile, rounded. Transposed in registers, a lane holds two neighbouring outputs
+ * of a token; `to` is where that token's outputs begin. */
+template <class T, bool VECTORS>
+__device__ __forceinline__ void store_rounded(const float (&d)[4], uint16_t *to, int n_out,
+                                              int first, bool there) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+#pragma unroll
+  for (int m8 = 0; m8 < 2; m8++) {
+    const uint32_t v = transpose_8x8(pack2<T>(d[2 * m8], d[2 * m8 + 1]));
+    const int output = first + warp * 16 + 8 * m8 + 2 * (lane & 3);
+    if (!there || output >= n_out)
+      continue;
+    if (VECTORS) {
+      *(uint32_t *)(to + output) = v;
+    } else {
+      to[output] = (uint16_t)v;
+      if (output + 1 < n_out)
+        to[output + 1] = (uint16_t)(v >> 16);
+    }
+  }
+}
+
+/* The results of a tile, finished and stored. To epilogue.cuh, an n8 tile is a block. */
+template <EpilogueMode MODE, class E, class T, bool VECTORS>
+__device__ __forceinline__ void store_tile(WarpTile<E> &sum, const moelora_gemm_launch &g,
+                                           const Tile &tile, int count) {
+  using S = WarpTile<E>;
+  using N8Extent = Extent<8, E::TILES>;
+  const bool gated =
+      MODE == EpilogueMode::GATED || (MODE == EpilogueMode::GENERAL && g.weights.gated);
+  const int lane = threadIdx.x & 31;
+  const Epilogue<N8Extent, MODE> epilogues[] = {{g, tile, 0, T()},
+                                                {g, tile, S::ROW_GROUPS - 1, T()}};
+  const int first_block = (tile.block * E::TOKENS + S::first_token()) / 8;
+#pragma unroll
+  for (int j = 0; j < S::N8_TILES; j++) {
+    const int left = count - S::first_token() - j * S::NEXT;
+    if (left <= 0)
+      break;
+    const int block = first_block + j * S::SPLIT;
+    const int32_t row = g.epilogue.out_by_position ? 0 : block_row<N8Extent>(g, block, lane / 4);
+    uint16_t *const to = (uint16_t *)g.epilogue.out + output_offset(g, block * 8 + lane / 4, row);
+#pragma unroll
+    for (int row_group = 0; row_group < S::ROW_GROUPS; row_group++) {
+      epilogues[row_group].template begin<8>(sum.d[row_group][j], g);
+      epilogues[row_group].template finish<8>(sum.d[row_group][j], g, block, 0);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        if (half == 1 && gated)
+          break;
+        const int first = first_output<E>(g, tile.column, 2 * row_group + half);
+        const float (&d)[4] = sum.d[row_group][j][half];
+        if (E::TOKENS <= MOELORA_FLOAT_ROWS && g.epilogue.out_f32)
+          store_f32<N8Extent, 8>(d, g, first, 0, block, left, block_row<N8Extent>(g, block, lane));
+        else
+          store_rounded<T, VECTORS>(d, to, g.weights.n_out, first, lane / 4 < left);
+      }
+    }
+  }
+}
+
+template <class E, class T, int STAGES, bool VECTORS>
+__global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 ? 2 : 1)
+    gemm_sm80(const __grid_constant__ moelora_gemm_launch g) {
+  using S = WarpTile<E>;
+  constexpr int LEAST = S::N8_TILES < 4 ? S::N8_TILES : S::N8_TILES / 2;
+  extern __shared__ __align__(128) char shared[];
+  __shared__ int next; // tile that this CTA takes after its present one
+  wait_for_previous_kernel();
+  start_next_kernel();
+  const int columns = tile_columns<E>(g), blocks = *g.schedule.blocks.num_post / E::TOKENS;
+  const int tiles = blocks * columns;
+  const int depth_steps = (g.tokens.k + kDepth - 1) / kDepth;
+
+  // Shuffled, the address stays in a register; else the compiler finds it anew for each stage.
+  MainLoop<E, T, STAGES, VECTORS> main_loop{g, __shfl_sync(0xffffffffu, shared_address(shared), 0)};
+  S sum;
+  const uint32_t headers = main_loop.base + STAGES * E::STAGE_BYTES;
+  Tile tile, finished;
+  int count = 0, finished_count = 0; // rows of the block; none before the first tile
+  for (int index = blockIdx.x;;) {
+    const bool last = index >= tiles;
+    if (!last) {
+      // CTAs that share weights or tokens take neighbouring tiles one after the other, and keep in
+      // step however fast each of them is: at fixed distances they drift apart until the L2 has
+      // forgotten what the first of them read.
+      int drawn = tiles;
+      if (threadIdx.x == 32 && tiles > (int)gridDim.x)
+        drawn = (int)gridDim.x + atomicAdd(g.schedule.tile_counter, 1);
+      if constexpr (S::SPLIT == 1)
+        tile = tile_at<E>(g, index, columns, blocks);
+      else
+        tile = tile_of_expert<E>(g, index, columns, blocks);
+      count = g.schedule.blocks.counts[tile.block];
+      const bool lists = g.schedule.blocks.packed_ranks && threadIdx.x < 32;
+      Segments<E::LANES> segments;
+      if (lists)
+        segments.read(g.schedule.blocks.packed_ranks, (int64_t)tile.block * E::TOKENS, E::TOKENS);
+      main_loop.loader.open(g, tile);
+      auto from = main_loop.loader.source(g, 0);
+#pragma unroll 1
+      for (int step = 0; step < STAGES - 1; step++) {
+        const uint32_t to = main_loop.stage(step) + main_loop.loader.offset();
+#pragma unroll
+        for (int part = 0; part < main_loop.loader.PARTS; part++)
+          main_loop.loader.copy(g, from, part, to, step < depth_steps);
+        from.advance(g);
+        copy_async_commit();
+      }
+      if (lists) {
+        TileAdapters<E, STAGES> adapters(headers);
+        adapters.find(g, tile, segments);
+      }
+      if (threadIdx.x == 32)
+        next = drawn;
+    }
+    // While the first stages of a tile are on their way, the one before is stored.
+    if (finished_count > 0) {
+      if (g.epilogue.weighted)
+        store_tile<EpilogueMode::GENERAL, E, T, VECTORS>(sum, g, finished, finished_count);
+      else if (g.weights.gated)
+        store_tile<EpilogueMode::GATED, E, T, VECTORS>(sum, g, finished, finished_count);
+      else
+        store_tile<EpilogueMode::PLAIN, E, T, VECTORS>(sum, g, finished, finished_count);
+    }
+    if (last)
+      break;
+    sum.clear();
+    main_loop.wait();
+    // Where the depth is short, the stages before the first of the adapters are empty.
+    const int first = max(depth_steps, STAGES - 1);
+    TileAdapters<E, STAGES> adapters(headers);
+    auto load_ahead = [&](int step) {
+      const int ahead = step + STAGES - 1, slabs = adapters.slabs_at(g, ahead - first);
+      if (slabs > 0)
+        load_slabs<E, T>(g, tile, adapters, ahead, ahead == first, slabs, main_loop.stage(ahead));
+      return slabs > 0;
+    };
+    int step = 0;
+    while (step < depth_steps) {
+      const bool deep = step + STAGES - 1 < depth_steps;
+      int end = depth_steps - (STAGES - 1);
+      if (!deep)
+        end = load_ahead(step) ? step + 1 : depth_steps;
+      main_loop.template multiply_fitting<LEAST>(sum, count, step, end, deep);
+      step = end;
+    }
+#pragma unroll 1
+    for (;; step++) {
+      load_ahead(step);
+      copy_async_commit();
+      if (step >= first) {
+        const int slabs = adapters.slabs_at(g, step - first);
+#pragma unroll 1
+        for (int slot = 0; slot < slabs; slot++)
+          expand<E, T>(sum, has_gate_up_slices(g), adapters, step, slot, main_loop.stage(step));
+        if (slabs < slabs_in_stage(g))
+          break;
+      }
+      main_loop.wait();
+    }
+    index = next;
+    __syncthreads(); // nobody reads the stages or `next` any more
+    finished = tile, finished_count = count;
+  }
+}
+
+template <bool MINE, moelora_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES,
+          int CLUSTER>
+struct LaunchSm80 {
+  static moelora_status run(const moelora_gemm_launch *, const moelora_exec *) {
+    return moelora_fail(MOELORA_UNSUPPORTED, "not an sm_80 kernel of this weight format");
+  }
+};
+
+template <moelora_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES>
+struct LaunchSm80<true, FORMAT, T, BLOCK_M, BLOCK_N, STAGES, 1> {
+  using E = Extent<BLOCK_M, BLOCK_N / 64>;
+
+  template <bool VECTORS>
+  static moelora_status run_as(const moelora_gemm_launch *g, const moelora_exec *exec) {
+    constexpr int SHARED = STAGES * E::STAGE_BYTES + TileAdapters<E, STAGES>::BYTES;
+    static_assert(SHARED <= 166912, "163 KB of shared memory on sm_80");
+    return launch_kernel<gemm_sm80<E, T, STAGES, VECTORS>>(
+        "gemm_sm80", g->schedule.blocks.max_blocks * tile_columns<E>(*g), WarpTile<E>::THREADS,
+        SHARED, exec, *g);
+  }
+  static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
+    if (g->tokens.stride > INT32_MAX)
+      return moelora_fail(MOELORA_UNSUPPORTED, "rows of x are %lld elements apart",
+                          (long long)g->tokens.stride);
+    if (g->epilogue.out_f32 && BLOCK_M > MOELORA_FLOAT_ROWS)
+      return moelora_fail(MOELORA_UNSUPPORTED, "float32 results of blocks of %d rows", BLOCK_M);
+    if constexpr (BLOCK_M <= kFewTokens)
+      if (!g->weights.vectors)
+        return run_as<false>(g, exec);
+    if (!g->weights.vectors)
+      return moelora_fail(MOELORA_UNSUPPORTED, "blocks of %d rows need 16-byte alignment", BLOCK_M);
+    return run_as<true>(g, exec);
+  }
+};
+
+} // namespace
+
+#endif
