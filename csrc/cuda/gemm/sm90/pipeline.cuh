@@ -44,7 +44,7 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   // 384 threads start with 168 registers each, 256 with 128; what the producers give is what
   // consumers can take, who need more of them to make weights.
   static constexpr bool NATIVE = FORMAT_ == MOELORA_NATIVE;
-  static constexpr int PRODUCER_REGISTERS = CONSUMERS == 1            ? (NATIVE ? 88 : 96)
+  static constexpr int PRODUCER_REGISTERS = CONSUMERS == 1            ? (NATIVE ? 96 : 104)
                                             : NATIVE                  ? 136
                                             : FORMAT_ == MOELORA_INT4 ? 88
                                                                       : 104;
