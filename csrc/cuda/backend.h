@@ -30,6 +30,12 @@ moelora_status moelora_cuda_align_lists(const moelora_align_lists_problem *probl
 /* pack.cu */
 moelora_status moelora_cuda_pack(const moelora_pack_problem *problem, const moelora_exec *exec);
 
+/* quantized.cu */
+moelora_status moelora_cuda_pack_quantized(const moelora_quantized_problem *problem,
+                                           const moelora_exec *exec);
+moelora_status moelora_cuda_unpack_quantized(const moelora_quantized_problem *problem,
+                                             const moelora_exec *exec);
+
 #ifdef __cplusplus
 }
 #endif

@@ -1,16 +1,29 @@
 /* Adapters of a tile for the portable GEMM: stages of its pipeline filled with k16 slabs, and their
- * products, subtile by subtile. Slab j of a stage has its rows of B in chunks 2j and 2j + 1 of W.
- */
+ * products, subtile by subtile. Slab j of a stage has its rows of B in chunks 2j and 2j + 1 of the
+ * rows of W, which are as long as W has room for. */
 #ifndef MOELORA_CUDA_SM80_ADAPTERS_CUH
 #define MOELORA_CUDA_SM80_ADAPTERS_CUH
 
 #include "cuda/gemm/common/segments.cuh"
 #include "cuda/gemm/sm80/product.cuh"
 
+/* Rows of B in the weight half of a stage: four slabs beside each other as in X, or one of them. */
+template <class E> struct FactorRows {
+  static constexpr int SLABS = E::W_BYTES >= E::ROWS * kRowBytes ? 4 : 1;
+  static constexpr int BYTES = SLABS * 32, M64_BYTES = 64 * BYTES;
+  static_assert(E::ROWS * BYTES <= E::W_BYTES, "a slab fits the weight half of a stage");
+
+  /* Chunk `chunk` of row `row`, so that no two of eight rows share banks. */
+  static __device__ __forceinline__ uint32_t at(int row, int chunk) {
+    return row * BYTES + ((chunk ^ (SLABS == 4 ? row & 7 : row >> 2 & 1)) << 4);
+  }
+};
+
 /* Slabs in a stage. X has room for only two slabs that cover gate and up, but those of different
  * segments lie in different rows: four fit unless a segment has more than two. */
-__device__ __forceinline__ int slabs_in_stage(const moelora_gemm_launch &g) {
-  return has_gate_up_slices(g) && g.adapters.lora.max_rank > 2 * kSlabDepth ? 2 : 4;
+template <class E> __device__ __forceinline__ int slabs_in_stage(const moelora_gemm_launch &g) {
+  constexpr int MOST = FactorRows<E>::SLABS;
+  return MOST > 2 && has_gate_up_slices(g) && g.adapters.lora.max_rank > 2 * kSlabDepth ? 2 : MOST;
 }
 
 /* A subtile: the part of a tile that a slab adds to. */
@@ -24,10 +37,10 @@ struct Subtile {
  *
  *   { int32 slabs; uint32 slices, overlaps }  TILES bits of overlaps for each slice: its m64 tiles
  *   [STAGES] { int32 segment, slice, rank } where the iterator stands behind a stage's slabs
- *            [4] { int16 low, high; uint32 m64s }  a subtile for each of them
+ *            [SLABS] { int16 low, high; uint32 m64s }  a subtile for each of them
  *   segments                                 as in segments.cuh */
 template <class E, int STAGES> struct TileAdapters {
-  static constexpr int STAGE_BYTES = 48;
+  static constexpr int STAGE_BYTES = 16 + (8 * FactorRows<E>::SLABS + 15) / 16 * 16;
   static constexpr int BYTES = 16 + STAGES * STAGE_BYTES + 8 * E::TOKENS;
 
   const uint32_t at;
@@ -59,7 +72,7 @@ template <class E, int STAGES> struct TileAdapters {
       return 0;
     const uint4 found = load_shared_16(at);
     list.slabs = (int)found.x, list.slices = found.y, overlaps = found.z;
-    const int per_stage = slabs_in_stage(g);
+    const int per_stage = slabs_in_stage<E>(g);
     return min(per_stage, list.slabs - stage * per_stage);
   }
 
@@ -102,17 +115,20 @@ __device__ __forceinline__ int hidden(int value) {
 template <class E, class T, bool VECTORS>
 __device__ __forceinline__ void load_factors(const moelora_gemm_launch &g, const Tile &tile,
                                              const Slab &slab, int thread, uint32_t w) {
-  constexpr int STEP = WarpTile<E>::THREADS / 8;
+  using Rows = FactorRows<E>;
+  constexpr int CHUNKS = 2 * Rows::SLABS, AT_ONCE = WarpTile<E>::THREADS / CHUNKS;
+  constexpr int HALVES = AT_ONCE > 64 ? 2 : 1, STEP = AT_ONCE / HALVES;
   const bool gate_up = has_gate_up_slices(g);
-  const int chunk = thread & 7, row = thread / 8;
+  const int chunk = thread & (CHUNKS - 1);
+  const int row = HALVES == 1 ? thread / CHUNKS : thread / CHUNKS & (STEP - 1);
   const int column = slab.rank + chunk % 2 * 8, width = (int)g.adapters.lora.slice_n;
   const int ranks = max(0, min(8, slab.packed % kRanks - column)); // of this chunk
   const int step =
       g.weights.gated && g.weights.interleaved ? 2 : 1;  // rows of B between two outputs
   const int next_row_group = g.weights.gated ? 64 : 128; // outputs between row groups
-  w += row * kRowBytes + ((chunk ^ row & 7) << 4);
+  w += Rows::at(row, chunk);
 #pragma unroll(VECTORS ? 2 : 1)
-  for (int half = 0; half < 2; half++) {
+  for (int half = HALVES == 1 ? 0 : thread / CHUNKS / STEP; half < 2; half += HALVES) {
     const int slice = gate_up ? half : slab.slice;
     const moelora_factor &b = g.adapters.lora.b[slice];
     const T *from = factor_row<T>(b, slab.packed / kRanks, tile.expert, 0) + column;
@@ -127,7 +143,7 @@ __device__ __forceinline__ void load_factors(const moelora_gemm_launch &g, const
         const bool there = n < (uint32_t)width;
         const bool wanted =
             output + ahead < g.weights.n_out; // nobody looks at rows behind the last
-        const uint32_t to = w + (2 * row_group + half) * kM64Bytes + i * kRowBytes;
+        const uint32_t to = w + (2 * row_group + half) * Rows::M64_BYTES + i * Rows::BYTES;
         const T *at = from + (there ? n : 0) * b.stride_i;
         if (VECTORS)
           copy_async_16(to, at, there ? 2 * ranks : 0, wanted);
@@ -160,7 +176,7 @@ __device__ __forceinline__ void load_slabs(const moelora_gemm_launch &g, const T
     const Slab slab = cursor.next(adapters.list);
     if (thread == 0)
       adapters.write(step, j, slab);
-    if (j == (thread & 7) / 2)
+    if (j == (thread & (2 * FactorRows<E>::SLABS - 1)) / 2)
       mine = slab;
     const int slice = gate_up ? chunk / 2 : slab.slice, to = first_chunk(gate_up, j) + chunk;
     const T *from = xa + slice * g.adapters.xa_slice + slab.rank;
@@ -170,7 +186,7 @@ __device__ __forceinline__ void load_slabs(const moelora_gemm_launch &g, const T
   }
   if (thread == 0)
     adapters.write(step, cursor);
-  if ((thread & 7) / 2 >= count)
+  if ((thread & (2 * FactorRows<E>::SLABS - 1)) / 2 >= count)
     return;
   if (g.weights.factors_vectors)
     load_factors<E, T, true>(g, tile, mine, thread, w);
@@ -191,8 +207,8 @@ __device__ __forceinline__ void expand(WarpTile<E> &sum, bool gate_up,
   uint32_t a[E::TILES][4];
 #pragma unroll
   for (int m64 = 0; m64 < E::TILES; m64++)
-    load_matrix_x4(a[m64], w + m64 * kM64Bytes + row * kRowBytes +
-                               ((2 * slot + (lane >> 4) ^ row & 7) << 4));
+    load_matrix_x4(a[m64], w + m64 * FactorRows<E>::M64_BYTES +
+                               FactorRows<E>::at(row, 2 * slot + (lane >> 4)));
   const Subtile subtile = adapters.subtile(step, slot);
   // The second half of b is for m64 tiles of up rows.
   const int chunk = first_chunk(gate_up, slot) + (lane >> 3 & 1) + (gate_up ? lane >> 4 << 1 : 0);

@@ -27,7 +27,7 @@ constexpr int kFewTokens = 32;
 /* The main loop: a tile's way through the stages of the pipeline. */
 template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
   using L = OperandLoader<E, T, VECTORS>;
-  using F = Fragments<E>;
+  using F = Fragments<E, T>;
   const moelora_gemm_launch &g;
   const uint32_t base;
   L loader;
@@ -48,32 +48,37 @@ template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
    * although nobody uses them. */
   template <int WIDTH>
   __device__ __forceinline__ void multiply(WarpTile<E> &sum, int step, int end, bool wanted) {
-    const uint32_t a = F::offset_a(), b = F::offset_b(), to = L::offset();
+    const uint32_t a = F::offset(), b = F::offset_b();
+    const auto to = L::place(g);
     const uint32_t top = base + (STAGES - 1) * E::STAGE_BYTES;
     uint32_t before = stage(step + STAGES - 1), now = stage(step); // `before` is free again
     auto from = loader.source(g, step + STAGES - 1);
     F fragments;
-    fragments.load_a(0, now + a);
+    fragments.template load<0>(now + a, g.weights.w.format);
 #pragma unroll
     for (int j = 0; j < WIDTH; j += 2)
       fragments.template load_b<WIDTH>(j, now + b);
 #pragma unroll 1
     for (; step < end; step++) {
       const uint32_t next = now == top ? base : now + E::STAGE_BYTES;
-#pragma unroll
-      for (int k = 0; k < kDepth / 16; k++) {
+      // Not a loop, which the compiler unrolls too late to keep the fragments in registers.
+      const auto multiply_slab = [&](auto slab) __attribute__((always_inline)) {
+        constexpr int K = decltype(slab)::value, AHEAD = (K + 1) % 4;
         uint32_t stage = now;
-        if (k < L::PARTS) {
-          loader.copy(g, from, k, before + to, wanted);
+        if constexpr (K < L::PARTS) {
+          loader.template copy<K>(g, from, before, to, wanted);
         } else {
           copy_async_commit();
           wait();
           stage = next;
         }
-        const uint32_t chunk = (k + 1) % 4 << 5;
-        fragments.load_a((k + 1) % 2, (stage + a) ^ chunk);
-        fragments.template multiply<T, WIDTH>(sum, k % 2, (stage + b) ^ chunk);
-      }
+        fragments.template load<AHEAD>(stage + a, g.weights.w.format);
+        fragments.template multiply<WIDTH>(sum, K % 2, (stage + b) ^ AHEAD << 5);
+      };
+      multiply_slab(std::integral_constant<int, 0>());
+      multiply_slab(std::integral_constant<int, 1>());
+      multiply_slab(std::integral_constant<int, 2>());
+      multiply_slab(std::integral_constant<int, 3>());
       before = now, now = next;
       from.advance(g);
     }
@@ -195,10 +200,8 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
       auto from = main_loop.loader.source(g, 0);
 #pragma unroll 1
       for (int step = 0; step < STAGES - 1; step++) {
-        const uint32_t to = main_loop.stage(step) + main_loop.loader.offset();
-#pragma unroll
-        for (int part = 0; part < main_loop.loader.PARTS; part++)
-          main_loop.loader.copy(g, from, part, to, step < depth_steps);
+        const uint32_t stage = main_loop.stage(step);
+        main_loop.loader.copy_all(g, from, stage, step < depth_steps);
         from.advance(g);
         copy_async_commit();
       }
@@ -249,7 +252,7 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
 #pragma unroll 1
         for (int slot = 0; slot < slabs; slot++)
           expand<E, T>(sum, has_gate_up_slices(g), adapters, step, slot, main_loop.stage(step));
-        if (slabs < slabs_in_stage(g))
+        if (slabs < slabs_in_stage<E>(g))
           break;
       }
       main_loop.wait();
@@ -270,7 +273,7 @@ struct LaunchSm80 {
 
 template <moelora_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES>
 struct LaunchSm80<true, FORMAT, T, BLOCK_M, BLOCK_N, STAGES, 1> {
-  using E = Extent<BLOCK_M, BLOCK_N / 64>;
+  using E = Extent<BLOCK_M, BLOCK_N / 64, FORMAT>;
 
   template <bool VECTORS>
   static moelora_status run_as(const moelora_gemm_launch *g, const moelora_exec *exec) {

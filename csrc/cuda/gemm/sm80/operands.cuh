@@ -7,7 +7,8 @@
 #include "cuda/gemm/sm80/product.cuh"
 
 /* Eight elements of a row, of which `left` are before its end, and zeros behind it.
- * No cache policy: with one, ptxas 13.0 names a descriptor register that is none (64-token tile). */
+ * No cache policy: with one, ptxas 13.0 names a descriptor register that is none (64-token tile).
+ */
 template <bool VECTORS, class T>
 __device__ __forceinline__ void copy_chunk(uint32_t to, const T *from, int left, bool wanted) {
   if (VECTORS)
@@ -62,20 +63,21 @@ struct WeightLoader {
   using Place = uint32_t;
   static __device__ __forceinline__ Place place(const moelora_gemm_launch &) { return row_chunk(); }
 
-  __device__ __forceinline__ void copy(int piece, Source from, int left, uint32_t stage, Place place,
-                                       bool wanted) const {
+  __device__ __forceinline__ void copy(int piece, Source from, int left, uint32_t stage,
+                                       Place place, bool wanted) const {
     copy_chunk<VECTORS>(stage + place + piece * STEP * kRowBytes,
                         VECTORS ? row_address(from, row[piece], 16) : from + row[piece], left,
                         wanted);
   }
 };
 
-/* Quantised weights, whole tiles of them: 128 threads copy the values of one, 16 bytes each. Warp w
- * then copies what follows the values of m64 tile w. */
+/* Quantised weights, whole tiles of them, TILE_BYTES apart in a stage whatever INT4 needs: 128
+ * threads copy the values of one, 16 bytes each. Warp w then copies what follows the values of m64
+ * tile w. */
 template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, false> {
   static constexpr int AT_ONCE = WarpTile<E>::THREADS / 128; // tiles
   static constexpr int VALUES = E::TILES / AT_ONCE, PIECES = VALUES + 1;
-  static constexpr int TILE_BYTES = most_tile_bytes(E::FORMAT);
+  static constexpr int TILE_BYTES = moelora_most_tile_bytes(E::FORMAT);
   static_assert(E::TILES % AT_ONCE == 0 && E::TILES <= WarpTile<E>::THREADS / 32 &&
                     TILE_BYTES - MOELORA_TILE_VALUES <= 32 * 16,
                 "a warp for the scales of each tile");
@@ -89,7 +91,8 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
       const int m64 = i < VALUES ? tile_of_values(i) : tile_of_scales();
-      const int chunk = i < VALUES ? threadIdx.x & 127 : MOELORA_TILE_VALUES / 16 + (threadIdx.x & 31);
+      const int chunk =
+          i < VALUES ? threadIdx.x & 127 : MOELORA_TILE_VALUES / 16 + (threadIdx.x & 31);
       const int output = first_output<E>(g, tile.column, m64);
       chunks[i] = (uint32_t)((quantized_tile(g, 0, m64, output) - data) / 16) + chunk;
     }
@@ -100,7 +103,7 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
   }
   static __device__ __forceinline__ int tile_of_scales() { return threadIdx.x / 32; }
 
-  /* Row 0 of tiles at some step. */
+  /* The first tile of the expert at some step. */
   using Source = const char *;
   __device__ __forceinline__ Source source(const moelora_gemm_launch &g, int step) const {
     return weights + step * g.weights.w.stride_kt;
@@ -135,7 +138,7 @@ template <class E, class T, bool VECTORS> struct OperandLoader {
   static constexpr int X_ROWS = E::TOKENS / STEP;
   static_assert(E::TOKENS % STEP == 0, "all threads copy as many rows");
   static constexpr int PARTS = 3;
-  static constexpr int PART = (W::PIECES + X_ROWS + PARTS - 1) / PARTS;
+  static constexpr int PART_PIECES = (W::PIECES + X_ROWS + PARTS - 1) / PARTS;
 
   W weights;
   int32_t token[X_ROWS]; // -1 in padding, which nobody copies
@@ -176,22 +179,30 @@ template <class E, class T, bool VECTORS> struct OperandLoader {
   }
 
   /* One of PARTS parts of a stage, if it is `wanted`. */
-  __device__ __forceinline__ void copy(const moelora_gemm_launch &g, const Source &from, int part,
+  template <int PART>
+  __device__ __forceinline__ void copy(const moelora_gemm_launch &g, const Source &from,
                                        uint32_t stage, const Place &to, bool wanted) const {
     // Behind the end of a row zeros are written and nothing is read, but from a mapped address.
     const auto w = weights.readable(from.w, from.left);
     const T *x = from.left > 0 ? from.x : (const T *)g.tokens.x;
 #pragma unroll
-    for (int i = part * PART; i < (part + 1) * PART && i < W::PIECES; i++)
-      weights.copy(i, w, from.left, stage, to.w, wanted);
+    for (int i = 0; i < W::PIECES; i++)
+      if (i / PART_PIECES == PART)
+        weights.copy(i, w, from.left, stage, to.w, wanted);
 #pragma unroll
-    for (int i = max(part * PART - W::PIECES, 0); i < (part + 1) * PART - W::PIECES && i < X_ROWS;
-         i++)
-      copy_chunk<VECTORS>(stage + to.x + E::W_BYTES + i * STEP * kRowBytes,
-                          row_address(x, token[i], 2 * (uint32_t)g.tokens.stride), from.left,
-                          wanted && token[i] >= 0);
+    for (int i = 0; i < X_ROWS; i++)
+      if ((W::PIECES + i) / PART_PIECES == PART)
+        copy_chunk<VECTORS>(stage + to.x + E::W_BYTES + i * STEP * kRowBytes,
+                            row_address(x, token[i], 2 * (uint32_t)g.tokens.stride), from.left,
+                            wanted && token[i] >= 0);
+  }
+
+  __device__ __forceinline__ void copy_all(const moelora_gemm_launch &g, const Source &from,
+                                           uint32_t stage, bool wanted) const {
+    copy<0>(g, from, stage, place(g), wanted);
+    copy<1>(g, from, stage, place(g), wanted);
+    copy<2>(g, from, stage, place(g), wanted);
   }
 };
 
 #endif
-

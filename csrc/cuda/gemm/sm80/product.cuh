@@ -10,7 +10,8 @@
  *
  * While 16 of depth are multiplied the next 16 are loaded: weight rows into a second set of
  * registers, for all tokens need them; tokens, two n8 tiles at a time, in place of the multiplied.
- */
+ * Of quantised weights the 64 of depth of a stage are loaded at once, and each 16 of them become
+ * the same operands in time. */
 #ifndef MOELORA_CUDA_SM80_PRODUCT_CUH
 #define MOELORA_CUDA_SM80_PRODUCT_CUH
 
@@ -50,11 +51,11 @@ template <class E, class T, bool NATIVE = E::FORMAT == MOELORA_NATIVE> struct We
     return (warp * 16 + (lane & 15)) * kRowBytes + ((lane >> 4 ^ lane & 7) << 4);
   }
 
-  /* The k-th 16 of depth, to set k % 2. */
-  __device__ __forceinline__ void load(int k, uint32_t at, moelora_format) {
+  /* The K-th 16 of depth, to set K % 2. */
+  template <int K> __device__ __forceinline__ void load(uint32_t at, moelora_format) {
 #pragma unroll
     for (int m64 = 0; m64 < E::TILES; m64++)
-      load_matrix_x4(a[k % 2][m64], (at ^ k << 5) + m64 * kM64Bytes);
+      load_matrix_x4(a[K % 2][m64], (at ^ K << 5) + m64 * kM64Bytes);
   }
 };
 
@@ -65,25 +66,16 @@ template <class E, class T> struct WeightFragments<E, T, false> {
 
   static __device__ __forceinline__ uint32_t offset() { return 0; }
 
-  __device__ __forceinline__ void load(int k, uint32_t at, moelora_format format) {
+  template <int K> __device__ __forceinline__ void load(uint32_t at, moelora_format format) {
+    if constexpr (K == 0) {
 #pragma unroll
-    for (int m64 = 0; m64 < E::TILES; m64++) {
-      TileFragment<E::FORMAT, T> &tile = tiles[m64];
-      if (k == 0)
-        tile.load(at + m64 * most_tile_bytes(E::FORMAT), threadIdx.x >> 5 & 3, format);
+      for (int m64 = 0; m64 < E::TILES; m64++)
+        tiles[m64].load(at + m64 * moelora_most_tile_bytes(E::FORMAT), threadIdx.x >> 5 & 3,
+                        format);
     }
 #pragma unroll
-    for (int m64 = 0; m64 < E::TILES; m64++) {
-      const TileFragment<E::FORMAT, T> &tile = tiles[m64];
-      if (k == 0)
-        tile.template dequantize<0>(a[0][m64]);
-      else if (k == 1)
-        tile.template dequantize<1>(a[1][m64]);
-      else if (k == 2)
-        tile.template dequantize<2>(a[0][m64]);
-      else
-        tile.template dequantize<3>(a[1][m64]);
-    }
+    for (int m64 = 0; m64 < E::TILES; m64++)
+      tiles[m64].template dequantize<K>(a[K % 2][m64]);
   }
 };
 

@@ -1,0 +1,233 @@
+/* Quantised numbers to tiles and back (moelora.h has the layout of a tile).
+ *
+ * Packing: a CTA makes up to AT_ONCE tiles that follow each other in depth. Their 64 rows come to
+ * shared memory in whole lines; then each thread gathers the 16 bytes that a lane of the GEMM loads
+ * at once, and these follow each other in memory.
+ *
+ * Unpacking: a CTA takes a tile as a warp of the GEMM does, and brings it back to rows. The numbers
+ * are those that the GEMM multiplies, bit for bit. */
+#include "cuda/backend.h"
+#include "cuda/gemm/common/format.cuh"
+#include "cuda/launch/launch.h"
+
+namespace {
+
+constexpr int kRows = MOELORA_PACK;
+
+int ctas_for(int64_t work) {
+  return (int)(work < INT32_MAX ? work : INT32_MAX);
+}
+
+/* ---- packing ---- */
+
+constexpr int PACK_THREADS = 256;
+constexpr int AT_ONCE = 4;
+constexpr int TILE_BYTES = kRows / 2;               // of a row of a tile
+constexpr int LINE = AT_ONCE * TILE_BYTES;          // of a row of all of them
+constexpr int PITCH = LINE + (int)sizeof(uint32_t); // eight rows are in different banks
+
+/* 16 bytes of a row of values from byte `at` on, to shared memory; zeros where there are none. */
+template <bool VECTORS>
+__device__ __forceinline__ void copy_values(const uint8_t *row, int64_t at, int64_t bytes,
+                                            uint32_t *to) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  if (VECTORS) {
+    if (row && at < bytes)
+      v = *(const uint4 *)(row + at);
+  } else if (row) {
+    uint8_t *part = (uint8_t *)&v;
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+      part[i] = at + i < bytes ? row[at + i] : 0;
+  }
+  to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+}
+
+/* A lane's word of a k16 slab: `a` is where its first byte lies in row r, `b` in row r + 8. */
+__device__ __forceinline__ uint32_t gather_word(const uint8_t *a, const uint8_t *b) {
+  // Columns c and c + 1 of r and of r + 8, then c + 8 and c + 9: each a byte, the even column low.
+  const uint32_t x = a[0] | a[4] << 8, y = b[0] | b[4] << 8;
+  const uint32_t even = (x & 0x0f0f) | (y & 0x0f0f) << 4;
+  const uint32_t odd = (x >> 4 & 0x0f0f) | (y & 0xf0f0);
+  return even | odd << 16;
+}
+
+/* As a tile has it. */
+__device__ __forceinline__ uint16_t packed_scale(const moelora_quantized_problem &p, int64_t at) {
+  const bool bf16 = p.dtype == MOELORA_BF16;
+  if (p.tiles.format == MOELORA_MXFP4)
+    return (uint16_t)max(0, ((const uint8_t *)p.scales)[at] + (bf16 ? 126 : -98));
+  const float scale = p.scale_dtype == MOELORA_F32 ? ((const float *)p.scales)[at]
+                      : p.scale_dtype == MOELORA_BF16
+                          ? __bfloat162float(((const __nv_bfloat16 *)p.scales)[at])
+                          : __half2float(((const __half *)p.scales)[at]);
+  return bf16 ? __bfloat16_as_ushort(__float2bfloat16_rn(scale))
+              : __half_as_ushort(__float2half_rn(scale));
+}
+
+/* Scales and zero points of a tile, in the order of memory. */
+__device__ __forceinline__ void pack_groups(const moelora_quantized_problem &p, int64_t expert,
+                                            int64_t first_row, int64_t depth, uint8_t *tile) {
+  const moelora_weights &w = p.tiles;
+  const int groups = moelora_tile_groups(w.format), bytes = moelora_scale_bytes(w.format);
+  uint8_t *const scales = tile + MOELORA_TILE_VALUES, *const zeros =
+                                                          scales + kRows * groups * bytes;
+  for (int place = threadIdx.x; place < kRows * groups; place += PACK_THREADS) {
+    // The row and group of moelora_scale_index.
+    const int pair = place / (2 * groups), high = place / groups % 2;
+    const int r = pair / 8 * 16 + pair % 8 + 8 * high;
+    const int64_t k = depth + 32 * (place % groups);
+    const int64_t n = moelora_row_of_tile(w.order, w.n, first_row + r);
+    const bool there = n >= 0 && k < w.k;
+    const int64_t group = k / p.group;
+    uint16_t scale = 0;
+    if (there)
+      scale = packed_scale(p, expert * p.scales_stride[0] + n * p.scales_stride[1] + group);
+    if (bytes == 1)
+      scales[place] = (uint8_t)scale;
+    else
+      ((uint16_t *)scales)[place] = scale;
+    if (p.zeros)
+      zeros[place] =
+          there ? p.zeros[expert * p.zeros_stride[0] + n * p.zeros_stride[1] + group] : 0;
+  }
+}
+
+template <bool VECTORS>
+__global__ void __launch_bounds__(PACK_THREADS)
+    pack_quantized(const __grid_constant__ moelora_quantized_problem p) {
+  __shared__ uint32_t rows[kRows * PITCH / sizeof(uint32_t)];
+  const moelora_weights &w = p.tiles;
+  const int64_t row_tiles = moelora_row_tiles(w.order, w.n), depth_tiles = (w.k + 63) / 64;
+  const int64_t lines = (depth_tiles + AT_ONCE - 1) / AT_ONCE;
+  for (int64_t i = blockIdx.x; i < p.num_experts * row_tiles * lines; i += gridDim.x) {
+    const int64_t row_tile = i / lines % row_tiles, expert = i / lines / row_tiles;
+    const int64_t first_row = row_tile * kRows, first_tile = i % lines * AT_ONCE;
+    __syncthreads(); // all have read the last rows
+    for (int v = threadIdx.x; v < kRows * LINE / 16; v += PACK_THREADS) {
+      const int r = v / (LINE / 16), chunk = v % (LINE / 16);
+      const int64_t n = moelora_row_of_tile(w.order, w.n, first_row + r);
+      const uint8_t *row =
+          n < 0 ? nullptr : p.values + expert * p.values_stride[0] + n * p.values_stride[1];
+      copy_values<VECTORS>(row, first_tile * TILE_BYTES + chunk * 16, w.k / 2,
+                           rows + (r * PITCH + chunk * 16) / sizeof(uint32_t));
+    }
+    __syncthreads();
+    const int tiles = (int)min((int64_t)AT_ONCE, depth_tiles - first_tile);
+    uint8_t *const packed = (uint8_t *)p.packed + expert * w.stride_e + row_tile * w.stride_nt +
+                            first_tile * w.stride_kt;
+    for (int v = threadIdx.x; v < tiles * 128; v += PACK_THREADS) {
+      const int tile = v / 128, warp = v / 32 % 4, lane = v % 32;
+      const uint8_t *low =
+          (const uint8_t *)rows + (warp * 16 + lane / 4) * PITCH + tile * TILE_BYTES + lane % 4;
+      const uint8_t *high = low + 8 * PITCH;
+      *(uint4 *)(packed + tile * w.stride_kt + v % 128 * 16) =
+          make_uint4(gather_word(low, high), gather_word(low + 8, high + 8),
+                     gather_word(low + 16, high + 16), gather_word(low + 24, high + 24));
+    }
+    for (int tile = 0; tile < tiles; tile++)
+      pack_groups(p, expert, first_row, (first_tile + tile) * 64, packed + tile * w.stride_kt);
+  }
+}
+
+/* ---- unpacking ---- */
+
+constexpr int UNPACK_THREADS = 128;
+constexpr int OUT_PITCH = kRows * 2 + 16; // bytes: eight rows are in different banks
+
+template <moelora_format FORMAT, class T, bool VECTORS>
+__global__ void __launch_bounds__(UNPACK_THREADS)
+    unpack_quantized(const __grid_constant__ moelora_quantized_problem p) {
+  __shared__ __align__(16) uint8_t tile[moelora_most_tile_bytes(FORMAT)];
+  __shared__ __align__(16) uint8_t rows[kRows * OUT_PITCH];
+  const moelora_weights &w = p.tiles;
+  const int64_t row_tiles = moelora_row_tiles(w.order, w.n), depth_tiles = (w.k + 63) / 64;
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  for (int64_t i = blockIdx.x; i < p.num_experts * row_tiles * depth_tiles; i += gridDim.x) {
+    const int64_t row_tile = i / depth_tiles % row_tiles, expert = i / depth_tiles / row_tiles;
+    const int64_t depth_tile = i % depth_tiles;
+    const char *from = (const char *)w.data + expert * w.stride_e + row_tile * w.stride_nt +
+                       depth_tile * w.stride_kt;
+    for (int v = thread; v < moelora_tile_size(w.format) / 16; v += UNPACK_THREADS)
+      ((uint4 *)tile)[v] = ((const uint4 *)from)[v];
+    __syncthreads(); // all have read the last rows, too
+    TileFragment<FORMAT, T> fragment;
+    fragment.load(shared_address(tile), warp, w.format);
+    uint32_t a[4][4];
+    fragment.template dequantize<0>(a[0]);
+    fragment.template dequantize<1>(a[1]);
+    fragment.template dequantize<2>(a[2]);
+    fragment.template dequantize<3>(a[3]);
+#pragma unroll
+    for (int slab = 0; slab < 4; slab++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const int r = warp * 16 + lane / 4 + j % 2 * 8;
+        const int c = slab * 16 + lane % 4 * 2 + j / 2 * 8;
+        *(uint32_t *)(rows + r * OUT_PITCH + c * 2) = a[slab][j];
+      }
+    __syncthreads();
+    for (int v = thread; v < kRows * 8; v += UNPACK_THREADS) {
+      const int r = v / 8;
+      const int64_t k = depth_tile * 64 + v % 8 * 8;
+      const int64_t n = moelora_row_of_tile(w.order, w.n, row_tile * kRows + r);
+      if (n < 0 || k >= w.k)
+        continue;
+      const uint16_t *of = (const uint16_t *)(rows + r * OUT_PITCH + v % 8 * 16);
+      uint16_t *to = (uint16_t *)p.out + expert * p.out_stride[0] + n * p.out_stride[1] + k;
+      if (VECTORS)
+        *(uint4 *)to = *(const uint4 *)of;
+      else
+        for (int j = 0; j < 8 && k + j < w.k; j++)
+          to[j] = of[j];
+    }
+  }
+}
+
+template <moelora_format FORMAT, class T>
+void launch_unpack(const moelora_quantized_problem *p, int ctas, bool vectors,
+                   cudaStream_t stream) {
+  if (vectors)
+    unpack_quantized<FORMAT, T, true><<<ctas, UNPACK_THREADS, 0, stream>>>(*p);
+  else
+    unpack_quantized<FORMAT, T, false><<<ctas, UNPACK_THREADS, 0, stream>>>(*p);
+}
+
+} // namespace
+
+extern "C" moelora_status moelora_cuda_pack_quantized(const moelora_quantized_problem *p,
+                                                      const moelora_exec *exec) {
+  const moelora_weights *w = &p->tiles;
+  const int64_t depth_tiles = (w->k + 63) / 64, lines = (depth_tiles + AT_ONCE - 1) / AT_ONCE;
+  const int ctas = ctas_for(p->num_experts * moelora_row_tiles(w->order, w->n) * lines);
+  const cudaStream_t stream = (cudaStream_t)exec->stream;
+  const bool vectors = (uintptr_t)p->values % 16 == 0 && p->values_stride[0] % 16 == 0 &&
+                       p->values_stride[1] % 16 == 0 && w->k % 32 == 0;
+  if (ctas == 0)
+    return MOELORA_OK;
+  if (vectors)
+    pack_quantized<true><<<ctas, PACK_THREADS, 0, stream>>>(*p);
+  else
+    pack_quantized<false><<<ctas, PACK_THREADS, 0, stream>>>(*p);
+  return moelora_cuda_check(cudaGetLastError(), "pack_quantized");
+}
+
+extern "C" moelora_status moelora_cuda_unpack_quantized(const moelora_quantized_problem *p,
+                                                        const moelora_exec *exec) {
+  const moelora_weights *w = &p->tiles;
+  const int ctas =
+      ctas_for(p->num_experts * moelora_row_tiles(w->order, w->n) * ((w->k + 63) / 64));
+  const cudaStream_t stream = (cudaStream_t)exec->stream;
+  const bool bf16 = p->dtype == MOELORA_BF16;
+  const bool vectors =
+      moelora_is_vector_row(p->out, p->out_stride[1], w->k) && p->out_stride[0] % 8 == 0;
+  if (ctas == 0)
+    return MOELORA_OK;
+  if (w->format == MOELORA_MXFP4)
+    (bf16 ? launch_unpack<MOELORA_MXFP4, __nv_bfloat16>
+          : launch_unpack<MOELORA_MXFP4, __half>)(p, ctas, vectors, stream);
+  else
+    (bf16 ? launch_unpack<MOELORA_INT4, __nv_bfloat16>
+          : launch_unpack<MOELORA_INT4, __half>)(p, ctas, vectors, stream);
+  return moelora_cuda_check(cudaGetLastError(), "unpack_quantized");
+}
