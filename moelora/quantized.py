@@ -23,8 +23,8 @@ class QuantizedWeights:
     """Expert weights of four bits: MXFP4, or INT4 with scales and perhaps zero points for groups.
 
     Made by `from_mxfp4`, `from_gptq`, `from_awq` and `from_compressed_tensors` from what
-    checkpoints hold; accepted wherever `w13`, `w2` or `w` is. On a CPU a call gives the bits that it
-    would with `unpack()`, from a quarter of the memory.
+    checkpoints hold; accepted wherever `w13`, `w2` or `w` is. On a CPU a call gives the bits that
+    it would with `unpack()`, from a quarter of the memory.
 
     Attributes
     ----------
