@@ -311,7 +311,7 @@ def test_plain_rows_of_gate_and_up_within_a_tile():
     (lambda t: t.flatten(2), "w13 has 3 dimensions, expected 4"),
     (lambda t: t.view(torch.int8).float(), "w13 has dtype float32, expected uint8"),
     (lambda t: t.new_empty(*t.shape[:3], 2 * t.size(3))[..., ::2], r"w13.stride\(3\) is 2, expect"),
-    (lambda t: t.new_empty(*t.shape[:3], t.size(3) + 8)[..., :-8], r"w13.stride\(2\) is 2184, .*16"),
+    (lambda t: t.new_empty(*t.shape[:3], t.size(3) + 8)[..., :-8], r"w13.stride\(2\) is 2184, "),
     (lambda t: t.new_empty(t.numel() + 8)[8:].view(t.shape), "w13 starts at .* multiple of 16"),
 ])  # fmt: skip
 def test_tiles_that_do_not_fit(change, message):
