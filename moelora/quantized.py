@@ -15,6 +15,7 @@ from moelora.quantized_readers import PerExpert
 
 ORDERS = {None: 0, "concatenated": 1, "interleaved": 2}
 MXFP4, INT4 = 1, 2
+ALIGNMENT = 16  # bytes, of a tile
 FIELDS = ("format", "order", "rows", "columns", "group_size", "dtype")
 
 
@@ -23,8 +24,8 @@ class QuantizedWeights:
     """Expert weights of four bits: MXFP4, or INT4 with scales and perhaps zero points for groups.
 
     Made by `from_mxfp4`, `from_gptq`, `from_awq` and `from_compressed_tensors` from what
-    checkpoints hold; accepted wherever `w13`, `w2` or `w` is. On a CPU a call gives the bits that it
-    would with `unpack()`, from a quarter of the memory.
+    checkpoints hold; accepted wherever `w13`, `w2` or `w` is. On a CPU a call gives the bits that
+    it would with `unpack()`, from a quarter of the memory.
 
     Attributes
     ----------
@@ -104,6 +105,8 @@ class QuantizedWeights:
             One of both is missing.
         """
         data, numbers = state[f"{prefix}data"], state[f"{prefix}layout"].tolist()
+        if data.data_ptr() % ALIGNMENT:  # safetensors gives views of a file
+            data = data.clone()
         if len(numbers) != len(FIELDS):
             raise ValueError(f"{prefix}layout has {len(numbers)} numbers, expected {FIELDS}")
         code, order, rows, columns, group_size, dtype = numbers

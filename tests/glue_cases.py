@@ -42,6 +42,40 @@ def inputs(device="cpu", dtype=torch.float32, tokens=M):
     }
 
 
+def quantized_calls(device):
+    """Calls that take or make tiles, of MXFP4 w13 and of INT4 w2 with zero points."""
+    make = torch.Generator().manual_seed(8)
+
+    def numbers(low, high, *shape):
+        return torch.randint(low, high, shape, generator=make, dtype=torch.uint8).to(device)
+
+    given = inputs(device, torch.bfloat16)
+    absent = torch.empty(0, device=device)
+    blocks, scales = numbers(0, 256, E, 2 * I, K // 2), numbers(118, 124, E, 2 * I, K // 32)
+    values, zeros = numbers(0, 256, E, K, I // 2), numbers(0, 16, E, K, I // 64)
+    steps = torch.full((E, K, I // 64), 0.02, device=device)
+    tiles13, tiles2 = numbers(0, 1, E, 2, 1, 2176), numbers(0, 1, E, 1, 1, 2240)
+    w13, w2 = [given["w13_lora_a"], given["w13_lora_b"]], [given["w2_lora_a"], given["w2_lora_b"]]
+    routing = (given["topk_weights"], given["topk_ids"], given["token_lora_mapping"])
+    adapters = (given["lora_ranks"], given["lora_scalings"], given["adapter_enabled"])
+    experts = (
+        *(given["hidden_states"], tiles13, tiles2, *routing, *w13, *([f] for f in w2), *adapters),
+        *(given["w13_bias"], given["w2_bias"], 0, 0.0, 0.0, absent, False, 1, 1, 2 * I, 4, K),
+    )
+    gemm = (
+        *(given["hidden_states"], tiles13, *routing, *w13, *adapters, given["w13_bias"]),
+        *(absent, True, 1, 0, 2 * I),
+    )
+    return [
+        ("fused_moe_lora_gemm", gemm),
+        ("fused_experts_lora", experts),
+        ("pack_quantized", (blocks, scales, absent, 1, 1, 0)),
+        ("pack_quantized", (values, steps, zeros, 4, 0, 1)),
+        ("unpack_quantized", (tiles13, 1, 2, 2 * I, K, 0)),
+        ("unpack_quantized", (tiles2, 4, 0, K, I - 2, 1)),
+    ]
+
+
 def op_calls(device="cpu", dtype=torch.float32):
     """(name, args) for torch.ops.moelora, each operator at least once."""
     given = inputs(device, dtype)
@@ -52,11 +86,13 @@ def op_calls(device="cpu", dtype=torch.float32):
     gemm = (
         *(given["hidden_states"], given["w13"], weights, ids, mapping),
         *(given["w13_lora_a"], given["w13_lora_b"], *adapters, given["w13_bias"], absent, True),
+        *(0, 0, 0),
     )
     experts = (
         *(given["hidden_states"], given["w13"], given["w2"], weights, ids, mapping),
         *(given["w13_lora_a"], given["w13_lora_b"], [given["w2_lora_a"]], [given["w2_lora_b"]]),
         *(*adapters, given["w13_bias"], given["w2_bias"], 0, 0.0, 0.0, absent, False),
+        *(0, 0, 0, 0, 0),
     )
     a13, b13, a2, b2 = experts[6:10]
     routing = (weights, ids, mapping, *adapters, absent, E)
@@ -73,7 +109,7 @@ def op_calls(device="cpu", dtype=torch.float32):
     naive = (weights, absent, ids, absent, mapping, TOP_K, absent, torch.tensor([0]), absent, E, 4)
     fused = (a13[:1], [torch.cat(b13, 2)], a2, b2)
     base = (*experts[:5], absent, [], [], [], [], *[absent] * 5, 1, 0.0, 0.0, absent, False)
-    clamped = (*experts[:15], 4, 1.5, 0.25, absent, False)
+    base, clamped = (*base, *experts[20:]), (*experts[:15], 4, 1.5, 0.25, absent, *experts[19:])
     return [
         ("moe_align_block_size", (ids, 4, E, absent)),
         ("moe_align_block_size", (ids.long(), 16, E, expert_map)),
@@ -88,6 +124,7 @@ def op_calls(device="cpu", dtype=torch.float32):
         ("fused_experts_lora", clamped),
         ("fused_experts_lora_out", (*experts, torch.empty_like(experts[0]))),
         ("prepack_weights", (given["w13"],)),
+        *quantized_calls(device),
         (
             "moe_lora_align_block_size_out",
             (*lists, ids, mapping, E, 4, LORAS, absent, lora_ids, absent),

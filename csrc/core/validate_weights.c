@@ -206,9 +206,8 @@ static moelora_status check_quantised(const moelora_layout *layout, moelora_dtyp
 
 static moelora_status check_quantised_layout(const moelora_layout *layout) {
   MOELORA_REQUIRE(layout, "layout is NULL");
-  MOELORA_TRY(check_layout(layout, "layout"));
   MOELORA_REQUIRE(layout->format != MOELORA_NATIVE, "layout.format is native, expected another");
-  return MOELORA_OK;
+  return check_layout(layout, "layout");
 }
 
 /* The group of `groups` scales for k columns; 0: there is none. */

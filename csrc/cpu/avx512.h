@@ -24,6 +24,22 @@ static inline __m128 add_lanes(sum s0, sum s1, sum s2, sum s3) {
   return _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab));
 }
 
+/* (values[i] - zero) * scale of 16 values. */
+static inline __m512 products(const float *values, float zero, float scale) {
+  return _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(values), _mm512_set1_ps(zero)),
+                       _mm512_set1_ps(scale));
+}
+
+/* Rounded to bf16, to nearest even, in the high halves; what is in the low ones is left over. A NaN
+ * stays one, quiet as a product. */
+static inline __m512i rounded_bf16(__m512 x) {
+  const __m512i bits = _mm512_castps_si512(x), odd = _mm512_srli_epi32(bits, 16);
+  const __m512i half =
+      _mm512_add_epi32(_mm512_and_si512(odd, _mm512_set1_epi32(1)), _mm512_set1_epi32(0x7fff));
+  const __mmask16 numbers = _mm512_cmp_ps_mask(x, x, _CMP_ORD_Q);
+  return _mm512_mask_add_epi32(bits, numbers, bits, half);
+}
+
 /* Bytes of words [4 q][4 s][4] in the order of their columns, 16 s + 2 q + (b / 2) + 8 (b % 2). */
 static inline __m512i by_columns(const void *words) {
   const __m512i slabs = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);

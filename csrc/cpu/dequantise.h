@@ -6,8 +6,8 @@
  *
  * The including file defines, before it includes this,
  *   operand                what operand rows are made of
- *   table                  16 operands in registers
- *   load_table(from)       from `operand` [16]
+ *   table                  16 operands
+ *   table_bf16(values, zero, scale), table_f16     rounded (values[i] - zero) * scale, i < 16
  *   look_up(words, low, high, to_low, to_high)    64 columns of two rows: byte b of word (q, s) of
  *       `words` [4 q][4 s][4 bytes] is column 16 s + 2 q + (b / 2) + 8 (b % 2), its low nibble of
  * the first row, to be looked up in low[s / 2], its high nibble of the other, in high[s / 2] */
@@ -24,22 +24,16 @@ static const float nibble_values[2][16] = {
 #define MXFP4_UNIT_bf16 0x1p-126f
 #define MXFP4_UNIT_f16 0x1p98f
 
-#define DEQUANTISE(TYPE, ROUND)                                                                    \
-  static inline __attribute__((always_inline)) table table_##TYPE(                                 \
+#define DEQUANTISE(TYPE)                                                                           \
+  static inline __attribute__((always_inline)) table group_##TYPE(                                 \
       const moelora_format format, const uint8_t *scale, const uint8_t *zero) {                    \
-    const float *values = nibble_values[moelora_is_int4(format)];                                  \
     uint16_t bits;                                                                                 \
     memcpy(&bits, scale, (size_t)moelora_scale_bytes(format));                                     \
     const float by = moelora_is_int4(format)                                                       \
                          ? moelora_##TYPE##_to_f32(bits)                                           \
                          : moelora_float((uint32_t)*scale << 23) * MXFP4_UNIT_##TYPE;              \
     const float from = moelora_has_zeros(format) ? *zero : moelora_is_int4(format) ? 8 : 0;        \
-    float numbers[16];                                                                             \
-    operand rounded[16];                                                                           \
-    for (int i = 0; i < 16; i++)                                                                   \
-      numbers[i] = (values[i] - from) * by;                                                        \
-    ROUND(numbers, rounded, 16);                                                                   \
-    return load_table(rounded);                                                                    \
+    return table_##TYPE(nibble_values[moelora_is_int4(format)], from, by);                         \
   }                                                                                                \
                                                                                                    \
   static inline __attribute__((always_inline)) void dequantise_format_##TYPE(                      \
@@ -56,9 +50,9 @@ static const float nibble_values[2][16] = {
       for (int row = 0; row < 2; row++) {                                                          \
         const int at = row * groups;                                                               \
         tables[row][0] =                                                                           \
-            table_##TYPE(format, scale + at * moelora_scale_bytes(format), zero + at);             \
+            group_##TYPE(format, scale + at * moelora_scale_bytes(format), zero + at);             \
         tables[row][1] =                                                                           \
-            second ? table_##TYPE(format, scale + (at + 1) * moelora_scale_bytes(format),          \
+            second ? group_##TYPE(format, scale + (at + 1) * moelora_scale_bytes(format),          \
                                   zero + at + 1)                                                   \
                    : tables[row][0];                                                               \
       }                                                                                            \

@@ -47,9 +47,33 @@ typedef struct table {
   __m256 first, second; /* 8 entries each */
 } table;
 
-static inline table load_table(const operand *from) {
-  return (table){_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)};
+static inline __m256 products(const float *values, float zero, float scale) {
+  return _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(values), _mm256_set1_ps(zero)),
+                       _mm256_set1_ps(scale));
 }
+
+/* To nearest even; a NaN keeps its high half, and is quiet as a product. */
+static inline __m256 rounded_bf16(__m256 x) {
+  const __m256i bits = _mm256_castps_si256(x), odd = _mm256_srli_epi32(bits, 16);
+  const __m256i half =
+      _mm256_add_epi32(_mm256_and_si256(odd, _mm256_set1_epi32(1)), _mm256_set1_epi32(0x7fff));
+  const __m256 nearest = _mm256_castsi256_ps(_mm256_add_epi32(bits, half));
+  const __m256 kept = _mm256_blendv_ps(nearest, x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  return _mm256_and_ps(kept, _mm256_castsi256_ps(_mm256_set1_epi32((int)0xffff0000)));
+}
+
+static inline __m256 rounded_f16(__m256 x) {
+  return _mm256_cvtph_ps(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+#define TABLE(TYPE)                                                                                \
+  static inline table table_##TYPE(const float *values, float zero, float scale) {                 \
+    return (table){rounded_##TYPE(products(values, zero, scale)),                                  \
+                   rounded_##TYPE(products(values + 8, zero, scale))};                             \
+  }
+
+TABLE(bf16)
+TABLE(f16)
 
 /* By the low four bits of each place. */
 static inline __m256 entries(const table *t, __m256i place) {
@@ -84,8 +108,8 @@ static inline void look_up(const uint8_t *words, const table *low, const table *
 }
 
 #include "cpu/dequantise.h"
-DEQUANTISE(bf16, round_bf16)
-DEQUANTISE(f16, round_f16)
+DEQUANTISE(bf16)
+DEQUANTISE(f16)
 
 const moelora_cpu_kernels moelora_gemm_f32_avx2 = F32_OPERANDS(f32, NULL, NULL);
 const moelora_cpu_kernels moelora_gemm_bf16_avx2 = F32_OPERANDS(bf16, widen_bf16, dequantise_bf16);

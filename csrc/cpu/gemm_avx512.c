@@ -25,8 +25,14 @@ static inline sum multiply_add(vector a, vector b, sum s) {
 typedef float operand;
 typedef __m512 table;
 
-static inline table load_table(const operand *from) {
-  return _mm512_loadu_ps(from);
+static inline table table_bf16(const float *values, float zero, float scale) {
+  const __m512i rounded = rounded_bf16(products(values, zero, scale));
+  return _mm512_castsi512_ps(_mm512_and_si512(rounded, _mm512_set1_epi32((int)0xffff0000)));
+}
+
+static inline table table_f16(const float *values, float zero, float scale) {
+  const int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return _mm512_cvtph_ps(_mm512_cvtps_ph(products(values, zero, scale), nearest));
 }
 
 static inline void look_up_16(__m128i bytes, table low, table high, operand *to_low,
@@ -46,8 +52,8 @@ static inline void look_up(const uint8_t *words, const table *low, const table *
 }
 
 #include "cpu/dequantise.h"
-DEQUANTISE(bf16, round_bf16)
-DEQUANTISE(f16, round_f16)
+DEQUANTISE(bf16)
+DEQUANTISE(f16)
 
 const moelora_cpu_kernels moelora_gemm_f32_avx512 = F32_OPERANDS(f32, NULL, NULL);
 const moelora_cpu_kernels moelora_gemm_bf16_avx512 =

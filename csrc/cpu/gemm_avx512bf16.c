@@ -24,8 +24,9 @@ static inline sum multiply_add(vector a, vector b, sum s) {
 typedef uint16_t operand;
 typedef __m512i table; /* twice, as five bits of a place count */
 
-static inline table load_table(const operand *from) {
-  return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)from));
+static inline table table_bf16(const float *values, float zero, float scale) {
+  const __m512i rounded = rounded_bf16(products(values, zero, scale));
+  return _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
 }
 
 static inline void look_up_32(__m256i bytes, table low, table high, operand *to_low,
@@ -43,7 +44,7 @@ static inline void look_up(const uint8_t *words, const table *low, const table *
 }
 
 #include "cpu/dequantise.h"
-DEQUANTISE(bf16, store_bf16)
+DEQUANTISE(bf16)
 
 const moelora_cpu_kernels moelora_gemm_bf16_avx512bf16 = {
     .operand_bytes = sizeof(uint16_t),

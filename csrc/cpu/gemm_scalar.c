@@ -33,25 +33,40 @@ typedef struct table {
   operand of[16];
 } table;
 
-static inline table load_table(const operand *from) {
-  table loaded;
-  memcpy(loaded.of, from, sizeof loaded.of);
-  return loaded;
+#define TABLE(TYPE)                                                                                \
+  static inline table table_##TYPE(const float *values, float zero, float scale) {                 \
+    table made;                                                                                    \
+    for (int i = 0; i < 16; i++)                                                                   \
+      made.of[i] = (values[i] - zero) * scale;                                                     \
+    round_##TYPE(made.of, made.of, 16);                                                            \
+    return made;                                                                                   \
+  }
+
+TABLE(bf16)
+TABLE(f16)
+
+static inline void look_up_word(const uint8_t *word, const operand *low, const operand *high,
+                                operand *restrict to_low, operand *restrict to_high) {
+  static const int columns[] = {0, 8, 1, 9};
+  for (int b = 0; b < 4; b++) {
+    to_low[columns[b]] = low[word[b] & 15];
+    to_high[columns[b]] = high[word[b] >> 4];
+  }
 }
 
 static inline void look_up(const uint8_t *words, const table *low, const table *high,
                            operand *to_low, operand *to_high) {
-  for (int at = 0; at < 64; at++) {
-    const int q = at / 16, s = at / 4 % 4, b = at % 4;
-    const int column = 16 * s + 2 * q + b / 2 + 8 * (b % 2);
-    to_low[column] = low[s / 2].of[words[at] & 15];
-    to_high[column] = high[s / 2].of[words[at] >> 4];
-  }
+  for (int s = 0; s < 4; s++)
+    for (int q = 0; q < 4; q++) {
+      const int column = 16 * s + 2 * q;
+      look_up_word(words + 16 * q + 4 * s, low[s / 2].of, high[s / 2].of, to_low + column,
+                   to_high + column);
+    }
 }
 
 #include "cpu/dequantise.h"
-DEQUANTISE(bf16, round_bf16)
-DEQUANTISE(f16, round_f16)
+DEQUANTISE(bf16)
+DEQUANTISE(f16)
 
 const moelora_cpu_kernels moelora_gemm_f32_scalar = F32_OPERANDS(f32, NULL, NULL);
 const moelora_cpu_kernels moelora_gemm_bf16_scalar =

@@ -9,10 +9,12 @@ static int64_t size_of(const moelora_tensor *tensor, int32_t dim) {
   return dim < tensor->ndim ? tensor->size[dim] : 0;
 }
 
-/* Rows of output that `w` stands for: [E, N, K], packed [E, N/64, K/64, 64, 64], or tiles. */
+/* Rows of output that `w` stands for: [E, N, K], packed [E, N/64, K/64, 64, 64], or tiles, which
+ * cannot hold more than they have room for. */
 static int64_t weight_rows(const moelora_tensor *w, const moelora_layout *layout) {
-  return layout->format != MOELORA_NATIVE ? layout->rows
-                                          : size_of(w, 1) * (w->ndim == 5 ? MOELORA_PACK : 1);
+  const bool tiles = layout->format != MOELORA_NATIVE;
+  const int64_t rows = size_of(w, 1) * (tiles || w->ndim == 5 ? MOELORA_PACK : 1);
+  return tiles && layout->rows < rows ? layout->rows > 0 ? layout->rows : 0 : rows;
 }
 
 static int64_t num_blocks(const moelora_align_args *args) {
@@ -314,10 +316,16 @@ static void unpack_quantized(StableIValue *stack, uint64_t inputs, uint64_t outp
   moelora_layout layout = op_layout(&ctx, names, stack[1], stack[2], stack[3]);
   const int64_t columns = op_int(&ctx, "columns", stack[4]);
   const moelora_dtype dtype = compute_dtype(&ctx, stack[5]);
-  if (layout.rows < 0 || columns < 0) {
+  const int64_t most[] = {size_of(&tiles, 1) * MOELORA_PACK, size_of(&tiles, 2) * MOELORA_PACK};
+  if (layout.rows < 1 || layout.rows > most[0]) { /* before they are allocated */
     op_fail(&ctx, MOELORA_INVALID_ARGUMENT,
-            "rows is %" PRId64 " and columns is %" PRId64 ", expected 1 or more", layout.rows,
-            columns);
+            "rows is %" PRId64 ", expected 1 to tiles.size(1) * 64, which is %" PRId64, layout.rows,
+            most[0]);
+  }
+  if (columns < 1 || columns > most[1]) {
+    op_fail(&ctx, MOELORA_INVALID_ARGUMENT,
+            "columns is %" PRId64 ", expected 1 to tiles.size(2) * 64, which is %" PRId64, columns,
+            most[1]);
   }
   if (op_ready(&ctx)) {
     int64_t sizes[3] = {size_of(&tiles, 0), layout.rows, columns};

@@ -10,7 +10,8 @@ and on the device of the inputs. Each product is rounded to that dtype; only the
 fp32. Their error against `*_ref` says how much accuracy a dtype allows, and their time is a
 baseline.
 
-All take the keyword arguments of the operator whose name they carry. Ids out of range mean the same
+All take the keyword arguments of the operator whose name they carry; quantised weights count as the
+numbers that `unpack()` gives, each rounded once. Ids out of range mean the same
 everywhere: a row whose expert id (after `expert_map`) is not in [0, E) is skipped, and a row whose
 adapter id is not in [0, max_loras), or whose adapter is disabled or has rank 0, is a base row.
 """

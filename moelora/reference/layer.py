@@ -9,6 +9,7 @@ from moelora.reference.routing import (
     Factors,
     adapter_per_token,
     as_list,
+    as_tensor,
     expert_per_choice,
     max_loras_of,
     optional_list,
@@ -121,6 +122,7 @@ def fused_moe_lora_gemm_ref(
 
     Returns (M, top_k, N), float64, on the CPU; rows of skipped experts are zero.
     """
+    w = as_tensor(w)
     num_tokens, top_k = topk_ids.shape
     experts = expert_per_choice(topk_ids, w.size(0), expert_map)
     adapters = adapter_per_token(
@@ -184,6 +186,7 @@ def fused_experts_lora_ref(
 
     Returns (M, K), float64, on the CPU; skipped experts contribute nothing.
     """
+    w13, w2 = as_tensor(w13), as_tensor(w2)
     num_tokens, top_k = topk_ids.shape
     experts = expert_per_choice(topk_ids, w13.size(0), expert_map)
     adapters = adapter_per_token(

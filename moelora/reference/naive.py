@@ -10,6 +10,7 @@ from moelora.reference.routing import (
     Factors,
     adapter_per_token,
     as_list,
+    as_tensor,
     expert_per_choice,
     max_loras_of,
     optional_list,
@@ -74,6 +75,7 @@ def naive_fused_moe_lora_gemm(
     mul_routed_weight: bool = False,
 ) -> Tensor:
     """`fused_moe_lora_gemm_ref` as a loop over experts in the dtype and on the device of `x`."""
+    w = as_tensor(w)
     num_tokens, top_k = topk_ids.shape
     adapters = torch.tensor(
         adapter_per_token(
@@ -124,7 +126,7 @@ def naive_fused_experts_lora(
 
     The products, the activation and the scaling round to that dtype; the sum over top_k is fp32.
     """
-    x = hidden_states
+    x, w13, w2 = hidden_states, as_tensor(w13), as_tensor(w2)
     num_tokens, top_k = topk_ids.shape
     adapters = torch.tensor(
         adapter_per_token(

@@ -15,6 +15,11 @@ def as_list(factors: Factors) -> list[Tensor]:
     return [factors] if isinstance(factors, Tensor) else list(factors)
 
 
+def as_tensor(weights) -> Tensor:
+    """Expert weights as numbers: packed and quantised ones are unpacked."""
+    return weights if isinstance(weights, Tensor) else weights.unpack()
+
+
 def max_loras_of(*stacks: Factors) -> int:
     for stack in stacks:
         for factor in as_list(stack):

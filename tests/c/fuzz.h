@@ -43,7 +43,7 @@ static void forget_views(void) {
 
 /* Bytes from the first element to the end of the last; -1 if no memory can be meant. */
 static int64_t bytes_of(const moelora_tensor *t) {
-  if (t->ndim < 0 || t->ndim > MOELORA_MAX_DIMS || (int)t->dtype < 0 || t->dtype > MOELORA_BOOL)
+  if (t->ndim < 0 || t->ndim > MOELORA_MAX_DIMS || (int)t->dtype < 0 || t->dtype > MOELORA_U8)
     return -1;
   double last = 0; /* exact where it matters */
   bool empty = false;

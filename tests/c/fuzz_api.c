@@ -98,6 +98,24 @@ static moelora_tensor wild(void) {
   return t;
 }
 
+/* Some weights come in tiles, whose sizes are mostly right. */
+static moelora_tensor any_tiles(moelora_tensor w, int64_t e, int64_t n, int64_t k,
+                                moelora_row_order order, moelora_layout *layout) {
+  if (!one_in(4) || e < 1 || n < 1 || k < 1)
+    return w;
+  *layout = (moelora_layout){
+      .format = (moelora_format)random_in(1, 5),
+      .order = one_in(10) ? (moelora_row_order)random_in(-1, 3) : order,
+      .rows = one_in(20) ? any_size() : n,
+  };
+  const int64_t rows = order == MOELORA_ROWS_PLAIN ? (n + 63) / 64 : 2 * ((n / 2 + 63) / 64);
+  const moelora_tensor tiles =
+      shaped(MOELORA_U8, SIZES(e, rows, (k + 63) / 64, moelora_tile_bytes(layout->format)));
+  if (one_in(20))
+    layout->format = (moelora_format)any_size();
+  return tiles;
+}
+
 /* Inputs and outputs of one call, in any order. */
 typedef struct list {
   moelora_tensor *at[MAX_VIEWS];
@@ -191,6 +209,7 @@ static void fuzz_gemm(void) {
       .mul_routed_weight = one_in(2),
       .out = shaped(dtype, SIZES(s.m, s.top_k, n)),
   };
+  args.w = any_tiles(args.w, s.e, n, s.k, MOELORA_ROWS_PLAIN, &args.w_layout);
   list inputs = {0}, outputs = {0};
   put(&inputs, &args.x), put(&inputs, &args.w), put(&inputs, &args.bias);
   put_common(&inputs, &args.routing, &args.adapters);
@@ -224,6 +243,11 @@ static void fuzz_experts(void) {
       .apply_router_weight_on_input = s.top_k == 1 || one_in(60),
       .out = shaped(dtype, SIZES(s.m, s.k)),
   };
+  const moelora_row_order order = activation == MOELORA_SWIGLUOAI ? MOELORA_ROWS_INTERLEAVED
+                                  : activation == MOELORA_RELU2   ? MOELORA_ROWS_PLAIN
+                                                                  : MOELORA_ROWS_GATE_UP;
+  args.w13 = any_tiles(args.w13, s.e, n, s.k, order, &args.w13_layout);
+  args.w2 = any_tiles(args.w2, s.e, s.k, s.i, MOELORA_ROWS_PLAIN, &args.w2_layout);
   list inputs = {0}, outputs = {0};
   put(&inputs, &args.hidden_states), put(&inputs, &args.w13), put(&inputs, &args.w2);
   put(&inputs, &args.w13_bias), put(&inputs, &args.w2_bias);
@@ -376,6 +400,46 @@ static void fuzz_pack(void) {
   runs += status == MOELORA_OK;
 }
 
+static void fuzz_pack_quantized(void) {
+  const int64_t e = random_in(0, 3), n = random_in(1, 140), k = 32 * random_in(1, 5);
+  moelora_layout layout = {.format = (moelora_format)random_in(1, 5),
+                           .order = (moelora_row_order)random_in(0, 2),
+                           .rows = n};
+  const bool zeros = layout.format >= MOELORA_INT4_ZP, halves = layout.format % 2 == 1;
+  const int64_t groups = halves ? k / 32 : 1;
+  const int64_t rows = layout.order == MOELORA_ROWS_PLAIN ? (n + 63) / 64 : 2 * ((n / 2 + 63) / 64);
+  const moelora_dtype scale = layout.format == MOELORA_MXFP4 ? MOELORA_U8 : any_float();
+  moelora_quantized w = {
+      .values = shaped(MOELORA_U8, SIZES(e, n, k / 2)),
+      .scales = shaped(scale, SIZES(e, n, groups)),
+      .zeros = zeros ? shaped(MOELORA_U8, SIZES(e, n, groups)) : absent,
+  };
+  const int64_t bytes = moelora_tile_bytes(layout.format);
+  moelora_tensor tiles = shaped(MOELORA_U8, SIZES(e, rows, (k + 63) / 64, bytes));
+  moelora_tensor out = shaped(one_in(2) ? MOELORA_BF16 : MOELORA_F16, SIZES(e, n, k));
+  if (one_in(20))
+    layout.format = (moelora_format)any_size();
+  if (one_in(20))
+    layout.rows = any_size();
+  const bool packs = one_in(2);
+  list inputs = {0}, outputs = {0};
+  put(packs ? &outputs : &inputs, &tiles);
+  if (packs)
+    put(&inputs, &w.values), put(&inputs, &w.scales), put(&inputs, &w.zeros);
+  else
+    put(&outputs, &out);
+  disturb(&inputs, &outputs);
+  remember_outputs();
+  if (!backed)
+    return;
+  moelora_exec exec = any_exec();
+  const moelora_status status = packs
+                                    ? moelora_pack_quantized(&w, &layout, out.dtype, &tiles, &exec)
+                                    : moelora_unpack_quantized(&tiles, &layout, &out, &exec);
+  check_status("quantized", status, true);
+  runs += status == MOELORA_OK;
+}
+
 /* Of the sanitizers, where the program was built with one. */
 void __sanitizer_set_death_callback(void (*callback)(void)) __attribute__((weak));
 
@@ -387,8 +451,9 @@ int main(int argc, char **argv) {
   if (__sanitizer_set_death_callback)
     __sanitizer_set_death_callback(say_seed);
   long long calls = argc > 1 ? atoll(argv[1]) : 20000, first = argc > 2 ? atoll(argv[2]) : 1;
-  void (*const operators[])(void) = {fuzz_align,       fuzz_gemm,  fuzz_experts,  fuzz_pack,
-                                     fuzz_align_lists, fuzz_delta, fuzz_mlp_delta};
+  void (*const operators[])(void) = {fuzz_align,     fuzz_gemm,          fuzz_experts,
+                                     fuzz_pack,      fuzz_align_lists,   fuzz_delta,
+                                     fuzz_mlp_delta, fuzz_pack_quantized};
   const int count = sizeof operators / sizeof *operators;
   for (long long i = 0; i < calls; i++) {
     current_seed = (uint64_t)(first + i);

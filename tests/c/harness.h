@@ -111,12 +111,12 @@ static inline double random_unit(void) { /* [-1, 1) */
 /* ---- values ---- */
 
 static inline size_t dtype_bytes(moelora_dtype dtype) {
-  static const size_t bytes[] = {4, 2, 2, 4, 8, 1};
+  static const size_t bytes[] = {4, 2, 2, 4, 8, 1, 1};
   return bytes[dtype];
 }
 
 static inline const char *dtype_name(moelora_dtype dtype) {
-  static const char *names[] = {"f32", "bf16", "f16", "i32", "i64", "bool"};
+  static const char *names[] = {"f32", "bf16", "f16", "i32", "i64", "bool", "u8"};
   return names[dtype];
 }
 
@@ -160,6 +160,8 @@ static inline void write_value(void *data, moelora_dtype dtype, int64_t at, doub
     ((int32_t *)data)[at] = (int32_t)x;
   } else if (dtype == MOELORA_I64) {
     ((int64_t *)data)[at] = (int64_t)x;
+  } else if (dtype == MOELORA_U8) {
+    ((uint8_t *)data)[at] = (uint8_t)x;
   } else {
     ((uint8_t *)data)[at] = x != 0;
   }
