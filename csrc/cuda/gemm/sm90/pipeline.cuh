@@ -41,13 +41,15 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr int CONSUMERS = CONSUMERS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
   static constexpr int THREADS = kProducers + 128 * CONSUMERS;
   static constexpr int RESIDENT = CONSUMERS == 1 ? 2 : 1; // CTAs per SM
-  // 384 threads start with 168 registers each, 256 with 128; what the producers give is what
-  // consumers can take, who need more of them to make weights.
+  // 384 threads start with 168 registers each, 256 with 128; what producers give is what consumers
+  // can take, who need more of them to make weights. Native tiles of few tokens need none.
   static constexpr bool NATIVE = FORMAT_ == MOELORA_NATIVE;
-  static constexpr int PRODUCER_REGISTERS = CONSUMERS == 1            ? (NATIVE ? 96 : 104)
-                                            : NATIVE                  ? 136
-                                            : FORMAT_ == MOELORA_INT4 ? 88
-                                                                      : 104;
+  static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? (NATIVE                    ? 136
+                                                              : FORMAT_ == MOELORA_INT4 ? 88
+                                                                                        : 104)
+                                            : !NATIVE      ? 88
+                                            : TOKENS_ > 32 ? 96
+                                                           : 128;
   static constexpr int CONSUMER_REGISTERS =
       CONSUMERS == 2 ? (3 * 168 - PRODUCER_REGISTERS) / 2 : 2 * 128 - PRODUCER_REGISTERS;
   // Token rows that one copy brings, and those of another kind that bring the last ones.
