@@ -66,6 +66,15 @@ def draw_weights(model: Model, generator, dtype=torch.bfloat16):
     return w13, normal((e, k, i), 0.02, generator, dtype)
 
 
+def draw_biases(model: Model, generator, dtype=torch.bfloat16):
+    """b13 [E, 2I] ([E, I] without a gate) and b2 [E, K]; (None, None) for a model without."""
+    if not model.bias:
+        return None, None
+    e, k, i = model.experts, model.hidden, model.intermediate
+    b13 = normal((e, model.slices * i), 0.02, generator, dtype)
+    return b13, normal((e, k), 0.02, generator, dtype)
+
+
 def draw_factors(model: Model, adapters, rank, generator, dtype=torch.bfloat16):
     e, k, i = model.experts, model.hidden, model.intermediate
     return Factors(
@@ -154,7 +163,8 @@ def _draw_mapping(tokens, adapters, mix, generator):
 def work(model: Model, batch: Batch, rank=0):
     """(flops, bytes) of one layer; rank 0 is the layer without adapters.
 
-    Bytes count each touched expert once, each touched (expert, adapter) pair once, x and y once.
+    Bytes count each touched expert once, with its biases, each touched (expert, adapter) pair once,
+    x and y once.
     """
     matrices = model.slices + 1
     size = model.hidden * model.intermediate
@@ -163,6 +173,7 @@ def work(model: Model, batch: Batch, rank=0):
     carried = pairs[(batch.mapping >= 0)[:, None].expand_as(pairs)]
     rows, carried_rows = batch.topk_ids.numel(), carried.numel()
     experts, carried_pairs = batch.topk_ids.unique().numel(), carried.unique().numel()
+    biases = model.bias * (model.slices * model.intermediate + model.hidden)
     flops = 2.0 * matrices * (rows * size + carried_rows * rank * edges)
-    read = matrices * (experts * size + carried_pairs * rank * edges)
+    read = matrices * (experts * size + carried_pairs * rank * edges) + experts * biases
     return flops, batch.x.element_size() * (read + 2.0 * batch.x.numel())

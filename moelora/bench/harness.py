@@ -30,12 +30,14 @@ def reference_rows(layer: Layer, batch, tokens):
             batch.topk_weights[m].tolist(), batch.topk_ids[m].tolist(), strict=True
         ):
             gu = product(layer.w13[e], x).repeat(len(rows), 1)
+            gu += 0 if layer.b13 is None else layer.b13[e].double()
             for at, f in enumerate(stacks.values() if adapter >= 0 else (), 1):
                 both = zip(f.a13, f.b13, strict=True)
                 deltas = [product(b[adapter, e], product(a[adapter, e], x)) for a, b in both]
                 gu[at] += torch.cat(deltas, dim=1)[0]
             h = activate(gu, layer.model.activation)
             z = product(layer.w2[e], h)
+            z += 0 if layer.b2 is None else layer.b2[e].double()
             for at, f in enumerate(stacks.values() if adapter >= 0 else (), 1):
                 xa = product(f.a2[adapter, e], h[at : at + 1])
                 z[at] += product(f.b2[adapter, e], xa)[0]

@@ -15,6 +15,7 @@ class Model:
     hidden: int
     intermediate: int
     activation: str = "silu"
+    bias: bool = False  # of both projections
 
     @property
     def slices(self) -> int:
@@ -53,8 +54,8 @@ MODELS = {
     "dsv2": Model("DeepSeek-V2", 160, 6, 5120, 1536),
     "dsv3": Model("DeepSeek-V3", 256, 8, 7168, 2048),
     "kimi-k2": Model("Kimi-K2", 384, 8, 7168, 2048),
-    "gpt-oss-20b": Model("gpt-oss-20b", 32, 4, 2880, 2880, "swigluoai"),
-    "gpt-oss-120b": Model("gpt-oss-120b", 128, 4, 2880, 2880, "swigluoai"),
+    "gpt-oss-20b": Model("gpt-oss-20b", 32, 4, 2880, 2880, "swigluoai", bias=True),
+    "gpt-oss-120b": Model("gpt-oss-120b", 128, 4, 2880, 2880, "swigluoai", bias=True),
     "olmoe": Model("OLMoE-1B-7B", 64, 8, 2048, 1024),
     "phi3.5": Model("Phi-3.5-MoE", 16, 2, 4096, 6400),
     "glm4.5-air": Model("GLM-4.5-Air", 128, 8, 4096, 1408),

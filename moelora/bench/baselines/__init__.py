@@ -32,6 +32,7 @@ class Layer:
         self.device = generator.device
         torch_dtype = cases.DTYPES[dtype]
         self.w13, self.w2 = cases.draw_weights(model, generator, torch_dtype)
+        self.b13, self.b2 = cases.draw_biases(model, generator, torch_dtype)
         self.stacks = {
             rank: cases.draw_factors(model, adapters, rank, generator, torch_dtype)
             for rank in ranks
@@ -100,6 +101,10 @@ def require(condition, why) -> None:
     """Raises Skipped(why) unless `condition` holds."""
     if not condition:
         raise Skipped(why)
+
+
+def require_no_biases(layer: Layer) -> None:
+    require(not layer.model.bias, "driven here without biases")
 
 
 def synchronize(tensor: torch.Tensor) -> None:

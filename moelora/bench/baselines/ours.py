@@ -11,7 +11,7 @@ from moelora.reference import naive_fused_experts_lora
 def arguments(layer: Layer, batch, rank) -> tuple[tuple, dict]:
     """Of fused_experts_lora and of its reference; rank 0 is the layer without adapters."""
     args = batch.x, layer.w13, layer.w2, batch.topk_weights, batch.topk_ids
-    kwargs = {"activation": layer.model.activation}
+    kwargs = {"activation": layer.model.activation, "w13_bias": layer.b13, "w2_bias": layer.b2}
     if rank:
         factors = layer.stacks[rank]
         kwargs |= {
