@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from moelora.bench.formats import FORMATS
 from moelora.ops import ACTIVATIONS
 
 
@@ -16,11 +17,31 @@ class Model:
     intermediate: int
     activation: str = "silu"
     bias: bool = False  # of both projections
+    format: str | None = None  # of FORMATS; None: weights of the activations' dtype
 
     @property
     def slices(self) -> int:
         """Projections in w13: gate and up, or one without a gate."""
         return 1 if self.activation == "relu2" else 2
+
+    @property
+    def gate_up(self) -> str | None:
+        """What the rows of w13 are, as constructors of `QuantizedWeights` name it."""
+        if self.slices == 1:
+            return None
+        return "interleaved" if self.activation == "swigluoai" else "concatenated"
+
+    def quantised(self, format: str) -> "Model":
+        """The same layer with weights of one of FORMATS."""
+        if format not in FORMATS:
+            raise ValueError(f"no format is called {format!r}; there are {', '.join(FORMATS)}")
+        multiple = FORMATS[format].multiple
+        if self.hidden % multiple or self.intermediate % multiple:
+            raise ValueError(
+                f"{self.name} has sizes of {self.hidden} and {self.intermediate}: "
+                f"{format} takes multiples of {multiple}"
+            )
+        return replace(self, format=format)
 
     def cut(self, experts: int) -> "Model":
         """The same layer with fewer experts, for machines that cannot hold them all."""
@@ -69,12 +90,15 @@ MODELS = {
 
 
 def find(text: str) -> tuple[str, Model]:
-    """(key, model) of "qwen3", or of "qwen3:16", the same layer cut to 16 experts."""
+    """(key, model) of "qwen3"; of "qwen3:16", the same layer cut to 16 experts; of "qwen3@int4",
+    the same layer with quantised weights."""
+    text, _, format = text.partition("@")
     key, _, experts = text.partition(":")
     if key not in MODELS:
         raise ValueError(f"no model is called {key!r}; there are {', '.join(MODELS)}")
     model = MODELS[key]
-    return key, model.cut(_whole(experts, text)) if experts else model
+    model = model.cut(_whole(experts, text)) if experts else model
+    return key, model.quantised(format) if format else model
 
 
 def custom(text: str) -> tuple[str, Model]:
