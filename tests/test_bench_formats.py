@@ -1,14 +1,19 @@
 """The bench of quantised weights: what it draws, counts, compares with and writes."""
 
+import dataclasses
 import json
+from copy import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from moelora.__main__ import main
-from moelora.bench import cases, compare, machine, shapes
-from moelora.bench.baselines import Layer, Options, baselines_of
+from moelora.bench import baselines, cases, compare, machine, shapes
+from moelora.bench.baselines import Layer, Options, baselines_of, vllm_quantised
+from moelora.bench.baselines.ours import Ours
 from moelora.bench.formats import FORMATS
+from moelora.bench.timing import Run
 
 TOY = shapes.Model("toy", experts=4, top_k=2, hidden=256, intermediate=128)
 SHAPE = "4,2,256,128"
@@ -105,6 +110,88 @@ def test_the_reference_unpacks_what_it_reads():
 
 def test_who_reads_no_quantised_weights_says_so():
     layer = Layer(TOY.quantised("mxfp4"), "bf16", [4], 3, torch.Generator().manual_seed(0))
-    found, absent = baselines_of(layer, ["loop", "unpacked"], Options())
+    found, absent = baselines_of(layer, ["loop", "unpacked", "marlin"], Options())
     assert [type(baseline).__name__ for baseline in found] == ["Ours", "Unpacked"]
     assert absent["loop"] == "it reads no quantised weights"
+    assert absent["marlin"] == "its kernels are for GPUs"
+
+
+class Halves(Ours):
+    """SiLU of the first half of rows that are interleaved, as vLLM's kernels are driven."""
+
+    def __init__(self, layer, options):
+        self.layer = copy(layer)
+        self.layer.model = dataclasses.replace(layer.model, activation="silu")
+        self.layer.w13, self.layer.w2 = layer.w13.unpack(), layer.w2.unpack()
+
+    def runs(self, batches):
+        return {("halves", 4): Run(lambda i: self.run(batches[i], 4), of=self.layer)}
+
+
+@pytest.mark.parametrize("error", [0.0, 0.1])
+def test_a_baseline_of_another_function_is_compared_with_that(bench, monkeypatch, error):
+    monkeypatch.setitem(baselines.BASELINES, "unpacked", "ours:Halves")
+    monkeypatch.setattr("moelora.bench.baselines.ours.Halves", Halves, raising=False)
+    words = "--format", "mxfp4", "--baselines", "unpacked"
+    if error:
+        right = Halves.run
+        monkeypatch.setattr(Halves, "run", lambda *args: (1 + error) * right(*args))
+        with pytest.raises(RuntimeError, match="halves is off by 0.1"):
+            bench(*words, shape=f"{SHAPE},swigluoai")
+        return
+    status, rows = bench(*words, shape=f"{SHAPE},swigluoai")
+    assert status == 0
+    assert rows[0]["rivals"].keys() == {"halves"}
+    assert rows[0]["relative_error"]["halves"] < 0.01
+
+
+class Theirs:
+    """What `vk/vq_layer.py` of a copy of vLLM's kernels has, but for the kernels."""
+
+    class Weights:
+        def __init__(self, scheme, E, H, I, gen, device):
+            self.E, self.H, self.I = E, H, I
+            self.Hp, self.Ip = Theirs.pad_dims(scheme, H, I)
+
+    @staticmethod
+    def pad_dims(scheme, hidden, intermediate):
+        return (-(-hidden // 256) * 256, -(-intermediate // 128) * 128)
+
+    HAVE_MARLIN, CUDA_NOTE = True, ""
+    L = SimpleNamespace(Lora=lambda *tensors: tensors)
+
+
+def theirs(monkeypatch, model):
+    monkeypatch.setattr(vllm_quantised, "load", lambda: Theirs)
+    monkeypatch.setattr(vllm_quantised, "require", lambda condition, why: None)
+    layer = Layer(model, "bf16", [4], 3, torch.Generator().manual_seed(0))
+    return layer, vllm_quantised.Marlin(layer, Options())
+
+
+def test_vllm_gets_our_values_padded_as_it_pads(monkeypatch):
+    model = shapes.Model("toy", 2, 1, 288, 160, "swigluoai", bias=True, format="mxfp4")
+    layer, marlin = theirs(monkeypatch, model)
+    values, scales = layer.checkpoint["w13"]
+    padded, padded_scales, _ = marlin.weights.quantised(1, "w13")
+    assert padded.shape == (2 * 256, 512 // 2)
+    assert padded_scales.shape == (2 * 256, 512 // 32)
+    halves = padded.view(2, 256, -1)
+    assert torch.equal(halves[:, :160, :144].flatten(0, 1), values[1])
+    assert not halves[:, 160:].any() and not halves[:, :, 144:].any()
+    padded, padded_scales, _ = marlin.weights.quantised(1, "w2")
+    assert padded.shape == (512, 256 // 2) and padded_scales.shape == (512, 256 // 32)
+    assert torch.equal(padded[:288, :80], layer.checkpoint["w2"][0][1])
+    (a13, b13, a2, b2, _) = marlin.loras[4]
+    columns = [a13[0].shape[-1], b13[0].shape[-2], a2.shape[-1], b2.shape[-2]]
+    assert columns == [512, 256, 256, 512]
+    silu = vllm_quantised.computed(layer, "silu")
+    assert (silu.model.activation, silu.b13) == ("silu", None)
+    assert layer.b13 is not None
+
+
+def test_vllm_shares_what_needs_no_padding(monkeypatch):
+    layer, marlin = theirs(monkeypatch, TOY.quantised("int4"))
+    qweight, scales, _ = marlin.weights.quantised(3, "w2")
+    assert qweight.data_ptr() == layer.checkpoint["w2"][0][3].data_ptr()
+    assert marlin.loras[4][0][0] is layer.stacks[4].a13[0]
+    assert vllm_quantised.computed(layer, "silu") is None

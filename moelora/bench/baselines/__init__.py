@@ -98,8 +98,10 @@ BASELINES = {
     "grouped_mm": "native:GroupedMM",
     "dense": "native:Dense",
     "transformers": "transformers:Transformers",
+    "marlin": "vllm_quantised:Marlin",
+    "triton_kernels": "vllm_quantised:TritonKernels",
 }
-READ_QUANTISED = ("ours", "unpacked")
+READ_QUANTISED = ("ours", "unpacked", "marlin", "triton_kernels")
 ABOUT = {
     "unpacked": "ours on quantised weights that were unpacked before",
     "loop": "experts one by one in PyTorch: index_select, mm, two more products per adapter",
@@ -108,13 +110,15 @@ ABOUT = {
     "grouped_mm": "torch's grouped GEMM twice, without adapters",
     "dense": "cuBLAS products of the same flops, without adapters; from 1024 tokens on",
     "transformers": "transformers' experts with PEFT, which serves one adapter at a time",
+    "marlin": "vLLM's Marlin layer, from $MOELORA_PEERS",
+    "triton_kernels": "vLLM's other layer for gpt-oss, from $MOELORA_PEERS",
 }
 DEFAULTS = {
     "cuda": ["separate", "vllm", "grouped_mm", "dense", "loop"],
     "cpu": ["loop", "transformers"],
 }
 DEFAULTS_OF_QUANTISED = {
-    "cuda": ["unpacked"],
+    "cuda": ["unpacked", "marlin", "triton_kernels"],
     "cpu": ["unpacked"],
 }
 
