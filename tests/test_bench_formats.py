@@ -2,14 +2,16 @@
 
 import dataclasses
 import json
+import os
 from copy import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from benchmarks import formats, tables
 from moelora.__main__ import main
-from moelora.bench import baselines, cases, compare, machine, shapes
+from moelora.bench import baselines, cases, compare, machine, results, shapes
 from moelora.bench.baselines import Layer, Options, baselines_of, vllm_quantised
 from moelora.bench.baselines.ours import Ours
 from moelora.bench.formats import FORMATS
@@ -195,3 +197,72 @@ def test_vllm_shares_what_needs_no_padding(monkeypatch):
     assert qweight.data_ptr() == layer.checkpoint["w2"][0][3].data_ptr()
     assert marlin.loras[4][0][0] is layer.stacks[4].a13[0]
     assert vllm_quantised.computed(layer, "silu") is None
+
+
+# ---- the command and the table ----
+
+
+def test_the_short_form_asks_for_the_same(monkeypatch, tmp_path):
+    out = str(tmp_path / "f.json")
+    asked = []
+    monkeypatch.setattr("moelora.bench.command.measure", lambda args, console: asked.append(args))
+    monkeypatch.setattr("moelora.bench.command.show", lambda rows, console: None)
+    monkeypatch.setenv("MOELORA_PEERS", "elsewhere")
+    results.write(out, [case(max_err_ratio=1.5)])
+    words = ["--device", "cpu", "--peers", "there", "--deadline-s", "130", "--out", out]
+    assert formats.main(words) == 0
+    assert os.environ["MOELORA_PEERS"] == "there"
+    (args,) = asked
+    held = [(key, model.format) for key, model in args.models]
+    assert held == [
+        ("gpt-oss-20b", "mxfp4"),
+        ("qwen3", "mxfp4"),
+        ("qwen3", "int4"),
+        ("mixtral", "int4"),
+    ]
+    assert (args.dtypes, args.ranks, args.adapters) == (["bf16"], [16, 64], [8])
+    assert (args.deadline_s, args.out, args.baselines) == (130, out, ["unpacked"])
+    assert formats.main(["--device", "cpu", "--models", "qwen4"]) == 2
+
+
+def test_a_larger_error_than_that_of_bf16_fails_the_command(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(formats, "moelora_main", lambda words: 0)
+    out = str(tmp_path / "f.json")
+    results.write(out, [case(max_err_ratio=1.51), case(tokens=4, max_err_ratio=1.0)])
+    assert formats.main(["--out", out]) == 1
+    said = capsys.readouterr().out
+    assert said == "qwen3 int4 M=1 rank 16: our error is 1.51 times that in bf16\n"
+
+
+def case(**more):
+    return {
+        "model": "qwen3",
+        "format": "int4",
+        "tokens": 1,
+        "rank": 16,
+        "bound_us": 5.0,
+        "ours_us": 10.0,
+        "ours_base_us": 8.0,
+        "ours_bf16_us": 30.0,
+        "share": 0.5,
+        "rivals": {"vllm_lora": 68.3, "vllm_base": 28.9},
+        "ratio": 6.83,
+        "max_err_ratio": 1.0,
+        **more,
+    }
+
+
+def test_the_table_is_made_from_the_file(monkeypatch, tmp_path):
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    assert tables.section("formats") == tables.section("from h200-formats") == tables.AWAITED
+    results.write(tables.path_of("h200-formats"), [case()])
+    titles, _, row = tables.section("formats").splitlines()
+    assert titles == (
+        "| model | tokens | rank | weights | bound | with adapters | × | share | in bf16 | "
+        "Marlin with | without | Marlin without | error |"
+    )
+    assert row == (
+        "| Qwen3-30B-A3B | 1 | 16 | int4 | 5.0 | **10.0** | 6.83 | 0.50 | 30.0 | 68.3 | 8.0 | "
+        "28.9 | 1.00 |"
+    )
+    assert "`benchmarks/results/h200-formats.json`" in tables.section("from h200-formats")
