@@ -27,6 +27,7 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--adapters", default="8")
     parser.add_argument("--baselines", default="auto")
     parser.add_argument("--peers", help="folder of vLLM's kernels; absent: $MOELORA_PEERS")
+    parser.add_argument("--max-cc", help="plan as for this compute capability, e.g. 80")
     parser.add_argument("--budget-ms", default="7", help="GPU time per baseline and case")
     parser.add_argument("--deadline-s", default="1e9", help="stop cleanly after this")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])

@@ -210,6 +210,7 @@ def test_the_short_form_asks_for_the_same(monkeypatch, tmp_path):
     monkeypatch.setenv("MOELORA_PEERS", "elsewhere")
     results.write(out, [case(max_err_ratio=1.5)])
     words = ["--device", "cpu", "--peers", "there", "--deadline-s", "130", "--out", out]
+    words += ["--max-cc", "80"]
     assert formats.main(words) == 0
     assert os.environ["MOELORA_PEERS"] == "there"
     (args,) = asked
@@ -221,7 +222,8 @@ def test_the_short_form_asks_for_the_same(monkeypatch, tmp_path):
         ("mixtral", "int4"),
     ]
     assert (args.dtypes, args.ranks, args.adapters) == (["bf16"], [16, 64], [8])
-    assert (args.deadline_s, args.out, args.baselines) == (130, out, ["unpacked"])
+    assert (args.deadline_s, args.out, args.max_cc) == (130, out, 80)
+    assert args.baselines == ["unpacked"]
     assert formats.main(["--device", "cpu", "--models", "qwen4"]) == 2
 
 

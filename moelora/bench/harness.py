@@ -206,7 +206,7 @@ def figures(rank, times, bounds, work, peaks):
     adapted = {who: t.median for (who, r), t in others.items() if r == rank}
     baselines = {who: t.median for who, t in of_rank.items()}
     vllm = [us for who, us in adapted.items() if who.startswith("vllm_")]
-    if vllm:
+    if len(vllm) > 1:
         baselines["vllm_best"] = min(vllm)
     best = min(adapted, key=adapted.get, default=None)
     return {
