@@ -23,6 +23,10 @@ CASE = "model: model, tokens: tokens, rank: rank"
 LAYER = """bound: bound_us, with adapters: ours_us, vLLM with: rivals.vllm_default,
     separate with: rivals.separate, ×: ratio, without: ours_base_us,
     vLLM without: rivals.vllm_base, _grouped_mm without: rivals.torch_grouped_mm_base"""
+FORMATS = """weights: format, bound: bound_us, with adapters: ours_us, ×: ratio, share: share,
+    in bf16: ours_bf16_us, Marlin with: rivals.vllm_lora, triton_kernels with: rivals.tk_lora,
+    without: ours_base_us, in bf16 without: ours_bf16_base_us, Marlin without: rivals.vllm_base,
+    triton_kernels without: rivals.tk_base, error: max_err_ratio"""
 ALIGN = """block: block_size, segmented: ours_us, uniform: ours_uniform_us,
     vLLM per adapter: rivals.vllm_lora, by expert: ours_base_us, vLLM by expert: rivals.vllm_base,
     moe_sorting: ours_sorting_us"""
@@ -38,11 +42,13 @@ ENGINES = """engine: engine, LoRA enabled: lora_enabled, batch: batch,
 CPU = """dtype: dtype, bound: bound_us, with adapters: ours_us, ×: ratio,
     fastest baseline: best_rival, without: ours_base_us,
     transformers without: rivals.grouped_mm_base"""
+RATIOS = "ratio", "share", "max_err_ratio"
 # {name: (file, which of its cases, columns)}
 TABLES = {
     "layer": ("h200-layer", lambda r: r["rank"] == 16 and r["tokens"] not in (4, 64), LAYER),
     "layer_all": ("h200-layer", lambda r: True, LAYER),
     "adapters": ("h200-adapters", lambda r: True, "adapters: adapters, " + LAYER),
+    "formats": ("h200-formats", lambda r: True, FORMATS),
     "portable": ("h200-sm80-layer", lambda r: True, LAYER),
     "kernels": ("h200-kernels", lambda r: True, KERNELS),
     "one_launch": ("h200-kernels-one-launch", lambda r: True, KERNELS),
@@ -58,8 +64,15 @@ TABLES = {
 }
 
 
+AWAITED = "*Not measured yet.*"  # a table whose file is not there
+
+
+def path_of(file):
+    return ROOT / f"benchmarks/results/{file}.json"
+
+
 def load(file):
-    return results.read(ROOT / f"benchmarks/results/{file}.json")
+    return results.read(path_of(file))
 
 
 def cell(row, field):
@@ -74,7 +87,7 @@ def cell(row, field):
         return f"`{value.rstrip(', ')}`"
     if not isinstance(value, float):
         return "" if value is None else str(value)
-    text = f"{value:.2f}" if field == "ratio" else f"{value:.{0 if value > 99.9 else 1}f}"
+    text = f"{value:.2f}" if field in RATIOS else f"{value:.{0 if value > 99.9 else 1}f}"
     return f"**{text}**" if field == "ours_us" else text
 
 
@@ -84,6 +97,8 @@ def markdown(titles, rows):
 
 
 def table(file, wanted, columns):
+    if not path_of(file).exists():
+        return AWAITED
     pairs = [column.strip().split(": ") for column in f"{CASE}, {columns}".split(",")]
     rows = [[cell(row, field) for _, field in pairs] for row in load(file)[1] if wanted(row)]
     kept = [i for i in range(len(pairs)) if any(row[i] for row in rows)]
@@ -91,6 +106,8 @@ def table(file, wanted, columns):
 
 
 def source(file):
+    if not path_of(file).exists():
+        return AWAITED
     meta, _ = load(file)
     about = ", ".join((meta["device"], f"torch {meta['torch']}", meta["commit"], meta["date"]))
     return f"`benchmarks/results/{file}.json`, {about}:\n\n```\n{meta['command']}\n```"

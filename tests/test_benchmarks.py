@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.util
 import json
 
@@ -21,8 +22,9 @@ from moelora.bench.baselines import (
     baselines_of,
     require,
 )
-from moelora.bench.baselines.ours import Loop
+from moelora.bench.baselines.ours import Loop, Ours
 from moelora.bench.command import add_options
+from moelora.bench.harness import reference_rows, relative_error
 
 # Sizes that no vector length divides.
 TOY = shapes.Model("toy", experts=4, top_k=2, hidden=72, intermediate=40)
@@ -223,6 +225,24 @@ def test_adapters_cost_flops_and_bytes(activation, matrices):
     assert flops - base_flops == 2 * matrices * 5 * 2 * 4 * (72 + 40)
     assert base_moved == 2 * (matrices * experts * 72 * 40 + 2 * 5 * 72)
     assert moved - base_moved == 2 * matrices * experts * 4 * (72 + 40)
+
+
+def test_a_model_may_have_biases():
+    model = dataclasses.replace(TOY, activation="swigluoai", bias=True)
+    generator = torch.Generator().manual_seed(0)
+    biased = Layer(model, "fp32", [4], 3, generator)
+    found, absent = baselines_of(biased, ["loop", "grouped_mm"], Options())
+    assert absent == {"grouped_mm": "driven here without biases"}
+    batch = cases.draw_batch(model, 5, 3, generator, dtype=torch.float32)
+    reference = reference_rows(biased, batch, range(5))
+    for baseline in found:
+        for rank in baseline.layer.stacks:
+            assert relative_error(baseline.run(batch, rank), reference[rank]) < 1e-5
+    biased.b2 = torch.zeros_like(biased.b2)
+    assert relative_error(Ours(biased, Options()).run(batch, 4), reference[4]) > 1e-3
+    experts = batch.topk_ids.unique().numel()
+    plain = cases.work(dataclasses.replace(model, bias=False), batch)[1]
+    assert cases.work(model, batch)[1] - plain == 4 * experts * (2 * 40 + 72)
 
 
 def test_repeated_draws_differ_between_experts():

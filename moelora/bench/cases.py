@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from moelora.bench.formats import FORMATS
 from moelora.bench.shapes import Model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,6 +65,32 @@ def draw_weights(model: Model, generator, dtype=torch.bfloat16):
     e, k, i = model.experts, model.hidden, model.intermediate
     w13 = normal((e, model.slices * i, k), 0.02, generator, dtype)
     return w13, normal((e, k, i), 0.02, generator, dtype)
+
+
+def draw_checkpoint(model: Model, generator, dtype=torch.bfloat16) -> dict:
+    """{"w13": tensors, "w2": tensors} of quantised weights, as checkpoints hold them."""
+    e, k, i = model.experts, model.hidden, model.intermediate
+    draw = FORMATS[model.format].draw
+    return {
+        "w13": draw(e, model.slices * i, k, generator, dtype),
+        "w2": draw(e, k, i, generator, dtype),
+    }
+
+
+def pack_checkpoint(model: Model, checkpoint, dtype=torch.bfloat16):
+    """w13 and w2 as QuantizedWeights."""
+    pack = FORMATS[model.format].pack
+    w13 = pack(*checkpoint["w13"], gate_up=model.gate_up, dtype=dtype)
+    return w13, pack(*checkpoint["w2"], dtype=dtype)
+
+
+def draw_biases(model: Model, generator, dtype=torch.bfloat16):
+    """b13 [E, 2I] ([E, I] without a gate) and b2 [E, K]; (None, None) for a model without."""
+    if not model.bias:
+        return None, None
+    e, k, i = model.experts, model.hidden, model.intermediate
+    b13 = normal((e, model.slices * i), 0.02, generator, dtype)
+    return b13, normal((e, k), 0.02, generator, dtype)
 
 
 def draw_factors(model: Model, adapters, rank, generator, dtype=torch.bfloat16):
@@ -154,7 +181,8 @@ def _draw_mapping(tokens, adapters, mix, generator):
 def work(model: Model, batch: Batch, rank=0):
     """(flops, bytes) of one layer; rank 0 is the layer without adapters.
 
-    Bytes count each touched expert once, each touched (expert, adapter) pair once, x and y once.
+    Bytes count each touched expert once, with its biases, each touched (expert, adapter) pair once,
+    x and y once. Quantised weights count as checkpoints hold them, with their scales.
     """
     matrices = model.slices + 1
     size = model.hidden * model.intermediate
@@ -163,6 +191,10 @@ def work(model: Model, batch: Batch, rank=0):
     carried = pairs[(batch.mapping >= 0)[:, None].expand_as(pairs)]
     rows, carried_rows = batch.topk_ids.numel(), carried.numel()
     experts, carried_pairs = batch.topk_ids.unique().numel(), carried.unique().numel()
+    element = batch.x.element_size()
+    weight = FORMATS[model.format].bits / 8 if model.format else element
+    biases = model.bias * (model.slices * model.intermediate + model.hidden)
     flops = 2.0 * matrices * (rows * size + carried_rows * rank * edges)
-    read = matrices * (experts * size + carried_pairs * rank * edges)
-    return flops, batch.x.element_size() * (read + 2.0 * batch.x.numel())
+    factors = matrices * carried_pairs * rank * edges
+    others = factors + experts * biases + 2.0 * batch.x.numel()
+    return flops, matrices * experts * size * weight + element * others

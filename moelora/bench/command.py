@@ -3,6 +3,7 @@
     python -m moelora bench --models qwen3,mixtral --tokens 16,1024 --ranks 16 --out now.json
     python -m moelora bench --models qwen3-235b --tp 4 --mix half --routing zipf
     python -m moelora bench --models qwen3 --tokens 1024 --ranks 16,128 --adapters 1,2,4,8,16,32
+    python -m moelora bench --models gpt-oss-20b@mxfp4,qwen3@int4
     python -m moelora bench --shape 32,4,2880,2880 --device cpu
     python -m moelora bench --list
     python -m moelora bench plot now.json --out now.png
@@ -25,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from moelora import _C
-from moelora.bench import baselines, cases, compare, console, plot, results, shapes
+from moelora.bench import baselines, cases, compare, console, formats, plot, results, shapes
 from moelora.bench.harness import Bench, Situation
 from moelora.bench.machine import processor
 from moelora.bench.timing import GraphTimer, TurnTimer
@@ -74,6 +75,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--variant", help="force this kernel variant")
     limit = os.environ.get("MOELORA_MAX_CC") or None
     add("--max-cc", default=limit, type=int, help="plan as for this compute capability, e.g. 80")
+    known = ", ".join((*cases.DTYPES, *formats.FORMATS))
+    add("--format", help=f"of all weights: {known}; absent: the model's, else its dtype's")
     add("--patience-s", default=1.5, type=float, help="longest call of a baseline")
     add("--deadline-s", default=1e9, type=float, help="stop cleanly after this")
     add("--out", help="result file to write")
@@ -83,7 +86,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def add_case_options(parser: argparse.ArgumentParser) -> None:
     """What says which layers and batches are measured, and for how long."""
     add = parser.add_argument
-    add("--models", help="of --list; qwen3:16 is qwen3 cut to 16 experts")
+    about = "qwen3:16 is qwen3 cut to 16 experts, qwen3@int4 has quantised weights"
+    add("--models", help=f"of --list; {about}")
     shape = "E,TOP_K,K,I[,ACTIVATION]"
     add("--shape", action="append", default=[], metavar=shape, help="a layer of another size")
     add("--tp", default=1, type=int, help="the shard of one of so many tensor-parallel ranks")
@@ -104,8 +108,7 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
     args.device = args.device or ("cuda" if _C.has_cuda() else "cpu")
     if args.device == "cuda" and not _C.has_cuda():
         raise ValueError("--device cuda: there is no usable GPU, or this build has no kernels")
-    if args.shape and args.models is None:
-        args.models = ""
+    _settle_layers(args)
     for name, value in DEFAULTS[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -115,16 +118,14 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
     if args.device == "cuda" and "fp32" in args.dtypes:
         raise ValueError("--dtypes: CUDA kernels are for bf16 and fp16")
     known = list(baselines.ABOUT)
-    defaults = baselines.DEFAULTS[args.device]
+    quantised = [bool(model.format) for _, model in args.models]
+    defaults = [] if all(quantised) else baselines.DEFAULTS[args.device]
+    if any(quantised):
+        defaults = defaults + baselines.DEFAULTS_OF_QUANTISED[args.device]
     if args.baselines in ("auto", "none"):
         args.baselines = defaults if args.baselines == "auto" else []
     else:
         args.baselines = _words("--baselines", args.baselines, known)
-    models = [shapes.find(text) for text in args.models.split(",") if text]
-    models += [shapes.custom(text) for text in args.shape]
-    args.models = [(key, model.shard(args.tp)) for key, model in models]
-    if not args.models:
-        raise ValueError("--models and --shape name no layer")
     if args.threads is not None and args.threads < 1:
         raise ValueError(f"--threads is {args.threads}, wanted at least 1")
     if args.mix not in cases.MIXES and not _is_share(args.mix):
@@ -135,6 +136,31 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
         for _, model in args.models:
             cases.read_histogram(args.routing, model.experts)
     return args
+
+
+def _settle_layers(args):
+    """`models` becomes [(key, Model)]; a format of weights limits `dtypes`."""
+    format = getattr(args, "format", None)
+    if format in cases.DTYPES:
+        if args.dtypes not in (None, format):
+            raise ValueError(f"--format is {format}, but --dtypes is {args.dtypes}")
+        args.dtypes, format = format, None
+    if args.models is None:
+        args.models = "" if args.shape else DEFAULTS[args.device]["models"]
+    models = [shapes.find(text) for text in args.models.split(",") if text]
+    models += [shapes.custom(text) for text in args.shape]
+    models = [(key, model.shard(args.tp)) for key, model in models]
+    if not models:
+        raise ValueError("--models and --shape name no layer")
+    args.models = [
+        (key, model.quantised(wanted) if wanted else model)
+        for key, model in models
+        for wanted in [format or model.format]
+    ]
+    if any(model.format for _, model in args.models):
+        args.dtypes = args.dtypes or "bf16"
+        if "fp32" in args.dtypes:
+            raise ValueError("--dtypes: quantised weights serve bf16 and fp16")
 
 
 def _numbers(option, text):
@@ -183,7 +209,9 @@ def measure(args: argparse.Namespace, console: Console) -> list[dict]:
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         bar = progress.add_task("", total=total)
         for (key, model), dtype, adapters in settings:
-            what = f"{key} {dtype}" + (f" L={adapters}" if len(args.adapters) > 1 else "")
+            what = f"{key} {model.format or dtype}" + (
+                f" L={adapters}" if len(args.adapters) > 1 else ""
+            )
             progress.update(bar, description=what)
             bench = layer = found = None  # before the next one is drawn
             same_a = "transformers" in args.baselines
@@ -219,7 +247,10 @@ def show(rows: list[dict], console: Console) -> None:
     caption = "cost: of adapters over base; x best: the fastest baseline with adapters"
     table = Table(title=f"{unit} per layer", caption=caption)
     who = list(dict.fromkeys(name for row in rows for name in row["rivals"]))
-    for column in ("model", "dtype", "M", "rank", "adapters", "bound", "ours", "+-", "share"):
+    beside = [row.get(f"ours_{row['dtype']}_us") for row in rows]
+    unpacked = ["unpacked"] if any(beside) else []
+    ours = "ours", "+-", "share", *unpacked
+    for column in ("model", "weights", "M", "rank", "adapters", "bound", *ours):
         table.add_column(column, justify="right")
     for column in ("base", "share", "cost", "x best", *(name.replace("_", " ") for name in who)):
         table.add_column(column, justify="right")
@@ -228,16 +259,17 @@ def show(rows: list[dict], console: Console) -> None:
         return "-" if us is None else f"{us / scale:.{1 if us / scale >= 10 else 2}f}"
 
     last = None
-    for row in rows:
-        if last not in (None, (row["model"], row["dtype"])):
+    for row, native in zip(rows, beside, strict=True):
+        if last not in (None, (row["model"], row["format"])):
             table.add_section()
-        last = row["model"], row["dtype"]
+        last = row["model"], row["format"]
         low, high = row["spread_us"]["ours"]
         table.add_row(
             *(*last, *(str(row[name]) for name in ("tokens", "rank", "adapters"))),
             *(cell(row["bound_us"]), cell(row["ours_us"])),
             f"{50 * (high - low) / row['ours_us']:.0f} %",
-            *(f"{row['share']:.2f}", cell(row["ours_base_us"]), f"{row['share_base']:.2f}"),
+            *(f"{row['share']:.2f}", *(cell(native) for _ in unpacked)),
+            *(cell(row["ours_base_us"]), f"{row['share_base']:.2f}"),
             f"{100 * row['overhead']:+.0f} %",
             f"{row['ratio']:.2f}" if row["ratio"] else "-",
             *(cell(row["rivals"].get(name)) for name in who),
@@ -251,10 +283,16 @@ def show_lists(console: Console) -> None:
         sizes = map(str, (m.experts, m.top_k, m.hidden, m.intermediate))
         models.add_row(key, m.name, *sizes, m.activation)
     who = Table("--baselines", "what", "cuda", "cpu")
+    defaults = [
+        baselines.DEFAULTS[device] + baselines.DEFAULTS_OF_QUANTISED[device]
+        for device in ("cuda", "cpu")
+    ]
     for name, about in baselines.ABOUT.items():
-        taken = ["auto" if name in baselines.DEFAULTS[device] else "" for device in ("cuda", "cpu")]
-        who.add_row(name, about, *taken)
-    console.print(models, who)
+        who.add_row(name, about, *("auto" if name in auto else "" for auto in defaults))
+    weights = Table("--format", "what", "bits of a weight")
+    for name, format in formats.FORMATS.items():
+        weights.add_row(name, format.about, str(format.bits))
+    console.print(models, weights, who)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from moelora.bench import console, results
 # What tells cases of one file apart; absent fields count as None.
 IDENTITY = (
     *("model", "experts", "tp", "top_k", "hidden", "inter", "tokens", "rank", "adapters"),
-    *("mix", "routing", "dtype", "block_size", "sequences", "threads"),
+    *("mix", "routing", "dtype", "format", "block_size", "sequences", "threads"),
 )
 DEFAULT_FIELDS = {"tp": 1}
 SAME_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -32,6 +32,7 @@ def add_command(topics: argparse._SubParsersAction) -> None:
 def identity(case: dict) -> tuple:
     found = {**DEFAULT_FIELDS, **case}
     found["dtype"] = SAME_DTYPE.get(found.get("dtype"), found.get("dtype"))
+    found.setdefault("format", found["dtype"])  # older files have no other
     return tuple(found.get(name) for name in IDENTITY)
 
 
@@ -81,7 +82,7 @@ def changes(pairs: list[tuple[dict, dict]], least: float) -> list[dict]:
 
 def describe(case: dict) -> str:
     """Without what is the same nearly everywhere."""
-    usual = {"tp": 1, "mix": "many", "routing": "uniform"}
+    usual = {"tp": 1, "mix": "many", "routing": "uniform", "format": case.get("dtype")}
     shown = {name: value for name, value in case.items() if usual.get(name) != value}
     return " ".join([str(shown.pop("model", "")), *(f"{n}={v}" for n, v in shown.items())]).strip()
 

@@ -1,5 +1,6 @@
 """One case: draw batches, check every baseline against float64, time them in turn, write rows."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,13 +30,15 @@ def reference_rows(layer: Layer, batch, tokens):
         for weight, e in zip(
             batch.topk_weights[m].tolist(), batch.topk_ids[m].tolist(), strict=True
         ):
-            gu = product(layer.w13[e], x).repeat(len(rows), 1)
+            gu = product(layer.weights_of("w13", e), x).repeat(len(rows), 1)
+            gu += 0 if layer.b13 is None else layer.b13[e].double()
             for at, f in enumerate(stacks.values() if adapter >= 0 else (), 1):
                 both = zip(f.a13, f.b13, strict=True)
                 deltas = [product(b[adapter, e], product(a[adapter, e], x)) for a, b in both]
                 gu[at] += torch.cat(deltas, dim=1)[0]
             h = activate(gu, layer.model.activation)
-            z = product(layer.w2[e], h)
+            z = product(layer.weights_of("w2", e), h)
+            z += 0 if layer.b2 is None else layer.b2[e].double()
             for at, f in enumerate(stacks.values() if adapter >= 0 else (), 1):
                 xa = product(f.a2[adapter, e], h[at : at + 1])
                 z[at] += product(f.b2[adapter, e], xa)[0]
@@ -87,7 +90,7 @@ class Bench:
         ]
         self.skipped = dict(self.slow)
         runs = self.runs(batches)
-        plan, errors = self.check(runs, batches[0])
+        plan, errors, ratios = self.check(runs, batches[0])
         work = {
             rank: [sum(w) / len(batches) for w in zip(*per_batch, strict=True)]
             for rank in (0, *layer.stacks)
@@ -97,6 +100,7 @@ class Bench:
         bounds = {rank: 1e6 * peaks.bound(*amount) for rank, amount in work.items()}
         return [
             self.row(tokens, rank, runs, errors, plan)
+            | ({"max_err_ratio": ratios[rank]} if rank in ratios else {})
             | figures(rank, times, bounds, work[rank], peaks)
             for rank in layer.stacks
         ]
@@ -111,11 +115,11 @@ class Bench:
         return {key: run for key, run in runs.items() if key not in self.slow}
 
     def check(self, runs, batch):
-        """(our plan, {(who, rank): relative error}). Drops from `runs` what cannot run or is too
-        slow, refuses what is wrong."""
+        """(our plan, {(who, rank): relative error}, {rank: our error over that with unpacked
+        weights}). Drops from `runs` what cannot run or is too slow, refuses what is wrong."""
         tokens = sorted({0, len(batch.x) // 2, len(batch.x) - 1})
-        reference = reference_rows(self.layer, batch, tokens)
-        errors, mine, plan = {}, {}, ""
+        reference_of = functools.cache(lambda layer: reference_rows(layer, batch, tokens))
+        errors, nears, mine, plan = {}, {}, {}, ""
         for key in sorted(runs, key=lambda key: (key[0] != "ours", key[1])):
             if key not in runs:
                 continue
@@ -136,15 +140,21 @@ class Bench:
                 plan = _C.last_plan()
             if out is None:
                 continue
-            near = relative_error(out[tokens], reference[rank])
-            far = relative_error(out, mine.setdefault(rank, out.clone()))
-            errors[key] = max(near, far)
+            near = relative_error(out[tokens], reference_of(run.of or self.layer)[rank])
+            far = 0.0 if run.of else relative_error(out, mine.setdefault(rank, out.clone()))
+            nears[key], errors[key] = near, max(near, far)
             if not errors[key] < TOLERANCE[self.layer.dtype]:
                 raise RuntimeError(
                     f"{self.situation.key} {self.layer.dtype} M={len(batch.x)} rank {rank}: {who} "
                     f"is off by {near:.3g} from float64 and by {far:.3g} from ours"
                 )
-        return plan, errors
+        return plan, errors, self.error_ratios(nears)
+
+    def error_ratios(self, errors):
+        """{rank: the larger one of with adapters and without}."""
+        native = f"ours_{self.layer.dtype}"
+        found = {r: errors["ours", r] / e for (who, r), e in errors.items() if who == native}
+        return {r: round(max(found[r], found.get(0, 0.0)), 3) for r in found if r}
 
     def leave_out(self, runs, key, why):
         who, rank = key
@@ -167,9 +177,10 @@ class Bench:
             "mix": s.mix if s.mix in cases.MIXES else f"{s.mix} base",
             "routing": s.routing,
             "dtype": self.layer.dtype,
+            "format": self.layer.model.format or self.layer.dtype,
             "plan": plan,
             "relative_error": {
-                (f"{who}_base" if who == "ours" and not r else who): float(f"{e:.2g}")
+                (f"{who}_base" if is_ours(who) and not r else who): float(f"{e:.2g}")
                 for (who, r), e in errors.items()
                 if r in (0, rank)
             },
@@ -178,20 +189,28 @@ class Bench:
         }
 
 
+def is_ours(who) -> bool:
+    return who.startswith("ours")
+
+
 def figures(rank, times, bounds, work, peaks):
     """The measured part of a row."""
     mine, base = times["ours", rank], times["ours", 0]
-    of_rank = {who: t for (who, r), t in times.items() if r in (0, rank) and who != "ours"}
-    adapted = {who: t.median for (who, r), t in times.items() if r == rank and who != "ours"}
+    ours = {
+        (who if r else f"{who}_base"): t
+        for (who, r), t in times.items()
+        if is_ours(who) and r in (0, rank)
+    }
+    others = {key: t for key, t in times.items() if not is_ours(key[0])}
+    of_rank = {who: t for (who, r), t in others.items() if r in (0, rank)}
+    adapted = {who: t.median for (who, r), t in others.items() if r == rank}
     baselines = {who: t.median for who, t in of_rank.items()}
     vllm = [us for who, us in adapted.items() if who.startswith("vllm_")]
-    if vllm:
+    if len(vllm) > 1:
         baselines["vllm_best"] = min(vllm)
     best = min(adapted, key=adapted.get, default=None)
-    spread = {"ours": mine, "ours_base": base} | of_rank
     return {
-        "ours_us": mine.median,
-        "ours_base_us": base.median,
+        **{f"{who}_us": t.median for who, t in ours.items()},
         "bound_us": round(bounds[rank], 2),
         "bound_base_us": round(bounds[0], 2),
         "share": round(bounds[rank] / mine.median, 3),
@@ -200,7 +219,7 @@ def figures(rank, times, bounds, work, peaks):
         "rivals": baselines,
         "best_rival": best,
         "ratio": round(adapted[best] / mine.median, 3) if best else None,
-        "spread_us": {who: [t.low, t.high] for who, t in spread.items()},
+        "spread_us": {who: [t.low, t.high] for who, t in (ours | of_rank).items()},
         "gflop": round(work[0] / 1e9, 4),
         "mbytes": round(work[1] / 1e6, 3),
         "streaming_gb_s": round(peaks.bytes / 1e9, 2),

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from moelora.bench.formats import FORMATS
 from moelora.ops import ACTIVATIONS
 
 
@@ -15,11 +16,32 @@ class Model:
     hidden: int
     intermediate: int
     activation: str = "silu"
+    bias: bool = False  # of both projections
+    format: str | None = None  # of FORMATS; None: weights of the activations' dtype
 
     @property
     def slices(self) -> int:
         """Projections in w13: gate and up, or one without a gate."""
         return 1 if self.activation == "relu2" else 2
+
+    @property
+    def gate_up(self) -> str | None:
+        """What the rows of w13 are, as constructors of `QuantizedWeights` name it."""
+        if self.slices == 1:
+            return None
+        return "interleaved" if self.activation == "swigluoai" else "concatenated"
+
+    def quantised(self, format: str) -> "Model":
+        """The same layer with weights of one of FORMATS."""
+        if format not in FORMATS:
+            raise ValueError(f"no format is called {format!r}; there are {', '.join(FORMATS)}")
+        multiple = FORMATS[format].multiple
+        if self.hidden % multiple or self.intermediate % multiple:
+            raise ValueError(
+                f"{self.name} has sizes of {self.hidden} and {self.intermediate}: "
+                f"{format} takes multiples of {multiple}"
+            )
+        return replace(self, format=format)
 
     def cut(self, experts: int) -> "Model":
         """The same layer with fewer experts, for machines that cannot hold them all."""
@@ -53,8 +75,8 @@ MODELS = {
     "dsv2": Model("DeepSeek-V2", 160, 6, 5120, 1536),
     "dsv3": Model("DeepSeek-V3", 256, 8, 7168, 2048),
     "kimi-k2": Model("Kimi-K2", 384, 8, 7168, 2048),
-    "gpt-oss-20b": Model("gpt-oss-20b", 32, 4, 2880, 2880, "swigluoai"),
-    "gpt-oss-120b": Model("gpt-oss-120b", 128, 4, 2880, 2880, "swigluoai"),
+    "gpt-oss-20b": Model("gpt-oss-20b", 32, 4, 2880, 2880, "swigluoai", bias=True),
+    "gpt-oss-120b": Model("gpt-oss-120b", 128, 4, 2880, 2880, "swigluoai", bias=True),
     "olmoe": Model("OLMoE-1B-7B", 64, 8, 2048, 1024),
     "phi3.5": Model("Phi-3.5-MoE", 16, 2, 4096, 6400),
     "glm4.5-air": Model("GLM-4.5-Air", 128, 8, 4096, 1408),
@@ -68,12 +90,15 @@ MODELS = {
 
 
 def find(text: str) -> tuple[str, Model]:
-    """(key, model) of "qwen3", or of "qwen3:16", the same layer cut to 16 experts."""
+    """(key, model) of "qwen3"; of "qwen3:16", the same layer cut to 16 experts; of "qwen3@int4",
+    the same layer with quantised weights."""
+    text, _, format = text.partition("@")
     key, _, experts = text.partition(":")
     if key not in MODELS:
         raise ValueError(f"no model is called {key!r}; there are {', '.join(MODELS)}")
     model = MODELS[key]
-    return key, model.cut(_whole(experts, text)) if experts else model
+    model = model.cut(_whole(experts, text)) if experts else model
+    return key, model.quantised(format) if format else model
 
 
 def custom(text: str) -> tuple[str, Model]:

@@ -24,6 +24,7 @@ class Run:
     call: Callable  # of a batch's index; returns the output
     first: Callable | None = None  # the checked call instead of `call(0)`; may raise Skipped
     eager: bool = False  # it synchronises with the host, so no CUDA graph can hold it
+    of: object | None = None  # the `Layer` that it computes, where that is not the case's
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ it, and whose `runs(batches)` gives {(who, rank): Run}; rank 0 is the layer with
 To add one, write such a class and name it in BASELINES.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,7 +31,13 @@ class Layer:
         self.model, self.dtype, self.adapters = model, dtype, adapters
         self.device = generator.device
         torch_dtype = cases.DTYPES[dtype]
-        self.w13, self.w2 = cases.draw_weights(model, generator, torch_dtype)
+        self.checkpoint = None  # what quantised weights were made of
+        if model.format:
+            self.checkpoint = cases.draw_checkpoint(model, generator, torch_dtype)
+            self.w13, self.w2 = cases.pack_checkpoint(model, self.checkpoint, torch_dtype)
+        else:
+            self.w13, self.w2 = cases.draw_weights(model, generator, torch_dtype)
+        self.b13, self.b2 = cases.draw_biases(model, generator, torch_dtype)
         self.stacks = {
             rank: cases.draw_factors(model, adapters, rank, generator, torch_dtype)
             for rank in ranks
@@ -40,6 +46,14 @@ class Layer:
             for factors in self.stacks.values():
                 for a in factors.a13[1:]:
                     a.copy_(factors.a13[0])
+
+    def weights_of(self, projection: str, expert: int) -> torch.Tensor:
+        """One expert's "w13" or "w2" [N, K], unpacked if it is quantised."""
+        w = getattr(self, projection)
+        if isinstance(w, torch.Tensor):
+            return w[expert]
+        alone = replace(w, data=w.data[expert : expert + 1], shape=torch.Size((1, *w.shape[1:])))
+        return alone.unpack()[0]
 
 
 @dataclass
@@ -55,6 +69,8 @@ def baselines_of(layer: Layer, names, options: Options):
     found, absent = [], {}
     for name in ("ours", *names):
         try:
+            reads = name in READ_QUANTISED or not layer.model.format
+            require(reads, "it reads no quantised weights")
             found.append(_load(name)(layer, options))
         except Skipped as why:
             absent[name] = str(why)
@@ -75,24 +91,35 @@ def _load(name):
 
 BASELINES = {
     "ours": "ours:Ours",
+    "unpacked": "ours:Unpacked",
     "loop": "ours:Loop",
     "separate": "separate:Separate",
     "vllm": "vllm:VLLM",
     "grouped_mm": "native:GroupedMM",
     "dense": "native:Dense",
     "transformers": "transformers:Transformers",
+    "marlin": "vllm_quantised:Marlin",
+    "triton_kernels": "vllm_quantised:TritonKernels",
 }
+READ_QUANTISED = ("ours", "unpacked", "marlin", "triton_kernels")
 ABOUT = {
+    "unpacked": "ours on quantised weights that were unpacked before",
     "loop": "experts one by one in PyTorch: index_select, mm, two more products per adapter",
     "separate": "Triton: a base grouped GEMM, then shrink and expand kernels",
     "vllm": "vLLM's own kernels, from $MOELORA_PEERS or an installed vLLM",
     "grouped_mm": "torch's grouped GEMM twice, without adapters",
     "dense": "cuBLAS products of the same flops, without adapters; from 1024 tokens on",
     "transformers": "transformers' experts with PEFT, which serves one adapter at a time",
+    "marlin": "vLLM's Marlin layer, from $MOELORA_PEERS",
+    "triton_kernels": "vLLM's other layer for gpt-oss, from $MOELORA_PEERS",
 }
 DEFAULTS = {
     "cuda": ["separate", "vllm", "grouped_mm", "dense", "loop"],
     "cpu": ["loop", "transformers"],
+}
+DEFAULTS_OF_QUANTISED = {
+    "cuda": ["unpacked", "marlin", "triton_kernels"],
+    "cpu": ["unpacked"],
 }
 
 
@@ -100,6 +127,10 @@ def require(condition, why) -> None:
     """Raises Skipped(why) unless `condition` holds."""
     if not condition:
         raise Skipped(why)
+
+
+def require_no_biases(layer: Layer) -> None:
+    require(not layer.model.bias, "driven here without biases")
 
 
 def synchronize(tensor: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from moelora.bench.baselines import Layer, Options, require
+from moelora.bench.baselines import Layer, Options, require, require_no_biases
 from moelora.bench.timing import Run
 from moelora.reference import activate
 
@@ -12,6 +12,7 @@ class GroupedMM:
 
     def __init__(self, layer: Layer, options: Options):
         require(hasattr(torch, "_grouped_mm"), "this torch has no _grouped_mm")
+        require_no_biases(layer)
         self.model = layer.model
         self.w13, self.w2 = layer.w13.transpose(1, 2), layer.w2.transpose(1, 2)
         self.last = torch.arange(self.model.experts, dtype=torch.int32, device=layer.device)

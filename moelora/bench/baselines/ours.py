@@ -1,9 +1,10 @@
 """Our layer, and the loop that a PyTorch user would write."""
 
 import time
+from copy import copy
 
 import moelora
-from moelora.bench.baselines import Layer, Options, TooSlow, synchronize
+from moelora.bench.baselines import Layer, Options, TooSlow, require, synchronize
 from moelora.bench.timing import Run
 from moelora.reference import naive_fused_experts_lora
 
@@ -11,7 +12,7 @@ from moelora.reference import naive_fused_experts_lora
 def arguments(layer: Layer, batch, rank) -> tuple[tuple, dict]:
     """Of fused_experts_lora and of its reference; rank 0 is the layer without adapters."""
     args = batch.x, layer.w13, layer.w2, batch.topk_weights, batch.topk_ids
-    kwargs = {"activation": layer.model.activation}
+    kwargs = {"activation": layer.model.activation, "w13_bias": layer.b13, "w2_bias": layer.b2}
     if rank:
         factors = layer.stacks[rank]
         kwargs |= {
@@ -25,6 +26,8 @@ def arguments(layer: Layer, batch, rank) -> tuple[tuple, dict]:
 
 
 class Ours:
+    name = "ours"
+
     def __init__(self, layer: Layer, options: Options):
         self.layer = layer
 
@@ -34,9 +37,19 @@ class Ours:
 
     def runs(self, batches):
         return {
-            ("ours", rank): Run(lambda i, rank=rank: self.run(batches[i], rank))
+            (self.name, rank): Run(lambda i, rank=rank: self.run(batches[i], rank))
             for rank in (*self.layer.stacks, 0)
         }
+
+
+class Unpacked(Ours):
+    """The same weights in the activations' dtype: what quantised ones must not lose against."""
+
+    def __init__(self, layer: Layer, options: Options):
+        require(layer.model.format, "weights are not quantised")
+        self.name = f"ours_{layer.dtype}"
+        self.layer = copy(layer)
+        self.layer.w13, self.layer.w2 = layer.w13.unpack(), layer.w2.unpack()
 
 
 class Loop:

@@ -5,7 +5,7 @@ import importlib.util
 import torch
 
 import moelora
-from moelora.bench.baselines import Layer, Options, require
+from moelora.bench.baselines import Layer, Options, require, require_no_biases
 from moelora.bench.timing import Run
 
 
@@ -22,6 +22,7 @@ class Separate:
         require(layer.dtype != "fp32", "its kernels are for bf16 and fp16")
         there = ("silu", "swigluoai", "relu2")
         require(layer.model.activation in there, f"its kernels have {', '.join(there)}")
+        require_no_biases(layer)
         self.check_device(layer)
         from moelora.bench.baselines import triton_kernels
 
