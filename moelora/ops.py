@@ -82,11 +82,11 @@ Weights: TypeAlias = Tensor | PackedWeights | QuantizedWeights
 
 
 def _data(weights: Weights) -> Tensor:
-    return weights.data if isinstance(weights, PackedWeights | QuantizedWeights) else weights
+    return weights if isinstance(weights, Tensor) else weights.data
 
 
-def _layout(name: str, weights: Weights, x: Tensor, columns: int | None) -> tuple[int, int, int]:
-    """Format, order and rows of quantised weights, which multiply `columns` columns; else zeros.
+def _layout_of(name: str, weights: Weights, x: Tensor, columns: int | None) -> tuple[int, int, int]:
+    """Format, order and rows of weights that multiply `columns` columns; zeros if not quantised.
 
     Tiles do not tell for which dtype and how many columns they were made.
     """
@@ -100,13 +100,21 @@ def _layout(name: str, weights: Weights, x: Tensor, columns: int | None) -> tupl
     return weights.layout
 
 
-def _size(x: Tensor, dim: int) -> int | None:
-    return x.size(dim) if x.dim() == 2 else None
+def _layout(w: Weights, x: Tensor) -> tuple[int, ...]:
+    """What an operator takes behind its other arguments: nothing of a tensor."""
+    if isinstance(w, Tensor):
+        return ()
+    return _layout_of("w", w, x, x.size(1) if x.dim() == 2 else None)
 
 
-def _intermediate(w13: Weights, activation: str) -> int | None:
-    shape = w13.shape
-    return shape[1] // (1 if activation == "relu2" else 2) if len(shape) == 3 else None
+def _layer_layout(w13: Weights, w2: Weights, x: Tensor, activation: str) -> tuple[int, ...]:
+    """The same of a layer: that of w13, then format and rows of w2."""
+    if isinstance(w13, Tensor) and isinstance(w2, Tensor):
+        return ()
+    hidden = x.size(1) if x.dim() == 2 else None
+    gated = 1 if activation == "relu2" else 2
+    inter = w13.shape[1] // gated if len(w13.shape) == 3 else None
+    return *_layout_of("w13", w13, x, hidden), *_layout_of("w2", w2, x, inter)[::2]
 
 
 @typed
@@ -205,11 +213,11 @@ def fused_moe_lora_gemm(
         or_absent(bias, absent),
         or_absent(expert_map, absent, torch.int32),
         mul_routed_weight,
-        *_layout("w", w, x, _size(x, 1)),
     )
+    layout = _layout(w, x)
     if out is None:
-        return run(operators.fused_moe_lora_gemm.default, *args)
-    run(operators.fused_moe_lora_gemm_out.default, *args, out)
+        return run(operators.fused_moe_lora_gemm.default, *args, *layout)
+    run(operators.fused_moe_lora_gemm_out.default, *args, out, *layout)
     return out
 
 
@@ -356,12 +364,11 @@ def fused_experts_lora(
         number_or_absent("activation_limit", activation_limit),
         or_absent(expert_map, absent, torch.int32),
         apply_router_weight_on_input,
-        *_layout("w13", w13, hidden_states, _size(hidden_states, 1)),
-        *_layout("w2", w2, hidden_states, _intermediate(w13, activation))[::2],
     )
+    layout = _layer_layout(w13, w2, hidden_states, activation)
     if out is None:
-        return run(operators.fused_experts_lora.default, *args)
-    run(operators.fused_experts_lora_out.default, *args, out)
+        return run(operators.fused_experts_lora.default, *args, *layout)
+    run(operators.fused_experts_lora_out.default, *args, out, *layout)
     return out
 
 

@@ -68,7 +68,9 @@ def quantized_calls(device):
     )
     return [
         ("fused_moe_lora_gemm", gemm),
+        ("fused_moe_lora_gemm_out", (*gemm[:-3], gemm[0].new_empty(M, TOP_K, 2 * I), *gemm[-3:])),
         ("fused_experts_lora", experts),
+        ("fused_experts_lora_out", (*experts[:-5], gemm[0].new_empty(M, K), *experts[-5:])),
         ("pack_quantized", (blocks, scales, absent, 1, 1, 0)),
         ("pack_quantized", (values, steps, zeros, 4, 0, 1)),
         ("unpack_quantized", (tiles13, 1, 2, 2 * I, K, 0)),
@@ -86,13 +88,11 @@ def op_calls(device="cpu", dtype=torch.float32):
     gemm = (
         *(given["hidden_states"], given["w13"], weights, ids, mapping),
         *(given["w13_lora_a"], given["w13_lora_b"], *adapters, given["w13_bias"], absent, True),
-        *(0, 0, 0),
     )
     experts = (
         *(given["hidden_states"], given["w13"], given["w2"], weights, ids, mapping),
         *(given["w13_lora_a"], given["w13_lora_b"], [given["w2_lora_a"]], [given["w2_lora_b"]]),
         *(*adapters, given["w13_bias"], given["w2_bias"], 0, 0.0, 0.0, absent, False),
-        *(0, 0, 0, 0, 0),
     )
     a13, b13, a2, b2 = experts[6:10]
     routing = (weights, ids, mapping, *adapters, absent, E)
@@ -109,7 +109,7 @@ def op_calls(device="cpu", dtype=torch.float32):
     naive = (weights, absent, ids, absent, mapping, TOP_K, absent, torch.tensor([0]), absent, E, 4)
     fused = (a13[:1], [torch.cat(b13, 2)], a2, b2)
     base = (*experts[:5], absent, [], [], [], [], *[absent] * 5, 1, 0.0, 0.0, absent, False)
-    base, clamped = (*base, *experts[20:]), (*experts[:15], 4, 1.5, 0.25, absent, *experts[19:])
+    clamped = (*experts[:15], 4, 1.5, 0.25, absent, False)
     return [
         ("moe_align_block_size", (ids, 4, E, absent)),
         ("moe_align_block_size", (ids.long(), 16, E, expert_map)),

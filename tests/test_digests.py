@@ -160,7 +160,7 @@ def test_the_grid_calls_every_operator():
     with Seen() as seen:
         for name in (
             *("edges plain f32", "gemms small f32", "listed unaligned f32", "stages unaligned f32"),
-            *(PACKING, "alignments 13x5x16x4", "lists 13x5x16x4"),
+            *(PACKING, "quantised halves mxfp4 bf16", "alignments 13x5x16x4", "lists 13x5x16x4"),
         ):
             assert worker.run(name)["refused"] == {}
     assert seen.names >= {name for name, _ in op_calls()}

@@ -9,7 +9,7 @@ arguments that are absent, so that older builds take what they know.
 from collections.abc import Callable
 from itertools import zip_longest
 
-from benchmarks.grid import adapters, alignment, layers
+from benchmarks.grid import adapters, alignment, layers, quantised
 from benchmarks.grid.calls import DTYPES, Calls, plans
 
 __all__ = ["DTYPES", "FAMILIES", "groups", "plans"]
@@ -18,6 +18,7 @@ FAMILIES = {
     family.__name__: family
     for family in (
         *(layers.batches, layers.edges, layers.tops, layers.gemms, layers.packing),
+        quantised.quantised,
         *(adapters.listed, adapters.stages, alignment.alignments, alignment.lists),
     )
 }

@@ -305,8 +305,8 @@ moelora_status moelora_check_unpack_quantized(const moelora_tensor *tiles,
   MOELORA_TRY(check_at_least_one(target));
   MOELORA_TRY(moelora_check_rows(target));
   MOELORA_TRY(moelora_check_size(target, 1, layout->rows, moelora_words("layout.rows")));
-  MOELORA_TRY(check_quantised(layout, out->dtype, &source, out->size[2], moelora_size_of(target, 2),
-                              problem));
+  MOELORA_TRY(
+      check_quantised(layout, out->dtype, &source, out->size[2], moelora_words("K"), problem));
   MOELORA_TRY(moelora_check_size(target, 0, tiles->size[0], moelora_size_of(source, 0)));
   MOELORA_TRY(moelora_check_distinct(target));
   MOELORA_TRY(moelora_check_disjoint(target, source));

@@ -121,7 +121,7 @@ static void moe_sorting(StableIValue *stack, uint64_t inputs, uint64_t outputs) 
 #define FUSED_MOE_LORA_GEMM_ARGS                                                                   \
   "Tensor x, Tensor w, Tensor topk_weights, Tensor topk_ids, Tensor token_lora_mapping, Tensor[] " \
   "lora_a, Tensor[] lora_b, Tensor lora_ranks, Tensor lora_scalings, Tensor adapter_enabled, "     \
-  "Tensor bias, Tensor expert_map, bool mul_routed_weight, int w_format, int w_order, int w_rows"
+  "Tensor bias, Tensor expert_map, bool mul_routed_weight"
 
 static void run_gemm(const char *op, StableIValue *stack, bool has_out) {
   moelora_op_context ctx;
@@ -141,11 +141,12 @@ static void run_gemm(const char *op, StableIValue *stack, bool has_out) {
   args.bias = op_optional(&ctx, "bias", stack[10]);
   args.routing.expert_map = op_optional(&ctx, "expert_map", stack[11]);
   args.mul_routed_weight = stack[12] != 0;
-  static const char *const layout[] = {"w_format", "w_order", "w_rows"};
-  args.w_layout = op_layout(&ctx, layout, stack[13], stack[14], stack[15]);
   if (has_out) {
-    args.out = op_tensor(&ctx, "out", stack[16]);
+    args.out = op_tensor(&ctx, "out", stack[13]);
   }
+  static const char *const names[] = {"w_format", "w_order", "w_rows"};
+  const StableIValue *layout = &stack[has_out ? 14 : 13];
+  args.w_layout = op_layout(&ctx, names, layout[0], layout[1], layout[2]);
   if (op_ready(&ctx)) {
     const moelora_tensor *ids = &args.routing.topk_ids;
     int64_t sizes[3] = {size_of(ids, 0), size_of(ids, 1), weight_rows(&args.w, &args.w_layout)};
@@ -160,9 +161,11 @@ static void run_gemm(const char *op, StableIValue *stack, bool has_out) {
   op_close(&ctx, stack);
 }
 
-#define FUSED_MOE_LORA_GEMM "fused_moe_lora_gemm(" FUSED_MOE_LORA_GEMM_ARGS ") -> Tensor"
+/* Of quantised weights alone: a call without them costs less if it need not say so. */
+#define W_LAYOUT ", int w_format=0, int w_order=0, int w_rows=0"
+#define FUSED_MOE_LORA_GEMM "fused_moe_lora_gemm(" FUSED_MOE_LORA_GEMM_ARGS W_LAYOUT ") -> Tensor"
 #define FUSED_MOE_LORA_GEMM_OUT                                                                    \
-  "fused_moe_lora_gemm_out(" FUSED_MOE_LORA_GEMM_ARGS ", Tensor(a!) out) -> ()"
+  "fused_moe_lora_gemm_out(" FUSED_MOE_LORA_GEMM_ARGS ", Tensor(a!) out" W_LAYOUT ") -> ()"
 
 static void fused_moe_lora_gemm(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
   (void)inputs, (void)outputs;
@@ -179,9 +182,7 @@ static void fused_moe_lora_gemm_out(StableIValue *stack, uint64_t inputs, uint64
   "token_lora_mapping, Tensor[] w13_lora_a, Tensor[] w13_lora_b, Tensor[] w2_lora_a, Tensor[] "    \
   "w2_lora_b, Tensor lora_ranks, Tensor lora_scalings, Tensor adapter_enabled, Tensor w13_bias, "  \
   "Tensor w2_bias, int activation, float activation_alpha, float activation_limit, Tensor "        \
-  "expert_map, bool apply_router_weight_on_input, int w13_format, int w13_order, int w13_rows, "   \
-  "int "                                                                                           \
-  "w2_format, int w2_rows"
+  "expert_map, bool apply_router_weight_on_input"
 
 static void run_experts(const char *op, StableIValue *stack, bool has_out) {
   moelora_op_context ctx;
@@ -208,13 +209,14 @@ static void run_experts(const char *op, StableIValue *stack, bool has_out) {
   args.activation_limit = op_float(stack[17]);
   args.routing.expert_map = op_optional(&ctx, "expert_map", stack[18]);
   args.apply_router_weight_on_input = stack[19] != 0;
-  static const char *const layout13[] = {"w13_format", "w13_order", "w13_rows"};
-  static const char *const layout2[] = {"w2_format", "", "w2_rows"};
-  args.w13_layout = op_layout(&ctx, layout13, stack[20], stack[21], stack[22]);
-  args.w2_layout = op_layout(&ctx, layout2, stack[23], MOELORA_ROWS_PLAIN, stack[24]);
   if (has_out) {
-    args.out = op_tensor(&ctx, "out", stack[25]);
+    args.out = op_tensor(&ctx, "out", stack[20]);
   }
+  static const char *const names13[] = {"w13_format", "w13_order", "w13_rows"};
+  static const char *const names2[] = {"w2_format", "", "w2_rows"};
+  const StableIValue *layout = &stack[has_out ? 21 : 20];
+  args.w13_layout = op_layout(&ctx, names13, layout[0], layout[1], layout[2]);
+  args.w2_layout = op_layout(&ctx, names2, layout[3], MOELORA_ROWS_PLAIN, layout[4]);
   if (op_ready(&ctx)) {
     int64_t sizes[2] = {size_of(&args.hidden_states, 0), size_of(&args.hidden_states, 1)};
     if (!has_out) {
@@ -228,9 +230,11 @@ static void run_experts(const char *op, StableIValue *stack, bool has_out) {
   op_close(&ctx, stack);
 }
 
-#define FUSED_EXPERTS_LORA "fused_experts_lora(" FUSED_EXPERTS_LORA_ARGS ") -> Tensor"
+#define LAYER_LAYOUT                                                                               \
+  ", int w13_format=0, int w13_order=0, int w13_rows=0, int w2_format=0, int w2_rows=0"
+#define FUSED_EXPERTS_LORA "fused_experts_lora(" FUSED_EXPERTS_LORA_ARGS LAYER_LAYOUT ") -> Tensor"
 #define FUSED_EXPERTS_LORA_OUT                                                                     \
-  "fused_experts_lora_out(" FUSED_EXPERTS_LORA_ARGS ", Tensor(a!) out) -> ()"
+  "fused_experts_lora_out(" FUSED_EXPERTS_LORA_ARGS ", Tensor(a!) out" LAYER_LAYOUT ") -> ()"
 
 static void fused_experts_lora(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
   (void)inputs, (void)outputs;
