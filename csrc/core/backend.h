@@ -263,7 +263,10 @@ typedef struct moelora_gemm_plan {
 } moelora_gemm_plan;
 
 typedef struct moelora_experts_plan {
-  const moelora_variant *variant; /* of both projections, which run on one alignment */
+  const moelora_variant *variant; /* of w13, or of all */
+  /* Of w2, which runs on the same alignment: it differs in the weight format alone. Of a `decode`
+   * variant, as `staged`. */
+  const moelora_variant *w2;
   /* Of a `decode` variant: what serves both projections where the context holds fewer of its CTAs
    * at once than the device, as under a green context. Its workspace is asked for, too. */
   const moelora_variant *staged;

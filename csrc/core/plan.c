@@ -58,7 +58,7 @@ moelora_status moelora_limit_capability(int32_t compute_capability) {
 
 /* The kernels of this thread's last plan; text is made only when asked for. */
 static _Thread_local struct last {
-  const moelora_variant *gemm, *experts;
+  const moelora_variant *gemm, *experts, *w2;
   const char *delta;
 } last;
 
@@ -74,7 +74,7 @@ const char *moelora_last_plan(void) {
   if (last.gemm)
     snprintf(text, sizeof text, "w=%s", last.gemm->name);
   else if (last.experts)
-    snprintf(text, sizeof text, "w13=%s w2=%s", last.experts->name, last.experts->name);
+    snprintf(text, sizeof text, "w13=%s w2=%s", last.experts->name, last.w2->name);
   else if (last.delta)
     snprintf(text, sizeof text, "delta=%s", last.delta);
   return text;
@@ -185,7 +185,7 @@ typedef struct access {
   bool few;              /* tokens and rows, so that one launch is better than several */
   bool layer;            /* a whole layer, whose results lie as its kernels like them */
   moelora_format format; /* of weights, for which a kernel is written */
-  bool mixed;            /* the two projections differ in it */
+  moelora_format second; /* that of w2, where it is a layer */
 } access;
 
 /* One tensor map covers all experts: rows that lie apart, or tiles that lie together. */
@@ -209,11 +209,24 @@ static bool is_nearer(const moelora_variant *v, const moelora_variant *best, sha
   return candidate >= want.block ? candidate < known : candidate > known;
 }
 
+/* The row that differs from `v` in nothing but the weight format; NULL: there is none. */
+static const moelora_variant *of_format(const moelora_variant *v, moelora_format format) {
+  const moelora_variant *other;
+  if (v->device == MOELORA_CPU || v->format == format)
+    return v;
+  for (int32_t i = 0; (other = moelora_variant_at(i)); i++)
+    if (other->format == format && other->device == v->device && other->dtype == v->dtype &&
+        other->needs == v->needs && other->block_m == v->block_m && other->cluster == v->cluster &&
+        !other->decode)
+      return other;
+  return NULL;
+}
+
 /* Element by element, the tiles above 32 rows would spill registers: they have no such kernel. */
 static bool serves(const moelora_variant *v, const access *access) {
   if (v->device == MOELORA_CPU)
     return true;
-  if (v->format != access->format || access->mixed)
+  if (v->format != access->format || (access->layer && !of_format(v, access->second)))
     return false;
   if (v->decode)
     return access->decode;
@@ -259,9 +272,6 @@ static moelora_status pick_variant(const moelora_routes *routes, moelora_dtype d
     variant = choose(device, dtype, cuda ? pick_cuda_shape(rows_per_expert(routes)) : (shape){0, 1},
                      access);
   }
-  if (!variant && access->mixed)
-    return moelora_fail(MOELORA_UNSUPPORTED,
-                        "no CUDA kernel for w13 and w2 of different weight formats");
   if (!variant && access->format != MOELORA_NATIVE)
     return moelora_fail(MOELORA_UNSUPPORTED,
                         "no %s kernel for %s weights and CUDA compute capability %d.%d",
@@ -302,7 +312,7 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                                     const moelora_device_info *device, moelora_experts_plan *plan) {
   const moelora_activation activation = problem->activation.kind;
   access access = {.layer = true, .format = moelora_kernel_format(problem->w13.format)};
-  access.mixed = access.format != moelora_kernel_format(problem->w2.format);
+  access.second = moelora_kernel_format(problem->w2.format);
   access.vectors = moelora_is_vector_weights(&problem->w13) &&
                    moelora_is_vector_weights(&problem->w2) &&
                    moelora_is_vector_row(problem->x, problem->x_stride, problem->hidden);
@@ -310,8 +320,9 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
   access.tma = access.vectors && is_tma_weights(&problem->w13) && is_tma_weights(&problem->w2) &&
                !(problem->w13.packed && moelora_is_gated(activation) &&
                  (moelora_is_interleaved(activation) || problem->intermediate % 64 != 0));
-  access.decode = access.vectors && access.format == MOELORA_NATIVE && !problem->w13.packed &&
-                  !problem->w2.packed && !problem->apply_router_weight_on_input &&
+  access.decode = access.vectors && access.format == MOELORA_NATIVE &&
+                  access.second == MOELORA_NATIVE && !problem->w13.packed && !problem->w2.packed &&
+                  !problem->apply_router_weight_on_input &&
                   problem->routes.num_tokens <= MOELORA_DECODE_TOKENS &&
                   problem->routes.num_rows <= MOELORA_DECODE_ROWS;
   access.few = access.decode && problem->routes.num_tokens <= FEW_TOKENS &&
@@ -327,6 +338,7 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
     last = plan->staged =
         choose(&seen, problem->dtype, pick_cuda_shape(rows_per_expert(&problem->routes)), &access);
   }
+  plan->w2 = of_format(last, access.second);
   /* Rows that wait for their sum do so in float32, so that the sum alone rounds, where they are
    * few; elsewhere their traffic would cost a twentieth to a fifth of the layer. */
   plan->partial_f32 = device->device == MOELORA_CPU || last->block_m <= MOELORA_FLOAT_ROWS;
@@ -389,7 +401,8 @@ void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device
 
 void moelora_note_experts(const moelora_experts_problem *problem, const moelora_device_info *device,
                           const moelora_experts_plan *plan) {
-  last = (struct last){.experts = plan->variant};
+  last = (struct last){.experts = plan->variant,
+                       .w2 = plan->variant->decode ? plan->variant : plan->w2};
   if (moelora_log() < MOELORA_LOG_PLAN)
     return;
   char shape[64];

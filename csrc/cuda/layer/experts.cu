@@ -340,7 +340,7 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.epilogue.out = l.z;
   g.epilogue.out_by_position = true;
   g.epilogue.out_stride[0] = p->hidden;
-  status = project(&g, plan->variant, routes, l.xa2, exec);
+  status = project(&g, plan->w2, routes, l.xa2, exec);
   if (status != MOELORA_OK)
     return status;
 
@@ -388,7 +388,7 @@ namespace {
 
 /* Of a plan for one launch, the plan for several. */
 moelora_experts_plan staged_plan(const moelora_experts_plan *plan) {
-  return {plan->staged, nullptr, plan->partial_f32};
+  return {plan->staged, plan->w2, nullptr, plan->partial_f32};
 }
 
 moelora_status run_staged(const moelora_experts_problem *problem, const moelora_experts_plan *plan,
