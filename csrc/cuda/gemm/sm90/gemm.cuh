@@ -323,7 +323,7 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
   start_next_kernel();
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
   if (warpgroup == 0) {
-    if constexpr (S::CONSUMER_REGISTERS > 128)
+    if constexpr (S::CONSUMER_REGISTERS > S::START_REGISTERS)
       give_registers<S::PRODUCER_REGISTERS>();
     if (__shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == 0) {
 #pragma unroll 1
@@ -337,7 +337,7 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
       } while (has_another_pass(g, pipeline));
     }
   } else {
-    if constexpr (S::CONSUMER_REGISTERS > 128)
+    if constexpr (S::CONSUMER_REGISTERS > S::START_REGISTERS)
       take_registers<S::CONSUMER_REGISTERS>();
 #pragma unroll 1
     do {

@@ -41,17 +41,18 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr int CONSUMERS = CONSUMERS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
   static constexpr int THREADS = kProducers + 128 * CONSUMERS;
   static constexpr int RESIDENT = CONSUMERS == 1 ? 2 : 1; // CTAs per SM
-  // 384 threads start with 168 registers each, 256 with 128; what producers give is what consumers
-  // can take, who need more of them to make weights. Native tiles of few tokens need none.
+  // All threads start with as many registers; what producers give is what consumers can take, who
+  // need more of them to make weights. Native tiles of few tokens need none.
   static constexpr bool NATIVE = FORMAT_ == MOELORA_NATIVE;
+  static constexpr int START_REGISTERS = CONSUMERS == 2 ? 168 : 128;
   static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? (NATIVE                    ? 136
                                                               : FORMAT_ == MOELORA_INT4 ? 88
                                                                                         : 104)
                                             : !NATIVE      ? 88
                                             : TOKENS_ > 32 ? 96
-                                                           : 128;
+                                                           : START_REGISTERS;
   static constexpr int CONSUMER_REGISTERS =
-      CONSUMERS == 2 ? (3 * 168 - PRODUCER_REGISTERS) / 2 : 2 * 128 - PRODUCER_REGISTERS;
+      START_REGISTERS + (START_REGISTERS - PRODUCER_REGISTERS) / CONSUMERS;
   // Token rows that one copy brings, and those of another kind that bring the last ones.
   static constexpr int BOX = TOKENS_ < 64 ? TOKENS_ : 64, REST_BOX = TOKENS_ % 32 == 0 ? 32 : 16;
   // Widths of the token side of wgmma: from half of a full tile on, in steps.

@@ -7,26 +7,29 @@
 #include "cuda/gemm/sm90/pipeline.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
-/* k16 slabs that are made, and multiplied, together. A product of few tokens is mostly latency:
- * there a group is all of a tile's 64 of depth. Accumulators of many tokens leave no registers for
- * that. */
-template <class S> constexpr int kGroup = S::TOKENS <= 32 ? 4 : S::TOKENS <= 64 ? 2 : 1;
+/* Whether the two m64 tiles of a consumer are multiplied in turns: products of few tokens are
+ * mostly latency, which two sums share. Accumulators of many tokens leave no registers for that,
+ * and need it less. */
+template <class S> constexpr bool kPaired = S::TOKENS <= 64;
 
-/* Adds the group from slab FIRST on of an m64 tile. `a` is what the group before the last was in;
- * the last may still be running. */
-template <int FIRST, int N, int GROUP, class F>
-__device__ __forceinline__ void multiply_group(float *d, uint32_t (&a)[GROUP][4], const F &tile,
-                                               uint64_t b) {
+/* Adds slabs FIRST to FIRST + COUNT - 1 of TILES m64 tiles. Operand A is made in what that of the
+ * group before the last was in; the last may still be running. */
+template <int FIRST, int N, int COUNT, int TILES, int D, class F>
+__device__ __forceinline__ void multiply_group(float (*d)[D], uint32_t (&a)[COUNT][TILES][4],
+                                               const F *tiles, uint64_t b) {
   wgmma_wait<1>();
-  tile.template dequantize<FIRST>(a[0]);
-  if constexpr (GROUP > 1)
-    tile.template dequantize<FIRST + 1>(a[1]);
-  if constexpr (GROUP > 2)
-    tile.template dequantize<2>(a[2]), tile.template dequantize<3>(a[3]);
+#pragma unroll
+  for (int t = 0; t < TILES; t++) {
+    tiles[t].template dequantize<FIRST>(a[0][t]);
+    if constexpr (COUNT > 1)
+      tiles[t].template dequantize<FIRST + 1>(a[1][t]);
+  }
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < GROUP; i++)
-    Wgmma<N>::template mma_registers<F::IS_BF16>(d, a[i], b + 2 * (FIRST + i));
+  for (int i = 0; i < COUNT; i++)
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+      Wgmma<N>::template mma_registers<F::IS_BF16>(d[t], a[i][t], b + 2 * (FIRST + i));
   wgmma_commit();
 }
 
@@ -35,11 +38,11 @@ template <class S, class T, int N>
 __device__ __forceinline__ int multiply_quantized(float (&d)[2][S::TOKENS / 2],
                                                   const moelora_gemm_launch &g,
                                                   Pipeline<S> &pipeline, int consumer) {
-  constexpr int GROUP = kGroup<S>;
+  constexpr int COUNT = S::TOKENS <= 32 ? 2 : 1, TILES = kPaired<S> ? 2 : 1;
   const int depth_steps = (g.tokens.k + kDepth - 1) / kDepth, warp = threadIdx.x >> 5 & 3;
   const uint32_t bytes = tile_bytes<S::FORMAT>(g.weights.w.format);
   int previous = 0;
-  uint32_t a[2][GROUP][4];
+  uint32_t a[2][COUNT][TILES][4];
 #pragma unroll 1
   for (int step = 0; step < depth_steps; step++) {
     pipeline.wait_full();
@@ -48,25 +51,20 @@ __device__ __forceinline__ int multiply_quantized(float (&d)[2][S::TOKENS / 2],
     const uint64_t b = wgmma_descriptor(pipeline.tokens());
     if (S::ALIASED_BUFFERS > 0 && step == 1)
       release_aliased_stage(pipeline, consumer);
-    TileFragment<S::FORMAT, T> tiles[GROUP == 4 ? 2 : 1];
-    tiles[0].load(weights, warp, g.weights.w.format);
-    if constexpr (GROUP == 4)
-      tiles[1].load(weights + bytes, warp, g.weights.w.format);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      if (GROUP < 4 && half == 1)
-        tiles[0].load(weights + bytes, warp, g.weights.w.format);
-      const TileFragment<S::FORMAT, T> &tile = tiles[GROUP == 4 ? half : 0];
-      multiply_group<0, N>(d[half], a[GROUP == 4 ? half : 0], tile, b);
-      if constexpr (GROUP == 1)
-        multiply_group<1, N>(d[half], a[1], tile, b);
-      if constexpr (GROUP < 4)
-        multiply_group<2, N>(d[half], a[GROUP == 2], tile, b);
-      if constexpr (GROUP == 1)
-        multiply_group<3, N>(d[half], a[1], tile, b);
-      // The last stage's products were awaited before the second group of this one.
-      if (step > 0 && half == (GROUP == 4))
-        pipeline.release(previous);
+    for (int first = 0; first < 2; first += TILES) {
+      TileFragment<S::FORMAT, T> tiles[TILES];
+#pragma unroll
+      for (int t = 0; t < TILES; t++)
+        tiles[t].load(weights + (first + t) * bytes, warp, g.weights.w.format);
+      multiply_group<0, N>(d + first, a[0], tiles, b);
+      if constexpr (COUNT == 1)
+        multiply_group<1, N>(d + first, a[1], tiles, b);
+      multiply_group<2, N>(d + first, a[COUNT == 2], tiles, b);
+      if constexpr (COUNT == 1)
+        multiply_group<3, N>(d + first, a[1], tiles, b);
+      if (step > 0 && first == 0)
+        pipeline.release(previous); // its products were awaited before the second group
     }
     previous = pipeline.stage;
     pipeline.advance();
