@@ -7,6 +7,7 @@ import torch
 from cases import ACTIVATIONS, EDGE_CASES, Spec, random_specs, same_bits
 from checks import assert_close_to_ref, assert_unchanged, guarded_empty
 from quantized_cases import DEVICES_AND_DTYPES, FORMATS, Quantised, build
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import moelora
 from moelora.reference import (
@@ -256,6 +257,19 @@ def test_compile_of_a_projection_and_its_numbers(device, dtype):
     compiled = torch.compile(project, fullgraph=True, backend="aot_eager")
     for got, want in zip(compiled(**p.gemm_kwargs()), project(**p.gemm_kwargs()), strict=True):
         assert same_bits(got, want)
+
+
+def test_compile_of_any_number_of_tokens():
+    torch._dynamo.reset()
+    p = build(Spec(tokens=17, hidden=96, inter=96), FORMATS["mxfp4"], torch.bfloat16)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        moelora.fused_experts_lora, fullgraph=True, backend=counter, dynamic=True
+    )
+    for tokens in (5, 9, 17):
+        arguments = replace(p, dense=p.dense.prefix(tokens)).kwargs()
+        assert same_bits(compiled(**arguments), moelora.fused_experts_lora(**arguments))
+    assert counter.frame_count == 1
 
 
 def test_gradients_are_refused():

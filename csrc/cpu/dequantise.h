@@ -8,9 +8,11 @@
  *   operand                what operand rows are made of
  *   table                  16 operands
  *   table_bf16(values, zero, scale), table_f16     rounded (values[i] - zero) * scale, i < 16
- *   look_up(words, low, high, to_low, to_high)    64 columns of two rows: byte b of word (q, s) of
- *       `words` [4 q][4 s][4 bytes] is column 16 s + 2 q + (b / 2) + 8 (b % 2), its low nibble of
- * the first row, to be looked up in low[s / 2], its high nibble of the other, in high[s / 2] */
+ *   look_up(words, low, high, to_low, to_high)     64 columns of two rows
+ *
+ * Byte b of word (q, s) of `words` [4 q][4 s][4 bytes] is column 16 s + 2 q + (b / 2) + 8 (b % 2):
+ * its low nibble of the first row, to be looked up in low[s / 2], its high nibble of the other, in
+ * high[s / 2]. */
 #include "core/format.h"
 #include "cpu/convert.h"
 
@@ -27,7 +29,7 @@ static const float nibble_values[2][16] = {
 #define DEQUANTISE(TYPE)                                                                           \
   static inline __attribute__((always_inline)) table group_##TYPE(                                 \
       const moelora_format format, const uint8_t *scale, const uint8_t *zero) {                    \
-    uint16_t bits;                                                                                 \
+    uint16_t bits = 0;                                                                             \
     memcpy(&bits, scale, (size_t)moelora_scale_bytes(format));                                     \
     const float by = moelora_is_int4(format)                                                       \
                          ? moelora_##TYPE##_to_f32(bits)                                           \
