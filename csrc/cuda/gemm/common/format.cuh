@@ -26,6 +26,13 @@ template <int BY> __device__ __forceinline__ uint32_t shifted(uint32_t value) {
   return BY >= 0 ? value << (BY & 31) : value >> (-BY & 31);
 }
 
+/* (a & mask) | bits. Of two constants the compiler makes two instructions. */
+__device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
+  return d;
+}
+
 /* Bytes of a tile of what a kernel of FORMAT was given. */
 template <moelora_format FORMAT>
 __device__ __forceinline__ uint32_t tile_bytes(moelora_format format) {
@@ -113,8 +120,8 @@ template <moelora_format FORMAT, class T> struct TileFragment {
     if constexpr (FORMAT == MOELORA_MXFP4)
       number = e2m1<I>(word);
     else
-      number = fma2<T>((word >> 4 * I & 0x000f000fu) | (IS_BF16 ? 0x43004300u : 0x64006400u), ONES,
-                       both_halves<HALF>(zero));
+      number = fma2<T>(and_or(word >> 4 * I, 0x000f000fu, IS_BF16 ? 0x43004300u : 0x64006400u),
+                       ONES, both_halves<HALF>(zero));
     return fma2<T>(number, both_halves<HALF>(scale), NEGATIVE_ZEROS);
   }
 

@@ -45,12 +45,10 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   // need more of them to make weights. Native tiles of few tokens need none.
   static constexpr bool NATIVE = FORMAT_ == MOELORA_NATIVE;
   static constexpr int START_REGISTERS = CONSUMERS == 2 ? 168 : 128;
-  static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? (NATIVE                    ? 136
-                                                              : FORMAT_ == MOELORA_INT4 ? 88
-                                                                                        : 104)
-                                            : !NATIVE      ? 88
+  static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? (NATIVE ? 136 : 88)
                                             : TOKENS_ > 32 ? 96
-                                                           : START_REGISTERS;
+                                            : NATIVE       ? START_REGISTERS
+                                                           : 88;
   static constexpr int CONSUMER_REGISTERS =
       START_REGISTERS + (START_REGISTERS - PRODUCER_REGISTERS) / CONSUMERS;
   // Token rows that one copy brings, and those of another kind that bring the last ones.

@@ -38,7 +38,7 @@ template <class S, class T, int N>
 __device__ __forceinline__ int multiply_quantized(float (&d)[2][S::TOKENS / 2],
                                                   const moelora_gemm_launch &g,
                                                   Pipeline<S> &pipeline, int consumer) {
-  constexpr int COUNT = S::TOKENS <= 32 ? 2 : 1, TILES = kPaired<S> ? 2 : 1;
+  constexpr int COUNT = S::TOKENS <= 16 ? 2 : 1, TILES = kPaired<S> ? 2 : 1;
   const int depth_steps = (g.tokens.k + kDepth - 1) / kDepth, warp = threadIdx.x >> 5 & 3;
   const uint32_t bytes = tile_bytes<S::FORMAT>(g.weights.w.format);
   int previous = 0;
@@ -48,7 +48,7 @@ __device__ __forceinline__ int multiply_quantized(float (&d)[2][S::TOKENS / 2],
     pipeline.wait_full();
     fence_async_proxy(); // cp.async wrote X through the ordinary proxy
     const uint32_t weights = pipeline.weights() + 2 * consumer * bytes;
-    const uint64_t b = wgmma_descriptor(pipeline.tokens());
+    const uint64_t b = wgmma_descriptor(uniform(pipeline.tokens()));
     if (S::ALIASED_BUFFERS > 0 && step == 1)
       release_aliased_stage(pipeline, consumer);
 #pragma unroll
