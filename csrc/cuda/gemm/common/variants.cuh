@@ -6,27 +6,21 @@
 
 #include "cuda/launch/launch.h"
 #include "cuda/ptx/mma.cuh"
+#include "cuda/variant_ids.h"
 
 namespace {
 
 using BF16 = __nv_bfloat16;
 using F16 = __half;
 
-enum {
-#define MOELORA_CUDA_GEMM(NAME, DTYPE, FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER) NAME,
-#include "cuda/variants.inc"
-#undef MOELORA_CUDA_GEMM
-};
-
 template <template <moelora_family, class, int, int, int, int> class Launch>
 moelora_status launch_variant(const moelora_gemm_launch *g, const moelora_variant *variant,
                               const moelora_exec *exec) {
   switch (variant->id) {
 #define MOELORA_CUDA_GEMM(NAME, DTYPE, FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER)         \
-  case NAME:                                                                                       \
+  case CUDA_##NAME:                                                                                \
     return Launch<MOELORA_##FAMILY, DTYPE, BLOCK_M, BLOCK_N, STAGES, CLUSTER>::run(g, exec);
 #include "cuda/variants.inc"
-#undef MOELORA_CUDA_GEMM
   }
   return moelora_fail(MOELORA_UNSUPPORTED, "variant %s has no kernel", variant->name);
 }
