@@ -378,17 +378,19 @@ const char *moelora_cpu_features(void);
 const char *moelora_variant_name(int32_t index);
 /* True if the variant can run on this machine. */
 bool moelora_variant_usable(int32_t index);
-/* From now on every plan that can use the variant of this name does; NULL goes back to the table.
- * The environment variable MOELORA_FORCE_VARIANT sets it at start; a name that does not exist then
- * fails every gemm and layer. */
-moelora_status moelora_force_variant(const char *name);
+/* From now on every plan that can use the variants of these names does: of each role (projection,
+ * whole layer, sort, shrink, expand, delta, mlp, sum) at most one, with commas between them; NULL
+ * goes back to the table. The environment variable MOELORA_FORCE_VARIANT sets them at start; a name
+ * that does not exist, or two of one role, then fail every operator. */
+moelora_status moelora_force_variant(const char *names);
 /* From now on a GPU newer than this compute capability (80, 90, ...) gets the plans of one that has
  * it, of kernels that both can run; 0 lifts the limit. The environment variable MOELORA_MAX_CC sets
  * it at start; what is no such number then fails every gemm and layer. */
 moelora_status moelora_limit_capability(int32_t compute_capability);
 /* A measured choice: on such a device, layers of these sizes run `variant` when they have at most
  * `tokens` tokens and no plan of theirs with fewer is enough; the plan with most tokens also serves
- * larger batches. Where the variant cannot run the built-in table decides, as for other layers. */
+ * larger batches. Where the variant cannot run the built-in table decides, as for other layers.
+ * Variants of different roles, as a projection and a shrink, have plans of their own. */
 typedef struct moelora_tuned_plan {
   moelora_device device;
   int32_t compute_capability; /* CUDA: 80, 90, ...; unused on the CPU */
@@ -409,8 +411,9 @@ moelora_status moelora_add_tuned_plan(const moelora_tuned_plan *plan);
 void moelora_clear_tuned_plans(void);
 /* What the last call on this thread ran: "w=gemm_bf16_avx2", for a layer
  * "w13=gemm_bf16_avx512bf16 w2=gemm_bf16_avx512bf16", for adapters alone "delta=gemm_bf16_avx2" or,
- * on a GPU, "delta=adapters_sm90". The environment variable MOELORA_LOG=plan prints every choice
- * and its reasons to stderr. */
+ * on a GPU, "delta=adapters_sm90", or the kernel that does all of it. On a GPU the kernels around
+ * them follow, as in " shrink13=... shrink2=... sort=... sum=...". The environment variable
+ * MOELORA_LOG=plan prints every choice and its reasons to stderr. */
 const char *moelora_last_plan(void);
 
 #ifdef __cplusplus

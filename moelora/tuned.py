@@ -11,6 +11,7 @@ One file for each layer, dtype and device::
     }
 
 `plans` maps a number of tokens to the variant for at most so many; the largest serves all beyond.
+Several with commas between them are of different roles: a projection, a sort, a shrink, a sum.
 A CPU's device is {"type": "cpu", "name": ..., "features": [...]}. Anything else in a file (what was
 measured, when) is for people.
 """
@@ -119,7 +120,11 @@ def _load_file(path: Path) -> int:
             DTYPES[content["dtype"]],
             *(int(layer[name]) for name in ("experts", "top_k", "hidden", "intermediate")),
         )
-        plans = [(int(tokens), str(name)) for tokens, name in content["plans"].items()]
+        plans = [
+            (int(tokens), name)
+            for tokens, names in content["plans"].items()
+            for name in str(names).split(",")
+        ]
         version = str(content["moelora"])
     except Exception as error:  # whatever a file may hold
         _warn(f"{path} is not a file of tuned plans: {error!r:.200}")

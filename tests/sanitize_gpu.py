@@ -111,7 +111,7 @@ def check_layers() -> int:
     )
 
     count = 0
-    names = [name for name in _C.usable() if "_sm" in name]
+    names = [n for n in _C.usable() if n.startswith(("gemm_", "decode_")) and "_sm" in n]
     for name in names:
         dtype = torch.bfloat16 if "_bf16_" in name else torch.float16
         _C.force_variant(name)

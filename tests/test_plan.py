@@ -23,19 +23,29 @@ def print_plan(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def plan(print_plan):
-    """(variant, block_rows) of one layer, or the message of the refusal."""
+def answer(print_plan):
+    """What print_plan says about one problem."""
 
-    def ask(device, dtype="bfloat16", tokens=8, rank=0, remote=0, env=None, **shape):
+    def ask(device, *args, dtype="bfloat16", tokens=8, rank=0, remote=0, env=None, **shape):
         s = QWEN3 | shape
         line = [dtype, tokens, s["top_k"], s["experts"], s["experts"] + remote]
         line += [s["hidden"], s["inter"], rank, *device]
-        done = run(print_plan, stdin=" ".join(map(str, line)), **(env or {}))
+        done = run(print_plan, *args, stdin=" ".join(map(str, line)), **(env or {}))
         assert done.returncode == 0, done.stderr
-        answer = done.stdout.strip()
-        if answer.startswith("error: "):
-            return answer.removeprefix("error: ")
-        variant, block_rows, staged = answer.split()
+        return done.stdout.strip()
+
+    return ask
+
+
+@pytest.fixture(scope="module")
+def plan(answer):
+    """(variant, block_rows) of one layer, or the message of the refusal."""
+
+    def ask(device, dtype="bfloat16", tokens=8, **shape):
+        words = answer(device, dtype=dtype, tokens=tokens, **shape)
+        if words.startswith("error: "):
+            return words.removeprefix("error: ")
+        variant, block_rows, staged, *_ = words.split()
         assert (staged != "-") == variant.startswith("decode_")
         assert not staged.startswith("decode_")
         return variant, int(block_rows)
@@ -238,3 +248,75 @@ def test_plans_are_logged_on_request(tmp_path):
     assert run(example, MOELORA_LOG="shapes").stderr.splitlines() == lines
     unknown = run(example, MOELORA_LOG="plans").stderr
     assert unknown == "moelora: MOELORA_LOG=plans: wanted plan or shapes\n"
+
+
+# What an H200 ran when these were measured: tokens, rank -> the kernels around the projections.
+AROUND = {
+    (1, 16): "sort_i32_64_sm80 blocks_48x16x4_sm80 blocks_48x16x4_sm80",
+    (64, 16): "sort_i32_2048_sm80 blocks_48x16x4_sm80 blocks_48x16x4_sm80",
+    (256, 64): "sort_i32_2048_sm80 blocks_48x64x4_sm80 blocks_48x64x4_sm80",
+    (2048, 16): "sort_i32_16384_sm80 blocks_48x32x4_sm80 blocks_48x16x4_sm80",
+    (4096, 16): "sort_i32_any_sm80 blocks_48x32x4_sm80 segments_160x32_sm90",
+    (4096, 64): "sort_i32_any_sm80 segments_160x128_sm90 segments_160x64_sm90",
+    (16384, 64): "sort_i32_any_sm80 segments_160x128_sm90 segments_160x64_sm90",
+}
+
+
+def strip(names):
+    """Without the role and the dtype of adapters' kernels."""
+    return names.replace("shrink_bf16_", "").replace("expand_bf16_", "").replace("delta_bf16_", "")
+
+
+@pytest.mark.parametrize("tokens, rank", AROUND)
+def test_kernels_around_the_projections(answer, tokens, rank):
+    words = answer(("cuda", 90), tokens=tokens, rank=rank).split()
+    assert strip(" ".join(words[3:6])) == AROUND[tokens, rank]
+    assert words[6] == "sum_bf16_8_sm80"
+
+
+def test_a_layer_without_adapters_shrinks_nothing(answer):
+    assert answer(("cuda", 90), tokens=64).split()[4:6] == ["-", "-"]
+    assert answer(("cpu", 0), tokens=64, rank=16).split()[3:] == ["-"] * 4
+
+
+def test_shrinks_of_a_portable_gpu_are_portable(answer):
+    for tokens in TOKENS:
+        for rank in (8, 16, 64, 256):
+            words = answer(("cuda", 80), tokens=tokens, rank=rank).split()
+            assert all(name.endswith("_sm80") for name in words[3:])
+
+
+DELTAS = {
+    (1, 16): "16x8_sm80 route - - 0 - 0",
+    (64, 64): "64x4_sm80 grouped - - 0 - 0",
+    (128, 16): "- sorted sort_i32_2048_sm80 windows_48x16x8_sm80 1 thin_64x16_sm80 1",
+    (4096, 64): "- sorted sort_i32_any_sm80 segments_160x64_sm90 1 64x64_sm80 1",
+}
+
+
+@pytest.mark.parametrize("tokens, rank", DELTAS)
+def test_kernels_of_adapters_alone(answer, tokens, rank):
+    words = answer(("cuda", 90), "delta", tokens=tokens, rank=rank)
+    assert strip(words) == DELTAS[tokens, rank]
+
+
+def test_one_variant_of_each_role_can_be_forced(answer, plan):
+    gpu = ("cuda", 90)
+    names = (
+        "gemm_bf16_16x128x64_sm90,shrink_bf16_blocks_48x64x4_sm80,sort_i32_any_sm80,sum_bf16_1_sm80"
+    )
+    words = answer(gpu, tokens=64, rank=64, env={"MOELORA_FORCE_VARIANT": names}).split()
+    assert [words[0], words[4], words[3], words[6]] == names.split(",")
+    assert words[5] == words[4]
+    # where it cannot serve it is passed over: too many items, no segments, another dtype
+    for name in (
+        "sort_i32_64_sm80",
+        "shrink_bf16_windows_48x16x4_sm80",
+        "shrink_f16_blocks_48x16x4_sm80",
+    ):
+        usual = answer(gpu, tokens=64, rank=64)
+        assert answer(gpu, tokens=64, rank=64, env={"MOELORA_FORCE_VARIANT": name}) == usual
+    two = "sort_i32_any_sm80,sort_i32_64_sm80"
+    assert plan(gpu, env={"MOELORA_FORCE_VARIANT": two}) == (
+        f"MOELORA_FORCE_VARIANT is '{two}': two variants of one role"
+    )

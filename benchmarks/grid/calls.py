@@ -24,10 +24,12 @@ def portable(device: str) -> list[str]:
 
 
 def plans(device: str, dtype: torch.dtype) -> list[str]:
-    """All that can be forced for `dtype`: the kernel variants of this build, and `portable`."""
+    """The projections and whole layers of this build that can be forced for `dtype`, and
+    `portable`."""
     (word,) = (word for word, known in DTYPES["cpu"].items() if known == dtype)
     cuda = device == "cuda"
-    here = [v for v in _C.usable() if v.split("_")[1] == word and ("_sm" in v) == cuda]
+    names = f"gemm_{word}_", f"decode_{word}_"
+    here = [v for v in _C.usable() if v.startswith(names) and ("_sm" in v) == cuda]
     return here + portable(device)
 
 

@@ -6,7 +6,7 @@
 #ifndef MOELORA_CORE_BACKEND_H
 #define MOELORA_CORE_BACKEND_H
 
-#include "moelora.h"
+#include "core/plans.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -222,70 +222,14 @@ typedef struct moelora_device_info {
   bool overlaps;              /* CUDA: the code that is loaded knows dependent launches */
 } moelora_device_info;
 
-/* What a CUDA kernel is written for. An architecture is a name, not a number that grows: what runs
- * on one may run on no later one. */
-typedef enum moelora_family {
-  MOELORA_SM80, /* mma.sync and cp.async: every GPU from 8.0 on */
-  MOELORA_SM90, /* wgmma and TMA: 9.0 alone */
-} moelora_family;
-
-typedef enum moelora_isa {
-  MOELORA_ISA_SCALAR = 0, /* always there */
-  MOELORA_ISA_AVX2 = 1,   /* with FMA and F16C */
-  MOELORA_ISA_AVX512 = 2, /* F, BW, DQ, VL */
-  MOELORA_ISA_AVX512_BF16 = 4,
-} moelora_isa;
-
-/* One row of a variants.inc: a compiled kernel. `id` indexes its backend's table of launchers. */
-typedef struct moelora_variant {
-  const char *name; /* e.g. "gemm_bf16_avx512bf16", "gemm_bf16_64x128x64_sm80" */
-  moelora_device device;
-  moelora_dtype dtype;
-  moelora_format format; /* CUDA: of weights; INT4 stands for all formats of INT4 */
-  int32_t needs;         /* CPU: one moelora_isa; CUDA: a moelora_family */
-  int32_t id;
-  int32_t block_m, block_n, block_k; /* rows (tokens), output columns, depth of one tile */
-  int32_t stages;
-  int32_t cluster; /* CUDA: CTAs that share weight rows */
-  bool decode;     /* CUDA: not a projection but the whole layer, for few tokens */
-} moelora_variant;
-
-/* What the kernel of a `decode` variant has room for. */
-#define MOELORA_DECODE_TOKENS 8
-#define MOELORA_DECODE_ROWS 64
-
-/* CUDA: rows of a block up to which a projection can leave its results in float32. */
-#define MOELORA_FLOAT_ROWS 16
-
-/* One grouped projection. */
-typedef struct moelora_gemm_plan {
-  const moelora_variant *variant; /* its block_m: rows of an alignment block */
-} moelora_gemm_plan;
-
-typedef struct moelora_experts_plan {
-  const moelora_variant *variant; /* of w13, or of all */
-  /* Of w2, which runs on the same alignment: it differs in the weight format alone. Of a `decode`
-   * variant, as `staged`. */
-  const moelora_variant *w2;
-  /* Of a `decode` variant: what serves both projections where the context holds fewer of its CTAs
-   * at once than the device, as under a green context. Its workspace is asked for, too. */
-  const moelora_variant *staged;
-  bool partial_f32; /* rows of w2 wait for the top-k sum in float32, else in the compute dtype */
-} moelora_experts_plan;
-
-/* Adapters alone. */
-typedef struct moelora_delta_plan {
-  const moelora_variant *variant; /* CPU: whose kernels; NULL on CUDA */
-  moelora_family family;          /* CUDA: whose kernels may be used */
-} moelora_delta_plan;
-
 /* A backend executes plans. A NULL slot says that the operator is not supported; nothing else does.
  * The *_workspace functions are exact and depend on nothing but problem and plan. */
 typedef struct moelora_backend {
   const char *name;
   moelora_status (*device_info)(int32_t device_index, moelora_device_info *info);
-  size_t (*align_workspace)(const moelora_align_problem *problem);
-  moelora_status (*align)(const moelora_align_problem *problem, const moelora_exec *exec);
+  size_t (*align_workspace)(const moelora_align_problem *problem, const moelora_align_plan *plan);
+  moelora_status (*align)(const moelora_align_problem *problem, const moelora_align_plan *plan,
+                          const moelora_exec *exec);
   size_t (*gemm_workspace)(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
                            const moelora_exec *exec);
   moelora_status (*gemm)(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
@@ -299,9 +243,10 @@ typedef struct moelora_backend {
                                    const moelora_exec *exec);
   moelora_status (*unpack_quantized)(const moelora_quantized_problem *problem,
                                      const moelora_exec *exec);
-  size_t (*align_lists_workspace)(const moelora_align_lists_problem *problem);
+  size_t (*align_lists_workspace)(const moelora_align_lists_problem *problem,
+                                  const moelora_align_plan *plan);
   moelora_status (*align_lists)(const moelora_align_lists_problem *problem,
-                                const moelora_exec *exec);
+                                const moelora_align_plan *plan, const moelora_exec *exec);
   size_t (*delta_workspace)(const moelora_delta_problem *problem, const moelora_delta_plan *plan,
                             const moelora_exec *exec);
   moelora_status (*delta)(const moelora_delta_problem *problem, const moelora_delta_plan *plan,
@@ -317,13 +262,27 @@ extern const moelora_backend moelora_cpu_backend;
 extern const moelora_backend moelora_cuda_backend;
 #endif
 
-/* plan.c; pure functions of their arguments and of the forced variant. */
+/* plan.c, plan_sort.c, plan_delta.c; pure functions of their arguments, of what was forced and of
+ * what was tuned. */
+moelora_status moelora_plan_align(const moelora_align_problem *problem,
+                                  const moelora_device_info *device, moelora_align_plan *plan);
+moelora_status moelora_plan_align_lists(const moelora_align_lists_problem *problem,
+                                        const moelora_device_info *device,
+                                        moelora_align_plan *plan);
 moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                                  const moelora_device_info *device, moelora_gemm_plan *plan);
 moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                                     const moelora_device_info *device, moelora_experts_plan *plan);
-moelora_status moelora_plan_delta(const moelora_routes *routes, moelora_dtype dtype,
+moelora_status moelora_plan_delta(const moelora_delta_problem *problem,
                                   const moelora_device_info *device, moelora_delta_plan *plan);
+moelora_status moelora_plan_mlp_delta(const moelora_mlp_delta_problem *problem,
+                                      const moelora_device_info *device, moelora_delta_plan *plan);
+
+/* plan_sort.c: blocks of `rows` rows that an alignment can need, of which `cluster` neighbours are
+ * one block of their rows together. */
+int64_t moelora_max_blocks(const moelora_routes *routes, int32_t rows, int32_t cluster);
+/* Adapters by which an alignment tells rows apart, none among them; 1: it does not. */
+int64_t moelora_adapter_keys(moelora_align_mode mode, const moelora_routes *routes);
 
 /* validate.c */
 moelora_status moelora_check_align(const moelora_align_args *args, moelora_align_problem *problem);

@@ -1,107 +1,11 @@
-/* From a problem and a device to a kernel variant. A plan depends on shapes, dtype and device,
- * never on adapters: a base row must meet the same kernel whatever the batch carries. */
-#include <pthread.h>
-#include <stdatomic.h>
-#include <stdio.h>
-#include <stdlib.h>
-
+/* From a problem and a device to the kernels of a projection or a layer. Those of the base product
+ * depend on shapes, dtype and device, never on adapters: a base row must meet the same kernel
+ * whatever the batch carries. */
 #include "core/check.h"
 #include "core/format.h"
-#include "core/log.h"
 #include "core/plan.h"
 
-/* ---- forced variant, limit, log and last plan ---- */
-
-static pthread_once_t environment_once = PTHREAD_ONCE_INIT;
-static _Atomic(const moelora_variant *) forced_variant;
-static _Atomic(bool) forced_unknown;      /* MOELORA_FORCE_VARIANT names nothing */
-static _Atomic(int32_t) capability_limit; /* 0: none */
-static _Atomic(bool) limit_unknown;       /* MOELORA_MAX_CC is no capability */
-
-static bool is_capability(long value) {
-  return value >= 80 && value < 1000;
-}
-
-static void read_environment(void) {
-  const char *name = getenv("MOELORA_FORCE_VARIANT"), *most = getenv("MOELORA_MAX_CC");
-  if (name && *name) {
-    forced_variant = moelora_find_variant(name);
-    forced_unknown = !forced_variant;
-  }
-  if (most && *most) {
-    char *end;
-    const long value = strtol(most, &end, 10);
-    limit_unknown = *end != '\0' || !is_capability(value);
-    capability_limit = limit_unknown ? 0 : (int32_t)value;
-  }
-}
-
-moelora_status moelora_force_variant(const char *name) {
-  moelora_clear_error();
-  pthread_once(&environment_once, read_environment);
-  const moelora_variant *variant = name ? moelora_find_variant(name) : NULL;
-  MOELORA_REQUIRE(!name || variant, "variant '%s' does not exist", name);
-  forced_variant = variant;
-  forced_unknown = false;
-  return MOELORA_OK;
-}
-
-moelora_status moelora_limit_capability(int32_t compute_capability) {
-  moelora_clear_error();
-  pthread_once(&environment_once, read_environment);
-  MOELORA_REQUIRE(compute_capability == 0 || is_capability(compute_capability),
-                  "compute_capability is %d, expected 80 or more, or 0", compute_capability);
-  capability_limit = compute_capability;
-  limit_unknown = false;
-  return MOELORA_OK;
-}
-
-/* The kernels of this thread's last plan; text is made only when asked for. */
-static _Thread_local struct last {
-  const moelora_variant *gemm, *experts, *w2;
-  const char *delta;
-} last;
-
-static const char *delta_kernels(const moelora_delta_plan *plan) {
-  return plan->variant                  ? plan->variant->name
-         : plan->family == MOELORA_SM90 ? "adapters_sm90"
-                                        : "adapters_sm80";
-}
-
-const char *moelora_last_plan(void) {
-  static _Thread_local char text[160];
-  text[0] = '\0';
-  if (last.gemm)
-    snprintf(text, sizeof text, "w=%s", last.gemm->name);
-  else if (last.experts)
-    snprintf(text, sizeof text, "w13=%s w2=%s", last.experts->name, last.w2->name);
-  else if (last.delta)
-    snprintf(text, sizeof text, "delta=%s", last.delta);
-  return text;
-}
-
-/* ---- choice ---- */
-
-/* Shared memory that a CTA of a GPU of this capability may ask for: much on data-centre chips and
- * on the boards made like them. */
-static int32_t shared_bytes_of(int32_t compute_capability) {
-  bool large = compute_capability == 80 || compute_capability == 87;
-  bool largest = compute_capability >= 90 && compute_capability < 120;
-  return (largest ? 227 : large ? 163 : 99) * 1024;
-}
-
-/* The device that plans are for. */
-static moelora_device_info limited(const moelora_device_info *device) {
-  pthread_once(&environment_once, read_environment);
-  moelora_device_info seen = *device;
-  const int32_t limit = capability_limit;
-  if (device->device == MOELORA_CUDA && limit && limit < device->compute_capability) {
-    seen.compute_capability = limit;
-    if (shared_bytes_of(limit) < seen.shared_bytes)
-      seen.shared_bytes = shared_bytes_of(limit);
-  }
-  return seen;
-}
+/* ---- families ---- */
 
 /* The newest family whose kernels a GPU of this capability runs. */
 static moelora_family family_of(int32_t compute_capability) {
@@ -110,7 +14,7 @@ static moelora_family family_of(int32_t compute_capability) {
 
 moelora_family moelora_family_of(const moelora_device_info *device) {
   const moelora_family own = family_of(device->compute_capability);
-  return family_of(limited(device).compute_capability) == own ? own : MOELORA_SM80;
+  return family_of(moelora_limited(device).compute_capability) == own ? own : MOELORA_SM80;
 }
 
 /* What the tile of an sm_80 kernel keeps in shared memory. */
@@ -126,6 +30,8 @@ static bool has_family(const moelora_variant *variant, const moelora_device_info
     return false;
   if (variant->needs != MOELORA_SM80)
     return variant->needs == (int32_t)family_of(device->compute_capability);
+  if (variant->role != MOELORA_ROLE_GEMM)
+    return true; /* all others are made for what every GPU has */
   return pipeline_bytes(variant) <= device->shared_bytes;
 }
 
@@ -134,12 +40,12 @@ bool moelora_variant_runs_on(const moelora_variant *variant, const moelora_devic
     return false;
   if (variant->device == MOELORA_CPU)
     return (device->cpu_isa & (uint32_t)variant->needs) == (uint32_t)variant->needs;
-  const moelora_device_info seen = limited(device);
+  const moelora_device_info seen = moelora_limited(device);
   return has_family(variant, device) && has_family(variant, &seen);
 }
 
 /* Routed rows that an expert of this rank gets on average, at least 1. */
-static int64_t rows_per_expert(const moelora_routes *routes) {
+int64_t moelora_rows_per_expert(const moelora_routes *routes) {
   int64_t everywhere =
       routes->num_global > routes->num_experts ? routes->num_global : routes->num_experts;
   return routes->num_rows > everywhere ? (routes->num_rows + everywhere - 1) / everywhere : 1;
@@ -209,26 +115,29 @@ static bool is_nearer(const moelora_variant *v, const moelora_variant *best, sha
   return candidate >= want.block ? candidate < known : candidate > known;
 }
 
-/* The row that differs from `v` in nothing but the weight format; NULL: there is none. */
-static const moelora_variant *of_format(const moelora_variant *v, moelora_format format) {
+/* The row that differs from `v` in nothing but the weight format, and runs on the device; NULL:
+ * there is none. */
+static const moelora_variant *of_format(const moelora_variant *v, moelora_format format,
+                                        const moelora_device_info *device) {
   const moelora_variant *other;
   if (v->device == MOELORA_CPU || v->format == format)
     return v;
   for (int32_t i = 0; (other = moelora_variant_at(i)); i++)
-    if (other->format == format && other->device == v->device && other->dtype == v->dtype &&
+    if (other->role == v->role && other->format == format && other->dtype == v->dtype &&
         other->needs == v->needs && other->block_m == v->block_m && other->cluster == v->cluster &&
-        !other->decode)
+        moelora_variant_runs_on(other, device))
       return other;
   return NULL;
 }
 
 /* Element by element, the tiles above 32 rows would spill registers: they have no such kernel. */
-static bool serves(const moelora_variant *v, const access *access) {
+static bool serves(const moelora_variant *v, const access *access,
+                   const moelora_device_info *device) {
   if (v->device == MOELORA_CPU)
     return true;
-  if (v->format != access->format || (access->layer && !of_format(v, access->second)))
+  if (v->format != access->format || (access->layer && !of_format(v, access->second, device)))
     return false;
-  if (v->decode)
+  if (v->role == MOELORA_ROLE_LAYER)
     return access->decode;
   if (v->needs == MOELORA_SM90)
     return access->tma && (v->cluster == 1 || access->layer);
@@ -241,13 +150,14 @@ static const moelora_variant *choose(const moelora_device_info *device, moelora_
                                      shape want, const access *access) {
   const moelora_variant *best = NULL, *v;
   for (int32_t i = 0; (v = moelora_variant_at(i)); i++) {
-    if (v->dtype != dtype || !moelora_variant_runs_on(v, device))
+    const bool layer = v->role == MOELORA_ROLE_LAYER;
+    if (!layer && v->role != MOELORA_ROLE_GEMM)
       continue;
-    if (!serves(v, access))
+    if (v->dtype != dtype || !moelora_variant_runs_on(v, device) || !serves(v, access, device))
       continue;
-    if (v->decode && access->few)
+    if (layer && access->few)
       return v;
-    if (v->decode)
+    if (layer)
       continue;
     if (!best || v->needs > best->needs ||
         (v->needs == best->needs && (want.block == 0 || is_nearer(v, best, want))))
@@ -256,56 +166,166 @@ static const moelora_variant *choose(const moelora_device_info *device, moelora_
   return best;
 }
 
-/* The forced variant if it serves, else the best of the table. */
-static moelora_status pick_variant(const moelora_routes *routes, moelora_dtype dtype,
-                                   const access *access, const moelora_device_info *device,
-                                   const moelora_variant **picked) {
-  pthread_once(&environment_once, read_environment);
-  MOELORA_REQUIRE(!forced_unknown, "MOELORA_FORCE_VARIANT is '%s': no such variant",
-                  getenv("MOELORA_FORCE_VARIANT"));
-  MOELORA_REQUIRE(!limit_unknown, "MOELORA_MAX_CC is '%s', expected a number such as 80",
-                  getenv("MOELORA_MAX_CC"));
-  const moelora_variant *variant = forced_variant;
-  if (!variant || variant->dtype != dtype || !moelora_variant_runs_on(variant, device) ||
-      !serves(variant, access)) {
-    const bool cuda = device->device == MOELORA_CUDA;
-    variant = choose(device, dtype, cuda ? pick_cuda_shape(rows_per_expert(routes)) : (shape){0, 1},
-                     access);
+/* A forced layer or projection if it serves. */
+static const moelora_variant *forced_for(moelora_dtype dtype, const access *access,
+                                         const moelora_device_info *device) {
+  static const moelora_role roles[] = {MOELORA_ROLE_LAYER, MOELORA_ROLE_GEMM};
+  for (int32_t i = 0; i < 2; i++) {
+    const moelora_variant *variant = moelora_forced(roles[i], dtype, device);
+    if (variant && serves(variant, access, device))
+      return variant;
   }
-  if (!variant && access->format != MOELORA_NATIVE)
+  return NULL;
+}
+
+static moelora_status refuse(moelora_dtype dtype, const access *access,
+                             const moelora_device_info *device) {
+  if (device->device == MOELORA_CUDA && access->format != MOELORA_NATIVE)
     return moelora_fail(MOELORA_UNSUPPORTED,
                         "no %s kernel for %s weights and CUDA compute capability %d.%d",
                         moelora_dtype_name(dtype), moelora_format_name(access->format),
                         device->compute_capability / 10, device->compute_capability % 10);
-  if (!variant && device->device == MOELORA_CUDA)
+  if (device->device == MOELORA_CUDA)
     return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for CUDA compute capability %d.%d",
                         moelora_dtype_name(dtype), device->compute_capability / 10,
                         device->compute_capability % 10);
-  if (!variant)
-    return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for this CPU",
-                        moelora_dtype_name(dtype));
-  *picked = variant;
-  return MOELORA_OK;
+  return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for this CPU", moelora_dtype_name(dtype));
+}
+
+/* The forced variant if it serves, else the best of the table. */
+static moelora_status pick_variant(int64_t rows, moelora_dtype dtype, const access *access,
+                                   const moelora_device_info *device,
+                                   const moelora_variant **picked) {
+  MOELORA_TRY(moelora_check_told());
+  const bool cuda = device->device == MOELORA_CUDA;
+  *picked = forced_for(dtype, access, device);
+  if (!*picked)
+    *picked = choose(device, dtype, cuda ? pick_cuda_shape(rows) : (shape){0, 1}, access);
+  return *picked ? MOELORA_OK : refuse(dtype, access, device);
+}
+
+moelora_status moelora_plan_cpu(moelora_dtype dtype, const moelora_device_info *device,
+                                const moelora_variant **picked) {
+  const access any = {.vectors = true};
+  return pick_variant(1, dtype, &any, device, picked);
+}
+
+/* ---- what goes with a projection ---- */
+
+/* Of tokens, that L2 keeps while weights stream by: a quarter of it. */
+static int32_t near_elements_of(const moelora_device_info *device) {
+  return device->l2_bytes / 4 / 2;
+}
+
+/* x of a projection: rows of the problem's, or rows in the workspace by position. */
+typedef struct projection_x {
+  const void *data;
+  int64_t stride;
+  int64_t rows_each; /* routed rows that share a row of x; 0: by position */
+} projection_x;
+
+static moelora_shrink_plan plan_shrink(const moelora_routes *routes, const projection_x *x,
+                                       int64_t depth, const moelora_factors *lora,
+                                       const moelora_variant *gemm, const moelora_align_plan *align,
+                                       const moelora_variant *tuned,
+                                       const moelora_device_info *device) {
+  if (!routes->token_lora_mapping.data || lora->num_slices == 0)
+    return (moelora_shrink_plan){0};
+  const int64_t pairs = (int64_t)routes->num_experts * routes->max_loras;
+  const int64_t blocks = moelora_max_blocks(routes, gemm->block_m, gemm->cluster);
+  const moelora_shrink_load load = {
+      .dtype = gemm->dtype,
+      .family = (moelora_family)gemm->needs,
+      .rows = routes->num_rows,
+      .segments = routes->num_rows < pairs ? routes->num_rows : pairs,
+      .columns = moelora_padded_columns(lora),
+      .depth = depth,
+      .vectors = moelora_is_vector_row(x->data, x->stride, depth) &&
+                 moelora_are_vector_factors(lora->a, lora->num_slices),
+      .boxes = moelora_are_boxes(
+          lora, x->rows_each ? routes->num_rows / x->rows_each : blocks * gemm->block_m, x->stride),
+      .listed = align->segments > 0,
+      .tuned = tuned,
+      .max_blocks = blocks,
+      .by_position = x->rows_each == 0};
+  return moelora_plan_shrink_blocks(&load, device);
+}
+
+static bool sum_serves(const moelora_variant *v, bool vectors) {
+  return v && (v->elements || vectors);
+}
+
+const moelora_variant *moelora_plan_sum(moelora_dtype dtype, bool vectors,
+                                        const moelora_variant *tuned,
+                                        const moelora_device_info *device) {
+  const moelora_variant *forced = moelora_forced(MOELORA_ROLE_SUM, dtype, device);
+  if (sum_serves(forced, vectors))
+    return forced;
+  if (sum_serves(tuned, vectors))
+    return tuned;
+  return moelora_variant_like(&(moelora_variant){.device = MOELORA_CUDA,
+                                                 .dtype = dtype,
+                                                 .role = MOELORA_ROLE_SUM,
+                                                 .needs = MOELORA_SM80,
+                                                 .elements = !vectors});
 }
 
 moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                                  const moelora_device_info *device, moelora_gemm_plan *plan) {
+  const moelora_routes *routes = &problem->routes;
   access access = {.layer = false, .format = moelora_kernel_format(problem->w.format)};
   access.vectors = moelora_is_vector_weights(&problem->w) &&
                    moelora_is_vector_row(problem->x, problem->x_stride, problem->w.k) &&
                    moelora_is_vector_row(problem->out, problem->out_stride[0], problem->w.n) &&
                    problem->out_stride[1] % 8 == 0;
   access.tma = access.vectors && is_tma_weights(&problem->w);
-  return pick_variant(&problem->routes, problem->dtype, &access, device, &plan->variant);
+  *plan = (moelora_gemm_plan){0};
+  MOELORA_TRY(pick_variant(moelora_rows_per_expert(routes), problem->dtype, &access, device,
+                           &plan->variant));
+  if (device->device == MOELORA_CPU)
+    return MOELORA_OK;
+  const moelora_variant *v = plan->variant;
+  const projection_x x = {problem->x, problem->x_stride, problem->x_per_row ? 1 : routes->top_k};
+  plan->near_elements = near_elements_of(device);
+  moelora_plan_blocks(routes, v->block_m, v->cluster, device, NULL, &plan->align);
+  plan->shrink =
+      plan_shrink(routes, &x, problem->w.k, &problem->lora, v, &plan->align, NULL, device);
+  return MOELORA_OK;
 }
 
 /* What was measured goes before the table, and after a forced variant. */
 static const moelora_variant *prefer_tuned(const moelora_variant *tuned,
                                            const moelora_variant *picked, const access *access,
                                            const moelora_device_info *device) {
-  const bool better = tuned && picked != forced_variant && moelora_variant_runs_on(tuned, device) &&
-                      serves(tuned, access);
+  const bool better = tuned && !moelora_is_forced(picked) &&
+                      moelora_variant_runs_on(tuned, device) && serves(tuned, access, device);
   return better ? tuned : picked;
+}
+
+/* All around the projections of a layer, which `gemm` serves. */
+static void plan_around(const moelora_experts_problem *p, const moelora_variant *gemm,
+                        const moelora_device_info *device, const moelora_device_info *seen,
+                        moelora_experts_plan *plan) {
+  const moelora_routes *routes = &p->routes;
+  const moelora_variant *tuned[MOELORA_ROLES];
+  for (int32_t role = 0; role < MOELORA_ROLES; role++) {
+    tuned[role] = moelora_tuned_variant(p, seen, (moelora_role)role);
+    if (tuned[role] && !moelora_variant_runs_on(tuned[role], device))
+      tuned[role] = NULL;
+  }
+  /* Scaled hidden states, and h, lie in the workspace. */
+  const bool scaled = p->apply_router_weight_on_input;
+  const projection_x x = {scaled ? NULL : p->x, scaled ? p->hidden : p->x_stride, routes->top_k};
+  const projection_x h = {NULL, p->intermediate, 0};
+  plan->near_elements = near_elements_of(device);
+  moelora_plan_blocks(routes, gemm->block_m, gemm->cluster, device, tuned[MOELORA_ROLE_SORT],
+                      &plan->align);
+  plan->shrink[0] = plan_shrink(routes, &x, p->hidden, &p->w13_lora, gemm, &plan->align,
+                                tuned[MOELORA_ROLE_SHRINK], device);
+  plan->shrink[1] = plan_shrink(routes, &h, p->intermediate, &p->w2_lora, gemm, &plan->align,
+                                tuned[MOELORA_ROLE_SHRINK], device);
+  plan->sum = moelora_plan_sum(p->dtype, moelora_is_vector_row(p->out, p->out_stride, p->hidden),
+                               tuned[MOELORA_ROLE_SUM], device);
 }
 
 moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
@@ -328,97 +348,25 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
   access.few = access.decode && problem->routes.num_tokens <= FEW_TOKENS &&
                (problem->routes.num_tokens == 1 || problem->routes.num_rows <= FEW_ROWS);
   const moelora_variant *picked;
-  MOELORA_TRY(pick_variant(&problem->routes, problem->dtype, &access, device, &picked));
-  const moelora_device_info seen = limited(device);
+  const int64_t rows = moelora_rows_per_expert(&problem->routes);
+  MOELORA_TRY(pick_variant(rows, problem->dtype, &access, device, &picked));
+  const moelora_device_info seen = moelora_limited(device);
   *plan = (moelora_experts_plan){0};
-  plan->variant = prefer_tuned(moelora_tuned_variant(problem, &seen), picked, &access, device);
+  plan->variant = prefer_tuned(moelora_tuned_variant(problem, &seen, MOELORA_ROLE_GEMM), picked,
+                               &access, device);
   const moelora_variant *last = plan->variant;
-  if (plan->variant->decode) {
+  if (plan->variant->role == MOELORA_ROLE_LAYER) {
     access.decode = false;
-    last = plan->staged =
-        choose(&seen, problem->dtype, pick_cuda_shape(rows_per_expert(&problem->routes)), &access);
+    last = forced_for(problem->dtype, &access, device);
+    if (!last)
+      last = choose(&seen, problem->dtype, pick_cuda_shape(rows), &access);
+    plan->staged = last;
   }
-  plan->w2 = of_format(last, access.second);
+  plan->w2 = of_format(last, access.second, device);
   /* Rows that wait for their sum do so in float32, so that the sum alone rounds, where they are
    * few; elsewhere their traffic would cost a twentieth to a fifth of the layer. */
   plan->partial_f32 = device->device == MOELORA_CPU || last->block_m <= MOELORA_FLOAT_ROWS;
+  if (device->device == MOELORA_CUDA)
+    plan_around(problem, last, device, &seen, plan);
   return MOELORA_OK;
-}
-
-moelora_status moelora_plan_delta(const moelora_routes *routes, moelora_dtype dtype,
-                                  const moelora_device_info *device, moelora_delta_plan *plan) {
-  *plan = (moelora_delta_plan){0};
-  if (device->device == MOELORA_CPU) {
-    const access any = {.vectors = true};
-    return pick_variant(routes, dtype, &any, device, &plan->variant);
-  }
-  if (dtype == MOELORA_F32 || device->compute_capability < 80)
-    return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for CUDA compute capability %d.%d",
-                        moelora_dtype_name(dtype), device->compute_capability / 10,
-                        device->compute_capability % 10);
-  plan->family = moelora_family_of(device);
-  return MOELORA_OK;
-}
-
-/* ---- log ---- */
-
-/* variant: NULL where none is of the table. */
-static void log_plan(const char *operator, const char *shape, moelora_dtype dtype,
-                     const moelora_routes *routes, const moelora_device_info *device,
-                     const char *kernels, const moelora_variant *variant,
-                     const moelora_variant *tuned) {
-  const int32_t capability = limited(device).compute_capability;
-  char where[48], blocks[32] = "";
-  if (capability != device->compute_capability)
-    snprintf(where, sizeof where, "sm_%d as sm_%d, %d SMs", device->compute_capability, capability,
-             device->num_units);
-  else if (device->device == MOELORA_CUDA)
-    snprintf(where, sizeof where, "sm_%d, %d SMs", device->compute_capability, device->num_units);
-  else
-    snprintf(where, sizeof where, "isa %#x, %d threads", device->cpu_isa, device->num_units);
-  if (variant)
-    snprintf(blocks, sizeof blocks, ", blocks of %d rows", variant->block_m);
-  const char *why = !variant                    ? ""
-                    : variant == forced_variant ? "; forced"
-                    : variant == tuned          ? "; tuned"
-                                                : "";
-  fprintf(stderr, "moelora: %s %s M=%lld top_k=%d E=%d %s: %s%s (%s; %lld rows per expert%s)\n",
-          operator, moelora_dtype_name(dtype), (long long)routes->num_tokens, routes->top_k,
-          routes->num_experts, shape, kernels, blocks, where, (long long)rows_per_expert(routes),
-          why);
-}
-
-void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device_info *device,
-                       const moelora_gemm_plan *plan) {
-  last = (struct last){.gemm = plan->variant};
-  if (moelora_log() < MOELORA_LOG_PLAN)
-    return;
-  char shape[64];
-  snprintf(shape, sizeof shape, "N=%lld K=%lld", (long long)problem->w.n, (long long)problem->w.k);
-  log_plan("gemm", shape, problem->dtype, &problem->routes, device, plan->variant->name,
-           plan->variant, NULL);
-}
-
-void moelora_note_experts(const moelora_experts_problem *problem, const moelora_device_info *device,
-                          const moelora_experts_plan *plan) {
-  last = (struct last){.experts = plan->variant,
-                       .w2 = plan->variant->decode ? plan->variant : plan->w2};
-  if (moelora_log() < MOELORA_LOG_PLAN)
-    return;
-  char shape[64];
-  snprintf(shape, sizeof shape, "K=%lld I=%lld", (long long)problem->hidden,
-           (long long)problem->intermediate);
-  const moelora_device_info seen = limited(device);
-  log_plan("experts", shape, problem->dtype, &problem->routes, device, plan->variant->name,
-           plan->variant, moelora_tuned_variant(problem, &seen));
-}
-
-void moelora_note_delta(const char *operator, const moelora_routes *routes, moelora_dtype dtype,
-                        const moelora_device_info *device, const moelora_delta_plan *plan) {
-  last = (struct last){.delta = delta_kernels(plan)};
-  if (moelora_log() < MOELORA_LOG_PLAN)
-    return;
-  char shape[32];
-  snprintf(shape, sizeof shape, "max_loras=%d", routes->max_loras);
-  log_plan(operator, shape, dtype, routes, device, last.delta, plan->variant, NULL);
 }

@@ -49,6 +49,7 @@ typedef struct prepared {
   union {
     struct {
       moelora_align_problem problem;
+      moelora_align_plan plan;
     } align;
     struct {
       moelora_gemm_problem problem;
@@ -60,6 +61,7 @@ typedef struct prepared {
     } experts;
     struct {
       moelora_align_lists_problem problem;
+      moelora_align_plan plan;
     } align_lists;
     struct {
       moelora_delta_problem problem;
@@ -108,7 +110,8 @@ static moelora_status finish(moelora_call *call, prepared *p, size_t workspace,
 /* Alignment runs for an empty batch too, as its outputs must be filled. */
 
 static moelora_status launch_align(const prepared *call, const moelora_exec *exec) {
-  return call->backend->align(&call->of.align.problem, exec);
+  moelora_note_align(&call->of.align.problem.routes, &call->device, &call->of.align.plan);
+  return call->backend->align(&call->of.align.problem, &call->of.align.plan, exec);
 }
 
 moelora_status moelora_prepare_align(const moelora_align_args *args, const moelora_exec *exec,
@@ -119,8 +122,10 @@ moelora_status moelora_prepare_align(const moelora_align_args *args, const moelo
   MOELORA_TRY(moelora_check_align(args, problem));
   if (!p->backend->align)
     return unsupported(p, "moelora_align");
-  return finish(call, p, p->backend->align_workspace(problem), launch_align, &problem->routes, NULL,
-                0);
+  moelora_align_plan *plan = &p->of.align.plan;
+  MOELORA_TRY(moelora_plan_align(problem, &p->device, plan));
+  return finish(call, p, p->backend->align_workspace(problem, plan), launch_align, &problem->routes,
+                NULL, 0);
 }
 
 static moelora_status launch_gemm(const prepared *call, const moelora_exec *exec) {
@@ -174,7 +179,10 @@ moelora_status moelora_prepare_experts(const moelora_experts_args *args, const m
 }
 
 static moelora_status launch_align_lists(const prepared *call, const moelora_exec *exec) {
-  return call->backend->align_lists(&call->of.align_lists.problem, exec);
+  moelora_note_align(&call->of.align_lists.problem.routes, &call->device,
+                     &call->of.align_lists.plan);
+  return call->backend->align_lists(&call->of.align_lists.problem, &call->of.align_lists.plan,
+                                    exec);
 }
 
 moelora_status moelora_prepare_align_lists(const moelora_align_lists_args *args,
@@ -185,7 +193,9 @@ moelora_status moelora_prepare_align_lists(const moelora_align_lists_args *args,
   MOELORA_TRY(moelora_check_align_lists(args, problem));
   if (!p->backend->align_lists)
     return unsupported(p, "moelora_align_lists");
-  return finish(call, p, p->backend->align_lists_workspace(problem), launch_align_lists,
+  moelora_align_plan *plan = &p->of.align_lists.plan;
+  MOELORA_TRY(moelora_plan_align_lists(problem, &p->device, plan));
+  return finish(call, p, p->backend->align_lists_workspace(problem, plan), launch_align_lists,
                 &problem->routes, NULL, 0);
 }
 
@@ -210,7 +220,7 @@ moelora_status moelora_prepare_delta(const moelora_delta_args *args, const moelo
     return MOELORA_OK;
   if (!p->backend->delta)
     return unsupported(p, "moelora_delta");
-  MOELORA_TRY(moelora_plan_delta(&problem->routes, problem->dtype, &p->device, plan));
+  MOELORA_TRY(moelora_plan_delta(problem, &p->device, plan));
   const named_size sizes[] = {
       {"K", problem->k}, {"columns", problem->columns}, {"R", problem->lora.max_rank}};
   return finish(call, p, p->backend->delta_workspace(problem, plan, exec), launch_delta,
@@ -235,7 +245,7 @@ moelora_status moelora_prepare_mlp_delta(const moelora_mlp_delta_args *args,
     return MOELORA_OK;
   if (!p->backend->mlp_delta)
     return unsupported(p, "moelora_mlp_delta");
-  MOELORA_TRY(moelora_plan_delta(&problem->routes, problem->dtype, &p->device, plan));
+  MOELORA_TRY(moelora_plan_mlp_delta(problem, &p->device, plan));
   const named_size sizes[] = {
       {"K", problem->hidden},
       {"I", problem->intermediate},

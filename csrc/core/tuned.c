@@ -40,7 +40,8 @@ static moelora_status check_row(const moelora_tuned_plan *plan, const moelora_va
     MOELORA_REQUIRE(sizes[i].value >= 1, "plan.%s is %lld, expected at least 1", sizes[i].name,
                     (long long)sizes[i].value);
   MOELORA_REQUIRE(variant, "variant '%s' does not exist", plan->variant);
-  MOELORA_REQUIRE(variant->device == plan->device && variant->dtype == plan->dtype,
+  MOELORA_REQUIRE(variant->device == plan->device &&
+                      (variant->dtype == plan->dtype || variant->dtype == MOELORA_I32),
                   "variant '%s' is for another device or another dtype", plan->variant);
   return MOELORA_OK;
 }
@@ -48,7 +49,7 @@ static moelora_status check_row(const moelora_tuned_plan *plan, const moelora_va
 moelora_status moelora_add_tuned_plan(const moelora_tuned_plan *plan) {
   moelora_clear_error();
   MOELORA_REQUIRE(plan && plan->variant, "plan or plan.variant is NULL");
-  const moelora_variant *variant = moelora_find_variant(plan->variant);
+  const moelora_variant *variant = moelora_find_variant(plan->variant, strlen(plan->variant));
   MOELORA_TRY(check_row(plan, variant));
   pthread_mutex_lock(&lock);
   int32_t at = num_rows;
@@ -76,8 +77,12 @@ static bool is_better(const row *candidate, const row *best, int64_t tokens) {
   return new >= tokens ? new <= old : new >= old;
 }
 
+static moelora_role role_of(const moelora_variant *variant) {
+  return variant->role == MOELORA_ROLE_LAYER ? MOELORA_ROLE_GEMM : variant->role;
+}
+
 const moelora_variant *moelora_tuned_variant(const moelora_experts_problem *problem,
-                                             const moelora_device_info *device) {
+                                             const moelora_device_info *device, moelora_role role) {
   const int32_t count = num_rows;
   const row *best = NULL;
   bool known = false;
@@ -86,9 +91,9 @@ const moelora_variant *moelora_tuned_variant(const moelora_experts_problem *prob
     if (!is_device(key, device))
       continue;
     known = true;
-    if (key->dtype == problem->dtype && key->num_experts == problem->routes.num_experts &&
-        key->top_k == problem->routes.top_k && key->hidden == problem->hidden &&
-        key->intermediate == problem->intermediate &&
+    if (role_of(rows[i].variant) == role && key->dtype == problem->dtype &&
+        key->num_experts == problem->routes.num_experts && key->top_k == problem->routes.top_k &&
+        key->hidden == problem->hidden && key->intermediate == problem->intermediate &&
         is_better(&rows[i], best, problem->routes.num_tokens))
       best = &rows[i];
   }

@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "core/plan.h"
+#include "cuda/variant_ids.h"
 
 /* Ids count from 0 in the order of each table. */
 enum {
@@ -9,64 +10,82 @@ enum {
 #include "cpu/variants.inc"
 #undef MOELORA_CPU_GEMM
 };
-enum {
-#define MOELORA_CUDA_GEMM(NAME, DTYPE, FORMAT, FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER) \
-  CUDA_##NAME,
-#define MOELORA_CUDA_DECODE(NAME, DTYPE, FAMILY) CUDA_##NAME,
-#include "cuda/variants.inc"
-#undef MOELORA_CUDA_DECODE
-#undef MOELORA_CUDA_GEMM
-};
+
+#define ROW(NAME, DTYPE, FAMILY, ROLE, ...)                                                        \
+  {.name = #NAME,                                                                                  \
+   .device = MOELORA_CUDA,                                                                         \
+   .dtype = MOELORA_##DTYPE,                                                                       \
+   .role = MOELORA_ROLE_##ROLE,                                                                    \
+   .needs = MOELORA_##FAMILY,                                                                      \
+   .id = CUDA_##NAME,                                                                              \
+   .stages = 1,                                                                                    \
+   __VA_ARGS__}
+#define ROWS(ROLE, NAME, STEM, FAMILY, ...)                                                        \
+  ROW(NAME##_bf16_##STEM, BF16, FAMILY, ROLE, __VA_ARGS__),                                        \
+      ROW(NAME##_f16_##STEM, F16, FAMILY, ROLE, __VA_ARGS__)
 
 /* CUDA rows are here in CPU builds too, so that their plans can be tested without a GPU. */
 static const moelora_variant variants[] = {
 #define MOELORA_CPU_GEMM(NAME, DTYPE, ISA, BLOCK_M, BLOCK_N, BLOCK_K)                              \
-  {                                                                                                \
-      .name = #NAME,                                                                               \
-      .device = MOELORA_CPU,                                                                       \
-      .dtype = MOELORA_##DTYPE,                                                                    \
-      .needs = MOELORA_ISA_##ISA,                                                                  \
-      .id = CPU_##NAME,                                                                            \
-      .block_m = BLOCK_M,                                                                          \
-      .block_n = BLOCK_N,                                                                          \
-      .block_k = BLOCK_K,                                                                          \
-      .stages = 1,                                                                                 \
-      .cluster = 1,                                                                                \
-  },
+  {.name = #NAME,                                                                                  \
+   .device = MOELORA_CPU,                                                                          \
+   .dtype = MOELORA_##DTYPE,                                                                       \
+   .role = MOELORA_ROLE_GEMM,                                                                      \
+   .needs = MOELORA_ISA_##ISA,                                                                     \
+   .id = CPU_##NAME,                                                                               \
+   .block_m = BLOCK_M,                                                                             \
+   .block_n = BLOCK_N,                                                                             \
+   .block_k = BLOCK_K,                                                                             \
+   .stages = 1,                                                                                    \
+   .cluster = 1},
 #include "cpu/variants.inc"
 #undef MOELORA_CPU_GEMM
 #define MOELORA_CUDA_GEMM(NAME, DTYPE, FORMAT, FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER) \
-  {                                                                                                \
-      .name = #NAME,                                                                               \
-      .device = MOELORA_CUDA,                                                                      \
-      .dtype = MOELORA_##DTYPE,                                                                    \
-      .format = MOELORA_##FORMAT,                                                                  \
-      .needs = MOELORA_##FAMILY,                                                                   \
-      .id = CUDA_##NAME,                                                                           \
-      .block_m = BLOCK_M,                                                                          \
-      .block_n = BLOCK_N,                                                                          \
-      .block_k = BLOCK_K,                                                                          \
-      .stages = STAGES,                                                                            \
-      .cluster = CLUSTER,                                                                          \
-  },
+  {.name = #NAME,                                                                                  \
+   .device = MOELORA_CUDA,                                                                         \
+   .dtype = MOELORA_##DTYPE,                                                                       \
+   .role = MOELORA_ROLE_GEMM,                                                                      \
+   .format = MOELORA_##FORMAT,                                                                     \
+   .needs = MOELORA_##FAMILY,                                                                      \
+   .id = CUDA_##NAME,                                                                              \
+   .block_m = BLOCK_M,                                                                             \
+   .block_n = BLOCK_N,                                                                             \
+   .block_k = BLOCK_K,                                                                             \
+   .stages = STAGES,                                                                               \
+   .cluster = CLUSTER},
 /* An item is 16 weight rows by 8 tokens; a warp has 256 of its depth in flight. */
 #define MOELORA_CUDA_DECODE(NAME, DTYPE, FAMILY)                                                   \
-  {                                                                                                \
-      .name = #NAME,                                                                               \
-      .device = MOELORA_CUDA,                                                                      \
-      .dtype = MOELORA_##DTYPE,                                                                    \
-      .needs = MOELORA_##FAMILY,                                                                   \
-      .id = CUDA_##NAME,                                                                           \
-      .block_m = MOELORA_DECODE_TOKENS,                                                            \
-      .block_n = 16,                                                                               \
-      .block_k = 256,                                                                              \
-      .stages = 1,                                                                                 \
-      .cluster = 1,                                                                                \
-      .decode = true,                                                                              \
-  },
+  ROW(NAME, DTYPE, FAMILY, LAYER, .block_m = MOELORA_DECODE_TOKENS, .block_n = 16, .block_k = 256, \
+      .cluster = 1),
+#define MOELORA_CUDA_SORT(STEM, ITEMS)                                                             \
+  ROW(sort_i32_##STEM, I32, SM80, SORT, .block_m = ITEMS, .cluster = 1),
+#define MOELORA_CUDA_SHRINK(STEM, METHOD, TILES, TEAMS, SPANS, TOKENS, CTAS, ELEMENTS)             \
+  ROWS(SHRINK, shrink, STEM, SM80, .method = MOELORA_SHRINK_##METHOD, .block_m = TOKENS,           \
+       .block_n = 16 * TILES * TEAMS,                                                              \
+       .cluster = MOELORA_SHRINK_##METHOD == MOELORA_SHRINK_WINDOWS ? 4 : 1,                       \
+       .warps = TEAMS * SPANS, .ctas = CTAS, .spans = SPANS, .elements = ELEMENTS),
+#define MOELORA_CUDA_SHRINK_SEGMENTS(STEM, FAMILY, TOKENS, RANKS, CTAS)                            \
+  ROWS(SHRINK, shrink, STEM, FAMILY, .method = MOELORA_SHRINK_SEGMENTS, .block_m = TOKENS,         \
+       .block_n = RANKS, .cluster = 1, .ctas = CTAS, .spans = 1),
+#define MOELORA_CUDA_EXPAND(STEM, STEPS, GATED, ELEMENTS, CTAS)                                    \
+  ROWS(EXPAND, expand, STEM, SM80, .method = MOELORA_EXPAND_STAGED, .block_m = 256,                \
+       .block_n = GATED ? 32 : 64, .block_k = 16 * STEPS, .cluster = 1,                            \
+       .warps = STEPS <= 2 ? 8 : 4, .ctas = CTAS, .elements = ELEMENTS, .gated = GATED),
+#define MOELORA_CUDA_EXPAND_THIN(STEM, STEPS, CTAS)                                                \
+  ROWS(EXPAND, expand, STEM, SM80, .method = MOELORA_EXPAND_THIN, .block_m = 32,                   \
+       .block_n = STEPS == 1 ? 64 : 32, .block_k = 16 * STEPS, .cluster = 1, .warps = 8,           \
+       .ctas = CTAS),
+#define MOELORA_CUDA_DELTA(STEM, STEPS, WARPS, CLUSTER)                                            \
+  ROWS(DELTA, delta, STEM, SM80, .block_m = 16, .block_n = STEPS == 1 ? 64 : 32,                   \
+       .block_k = 16 * STEPS, .cluster = CLUSTER, .warps = WARPS, .ctas = 16 / WARPS,              \
+       .spans = WARPS / STEPS),
+#define MOELORA_CUDA_MLP(STEM, ELEMENTS)                                                           \
+  ROWS(MLP, mlp, STEM, SM80, .block_m = 1, .cluster = 1, .warps = 16, .ctas = 2,                   \
+       .elements = ELEMENTS),
+#define MOELORA_CUDA_SUM(STEM, WIDTH)                                                              \
+  ROWS(SUM, sum, STEM, SM80, .block_m = 1, .block_n = WIDTH, .cluster = 1, .warps = 8,             \
+       .elements = WIDTH == 1),
 #include "cuda/variants.inc"
-#undef MOELORA_CUDA_DECODE
-#undef MOELORA_CUDA_GEMM
 };
 enum { NUM_VARIANTS = sizeof variants / sizeof *variants };
 
@@ -74,9 +93,24 @@ const moelora_variant *moelora_variant_at(int32_t index) {
   return index >= 0 && index < NUM_VARIANTS ? &variants[index] : NULL;
 }
 
-const moelora_variant *moelora_find_variant(const char *name) {
+const moelora_variant *moelora_find_variant(const char *name, size_t length) {
   for (int32_t i = 0; i < NUM_VARIANTS; i++)
-    if (strcmp(variants[i].name, name) == 0)
+    if (strncmp(variants[i].name, name, length) == 0 && variants[i].name[length] == '\0')
       return &variants[i];
+  return NULL;
+}
+
+static bool agrees(int32_t value, int32_t wanted) {
+  return wanted == 0 || value == wanted;
+}
+
+const moelora_variant *moelora_variant_like(const moelora_variant *like) {
+  for (const moelora_variant *v = variants; v < variants + NUM_VARIANTS; v++)
+    if (v->role == like->role && v->method == like->method && v->dtype == like->dtype &&
+        v->needs == like->needs && v->elements == like->elements && v->gated == like->gated &&
+        v->device == like->device && agrees(v->block_n, like->block_n) &&
+        agrees(v->block_k, like->block_k) && agrees(v->warps, like->warps) &&
+        agrees(v->ctas, like->ctas) && agrees(v->spans, like->spans))
+      return v;
   return NULL;
 }

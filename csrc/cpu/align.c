@@ -12,7 +12,9 @@ static moelora_routes align_routes(const moelora_align_problem *problem) {
   return routes;
 }
 
-size_t moelora_cpu_align_workspace(const moelora_align_problem *problem) {
+size_t moelora_cpu_align_workspace(const moelora_align_problem *problem,
+                                   const moelora_align_plan *plan) {
+  (void)plan;
   moelora_routes routes = align_routes(problem);
   moelora_arena arena = {0};
   moelora_sorted sorted;
@@ -67,7 +69,9 @@ static void mark_local(const moelora_routes *routes, const moelora_tables *table
       local[tables->expert_map[i]] = 1;
 }
 
-moelora_status moelora_cpu_align(const moelora_align_problem *problem, const moelora_exec *exec) {
+moelora_status moelora_cpu_align(const moelora_align_problem *problem,
+                                 const moelora_align_plan *plan, const moelora_exec *exec) {
+  (void)plan;
   moelora_routes routes = align_routes(problem);
   moelora_arena arena = {exec->workspace, 0};
   moelora_sorted sorted;

@@ -17,7 +17,9 @@ static lists_layout lay_out(const moelora_align_lists_problem *problem, void *ba
   return layout;
 }
 
-size_t moelora_cpu_align_lists_workspace(const moelora_align_lists_problem *problem) {
+size_t moelora_cpu_align_lists_workspace(const moelora_align_lists_problem *problem,
+                                         const moelora_align_plan *plan) {
+  (void)plan;
   return lay_out(problem, NULL).bytes;
 }
 
@@ -31,7 +33,8 @@ static void start_list(const moelora_align_lists_problem *problem, int32_t adapt
 }
 
 moelora_status moelora_cpu_align_lists(const moelora_align_lists_problem *problem,
-                                       const moelora_exec *exec) {
+                                       const moelora_align_plan *plan, const moelora_exec *exec) {
+  (void)plan;
   const moelora_routes *routes = &problem->routes;
   const moelora_list_blocks *lists = &problem->lists;
   lists_layout layout = lay_out(problem, exec->workspace);

@@ -157,8 +157,10 @@ void moelora_cpu_expand(const moelora_projection *projection, int64_t first, int
                         moelora_scratch *scratch);
 
 /* The operators. */
-size_t moelora_cpu_align_workspace(const moelora_align_problem *problem);
-moelora_status moelora_cpu_align(const moelora_align_problem *problem, const moelora_exec *exec);
+size_t moelora_cpu_align_workspace(const moelora_align_problem *problem,
+                                   const moelora_align_plan *plan);
+moelora_status moelora_cpu_align(const moelora_align_problem *problem,
+                                 const moelora_align_plan *plan, const moelora_exec *exec);
 size_t moelora_cpu_gemm_workspace(const moelora_gemm_problem *problem,
                                   const moelora_gemm_plan *plan, const moelora_exec *exec);
 moelora_status moelora_cpu_gemm(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
@@ -167,9 +169,10 @@ size_t moelora_cpu_experts_workspace(const moelora_experts_problem *problem,
                                      const moelora_experts_plan *plan, const moelora_exec *exec);
 moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
                                    const moelora_experts_plan *plan, const moelora_exec *exec);
-size_t moelora_cpu_align_lists_workspace(const moelora_align_lists_problem *problem);
+size_t moelora_cpu_align_lists_workspace(const moelora_align_lists_problem *problem,
+                                         const moelora_align_plan *plan);
 moelora_status moelora_cpu_align_lists(const moelora_align_lists_problem *problem,
-                                       const moelora_exec *exec);
+                                       const moelora_align_plan *plan, const moelora_exec *exec);
 size_t moelora_cpu_delta_workspace(const moelora_delta_problem *problem,
                                    const moelora_delta_plan *plan, const moelora_exec *exec);
 moelora_status moelora_cpu_delta(const moelora_delta_problem *problem,

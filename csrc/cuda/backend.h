@@ -9,8 +9,10 @@ extern "C" {
 #endif
 
 /* align.cu */
-size_t moelora_cuda_align_workspace(const moelora_align_problem *problem);
-moelora_status moelora_cuda_align(const moelora_align_problem *problem, const moelora_exec *exec);
+size_t moelora_cuda_align_workspace(const moelora_align_problem *problem,
+                                    const moelora_align_plan *plan);
+moelora_status moelora_cuda_align(const moelora_align_problem *problem,
+                                  const moelora_align_plan *plan, const moelora_exec *exec);
 
 /* delta.cu */
 size_t moelora_cuda_delta_workspace(const moelora_delta_problem *problem,
@@ -23,9 +25,10 @@ moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem *problem,
                                       const moelora_delta_plan *plan, const moelora_exec *exec);
 
 /* align/lists.cu */
-size_t moelora_cuda_align_lists_workspace(const moelora_align_lists_problem *problem);
+size_t moelora_cuda_align_lists_workspace(const moelora_align_lists_problem *problem,
+                                          const moelora_align_plan *plan);
 moelora_status moelora_cuda_align_lists(const moelora_align_lists_problem *problem,
-                                        const moelora_exec *exec);
+                                        const moelora_align_plan *plan, const moelora_exec *exec);
 
 /* pack.cu */
 moelora_status moelora_cuda_pack(const moelora_pack_problem *problem, const moelora_exec *exec);

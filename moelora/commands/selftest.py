@@ -76,7 +76,7 @@ def run() -> Iterator[tuple[str, str]]:
         device = "cuda" if "_sm" in variant else "cpu"
         _C.force_variant(variant)
         try:
-            yield variant, _guard(_layer, DTYPES[variant.split("_")[1]], device)
+            yield variant, _guard(_layer, DTYPES.get(variant.split("_")[1], torch.bfloat16), device)
         finally:
             _C.force_variant(None)
 

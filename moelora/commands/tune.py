@@ -44,9 +44,9 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def candidates(dtype: str, device: str) -> list[str]:
-    """Variants that this machine can run on tensors of this dtype."""
-    gpu = device == "cuda"
-    return [v for v in _C.usable() if v.split("_")[1] == SHORT[dtype] and ("_sm" in v) == gpu]
+    """Projections and whole layers that this machine can run on tensors of this dtype."""
+    gpu, names = device == "cuda", tuple(f"{role}_{SHORT[dtype]}_" for role in ("gemm", "decode"))
+    return [v for v in _C.usable() if v.startswith(names) and ("_sm" in v) == gpu]
 
 
 class Tuner:

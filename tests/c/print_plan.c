@@ -5,9 +5,15 @@
  *
  * with RANK 0 for no adapters; the answer on stdout is the plan of the layer,
  *
- *   VARIANT BLOCK_ROWS STAGED       or       error: MESSAGE
+ *   VARIANT BLOCK_ROWS STAGED SORT SHRINK13 SHRINK2 SUM       or       error: MESSAGE
  *
- * where STAGED is what stands in for a layer in one launch, - for others.
+ * where STAGED is what stands in for a layer in one launch, - for others, and kernels that are not
+ * needed are -, as they all are on a CPU. With a first argument `delta` the lines are deltas of x
+ * [M, K] to [M, TOP_K, I], and the answer is
+ *
+ *   ONE ORDER SORT SHRINK SPLITS EXPAND WAVES
+ *
+ * where ONE is both halves in one launch.
  *
  * Arguments are tuned plans, nine words each:
  *
@@ -66,8 +72,36 @@ static int shared_kib(int capability) {
   }
 }
 
+static const char *name_of(const moelora_variant *variant) {
+  return variant ? variant->name : "-";
+}
+
+static void print_delta(const moelora_experts_problem *layer, const moelora_device_info *device) {
+  const moelora_delta_problem problem = {
+      .routes = layer->routes,
+      .dtype = layer->dtype,
+      .lora = layer->w2_lora,
+      .k = layer->hidden,
+      .columns = layer->w2_lora.slice_n,
+      .x = layer->x,
+      .x_stride = layer->hidden,
+      .out = layer->out,
+      .out_stride = {layer->routes.top_k * layer->w2_lora.slice_n, layer->w2_lora.slice_n},
+      .add_inputs = true,
+  };
+  static const char *const orders[] = {"route", "grouped", "sorted", "listed"};
+  moelora_delta_plan plan;
+  if (moelora_plan_delta(&problem, device, &plan) != MOELORA_OK)
+    printf("error: %s\n", moelora_error_message());
+  else
+    printf("%s %s %s %s %d %s %d\n", name_of(plan.one), orders[plan.order],
+           name_of(plan.align.rows.variant), name_of(plan.shrink[0].variant), plan.shrink[0].splits,
+           name_of(plan.expand[0].variant), plan.expand[0].waves);
+}
+
 int main(int argc, char **argv) {
-  for (int i = 1; i + 9 <= argc; i += 9)
+  const bool deltas = argc > 1 && strcmp(argv[1], "delta") == 0;
+  for (int i = 1 + deltas; i + 9 <= argc; i += 9)
     add_tuned_plan(argv + i);
   char dtype[16], kind[8];
   long long tokens, top_k, experts, global, hidden, inner, rank;
@@ -91,6 +125,10 @@ int main(int argc, char **argv) {
         .dtype = parse_dtype(dtype),
         .hidden = hidden,
         .intermediate = inner,
+        .x = memory,
+        .x_stride = hidden,
+        .out = memory,
+        .out_stride = hidden,
         .w13 = {.data = memory,
                 .n = 2 * inner,
                 .k = hidden,
@@ -114,11 +152,23 @@ int main(int argc, char **argv) {
       device = (moelora_device_info){.device = MOELORA_CUDA,
                                      .compute_capability = level,
                                      .num_units = 132,
-                                     .shared_bytes = shared_kib(level) * 1024};
+                                     .l2_bytes = 60 << 20,
+                                     .shared_bytes = shared_kib(level) * 1024,
+                                     .overlaps = level >= 90};
+    for (int i = 0; i < 2; i++) {
+      problem.w13_lora.a[i] = problem.w2_lora.a[i] = (moelora_factor){memory, 8, 8, hidden};
+      problem.w13_lora.b[i] = problem.w2_lora.b[i] = (moelora_factor){memory, 8, 8, rank};
+    }
+    if (deltas) {
+      problem.w2_lora.slice_n = inner;
+      print_delta(&problem, &device);
+      continue;
+    }
     moelora_experts_plan plan;
     if (moelora_plan_experts(&problem, &device, &plan) == MOELORA_OK)
-      printf("%s %d %s\n", plan.variant->name, plan.variant->block_m,
-             plan.staged ? plan.staged->name : "-");
+      printf("%s %d %s %s %s %s %s\n", plan.variant->name, plan.variant->block_m,
+             name_of(plan.staged), name_of(plan.align.rows.variant),
+             name_of(plan.shrink[0].variant), name_of(plan.shrink[1].variant), name_of(plan.sum));
     else
       printf("error: %s\n", moelora_error_message());
   }

@@ -9,13 +9,12 @@
 #include "cuda/adapters/delta_rows.cuh"
 #include "cuda/launch/bounds.cuh"
 #include "cuda/launch/kernel_launch.cuh"
-#include "cuda/adapters/shrink_product.cuh"
 #include "cuda/layer/sum.cuh"
+#include "cuda/variant_ids.h"
 
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kGroupedRows = 512; // the largest window
 
 /* ---- kernels around the two halves ---- */
 
@@ -95,61 +94,51 @@ moelora_status clear(uint8_t *to, int64_t bytes, const moelora_exec *exec) {
                                     (uint32_t *)to, words);
 }
 
-template <class T, class Z> moelora_status combine_as(const Combine &c, const moelora_exec *exec) {
-  const int64_t tokens = c.rows.routes.num_tokens;
-  if (moelora_is_vector_row(c.out, c.out_stride, c.columns))
-    return launch_kernel<combine_rows<T, Z, 8>>(
-        "delta_combine", blocks_for(tokens * (c.columns / 8)), kThreads, 0, exec, c);
-  return launch_kernel<combine_rows<T, Z, 1>>("delta_combine", blocks_for(tokens * c.columns),
-                                              kThreads, 0, exec, c);
+template <class T, int WIDTH>
+moelora_status combine_as(const Combine &c, bool z_f32, const moelora_exec *exec) {
+  const int64_t work = blocks_for(c.rows.routes.num_tokens * ((c.columns + WIDTH - 1) / WIDTH));
+  return z_f32 ? launch_kernel<combine_rows<T, float, WIDTH>>("delta_combine", work, kThreads, 0,
+                                                              exec, c)
+               : launch_kernel<combine_rows<T, T, WIDTH>>("delta_combine", work, kThreads, 0, exec,
+                                                          c);
 }
 
-moelora_status combine(const Combine &c, bool z_f32, moelora_dtype dtype,
+moelora_status combine(const Combine &c, bool z_f32, const moelora_variant *variant,
                        const moelora_exec *exec) {
-  if (dtype == MOELORA_BF16)
-    return z_f32 ? combine_as<__nv_bfloat16, float>(c, exec)
-                 : combine_as<__nv_bfloat16, __nv_bfloat16>(c, exec);
-  return z_f32 ? combine_as<__half, float>(c, exec) : combine_as<__half, __half>(c, exec);
+  switch (variant->id) {
+#define LAUNCH(NAME, T, WIDTH)                                                                     \
+  case CUDA_##NAME:                                                                                \
+    return combine_as<T, WIDTH>(c, z_f32, exec);
+#define MOELORA_CUDA_SUM(STEM, WIDTH)                                                              \
+  LAUNCH(sum_bf16_##STEM, __nv_bfloat16, WIDTH)                                                    \
+  LAUNCH(sum_f16_##STEM, __half, WIDTH)
+#include "cuda/variants.inc"
+#undef LAUNCH
+  }
+  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s sums nothing", variant->name);
 }
 
 /* ---- rows ---- */
 
-/* Bytes of all factors of one (expert, adapter) pair. */
-double pair_bytes(const moelora_factors *lora, int64_t k, bool shrinks, bool expands) {
-  return 2.0 * lora->num_slices * lora->max_rank *
-         ((shrinks ? (double)k : 0.0) + (expands ? (double)lora->slice_n : 0.0));
-}
-
-/* A sort takes as long as reading about 20 MB, grouping windows where they are loaded as long as 2
- * MB, if the rows make one window or two. */
-delta_order order_for(const moelora_routes *routes, double bytes_of_pair) {
-  const double repeated =
-      (double)routes->num_rows - delta_expected_pairs(routes, delta_likely_adapters(routes));
-  if (routes->num_rows <= kGroupedRows &&
-      (int64_t)routes->num_experts * routes->max_loras <= DELTA_MAX_GROUPS)
-    return repeated * bytes_of_pair > 2e6 ? DELTA_GROUPED : DELTA_BY_ROUTE;
-  return repeated * bytes_of_pair > 20e6 ? DELTA_SORTED : DELTA_BY_ROUTE;
-}
-
 } // namespace
 
-extern "C" delta_sorted delta_take_sorted(const moelora_routes *routes, moelora_arena *arena) {
+extern "C" delta_sorted delta_take_sorted(const moelora_routes *routes,
+                                          const moelora_align_plan *plan, moelora_arena *arena) {
   delta_sorted sorted = {};
   const size_t bytes = sizeof(int32_t) * (size_t)routes->num_rows;
   sorted.row = (int32_t *)moelora_take(arena, bytes);
   sorted.expert = (int32_t *)moelora_take(arena, bytes);
   sorted.adapter = (int32_t *)moelora_take(arena, bytes);
   sorted.count = (int32_t *)moelora_take(arena, sizeof(int32_t));
-  const int64_t segments = moelora_cuda_count_segments(routes);
-  if (segments > 0 && routes->num_rows >= DELTA_LONG_ROWS * routes->num_experts)
+  if (plan->segments > 0)
     sorted.segments =
-        (moelora_segment *)moelora_take(arena, sizeof(moelora_segment) * (size_t)segments);
-  sorted.scratch = moelora_take(arena, moelora_cuda_align_rows_workspace(routes, 1));
+        (moelora_segment *)moelora_take(arena, sizeof(moelora_segment) * (size_t)plan->segments);
+  sorted.scratch = moelora_take(arena, moelora_cuda_align_rows_workspace(routes, plan));
   return sorted;
 }
 
 extern "C" moelora_status delta_sort(const moelora_routes *routes, const delta_sorted *sorted,
-                                     const moelora_exec *exec) {
+                                     const moelora_align_plan *plan, const moelora_exec *exec) {
   const moelora_blocks blocks = {.rows = 1,
                                  .cluster = 1,
                                  .max_blocks = routes->num_rows,
@@ -158,17 +147,18 @@ extern "C" moelora_status delta_sort(const moelora_routes *routes, const delta_s
                                  .packed_ranks = sorted->adapter,
                                  .segments = sorted->segments,
                                  .num_post = sorted->count};
-  return moelora_cuda_align_rows(routes, &blocks, sorted->scratch, exec);
+  return moelora_cuda_align_rows(routes, &blocks, plan, sorted->scratch, exec);
 }
 
 namespace {
 
-/* sorted: of DELTA_SORTED. */
-delta_rows rows_of(const moelora_routes *routes, delta_order order, const delta_sorted *sorted) {
+/* sorted: of MOELORA_SORTED. */
+delta_rows rows_of(const moelora_routes *routes, moelora_delta_order order,
+                   const delta_sorted *sorted) {
   delta_rows rows = {};
   rows.order = order;
   rows.routes = *routes;
-  if (order == DELTA_SORTED) {
+  if (order == MOELORA_SORTED) {
     rows.row = sorted->row;
     rows.expert = sorted->expert;
     rows.adapter = sorted->adapter;
@@ -184,7 +174,6 @@ delta_rows rows_of(const moelora_routes *routes, delta_order order, const delta_
 struct XaView {
   void *data;
   int64_t stride[3];
-  bool own;
 };
 
 size_t xa_bytes(const moelora_routes *routes, const moelora_factors *lora) {
@@ -193,12 +182,12 @@ size_t xa_bytes(const moelora_routes *routes, const moelora_factors *lora) {
 
 XaView own_xa(void *data, const moelora_routes *routes, const moelora_factors *lora) {
   const int64_t width = moelora_padded_rank(lora->max_rank), row = width * lora->num_slices;
-  return {data, {width, routes->top_k * row, row}, true};
+  return {data, {width, routes->top_k * row, row}};
 }
 
 delta_shrink begin_shrink(const delta_rows *rows, const void *x, int64_t x_stride, bool x_per_row,
                           int64_t k, const moelora_factors *lora, const float *scalings,
-                          const XaView *xa, bool hopper) {
+                          const XaView *xa) {
   delta_shrink s = {};
   s.rows = *rows;
   s.rows.max_rank = lora->max_rank;
@@ -208,11 +197,7 @@ delta_shrink begin_shrink(const delta_rows *rows, const void *x, int64_t x_strid
   s.k = (int32_t)k;
   s.lora = *lora;
   s.scalings = scalings;
-  s.vectors = moelora_is_vector_row(x, x_stride, k) &&
-              moelora_are_vector_factors(lora->a, lora->num_slices);
-  s.hopper = hopper;
   s.xa = xa->data;
-  s.exact = !xa->own;
   s.xa_vectors = (uintptr_t)xa->data % 16 == 0;
   for (int i = 0; i < 3; i++) {
     s.xa_stride[i] = xa->stride[i];
@@ -230,12 +215,8 @@ delta_expand begin_expand(const delta_rows *rows, const XaView *xa, const moelor
   e.rows.max_rank = lora->max_rank;
   e.lora = *lora;
   e.xa = xa->data;
-  e.vectors = (uintptr_t)xa->data % 16 == 0 && lora->max_rank % 8 == 0 && lora->slice_n % 8 == 0 &&
-              moelora_are_vector_factors(lora->b, lora->num_slices);
-  for (int i = 0; i < 3; i++) {
+  for (int i = 0; i < 3; i++)
     e.xa_stride[i] = xa->stride[i];
-    e.vectors = e.vectors && xa->stride[i] % 8 == 0;
-  }
   return e;
 }
 
@@ -243,22 +224,20 @@ void set_out(delta_expand *e, void *out, int64_t token_stride, int64_t choice_st
   e->out = out;
   e->out_stride[0] = token_stride;
   e->out_stride[1] = choice_stride;
-  e->vectors =
-      e->vectors && (uintptr_t)out % 16 == 0 && token_stride % 8 == 0 && choice_stride % 8 == 0;
 }
 
-/* Rows that wait for their sum do so in float32, so that the sum alone rounds, as long as the L2
- * cache holds them; beyond it their traffic would cost as much as all the rest. */
+/* Rows that wait for their sum. */
 struct Waiting {
   void *data; // [P, stride]
   int64_t stride;
   bool f32;
 };
 
-Waiting take_waiting(const moelora_routes *routes, int64_t columns, moelora_arena *arena) {
+Waiting take_waiting(const moelora_routes *routes, int64_t columns, bool f32,
+                     moelora_arena *arena) {
   Waiting z = {};
   z.stride = (columns + 7) / 8 * 8;
-  z.f32 = (double)routes->num_rows * (double)columns <= 8 << 20;
+  z.f32 = f32;
   z.data = moelora_take_array(arena, moelora_times((size_t)routes->num_rows, (size_t)z.stride),
                               z.f32 ? 4 : 2);
   return z;
@@ -272,7 +251,8 @@ void set_waiting(delta_expand *e, const Waiting *z, uint8_t *written) {
 }
 
 moelora_status add_up(const delta_expand *e, const Waiting *z, int64_t columns, bool add, void *out,
-                      int64_t out_stride, moelora_dtype dtype, const moelora_exec *exec) {
+                      int64_t out_stride, const moelora_variant *variant,
+                      const moelora_exec *exec) {
   Combine c = {};
   c.rows = e->rows;
   c.written = e->written;
@@ -282,7 +262,7 @@ moelora_status add_up(const delta_expand *e, const Waiting *z, int64_t columns, 
   c.out = out;
   c.out_stride = out_stride;
   c.columns = (int32_t)columns;
-  return combine(c, z->f32, dtype, exec);
+  return combine(c, z->f32, variant, exec);
 }
 
 /* ---- one adapter ---- */
@@ -290,7 +270,6 @@ moelora_status add_up(const delta_expand *e, const Waiting *z, int64_t columns, 
 struct DeltaLayout {
   moelora_routes routes; // resolved
   moelora_list_blocks lists;
-  delta_order order;
   delta_sorted sorted;
   void *xa;
   Waiting z;
@@ -298,20 +277,19 @@ struct DeltaLayout {
   size_t bytes;
 };
 
-DeltaLayout lay_out(const moelora_delta_problem *p, void *base) {
+DeltaLayout lay_out(const moelora_delta_problem *p, const moelora_delta_plan *plan, void *base) {
   moelora_arena arena = {(char *)base, 0};
   DeltaLayout l = {};
   const bool listed = p->lists.sorted_token_ids;
   l.routes = moelora_cuda_take_routes(&p->routes, false, &arena);
   if (listed)
     l.lists = moelora_cuda_take_lists(&p->lists, p->routes.max_loras, true, &arena);
-  l.order = listed ? DELTA_LISTED : order_for(&p->routes, pair_bytes(&p->lora, p->k, p->x, p->out));
-  if (l.order == DELTA_SORTED)
-    l.sorted = delta_take_sorted(&l.routes, &arena);
+  if (plan->order == MOELORA_SORTED && !plan->one)
+    l.sorted = delta_take_sorted(&l.routes, &plan->align, &arena);
   if (!p->xa)
     l.xa = moelora_take(&arena, xa_bytes(&p->routes, &p->lora));
   if (p->sum_top_k) {
-    l.z = take_waiting(&p->routes, p->columns, &arena);
+    l.z = take_waiting(&p->routes, p->columns, plan->waiting_f32, &arena);
     if (listed)
       l.written = (uint8_t *)moelora_take(&arena, (size_t)p->routes.num_rows + 3);
   }
@@ -330,8 +308,8 @@ bool has_rows(const moelora_delta_problem *p) {
 extern "C" size_t moelora_cuda_delta_workspace(const moelora_delta_problem *problem,
                                                const moelora_delta_plan *plan,
                                                const moelora_exec *exec) {
-  (void)plan, (void)exec;
-  return lay_out(problem, nullptr).bytes;
+  (void)exec;
+  return lay_out(problem, plan, nullptr).bytes;
 }
 
 extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
@@ -343,17 +321,16 @@ extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
     return moelora_fail(MOELORA_UNSUPPORTED,
                         "silu_and_mul of %d slices: the GPU kernels take 1 or an even number",
                         p->lora.num_slices);
-  const DeltaLayout l = lay_out(p, exec->workspace);
+  const DeltaLayout l = lay_out(p, plan, exec->workspace);
   const moelora_routes *routes = &l.routes;
-  delta_rows rows = rows_of(routes, l.order, &l.sorted);
+  delta_rows rows = rows_of(routes, plan->order, &l.sorted);
   rows.lists = l.lists;
-  const XaView xa = p->xa
-                        ? XaView{p->xa, {p->xa_stride[0], p->xa_stride[1], p->xa_stride[2]}, false}
-                        : own_xa(l.xa, routes, &p->lora);
+  const XaView xa = p->xa ? XaView{p->xa, {p->xa_stride[0], p->xa_stride[1], p->xa_stride[2]}}
+                          : own_xa(l.xa, routes, &p->lora);
   delta_shrink s = {};
   if (p->x)
     s = begin_shrink(&rows, p->x, p->x_stride, p->x_per_row, p->k, &p->lora, routes->lora_scalings,
-                     &xa, plan->family == MOELORA_SM90);
+                     &xa);
   delta_expand e = begin_expand(&rows, &xa, &p->lora, p->x && !l.written);
   e.topk_weights = p->mul_routed_weight ? routes->topk_weights : nullptr;
   if (p->sum_top_k) {
@@ -362,29 +339,27 @@ extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
     set_out(&e, p->out, p->out_stride[0], p->out_stride[1]);
     e.add = p->add_inputs;
     e.silu_and_mul = p->silu_and_mul;
-    if (e.silu_and_mul)
-      e.vectors = e.vectors && (p->lora.num_slices != 1 || p->lora.slice_n % 16 == 0);
   }
 
-  const bool listed = l.order == DELTA_LISTED;
+  const bool listed = plan->order == MOELORA_LISTED;
   moelora_status status = moelora_cuda_check_layout(l.bytes, exec);
   if (status == MOELORA_OK)
     status = moelora_cuda_resolve(&p->routes, routes, listed ? &p->lists : nullptr,
                                   listed ? &l.lists : nullptr, true, exec);
-  if (status == MOELORA_OK && p->x && p->out && !p->xa && delta_fits_thin(&s, &e, exec)) {
-    status = delta_launch_thin(&s, &e, p->dtype, exec);
+  if (status == MOELORA_OK && plan->one) {
+    status = delta_launch_thin(&s, &e, plan, exec);
   } else {
-    if (status == MOELORA_OK && l.order == DELTA_SORTED)
-      status = delta_sort(routes, &l.sorted, exec);
+    if (status == MOELORA_OK && plan->order == MOELORA_SORTED)
+      status = delta_sort(routes, &l.sorted, &plan->align, exec);
     if (status == MOELORA_OK && p->x)
-      status = delta_launch_shrink(&s, p->dtype, exec);
+      status = delta_launch_shrink(&s, &plan->shrink[0], exec);
     if (status == MOELORA_OK && l.written)
       status = clear(l.written, routes->num_rows, exec);
     if (status == MOELORA_OK && p->out)
-      status = delta_launch_expand(&e, p->dtype, exec);
+      status = delta_launch_expand(&e, &plan->expand[0], exec);
   }
   if (status == MOELORA_OK && p->out && p->sum_top_k)
-    status = add_up(&e, &l.z, p->columns, p->add_inputs, p->out, p->out_stride[0], p->dtype, exec);
+    status = add_up(&e, &l.z, p->columns, p->add_inputs, p->out, p->out_stride[0], plan->sum, exec);
   return status;
 }
 
@@ -394,26 +369,24 @@ namespace {
 
 struct MlpLayout {
   moelora_routes routes; // resolved
-  delta_order order;
   delta_sorted sorted;
   void *xa1, *act, *xa2;
   Waiting z;
   size_t bytes;
 };
 
-MlpLayout lay_out_mlp(const moelora_mlp_delta_problem *p, void *base) {
+MlpLayout lay_out_mlp(const moelora_mlp_delta_problem *p, const moelora_delta_plan *plan,
+                      void *base) {
   moelora_arena arena = {(char *)base, 0};
   MlpLayout l = {};
   l.routes = moelora_cuda_take_routes(&p->routes, false, &arena);
-  l.order = order_for(&p->routes, pair_bytes(&p->gate_up, p->hidden, true, true) +
-                                      pair_bytes(&p->down, p->intermediate, true, true));
-  if (l.order == DELTA_SORTED)
-    l.sorted = delta_take_sorted(&l.routes, &arena);
+  if (plan->order == MOELORA_SORTED)
+    l.sorted = delta_take_sorted(&l.routes, &plan->align, &arena);
   l.xa1 = moelora_take(&arena, xa_bytes(&p->routes, &p->gate_up));
   l.act = moelora_take_array(&arena,
                              moelora_times((size_t)p->routes.num_rows, (size_t)p->intermediate), 2);
   l.xa2 = moelora_take(&arena, xa_bytes(&p->routes, &p->down));
-  l.z = take_waiting(&p->routes, p->hidden, &arena);
+  l.z = take_waiting(&p->routes, p->hidden, plan->waiting_f32, &arena);
   l.bytes = arena.used;
   return l;
 }
@@ -423,8 +396,8 @@ MlpLayout lay_out_mlp(const moelora_mlp_delta_problem *p, void *base) {
 extern "C" size_t moelora_cuda_mlp_delta_workspace(const moelora_mlp_delta_problem *problem,
                                                    const moelora_delta_plan *plan,
                                                    const moelora_exec *exec) {
-  (void)plan, (void)exec;
-  return delta_mlp_fits(problem, exec) ? 0 : lay_out_mlp(problem, nullptr).bytes;
+  (void)exec;
+  return plan->one ? 0 : lay_out_mlp(problem, plan, nullptr).bytes;
 }
 
 extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem *p,
@@ -432,41 +405,39 @@ extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem
                                                  const moelora_exec *exec) {
   if (!p->routes.token_lora_mapping.data || p->routes.max_loras == 0)
     return MOELORA_OK;
-  if (delta_mlp_fits(p, exec))
-    return delta_launch_mlp(p, exec);
-  const MlpLayout l = lay_out_mlp(p, exec->workspace);
+  if (plan->one)
+    return delta_launch_mlp(p, plan->one, exec);
+  const MlpLayout l = lay_out_mlp(p, plan, exec->workspace);
   const moelora_routes *routes = &l.routes;
   const int64_t intermediate = p->intermediate;
-  const delta_rows rows = rows_of(routes, l.order, &l.sorted);
+  const delta_rows rows = rows_of(routes, plan->order, &l.sorted);
   moelora_status status = moelora_cuda_check_layout(l.bytes, exec);
   if (status == MOELORA_OK)
     status = moelora_cuda_resolve(&p->routes, routes, nullptr, nullptr, true, exec);
-  if (status == MOELORA_OK && l.order == DELTA_SORTED)
-    status = delta_sort(routes, &l.sorted, exec);
+  if (status == MOELORA_OK && plan->order == MOELORA_SORTED)
+    status = delta_sort(routes, &l.sorted, &plan->align, exec);
 
   const XaView xa1 = own_xa(l.xa1, routes, &p->gate_up);
   const XaView xa2 = own_xa(l.xa2, routes, &p->down);
-  const delta_shrink shrink1 = begin_shrink(&rows, p->x, p->x_stride, false, p->hidden, &p->gate_up,
-                                            nullptr, &xa1, plan->family == MOELORA_SM90);
-  const delta_shrink shrink2 =
-      begin_shrink(&rows, l.act, intermediate, true, intermediate, &p->down, routes->lora_scalings,
-                   &xa2, plan->family == MOELORA_SM90);
+  const delta_shrink shrink1 =
+      begin_shrink(&rows, p->x, p->x_stride, false, p->hidden, &p->gate_up, nullptr, &xa1);
+  const delta_shrink shrink2 = begin_shrink(&rows, l.act, intermediate, true, intermediate,
+                                            &p->down, routes->lora_scalings, &xa2);
   delta_expand expand1 = begin_expand(&rows, &xa1, &p->gate_up, true);
   expand1.silu_and_mul = true;
   set_out(&expand1, l.act, routes->top_k * intermediate, intermediate);
-  expand1.vectors = expand1.vectors && intermediate % 8 == 0;
   delta_expand expand2 = begin_expand(&rows, &xa2, &p->down, true);
   expand2.topk_weights = routes->topk_weights;
   set_waiting(&expand2, &l.z, nullptr);
   if (status == MOELORA_OK)
-    status = delta_launch_shrink(&shrink1, p->dtype, exec);
+    status = delta_launch_shrink(&shrink1, &plan->shrink[0], exec);
   if (status == MOELORA_OK)
-    status = delta_launch_expand(&expand1, p->dtype, exec);
+    status = delta_launch_expand(&expand1, &plan->expand[0], exec);
   if (status == MOELORA_OK)
-    status = delta_launch_shrink(&shrink2, p->dtype, exec);
+    status = delta_launch_shrink(&shrink2, &plan->shrink[1], exec);
   if (status == MOELORA_OK)
-    status = delta_launch_expand(&expand2, p->dtype, exec);
+    status = delta_launch_expand(&expand2, &plan->expand[1], exec);
   if (status == MOELORA_OK)
-    status = add_up(&expand2, &l.z, p->hidden, true, p->out, p->out_stride, p->dtype, exec);
+    status = add_up(&expand2, &l.z, p->hidden, true, p->out, p->out_stride, plan->sum, exec);
   return status;
 }

@@ -12,6 +12,7 @@
  * Batches of thin segments go to delta_expand_thin.cu. */
 #include "cuda/adapters/delta_expand.cuh"
 #include "cuda/launch/kernel_launch.cuh"
+#include "cuda/variant_ids.h"
 
 namespace {
 
@@ -20,8 +21,6 @@ template <int STEPS, bool SILU, bool VECTORS>
 constexpr int kCtas = VECTORS ? (STEPS == 4 && !SILU ? 3 : 2) : 1;
 /* Steps on their way, as many as kPortableShared holds. */
 template <int STEPS> constexpr int kStages = STEPS == 1 ? 2 : 1;
-/* Rows of an item: many, so that B is seldom read again, if so many leave each warp some items. */
-constexpr int kMaxPart = 256, kMinPart = 32, kItems = 8;
 
 template <class T, int STEPS, bool SILU, bool VECTORS> struct ExpandShared {
   static constexpr int WARPS = kWarps<STEPS>, STAGES = kStages<STEPS>;
@@ -136,67 +135,38 @@ __global__ void __launch_bounds__(32 * kWarps<STEPS>, kCtas<STEPS, SILU, VECTORS
 
 /* ---- launch ---- */
 
-/* How many times as many CTAs as the chip holds share the work. SMs do not reach memory equally
- * fast: what moves much is dealt as they become free, a megabyte to a CTA of eight warps. */
-int waves_of(const delta_expand &p, double pairs, int64_t warps) {
-  constexpr double SHARE = 1 << 17, MOST = 6;
-  const double columns = (double)p.lora.num_slices * (double)p.lora.slice_n;
-  const double moved =
-      columns * (4.0 * (double)p.rows.routes.num_rows + 2.0 * p.lora.max_rank * pairs);
-  return (int)fmax(1.0, fmin(round(moved / (SHARE * (double)warps)), MOST));
-}
-
 template <class T, int STEPS, bool SILU, bool VECTORS>
-moelora_status launch(delta_expand p, const moelora_exec *exec) {
-  const int64_t n = p.lora.slice_n, slices = p.lora.num_slices;
-  int64_t tiles = slices * ((n + 2 * kGroup - 1) / (2 * kGroup));
-  if (SILU)
-    tiles = slices == 1 ? (n / 2 + kGroup - 1) / kGroup : slices / 2 * ((n + kGroup - 1) / kGroup);
-  if (tiles == 0)
-    return MOELORA_OK;
+moelora_status launch(delta_expand p, const moelora_expand_plan &plan, const moelora_exec *exec) {
   constexpr size_t bytes = sizeof(ExpandShared<T, STEPS, SILU, VECTORS>);
   static_assert(bytes <= kPortableShared, "a CTA's shared memory");
   constexpr int WARPS = kWarps<STEPS>;
-  const int64_t ctas = moelora_cuda_num_sms(exec->device_index) * kCtas<STEPS, SILU, VECTORS>;
-  const double rows = (double)p.rows.routes.num_rows;
-  const double pairs = delta_expected_pairs(&p.rows.routes, delta_likely_adapters(&p.rows.routes));
-  int part = kMaxPart;
-  while (part > kMinPart &&
-         fmax(rows / part, pairs) * (double)tiles < (double)(kItems * ctas * WARPS))
-    part /= 2;
-  int32_t shares = 1;
-  const int waves = waves_of(p, pairs, ctas * WARPS);
-  const int64_t windows = delta_set_window(&p.rows, kRows<STEPS>, part, (tiles + WARPS - 1) / WARPS,
-                                           waves * ctas, &shares);
-  const int64_t warps = (int64_t)shares * WARPS;
-  const TileCoord stride = {(int)(warps / tiles), (int)(warps % tiles)};
-  return launch_waves<expand_rows<T, STEPS, SILU, VECTORS>>(waves, "delta_expand", windows * shares,
-                                                            32 * WARPS, bytes, exec, p, (int)tiles,
-                                                            part, shares, stride);
-}
-
-template <class T, int STEPS>
-moelora_status launch_steps(const delta_expand &p, const moelora_exec *exec) {
-  if (p.silu_and_mul)
-    return launch<T, STEPS, true, true>(p, exec);
-  return launch<T, STEPS, false, true>(p, exec);
-}
-
-template <class T> moelora_status launch_as(const delta_expand &p, const moelora_exec *exec) {
-  if (!p.vectors)
-    return p.silu_and_mul ? launch<T, 1, true, false>(p, exec)
-                          : launch<T, 1, false, false>(p, exec);
-  return p.lora.max_rank <= 16   ? launch_steps<T, 1>(p, exec)
-         : p.lora.max_rank <= 32 ? launch_steps<T, 2>(p, exec)
-                                 : launch_steps<T, 4>(p, exec);
+  p.rows.window = plan.window;
+  const int warps = plan.shares * WARPS;
+  const TileCoord stride = {warps / plan.tiles, warps % plan.tiles};
+  return launch_waves<expand_rows<T, STEPS, SILU, VECTORS>>(
+      plan.waves, "delta_expand", plan.work, 32 * WARPS, bytes, exec, p, (int)plan.tiles,
+      (int)plan.part, (int)plan.shares, stride);
 }
 
 } // namespace
 
-extern "C" moelora_status delta_launch_expand(const delta_expand *expand, moelora_dtype dtype,
+extern "C" moelora_status delta_launch_expand(const delta_expand *expand,
+                                              const moelora_expand_plan *plan,
                                               const moelora_exec *exec) {
-  if (delta_fits_thin_expand(expand))
-    return delta_launch_thin_expand(expand, dtype, exec);
-  return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(*expand, exec)
-                               : launch_as<__half>(*expand, exec);
+  if (!plan->variant)
+    return MOELORA_OK;
+  if (plan->variant->method == MOELORA_EXPAND_THIN)
+    return delta_launch_thin_expand(expand, plan, exec);
+  switch (plan->variant->id) {
+#define LAUNCH(NAME, T, STEPS, GATED, ELEMENTS, CTAS)                                              \
+  case CUDA_##NAME:                                                                                \
+    static_assert(CTAS == kCtas<STEPS, GATED, !ELEMENTS>, #NAME);                                  \
+    return launch<T, STEPS, GATED, !ELEMENTS>(*expand, *plan, exec);
+#define MOELORA_CUDA_EXPAND(STEM, ...)                                                             \
+  LAUNCH(expand_bf16_##STEM, __nv_bfloat16, __VA_ARGS__)                                           \
+  LAUNCH(expand_f16_##STEM, __half, __VA_ARGS__)
+#include "cuda/variants.inc"
+#undef LAUNCH
+  }
+  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s expands nothing", plan->variant->name);
 }

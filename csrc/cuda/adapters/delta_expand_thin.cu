@@ -11,13 +11,13 @@
  * of it, so that most of its tiles have the same rows. */
 #include "cuda/adapters/delta_tile.cuh"
 #include "cuda/launch/kernel_launch.cuh"
+#include "cuda/variant_ids.h"
 
 namespace {
 
 constexpr int kThreads = 256, kWindow = 512;
 constexpr int kSide = 8;  // rows of a product
 constexpr int kPart = 32; // rows of an item at most
-constexpr int kThin = 8;  // rows of a segment on average; from there on, out is most of what moves
 
 /* CTAs of an SM, as registers allow. */
 template <int STEPS> constexpr int kThinCtas = STEPS == 4 ? 2 : 3;
@@ -118,39 +118,31 @@ __global__ void __launch_bounds__(kThreads, kThinCtas<STEPS>)
 
 /* ---- launch ---- */
 
-template <class T, int STEPS> moelora_status launch(delta_expand p, const moelora_exec *exec) {
-  constexpr int COLUMNS = ThinTile<T, STEPS>::COLUMNS, WARPS = kThreads / 32;
-  const int64_t slice_tiles = (p.lora.slice_n + COLUMNS - 1) / COLUMNS;
-  const int64_t tiles = p.lora.num_slices * slice_tiles;
-  if (tiles == 0)
-    return MOELORA_OK;
+template <class T, int STEPS>
+moelora_status launch(delta_expand p, const moelora_expand_plan &plan, const moelora_exec *exec) {
   constexpr size_t bytes = sizeof(ThinExpandShared);
   static_assert(bytes <= kPortableShared, "a CTA's shared memory");
-  const int64_t ctas = moelora_cuda_num_sms(exec->device_index) * kThinCtas<STEPS>;
-  int32_t shares = 1;
-  const int64_t windows =
-      delta_set_window(&p.rows, kWindow, kPart, (tiles + WARPS - 1) / WARPS, ctas, &shares);
-  return launch_kernel<expand_thin<T, STEPS>>("delta_expand_thin", windows * shares, kThreads,
-                                              bytes, exec, p, (int)tiles, (int)slice_tiles, shares);
-}
-
-template <class T> moelora_status launch_as(const delta_expand &p, const moelora_exec *exec) {
-  return p.lora.max_rank <= 16   ? launch<T, 1>(p, exec)
-         : p.lora.max_rank <= 32 ? launch<T, 2>(p, exec)
-                                 : launch<T, 4>(p, exec);
+  p.rows.window = plan.window;
+  return launch_kernel<expand_thin<T, STEPS>>(
+      "delta_expand_thin", plan.work, kThreads, bytes, exec, p, (int)plan.tiles,
+      (int)plan.tiles / p.lora.num_slices, (int)plan.shares);
 }
 
 } // namespace
 
-extern "C" bool delta_fits_thin_expand(const delta_expand *expand) {
-  const moelora_routes &routes = expand->rows.routes;
-  const int64_t pairs = (int64_t)routes.num_experts * routes.max_loras;
-  return expand->vectors && !expand->silu_and_mul && expand->lora.max_rank <= 64 &&
-         routes.num_rows < kThin * pairs;
-}
-
-extern "C" moelora_status delta_launch_thin_expand(const delta_expand *expand, moelora_dtype dtype,
+extern "C" moelora_status delta_launch_thin_expand(const delta_expand *expand,
+                                                   const moelora_expand_plan *plan,
                                                    const moelora_exec *exec) {
-  return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(*expand, exec)
-                               : launch_as<__half>(*expand, exec);
+  switch (plan->variant->id) {
+#define LAUNCH(NAME, T, STEPS, CTAS)                                                               \
+  case CUDA_##NAME:                                                                                \
+    static_assert(CTAS == kThinCtas<STEPS>, #NAME);                                                \
+    return launch<T, STEPS>(*expand, *plan, exec);
+#define MOELORA_CUDA_EXPAND_THIN(STEM, ...)                                                        \
+  LAUNCH(expand_bf16_##STEM, __nv_bfloat16, __VA_ARGS__)                                           \
+  LAUNCH(expand_f16_##STEM, __half, __VA_ARGS__)
+#include "cuda/variants.inc"
+#undef LAUNCH
+  }
+  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s expands nothing", plan->variant->name);
 }

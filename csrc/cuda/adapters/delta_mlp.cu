@@ -12,6 +12,7 @@
 #include "cuda/launch/routes.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/pdl.cuh"
+#include "cuda/variant_ids.h"
 
 namespace {
 
@@ -188,40 +189,27 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-bool all_vectors(const moelora_mlp_delta_problem *p) {
-  const moelora_factors *gate_up = &p->gate_up, *down = &p->down;
-  return p->hidden % 8 == 0 && p->intermediate % 8 == 0 &&
-         moelora_are_vector_factors(gate_up->a, gate_up->num_slices) &&
-         moelora_are_vector_factors(gate_up->b, gate_up->num_slices) &&
-         moelora_are_vector_factors(down->a, 1) && moelora_are_vector_factors(down->b, 1);
-}
-
-template <class T>
-moelora_status launch_as(const moelora_mlp_delta_problem *p, const moelora_exec *exec) {
+template <class T, bool VECTORS>
+moelora_status launch(const moelora_mlp_delta_problem &p, const moelora_exec *exec) {
   // the limit of a kernel's shared memory is set once, for the largest problem that fits
-  if (all_vectors(p))
-    return launch_kernel<mlp_tokens<T, true>>("delta_mlp", p->routes.num_tokens, kThreads,
-                                              lay_out(*p).bytes, exec, *p);
-  return launch_kernel<mlp_tokens<T, false>>("delta_mlp", p->routes.num_tokens, kThreads,
-                                             lay_out(*p).bytes, exec, *p);
+  return launch_kernel<mlp_tokens<T, VECTORS>>("delta_mlp", p.routes.num_tokens, kThreads,
+                                               lay_out(p).bytes, exec, p);
 }
 
 } // namespace
 
-/* One SM reads about 100 bytes in a nanosecond: half a megabyte is what the launches would take.
- * 48 KiB is the shared memory that needs no asking for. */
-extern "C" bool delta_mlp_fits(const moelora_mlp_delta_problem *p, const moelora_exec *exec) {
-  const double ranks = p->gate_up.num_slices * (double)p->gate_up.max_rank;
-  const double bytes = 2.0 * p->routes.top_k *
-                       (ranks * p->hidden + p->gate_up.max_rank * 2.0 * p->intermediate +
-                        p->down.max_rank * (double)(p->hidden + p->intermediate));
-  const double shared = 2.0 * p->hidden + 2.0 * p->routes.top_k * p->intermediate +
-                        4.0 * p->routes.top_k * (ranks + p->down.max_rank + 1) + 64;
-  return bytes <= 512e3 && shared <= 48 << 10 &&
-         p->routes.num_tokens <= moelora_cuda_num_sms(exec->device_index);
-}
-
 extern "C" moelora_status delta_launch_mlp(const moelora_mlp_delta_problem *p,
+                                           const moelora_variant *variant,
                                            const moelora_exec *exec) {
-  return p->dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(p, exec) : launch_as<__half>(p, exec);
+  switch (variant->id) {
+#define LAUNCH(NAME, T, ELEMENTS)                                                                  \
+  case CUDA_##NAME:                                                                                \
+    return launch<T, !ELEMENTS>(*p, exec);
+#define MOELORA_CUDA_MLP(STEM, ...)                                                                \
+  LAUNCH(mlp_bf16_##STEM, __nv_bfloat16, __VA_ARGS__)                                              \
+  LAUNCH(mlp_f16_##STEM, __half, __VA_ARGS__)
+#include "cuda/variants.inc"
+#undef LAUNCH
+  }
+  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s is no MLP", variant->name);
 }

@@ -90,7 +90,7 @@ __device__ __forceinline__ int64_t for_each_list(const delta_rows &r, Visit visi
 /* Sorted rows that are none have windows too: to ask how many there are would cost every kernel a
  * round trip to memory before its first load. */
 __device__ __forceinline__ int64_t count_windows(const delta_rows &r) {
-  if (r.order == DELTA_LISTED)
+  if (r.order == MOELORA_LISTED)
     return for_each_list(r, [](int32_t, int64_t, int64_t) {});
   return (r.routes.num_rows + r.window - 1) / r.window;
 }
@@ -131,7 +131,7 @@ __device__ __forceinline__ WindowRow window_row(const delta_rows &r, int64_t win
   const int64_t at = window * r.window + i;
   if (i >= r.window || at >= r.routes.num_rows)
     return found;
-  if (r.order != DELTA_SORTED)
+  if (r.order != MOELORA_SORTED)
     return route_row(r, at);
   const int32_t row = r.row[at], expert = r.expert[at], adapter = r.adapter[at];
   if (at < *r.count) { // in flight with the others
@@ -260,7 +260,7 @@ __device__ __forceinline__ void load_window(const delta_rows &r, int64_t window,
   const int lane = thread % 32;
   WindowRow own[PASSES];
   int rank[PASSES];
-  if (r.order != DELTA_LISTED) {
+  if (r.order != MOELORA_LISTED) {
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++)
       own[pass] = window_row(r, window, pass * THREADS + thread);
@@ -274,7 +274,7 @@ __device__ __forceinline__ void load_window(const delta_rows &r, int64_t window,
   for (int pass = 0; pass < PASSES; pass++)
     rank[pass] =
         own[pass].expert >= 0 && own[pass].adapter >= 0 ? true_rank(r, own[pass].adapter) : 0;
-  if (r.order == DELTA_GROUPED)
+  if (r.order == MOELORA_GROUPED)
     group_rows<THREADS>(r, w, thread, own, rank);
   __syncthreads();
 #pragma unroll

@@ -13,15 +13,11 @@
 #include "cuda/adapters/delta_rows.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/adapters/shrink_splits.cuh"
+#include "cuda/variant_ids.h"
 
 namespace {
 
 template <class S> constexpr int kRows = 2 * S::THREADS; // of a window, at most: two of a thread
-constexpr int kShort = 1024;         // of depth: up to here, four warps share it
-constexpr int kMaxSplits = 4;        // CTAs of a cluster
-constexpr int kLoads = 48;           // of a lane: with no more, the depth is not split further
-constexpr int kRowsPerSm = 8;        // for whole segments
-constexpr int kNarrowLongRows = 320; // in place of DELTA_LONG_ROWS where A has few rows
 
 struct DeltaShrinkParams {
   delta_shrink s;
@@ -208,91 +204,28 @@ __global__ void __launch_bounds__(S::THREADS, kResidentWarps / S::WARPS)
 
 /* ---- launch ---- */
 
-/* What the host knows of a batch. Every row of a batch that is not sorted may be a segment. */
-struct Batch {
-  int64_t rows, segments, ranks, depth; // ranks of all slices, each padded to 16
-  int64_t warps;                        // that the chip holds
-
-  int64_t tokens() const { return (rows + segments - 1) / segments; }
-};
-
-/* How a shape would serve a batch. */
-template <class S> struct Fit {
-  int part, splits;
-  int64_t items, ctas; // CTAs that the chip holds
-
-  Fit(const Batch &b, bool can_split) : splits(1), ctas(b.warps / S::WARPS) {
-    part = S::TOKENS;
-    if (S::TOKENS > 32 && count(b) < ctas)
-      part = 32;
-    items = count(b);
-    const int64_t n8_tiles = ((b.tokens() < part ? b.tokens() : part) + 7) / 8;
-    const int64_t loads = b.depth * (2 * S::TILES + n8_tiles) / (kStep * S::DEPTHS);
-    for (int more = 2; can_split && more <= kMaxSplits; more++)
-      if (more * items <= resident(more) && 2 * loads > more * kLoads)
-        splits = more;
-  }
-
-  /* CTAs that the chip holds in clusters of `size`: large ones do not fill every group of SMs. */
-  int64_t resident(int size) const { return size > 2 ? ctas - ctas / 16 : ctas; }
-
-  int64_t count(const Batch &b) const {
-    return b.segments * ((b.tokens() + part - 1) / part) * ((b.ranks + S::RANKS - 1) / S::RANKS);
-  }
-  /* Items for nearly all CTAs. */
-  bool suits() const { return 4 * splits * items >= 3 * ctas; }
-};
-
 template <class T, class S, bool VECTORS>
-moelora_status launch(const delta_shrink &s, const Batch &batch, const moelora_exec *exec) {
-  const Fit<S> fit(batch, moelora_cuda_can_overlap(exec->device_index));
-  DeltaShrinkParams p = {s, fit.part, fit.splits, 1};
-  const int64_t columns = (batch.ranks + S::RANKS - 1) / S::RANKS;
-  const int64_t windows = delta_set_window(&p.s.rows, kRows<S>, p.part, columns,
-                                           fit.resident(fit.splits) / fit.splits, &p.shares);
-  const int64_t work = windows * p.shares * fit.splits;
+moelora_status launch(const delta_shrink &s, const moelora_shrink_plan &plan,
+                      const moelora_exec *exec) {
+  DeltaShrinkParams p = {s, plan.part, plan.splits, plan.shares};
+  p.s.rows.window = plan.window;
   constexpr auto kernel = shrink_rows<T, S, VECTORS>;
   constexpr size_t bytes = sizeof(DeltaShrinkShared<S>);
   static_assert(bytes <= kPortableShared, "a CTA's shared memory");
-  switch (fit.splits) {
+  switch (plan.splits) {
   case 1:
-    return launch_kernel<kernel>("delta_shrink", work, S::THREADS, bytes, exec, p);
+    return launch_kernel<kernel>("delta_shrink", plan.work, S::THREADS, bytes, exec, p);
   case 2:
-    return launch_kernel<kernel, 2>("delta_shrink", work, S::THREADS, bytes, exec, p);
+    return launch_kernel<kernel, 2>("delta_shrink", plan.work, S::THREADS, bytes, exec, p);
   case 3:
-    return launch_kernel<kernel, 3>("delta_shrink", work, S::THREADS, bytes, exec, p);
+    return launch_kernel<kernel, 3>("delta_shrink", plan.work, S::THREADS, bytes, exec, p);
   default:
-    static_assert(kMaxSplits == 4, "all cases are there");
-    return launch_kernel<kernel, 4>("delta_shrink", work, S::THREADS, bytes, exec, p);
+    return launch_kernel<kernel, 4>("delta_shrink", plan.work, S::THREADS, bytes, exec, p);
   }
 }
 
-template <class T, int DEPTHS>
-moelora_status launch_vectors(const delta_shrink &s, const Batch &b, const moelora_exec *exec) {
-  using Narrow = Shape<1, 1, DEPTHS, 48>;
-  using Middle = Shape<2, 1, DEPTHS, 48>;
-  using Wide = Shape<2, 2, 4, 48>;
-  const bool splits = moelora_cuda_can_overlap(exec->device_index);
-  if (b.ranks > 32 && Fit<Wide>(b, splits).suits())
-    return launch<T, Wide, true>(s, b, exec);
-  if (b.ranks > 16 && b.rows >= kThinSegment * b.segments && Fit<Middle>(b, splits).suits())
-    return launch<T, Middle, true>(s, b, exec);
-  return launch<T, Narrow, true>(s, b, exec);
-}
-
-/* Whether whole segments can be shared out, and are long, and there are rows for all SMs. Not by
- * the number of slots, for another shrink sums in another order. */
-bool fits_segments(const delta_shrink &s, const Batch &b, const moelora_exec *exec) {
-  const moelora_routes &routes = s.rows.routes;
-  return s.vectors && s.rows.segments && s.xa_vectors &&
-         s.xa_stride[1] == routes.top_k * s.xa_stride[2] &&
-         (b.ranks > 32 || b.rows >= (int64_t)kNarrowLongRows * routes.num_experts) &&
-         !(s.exact && (routes.lora_ranks || s.lora.max_rank % 16 != 0)) &&
-         b.rows >= (int64_t)kRowsPerSm * moelora_cuda_num_sms(exec->device_index);
-}
-
-moelora_status launch_segments(const delta_shrink &s, moelora_dtype dtype,
-                               const moelora_exec *exec) {
+/* What kernels of whole segments take. */
+moelora_shrink_launch whole_segments(const delta_shrink &s) {
   const moelora_routes &routes = s.rows.routes;
   moelora_shrink_launch l = {};
   l.schedule.blocks.rows = l.schedule.blocks.cluster = 1;
@@ -300,42 +233,43 @@ moelora_status launch_segments(const delta_shrink &s, moelora_dtype dtype,
   l.schedule.blocks.segments = (moelora_segment *)s.rows.segments;
   l.schedule.num_rows = (int32_t)routes.num_rows;
   l.schedule.num_experts = routes.num_experts;
-  l.tokens = {moelora_divisor_of(s.x_divisor), s.x_stride, s.x, s.k};
+  l.tokens.x = s.x;
+  l.tokens.stride = s.x_stride;
+  l.tokens.divisor = moelora_divisor_of(s.x_divisor);
+  l.tokens.k = s.k;
   l.adapters.lora = s.lora;
-  l.adapters.max_loras = routes.max_loras;
+  l.schedule.max_loras = routes.max_loras;
   l.adapters.xa_slice = s.xa_stride[0];
   l.adapters.xa_stride = s.xa_stride[2];
   l.scalings = s.scalings;
   l.xa = s.xa;
   l.by_row = true;
-  if (s.hopper && moelora_cuda_fits_shrink_sm90(&l))
-    return moelora_cuda_shrink_sm90(&l, dtype, exec);
-  return moelora_cuda_shrink_segments(&l, dtype, exec);
-}
-
-template <class T>
-moelora_status launch_as(const delta_shrink &s, moelora_dtype dtype, const moelora_exec *exec) {
-  Batch b = {};
-  b.rows = s.rows.routes.num_rows;
-  b.segments = (int64_t)s.rows.routes.num_experts * s.rows.routes.max_loras;
-  if (b.segments > b.rows || s.rows.order == DELTA_BY_ROUTE)
-    b.segments = b.rows;
-  if (b.segments == 0)
-    return MOELORA_OK;
-  b.ranks = s.lora.num_slices * moelora_padded_rank(s.lora.max_rank);
-  b.depth = s.k;
-  b.warps = (int64_t)moelora_cuda_num_sms(exec->device_index) * kResidentWarps;
-  if (!s.vectors)
-    return launch<T, Shape<1, 1, 4, 32>, false>(s, b, exec);
-  if (fits_segments(s, b, exec))
-    return launch_segments(s, dtype, exec);
-  return s.k <= kShort ? launch_vectors<T, 4>(s, b, exec) : launch_vectors<T, 8>(s, b, exec);
+  return l;
 }
 
 } // namespace
 
-extern "C" moelora_status delta_launch_shrink(const delta_shrink *shrink, moelora_dtype dtype,
+extern "C" moelora_status delta_launch_shrink(const delta_shrink *s,
+                                              const moelora_shrink_plan *plan,
                                               const moelora_exec *exec) {
-  return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(*shrink, dtype, exec)
-                               : launch_as<__half>(*shrink, dtype, exec);
+  if (!plan->variant)
+    return MOELORA_OK;
+  if (plan->variant->method == MOELORA_SHRINK_SEGMENTS) {
+    const moelora_shrink_launch segments = whole_segments(*s);
+    return moelora_cuda_shrink(&segments, plan, exec);
+  }
+  switch (plan->variant->id) {
+#define LAUNCH_BLOCKS(...)
+#define LAUNCH_WINDOWS(NAME, T, TILES, TEAMS, SPANS, TOKENS, CTAS, ELEMENTS)                       \
+  case CUDA_##NAME:                                                                                \
+    return launch<T, Shape<TILES, TEAMS, SPANS, TOKENS, CTAS * TEAMS * SPANS>, !ELEMENTS>(         \
+        *s, *plan, exec);
+#define MOELORA_CUDA_SHRINK(STEM, METHOD, ...)                                                     \
+  LAUNCH_##METHOD(shrink_bf16_##STEM, __nv_bfloat16, __VA_ARGS__)                                  \
+      LAUNCH_##METHOD(shrink_f16_##STEM, __half, __VA_ARGS__)
+#include "cuda/variants.inc"
+#undef LAUNCH_WINDOWS
+#undef LAUNCH_BLOCKS
+  }
+  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s shrinks no windows", plan->variant->name);
 }

@@ -11,15 +11,13 @@
 #include "cuda/adapters/delta_tile.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/adapters/shrink_splits.cuh"
+#include "cuda/variant_ids.h"
 
 namespace {
 
-constexpr int kThinRows = 512; // at most
+constexpr int kThinRows = MOELORA_WINDOW_ROWS; // at most
 constexpr int kWords = kThinRows / 32;
-constexpr int kThinPerExpert = 8 * DELTA_ADAPTERS; // rows of an expert, at most
-constexpr int kPart = 16;                          // rows of a part
-constexpr int kMaxSplits = 8;                      // CTAs of a cluster
-constexpr double kLongPart = 1e6;                  // bytes of factors
+constexpr int kPart = 16; // rows of a part
 
 /* STEPS teams have 16 rows of A each. A tile of B is in registers meanwhile. */
 template <int STEPS, int WARPS>
@@ -227,11 +225,6 @@ __global__ void __launch_bounds__(32 * WARPS, kResidentWarps / WARPS)
 
 /* ---- launch ---- */
 
-/* Parts that are likely to have rows, one for each slice. */
-double expected_parts(const delta_shrink &s) {
-  return s.lora.num_slices * delta_expected_pairs(&s.rows.routes, DELTA_ADAPTERS);
-}
-
 /* In clusters of SPLITS, or of half as many, and so on, until the `parts` that are likely to have
  * work are on the chip at once. */
 template <class T, int STEPS, int WARPS, int SPLITS>
@@ -252,43 +245,28 @@ moelora_status launch_splits(DeltaThinParams p, double parts, const moelora_exec
   return launch_blocks<kernel, SPLITS>("delta_thin", blocks, 32 * WARPS, 0, exec, p);
 }
 
-/* Small CTAs where parts do not fit the chip at once: then they fill each other's gaps. */
-template <class T, int STEPS>
-moelora_status launch(const delta_shrink &s, const delta_expand &e, const moelora_exec *exec) {
-  constexpr int COLUMNS = ThinTile<T, STEPS>::COLUMNS, LARGE = 8, SMALL = 4;
+template <class T, int STEPS, int WARPS, int SPLITS>
+moelora_status launch(const delta_shrink &s, const delta_expand &e, double parts,
+                      const moelora_exec *exec) {
+  constexpr int COLUMNS = ThinTile<T, STEPS>::COLUMNS;
   const DeltaThinParams p = {s, e, (int32_t)((s.lora.slice_n + COLUMNS - 1) / COLUMNS), 1};
-  const int64_t sms = moelora_cuda_num_sms(exec->device_index);
-  const double parts = expected_parts(s);
-  if (parts > (double)(sms * kResidentWarps / LARGE))
-    return launch_splits<T, STEPS, SMALL, 1>(p, parts, exec);
-  return launch_splits<T, STEPS, LARGE, kMaxSplits>(p, parts, exec);
-}
-
-template <class T>
-moelora_status launch_as(const delta_shrink &s, const delta_expand &e, const moelora_exec *exec) {
-  return s.lora.max_rank <= 16   ? launch<T, 1>(s, e, exec)
-         : s.lora.max_rank <= 32 ? launch<T, 2>(s, e, exec)
-                                 : launch<T, 4>(s, e, exec);
+  return launch_splits<T, STEPS, WARPS, SPLITS>(p, parts, exec);
 }
 
 } // namespace
 
-extern "C" bool delta_fits_thin(const delta_shrink *shrink, const delta_expand *expand,
-                                const moelora_exec *exec) {
-  const moelora_routes &routes = shrink->rows.routes;
-  const moelora_factors &lora = shrink->lora;
-  if (shrink->rows.order == DELTA_LISTED || !shrink->vectors || !expand->vectors ||
-      expand->silu_and_mul || lora.max_rank > 64 || routes.num_rows == 0 ||
-      routes.num_rows > kThinRows || routes.num_rows > kThinPerExpert * routes.num_experts)
-    return false;
-  // The largest clusters for few parts leave SMs idle; that counts where a part is long.
-  const double bytes = 2.0 * lora.max_rank * (double)(shrink->k + lora.slice_n);
-  return bytes <= kLongPart ||
-         kMaxSplits * expected_parts(*shrink) >= 0.75 * moelora_cuda_num_sms(exec->device_index);
-}
-
 extern "C" moelora_status delta_launch_thin(const delta_shrink *shrink, const delta_expand *expand,
-                                            moelora_dtype dtype, const moelora_exec *exec) {
-  return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(*shrink, *expand, exec)
-                               : launch_as<__half>(*shrink, *expand, exec);
+                                            const moelora_delta_plan *plan,
+                                            const moelora_exec *exec) {
+  switch (plan->one->id) {
+#define LAUNCH(NAME, T, STEPS, WARPS, CLUSTER)                                                     \
+  case CUDA_##NAME:                                                                                \
+    return launch<T, STEPS, WARPS, CLUSTER>(*shrink, *expand, plan->parts, exec);
+#define MOELORA_CUDA_DELTA(STEM, ...)                                                              \
+  LAUNCH(delta_bf16_##STEM, __nv_bfloat16, __VA_ARGS__)                                            \
+  LAUNCH(delta_f16_##STEM, __half, __VA_ARGS__)
+#include "cuda/variants.inc"
+#undef LAUNCH
+  }
+  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s is no delta", plan->one->name);
 }

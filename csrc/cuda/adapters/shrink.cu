@@ -13,11 +13,11 @@
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/adapters/shrink_product.cuh"
 #include "cuda/gemm/common/tile.cuh"
+#include "cuda/variant_ids.h"
 #include "cuda/launch/warp.cuh"
 
 namespace {
 
-constexpr int kLongDepth = 4096;              // from here on eight warps share it
 constexpr int kShares = 8;                    // of a block, for every RANKS ranks
 constexpr int kLanes = 8;                     // tokens of a block that a lane looks after
 constexpr int kItems = 32 * kLanes / kShares; // of a work unit at most
@@ -195,88 +195,34 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT / S::WARPS)
   }
 }
 
-/* Work of a launch, as far as sizes tell. */
-struct Workload {
-  int64_t rows, segments; // of the latter at most so many
-  int part;               // tokens
-  bool few;
-};
-
 template <class T, class S, bool VECTORS>
-moelora_status launch(ShrinkParams p, const Workload &e, const moelora_exec *exec) {
+moelora_status launch(const moelora_shrink_launch &s, const moelora_shrink_plan &plan,
+                      const moelora_exec *exec) {
   static_assert(sizeof(ShrinkShared<S>) <= kPortableShared, "a CTA's shared memory");
-  const int64_t blocks = p.s.schedule.blocks.max_blocks;
-  const int64_t ctas = moelora_cuda_num_sms(exec->device_index) * (S::RESIDENT / S::WARPS);
-  p.part = e.part < S::TOKENS ? e.part : S::TOKENS;
-  p.shares = kShares * (int32_t)((p.s.adapters.xa_stride + S::RANKS - 1) / S::RANKS);
-  // As many as all CTAs together have items of.
-  const bool fat = e.rows >= kFatSegment * e.segments;
-  const int64_t group = ctas * blocks / (e.segments + e.rows / p.part);
-  p.group = (int32_t)(fat && group < blocks ? group + 1 : blocks);
-  p.few = e.few;
-  return launch_kernel<shrink<T, S, VECTORS>>("shrink", blocks * p.shares, S::THREADS,
+  const ShrinkParams p = {s, plan.part, plan.shares, plan.group, plan.few};
+  return launch_kernel<shrink<T, S, VECTORS>>("shrink", plan.work, S::THREADS,
                                               sizeof(ShrinkShared<S>), exec, p);
-}
-
-/* Whether whole segments are shared out: that pays where much would be read twice. Measured on an
- * H200. */
-bool are_long(const moelora_shrink_launch *s, const Workload &e, bool sm90,
-              const moelora_exec *exec) {
-  const int64_t sms = moelora_cuda_num_sms(exec->device_index);
-  if (!sm90)
-    return s->tokens.k < kLongDepth && e.rows >= 40 * e.segments && e.rows >= 128 * sms;
-  // Of x by position, segments are listed while the kernel that makes it drains.
-  const int much = s->tokens.divisor.value ? 2 : 1, tokens = s->adapters.xa_stride > 32 ? 8 : 32;
-  return e.rows >= much * tokens * e.segments && e.rows >= much * 7 * sms;
-}
-
-/* Items large enough to read little twice, and enough of them for all CTAs. WIDE_TOKENS: what
- * kPortableShared holds. */
-template <class T, int DEPTHS, int WIDE_TOKENS>
-moelora_status launch_vectors(const ShrinkParams &p, Workload e, const moelora_exec *exec) {
-  // A deep and narrow one waits for memory all the same: half of an SM's registers are left to the
-  // GEMM behind it, whose weights then stream meanwhile.
-  constexpr int RESIDENT = DEPTHS == kResidentWarps / 2 ? DEPTHS : kResidentWarps;
-  using Narrow = Shape<1, 1, DEPTHS, 48>;
-  using NarrowHalf = Shape<1, 1, DEPTHS, 48, RESIDENT>;
-  using Middle = Shape<2, 1, DEPTHS, 48, RESIDENT>;
-  using Wide = Shape<2, 2, DEPTHS, WIDE_TOKENS>;
-  const int64_t stride = p.s.adapters.xa_stride;
-  const bool half = stride <= 32 && e.rows > 16;
-  const int resident = half ? RESIDENT : kResidentWarps;
-  const int64_t ctas = moelora_cuda_num_sms(exec->device_index) * (resident / DEPTHS);
-  const int32_t thin = stride <= 32 ? kThinSegment : kThinSegment / 2;
-  e.part = e.segments + e.rows / 48 < ctas ? 32 : 48;
-  if (stride <= 16 || e.segments + e.rows / 32 < ctas || e.rows < thin * e.segments) {
-    e.few = e.rows * stride / 16 <= ctas;
-    return half ? launch<T, NarrowHalf, true>(p, e, exec) : launch<T, Narrow, true>(p, e, exec);
-  }
-  if (stride <= 32)
-    return launch<T, Middle, true>(p, e, exec);
-  return launch<T, Wide, true>(p, e, exec);
-}
-
-template <class T>
-moelora_status launch_as(const ShrinkParams &p, const Workload &e, bool vectors,
-                         const moelora_exec *exec) {
-  if (!vectors)
-    return launch<T, Shape<1, 1, 4, 32>, false>(p, e, exec);
-  return p.s.tokens.k < kLongDepth ? launch_vectors<T, 4, 48>(p, e, exec)
-                                   : launch_vectors<T, 8, 32>(p, e, exec);
 }
 
 } // namespace
 
-moelora_status moelora_cuda_shrink(const moelora_shrink_launch *s, bool vectors, bool hopper,
-                                   moelora_dtype dtype, const moelora_exec *exec) {
-  const int64_t rows = s->schedule.num_rows;
-  const int64_t pairs = (int64_t)s->schedule.num_experts * s->adapters.max_loras;
-  const Workload e = {rows, rows < pairs ? rows : pairs, 32, false};
-  const bool sm90 = hopper && moelora_cuda_fits_shrink_sm90(s);
-  if (vectors && s->schedule.blocks.segments && are_long(s, e, sm90, exec))
-    return sm90 ? moelora_cuda_shrink_sm90(s, dtype, exec)
-                : moelora_cuda_shrink_segments(s, dtype, exec);
-  const ShrinkParams p = {.s = *s};
-  return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(p, e, vectors, exec)
-                               : launch_as<__half>(p, e, vectors, exec);
+moelora_status moelora_cuda_shrink(const moelora_shrink_launch *s, const moelora_shrink_plan *plan,
+                                   const moelora_exec *exec) {
+  if (plan->variant->method == MOELORA_SHRINK_SEGMENTS)
+    return plan->variant->needs == MOELORA_SM90 ? moelora_cuda_shrink_sm90(s, plan, exec)
+                                                : moelora_cuda_shrink_segments(s, plan, exec);
+  switch (plan->variant->id) {
+#define LAUNCH_WINDOWS(...)
+#define LAUNCH_BLOCKS(NAME, T, TILES, TEAMS, SPANS, TOKENS, CTAS, ELEMENTS)                        \
+  case CUDA_##NAME:                                                                                \
+    return launch<T, Shape<TILES, TEAMS, SPANS, TOKENS, CTAS * TEAMS * SPANS>, !ELEMENTS>(         \
+        *s, *plan, exec);
+#define MOELORA_CUDA_SHRINK(STEM, METHOD, ...)                                                     \
+  LAUNCH_##METHOD(shrink_bf16_##STEM, __nv_bfloat16, __VA_ARGS__)                                  \
+      LAUNCH_##METHOD(shrink_f16_##STEM, __half, __VA_ARGS__)
+#include "cuda/variants.inc"
+#undef LAUNCH_BLOCKS
+#undef LAUNCH_WINDOWS
+  }
+  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s shrinks no blocks", plan->variant->name);
 }

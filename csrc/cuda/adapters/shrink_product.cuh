@@ -18,8 +18,6 @@
 #include "cuda/ptx/mma.cuh"
 
 constexpr int kStep = 32, kLine = 64; // of depth
-constexpr int kThinSegment = 4;       // tokens; below, what A takes is all that counts
-constexpr int kFatSegment = 64;       // tokens; from here on, what both sides take
 constexpr int kResidentWarps = 16;    // of an SM, which leaves 128 registers to a thread:
 constexpr int kRegisters = 108;       // so many for sums, pointers and loads
 

@@ -2,6 +2,7 @@
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/adapters/shrink_segments.cuh"
 #include "cuda/adapters/shrink_staged.cuh"
+#include "cuda/variant_ids.h"
 
 namespace {
 
@@ -57,23 +58,30 @@ __global__ void __launch_bounds__(C::THREADS, C::CTAS)
 }
 
 template <class T, class C>
-moelora_status launch(const moelora_shrink_launch &s, const moelora_exec *exec) {
+moelora_status launch(const moelora_shrink_launch &s, const moelora_shrink_plan &plan,
+                      const moelora_exec *exec) {
   static_assert(sizeof(SegmentsShared<C>) <= kPortableShared, "a CTA's shared memory");
-  const int64_t ctas = (int64_t)moelora_cuda_num_sms(exec->device_index) * C::CTAS;
-  return launch_kernel<shrink_segments<T, C>>("shrink_segments", ctas, C::THREADS,
+  return launch_kernel<shrink_segments<T, C>>("shrink_segments", plan.work, C::THREADS,
                                               sizeof(SegmentsShared<C>), exec, s);
-}
-
-template <class T>
-moelora_status launch_as(const moelora_shrink_launch &s, const moelora_exec *exec) {
-  return most_columns(s.adapters.lora) <= 32   ? launch<T, Staged<32>>(s, exec)
-         : most_columns(s.adapters.lora) <= 64 ? launch<T, Staged<64>>(s, exec)
-                                               : launch<T, Staged<128>>(s, exec);
 }
 
 } // namespace
 
-moelora_status moelora_cuda_shrink_segments(const moelora_shrink_launch *s, moelora_dtype dtype,
+moelora_status moelora_cuda_shrink_segments(const moelora_shrink_launch *s,
+                                            const moelora_shrink_plan *plan,
                                             const moelora_exec *exec) {
-  return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(*s, exec) : launch_as<__half>(*s, exec);
+  switch (plan->variant->id) {
+#define LAUNCH_SM90(...)
+#define LAUNCH_SM80(NAME, T, ROWS, RANKS, RESIDENT)                                                \
+  case CUDA_##NAME:                                                                                \
+    static_assert(ROWS == Staged<RANKS>::TOKENS && RESIDENT == Staged<RANKS>::CTAS, #NAME);        \
+    return launch<T, Staged<RANKS>>(*s, *plan, exec);
+#define MOELORA_CUDA_SHRINK_SEGMENTS(STEM, FAMILY, ...)                                            \
+  LAUNCH_##FAMILY(shrink_bf16_##STEM, __nv_bfloat16, __VA_ARGS__)                                  \
+      LAUNCH_##FAMILY(shrink_f16_##STEM, __half, __VA_ARGS__)
+#include "cuda/variants.inc"
+#undef LAUNCH_SM80
+#undef LAUNCH_SM90
+  }
+  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s shrinks no segments", plan->variant->name);
 }

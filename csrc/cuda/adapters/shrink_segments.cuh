@@ -48,11 +48,6 @@ __device__ __forceinline__ T *row_of_xa(const moelora_shrink_launch &s, const Se
   return (T *)s.xa + (s.by_row ? s.schedule.blocks.sorted_ids[at] : at) * s.adapters.xa_stride;
 }
 
-/* Columns of A of the largest rank. */
-inline int most_columns(const moelora_factors &lora) {
-  return lora.num_slices * moelora_padded_rank(lora.max_rank);
-}
-
 /* Items of a CTA, in shared memory; WARPS warps list them. */
 template <int TOKENS_, int RANKS_, int WARPS_> struct ItemList {
   static constexpr int TOKENS = TOKENS_, RANKS = RANKS_, WARPS = WARPS_;
@@ -111,7 +106,7 @@ template <class L> struct SegmentLength {
 };
 
 __device__ __forceinline__ int segments_of(const moelora_shrink_launch &s) {
-  return s.schedule.num_experts * (s.adapters.max_loras + 1);
+  return s.schedule.num_experts * (s.schedule.max_loras + 1);
 }
 
 __device__ __forceinline__ int4 load_segment(const moelora_shrink_launch &s, int i) {
@@ -201,7 +196,7 @@ __device__ __forceinline__ void list_items(const moelora_shrink_launch &s, L &li
       for (int j = 0; j < items; j++) {
         const int from = low + j / length.chunks * rows, to = number - items - listed + j;
         if (to >= 0 && to < kListedItems)
-          list.items[to] = {i / (s.adapters.max_loras + 1),
+          list.items[to] = {i / (s.schedule.max_loras + 1),
                             segment.packed,
                             block,
                             segment.position - block + from,

@@ -14,6 +14,7 @@
 #include "cuda/adapters/shrink_segments.cuh"
 #include "cuda/gemm/sm90/gather.cuh"
 #include "cuda/gemm/sm90/tensor_map.h"
+#include "cuda/variant_ids.h"
 
 template <int RANKS_> struct ShrinkShape {
   static constexpr int TOKENS = 160, RANKS = RANKS_;
@@ -291,7 +292,7 @@ moelora_status map_factors(const moelora_shrink_launch *s, bool is_bf16, ShrinkM
     const moelora_factor *a = &lora->a[i];
     const cuuint64_t row = a->stride_i * 2;
     cuuint64_t sizes[4] = {(cuuint64_t)s->tokens.k, (cuuint64_t)lora->max_rank}, strides[3] = {row};
-    maps->dims.describe(i, *a, s->schedule.num_experts, s->adapters.max_loras, row, sizes + 2,
+    maps->dims.describe(i, *a, s->schedule.num_experts, s->schedule.max_loras, row, sizes + 2,
                         strides + 1);
     status = moelora_encode_map(&maps->few[i], is_bf16, 4, a->data, sizes, strides, few);
     if (status == MOELORA_OK && moelora_padded_rank(lora->max_rank) >= kManyRanks)
@@ -301,7 +302,8 @@ moelora_status map_factors(const moelora_shrink_launch *s, bool is_bf16, ShrinkM
 }
 
 template <class T, int RANKS>
-moelora_status launch(const moelora_shrink_launch &s, const moelora_exec *exec) {
+moelora_status launch(const moelora_shrink_launch &s, const moelora_shrink_plan &plan,
+                      const moelora_exec *exec) {
   using S = ShrinkShape<RANKS>;
   static_assert(S::TOKENS + RANKS >= 192, "rows that the third tile reads");
   static_assert(S::SHARED + sizeof(typename S::List) <= 227 * 1024, "shared memory of a CTA");
@@ -309,30 +311,26 @@ moelora_status launch(const moelora_shrink_launch &s, const moelora_exec *exec) 
   const moelora_status status = map_factors(&s, Element<T>::is_bf16, &maps);
   if (status != MOELORA_OK)
     return status;
-  return launch_kernel<shrink_sm90<S, T>>("shrink_sm90", moelora_cuda_num_sms(exec->device_index),
-                                          S::THREADS, S::SHARED, exec, maps, s);
-}
-
-template <class T>
-moelora_status launch_as(const moelora_shrink_launch &s, const moelora_exec *exec) {
-  return most_columns(s.adapters.lora) <= 32   ? launch<T, 32>(s, exec)
-         : most_columns(s.adapters.lora) <= 64 ? launch<T, 64>(s, exec)
-                                               : launch<T, 128>(s, exec);
+  return launch_kernel<shrink_sm90<S, T>>("shrink_sm90", plan.work, S::THREADS, S::SHARED, exec,
+                                          maps, s);
 }
 
 } // namespace
 
-bool moelora_cuda_fits_shrink_sm90(const moelora_shrink_launch *s) {
-  for (int32_t i = 0; i < s->adapters.lora.num_slices; i++)
-    if (s->adapters.lora.a[i].stride_i <= 0)
-      return false;
-  const int64_t rows = s->tokens.divisor.value
-                           ? s->schedule.num_rows / s->tokens.divisor.value
-                           : s->schedule.blocks.max_blocks * s->schedule.blocks.rows;
-  return rows * (s->tokens.stride / 8) < UINT32_MAX;
-}
-
-moelora_status moelora_cuda_shrink_sm90(const moelora_shrink_launch *s, moelora_dtype dtype,
-                                        const moelora_exec *exec) {
-  return dtype == MOELORA_BF16 ? launch_as<__nv_bfloat16>(*s, exec) : launch_as<__half>(*s, exec);
+moelora_status moelora_cuda_shrink_sm90(const moelora_shrink_launch *s,
+                                        const moelora_shrink_plan *plan, const moelora_exec *exec) {
+  switch (plan->variant->id) {
+#define LAUNCH_SM80(...)
+#define LAUNCH_SM90(NAME, T, ROWS, RANKS, RESIDENT)                                                \
+  case CUDA_##NAME:                                                                                \
+    static_assert(ROWS == ShrinkShape<RANKS>::TOKENS && RESIDENT == 1, #NAME);                     \
+    return launch<T, RANKS>(*s, *plan, exec);
+#define MOELORA_CUDA_SHRINK_SEGMENTS(STEM, FAMILY, ...)                                            \
+  LAUNCH_##FAMILY(shrink_bf16_##STEM, __nv_bfloat16, __VA_ARGS__)                                  \
+      LAUNCH_##FAMILY(shrink_f16_##STEM, __half, __VA_ARGS__)
+#include "cuda/variants.inc"
+#undef LAUNCH_SM90
+#undef LAUNCH_SM80
+  }
+  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s shrinks no segments", plan->variant->name);
 }

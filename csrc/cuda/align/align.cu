@@ -1,69 +1,14 @@
-/* Alignment on the host: which sorts a problem needs, their workspace, their launches.
+/* Alignment on the host: which launches a plan's sorts are, and their workspace. UNIFORM blocks
+ * whose rows took two sorts are padded by another launch.
  *
- *   experts * (adapters + 1) <= ALIGN_MAX_KEYS   rows by (expert, adapter), one sort
- *   otherwise                                    tokens by adapter, then their rows by expert:
- * stable, so the order is the same; UNIFORM also pads pairs
- *
- * A sort is one launch up to SMALL_ITEMS items, of another kernel up to ALIGN_TINY_ITEMS, and two
- * beyond; of resolved routes (resolve.cu), so that all CTAs and both launches see the same ids. A
+ * All sort resolved routes (resolve.cu), so that all CTAs and all launches see the same ids. A
  * launch overlaps with the one before it by programmatic dependent launch where the GPU has it. */
 #include "cuda/align/align.h"
 #include "cuda/backend.h"
-
-/* Each CTA of a small sort counts all items: 16 for each of its threads. */
-constexpr int64_t SMALL_ITEMS = 16384;
-/* Output rows that one CTA fills while it places its items. */
-constexpr int64_t FILL_ROWS = 4096;
-constexpr int64_t MAX_SMALL_CHUNKS = 128;
-/* However few the items, what lies around their groups is written by so many CTAs. */
-constexpr int64_t MIN_SMALL_CHUNKS = 16;
-/* About a CTA for each SM of the large GPUs. */
-constexpr int64_t MAX_LARGE_CHUNKS = 128;
-/* Counts of a row of the table are 16 bits wide. */
-constexpr int64_t MAX_CHUNK_ITEMS = 63 * ALIGN_THREADS;
-/* Words of the table that a CTA reads in the time in which it counts ALIGN_THREADS items. */
-constexpr int64_t ROUND_WORDS = 1000;
-
-/* ---- shapes ---- */
-
-struct sort_shape {
-  bool small;
-  uint32_t num_chunks, chunk_items;
-  uint32_t num_rows, row_chunks; /* of the table */
-  size_t table_bytes;
-};
+#include "cuda/variant_ids.h"
 
 static int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
-}
-
-static sort_shape shape_of(int64_t items, int64_t keys, int64_t out_rows) {
-  sort_shape shape = {};
-  shape.small = items <= SMALL_ITEMS;
-  if (shape.small) {
-    int64_t fill = ceil_div(out_rows, FILL_ROWS);
-    int64_t chunks = fill < MAX_SMALL_CHUNKS ? fill : MAX_SMALL_CHUNKS;
-    int64_t least = ceil_div(items, ALIGN_GROUP);
-    chunks = chunks < least ? least : chunks;
-    shape.num_chunks = (uint32_t)(chunks < MIN_SMALL_CHUNKS ? MIN_SMALL_CHUNKS : chunks);
-    shape.chunk_items = ALIGN_GROUP;
-    return shape;
-  }
-  int64_t size = ceil_div(ceil_div(items, MAX_LARGE_CHUNKS), ALIGN_THREADS) * ALIGN_THREADS;
-  size = size < MAX_CHUNK_ITEMS ? size : MAX_CHUNK_ITEMS;
-  const int64_t chunks = ceil_div(items, size), words = (keys + 1) / 2;
-  /* With q chunks to a row, a CTA counts the items of q chunks, ROUND_WORDS words' time for
-   * each ALIGN_THREADS of them, and reads chunks * words / q words: least where both are equal. */
-  int64_t q = 1;
-  while ((q + 1) * (q + 1) * (size / ALIGN_THREADS) * ROUND_WORDS <= chunks * words &&
-         (q + 1) * size <= MAX_CHUNK_ITEMS)
-    q++;
-  shape.chunk_items = (uint32_t)size;
-  shape.num_chunks = (uint32_t)chunks;
-  shape.row_chunks = (uint32_t)q;
-  shape.num_rows = (uint32_t)ceil_div(chunks, q);
-  shape.table_bytes = (size_t)shape.num_rows * (size_t)words * sizeof(uint32_t);
-  return shape;
 }
 
 /* What a call keeps in its workspace; NULL where it needs none. */
@@ -73,42 +18,27 @@ struct scratch {
   int32_t *row, *expert, *adapter, *count; /* [P], [P], [P], [1] */
 };
 
-static bool sorts_by_adapter(const moelora_align_problem *problem) {
-  bool wanted = problem->mode == MOELORA_ALIGN_UNIFORM || problem->mode == MOELORA_ALIGN_SEGMENTED;
-  return wanted && problem->routes.token_lora_mapping.data && problem->routes.max_loras > 0;
-}
-
 static int64_t adapter_keys_of(const moelora_align_problem *problem) {
-  return sorts_by_adapter(problem) ? (int64_t)problem->routes.max_loras + 1 : 1;
+  return moelora_adapter_keys(problem->mode, &problem->routes);
 }
 
-static bool one_sort_does(const moelora_align_problem *problem) {
-  return problem->routes.num_experts * adapter_keys_of(problem) <= ALIGN_MAX_KEYS;
-}
-
-static void take_scratch(const moelora_align_problem *problem, moelora_arena *arena,
-                         scratch *parts) {
+static void take_scratch(const moelora_align_problem *problem, const moelora_align_plan *plan,
+                         moelora_arena *arena, scratch *parts) {
   const moelora_routes *routes = &problem->routes;
   *parts = {};
-  const int64_t experts = routes->num_experts, adapters = adapter_keys_of(problem);
-  size_t table = 0;
-  if (one_sort_does(problem)) {
-    table = shape_of(routes->num_rows, experts * adapters, 0).table_bytes;
-  } else {
-    size_t tokens = shape_of(routes->num_tokens, adapters, 0).table_bytes;
-    table = shape_of(routes->num_rows, experts, 0).table_bytes;
-    table = table > tokens ? table : tokens;
+  const size_t tokens = plan->tokens.table_bytes, rows = plan->rows.table_bytes;
+  if (plan->tokens.variant) {
     parts->order = (int32_t *)moelora_take(arena, (size_t)routes->num_tokens * sizeof(int32_t));
     if (problem->mode == MOELORA_ALIGN_UNIFORM) {
-      const size_t rows = (size_t)routes->num_rows * sizeof(int32_t);
-      parts->row = (int32_t *)moelora_take(arena, rows);
-      parts->expert = (int32_t *)moelora_take(arena, rows);
-      parts->adapter = (int32_t *)moelora_take(arena, rows);
+      const size_t bytes = (size_t)routes->num_rows * sizeof(int32_t);
+      parts->row = (int32_t *)moelora_take(arena, bytes);
+      parts->expert = (int32_t *)moelora_take(arena, bytes);
+      parts->adapter = (int32_t *)moelora_take(arena, bytes);
       parts->count = (int32_t *)moelora_take(arena, sizeof(int32_t));
     }
   }
-  if (table)
-    parts->table = (uint32_t *)moelora_take(arena, table);
+  if (tokens || rows)
+    parts->table = (uint32_t *)moelora_take(arena, tokens > rows ? tokens : rows);
 }
 
 /* ---- sorts ---- */
@@ -128,20 +58,19 @@ static void set_lanes(align_sort *sort) {
 }
 
 /* The last step of a description: the rest must be there. */
-static void set_size(align_sort *sort, int64_t items, int64_t keys, int64_t ways,
-                     const scratch &parts) {
-  sort_shape shape = shape_of(items, keys, sort->max_blocks * sort->block_size.value);
+static void set_size(align_sort *sort, const moelora_sort_plan &plan, int64_t items, int64_t keys,
+                     int64_t ways, const scratch &parts) {
   sort->num_items = (uint32_t)items;
   sort->num_keys = (uint32_t)keys;
   sort->ways = (uint32_t)ways;
   sort->num_groups = (uint32_t)(keys / ways);
-  sort->num_chunks = shape.num_chunks;
-  sort->chunk_items = shape.chunk_items;
+  sort->num_chunks = plan.num_chunks;
+  sort->chunk_items = plan.chunk_items;
   set_lanes(sort);
-  if (!shape.small) {
+  if (plan.table_bytes) {
     sort->table = parts.table;
-    sort->num_rows = shape.num_rows;
-    sort->row_chunks = shape.row_chunks;
+    sort->num_rows = plan.num_rows;
+    sort->row_chunks = plan.row_chunks;
     sort->words = moelora_divisor_of((uint32_t)((keys + 1) / 2));
   }
 }
@@ -169,7 +98,8 @@ static align_sort describe(const moelora_align_problem *problem) {
 }
 
 /* Tokens by adapter, unpadded, into parts.order. */
-static align_sort describe_tokens(const moelora_align_problem *problem, const scratch &parts) {
+static align_sort describe_tokens(const moelora_align_problem *problem,
+                                  const moelora_sort_plan &plan, const scratch &parts) {
   align_sort sort = {};
   const int64_t tokens = problem->routes.num_tokens, adapters = adapter_keys_of(problem);
   sort.routes = problem->routes;
@@ -178,7 +108,7 @@ static align_sort describe_tokens(const moelora_align_problem *problem, const sc
   sort.adapter_keys = moelora_divisor_of((uint32_t)adapters);
   sort.sorted_ids = parts.order;
   sort.max_blocks = tokens;
-  set_size(&sort, tokens, adapters, 1, parts);
+  set_size(&sort, plan, tokens, adapters, 1, parts);
   return sort;
 }
 
@@ -195,34 +125,41 @@ static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
   sort->tile_counters = blocks->tile_counters;
 }
 
-static moelora_status run_sort(const align_sort &sort, const moelora_exec *exec) {
-  if (sort.table) {
+static moelora_status run_sort(const align_sort &sort, const moelora_sort_plan &plan,
+                               const moelora_exec *exec) {
+  switch (plan.variant->id) {
+  case CUDA_sort_i32_64_sm80:
+    return align_launch_tiny(sort, exec);
+  case CUDA_sort_i32_2048_sm80:
+    return align_launch_small_2(sort, exec);
+  case CUDA_sort_i32_16384_sm80:
+    return align_launch_small_8(sort, exec);
+  case CUDA_sort_i32_any_sm80: {
     const moelora_status status = align_launch_count(sort, exec);
     return status == MOELORA_OK ? align_launch_place(sort, exec) : status;
   }
-  if (sort.num_items <= ALIGN_TINY_ITEMS && !sort.empty_blocks && !sort.zero_bytes)
-    return align_launch_tiny(sort, exec);
-  return align_launch_small(sort, exec);
+  }
+  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s sorts nothing", plan.variant->name);
 }
 
 static moelora_status run_one_sort(const moelora_align_problem *problem,
-                                   const moelora_blocks *blocks, const scratch &parts,
-                                   const moelora_exec *exec) {
+                                   const moelora_align_plan &plan, const moelora_blocks *blocks,
+                                   const scratch &parts, const moelora_exec *exec) {
   align_sort sort = describe(problem);
   apply_blocks(&sort, blocks);
   const int64_t adapters = adapter_keys_of(problem);
-  sort.by_adapter = sorts_by_adapter(problem);
+  sort.by_adapter = adapters > 1;
   sort.adapter_keys = moelora_divisor_of((uint32_t)adapters);
-  set_size(&sort, problem->routes.num_rows, problem->routes.num_experts * adapters,
+  set_size(&sort, plan.rows, problem->routes.num_rows, problem->routes.num_experts * adapters,
            problem->mode == MOELORA_ALIGN_SEGMENTED ? adapters : 1, parts);
-  return run_sort(sort, exec);
+  return run_sort(sort, plan.rows, exec);
 }
 
 static moelora_status run_two_sorts(const moelora_align_problem *problem,
-                                    const moelora_blocks *blocks, const scratch &parts,
-                                    const moelora_exec *exec) {
-  align_sort tokens = describe_tokens(problem, parts);
-  moelora_status status = run_sort(tokens, exec);
+                                    const moelora_align_plan &plan, const moelora_blocks *blocks,
+                                    const scratch &parts, const moelora_exec *exec) {
+  align_sort tokens = describe_tokens(problem, plan.tokens, parts);
+  moelora_status status = run_sort(tokens, plan.tokens, exec);
   if (status != MOELORA_OK)
     return status;
   align_sort rows = describe(problem);
@@ -240,8 +177,8 @@ static moelora_status run_two_sorts(const moelora_align_problem *problem,
     rows.block_loras = NULL;
     rows.num_post = parts.count;
   }
-  set_size(&rows, problem->routes.num_rows, problem->routes.num_experts, 1, parts);
-  status = run_sort(rows, exec);
+  set_size(&rows, plan.rows, problem->routes.num_rows, problem->routes.num_experts, 1, parts);
+  status = run_sort(rows, plan.rows, exec);
   if (status != MOELORA_OK || problem->mode != MOELORA_ALIGN_UNIFORM)
     return status;
   pad.row = parts.row;
@@ -253,48 +190,51 @@ static moelora_status run_two_sorts(const moelora_align_problem *problem,
 
 /* ---- the backend's slots ---- */
 
-static moelora_status run(const moelora_align_problem *problem, const moelora_blocks *blocks,
-                          moelora_arena *arena, const moelora_exec *exec) {
+static moelora_status run(const moelora_align_problem *problem, const moelora_align_plan &plan,
+                          const moelora_blocks *blocks, moelora_arena *arena,
+                          const moelora_exec *exec) {
   const int64_t adapters = adapter_keys_of(problem);
   if (problem->routes.num_experts >= ALIGN_MAX_KEYS || adapters > ALIGN_MAX_KEYS)
     return moelora_fail(MOELORA_UNSUPPORTED,
                         "%d experts and %lld adapters: CUDA alignment takes at most %d of either",
                         problem->routes.num_experts, (long long)adapters - 1, ALIGN_MAX_KEYS - 1);
   scratch parts;
-  take_scratch(problem, arena, &parts);
+  take_scratch(problem, &plan, arena, &parts);
   const moelora_status status = moelora_cuda_check_layout(arena->used, exec);
   if (status != MOELORA_OK)
     return status;
-  return one_sort_does(problem) ? run_one_sort(problem, blocks, parts, exec)
-                                : run_two_sorts(problem, blocks, parts, exec);
+  return plan.tokens.variant ? run_two_sorts(problem, plan, blocks, parts, exec)
+                             : run_one_sort(problem, plan, blocks, parts, exec);
 }
 
 /* The problem over routes that lie in front of a sort's scratch memory. */
 static moelora_align_problem resolved(const moelora_align_problem *problem, moelora_arena *arena) {
   moelora_align_problem to = *problem;
   moelora_routes routes = problem->routes;
-  if (!sorts_by_adapter(problem))
+  if (adapter_keys_of(problem) == 1)
     routes.token_lora_mapping.data = NULL;
   to.routes = moelora_cuda_take_routes(&routes, problem->mode == MOELORA_ALIGN_SORTING, arena);
   return to;
 }
 
-extern "C" size_t moelora_cuda_align_workspace(const moelora_align_problem *problem) {
+extern "C" size_t moelora_cuda_align_workspace(const moelora_align_problem *problem,
+                                               const moelora_align_plan *plan) {
   moelora_arena arena = {};
   const moelora_align_problem sorted = resolved(problem, &arena);
   scratch parts;
-  take_scratch(&sorted, &arena, &parts);
+  take_scratch(&sorted, plan, &arena, &parts);
   return arena.used;
 }
 
 extern "C" moelora_status moelora_cuda_align(const moelora_align_problem *problem,
+                                             const moelora_align_plan *plan,
                                              const moelora_exec *exec) {
   moelora_arena arena = {(char *)exec->workspace, 0};
   const moelora_align_problem sorted = resolved(problem, &arena);
   moelora_status status = moelora_cuda_check_layout(arena.used, exec);
   if (status == MOELORA_OK)
     status = moelora_cuda_resolve(&problem->routes, &sorted.routes, NULL, NULL, true, exec);
-  return status == MOELORA_OK ? run(&sorted, NULL, &arena, exec) : status;
+  return status == MOELORA_OK ? run(&sorted, *plan, NULL, &arena, exec) : status;
 }
 
 /* ---- blocks of a layer ---- */
@@ -307,31 +247,18 @@ static moelora_align_problem rows_problem(const moelora_routes *routes, int32_t 
   return problem;
 }
 
-/* A cluster of blocks is one block of their rows together. */
-extern "C" int64_t moelora_cuda_max_blocks(const moelora_routes *routes, int32_t rows,
-                                           int32_t cluster) {
-  return cluster * moelora_align_max_blocks(MOELORA_ALIGN_SEGMENTED, routes->num_rows,
-                                            routes->num_experts, routes->max_loras, cluster * rows);
-}
-
-extern "C" int64_t moelora_cuda_count_segments(const moelora_routes *routes) {
+extern "C" size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes,
+                                                    const moelora_align_plan *plan) {
   const moelora_align_problem problem = rows_problem(routes, 1);
-  const bool listed = sorts_by_adapter(&problem) && one_sort_does(&problem);
-  return listed && routes->num_rows > ALIGN_TINY_ITEMS
-             ? routes->num_experts * adapter_keys_of(&problem)
-             : 0;
-}
-
-extern "C" size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes, int32_t rows) {
-  const moelora_align_problem problem = rows_problem(routes, rows);
   moelora_arena arena = {};
   scratch parts;
-  take_scratch(&problem, &arena, &parts);
+  take_scratch(&problem, plan, &arena, &parts);
   return arena.used;
 }
 
 extern "C" moelora_status moelora_cuda_align_rows(const moelora_routes *routes,
-                                                  const moelora_blocks *blocks, void *workspace,
+                                                  const moelora_blocks *blocks,
+                                                  const moelora_align_plan *plan, void *workspace,
                                                   const moelora_exec *exec) {
   moelora_align_problem problem = rows_problem(routes, blocks->rows);
   if (blocks->packed_ranks && routes->max_loras > INT32_MAX / kRanks)
@@ -344,5 +271,5 @@ extern "C" moelora_status moelora_cuda_align_rows(const moelora_routes *routes,
   problem.sorted_weights = blocks->weights;
   problem.num_tokens_post_padded = blocks->num_post;
   moelora_arena arena = {(char *)workspace, 0};
-  return run(&problem, blocks, &arena, exec);
+  return run(&problem, *plan, blocks, &arena, exec);
 }

@@ -6,15 +6,13 @@
 
 #include "cuda/launch/launch.h"
 
-constexpr int ALIGN_THREADS = 1024;
+constexpr int ALIGN_THREADS = MOELORA_SORT_THREADS;
 /* Items that are ranked by comparing them with each other: at most 255, so that a byte counts them,
  * and few enough for the compares to take no longer than a barrier. */
-constexpr int ALIGN_GROUP = 128;
+constexpr int ALIGN_GROUP = MOELORA_SORT_GROUP;
 /* Items up to which each is compared with all others. */
 constexpr int ALIGN_TINY_ITEMS = 64;
-/* Three bins of 4 bytes a key, beside 5 KiB of static memory, fit the 99 KiB of shared memory that
- * every GPU from sm_80 on gives a CTA. */
-constexpr int ALIGN_MAX_KEYS = 7680;
+constexpr int ALIGN_MAX_KEYS = MOELORA_SORT_KEYS;
 
 /* One stable counting sort; align.cuh says what keys, ways and groups are. */
 struct align_sort {
@@ -66,7 +64,9 @@ struct align_pad {
 };
 
 moelora_status align_launch_tiny(const align_sort &sort, const moelora_exec *exec);
-moelora_status align_launch_small(const align_sort &sort, const moelora_exec *exec);
+/* With 2 or 8 loads of a thread in flight. */
+moelora_status align_launch_small_2(const align_sort &sort, const moelora_exec *exec);
+moelora_status align_launch_small_8(const align_sort &sort, const moelora_exec *exec);
 moelora_status align_launch_count(const align_sort &sort, const moelora_exec *exec);
 moelora_status align_launch_place(const align_sort &sort, const moelora_exec *exec);
 moelora_status align_launch_pad(const align_pad &pad, const moelora_exec *exec);

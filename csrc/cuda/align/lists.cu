@@ -101,33 +101,36 @@ struct ListsLayout {
   size_t bytes;
 };
 
-ListsLayout lay_out(const moelora_align_lists_problem *problem, void *base) {
+ListsLayout lay_out(const moelora_align_lists_problem *problem, const moelora_align_plan *plan,
+                    void *base) {
   moelora_arena arena = {(char *)base, 0};
   ListsLayout l;
   l.routes = moelora_cuda_take_routes(&problem->routes, false, &arena);
   l.lists = moelora_cuda_take_lists(&problem->lists, problem->routes.max_loras, false, &arena);
-  l.sorted = delta_take_sorted(&l.routes, &arena);
+  l.sorted = delta_take_sorted(&l.routes, plan, &arena);
   l.bytes = arena.used;
   return l;
 }
 
 } // namespace
 
-extern "C" size_t moelora_cuda_align_lists_workspace(const moelora_align_lists_problem *problem) {
-  return lay_out(problem, nullptr).bytes;
+extern "C" size_t moelora_cuda_align_lists_workspace(const moelora_align_lists_problem *problem,
+                                                     const moelora_align_plan *plan) {
+  return lay_out(problem, plan, nullptr).bytes;
 }
 
 extern "C" moelora_status moelora_cuda_align_lists(const moelora_align_lists_problem *problem,
+                                                   const moelora_align_plan *plan,
                                                    const moelora_exec *exec) {
   if (problem->lists.num_active == 0)
     return MOELORA_OK;
-  const ListsLayout l = lay_out(problem, exec->workspace);
+  const ListsLayout l = lay_out(problem, plan, exec->workspace);
   moelora_status status = moelora_cuda_check_layout(l.bytes, exec);
   if (status == MOELORA_OK)
     status =
         moelora_cuda_resolve(&problem->routes, &l.routes, &problem->lists, &l.lists, true, exec);
   if (status == MOELORA_OK)
-    status = delta_sort(&l.routes, &l.sorted, exec);
+    status = delta_sort(&l.routes, &l.sorted, plan, exec);
   if (status != MOELORA_OK)
     return status;
   Lists lists = {};

@@ -75,7 +75,10 @@ static moelora_status launch_batched(const align_sort &sort, const moelora_exec 
                                           ALIGN_THREADS, bytes, exec, sort);
 }
 
-moelora_status align_launch_small(const align_sort &sort, const moelora_exec *exec) {
-  return sort.num_items <= 2 * ALIGN_THREADS ? launch_batched<2>(sort, exec)
-                                             : launch_batched<8>(sort, exec);
+moelora_status align_launch_small_2(const align_sort &sort, const moelora_exec *exec) {
+  return launch_batched<2>(sort, exec);
+}
+
+moelora_status align_launch_small_8(const align_sort &sort, const moelora_exec *exec) {
+  return launch_batched<8>(sort, exec);
 }

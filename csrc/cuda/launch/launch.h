@@ -58,7 +58,8 @@ typedef struct moelora_blocks {
 } moelora_blocks;
 
 /* What a launch over blocks of rows is made of. Kernels take these parts, and the launches made of
- * them, by value. */
+ * them, by value. The largest tiles of sm_90 are at the limit of their registers: where members of
+ * a launch lie decides whether ptxas spills. */
 
 /* Which rows there are, and in which order tiles of them come. */
 typedef struct moelora_schedule {
@@ -66,16 +67,15 @@ typedef struct moelora_schedule {
   int32_t *tile_counter; /* [1] zero, from which CTAs draw tiles */
   int32_t num_rows;      /* P */
   int32_t num_experts;
-  int32_t top_k;
+  int32_t max_loras;
   int32_t near_elements; /* of tokens that L2 keeps while weights stream by */
 } moelora_schedule;
 
-/* What a main loop reads of rows. In most other orders of these members ptxas spills accumulators
- * of the largest tiles. */
+/* What a main loop reads of rows. */
 typedef struct moelora_tokens {
-  moelora_divisor divisor; /* of value 0: x is by position */
-  int64_t stride;
   const void *x; /* [P / divisor, K], or by position */
+  int64_t stride;
+  moelora_divisor divisor; /* of value 0: x is by position */
   int32_t k;
 } moelora_tokens;
 
@@ -95,11 +95,11 @@ typedef struct moelora_lora_operands {
   const void *xa;              /* [position, num_slices * xa_slice] scaled shrink result */
   int64_t xa_stride, xa_slice; /* xa_slice: max_rank rounded up to 16 */
   moelora_factors lora;        /* num_slices == 0: none */
-  int32_t max_loras;
 } moelora_lora_operands;
 
 /* What becomes of an accumulator. */
 typedef struct moelora_epilogue {
+  int32_t top_k;
   moelora_activation_problem activation; /* counts where gated, or relu2; else there is none */
   bool plain_silu; /* it is silu without a limit, known once instead of for every tile */
   bool weighted;
@@ -147,24 +147,21 @@ moelora_status moelora_cuda_resolve(const moelora_routes *from, const moelora_ro
                                     const moelora_exec *exec);
 
 /* align.cu: fills the blocks. `routes` are resolved. */
-int64_t moelora_cuda_max_blocks(const moelora_routes *routes, int32_t rows, int32_t cluster);
-/* How many segments an alignment can list; 0 where rows are too few, or pairs too many. */
-int64_t moelora_cuda_count_segments(const moelora_routes *routes);
-size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes, int32_t rows);
+size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes,
+                                         const moelora_align_plan *plan);
 moelora_status moelora_cuda_align_rows(const moelora_routes *routes, const moelora_blocks *blocks,
-                                       void *workspace, const moelora_exec *exec);
+                                       const moelora_align_plan *plan, void *workspace,
+                                       const moelora_exec *exec);
 
-/* shrink.cu. `vectors`: x and A allow 16-byte accesses; `hopper`: kernels of sm_90 may be used. */
-moelora_status moelora_cuda_shrink(const moelora_shrink_launch *s, bool vectors, bool hopper,
-                                   moelora_dtype dtype, const moelora_exec *exec);
-
-/* shrink_segments.cu, shrink_sm90.cu: the same for whole segments, which the blocks must list. x
- * and A allow 16-byte accesses. */
-moelora_status moelora_cuda_shrink_segments(const moelora_shrink_launch *s, moelora_dtype dtype,
+/* shrink.cu: as planned, in blocks or of whole segments. */
+moelora_status moelora_cuda_shrink(const moelora_shrink_launch *s, const moelora_shrink_plan *plan,
+                                   const moelora_exec *exec);
+/* shrink_segments.cu, shrink_sm90.cu: of whole segments, which the blocks must list. */
+moelora_status moelora_cuda_shrink_segments(const moelora_shrink_launch *s,
+                                            const moelora_shrink_plan *plan,
                                             const moelora_exec *exec);
-bool moelora_cuda_fits_shrink_sm90(const moelora_shrink_launch *s);
-moelora_status moelora_cuda_shrink_sm90(const moelora_shrink_launch *s, moelora_dtype dtype,
-                                        const moelora_exec *exec);
+moelora_status moelora_cuda_shrink_sm90(const moelora_shrink_launch *s,
+                                        const moelora_shrink_plan *plan, const moelora_exec *exec);
 
 /* gemm/sm80, gemm/sm90: a file for each kernel format of weights. */
 #define MOELORA_DECLARE_GEMM(NAME)                                                                 \

@@ -9,6 +9,7 @@
  * writes them in boxes. */
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/layer/sum.cuh"
+#include "cuda/variant_ids.h"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/gemm/common/tile.cuh"
 
@@ -92,15 +93,15 @@ int64_t blocks_for(int64_t threads) {
   return (threads + kThreads - 1) / kThreads;
 }
 
-template <class T, class Z, int WIDTH>
-moelora_status sum_as(const SumParams &s, const moelora_exec *exec) {
-  return launch_kernel<sum_rows<T, Z, WIDTH>>(
-      "sum_rows", blocks_for(s.num_tokens * ((s.k + WIDTH - 1) / WIDTH)), kThreads, 0, exec, s);
+template <class T, int WIDTH>
+moelora_status sum_as(const SumParams &s, bool z_f32, const moelora_exec *exec) {
+  const int64_t work = blocks_for(s.num_tokens * ((s.k + WIDTH - 1) / WIDTH));
+  return z_f32 ? launch_kernel<sum_rows<T, float, WIDTH>>("sum_rows", work, kThreads, 0, exec, s)
+               : launch_kernel<sum_rows<T, T, WIDTH>>("sum_rows", work, kThreads, 0, exec, s);
 }
 
-template <class T>
 moelora_status sum(const moelora_experts_problem *p, const int32_t *positions, const void *z,
-                   bool z_f32, const moelora_exec *exec) {
+                   const moelora_experts_plan *plan, const moelora_exec *exec) {
   const moelora_routes *routes = &p->routes;
   const SumParams s = {z,
                        positions,
@@ -111,10 +112,17 @@ moelora_status sum(const moelora_experts_problem *p, const int32_t *positions, c
                        routes->num_tokens,
                        routes->top_k,
                        (int32_t)p->hidden};
-  const bool vectors = moelora_is_vector_row(p->out, p->out_stride, p->hidden);
-  if (z_f32)
-    return vectors ? sum_as<T, float, 8>(s, exec) : sum_as<T, float, 1>(s, exec);
-  return vectors ? sum_as<T, T, 8>(s, exec) : sum_as<T, T, 1>(s, exec);
+  switch (plan->sum->id) {
+#define LAUNCH(NAME, T, WIDTH)                                                                     \
+  case CUDA_##NAME:                                                                                \
+    return sum_as<T, WIDTH>(s, plan->partial_f32, exec);
+#define MOELORA_CUDA_SUM(STEM, WIDTH)                                                              \
+  LAUNCH(sum_bf16_##STEM, __nv_bfloat16, WIDTH)                                                    \
+  LAUNCH(sum_f16_##STEM, __half, WIDTH)
+#include "cuda/variants.inc"
+#undef LAUNCH
+  }
+  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s sums nothing", plan->sum->name);
 }
 
 /* ---- workspace ---- */
@@ -126,14 +134,15 @@ struct Alignment {
 };
 
 Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
-                         const moelora_variant *variant, bool summed, bool weighted) {
+                         const moelora_variant *variant, const moelora_align_plan *plan,
+                         bool summed, bool weighted) {
   Alignment a;
   a.routes = moelora_cuda_take_routes(from, false, arena);
   const moelora_routes *routes = &a.routes;
   moelora_blocks *blocks = &a.blocks;
   blocks->rows = variant->block_m;
   blocks->cluster = variant->cluster;
-  blocks->max_blocks = moelora_cuda_max_blocks(routes, blocks->rows, blocks->cluster);
+  blocks->max_blocks = moelora_max_blocks(routes, blocks->rows, blocks->cluster);
   const size_t count = (size_t)blocks->max_blocks, rows = count * blocks->rows;
   blocks->sorted_ids = (int32_t *)moelora_take(arena, 4 * rows);
   blocks->expert_ids = (int32_t *)moelora_take(arena, 4 * count);
@@ -145,22 +154,23 @@ Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
   blocks->weights = weighted ? (float *)moelora_take(arena, 4 * rows) : nullptr;
   blocks->num_post = (int32_t *)moelora_take(arena, 4);
   blocks->tile_counters = (int32_t *)moelora_take(arena, 4 * MOELORA_PROJECTIONS);
-  const size_t segments = (size_t)moelora_cuda_count_segments(routes);
+  const size_t segments = (size_t)plan->segments;
   blocks->segments =
       segments ? (moelora_segment *)moelora_take(arena, segments * sizeof(moelora_segment))
                : nullptr;
-  a.scratch = moelora_take(arena, moelora_cuda_align_rows_workspace(routes, blocks->rows));
+  a.scratch = moelora_take(arena, moelora_cuda_align_rows_workspace(routes, plan));
   return a;
 }
 
 /* The first launch waits for the end of what is before it: of kernels that start while those of
  * another layer still hold some SMs, those that follow would get them unevenly. */
-moelora_status align(const Alignment *a, const moelora_routes *from, const moelora_exec *exec) {
+moelora_status align(const Alignment *a, const moelora_routes *from, const moelora_align_plan *plan,
+                     const moelora_exec *exec) {
   const moelora_status status =
       moelora_cuda_resolve(from, &a->routes, nullptr, nullptr, false, exec);
   if (status != MOELORA_OK)
     return status;
-  return moelora_cuda_align_rows(&a->routes, &a->blocks, a->scratch, exec);
+  return moelora_cuda_align_rows(&a->routes, &a->blocks, plan, a->scratch, exec);
 }
 
 /* Rows of what lies by position. */
@@ -178,15 +188,14 @@ void *take_xa(moelora_arena *arena, const Alignment *a, const moelora_factors *f
 
 moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
                                const moelora_weights *w, const moelora_factors *lora,
-                               const moelora_exec *exec) {
+                               int32_t near_elements) {
   moelora_gemm_launch g = {};
-  g.schedule.near_elements =
-      moelora_known_device(MOELORA_CUDA, exec->device_index)->l2_bytes / 4 / 2;
+  g.schedule.near_elements = near_elements;
   g.schedule.blocks = a->blocks;
   g.schedule.tile_counter = a->blocks.tile_counters;
   g.schedule.num_rows = (int32_t)routes->num_rows;
   g.schedule.num_experts = routes->num_experts;
-  g.schedule.top_k = routes->top_k;
+  g.epilogue.top_k = routes->top_k;
   g.tokens.k = (int32_t)w->k;
   g.weights.w = *w;
   g.weights.n_out = (int32_t)w->n;
@@ -194,7 +203,7 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
     g.schedule.blocks.packed_ranks = nullptr;
   if (g.schedule.blocks.packed_ranks) {
     g.adapters.lora = *lora;
-    g.adapters.max_loras = routes->max_loras;
+    g.schedule.max_loras = routes->max_loras;
     g.adapters.xa_slice = moelora_padded_rank(lora->max_rank);
     g.adapters.xa_stride = g.adapters.xa_slice * lora->num_slices;
     g.weights.factors_vectors =
@@ -217,10 +226,10 @@ auto launcher_of(const moelora_variant *variant) {
 }
 
 moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
-                       const moelora_routes *routes, void *xa, const moelora_exec *exec) {
-  const bool x_vectors = moelora_is_vector_row(g->tokens.x, g->tokens.stride, g->tokens.k);
+                       const moelora_shrink_plan *shrink, const moelora_routes *routes, void *xa,
+                       const moelora_exec *exec) {
   g->weights.vectors =
-      x_vectors &&
+      moelora_is_vector_row(g->tokens.x, g->tokens.stride, g->tokens.k) &&
       moelora_is_vector_row(g->epilogue.out, g->epilogue.out_stride[0], g->weights.n_out) &&
       g->epilogue.out_stride[1] % 8 == 0 && moelora_is_vector_weights(&g->weights.w);
   if (g->schedule.blocks.packed_ranks) {
@@ -230,12 +239,9 @@ moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
         !(cut && g->adapters.lora.slice_n % 2 != 0);
     for (int32_t i = 0; i < g->adapters.lora.num_slices; i++)
       g->weights.factors_boxes = g->weights.factors_boxes && g->adapters.lora.b[i].stride_i > 0;
-    const bool vectors =
-        x_vectors && moelora_are_vector_factors(g->adapters.lora.a, g->adapters.lora.num_slices);
-    const moelora_shrink_launch shrink = {g->schedule,           g->tokens, g->adapters,
-                                          routes->lora_scalings, xa,        false};
-    const moelora_status status =
-        moelora_cuda_shrink(&shrink, vectors, variant->needs == MOELORA_SM90, variant->dtype, exec);
+    const moelora_shrink_launch s = {g->schedule,           g->tokens, g->adapters,
+                                     routes->lora_scalings, xa,        false};
+    const moelora_status status = moelora_cuda_shrink(&s, shrink, exec);
     if (status != MOELORA_OK)
       return status;
     g->adapters.xa = xa;
@@ -259,7 +265,8 @@ struct GemmLayout {
 GemmLayout lay_out_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *plan, void *base) {
   moelora_arena arena = {(char *)base, 0};
   GemmLayout l;
-  l.alignment = take_alignment(&arena, &p->routes, plan->variant, false, p->mul_routed_weight);
+  l.alignment =
+      take_alignment(&arena, &p->routes, plan->variant, &plan->align, false, p->mul_routed_weight);
   l.xa = take_xa(&arena, &l.alignment, &p->lora);
   l.bytes = arena.used;
   return l;
@@ -276,7 +283,7 @@ ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_ex
                               void *base) {
   moelora_arena arena = {(char *)base, 0};
   ExpertsLayout l;
-  l.alignment = take_alignment(&arena, &p->routes, plan->variant, true, false);
+  l.alignment = take_alignment(&arena, &p->routes, plan->variant, &plan->align, true, false);
   const size_t rows = positions(&l.alignment), hidden = (size_t)p->hidden;
   l.x = p->apply_router_weight_on_input
             ? moelora_take_array(&arena, moelora_times((size_t)p->routes.num_tokens, hidden), 2)
@@ -300,11 +307,12 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   if (status == MOELORA_OK)
     status = check_rank(&p->w2_lora);
   if (status == MOELORA_OK)
-    status = align(&l.alignment, &p->routes, exec);
+    status = align(&l.alignment, &p->routes, &plan->align, exec);
   if (status != MOELORA_OK)
     return status;
 
-  moelora_gemm_launch g = projection(&l.alignment, routes, &p->w13, &p->w13_lora, exec);
+  moelora_gemm_launch g =
+      projection(&l.alignment, routes, &p->w13, &p->w13_lora, plan->near_elements);
   g.tokens.x = p->x;
   g.tokens.stride = p->x_stride;
   if (p->apply_router_weight_on_input) {
@@ -327,11 +335,11 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.epilogue.out = l.h;
   g.epilogue.out_by_position = true;
   g.epilogue.out_stride[0] = p->intermediate;
-  status = project(&g, plan->variant, routes, l.xa13, exec);
+  status = project(&g, plan->variant, &plan->shrink[0], routes, l.xa13, exec);
   if (status != MOELORA_OK)
     return status;
 
-  g = projection(&l.alignment, routes, &p->w2, &p->w2_lora, exec);
+  g = projection(&l.alignment, routes, &p->w2, &p->w2_lora, plan->near_elements);
   g.schedule.tile_counter = l.alignment.blocks.tile_counters + 1;
   g.tokens.x = l.h;
   g.tokens.stride = p->intermediate;
@@ -340,11 +348,11 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.epilogue.out = l.z;
   g.epilogue.out_by_position = true;
   g.epilogue.out_stride[0] = p->hidden;
-  status = project(&g, plan->w2, routes, l.xa2, exec);
+  status = project(&g, plan->w2, &plan->shrink[1], routes, l.xa2, exec);
   if (status != MOELORA_OK)
     return status;
 
-  return sum<T>(p, l.alignment.blocks.positions, l.z, plan->partial_f32, exec);
+  return sum(p, l.alignment.blocks.positions, l.z, plan, exec);
 }
 
 } // namespace
@@ -363,7 +371,7 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
   if (status == MOELORA_OK)
     status = check_rank(&p->lora);
   if (status == MOELORA_OK)
-    status = align(&l.alignment, &p->routes, exec);
+    status = align(&l.alignment, &p->routes, &plan->align, exec);
   if (status != MOELORA_OK)
     return status;
   status = launch_kernel<zero_skipped>("zero_skipped", blocks_for(32 * routes->num_rows), kThreads,
@@ -373,7 +381,7 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
   if (status != MOELORA_OK)
     return status;
 
-  moelora_gemm_launch g = projection(&l.alignment, routes, &p->w, &p->lora, exec);
+  moelora_gemm_launch g = projection(&l.alignment, routes, &p->w, &p->lora, plan->near_elements);
   g.tokens.x = p->x;
   g.tokens.stride = p->x_stride;
   g.tokens.divisor = moelora_divisor_of(p->x_per_row ? 1 : routes->top_k);
@@ -381,14 +389,16 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
   g.epilogue.out = p->out;
   g.epilogue.out_stride[0] = p->out_stride[0];
   g.epilogue.out_stride[1] = p->out_stride[1];
-  return project(&g, plan->variant, routes, l.xa, exec);
+  return project(&g, plan->variant, &plan->shrink, routes, l.xa, exec);
 }
 
 namespace {
 
 /* Of a plan for one launch, the plan for several. */
 moelora_experts_plan staged_plan(const moelora_experts_plan *plan) {
-  return {plan->staged, plan->w2, nullptr, plan->partial_f32};
+  moelora_experts_plan staged = *plan;
+  staged.variant = plan->staged;
+  return staged;
 }
 
 moelora_status run_staged(const moelora_experts_problem *problem, const moelora_experts_plan *plan,
@@ -401,7 +411,7 @@ moelora_status run_staged(const moelora_experts_problem *problem, const moelora_
 
 size_t moelora_cuda_experts_workspace(const moelora_experts_problem *problem,
                                       const moelora_experts_plan *plan, const moelora_exec *exec) {
-  if (!plan->variant->decode)
+  if (!plan->staged)
     return lay_out_experts(problem, plan, nullptr).bytes;
   const moelora_experts_plan staged = staged_plan(plan);
   const size_t one = moelora_cuda_decode_workspace(problem, exec);
@@ -411,7 +421,7 @@ size_t moelora_cuda_experts_workspace(const moelora_experts_problem *problem,
 
 moelora_status moelora_cuda_experts(const moelora_experts_problem *problem,
                                     const moelora_experts_plan *plan, const moelora_exec *exec) {
-  if (!plan->variant->decode)
+  if (!plan->staged)
     return run_staged(problem, plan, exec);
   bool fits = true;
   const moelora_status status = moelora_cuda_decode(problem, exec, &fits);

@@ -17,8 +17,8 @@ __device__ __forceinline__ int64_t output_offset(const moelora_gemm_launch &g, i
                                                  int row) {
   if (g.epilogue.out_by_position)
     return position * g.epilogue.out_stride[0];
-  return row / g.schedule.top_k * g.epilogue.out_stride[0] +
-         row % g.schedule.top_k * g.epilogue.out_stride[1];
+  return row / g.epilogue.top_k * g.epilogue.out_stride[0] +
+         row % g.epilogue.top_k * g.epilogue.out_stride[1];
 }
 
 /* All gated activations are g' sigmoid(g' (a + b g'^2)) (u' + c) of clamped g' and u': silu has

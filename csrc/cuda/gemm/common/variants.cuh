@@ -7,17 +7,12 @@
 
 #include "cuda/launch/launch.h"
 #include "cuda/ptx/mma.cuh"
+#include "cuda/variant_ids.h"
 
 namespace {
 
 using BF16 = __nv_bfloat16;
 using F16 = __half;
-
-enum {
-#define MOELORA_CUDA_GEMM(NAME, ...) NAME,
-#include "cuda/variants.inc"
-#undef MOELORA_CUDA_GEMM
-};
 
 template <moelora_family FAMILY, moelora_format FORMAT,
           template <bool, moelora_format, class, int, int, int, int> class Launch>
@@ -26,11 +21,10 @@ moelora_status launch_variant(const moelora_gemm_launch *g, const moelora_varian
   switch (variant->id) {
 #define MOELORA_CUDA_GEMM(NAME, DTYPE, ROW_FORMAT, ROW_FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,  \
                           CLUSTER)                                                                 \
-  case NAME:                                                                                       \
+  case CUDA_##NAME:                                                                                \
     return Launch < FAMILY == MOELORA_##ROW_FAMILY && FORMAT == MOELORA_##ROW_FORMAT, FORMAT,      \
            DTYPE, BLOCK_M, BLOCK_N, STAGES, CLUSTER > ::run(g, exec);
 #include "cuda/variants.inc"
-#undef MOELORA_CUDA_GEMM
   }
   return moelora_fail(MOELORA_UNSUPPORTED, "variant %s has no kernel", variant->name);
 }

@@ -412,7 +412,7 @@ moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, FactorMap
     const cuuint64_t row = b->stride_i * 2, alternate = halved && g->weights.interleaved;
     cuuint64_t sizes[5] = {(cuuint64_t)lora->max_rank, n, halved ? 2u : 1u};
     cuuint64_t strides[4] = {alternate ? 2 * row : row, alternate ? row : row * n};
-    maps->dims.describe(i, *b, g->schedule.num_experts, g->adapters.max_loras, row, sizes + 3,
+    maps->dims.describe(i, *b, g->schedule.num_experts, g->schedule.max_loras, row, sizes + 3,
                         strides + 2);
     status = moelora_encode_map(&maps->slice[i], is_bf16, 5, b->data, sizes, strides, box,
                                 CU_TENSOR_MAP_SWIZZLE_32B, CU_TENSOR_MAP_L2_PROMOTION_L2_64B);

@@ -1,0 +1,382 @@
+/* From adapters alone to their launches:
+ *
+ *   [sort] -> shrink -> expand [-> shrink -> expand] [-> sum]
+ *
+ * or one of them for few rows. */
+#include <math.h>
+
+#include "core/check.h"
+#include "core/plan.h"
+
+/* Measured on an H200, but for those that follow from a kernel. Bytes are what memory moves in the
+ * time of what they are compared with. */
+#define SORT_BYTES 20e6     /* a launch that sorts */
+#define GROUP_BYTES 2e6     /* windows sorted where they are loaded, if the rows make one or two */
+#define LONG_PART_BYTES 1e6 /* factors of a pair that one cluster should not read alone */
+#define MLP_BYTES 512e3     /* of one SM, at 100 bytes a nanosecond: what the other launches take */
+#define WAITING_ELEMENTS (8 << 20) /* that L2 keeps in float32 until they are summed */
+#define CTA_BYTES 131072. /* that a warp of an expand moves before another wave takes over */
+
+enum {
+  LIKELY_ADAPTERS = 8, /* slots lie idle, and more adapters are rarely in one batch */
+  THIN_ROWS = 8,       /* of a pair: from there on the output is most of what an expand moves */
+  THIN_RANKS = 64,
+  THIN_PER_EXPERT = 8 * LIKELY_ADAPTERS, /* rows of one launch for both halves */
+  LONG_ROWS = 256,  /* of an expert: segments are listed, 32 of each of eight adapters */
+  EXPAND_ITEMS = 8, /* for each warp: B is seldom read again, and no warp is idle */
+  MIN_PART = 32,    /* rows of an item of an expand */
+  MOST_WAVES = 6,
+  MLP_SHARED = 48 << 10, /* that a kernel gets without asking */
+};
+
+static int64_t divide_up(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+/* ---- rows ---- */
+
+/* Pairs that the rows make on average if each is as likely to carry any of `adapters` as to go to
+ * any expert. */
+static double expected_pairs(const moelora_routes *routes, int32_t adapters) {
+  const double pool = (double)routes->num_experts * adapters;
+  return pool > 0 ? pool * (1.0 - exp(-(double)routes->num_rows / pool)) : 0.0;
+}
+
+static int32_t likely_adapters(const moelora_routes *routes) {
+  return routes->max_loras < LIKELY_ADAPTERS ? routes->max_loras : LIKELY_ADAPTERS;
+}
+
+/* Bytes of all factors of one pair. */
+static double pair_bytes(const moelora_factors *lora, int64_t k, bool shrinks, bool expands) {
+  return 2.0 * lora->num_slices * lora->max_rank *
+         ((shrinks ? (double)k : 0.0) + (expands ? (double)lora->slice_n : 0.0));
+}
+
+/* Where pairs hardly repeat, to read the factors of one again costs less than to bring its rows
+ * together. */
+static moelora_delta_order order_for(const moelora_routes *routes, double bytes_of_pair) {
+  const double repeated =
+      (double)routes->num_rows - expected_pairs(routes, likely_adapters(routes));
+  if (routes->num_rows <= MOELORA_WINDOW_ROWS &&
+      (int64_t)routes->num_experts * routes->max_loras <= MOELORA_WINDOW_PAIRS)
+    return repeated * bytes_of_pair > GROUP_BYTES ? MOELORA_GROUPED : MOELORA_BY_ROUTE;
+  return repeated * bytes_of_pair > SORT_BYTES ? MOELORA_SORTED : MOELORA_BY_ROUTE;
+}
+
+moelora_windows moelora_cut_windows(const moelora_routes *routes, const moelora_list_blocks *lists,
+                                    moelora_delta_order order, int64_t most, int64_t part,
+                                    int64_t columns, int64_t workers) {
+  const int64_t rows = routes->num_rows;
+  moelora_windows w = {1, 1, 0};
+  int64_t used, items;
+  if (rows == 0)
+    return w;
+  if (order == MOELORA_LISTED) {
+    const int64_t size = lists->block_size, per_block = divide_up(size, most);
+    const int64_t pairs = (int64_t)routes->num_experts * routes->max_loras;
+    w.rows = (int32_t)divide_up(size, per_block);
+    w.count = lists->num_active * lists->blocks * per_block;
+    used = (rows < pairs ? rows : pairs) + rows / w.rows;
+    items = divide_up(w.rows, part) * columns; /* all of a block are of one pair */
+  } else {
+    w.count = divide_up(rows, most);
+    if (rows > most * workers)
+      w.count = divide_up(w.count, workers) * workers;
+    else if (w.count < workers / (most * workers / rows))
+      w.count = workers / (most * workers / rows);
+    w.rows = (int32_t)divide_up(rows, w.count);
+    used = w.count = divide_up(rows, w.rows);
+    items = w.rows * columns;
+  }
+  const int64_t each = workers > used ? workers / used : 1;
+  w.shares = (int32_t)(each < items ? each : items);
+  return w;
+}
+
+/* ---- expand ---- */
+
+typedef struct expand_load {
+  moelora_dtype dtype;
+  moelora_delta_order order;
+  const moelora_routes *routes;
+  const moelora_list_blocks *lists;
+  const moelora_factors *lora;
+  bool gated;
+  bool vectors; /* xa, B and the output allow 16-byte accesses */
+} expand_load;
+
+/* Ranks of the narrowest kernel that takes them in one step, or of the widest. */
+static int32_t step_ranks(int32_t max_rank) {
+  return max_rank <= 16 ? 16 : max_rank <= 32 ? 32 : 64;
+}
+
+static bool is_thin(const moelora_factors *lora, bool gated, bool vectors) {
+  return vectors && !gated && lora->max_rank <= THIN_RANKS;
+}
+
+static bool expand_serves(const moelora_variant *v, const expand_load *load) {
+  if (!v || v->gated != load->gated || !(v->elements || load->vectors))
+    return false;
+  if (v->method == MOELORA_EXPAND_THIN)
+    return is_thin(load->lora, load->gated, load->vectors) && load->lora->max_rank <= v->block_k;
+  return v->elements || v->block_k == 64 || load->lora->max_rank <= v->block_k;
+}
+
+static const moelora_variant *choose_expand(const expand_load *load,
+                                            const moelora_device_info *device) {
+  const moelora_variant *forced = moelora_forced(MOELORA_ROLE_EXPAND, load->dtype, device);
+  if (expand_serves(forced, load))
+    return forced;
+  const moelora_routes *routes = load->routes;
+  const int64_t pairs = (int64_t)routes->num_experts * routes->max_loras;
+  const bool thin =
+      is_thin(load->lora, load->gated, load->vectors) && routes->num_rows < THIN_ROWS * pairs;
+  return moelora_variant_like(
+      &(moelora_variant){.device = MOELORA_CUDA,
+                         .dtype = load->dtype,
+                         .role = MOELORA_ROLE_EXPAND,
+                         .method = thin ? MOELORA_EXPAND_THIN : MOELORA_EXPAND_STAGED,
+                         .needs = MOELORA_SM80,
+                         .block_k = load->vectors ? step_ranks(load->lora->max_rank) : 0,
+                         .elements = !load->vectors,
+                         .gated = load->gated});
+}
+
+/* How many times as many CTAs as the GPU holds share the work. SMs do not reach memory equally
+ * fast: what moves much is dealt as they become free, a megabyte to a CTA of eight warps. */
+static int32_t waves_of(const expand_load *load, double pairs, int64_t warps) {
+  const moelora_factors *lora = load->lora;
+  const double columns = (double)lora->num_slices * (double)lora->slice_n;
+  const double moved =
+      columns * (4.0 * (double)load->routes->num_rows + 2.0 * lora->max_rank * pairs);
+  return (int32_t)fmax(1.0, fmin(round(moved / (CTA_BYTES * (double)warps)), MOST_WAVES));
+}
+
+static moelora_expand_plan plan_expand(const expand_load *load, const moelora_device_info *device) {
+  const moelora_variant *v = choose_expand(load, device);
+  const int64_t n = load->lora->slice_n, slices = load->lora->num_slices;
+  moelora_expand_plan plan = {.part = v->block_m, .waves = 1};
+  int64_t tiles = slices * divide_up(n, v->block_n);
+  if (load->gated) /* gate and up in one slice, or in one each */
+    tiles = slices == 1 ? divide_up(n / 2, v->block_n) : slices / 2 * divide_up(n, v->block_n);
+  if (tiles == 0)
+    return plan;
+  plan.variant = v;
+  plan.tiles = (int32_t)tiles;
+  const int64_t ctas = (int64_t)device->num_units * v->ctas;
+  if (v->method == MOELORA_EXPAND_STAGED) {
+    const double rows = (double)load->routes->num_rows;
+    const double pairs = expected_pairs(load->routes, likely_adapters(load->routes));
+    while (plan.part > MIN_PART &&
+           fmax(rows / plan.part, pairs) * (double)tiles < (double)(EXPAND_ITEMS * ctas * v->warps))
+      plan.part /= 2;
+    plan.waves = waves_of(load, pairs, ctas * v->warps);
+  }
+  const moelora_windows windows =
+      moelora_cut_windows(load->routes, load->lists, load->order, 64 * v->warps, plan.part,
+                          divide_up(tiles, v->warps), plan.waves * ctas);
+  plan.window = windows.rows;
+  plan.shares = windows.shares;
+  plan.work = windows.count * windows.shares;
+  return plan;
+}
+
+/* ---- both halves ---- */
+
+/* What memory allows: factors, and what lies on both sides of them. */
+static bool is_vector_shrink(const void *x, int64_t stride, int64_t k,
+                             const moelora_factors *lora) {
+  return moelora_is_vector_row(x, stride, k) &&
+         moelora_are_vector_factors(lora->a, lora->num_slices);
+}
+
+static bool is_vector_expand(const moelora_factors *lora) {
+  return lora->max_rank % 8 == 0 && lora->slice_n % 8 == 0 &&
+         moelora_are_vector_factors(lora->b, lora->num_slices);
+}
+
+static bool are_vector_strides(const void *data, const int64_t *strides, int32_t count) {
+  bool all = (uintptr_t)data % 16 == 0;
+  for (int32_t i = 0; i < count; i++)
+    all = all && strides[i] % 8 == 0;
+  return all;
+}
+
+/* Rows of one launch for both halves, one slice for a cluster. */
+static const moelora_variant *choose_one(const moelora_delta_problem *p, moelora_delta_order order,
+                                         bool gated, bool vectors, double parts,
+                                         const moelora_device_info *device) {
+  const moelora_routes *routes = &p->routes;
+  if (!p->x || !p->out || p->xa || order == MOELORA_LISTED || !is_thin(&p->lora, gated, vectors) ||
+      routes->num_rows == 0 || routes->num_rows > MOELORA_WINDOW_ROWS ||
+      routes->num_rows > (int64_t)THIN_PER_EXPERT * routes->num_experts)
+    return NULL;
+  const moelora_variant *forced = moelora_forced(MOELORA_ROLE_DELTA, p->dtype, device);
+  if (forced && p->lora.max_rank <= forced->block_k)
+    return forced;
+  /* Small CTAs where parts do not fit the chip at once: then they fill each other's gaps. */
+  enum { LARGE = 8, SMALL = 4, HELD = 16 / LARGE };
+  const moelora_variant *large = moelora_variant_like(
+      &(moelora_variant){.device = MOELORA_CUDA,
+                         .dtype = p->dtype,
+                         .role = MOELORA_ROLE_DELTA,
+                         .needs = MOELORA_SM80,
+                         .block_k = step_ranks(p->lora.max_rank),
+                         .warps = parts > (double)device->num_units * HELD ? SMALL : LARGE});
+  /* The largest clusters for few parts leave SMs idle; that counts where a part is long. */
+  const double bytes = 2.0 * p->lora.max_rank * (double)(p->k + p->lora.slice_n);
+  return bytes <= LONG_PART_BYTES || 8 * parts >= 0.75 * device->num_units ? large : NULL;
+}
+
+static const moelora_variant *choose_sum(const void *out, int64_t stride, int64_t columns,
+                                         moelora_dtype dtype, const moelora_device_info *device) {
+  return moelora_plan_sum(dtype, moelora_is_vector_row(out, stride, columns), NULL, device);
+}
+
+static moelora_status begin(moelora_dtype dtype, const moelora_device_info *device,
+                            moelora_delta_plan *plan) {
+  *plan = (moelora_delta_plan){0};
+  MOELORA_TRY(moelora_check_told());
+  if (device->device == MOELORA_CPU)
+    return moelora_plan_cpu(dtype, device, &plan->variant);
+  if (dtype == MOELORA_F32 || device->compute_capability < 80)
+    return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for CUDA compute capability %d.%d",
+                        moelora_dtype_name(dtype), device->compute_capability / 10,
+                        device->compute_capability % 10);
+  plan->family = moelora_family_of(device);
+  return MOELORA_OK;
+}
+
+/* The order of rows, and how they are sorted. */
+static void plan_order(const moelora_routes *routes, double bytes_of_pair,
+                       const moelora_device_info *device, moelora_delta_plan *plan) {
+  plan->order = order_for(routes, bytes_of_pair);
+  if (plan->order != MOELORA_SORTED)
+    return;
+  moelora_plan_blocks(routes, 1, 1, device, NULL, &plan->align);
+  if (routes->num_rows < (int64_t)LONG_ROWS * routes->num_experts)
+    plan->align.segments = 0;
+}
+
+static moelora_shrink_load begin_shrink(const moelora_routes *routes, moelora_dtype dtype,
+                                        const moelora_factors *lora,
+                                        const moelora_delta_plan *plan) {
+  moelora_shrink_load load = {.dtype = dtype,
+                              .family = plan->family,
+                              .rows = routes->num_rows,
+                              .segments = (int64_t)routes->num_experts * routes->max_loras,
+                              .columns = moelora_padded_columns(lora),
+                              .listed = plan->align.segments > 0,
+                              .order = plan->order,
+                              .routes = routes};
+  if (load.segments > load.rows || load.order == MOELORA_BY_ROUTE)
+    load.segments = load.rows;
+  return load;
+}
+
+moelora_status moelora_plan_delta(const moelora_delta_problem *p, const moelora_device_info *device,
+                                  moelora_delta_plan *plan) {
+  MOELORA_TRY(begin(p->dtype, device, plan));
+  if (device->device == MOELORA_CPU)
+    return MOELORA_OK;
+  const moelora_routes *routes = &p->routes;
+  if (p->lists.sorted_token_ids)
+    plan->order = MOELORA_LISTED;
+  else
+    plan_order(routes, pair_bytes(&p->lora, p->k, p->x, p->out), device, plan);
+  if (p->out && p->sum_top_k) {
+    plan->waiting_f32 = (double)routes->num_rows * (double)p->columns <= WAITING_ELEMENTS;
+    plan->sum = choose_sum(p->out, p->out_stride[0], p->columns, p->dtype, device);
+  }
+  const bool vectors = is_vector_shrink(p->x, p->x_stride, p->k, &p->lora);
+  const bool xa_vectors = !p->xa || are_vector_strides(p->xa, p->xa_stride, 3);
+  const bool gated = p->silu_and_mul && !p->sum_top_k;
+  const bool out_vectors = p->sum_top_k || are_vector_strides(p->out, p->out_stride, 2);
+  const bool whole = !gated || p->lora.num_slices != 1 || p->lora.slice_n % 16 == 0;
+  const bool expand_vectors = is_vector_expand(&p->lora) && xa_vectors && out_vectors && whole;
+  plan->parts = p->lora.num_slices * expected_pairs(routes, LIKELY_ADAPTERS);
+  plan->one = choose_one(p, plan->order, gated, vectors && expand_vectors, plan->parts, device);
+  if (plan->one)
+    return MOELORA_OK;
+  if (p->x) {
+    moelora_shrink_load load = begin_shrink(routes, p->dtype, &p->lora, plan);
+    load.depth = p->k;
+    load.vectors = vectors;
+    load.boxes = moelora_are_boxes(&p->lora, routes->num_rows / (p->x_per_row ? 1 : routes->top_k),
+                                   p->x_stride);
+    load.lists = &p->lists;
+    /* Kernels of whole segments leave what lies behind a padded rank as it is, and find a row at
+     * one stride. Not by the number of slots, for another shrink sums in another order. */
+    const bool exact = p->xa && (routes->lora_ranks || p->lora.max_rank % 16 != 0);
+    const bool one_stride = !p->xa || p->xa_stride[1] == routes->top_k * p->xa_stride[2];
+    load.listed = load.listed && xa_vectors && one_stride && !exact;
+    plan->shrink[0] = moelora_plan_shrink_windows(&load, device);
+  }
+  if (p->out) {
+    const expand_load load = {p->dtype, plan->order, routes,        &p->lists,
+                              &p->lora, gated,       expand_vectors};
+    plan->expand[0] = plan_expand(&load, device);
+  }
+  return MOELORA_OK;
+}
+
+/* ---- an adapter MLP ---- */
+
+static const moelora_variant *choose_mlp(const moelora_mlp_delta_problem *p,
+                                         const moelora_device_info *device) {
+  const int32_t top_k = p->routes.top_k;
+  const double ranks = p->gate_up.num_slices * (double)p->gate_up.max_rank;
+  const double bytes = 2.0 * top_k *
+                       (ranks * p->hidden + p->gate_up.max_rank * 2.0 * p->intermediate +
+                        p->down.max_rank * (double)(p->hidden + p->intermediate));
+  const double shared = 2.0 * p->hidden + 2.0 * top_k * p->intermediate +
+                        4.0 * top_k * (ranks + p->down.max_rank + 1) + 64;
+  if (shared > MLP_SHARED)
+    return NULL;
+  const bool vectors = p->hidden % 8 == 0 && p->intermediate % 8 == 0 &&
+                       moelora_are_vector_factors(p->gate_up.a, p->gate_up.num_slices) &&
+                       moelora_are_vector_factors(p->gate_up.b, p->gate_up.num_slices) &&
+                       moelora_are_vector_factors(p->down.a, 1) &&
+                       moelora_are_vector_factors(p->down.b, 1);
+  const moelora_variant *forced = moelora_forced(MOELORA_ROLE_MLP, p->dtype, device);
+  if (forced && (vectors || forced->elements))
+    return forced;
+  if (bytes > MLP_BYTES || p->routes.num_tokens > device->num_units)
+    return NULL;
+  return moelora_variant_like(&(moelora_variant){.device = MOELORA_CUDA,
+                                                 .dtype = p->dtype,
+                                                 .role = MOELORA_ROLE_MLP,
+                                                 .needs = MOELORA_SM80,
+                                                 .elements = !vectors});
+}
+
+moelora_status moelora_plan_mlp_delta(const moelora_mlp_delta_problem *p,
+                                      const moelora_device_info *device, moelora_delta_plan *plan) {
+  MOELORA_TRY(begin(p->dtype, device, plan));
+  if (device->device == MOELORA_CPU)
+    return MOELORA_OK;
+  plan->one = choose_mlp(p, device);
+  if (plan->one)
+    return MOELORA_OK;
+  const moelora_routes *routes = &p->routes;
+  const moelora_factors *lora[2] = {&p->gate_up, &p->down};
+  const int64_t depth[2] = {p->hidden, p->intermediate};
+  plan_order(routes,
+             pair_bytes(lora[0], depth[0], true, true) + pair_bytes(lora[1], depth[1], true, true),
+             device, plan);
+  plan->waiting_f32 = (double)routes->num_rows * (double)p->hidden <= WAITING_ELEMENTS;
+  plan->sum = choose_sum(p->out, p->out_stride, p->hidden, p->dtype, device);
+  for (int32_t i = 0; i < 2; i++) { /* the second of rows that lie in the workspace */
+    const void *x = i ? NULL : p->x;
+    const int64_t stride = i ? p->intermediate : p->x_stride;
+    moelora_shrink_load load = begin_shrink(routes, p->dtype, lora[i], plan);
+    load.depth = depth[i];
+    load.vectors = is_vector_shrink(x, stride, depth[i], lora[i]);
+    load.boxes = moelora_are_boxes(lora[i], routes->num_rows / (i ? 1 : routes->top_k), stride);
+    plan->shrink[i] = moelora_plan_shrink_windows(&load, device);
+    const bool vectors = is_vector_expand(lora[i]) && (i || p->intermediate % 8 == 0);
+    const expand_load expand = {p->dtype, plan->order, routes, NULL, lora[i], !i, vectors};
+    plan->expand[i] = plan_expand(&expand, device);
+  }
+  return MOELORA_OK;
+}

@@ -1,0 +1,154 @@
+/* What was planned: for moelora_last_plan, and for people who ask with MOELORA_LOG=plan. */
+#include <stdio.h>
+#include <string.h>
+
+#include "core/check.h"
+#include "core/log.h"
+#include "core/plan.h"
+
+/* A kernel and what it does: "w13", "shrink2". */
+typedef struct named {
+  const char *what, *kernel;
+} named;
+
+enum { MAX_KERNELS = 12 };
+
+/* The kernels of this thread's last plan; text is made only when asked for. */
+static _Thread_local struct last {
+  named kernels[MAX_KERNELS];
+  int32_t count;
+} last;
+
+static void name(const char *what, const char *kernel) {
+  if (last.count < MAX_KERNELS)
+    last.kernels[last.count++] = (named){what, kernel};
+}
+
+static void name_variant(const char *what, const moelora_variant *variant) {
+  if (variant)
+    name(what, variant->name);
+}
+
+static void name_sorts(const moelora_align_plan *plan) {
+  name_variant("sort_tokens", plan->tokens.variant);
+  name_variant("sort", plan->rows.variant);
+}
+
+/* Kernels from number `from` on, "what=kernel" with a space between two. */
+static const char *list_kernels(char *text, size_t size, int32_t from) {
+  size_t used = 0;
+  text[0] = '\0';
+  for (int32_t i = from; i < last.count && used < size; i++)
+    used += (size_t)snprintf(text + used, size - used, "%s%s=%s", used ? " " : "",
+                             last.kernels[i].what, last.kernels[i].kernel);
+  return text;
+}
+
+enum { MAX_TEXT = 512 };
+
+const char *moelora_last_plan(void) {
+  static _Thread_local char text[MAX_TEXT];
+  return list_kernels(text, sizeof text, 0);
+}
+
+/* variant: whose blocks rows are dealt to, NULL where there are none. first: kernels that the text
+ * `kernels` stands for. */
+static void log_plan(const char *operator, const char *shape, const char *dtype,
+                     const moelora_routes *routes, const moelora_device_info *device,
+                     const char *kernels, int32_t first, const moelora_variant *variant,
+                     const moelora_variant *tuned) {
+  const int32_t capability = moelora_limited(device).compute_capability;
+  char where[48], blocks[32] = "", more[MAX_TEXT];
+  if (capability != device->compute_capability)
+    snprintf(where, sizeof where, "sm_%d as sm_%d, %d SMs", device->compute_capability, capability,
+             device->num_units);
+  else if (device->device == MOELORA_CUDA)
+    snprintf(where, sizeof where, "sm_%d, %d SMs", device->compute_capability, device->num_units);
+  else
+    snprintf(where, sizeof where, "isa %#x, %d threads", device->cpu_isa, device->num_units);
+  if (variant)
+    snprintf(blocks, sizeof blocks, ", blocks of %d rows", variant->block_m);
+  const char *why = moelora_is_forced(variant)    ? "; forced"
+                    : variant && variant == tuned ? "; tuned"
+                                                  : "";
+  list_kernels(more, sizeof more, first);
+  fprintf(stderr,
+          "moelora: %s%s%s M=%lld top_k=%d E=%d %s: %s%s%s%s (%s; %lld rows per expert%s)\n",
+          operator, *dtype ? " " : "", dtype, (long long)routes->num_tokens, routes->top_k,
+          routes->num_experts, shape, kernels, *kernels && *more ? " " : "", more, blocks, where,
+          (long long)moelora_rows_per_expert(routes), why);
+}
+
+void moelora_note_align(const moelora_routes *routes, const moelora_device_info *device,
+                        const moelora_align_plan *plan) {
+  if (!plan->rows.variant)
+    return;
+  last.count = 0;
+  name_sorts(plan);
+  if (moelora_log() < MOELORA_LOG_PLAN)
+    return;
+  char shape[32];
+  snprintf(shape, sizeof shape, "max_loras=%d", routes->max_loras);
+  log_plan("align", shape, "", routes, device, "", 0, NULL, NULL);
+}
+
+void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device_info *device,
+                       const moelora_gemm_plan *plan) {
+  last.count = 0;
+  name_variant("w", plan->variant);
+  name_variant("shrink", plan->shrink.variant);
+  name_sorts(&plan->align);
+  if (moelora_log() < MOELORA_LOG_PLAN)
+    return;
+  char shape[64];
+  snprintf(shape, sizeof shape, "N=%lld K=%lld", (long long)problem->w.n, (long long)problem->w.k);
+  log_plan("gemm", shape, moelora_dtype_name(problem->dtype), &problem->routes, device,
+           plan->variant->name, 1, plan->variant, NULL);
+}
+
+void moelora_note_experts(const moelora_experts_problem *problem, const moelora_device_info *device,
+                          const moelora_experts_plan *plan) {
+  last.count = 0;
+  name_variant("w13", plan->variant);
+  name_variant("w2", plan->staged ? plan->variant : plan->w2);
+  if (plan->variant->role == MOELORA_ROLE_GEMM) {
+    name_variant("shrink13", plan->shrink[0].variant);
+    name_variant("shrink2", plan->shrink[1].variant);
+    name_sorts(&plan->align);
+    name_variant("sum", plan->sum);
+  }
+  if (moelora_log() < MOELORA_LOG_PLAN)
+    return;
+  char shape[64];
+  snprintf(shape, sizeof shape, "K=%lld I=%lld", (long long)problem->hidden,
+           (long long)problem->intermediate);
+  const moelora_device_info seen = moelora_limited(device);
+  log_plan("experts", shape, moelora_dtype_name(problem->dtype), &problem->routes, device,
+           plan->variant->name, plan->staged || plan->w2 == plan->variant ? 2 : 1, plan->variant,
+           moelora_tuned_variant(problem, &seen, MOELORA_ROLE_GEMM));
+}
+
+void moelora_note_delta(const char *operator, const moelora_routes *routes, moelora_dtype dtype,
+                        const moelora_device_info *device, const moelora_delta_plan *plan) {
+  static const char *const shrinks[] = {"shrink", "shrink2"}, *const expands[] = {"expand",
+                                                                                  "expand2"};
+  const char *kernels = plan->variant                  ? plan->variant->name
+                        : plan->one                    ? plan->one->name
+                        : plan->family == MOELORA_SM90 ? "adapters_sm90"
+                                                       : "adapters_sm80";
+  last.count = 0;
+  name("delta", kernels);
+  for (int32_t i = 0; i < 2; i++) {
+    name_variant(shrinks[i], plan->shrink[i].variant);
+    name_variant(expands[i], plan->expand[i].variant);
+  }
+  if (!plan->one)
+    name_sorts(&plan->align);
+  name_variant("sum", plan->sum);
+  if (moelora_log() < MOELORA_LOG_PLAN)
+    return;
+  char shape[32];
+  snprintf(shape, sizeof shape, "max_loras=%d", routes->max_loras);
+  log_plan(operator, shape, moelora_dtype_name(dtype), routes, device, kernels, 1, plan->variant,
+           NULL);
+}

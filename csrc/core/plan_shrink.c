@@ -1,0 +1,239 @@
+/* From what a shrink has to do to a kernel and the numbers that it runs with.
+ *
+ * How rows are cut into items changes no bit of them; how the depth is shared does, and depends on
+ * sizes alone. */
+#include "core/plan.h"
+
+/* Measured on an H200, but for those that follow from a kernel. */
+enum {
+  RESIDENT_WARPS = 16,    /* of an SM, whose registers leave 128 to a thread */
+  LOAD_DEPTH = 32,        /* of a step of one warp */
+  THIN_SEGMENT = 4,       /* tokens; below, what A takes is all that counts */
+  FAT_SEGMENT = 64,       /* tokens; from here on, what both sides take */
+  FEW_TOKENS = 32,        /* of an item, where larger ones would leave CTAs idle */
+  MANY_TOKENS = 48,       /* of an item: A is read once for so many */
+  NARROW = 32,            /* rows of A up to which one warp has them all */
+  LONG_DEPTH = 4096,      /* of blocks: from here on eight warps share it */
+  LONG_WINDOW = 1024,     /* of windows: beyond, eight warps share it */
+  HALF_ROWS = 16,         /* more wait for memory: a GEMM behind them can have the registers */
+  BLOCK_SHARES = 8,       /* of a block, for every tile of ranks */
+  LOADS_OF_SPLIT = 48,    /* of a lane: with no more, the depth is not split further */
+  NARROW_LONG_ROWS = 320, /* of an expert, in windows, from which narrow segments are long */
+  LONG_WINDOW_ROWS = 8,   /* for each SM, in windows */
+};
+
+/* From how many tokens of a segment, and rows for each SM, whole segments are shared out: that pays
+ * where much would be read twice. */
+typedef struct long_segment {
+  int32_t tokens, rows_of_unit;
+} long_segment;
+
+static const long_segment long_portable = {40, 128}, /* of a depth below LONG_DEPTH */
+    long_narrow = {32, 7},                           /* sm_90, up to NARROW rows of A */
+    long_wide = {8, 7};                              /* sm_90, x twice as much where it is gathered,
+                                                      * for segments of an x that lies by position
+                                                      * are listed while the kernel that makes it
+                                                      * drains */
+
+static int64_t divide_up(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+int64_t moelora_padded_columns(const moelora_factors *lora) {
+  return lora->num_slices * divide_up(lora->max_rank, 16) * 16;
+}
+
+bool moelora_are_boxes(const moelora_factors *lora, int64_t rows, int64_t stride) {
+  for (int32_t i = 0; i < lora->num_slices; i++)
+    if (lora->a[i].stride_i <= 0)
+      return false;
+  return rows * (stride / 8) < UINT32_MAX;
+}
+
+static const moelora_variant *find(const moelora_shrink_load *load, moelora_method method,
+                                   int32_t ranks, int32_t spans, int32_t ctas) {
+  return moelora_variant_like(&(moelora_variant){.device = MOELORA_CUDA,
+                                                 .dtype = load->dtype,
+                                                 .role = MOELORA_ROLE_SHRINK,
+                                                 .method = method,
+                                                 .needs = MOELORA_SM80,
+                                                 .block_n = ranks,
+                                                 .spans = spans,
+                                                 .ctas = ctas,
+                                                 .elements = !load->vectors});
+}
+
+/* For whole segments: as many ranks as the adapters have, up to 128. */
+static const moelora_variant *find_segments(const moelora_shrink_load *load) {
+  const int32_t ranks = load->columns <= 32 ? 32 : load->columns <= 64 ? 64 : 128;
+  return moelora_variant_like(&(moelora_variant){
+      .device = MOELORA_CUDA,
+      .dtype = load->dtype,
+      .role = MOELORA_ROLE_SHRINK,
+      .method = MOELORA_SHRINK_SEGMENTS,
+      .needs = load->family == MOELORA_SM90 && load->boxes ? MOELORA_SM90 : MOELORA_SM80,
+      .block_n = ranks});
+}
+
+static bool serves(const moelora_variant *v, const moelora_shrink_load *load,
+                   moelora_method method) {
+  if (!v || !(v->elements || load->vectors))
+    return false;
+  if (v->method == MOELORA_SHRINK_SEGMENTS)
+    return load->listed && (v->needs != MOELORA_SM90 || load->boxes);
+  return v->method == method;
+}
+
+/* The forced row, the tuned one, or the table's. */
+static const moelora_variant *prefer(const moelora_variant *usual, const moelora_shrink_load *load,
+                                     moelora_method method, const moelora_device_info *device) {
+  const moelora_variant *forced = moelora_forced(MOELORA_ROLE_SHRINK, load->dtype, device);
+  return serves(forced, load, method)        ? forced
+         : serves(load->tuned, load, method) ? load->tuned
+                                             : usual;
+}
+
+static moelora_shrink_plan plan_segments(const moelora_variant *variant,
+                                         const moelora_device_info *device) {
+  return (moelora_shrink_plan){.variant = variant,
+                               .shares = 1,
+                               .splits = 1,
+                               .work = (int64_t)device->num_units * variant->ctas};
+}
+
+/* ---- blocks ---- */
+
+static bool are_long_blocks(const moelora_shrink_load *load, const moelora_device_info *device) {
+  const bool sm90 = load->family == MOELORA_SM90 && load->boxes;
+  if (!load->listed || !load->vectors || (!sm90 && load->depth >= LONG_DEPTH))
+    return false;
+  const long_segment from = !sm90                    ? long_portable
+                            : load->columns > NARROW ? long_wide
+                                                     : long_narrow;
+  const int64_t much = sm90 && !load->by_position ? 2 : 1;
+  return load->rows >= much * from.tokens * load->segments &&
+         load->rows >= much * from.rows_of_unit * device->num_units;
+}
+
+moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
+                                               const moelora_device_info *device) {
+  const int64_t rows = load->rows, segments = load->segments, columns = load->columns;
+  const int32_t spans = load->vectors && load->depth >= LONG_DEPTH ? 8 : 4;
+  /* A deep and narrow one waits for memory all the same: half of an SM's registers are left to the
+   * GEMM behind it, whose weights then stream meanwhile. */
+  const bool half = spans == 8 && columns <= NARROW && rows > HALF_ROWS;
+  const int64_t resident = half ? RESIDENT_WARPS / 2 : RESIDENT_WARPS;
+  const int64_t ctas = device->num_units * (resident / spans);
+  const int64_t thin = columns <= NARROW ? THIN_SEGMENT : THIN_SEGMENT / 2;
+  /* Items large enough to read little twice, and enough of them for all CTAs. */
+  int64_t part = segments + rows / MANY_TOKENS < ctas ? FEW_TOKENS : MANY_TOKENS;
+  int32_t ranks = columns <= NARROW ? 32 : 64;
+  if (!load->vectors || columns <= 16 || segments + rows / FEW_TOKENS < ctas ||
+      rows < thin * segments)
+    ranks = 16;
+  const bool few = load->vectors && ranks == 16 && rows * columns / 16 <= ctas;
+  const moelora_variant *usual =
+      are_long_blocks(load, device)
+          ? find_segments(load)
+          : find(load, MOELORA_SHRINK_BLOCKS, ranks, spans, half && ranks <= 32 ? 1 : 0);
+  const moelora_variant *v = prefer(usual, load, MOELORA_SHRINK_BLOCKS, device);
+  if (v->method == MOELORA_SHRINK_SEGMENTS)
+    return plan_segments(v, device);
+
+  part = part < v->block_m ? part : v->block_m;
+  const int64_t shares = BLOCK_SHARES * divide_up(columns, v->block_n), blocks = load->max_blocks;
+  /* As many blocks as all CTAs together have items of. */
+  const int64_t group = (int64_t)device->num_units * v->ctas * blocks / (segments + rows / part);
+  const bool fat = rows >= FAT_SEGMENT * segments;
+  return (moelora_shrink_plan){.variant = v,
+                               .part = (int32_t)part,
+                               .shares = (int32_t)shares,
+                               .group = (int32_t)(fat && group < blocks ? group + 1 : blocks),
+                               .few = few,
+                               .splits = 1,
+                               .work = blocks * shares};
+}
+
+/* ---- windows ---- */
+
+/* How a kernel would serve a batch. Every row of a batch that is not sorted may be a segment. */
+typedef struct fit {
+  int64_t part, splits, items, ctas; /* CTAs that the GPU holds */
+} fit;
+
+/* CTAs that the GPU holds in clusters of `size`: large ones do not fill every group of SMs. */
+static int64_t held_in_clusters(int64_t ctas, int64_t size) {
+  return size > 2 ? ctas - ctas / 16 : ctas;
+}
+
+static int64_t count_items(const moelora_shrink_load *load, const moelora_variant *v,
+                           int64_t part) {
+  const int64_t tokens = divide_up(load->rows, load->segments);
+  return load->segments * divide_up(tokens, part) * divide_up(load->columns, v->block_n);
+}
+
+static fit fit_of(const moelora_shrink_load *load, const moelora_variant *v,
+                  const moelora_device_info *device) {
+  fit f = {.part = v->block_m, .splits = 1};
+  f.ctas = (int64_t)device->num_units * RESIDENT_WARPS / v->warps;
+  if (v->block_m > FEW_TOKENS && count_items(load, v, f.part) < f.ctas)
+    f.part = FEW_TOKENS;
+  f.items = count_items(load, v, f.part);
+  const int64_t tokens = divide_up(load->rows, load->segments), teams = v->warps / v->spans;
+  const int64_t n8_tiles = divide_up(tokens < f.part ? tokens : f.part, 8);
+  const int64_t a_tiles = v->block_n / 16 / teams; /* of a warp */
+  const int64_t loads = load->depth * (2 * a_tiles + n8_tiles) / (LOAD_DEPTH * v->spans);
+  for (int64_t more = 2; device->overlaps && more <= v->cluster; more++)
+    if (more * f.items <= held_in_clusters(f.ctas, more) && 2 * loads > more * LOADS_OF_SPLIT)
+      f.splits = more;
+  return f;
+}
+
+/* Items for nearly all CTAs. */
+static bool suits(const moelora_shrink_load *load, const moelora_variant *v,
+                  const moelora_device_info *device) {
+  const fit f = fit_of(load, v, device);
+  return 4 * f.splits * f.items >= 3 * f.ctas;
+}
+
+static const moelora_variant *choose_windows(const moelora_shrink_load *load,
+                                             const moelora_device_info *device) {
+  const int64_t experts = load->routes->num_experts;
+  const bool long_segments =
+      load->columns > NARROW || load->rows >= (int64_t)NARROW_LONG_ROWS * experts;
+  if (load->vectors && load->listed && long_segments &&
+      load->rows >= (int64_t)LONG_WINDOW_ROWS * device->num_units)
+    return find_segments(load);
+  const int32_t spans = load->vectors && load->depth > LONG_WINDOW ? 8 : 4;
+  const moelora_method windows = MOELORA_SHRINK_WINDOWS;
+  if (load->vectors) {
+    const moelora_variant *wide = find(load, windows, 64, 4, 0);
+    if (load->columns > NARROW && suits(load, wide, device))
+      return wide;
+    const moelora_variant *middle = find(load, windows, 32, spans, 0);
+    if (load->columns > 16 && load->rows >= THIN_SEGMENT * load->segments &&
+        suits(load, middle, device))
+      return middle;
+  }
+  return find(load, windows, 16, spans, 0);
+}
+
+moelora_shrink_plan moelora_plan_shrink_windows(const moelora_shrink_load *load,
+                                                const moelora_device_info *device) {
+  if (load->segments == 0)
+    return (moelora_shrink_plan){0};
+  const moelora_variant *v =
+      prefer(choose_windows(load, device), load, MOELORA_SHRINK_WINDOWS, device);
+  if (v->method == MOELORA_SHRINK_SEGMENTS)
+    return plan_segments(v, device);
+  const fit f = fit_of(load, v, device);
+  const moelora_windows windows = moelora_cut_windows(
+      load->routes, load->lists, load->order, 64 * v->warps, f.part,
+      divide_up(load->columns, v->block_n), held_in_clusters(f.ctas, f.splits) / f.splits);
+  return (moelora_shrink_plan){.variant = v,
+                               .part = (int32_t)f.part,
+                               .shares = windows.shares,
+                               .splits = (int32_t)f.splits,
+                               .window = windows.rows,
+                               .work = windows.count * windows.shares * f.splits};
+}

@@ -1,0 +1,152 @@
+/* From the rows of an alignment to its sorts:
+ *
+ *   experts * (adapters + 1) <= MOELORA_SORT_KEYS   rows by (expert, adapter), one sort
+ *   otherwise                                       tokens by adapter, then their rows by expert:
+ * stable, so the order is the same. */
+#include "core/check.h"
+#include "core/plan.h"
+
+enum {
+  /* of one launch, which counts all items in every CTA */
+  FILL_ROWS = 4096, /* output rows that one CTA fills while it places its items */
+  MAX_SMALL_CHUNKS = 128,
+  MIN_SMALL_CHUNKS = 16, /* however few the items, what lies around is written by so many CTAs */
+  /* of two launches, with a table of counts between them */
+  MAX_LARGE_CHUNKS = 128,                      /* about a CTA for each SM of the large GPUs */
+  MAX_CHUNK_ITEMS = 63 * MOELORA_SORT_THREADS, /* counts are 16 bits wide */
+  ROUND_WORDS = 1000, /* of the table, read while a CTA counts MOELORA_SORT_THREADS items */
+  TINY_ITEMS = 64,    /* each compared with all others; no empty blocks, nothing to zero */
+};
+
+static int64_t divide_up(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+static int64_t at_most(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
+
+static bool is_two_launches(const moelora_variant *v) {
+  return v->block_m == INT32_MAX;
+}
+
+static bool serves(const moelora_variant *v, int64_t items, bool compact) {
+  return v && v->role == MOELORA_ROLE_SORT && items <= v->block_m &&
+         (v->block_m > TINY_ITEMS || compact) && (items > 0 || !is_two_launches(v));
+}
+
+static const moelora_variant *choose(int64_t items, bool compact, const moelora_device_info *device,
+                                     const moelora_variant *tuned) {
+  const moelora_variant *v = moelora_forced(MOELORA_ROLE_SORT, MOELORA_I32, device);
+  if (serves(v, items, compact))
+    return v;
+  if (serves(tuned, items, compact))
+    return tuned;
+  for (int32_t i = 0; (v = moelora_variant_at(i)); i++)
+    if (serves(v, items, compact))
+      return v;
+  return NULL;
+}
+
+/* compact: without empty blocks and memory to zero. */
+static moelora_sort_plan plan_sort(int64_t items, int64_t keys, int64_t out_rows, bool compact,
+                                   const moelora_device_info *device,
+                                   const moelora_variant *tuned) {
+  moelora_sort_plan plan = {.variant = choose(items, compact, device, tuned)};
+  if (!is_two_launches(plan.variant)) {
+    const int64_t fill = at_most(divide_up(out_rows, FILL_ROWS), MAX_SMALL_CHUNKS);
+    const int64_t least = divide_up(items, MOELORA_SORT_GROUP);
+    const int64_t chunks = fill < least ? least : fill;
+    plan.num_chunks = (uint32_t)(chunks < MIN_SMALL_CHUNKS ? MIN_SMALL_CHUNKS : chunks);
+    plan.chunk_items = MOELORA_SORT_GROUP;
+    return plan;
+  }
+  const int64_t threads = MOELORA_SORT_THREADS;
+  const int64_t size =
+      at_most(divide_up(divide_up(items, MAX_LARGE_CHUNKS), threads) * threads, MAX_CHUNK_ITEMS);
+  const int64_t chunks = divide_up(items, size), words = (keys + 1) / 2;
+  /* With q chunks to a row, a CTA counts the items of q chunks, ROUND_WORDS words' time for each
+   * `threads` of them, and reads chunks * words / q words: least where both are equal. */
+  int64_t q = 1;
+  while ((q + 1) * (q + 1) * (size / threads) * ROUND_WORDS <= chunks * words &&
+         (q + 1) * size <= MAX_CHUNK_ITEMS)
+    q++;
+  plan.chunk_items = (uint32_t)size;
+  plan.num_chunks = (uint32_t)chunks;
+  plan.row_chunks = (uint32_t)q;
+  plan.num_rows = (uint32_t)divide_up(chunks, q);
+  plan.table_bytes = (size_t)plan.num_rows * (size_t)words * sizeof(uint32_t);
+  return plan;
+}
+
+/* What there is to sort. */
+typedef struct alignment {
+  moelora_align_mode mode;
+  const moelora_routes *routes;
+  int64_t out_rows; /* of all blocks */
+  bool zeroes;
+} alignment;
+
+int64_t moelora_adapter_keys(moelora_align_mode mode, const moelora_routes *routes) {
+  const bool wanted = mode == MOELORA_ALIGN_UNIFORM || mode == MOELORA_ALIGN_SEGMENTED;
+  return wanted && routes->token_lora_mapping.data && routes->max_loras > 0
+             ? (int64_t)routes->max_loras + 1
+             : 1;
+}
+
+static void plan_alignment(const alignment *a, const moelora_device_info *device,
+                           const moelora_variant *tuned, moelora_align_plan *plan) {
+  *plan = (moelora_align_plan){0};
+  const moelora_routes *routes = a->routes;
+  const int64_t experts = routes->num_experts, adapters = moelora_adapter_keys(a->mode, routes);
+  const bool compact = a->mode != MOELORA_ALIGN_SORTING && !a->zeroes;
+  if (experts * adapters <= MOELORA_SORT_KEYS) {
+    plan->rows =
+        plan_sort(routes->num_rows, experts * adapters, a->out_rows, compact, device, tuned);
+    if (adapters > 1 && plan->rows.variant->block_m > TINY_ITEMS)
+      plan->segments = experts * adapters;
+    return;
+  }
+  /* Padded by another launch where every block has one pair. */
+  const int64_t out_rows = a->mode == MOELORA_ALIGN_UNIFORM ? routes->num_rows : a->out_rows;
+  plan->tokens = plan_sort(routes->num_tokens, adapters, routes->num_tokens, true, device, tuned);
+  plan->rows = plan_sort(routes->num_rows, experts, out_rows, compact, device, tuned);
+}
+
+moelora_status moelora_plan_align(const moelora_align_problem *problem,
+                                  const moelora_device_info *device, moelora_align_plan *plan) {
+  *plan = (moelora_align_plan){0};
+  MOELORA_TRY(moelora_check_told());
+  if (device->device == MOELORA_CPU)
+    return MOELORA_OK;
+  const alignment a = {problem->mode, &problem->routes, problem->max_blocks * problem->block_size,
+                       problem->out_to_zero && problem->out_to_zero_bytes > 0};
+  plan_alignment(&a, device, NULL, plan);
+  return MOELORA_OK;
+}
+
+moelora_status moelora_plan_align_lists(const moelora_align_lists_problem *problem,
+                                        const moelora_device_info *device,
+                                        moelora_align_plan *plan) {
+  *plan = (moelora_align_plan){0};
+  MOELORA_TRY(moelora_check_told());
+  if (device->device == MOELORA_CPU)
+    return MOELORA_OK;
+  moelora_plan_blocks(&problem->routes, 1, 1, device, NULL, plan);
+  plan->segments = 0; /* lists are made from rows */
+  return MOELORA_OK;
+}
+
+int64_t moelora_max_blocks(const moelora_routes *routes, int32_t rows, int32_t cluster) {
+  return cluster * moelora_align_max_blocks(MOELORA_ALIGN_SEGMENTED, routes->num_rows,
+                                            routes->num_experts, routes->max_loras, cluster * rows);
+}
+
+void moelora_plan_blocks(const moelora_routes *routes, int32_t rows, int32_t cluster,
+                         const moelora_device_info *device, const moelora_variant *tuned,
+                         moelora_align_plan *plan) {
+  const int64_t max_blocks =
+      rows == 1 ? routes->num_rows : moelora_max_blocks(routes, rows, cluster);
+  const alignment a = {MOELORA_ALIGN_SEGMENTED, routes, max_blocks * rows, false};
+  plan_alignment(&a, device, tuned, plan);
+}

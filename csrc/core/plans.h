@@ -1,0 +1,179 @@
+/* What plans are made of: the kernels that there are, and how each of a call's launches runs one.
+ *
+ * A plan depends on the problem's sizes, strides and alignment and on moelora_device_info alone,
+ * and names every kernel that has another one beside it. Launchers decide nothing; only how many
+ * CTAs or clusters of a kernel fit the GPU at once is asked of the driver, behind the plan. */
+#ifndef MOELORA_CORE_PLANS_H
+#define MOELORA_CORE_PLANS_H
+
+#include "moelora.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What a CUDA kernel is written for. An architecture is a name, not a number that grows: what runs
+ * on one may run on no later one. */
+typedef enum moelora_family {
+  MOELORA_SM80, /* mma.sync and cp.async: every GPU from 8.0 on */
+  MOELORA_SM90, /* wgmma and TMA: 9.0 alone */
+} moelora_family;
+
+typedef enum moelora_isa {
+  MOELORA_ISA_SCALAR = 0, /* always there */
+  MOELORA_ISA_AVX2 = 1,   /* with FMA and F16C */
+  MOELORA_ISA_AVX512 = 2, /* F, BW, DQ, VL */
+  MOELORA_ISA_AVX512_BF16 = 4,
+} moelora_isa;
+
+/* What a kernel is for. A plan has at most one forced row of each role. */
+typedef enum moelora_role {
+  MOELORA_ROLE_GEMM,   /* one grouped projection; on a CPU everything */
+  MOELORA_ROLE_LAYER,  /* a whole layer of few tokens */
+  MOELORA_ROLE_SORT,   /* routed rows by (expert, adapter) */
+  MOELORA_ROLE_SHRINK, /* x A^T */
+  MOELORA_ROLE_EXPAND, /* xa B^T, where no GEMM takes it along */
+  MOELORA_ROLE_DELTA,  /* both, of few rows */
+  MOELORA_ROLE_MLP,    /* both of both projections, of few tokens */
+  MOELORA_ROLE_SUM,    /* over top_k */
+  MOELORA_ROLES,
+} moelora_role;
+
+/* Kernels of one role that go about it differently. */
+typedef enum moelora_method {
+  MOELORA_ONLY_METHOD,
+  MOELORA_SHRINK_BLOCKS,   /* items are found in blocks of a GEMM */
+  MOELORA_SHRINK_WINDOWS,  /* in windows of routed rows */
+  MOELORA_SHRINK_SEGMENTS, /* whole segments, as the sort lists them, shared out evenly */
+  MOELORA_EXPAND_STAGED,   /* B and rows through shared memory */
+  MOELORA_EXPAND_THIN,     /* B straight into registers, for few rows of a pair */
+} moelora_method;
+
+/* One row of a variants.inc: a compiled kernel. `id` indexes its backend's table of launchers. */
+typedef struct moelora_variant {
+  const char *name; /* e.g. "gemm_bf16_avx512bf16", "gemm_bf16_64x128x64_sm80" */
+  moelora_device device;
+  moelora_dtype dtype; /* int32: of ids, beside tensors of any dtype */
+  moelora_role role;
+  moelora_method method;
+  moelora_format format; /* CUDA: of weights; INT4 stands for all formats of INT4 */
+  int32_t needs;         /* CPU: one moelora_isa; CUDA: a moelora_family */
+  int32_t id;
+  /* Of one tile: rows (tokens; of a sort all that it takes), output columns (of a shrink ranks),
+   * depth (of an expand ranks). */
+  int32_t block_m, block_n, block_k;
+  int32_t stages;
+  int32_t cluster; /* CUDA: CTAs that share weight rows; of adapters the most that share a depth */
+  int32_t warps;   /* CUDA: of a CTA; 0: nobody asks */
+  int32_t ctas;    /* CUDA: of an SM, as registers allow */
+  int32_t spans;   /* CUDA: warps of a CTA that share the depth */
+  bool elements;   /* CUDA: takes what allows no 16-byte accesses */
+  bool gated;      /* CUDA: an expand that ends in silu(gate) * up */
+} moelora_variant;
+
+/* What the kernel of a whole layer has room for. */
+#define MOELORA_DECODE_TOKENS 8
+#define MOELORA_DECODE_ROWS 64
+
+/* CUDA: rows of a block up to which a projection can leave its results in float32. */
+#define MOELORA_FLOAT_ROWS 16
+
+/* What the kernels of a sort have room for: items of a CTA at once, those that it ranks by
+ * comparing them with each other, and keys whose counts fit the 99 KiB of shared memory that every
+ * GPU gives a CTA: three bins of 4 bytes each, beside 5 KiB of static memory. */
+#define MOELORA_SORT_THREADS 1024
+#define MOELORA_SORT_GROUP 128
+#define MOELORA_SORT_KEYS 7680
+
+/* Routed rows that windows sorted where they are loaded, and kernels of both halves, take at most,
+ * and pairs that the smallest window has bins for, and one behind them. */
+#define MOELORA_WINDOW_ROWS 512
+#define MOELORA_WINDOW_PAIRS (6 * 256 - 1)
+
+/* One sort. */
+typedef struct moelora_sort_plan {
+  const moelora_variant *variant;   /* NULL: none */
+  uint32_t num_chunks, chunk_items; /* CTAs, and items that each places */
+  uint32_t num_rows, row_chunks;    /* of the table between two launches */
+  size_t table_bytes;
+} moelora_sort_plan;
+
+/* All of an alignment. */
+typedef struct moelora_align_plan {
+  moelora_sort_plan tokens; /* by adapter, before the rows by expert: keys of both are too many */
+  moelora_sort_plan rows;
+  int64_t segments; /* that it can list; 0: none */
+} moelora_align_plan;
+
+typedef struct moelora_shrink_plan {
+  const moelora_variant *variant; /* NULL: nothing to shrink */
+  int32_t part;                   /* tokens of an item, at most */
+  int32_t shares;                 /* work units of a block, or CTAs that share a window */
+  int32_t group;                  /* blocks that CTAs which run together work on */
+  bool few;                       /* of blocks: one look of all CTAs finds everything */
+  int32_t splits;                 /* CTAs of a cluster, which share the depth */
+  int32_t window;                 /* rows */
+  int64_t work;                   /* CTAs that there would be something for */
+} moelora_shrink_plan;
+
+typedef struct moelora_expand_plan {
+  const moelora_variant *variant; /* NULL: nothing to expand */
+  int32_t part;                   /* rows of an item, at most */
+  int32_t tiles;                  /* of columns */
+  int32_t shares, window;         /* as above */
+  int32_t waves;                  /* times as many CTAs as the GPU holds share the work */
+  int64_t work;
+} moelora_expand_plan;
+
+/* One grouped projection. */
+typedef struct moelora_gemm_plan {
+  const moelora_variant *variant; /* its block_m: rows of an alignment block */
+  /* CUDA */
+  int32_t near_elements; /* of tokens that L2 keeps while weights stream by */
+  moelora_align_plan align;
+  moelora_shrink_plan shrink;
+} moelora_gemm_plan;
+
+typedef struct moelora_experts_plan {
+  const moelora_variant *variant; /* of w13, or of all */
+  /* Of w2, which runs on the same alignment: its tile has as many rows, its family is the same.
+   * Beside the kernel of a whole layer, as `staged`. */
+  const moelora_variant *w2;
+  /* Of a whole layer in one launch: what serves both projections where the context holds fewer of
+   * its CTAs at once than the device, as under a green context. Its workspace is asked for, too. */
+  const moelora_variant *staged;
+  bool partial_f32; /* rows of w2 wait for the top-k sum in float32, else in the compute dtype */
+  /* CUDA */
+  int32_t near_elements;
+  moelora_align_plan align;
+  moelora_shrink_plan shrink[2]; /* of w13, of w2 */
+  const moelora_variant *sum;
+} moelora_experts_plan;
+
+/* Where the rows of adapters alone come from, in which order. */
+typedef enum moelora_delta_order {
+  MOELORA_BY_ROUTE, /* flat rows as they are */
+  MOELORA_GROUPED,  /* flat rows, by expert, then adapter within each window */
+  MOELORA_SORTED,   /* by expert, then adapter */
+  MOELORA_LISTED,   /* by the caller's lists */
+} moelora_delta_order;
+
+/* Adapters alone: of one projection, or of the two of an adapter MLP. */
+typedef struct moelora_delta_plan {
+  const moelora_variant *variant; /* CPU: whose kernels; NULL on CUDA */
+  /* CUDA */
+  moelora_family family;      /* whose kernels may be used */
+  const moelora_variant *one; /* all of it in one launch; NULL: it takes those below */
+  moelora_delta_order order;
+  moelora_align_plan align; /* MOELORA_SORTED */
+  moelora_shrink_plan shrink[2];
+  moelora_expand_plan expand[2];
+  double parts;     /* of one launch for both halves: clusters that are likely to have something */
+  bool waiting_f32; /* rows that wait for their sum do so in float32 */
+  const moelora_variant *sum;
+} moelora_delta_plan;
+
+#ifdef __cplusplus
+}
+#endif
+#endif
