@@ -4,7 +4,7 @@ Environment:
   MOELORA_CUDA=0        build without CUDA although nvcc is there
   MOELORA_CUDA_ARCH     semicolon-separated architectures instead of "80;90a"; "release" is those of
                         the wheels: "80;90a;100;120"
-  MOELORA_WERROR=1      warnings and CUDA register spills are errors
+  MOELORA_WERROR=1      warnings and CUDA register spills of more than 16 bytes are errors
   MOELORA_SANITIZE=1    address and undefined-behaviour sanitizers (build_core, for the C tests)
   CFLAGS, NVCCFLAGS     more of their arguments; NVCCFLAGS=-lineinfo for profilers
   CC, NVCC, CUDA_HOME   the compilers
@@ -124,6 +124,10 @@ def cuda_arch_flags(source):
     return flags
 
 
+# Spilled by a kernel that no main loop notices: numbers of a tile that wait for its end.
+SPARED_BYTES = 16
+
+
 def report_ptxas(source, text):
     """What ptxas -v says: a summary, and the rest: warnings, kernels that spill registers, and
     those whose wgmma it runs one by one."""
@@ -132,7 +136,7 @@ def report_ptxas(source, text):
         if found := re.search(r"entry function '(\w+)' for '(\w+)'", line):
             kernel = " for ".join(found.groups())
         if found := re.search(r"(\d+) bytes spill stores", line):
-            if int(found.group(1)):
+            if int(found.group(1)) > SPARED_BYTES:
                 problems.append(f"{source}: {kernel}: {line.strip()}\n")
         elif found := re.search(r"Used (\d+) registers", line):
             registers.append(int(found.group(1)))

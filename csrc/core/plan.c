@@ -130,6 +130,12 @@ static const moelora_variant *of_format(const moelora_variant *v, moelora_format
   return NULL;
 }
 
+/* Results of a layer lie as its kernels like them. The largest of Hopper know no others: those that
+ * share weights in a cluster, and those that make weights in registers. */
+static bool takes_any_output(const moelora_variant *v) {
+  return v->cluster == 1 && (v->format == MOELORA_NATIVE || v->block_n == 128);
+}
+
 /* Element by element, the tiles above 32 rows would spill registers: they have no such kernel. */
 static bool serves(const moelora_variant *v, const access *access,
                    const moelora_device_info *device) {
@@ -140,7 +146,7 @@ static bool serves(const moelora_variant *v, const access *access,
   if (v->role == MOELORA_ROLE_LAYER)
     return access->decode;
   if (v->needs == MOELORA_SM90)
-    return access->tma && (v->cluster == 1 || access->layer);
+    return access->tma && (access->layer || takes_any_output(v));
   return access->vectors || v->block_m <= 32;
 }
 

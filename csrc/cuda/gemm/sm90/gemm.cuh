@@ -458,9 +458,9 @@ struct LaunchSm90<true, FORMAT, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
         if (!g->weights.gated)
           return launch<EpilogueMode::PLAIN_F32>(g, maps, exec);
     }
-    if constexpr (CLUSTER == 1)
+    if constexpr (CLUSTER == 1 && (S::NATIVE || S::CONSUMERS == 1))
       return launch<EpilogueMode::GENERAL>(g, maps, exec);
-    return moelora_fail(MOELORA_UNSUPPORTED, "clusters are for whole layers");
+    return moelora_fail(MOELORA_UNSUPPORTED, "kernels for whole layers alone");
   }
 
   template <EpilogueMode MODE>

@@ -2,7 +2,7 @@
  * two consumer warpgroups empty, and the stage headers, by which the producer tells the consumers
  * about them.
  *
- *   STAGES x { W [TILES] m64 tiles, X [TOKENS] rows }      see tile.cuh
+ *   STAGES x { W [SPANS][TILES] m64 tiles, X [SPANS][TOKENS] rows }      see tile.cuh
  *   CONSUMERS x { OWN_BUFFERS epilogue tiles }             results on their way out
  *   STAGES x { header }                                    32 bytes
  *   STAGES x { full }, STAGES x { empty }                  mbarriers
@@ -41,6 +41,11 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr int CONSUMERS = CONSUMERS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
   static constexpr int THREADS = kProducers + 128 * CONSUMERS;
   static constexpr int RESIDENT = CONSUMERS == 1 ? 2 : 1; // CTAs per SM
+  // 64 of depth each, of a stage: of few tokens and quantised weights one alone is little work.
+  static constexpr int SPANS = FORMAT_ == MOELORA_NATIVE || TOKENS_ > 32 ? 1 : 2;
+  static constexpr int DEPTH = SPANS * kDepth;
+  static constexpr int W_BYTES = weight_bytes(FORMAT_, SPANS *E::TILES);
+  static constexpr int STAGE_BYTES = W_BYTES + SPANS * E::X_BYTES;
   // All threads start with as many registers; what producers give is what consumers can take, who
   // need more of them to make weights. Native tiles of few tokens need none.
   static constexpr bool NATIVE = FORMAT_ == MOELORA_NATIVE;
@@ -60,12 +65,12 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   // of a pipeline stage that all have multiplied. A tile of few tokens does without those.
   static constexpr int OWN_BUFFERS = 2;
   static constexpr int ALIASED_BUFFERS =
-      TOKENS_ <= kEpilogueTokens ? 0 : E::STAGE_BYTES / CONSUMERS_ / kEpilogueBytes;
+      TOKENS_ <= kEpilogueTokens ? 0 : STAGE_BYTES / CONSUMERS_ / kEpilogueBytes;
   // Up to 1023 bytes go to the alignment that the swizzle needs.
   static constexpr int SEGMENTS_BYTES = 8 * TOKENS_;
   static constexpr int EPILOGUE_BYTES = CONSUMERS_ * OWN_BUFFERS * kEpilogueBytes;
-  static constexpr int SHARED = 1024 + STAGES * (E::STAGE_BYTES + 16 + kHeaderBytes) +
-                                EPILOGUE_BYTES + 4 * SEGMENTS_BYTES + 16;
+  static constexpr int SHARED =
+      1024 + STAGES * (STAGE_BYTES + 16 + kHeaderBytes) + EPILOGUE_BYTES + 4 * SEGMENTS_BYTES + 16;
   static_assert(TOKENS_ % REST_BOX == 0 && TOKENS_ % STEP == 0, "whole boxes, whole steps");
   static_assert(RESIDENT * (SHARED + 1024) <= 228 * 1024, "shared memory of an SM");
 };
@@ -155,7 +160,9 @@ template <class S> struct Pipeline {
     return base + SEGMENTS + (threadIdx.x >> 5) * S::SEGMENTS_BYTES;
   }
   __device__ __forceinline__ uint32_t weights() const { return base + stage * S::STAGE_BYTES; }
-  __device__ __forceinline__ uint32_t tokens() const { return weights() + S::W_BYTES; }
+  __device__ __forceinline__ uint32_t tokens(int span = 0) const {
+    return weights() + S::W_BYTES + span * S::TOKENS * kRowBytes;
+  }
   __device__ __forceinline__ uint32_t header() const { return header(stage); }
   __device__ __forceinline__ uint32_t header(int which) const {
     return base + HEADERS + which * kHeaderBytes;

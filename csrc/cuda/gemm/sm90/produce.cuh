@@ -30,24 +30,30 @@ __device__ __forceinline__ void load_native(const CUtensorMap *map, const moelor
   }
 }
 
-/* Quantised weights: an m64 tile's 64 of depth lie together. */
+/* Quantised weights: an m64 tile's 64 of depth lie together. Behind the last of them x is zero, and
+ * any weights will do. */
 template <class S>
 __device__ __forceinline__ void load_quantized(const moelora_gemm_launch &g, const Tile &tile,
                                                int step, const Pipeline<S> &pipeline,
                                                uint64_t policy) {
   const uint32_t bytes = tile_bytes<S::FORMAT>(g.weights.w.format);
-  for (int m64 = 0; m64 < S::TILES; m64++) {
-    const int output = first_output<S>(g, tile.column, m64);
-    bulk_load(pipeline.weights() + m64 * bytes,
-              quantized_tile(g, tile.expert, m64, output) + step * g.weights.w.stride_kt, bytes,
-              pipeline.full(), policy);
+  const int last = (g.tokens.k - 1) / kDepth;
+  uint32_t to = pipeline.weights();
+  for (int span = 0; span < S::SPANS; span++) {
+    const int64_t depth = min(step * S::SPANS + span, last) * g.weights.w.stride_kt;
+    for (int m64 = 0; m64 < S::TILES; m64++, to += bytes) {
+      const int output = first_output<S>(g, tile.column, m64);
+      bulk_load(to, quantized_tile(g, tile.expert, m64, output) + depth, bytes, pipeline.full(),
+                policy);
+    }
   }
 }
 
 /* Bytes of weights that a step brings to this CTA. */
 template <class S> __device__ __forceinline__ uint32_t step_bytes(const moelora_gemm_launch &g) {
-  return S::FORMAT == MOELORA_NATIVE ? S::W_BYTES
-                                     : S::TILES * tile_bytes<S::FORMAT>(g.weights.w.format);
+  return S::FORMAT == MOELORA_NATIVE
+             ? S::W_BYTES
+             : S::SPANS * S::TILES * tile_bytes<S::FORMAT>(g.weights.w.format);
 }
 
 template <class S>
@@ -98,13 +104,16 @@ template <class S> struct TokenBoxes {
     rest = (max(count - boxes * S::BOX, 0) + S::REST_BOX - 1) / S::REST_BOX;
   }
   __device__ __forceinline__ int rows() const { return boxes * S::BOX + rest * S::REST_BOX; }
-  __device__ __forceinline__ void load(const RowMaps *maps, int k, int row,
+  __device__ __forceinline__ void load(const RowMaps *maps, int step, int row,
                                        const Pipeline<S> &pipeline) const {
-    for (int i = 0; i < boxes; i++)
-      tma_load_2d(pipeline.tokens() + i * S::BOX * kRowBytes, &maps->many, k, row + i * S::BOX,
-                  pipeline.full());
-    for (int i = 0, at = boxes * S::BOX; i < rest; i++, at += S::REST_BOX)
-      tma_load_2d(pipeline.tokens() + at * kRowBytes, &maps->few, k, row + at, pipeline.full());
+    for (int span = 0; span < S::SPANS; span++) {
+      const int k = (step * S::SPANS + span) * kDepth;
+      const uint32_t to = pipeline.tokens(span);
+      for (int i = 0; i < boxes; i++)
+        tma_load_2d(to + i * S::BOX * kRowBytes, &maps->many, k, row + i * S::BOX, pipeline.full());
+      for (int i = 0, at = boxes * S::BOX; i < rest; i++, at += S::REST_BOX)
+        tma_load_2d(to + at * kRowBytes, &maps->few, k, row + at, pipeline.full());
+    }
   }
 };
 
@@ -124,7 +133,7 @@ template <class S>
 __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *x_maps,
                                        const FactorMaps *b_maps, const moelora_gemm_launch &g,
                                        Pipeline<S> &pipeline) {
-  const int lane = threadIdx.x & 31, depth_steps = (g.tokens.k + kDepth - 1) / kDepth;
+  const int lane = threadIdx.x & 31, depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
   const uint64_t policy =
       S::TOKENS <= kStreamingTokens ? evict_first_policy() : evict_normal_policy();
   TileScheduler<S> next(g);
@@ -154,9 +163,9 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
       if (lane == 0) {
         if (step == 0)
           TileHeader{tile, count}.write(pipeline.header());
-        barrier_expect(pipeline.full(), step_bytes<S>(g) + boxes.rows() * kRowBytes);
+        barrier_expect(pipeline.full(), step_bytes<S>(g) + S::SPANS * boxes.rows() * kRowBytes);
         load_weights<S>(w_map, g, tile, step, pipeline, policy);
-        boxes.load(x_maps, step * kDepth, tile.block * S::TOKENS, pipeline);
+        boxes.load(x_maps, step, tile.block * S::TOKENS, pipeline);
       }
       __syncwarp();
     }
@@ -183,7 +192,7 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
 
 template <class S, class T>
 __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S> &pipeline) {
-  const int thread = threadIdx.x - 32, depth_steps = (g.tokens.k + kDepth - 1) / kDepth;
+  const int thread = threadIdx.x - 32, depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
   Gather<S::TOKENS> rows(thread);
   TileScheduler<S> next(g);
   const auto find_rows = [&] {
@@ -211,7 +220,8 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S>
         find_rows();
       pipeline.wait_empty();
       if (g.tokens.divisor.value)
-        rows.copy(pipeline.tokens());
+        for (int span = 0; span < S::SPANS; span++)
+          rows.copy(pipeline.tokens(span));
       barrier_arrive_after_copies(pipeline.full());
     }
 

@@ -39,7 +39,7 @@ __device__ __forceinline__ int multiply_quantized(float (&d)[2][S::TOKENS / 2],
                                                   const moelora_gemm_launch &g,
                                                   Pipeline<S> &pipeline, int consumer) {
   constexpr int COUNT = S::TOKENS <= 16 ? 2 : 1, TILES = kPaired<S> ? 2 : 1;
-  const int depth_steps = (g.tokens.k + kDepth - 1) / kDepth, warp = threadIdx.x >> 5 & 3;
+  const int depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH, warp = threadIdx.x >> 5 & 3;
   const uint32_t bytes = tile_bytes<S::FORMAT>(g.weights.w.format);
   int previous = 0;
   uint32_t a[2][COUNT][TILES][4];
@@ -47,24 +47,27 @@ __device__ __forceinline__ int multiply_quantized(float (&d)[2][S::TOKENS / 2],
   for (int step = 0; step < depth_steps; step++) {
     pipeline.wait_full();
     fence_async_proxy(); // cp.async wrote X through the ordinary proxy
-    const uint32_t weights = pipeline.weights() + 2 * consumer * bytes;
-    const uint64_t b = wgmma_descriptor(uniform(pipeline.tokens()));
     if (S::ALIASED_BUFFERS > 0 && step == 1)
       release_aliased_stage(pipeline, consumer);
 #pragma unroll
-    for (int first = 0; first < 2; first += TILES) {
-      TileFragment<S::FORMAT, T> tiles[TILES];
+    for (int span = 0; span < S::SPANS; span++) {
+      const uint32_t weights = pipeline.weights() + (span * S::TILES + 2 * consumer) * bytes;
+      const uint64_t b = wgmma_descriptor(uniform(pipeline.tokens(span)));
 #pragma unroll
-      for (int t = 0; t < TILES; t++)
-        tiles[t].load(weights + (first + t) * bytes, warp, g.weights.w.format);
-      multiply_group<0, N>(d + first, a[0], tiles, b);
-      if constexpr (COUNT == 1)
-        multiply_group<1, N>(d + first, a[1], tiles, b);
-      multiply_group<2, N>(d + first, a[COUNT == 2], tiles, b);
-      if constexpr (COUNT == 1)
-        multiply_group<3, N>(d + first, a[1], tiles, b);
-      if (step > 0 && first == 0)
-        pipeline.release(previous); // its products were awaited before the second group
+      for (int first = 0; first < 2; first += TILES) {
+        TileFragment<S::FORMAT, T> tiles[TILES];
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+          tiles[t].load(weights + (first + t) * bytes, warp, g.weights.w.format);
+        multiply_group<0, N>(d + first, a[0], tiles, b);
+        if constexpr (COUNT == 1)
+          multiply_group<1, N>(d + first, a[1], tiles, b);
+        multiply_group<2, N>(d + first, a[COUNT == 2], tiles, b);
+        if constexpr (COUNT == 1)
+          multiply_group<3, N>(d + first, a[1], tiles, b);
+        if (step > 0 && span == 0 && first == 0)
+          pipeline.release(previous); // its products were awaited before the second group
+      }
     }
     previous = pipeline.stage;
     pipeline.advance();
