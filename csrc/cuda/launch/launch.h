@@ -73,9 +73,9 @@ typedef struct moelora_schedule {
 
 /* What a main loop reads of rows. */
 typedef struct moelora_tokens {
-  const void *x; /* [P / divisor, K], or by position */
-  int64_t stride;
   moelora_divisor divisor; /* of value 0: x is by position */
+  int64_t stride;
+  const void *x; /* [P / divisor, K], or by position */
   int32_t k;
 } moelora_tokens;
 
