@@ -36,7 +36,8 @@ template <> struct Wgmma<{n}> {{
 #undef MOELORA_WGMMA
   }}
   template <bool IS_BF16>
-  static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4], uint64_t b) {{
+  static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4],
+                                                       uint64_t b) {{
 #define MOELORA_WGMMA(TYPE) \\
   asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32." TYPE "." TYPE \\
                " {{{regs}}}, {{{a_regs}}}, %{b4}, 1, 1, 1, 0;" \\

@@ -25,7 +25,8 @@ template <> struct Wgmma<8> {
 #undef MOELORA_WGMMA
   }
   template <bool IS_BF16>
-  static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4], uint64_t b) {
+  static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4],
+                                                       uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
   asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32." TYPE "." TYPE \
                " {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;" \
@@ -47,7 +48,8 @@ template <> struct Wgmma<16> {
 #undef MOELORA_WGMMA
   }
   template <bool IS_BF16>
-  static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4], uint64_t b) {
+  static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4],
+                                                       uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
   asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." TYPE "." TYPE \
                " {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, 1, 1, 1, 0;" \
@@ -69,7 +71,8 @@ template <> struct Wgmma<24> {
 #undef MOELORA_WGMMA
   }
   template <bool IS_BF16>
-  static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4], uint64_t b) {
+  static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4],
+                                                       uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
   asm volatile("wgmma.mma_async.sync.aligned.m64n24k16.f32." TYPE "." TYPE \
                " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, %16, 1, 1, 1, 0;" \
@@ -91,7 +94,8 @@ template <> struct Wgmma<32> {
 #undef MOELORA_WGMMA
   }
   template <bool IS_BF16>
-  static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4], uint64_t b) {
+  static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4],
+                                                       uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
   asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE \
                " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;" \
@@ -113,7 +117,8 @@ template <> struct Wgmma<48> {
 #undef MOELORA_WGMMA
   }
   template <bool IS_BF16>
-  static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4], uint64_t b) {
+  static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4],
+                                                       uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
   asm volatile("wgmma.mma_async.sync.aligned.m64n48k16.f32." TYPE "." TYPE \
                " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, {%24, %25, %26, %27}, %28, 1, 1, 1, 0;" \
@@ -135,7 +140,8 @@ template <> struct Wgmma<64> {
 #undef MOELORA_WGMMA
   }
   template <bool IS_BF16>
-  static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4], uint64_t b) {
+  static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4],
+                                                       uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
   asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE \
                " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;" \
@@ -157,7 +163,8 @@ template <> struct Wgmma<80> {
 #undef MOELORA_WGMMA
   }
   template <bool IS_BF16>
-  static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4], uint64_t b) {
+  static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4],
+                                                       uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
   asm volatile("wgmma.mma_async.sync.aligned.m64n80k16.f32." TYPE "." TYPE \
                " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39}, {%40, %41, %42, %43}, %44, 1, 1, 1, 0;" \
@@ -179,7 +186,8 @@ template <> struct Wgmma<96> {
 #undef MOELORA_WGMMA
   }
   template <bool IS_BF16>
-  static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4], uint64_t b) {
+  static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4],
+                                                       uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
   asm volatile("wgmma.mma_async.sync.aligned.m64n96k16.f32." TYPE "." TYPE \
                " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, {%48, %49, %50, %51}, %52, 1, 1, 1, 0;" \
@@ -201,7 +209,8 @@ template <> struct Wgmma<112> {
 #undef MOELORA_WGMMA
   }
   template <bool IS_BF16>
-  static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4], uint64_t b) {
+  static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4],
+                                                       uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
   asm volatile("wgmma.mma_async.sync.aligned.m64n112k16.f32." TYPE "." TYPE \
                " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55}, {%56, %57, %58, %59}, %60, 1, 1, 1, 0;" \
@@ -223,7 +232,8 @@ template <> struct Wgmma<128> {
 #undef MOELORA_WGMMA
   }
   template <bool IS_BF16>
-  static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4], uint64_t b) {
+  static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4],
+                                                       uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE \
                " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;" \
@@ -245,7 +255,8 @@ template <> struct Wgmma<144> {
 #undef MOELORA_WGMMA
   }
   template <bool IS_BF16>
-  static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4], uint64_t b) {
+  static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4],
+                                                       uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
   asm volatile("wgmma.mma_async.sync.aligned.m64n144k16.f32." TYPE "." TYPE \
                " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71}, {%72, %73, %74, %75}, %76, 1, 1, 1, 0;" \
