@@ -2,6 +2,7 @@
 
 import platform
 import re
+from typing import NamedTuple
 
 import pytest
 from c_programs import ROOT, compile_program, run
@@ -12,6 +13,7 @@ from benchmarks.grid.layers import TOKENS as TOKENS_OF_DIGESTS
 AVX2, AVX512, AVX512_BF16 = 1, 2, 4
 QWEN3 = {"experts": 128, "top_k": 8, "hidden": 2048, "inter": 768}
 MIXTRAL = {"experts": 8, "top_k": 2, "hidden": 4096, "inter": 14336}
+DTYPES = {"BF16": "bfloat16", "F16": "float16"}
 TOKENS = [1, 2, 8, 64, 256, 1024, 4096, 16384, 131072]
 
 x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="rows of x86 instruction sets")
@@ -53,6 +55,20 @@ def plan(answer):
     return ask
 
 
+class Row(NamedTuple):
+    """Of a projection, or what it has in common with that of a layer in one launch."""
+
+    name: str
+    dtype: str
+    format: str
+    family: str
+    block_m: int = 0
+    block_n: int = 0
+    block_k: int = 0
+    stages: int = 0
+    cluster: int = 1
+
+
 def rows_of(table, kind):
     """Names and arguments of the rows of one kind in a variants.inc."""
     text = (ROOT / table).read_text()
@@ -60,8 +76,13 @@ def rows_of(table, kind):
     return [[field.strip() for field in row.split(",")] for row in rows]
 
 
-CUDA_ROWS = rows_of("csrc/cuda/variants.inc", "GEMM")
-DECODE_ROWS = rows_of("csrc/cuda/variants.inc", "DECODE")
+CUDA_ROWS = [Row(*row[:4], *map(int, row[4:])) for row in rows_of("csrc/cuda/variants.inc", "GEMM")]
+NATIVE_ROWS = [row for row in CUDA_ROWS if row.format == "NATIVE"]
+DECODE_ROWS = [
+    Row(name, dtype, "NATIVE", family)
+    for name, dtype, family in rows_of("csrc/cuda/variants.inc", "DECODE")
+]
+ROWS = {row.name: row for row in CUDA_ROWS + DECODE_ROWS}
 
 
 @pytest.mark.parametrize(
@@ -93,10 +114,10 @@ def test_every_gpu_from_ampere_on_has_a_plan(plan, capability, dtype, shape):
     blocks = []
     for tokens in TOKENS:
         name, block_rows = plan(("cuda", capability), dtype, tokens, **shape)
-        (row,) = [row for row in CUDA_ROWS + DECODE_ROWS if row[0] == name]
-        assert short in name.split("_")
+        row = ROWS[name]
+        assert short in name.split("_") and row.format == "NATIVE"
         # wgmma is an instruction of 9.0 and of nothing later
-        assert row[2] == "SM80" or (row[2], capability) == ("SM90", 90)
+        assert row.family == "SM80" or (row.family, capability) == ("SM90", 90)
         blocks.append(block_rows)
     assert blocks == sorted(blocks), "more tokens never make blocks smaller"
     assert blocks[0] < blocks[-1]
@@ -105,10 +126,8 @@ def test_every_gpu_from_ampere_on_has_a_plan(plan, capability, dtype, shape):
 @pytest.mark.parametrize("capability, kib", [(80, 163), (86, 99), (89, 99), (120, 99)])
 def test_a_plan_fits_the_shared_memory_of_its_gpu(plan, capability, kib):
     for tokens in TOKENS[2:]:
-        name = plan(("cuda", capability), tokens=tokens)[0]
-        (row,) = [row for row in CUDA_ROWS if row[0] == name]
-        block_m, block_n, block_k, stages, _ = map(int, row[3:])
-        assert stages * (block_m + block_n) * block_k * 2 <= kib * 1024, name
+        row = ROWS[plan(("cuda", capability), tokens=tokens)[0]]
+        assert row.stages * (row.block_m + row.block_n) * row.block_k * 2 <= kib * 1024, row
 
 
 def test_blocks_follow_the_rows_of_an_expert(plan):
@@ -159,16 +178,15 @@ def test_the_grid_of_digests_meets_every_block_of_a_gpu(plan, capability):
         for tokens in TOKENS_OF_DIGESTS["cuda"]:
             if tokens <= spec.tokens:
                 met.add(plan(("cuda", capability), tokens=tokens, remote=spec.remote, **shape)[0])
-    blocks = {row[3] for row in CUDA_ROWS if row[2] == f"SM{capability}"}
-    assert {row[3] for row in CUDA_ROWS if row[0] in met} >= blocks
+    blocks = {row.block_m for row in NATIVE_ROWS if row.family == f"SM{capability}"}
+    assert {ROWS[name].block_m for name in met} >= blocks
     assert any(name.startswith("decode") for name in met)
 
 
 def test_rows_that_tma_cannot_read_stay_with_mma_sync(plan):
     """2050 columns of 2 bytes: rows do not start at multiples of 16 bytes."""
     name, _ = plan(("cuda", 90), hidden=2050)
-    (row,) = [row for row in CUDA_ROWS if row[0] == name]
-    assert row[2] == "SM80"
+    assert ROWS[name].family == "SM80"
 
 
 def test_forcing_a_variant(plan):
@@ -180,12 +198,12 @@ def test_forcing_a_variant(plan):
     # of another dtype, of another device: the table decides
     assert forced(scalar, ("cpu", 7), "float32") == plan(("cpu", 7), "float32")
     assert forced(scalar, ("cuda", 80)) == plan(("cuda", 80))
-    for name, dtype, _, block_m, *_ in CUDA_ROWS:
-        kwargs = {"dtype": {"BF16": "bfloat16", "F16": "float16"}[dtype]}
+    for row in NATIVE_ROWS:
         for tokens in (1, 8):
-            assert forced(name, ("cuda", 90), tokens=tokens, **kwargs) == (name, int(block_m))
-    for name, dtype, _ in DECODE_ROWS:
-        kwargs = {"dtype": {"BF16": "bfloat16", "F16": "float16"}[dtype]}
+            got = forced(row.name, ("cuda", 90), tokens=tokens, dtype=DTYPES[row.dtype])
+            assert got == (row.name, row.block_m)
+    for name, dtype, *_ in DECODE_ROWS:
+        kwargs = {"dtype": DTYPES[dtype]}
         assert forced(name, ("cuda", 90), tokens=8, **kwargs)[0] == name
         for shape in ({"tokens": 9, "top_k": 1}, {"tokens": 5, "top_k": 13}):
             assert forced(name, ("cuda", 90), **kwargs, **shape)[0] != name
@@ -276,7 +294,7 @@ def test_kernels_around_the_projections(answer, tokens, rank):
 
 def test_a_layer_without_adapters_shrinks_nothing(answer):
     assert answer(("cuda", 90), tokens=64).split()[4:6] == ["-", "-"]
-    assert answer(("cpu", 0), tokens=64, rank=16).split()[3:] == ["-"] * 4
+    assert answer(("cpu", 0), tokens=64, rank=16).split()[3:7] == ["-"] * 4
 
 
 def test_shrinks_of_a_portable_gpu_are_portable(answer):
@@ -320,3 +338,161 @@ def test_one_variant_of_each_role_can_be_forced(answer, plan):
     assert plan(gpu, env={"MOELORA_FORCE_VARIANT": two}) == (
         f"MOELORA_FORCE_VARIANT is '{two}': two variants of one role"
     )
+
+
+# ---- quantised weights ----
+
+# Formats of weights, and the kernels that are written for them.
+KERNELS = {
+    "mxfp4": "mxfp4",
+    "int4": "int4",
+    "int4_g32": "int4",
+    "int4_zp": "int4",
+    "int4_zp_g32": "int4",
+}
+PAIRS = [(a, b) for a in ("native", "mxfp4", "int4_zp") for b in ("native", "mxfp4", "int4")]
+
+
+@pytest.fixture(scope="module")
+def quantised(answer):
+    """(row of w13, row of w2, kernels around them) of one layer, or the message of the refusal."""
+
+    def ask(device, w13, w2, *args, **problem):
+        words = answer(device, "formats", w13, w2, *args, **problem)
+        if words.startswith("error: "):
+            return words.removeprefix("error: ")
+        variant, block_rows, staged, *around, second = words.split()
+        row, of_w2 = ROWS[variant], ROWS[second]
+        assert staged == "-" and row.block_m == int(block_rows)
+        return row, of_w2, around
+
+    return ask
+
+
+def tile(row):
+    return f"{row.block_m}x{row.block_n}x{row.block_k}_{row.family.lower()}"
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_tiles_of_quantised_weights(quantised, name, dtype):
+    """Of 128 experts and top 8, of which each gets a sixteenth of the tokens."""
+    tiles = {1: 16, 128: 16, 129: 32, 416: 32, 417: 64, 704: 64, 705: 128, 131072: 128}
+    short = f"gemm_{dtype.lower()}_{KERNELS[name]}"
+    for tokens, rows in tiles.items():
+        for capability in (80, 86, 90, 100, 120):
+            large = capability == 90 and rows == 128
+            family = "sm90" if capability == 90 else "sm80"
+            want = f"{short}_{rows}x{256 if large else 128}x64_{family}"
+            layer = {"tokens": tokens, "dtype": DTYPES[dtype]}
+            row, of_w2, _ = quantised(("cuda", capability), name, name, **layer)
+            assert row.name == of_w2.name == want
+
+
+@pytest.mark.parametrize("capability, kib", [(80, 163), (86, 99), (90, 227), (120, 99)])
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_projections_of_two_formats_share_an_alignment(answer, pair, capability, kib):
+    for tokens in TOKENS:
+        words = answer(("cuda", capability), "formats", *pair, tokens=tokens).split()
+        row, of_w2 = ROWS[words[0] if words[2] == "-" else words[2]], ROWS[words[7]]
+        for one, name in ((row, pair[0]), (of_w2, pair[1])):
+            assert one.format.lower() == KERNELS.get(name, name)
+            weights = one.block_n * one.block_k * 2
+            if name != "native":
+                values, scales = 64 * 64 // 2, 64 * 2 * (1 if name == "mxfp4" else 3)
+                weights = one.block_n * one.block_k // 64**2 * (values + scales)
+            tile = weights + one.block_m * one.block_k * 2
+            assert one.family == "SM90" or one.stages * tile <= kib * 1024, one
+        same = ("dtype", "family", "block_m", "cluster")
+        assert [getattr(row, name) for name in same] == [getattr(of_w2, name) for name in same]
+        assert row.family == ("SM90" if capability == 90 else "SM80")
+        one_launch = pair == ("native", "native") and tokens <= 2
+        assert (words[2] != "-") == one_launch
+        assert one_launch == words[0].startswith("decode")
+
+
+def test_a_tile_that_one_format_has_alone_is_no_choice_for_two(quantised):
+    """Hopper has 96 and 144 rows natively, 64 rows of quantised weights, 128 of all."""
+    gpu = ("cuda", 90)
+    for pair in (("native", "mxfp4"), ("int4", "native")):
+        blocks = [quantised(gpu, *pair, tokens=tokens)[0].block_m for tokens in (500, 1024, 131072)]
+        assert blocks == [128, 128, 128]
+    assert quantised(gpu, "mxfp4", "int4", tokens=500)[0].block_m == 64
+    # Of the tiles of 128 rows an sm_80 holds the wide one, an sm_86 does not.
+    assert tile(quantised(("cuda", 80), "mxfp4", "native", tokens=4096)[1]) == "128x256x64_sm80"
+    assert tile(quantised(("cuda", 86), "mxfp4", "native", tokens=4096)[1]) == "128x128x64_sm80"
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_only_kernels_of_its_format_are_forced_on_a_layer(quantised, capability):
+    gpu = ("cuda", capability)
+    usual = quantised(gpu, "mxfp4", "int4_zp", tokens=2)
+    for row in CUDA_ROWS + DECODE_ROWS:
+        env = {"MOELORA_FORCE_VARIANT": row.name}
+        got = quantised(gpu, "mxfp4", "int4_zp", tokens=2, env=env)
+        serves = row.dtype == "BF16" and row.format == "MXFP4"
+        if serves and row.family in ("SM80", f"SM{capability}"):
+            assert got[0] == row and got[1].name == row.name.replace("mxfp4", "int4")
+        else:
+            assert got == usual, row
+
+
+def test_plans_tuned_for_other_formats_do_not_serve(quantised):
+    key = ["cuda", "90", "132", "bfloat16", "128", "8", "2048", "768"]
+
+    def tuned(variant):
+        row, of_w2, _ = quantised(("cuda", 90), "mxfp4", "mxfp4", *key, f"64:{variant}", tokens=64)
+        return row.name, of_w2.name
+
+    others = "gemm_bf16_128x256x64_sm90", "decode_bf16_sm80", "gemm_bf16_int4_64x128x64_sm90"
+    for other in others:
+        assert tuned(other) == ("gemm_bf16_mxfp4_16x128x64_sm90",) * 2
+    assert tuned("gemm_bf16_mxfp4_64x128x64_sm90") == ("gemm_bf16_mxfp4_64x128x64_sm90",) * 2
+
+
+def test_adapters_and_limits_of_quantised_layers(quantised):
+    def ask(capability, **problem):
+        return quantised(("cuda", capability), "mxfp4", "int4", **problem)
+
+    for tokens in TOKENS:
+        base = ask(90, tokens=tokens)[:2]
+        assert all(ask(90, tokens=tokens, rank=rank)[:2] == base for rank in (1, 16, 256))
+        assert ask(90, tokens=tokens, env={"MOELORA_MAX_CC": "80"}) == ask(80, tokens=tokens)
+
+
+@pytest.mark.parametrize("capability, like", [(90, "128x256x64_sm90"), (80, "128x128x64_sm80")])
+def test_what_is_around_the_projections_does_not_depend_on_formats(
+    answer, quantised, capability, like
+):
+    """A shrink reads activations alone."""
+    env = {"MOELORA_FORCE_VARIANT": f"gemm_bf16_{like}"}
+    for tokens in (1024, 4096, 16384):
+        for rank in (16, 64):
+            problem = {"tokens": tokens, "rank": rank}
+            row, _, around = quantised(("cuda", capability), "mxfp4", "int4", **problem)
+            native = answer(("cuda", capability), env=env, **problem).split()
+            assert tile(row) == like
+            assert native[3:7] == around and "-" not in around
+
+
+def test_quantised_rows_that_allow_no_vectors(quantised):
+    for tokens in TOKENS:
+        row, of_w2, _ = quantised(("cuda", 90), "int4", "mxfp4", tokens=tokens, hidden=2050)
+        assert row.family == of_w2.family == "SM80" and row.block_m <= 32
+
+
+def test_formats_without_a_kernel(quantised):
+    ask = quantised
+    assert ask(("cuda", 75), "mxfp4", "mxfp4") == (
+        "no bfloat16 kernel for MXFP4 weights and CUDA compute capability 7.5"
+    )
+    assert ask(("cuda", 90), "int4_zp", "int4_zp", dtype="float32") == (
+        "no float32 kernel for INT4 weights and CUDA compute capability 9.0"
+    )
+
+
+def test_a_cpu_has_one_kernel_for_all_formats(answer):
+    for pair in PAIRS:
+        words = answer(("cpu", 7), "formats", *pair).split()
+        assert words == answer(("cpu", 7)).split()
+        assert words[7] == words[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -27,9 +28,11 @@ def variant(name: str):
 
 # What a layer's launches choose from; others are for adapters alone.
 ROLES = ("gemm_", "decode_", "sort_", "shrink_", "sum_")
+QUANTISED = re.compile("_(mxfp4|int4)_")  # of weights that these layers do not have
+NAMES = [name for name in _C.variants() if name.startswith(ROLES) and not QUANTISED.search(name)]
 
 
-@pytest.fixture(params=[variant(name) for name in _C.variants() if name.startswith(ROLES)])
+@pytest.fixture(params=[variant(name) for name in NAMES])
 def forced(request):
     """(name, device, dtype) of a variant that every plan of its dtype now uses."""
     name = request.param

@@ -5,11 +5,13 @@
  *
  * with RANK 0 for no adapters; the answer on stdout is the plan of the layer,
  *
- *   VARIANT BLOCK_ROWS STAGED SORT SHRINK13 SHRINK2 SUM       or       error: MESSAGE
+ *   VARIANT BLOCK_ROWS STAGED SORT SHRINK13 SHRINK2 SUM W2     or       error: MESSAGE
  *
  * where STAGED is what stands in for a layer in one launch, - for others, and kernels that are not
- * needed are -, as they all are on a CPU. With a first argument `delta` the lines are deltas of x
- * [M, K] to [M, TOP_K, I], and the answer is
+ * needed are -, as they all are on a CPU; W2 is the projection's own, beside VARIANT or STAGED.
+ * With arguments `formats W13 W2` before all others the weights are quantised: native, mxfp4, int4,
+ * int4_g32, int4_zp or int4_zp_g32. With a first argument `delta` the lines are deltas of x [M, K]
+ * to [M, TOP_K, I], and the answer is
  *
  *   ONE ORDER SORT SHRINK SPLITS EXPAND WAVES
  *
@@ -24,6 +26,7 @@
 #include <string.h>
 
 #include "core/backend.h"
+#include "core/format.h"
 
 static const moelora_dtype dtypes[] = {MOELORA_F32, MOELORA_BF16, MOELORA_F16};
 static const char *dtype_names[] = {"float32", "bfloat16", "float16"};
@@ -34,6 +37,40 @@ static moelora_dtype parse_dtype(const char *name) {
       return dtypes[i];
   fprintf(stderr, "dtype %s\n", name);
   exit(2);
+}
+
+static moelora_format parse_format(const char *name) {
+  static const char *const names[] = {"native",   "mxfp4",   "int4",
+                                      "int4_g32", "int4_zp", "int4_zp_g32"};
+  for (int i = 0; i < 6; i++)
+    if (strcmp(name, names[i]) == 0)
+      return (moelora_format)i;
+  fprintf(stderr, "format %s\n", name);
+  exit(2);
+}
+
+/* Contiguous weights of n rows of depth k. */
+static moelora_weights weights_of(moelora_format format, moelora_row_order order, int64_t n,
+                                  int64_t k, const void *data) {
+  if (format == MOELORA_NATIVE)
+    return (moelora_weights){.data = data,
+                             .n = n,
+                             .k = k,
+                             .stride_e = n * k,
+                             .stride_n = k,
+                             .stride_nt = MOELORA_PACK * k,
+                             .stride_kt = MOELORA_PACK};
+  const int64_t tile = moelora_tile_size(format);
+  const int64_t row = (k + MOELORA_PACK - 1) / MOELORA_PACK * tile;
+  return (moelora_weights){.data = data,
+                           .n = n,
+                           .k = k,
+                           .stride_e = moelora_row_tiles(order, n) * row,
+                           .stride_nt = row,
+                           .stride_kt = tile,
+                           .format = format,
+                           .order = order,
+                           .half_tiles = moelora_half_tiles(order, n)};
 }
 
 static void add_tuned_plan(char **words) {
@@ -101,7 +138,10 @@ static void print_delta(const moelora_experts_problem *layer, const moelora_devi
 
 int main(int argc, char **argv) {
   const bool deltas = argc > 1 && strcmp(argv[1], "delta") == 0;
-  for (int i = 1 + deltas; i + 9 <= argc; i += 9)
+  const bool quantised = argc > 3 && strcmp(argv[1], "formats") == 0;
+  const moelora_format w13 = quantised ? parse_format(argv[2]) : MOELORA_NATIVE;
+  const moelora_format w2 = quantised ? parse_format(argv[3]) : MOELORA_NATIVE;
+  for (int i = 1 + deltas + 3 * quantised; i + 9 <= argc; i += 9)
     add_tuned_plan(argv + i);
   char dtype[16], kind[8];
   long long tokens, top_k, experts, global, hidden, inner, rank;
@@ -129,20 +169,8 @@ int main(int argc, char **argv) {
         .x_stride = hidden,
         .out = memory,
         .out_stride = hidden,
-        .w13 = {.data = memory,
-                .n = 2 * inner,
-                .k = hidden,
-                .stride_e = 2 * inner * hidden,
-                .stride_n = hidden,
-                .stride_nt = 64 * hidden,
-                .stride_kt = 64},
-        .w2 = {.data = memory,
-               .n = hidden,
-               .k = inner,
-               .stride_e = inner * hidden,
-               .stride_n = inner,
-               .stride_nt = 64 * inner,
-               .stride_kt = 64},
+        .w13 = weights_of(w13, MOELORA_ROWS_GATE_UP, 2 * inner, hidden, memory),
+        .w2 = weights_of(w2, MOELORA_ROWS_PLAIN, hidden, inner, memory),
         .w13_lora = {.num_slices = rank ? 2 : 0, .max_rank = (int32_t)rank, .slice_n = inner},
         .w2_lora = {.num_slices = rank ? 1 : 0, .max_rank = (int32_t)rank, .slice_n = hidden},
     };
@@ -166,9 +194,10 @@ int main(int argc, char **argv) {
     }
     moelora_experts_plan plan;
     if (moelora_plan_experts(&problem, &device, &plan) == MOELORA_OK)
-      printf("%s %d %s %s %s %s %s\n", plan.variant->name, plan.variant->block_m,
+      printf("%s %d %s %s %s %s %s %s\n", plan.variant->name, plan.variant->block_m,
              name_of(plan.staged), name_of(plan.align.rows.variant),
-             name_of(plan.shrink[0].variant), name_of(plan.shrink[1].variant), name_of(plan.sum));
+             name_of(plan.shrink[0].variant), name_of(plan.shrink[1].variant), name_of(plan.sum),
+             name_of(plan.w2));
     else
       printf("error: %s\n", moelora_error_message());
   }
