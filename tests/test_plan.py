@@ -377,13 +377,14 @@ def tile(row):
 @pytest.mark.parametrize("name", KERNELS)
 def test_tiles_of_quantised_weights(quantised, name, dtype):
     """Of 128 experts and top 8, of which each gets a sixteenth of the tokens."""
-    tiles = {1: 16, 128: 16, 129: 32, 416: 32, 417: 64, 704: 64, 705: 128, 131072: 128}
+    tiles = {1: 16, 64: 16, 65: 32, 416: 32, 417: 64, 704: 64, 705: 128, 131072: 128}
     short = f"gemm_{dtype.lower()}_{KERNELS[name]}"
     for tokens, rows in tiles.items():
         for capability in (80, 86, 90, 100, 120):
-            large = capability == 90 and rows == 128
-            family = "sm90" if capability == 90 else "sm80"
-            want = f"{short}_{rows}x{256 if large else 128}x64_{family}"
+            hopper = capability == 90
+            shape = f"{rows}x{256 if hopper and rows == 128 else 128}"
+            depth = 128 if hopper and rows <= 32 else 64
+            want = f"{short}_{shape}x{depth}_{'sm90' if hopper else 'sm80'}"
             layer = {"tokens": tokens, "dtype": DTYPES[dtype]}
             row, of_w2, _ = quantised(("cuda", capability), name, name, **layer)
             assert row.name == of_w2.name == want
@@ -446,7 +447,7 @@ def test_plans_tuned_for_other_formats_do_not_serve(quantised):
 
     others = "gemm_bf16_128x256x64_sm90", "decode_bf16_sm80", "gemm_bf16_int4_64x128x64_sm90"
     for other in others:
-        assert tuned(other) == ("gemm_bf16_mxfp4_16x128x64_sm90",) * 2
+        assert tuned(other) == ("gemm_bf16_mxfp4_16x128x128_sm90",) * 2
     assert tuned("gemm_bf16_mxfp4_64x128x64_sm90") == ("gemm_bf16_mxfp4_64x128x64_sm90",) * 2
 
 

@@ -56,27 +56,33 @@ typedef struct shape {
   int32_t block, cluster;
 } shape;
 
+/* A shape for up to so many rows of an expert on average. */
+typedef struct shape_bound {
+  int64_t rows;
+  shape shape;
+} shape_bound;
+
 /* From the average rows of an expert. Routing is uneven: a block, or a cluster of them, needs room
  * above the average to keep nearly every expert together, so that its weights are read once. The
  * bounds are where the times of two neighbours cross on an H200 (Qwen3-30B-A3B, Mixtral-8x7B,
  * DeepSeek-V2-Lite; `python -m moelora tune` finds them for another GPU). */
-static shape pick_cuda_shape(int64_t rows) {
-  static const struct {
-    int64_t rows; /* up to this many per expert */
-    shape shape;
-  } table[] = {
-      {8, {16, 1}},          /* nothing but weights moves */
-      {26, {32, 1}},         /* a few experts read twice cost less than wider instructions */
-      {44, {64, 1}},         /* Hopper has 96: two CTAs of 64 on an SM were slower */
-      {80, {96, 1}},         /* the most tokens of which two CTAs fit an SM */
-      {116, {128, 1}},       /* products begin to count: 256 weight rows by one reading of X */
-      {INT64_MAX, {144, 2}}, /* products alone count: weights shared by multicast */
-  };
-  int32_t at = 0;
-  while (rows > table[at].rows)
-    at++;
-  return table[at].shape;
-}
+static const shape_bound native_shapes[] = {
+    {8, {16, 1}},          /* nothing but weights moves */
+    {26, {32, 1}},         /* a few experts read twice cost less than wider instructions */
+    {44, {64, 1}},         /* Hopper has 96: two CTAs of 64 on an SM were slower */
+    {80, {96, 1}},         /* the most tokens of which two CTAs fit an SM */
+    {116, {128, 1}},       /* products begin to count: 256 weight rows by one reading of X */
+    {INT64_MAX, {144, 2}}, /* products alone count: weights shared by multicast */
+};
+
+/* Of quantised weights, which are made anew for each block: that is what an expert in two blocks
+ * costs, and more than wider instructions do (gpt-oss-20b, Qwen3-30B-A3B, Mixtral-8x7B). */
+static const shape_bound quantised_shapes[] = {
+    {4, {16, 1}},
+    {26, {32, 1}},
+    {44, {64, 1}},
+    {INT64_MAX, {128, 1}},
+};
 
 /* Up to so many tokens, and so many rows of more than one, one launch is the faster one: on an H200
  * by 4 to 12 % without adapters, by 2 to 8 % with some of rank 16 (of rank 64, two tokens of top-8
@@ -93,6 +99,14 @@ typedef struct access {
   moelora_format format; /* of weights, for which a kernel is written */
   moelora_format second; /* that of w2, where it is a layer */
 } access;
+
+static shape pick_cuda_shape(int64_t rows, const access *access) {
+  const bool native = access->format == MOELORA_NATIVE && access->second == MOELORA_NATIVE;
+  const shape_bound *bound = native ? native_shapes : quantised_shapes;
+  while (rows > bound->rows)
+    bound++;
+  return bound->shape;
+}
 
 /* One tensor map covers all experts: rows that lie apart, or tiles that lie together. */
 static bool is_tma_weights(const moelora_weights *w) {
@@ -206,7 +220,7 @@ static moelora_status pick_variant(int64_t rows, moelora_dtype dtype, const acce
   const bool cuda = device->device == MOELORA_CUDA;
   *picked = forced_for(dtype, access, device);
   if (!*picked)
-    *picked = choose(device, dtype, cuda ? pick_cuda_shape(rows) : (shape){0, 1}, access);
+    *picked = choose(device, dtype, cuda ? pick_cuda_shape(rows, access) : (shape){0, 1}, access);
   return *picked ? MOELORA_OK : refuse(dtype, access, device);
 }
 
@@ -365,7 +379,7 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
     access.decode = false;
     last = forced_for(problem->dtype, &access, device);
     if (!last)
-      last = choose(&seen, problem->dtype, pick_cuda_shape(rows), &access);
+      last = choose(&seen, problem->dtype, pick_cuda_shape(rows, &access), &access);
     plan->staged = last;
   }
   plan->w2 = of_format(last, access.second, device);
