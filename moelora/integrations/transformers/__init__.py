@@ -14,6 +14,10 @@ Expert weights that a model stores as (E, in, out), gpt-oss's, are laid out anew
 first call: parameters keep identity, shape and values, but are no longer contiguous, which bare
 `safetensors.torch.save_file(model.state_dict(), ...)` refuses; `save_pretrained` takes care of it.
 
+Experts of four bits stay so (docs/weight-formats.md has what is covered):
+
+    model = moelora_hf.load_quantized("gpt-oss-20b")
+
 Adapters that PEFT has loaded, with factors of other layers beside those of the experts, are for
 `moelora.integrations.peft`.
 """
@@ -27,12 +31,15 @@ from moelora.integrations.transformers.adapters import (
 )
 from moelora.integrations.transformers.calls import BASE, IMPLEMENTATION
 from moelora.integrations.transformers.experts import experts_forward
+from moelora.integrations.transformers.quantized import load_quantized, load_quantized_experts
 
 __all__ = [
     "BASE",
     "IMPLEMENTATION",
     "experts_forward",
     "load_adapters",
+    "load_quantized",
+    "load_quantized_experts",
     "moe_layers",
     "new_pool",
     "unload_adapters",

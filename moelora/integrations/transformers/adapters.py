@@ -21,7 +21,8 @@ from moelora.integrations.transformers.calls import (
     no_adapters,
     take_adapter_names,
 )
-from moelora.integrations.transformers.experts import activation_of, expert_weights
+from moelora.integrations.transformers.experts import activation_of
+from moelora.integrations.transformers.projection import expert_weights, sizes
 
 
 class _Now(threading.local):
@@ -130,11 +131,10 @@ def moe_layers(model: nn.Module) -> dict[str, tuple[nn.Module, MoELayer]]:
             raise NotImplementedError(
                 f"{name} is expert parallel; its adapters are not sharded yet"
             )
-        up, down = expert_weights(module)
-        hidden, intermediate = down.shape[1:] if not module.is_transposed else down.shape[:0:-1]
+        _, (experts, hidden, intermediate) = sizes(module)
         layer = MoELayer(
             name,
-            down.shape[0],
+            experts,
             hidden,
             intermediate,
             gated=module.has_gate,
@@ -161,7 +161,7 @@ def new_pool(
     """
     for module, _ in layers.values():
         activation_of(module)
-    weights = [module.down_proj for module, _ in layers.values()]
+    weights = [expert_weights(module)[1] for module, _ in layers.values()]
     devices = {w.device for w in weights}
     if len(devices) > 1:
         raise NotImplementedError(

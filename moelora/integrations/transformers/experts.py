@@ -14,6 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import moelora
 from moelora.integrations.transformers.calls import IMPLEMENTATION
+from moelora.integrations.transformers.projection import expert_weights, is_quantized, up_name
 from moelora.reference import activate
 
 
@@ -31,10 +32,11 @@ def experts_forward(
     skipped. Raises NotImplementedError for a module that computes something else.
     """
     activation, alpha, limit = activation_of(self)
-    w13, w2 = _rows_first(self) if self.is_transposed else expert_weights(self)
+    transposed = self.is_transposed and not is_quantized(self)
+    w13, w2 = _rows_first(self) if transposed else expert_weights(self)
     has_bias = getattr(self, "has_bias", False)
-    up_bias = getattr(self, f"{_up_name(self)}_bias") if has_bias else None
-    down_bias = self.down_proj_bias if has_bias else None
+    up_bias = getattr(self, f"{up_name(self)}_bias").to(w13.dtype) if has_bias else None
+    down_bias = self.down_proj_bias.to(w13.dtype) if has_bias else None
     if torch.is_grad_enabled():
         _refuse_gradients(hidden_states, top_k_weights, w13, w2, up_bias, down_bias)
 
@@ -57,16 +59,8 @@ def experts_forward(
     return out.to(hidden_states.dtype)
 
 
-def _up_name(experts: nn.Module) -> str:
-    return "gate_up_proj" if experts.has_gate else "up_proj"
-
-
-def expert_weights(experts: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    return getattr(experts, _up_name(experts)), experts.down_proj
-
-
-def _refuse_gradients(*tensors: torch.Tensor | None) -> None:
-    if any(t is not None and t.requires_grad for t in tensors):
+def _refuse_gradients(*tensors: torch.Tensor | moelora.QuantizedWeights | None) -> None:
+    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
         raise RuntimeError(
             'experts_implementation="moelora" has no backward pass: call the model under '
             "torch.no_grad() or torch.inference_mode()"
@@ -101,7 +95,7 @@ def _identify(experts: nn.Module) -> Activation:
     if getattr(experts, "has_post_expert_norm", False):
         raise NotImplementedError(f"{name} normalises after every expert, which moelora has not")
     up, down = expert_weights(experts)
-    for parameter, weight in ((_up_name(experts), up), ("down_proj", down)):
+    for parameter, weight in ((up_name(experts), up), ("down_proj", down)):
         if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise NotImplementedError(
                 f"{name}.{parameter} is {weight.dtype}, which moelora has not"
@@ -195,7 +189,7 @@ def _lay_out_now(experts: nn.Module) -> bool:
 
 
 def _lay_out(experts: nn.Module) -> None:
-    for name in (_up_name(experts), "down_proj"):
+    for name in (up_name(experts), "down_proj"):
         weight = experts._parameters.get(name)
         if weight is None or weight.transpose(1, 2).is_contiguous():
             continue

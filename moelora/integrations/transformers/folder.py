@@ -1,0 +1,228 @@
+"""A checkpoint folder with experts of four bits -> `QuantizedWeights`, one layer after another."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from moelora import QuantizedWeights
+from moelora.integrations.transformers.projection import sizes, up_name
+
+INDEX = "model.safetensors.index.json"
+# Tensors of experts, wherever they are: one for all of them, or one for each.
+OF_EXPERTS = re.compile(r"\.experts\.(\d+\.|\w+_(blocks|scales)$)")
+
+
+class Folder:
+    """The tensors of a folder's safetensors files, each read when it is asked for.
+
+    Attributes
+    ----------
+    quantization : dict
+        `quantization_config` of config.json.
+    unread : set of str
+        Names that nobody has asked for yet.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        config = self.path / "config.json"
+        if not config.is_file():
+            raise ValueError(f"{self.path} has no config.json, wanted the folder of a checkpoint")
+        self.quantization = json.loads(config.read_text()).get("quantization_config") or {}
+        index = self.path / INDEX
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        else:
+            names = sorted(file.name for file in self.path.glob("*.safetensors"))
+        if not names:
+            raise ValueError(f"{self.path} has no safetensors files, wanted at least one")
+        self._files = {}
+        for name in names:
+            if not (self.path / name).is_file():
+                raise ValueError(f"{self.path} has no file {name}, which its {INDEX} names")
+            file = safe_open(self.path / name, framework="pt")
+            self._files.update(dict.fromkeys(file.keys(), file))
+        self.unread = set(self._files)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._files:
+            raise ValueError(f"{self.path} has no tensor {name}, which the model wants")
+        self.unread.discard(name)
+        return self._files[name].get_tensor(name)
+
+
+class _Scheme(NamedTuple):
+    """How a quantisation method stores experts, each in tensors of its own."""
+
+    make: Callable[..., QuantizedWeights]
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    rows: int  # the dimension along which gate and up follow each other
+    options: dict[str, Any]
+
+
+def _wanted(method: str, settings: Mapping[str, Any], **allowed: tuple[Any, ...]) -> None:
+    for key, values in allowed.items():
+        got = settings.get(key, values[0])
+        if got not in values:
+            known = " or ".join(map(repr, values))
+            raise NotImplementedError(f"{method}: {key} is {got!r}, wanted {known}")
+
+
+def _gptq(config: Mapping[str, Any]) -> _Scheme:
+    options = {
+        "bits": config.get("bits", 4),
+        "group_size": config.get("group_size"),
+        "sym": config.get("sym"),
+        "checkpoint_format": config.get("checkpoint_format") or "gptq",
+    }
+    parts = ("qweight", "scales"), ("qzeros", "g_idx")
+    return _Scheme(QuantizedWeights.from_gptq, *parts, 1, options)
+
+
+def _awq(config: Mapping[str, Any]) -> _Scheme:
+    _wanted("awq", config, bits=(4,), version=("gemm", "GEMM"), zero_point=(True,))
+    options = {"group_size": config.get("group_size")}
+    parts = ("qweight", "scales", "qzeros"), ()
+    return _Scheme(QuantizedWeights.from_awq, *parts, 1, options)
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> _Scheme:
+    _wanted("compressed-tensors", config, format=("pack-quantized",))
+    groups, required = set(), ["weight_packed", "weight_scale"]
+    for group in config.get("config_groups", {}).values():
+        if group.get("input_activations") is not None:
+            raise NotImplementedError(
+                "compressed-tensors: input_activations are quantised, wanted weights alone"
+            )
+        weights = group.get("weights") or {}
+        _wanted("compressed-tensors", weights, num_bits=(4,), type=("int",))
+        groups.add(-1 if weights.get("strategy") == "channel" else weights.get("group_size"))
+        if not weights.get("symmetric", True):
+            required.append("weight_zero_point")
+    # Of several groups, which one experts belong to is left to their scales.
+    options = {"group_size": groups.pop() if len(groups) == 1 else None}
+    parts = tuple(required), ("weight_zero_point", "weight_shape")
+    return _Scheme(QuantizedWeights.from_compressed_tensors, *parts, 0, options)
+
+
+SCHEMES = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors}
+
+
+def read_experts(
+    folder: Folder, layer: str, experts: nn.Module, dtype: torch.dtype
+) -> tuple[QuantizedWeights, QuantizedWeights]:
+    """Both projections of one experts module, called `layer` in the checkpoint.
+
+    Holds the tiles, one projection's tensors as the checkpoint has them (gate and up joined), and
+    one expert on its way: no weight is dequantised.
+
+    Raises
+    ------
+    ValueError
+        A tensor is missing, one is there that nothing is known to do with, or one is not what the
+        model or the format wants. The message names it.
+    NotImplementedError
+        Another quantisation method, or settings that are not supported.
+    """
+    method = folder.quantization.get("quant_method")
+    interleaved = experts.has_gate and not getattr(experts, "is_concatenated", True)
+    gate_up = None
+    if experts.has_gate:
+        gate_up = "interleaved" if interleaved else "concatenated"
+    up, down = sizes(experts)
+    if method == "mxfp4":
+        found = (
+            _stacked(folder, f"{layer}.{up_name(experts)}", up, gate_up, dtype),
+            _stacked(folder, f"{layer}.down_proj", down, None, dtype),
+        )
+    elif method in SCHEMES:
+        if interleaved:
+            raise NotImplementedError(f"{layer}: {method} of rows of gate and up in turns")
+        scheme = SCHEMES[method](folder.quantization)
+        names = ("gate_proj", "up_proj") if experts.has_gate else ("up_proj",)
+        found = (
+            _per_expert(folder, layer, names, up, scheme, gate_up, dtype),
+            _per_expert(folder, layer, ("down_proj",), down, scheme, None, dtype),
+        )
+    else:
+        known = ", ".join(["mxfp4", *SCHEMES])
+        raise NotImplementedError(f"{folder.path}: quant_method is {method!r}, wanted {known}")
+    for name in sorted(n for n in folder.unread if n.startswith(f"{layer}.")):
+        if name.removeprefix(f"{layer}.") in experts._parameters:
+            continue  # a bias of all experts
+        if name.endswith(".bias") and not folder[name].any():
+            continue  # of linear layers without one, as older GPTQ checkpoints have them
+        raise ValueError(f"{name} is no tensor that {method} has in experts like these")
+    return found
+
+
+def _stacked(
+    folder: Folder, name: str, shape: torch.Size, gate_up: str | None, dtype: torch.dtype
+) -> QuantizedWeights:
+    blocks, scales = folder[f"{name}_blocks"], folder[f"{name}_scales"]
+    wanted = (*shape[:2], shape[2] // 32, 16)
+    if tuple(blocks.shape) != wanted:
+        raise ValueError(f"{name}_blocks has shape {tuple(blocks.shape)}, wanted {wanted}")
+    try:
+        return QuantizedWeights.from_mxfp4(blocks, scales, gate_up=gate_up, dtype=dtype)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _per_expert(
+    folder: Folder,
+    layer: str,
+    names: Sequence[str],
+    shape: torch.Size,
+    scheme: _Scheme,
+    gate_up: str | None,
+    dtype: torch.dtype,
+) -> QuantizedWeights:
+    found = {}
+    for part in dict.fromkeys((*scheme.required, *scheme.optional)):
+        if part in scheme.required or f"{layer}.0.{names[0]}.{part}" in folder:
+            rows = ([f"{layer}.{e}.{name}.{part}" for name in names] for e in range(shape[0]))
+            found[part] = [_joined(folder, row, scheme.rows) for row in rows]
+    where = f"{layer}.*.{' and '.join(names)}"
+    try:
+        weights = scheme.make(**found, **scheme.options, gate_up=gate_up, dtype=dtype)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if weights.shape != shape:
+        raise ValueError(f"{where} has shape {tuple(weights.shape)}, wanted {tuple(shape)}")
+    return weights
+
+
+def _joined(folder: Folder, names: Sequence[str], rows: int) -> Tensor:
+    """What gate and up have as two tensors as that of one weight, up's rows behind gate's."""
+    tensors = [folder[name] for name in names]
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    if names[0].endswith(".weight_shape"):
+        return torch.stack([sum(t[0] for t in tensors), first[1]])
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.dtype != first.dtype or tensor.shape != first.shape:
+            got, wanted = (f"{tuple(t.shape)} of {t.dtype}" for t in (tensor, first))
+            raise ValueError(f"{name} is {got}, wanted {wanted} as {names[0]}")
+    if first.dim() == 1:  # g_idx: of columns, which they share
+        for name, tensor in zip(names, tensors, strict=True):
+            if not torch.equal(tensor, first):
+                raise ValueError(f"{name} is in another order (desc_act), wanted {names[0]}'s")
+        return first
+    return torch.cat(tensors, dim=rows)

@@ -1,0 +1,167 @@
+"""Models whose experts stay in four bits: `load_quantized`, `load_quantized_experts`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from moelora.fake import COMPUTE_DTYPES
+from moelora.integrations.transformers.adapters import moe_layers
+from moelora.integrations.transformers.calls import IMPLEMENTATION
+from moelora.integrations.transformers.folder import OF_EXPERTS, Folder, read_experts
+from moelora.integrations.transformers.projection import is_quantized, take_off, up_name
+
+
+@register_quantization_config(IMPLEMENTATION)
+class _Config(QuantizationConfigMixin):
+    """Says to `from_pretrained` that `_Quantizer` prepares the model."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.quant_method = IMPLEMENTATION
+
+
+@register_quantizer(IMPLEMENTATION)
+class _Quantizer(HfQuantizer):
+    """Takes the experts' parameters off a model before `from_pretrained` gives them memory."""
+
+    requires_calibration = False
+    is_trainable = False
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        for module, _ in moe_layers(model).values():
+            take_off(module, module.down_proj.dtype)
+            module._is_hf_initialized = True  # nothing here is to be made up
+
+
+def load_quantized(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    model_class: type[PreTrainedModel] | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """A model from a checkpoint whose experts are of four bits, and stay so.
+
+    transformers loads all but the experts, as it does in `from_pretrained`. No expert is ever
+    dequantised: beside their tiles there is never more than one layer as the folder has it.
+
+    Parameters
+    ----------
+    folder : str or Path
+        A local folder with config.json and safetensors files: MXFP4 experts as of gpt-oss, or one
+        GPTQ, AWQ or compressed-tensors ("pack-quantized") tensor set for each expert. All other
+        weights must be plain.
+    dtype : torch.dtype
+        bfloat16 or float16, of the model and of the activations that its experts take.
+    model_class : type, optional
+        By default the one that config.json names first in `architectures`.
+    **options
+        For `model_class.from_pretrained`, for instance `device_map="cuda"`.
+
+    Returns
+    -------
+    PreTrainedModel
+        With the experts implementation `"moelora"`, for inference. `load_adapters` takes it.
+
+    Raises
+    ------
+    ValueError
+        As of `load_quantized_experts`, or a weight that is not an expert's is missing, as when it
+        is quantised, too.
+    NotImplementedError
+        As of `load_quantized_experts`.
+    """
+    checkpoint = Folder(folder)
+    config = AutoConfig.from_pretrained(checkpoint.path)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # transformers' own ways with it
+    if model_class is None:
+        names = config.architectures or [None]
+        model_class = getattr(transformers, str(names[0]), None)
+        if model_class is None:
+            raise ValueError(f"{folder}: architectures is {config.architectures}; pass model_class")
+    plain = {name: checkpoint[name] for name in checkpoint if not OF_EXPERTS.search(name)}
+    model, info = model_class.from_pretrained(
+        None,
+        config=config,
+        state_dict=plain,
+        dtype=dtype,
+        quantization_config=_Config(),
+        experts_implementation=IMPLEMENTATION,
+        output_loading_info=True,
+        **options,
+    )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"{folder} has no tensor {missing[0]} ({len(missing)} are missing); weights other than "
+            "those of experts must be there, unquantised"
+        )
+    if (checkpoint.path / "generation_config.json").is_file() and model.can_generate():
+        model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
+    load_quantized_experts(model, checkpoint)
+    return model
+
+
+def load_quantized_experts(
+    model: nn.Module, folder: str | Path | Folder, *, dtype: torch.dtype | None = None
+) -> None:
+    """Puts a checkpoint's experts of four bits in place of those of `model`, layer by layer.
+
+    For a model made in some other way than by `load_quantized`. The parameters that go may be on
+    the meta device, and only their shapes are read; biases stay what they are. Tensors are looked
+    for under the names that the model's modules have.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        Its experts implementation becomes `"moelora"`.
+    folder : str or Path
+        As of `load_quantized`.
+    dtype : torch.dtype, optional
+        bfloat16 or float16, by default that of the experts' parameters.
+
+    Raises
+    ------
+    ValueError
+        A tensor is missing, unknown, or of another shape, dtype or content than the model or the
+        format wants; the message names it. The layers before it have their new weights.
+    NotImplementedError
+        Another quantisation method or setting, or experts that moelora cannot run.
+    RuntimeError
+        The model has adapters; they come after its weights.
+    """
+    folder = folder if isinstance(folder, Folder) else Folder(folder)
+    if getattr(model, "_moelora", None) is not None:
+        raise RuntimeError("the model has adapters already; load them after its weights")
+    for name, (module, _) in moe_layers(model).items():
+        kind = dtype or module.down_proj.dtype
+        if kind not in COMPUTE_DTYPES:
+            raise ValueError(f"dtype of {name} is {kind}, wanted torch.bfloat16 or torch.float16")
+        weights = read_experts(folder, name, module, kind)
+        if not is_quantized(module):
+            take_off(module, kind)
+        device = _device(model, name)
+        for own, found in zip((up_name(module), "down_proj"), weights, strict=True):
+            getattr(module, own).weights = found.to(device)
+    model.set_experts_implementation(IMPLEMENTATION)
+
+
+def _device(model: nn.Module, name: str) -> torch.device:
+    """Where the rest of a layer is: its router, or whatever has parameters around the experts."""
+    while name:
+        name = name.rpartition(".")[0]
+        for parameter in model.get_submodule(name).parameters():
+            if parameter.device.type != "meta":
+                return parameter.device
+    return torch.device("cpu")
