@@ -11,6 +11,7 @@ from moelora.bench import console, results
 IDENTITY = (
     *("model", "experts", "tp", "top_k", "hidden", "inter", "tokens", "rank", "adapters"),
     *("mix", "routing", "dtype", "format", "block_size", "sequences", "threads"),
+    *("part", "projection", "slots"),
 )
 DEFAULT_FIELDS = {"tp": 1}
 SAME_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
