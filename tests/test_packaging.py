@@ -81,7 +81,7 @@ def wheel(tmp_path_factory):
 
 def test_wheel(wheel):
     assert re.fullmatch(r"moelora-[\d.]+-cp310-abi3-linux_\w+\.whl", wheel.name)
-    assert wheel.stat().st_size < 8e6, "machine code is not compressed, or has line tables"
+    assert wheel.stat().st_size < 16e6, "machine code is not compressed, or has line tables"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (metadata,) = (n for n in names if n.endswith("/METADATA"))
