@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class QuantizedWeights:
         bfloat16 or float16: that of the activations.
     """
 
-    data: Tensor
+    data: Tensor = field(repr=False)
     format: str
     group_size: int
     has_zeros: bool
