@@ -313,13 +313,19 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
   return MOELORA_OK;
 }
 
+/* What was measured to be best for a part of the layer, if this device runs it; NULL: nothing. */
+static const moelora_variant *tuned_for(moelora_role role, const moelora_experts_problem *p,
+                                        const moelora_device_info *device,
+                                        const moelora_device_info *seen) {
+  const moelora_variant *tuned = moelora_tuned_variant(p, seen, role);
+  return tuned && moelora_variant_runs_on(tuned, device) ? tuned : NULL;
+}
+
 /* What was measured goes before the table, and after a forced variant. */
 static const moelora_variant *prefer_tuned(const moelora_variant *tuned,
                                            const moelora_variant *picked, const access *access,
                                            const moelora_device_info *device) {
-  const bool better = tuned && !moelora_is_forced(picked) &&
-                      moelora_variant_runs_on(tuned, device) && serves(tuned, access, device);
-  return better ? tuned : picked;
+  return tuned && !moelora_is_forced(picked) && serves(tuned, access, device) ? tuned : picked;
 }
 
 /* All around the projections of a layer, which `gemm` serves. */
@@ -327,25 +333,20 @@ static void plan_around(const moelora_experts_problem *p, const moelora_variant 
                         const moelora_device_info *device, const moelora_device_info *seen,
                         moelora_experts_plan *plan) {
   const moelora_routes *routes = &p->routes;
-  const moelora_variant *tuned[MOELORA_ROLES];
-  for (int32_t role = 0; role < MOELORA_ROLES; role++) {
-    tuned[role] = moelora_tuned_variant(p, seen, (moelora_role)role);
-    if (tuned[role] && !moelora_variant_runs_on(tuned[role], device))
-      tuned[role] = NULL;
-  }
+  const moelora_variant *tuned_shrink = tuned_for(MOELORA_ROLE_SHRINK, p, device, seen);
   /* Scaled hidden states, and h, lie in the workspace. */
   const bool scaled = p->apply_router_weight_on_input;
   const projection_x x = {scaled ? NULL : p->x, scaled ? p->hidden : p->x_stride, routes->top_k};
   const projection_x h = {NULL, p->intermediate, 0};
   plan->near_elements = near_elements_of(device);
-  moelora_plan_blocks(routes, gemm->block_m, gemm->cluster, device, tuned[MOELORA_ROLE_SORT],
-                      &plan->align);
-  plan->shrink[0] = plan_shrink(routes, &x, p->hidden, &p->w13_lora, gemm, &plan->align,
-                                tuned[MOELORA_ROLE_SHRINK], device);
+  moelora_plan_blocks(routes, gemm->block_m, gemm->cluster, device,
+                      tuned_for(MOELORA_ROLE_SORT, p, device, seen), &plan->align);
+  plan->shrink[0] =
+      plan_shrink(routes, &x, p->hidden, &p->w13_lora, gemm, &plan->align, tuned_shrink, device);
   plan->shrink[1] = plan_shrink(routes, &h, p->intermediate, &p->w2_lora, gemm, &plan->align,
-                                tuned[MOELORA_ROLE_SHRINK], device);
+                                tuned_shrink, device);
   plan->sum = moelora_plan_sum(p->dtype, moelora_is_vector_row(p->out, p->out_stride, p->hidden),
-                               tuned[MOELORA_ROLE_SUM], device);
+                               tuned_for(MOELORA_ROLE_SUM, p, device, seen), device);
 }
 
 moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
@@ -372,8 +373,8 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
   MOELORA_TRY(pick_variant(rows, problem->dtype, &access, device, &picked));
   const moelora_device_info seen = moelora_limited(device);
   *plan = (moelora_experts_plan){0};
-  plan->variant = prefer_tuned(moelora_tuned_variant(problem, &seen, MOELORA_ROLE_GEMM), picked,
-                               &access, device);
+  plan->variant =
+      prefer_tuned(tuned_for(MOELORA_ROLE_GEMM, problem, device, &seen), picked, &access, device);
   const moelora_variant *last = plan->variant;
   if (plan->variant->role == MOELORA_ROLE_LAYER) {
     access.decode = false;
