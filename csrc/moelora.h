@@ -179,7 +179,21 @@ typedef enum moelora_format {
   MOELORA_INT4_G32,
   MOELORA_INT4_ZP,
   MOELORA_INT4_ZP_G32,
+  /* e4m3 times a float32 scale, of every 64 rows by 128 of depth; by 64 of depth (G64); of a row's
+   * 128 of depth (ROWS) */
+  MOELORA_FP8,
+  MOELORA_FP8_G64,
+  MOELORA_FP8_ROWS,
 } moelora_format;
+
+/* What multiplies FP8 weights. Adapters always take x, and h, as they are. */
+typedef enum moelora_x_format {
+  MOELORA_X_NATIVE = 0, /* x as it is (W8A16); the only one of all other formats */
+  /* W8A8: x in e4m3, x[k] ~ round(x[k] / s) s, with a float32 scale s */
+  MOELORA_X_GROUP,  /* of every 128 of depth of a token (64 with FP8_G64): max(|x|, 1e-10) / 448 */
+  MOELORA_X_TOKEN,  /* of every token: max|x| / 448, at least 1 / (448 * 512) */
+  MOELORA_X_STATIC, /* x_scale of the layout */
+} moelora_x_format;
 
 /* Which rows of tiles hold which rows of a weight. */
 typedef enum moelora_row_order {
@@ -188,8 +202,9 @@ typedef enum moelora_row_order {
   MOELORA_ROWS_INTERLEAVED, /* gate and up rows alternate; tiles are those of GATE_UP */
 } moelora_row_order;
 
-/* Quantised weights lie in tiles of 64 rows by 64 of depth, [E, tiles of rows, tiles of depth,
- * bytes of a tile] uint8, in the order of operand A of mma.m16n8k16 and of wgmma:
+/* Quantised weights lie in tiles, [E, tiles of rows, tiles of depth, bytes of a tile] uint8. Rows
+ * and depth behind the last are zeros. Those of four bits are 64 rows by 64 of depth, in the order
+ * of operand A of mma.m16n8k16 and of wgmma:
  *
  *   values [4 warps][32 lanes][4 slabs of k16] uint32
  *   scales [4 warps][8][2 rows][G]              uint8 (MXFP4) or 16 bits (INT4)
@@ -200,11 +215,23 @@ typedef enum moelora_row_order {
  * r + 8 (i = 1), columns c + 8 and c + 9 of r (i = 2) and of r + 8 (i = 3). Scales of r and r + 8
  * are at [w][r % 8]; G is 2 for groups of 32, else 1. What a scale means depends on the dtype of
  * the activations: for bf16 an MXFP4 scale 2^(s - 127) is the byte s + 126, for fp16 s - 98, 0 if s
- * is less; an INT4 scale is rounded to it. Rows and depth behind the last are zeros. */
+ * is less; an INT4 scale is rounded to it.
+ *
+ * Tiles of FP8 are 64 rows by 128 of depth, rows of 128 bytes as TMA's 128-byte swizzle lays them:
+ *
+ *   values [64 rows][8] 16 bytes   chunk c, columns 16 c to 16 c + 15, of row r at c ^ (r & 7)
+ *   scales [4] float32             of columns 0 to 63, of columns 64 to 127, 0, 0; ROWS: [64], of
+ * rows
+ *
+ * In a chunk byte 4 q + i is column {2 q, 2 q + 1, 2 q + 8, 2 q + 9}[i], so that the word that
+ * ldmatrix gives a lane is what it has of a row in two k16 operands, or in one of k32 if x lies in
+ * the same order. Nothing in them depends on the dtype of the activations. */
 typedef struct moelora_layout {
   moelora_format format;
   moelora_row_order order;
-  int64_t rows; /* N; K is that of the activations */
+  int64_t rows;       /* N; K is that of the activations */
+  moelora_x_format x; /* NATIVE but of FP8 */
+  float x_scale;      /* STATIC: finite, above 0; else 0 */
 } moelora_layout;
 
 /* Bytes of a tile; 0 for MOELORA_NATIVE. */

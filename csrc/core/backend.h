@@ -54,6 +54,8 @@ typedef struct moelora_weights {
   moelora_format format;
   moelora_row_order order;
   int64_t half_tiles; /* of PLAIN order: 0 */
+  moelora_x_format x; /* what multiplies them */
+  float x_scale;      /* STATIC alone */
 } moelora_weights;
 
 /* One LoRA factor: element (l, e, i, j) at l*stride_l + e*stride_e + i*stride_i + j. A shared

@@ -14,8 +14,30 @@ extern "C" {
 #define MOELORA_CONSTEXPR inline
 #endif
 
-/* Bytes of the 64 x 64 nibbles, which scales and zeros follow. */
-enum { MOELORA_TILE_VALUES = 64 * 64 / 2 };
+/* Bytes of the 64 x 64 nibbles, or of the 64 x 128 numbers of FP8, which scales and zeros follow.
+ */
+enum { MOELORA_TILE_VALUES = 64 * 64 / 2, MOELORA_FP8_TILE_VALUES = 64 * 128 };
+
+/* A format of kernels: FP8 weights and x in FP8. Those of x as it is are of MOELORA_FP8. */
+#define MOELORA_W8A8 ((moelora_format)(MOELORA_FP8_ROWS + 1))
+
+static MOELORA_CONSTEXPR bool moelora_is_fp8(moelora_format format) {
+  return format >= MOELORA_FP8 && format <= MOELORA_FP8_ROWS;
+}
+
+/* Of depth, of a tile. */
+static MOELORA_CONSTEXPR int32_t moelora_tile_depth(moelora_format format) {
+  return format >= MOELORA_FP8 ? 128 : 64;
+}
+
+static MOELORA_CONSTEXPR int64_t moelora_depth_tiles(moelora_format format, int64_t k) {
+  return (k + moelora_tile_depth(format) - 1) / moelora_tile_depth(format);
+}
+
+/* Place in an FP8 tile's values of column c of row r. */
+static MOELORA_CONSTEXPR int32_t moelora_fp8_offset(int32_t r, int32_t c) {
+  return r * 128 + ((c / 16) ^ (r & 7)) * 16 + c % 8 / 2 * 4 + c % 2 + c % 16 / 8 * 2;
+}
 
 static MOELORA_CONSTEXPR bool moelora_is_int4(moelora_format format) {
   return format >= MOELORA_INT4 && format <= MOELORA_INT4_ZP_G32;
@@ -37,9 +59,10 @@ static MOELORA_CONSTEXPR int32_t moelora_scale_bytes(moelora_format format) {
 
 static MOELORA_CONSTEXPR int32_t moelora_tile_size(moelora_format format) {
   return format == MOELORA_NATIVE ? 0
-                                  : MOELORA_TILE_VALUES + 64 * moelora_tile_groups(format) *
-                                                              (moelora_scale_bytes(format) +
-                                                               (moelora_has_zeros(format) ? 1 : 0));
+         : format >= MOELORA_FP8 ? MOELORA_FP8_TILE_VALUES + (format == MOELORA_FP8_ROWS ? 256 : 16)
+                                 : MOELORA_TILE_VALUES + 64 * moelora_tile_groups(format) *
+                                                             (moelora_scale_bytes(format) +
+                                                              (moelora_has_zeros(format) ? 1 : 0));
 }
 
 /* Bytes from the start of a tile to the 64 that rows r and r + 8 share, where r / 8 is even. */
@@ -48,14 +71,20 @@ static MOELORA_CONSTEXPR int32_t moelora_words_offset(int32_t r) {
 }
 
 /* The formats that GPU kernels are written for: all of INT4 share one, which asks how scales and
- * zero points lie when it loads a tile. */
-static MOELORA_CONSTEXPR moelora_format moelora_kernel_format(moelora_format format) {
-  return moelora_is_int4(format) ? MOELORA_INT4 : format;
+ * zero points lie when it loads a tile; so do all of FP8, of each kind of x. */
+static MOELORA_CONSTEXPR moelora_format moelora_kernel_format(moelora_format format,
+                                                              moelora_x_format x) {
+  return moelora_is_int4(format)   ? MOELORA_INT4
+         : !moelora_is_fp8(format) ? format
+         : x == MOELORA_X_NATIVE   ? MOELORA_FP8
+                                   : MOELORA_W8A8;
 }
 
 /* The most bytes of a tile that such a kernel meets. */
 static MOELORA_CONSTEXPR int32_t moelora_most_tile_bytes(moelora_format format) {
-  return moelora_tile_size(format == MOELORA_INT4 ? MOELORA_INT4_ZP_G32 : format);
+  return moelora_tile_size(format == MOELORA_INT4  ? MOELORA_INT4_ZP_G32
+                           : format >= MOELORA_FP8 ? MOELORA_FP8_ROWS
+                                                   : format);
 }
 
 /* Place of row r's scale (and zero) of group g among those of a tile. */

@@ -293,7 +293,8 @@ const moelora_variant *moelora_plan_sum(moelora_dtype dtype, bool vectors,
 moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                                  const moelora_device_info *device, moelora_gemm_plan *plan) {
   const moelora_routes *routes = &problem->routes;
-  access access = {.layer = false, .format = moelora_kernel_format(problem->w.format)};
+  access access = {.layer = false,
+                   .format = moelora_kernel_format(problem->w.format, problem->w.x)};
   access.vectors = moelora_is_vector_weights(&problem->w) &&
                    moelora_is_vector_row(problem->x, problem->x_stride, problem->w.k) &&
                    moelora_is_vector_row(problem->out, problem->out_stride[0], problem->w.n) &&
@@ -352,8 +353,9 @@ static void plan_around(const moelora_experts_problem *p, const moelora_variant 
 moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                                     const moelora_device_info *device, moelora_experts_plan *plan) {
   const moelora_activation activation = problem->activation.kind;
-  access access = {.layer = true, .format = moelora_kernel_format(problem->w13.format)};
-  access.second = moelora_kernel_format(problem->w2.format);
+  access access = {.layer = true,
+                   .format = moelora_kernel_format(problem->w13.format, problem->w13.x)};
+  access.second = moelora_kernel_format(problem->w2.format, problem->w2.x);
   access.vectors = moelora_is_vector_weights(&problem->w13) &&
                    moelora_is_vector_weights(&problem->w2) &&
                    moelora_is_vector_row(problem->x, problem->x_stride, problem->hidden);
