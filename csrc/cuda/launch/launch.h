@@ -77,6 +77,9 @@ typedef struct moelora_tokens {
   int64_t stride;
   const void *x; /* [P / divisor, K], or by position */
   int32_t k;
+  /* FP8 rows: that of row r for depth group i at i * scales_stride + r; else NULL */
+  const float *scales;
+  int64_t scales_stride;
 } moelora_tokens;
 
 /* And of experts. */

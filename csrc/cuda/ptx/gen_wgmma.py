@@ -15,7 +15,9 @@ HEAD = """\
  * 8i + 2(t%4) and the next: d[4i], d[4i+1] of the first row, d[4i+2], d[4i+3] of the second.
  *
  * mma_registers: A is in registers, as mma.m16n8k16 has it: of the thread's two rows, columns
- * 2(t%4) and the next are a[0] and a[1], those 8 further on a[2] and a[3]. */
+ * 2(t%4) and the next are a[0] and a[1], those 8 further on a[2] and a[3].
+ *
+ * mma_e4m3: 32 of depth, bytes of e4m3; d begins at zero if it does not `add`. */
 #ifndef MOELORA_CUDA_PTX_WGMMA_CUH
 #define MOELORA_CUDA_PTX_WGMMA_CUH
 
@@ -45,6 +47,15 @@ template <> struct Wgmma<{n}> {{
     if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
 #undef MOELORA_WGMMA
   }}
+  static __device__ __forceinline__ void mma_e4m3(float *d, uint64_t a, uint64_t b, bool add) {{
+    asm volatile("{{\\n"
+                 ".reg .pred p;\\n"
+                 "setp.ne.b32 p, %{b1}, 0;\\n"
+                 "wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3"
+                 " {{{regs}}}, %{a}, %{b}, p, 1, 1;\\n"
+                 "}}"
+                 : {outs} : "l"(a), "l"(b), "r"((int)add));
+  }}
 }};
 """
 
@@ -60,6 +71,7 @@ if __name__ == "__main__":
                 outs=", ".join(f'"+f"(d[{i}])' for i in range(count)),
                 a=count,
                 b=count + 1,
+                b1=count + 2,
                 a_regs=", ".join(f"%{count + i}" for i in range(4)),
                 b4=count + 4,
             )

@@ -75,6 +75,15 @@ __device__ __forceinline__ void bulk_load(uint32_t to, const void *from, uint32_
                : "memory");
 }
 
+/* The same bytes, and the same barrier's, for both CTAs of a cluster. */
+__device__ __forceinline__ void bulk_load_multicast(uint32_t to, const void *from, uint32_t bytes,
+                                                    uint32_t barrier, uint64_t policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+               ".multicast::cluster.L2::cache_hint [%0], [%1], %2, [%3], %4, %5;" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier), "h"((uint16_t)3), "l"(policy)
+               : "memory");
+}
+
 /* The same box, and the same barrier's bytes, for both CTAs of a cluster. */
 __device__ __forceinline__ void tma_load_4d_multicast(uint32_t to, const CUtensorMap *map, int c0,
                                                       int c1, int c2, int c3, uint32_t barrier,

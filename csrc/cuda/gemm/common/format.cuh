@@ -36,7 +36,7 @@ __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t b
 /* Bytes of a tile of what a kernel of FORMAT was given. */
 template <moelora_format FORMAT>
 __device__ __forceinline__ uint32_t tile_bytes(moelora_format format) {
-  return moelora_tile_size(FORMAT == MOELORA_INT4 ? format : FORMAT);
+  return moelora_tile_size(FORMAT >= MOELORA_INT4 ? format : FORMAT);
 }
 
 /* The low half of a register, or its high half, in both halves. Written out, it costs nothing: the

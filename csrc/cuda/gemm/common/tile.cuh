@@ -31,8 +31,9 @@ constexpr int kM64Bytes = 64 * kRowBytes;
 
 /* Bytes of the weight half of a stage: X behind it keeps the alignment that its swizzle needs. */
 static MOELORA_CONSTEXPR int weight_bytes(moelora_format format, int tiles) {
-  return format == MOELORA_NATIVE ? tiles * kM64Bytes
-                                  : (tiles * moelora_most_tile_bytes(format) + 1023) / 1024 * 1024;
+  return format == MOELORA_NATIVE || format == MOELORA_W8A8
+             ? tiles * kM64Bytes
+             : (tiles * moelora_most_tile_bytes(format) + 1023) / 1024 * 1024;
 }
 
 /* Extents of a CTA's tile. */

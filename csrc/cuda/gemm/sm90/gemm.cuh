@@ -160,6 +160,8 @@ add_adapters(float (&d)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
     Wgmma<N>::template mma<Element<T>::is_bf16>(d[1], a + (j * STRIDE + next) / 16,
                                                 b + step * j + up);
     wgmma_commit();
+    if (S::FORMAT == MOELORA_W8A8)
+      wgmma_wait<0>(); // sums that arithmetic made may not meet those that are on their way
   }
   return nonfinite;
 }
@@ -214,6 +216,8 @@ __device__ __forceinline__ PendingCheck multiply(float (&d)[2][S::TOKENS / 2],
   int previous;
   if constexpr (S::FORMAT == MOELORA_NATIVE)
     previous = multiply_depth<S, T, N>(d, g, pipeline, consumer);
+  else if constexpr (S::FORMAT == MOELORA_W8A8)
+    previous = multiply_w8a8<S, N>(d, g, pipeline, consumer);
   else
     previous = multiply_quantized<S, T, N>(d, g, pipeline, consumer);
   if (S::ALIASED_BUFFERS > 0)

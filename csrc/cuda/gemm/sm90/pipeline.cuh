@@ -4,6 +4,7 @@
  *
  *   STAGES x { W [SPANS][TILES] m64 tiles, X [SPANS][TOKENS] rows }      see tile.cuh
  *   CONSUMERS x { OWN_BUFFERS epilogue tiles }             results on their way out
+ *   STAGES x { scales }, { rows of x }                     of FP8 alone, see w8a8.cuh
  *   STAGES x { header }                                    32 bytes
  *   STAGES x { full }, STAGES x { empty }                  mbarriers
  *   4 x { segments }                                       of adapters, one list per producer warp
@@ -42,15 +43,23 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr int THREADS = kProducers + 128 * CONSUMERS;
   static constexpr int RESIDENT = CONSUMERS == 1 ? 2 : 1; // CTAs per SM
   // 64 of depth each, of a stage: of few tokens and quantised weights one alone is little work.
-  static constexpr int SPANS = FORMAT_ == MOELORA_NATIVE || TOKENS_ > 32 ? 1 : 2;
+  static constexpr int SPANS =
+      FORMAT_ == MOELORA_NATIVE || FORMAT_ == MOELORA_W8A8 || TOKENS_ > 32 ? 1 : 2;
   static constexpr int DEPTH = SPANS * kDepth;
   static constexpr int W_BYTES = weight_bytes(FORMAT_, SPANS *E::TILES);
   static constexpr int STAGE_BYTES = W_BYTES + SPANS * E::X_BYTES;
+  static constexpr int M64_SCALES = FORMAT_ == MOELORA_W8A8 ? 64 * 4 : 0;
+  static constexpr int SCALE_BYTES =
+      FORMAT_ == MOELORA_W8A8 ? E::TILES * M64_SCALES + TOKENS_ * 4 : 0;
+  static constexpr int SCALE_ROWS_BYTES = FORMAT_ == MOELORA_W8A8 ? TOKENS_ * 4 : 0;
   // All threads start with as many registers; what producers give is what consumers can take, who
   // need more of them to make weights. Native tiles of few tokens need none.
   static constexpr bool NATIVE = FORMAT_ == MOELORA_NATIVE;
   static constexpr int START_REGISTERS = CONSUMERS == 2 ? 168 : 128;
-  static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? (NATIVE ? 136 : 88)
+#ifndef PR
+#define PR 88
+#endif
+  static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? (NATIVE ? 136 : PR)
                                             : TOKENS_ > 32 ? 96
                                             : NATIVE       ? START_REGISTERS
                                                            : 88;
@@ -70,7 +79,8 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr int SEGMENTS_BYTES = 8 * TOKENS_;
   static constexpr int EPILOGUE_BYTES = CONSUMERS_ * OWN_BUFFERS * kEpilogueBytes;
   static constexpr int SHARED =
-      1024 + STAGES * (STAGE_BYTES + 16 + kHeaderBytes) + EPILOGUE_BYTES + 4 * SEGMENTS_BYTES + 16;
+      1024 + STAGES * (STAGE_BYTES + SCALE_BYTES + 16 + kHeaderBytes) + SCALE_ROWS_BYTES +
+      EPILOGUE_BYTES + 4 * SEGMENTS_BYTES + 16;
   static_assert(TOKENS_ % REST_BOX == 0 && TOKENS_ % STEP == 0, "whole boxes, whole steps");
   static_assert(RESIDENT * (SHARED + 1024) <= 228 * 1024, "shared memory of an SM");
 };
@@ -82,7 +92,9 @@ __device__ __forceinline__ uint32_t uniform(uint32_t value) {
 
 template <class S> struct Pipeline {
   static constexpr uint32_t EPILOGUE = S::STAGES * S::STAGE_BYTES;
-  static constexpr uint32_t HEADERS = EPILOGUE + S::EPILOGUE_BYTES;
+  static constexpr uint32_t SCALES = EPILOGUE + S::EPILOGUE_BYTES;
+  static constexpr uint32_t SCALE_ROWS = SCALES + S::STAGES * S::SCALE_BYTES;
+  static constexpr uint32_t HEADERS = SCALE_ROWS + S::SCALE_ROWS_BYTES;
   static constexpr uint32_t FULL = HEADERS + S::STAGES * kHeaderBytes;
   static constexpr uint32_t EMPTY = FULL + 8 * S::STAGES;
   static constexpr uint32_t SEGMENTS = EMPTY + 8 * S::STAGES;
@@ -163,6 +175,11 @@ template <class S> struct Pipeline {
   __device__ __forceinline__ uint32_t tokens(int span = 0) const {
     return weights() + S::W_BYTES + span * S::TOKENS * kRowBytes;
   }
+  __device__ __forceinline__ uint32_t weight_scales(int m64) const {
+    return base + SCALES + stage * S::SCALE_BYTES + m64 * S::M64_SCALES;
+  }
+  __device__ __forceinline__ uint32_t scale_rows() const { return base + SCALE_ROWS; }
+  __device__ __forceinline__ uint32_t token_scales() const { return weight_scales(S::TILES); }
   __device__ __forceinline__ uint32_t header() const { return header(stage); }
   __device__ __forceinline__ uint32_t header(int which) const {
     return base + HEADERS + which * kHeaderBytes;

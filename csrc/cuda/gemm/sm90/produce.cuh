@@ -7,6 +7,7 @@
 #include "cuda/gemm/common/tile_scheduler.cuh"
 #include "cuda/gemm/sm90/adapters.cuh"
 #include "cuda/gemm/sm90/gather.cuh"
+#include "cuda/gemm/sm90/w8a8.cuh"
 
 /* This CTA's share of a depth step's weights. */
 template <class S>
@@ -49,7 +50,7 @@ __device__ __forceinline__ void load_quantized(const moelora_gemm_launch &g, con
   }
 }
 
-/* Bytes of weights that a step brings to this CTA. */
+/* Bytes of weights, and of their scales, that a step brings to this CTA. */
 template <class S> __device__ __forceinline__ uint32_t step_bytes(const moelora_gemm_launch &g) {
   return S::FORMAT == MOELORA_NATIVE
              ? S::W_BYTES
@@ -62,6 +63,8 @@ __device__ __forceinline__ void load_weights(const CUtensorMap *map, const moelo
                                              const Pipeline<S> &pipeline, uint64_t policy) {
   if constexpr (S::FORMAT == MOELORA_NATIVE)
     load_native<S>(map, g, tile, step, pipeline, policy);
+  else if constexpr (S::FORMAT == MOELORA_W8A8)
+    load_w8a8<S>(g, tile, step, pipeline, policy);
   else
     load_quantized<S>(g, tile, step, pipeline, policy);
 }
@@ -193,6 +196,7 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
 template <class S, class T>
 __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S> &pipeline) {
   const int thread = threadIdx.x - 32, depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
+  constexpr bool SCALED = S::FORMAT == MOELORA_W8A8;
   Gather<S::TOKENS> rows(thread);
   TileScheduler<S> next(g);
   const auto find_rows = [&] {
@@ -205,6 +209,8 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S>
     const Tile tile = next.tile;
     const int count = next.count;
     rows.begin(g.tokens);
+    if constexpr (SCALED)
+      TokenScales<S>::find(g, tile, count, thread, pipeline);
     SegmentList<S> list;
     list.base = pipeline.segments();
     int adapter_stages = 0;
@@ -222,6 +228,8 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S>
       if (g.tokens.divisor.value)
         for (int span = 0; span < S::SPANS; span++)
           rows.copy(pipeline.tokens(span));
+      if constexpr (SCALED)
+        TokenScales<S>::copy(g, step, count, thread, pipeline);
       barrier_arrive_after_copies(pipeline.full());
     }
 

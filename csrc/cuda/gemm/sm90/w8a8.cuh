@@ -1,0 +1,144 @@
+/* The base product of FP8 weights and FP8 tokens: wgmma of e4m3, whose sums of 128 of depth become
+ * float32 numbers by the scales of both, and are added there. Inside wgmma sums of e4m3 products
+ * keep fewer bits than float32 has: longer ones would lose accuracy (DeepSeek-V3 Technical Report,
+ * 2024, section 3.3.2).
+ *
+ * Weights are tiles as moelora.h has them. Tokens are rows of e4m3 in the same order of columns.
+ * They are moved as pairs of 16 bits, so that a stage has 64 of these and all around it is as with
+ * other weights: tokens.k and tokens.stride count pairs. The scales of a stage:
+ *
+ *   weights [TILES][64] float32    of FP8 the first of 64 alone, of FP8_ROWS those of rows
+ *   tokens  [TOKENS] float32 */
+#ifndef MOELORA_CUDA_SM90_W8A8_CUH
+#define MOELORA_CUDA_SM90_W8A8_CUH
+
+#include "cuda/gemm/sm90/pipeline.cuh"
+#include "cuda/ptx/wgmma.cuh"
+
+/* This CTA's share of a tile's 128 of depth, and of their scales. */
+template <class S>
+__device__ __forceinline__ void load_w8a8(const moelora_gemm_launch &g, const Tile &tile, int step,
+                                          const Pipeline<S> &pipeline, uint64_t policy) {
+  constexpr int SHARE = S::TILES / S::CLUSTER;
+  const int rank = S::CLUSTER > 1 ? (int)cluster_rank() : 0;
+  const uint32_t scales = tile_bytes<S::FORMAT>(g.weights.w.format) - MOELORA_FP8_TILE_VALUES;
+  for (int i = 0; i < SHARE; i++) {
+    const int m64 = rank * SHARE + i, output = first_output<S>(g, tile.column, m64);
+    const char *from =
+        quantized_tile(g, tile.expert, m64, output) + (int64_t)step * g.weights.w.stride_kt;
+    const uint32_t to = pipeline.weights() + m64 * kM64Bytes, behind = pipeline.weight_scales(m64);
+    if constexpr (S::CLUSTER > 1) {
+      bulk_load_multicast(to, from, kM64Bytes, pipeline.full(), policy);
+      bulk_load_multicast(behind, from + kM64Bytes, scales, pipeline.full(), policy);
+    } else {
+      bulk_load(to, from, kM64Bytes, pipeline.full(), policy);
+      bulk_load(behind, from + kM64Bytes, scales, pipeline.full(), policy);
+    }
+  }
+}
+
+/* Scales of a block's tokens, by the warps that gather: a thread keeps the rows of x that its tokens
+ * are in shared memory, for its registers are full of others. */
+template <class S> struct TokenScales {
+  static constexpr int EACH = (S::TOKENS + kGatherers - 1) / kGatherers;
+
+  static __device__ __forceinline__ void find(const moelora_gemm_launch &g, const Tile &tile,
+                                              int count, int thread, const Pipeline<S> &pipeline) {
+#pragma unroll 1
+    for (int t = thread; t < count; t += kGatherers) {
+      uint32_t row[1] = {(uint32_t)(tile.block * S::TOKENS + t)};
+      find_x_rows(g.schedule.blocks, g.tokens, row);
+      store_shared_4(pipeline.scale_rows() + t * 4, row[0]);
+    }
+  }
+  /* Those of a step. */
+  static __device__ __forceinline__ void copy(const moelora_gemm_launch &g, int step, int count,
+                                              int thread, const Pipeline<S> &pipeline) {
+    const float *scales = g.tokens.scales + step * g.tokens.scales_stride;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int t = thread + i * kGatherers;
+      if (t < count)
+        copy_async_4(pipeline.token_scales() + t * 4,
+                     scales + load_shared_4(pipeline.scale_rows() + t * 4));
+    }
+  }
+};
+
+/* What was or will be an accumulator of wgmma is in its registers here: arithmetic with it is not
+ * moved across the instructions that begin or await products. */
+template <int COUNT> __device__ __forceinline__ void settle(float *d) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++)
+    asm volatile("" : "+f"(d[i])::"memory");
+}
+
+/* The 128 of depth of an m64 tile, from zero. */
+template <int N>
+__device__ __forceinline__ void multiply_e4m3(float *partial, uint64_t a, uint64_t b) {
+  settle<N / 2>(partial);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4; k++)
+    Wgmma<N>::mma_e4m3(partial, a + 2 * k, b + 2 * k, k > 0);
+  wgmma_commit();
+}
+
+/* d += partial times the scales of a thread's two rows and of its tokens. */
+template <int N>
+__device__ __forceinline__ void promote(float *d, const float *partial, float low, float high,
+                                        uint32_t token_scales) {
+  token_scales += (threadIdx.x & 3) * 8;
+#pragma unroll
+  for (int i = 0; i < N / 8; i++) {
+    const uint2 v = load_shared_8(token_scales + 32 * i);
+    const float x = __uint_as_float(v.x), y = __uint_as_float(v.y);
+    d[4 * i] = fmaf(partial[4 * i], low * x, d[4 * i]);
+    d[4 * i + 1] = fmaf(partial[4 * i + 1], low * y, d[4 * i + 1]);
+    d[4 * i + 2] = fmaf(partial[4 * i + 2], high * x, d[4 * i + 2]);
+    d[4 * i + 3] = fmaf(partial[4 * i + 3], high * y, d[4 * i + 3]);
+  }
+}
+
+/* All of the depth. Returns the last stage, which the caller releases. */
+template <class S, int N>
+__device__ __forceinline__ int multiply_w8a8(float (&d)[2][S::TOKENS / 2],
+                                             const moelora_gemm_launch &g, Pipeline<S> &pipeline,
+                                             int consumer) {
+  const int depth_steps = (g.tokens.k + kDepth - 1) / kDepth;
+  // FP8 has one scale for all rows of a tile.
+  const int row = (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7);
+  const bool by_row = g.weights.w.format == MOELORA_FP8_ROWS;
+  const uint32_t at_low = by_row ? row * 4 : 0, at_high = by_row ? row * 4 + 32 : 0;
+  int previous = 0;
+  float partial[N / 2];
+#pragma unroll 1
+  for (int step = 0; step < depth_steps; step++) {
+    pipeline.wait_full();
+    fence_async_proxy(); // cp.async wrote X through the ordinary proxy
+    const uint64_t a = wgmma_descriptor(pipeline.weights() + consumer * 2 * kM64Bytes);
+    const uint64_t b = wgmma_descriptor(pipeline.tokens());
+#pragma unroll
+    for (int t = 0; t < 2; t++) {
+      const uint32_t scales = pipeline.weight_scales(2 * consumer + t);
+      multiply_e4m3<N>(partial, a + t * (kM64Bytes / 16), b);
+      if (S::ALIASED_BUFFERS > 0 && t == 0 && step == 1)
+        release_aliased_stage(pipeline, consumer);
+      const float low = __uint_as_float(load_shared_4(scales + at_low));
+      const float high = __uint_as_float(load_shared_4(scales + at_high));
+      wgmma_wait<0>();
+      settle<N / 2>(partial);
+      promote<N>(d[t], partial, low, high, pipeline.token_scales());
+    }
+    previous = pipeline.stage;
+    __syncwarp(); // all lanes have read the scales
+    if (step + 1 < depth_steps)
+      pipeline.release(previous);
+    pipeline.advance();
+  }
+  settle<N / 2>(d[0]);
+  settle<N / 2>(d[1]);
+  return previous;
+}
+
+#endif
