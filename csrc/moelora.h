@@ -188,11 +188,14 @@ typedef enum moelora_format {
 
 /* What multiplies FP8 weights. Adapters always take x, and h, as they are. */
 typedef enum moelora_x_format {
-  MOELORA_X_NATIVE = 0, /* x as it is (W8A16); the only one of all other formats */
-  /* W8A8: x in e4m3, x[k] ~ round(x[k] / s) s, with a float32 scale s */
-  MOELORA_X_GROUP,  /* of every 128 of depth of a token (64 with FP8_G64): max(|x|, 1e-10) / 448 */
-  MOELORA_X_TOKEN,  /* of every token: max|x| / 448, at least 1 / (448 * 512) */
-  MOELORA_X_STATIC, /* x_scale of the layout */
+  /* x as it is (W8A16), by numbers that are rounded once; the only one of all other formats */
+  MOELORA_X_NATIVE = 0,
+  /* W8A8: q = e4m3(x / s) for a float32 scale s, to nearest even; what is beyond 448 becomes 448,
+   * a NaN stays one and counts in no maximum. The sum of every 128 of depth (64 of FP8_G64) of
+   * products of e4m3 is multiplied by both scales. h is rounded to its dtype first. */
+  MOELORA_X_GROUP, /* s of every 128 (64) of depth of a token: max(|x|, 1e-10) / 448; q = x (1/s) */
+  MOELORA_X_TOKEN, /* s of every token: max|x| / 448, at least 1 / (448 * 512); q = x / s */
+  MOELORA_X_STATIC, /* s is the layout's x_scale; q = x (1/s) */
 } moelora_x_format;
 
 /* Which rows of tiles hold which rows of a weight. */
@@ -240,18 +243,24 @@ int32_t moelora_tile_bytes(moelora_format format);
 /* Quantised numbers as checkpoints have them: values [E, N, K/2] uint8, the even column in the low
  * nibble; scales [E, N, K/group], uint8 e8m0 (MXFP4) or float32, bf16 or fp16 (INT4); zeros,
  * of the ZP formats, [E, N, K/group] uint8. A group is 32 (MXFP4 and G32), a multiple of 64, or K.
+ *
+ * Of FP8: values [E, N, K] uint8 of e4m3; scales [E, N/block_rows, K/block_columns] float32, both
+ * rounded up: that of number (n, k) is [n / block_rows, k / block_columns]. Columns of a block are
+ * a multiple of 128 (of 64 for G64), or K and more; rows of a tile are of one block, but for ROWS.
  */
 typedef struct moelora_quantized {
   moelora_tensor values, scales, zeros;
+  int64_t block_rows, block_columns; /* of FP8; else 0 */
 } moelora_quantized;
 
 /* Brings them into tiles [E, tiles of rows, tiles of depth, bytes of a tile] uint8, for activations
- * of `dtype`, bf16 or fp16. MXFP4 scales above 2, NaN among them, must not be there: nobody looks
- * for them here. */
+ * of `dtype`, bf16 or fp16. Nobody looks here for what must not be there: MXFP4 scales above 2, NaN
+ * among them; of FP8 a NaN, or a scale that is not finite or beyond 255 of either sign. */
 moelora_status moelora_pack_quantized(const moelora_quantized *w, const moelora_layout *layout,
                                       moelora_dtype dtype, const moelora_tensor *tiles,
                                       const moelora_exec *exec);
-/* Tiles to out [E, N, K] of the dtype they were packed for: each number rounded once. */
+/* Tiles to out [E, N, K] of the dtype they were packed for: each number rounded once. FP8 scales
+ * are those of the dtype (fp16: of 256 times the scale), as in products with x as it is. */
 moelora_status moelora_unpack_quantized(const moelora_tensor *tiles, const moelora_layout *layout,
                                         const moelora_tensor *out, const moelora_exec *exec);
 

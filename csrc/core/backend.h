@@ -204,6 +204,8 @@ typedef struct moelora_quantized_problem {
   int64_t values_stride[2], scales_stride[2], zeros_stride[2];
   moelora_dtype scale_dtype;
   int64_t group;
+  /* FP8: values [E, n, k]; scales [E, n / block_rows, k / block_columns] float32 */
+  int64_t block_rows, block_columns;
   void *packed; /* tiles.data, to write */
   /* unpacking */
   void *out; /* [E, n, k] of dtype, rows contiguous */

@@ -1,4 +1,5 @@
 #include "core/check.h"
+#include "core/format.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -37,8 +38,14 @@ const char *moelora_format_name(moelora_format format) {
     return "INT4 (zero points)";
   case MOELORA_INT4_ZP_G32:
     return "INT4 (zero points, groups of 32)";
+  case MOELORA_FP8:
+    return "FP8";
+  case MOELORA_FP8_G64:
+    return "FP8 (groups of 64)";
+  case MOELORA_FP8_ROWS:
+    return "FP8 (scales of rows)";
   }
-  return "unknown";
+  return format == MOELORA_W8A8 ? "FP8 with activations in FP8" : "unknown";
 }
 
 bool moelora_is_absent(const moelora_tensor *tensor) {

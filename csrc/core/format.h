@@ -87,6 +87,12 @@ static MOELORA_CONSTEXPR int32_t moelora_most_tile_bytes(moelora_format format) 
                                                    : format);
 }
 
+/* Room for a tile in a stage of the portable kernels, 64 of its depth with all scales. */
+static MOELORA_CONSTEXPR int32_t moelora_step_bytes(moelora_format format) {
+  return format >= MOELORA_FP8 ? MOELORA_FP8_TILE_VALUES / 2 + 256
+                               : moelora_most_tile_bytes(format);
+}
+
 /* Place of row r's scale (and zero) of group g among those of a tile. */
 static MOELORA_CONSTEXPR int32_t moelora_scale_index(int32_t groups, int32_t r, int32_t g) {
   return (r / 16 * 8 + r % 8) * 2 * groups + r / 8 % 2 * groups + g;

@@ -21,7 +21,7 @@ moelora_family moelora_family_of(const moelora_device_info *device) {
 static int32_t pipeline_bytes(const moelora_variant *v) {
   const int32_t tiles = v->block_n / MOELORA_PACK * (v->block_k / MOELORA_PACK);
   const int32_t weights = v->format == MOELORA_NATIVE ? v->block_n * v->block_k * 2
-                                                      : tiles * moelora_most_tile_bytes(v->format);
+                                                      : tiles * moelora_step_bytes(v->format);
   return v->stages * (weights + v->block_m * v->block_k * 2);
 }
 

@@ -2,6 +2,8 @@
 #include "core/check.h"
 #include "core/format.h"
 
+#include <math.h>
+
 static moelora_status check_at_least_one(moelora_arg arg) {
   for (int32_t i = 0; i < arg.tensor->ndim; i++)
     MOELORA_REQUIRE(arg.tensor->size[i] >= 1, "%s.size(%d) is 0, expected at least 1", arg.name, i);
@@ -54,11 +56,28 @@ static const char *order_name(moelora_row_order order) {
                                              : "PLAIN";
 }
 
+static moelora_status check_x_format(const moelora_layout *layout, const char *name) {
+  MOELORA_REQUIRE(layout->x >= MOELORA_X_NATIVE && layout->x <= MOELORA_X_STATIC,
+                  "%s.x is %d, expected a moelora_x_format", name, (int)layout->x);
+  MOELORA_REQUIRE(layout->x == MOELORA_X_NATIVE || moelora_is_fp8(layout->format),
+                  "%s.x is %d, expected 0: x as it is, as its format is %s", name, (int)layout->x,
+                  moelora_format_name(layout->format));
+  if (layout->x == MOELORA_X_STATIC)
+    MOELORA_REQUIRE(isnormal(layout->x_scale) && layout->x_scale > 0,
+                    "%s.x_scale is %g, expected a normal float32 above 0", name,
+                    (double)layout->x_scale);
+  else
+    MOELORA_REQUIRE(layout->x_scale == 0, "%s.x_scale is %g, expected 0, as x is not STATIC", name,
+                    (double)layout->x_scale);
+  return MOELORA_OK;
+}
+
 static moelora_status check_layout(const moelora_layout *layout, const char *name) {
-  MOELORA_REQUIRE(layout->format >= MOELORA_NATIVE && layout->format <= MOELORA_INT4_ZP_G32,
+  MOELORA_REQUIRE(layout->format >= MOELORA_NATIVE && layout->format <= MOELORA_FP8_ROWS,
                   "%s.format is %d, expected a moelora_format", name, (int)layout->format);
   MOELORA_REQUIRE(layout->order >= MOELORA_ROWS_PLAIN && layout->order <= MOELORA_ROWS_INTERLEAVED,
                   "%s.order is %d, expected a moelora_row_order", name, (int)layout->order);
+  MOELORA_TRY(check_x_format(layout, name));
   if (layout->format == MOELORA_NATIVE) {
     MOELORA_REQUIRE(layout->order == MOELORA_ROWS_PLAIN && layout->rows == 0,
                     "%s has order %s and %lld rows, expected zeros, as its format is native", name,
@@ -81,7 +100,7 @@ static moelora_status check_tiles(moelora_arg arg, const moelora_layout *layout,
   const moelora_tensor *t = arg.tensor;
   const int64_t half_tiles = moelora_half_tiles(layout->order, layout->rows);
   const int64_t row_tiles = moelora_row_tiles(layout->order, layout->rows);
-  const int64_t depth_tiles = (k + MOELORA_PACK - 1) / MOELORA_PACK;
+  const int64_t depth_tiles = moelora_depth_tiles(layout->format, k);
   const char *format = moelora_format_name(layout->format);
   MOELORA_TRY(moelora_check_view(arg, 4, shape));
   MOELORA_TRY(moelora_check_dtype(arg, MOELORA_U8, NULL));
@@ -114,6 +133,8 @@ static moelora_status check_tiles(moelora_arg arg, const moelora_layout *layout,
       .format = layout->format,
       .order = layout->order,
       .half_tiles = half_tiles,
+      .x = layout->x,
+      .x_scale = layout->x_scale,
   };
   return MOELORA_OK;
 }
@@ -233,6 +254,82 @@ static moelora_status check_groups(moelora_arg arg, moelora_arg values, const in
   return MOELORA_OK;
 }
 
+/* Scales, and zeros, of numbers of four bits. */
+static moelora_status check_nibbles(const moelora_quantized *w, const moelora_layout *layout,
+                                    moelora_arg values, moelora_quantized_problem *problem) {
+  const moelora_arg scales = MOELORA_ARG("scales", &w->scales);
+  const moelora_arg zeros = MOELORA_ARG("zeros", &w->zeros);
+  MOELORA_REQUIRE(w->values.size[2] <= INT32_MAX / 2,
+                  "%s.size(2) is %lld, expected at most 1073741823", values.name,
+                  (long long)w->values.size[2]);
+  MOELORA_REQUIRE(w->block_rows == 0 && w->block_columns == 0,
+                  "block_rows is %lld and block_columns %lld, expected 0: %s has groups",
+                  (long long)w->block_rows, (long long)w->block_columns,
+                  moelora_format_name(layout->format));
+  MOELORA_TRY(check_groups(scales, values, w->values.size, problem->scales_stride));
+  if (layout->format == MOELORA_MXFP4)
+    MOELORA_TRY(moelora_check_dtype(scales, MOELORA_U8, NULL));
+  else
+    MOELORA_TRY(moelora_check_compute_dtype(scales));
+  const int64_t k = 2 * w->values.size[2], groups = w->scales.size[2];
+  problem->group = group_of(layout, k, groups);
+  MOELORA_REQUIRE(problem->group, "%s.size(2) is %lld for K = %lld, expected a scale for %s",
+                  scales.name, (long long)groups, (long long)k,
+                  moelora_tile_groups(layout->format) == 2
+                      ? "every 32 columns"
+                      : "every 64 columns, a multiple of them, or all");
+  if (moelora_has_zeros(layout->format)) {
+    MOELORA_TRY(check_groups(zeros, values, w->values.size, problem->zeros_stride));
+    MOELORA_TRY(moelora_check_dtype(zeros, MOELORA_U8, NULL));
+    MOELORA_TRY(moelora_check_size(zeros, 2, groups, moelora_size_of(scales, 2)));
+    problem->zeros = w->zeros.data;
+  }
+  return MOELORA_OK;
+}
+
+/* Every tile takes its scale from one block of rows. */
+static moelora_status check_tile_rows(const moelora_layout *layout, int64_t block_rows) {
+  const int64_t tiles = moelora_row_tiles(layout->order, layout->rows);
+  int64_t block = -1;
+  for (int64_t at = 0; at < tiles * MOELORA_PACK; at++) {
+    const int64_t n = moelora_row_of_tile(layout->order, layout->rows, at);
+    if (n < 0)
+      continue;
+    MOELORA_REQUIRE(at % MOELORA_PACK == 0 || n / block_rows == block,
+                    "block_rows is %lld: tile %lld of rows has scales of several blocks, "
+                    "expected one, or FP8 (scales of rows)",
+                    (long long)block_rows, (long long)(at / MOELORA_PACK));
+    block = n / block_rows;
+  }
+  return MOELORA_OK;
+}
+
+static moelora_status check_blocks(const moelora_quantized *w, const moelora_layout *layout,
+                                   moelora_arg values, moelora_quantized_problem *problem) {
+  const moelora_arg scales = MOELORA_ARG("scales", &w->scales);
+  const int64_t rows = w->block_rows, columns = w->block_columns, k = w->values.size[2];
+  const int64_t part = layout->format == MOELORA_FP8_G64 ? 64 : 128;
+  MOELORA_REQUIRE(rows >= 1, "block_rows is %lld, expected at least 1", (long long)rows);
+  MOELORA_REQUIRE(columns >= 1 && (columns % part == 0 || columns >= k),
+                  "block_columns is %lld for K = %lld, expected a multiple of %lld, or all",
+                  (long long)columns, (long long)k, (long long)part);
+  MOELORA_TRY(moelora_check_view(scales, 3, "[E, N / block_rows, K / block_columns]"));
+  MOELORA_TRY(moelora_check_dtype(scales, MOELORA_F32, NULL));
+  MOELORA_TRY(moelora_check_rows(scales));
+  MOELORA_TRY(moelora_check_size(scales, 0, w->values.size[0], moelora_size_of(values, 0)));
+  MOELORA_TRY(moelora_check_size(scales, 1, (layout->rows - 1) / rows + 1,
+                                 moelora_words("layout.rows / block_rows, rounded up,")));
+  MOELORA_TRY(moelora_check_size(scales, 2, (k - 1) / columns + 1,
+                                 moelora_words("K / block_columns, rounded up,")));
+  if (layout->format != MOELORA_FP8_ROWS)
+    MOELORA_TRY(check_tile_rows(layout, rows));
+  problem->scales_stride[0] = moelora_stride(&w->scales, 0);
+  problem->scales_stride[1] = moelora_stride(&w->scales, 1);
+  problem->block_rows = rows;
+  problem->block_columns = columns;
+  return MOELORA_OK;
+}
+
 moelora_status moelora_check_pack_quantized(const moelora_quantized *w,
                                             const moelora_layout *layout, moelora_dtype dtype,
                                             const moelora_tensor *tiles,
@@ -243,43 +340,21 @@ moelora_status moelora_check_pack_quantized(const moelora_quantized *w,
   const moelora_arg out = MOELORA_ARG("tiles", tiles);
   *problem = (moelora_quantized_problem){0};
   MOELORA_TRY(check_quantised_layout(layout));
-  const bool has_zeros = moelora_has_zeros(layout->format);
-  const char *format = moelora_format_name(layout->format);
+  const bool fp8 = moelora_is_fp8(layout->format);
 
-  MOELORA_TRY(moelora_check_view(values, 3, "[E, N, K/2]"));
+  MOELORA_TRY(moelora_check_view(values, 3, fp8 ? "[E, N, K]" : "[E, N, K/2]"));
   MOELORA_TRY(moelora_check_dtype(values, MOELORA_U8, NULL));
   MOELORA_TRY(check_at_least_one(values));
   MOELORA_TRY(moelora_check_rows(values));
   MOELORA_TRY(moelora_check_size(values, 1, layout->rows, moelora_words("layout.rows")));
-  MOELORA_REQUIRE(w->values.size[2] <= INT32_MAX / 2,
-                  "%s.size(2) is %lld, expected at most 1073741823", values.name,
-                  (long long)w->values.size[2]);
-  const int64_t k = 2 * w->values.size[2];
+  MOELORA_REQUIRE(moelora_has_zeros(layout->format) || moelora_is_absent(&w->zeros),
+                  "%s is there, but %s has none", zeros.name, moelora_format_name(layout->format));
+  MOELORA_TRY((fp8 ? check_blocks : check_nibbles)(w, layout, values, problem));
 
-  MOELORA_TRY(check_groups(scales, values, w->values.size, problem->scales_stride));
-  const moelora_dtype scale = w->scales.dtype;
-  if (layout->format == MOELORA_MXFP4)
-    MOELORA_TRY(moelora_check_dtype(scales, MOELORA_U8, NULL));
-  else
-    MOELORA_TRY(moelora_check_compute_dtype(scales));
-  const int64_t groups = w->scales.size[2];
-  problem->group = group_of(layout, k, groups);
-  MOELORA_REQUIRE(problem->group, "%s.size(2) is %lld for K = %lld, expected a scale for %s",
-                  scales.name, (long long)groups, (long long)k,
-                  moelora_tile_groups(layout->format) == 2
-                      ? "every 32 columns"
-                      : "every 64 columns, a multiple of them, or all");
-
-  MOELORA_REQUIRE(has_zeros || moelora_is_absent(&w->zeros), "%s is there, but %s has none",
-                  zeros.name, format);
-  if (has_zeros) {
-    MOELORA_TRY(check_groups(zeros, values, w->values.size, problem->zeros_stride));
-    MOELORA_TRY(moelora_check_dtype(zeros, MOELORA_U8, NULL));
-    MOELORA_TRY(moelora_check_size(zeros, 2, groups, moelora_size_of(scales, 2)));
-  }
   moelora_source of_depth = moelora_size_of(values, 2);
-  of_depth.scale = " * 2";
-  MOELORA_TRY(check_quantised(layout, dtype, &out, k, of_depth, problem));
+  of_depth.scale = fp8 ? NULL : " * 2";
+  MOELORA_TRY(
+      check_quantised(layout, dtype, &out, w->values.size[2] * (fp8 ? 1 : 2), of_depth, problem));
   MOELORA_TRY(moelora_check_size(out, 0, w->values.size[0], moelora_size_of(values, 0)));
   const moelora_arg inputs[] = {values, scales, zeros};
   for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++)
@@ -288,8 +363,7 @@ moelora_status moelora_check_pack_quantized(const moelora_quantized *w,
   problem->values_stride[0] = moelora_stride(&w->values, 0);
   problem->values_stride[1] = moelora_stride(&w->values, 1);
   problem->scales = w->scales.data;
-  problem->scale_dtype = scale;
-  problem->zeros = has_zeros ? w->zeros.data : NULL;
+  problem->scale_dtype = w->scales.dtype;
   problem->packed = tiles->data;
   return MOELORA_OK;
 }

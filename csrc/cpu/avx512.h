@@ -1,8 +1,10 @@
-/* Sums of 16 lanes, and the nibbles of quantised weights, for the AVX-512 kernels. */
+/* Sums of 16 lanes, and the numbers of quantised weights, for the AVX-512 kernels. */
 #ifndef MOELORA_CPU_AVX512_H
 #define MOELORA_CPU_AVX512_H
 
 #include <immintrin.h>
+
+#include "cpu/f16c.h"
 
 /* 6 x 4 sums, 4 weight vectors and one token vector: 29 of 32 registers. */
 #define DOT_ROWS 6
@@ -28,6 +30,11 @@ static inline __m128 add_lanes(sum s0, sum s1, sum s2, sum s3) {
 static inline __m512 products(const float *values, float zero, float scale) {
   return _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(values), _mm512_set1_ps(zero)),
                        _mm512_set1_ps(scale));
+}
+
+/* The numbers of a chunk of an FP8 row, times a scale. */
+static inline __m512 e4m3_products(const uint8_t *chunk, float scale) {
+  return _mm512_mul_ps(_mm512_cvtph_ps(e4m3_halves(chunk)), _mm512_set1_ps(scale * 0x1p8f));
 }
 
 /* Rounded to bf16, to nearest even, in the high halves; what is in the low ones is left over. A NaN

@@ -32,11 +32,12 @@ void moelora_cpu_parallel(const moelora_exec *exec, int64_t count, double elemen
 
 /* tile.c: the private memory of one worker. */
 typedef struct moelora_scratch {
-  const void **x;      /* [block_m] operand rows of a tile */
-  const void **x_pass; /* [block_m] the same, advanced to the current pass over K */
-  float *c;            /* [block_m, block_n] sums */
-  float *line;         /* [block_n] one row on its way out */
-  char *w;             /* [MOELORA_DOT_N, block_k] weight operands */
+  const void **x;         /* [block_m] operand rows of a tile */
+  const void **x_pass;    /* [block_m] the same, advanced to the current pass over K */
+  const float **x_scales; /* [block_m] of rows in e4m3: theirs, by groups of depth */
+  float *c;               /* [block_m, block_n] sums */
+  float *line;            /* [block_n] one row on its way out */
+  char *w;                /* [MOELORA_DOT_N, block_k] weight operands */
 } moelora_scratch;
 
 moelora_scratch *moelora_scratch_take(const moelora_variant *variant, const moelora_exec *exec,
@@ -56,10 +57,15 @@ void moelora_cpu_tile(const moelora_variant *variant, const moelora_weights *w, 
                       int64_t end, int64_t m, const void *next, float *c, int64_t ldc,
                       moelora_scratch *scratch);
 
-/* quantised.c: the same for weights of a format other than MOELORA_NATIVE. */
+/* quantised.c: the same for weights of a format other than MOELORA_NATIVE. Where they multiply x in
+ * e4m3, these are its rows, and their scales are in scratch->x_scales. */
 void moelora_cpu_quantised_tile(const moelora_variant *variant, const moelora_weights *w,
                                 int64_t begin, int64_t end, int64_t m, float *c, int64_t ldc,
                                 moelora_scratch *scratch);
+
+/* quantised.c: the 128 columns of row r of an FP8 tile, rounded to the dtype, as operands. */
+void moelora_cpu_fp8_row(const moelora_cpu_kernels *kernels, const moelora_weights *w,
+                         moelora_dtype dtype, const char *tile, int64_t r, void *to);
 
 /* The matrix of one expert. */
 static inline moelora_weights moelora_expert_weights(const moelora_weights *w, moelora_dtype dtype,
@@ -69,6 +75,22 @@ static inline moelora_weights moelora_expert_weights(const moelora_weights *w, m
   one.data = (const char *)w->data + (size_t)(expert * w->stride_e) * unit;
   return one;
 }
+
+/* quantise.c: rows of x in e4m3, as moelora_x_format says for these weights. */
+typedef struct moelora_e4m3_rows {
+  void *values;   /* [rows, K] operands; NULL: x multiplies as it is */
+  float *scales;  /* [rows, groups] */
+  int64_t groups; /* of depth */
+} moelora_e4m3_rows;
+
+/* Columns that share a scale, of weights too. */
+int64_t moelora_x_group(const moelora_weights *w);
+moelora_e4m3_rows moelora_e4m3_take(const moelora_variant *variant, const moelora_weights *w,
+                                    int64_t rows, moelora_arena *arena);
+/* Fills them from operand rows; nothing to do where `values` is NULL. */
+void moelora_cpu_quantise(const moelora_variant *variant, const moelora_weights *w, const void *x,
+                          int64_t x_stride, int64_t rows, const moelora_e4m3_rows *out,
+                          const moelora_exec *exec);
 
 /* gemm.c: one grouped projection over sorted rows. */
 typedef enum moelora_row_index {
@@ -87,6 +109,7 @@ struct moelora_projection {
   int64_t x_stride;
   moelora_row_index x_index;
   const moelora_weights *w;
+  moelora_e4m3_rows x_e4m3; /* what multiplies w in place of x */
   const moelora_factors *lora;
   void *xa; /* [P, num_slices, R] operands by sorted position; NULL: no adapters */
   /* Where columns go: gated projections pair column c of the gate with column c of up. */
@@ -103,9 +126,12 @@ struct moelora_projection {
 
 void moelora_cpu_project(const moelora_projection *projection, const moelora_exec *exec);
 
-/* tile.c: operand rows of x for sorted rows [first, first + m) */
+/* tile.c: operand rows of x for sorted rows [first, first + m), as adapters take them */
 void moelora_cpu_rows(const moelora_projection *projection, int64_t first, int64_t m,
                       const void **x);
+/* The same as w takes them, in scratch->x and scratch->x_scales. */
+void moelora_cpu_base_rows(const moelora_projection *projection, int64_t first, int64_t m,
+                           moelora_scratch *scratch);
 
 /* gemm.c: rows of the compute dtype as operand rows, times weight[i] if given, rounded once. */
 size_t moelora_operands_bytes(const moelora_variant *variant, int64_t rows, int64_t k);

@@ -1,14 +1,15 @@
-/* `dequantise` of kernels.h for one instruction set.
+/* `dequantise` and `dequantise_fp8` of kernels.h for one instruction set.
  *
- * The numbers of one row and group of quantised weights are the 16 entries of a table, each of them
- *   (value - zero) scale, rounded to the dtype,
- * so whatever the format is, a nibble is a place in a table.
+ * The numbers of four bits of one row and group of quantised weights are the 16 entries of a table,
+ * each of them (value - zero) scale, rounded to the dtype, so whatever the format is, a nibble is a
+ * place in a table. Numbers of FP8 are computed.
  *
  * The including file defines, before it includes this,
  *   operand                what operand rows are made of
  *   table                  16 operands
  *   table_bf16(values, zero, scale), table_f16     rounded (values[i] - zero) * scale, i < 16
  *   look_up(words, low, high, to_low, to_high)     64 columns of two rows
+ *   e4m3_bf16(chunk, scale, to), e4m3_f16          16 columns of an FP8 row: rounded value scale
  *
  * Byte b of word (q, s) of `words` [4 q][4 s][4 bytes] is column 16 s + 2 q + (b / 2) + 8 (b % 2):
  * its low nibble of the first row, to be looked up in low[s / 2], its high nibble of the other, in
@@ -70,9 +71,15 @@ static const float nibble_values[2][16] = {
       DEQUANTISE_CASE(TYPE, MOELORA_INT4_G32)                                                      \
       DEQUANTISE_CASE(TYPE, MOELORA_INT4_ZP)                                                       \
       DEQUANTISE_CASE(TYPE, MOELORA_INT4_ZP_G32)                                                   \
-    case MOELORA_NATIVE:                                                                           \
+    default:                                                                                       \
       break;                                                                                       \
     }                                                                                              \
+  }                                                                                                \
+                                                                                                   \
+  static void dequantise_fp8_##TYPE(const uint8_t *row, int32_t r, const float scale[2],           \
+                                    void *to) {                                                    \
+    for (int32_t c = 0; c < 8; c++)                                                                \
+      e4m3_##TYPE(row + (c ^ (r & 7)) * 16, scale[c / 4], (operand *)to + 16 * c);                 \
   }
 
 #define DEQUANTISE_CASE(TYPE, FORMAT)                                                              \

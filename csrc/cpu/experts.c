@@ -5,7 +5,8 @@
  *   w2         z [P, K] by flat row, float32             = h w2^T + adapters + bias
  *   combine    out [M, K]                                = sum over j of weight * z, rounded once
  *
- * each projection preceded by its shrink. `out` may be the memory of x: only combine writes it. */
+ * each projection preceded by its shrink, and by x or h in e4m3 where its weights take that. `out`
+ * may be the memory of x: only combine writes it. */
 #include "cpu/cpu.h"
 
 typedef struct experts_layout {
@@ -16,6 +17,7 @@ typedef struct experts_layout {
   float *z;   /* [P, K] by flat row */
   void *xa13; /* NULL without adapters */
   void *xa2;  /* NULL without adapters */
+  moelora_e4m3_rows x_e4m3, h_e4m3;
   size_t bytes;
 } experts_layout;
 
@@ -34,6 +36,8 @@ static experts_layout lay_out(const moelora_experts_problem *problem,
         moelora_take(&arena, moelora_operands_bytes(variant, routes->num_tokens, problem->hidden));
   layout.h = moelora_take(&arena,
                           moelora_operands_bytes(variant, routes->num_rows, problem->intermediate));
+  layout.x_e4m3 = moelora_e4m3_take(variant, &problem->w13, routes->num_tokens, &arena);
+  layout.h_e4m3 = moelora_e4m3_take(variant, &problem->w2, routes->num_rows, &arena);
   layout.z = moelora_take_array(
       &arena, moelora_times((size_t)routes->num_rows, (size_t)problem->hidden), sizeof(float));
   if (routes->token_lora_mapping.data && problem->w13_lora.num_slices)
@@ -63,6 +67,7 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
       .x_stride = problem->x_stride,
       .x_index = MOELORA_BY_TOKEN,
       .w = &problem->w13,
+      .x_e4m3 = layout.x_e4m3,
       .lora = &problem->w13_lora,
       .xa = layout.sorted.has_adapters ? layout.xa13 : NULL,
       .activated = true,
@@ -83,6 +88,7 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
       .x_stride = problem->intermediate,
       .x_index = MOELORA_BY_SORTED,
       .w = &problem->w2,
+      .x_e4m3 = layout.h_e4m3,
       .lora = &problem->w2_lora,
       .xa = layout.sorted.has_adapters ? layout.xa2 : NULL,
       .emit = moelora_cpu_emit_f32,
@@ -97,9 +103,13 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
     w13.x = layout.x;
     w13.x_stride = problem->hidden;
   }
+  moelora_cpu_quantise(w13.variant, w13.w, w13.x, w13.x_stride, routes->num_tokens, &w13.x_e4m3,
+                       exec);
   if (w13.xa)
     moelora_cpu_shrink(&w13, exec);
   moelora_cpu_project(&w13, exec);
+  moelora_cpu_quantise(w2.variant, w2.w, w2.x, w2.x_stride, layout.sorted.num_rows, &w2.x_e4m3,
+                       exec);
   if (w2.xa)
     moelora_cpu_shrink(&w2, exec);
   moelora_cpu_project(&w2, exec);

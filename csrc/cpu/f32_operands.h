@@ -45,7 +45,7 @@ static inline void round_f32(const float *src, void *dst, int64_t n) {
 }
 
 /* The including file defines `dot` over float32. */
-#define F32_OPERANDS(TYPE, WIDEN, DEQUANTISED)                                                     \
+#define F32_OPERANDS(TYPE, WIDEN, DEQUANTISED, DEQUANTISED_FP8)                                    \
   {.operand_bytes = sizeof(float),                                                                 \
    .widen = WIDEN,                                                                                 \
    .round = round_##TYPE,                                                                          \
@@ -53,6 +53,7 @@ static inline void round_f32(const float *src, void *dst, int64_t n) {
    .load = load_##TYPE,                                                                            \
    .dot = dot,                                                                                     \
    .dequantise = DEQUANTISED,                                                                      \
+   .dequantise_fp8 = DEQUANTISED_FP8,                                                              \
    .activate = moelora_activate}
 
 #endif

@@ -71,7 +71,7 @@ static void project_tile(const moelora_projection *p, int64_t first, int64_t m, 
   for (int i = 0; i < num_ranges && p->xa; i++)
     moelora_cpu_expand_ahead(p, first, m, ranges[i].begin, ranges[i].end);
   memset(scratch->c, 0, (size_t)(m * ldc) * sizeof(float));
-  moelora_cpu_rows(p, first, m, scratch->x);
+  moelora_cpu_base_rows(p, first, m, scratch);
   for (int i = 0; i < num_ranges; i++)
     moelora_cpu_tile(p->variant, &w, ranges[i].begin, ranges[i].end, m,
                      i + 1 < num_ranges ? moelora_row_at(&w, p->variant->dtype, up) : NULL,
@@ -176,8 +176,13 @@ typedef struct gemm_layout {
   moelora_scratch *scratch;
   void *x;  /* [rows of x, K] operands; NULL where x is one already */
   void *xa; /* NULL without adapters */
+  moelora_e4m3_rows x_e4m3;
   size_t bytes;
 } gemm_layout;
+
+static int64_t rows_of_x(const moelora_gemm_problem *problem) {
+  return problem->x_per_row ? problem->routes.num_rows : problem->routes.num_tokens;
+}
 
 static gemm_layout gemm_lay_out(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
                                 const moelora_exec *exec, void *base) {
@@ -186,10 +191,10 @@ static gemm_layout gemm_lay_out(const moelora_gemm_problem *problem, const moelo
   gemm_layout layout = {0};
   moelora_sorted_take(routes, &arena, &layout.sorted);
   layout.scratch = moelora_scratch_take(plan->variant, exec, &arena);
-  if (moelora_cpu_kernels_of(plan->variant)->widen) {
-    int64_t rows = problem->x_per_row ? routes->num_rows : routes->num_tokens;
+  const int64_t rows = rows_of_x(problem);
+  if (moelora_cpu_kernels_of(plan->variant)->widen)
     layout.x = moelora_take(&arena, moelora_operands_bytes(plan->variant, rows, problem->w.k));
-  }
+  layout.x_e4m3 = moelora_e4m3_take(plan->variant, &problem->w, rows, &arena);
   if (problem->lora.num_slices && routes->token_lora_mapping.data)
     layout.xa = moelora_take(&arena, moelora_xa_bytes(plan->variant, routes, &problem->lora));
   layout.bytes = arena.used;
@@ -229,6 +234,7 @@ moelora_status moelora_cpu_gemm(const moelora_gemm_problem *problem, const moelo
       .x_stride = problem->x_stride,
       .x_index = problem->x_per_row ? MOELORA_BY_ROW : MOELORA_BY_TOKEN,
       .w = &problem->w,
+      .x_e4m3 = layout.x_e4m3,
       .lora = &problem->lora,
       .xa = layout.sorted.has_adapters ? layout.xa : NULL,
       .emit = emit_out,
@@ -236,13 +242,15 @@ moelora_status moelora_cpu_gemm(const moelora_gemm_problem *problem, const moelo
       .out_stride = {problem->out_stride[0], problem->out_stride[1]},
       .mul_routed_weight = problem->mul_routed_weight,
   };
+  const int64_t rows = rows_of_x(problem);
   if (layout.x) {
-    int64_t rows = problem->x_per_row ? routes->num_rows : routes->num_tokens;
     moelora_cpu_operands(plan->variant, problem->x, problem->x_stride, rows, problem->w.k, NULL,
                          layout.x, exec);
     projection.x = layout.x;
     projection.x_stride = problem->w.k;
   }
+  moelora_cpu_quantise(plan->variant, &problem->w, projection.x, projection.x_stride, rows,
+                       &layout.x_e4m3, exec);
   if (projection.xa)
     moelora_cpu_shrink(&projection, exec);
   moelora_cpu_project(&projection, exec);

@@ -1,7 +1,6 @@
 /* AVX-512 (F, BW, DQ, VL): float32 products; 16-bit operands are widened row by row. */
 #if defined(__x86_64__)
 #include "cpu/avx512.h"
-#include "cpu/f16c.h"
 #include "cpu/f32_operands.h"
 
 #define DOT_STEP 16
@@ -35,6 +34,17 @@ static inline table table_f16(const float *values, float zero, float scale) {
   return _mm512_cvtph_ps(_mm512_cvtps_ph(products(values, zero, scale), nearest));
 }
 
+static inline void e4m3_bf16(const uint8_t *chunk, float scale, operand *to) {
+  const __m512i rounded = rounded_bf16(e4m3_products(chunk, scale));
+  _mm512_storeu_si512(to, _mm512_and_si512(rounded, _mm512_set1_epi32((int)0xffff0000)));
+}
+
+static inline void e4m3_f16(const uint8_t *chunk, float scale, operand *to) {
+  const int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  const __m256i rounded = _mm512_cvtps_ph(e4m3_products(chunk, scale), nearest);
+  _mm512_storeu_ps(to, _mm512_cvtph_ps(rounded));
+}
+
 static inline void look_up_16(__m128i bytes, table low, table high, operand *to_low,
                               operand *to_high) {
   const __m512i place = _mm512_cvtepu8_epi32(bytes); /* of which four bits count */
@@ -55,8 +65,9 @@ static inline void look_up(const uint8_t *words, const table *low, const table *
 DEQUANTISE(bf16)
 DEQUANTISE(f16)
 
-const moelora_cpu_kernels moelora_gemm_f32_avx512 = F32_OPERANDS(f32, NULL, NULL);
+const moelora_cpu_kernels moelora_gemm_f32_avx512 = F32_OPERANDS(f32, NULL, NULL, NULL);
 const moelora_cpu_kernels moelora_gemm_bf16_avx512 =
-    F32_OPERANDS(bf16, widen_bf16, dequantise_bf16);
-const moelora_cpu_kernels moelora_gemm_f16_avx512 = F32_OPERANDS(f16, widen_f16, dequantise_f16);
+    F32_OPERANDS(bf16, widen_bf16, dequantise_bf16, dequantise_fp8_bf16);
+const moelora_cpu_kernels moelora_gemm_f16_avx512 =
+    F32_OPERANDS(f16, widen_f16, dequantise_f16, dequantise_fp8_f16);
 #endif

@@ -43,6 +43,11 @@ static inline void look_up(const uint8_t *words, const table *low, const table *
   look_up_32(_mm512_extracti64x4_epi64(bytes, 1), low[1], high[1], to_low + 32, to_high + 32);
 }
 
+static inline void e4m3_bf16(const uint8_t *chunk, float scale, operand *to) {
+  const __m512i rounded = rounded_bf16(e4m3_products(chunk, scale));
+  _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+}
+
 #include "cpu/dequantise.h"
 DEQUANTISE(bf16)
 
@@ -53,6 +58,7 @@ const moelora_cpu_kernels moelora_gemm_bf16_avx512bf16 = {
     .load = load_bf16,
     .dot = dot,
     .dequantise = dequantise_bf16,
+    .dequantise_fp8 = dequantise_fp8_bf16,
     .activate = moelora_activate,
 };
 #endif

@@ -1,5 +1,7 @@
 /* The kernels in plain C: the specification of the others, and what runs where nothing else does.
  * Operands are float32; dot keeps 8 partial sums along K so that compilers can vectorise it. */
+#include "core/format.h"
+#include "cpu/e4m3.h"
 #include "cpu/f32_operands.h"
 
 enum { LANES = 8 };
@@ -64,11 +66,22 @@ static inline void look_up(const uint8_t *words, const table *low, const table *
     }
 }
 
+#define E4M3(TYPE)                                                                                 \
+  static inline void e4m3_##TYPE(const uint8_t *chunk, float scale, operand *to) {                 \
+    for (int32_t c = 0; c < 16; c++)                                                               \
+      to[c] = moelora_e4m3_to_f32(chunk[moelora_fp8_offset(0, c)]) * scale;                        \
+    round_##TYPE(to, to, 16);                                                                      \
+  }
+
+E4M3(bf16)
+E4M3(f16)
+
 #include "cpu/dequantise.h"
 DEQUANTISE(bf16)
 DEQUANTISE(f16)
 
-const moelora_cpu_kernels moelora_gemm_f32_scalar = F32_OPERANDS(f32, NULL, NULL);
+const moelora_cpu_kernels moelora_gemm_f32_scalar = F32_OPERANDS(f32, NULL, NULL, NULL);
 const moelora_cpu_kernels moelora_gemm_bf16_scalar =
-    F32_OPERANDS(bf16, widen_bf16, dequantise_bf16);
-const moelora_cpu_kernels moelora_gemm_f16_scalar = F32_OPERANDS(f16, widen_f16, dequantise_f16);
+    F32_OPERANDS(bf16, widen_bf16, dequantise_bf16, dequantise_fp8_bf16);
+const moelora_cpu_kernels moelora_gemm_f16_scalar =
+    F32_OPERANDS(f16, widen_f16, dequantise_f16, dequantise_fp8_f16);

@@ -35,6 +35,9 @@ typedef struct moelora_cpu_kernels {
    * bytes ahead of these rows into L2. NULL: the dtype has no such weights. */
   void (*dequantise)(moelora_format format, const void *tile, int64_t stride, int64_t tiles,
                      int32_t r, int64_t ahead, void *low, void *high);
+  /* The 128 columns of row r of an FP8 tile, whose bytes begin at `row`: numbers times scale[0],
+   * and from column 64 on times scale[1], as operands. NULL: the dtype has no such weights. */
+  void (*dequantise_fp8)(const uint8_t *row, int32_t r, const float scale[2], void *to);
   /* gate[i] = activation(gate[i], up[i]); see activation.h */
   void (*activate)(const moelora_activation_problem *activation, float *gate, const float *up,
                    int64_t n);

@@ -60,27 +60,51 @@ static void pack_groups(const moelora_quantized_problem *p, int64_t expert, int6
   }
 }
 
+static void pack_nibbles(const moelora_quantized_problem *p, int64_t expert, int64_t first,
+                         int64_t k, uint8_t *tile) {
+  const moelora_weights *w = &p->tiles;
+  const int64_t bytes = moelora_min(MOELORA_PACK, w->k - k) / 2;
+  const uint8_t *rows[MOELORA_PACK];
+  for (int32_t r = 0; r < MOELORA_PACK; r++) {
+    const int64_t n = moelora_row_of_tile(w->order, w->n, first + r);
+    rows[r] =
+        n < 0 ? NULL : p->values + expert * p->values_stride[0] + n * p->values_stride[1] + k / 2;
+    if (n >= 0)
+      pack_groups(p, expert, n, r, k, tile);
+  }
+  for (int32_t r = 0; r < MOELORA_PACK; r += r % 16 == 7 ? 9 : 1)
+    pack_words(rows[r], rows[r + 8], bytes, tile + moelora_words_offset(r));
+}
+
+static void pack_fp8(const moelora_quantized_problem *p, int64_t expert, int64_t first, int64_t k,
+                     uint8_t *tile) {
+  const moelora_weights *w = &p->tiles;
+  const bool of_rows = w->format == MOELORA_FP8_ROWS;
+  const float *scales = (const float *)p->scales + expert * p->scales_stride[0];
+  float *to = (float *)(tile + MOELORA_FP8_TILE_VALUES); /* of columns, or of rows */
+  for (int32_t r = 0; r < MOELORA_PACK; r++) {
+    const int64_t n = moelora_row_of_tile(w->order, w->n, first + r);
+    if (n < 0)
+      continue;
+    const uint8_t *row = p->values + expert * p->values_stride[0] + n * p->values_stride[1] + k;
+    for (int32_t c = 0; c < moelora_min(128, w->k - k); c++)
+      tile[moelora_fp8_offset(r, c)] = row[c];
+    const float *of_row = scales + n / p->block_rows * p->scales_stride[1];
+    for (int32_t half = 0; half < (of_rows ? 1 : 2) && k + 64 * half < w->k; half++)
+      to[of_rows ? r : half] = of_row[(k + 64 * half) / p->block_columns];
+  }
+}
+
 static void pack_rows(void *context, int64_t index, int32_t worker) {
   (void)worker;
   const moelora_quantized_problem *p = context;
   const moelora_weights *w = &p->tiles;
   const int64_t row_tiles = moelora_row_tiles(w->order, w->n);
   const int64_t expert = index / row_tiles, first = index % row_tiles * MOELORA_PACK;
-  const int32_t size = moelora_tile_size(w->format);
   uint8_t *tile = (uint8_t *)p->packed + expert * w->stride_e + index % row_tiles * w->stride_nt;
-  for (int64_t k = 0; k < w->k; k += MOELORA_PACK, tile += w->stride_kt) {
-    const int64_t bytes = moelora_min(MOELORA_PACK, w->k - k) / 2;
-    const uint8_t *rows[MOELORA_PACK];
-    memset(tile, 0, (size_t)size);
-    for (int32_t r = 0; r < MOELORA_PACK; r++) {
-      const int64_t n = moelora_row_of_tile(w->order, w->n, first + r);
-      rows[r] =
-          n < 0 ? NULL : p->values + expert * p->values_stride[0] + n * p->values_stride[1] + k / 2;
-      if (n >= 0)
-        pack_groups(p, expert, n, r, k, tile);
-    }
-    for (int32_t r = 0; r < MOELORA_PACK; r += r % 16 == 7 ? 9 : 1)
-      pack_words(rows[r], rows[r + 8], bytes, tile + moelora_words_offset(r));
+  for (int64_t k = 0; k < w->k; k += moelora_tile_depth(w->format), tile += w->stride_kt) {
+    memset(tile, 0, (size_t)moelora_tile_size(w->format));
+    (moelora_is_fp8(w->format) ? pack_fp8 : pack_nibbles)(p, expert, first, k, tile);
   }
 }
 
@@ -119,23 +143,40 @@ static void store_row(const unpack_tasks *tasks, int64_t expert, int64_t at, int
     tasks->kernels->store(operands, to, count);
 }
 
+/* Tile rows first to first + 63, columns [k, k + count) */
+static void unpack_nibbles(const unpack_tasks *tasks, int64_t expert, int64_t first, int64_t k,
+                           int64_t count, const char *tile) {
+  const moelora_weights *w = &tasks->problem->tiles;
+  float low[MOELORA_PACK], high[MOELORA_PACK]; /* or 16-bit operands */
+  for (int32_t r = 0; r < MOELORA_PACK; r += r % 16 == 7 ? 9 : 1) {
+    tasks->kernels->dequantise(w->format, tile, w->stride_kt, 1, r, 0, low, high);
+    store_row(tasks, expert, first + r, k, count, low);
+    store_row(tasks, expert, first + r + 8, k, count, high);
+  }
+}
+
+static void unpack_fp8(const unpack_tasks *tasks, int64_t expert, int64_t first, int64_t k,
+                       int64_t count, const char *tile) {
+  const moelora_quantized_problem *p = tasks->problem;
+  float row[128]; /* or 16-bit operands */
+  for (int32_t r = 0; r < MOELORA_PACK; r++) {
+    moelora_cpu_fp8_row(tasks->kernels, &p->tiles, p->dtype, tile, r, row);
+    store_row(tasks, expert, first + r, k, count, row);
+  }
+}
+
 static void unpack_rows(void *context, int64_t index, int32_t worker) {
   (void)worker;
   const unpack_tasks *tasks = context;
   const moelora_weights *w = &tasks->problem->tiles;
   const int64_t row_tiles = moelora_row_tiles(w->order, w->n);
   const int64_t expert = index / row_tiles, first = index % row_tiles * MOELORA_PACK;
+  const int32_t depth = moelora_tile_depth(w->format);
   const char *tile =
       (const char *)w->data + expert * w->stride_e + index % row_tiles * w->stride_nt;
-  for (int64_t k = 0; k < w->k; k += MOELORA_PACK, tile += w->stride_kt) {
-    const int64_t count = moelora_min(MOELORA_PACK, w->k - k);
-    float low[MOELORA_PACK], high[MOELORA_PACK]; /* or 16-bit operands */
-    for (int32_t r = 0; r < MOELORA_PACK; r += r % 16 == 7 ? 9 : 1) {
-      tasks->kernels->dequantise(w->format, tile, w->stride_kt, 1, r, 0, low, high);
-      store_row(tasks, expert, first + r, k, count, low);
-      store_row(tasks, expert, first + r + 8, k, count, high);
-    }
-  }
+  for (int64_t k = 0; k < w->k; k += depth, tile += w->stride_kt)
+    (moelora_is_fp8(w->format) ? unpack_fp8 : unpack_nibbles)(tasks, expert, first, k,
+                                                              moelora_min(depth, w->k - k), tile);
 }
 
 /* The best that this machine runs: all of them unpack to the same bits. */

@@ -1,12 +1,16 @@
 /* Products with quantised weights, whose tiles become operand rows a few at a time.
  *
- * Rows r and r + 8 of a tile share their words, so MOELORA_DOT_N rows are two such pairs, and their
- * products leave `dot` for columns of c that do not follow each other. What makes a sum is as in
- * tile.c: the same passes over K of the same operands, so these are the bits of the product with
- * the unpacked weights. */
+ * Rows r and r + 8 of a tile of four bits share their words, so MOELORA_DOT_N rows are two such
+ * pairs, and their products leave `dot` for columns of c that do not follow each other. Those of
+ * FP8 lie by themselves. What makes a sum is as in tile.c: the same passes over K of the same
+ * operands, so these are the bits of the product with the unpacked weights.
+ *
+ * Where x is in e4m3 as well, a pass is a group of depth. Its sum, of numbers without their scales,
+ * joins c times both scales, in the order of depth, however many rows there are. */
 #include <string.h>
 
 #include "core/format.h"
+#include "cpu/convert.h"
 #include "cpu/cpu.h"
 
 enum { PART_ROWS = 64 };
@@ -35,31 +39,48 @@ static void find_rows(const moelora_weights *w, int64_t begin, int64_t end, tile
 
 /* The first of all tiles that row `at` is in, at depth k. */
 static const char *tile_of(const moelora_weights *w, int64_t at, int64_t k) {
-  return (const char *)w->data + at / MOELORA_PACK * w->stride_nt + k / MOELORA_PACK * w->stride_kt;
+  return (const char *)w->data + at / MOELORA_PACK * w->stride_nt +
+         k / moelora_tile_depth(w->format) * w->stride_kt;
 }
 
-/* c[i, columns[j]] += x_pass[i] . the j-th row of scratch->w, for i < m; columns below 0 are none
- */
-static void multiply(const moelora_cpu_kernels *kernels, int64_t m, int64_t depth,
-                     int64_t row_bytes, const int64_t *columns, float *c, int64_t ldc,
-                     moelora_scratch *scratch) {
+/* A pass over weight rows in `w`, operands `row_bytes` apart, of which row j gives column
+ * columns[j] of c; one below 0 gives none. */
+typedef struct pass {
+  int64_t depth, row_bytes;
+  int64_t count; /* of rows, at most MOELORA_DOT_N */
+  const char *w;
+  int64_t columns[MOELORA_DOT_N];
+  /* scales of the rows, and the place of those of x; NULL: sums are what they are */
+  const float *scales;
+  int64_t group;
+} pass;
+
+/* c[i, columns[j]] += x_pass[i] . w[j], times both scales, for i < m */
+static void multiply(const moelora_cpu_kernels *kernels, const pass *p, int64_t m, float *c,
+                     int64_t ldc, moelora_scratch *scratch) {
   float part[PART_ROWS * MOELORA_DOT_N];
   for (int64_t first = 0; first < m; first += PART_ROWS) {
     const int64_t rows = moelora_min(PART_ROWS, m - first);
     memset(part, 0, (size_t)(rows * MOELORA_DOT_N) * sizeof *part);
-    kernels->dot(rows, MOELORA_DOT_N, depth, scratch->x_pass + first, scratch->w, row_bytes, NULL,
-                 part, MOELORA_DOT_N);
+    kernels->dot(rows, p->count, p->depth, scratch->x_pass + first, p->w, p->row_bytes, NULL, part,
+                 MOELORA_DOT_N);
     for (int64_t i = 0; i < rows; i++)
-      for (int j = 0; j < MOELORA_DOT_N; j++)
-        if (columns[j] >= 0)
-          c[(first + i) * ldc + columns[j]] += part[i * MOELORA_DOT_N + j];
+      for (int64_t j = 0; j < p->count; j++) {
+        float sum = part[i * MOELORA_DOT_N + j];
+        if (p->scales)
+          sum *= p->scales[j] * scratch->x_scales[first + i][p->group];
+        if (p->columns[j] >= 0)
+          c[(first + i) * ldc + p->columns[j]] += sum;
+      }
   }
 }
 
+/* ---- four bits ---- */
+
 /* One pass over K, of `depth` from k on. */
-static void multiply_rows(const moelora_variant *variant, const moelora_weights *w,
-                          const tile_rows *rows, int64_t k, int64_t depth, int64_t m, float *c,
-                          int64_t ldc, moelora_scratch *scratch) {
+static void multiply_nibbles(const moelora_variant *variant, const moelora_weights *w,
+                             const tile_rows *rows, int64_t k, int64_t depth, int64_t m, float *c,
+                             int64_t ldc, moelora_scratch *scratch) {
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
   const int64_t tiles = moelora_ceil_div(depth, MOELORA_PACK);
   const int64_t row_bytes = tiles * MOELORA_PACK * (int64_t)kernels->operand_bytes;
@@ -71,12 +92,12 @@ static void multiply_rows(const moelora_variant *variant, const moelora_weights 
                                            moelora_words_offset(quarter + 6)
                                      : 0;
     for (int32_t r = 0; r < 8; r += 2) {
-      int64_t columns[MOELORA_DOT_N];
+      pass p = {.depth = depth, .row_bytes = row_bytes, .count = MOELORA_DOT_N, .w = scratch->w};
       bool any = false;
       for (int j = 0; j < MOELORA_DOT_N; j++) {
         const int64_t at = base + r + j / 2 + j % 2 * 8;
         const bool there = at >= rows->begin && at < rows->end;
-        columns[j] = there ? rows->column + (at - rows->begin) * rows->step : -1;
+        p.columns[j] = there ? rows->column + (at - rows->begin) * rows->step : -1;
         any = any || there;
       }
       if (!any)
@@ -87,7 +108,108 @@ static void multiply_rows(const moelora_variant *variant, const moelora_weights 
         kernels->dequantise(w->format, tile_of(w, base, k), w->stride_kt, tiles, quarter + r + pair,
                             ahead, low, low + row_bytes);
       }
-      multiply(kernels, m, depth, row_bytes, columns, c, ldc, scratch);
+      multiply(kernels, &p, m, c, ldc, scratch);
+    }
+  }
+}
+
+/* ---- FP8 ---- */
+
+/* Rows of weights from `at` on that one pass takes: of one tile. */
+static int64_t rows_of_pass(int64_t at, int64_t end) {
+  return moelora_min(moelora_min(MOELORA_DOT_N, end - at), MOELORA_PACK - at % MOELORA_PACK);
+}
+
+static void columns_of_pass(pass *p, const tile_rows *rows, int64_t at) {
+  for (int64_t j = 0; j < p->count; j++)
+    p->columns[j] = rows->column + (at + j - rows->begin) * rows->step;
+}
+
+/* The scales of row r of a tile, of both halves of its depth. */
+static void read_scales(const moelora_weights *w, const char *tile, int64_t r, float scale[2]) {
+  const char *scales = tile + MOELORA_FP8_TILE_VALUES;
+  if (w->format == MOELORA_FP8_ROWS) {
+    memcpy(scale, scales + r * (int64_t)sizeof *scale, sizeof *scale);
+    scale[1] = scale[0];
+  } else {
+    memcpy(scale, scales, 2 * sizeof *scale);
+  }
+}
+
+/* Brings the row that the next pass reads when this one reads `at` into L2. */
+static void fetch_ahead(const moelora_weights *w, const tile_rows *rows, int64_t at, int64_t k) {
+  const int64_t next = moelora_min(at + MOELORA_DOT_N, rows->end - 1);
+  const char *row = tile_of(w, next, k) + next % MOELORA_PACK * 128;
+  __builtin_prefetch(row, 0, 2);
+  __builtin_prefetch(row + 64, 0, 2);
+}
+
+void moelora_cpu_fp8_row(const moelora_cpu_kernels *kernels, const moelora_weights *w,
+                         moelora_dtype dtype, const char *tile, int64_t r, void *to) {
+  float scale[2];
+  read_scales(w, tile, r, scale);
+  for (int i = 0; i < 2; i++)
+    scale[i] = dtype == MOELORA_BF16
+                   ? moelora_bf16_to_f32(moelora_f32_to_bf16(scale[i]))
+                   : moelora_f16_to_f32(moelora_f32_to_f16(scale[i] * 0x1p8f)) * 0x1p-8f;
+  kernels->dequantise_fp8((const uint8_t *)tile + r * 128, (int32_t)(r % 8), scale, to);
+}
+
+/* One pass over K, of `depth` from k on, of numbers that are rounded to the dtype. */
+static void multiply_fp8(const moelora_variant *variant, const moelora_weights *w,
+                         const tile_rows *rows, int64_t k, int64_t depth, int64_t m, float *c,
+                         int64_t ldc, moelora_scratch *scratch) {
+  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
+  const int64_t tile_bytes = 128 * (int64_t)kernels->operand_bytes;
+  pass p = {
+      .depth = depth, .w = scratch->w, .row_bytes = moelora_ceil_div(depth, 128) * tile_bytes};
+  for (int64_t at = rows->begin; at < rows->end; at += p.count) {
+    p.count = rows_of_pass(at, rows->end);
+    columns_of_pass(&p, rows, at);
+    for (int64_t j = 0; j < p.count; j++) {
+      char *to = scratch->w + j * p.row_bytes;
+      for (int64_t i = 0; i < depth; i += 128, to += tile_bytes) {
+        fetch_ahead(w, rows, at + j, k + i);
+        moelora_cpu_fp8_row(kernels, w, variant->dtype, tile_of(w, at, k + i),
+                            (at + j) % MOELORA_PACK, to);
+      }
+    }
+    multiply(kernels, &p, m, c, ldc, scratch);
+  }
+}
+
+/* The tiles at depth k, by x in e4m3. */
+static void multiply_e4m3(const moelora_variant *variant, const moelora_weights *w,
+                          const tile_rows *rows, int64_t k, int64_t m, float *c, int64_t ldc,
+                          moelora_scratch *scratch) {
+  static const float ones[2] = {1, 1};
+  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
+  const int64_t operand = (int64_t)kernels->operand_bytes, group = moelora_x_group(w);
+  pass p = {.row_bytes = 128 * operand};
+  for (int64_t at = rows->begin; at < rows->end; at += p.count) {
+    float scales[2][MOELORA_DOT_N];
+    p.count = rows_of_pass(at, rows->end);
+    columns_of_pass(&p, rows, at);
+    for (int64_t j = 0; j < p.count; j++) {
+      const int64_t r = (at + j) % MOELORA_PACK;
+      const char *tile = tile_of(w, at, k);
+      float scale[2];
+      read_scales(w, tile, r, scale);
+      scales[0][j] = scale[0];
+      scales[1][j] = scale[1];
+      fetch_ahead(w, rows, at + j, k);
+      kernels->dequantise_fp8((const uint8_t *)tile + r * 128, (int32_t)(r % 8), ones,
+                              scratch->w + j * p.row_bytes);
+    }
+    const int64_t end = moelora_min(k + 128, w->k);
+    for (int64_t i = k; i < end; i += group) {
+      for (int64_t row = 0; row < m; row++)
+        scratch->x_pass[row] = (const char *)scratch->x[row] + i * operand;
+      p.depth = moelora_min(group, end - i);
+      p.w = scratch->w + (i - k) * operand;
+      p.scales = scales[(i - k) / 64];
+      p.group = i / group;
+      multiply(kernels, &p, m, c, ldc, scratch);
     }
   }
 }
@@ -96,13 +218,19 @@ void moelora_cpu_quantised_tile(const moelora_variant *variant, const moelora_we
                                 int64_t begin, int64_t end, int64_t m, float *c, int64_t ldc,
                                 moelora_scratch *scratch) {
   const size_t operand = moelora_cpu_kernels_of(variant)->operand_bytes;
+  const bool e4m3 = w->x != MOELORA_X_NATIVE;
+  const int64_t step = e4m3 ? 128 : variant->block_k;
   tile_rows rows[2];
   find_rows(w, begin, end, rows);
-  for (int64_t k = 0; k < w->k; k += variant->block_k) {
-    const int64_t depth = moelora_min(variant->block_k, w->k - k);
+  for (int64_t k = 0; k < w->k; k += step) {
+    const int64_t depth = moelora_min(step, w->k - k);
     for (int64_t i = 0; i < m; i++)
       scratch->x_pass[i] = (const char *)scratch->x[i] + (size_t)k * operand;
     for (int half = 0; half < 2; half++)
-      multiply_rows(variant, w, &rows[half], k, depth, m, c, ldc, scratch);
+      if (e4m3)
+        multiply_e4m3(variant, w, &rows[half], k, m, c, ldc, scratch);
+      else
+        (moelora_is_fp8(w->format) ? multiply_fp8 : multiply_nibbles)(variant, w, &rows[half], k,
+                                                                      depth, m, c, ldc, scratch);
   }
 }

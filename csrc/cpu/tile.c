@@ -16,6 +16,7 @@ moelora_scratch *moelora_scratch_take(const moelora_variant *variant, const moel
     moelora_scratch one = {
         .x = moelora_take(arena, rows * sizeof(void *)),
         .x_pass = moelora_take(arena, rows * sizeof(void *)),
+        .x_scales = moelora_take(arena, rows * sizeof(float *)),
         .c = moelora_take(arena, rows * columns * sizeof(float)),
         .line = moelora_take(arena, columns * sizeof(float)),
         .w = moelora_take(arena, MOELORA_DOT_N * (size_t)variant->block_k * sizeof(float)),
@@ -83,13 +84,31 @@ void moelora_cpu_tile(const moelora_variant *variant, const moelora_weights *w, 
   }
 }
 
+/* Of all rows of x, that of sorted row `at`. */
+static int64_t row_of_x(const moelora_projection *p, int64_t at) {
+  const int64_t row = p->sorted->row[at];
+  return p->x_index == MOELORA_BY_SORTED ? at
+         : p->x_index == MOELORA_BY_ROW  ? row
+                                         : row / p->routes->top_k;
+}
+
 void moelora_cpu_rows(const moelora_projection *p, int64_t first, int64_t m, const void **x) {
   const size_t stride = (size_t)p->x_stride * moelora_cpu_kernels_of(p->variant)->operand_bytes;
+  for (int64_t i = 0; i < m; i++)
+    x[i] = (const char *)p->x + (size_t)row_of_x(p, first + i) * stride;
+}
+
+void moelora_cpu_base_rows(const moelora_projection *p, int64_t first, int64_t m,
+                           moelora_scratch *scratch) {
+  const moelora_e4m3_rows *rows = &p->x_e4m3;
+  if (!rows->values) {
+    moelora_cpu_rows(p, first, m, scratch->x);
+    return;
+  }
+  const size_t stride = (size_t)p->w->k * moelora_cpu_kernels_of(p->variant)->operand_bytes;
   for (int64_t i = 0; i < m; i++) {
-    int64_t row = p->sorted->row[first + i];
-    int64_t at = p->x_index == MOELORA_BY_SORTED ? first + i
-                 : p->x_index == MOELORA_BY_ROW  ? row
-                                                 : row / p->routes->top_k;
-    x[i] = (const char *)p->x + (size_t)at * stride;
+    const int64_t row = row_of_x(p, first + i);
+    scratch->x[i] = (const char *)rows->values + (size_t)row * stride;
+    scratch->x_scales[i] = rows->scales + row * rows->groups;
   }
 }

@@ -40,9 +40,10 @@ int32_t op_tensors(moelora_op_context *ctx, const char *name, StableIValue value
                    moelora_tensor *out);
 int32_t op_int(moelora_op_context *ctx, const char *name, StableIValue value);
 double op_float(StableIValue value);
-/* How weights lie in memory; `names` are those of the three arguments. */
-moelora_layout op_layout(moelora_op_context *ctx, const char *const names[3], StableIValue format,
-                         StableIValue order, StableIValue rows);
+/* How weights lie in memory; `names` are those of the integers. */
+moelora_layout op_layout(moelora_op_context *ctx, const char *const names[4], StableIValue format,
+                         StableIValue order, StableIValue rows, StableIValue x_format,
+                         StableIValue x_scale);
 /* The value of an integer tensor of one element in host memory; 0 if absent, and in a meta call. */
 int32_t op_host_int(moelora_op_context *ctx, const char *name, StableIValue value);
 /* Fails if there are tokens and factors but nothing says which token carries which adapter: the

@@ -144,9 +144,9 @@ static void run_gemm(const char *op, StableIValue *stack, bool has_out) {
   if (has_out) {
     args.out = op_tensor(&ctx, "out", stack[13]);
   }
-  static const char *const names[] = {"w_format", "w_order", "w_rows"};
+  static const char *const names[] = {"w_format", "w_order", "w_rows", "w_x_format"};
   const StableIValue *layout = &stack[has_out ? 14 : 13];
-  args.w_layout = op_layout(&ctx, names, layout[0], layout[1], layout[2]);
+  args.w_layout = op_layout(&ctx, names, layout[0], layout[1], layout[2], layout[3], layout[4]);
   if (op_ready(&ctx)) {
     const moelora_tensor *ids = &args.routing.topk_ids;
     int64_t sizes[3] = {size_of(ids, 0), size_of(ids, 1), weight_rows(&args.w, &args.w_layout)};
@@ -162,7 +162,8 @@ static void run_gemm(const char *op, StableIValue *stack, bool has_out) {
 }
 
 /* Of quantised weights alone: a call without them costs less if it need not say so. */
-#define W_LAYOUT ", int w_format=0, int w_order=0, int w_rows=0"
+#define W_LAYOUT                                                                                   \
+  ", int w_format=0, int w_order=0, int w_rows=0, int w_x_format=0, float w_x_scale=0.0"
 #define FUSED_MOE_LORA_GEMM "fused_moe_lora_gemm(" FUSED_MOE_LORA_GEMM_ARGS W_LAYOUT ") -> Tensor"
 #define FUSED_MOE_LORA_GEMM_OUT                                                                    \
   "fused_moe_lora_gemm_out(" FUSED_MOE_LORA_GEMM_ARGS ", Tensor(a!) out" W_LAYOUT ") -> ()"
@@ -212,11 +213,11 @@ static void run_experts(const char *op, StableIValue *stack, bool has_out) {
   if (has_out) {
     args.out = op_tensor(&ctx, "out", stack[20]);
   }
-  static const char *const names13[] = {"w13_format", "w13_order", "w13_rows"};
-  static const char *const names2[] = {"w2_format", "", "w2_rows"};
-  const StableIValue *layout = &stack[has_out ? 21 : 20];
-  args.w13_layout = op_layout(&ctx, names13, layout[0], layout[1], layout[2]);
-  args.w2_layout = op_layout(&ctx, names2, layout[3], MOELORA_ROWS_PLAIN, layout[4]);
+  static const char *const names13[] = {"w13_format", "w13_order", "w13_rows", "w13_x_format"};
+  static const char *const names2[] = {"w2_format", "", "w2_rows", "w2_x_format"};
+  const StableIValue *l13 = &stack[has_out ? 21 : 20], *l2 = l13 + 5;
+  args.w13_layout = op_layout(&ctx, names13, l13[0], l13[1], l13[2], l13[3], l13[4]);
+  args.w2_layout = op_layout(&ctx, names2, l2[0], MOELORA_ROWS_PLAIN, l2[1], l2[2], l2[3]);
   if (op_ready(&ctx)) {
     int64_t sizes[2] = {size_of(&args.hidden_states, 0), size_of(&args.hidden_states, 1)};
     if (!has_out) {
@@ -231,7 +232,8 @@ static void run_experts(const char *op, StableIValue *stack, bool has_out) {
 }
 
 #define LAYER_LAYOUT                                                                               \
-  ", int w13_format=0, int w13_order=0, int w13_rows=0, int w2_format=0, int w2_rows=0"
+  ", int w13_format=0, int w13_order=0, int w13_rows=0, int w13_x_format=0, float "                \
+  "w13_x_scale=0.0, int w2_format=0, int w2_rows=0, int w2_x_format=0, float w2_x_scale=0.0"
 #define FUSED_EXPERTS_LORA "fused_experts_lora(" FUSED_EXPERTS_LORA_ARGS LAYER_LAYOUT ") -> Tensor"
 #define FUSED_EXPERTS_LORA_OUT                                                                     \
   "fused_experts_lora_out(" FUSED_EXPERTS_LORA_ARGS ", Tensor(a!) out" LAYER_LAYOUT ") -> ()"
@@ -276,8 +278,8 @@ static moelora_dtype compute_dtype(moelora_op_context *ctx, StableIValue value) 
 }
 
 #define PACK_QUANTIZED                                                                             \
-  "pack_quantized(Tensor values, Tensor scales, Tensor zeros, int format, int order, int dtype) "  \
-  "-> Tensor"
+  "pack_quantized(Tensor values, Tensor scales, Tensor zeros, int format, int order, int dtype, "  \
+  "int block_rows=0, int block_columns=0) -> Tensor"
 
 static void pack_quantized(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
   (void)inputs, (void)outputs;
@@ -293,10 +295,14 @@ static void pack_quantized(StableIValue *stack, uint64_t inputs, uint64_t output
       .rows = size_of(&w.values, 1),
   };
   const moelora_dtype dtype = compute_dtype(&ctx, stack[5]);
+  w.block_rows = op_int(&ctx, "block_rows", stack[6]);
+  w.block_columns = op_int(&ctx, "block_columns", stack[7]);
   if (op_ready(&ctx)) {
-    const int64_t depth = size_of(&w.values, 2); /* half of K */
+    const int64_t depth = size_of(&w.values, 2); /* half of K, of four bits */
+    const int64_t side =
+        moelora_tile_depth(layout.format) / (moelora_is_fp8(layout.format) ? 1 : 2);
     int64_t sizes[4] = {size_of(&w.values, 0), moelora_row_tiles(layout.order, layout.rows),
-                        depth / 32 + (depth % 32 != 0), moelora_tile_bytes(layout.format)};
+                        depth / side + (depth % side != 0), moelora_tile_bytes(layout.format)};
     moelora_tensor tiles = op_output(&ctx, MOELORA_U8, 4, sizes);
     moelora_quantized_problem problem;
     if (op_check(&ctx, moelora_check_pack_quantized(&w, &layout, dtype, &tiles, &problem)) &&
@@ -316,11 +322,12 @@ static void unpack_quantized(StableIValue *stack, uint64_t inputs, uint64_t outp
   moelora_op_context ctx;
   op_open(&ctx, "unpack_quantized");
   moelora_tensor tiles = op_tensor(&ctx, "tiles", stack[0]);
-  static const char *const names[] = {"format", "order", "rows"};
-  moelora_layout layout = op_layout(&ctx, names, stack[1], stack[2], stack[3]);
+  static const char *const names[] = {"format", "order", "rows", ""};
+  moelora_layout layout = op_layout(&ctx, names, stack[1], stack[2], stack[3], MOELORA_X_NATIVE, 0);
   const int64_t columns = op_int(&ctx, "columns", stack[4]);
   const moelora_dtype dtype = compute_dtype(&ctx, stack[5]);
-  const int64_t most[] = {size_of(&tiles, 1) * MOELORA_PACK, size_of(&tiles, 2) * MOELORA_PACK};
+  const int32_t side = moelora_tile_depth(layout.format);
+  const int64_t most[] = {size_of(&tiles, 1) * MOELORA_PACK, size_of(&tiles, 2) * side};
   if (layout.rows < 1 || layout.rows > most[0]) { /* before they are allocated */
     op_fail(&ctx, MOELORA_INVALID_ARGUMENT,
             "rows is %" PRId64 ", expected 1 to tiles.size(1) * 64, which is %" PRId64, layout.rows,
@@ -328,8 +335,8 @@ static void unpack_quantized(StableIValue *stack, uint64_t inputs, uint64_t outp
   }
   if (columns < 1 || columns > most[1]) {
     op_fail(&ctx, MOELORA_INVALID_ARGUMENT,
-            "columns is %" PRId64 ", expected 1 to tiles.size(2) * 64, which is %" PRId64, columns,
-            most[1]);
+            "columns is %" PRId64 ", expected 1 to tiles.size(2) * %d, which is %" PRId64, columns,
+            side, most[1]);
   }
   if (op_ready(&ctx)) {
     int64_t sizes[3] = {size_of(&tiles, 0), layout.rows, columns};

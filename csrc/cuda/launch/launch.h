@@ -173,6 +173,8 @@ moelora_status moelora_cuda_shrink_sm90(const moelora_shrink_launch *s,
 MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm80)
 MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm80_mxfp4)
 MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm80_int4)
+MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm80_w8a16)
+MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm80_w8a8)
 MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm90)
 MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm90_mxfp4)
 MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm90_int4)

@@ -215,11 +215,15 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
 /* The kernels of a variant's family and weight format. */
 auto launcher_of(const moelora_variant *variant) {
   const bool sm90 = variant->needs == MOELORA_SM90;
-  switch (variant->format) {
+  switch ((int)variant->format) {
   case MOELORA_MXFP4:
     return sm90 ? moelora_cuda_gemm_sm90_mxfp4 : moelora_cuda_gemm_sm80_mxfp4;
   case MOELORA_INT4:
     return sm90 ? moelora_cuda_gemm_sm90_int4 : moelora_cuda_gemm_sm80_int4;
+  case MOELORA_FP8:
+    return moelora_cuda_gemm_sm80_w8a16;
+  case MOELORA_W8A8:
+    return moelora_cuda_gemm_sm80_w8a8;
   default:
     return sm90 ? moelora_cuda_gemm_sm90 : moelora_cuda_gemm_sm80;
   }

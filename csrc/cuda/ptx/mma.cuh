@@ -61,6 +61,17 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void *from, int
                : "memory");
 }
 
+/* 4 bytes, likewise. */
+__device__ __forceinline__ void copy_async_4(uint32_t to, const void *from, bool wanted) {
+  asm volatile("{\n"
+               ".reg .pred p;\n"
+               "setp.ne.b32 p, %2, 0;\n"
+               "@p cp.async.ca.shared.global [%0], [%1], 4;\n"
+               "}" ::"r"(to),
+               "l"(from), "r"((int)wanted)
+               : "memory");
+}
+
 /* from + row * bytes. Written out, the compiler cannot move row * bytes out of a loop, where it
  * would take two registers more. */
 template <class T>

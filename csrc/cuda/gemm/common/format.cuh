@@ -62,6 +62,20 @@ template <int HALF> __device__ __forceinline__ uint32_t both_halves(uint32_t pai
   return d;
 }
 
+/* Bytes 2 HALF and 2 HALF + 1 of a word of e4m3 as two elements, by their bits: sign to sign,
+ * exponent and mantissa behind it. Too small by 2^120 (bf16) or 2^8 (fp16), subnormals, too. */
+template <class T, int HALF> __device__ __forceinline__ uint32_t e4m3_pair(uint32_t word) {
+  constexpr bool IS_BF16 = Element<T>::is_bf16;
+  const uint32_t bytes = __byte_perm(word, 0, HALF == 0 ? 0x1404 : 0x3424);
+  const uint32_t magnitude = bytes >> (IS_BF16 ? 4 : 1) & (IS_BF16 ? 0x07f007f0u : 0x3f803f80u);
+  return and_or(bytes, 0x80008000u, magnitude);
+}
+
+/* What makes up for that, times `scale`. */
+template <class T> __device__ __forceinline__ float e4m3_scale(float scale) {
+  return scale * (Element<T>::is_bf16 ? 0x1p120f : 0x1p8f);
+}
+
 /* What a lane has of a tile: rows r = 16 warp + lane / 4 and r + 8 of its warp's. */
 template <moelora_format FORMAT, class T> struct TileFragment {
   static constexpr bool IS_BF16 = Element<T>::is_bf16;

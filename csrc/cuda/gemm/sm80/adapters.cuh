@@ -7,15 +7,17 @@
 #include "cuda/gemm/common/segments.cuh"
 #include "cuda/gemm/sm80/product.cuh"
 
-/* Rows of B in the weight half of a stage: four slabs beside each other as in X, or one of them. */
+/* Rows of B in the weight half of a stage: four slabs beside each other as in X, two, or one. */
 template <class E> struct FactorRows {
-  static constexpr int SLABS = E::W_BYTES >= E::ROWS * kRowBytes ? 4 : 1;
+  static constexpr int SLABS = E::W_BYTES >= E::ROWS * kRowBytes       ? 4
+                               : E::W_BYTES >= E::ROWS * kRowBytes / 2 ? 2
+                                                                       : 1;
   static constexpr int BYTES = SLABS * 32, M64_BYTES = 64 * BYTES;
   static_assert(E::ROWS * BYTES <= E::W_BYTES, "a slab fits the weight half of a stage");
 
   /* Chunk `chunk` of row `row`, so that no two of eight rows share banks. */
   static __device__ __forceinline__ uint32_t at(int row, int chunk) {
-    return row * BYTES + ((chunk ^ (SLABS == 4 ? row & 7 : row >> 2 & 1)) << 4);
+    return row * BYTES + ((chunk ^ row / (4 / SLABS) & 2 * SLABS - 1) << 4);
   }
 };
 

@@ -14,6 +14,7 @@
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/gemm/sm80/adapters.cuh"
 #include "cuda/gemm/sm80/operands.cuh"
+#include "cuda/gemm/sm80/promotion.cuh"
 #include "cuda/gemm/common/epilogue.cuh"
 #include "cuda/gemm/common/tile_scheduler.cuh"
 #include "cuda/gemm/common/variants.cuh"
@@ -36,6 +37,9 @@ template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
     return base + step % STAGES * E::STAGE_BYTES;
   }
 
+  /* Of scales, behind all stages. */
+  __device__ __forceinline__ uint32_t slots() const { return base + STAGES * E::STAGE_BYTES; }
+
   __device__ __forceinline__ void wait() {
     copy_async_wait<STAGES - 2>();
     __syncthreads();
@@ -47,14 +51,15 @@ template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
    * mix loads, copies and products. For that, too, the fragments behind the last stage are loaded,
    * although nobody uses them. */
   template <int WIDTH>
-  __device__ __forceinline__ void multiply(WarpTile<E> &sum, int step, int end, bool wanted) {
+  __device__ __forceinline__ void multiply(WarpTile<E> &sum, Partial<E> &partial, int step, int end,
+                                           bool wanted) {
     const uint32_t a = F::offset(), b = F::offset_b();
     const auto to = L::place(g);
     const uint32_t top = base + (STAGES - 1) * E::STAGE_BYTES;
     uint32_t before = stage(step + STAGES - 1), now = stage(step); // `before` is free again
     auto from = loader.source(g, step + STAGES - 1);
     F fragments;
-    fragments.template load<0>(now + a, g.weights.w.format);
+    fragments.template load<0>(now, a, g.weights.w.format, step % 2);
 #pragma unroll
     for (int j = 0; j < WIDTH; j += 2)
       fragments.template load_b<WIDTH>(j, now + b);
@@ -66,19 +71,20 @@ template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
         constexpr int K = decltype(slab)::value, AHEAD = (K + 1) % 4;
         uint32_t stage = now;
         if constexpr (K < L::PARTS) {
-          loader.template copy<K>(g, from, before, to, wanted);
+          loader.template copy<K>(g, from, before, slots(), to, wanted);
         } else {
           copy_async_commit();
           wait();
           stage = next;
         }
-        fragments.template load<AHEAD>(stage + a, g.weights.w.format);
-        fragments.template multiply<WIDTH>(sum, K % 2, (stage + b) ^ AHEAD << 5);
+        fragments.template load<AHEAD>(stage, a, g.weights.w.format, (step + (AHEAD == 0)) % 2);
+        fragments.template multiply<WIDTH>(partial.of(sum), K % 2, (stage + b) ^ AHEAD << 5);
       };
       multiply_slab(std::integral_constant<int, 0>());
       multiply_slab(std::integral_constant<int, 1>());
       multiply_slab(std::integral_constant<int, 2>());
       multiply_slab(std::integral_constant<int, 3>());
+      partial.template promote<WIDTH>(sum, g, slots(), step);
       before = now, now = next;
       from.advance(g);
     }
@@ -86,15 +92,15 @@ template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
 
   /* The same, as wide as a block of `count` rows needs. */
   template <int WIDTH>
-  __device__ __forceinline__ void multiply_fitting(WarpTile<E> &sum, int count, int step, int end,
-                                                   bool wanted) {
+  __device__ __forceinline__ void multiply_fitting(WarpTile<E> &sum, Partial<E> &partial, int count,
+                                                   int step, int end, bool wanted) {
     // n8 tiles are loaded by two, but where fours share the tokens a single one is 16 tokens.
     constexpr int WIDER = WarpTile<E>::SPLIT == 1 ? 2 : 1;
     if constexpr (WIDTH < WarpTile<E>::N8_TILES) {
       if (count > WIDTH * WarpTile<E>::SPLIT * 8)
-        return multiply_fitting<WIDTH + WIDER>(sum, count, step, end, wanted);
+        return multiply_fitting<WIDTH + WIDER>(sum, partial, count, step, end, wanted);
     }
-    multiply<WIDTH>(sum, step, end, wanted);
+    multiply<WIDTH>(sum, partial, step, end, wanted);
   }
 };
 
@@ -175,7 +181,8 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
   // Shuffled, the address stays in a register; else the compiler finds it anew for each stage.
   MainLoop<E, T, STAGES, VECTORS> main_loop{g, __shfl_sync(0xffffffffu, shared_address(shared), 0)};
   S sum;
-  const uint32_t headers = main_loop.base + STAGES * E::STAGE_BYTES;
+  Partial<E> partial;
+  const uint32_t headers = main_loop.slots() + E::SLOTS * E::SLOT_BYTES;
   Tile tile, finished;
   int count = 0, finished_count = 0; // rows of the block; none before the first tile
   for (int index = blockIdx.x;;) {
@@ -201,7 +208,7 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
 #pragma unroll 1
       for (int step = 0; step < STAGES - 1; step++) {
         const uint32_t stage = main_loop.stage(step);
-        main_loop.loader.copy_all(g, from, stage, step < depth_steps);
+        main_loop.loader.copy_all(g, from, stage, main_loop.slots(), step < depth_steps);
         from.advance(g);
         copy_async_commit();
       }
@@ -224,6 +231,7 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
     if (last)
       break;
     sum.clear();
+    partial.clear();
     main_loop.wait();
     // Where the depth is short, the stages before the first of the adapters are empty.
     const int first = max(depth_steps, STAGES - 1);
@@ -240,7 +248,7 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
       int end = depth_steps - (STAGES - 1);
       if (!deep)
         end = load_ahead(step) ? step + 1 : depth_steps;
-      main_loop.template multiply_fitting<LEAST>(sum, count, step, end, deep);
+      main_loop.template multiply_fitting<LEAST>(sum, partial, count, step, end, deep);
       step = end;
     }
 #pragma unroll 1
@@ -273,12 +281,14 @@ struct LaunchSm80 {
 
 template <moelora_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES>
 struct LaunchSm80<true, FORMAT, T, BLOCK_M, BLOCK_N, STAGES, 1> {
-  using E = Extent<BLOCK_M, BLOCK_N / 64, FORMAT>;
+  using E = StageExtent<BLOCK_M, BLOCK_N / 64, FORMAT>;
 
   template <bool VECTORS>
   static moelora_status run_as(const moelora_gemm_launch *g, const moelora_exec *exec) {
-    constexpr int SHARED = STAGES * E::STAGE_BYTES + TileAdapters<E, STAGES>::BYTES;
+    constexpr int SHARED = STAGES * E::STAGE_BYTES + E::SLOTS * E::SLOT_BYTES +
+                           TileAdapters<E, STAGES>::BYTES;
     static_assert(SHARED <= 166912, "163 KB of shared memory on sm_80");
+    static_assert(!E::IS_W8A8 || STAGES < E::SLOTS, "scales stay a step longer than values");
     return launch_kernel<gemm_sm80<E, T, STAGES, VECTORS>>(
         "gemm_sm80", g->schedule.blocks.max_blocks * tile_columns<E>(*g), WarpTile<E>::THREADS,
         SHARED, exec, *g);

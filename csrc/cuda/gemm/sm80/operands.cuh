@@ -54,6 +54,10 @@ struct WeightLoader {
   __device__ __forceinline__ Source source(const moelora_gemm_launch &g, int step) const {
     return weights + step * g.weights.w.stride_kt + (threadIdx.x & 7) * 8;
   }
+  /* From one step to the next. */
+  static __device__ __forceinline__ void advance(Source &from, const moelora_gemm_launch &g) {
+    from += g.weights.w.stride_kt;
+  }
   /* Where nothing is read, some mapped address. */
   __device__ __forceinline__ Source readable(Source from, int left) const {
     return left > 0 ? from : weights;
@@ -63,7 +67,7 @@ struct WeightLoader {
   using Place = uint32_t;
   static __device__ __forceinline__ Place place(const moelora_gemm_launch &) { return row_chunk(); }
 
-  __device__ __forceinline__ void copy(int piece, Source from, int left, uint32_t stage,
+  __device__ __forceinline__ void copy(int piece, Source from, int left, uint32_t stage, uint32_t,
                                        Place place, bool wanted) const {
     copy_chunk<VECTORS>(stage + place + piece * STEP * kRowBytes,
                         VECTORS ? row_address(from, row[piece], 16) : from + row[piece], left,
@@ -71,15 +75,16 @@ struct WeightLoader {
   }
 };
 
-/* Quantised weights, whole tiles of them, TILE_BYTES apart in a stage whatever INT4 needs: 128
- * threads copy the values of one, 16 bytes each. Warp w then copies what follows the values of m64
- * tile w. */
+/* Quantised weights, tiles of them or halves of those of FP8: 128 threads copy a part of the
+ * values, 16 bytes each, of which FP8 has two in half a tile. Warp w then copies what follows the
+ * values of m64 tile w. */
 template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, false> {
-  static constexpr int AT_ONCE = WarpTile<E>::THREADS / 128; // tiles
-  static constexpr int VALUES = E::TILES / AT_ONCE, PIECES = VALUES + 1;
-  static constexpr int TILE_BYTES = moelora_most_tile_bytes(E::FORMAT);
-  static_assert(E::TILES % AT_ONCE == 0 && E::TILES <= WarpTile<E>::THREADS / 32 &&
-                    TILE_BYTES - MOELORA_TILE_VALUES <= 32 * 16,
+  static constexpr int PART_BYTES = 128 * 16, PARTS = E::VALUES / PART_BYTES; // of a tile
+  static constexpr int AT_ONCE = WarpTile<E>::THREADS / 128;                  // parts
+  static constexpr int VALUES = E::TILES * PARTS / AT_ONCE, PIECES = VALUES + 1;
+  static constexpr int SCALES_AT = E::IS_FP8 ? MOELORA_FP8_TILE_VALUES : E::VALUES; // in a tile
+  static_assert(E::TILES * PARTS % AT_ONCE == 0 && E::TILES <= WarpTile<E>::THREADS / 32 &&
+                    moelora_most_tile_bytes(E::FORMAT) - SCALES_AT <= 32 * 16,
                 "a warp for the scales of each tile");
 
   const char *weights;     // of the expert
@@ -90,43 +95,75 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
     weights = data + tile.expert * g.weights.w.stride_e;
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
-      const int m64 = i < VALUES ? tile_of_values(i) : tile_of_scales();
-      const int chunk =
-          i < VALUES ? threadIdx.x & 127 : MOELORA_TILE_VALUES / 16 + (threadIdx.x & 31);
+      const int m64 = i < VALUES ? part_of_values(i) / PARTS : tile_of_scales();
+      const int chunk = i < VALUES ? chunk_of_values(part_of_values(i) % PARTS)
+                                   : SCALES_AT / 16 + (int)(threadIdx.x & 31);
       const int output = first_output<E>(g, tile.column, m64);
       chunks[i] = (uint32_t)((quantized_tile(g, 0, m64, output) - data) / 16) + chunk;
     }
   }
 
-  static __device__ __forceinline__ int tile_of_values(int piece) {
+  /* Among the parts of all tiles. */
+  static __device__ __forceinline__ int part_of_values(int piece) {
     return piece * AT_ONCE + (AT_ONCE > 1 ? (int)threadIdx.x / 128 : 0);
   }
   static __device__ __forceinline__ int tile_of_scales() { return threadIdx.x / 32; }
 
-  /* The first tile of the expert at some step. */
-  using Source = const char *;
+  /* Which chunk of a tile this thread's of a part is; of FP8 in the first half of the depth. */
+  static __device__ __forceinline__ int chunk_of_values(int part) {
+    const int at = part * 128 + (threadIdx.x & 127);
+    if constexpr (!E::IS_FP8)
+      return at;
+    const int row = at / 4, chunk = at ^ row >> 1 & 3;
+    return row * 8 + (chunk & 3 ^ row & 7);
+  }
+
+  /* The first tile of the expert at some step; of FP8, how far the half of its depth is from the
+   * first one. */
+  struct Source {
+    const char *tile;
+    int half;
+  };
   __device__ __forceinline__ Source source(const moelora_gemm_launch &g, int step) const {
-    return weights + step * g.weights.w.stride_kt;
+    if constexpr (!E::IS_FP8)
+      return {weights + step * g.weights.w.stride_kt, 0};
+    return {weights + step / 2 * g.weights.w.stride_kt, step % 2 ? second_half() : 0};
+  }
+  static __device__ __forceinline__ void advance(Source &from, const moelora_gemm_launch &g) {
+    if (!E::IS_FP8 || from.half)
+      from.tile += g.weights.w.stride_kt;
+    if (E::IS_FP8)
+      from.half = second_half() - from.half;
   }
   __device__ __forceinline__ Source readable(Source from, int) const { return from; }
+
+  /* Chunks of a row lie by its last three bits, of which this thread's rows have the same. */
+  static __device__ __forceinline__ int second_half() { return threadIdx.x & 16 ? -64 : 64; }
 
   struct Place {
     uint32_t values, scales;
     bool has_scales; // this thread copies some
   };
   static __device__ __forceinline__ Place place(const moelora_gemm_launch &g) {
-    const int thread = threadIdx.x;
-    const int chunk = MOELORA_TILE_VALUES / 16 + (thread & 31);
-    return {(uint32_t)(tile_of_values(0) * TILE_BYTES + (thread & 127) * 16),
-            (uint32_t)(tile_of_scales() * TILE_BYTES + chunk * 16),
-            tile_of_scales() < E::TILES && chunk * 16 < moelora_tile_size(g.weights.w.format)};
+    const int thread = threadIdx.x, part = part_of_values(0), behind = (thread & 31) * 16;
+    const int scales = E::IS_W8A8  ? tile_of_scales() * kFp8Scales
+                       : E::IS_FP8 ? E::ALL_VALUES + tile_of_scales() * kFp8Scales
+                                   : tile_of_scales() * E::TILE_BYTES + E::VALUES;
+    return {
+        (uint32_t)(part / PARTS * E::TILE_BYTES + part % PARTS * PART_BYTES + (thread & 127) * 16),
+        (uint32_t)(scales + behind),
+        tile_of_scales() < E::TILES && SCALES_AT + behind < moelora_tile_size(g.weights.w.format)};
   }
 
-  __device__ __forceinline__ void copy(int piece, Source from, int, uint32_t stage,
+  /* Scales go to `slot`. */
+  __device__ __forceinline__ void copy(int piece, Source from, int, uint32_t stage, uint32_t slot,
                                        const Place &place, bool wanted) const {
-    const uint32_t to = piece < VALUES ? place.values + piece * AT_ONCE * TILE_BYTES : place.scales;
-    copy_async_16<256>(stage + to, row_address(from, chunks[piece], 16), 16,
-                       wanted && (piece < VALUES || place.has_scales));
+    const int part = piece * AT_ONCE;
+    const uint32_t ahead = part / PARTS * E::TILE_BYTES + part % PARTS * PART_BYTES;
+    const bool scales = piece == VALUES;
+    copy_async_16<256>(scales ? slot + place.scales : stage + place.values + ahead,
+                       row_address(from.tile + (scales ? 0 : from.half), chunks[piece], 16), 16,
+                       wanted && (!scales || place.has_scales));
   }
 };
 
@@ -142,6 +179,7 @@ template <class E, class T, bool VECTORS> struct OperandLoader {
 
   W weights;
   int32_t token[X_ROWS]; // -1 in padding, which nobody copies
+  int32_t scaled;        // W8A8: the token whose scales this thread copies, likewise
 
   __device__ __forceinline__ void open(const moelora_gemm_launch &g, const Tile &tile) {
     weights.open(g, tile);
@@ -150,6 +188,9 @@ template <class E, class T, bool VECTORS> struct OperandLoader {
       const int t = (int)threadIdx.x / 8 + i * STEP;
       token[i] = x_row<E>(g, tile.block, t, block_row<E>(g, tile.block, t));
     }
+    const int t = threadIdx.x;
+    if constexpr (E::IS_W8A8)
+      scaled = t < E::TOKENS ? x_row<E>(g, tile.block, t, block_row<E>(g, tile.block, t)) : -1;
   }
 
   /* Where both operands are read at some step. */
@@ -157,16 +198,18 @@ template <class E, class T, bool VECTORS> struct OperandLoader {
     typename W::Source w;
     const T *x; // this thread's chunk of row 0
     int left;   // elements of a row from the chunk on
+    int step;
 
     __device__ __forceinline__ void advance(const moelora_gemm_launch &g) {
-      w += g.weights.w.stride_kt, x += kDepth, left -= kDepth;
+      W::advance(w, g);
+      x += kDepth, left -= kDepth, step++;
     }
   };
 
   __device__ __forceinline__ Source source(const moelora_gemm_launch &g, int step) const {
     const int chunk = (threadIdx.x & 7) * 8;
     return {weights.source(g, step), (const T *)g.tokens.x + step * kDepth + chunk,
-            g.tokens.k - step * kDepth - chunk};
+            g.tokens.k - step * kDepth - chunk, step};
   }
 
   /* Where this thread writes in a stage. */
@@ -178,30 +221,39 @@ template <class E, class T, bool VECTORS> struct OperandLoader {
     return {W::place(g), row_chunk()};
   }
 
-  /* One of PARTS parts of a stage, if it is `wanted`. */
+  /* One of PARTS parts of a stage, if it is `wanted`. W8A8: scales to a slot of those at `slots`.
+   */
   template <int PART>
   __device__ __forceinline__ void copy(const moelora_gemm_launch &g, const Source &from,
-                                       uint32_t stage, const Place &to, bool wanted) const {
+                                       uint32_t stage, uint32_t slots, const Place &to,
+                                       bool wanted) const {
+    const uint32_t slot = E::IS_W8A8 ? slots + from.step % E::SLOTS * E::SLOT_BYTES : stage;
     // Behind the end of a row zeros are written and nothing is read, but from a mapped address.
     const auto w = weights.readable(from.w, from.left);
     const T *x = from.left > 0 ? from.x : (const T *)g.tokens.x;
 #pragma unroll
     for (int i = 0; i < W::PIECES; i++)
       if (i / PART_PIECES == PART)
-        weights.copy(i, w, from.left, stage, to.w, wanted);
+        weights.copy(i, w, from.left, stage, slot, to.w, wanted);
 #pragma unroll
     for (int i = 0; i < X_ROWS; i++)
       if ((W::PIECES + i) / PART_PIECES == PART)
         copy_chunk<VECTORS>(stage + to.x + E::W_BYTES + i * STEP * kRowBytes,
                             row_address(x, token[i], 2 * (uint32_t)g.tokens.stride), from.left,
                             wanted && token[i] >= 0);
+    if constexpr (E::IS_W8A8 && PART == PARTS - 1) {
+      const int64_t group = g.weights.w.format == MOELORA_FP8_G64 ? from.step : from.step / 2;
+      copy_async_4(slot + E::ALL_SCALES + 4 * threadIdx.x,
+                   g.tokens.scales + group * g.tokens.scales_stride + scaled,
+                   wanted && scaled >= 0);
+    }
   }
 
   __device__ __forceinline__ void copy_all(const moelora_gemm_launch &g, const Source &from,
-                                           uint32_t stage, bool wanted) const {
-    copy<0>(g, from, stage, place(g), wanted);
-    copy<1>(g, from, stage, place(g), wanted);
-    copy<2>(g, from, stage, place(g), wanted);
+                                           uint32_t stage, uint32_t slots, bool wanted) const {
+    copy<0>(g, from, stage, slots, place(g), wanted);
+    copy<1>(g, from, stage, slots, place(g), wanted);
+    copy<2>(g, from, stage, slots, place(g), wanted);
   }
 };
 

@@ -17,6 +17,33 @@
 
 #include "cuda/gemm/common/tile.cuh"
 
+/* Room for the scales of an FP8 tile. */
+constexpr int kFp8Scales = 256;
+
+/* Extents of a tile here. Of FP8 tiles a stage has half the depth:
+ *
+ *   values [TILES][64 rows][4] 16 bytes   chunk c, columns 16 c to 16 c + 15 of the half, at
+ *                                         c ^ (r / 2 & 3)
+ *   scales [TILES] 256 bytes              all that a tile has
+ *
+ * The scales of W8A8, and behind them float32 [TOKENS] those of the tokens, are wanted longer than
+ * the values: they have SLOTS slots of their own behind all stages. */
+template <int TOKENS_, int TILES_, moelora_format FORMAT_>
+struct StageExtent : Extent<TOKENS_, TILES_, FORMAT_> {
+  using E = Extent<TOKENS_, TILES_, FORMAT_>;
+  static constexpr bool IS_FP8 = FORMAT_ >= MOELORA_FP8, IS_W8A8 = FORMAT_ == MOELORA_W8A8;
+  static constexpr int VALUES = IS_FP8 ? MOELORA_FP8_TILE_VALUES / 2 : MOELORA_TILE_VALUES;
+  static constexpr int TILE_BYTES = FORMAT_ == MOELORA_NATIVE ? kM64Bytes
+                                    : IS_FP8                  ? VALUES
+                                             : moelora_most_tile_bytes(FORMAT_);
+  static constexpr int ALL_VALUES = TILES_ * VALUES, ALL_SCALES = TILES_ * kFp8Scales;
+  static constexpr int W_BYTES = IS_W8A8  ? ALL_VALUES
+                                 : IS_FP8 ? ALL_VALUES + ALL_SCALES
+                                          : E::W_BYTES;
+  static constexpr int STAGE_BYTES = W_BYTES + E::X_BYTES;
+  static constexpr int SLOTS = IS_W8A8 ? 8 : 0, SLOT_BYTES = ALL_SCALES + 4 * TOKENS_;
+};
+
 /* Accumulators of a warp. */
 template <class E> struct WarpTile {
   static constexpr int SPLIT = E::TOKENS > 64 ? 2 : 1; // fours of warps that share the tokens
@@ -42,7 +69,9 @@ template <class E> struct WarpTile {
 
 /* The weights of 16 of depth: 16 rows of each m64 tile. One set is multiplied while the other is
  * made. */
-template <class E, class T, bool NATIVE = E::FORMAT == MOELORA_NATIVE> struct WeightFragments {
+template <class E, class T, moelora_format FORMAT = E::FORMAT> struct WeightFragments;
+
+template <class E, class T> struct WeightFragments<E, T, MOELORA_NATIVE> {
   uint32_t a[2][E::TILES][4];
 
   /* Where in a stage this lane reads the first 16 of depth; the k-th are at `^ k << 5`. */
@@ -51,33 +80,86 @@ template <class E, class T, bool NATIVE = E::FORMAT == MOELORA_NATIVE> struct We
     return (warp * 16 + (lane & 15)) * kRowBytes + ((lane >> 4 ^ lane & 7) << 4);
   }
 
-  /* The K-th 16 of depth, to set K % 2. */
-  template <int K> __device__ __forceinline__ void load(uint32_t at, moelora_format) {
+  /* The K-th 16 of depth of a stage, to set K % 2. */
+  template <int K>
+  __device__ __forceinline__ void load(uint32_t stage, uint32_t offset, moelora_format, int) {
 #pragma unroll
     for (int m64 = 0; m64 < E::TILES; m64++)
-      load_matrix_x4(a[K % 2][m64], (at ^ K << 5) + m64 * kM64Bytes);
+      load_matrix_x4(a[K % 2][m64], (stage + offset ^ K << 5) + m64 * kM64Bytes);
   }
 };
 
-/* Of quantised weights, from what a lane has of whole tiles. */
-template <class E, class T> struct WeightFragments<E, T, false> {
+/* Of weights of four bits, from what a lane has of whole tiles. */
+template <class E, class T, moelora_format FORMAT> struct WeightFragments {
   uint32_t a[2][E::TILES][4];
   TileFragment<E::FORMAT, T> tiles[E::TILES];
 
   static __device__ __forceinline__ uint32_t offset() { return 0; }
 
-  template <int K> __device__ __forceinline__ void load(uint32_t at, moelora_format format) {
+  template <int K>
+  __device__ __forceinline__ void load(uint32_t stage, uint32_t, moelora_format format, int) {
     if constexpr (K == 0) {
 #pragma unroll
       for (int m64 = 0; m64 < E::TILES; m64++)
-        tiles[m64].load(at + m64 * moelora_most_tile_bytes(E::FORMAT), threadIdx.x >> 5 & 3,
-                        format);
+        tiles[m64].load(stage + m64 * E::TILE_BYTES, threadIdx.x >> 5 & 3, format);
     }
 #pragma unroll
     for (int m64 = 0; m64 < E::TILES; m64++)
       tiles[m64].template dequantize<K>(a[K % 2][m64]);
   }
 };
+
+/* Of a tile's scales a lane's, of its rows r and r + 8, in half `half` of the depth. */
+__device__ __forceinline__ float2 load_fp8_scales(uint32_t scales, moelora_format format,
+                                                  int half) {
+  const bool rows = format == MOELORA_FP8_ROWS;
+  const int row = (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x & 31) / 4;
+  const uint32_t at = scales + 4 * (rows ? row : half);
+  return {__uint_as_float(load_shared_4(at)), __uint_as_float(load_shared_4(at + (rows ? 32 : 0)))};
+}
+
+/* Of FP8 weights. Words come two k16 slabs at a time: those of r and of r + 8, then those of the
+ * second slab. Those of W8A8 stay without their scales. */
+template <class E, class T> struct Fp8Fragments {
+  static constexpr uint32_t NEGATIVE_ZEROS = 0x80008000u;
+  uint32_t a[2][E::TILES][4];
+  uint32_t words[E::TILES][4];
+  uint32_t scales[E::TILES]; // of r, and of r + 8
+
+  static __device__ __forceinline__ uint32_t offset() {
+    const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5 & 3) * 16 + (lane & 15);
+    return row * 64 + ((lane >> 4 ^ row >> 1 & 3) << 4);
+  }
+
+  template <int K>
+  __device__ __forceinline__ void load(uint32_t stage, uint32_t offset, moelora_format format,
+                                       int half) {
+#pragma unroll
+    for (int m64 = 0; m64 < E::TILES; m64++) {
+      if constexpr (K % 2 == 0)
+        load_matrix_x4(words[m64], (stage + offset ^ K << 4) + m64 * E::TILE_BYTES);
+      if constexpr (E::IS_W8A8) {
+        scales[m64] = pack2<T>(e4m3_scale<T>(1.f), e4m3_scale<T>(1.f));
+      } else if constexpr (K == 0) {
+        const float2 of_rows =
+            load_fp8_scales(stage + E::ALL_VALUES + m64 * kFp8Scales, format, half);
+        scales[m64] = pack2<T>(e4m3_scale<T>(of_rows.x), e4m3_scale<T>(of_rows.y));
+      }
+      const uint32_t low = words[m64][K % 2 * 2], high = words[m64][K % 2 * 2 + 1];
+      const uint32_t by_low = both_halves<0>(scales[m64]), by_high = both_halves<1>(scales[m64]);
+      uint32_t (&to)[4] = a[K % 2][m64];
+      to[0] = fma2<T>(e4m3_pair<T, 0>(low), by_low, NEGATIVE_ZEROS);
+      to[1] = fma2<T>(e4m3_pair<T, 0>(high), by_high, NEGATIVE_ZEROS);
+      to[2] = fma2<T>(e4m3_pair<T, 1>(low), by_low, NEGATIVE_ZEROS);
+      to[3] = fma2<T>(e4m3_pair<T, 1>(high), by_high, NEGATIVE_ZEROS);
+    }
+  }
+};
+
+template <class E, class T>
+struct WeightFragments<E, T, MOELORA_FP8> : Fp8Fragments<E, T> {};
+template <class E, class T>
+struct WeightFragments<E, T, MOELORA_W8A8> : Fp8Fragments<E, T> {};
 
 /* Operands of 16 of depth: the weights, and the first n8 tiles of a warp's tokens. */
 template <class E, class T> struct Fragments : WeightFragments<E, T> {

@@ -1,0 +1,30 @@
+/* e4m3 (OCP 8-bit floating point, 1.0) as float32: 4 bits of exponent of bias 7, no infinities, NaN
+ * where all bits below the sign are set. */
+#ifndef MOELORA_CPU_E4M3_H
+#define MOELORA_CPU_E4M3_H
+
+#include "cpu/convert.h"
+
+#define MOELORA_E4M3_MAX 448.0f
+
+/* Of a byte that is no NaN. */
+static inline float moelora_e4m3_to_f32(uint8_t byte) {
+  const uint32_t sign = (uint32_t)(byte & 0x80) << 24, magnitude = byte & 0x7f;
+  /* The bits at float32's place are the value times 2^-120; the product is exact. */
+  return moelora_float(sign | moelora_bits(moelora_float(magnitude << 20) * 0x1p120f));
+}
+
+/* The nearest e4m3 number, the even one of two, at most 448 of either sign; NaN stays NaN. */
+static inline float moelora_round_e4m3(float x) {
+  const uint32_t sign = moelora_bits(x) & 0x80000000;
+  const float size = moelora_float(moelora_bits(x) ^ sign);
+  const float most = size > MOELORA_E4M3_MAX ? MOELORA_E4M3_MAX : size;
+  const uint32_t bits = moelora_bits(most);
+  const float normal = moelora_float((bits + 0x7ffff + (bits >> 20 & 1)) & 0xfff00000);
+  const float subnormal =
+      (most + 0x1p14f) - 0x1p14f; /* multiples of 2^-9, the unit of a sum there */
+  const float rounded = most < 0x1p-6f ? subnormal : size != size ? size : normal;
+  return moelora_float(moelora_bits(rounded) | sign);
+}
+
+#endif
