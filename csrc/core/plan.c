@@ -84,6 +84,11 @@ static const shape_bound quantised_shapes[] = {
     {INT64_MAX, {128, 1}},
 };
 
+/* Of FP8 weights and tokens: a second accumulator leaves room for fewer tokens. */
+static const shape_bound w8a8_shapes[] = {
+    {8, {16, 1}}, {26, {32, 1}}, {56, {64, 1}}, {112, {112, 1}}, {INT64_MAX, {112, 2}},
+};
+
 /* Up to so many tokens, and so many rows of more than one, one launch is the faster one: on an H200
  * by 4 to 12 % without adapters, by 2 to 8 % with some of rank 16 (of rank 64, two tokens of top-8
  * take 5 % longer). Where experts are narrow and more rows bring more adapters, the adapters at the
@@ -98,11 +103,14 @@ typedef struct access {
   bool layer;            /* a whole layer, whose results lie as its kernels like them */
   moelora_format format; /* of weights, for which a kernel is written */
   moelora_format second; /* that of w2, where it is a layer */
+  bool halves;           /* some FP8 scales are of 64 of depth, for which Hopper has no kernel */
 } access;
 
 static shape pick_cuda_shape(int64_t rows, const access *access) {
   const bool native = access->format == MOELORA_NATIVE && access->second == MOELORA_NATIVE;
-  const shape_bound *bound = native ? native_shapes : quantised_shapes;
+  const shape_bound *bound = native                           ? native_shapes
+                             : access->format == MOELORA_W8A8 ? w8a8_shapes
+                                                              : quantised_shapes;
   while (rows > bound->rows)
     bound++;
   return bound->shape;
@@ -160,7 +168,7 @@ static bool serves(const moelora_variant *v, const access *access,
   if (v->role == MOELORA_ROLE_LAYER)
     return access->decode;
   if (v->needs == MOELORA_SM90)
-    return access->tma && (access->layer || takes_any_output(v));
+    return access->tma && !access->halves && (access->layer || takes_any_output(v));
   return access->vectors || v->block_m <= 32;
 }
 
@@ -300,6 +308,7 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                    moelora_is_vector_row(problem->out, problem->out_stride[0], problem->w.n) &&
                    problem->out_stride[1] % 8 == 0;
   access.tma = access.vectors && is_tma_weights(&problem->w);
+  access.halves = problem->w.format == MOELORA_FP8_G64;
   *plan = (moelora_gemm_plan){0};
   MOELORA_TRY(pick_variant(moelora_rows_per_expert(routes), problem->dtype, &access, device,
                            &plan->variant));
@@ -363,6 +372,7 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
   access.tma = access.vectors && is_tma_weights(&problem->w13) && is_tma_weights(&problem->w2) &&
                !(problem->w13.packed && moelora_is_gated(activation) &&
                  (moelora_is_interleaved(activation) || problem->intermediate % 64 != 0));
+  access.halves = problem->w13.format == MOELORA_FP8_G64 || problem->w2.format == MOELORA_FP8_G64;
   access.decode = access.vectors && access.format == MOELORA_NATIVE &&
                   access.second == MOELORA_NATIVE && !problem->w13.packed && !problem->w2.packed &&
                   !problem->apply_router_weight_on_input &&

@@ -71,13 +71,14 @@ typedef struct moelora_schedule {
   int32_t near_elements; /* of tokens that L2 keeps while weights stream by */
 } moelora_schedule;
 
-/* What a main loop reads of rows. With x first, the 128 x 256 tile of sm_80 would spill. */
+/* What a main loop reads of rows. With x first, the 128 x 256 tile of sm_80 would spill. Where both
+ * operands are FP8, moelora_cuda_quantize_rows says what x holds. */
 typedef struct moelora_tokens {
   moelora_divisor divisor; /* of value 0: x is by position */
   int64_t stride;
   const void *x; /* [P / divisor, K], or by position */
   int32_t k;
-  /* FP8 rows: that of row r for depth group i at i * scales_stride + r; else NULL */
+  /* FP8: that of row r for group i of depth is at i * scales_stride + r; else NULL */
   const float *scales;
   int64_t scales_stride;
 } moelora_tokens;
@@ -166,6 +167,28 @@ moelora_status moelora_cuda_shrink_segments(const moelora_shrink_launch *s,
 moelora_status moelora_cuda_shrink_sm90(const moelora_shrink_launch *s,
                                         const moelora_shrink_plan *plan, const moelora_exec *exec);
 
+/* Rows of x in e4m3, as weights of FP8 want them (moelora_x_format): for Hopper's kernels
+ * bytes, in chunks of 16 columns as those of a tile, zeros up to a multiple of 128; for portable
+ * ones e4m3 numbers in the elements of x. */
+typedef struct moelora_quantize_launch {
+  const void *x; /* [rows, k] */
+  int64_t x_stride, rows;
+  const int32_t *num_rows; /* [1], of these; NULL: all */
+  int32_t k;
+  moelora_dtype dtype;
+  bool bytes;
+  moelora_format format; /* of the weights: FP8_G64 has groups of 64 */
+  moelora_x_format rule;
+  float x_scale;
+  void *values;          /* [rows, values_stride] of bytes or elements */
+  int64_t values_stride; /* a multiple of 128 */
+  float *scales;         /* [groups, rows] */
+} moelora_quantize_launch;
+
+/* quantize.cu */
+moelora_status moelora_cuda_quantize_rows(const moelora_quantize_launch *q,
+                                          const moelora_exec *exec);
+
 /* gemm/sm80, gemm/sm90: a file for each kernel format of weights. */
 #define MOELORA_DECLARE_GEMM(NAME)                                                                 \
   moelora_status NAME(const moelora_gemm_launch *g, const moelora_variant *variant,                \
@@ -178,6 +201,7 @@ MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm80_w8a8)
 MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm90)
 MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm90_mxfp4)
 MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm90_int4)
+MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm90_w8a8)
 #undef MOELORA_DECLARE_GEMM
 
 /* decode.cu: the whole layer in one launch. */

@@ -1,6 +1,7 @@
 /* One projection, and the layer: the order of launches and what lies in the workspace.
  *
- *   resolve, align, [scale x], shrink13, w13 + expand + activation, shrink2, w2 + expand, sum
+ *   resolve, align, [scale x], [x in FP8], shrink13, w13 + expand + activation,
+ *                              [h in FP8], shrink2, w2 + expand, sum
  *
  * or, for a handful of tokens, all of it in decode.cu.
  *
@@ -223,17 +224,66 @@ auto launcher_of(const moelora_variant *variant) {
   case MOELORA_FP8:
     return moelora_cuda_gemm_sm80_w8a16;
   case MOELORA_W8A8:
-    return moelora_cuda_gemm_sm80_w8a8;
+    return sm90 ? moelora_cuda_gemm_sm90_w8a8 : moelora_cuda_gemm_sm80_w8a8;
   default:
     return sm90 ? moelora_cuda_gemm_sm90 : moelora_cuda_gemm_sm80;
   }
 }
 
+/* x of a projection whose weights want it in FP8. */
+struct QuantizedRows {
+  void *values; // NULL: they do not
+  float *scales;
+  int64_t rows, stride;
+};
+
+QuantizedRows take_quantized(moelora_arena *arena, const moelora_variant *variant,
+                             const moelora_weights *w, size_t rows) {
+  if (variant->format != MOELORA_W8A8)
+    return {};
+  QuantizedRows q = {};
+  const size_t groups = 2 * (size_t)moelora_depth_tiles(w->format, w->k); // most: those of G64
+  q.rows = (int64_t)rows;
+  q.stride = moelora_depth_tiles(w->format, w->k) * moelora_tile_depth(w->format);
+  q.values = moelora_take_array(arena, moelora_times(rows, (size_t)q.stride),
+                                variant->needs == MOELORA_SM90 ? 1 : 2);
+  q.scales = (float *)moelora_take_array(arena, moelora_times(rows, groups), sizeof(float));
+  return q;
+}
+
+/* Fills them from a projection's tokens, and returns what its kernel takes instead of these. */
+moelora_status quantize(const QuantizedRows *q, const moelora_gemm_launch *g,
+                        const moelora_variant *variant, moelora_tokens *tokens,
+                        const moelora_exec *exec) {
+  *tokens = g->tokens;
+  if (!q->values)
+    return MOELORA_OK;
+  const bool bytes = variant->needs == MOELORA_SM90;
+  const moelora_quantize_launch launch = {
+      g->tokens.x,    g->tokens.stride,
+      q->rows,        g->tokens.divisor.value ? nullptr : g->schedule.blocks.num_post,
+      g->tokens.k,    variant->dtype,
+      bytes,          g->weights.w.format,
+      g->weights.w.x, g->weights.w.x_scale,
+      q->values,      q->stride,
+      q->scales};
+  tokens->x = q->values;
+  tokens->stride = bytes ? q->stride / 2 : q->stride; // bytes go in pairs
+  tokens->k = bytes ? (int32_t)q->stride / 2 : g->tokens.k;
+  tokens->scales = q->scales;
+  tokens->scales_stride = q->rows;
+  return moelora_cuda_quantize_rows(&launch, exec);
+}
+
 moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
                        const moelora_shrink_plan *shrink, const moelora_routes *routes, void *xa,
-                       const moelora_exec *exec) {
+                       const QuantizedRows *quantized, const moelora_exec *exec) {
+  moelora_tokens tokens;
+  const moelora_status made = quantize(quantized, g, variant, &tokens, exec);
+  if (made != MOELORA_OK)
+    return made;
   g->weights.vectors =
-      moelora_is_vector_row(g->tokens.x, g->tokens.stride, g->tokens.k) &&
+      moelora_is_vector_row(tokens.x, tokens.stride, tokens.k) &&
       moelora_is_vector_row(g->epilogue.out, g->epilogue.out_stride[0], g->weights.n_out) &&
       g->epilogue.out_stride[1] % 8 == 0 && moelora_is_vector_weights(&g->weights.w);
   if (g->schedule.blocks.packed_ranks) {
@@ -250,6 +300,7 @@ moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
       return status;
     g->adapters.xa = xa;
   }
+  g->tokens = tokens;
   return launcher_of(variant)(g, variant, exec);
 }
 
@@ -263,6 +314,7 @@ moelora_status check_rank(const moelora_factors *lora) {
 struct GemmLayout {
   Alignment alignment;
   void *xa;
+  QuantizedRows quantized;
   size_t bytes;
 };
 
@@ -272,6 +324,8 @@ GemmLayout lay_out_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *
   l.alignment =
       take_alignment(&arena, &p->routes, plan->variant, &plan->align, false, p->mul_routed_weight);
   l.xa = take_xa(&arena, &l.alignment, &p->lora);
+  l.quantized = take_quantized(&arena, plan->variant, &p->w,
+                               (size_t)(p->x_per_row ? p->routes.num_rows : p->routes.num_tokens));
   l.bytes = arena.used;
   return l;
 }
@@ -280,6 +334,7 @@ struct ExpertsLayout {
   Alignment alignment;
   void *x; /* scaled hidden states; only with apply_router_weight_on_input */
   void *xa13, *h, *xa2, *z;
+  QuantizedRows x_fp8, h_fp8;
   size_t bytes;
 };
 
@@ -296,6 +351,8 @@ ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_ex
   l.h = moelora_take_array(&arena, moelora_times(rows, (size_t)p->intermediate), 2);
   l.xa2 = take_xa(&arena, &l.alignment, &p->w2_lora);
   l.z = moelora_take_array(&arena, moelora_times(rows, hidden), plan->partial_f32 ? 4 : 2);
+  l.x_fp8 = take_quantized(&arena, plan->variant, &p->w13, (size_t)p->routes.num_tokens);
+  l.h_fp8 = take_quantized(&arena, plan->w2, &p->w2, rows);
   l.bytes = arena.used;
   return l;
 }
@@ -339,7 +396,7 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.epilogue.out = l.h;
   g.epilogue.out_by_position = true;
   g.epilogue.out_stride[0] = p->intermediate;
-  status = project(&g, plan->variant, &plan->shrink[0], routes, l.xa13, exec);
+  status = project(&g, plan->variant, &plan->shrink[0], routes, l.xa13, &l.x_fp8, exec);
   if (status != MOELORA_OK)
     return status;
 
@@ -352,7 +409,7 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.epilogue.out = l.z;
   g.epilogue.out_by_position = true;
   g.epilogue.out_stride[0] = p->hidden;
-  status = project(&g, plan->w2, &plan->shrink[1], routes, l.xa2, exec);
+  status = project(&g, plan->w2, &plan->shrink[1], routes, l.xa2, &l.h_fp8, exec);
   if (status != MOELORA_OK)
     return status;
 
@@ -393,7 +450,7 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
   g.epilogue.out = p->out;
   g.epilogue.out_stride[0] = p->out_stride[0];
   g.epilogue.out_stride[1] = p->out_stride[1];
-  return project(&g, plan->variant, &plan->shrink, routes, l.xa, exec);
+  return project(&g, plan->variant, &plan->shrink, routes, l.xa, &l.quantized, exec);
 }
 
 namespace {

@@ -81,10 +81,6 @@ __device__ __forceinline__ const T *row_address(const T *from, uint32_t row, uin
   return at;
 }
 
-__device__ __forceinline__ void copy_async_4(uint32_t to, const void *from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-}
-
 __device__ __forceinline__ void copy_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

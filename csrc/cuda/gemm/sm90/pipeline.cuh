@@ -56,10 +56,9 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   // need more of them to make weights. Native tiles of few tokens need none.
   static constexpr bool NATIVE = FORMAT_ == MOELORA_NATIVE;
   static constexpr int START_REGISTERS = CONSUMERS == 2 ? 168 : 128;
-#ifndef PR
-#define PR 88
-#endif
-  static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? (NATIVE ? 136 : PR)
+  static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? (NATIVE                    ? 136
+                                                              : FORMAT_ == MOELORA_W8A8 ? 104
+                                                                                        : 88)
                                             : TOKENS_ > 32 ? 96
                                             : NATIVE       ? START_REGISTERS
                                                            : 88;
@@ -78,9 +77,8 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   // Up to 1023 bytes go to the alignment that the swizzle needs.
   static constexpr int SEGMENTS_BYTES = 8 * TOKENS_;
   static constexpr int EPILOGUE_BYTES = CONSUMERS_ * OWN_BUFFERS * kEpilogueBytes;
-  static constexpr int SHARED =
-      1024 + STAGES * (STAGE_BYTES + SCALE_BYTES + 16 + kHeaderBytes) + SCALE_ROWS_BYTES +
-      EPILOGUE_BYTES + 4 * SEGMENTS_BYTES + 16;
+  static constexpr int SHARED = 1024 + STAGES * (STAGE_BYTES + SCALE_BYTES + 16 + kHeaderBytes) +
+                                SCALE_ROWS_BYTES + EPILOGUE_BYTES + 4 * SEGMENTS_BYTES + 16;
   static_assert(TOKENS_ % REST_BOX == 0 && TOKENS_ % STEP == 0, "whole boxes, whole steps");
   static_assert(RESIDENT * (SHARED + 1024) <= 228 * 1024, "shared memory of an SM");
 };

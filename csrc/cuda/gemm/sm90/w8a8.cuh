@@ -37,8 +37,8 @@ __device__ __forceinline__ void load_w8a8(const moelora_gemm_launch &g, const Ti
   }
 }
 
-/* Scales of a block's tokens, by the warps that gather: a thread keeps the rows of x that its tokens
- * are in shared memory, for its registers are full of others. */
+/* Scales of a block's tokens, by the warps that gather: a thread keeps the rows of x that its
+ * tokens are in shared memory, for its registers are full of others. */
 template <class S> struct TokenScales {
   static constexpr int EACH = (S::TOKENS + kGatherers - 1) / kGatherers;
 
@@ -60,7 +60,7 @@ template <class S> struct TokenScales {
       const int t = thread + i * kGatherers;
       if (t < count)
         copy_async_4(pipeline.token_scales() + t * 4,
-                     scales + load_shared_4(pipeline.scale_rows() + t * 4));
+                     scales + load_shared_4(pipeline.scale_rows() + t * 4), true);
     }
   }
 };
