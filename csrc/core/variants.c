@@ -1,6 +1,7 @@
 /* The kernels that there are, from the tables of both kinds of device. */
 #include <string.h>
 
+#include "core/format.h"
 #include "core/plan.h"
 #include "cuda/variant_ids.h"
 

@@ -39,6 +39,12 @@ moelora_status moelora_cuda_pack_quantized(const moelora_quantized_problem *prob
 moelora_status moelora_cuda_unpack_quantized(const moelora_quantized_problem *problem,
                                              const moelora_exec *exec);
 
+/* quantized_fp8.cu: the same for FP8 */
+moelora_status moelora_cuda_pack_fp8(const moelora_quantized_problem *problem,
+                                     const moelora_exec *exec);
+moelora_status moelora_cuda_unpack_fp8(const moelora_quantized_problem *problem,
+                                       const moelora_exec *exec);
+
 #ifdef __cplusplus
 }
 #endif

@@ -10,8 +10,8 @@
  * where STAGED is what stands in for a layer in one launch, - for others, and kernels that are not
  * needed are -, as they all are on a CPU; W2 is the projection's own, beside VARIANT or STAGED.
  * With arguments `formats W13 W2` before all others the weights are quantised: native, mxfp4, int4,
- * int4_g32, int4_zp or int4_zp_g32. With a first argument `delta` the lines are deltas of x [M, K]
- * to [M, TOP_K, I], and the answer is
+ * int4_g32, int4_zp, int4_zp_g32, fp8, fp8_g64, fp8_rows, or w8a8: fp8, and x, too. With a first
+ * argument `delta` the lines are deltas of x [M, K] to [M, TOP_K, I], and the answer is
  *
  *   ONE ORDER SORT SHRINK SPLITS EXPAND WAVES
  *
@@ -40,9 +40,9 @@ static moelora_dtype parse_dtype(const char *name) {
 }
 
 static moelora_format parse_format(const char *name) {
-  static const char *const names[] = {"native",   "mxfp4",   "int4",
-                                      "int4_g32", "int4_zp", "int4_zp_g32"};
-  for (int i = 0; i < 6; i++)
+  static const char *const names[] = {"native",      "mxfp4", "int4",    "int4_g32", "int4_zp",
+                                      "int4_zp_g32", "fp8",   "fp8_g64", "fp8_rows", "w8a8"};
+  for (int i = 0; i < 10; i++)
     if (strcmp(name, names[i]) == 0)
       return (moelora_format)i;
   fprintf(stderr, "format %s\n", name);
@@ -50,8 +50,10 @@ static moelora_format parse_format(const char *name) {
 }
 
 /* Contiguous weights of n rows of depth k. */
-static moelora_weights weights_of(moelora_format format, moelora_row_order order, int64_t n,
+static moelora_weights weights_of(moelora_format of_kernel, moelora_row_order order, int64_t n,
                                   int64_t k, const void *data) {
+  const bool w8a8 = of_kernel == MOELORA_W8A8;
+  const moelora_format format = w8a8 ? MOELORA_FP8 : of_kernel;
   if (format == MOELORA_NATIVE)
     return (moelora_weights){.data = data,
                              .n = n,
@@ -61,7 +63,7 @@ static moelora_weights weights_of(moelora_format format, moelora_row_order order
                              .stride_nt = MOELORA_PACK * k,
                              .stride_kt = MOELORA_PACK};
   const int64_t tile = moelora_tile_size(format);
-  const int64_t row = (k + MOELORA_PACK - 1) / MOELORA_PACK * tile;
+  const int64_t row = moelora_depth_tiles(format, k) * tile;
   return (moelora_weights){.data = data,
                            .n = n,
                            .k = k,
@@ -70,7 +72,8 @@ static moelora_weights weights_of(moelora_format format, moelora_row_order order
                            .stride_kt = tile,
                            .format = format,
                            .order = order,
-                           .half_tiles = moelora_half_tiles(order, n)};
+                           .half_tiles = moelora_half_tiles(order, n),
+                           .x = w8a8 ? MOELORA_X_GROUP : MOELORA_X_NATIVE};
 }
 
 static void add_tuned_plan(char **words) {

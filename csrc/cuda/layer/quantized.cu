@@ -1,4 +1,4 @@
-/* Quantised numbers to tiles and back (moelora.h has the layout of a tile).
+/* Quantised numbers of four bits to tiles and back (moelora.h has the layout of a tile).
  *
  * Packing: a CTA makes up to AT_ONCE tiles that follow each other in depth. Their 64 rows come to
  * shared memory in whole lines; then each thread gathers the 16 bytes that a lane of the GEMM loads
@@ -198,6 +198,8 @@ void launch_unpack(const moelora_quantized_problem *p, int ctas, bool vectors,
 extern "C" moelora_status moelora_cuda_pack_quantized(const moelora_quantized_problem *p,
                                                       const moelora_exec *exec) {
   const moelora_weights *w = &p->tiles;
+  if (moelora_is_fp8(w->format))
+    return moelora_cuda_pack_fp8(p, exec);
   const int64_t depth_tiles = (w->k + 63) / 64, lines = (depth_tiles + AT_ONCE - 1) / AT_ONCE;
   const int ctas = ctas_for(p->num_experts * moelora_row_tiles(w->order, w->n) * lines);
   const cudaStream_t stream = (cudaStream_t)exec->stream;
@@ -215,6 +217,8 @@ extern "C" moelora_status moelora_cuda_pack_quantized(const moelora_quantized_pr
 extern "C" moelora_status moelora_cuda_unpack_quantized(const moelora_quantized_problem *p,
                                                         const moelora_exec *exec) {
   const moelora_weights *w = &p->tiles;
+  if (moelora_is_fp8(w->format))
+    return moelora_cuda_unpack_fp8(p, exec);
   const int ctas =
       ctas_for(p->num_experts * moelora_row_tiles(w->order, w->n) * ((w->k + 63) / 64));
   const cudaStream_t stream = (cudaStream_t)exec->stream;

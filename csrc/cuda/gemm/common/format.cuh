@@ -62,18 +62,22 @@ template <int HALF> __device__ __forceinline__ uint32_t both_halves(uint32_t pai
   return d;
 }
 
-/* Bytes 2 HALF and 2 HALF + 1 of a word of e4m3 as two elements, by their bits: sign to sign,
- * exponent and mantissa behind it. Too small by 2^120 (bf16) or 2^8 (fp16), subnormals, too. */
-template <class T, int HALF> __device__ __forceinline__ uint32_t e4m3_pair(uint32_t word) {
-  constexpr bool IS_BF16 = Element<T>::is_bf16;
-  const uint32_t bytes = __byte_perm(word, 0, HALF == 0 ? 0x1404 : 0x3424);
-  const uint32_t magnitude = bytes >> (IS_BF16 ? 4 : 1) & (IS_BF16 ? 0x07f007f0u : 0x3f803f80u);
-  return and_or(bytes, 0x80008000u, magnitude);
+/* Two scales of numbers of e4m3, with what these are too small by, each in its half: by their bits
+ * alone, sign to sign, exponent and mantissa behind it, they are 2^120 (bf16) or 2^8 (fp16) too
+ * small, subnormals as well. */
+template <class T> __device__ __forceinline__ uint32_t e4m3_scales(float low, float high) {
+  constexpr float UNIT = Element<T>::is_bf16 ? 0x1p120f : 0x1p8f;
+  return pack2<T>(low * UNIT, high * UNIT);
 }
 
-/* What makes up for that, times `scale`. */
-template <class T> __device__ __forceinline__ float e4m3_scale(float scale) {
-  return scale * (Element<T>::is_bf16 ? 0x1p120f : 0x1p8f);
+/* Bytes 2 HALF and 2 HALF + 1 of a word of e4m3, times scale SCALE, rounded once. */
+template <class T, int HALF, int SCALE>
+__device__ __forceinline__ uint32_t e4m3(uint32_t word, uint32_t scales) {
+  constexpr bool IS_BF16 = Element<T>::is_bf16;
+  constexpr uint32_t NEGATIVE_ZEROS = 0x80008000u;
+  const uint32_t bytes = __byte_perm(word, 0, HALF == 0 ? 0x1404 : 0x3424);
+  const uint32_t magnitude = bytes >> (IS_BF16 ? 4 : 1) & (IS_BF16 ? 0x07f007f0u : 0x3f803f80u);
+  return fma2<T>(and_or(bytes, 0x80008000u, magnitude), both_halves<SCALE>(scales), NEGATIVE_ZEROS);
 }
 
 /* What a lane has of a tile: rows r = 16 warp + lane / 4 and r + 8 of its warp's. */

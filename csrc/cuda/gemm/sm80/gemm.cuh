@@ -285,8 +285,8 @@ struct LaunchSm80<true, FORMAT, T, BLOCK_M, BLOCK_N, STAGES, 1> {
 
   template <bool VECTORS>
   static moelora_status run_as(const moelora_gemm_launch *g, const moelora_exec *exec) {
-    constexpr int SHARED = STAGES * E::STAGE_BYTES + E::SLOTS * E::SLOT_BYTES +
-                           TileAdapters<E, STAGES>::BYTES;
+    constexpr int SHARED =
+        STAGES * E::STAGE_BYTES + E::SLOTS * E::SLOT_BYTES + TileAdapters<E, STAGES>::BYTES;
     static_assert(SHARED <= 166912, "163 KB of shared memory on sm_80");
     static_assert(!E::IS_W8A8 || STAGES < E::SLOTS, "scales stay a step longer than values");
     return launch_kernel<gemm_sm80<E, T, STAGES, VECTORS>>(

@@ -35,7 +35,7 @@ struct StageExtent : Extent<TOKENS_, TILES_, FORMAT_> {
   static constexpr int VALUES = IS_FP8 ? MOELORA_FP8_TILE_VALUES / 2 : MOELORA_TILE_VALUES;
   static constexpr int TILE_BYTES = FORMAT_ == MOELORA_NATIVE ? kM64Bytes
                                     : IS_FP8                  ? VALUES
-                                             : moelora_most_tile_bytes(FORMAT_);
+                                                              : moelora_most_tile_bytes(FORMAT_);
   static constexpr int ALL_VALUES = TILES_ * VALUES, ALL_SCALES = TILES_ * kFp8Scales;
   static constexpr int W_BYTES = IS_W8A8  ? ALL_VALUES
                                  : IS_FP8 ? ALL_VALUES + ALL_SCALES
@@ -121,7 +121,6 @@ __device__ __forceinline__ float2 load_fp8_scales(uint32_t scales, moelora_forma
 /* Of FP8 weights. Words come two k16 slabs at a time: those of r and of r + 8, then those of the
  * second slab. Those of W8A8 stay without their scales. */
 template <class E, class T> struct Fp8Fragments {
-  static constexpr uint32_t NEGATIVE_ZEROS = 0x80008000u;
   uint32_t a[2][E::TILES][4];
   uint32_t words[E::TILES][4];
   uint32_t scales[E::TILES]; // of r, and of r + 8
@@ -139,27 +138,24 @@ template <class E, class T> struct Fp8Fragments {
       if constexpr (K % 2 == 0)
         load_matrix_x4(words[m64], (stage + offset ^ K << 4) + m64 * E::TILE_BYTES);
       if constexpr (E::IS_W8A8) {
-        scales[m64] = pack2<T>(e4m3_scale<T>(1.f), e4m3_scale<T>(1.f));
+        scales[m64] = e4m3_scales<T>(1.f, 1.f);
       } else if constexpr (K == 0) {
         const float2 of_rows =
             load_fp8_scales(stage + E::ALL_VALUES + m64 * kFp8Scales, format, half);
-        scales[m64] = pack2<T>(e4m3_scale<T>(of_rows.x), e4m3_scale<T>(of_rows.y));
+        scales[m64] = e4m3_scales<T>(of_rows.x, of_rows.y);
       }
       const uint32_t low = words[m64][K % 2 * 2], high = words[m64][K % 2 * 2 + 1];
-      const uint32_t by_low = both_halves<0>(scales[m64]), by_high = both_halves<1>(scales[m64]);
       uint32_t (&to)[4] = a[K % 2][m64];
-      to[0] = fma2<T>(e4m3_pair<T, 0>(low), by_low, NEGATIVE_ZEROS);
-      to[1] = fma2<T>(e4m3_pair<T, 0>(high), by_high, NEGATIVE_ZEROS);
-      to[2] = fma2<T>(e4m3_pair<T, 1>(low), by_low, NEGATIVE_ZEROS);
-      to[3] = fma2<T>(e4m3_pair<T, 1>(high), by_high, NEGATIVE_ZEROS);
+      to[0] = e4m3<T, 0, 0>(low, scales[m64]);
+      to[1] = e4m3<T, 0, 1>(high, scales[m64]);
+      to[2] = e4m3<T, 1, 0>(low, scales[m64]);
+      to[3] = e4m3<T, 1, 1>(high, scales[m64]);
     }
   }
 };
 
-template <class E, class T>
-struct WeightFragments<E, T, MOELORA_FP8> : Fp8Fragments<E, T> {};
-template <class E, class T>
-struct WeightFragments<E, T, MOELORA_W8A8> : Fp8Fragments<E, T> {};
+template <class E, class T> struct WeightFragments<E, T, MOELORA_FP8> : Fp8Fragments<E, T> {};
+template <class E, class T> struct WeightFragments<E, T, MOELORA_W8A8> : Fp8Fragments<E, T> {};
 
 /* Operands of 16 of depth: the weights, and the first n8 tiles of a warp's tokens. */
 template <class E, class T> struct Fragments : WeightFragments<E, T> {
