@@ -4,11 +4,11 @@
  *
  *   STAGES x { W [SPANS][TILES] m64 tiles, X [SPANS][TOKENS] rows }      see tile.cuh
  *   CONSUMERS x { OWN_BUFFERS epilogue tiles }             results on their way out
- *   STAGES x { scales }, { rows of x }                     of FP8 alone, see w8a8.cuh
  *   STAGES x { header }                                    32 bytes
  *   STAGES x { full }, STAGES x { empty }                  mbarriers
  *   4 x { segments }                                       of adapters, one list per producer warp
  *   { fix-up }, { sync }                                   see Pipeline::needs_fixup; an mbarrier
+ *   { rows of x }, STAGES x { scales }                     of FP8 alone, see w8a8.cuh
  *
  * The CTAs of a cluster work on neighbouring blocks of one expert and share its weights: each loads
  * its part and the copy engine delivers it to both, so that a stage is free when the consumers of
@@ -78,7 +78,7 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr int SEGMENTS_BYTES = 8 * TOKENS_;
   static constexpr int EPILOGUE_BYTES = CONSUMERS_ * OWN_BUFFERS * kEpilogueBytes;
   static constexpr int SHARED = 1024 + STAGES * (STAGE_BYTES + SCALE_BYTES + 16 + kHeaderBytes) +
-                                SCALE_ROWS_BYTES + EPILOGUE_BYTES + 4 * SEGMENTS_BYTES + 16;
+                                SCALE_ROWS_BYTES + EPILOGUE_BYTES + 4 * SEGMENTS_BYTES + 32;
   static_assert(TOKENS_ % REST_BOX == 0 && TOKENS_ % STEP == 0, "whole boxes, whole steps");
   static_assert(RESIDENT * (SHARED + 1024) <= 228 * 1024, "shared memory of an SM");
 };
@@ -90,14 +90,13 @@ __device__ __forceinline__ uint32_t uniform(uint32_t value) {
 
 template <class S> struct Pipeline {
   static constexpr uint32_t EPILOGUE = S::STAGES * S::STAGE_BYTES;
-  static constexpr uint32_t SCALES = EPILOGUE + S::EPILOGUE_BYTES;
-  static constexpr uint32_t SCALE_ROWS = SCALES + S::STAGES * S::SCALE_BYTES;
-  static constexpr uint32_t HEADERS = SCALE_ROWS + S::SCALE_ROWS_BYTES;
+  static constexpr uint32_t HEADERS = EPILOGUE + S::EPILOGUE_BYTES;
   static constexpr uint32_t FULL = HEADERS + S::STAGES * kHeaderBytes;
   static constexpr uint32_t EMPTY = FULL + 8 * S::STAGES;
   static constexpr uint32_t SEGMENTS = EMPTY + 8 * S::STAGES;
   static constexpr uint32_t FIXUP = SEGMENTS + 4 * S::SEGMENTS_BYTES;
   static constexpr uint32_t SYNC = FIXUP + 8;
+  static constexpr uint32_t SCALES = (SYNC + 8 + 15) / 16 * 16;
   uint32_t base;
   int stage = 0;
   int aliased = -1; // the stage that epilogue buffers of the last tile alias
@@ -174,9 +173,9 @@ template <class S> struct Pipeline {
     return weights() + S::W_BYTES + span * S::TOKENS * kRowBytes;
   }
   __device__ __forceinline__ uint32_t weight_scales(int m64) const {
-    return base + SCALES + stage * S::SCALE_BYTES + m64 * S::M64_SCALES;
+    return base + SCALES + S::SCALE_ROWS_BYTES + stage * S::SCALE_BYTES + m64 * S::M64_SCALES;
   }
-  __device__ __forceinline__ uint32_t scale_rows() const { return base + SCALE_ROWS; }
+  __device__ __forceinline__ uint32_t scale_rows() const { return base + SCALES; }
   __device__ __forceinline__ uint32_t token_scales() const { return weight_scales(S::TILES); }
   __device__ __forceinline__ uint32_t header() const { return header(stage); }
   __device__ __forceinline__ uint32_t header(int which) const {
