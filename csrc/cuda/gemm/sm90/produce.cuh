@@ -31,22 +31,35 @@ __device__ __forceinline__ void load_native(const CUtensorMap *map, const moelor
   }
 }
 
-/* Quantised weights: an m64 tile's 64 of depth lie together. Behind the last of them x is zero, and
- * any weights will do. */
+/* Where the m64 tiles of quantised weights begin, found once for a tile: one lane has to start
+ * copies of 2 to 8 KB as fast as memory brings them. */
+template <class S> struct QuantizedTiles {
+  const char *at[S::TILES];
+
+  __device__ __forceinline__ void find(const moelora_gemm_launch &g, const Tile &tile) {
+    if constexpr (S::FORMAT != MOELORA_NATIVE) {
+#pragma unroll
+      for (int m64 = 0; m64 < S::TILES; m64++)
+        at[m64] = quantized_tile(g, tile.expert, m64, first_output<S>(g, tile.column, m64));
+    }
+  }
+};
+
+/* An m64 tile's 64 of depth lie together. Behind the last of them x is zero, and any weights will
+ * do. */
 template <class S>
-__device__ __forceinline__ void load_quantized(const moelora_gemm_launch &g, const Tile &tile,
-                                               int step, const Pipeline<S> &pipeline,
-                                               uint64_t policy) {
+__device__ __forceinline__ void load_quantized(const moelora_gemm_launch &g,
+                                               const QuantizedTiles<S> &tiles, int step,
+                                               const Pipeline<S> &pipeline, uint64_t policy) {
   const uint32_t bytes = tile_bytes<S::FORMAT>(g.weights.w.format);
   const int last = (g.tokens.k - 1) / kDepth;
   uint32_t to = pipeline.weights();
+#pragma unroll
   for (int span = 0; span < S::SPANS; span++) {
     const int64_t depth = min(step * S::SPANS + span, last) * g.weights.w.stride_kt;
-    for (int m64 = 0; m64 < S::TILES; m64++, to += bytes) {
-      const int output = first_output<S>(g, tile.column, m64);
-      bulk_load(to, quantized_tile(g, tile.expert, m64, output) + depth, bytes, pipeline.full(),
-                policy);
-    }
+#pragma unroll
+    for (int m64 = 0; m64 < S::TILES; m64++, to += bytes)
+      bulk_load(to, tiles.at[m64] + depth, bytes, pipeline.full(), policy);
   }
 }
 
@@ -58,15 +71,16 @@ template <class S> __device__ __forceinline__ uint32_t step_bytes(const moelora_
 }
 
 template <class S>
-__device__ __forceinline__ void load_weights(const CUtensorMap *map, const moelora_gemm_launch &g,
-                                             const Tile &tile, int step,
-                                             const Pipeline<S> &pipeline, uint64_t policy) {
+__device__ __forceinline__ void
+load_weights(const CUtensorMap *map, const moelora_gemm_launch &g, const Tile &tile,
+             const QuantizedTiles<S> &tiles, int step, const Pipeline<S> &pipeline,
+             uint64_t policy) {
   if constexpr (S::FORMAT == MOELORA_NATIVE)
     load_native<S>(map, g, tile, step, pipeline, policy);
   else if constexpr (S::FORMAT == MOELORA_W8A8)
-    load_w8a8<S>(g, tile, step, pipeline, policy);
+    load_w8a8<S>(g, tiles.at, step, pipeline, policy);
   else
-    load_quantized<S>(g, tile, step, pipeline, policy);
+    load_quantized<S>(g, tiles, step, pipeline, policy);
 }
 
 /* The tile scheduler: the tiles of this CTA, one after the other. */
@@ -147,6 +161,8 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
     const Tile tile = next.tile;
     const int count = next.count;
     const TokenBoxes<S> boxes(g.tokens.divisor.value ? 0 : count);
+    QuantizedTiles<S> tiles;
+    tiles.find(g, tile);
     SegmentList<S> list;
     list.base = pipeline.segments();
     int adapter_stages = 0;
@@ -167,7 +183,7 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
         if (step == 0)
           TileHeader{tile, count}.write(pipeline.header());
         barrier_expect(pipeline.full(), step_bytes<S>(g) + S::SPANS * boxes.rows() * kRowBytes);
-        load_weights<S>(w_map, g, tile, step, pipeline, policy);
+        load_weights<S>(w_map, g, tile, tiles, step, pipeline, policy);
         boxes.load(x_maps, step, tile.block * S::TOKENS, pipeline);
       }
       __syncwarp();

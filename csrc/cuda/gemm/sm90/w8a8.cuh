@@ -15,19 +15,21 @@
 #include "cuda/gemm/sm90/pipeline.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
-/* This CTA's share of a tile's 128 of depth, and of their scales. */
+/* This CTA's share of 128 of depth of the m64 tiles that begin at `tiles`, and of their scales. */
 template <class S>
-__device__ __forceinline__ void load_w8a8(const moelora_gemm_launch &g, const Tile &tile, int step,
+__device__ __forceinline__ void load_w8a8(const moelora_gemm_launch &g,
+                                          const char *const (&tiles)[S::TILES], int step,
                                           const Pipeline<S> &pipeline, uint64_t policy) {
-  constexpr int SHARE = S::TILES / S::CLUSTER;
   const int rank = S::CLUSTER > 1 ? (int)cluster_rank() : 0;
   const uint32_t scales = tile_bytes<S::FORMAT>(g.weights.w.format) - MOELORA_FP8_TILE_VALUES;
-  for (int i = 0; i < SHARE; i++) {
-    const int m64 = rank * SHARE + i, output = first_output<S>(g, tile.column, m64);
-    const char *from =
-        quantized_tile(g, tile.expert, m64, output) + (int64_t)step * g.weights.w.stride_kt;
+  const int64_t depth = step * g.weights.w.stride_kt;
+#pragma unroll
+  for (int m64 = 0; m64 < S::TILES; m64++) {
+    const char *from = tiles[m64] + depth;
     const uint32_t to = pipeline.weights() + m64 * kM64Bytes, behind = pipeline.weight_scales(m64);
     if constexpr (S::CLUSTER > 1) {
+      if (m64 / (S::TILES / S::CLUSTER) != rank)
+        continue;
       bulk_load_multicast(to, from, kM64Bytes, pipeline.full(), policy);
       bulk_load_multicast(behind, from + kM64Bytes, scales, pipeline.full(), policy);
     } else {
@@ -79,9 +81,20 @@ __device__ __forceinline__ void multiply_e4m3(float *partial, uint64_t a, uint64
   settle<N / 2>(partial);
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < 4; k++)
+  for (int k = 0; k < 4; k++) {
+    if (k == 3)
+      wgmma_commit(); // the last is a group of its own
     Wgmma<N>::mma_e4m3(partial, a + 2 * k, b + 2 * k, k > 0);
+  }
   wgmma_commit();
+}
+
+/* Two consumers take turns: while one has the tensor cores, the other adds up what it has. */
+__device__ __forceinline__ void turn_wait(int consumer) {
+  asm volatile("barrier.cta.sync %0, 256;" ::"r"(4 + consumer) : "memory");
+}
+__device__ __forceinline__ void turn_pass(int consumer) {
+  asm volatile("barrier.cta.arrive %0, 256;" ::"r"(5 - consumer) : "memory");
 }
 
 /* d += partial times the scales of a thread's two rows and of its tokens. */
@@ -112,6 +125,8 @@ __device__ __forceinline__ int multiply_w8a8(float (&d)[2][S::TOKENS / 2],
   const uint32_t at_low = by_row ? row * 4 : 0, at_high = by_row ? row * 4 + 32 : 0;
   int previous = 0;
   float partial[N / 2];
+  if (S::TURNS && consumer == 1)
+    turn_pass(consumer); // the first turn is the other's
 #pragma unroll 1
   for (int step = 0; step < depth_steps; step++) {
     pipeline.wait_full();
@@ -121,11 +136,17 @@ __device__ __forceinline__ int multiply_w8a8(float (&d)[2][S::TOKENS / 2],
 #pragma unroll
     for (int t = 0; t < 2; t++) {
       const uint32_t scales = pipeline.weight_scales(2 * consumer + t);
+      if (S::TURNS)
+        turn_wait(consumer);
       multiply_e4m3<N>(partial, a + t * (kM64Bytes / 16), b);
       if (S::ALIASED_BUFFERS > 0 && t == 0 && step == 1)
         release_aliased_stage(pipeline, consumer);
       const float low = __uint_as_float(load_shared_4(scales + at_low));
       const float high = __uint_as_float(load_shared_4(scales + at_high));
+      if (S::TURNS) {
+        wgmma_wait<1>();
+        turn_pass(consumer);
+      }
       wgmma_wait<0>();
       settle<N / 2>(partial);
       promote<N>(d[t], partial, low, high, pipeline.token_scales());
@@ -136,6 +157,8 @@ __device__ __forceinline__ int multiply_w8a8(float (&d)[2][S::TOKENS / 2],
       pipeline.release(previous);
     pipeline.advance();
   }
+  if (S::TURNS && consumer == 0)
+    turn_wait(consumer); // as many as were passed
   settle<N / 2>(d[0]);
   settle<N / 2>(d[1]);
   return previous;
