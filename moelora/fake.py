@@ -15,7 +15,8 @@ from torch import Tensor
 from moelora import autograd
 
 PACK = 64
-TILE_BYTES = (0, 2176, 2176, 2304, 2240, 2432)  # moelora_tile_bytes
+TILE_BYTES = (0, 2176, 2176, 2304, 2240, 2432, 8208, 8208, 8448)  # moelora_tile_bytes
+FP8 = 6  # and all formats behind it
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16)
 ON_HOST = ("num_active_loras",)
 BASE, UNIFORM, SEGMENTED, SORTING = range(4)
@@ -126,7 +127,7 @@ def _(topk_ids, topk_weights, num_experts, block_size, out_to_zero, expert_map):
 
 @_shape_function("fused_moe_lora_gemm")
 def _(x, w, topk_weights, topk_ids, *others):
-    w_format, _, w_rows = others[9:] or (0, 0, 0)  # left out where all are 0
+    w_format, _, w_rows = others[9:12] or (0, 0, 0)  # left out where all are 0
     columns = w_rows if w_format else w.size(1) * (PACK if w.dim() == 5 else 1)
     return x.new_empty((topk_ids.size(0), topk_ids.size(1), columns))
 
@@ -155,10 +156,11 @@ def _(w):
 
 
 @_shape_function("pack_quantized")
-def _(values, scales, zeros, format, order, dtype):
-    experts, rows, pairs = values.shape
+def _(values, scales, zeros, format, order, dtype, block_rows=0, block_columns=0):
+    experts, rows, depth = values.shape
     row_tiles = 2 * -(-rows // (2 * PACK)) if order else -(-rows // PACK)
-    return values.new_empty((experts, row_tiles, -(-pairs * 2 // PACK), TILE_BYTES[format]))
+    depth_tiles = -(-depth // (2 * PACK)) if format >= FP8 else -(-depth * 2 // PACK)
+    return values.new_empty((experts, row_tiles, depth_tiles, TILE_BYTES[format]))
 
 
 @_shape_function("unpack_quantized")

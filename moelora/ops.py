@@ -85,13 +85,13 @@ def _data(weights: Weights) -> Tensor:
     return weights if isinstance(weights, Tensor) else weights.data
 
 
-def _layout_of(name: str, weights: Weights, x: Tensor, columns: int | None) -> tuple[int, int, int]:
-    """Format, order and rows of weights that multiply `columns` columns; zeros if not quantised.
+def _layout_of(name: str, weights: Weights, x: Tensor, columns: int | None) -> tuple[int, ...]:
+    """The layout of weights that multiply `columns` columns; zeros if they are not quantised.
 
     Tiles do not tell for which dtype and how many columns they were made.
     """
     if not isinstance(weights, QuantizedWeights):
-        return 0, 0, 0
+        return 0, 0, 0, 0, 0.0
     if weights.dtype != x.dtype:
         made, got = (str(d).removeprefix("torch.") for d in (weights.dtype, x.dtype))
         raise ValueError(f"{name} was quantised for {made}, expected {got} as of the activations")
@@ -108,13 +108,14 @@ def _layout(w: Weights, x: Tensor) -> tuple[int, ...]:
 
 
 def _layer_layout(w13: Weights, w2: Weights, x: Tensor, activation: str) -> tuple[int, ...]:
-    """The same of a layer: that of w13, then format and rows of w2."""
+    """The same of a layer: that of w13, then that of w2, whose order is known."""
     if isinstance(w13, Tensor) and isinstance(w2, Tensor):
         return ()
     hidden = x.size(1) if x.dim() == 2 else None
     gated = 1 if activation == "relu2" else 2
     inter = w13.shape[1] // gated if len(w13.shape) == 3 else None
-    return *_layout_of("w13", w13, x, hidden), *_layout_of("w2", w2, x, inter)[::2]
+    layout2 = _layout_of("w2", w2, x, inter)
+    return *_layout_of("w13", w13, x, hidden), layout2[0], *layout2[2:]
 
 
 @typed

@@ -1,7 +1,8 @@
-"""Expert weights of four bits, in the tiles that kernels read (csrc/moelora.h has their layout)."""
+"""Quantised expert weights, in the tiles that kernels read (csrc/moelora.h has their layout)."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -11,28 +12,31 @@ from torch import Tensor
 from moelora import quantized_readers as readers
 from moelora.call import operators, run, typed
 from moelora.fake import COMPUTE_DTYPES
+from moelora.quantized_fp8 import ACTIVATIONS, FromFP8
 from moelora.quantized_readers import PerExpert
 
 ORDERS = {None: 0, "concatenated": 1, "interleaved": 2}
-MXFP4, INT4 = 1, 2
+MXFP4, INT4, FP8, FP8_G64, FP8_ROWS = 1, 2, 6, 7, 8
+X_FORMATS = ("native", "group", "token", "static")
 ALIGNMENT = 16  # bytes, of a tile
-FIELDS = ("format", "order", "rows", "columns", "group_size", "dtype")
+FIELDS = ("format", "order", "rows", "columns", "group_size", "dtype", "x_format", "x_scale")
 
 
 @dataclass(frozen=True, eq=False)
-class QuantizedWeights:
-    """Expert weights of four bits: MXFP4, or INT4 with scales and perhaps zero points for groups.
+class QuantizedWeights(FromFP8):
+    """Expert weights of four bits, MXFP4 or INT4 with groups of columns, or of eight: FP8.
 
-    Made by `from_mxfp4`, `from_gptq`, `from_awq` and `from_compressed_tensors` from what
-    checkpoints hold; accepted wherever `w13`, `w2` or `w` is. On a CPU a call gives the bits that
-    it would with `unpack()`, from a quarter of the memory.
+    Made by `from_mxfp4`, `from_gptq`, `from_awq`, `from_compressed_tensors`, `from_fp8_block`,
+    `from_fp8_channel` and `from_fp8_tensor` from what checkpoints hold; accepted wherever `w13`,
+    `w2` or `w` is. On a CPU a call gives the bits that it would with `unpack()`, from a quarter or
+    half of the memory, unless activations become FP8 too.
 
     Attributes
     ----------
     data : Tensor, shape (E, tiles of rows, tiles of depth, bytes of a tile), uint8
-        Tiles of 64 rows by 64 columns, values before their scales.
-    format : {"mxfp4", "int4"}
-        What a nibble is: e2m1, or an unsigned number minus 8 or minus its zero point.
+        Tiles of 64 rows by 64 columns (FP8: 128), values before their scales.
+    format : {"mxfp4", "int4", "fp8"}
+        What a number is: e2m1; unsigned, of four bits, minus 8 or minus its zero point; e4m3.
     group_size : int
         Columns that share a scale.
     has_zeros : bool
@@ -44,6 +48,13 @@ class QuantizedWeights:
         The logical shape (E, N, K).
     dtype : torch.dtype
         bfloat16 or float16: that of the activations.
+    row_scales : bool
+        Of FP8: whether rows of a tile have scales of their own.
+    x_format : {"native", "group", "token", "static"}
+        What multiplies the weights: `x` as it is, or in FP8 with a scale for each group of columns
+        of a token, for each token, or with `x_scale`.
+    x_scale : float
+        0 unless `x_format` is "static".
     """
 
     data: Tensor = field(repr=False)
@@ -53,6 +64,9 @@ class QuantizedWeights:
     gate_up: str | None
     shape: torch.Size
     dtype: torch.dtype
+    row_scales: bool = False
+    x_format: str = "native"
+    x_scale: float = 0.0
 
     @property
     def device(self) -> torch.device:
@@ -64,22 +78,31 @@ class QuantizedWeights:
         return self.data.nbytes
 
     @property
-    def layout(self) -> tuple[int, int, int]:
-        """moelora_layout of csrc/moelora.h: format, order, rows."""
-        code = MXFP4
+    def layout(self) -> tuple[int, int, int, int, float]:
+        """moelora_layout of csrc/moelora.h: format, order, rows, and what multiplies them."""
+        x_format = X_FORMATS.index(self.x_format)
+        return self._code(), ORDERS[self.gate_up], self.shape[1], x_format, self.x_scale
+
+    def _code(self) -> int:
         if self.format == "int4":
-            code = INT4 + (self.group_size == 32) + 2 * self.has_zeros
-        return code, ORDERS[self.gate_up], self.shape[1]
+            return INT4 + (self.group_size == 32) + 2 * self.has_zeros
+        if self.format == "fp8":
+            narrow = self.group_size % 128 != 0 and self.group_size < self.shape[2]
+            return FP8_ROWS if self.row_scales else FP8_G64 if narrow else FP8
+        return MXFP4
 
     def to(self, device: torch.device | str) -> QuantizedWeights:
         """These weights on another device."""
         return replace(self, data=self.data.to(device))
 
     def unpack(self) -> Tensor:
-        """The weights as one tensor of shape (E, N, K) and of `dtype`, each number rounded once."""
+        """The weights as one tensor of shape (E, N, K) and of `dtype`, each number rounded once.
+
+        A number is its value times its scale, which is rounded to `dtype` before.
+        """
         code = COMPUTE_DTYPES.index(self.dtype)
         op = operators.unpack_quantized.default
-        return run(op, self.data, *self.layout, self.shape[2], code)
+        return run(op, self.data, *self.layout[:3], self.shape[2], code)
 
     def state_dict(self, prefix: str = "") -> dict[str, Tensor]:
         """Two tensors, that safetensors and torch.save take: `data`, and numbers that describe it.
@@ -89,7 +112,10 @@ class QuantizedWeights:
         prefix : str
             Put before both names.
         """
-        numbers = (*self.layout, self.shape[2], self.group_size, COMPUTE_DTYPES.index(self.dtype))
+        code, order, rows, x_format, x_scale = self.layout
+        (bits,) = struct.unpack("<i", struct.pack("<f", x_scale))
+        dtype = COMPUTE_DTYPES.index(self.dtype)
+        numbers = (code, order, rows, self.shape[2], self.group_size, dtype, x_format, bits)
         layout = torch.tensor(numbers, dtype=torch.int64)
         return {f"{prefix}data": self.data, f"{prefix}layout": layout}
 
@@ -109,23 +135,46 @@ class QuantizedWeights:
             data = data.clone()
         if len(numbers) != len(FIELDS):
             raise ValueError(f"{prefix}layout has {len(numbers)} numbers, expected {FIELDS}")
-        code, order, rows, columns, group_size, dtype = numbers
-        if not (MXFP4 <= code <= INT4 + 3 and 0 <= order < len(ORDERS) and dtype in (0, 1)):
+        code, order, rows, columns, group_size, dtype, x_format, bits = numbers
+        known = MXFP4 <= code <= FP8_ROWS and 0 <= order < len(ORDERS) and dtype in (0, 1)
+        if not (known and 0 <= x_format < len(X_FORMATS) and 0 <= bits < 2**31):
             raise ValueError(f"{prefix}layout is {numbers}, expected {FIELDS} in their ranges")
         weights = cls(
             data=data,
-            format="mxfp4" if code == MXFP4 else "int4",
+            format="fp8" if code >= FP8 else "int4" if code >= INT4 else "mxfp4",
             group_size=group_size,
-            has_zeros=code >= INT4 + 2,
+            has_zeros=INT4 + 2 <= code < FP8,
             gate_up=list(ORDERS)[order],
             shape=torch.Size((len(data), rows, columns)),
             dtype=COMPUTE_DTYPES[dtype],
+            row_scales=code == FP8_ROWS,
+            x_format=X_FORMATS[x_format],
+            x_scale=struct.unpack("<f", struct.pack("<i", bits))[0],
         )
         if weights.layout[0] != code:
             raise ValueError(f"{prefix}layout has format {code} and group_size {group_size}")
+        if (weights.x_format == "static") != (weights.x_scale > 0):
+            raise ValueError(f"{prefix}layout has x_format {x_format}, x_scale {weights.x_scale}")
         tiles = data.new_empty(data.shape, device="meta")
         run(operators.unpack_quantized.default, tiles, code, order, rows, columns, dtype)
         return weights
+
+    @classmethod
+    def _pack_fp8(
+        cls,
+        checkpoint: readers.Checkpoint,
+        activations: str,
+        x_format: str,
+        x_scale: float,
+        gate_up: str | None,
+        dtype: torch.dtype,
+    ) -> QuantizedWeights:
+        if activations not in ACTIVATIONS:
+            known = " or ".join(map(repr, ACTIVATIONS))
+            raise ValueError(f"activations is {activations!r}, expected {known}")
+        if activations == "native":
+            x_format, x_scale = "native", 0.0
+        return _pack(cls, checkpoint, gate_up, dtype, x_format, x_scale)
 
     @classmethod
     @typed
@@ -332,7 +381,12 @@ class QuantizedWeights:
 
 
 def _pack(
-    cls: type, checkpoint: readers.Checkpoint, gate_up: str | None, dtype: torch.dtype
+    cls: type,
+    checkpoint: readers.Checkpoint,
+    gate_up: str | None,
+    dtype: torch.dtype,
+    x_format: str = "native",
+    x_scale: float = 0.0,
 ) -> QuantizedWeights:
     if gate_up not in ORDERS:
         known = ", ".join(map(repr, ORDERS))
@@ -350,15 +404,17 @@ def _pack(
         gate_up=gate_up,
         shape=torch.Size(checkpoint.shape),
         dtype=dtype,
+        row_scales=checkpoint.row_scales,
+        x_format=x_format,
+        x_scale=x_scale,
     )
-    layout = weights.layout[:2]
+    layout = (*weights.layout[:2], COMPUTE_DTYPES.index(dtype), *checkpoint.block)
     data = None
     for expert in range(experts):
         values, scales, zeros = (t if t is None else t[None] for t in checkpoint.read(expert))
         absent = values.new_empty(0)
         op = operators.pack_quantized.default
-        code = COMPUTE_DTYPES.index(dtype)
-        tiles = run(op, values, scales, absent if zeros is None else zeros, *layout, code)
+        tiles = run(op, values, scales, absent if zeros is None else zeros, *layout)
         if data is None:
             data = tiles.new_empty(experts, *tiles.shape[1:])
         data[expert] = tiles[0]

@@ -1,7 +1,7 @@
 """Four-bit weights of one expert as checkpoints hold them -> values, scales and zeros by rows.
 
 What packing takes: values (N, K / 2) uint8, the even column in the low nibble; scales
-(N, K / group); zeros (N, K / group) uint8, or None.
+(N, K / group); zeros (N, K / group) uint8, or None. Those of FP8 are in quantized_fp8.py.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class Checkpoint:
     group_size: int
     has_zeros: bool
     read: Callable[[int], Numbers]
+    row_scales: bool = False  # of FP8, as `block`
+    block: tuple[int, int] = (0, 0)
 
 
 class Stack:

@@ -1,0 +1,292 @@
+"""Expert weights of FP8 as checkpoints hold them, for `QuantizedWeights`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moelora.call import typed
+from moelora.quantized_readers import SCALES, Checkpoint, Numbers, PerExpert, Stack
+
+if TYPE_CHECKING:
+    from moelora.quantized import QuantizedWeights
+
+TILE = 64  # rows of a tile
+DEPTH = 128  # columns of a tile
+NAN = 0x7F  # of e4m3, without the sign
+LARGEST_SCALE = 255.0
+ACTIVATIONS = ("fp8", "native")
+
+
+class FromFP8:
+    """The constructors of `QuantizedWeights` for weights of e4m3.
+
+    All of them take `activations`. "fp8" (W8A8): what is multiplied becomes e4m3 too, with scales
+    of its own, as engines compute it; adapters take it as it is. "native" (W8A16): it stays in
+    `dtype`, and weights are rounded to that, once.
+    """
+
+    @classmethod
+    @typed
+    def from_fp8_block(
+        cls: Any,
+        weight: PerExpert,
+        weight_scale_inv: PerExpert,
+        *,
+        block: tuple[int, int] = (128, 128),
+        activations: str = "fp8",
+        gate_up: str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> QuantizedWeights:
+        """FP8 as DeepSeek-V3 and Qwen3-FP8 have it: `value = e4m3 * scale of its block`.
+
+        Activations get a scale for every 128 columns of a token (64 if a block is no multiple of
+        128 wide): `max(|x|, 1e-10) / 448`.
+
+        Parameters
+        ----------
+        weight : Tensor, shape (E, N, K), float8_e4m3fn, or one for each expert
+            None of them NaN.
+        weight_scale_inv : Tensor, shape (E, N / rows, K / columns), or one for each expert
+            Scales of the blocks, both sizes rounded up; float32, bfloat16, float16 or
+            float8_e8m0fnu; finite, at most 255. Rows of blocks of a concatenated gate and up may
+            begin anew with up, 2 ceil(N / 2 / rows) of them, as of two weights quantised by
+            themselves; else blocks run on.
+        block : (int, int)
+            Rows and columns of a block. Columns are a multiple of 64; of 128 where blocks of rows
+            begin within a tile of 64 rows.
+        activations : {"fp8", "native"}
+            What multiplies them: `x` in FP8 as well, or as it is.
+        gate_up : {None, "concatenated", "interleaved"}
+            Of a gated `w13`: whether gate rows come before up rows, or alternate with them. None
+            for any other weight.
+        dtype : torch.dtype
+            bfloat16 or float16: that of the activations.
+
+        Raises
+        ------
+        ValueError
+            A shape, a dtype or a value is not as above.
+        TypeError
+            An argument is of another type than in the signature.
+        NotImplementedError
+            There is no kernel for this device.
+
+        Notes
+        -----
+        DeepSeek-AI, DeepSeek-V3 Technical Report, 2024 (arXiv:2412.19437), section 3.3.
+        """
+        found = read_block(weight, weight_scale_inv, tuple(block), gate_up)
+        return cls._pack_fp8(found, activations, "group", 0.0, gate_up, dtype)
+
+    @classmethod
+    @typed
+    def from_fp8_channel(
+        cls: Any,
+        weight: PerExpert,
+        weight_scale: PerExpert,
+        *,
+        activations: str = "fp8",
+        gate_up: str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> QuantizedWeights:
+        """FP8 with a scale for each row, as compressed-tensors has it ("float-quantized").
+
+        Activations get a scale for each token: `max|x| / 448`, at least `1 / (448 * 512)`.
+
+        Parameters
+        ----------
+        weight : Tensor, shape (E, N, K), float8_e4m3fn, or one for each expert
+            None of them NaN.
+        weight_scale : Tensor, shape (E, N, 1) or (E, N), or one for each expert
+            float32, bfloat16, float16 or float8_e8m0fnu; finite, at most 255.
+        activations, gate_up, dtype
+            As of `from_fp8_block`.
+
+        Raises
+        ------
+        ValueError
+            A shape, a dtype or a value is not as above.
+        TypeError
+            An argument is of another type than in the signature.
+        NotImplementedError
+            There is no kernel for this device.
+
+        Notes
+        -----
+        Layout of the compressed-tensors library.
+        """
+        found = read_channel(weight, weight_scale, gate_up)
+        return cls._pack_fp8(found, activations, "token", 0.0, gate_up, dtype)
+
+    @classmethod
+    @typed
+    def from_fp8_tensor(
+        cls: Any,
+        weight: PerExpert,
+        weight_scale: PerExpert,
+        input_scale: PerExpert | float | None = None,
+        *,
+        activations: str = "fp8",
+        gate_up: str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> QuantizedWeights:
+        """FP8 with a scale for each expert, or one for its gate and one for its up rows.
+
+        Activations are divided by `input_scale`, the largest if there are several. Without one,
+        they get a scale for each token, as of `from_fp8_channel`: a scale of a whole batch would
+        let a token depend on its neighbours.
+
+        Parameters
+        ----------
+        weight : Tensor, shape (E, N, K), float8_e4m3fn, or one for each expert
+            None of them NaN.
+        weight_scale : Tensor, shape (E,), (E, 1) or (E, 2), or one for each expert
+            float32, bfloat16, float16 or float8_e8m0fnu; finite, at most 255. Two are those of gate
+            and of up.
+        input_scale : float or Tensor, or one for each expert, optional
+            Above 0.
+        activations, gate_up, dtype
+            As of `from_fp8_block`.
+
+        Raises
+        ------
+        ValueError
+            A shape, a dtype or a value is not as above.
+        TypeError
+            An argument is of another type than in the signature.
+        NotImplementedError
+            There is no kernel for this device.
+
+        Notes
+        -----
+        Layout of vLLM's `fp8` and of compressed-tensors ("float-quantized", strategy "tensor").
+        """
+        found = read_tensor(weight, weight_scale, gate_up)
+        scale = 0.0 if input_scale is None else largest_scale(input_scale)
+        kind = "token" if input_scale is None else "static"
+        return cls._pack_fp8(found, activations, kind, scale, gate_up, dtype)
+
+
+# ---- what checkpoints hold -> values, scales by rows of blocks ----
+
+
+def read_block(
+    weight: PerExpert, scales: PerExpert, block: tuple[int, int], gate_up: str | None
+) -> Checkpoint:
+    weight, scales = _weight(weight), Stack("weight_scale_inv", scales)
+    rows, columns = weight.matrix("[N, K] for each expert")
+    if len(block) != 2 or min(block) < 1:
+        raise ValueError(f"block is {block}, expected two numbers above 0: rows and columns")
+    high, wide = block
+    found = scales.matrix("[N/rows, K/columns] for each expert")[0]
+    of_rows = torch.arange(rows) // high
+    half = rows // 2
+    halves = 2 * -(-half // high)
+    if gate_up == "concatenated" and rows % 2 == 0 and found == halves:
+        row = torch.arange(rows)
+        of_rows = row // half * (halves // 2) + row % half // high
+    _check(scales, weight, (int(of_rows[-1]) + 1, -(-columns // wide)))
+    return _checkpoint(weight, scales, of_rows, block, gate_up)
+
+
+def read_channel(weight: PerExpert, scales: PerExpert, gate_up: str | None) -> Checkpoint:
+    weight, scales = _weight(weight), Stack("weight_scale", scales)
+    rows, columns = weight.matrix("[N, K] for each expert")
+    _check(scales, weight, (rows, 1) if scales[0].dim() == 2 else (rows,))
+    return _checkpoint(weight, scales, torch.arange(rows), (1, columns), gate_up)
+
+
+def read_tensor(weight: PerExpert, scales: PerExpert, gate_up: str | None) -> Checkpoint:
+    weight, scales = _weight(weight), Stack("weight_scale", scales)
+    rows, columns = weight.matrix("[N, K] for each expert")
+    row, count = torch.arange(rows), scales[0].numel()
+    if count == 2 and gate_up:
+        of_rows = row % 2 if gate_up == "interleaved" else row // max(1, rows // 2)
+        shape, high = (2,), max(1, rows // 2)
+    else:
+        of_rows, high = torch.zeros_like(row), rows
+        shape = tuple(scales[0].shape) if count == 1 else (1,)
+    _check(scales, weight, shape)
+    return _checkpoint(weight, scales, of_rows, (high, columns), gate_up)
+
+
+def largest_scale(input_scale: PerExpert | float) -> float:
+    if isinstance(input_scale, Tensor):
+        input_scale = input_scale.reshape(-1)
+    elif not isinstance(input_scale, list | tuple):
+        input_scale = [input_scale]
+    scales = torch.tensor([float(scale) for scale in input_scale], dtype=torch.float32)
+    smallest = torch.finfo(torch.float32).tiny
+    if not ((scales >= smallest) & scales.isfinite()).all():
+        raise ValueError(f"input_scale is {scales.tolist()}, expected normal numbers above 0")
+    return scales.max().item()
+
+
+def _weight(weight: PerExpert) -> Stack:
+    stack = Stack("weight", weight)
+    shape = stack.matrix("[N, K] for each expert")
+    if 0 in shape:
+        stack.fail(0, f"has shape {tuple(stack[0].shape)} for each expert", "no empty dimension")
+    stack.check(stack, shape, torch.float8_e4m3fn)
+    return stack
+
+
+def _check(scales: Stack, weight: Stack, shape: tuple[int, ...]) -> None:
+    scales.check(weight, shape, *SCALES, torch.float8_e8m0fnu)
+
+
+def _checkpoint(
+    weight: Stack, scales: Stack, of_rows: Tensor, block: tuple[int, int], gate_up: str | None
+) -> Checkpoint:
+    """`of_rows` says which row of scales each row of the weight takes."""
+    rows, columns = weight[0].shape
+    high, wide = block
+    narrow = wide % DEPTH != 0 and wide < columns
+    row_scales = not _fill_tiles(of_rows, gate_up)
+    if narrow and (row_scales or wide % TILE):
+        wanted = f"columns that are a multiple of {DEPTH if row_scales else TILE}"
+        if row_scales:
+            wanted += ", as rows of a tile of 64 are of several blocks"
+        raise ValueError(f"block is {block}, expected {wanted}")
+    # of the numbers that packing takes: rows of a block, and where their scales are
+    if torch.equal(of_rows, torch.arange(rows) // high):
+        taken = None
+    elif not row_scales and gate_up != "interleaved" and rows // 2 % TILE == 0:
+        high, taken = TILE, of_rows[::TILE]
+    else:
+        high, taken, row_scales = 1, of_rows, True
+    if narrow and row_scales:
+        raise ValueError(f"block is {block}, expected columns that are a multiple of {DEPTH}")
+
+    def read(expert: int) -> Numbers:
+        values = weight[expert].contiguous().view(torch.uint8)
+        if (values & NAN == NAN).any():
+            weight.fail(expert, "has a NaN", "numbers")
+        found = scales[expert].to(torch.float32)
+        if not (found.abs() <= LARGEST_SCALE).all():
+            got = f"has a scale that is NaN, infinite or beyond {LARGEST_SCALE:g}"
+            scales.fail(expert, got, "others")
+        found = found.reshape(int(of_rows.max()) + 1, -1)
+        if taken is not None:
+            found = found[taken.to(found.device)]
+        return values, found.contiguous(), None
+
+    shape = (len(weight), rows, columns)
+    return Checkpoint("fp8", shape, min(wide, columns), False, read, row_scales, (high, wide))
+
+
+def _fill_tiles(of_rows: Tensor, gate_up: str | None) -> bool:
+    """Whether all rows of a tile take one row of scales."""
+    rows = len(of_rows)
+    row, half = torch.arange(rows), max(1, rows // 2)
+    up, i = torch.zeros_like(row), row
+    if gate_up == "concatenated":
+        up, i = row // half, row % half
+    elif gate_up == "interleaved":
+        up, i = row % 2, row // 2
+    tile = up * -(-half // TILE) + i // TILE if gate_up else i // TILE
+    first = torch.full((int(tile.max()) + 1,), rows).scatter_reduce(0, tile, of_rows, "amin")
+    return torch.equal(first[tile], of_rows)
