@@ -246,7 +246,8 @@ int32_t moelora_tile_bytes(moelora_format format);
  *
  * Of FP8: values [E, N, K] uint8 of e4m3; scales [E, N/block_rows, K/block_columns] float32, both
  * rounded up: that of number (n, k) is [n / block_rows, k / block_columns]. Columns of a block are
- * a multiple of 128 (of 64 for G64), or K and more; rows of a tile are of one block, but for ROWS.
+ * a multiple of 128 (of 64 for G64), or K and more; rows of a tile are of one block, but for ROWS;
+ * where block_rows is 1, they have equal scales, of which the first counts.
  */
 typedef struct moelora_quantized {
   moelora_tensor values, scales, zeros;

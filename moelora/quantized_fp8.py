@@ -251,15 +251,9 @@ def _checkpoint(
         if row_scales:
             wanted += ", as rows of a tile of 64 are of several blocks"
         raise ValueError(f"block is {block}, expected {wanted}")
-    # of the numbers that packing takes: rows of a block, and where their scales are
-    if torch.equal(of_rows, torch.arange(rows) // high):
-        taken = None
-    elif not row_scales and gate_up != "interleaved" and rows // 2 % TILE == 0:
-        high, taken = TILE, of_rows[::TILE]
-    else:
-        high, taken, row_scales = 1, of_rows, True
-    if narrow and row_scales:
-        raise ValueError(f"block is {block}, expected columns that are a multiple of {DEPTH}")
+    # packing takes blocks of as many rows, or else a scale for each row
+    taken = None if torch.equal(of_rows, torch.arange(rows) // high) else of_rows
+    high = high if taken is None else 1
 
     def read(expert: int) -> Numbers:
         values = weight[expert].contiguous().view(torch.uint8)

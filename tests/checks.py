@@ -23,12 +23,14 @@ NAIVE_FACTOR = 1.5
 OUTER_RTOL, OUTER_ATOL = 5e-2, 1e-2
 
 
-def assert_close_to_ref(y: Tensor, ref64: Tensor, naive: Tensor, dtype: torch.dtype) -> float:
+def assert_close_to_ref(
+    y: Tensor, ref64: Tensor, naive: Tensor, dtype: torch.dtype, atol: float = OUTER_ATOL
+) -> float:
     """Fail unless `y` is as accurate as the same computation done naively in its dtype.
 
     The rule is max|y - ref64| <= 1.5 * max|naive - ref64| + floor, where the floor is a few
     roundings of max(TYPICAL, max|ref64|) (see FLOOR_ROUNDINGS), and, as an outer fence that does
-    not trust the naive version, |y - ref64| <= 1e-2 + 5e-2 |ref64| everywhere.
+    not trust the naive version, |y - ref64| <= atol + 5e-2 |ref64| everywhere.
 
     Returns the error of `y` over what the rule allows (at most 1).
     """
@@ -54,7 +56,7 @@ def assert_close_to_ref(y: Tensor, ref64: Tensor, naive: Tensor, dtype: torch.dt
         y64,
         ref64,
     )
-    outside = error > OUTER_ATOL + OUTER_RTOL * ref64.abs()
+    outside = error > atol + OUTER_RTOL * ref64.abs()
     assert not outside.any(), _describe("outside the fence", outside, y64, ref64)
     return worst / allowed
 

@@ -1,4 +1,4 @@
-"""Problems with quantised weights: those of cases.py, their weights brought to four bits here.
+"""Problems with quantised weights: those of cases.py, their weights brought to a format here.
 
 What a checkpoint holds is made with plain torch, so that packing has something to be held against.
 """
@@ -30,6 +30,8 @@ class Format:
     name: str
     group: int | None
     zeros: bool = False
+    rows: int = 1  # of a block of FP8
+    activations: str = "native"
 
 
 FORMATS = {
@@ -39,6 +41,18 @@ FORMATS = {
     "int4_g32_zp": Format("int4", 32, zeros=True),
     "int4_channel": Format("int4", None),
 }
+FP8_FORMATS = {
+    "fp8_block": Format("fp8_block", 128, rows=128),
+    "fp8_block_w8a8": Format("fp8_block", 128, rows=128, activations="fp8"),
+    "fp8_b64": Format("fp8_block", 64, rows=64),
+    "fp8_b64_w8a8": Format("fp8_block", 64, rows=64, activations="fp8"),
+    "fp8_channel": Format("fp8_channel", None),
+    "fp8_channel_w8a8": Format("fp8_channel", None, activations="fp8"),
+    "fp8_tensor_w8a8": Format("fp8_tensor", None, activations="fp8"),
+    "fp8_static_w8a8": Format("fp8_static", None, activations="fp8"),
+}
+ALL_FORMATS = {**FORMATS, **FP8_FORMATS}
+INPUT_SCALE = 0.0125  # that cuts off a few of the largest of x
 
 
 @dataclass
@@ -76,6 +90,61 @@ class Numbers:
         )
 
 
+@dataclass
+class EightBits:
+    """FP8 numbers: with a scale for each row and block of columns, alike where blocks are."""
+
+    q: Tensor  # (E, N, K) float8_e4m3fn
+    scales: Tensor  # (E, N, blocks) float32
+    of_rows: Tensor  # (N,) which block of rows a row is of
+    wide: int  # columns of a block
+    format: Format
+
+    def spread(self) -> Tensor:
+        return self.scales.repeat_interleave(self.wide, 2)[..., : self.q.size(2)]
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """In float64, rounded once. Scales are those of the dtype, of float16 256 times as much."""
+        up = 256 if dtype == torch.float16 else 1
+        scales = (self.spread() * up).to(dtype).double() / up
+        return (self.q.double() * scales).to(dtype)
+
+    def pack(self, dtype: torch.dtype, gate_up: str | None = None) -> QuantizedWeights:
+        options = {"activations": self.format.activations, "gate_up": gate_up, "dtype": dtype}
+        if self.format.name == "fp8_channel":
+            return QuantizedWeights.from_fp8_channel(self.q, self.scales, **options)
+        if self.format.name in ("fp8_tensor", "fp8_static"):
+            scale = INPUT_SCALE if self.format.name == "fp8_static" else None
+            return QuantizedWeights.from_fp8_tensor(self.q, self.scales[:, 0], scale, **options)
+        first = torch.searchsorted(self.of_rows, torch.arange(int(self.of_rows[-1]) + 1))
+        runs_on = torch.equal(self.of_rows, torch.arange(len(self.of_rows)) // self.format.rows)
+        high, scales = self.format.rows, self.scales[:, first]
+        if not runs_on and gate_up != "concatenated":
+            high, scales = 1, self.scales
+        return QuantizedWeights.from_fp8_block(self.q, scales, block=(high, self.wide), **options)
+
+
+def to_fp8(w: Tensor, format: Format, halves: bool) -> EightBits:
+    """With `halves` blocks begin anew at the middle row."""
+    experts, rows, columns = w.shape
+    row = torch.arange(rows)
+    if format.name in ("fp8_tensor", "fp8_static"):
+        of_rows = torch.zeros_like(row)
+    elif halves:
+        half = rows // 2
+        of_rows = row // half * -(-half // format.rows) + row % half // format.rows
+    else:
+        of_rows = row // format.rows
+    wide = format.group or columns
+    columns_of = torch.arange(columns) // wide
+    largest = torch.full((experts, int(of_rows[-1]) + 1, -(-columns // wide)), 2.0**-20)
+    place = (of_rows[:, None] * largest.size(2) + columns_of).flatten().expand(experts, -1)
+    largest = largest.flatten(1).scatter_reduce(1, place, w.float().abs().flatten(1), "amax")
+    scales = (largest / 448).view(experts, -1, -(-columns // wide))[:, of_rows]
+    made = EightBits(w, scales, of_rows, wide, format)
+    return replace(made, q=(w.float() / made.spread()).clamp(-448, 448).to(torch.float8_e4m3fn))
+
+
 def by_bytes(q: Tensor) -> Tensor:
     """Two numbers of the last dimension in a byte, the first in the low nibble."""
     return (q[..., 0::2] | q[..., 1::2] << 4).to(torch.uint8)
@@ -90,8 +159,10 @@ def by_words(q: Tensor, order=range(8), pad: bool = False) -> Tensor:
     return torch.where(total >= 2**31, total - 2**32, total).to(torch.int32)
 
 
-def quantise(w: Tensor, format: Format, seed: int = 0) -> Numbers:
+def quantise(w: Tensor, format: Format, seed: int = 0, halves: bool = False) -> Numbers | EightBits:
     """Float weights (E, N, K) to the nearest numbers of a format, with scales for their groups."""
+    if format.name.startswith("fp8"):
+        return to_fp8(w, format, halves)
     group = format.group if format.group and w.size(2) % format.group == 0 else w.size(2)
     groups = w.float().unflatten(2, (-1, group))
     largest = groups.abs().amax(-1).clamp(min=2.0**-20)
@@ -112,9 +183,9 @@ def quantise(w: Tensor, format: Format, seed: int = 0) -> Numbers:
     return Numbers(q.flatten(2), scales, zeros, format)
 
 
-def fitted(spec: Spec, dtype: torch.dtype) -> Spec:
+def fitted(spec: Spec, dtype: torch.dtype, unit: int = 32) -> Spec:
     """A spec whose sizes are multiples of 32, as a format's groups want."""
-    hidden, inter = (-(-size // 32) * 32 for size in (spec.hidden, spec.inter))
+    hidden, inter = (-(-size // unit) * unit for size in (spec.hidden, spec.inter))
     return replace(spec, hidden=hidden, inter=inter, dtype=dtype)
 
 
@@ -134,6 +205,10 @@ class Quantised:
     def base(self) -> Quantised:
         return replace(self, dense=self.dense.base())
 
+    @property
+    def is_w8a8(self) -> bool:
+        return any(w.x_format != "native" for w in (self.w13, self.w2))
+
     def kwargs(self) -> dict:
         return {**self.dense.kwargs(), "w13": self.w13, "w2": self.w2}
 
@@ -146,9 +221,13 @@ def build(
     spec: Spec, format: Format, dtype: torch.dtype, format2: Format | None = None
 ) -> Quantised:
     """The problem of a spec with w13 of one format and w2 of the same, or of another."""
-    p = fitted(spec, dtype).build()
-    w13 = quantise(p.w13, format, spec.seed)
-    w2 = quantise(p.w2, format2 or format, spec.seed + 1)
-    dense = replace(p, w13=w13.dequantised(dtype), w2=w2.dequantised(dtype))
+    format2 = format2 or format
+    narrow = any(f.name == "fp8_block" and f.group == 64 for f in (format, format2))
+    p = fitted(spec, dtype, 64 if narrow else 32).build()
     gate_up = GATE_UP.get(spec.activation, "concatenated")
+    if narrow and gate_up == "interleaved":  # 128 rows are gate and up rows of two tiles
+        format, format2 = replace(format, rows=128), replace(format2, rows=128)
+    w13 = quantise(p.w13, format, spec.seed, gate_up == "concatenated")
+    w2 = quantise(p.w2, format2, spec.seed + 1)
+    dense = replace(p, w13=w13.dequantised(dtype), w2=w2.dequantised(dtype))
     return Quantised(dense, w13.pack(dtype, gate_up), w2.pack(dtype), w13.pack(dtype))

@@ -321,7 +321,7 @@ static moelora_status check_blocks(const moelora_quantized *w, const moelora_lay
                                  moelora_words("layout.rows / block_rows, rounded up,")));
   MOELORA_TRY(moelora_check_size(scales, 2, (k - 1) / columns + 1,
                                  moelora_words("K / block_columns, rounded up,")));
-  if (layout->format != MOELORA_FP8_ROWS)
+  if (layout->format != MOELORA_FP8_ROWS && rows > 1)
     MOELORA_TRY(check_tile_rows(layout, rows));
   problem->scales_stride[0] = moelora_stride(&w->scales, 0);
   problem->scales_stride[1] = moelora_stride(&w->scales, 1);

@@ -89,6 +89,8 @@ static void pack_fp8(const moelora_quantized_problem *p, int64_t expert, int64_t
     const uint8_t *row = p->values + expert * p->values_stride[0] + n * p->values_stride[1] + k;
     for (int32_t c = 0; c < moelora_min(128, w->k - k); c++)
       tile[moelora_fp8_offset(r, c)] = row[c];
+    if (r > 0 && !of_rows)
+      continue;
     const float *of_row = scales + n / p->block_rows * p->scales_stride[1];
     for (int32_t half = 0; half < (of_rows ? 1 : 2) && k + 64 * half < w->k; half++)
       to[of_rows ? r : half] = of_row[(k + 64 * half) / p->block_columns];

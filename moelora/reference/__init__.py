@@ -11,7 +11,8 @@ fp32. Their error against `*_ref` says how much accuracy a dtype allows, and the
 baseline.
 
 All take the keyword arguments of the operator whose name they carry; quantised weights count as the
-numbers that `unpack()` gives, each rounded once. Ids out of range mean the same
+numbers that `unpack()` gives, each rounded once; those that multiply FP8 as the numbers that they
+stand for, and activations as the numbers that they become. Ids out of range mean the same
 everywhere: a row whose expert id (after `expert_map`) is not in [0, E) is skipped, and a row whose
 adapter id is not in [0, max_loras), or whose adapter is disabled or has rank 0, is a base row.
 """

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moelora.reference.fp8 import numbers_of, rule_of
 from moelora.reference.routing import (
     Factors,
     adapter_per_token,
     as_list,
-    as_tensor,
     expert_per_choice,
     max_loras_of,
     optional_list,
@@ -69,7 +69,8 @@ def _float64(t: Tensor | None) -> Tensor | None:
 
 
 def _project_row(
-    x: Tensor,  # (K,) float64
+    x: Tensor,  # (K,) float64, of adapters
+    base_x: Tensor,  # the same, of w
     w: Tensor,  # (E, N, K)
     bias: Tensor | None,  # (E, N)
     lora_a: list[Tensor],  # per slice (max_loras, E or 1, R, K)
@@ -80,7 +81,7 @@ def _project_row(
     scalings: list[float] | None,
 ) -> Tensor:
     """x W^T + s (x A^T) B^T + bias for one row, in float64: (N,)."""
-    y = w[expert] @ x
+    y = w[expert] @ base_x
     if adapter >= 0:
         scaling = 1.0 if scalings is None else scalings[adapter]
         first = 0
@@ -122,7 +123,7 @@ def fused_moe_lora_gemm_ref(
 
     Returns (M, top_k, N), float64, on the CPU; rows of skipped experts are zero.
     """
-    w = as_tensor(w)
+    rule, w = rule_of(w, x.dtype), numbers_of(w)
     num_tokens, top_k = topk_ids.shape
     experts = expert_per_choice(topk_ids, w.size(0), expert_map)
     adapters = adapter_per_token(
@@ -130,6 +131,7 @@ def fused_moe_lora_gemm_ref(
     )
     row_per_choice = x.size(0) != num_tokens
     x, w, bias = _float64(x), _float64(w), _float64(bias)
+    base_x = rule(x)
     lora_a = [_float64(a) for a in as_list(lora_a)]
     lora_b = [_float64(b) for b in as_list(lora_b)]
     ranks, scalings = optional_list(lora_ranks), optional_list(lora_scalings)
@@ -141,8 +143,9 @@ def fused_moe_lora_gemm_ref(
             e = experts[m][j]
             if e < 0:
                 continue
-            row = x[m * top_k + j] if row_per_choice else x[m]
-            y = _project_row(row, w, bias, lora_a, lora_b, e, adapters[m], ranks, scalings)
+            row = m * top_k + j if row_per_choice else m
+            rows = x[row], base_x[row]
+            y = _project_row(*rows, w, bias, lora_a, lora_b, e, adapters[m], ranks, scalings)
             out[m, j] = y if weights is None else y * weights[m, j]
     return out
 
@@ -186,7 +189,9 @@ def fused_experts_lora_ref(
 
     Returns (M, K), float64, on the CPU; skipped experts contribute nothing.
     """
-    w13, w2 = as_tensor(w13), as_tensor(w2)
+    dtype = hidden_states.dtype
+    rule13, rule2 = rule_of(w13, dtype), rule_of(w2, dtype)
+    w13, w2 = numbers_of(w13), numbers_of(w2)
     num_tokens, top_k = topk_ids.shape
     experts = expert_per_choice(topk_ids, w13.size(0), expert_map)
     adapters = adapter_per_token(
@@ -203,14 +208,16 @@ def fused_experts_lora_ref(
     ranks, scalings = optional_list(lora_ranks), optional_list(lora_scalings)
 
     out = torch.zeros_like(x)
+    base_x = None if apply_router_weight_on_input else rule13(x)
     for m in range(num_tokens):
         for j in range(top_k):
             e, adapter = experts[m][j], adapters[m]
             if e < 0:
                 continue
             row = x[m] * weights[m, j] if apply_router_weight_on_input else x[m]
-            gu = _project_row(row, w13, w13_bias, a13, b13, e, adapter, ranks, scalings)
+            base = rule13(row) if base_x is None else base_x[m]
+            gu = _project_row(row, base, w13, w13_bias, a13, b13, e, adapter, ranks, scalings)
             h = activate(gu, activation, activation_alpha, activation_limit)
-            z = _project_row(h, w2, w2_bias, a2, b2, e, adapter, ranks, scalings)
+            z = _project_row(h, rule2(h), w2, w2_bias, a2, b2, e, adapter, ranks, scalings)
             out[m] += z if apply_router_weight_on_input else weights[m, j] * z
     return out

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from moelora.reference.fp8 import is_w8a8, numbers_of, rule_of
 from moelora.reference.layer import activate
 from moelora.reference.routing import (
     Factors,
     adapter_per_token,
     as_list,
-    as_tensor,
     expert_per_choice,
     max_loras_of,
     optional_list,
@@ -20,6 +22,7 @@ from moelora.reference.routing import (
 
 def _naive_project(
     x: Tensor,  # (rows, K), rows of one expert
+    rule: Callable[[Tensor], Tensor],  # what of them multiplies w
     w: Tensor,
     bias: Tensor | None,
     lora_a: list[Tensor],
@@ -29,7 +32,7 @@ def _naive_project(
     ranks: list[int] | None,
     scalings: list[float] | None,
 ) -> Tensor:
-    y = torch.mm(x, w[expert].t())
+    y = torch.mm(rule(x).to(w.dtype), w[expert].t()).to(x.dtype)
     if bias is not None:
         y += bias[expert]
     for adapter in adapters.unique().tolist() if lora_a else []:
@@ -58,6 +61,12 @@ def _naive_rows(
     return [(e, r.to(topk_ids.device)) for e, r in rows]
 
 
+def _numbers(weights) -> Tensor:
+    """In the dtype of their product: float32 where both sides of it are in FP8."""
+    numbers = numbers_of(weights)
+    return numbers.float().to(weights.device) if is_w8a8(weights) else numbers
+
+
 def naive_fused_moe_lora_gemm(
     x: Tensor,
     w: Tensor,
@@ -75,7 +84,7 @@ def naive_fused_moe_lora_gemm(
     mul_routed_weight: bool = False,
 ) -> Tensor:
     """`fused_moe_lora_gemm_ref` as a loop over experts in the dtype and on the device of `x`."""
-    w = as_tensor(w)
+    rule, w = rule_of(w, x.dtype), _numbers(w)
     num_tokens, top_k = topk_ids.shape
     adapters = torch.tensor(
         adapter_per_token(
@@ -91,7 +100,7 @@ def naive_fused_moe_lora_gemm(
         tokens = rows // top_k
         x_rows = x.index_select(0, tokens if x.size(0) == num_tokens else rows)
         y = _naive_project(
-            x_rows, w, bias, lora_a, lora_b, expert, adapters[tokens], ranks, scalings
+            x_rows, rule, w, bias, lora_a, lora_b, expert, adapters[tokens], ranks, scalings
         )
         if mul_routed_weight:
             y = (y.float() * topk_weights.reshape(-1)[rows].unsqueeze(1)).to(y.dtype)
@@ -126,7 +135,9 @@ def naive_fused_experts_lora(
 
     The products, the activation and the scaling round to that dtype; the sum over top_k is fp32.
     """
-    x, w13, w2 = hidden_states, as_tensor(w13), as_tensor(w2)
+    x = hidden_states
+    rule13, rule2 = rule_of(w13, x.dtype), rule_of(w2, x.dtype)
+    w13, w2 = _numbers(w13), _numbers(w2)
     num_tokens, top_k = topk_ids.shape
     adapters = torch.tensor(
         adapter_per_token(
@@ -149,8 +160,11 @@ def naive_fused_experts_lora(
         if apply_router_weight_on_input:
             x_rows = (x_rows.float() * weights).to(x.dtype)
         carried = adapters[tokens]
-        gu = _naive_project(x_rows, w13, w13_bias, a13, b13, expert, carried, ranks, scalings)
+        gu = _naive_project(
+            x_rows, rule13, w13, w13_bias, a13, b13, expert, carried, ranks, scalings
+        )
         h = activate(gu, activation, activation_alpha, activation_limit)
-        z = _naive_project(h, w2, w2_bias, a2, b2, expert, carried, ranks, scalings).float()
+        z = _naive_project(h, rule2, w2, w2_bias, a2, b2, expert, carried, ranks, scalings)
+        z = z.float()
         out.index_add_(0, tokens, z if apply_router_weight_on_input else z * weights)
     return out.to(x.dtype)

@@ -110,10 +110,10 @@ __global__ void __launch_bounds__(kThreads)
       const uint4 words = *(const uint4 *)(from + moelora_fp8_offset(r, chunk * kChunk));
       const float scale = scales[w.format == MOELORA_FP8_ROWS ? r : chunk / 4];
       const uint32_t by = e4m3_scales<T>(scale, scale);
-      const uint4 numbers[2] = {{e4m3<T, 0, 0>(words.x, by), e4m3<T, 0, 0>(words.y, by),
-                                 e4m3<T, 0, 0>(words.z, by), e4m3<T, 0, 0>(words.w, by)},
-                                {e4m3<T, 1, 0>(words.x, by), e4m3<T, 1, 0>(words.y, by),
-                                 e4m3<T, 1, 0>(words.z, by), e4m3<T, 1, 0>(words.w, by)}};
+      const uint32_t numbers[8] = {e4m3<T, 0, 0>(words.x, by), e4m3<T, 0, 0>(words.y, by),
+                                   e4m3<T, 0, 0>(words.z, by), e4m3<T, 0, 0>(words.w, by),
+                                   e4m3<T, 1, 0>(words.x, by), e4m3<T, 1, 0>(words.y, by),
+                                   e4m3<T, 1, 0>(words.z, by), e4m3<T, 1, 0>(words.w, by)};
       uint16_t *const to =
           (uint16_t *)p.out + tile.expert * p.out_stride[0] + n * p.out_stride[1] + k;
 #pragma unroll
@@ -121,9 +121,10 @@ __global__ void __launch_bounds__(kThreads)
         if (k + i >= w.k)
           break;
         if (VECTORS)
-          *(uint4 *)(to + i) = numbers[i / 8];
+          *(uint4 *)(to + i) = make_uint4(numbers[i / 2], numbers[i / 2 + 1], numbers[i / 2 + 2],
+                                          numbers[i / 2 + 3]);
         else
-          to[i] = ((const uint16_t *)numbers)[i];
+          to[i] = (uint16_t)(numbers[i / 2] >> 16 * (i % 2));
       }
     }
   }
@@ -135,11 +136,10 @@ moelora_status moelora_cuda_pack_fp8(const moelora_quantized_problem *p, const m
   const int64_t tiles = tiles_of(p);
   const bool vectors = (uintptr_t)p->values % 16 == 0 && p->values_stride[0] % 16 == 0 &&
                        p->values_stride[1] % 16 == 0 && p->tiles.k % 16 == 0;
+  const auto kernel = vectors ? pack_fp8<true> : pack_fp8<false>;
   if (tiles == 0)
     return MOELORA_OK;
-  (vectors
-       ? pack_fp8<true>
-       : pack_fp8<false>)<<<ctas_for(tiles), kThreads, 0, (cudaStream_t)exec->stream>>>(*p, tiles);
+  kernel<<<ctas_for(tiles), kThreads, 0, (cudaStream_t)exec->stream>>>(*p, tiles);
   return moelora_cuda_check(cudaGetLastError(), "pack_fp8");
 }
 

@@ -79,11 +79,11 @@ struct WeightLoader {
  * values, 16 bytes each, of which FP8 has two in half a tile. Warp w then copies what follows the
  * values of m64 tile w. */
 template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, false> {
-  static constexpr int PART_BYTES = 128 * 16, PARTS = E::VALUES / PART_BYTES; // of a tile
-  static constexpr int AT_ONCE = WarpTile<E>::THREADS / 128;                  // parts
-  static constexpr int VALUES = E::TILES * PARTS / AT_ONCE, PIECES = VALUES + 1;
+  static constexpr int PART_BYTES = 128 * 16, TILE_PARTS = E::VALUES / PART_BYTES; // of a tile
+  static constexpr int AT_ONCE = WarpTile<E>::THREADS / 128;                       // parts
+  static constexpr int VALUES = E::TILES * TILE_PARTS / AT_ONCE, PIECES = VALUES + 1;
   static constexpr int SCALES_AT = E::IS_FP8 ? MOELORA_FP8_TILE_VALUES : E::VALUES; // in a tile
-  static_assert(E::TILES * PARTS % AT_ONCE == 0 && E::TILES <= WarpTile<E>::THREADS / 32 &&
+  static_assert(E::TILES * TILE_PARTS % AT_ONCE == 0 && E::TILES <= WarpTile<E>::THREADS / 32 &&
                     moelora_most_tile_bytes(E::FORMAT) - SCALES_AT <= 32 * 16,
                 "a warp for the scales of each tile");
 
@@ -95,8 +95,8 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
     weights = data + tile.expert * g.weights.w.stride_e;
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
-      const int m64 = i < VALUES ? part_of_values(i) / PARTS : tile_of_scales();
-      const int chunk = i < VALUES ? chunk_of_values(part_of_values(i) % PARTS)
+      const int m64 = i < VALUES ? part_of_values(i) / TILE_PARTS : tile_of_scales();
+      const int chunk = i < VALUES ? chunk_of_values(part_of_values(i) % TILE_PARTS)
                                    : SCALES_AT / 16 + (int)(threadIdx.x & 31);
       const int output = first_output<E>(g, tile.column, m64);
       chunks[i] = (uint32_t)((quantized_tile(g, 0, m64, output) - data) / 16) + chunk;
@@ -149,17 +149,18 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
     const int scales = E::IS_W8A8  ? tile_of_scales() * kFp8Scales
                        : E::IS_FP8 ? E::ALL_VALUES + tile_of_scales() * kFp8Scales
                                    : tile_of_scales() * E::TILE_BYTES + E::VALUES;
-    return {
-        (uint32_t)(part / PARTS * E::TILE_BYTES + part % PARTS * PART_BYTES + (thread & 127) * 16),
-        (uint32_t)(scales + behind),
-        tile_of_scales() < E::TILES && SCALES_AT + behind < moelora_tile_size(g.weights.w.format)};
+    return {(uint32_t)(part / TILE_PARTS * E::TILE_BYTES + part % TILE_PARTS * PART_BYTES +
+                       (thread & 127) * 16),
+            (uint32_t)(scales + behind),
+            tile_of_scales() < E::TILES &&
+                SCALES_AT + behind < moelora_tile_size(g.weights.w.format)};
   }
 
   /* Scales go to `slot`. */
   __device__ __forceinline__ void copy(int piece, Source from, int, uint32_t stage, uint32_t slot,
                                        const Place &place, bool wanted) const {
     const int part = piece * AT_ONCE;
-    const uint32_t ahead = part / PARTS * E::TILE_BYTES + part % PARTS * PART_BYTES;
+    const uint32_t ahead = part / TILE_PARTS * E::TILE_BYTES + part % TILE_PARTS * PART_BYTES;
     const bool scales = piece == VALUES;
     copy_async_16<256>(scales ? slot + place.scales : stage + place.values + ahead,
                        row_address(from.tile + (scales ? 0 : from.half), chunks[piece], 16), 16,
