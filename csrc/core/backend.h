@@ -320,6 +320,13 @@ void moelora_clear_error(void);
 moelora_status moelora_fail(moelora_status status, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
+#define MOELORA_TRY(CALL)                                                                          \
+  do {                                                                                             \
+    moelora_status status_ = (CALL);                                                               \
+    if (status_ != MOELORA_OK)                                                                     \
+      return status_;                                                                              \
+  } while (0)
+
 /* a * b, or SIZE_MAX if it is more than that: so is every product and every arena made of it. */
 static inline size_t moelora_times(size_t a, size_t b) {
   size_t product;

@@ -1,126 +1,12 @@
 /* Adapters alone: which launches, in which order, and what lies in the workspace.
  *
- *   resolve -> [sort] -> shrink -> expand [-> combine]
+ *   resolve -> [sort] -> shrink -> expand [-> sum]
  *
  * or, of few rows, shrink and expand in one launch. x A^T and whatever waits for a sum is stored by
  * flat row. Few rows are sorted by each CTA for itself, or not at all: where pairs hardly repeat,
  * reading the factors of a repeated one again costs less. */
+#include "cuda/adapters/delta.h"
 #include "cuda/backend.h"
-#include "cuda/adapters/delta_rows.cuh"
-#include "cuda/launch/bounds.cuh"
-#include "cuda/launch/kernel_launch.cuh"
-#include "cuda/layer/sum.cuh"
-#include "cuda/variant_ids.h"
-
-namespace {
-
-constexpr int kThreads = 256;
-
-/* ---- kernels around the two halves ---- */
-
-__global__ void __launch_bounds__(kThreads) clear_bytes(uint32_t *to, int64_t words) {
-  wait_for_previous_kernel();
-  start_next_kernel();
-  for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < words;
-       i += (int64_t)gridDim.x * kThreads)
-    to[i] = 0;
-}
-
-struct Combine {
-  delta_rows rows;
-  const uint8_t *written; // [P]; NULL: what rows say
-  const void *z;          // [P, z_stride]
-  int64_t z_stride;
-  bool add;
-  void *out; // [M, columns]
-  int64_t out_stride;
-  int32_t columns;
-};
-
-/* Flat row has an adapter and an expert here. */
-__device__ __forceinline__ bool is_active(const Combine &p, int64_t row) {
-  if (p.written)
-    return p.written[row] != 0;
-  const WindowRow found = route_row(p.rows, row);
-  return found.expert >= 0 && found.adapter >= 0 && true_rank(p.rows, found.adapter) > 0;
-}
-
-/* out[m] = [out[m] +] sum over j of z[m * top_k + j] in float32, in the order of j, where any of
- * these rows is active. A thread adds WIDTH neighbouring columns. */
-template <class T, class Z, int WIDTH>
-__global__ void __launch_bounds__(kThreads, kLightResident)
-    combine_rows(const __grid_constant__ Combine p) {
-  wait_for_previous_kernel();
-  start_next_kernel();
-  const int32_t chunks = (p.columns + WIDTH - 1) / WIDTH, top_k = p.rows.routes.top_k;
-  const int64_t count = p.rows.routes.num_tokens * chunks;
-  for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < count;
-       i += (int64_t)gridDim.x * kThreads) {
-    const int64_t token = i / chunks, column = i % chunks * WIDTH;
-    float sum[WIDTH] = {};
-    bool any = false;
-    for (int j = 0; j < top_k; j++) {
-      if (!is_active(p, token * top_k + j))
-        continue;
-      any = true;
-      add_columns(sum, (const Z *)p.z + (token * top_k + j) * p.z_stride + column, 1.f);
-    }
-    if (!any)
-      continue;
-    T *to = (T *)p.out + token * p.out_stride + column;
-    __align__(16) T rounded[WIDTH];
-    if constexpr (WIDTH > 1)
-      *(uint4 *)rounded = *(const uint4 *)to;
-    else
-      rounded[0] = *to;
-#pragma unroll
-    for (int c = 0; c < WIDTH; c++)
-      rounded[c] = Element<T>::round((p.add ? Element<T>::to_float(rounded[c]) : 0.f) + sum[c]);
-    if constexpr (WIDTH > 1)
-      *(uint4 *)to = *(const uint4 *)rounded;
-    else
-      *to = rounded[0];
-  }
-}
-
-int64_t blocks_for(int64_t threads) {
-  return (threads + kThreads - 1) / kThreads;
-}
-
-/* Zeros of at least `bytes` bytes, rounded up to words. */
-moelora_status clear(uint8_t *to, int64_t bytes, const moelora_exec *exec) {
-  const int64_t words = (bytes + 3) / 4;
-  return launch_kernel<clear_bytes>("clear_bytes", blocks_for(words), kThreads, 0, exec,
-                                    (uint32_t *)to, words);
-}
-
-template <class T, int WIDTH>
-moelora_status combine_as(const Combine &c, bool z_f32, const moelora_exec *exec) {
-  const int64_t work = blocks_for(c.rows.routes.num_tokens * ((c.columns + WIDTH - 1) / WIDTH));
-  return z_f32 ? launch_kernel<combine_rows<T, float, WIDTH>>("delta_combine", work, kThreads, 0,
-                                                              exec, c)
-               : launch_kernel<combine_rows<T, T, WIDTH>>("delta_combine", work, kThreads, 0, exec,
-                                                          c);
-}
-
-moelora_status combine(const Combine &c, bool z_f32, const moelora_variant *variant,
-                       const moelora_exec *exec) {
-  switch (variant->id) {
-#define LAUNCH(NAME, T, WIDTH)                                                                     \
-  case CUDA_##NAME:                                                                                \
-    return combine_as<T, WIDTH>(c, z_f32, exec);
-#define MOELORA_CUDA_SUM(STEM, WIDTH)                                                              \
-  LAUNCH(sum_bf16_##STEM, __nv_bfloat16, WIDTH)                                                    \
-  LAUNCH(sum_f16_##STEM, __half, WIDTH)
-#include "cuda/variants.inc"
-#undef LAUNCH
-  }
-  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s sums nothing", variant->name);
-}
-
-/* ---- rows ---- */
-
-} // namespace
 
 extern "C" delta_sorted delta_take_sorted(const moelora_routes *routes,
                                           const moelora_align_plan *plan, moelora_arena *arena) {
@@ -250,19 +136,22 @@ void set_waiting(delta_expand *e, const Waiting *z, uint8_t *written) {
   e->written = written;
 }
 
+/* Their sum over top_k, into out. */
 moelora_status add_up(const delta_expand *e, const Waiting *z, int64_t columns, bool add, void *out,
                       int64_t out_stride, const moelora_variant *variant,
                       const moelora_exec *exec) {
-  Combine c = {};
-  c.rows = e->rows;
-  c.written = e->written;
-  c.z = z->data;
-  c.z_stride = z->stride;
-  c.add = add;
-  c.out = out;
-  c.out_stride = out_stride;
-  c.columns = (int32_t)columns;
-  return combine(c, z->f32, variant, exec);
+  moelora_sum_launch s = {};
+  s.routes = e->rows.routes;
+  s.z = z->data;
+  s.z_stride = z->stride;
+  s.z_f32 = z->f32;
+  s.written = e->written;
+  s.max_rank = e->rows.max_rank;
+  s.add = add;
+  s.out = out;
+  s.out_stride = out_stride;
+  s.columns = (int32_t)columns;
+  return moelora_cuda_sum(&s, variant, exec);
 }
 
 /* ---- one adapter ---- */
@@ -291,7 +180,7 @@ DeltaLayout lay_out(const moelora_delta_problem *p, const moelora_delta_plan *pl
   if (p->sum_top_k) {
     l.z = take_waiting(&p->routes, p->columns, plan->waiting_f32, &arena);
     if (listed)
-      l.written = (uint8_t *)moelora_take(&arena, (size_t)p->routes.num_rows + 3);
+      l.written = (uint8_t *)moelora_take(&arena, (size_t)p->routes.num_rows);
   }
   l.bytes = arena.used;
   return l;
@@ -331,7 +220,7 @@ extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
   if (p->x)
     s = begin_shrink(&rows, p->x, p->x_stride, p->x_per_row, p->k, &p->lora, routes->lora_scalings,
                      &xa);
-  delta_expand e = begin_expand(&rows, &xa, &p->lora, p->x && !l.written);
+  delta_expand e = begin_expand(&rows, &xa, &p->lora, p->x != nullptr);
   e.topk_weights = p->mul_routed_weight ? routes->topk_weights : nullptr;
   if (p->sum_top_k) {
     set_waiting(&e, &l.z, l.written);
@@ -342,25 +231,26 @@ extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
   }
 
   const bool listed = plan->order == MOELORA_LISTED;
-  moelora_status status = moelora_cuda_check_layout(l.bytes, exec);
-  if (status == MOELORA_OK)
-    status = moelora_cuda_resolve(&p->routes, routes, listed ? &p->lists : nullptr,
-                                  listed ? &l.lists : nullptr, true, exec);
-  if (status == MOELORA_OK && plan->one) {
-    status = delta_launch_thin(&s, &e, plan, exec);
+  MOELORA_TRY(moelora_cuda_check_layout(l.bytes, exec));
+  if (l.written)
+    MOELORA_TRY(moelora_cuda_check(
+        cudaMemsetAsync(l.written, 0, (size_t)routes->num_rows, (cudaStream_t)exec->stream),
+        "cudaMemsetAsync"));
+  MOELORA_TRY(moelora_cuda_resolve(&p->routes, routes, listed ? &p->lists : nullptr,
+                                   listed ? &l.lists : nullptr, true, exec));
+  if (plan->one) {
+    MOELORA_TRY(delta_launch_thin(&s, &e, plan, exec));
   } else {
-    if (status == MOELORA_OK && plan->order == MOELORA_SORTED)
-      status = delta_sort(routes, &l.sorted, &plan->align, exec);
-    if (status == MOELORA_OK && p->x)
-      status = delta_launch_shrink(&s, &plan->shrink[0], exec);
-    if (status == MOELORA_OK && l.written)
-      status = clear(l.written, routes->num_rows, exec);
-    if (status == MOELORA_OK && p->out)
-      status = delta_launch_expand(&e, &plan->expand[0], exec);
+    if (plan->order == MOELORA_SORTED)
+      MOELORA_TRY(delta_sort(routes, &l.sorted, &plan->align, exec));
+    if (p->x)
+      MOELORA_TRY(delta_launch_shrink(&s, &plan->shrink[0], exec));
+    if (p->out)
+      MOELORA_TRY(delta_launch_expand(&e, &plan->expand[0], exec));
   }
-  if (status == MOELORA_OK && p->out && p->sum_top_k)
-    status = add_up(&e, &l.z, p->columns, p->add_inputs, p->out, p->out_stride[0], plan->sum, exec);
-  return status;
+  if (!p->out || !p->sum_top_k)
+    return MOELORA_OK;
+  return add_up(&e, &l.z, p->columns, p->add_inputs, p->out, p->out_stride[0], plan->sum, exec);
 }
 
 /* ---- an adapter MLP ---- */
@@ -411,11 +301,10 @@ extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem
   const moelora_routes *routes = &l.routes;
   const int64_t intermediate = p->intermediate;
   const delta_rows rows = rows_of(routes, plan->order, &l.sorted);
-  moelora_status status = moelora_cuda_check_layout(l.bytes, exec);
-  if (status == MOELORA_OK)
-    status = moelora_cuda_resolve(&p->routes, routes, nullptr, nullptr, true, exec);
-  if (status == MOELORA_OK && plan->order == MOELORA_SORTED)
-    status = delta_sort(routes, &l.sorted, &plan->align, exec);
+  MOELORA_TRY(moelora_cuda_check_layout(l.bytes, exec));
+  MOELORA_TRY(moelora_cuda_resolve(&p->routes, routes, nullptr, nullptr, true, exec));
+  if (plan->order == MOELORA_SORTED)
+    MOELORA_TRY(delta_sort(routes, &l.sorted, &plan->align, exec));
 
   const XaView xa1 = own_xa(l.xa1, routes, &p->gate_up);
   const XaView xa2 = own_xa(l.xa2, routes, &p->down);
@@ -429,15 +318,9 @@ extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem
   delta_expand expand2 = begin_expand(&rows, &xa2, &p->down, true);
   expand2.topk_weights = routes->topk_weights;
   set_waiting(&expand2, &l.z, nullptr);
-  if (status == MOELORA_OK)
-    status = delta_launch_shrink(&shrink1, &plan->shrink[0], exec);
-  if (status == MOELORA_OK)
-    status = delta_launch_expand(&expand1, &plan->expand[0], exec);
-  if (status == MOELORA_OK)
-    status = delta_launch_shrink(&shrink2, &plan->shrink[1], exec);
-  if (status == MOELORA_OK)
-    status = delta_launch_expand(&expand2, &plan->expand[1], exec);
-  if (status == MOELORA_OK)
-    status = add_up(&expand2, &l.z, p->hidden, true, p->out, p->out_stride, plan->sum, exec);
-  return status;
+  MOELORA_TRY(delta_launch_shrink(&shrink1, &plan->shrink[0], exec));
+  MOELORA_TRY(delta_launch_expand(&expand1, &plan->expand[0], exec));
+  MOELORA_TRY(delta_launch_shrink(&shrink2, &plan->shrink[1], exec));
+  MOELORA_TRY(delta_launch_expand(&expand2, &plan->expand[1], exec));
+  return add_up(&expand2, &l.z, p->hidden, true, p->out, p->out_stride, plan->sum, exec);
 }

@@ -51,17 +51,17 @@ __device__ __forceinline__ Part find_part(const DeltaThinParams &p, int first,
   constexpr int THREADS = 32 * WARPS, PASSES = kThinRows / THREADS;
   const delta_rows &r = p.s.rows;
   const int lane = threadIdx.x % 32, rows = (int)r.routes.num_rows;
-  const WindowRow own = route_row(r, first);
+  const RoutedRow own = routed_row(r.routes, first);
   Part part = {0, 0, own.expert, own.adapter, 0};
-  WindowRow other[PASSES];
+  RoutedRow other[PASSES];
 #pragma unroll
   for (int pass = 0; pass < PASSES; pass++) {
     const int i = pass * THREADS + (int)threadIdx.x;
     if (i < rows)
-      other[pass] = route_row(r, i);
+      other[pass] = routed_row(r.routes, i);
   }
   if (own.expert >= 0 && own.adapter >= 0)
-    part.rank = true_rank(r, own.adapter);
+    part.rank = true_rank(r.routes, own.adapter, r.max_rank);
 #pragma unroll
   for (int pass = 0; pass < PASSES; pass++) {
     const int i = pass * THREADS + (int)threadIdx.x;

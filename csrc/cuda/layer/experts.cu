@@ -8,8 +8,6 @@
  * h [position, I] and the unsummed outputs z [position, K], so that the copy engine reads and
  * writes them in boxes. */
 #include "cuda/launch/kernel_launch.cuh"
-#include "cuda/layer/sum.cuh"
-#include "cuda/variant_ids.h"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/gemm/common/tile.cuh"
 
@@ -46,83 +44,8 @@ __global__ void __launch_bounds__(kThreads)
                                Element<T>::to_float(x[i / k * x_stride + i % k]));
 }
 
-struct SumParams {
-  const void *z;            // [position, k]
-  const int32_t *positions; // [M * top_k], -1: skipped
-  const float *weights;     // [M, top_k], or NULL: 1
-  int64_t weights_stride[2];
-  void *out; // [M, k]
-  int64_t out_stride, num_tokens;
-  int32_t top_k, k;
-};
-
-/* out[m] = round(sum over j of weight[m, j] z[position of (m, j)]) in float32, in the order of j. A
- * thread adds WIDTH neighbouring columns. */
-template <class T, class Z, int WIDTH>
-__global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ SumParams s) {
-  wait_for_previous_kernel();
-  start_next_kernel();
-  const int32_t columns = (s.k + WIDTH - 1) / WIDTH;
-  const int64_t count = s.num_tokens * columns;
-  for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < count;
-       i += (int64_t)gridDim.x * kThreads) {
-    const int64_t m = i / columns, column = i % columns * WIDTH;
-    float sum[WIDTH] = {};
-#pragma unroll 4
-    for (int j = 0; j < s.top_k; j++) {
-      const int64_t position = s.positions[m * s.top_k + j];
-      const float weight =
-          s.weights ? s.weights[m * s.weights_stride[0] + j * s.weights_stride[1]] : 1.f;
-      if (position < 0)
-        continue;
-      add_columns(sum, (const Z *)s.z + position * s.k + column, weight);
-    }
-    __align__(16) T rounded[WIDTH];
-#pragma unroll
-    for (int c = 0; c < WIDTH; c++)
-      rounded[c] = Element<T>::round(sum[c]);
-    T *to = (T *)s.out + m * s.out_stride + column;
-    if constexpr (WIDTH > 1)
-      *(uint4 *)to = *(const uint4 *)rounded;
-    else
-      *to = rounded[0];
-  }
-}
-
 int64_t blocks_for(int64_t threads) {
   return (threads + kThreads - 1) / kThreads;
-}
-
-template <class T, int WIDTH>
-moelora_status sum_as(const SumParams &s, bool z_f32, const moelora_exec *exec) {
-  const int64_t work = blocks_for(s.num_tokens * ((s.k + WIDTH - 1) / WIDTH));
-  return z_f32 ? launch_kernel<sum_rows<T, float, WIDTH>>("sum_rows", work, kThreads, 0, exec, s)
-               : launch_kernel<sum_rows<T, T, WIDTH>>("sum_rows", work, kThreads, 0, exec, s);
-}
-
-moelora_status sum(const moelora_experts_problem *p, const int32_t *positions, const void *z,
-                   const moelora_experts_plan *plan, const moelora_exec *exec) {
-  const moelora_routes *routes = &p->routes;
-  const SumParams s = {z,
-                       positions,
-                       p->apply_router_weight_on_input ? nullptr : routes->topk_weights,
-                       {routes->topk_weights_stride[0], routes->topk_weights_stride[1]},
-                       p->out,
-                       p->out_stride,
-                       routes->num_tokens,
-                       routes->top_k,
-                       (int32_t)p->hidden};
-  switch (plan->sum->id) {
-#define LAUNCH(NAME, T, WIDTH)                                                                     \
-  case CUDA_##NAME:                                                                                \
-    return sum_as<T, WIDTH>(s, plan->partial_f32, exec);
-#define MOELORA_CUDA_SUM(STEM, WIDTH)                                                              \
-  LAUNCH(sum_bf16_##STEM, __nv_bfloat16, WIDTH)                                                    \
-  LAUNCH(sum_f16_##STEM, __half, WIDTH)
-#include "cuda/variants.inc"
-#undef LAUNCH
-  }
-  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s sums nothing", plan->sum->name);
 }
 
 /* ---- workspace ---- */
@@ -166,10 +89,7 @@ Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
  * another layer still hold some SMs, those that follow would get them unevenly. */
 moelora_status align(const Alignment *a, const moelora_routes *from, const moelora_align_plan *plan,
                      const moelora_exec *exec) {
-  const moelora_status status =
-      moelora_cuda_resolve(from, &a->routes, nullptr, nullptr, false, exec);
-  if (status != MOELORA_OK)
-    return status;
+  MOELORA_TRY(moelora_cuda_resolve(from, &a->routes, nullptr, nullptr, false, exec));
   return moelora_cuda_align_rows(&a->routes, &a->blocks, plan, a->scratch, exec);
 }
 
@@ -241,9 +161,7 @@ moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
       g->weights.factors_boxes = g->weights.factors_boxes && g->adapters.lora.b[i].stride_i > 0;
     const moelora_shrink_launch s = {g->schedule,           g->tokens, g->adapters,
                                      routes->lora_scalings, xa,        false};
-    const moelora_status status = moelora_cuda_shrink(&s, shrink, exec);
-    if (status != MOELORA_OK)
-      return status;
+    MOELORA_TRY(moelora_cuda_shrink(&s, shrink, exec));
     g->adapters.xa = xa;
   }
   return launcher_of(variant)(g, variant, exec);
@@ -301,27 +219,20 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
                            const moelora_exec *exec) {
   const ExpertsLayout l = lay_out_experts(p, plan, exec->workspace);
   const moelora_routes *routes = &l.alignment.routes;
-  moelora_status status = moelora_cuda_check_layout(l.bytes, exec);
-  if (status == MOELORA_OK)
-    status = check_rank(&p->w13_lora);
-  if (status == MOELORA_OK)
-    status = check_rank(&p->w2_lora);
-  if (status == MOELORA_OK)
-    status = align(&l.alignment, &p->routes, &plan->align, exec);
-  if (status != MOELORA_OK)
-    return status;
+  MOELORA_TRY(moelora_cuda_check_layout(l.bytes, exec));
+  MOELORA_TRY(check_rank(&p->w13_lora));
+  MOELORA_TRY(check_rank(&p->w2_lora));
+  MOELORA_TRY(align(&l.alignment, &p->routes, &plan->align, exec));
 
   moelora_gemm_launch g =
       projection(&l.alignment, routes, &p->w13, &p->w13_lora, plan->near_elements);
   g.tokens.x = p->x;
   g.tokens.stride = p->x_stride;
   if (p->apply_router_weight_on_input) {
-    status = launch_kernel<scale_rows<T>>("scale_rows", blocks_for(routes->num_tokens * p->hidden),
-                                          kThreads, 0, exec, (const T *)p->x, p->x_stride,
-                                          routes->topk_weights, routes->topk_weights_stride[0],
-                                          (T *)l.x, routes->num_tokens, p->hidden);
-    if (status != MOELORA_OK)
-      return status;
+    MOELORA_TRY(launch_kernel<scale_rows<T>>(
+        "scale_rows", blocks_for(routes->num_tokens * p->hidden), kThreads, 0, exec,
+        (const T *)p->x, p->x_stride, routes->topk_weights, routes->topk_weights_stride[0],
+        (T *)l.x, routes->num_tokens, p->hidden));
     g.tokens.x = l.x;
     g.tokens.stride = p->hidden;
   }
@@ -335,9 +246,7 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.epilogue.out = l.h;
   g.epilogue.out_by_position = true;
   g.epilogue.out_stride[0] = p->intermediate;
-  status = project(&g, plan->variant, &plan->shrink[0], routes, l.xa13, exec);
-  if (status != MOELORA_OK)
-    return status;
+  MOELORA_TRY(project(&g, plan->variant, &plan->shrink[0], routes, l.xa13, exec));
 
   g = projection(&l.alignment, routes, &p->w2, &p->w2_lora, plan->near_elements);
   g.schedule.tile_counter = l.alignment.blocks.tile_counters + 1;
@@ -348,11 +257,22 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.epilogue.out = l.z;
   g.epilogue.out_by_position = true;
   g.epilogue.out_stride[0] = p->hidden;
-  status = project(&g, plan->w2, &plan->shrink[1], routes, l.xa2, exec);
-  if (status != MOELORA_OK)
-    return status;
+  MOELORA_TRY(project(&g, plan->w2, &plan->shrink[1], routes, l.xa2, exec));
 
-  return sum(p, l.alignment.blocks.positions, l.z, plan, exec);
+  moelora_sum_launch s = {};
+  s.routes = *routes;
+  s.z = l.z;
+  s.z_stride = s.columns = (int32_t)p->hidden;
+  s.z_f32 = plan->partial_f32;
+  s.positions = l.alignment.blocks.positions;
+  if (!p->apply_router_weight_on_input) {
+    s.weights = routes->topk_weights;
+    s.weights_stride[0] = routes->topk_weights_stride[0];
+    s.weights_stride[1] = routes->topk_weights_stride[1];
+  }
+  s.out = p->out;
+  s.out_stride = p->out_stride;
+  return moelora_cuda_sum(&s, plan->sum, exec);
 }
 
 } // namespace
@@ -367,19 +287,13 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
                                  const moelora_exec *exec) {
   const GemmLayout l = lay_out_gemm(p, plan, exec->workspace);
   const moelora_routes *routes = &l.alignment.routes;
-  moelora_status status = moelora_cuda_check_layout(l.bytes, exec);
-  if (status == MOELORA_OK)
-    status = check_rank(&p->lora);
-  if (status == MOELORA_OK)
-    status = align(&l.alignment, &p->routes, &plan->align, exec);
-  if (status != MOELORA_OK)
-    return status;
-  status = launch_kernel<zero_skipped>("zero_skipped", blocks_for(32 * routes->num_rows), kThreads,
-                                       0, exec, (const int32_t *)routes->topk_ids.data,
-                                       (int32_t)routes->num_rows, routes->top_k, (uint16_t *)p->out,
-                                       p->out_stride[0], p->out_stride[1], p->w.n);
-  if (status != MOELORA_OK)
-    return status;
+  MOELORA_TRY(moelora_cuda_check_layout(l.bytes, exec));
+  MOELORA_TRY(check_rank(&p->lora));
+  MOELORA_TRY(align(&l.alignment, &p->routes, &plan->align, exec));
+  MOELORA_TRY(launch_kernel<zero_skipped>(
+      "zero_skipped", blocks_for(32 * routes->num_rows), kThreads, 0, exec,
+      (const int32_t *)routes->topk_ids.data, (int32_t)routes->num_rows, routes->top_k,
+      (uint16_t *)p->out, p->out_stride[0], p->out_stride[1], p->w.n));
 
   moelora_gemm_launch g = projection(&l.alignment, routes, &p->w, &p->lora, plan->near_elements);
   g.tokens.x = p->x;
