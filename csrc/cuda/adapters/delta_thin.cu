@@ -136,9 +136,7 @@ template <class T, int STEPS, int WARPS> struct ColumnTiles {
   __device__ __forceinline__ bool more() const { return tile < end; }
   __device__ __forceinline__ void advance() { tile += WARPS; }
   /* First of a lane's columns; at `n` and behind nobody wants them. */
-  __device__ __forceinline__ int first() const {
-    return tile * B::COLUMNS + (int)(threadIdx.x % 32 / 4) * B::OWN;
-  }
+  __device__ __forceinline__ int first() const { return B::own_column(tile * B::COLUMNS); }
   __device__ __forceinline__ void load(B &b) const {
     b.load_b(factor + min(first(), n - B::OWN) * stride, stride, rank);
   }
@@ -167,32 +165,6 @@ __device__ __forceinline__ void shrink(const DeltaThinParams &p, const Part &par
   __syncthreads();
 }
 
-/* out [+]= weight * xa B^T of one tile. */
-template <class T, int STEPS, int WARPS>
-__device__ __forceinline__ void expand(const DeltaThinParams &p, const Part &part,
-                                       ThinTile<T, STEPS> &b, int first,
-                                       const DeltaThinShared<T, STEPS, WARPS> &shared) {
-  using B = ThinTile<T, STEPS>;
-  const int lane = threadIdx.x % 32, n = (int)p.e.lora.slice_n;
-  const int to = first < n ? part.rows : 0, column = part.slice * n + first;
-  const RowAddresses<kPart> &addresses = shared.addresses;
-#pragma unroll
-  for (int c = 0; c < B::OWN; c++)
-    B::mask(b.b[c], part.rank);
-#pragma unroll 1
-  for (int row = 0; row < part.rows; row += 8) {
-    const int own = row + lane % 4 * 2;
-    typename B::Old old;
-    B::load_old(old, p.e, addresses, own, to, column);
-    typename B::Ranks xa;
-    B::load_xa(xa, shared.xa[min(row + lane / 4, part.rows - 1)], part.rank);
-    B::mask(xa, part.rank);
-    float d[B::PRODUCTS][4];
-    b.multiply(d, xa, part.rank);
-    B::finish(d, old, p.e, addresses, own, to, column);
-  }
-}
-
 template <class T, int STEPS, int WARPS>
 __global__ void __launch_bounds__(32 * WARPS, kResidentWarps / WARPS)
     delta_thin(const __grid_constant__ DeltaThinParams p) {
@@ -213,11 +185,12 @@ __global__ void __launch_bounds__(32 * WARPS, kResidentWarps / WARPS)
 #pragma unroll 1
   while (columns.more()) {
     ThinTile<T, STEPS> b = next;
-    const int first = columns.first();
+    const int first = columns.first(), n = columns.n;
     columns.advance();
     if (columns.more())
       columns.load(next);
-    expand(p, part, b, first, shared);
+    b.expand(p.e, shared.addresses, 0, part.rows, part.rank, first, n, part.slice * n,
+             [&](int row) { return shared.xa[row]; });
   }
   if (splits > 1)
     sync_cluster(); // nobody reads this CTA's sums any more
