@@ -73,6 +73,11 @@ typedef struct moelora_factors {
   moelora_factor b[MOELORA_MAX_SLICES]; /* [max_loras, E, slice_n, R] */
 } moelora_factors;
 
+/* Columns of the shrink results of a row, and rows of A: of all slices, each padded to 16. */
+static inline int64_t moelora_padded_columns(const moelora_factors *factors) {
+  return factors->num_slices * (((int64_t)factors->max_rank + 15) / 16 * 16);
+}
+
 typedef struct moelora_align_problem {
   moelora_align_mode mode;
   moelora_routes routes;

@@ -63,7 +63,8 @@ struct XaView {
 };
 
 size_t xa_bytes(const moelora_routes *routes, const moelora_factors *lora) {
-  return moelora_times(moelora_times((size_t)routes->num_rows, moelora_xa_columns(lora)), 2);
+  return moelora_times(
+      moelora_times((size_t)routes->num_rows, (size_t)moelora_padded_columns(lora)), 2);
 }
 
 XaView own_xa(void *data, const moelora_routes *routes, const moelora_factors *lora) {

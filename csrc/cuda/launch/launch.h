@@ -21,11 +21,6 @@ static inline __host__ __device__ int32_t moelora_padded_rank(int32_t rank) {
   return (rank + 15) / 16 * 16;
 }
 
-/* Columns of the shrink results of a row: all slices. */
-static inline size_t moelora_xa_columns(const moelora_factors *f) {
-  return (size_t)f->num_slices * (((size_t)f->max_rank + 15) / 16 * 16);
-}
-
 /* The rows of one expert that carry one adapter. They follow each other by position, `share` to a
  * block. */
 typedef struct moelora_segment {

@@ -101,7 +101,8 @@ size_t positions(const Alignment *a) {
 void *take_xa(moelora_arena *arena, const Alignment *a, const moelora_factors *f) {
   if (f->num_slices == 0)
     return nullptr;
-  return moelora_take_array(arena, moelora_times(positions(a), moelora_xa_columns(f)), 2);
+  return moelora_take_array(arena, moelora_times(positions(a), (size_t)moelora_padded_columns(f)),
+                            2);
 }
 
 /* ---- one projection over an alignment ---- */
