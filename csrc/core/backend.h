@@ -1,7 +1,7 @@
 /* What lies between validation and kernels: problems (checked arguments, reduced to pointers,
  * extents and strides), plans (which kernel variant, with which tiles) and the backend table.
  *
- * validate.c turns public arguments into a problem, plan.c turns (problem, device) into a plan,
+ * validate.c turns public arguments into a problem, plan_*.c turn (problem, device) into a plan,
  * a backend executes (problem, plan, exec). Strides count elements. */
 #ifndef MOELORA_CORE_BACKEND_H
 #define MOELORA_CORE_BACKEND_H
@@ -269,8 +269,8 @@ extern const moelora_backend moelora_cpu_backend;
 extern const moelora_backend moelora_cuda_backend;
 #endif
 
-/* plan.c, plan_sort.c, plan_delta.c; pure functions of their arguments, of what was forced and of
- * what was tuned. */
+/* plan_gemm.c, plan_sort.c, plan_delta.c; pure functions of their arguments, of what was forced and
+ * of what was tuned. */
 moelora_status moelora_plan_align(const moelora_align_problem *problem,
                                   const moelora_device_info *device, moelora_align_plan *plan);
 moelora_status moelora_plan_align_lists(const moelora_align_lists_problem *problem,

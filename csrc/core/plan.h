@@ -36,8 +36,9 @@ bool moelora_is_forced(const moelora_variant *variant);
 const moelora_variant *moelora_tuned_variant(const moelora_experts_problem *problem,
                                              const moelora_device_info *device, moelora_role role);
 
-/* plan.c: the routed rows that an expert of this rank gets on average, at least 1; the row of a
- * CPU; the row that sums over top_k, where `vectors` says that the output allows 16-byte accesses.
+/* plan_gemm.c: the routed rows that an expert of this rank gets on average, at least 1; the row of
+ * a CPU; the row that sums over top_k, where `vectors` says that the output allows 16-byte
+ * accesses.
  */
 int64_t moelora_rows_per_expert(const moelora_routes *routes);
 moelora_status moelora_plan_cpu(moelora_dtype dtype, const moelora_device_info *device,
