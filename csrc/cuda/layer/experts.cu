@@ -89,7 +89,10 @@ Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
  * another layer still hold some SMs, those that follow would get them unevenly. */
 moelora_status align(const Alignment *a, const moelora_routes *from, const moelora_align_plan *plan,
                      const moelora_exec *exec) {
-  MOELORA_TRY(moelora_cuda_resolve(from, &a->routes, nullptr, nullptr, false, exec));
+  const moelora_status status =
+      moelora_cuda_resolve(from, &a->routes, nullptr, nullptr, false, exec);
+  if (status != MOELORA_OK)
+    return status;
   return moelora_cuda_align_rows(&a->routes, &a->blocks, plan, a->scratch, exec);
 }
 
@@ -162,7 +165,9 @@ moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
       g->weights.factors_boxes = g->weights.factors_boxes && g->adapters.lora.b[i].stride_i > 0;
     const moelora_shrink_launch s = {g->schedule,           g->tokens, g->adapters,
                                      routes->lora_scalings, xa,        false};
-    MOELORA_TRY(moelora_cuda_shrink(&s, shrink, exec));
+    const moelora_status status = moelora_cuda_shrink(&s, shrink, exec);
+    if (status != MOELORA_OK)
+      return status;
     g->adapters.xa = xa;
   }
   return launcher_of(variant)(g, variant, exec);
@@ -220,20 +225,27 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
                            const moelora_exec *exec) {
   const ExpertsLayout l = lay_out_experts(p, plan, exec->workspace);
   const moelora_routes *routes = &l.alignment.routes;
-  MOELORA_TRY(moelora_cuda_check_layout(l.bytes, exec));
-  MOELORA_TRY(check_rank(&p->w13_lora));
-  MOELORA_TRY(check_rank(&p->w2_lora));
-  MOELORA_TRY(align(&l.alignment, &p->routes, &plan->align, exec));
+  moelora_status status = moelora_cuda_check_layout(l.bytes, exec);
+  if (status == MOELORA_OK)
+    status = check_rank(&p->w13_lora);
+  if (status == MOELORA_OK)
+    status = check_rank(&p->w2_lora);
+  if (status == MOELORA_OK)
+    status = align(&l.alignment, &p->routes, &plan->align, exec);
+  if (status != MOELORA_OK)
+    return status;
 
   moelora_gemm_launch g =
       projection(&l.alignment, routes, &p->w13, &p->w13_lora, plan->near_elements);
   g.tokens.x = p->x;
   g.tokens.stride = p->x_stride;
   if (p->apply_router_weight_on_input) {
-    MOELORA_TRY(launch_kernel<scale_rows<T>>(
-        "scale_rows", blocks_for(routes->num_tokens * p->hidden), kThreads, 0, exec,
-        (const T *)p->x, p->x_stride, routes->topk_weights, routes->topk_weights_stride[0],
-        (T *)l.x, routes->num_tokens, p->hidden));
+    status = launch_kernel<scale_rows<T>>("scale_rows", blocks_for(routes->num_tokens * p->hidden),
+                                          kThreads, 0, exec, (const T *)p->x, p->x_stride,
+                                          routes->topk_weights, routes->topk_weights_stride[0],
+                                          (T *)l.x, routes->num_tokens, p->hidden);
+    if (status != MOELORA_OK)
+      return status;
     g.tokens.x = l.x;
     g.tokens.stride = p->hidden;
   }
@@ -247,7 +259,9 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.epilogue.out = l.h;
   g.epilogue.out_by_position = true;
   g.epilogue.out_stride[0] = p->intermediate;
-  MOELORA_TRY(project(&g, plan->variant, &plan->shrink[0], routes, l.xa13, exec));
+  status = project(&g, plan->variant, &plan->shrink[0], routes, l.xa13, exec);
+  if (status != MOELORA_OK)
+    return status;
 
   g = projection(&l.alignment, routes, &p->w2, &p->w2_lora, plan->near_elements);
   g.schedule.tile_counter = l.alignment.blocks.tile_counters + 1;
@@ -258,13 +272,16 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.epilogue.out = l.z;
   g.epilogue.out_by_position = true;
   g.epilogue.out_stride[0] = p->hidden;
-  MOELORA_TRY(project(&g, plan->w2, &plan->shrink[1], routes, l.xa2, exec));
+  status = project(&g, plan->w2, &plan->shrink[1], routes, l.xa2, exec);
+  if (status != MOELORA_OK)
+    return status;
 
   moelora_sum_launch s = {};
   s.routes = *routes;
   s.z = l.z;
-  s.z_stride = s.columns = (int32_t)p->hidden;
   s.z_f32 = plan->partial_f32;
+  s.z_stride = p->hidden;
+  s.columns = (int32_t)p->hidden;
   s.positions = l.alignment.blocks.positions;
   if (!p->apply_router_weight_on_input) {
     s.weights = routes->topk_weights;
@@ -288,13 +305,19 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
                                  const moelora_exec *exec) {
   const GemmLayout l = lay_out_gemm(p, plan, exec->workspace);
   const moelora_routes *routes = &l.alignment.routes;
-  MOELORA_TRY(moelora_cuda_check_layout(l.bytes, exec));
-  MOELORA_TRY(check_rank(&p->lora));
-  MOELORA_TRY(align(&l.alignment, &p->routes, &plan->align, exec));
-  MOELORA_TRY(launch_kernel<zero_skipped>(
-      "zero_skipped", blocks_for(32 * routes->num_rows), kThreads, 0, exec,
-      (const int32_t *)routes->topk_ids.data, (int32_t)routes->num_rows, routes->top_k,
-      (uint16_t *)p->out, p->out_stride[0], p->out_stride[1], p->w.n));
+  moelora_status status = moelora_cuda_check_layout(l.bytes, exec);
+  if (status == MOELORA_OK)
+    status = check_rank(&p->lora);
+  if (status == MOELORA_OK)
+    status = align(&l.alignment, &p->routes, &plan->align, exec);
+  if (status != MOELORA_OK)
+    return status;
+  status = launch_kernel<zero_skipped>("zero_skipped", blocks_for(32 * routes->num_rows), kThreads,
+                                       0, exec, (const int32_t *)routes->topk_ids.data,
+                                       (int32_t)routes->num_rows, routes->top_k, (uint16_t *)p->out,
+                                       p->out_stride[0], p->out_stride[1], p->w.n);
+  if (status != MOELORA_OK)
+    return status;
 
   moelora_gemm_launch g = projection(&l.alignment, routes, &p->w, &p->lora, plan->near_elements);
   g.tokens.x = p->x;
