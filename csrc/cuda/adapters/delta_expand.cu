@@ -197,8 +197,7 @@ __global__ void __launch_bounds__(kThinThreads, kThinCtas<STEPS>)
         const int own = B::own_column(first);
         const int64_t stride = p.lora.b[slice].stride_i;
         B b;
-        // what nobody wants is read again
-        b.load_b(factor + min(own, n - B::OWN) * stride, stride, rank);
+        b.load_b(factor, stride, own, n, rank);
         const T *xa = (const T *)p.xa + slice * p.xa_stride[0];
         b.expand(p, addresses, from, to, rank, own, n, slice * n, [&](int row) {
           if (early)

@@ -27,6 +27,13 @@ __device__ __forceinline__ void mask_elements(uint32_t (&v)[WORDS], int count) {
     v[i] &= (2 * i < count ? 0xffffu : 0u) | (2 * i + 1 < count ? 0xffff0000u : 0u);
 }
 
+/* Zeroes a lane's ranks from the true rank on, of those that four lanes have from `first` on. */
+template <int WORDS>
+__device__ __forceinline__ void mask_ranks(uint32_t (&v)[WORDS], int first, int rank) {
+  if (first + 8 * WORDS > rank)
+    mask_elements(v, rank - first - (int)(threadIdx.x % 4) * 2 * WORDS);
+}
+
 /* 8 or 16 bytes. */
 template <int WORDS>
 __device__ __forceinline__ void read_words(uint32_t (&v)[WORDS], const void *from) {
@@ -269,10 +276,8 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
   /* Ranks from `first` on of a panel, zeros from the true rank on. */
   static __device__ __forceinline__ void read_panel(uint32_t (&v)[CHUNK / 2], const char *panel,
                                                     int first, int rank) {
-    const int lane = threadIdx.x % 32;
-    read_words(v, panel + lane * (int)sizeof v);
-    if (first + 4 * CHUNK > rank)
-      mask_elements(v, rank - first - lane % 4 * CHUNK);
+    read_words(v, panel + threadIdx.x % 32 * (int)sizeof v);
+    mask_ranks(v, first, rank);
   }
 
   __device__ __forceinline__ void read_b(const char *stage, const Step<SILU> &s) {

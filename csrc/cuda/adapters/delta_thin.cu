@@ -116,32 +116,6 @@ template <class S> struct PartOperands {
   }
 };
 
-/* A warp's tiles of B: every so many of the CTA's share of a slice. */
-template <class T, int STEPS, int WARPS> struct ColumnTiles {
-  using B = ThinTile<T, STEPS>;
-  const T *factor;
-  int64_t stride;
-  int n, rank, tile, end;
-
-  __device__ __forceinline__ ColumnTiles(const DeltaThinParams &p, const Part &part, int split,
-                                         int splits) {
-    const moelora_factor &f = p.e.lora.b[part.slice];
-    factor = factor_row<T>(f, part.adapter, part.expert, 0);
-    stride = f.stride_i;
-    n = (int)p.e.lora.slice_n;
-    rank = part.rank;
-    tile = p.tiles * split / splits + (int)(threadIdx.x / 32);
-    end = p.tiles * (split + 1) / splits;
-  }
-  __device__ __forceinline__ bool more() const { return tile < end; }
-  __device__ __forceinline__ void advance() { tile += WARPS; }
-  /* First of a lane's columns; at `n` and behind nobody wants them. */
-  __device__ __forceinline__ int first() const { return B::own_column(tile * B::COLUMNS); }
-  __device__ __forceinline__ void load(B &b) const {
-    b.load_b(factor + min(first(), n - B::OWN) * stride, stride, rank);
-  }
-};
-
 /* xa of all rows of the part, rounded. */
 template <class T, int STEPS, int WARPS>
 __device__ __forceinline__ void shrink(const DeltaThinParams &p, const Part &part, int split,
@@ -168,6 +142,7 @@ __device__ __forceinline__ void shrink(const DeltaThinParams &p, const Part &par
 template <class T, int STEPS, int WARPS>
 __global__ void __launch_bounds__(32 * WARPS, kResidentWarps / WARPS)
     delta_thin(const __grid_constant__ DeltaThinParams p) {
+  using B = ThinTile<T, STEPS>;
   __shared__ DeltaThinShared<T, STEPS, WARPS> shared;
   const int splits = num_splits(p.splits), split = own_split();
   const int item = (int)blockIdx.x / splits, slices = p.s.lora.num_slices;
@@ -177,19 +152,23 @@ __global__ void __launch_bounds__(32 * WARPS, kResidentWarps / WARPS)
   if (part.rows == 0)
     return;
   part.slice = item % slices;
-  ColumnTiles<T, STEPS, WARPS> columns(p, part, split, splits);
-  ThinTile<T, STEPS> next;
-  if (columns.more())
-    columns.load(next);
+  const moelora_factor &f = p.e.lora.b[part.slice];
+  const T *factor = factor_row<T>(f, part.adapter, part.expert, 0);
+  const int64_t stride = f.stride_i;
+  const int n = (int)p.e.lora.slice_n, end = p.tiles * (split + 1) / splits;
+  int tile = p.tiles * split / splits + (int)(threadIdx.x / 32); // of the warp
+  B next;
+  if (tile < end)
+    next.load_b(factor, stride, B::own_column(tile * B::COLUMNS), n, part.rank);
   shrink(p, part, split, splits, shared);
 #pragma unroll 1
-  while (columns.more()) {
-    ThinTile<T, STEPS> b = next;
-    const int first = columns.first(), n = columns.n;
-    columns.advance();
-    if (columns.more())
-      columns.load(next);
-    b.expand(p.e, shared.addresses, 0, part.rows, part.rank, first, n, part.slice * n,
+  while (tile < end) {
+    B b = next;
+    const int own = B::own_column(tile * B::COLUMNS);
+    tile += WARPS;
+    if (tile < end)
+      next.load_b(factor, stride, B::own_column(tile * B::COLUMNS), n, part.rank);
+    b.expand(p.e, shared.addresses, 0, part.rows, part.rank, own, n, part.slice * n,
              [&](int row) { return shared.xa[row]; });
   }
   if (splits > 1)

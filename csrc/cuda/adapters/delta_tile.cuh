@@ -25,8 +25,7 @@ template <class T, int STEPS> struct ThinTile {
   static __device__ __forceinline__ void mask(Ranks &v, int rank) {
 #pragma unroll
     for (int i = 0; i < LOADS; i++)
-      if ((i + 1) * 4 * CHUNK > rank)
-        mask_elements(v[i], rank - i * 4 * CHUNK - (int)(threadIdx.x % 4) * CHUNK);
+      mask_ranks(v[i], i * 4 * CHUNK, rank);
   }
 
   /* Where in a row a lane's ranks of a load are; those behind the true one are not read. */
@@ -35,8 +34,10 @@ template <class T, int STEPS> struct ThinTile {
     return r < rank ? r : 0;
   }
 
-  /* row: of B, of the first of the lane's columns. */
-  __device__ __forceinline__ void load_b(const T *row, int64_t stride, int rank) {
+  /* The lane's columns from `own` on of the n rows of a factor; those behind are read again. */
+  __device__ __forceinline__ void load_b(const T *factor, int64_t stride, int own, int n,
+                                         int rank) {
+    const T *row = factor + min(own, n - OWN) * stride;
 #pragma unroll
     for (int c = 0; c < OWN; c++, row += stride)
 #pragma unroll
