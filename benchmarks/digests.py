@@ -87,8 +87,11 @@ class Worker:
 
     def unmet(self):
         """Kernel variants for this device that no call has run."""
-        usable = (grid.plans(self.device, dtype) for dtype in grid.DTYPES[self.device].values())
-        return [v for names in usable for v in names if "_" in v and v not in self.met]
+        kinds = *grid.BASE, *grid.AROUND, *grid.ALONE
+        usable = (
+            grid.rows(self.device, dtype, *kinds) for dtype in grid.DTYPES[self.device].values()
+        )
+        return [v for v in dict.fromkeys(v for names in usable for v in names) if v not in self.met]
 
 
 # ---- on our side ----

@@ -24,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 FAILED = 9
+QUANTISED = {"mxfp4", "int4"}  # formats in names of variants
 LIMITS = {"initcheck": {"MOELORA_MAX_CC": "80"}}  # environment of a tool, see above
 
 
@@ -98,10 +99,10 @@ def layers(dtype):
 
 
 def check_layers() -> int:
-    import torch
     from checks import assert_close_to_ref
 
     import moelora
+    from benchmarks import grid
     from moelora import _C
     from moelora.reference import (
         fused_experts_lora_ref,
@@ -111,9 +112,10 @@ def check_layers() -> int:
     )
 
     count = 0
-    names = [n for n in _C.usable() if n.startswith(("gemm_", "decode_")) and "_sm" in n]
-    for name in names:
-        dtype = torch.bfloat16 if "_bf16_" in name else torch.float16
+    names = {n: d for d in grid.DTYPES["cuda"].values() for n in grid.rows("cuda", d, *grid.BASE)}
+    for name, dtype in names.items():
+        if QUANTISED & set(name.split("_")):
+            continue
         _C.force_variant(name)
         for spec in layers(dtype):
             p = spec.build()
@@ -146,6 +148,49 @@ def assert_close(there, here, dtype):
 
     tolerance = 4e-2 if dtype == torch.bfloat16 else 5e-3
     torch.testing.assert_close(there.cpu(), here, rtol=tolerance, atol=tolerance)
+
+
+def check_rows() -> int:
+    """Every other row of the table, beside what the table's own choice makes of the same call."""
+    from cases import Spec
+
+    from benchmarks import grid
+    from moelora import _C
+
+    unmet, count = [], 0
+    for dtype in grid.DTYPES["cuda"].values():
+        # More than 64 routed rows, or no segments are listed; fewer for what takes no more.
+        spec = Spec(dtype=dtype, tokens=40, hidden=160, inter=96, ranks=(16, 16), slices=1)
+        p, few = (replace(spec, tokens=tokens).build().to("cuda") for tokens in (40, 21))
+        layer, few_rows = (grid.layers.layer(q)["layer"] for q in (p, few))
+        vllm, sglang = grid.adapters.vllm(p, "w13", 16), grid.adapters.sglang(p)
+        of_role = {
+            "gemm": [
+                dict(grid.quantised.calls("cuda", f, spec))["layer"] for f in grid.quantised.FORMATS
+            ],
+            "sort": [layer, few_rows],
+            "shrink": [layer, vllm["shrink"]],
+            "expand": [vllm["expand"], sglang["gate_up_b"]],
+            "delta": [grid.layers.delta(few)["delta w13"]],
+            "mlp": [sglang["at once"]],
+            "sum": [layer],
+        }
+        usual = {role: [run() for run in runs] for role, runs in of_role.items()}
+        names = [n for n in grid.rows("cuda", dtype, *grid.BASE) if QUANTISED & set(n.split("_"))]
+        for name in dict.fromkeys(names + grid.rows("cuda", dtype, *grid.AROUND, *grid.ALONE)):
+            role, served = name.split("_")[0], False
+            _C.force_variant(name)
+            for run, want in zip(of_role[role], usual[role], strict=True):
+                got = run()
+                if name in _C.last_plan().replace("=", " ").split():
+                    print(f"{name}: {spec}", flush=True)
+                    assert_close(got, want.cpu(), dtype)
+                    served, count = True, count + 1
+            _C.force_variant(None)
+            if not served:
+                unmet.append(name)
+    assert not unmet, f"no call runs {', '.join(unmet)}"
+    return count
 
 
 def check_long_segments() -> int:
@@ -282,7 +327,8 @@ def check_all() -> None:
         for i, (got, expected) in enumerate(zip(call("cuda"), call("cpu"), strict=True)):
             assert torch.equal(got.cpu(), expected), f"{name}: output {i}"
         count += 1
-    count += check_packing() + check_long_segments() + check_deltas() + check_layers()
+    count += check_packing() + check_rows() + check_long_segments() + check_deltas()
+    count += check_layers()
     torch.cuda.synchronize()
     print(f"{count} problems, all right")
 

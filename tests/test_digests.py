@@ -1,6 +1,8 @@
 """Digests of two builds: what differs is found and named, over a grid that leaves nothing out."""
 
 import json
+import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from glue_cases import op_calls
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import digests, grid
-from benchmarks.grid import adapters, alignment, layers
+from benchmarks.grid import adapters, alignment, calls, layers
 from benchmarks.problems import ACTIVATIONS, EDGE_CASES, SHARING
 from benchmarks.processes import ROOT
 from moelora import _C
@@ -171,6 +173,31 @@ def test_the_grid_runs_every_variant_of_this_cpu():
     for word in grid.DTYPES["cpu"]:
         assert worker.run(f"edges plain {word}")["refused"] == {}
     assert worker.unmet() == []
+
+
+def test_the_grid_forces_rows_of_every_role(monkeypatch):
+    """All of csrc/cuda/variants.inc, at some number of tokens of some group."""
+    table = (ROOT / "csrc/cuda/variants.inc").read_text()
+    names = set()
+    for kind, stem in re.findall(r"^MOELORA_CUDA_([A-Z_]+)\((\w+), .+\)$", table, re.M):
+        role, dtypes = kind.split("_")[0].lower(), ("bf16", "f16")
+        whole = role in ("gemm", "decode")
+        dtypes = ("i32",) if role == "sort" else dtypes
+        names |= {stem} if whole else {f"{role}_{dtype}_{stem}" for dtype in dtypes}
+    assert len(names) > 100
+    monkeypatch.setattr(calls._C, "usable", lambda: sorted(names))
+    dtypes = grid.DTYPES["cuda"].values()
+    kinds = *grid.BASE, *grid.AROUND, *grid.ALONE
+    assert {name for dtype in dtypes for name in grid.rows("cuda", dtype, *kinds)} == names
+    assert grid.rows("cpu", torch.float32, *grid.AROUND) == []
+
+    forced = set()
+    for dtype in dtypes:
+        p = replace(adapters.MLP, tokens=7, dtype=dtype).build()
+        forced |= {how.rpartition(", ")[2] for how, _ in layers.around("cuda", p)}
+        others = adapters._forced("cuda", p.spec, adapters.sglang(p), adapters.FORCED[0])
+        forced |= {how.rpartition(", ")[2] for how, _ in others}
+    assert forced == {name for name in names if not name.startswith(grid.BASE)}
 
 
 def test_the_grid_has_every_kind_of_problem():

@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -261,6 +262,47 @@ def test_a_variant_must_be_better_by_more_than_noise(table, other, kept):
     assert tune.choose(measured, "usual") == kept
 
 
+class Pretended(tune.Tuner):
+    """Of a GPU that takes so many microseconds for what is forced."""
+
+    layer = types.SimpleNamespace(dtype="bf16", device=torch.device("cuda"))
+    us = {"table": 10.0, "gemm_bf16_a_sm80": 8.0, "decode_bf16_b_sm80": 9.0}
+    more = {"sort_i32_c_sm80": -1.0, "shrink_bf16_d_sm80": 1.0, "shrink_bf16_e_sm80": -2.0}
+
+    def __init__(self):
+        self.asked = []
+
+    def table_choice(self, batch):
+        return "gemm_bf16_z_sm80"
+
+    def measure(self, batches, names):
+        self.asked.append(names)
+        return {name: self.time(*name.split(",")) for name in names}
+
+    def time(self, base, *others):
+        return timed(self.us[base] + sum(self.more[name] for name in others))
+
+
+def test_what_is_around_a_projection_is_tuned_behind_it(monkeypatch):
+    tuner = Pretended()
+    usable = [*tuner.us, *tuner.more, "sum_f16_f_sm80", "expand_bf16_g_sm80", "gemm_f32_scalar"]
+    monkeypatch.setattr(tune._C, "usable", lambda: usable)
+    best, measured = tuner.tune([None])
+    gemm = "gemm_bf16_a_sm80"
+    assert best == f"{gemm},sort_i32_c_sm80,shrink_bf16_e_sm80"
+    assert tuner.asked == [list(tuner.us), [gemm, *(f"{gemm},{v}" for v in tuner.more)], [best]]
+    assert measured.keys() == {name for names in tuner.asked for name in names}
+    # A layer in one launch has nothing around it.
+    monkeypatch.setitem(tuner.us, "decode_bf16_b_sm80", 1.0)
+    assert tuner.tune([None])[0] == "decode_bf16_b_sm80"
+
+
+def test_a_shrink_need_only_run_where_there_are_adapters(monkeypatch):
+    monkeypatch.setattr(tune._C, "last_plan", lambda: "w13=gemm_a w2=gemm_a sort=sort_b")
+    assert tune.ran("gemm_a,shrink_c", 0) and not tune.ran("gemm_a,shrink_c", 8)
+    assert tune.ran("gemm_a,sort_b", 8) and not tune.ran("gemm_a,sort_c", 0)
+
+
 @x86
 def test_the_command_finds_the_better_variant(no_plans, tmp_path, capsys):
     words = ["--shape", "4,2,256,128", "--tokens", "64", "--dtypes", "fp32", "--device", "cpu"]
@@ -290,8 +332,11 @@ def test_a_limited_gpu_is_not_tuned_for(monkeypatch, tmp_path, capsys):
 def test_the_command_on_a_gpu(no_plans, tmp_path):
     words = ["--shape", "8,2,512,256", "--tokens", "1,256", "--dtypes", "bf16", "--device", "cuda"]
     assert main(["tune", *words, "--budget-ms", "5", "--dir", str(tmp_path)]) == 0
-    assert tuned.load(tmp_path) == 2
     (path,) = tmp_path.iterdir()
     written = json.loads(path.read_text())
     assert written["device"]["units"] > 0
-    assert set(written["plans"].values()) <= set(_C.usable())
+    names = [name for names in written["plans"].values() for name in names.split(",")]
+    assert set(names) <= set(_C.usable())
+    assert tuned.load(tmp_path) == len(names)
+    many = written["measured"]["score_us"]["256"]
+    assert {v.split(",")[1].split("_")[0] for v in many if "," in v} == {"sort", "shrink", "sum"}

@@ -8,10 +8,11 @@ import torch
 
 import moelora
 from benchmarks.grid.alignment import align_lists, some_loras
-from benchmarks.grid.calls import each_dtype, filled, portable, with_plans
+from benchmarks.grid.calls import ALONE, each_dtype, filled, portable, rows, with_plans
 from benchmarks.problems import Problem, Spec
 
 TOKENS = (1, 7, 60, 700, 4096)  # a CPU has the first four
+FORCED = (7, 700)  # those that every kernel computes
 # vLLM's operators know neither true ranks nor scalings.
 PLAIN = Spec(hidden=264, inter=72, ranks=(8,) * 3, pass_ranks=False, scalings=False)
 PLAIN = replace(PLAIN, tokens=TOKENS[-1], experts=6, top_k=3)
@@ -145,13 +146,21 @@ def _fit(device, specs):
     return {name: replace(spec, tokens=most) for name, spec in specs.items()}
 
 
+def _forced(device, spec, calls, tokens):
+    ways = rows(device, spec.dtype, *ALONE) if tokens in FORCED else ()
+    return with_plans(calls, ways, table=False)
+
+
 def listed(device):
     def calls(device, spec):
         for tokens, p in _prefixes(device, spec):
             for which in ("w13", "w2"):
                 for block in (0, 16, 64):
                     kind = f"{which}, block {block}" if block else f"{which}, naive"
-                    for name, call in with_plans(vllm(p, which, block), portable(device)):
+                    run = vllm(p, which, block)
+                    few = {name: run[name] for name in ("fused, routed at 8", "shrink", "expand")}
+                    forced = _forced(device, spec, few, tokens if block < 64 else 0)
+                    for name, call in (*with_plans(run, portable(device)), *forced):
                         yield f"{name}, {kind}, M={tokens}", call
 
     return each_dtype(device, _fit(device, LISTED), calls)
@@ -160,7 +169,10 @@ def listed(device):
 def stages(device):
     def calls(device, spec):
         for tokens, p in _prefixes(device, spec):
-            for name, call in with_plans(sglang(p), portable(device)):
+            run = sglang(p)
+            few = {name: run[name] for name in ("at once", "gate_up_b", "down_combine")}
+            forced = _forced(device, spec, few, tokens)
+            for name, call in (*with_plans(run, portable(device)), *forced):
                 yield f"{name}, M={tokens}", call
 
     return each_dtype(device, _fit(device, STAGED), calls)

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 import moelora
+from benchmarks.grid.calls import rows, with_plans
 
 # Tokens, top_k, experts, adapters. On a GPU up to 64 items and up to 16384 have a kernel each, and
 # more than 7680 pairs of an expert and an adapter, or none, are sorted twice.
@@ -54,6 +55,12 @@ def alignments(device):
         for block in BLOCKS:
             for more in ({}, {"expert_map": expert_map}):
                 name = f"block {block}" + ", map" * len(more)
+                if block == 16:
+                    forced = {
+                        f"align segmented, {name}": partial(lora, block, mode="segmented", **more)
+                    }
+                    forced[f"sorting, {name}"] = partial(sorting, block, **more)
+                    yield from with_plans(forced, rows(device, torch.bfloat16, "sort"), table=False)
                 base = partial(moelora.moe_align_block_size, ids, block, experts, **more)
                 yield f"align, {name}", base
                 yield f"sorting, {name}", partial(sorting, block, **more)

@@ -23,14 +23,30 @@ def portable(device: str) -> list[str]:
     return ["cc80"] if device == "cuda" else []
 
 
-def plans(device: str, dtype: torch.dtype) -> list[str]:
-    """The projections and whole layers of this build that can be forced for `dtype`, and
-    `portable`."""
+# Kernels by what a variant's name begins with, and of a role's those with a word: a layer's, those
+# around its projections, those of adapters alone. One variant of each role can be forced.
+BASE = ("gemm", "decode")
+AROUND = ("sort", "shrink blocks", "shrink segments", "sum")
+ALONE = ("sort", "shrink windows", "shrink segments", "expand", "delta", "mlp", "sum")
+
+
+def rows(device: str, dtype: torch.dtype, *kinds: str) -> list[str]:
+    """The variants of this build and machine that can be forced for `dtype`."""
     (word,) = (word for word, known in DTYPES["cpu"].items() if known == dtype)
-    cuda = device == "cuda"
-    names = f"gemm_{word}_", f"decode_{word}_"
-    here = [v for v in _C.usable() if v.startswith(names) and ("_sm" in v) == cuda]
-    return here + portable(device)
+
+    def is_of(kind: str, role: str, of: str, words: list[str]) -> bool:
+        wanted, *more = kind.split()
+        return role == wanted and of in (word, "i32") and set(more) <= set(words)
+
+    here = [v for v in _C.usable() if ("_sm" in v) == (device == "cuda")]
+    return [
+        v for v in here for r, of, *w in [v.split("_")] if any(is_of(k, r, of, w) for k in kinds)
+    ]
+
+
+def plans(device: str, dtype: torch.dtype) -> list[str]:
+    """The projections and whole layers that can be forced for `dtype`, and `portable`."""
+    return rows(device, dtype, *BASE) + portable(device)
 
 
 def planned(how: str, call: Callable):
@@ -46,10 +62,11 @@ def planned(how: str, call: Callable):
         _C.limit_capability(int(os.environ.get("MOELORA_MAX_CC") or 0))
 
 
-def with_plans(calls: dict[str, Callable], forced: Iterable[str]) -> Calls:
-    """Each call as the library plans it, then by all of `forced`."""
+def with_plans(calls: dict[str, Callable], forced: Iterable[str], table: bool = True) -> Calls:
+    """Each call as the library plans it, if `table`, then by all of `forced`."""
     for name, call in calls.items():
-        yield name, call
+        if table:
+            yield name, call
         for how in forced:
             yield f"{name}, {how}", partial(planned, how, call)
 

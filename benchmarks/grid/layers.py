@@ -7,7 +7,18 @@ from functools import partial
 import torch
 
 import moelora
-from benchmarks.grid.calls import each_dtype, filled, plans, portable, present, with_plans
+from benchmarks.grid.calls import (
+    ALONE,
+    AROUND,
+    Calls,
+    each_dtype,
+    filled,
+    plans,
+    portable,
+    present,
+    rows,
+    with_plans,
+)
 from benchmarks.problems import EDGE_CASES, Problem, Spec, random_specs
 
 # On a GPU around the bounds of one launch for few tokens (4 and 8 of them, 18 rows), of the blocks
@@ -117,6 +128,15 @@ def forms(p: Problem) -> tuple[dict, dict]:
     return often, run if p.spec.mix == "absent" else run | delta(p)
 
 
+def around(device: str, p: Problem) -> Calls:
+    """By every kernel around a layer's projections, and by those of its adapters alone."""
+    dtype = p.spec.dtype
+    yield from with_plans({"layer": layer(p)["layer"]}, rows(device, dtype, *AROUND), table=False)
+    if p.spec.mix != "absent":
+        calls = {name: delta(p)[name] for name in ("delta w13, added", "delta w2, routed")}
+        yield from with_plans(calls, rows(device, dtype, *ALONE), table=False)
+
+
 # ---- families of groups ----
 
 
@@ -132,7 +152,8 @@ def batches(device):
             often, once = forms(whole.prefix(tokens))
             few = portable(device)
             ways = plans(device, spec.dtype) if tokens in FORCED[device] else few
-            for name, call in (*with_plans(often, ways), *with_plans(once, few)):
+            others = around(device, whole.prefix(tokens)) if tokens in FORCED[device] else ()
+            for name, call in (*with_plans(often, ways), *with_plans(once, few), *others):
                 yield f"{name}, M={tokens}", call
 
     specs = {name: replace(s, tokens=min(most, s.tokens)) for name, s in LAYOUTS.items()}

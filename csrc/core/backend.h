@@ -1,7 +1,7 @@
 /* What lies between validation and kernels: problems (checked arguments, reduced to pointers,
  * extents and strides), plans (which kernel variant, with which tiles) and the backend table.
  *
- * validate.c turns public arguments into a problem, plan.c turns (problem, device) into a plan,
+ * validate.c turns public arguments into a problem, plan_*.c turn (problem, device) into a plan,
  * a backend executes (problem, plan, exec). Strides count elements. */
 #ifndef MOELORA_CORE_BACKEND_H
 #define MOELORA_CORE_BACKEND_H
@@ -72,6 +72,11 @@ typedef struct moelora_factors {
   moelora_factor a[MOELORA_MAX_SLICES]; /* [max_loras, E, R, K] */
   moelora_factor b[MOELORA_MAX_SLICES]; /* [max_loras, E, slice_n, R] */
 } moelora_factors;
+
+/* Columns of the shrink results of a row, and rows of A: of all slices, each padded to 16. */
+static inline int64_t moelora_padded_columns(const moelora_factors *factors) {
+  return factors->num_slices * (((int64_t)factors->max_rank + 15) / 16 * 16);
+}
 
 typedef struct moelora_align_problem {
   moelora_align_mode mode;
@@ -266,8 +271,8 @@ extern const moelora_backend moelora_cpu_backend;
 extern const moelora_backend moelora_cuda_backend;
 #endif
 
-/* plan.c, plan_sort.c, plan_delta.c; pure functions of their arguments, of what was forced and of
- * what was tuned. */
+/* plan_gemm.c, plan_sort.c, plan_delta.c; pure functions of their arguments, of what was forced and
+ * of what was tuned. */
 moelora_status moelora_plan_align(const moelora_align_problem *problem,
                                   const moelora_device_info *device, moelora_align_plan *plan);
 moelora_status moelora_plan_align_lists(const moelora_align_lists_problem *problem,
@@ -321,6 +326,13 @@ void moelora_clear_error(void);
 /* Records the message of this thread and returns `status`. */
 moelora_status moelora_fail(moelora_status status, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
+
+#define MOELORA_TRY(CALL)                                                                          \
+  do {                                                                                             \
+    moelora_status status_ = (CALL);                                                               \
+    if (status_ != MOELORA_OK)                                                                     \
+      return status_;                                                                              \
+  } while (0)
 
 /* a * b, or SIZE_MAX if it is more than that: so is every product and every arena made of it. */
 static inline size_t moelora_times(size_t a, size_t b) {

@@ -45,13 +45,6 @@ typedef struct moelora_label {
 moelora_label moelora_label_of(moelora_arg arg);
 moelora_label moelora_label_source(moelora_source source);
 
-#define MOELORA_TRY(CALL)                                                                          \
-  do {                                                                                             \
-    moelora_status status_ = (CALL);                                                               \
-    if (status_ != MOELORA_OK)                                                                     \
-      return status_;                                                                              \
-  } while (0)
-
 #define MOELORA_REQUIRE(CONDITION, ...)                                                            \
   do {                                                                                             \
     if (!(CONDITION))                                                                              \

@@ -1,5 +1,4 @@
-/* What plans are told from outside: forced variants and the most capable GPU to plan for, by
- * functions or by the environment. */
+/* Which variants plans are told to take, by a function or by the environment. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -11,12 +10,6 @@
 static pthread_once_t environment_once = PTHREAD_ONCE_INIT;
 static _Atomic(const moelora_variant *) forced[MOELORA_ROLES];
 static _Atomic(const char *) forced_wrong; /* what is wrong with MOELORA_FORCE_VARIANT */
-static _Atomic(int32_t) capability_limit;  /* 0: none */
-static _Atomic(bool) limit_unknown;        /* MOELORA_MAX_CC is no capability */
-
-static bool is_capability(long value) {
-  return value >= 80 && value < 1000;
-}
 
 static const char unknown[] = "no such variant";
 
@@ -44,17 +37,11 @@ static void force(const moelora_variant *const *variants) {
 }
 
 static void read_environment(void) {
-  const char *names = getenv("MOELORA_FORCE_VARIANT"), *most = getenv("MOELORA_MAX_CC");
+  const char *names = getenv("MOELORA_FORCE_VARIANT");
   if (names && *names) {
     const moelora_variant *variants[MOELORA_ROLES];
     forced_wrong = parse_names(names, &variants);
     force(forced_wrong ? NULL : variants);
-  }
-  if (most && *most) {
-    char *end;
-    const long value = strtol(most, &end, 10);
-    limit_unknown = *end != '\0' || !is_capability(value);
-    capability_limit = limit_unknown ? 0 : (int32_t)value;
   }
 }
 
@@ -70,24 +57,12 @@ moelora_status moelora_force_variant(const char *names) {
   return MOELORA_OK;
 }
 
-moelora_status moelora_limit_capability(int32_t compute_capability) {
-  moelora_clear_error();
-  pthread_once(&environment_once, read_environment);
-  MOELORA_REQUIRE(compute_capability == 0 || is_capability(compute_capability),
-                  "compute_capability is %d, expected 80 or more, or 0", compute_capability);
-  capability_limit = compute_capability;
-  limit_unknown = false;
-  return MOELORA_OK;
-}
-
 moelora_status moelora_check_told(void) {
   pthread_once(&environment_once, read_environment);
   const char *wrong = forced_wrong;
   MOELORA_REQUIRE(!wrong, "MOELORA_FORCE_VARIANT is '%s': %s", getenv("MOELORA_FORCE_VARIANT"),
                   wrong);
-  MOELORA_REQUIRE(!limit_unknown, "MOELORA_MAX_CC is '%s', expected a number such as 80",
-                  getenv("MOELORA_MAX_CC"));
-  return MOELORA_OK;
+  return moelora_check_limit();
 }
 
 const moelora_variant *moelora_forced(moelora_role role, moelora_dtype dtype,
@@ -100,24 +75,4 @@ const moelora_variant *moelora_forced(moelora_role role, moelora_dtype dtype,
 
 bool moelora_is_forced(const moelora_variant *variant) {
   return variant && forced[variant->role] == variant;
-}
-
-/* Shared memory that a CTA of a GPU of this capability may ask for: much on data-centre chips and
- * on the boards made like them. */
-static int32_t shared_bytes_of(int32_t compute_capability) {
-  bool large = compute_capability == 80 || compute_capability == 87;
-  bool largest = compute_capability >= 90 && compute_capability < 120;
-  return (largest ? 227 : large ? 163 : 99) * 1024;
-}
-
-moelora_device_info moelora_limited(const moelora_device_info *device) {
-  pthread_once(&environment_once, read_environment);
-  moelora_device_info seen = *device;
-  const int32_t limit = capability_limit;
-  if (device->device == MOELORA_CUDA && limit && limit < device->compute_capability) {
-    seen.compute_capability = limit;
-    if (shared_bytes_of(limit) < seen.shared_bytes)
-      seen.shared_bytes = shared_bytes_of(limit);
-  }
-  return seen;
 }

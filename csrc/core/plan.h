@@ -4,6 +4,10 @@
 
 #include "core/backend.h"
 
+static inline int64_t moelora_divide_up(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
 /* variants.c: all rows of both tables, NULL past the end; the one of a name, NULL: none. */
 const moelora_variant *moelora_variant_at(int32_t index);
 const moelora_variant *moelora_find_variant(const char *name, size_t length);
@@ -11,28 +15,30 @@ const moelora_variant *moelora_find_variant(const char *name, size_t length);
  * those count that are not 0. */
 const moelora_variant *moelora_variant_like(const moelora_variant *like);
 
+/* family.c: what the environment says about the device that plans are for can be understood; that
+ * device. */
+moelora_status moelora_check_limit(void);
+moelora_device_info moelora_limited(const moelora_device_info *device);
 /* The device has the instructions of the variant. */
 bool moelora_variant_runs_on(const moelora_variant *variant, const moelora_device_info *device);
-
 /* Whose kernels the device runs: its own family, or the portable one. */
 moelora_family moelora_family_of(const moelora_device_info *device);
 
-/* forced.c: what the environment says about plans can be understood. */
+/* forced.c: all that the environment says about plans can be understood. */
 moelora_status moelora_check_told(void);
 /* The forced row of a role, if it is of this dtype and the device has its instructions. */
 const moelora_variant *moelora_forced(moelora_role role, moelora_dtype dtype,
                                       const moelora_device_info *device);
 bool moelora_is_forced(const moelora_variant *variant);
-/* The device that plans are for. */
-moelora_device_info moelora_limited(const moelora_device_info *device);
 
 /* tuned.c: the variant of this role that was measured to be best for this layer on such a device;
  * NULL: none. A row of a whole layer counts as one of its projections. */
 const moelora_variant *moelora_tuned_variant(const moelora_experts_problem *problem,
                                              const moelora_device_info *device, moelora_role role);
 
-/* plan.c: the routed rows that an expert of this rank gets on average, at least 1; the row of a
- * CPU; the row that sums over top_k, where `vectors` says that the output allows 16-byte accesses.
+/* plan_gemm.c: the routed rows that an expert of this rank gets on average, at least 1; the row of
+ * a CPU; the row that sums over top_k, where `vectors` says that the output allows 16-byte
+ * accesses.
  */
 int64_t moelora_rows_per_expert(const moelora_routes *routes);
 moelora_status moelora_plan_cpu(moelora_dtype dtype, const moelora_device_info *device,
@@ -75,8 +81,6 @@ moelora_shrink_plan moelora_plan_shrink_windows(const moelora_shrink_load *load,
                                                 const moelora_device_info *device);
 /* What boxes asks of factors A and of x: `rows` rows, `stride` elements apart. */
 bool moelora_are_boxes(const moelora_factors *lora, int64_t rows, int64_t stride);
-/* Ranks of all slices of the largest adapter, each padded to 16. */
-int64_t moelora_padded_columns(const moelora_factors *lora);
 
 /* Windows of routed rows, and who works on them. */
 typedef struct moelora_windows {
@@ -85,7 +89,7 @@ typedef struct moelora_windows {
   int64_t count;  /* at most so many windows */
 } moelora_windows;
 
-/* plan_delta.c: cuts the rows into windows of at most `most` rows for `workers` of them, each as
+/* plan_windows.c: cuts the rows into windows of at most `most` rows for `workers` of them, each as
  * many rows as the others. No more workers share a window than it has items, which are `part` rows
  * of a segment in `columns`. */
 moelora_windows moelora_cut_windows(const moelora_routes *routes, const moelora_list_blocks *lists,

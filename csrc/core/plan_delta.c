@@ -29,10 +29,6 @@ enum {
   MLP_SHARED = 48 << 10, /* that a kernel gets without asking */
 };
 
-static int64_t divide_up(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
 /* ---- rows ---- */
 
 /* Pairs that the rows make on average if each is as likely to carry any of `adapters` as to go to
@@ -61,36 +57,6 @@ static moelora_delta_order order_for(const moelora_routes *routes, double bytes_
       (int64_t)routes->num_experts * routes->max_loras <= MOELORA_WINDOW_PAIRS)
     return repeated * bytes_of_pair > GROUP_BYTES ? MOELORA_GROUPED : MOELORA_BY_ROUTE;
   return repeated * bytes_of_pair > SORT_BYTES ? MOELORA_SORTED : MOELORA_BY_ROUTE;
-}
-
-moelora_windows moelora_cut_windows(const moelora_routes *routes, const moelora_list_blocks *lists,
-                                    moelora_delta_order order, int64_t most, int64_t part,
-                                    int64_t columns, int64_t workers) {
-  const int64_t rows = routes->num_rows;
-  moelora_windows w = {1, 1, 0};
-  int64_t used, items;
-  if (rows == 0)
-    return w;
-  if (order == MOELORA_LISTED) {
-    const int64_t size = lists->block_size, per_block = divide_up(size, most);
-    const int64_t pairs = (int64_t)routes->num_experts * routes->max_loras;
-    w.rows = (int32_t)divide_up(size, per_block);
-    w.count = lists->num_active * lists->blocks * per_block;
-    used = (rows < pairs ? rows : pairs) + rows / w.rows;
-    items = divide_up(w.rows, part) * columns; /* all of a block are of one pair */
-  } else {
-    w.count = divide_up(rows, most);
-    if (rows > most * workers)
-      w.count = divide_up(w.count, workers) * workers;
-    else if (w.count < workers / (most * workers / rows))
-      w.count = workers / (most * workers / rows);
-    w.rows = (int32_t)divide_up(rows, w.count);
-    used = w.count = divide_up(rows, w.rows);
-    items = w.rows * columns;
-  }
-  const int64_t each = workers > used ? workers / used : 1;
-  w.shares = (int32_t)(each < items ? each : items);
-  return w;
 }
 
 /* ---- expand ---- */
@@ -156,9 +122,10 @@ static moelora_expand_plan plan_expand(const expand_load *load, const moelora_de
   const moelora_variant *v = choose_expand(load, device);
   const int64_t n = load->lora->slice_n, slices = load->lora->num_slices;
   moelora_expand_plan plan = {.part = v->block_m, .waves = 1};
-  int64_t tiles = slices * divide_up(n, v->block_n);
+  int64_t tiles = slices * moelora_divide_up(n, v->block_n);
   if (load->gated) /* gate and up in one slice, or in one each */
-    tiles = slices == 1 ? divide_up(n / 2, v->block_n) : slices / 2 * divide_up(n, v->block_n);
+    tiles = slices == 1 ? moelora_divide_up(n / 2, v->block_n)
+                        : slices / 2 * moelora_divide_up(n, v->block_n);
   if (tiles == 0)
     return plan;
   plan.variant = v;
@@ -174,7 +141,7 @@ static moelora_expand_plan plan_expand(const expand_load *load, const moelora_de
   }
   const moelora_windows windows =
       moelora_cut_windows(load->routes, load->lists, load->order, 64 * v->warps, plan.part,
-                          divide_up(tiles, v->warps), plan.waves * ctas);
+                          moelora_divide_up(tiles, v->warps), plan.waves * ctas);
   plan.window = windows.rows;
   plan.shares = windows.shares;
   plan.work = windows.count * windows.shares;

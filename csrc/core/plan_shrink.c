@@ -35,14 +35,6 @@ static const long_segment long_portable = {40, 128}, /* of a depth below LONG_DE
                                                       * are listed while the kernel that makes it
                                                       * drains */
 
-static int64_t divide_up(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
-int64_t moelora_padded_columns(const moelora_factors *lora) {
-  return lora->num_slices * divide_up(lora->max_rank, 16) * 16;
-}
-
 bool moelora_are_boxes(const moelora_factors *lora, int64_t rows, int64_t stride) {
   for (int32_t i = 0; i < lora->num_slices; i++)
     if (lora->a[i].stride_i <= 0)
@@ -141,7 +133,8 @@ moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
     return plan_segments(v, device);
 
   part = part < v->block_m ? part : v->block_m;
-  const int64_t shares = BLOCK_SHARES * divide_up(columns, v->block_n), blocks = load->max_blocks;
+  const int64_t shares = BLOCK_SHARES * moelora_divide_up(columns, v->block_n),
+                blocks = load->max_blocks;
   /* As many blocks as all CTAs together have items of. */
   const int64_t group = (int64_t)device->num_units * v->ctas * blocks / (segments + rows / part);
   const bool fat = rows >= FAT_SEGMENT * segments;
@@ -168,8 +161,9 @@ static int64_t held_in_clusters(int64_t ctas, int64_t size) {
 
 static int64_t count_items(const moelora_shrink_load *load, const moelora_variant *v,
                            int64_t part) {
-  const int64_t tokens = divide_up(load->rows, load->segments);
-  return load->segments * divide_up(tokens, part) * divide_up(load->columns, v->block_n);
+  const int64_t tokens = moelora_divide_up(load->rows, load->segments);
+  return load->segments * moelora_divide_up(tokens, part) *
+         moelora_divide_up(load->columns, v->block_n);
 }
 
 static fit fit_of(const moelora_shrink_load *load, const moelora_variant *v,
@@ -179,8 +173,8 @@ static fit fit_of(const moelora_shrink_load *load, const moelora_variant *v,
   if (v->block_m > FEW_TOKENS && count_items(load, v, f.part) < f.ctas)
     f.part = FEW_TOKENS;
   f.items = count_items(load, v, f.part);
-  const int64_t tokens = divide_up(load->rows, load->segments), teams = v->warps / v->spans;
-  const int64_t n8_tiles = divide_up(tokens < f.part ? tokens : f.part, 8);
+  const int64_t tokens = moelora_divide_up(load->rows, load->segments), teams = v->warps / v->spans;
+  const int64_t n8_tiles = moelora_divide_up(tokens < f.part ? tokens : f.part, 8);
   const int64_t a_tiles = v->block_n / 16 / teams; /* of a warp */
   const int64_t loads = load->depth * (2 * a_tiles + n8_tiles) / (LOAD_DEPTH * v->spans);
   for (int64_t more = 2; device->overlaps && more <= v->cluster; more++)
@@ -229,7 +223,7 @@ moelora_shrink_plan moelora_plan_shrink_windows(const moelora_shrink_load *load,
   const fit f = fit_of(load, v, device);
   const moelora_windows windows = moelora_cut_windows(
       load->routes, load->lists, load->order, 64 * v->warps, f.part,
-      divide_up(load->columns, v->block_n), held_in_clusters(f.ctas, f.splits) / f.splits);
+      moelora_divide_up(load->columns, v->block_n), held_in_clusters(f.ctas, f.splits) / f.splits);
   return (moelora_shrink_plan){.variant = v,
                                .part = (int32_t)f.part,
                                .shares = windows.shares,

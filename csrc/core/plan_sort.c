@@ -18,10 +18,6 @@ enum {
   TINY_ITEMS = 64,    /* each compared with all others; no empty blocks, nothing to zero */
 };
 
-static int64_t divide_up(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
 static int64_t at_most(int64_t a, int64_t b) {
   return a < b ? a : b;
 }
@@ -54,8 +50,8 @@ static moelora_sort_plan plan_sort(int64_t items, int64_t keys, int64_t out_rows
                                    const moelora_variant *tuned) {
   moelora_sort_plan plan = {.variant = choose(items, compact, device, tuned)};
   if (!is_two_launches(plan.variant)) {
-    const int64_t fill = at_most(divide_up(out_rows, FILL_ROWS), MAX_SMALL_CHUNKS);
-    const int64_t least = divide_up(items, MOELORA_SORT_GROUP);
+    const int64_t fill = at_most(moelora_divide_up(out_rows, FILL_ROWS), MAX_SMALL_CHUNKS);
+    const int64_t least = moelora_divide_up(items, MOELORA_SORT_GROUP);
     const int64_t chunks = fill < least ? least : fill;
     plan.num_chunks = (uint32_t)(chunks < MIN_SMALL_CHUNKS ? MIN_SMALL_CHUNKS : chunks);
     plan.chunk_items = MOELORA_SORT_GROUP;
@@ -63,8 +59,9 @@ static moelora_sort_plan plan_sort(int64_t items, int64_t keys, int64_t out_rows
   }
   const int64_t threads = MOELORA_SORT_THREADS;
   const int64_t size =
-      at_most(divide_up(divide_up(items, MAX_LARGE_CHUNKS), threads) * threads, MAX_CHUNK_ITEMS);
-  const int64_t chunks = divide_up(items, size), words = (keys + 1) / 2;
+      at_most(moelora_divide_up(moelora_divide_up(items, MAX_LARGE_CHUNKS), threads) * threads,
+              MAX_CHUNK_ITEMS);
+  const int64_t chunks = moelora_divide_up(items, size), words = (keys + 1) / 2;
   /* With q chunks to a row, a CTA counts the items of q chunks, ROUND_WORDS words' time for each
    * `threads` of them, and reads chunks * words / q words: least where both are equal. */
   int64_t q = 1;
@@ -74,7 +71,7 @@ static moelora_sort_plan plan_sort(int64_t items, int64_t keys, int64_t out_rows
   plan.chunk_items = (uint32_t)size;
   plan.num_chunks = (uint32_t)chunks;
   plan.row_chunks = (uint32_t)q;
-  plan.num_rows = (uint32_t)divide_up(chunks, q);
+  plan.num_rows = (uint32_t)moelora_divide_up(chunks, q);
   plan.table_bytes = (size_t)plan.num_rows * (size_t)words * sizeof(uint32_t);
   return plan;
 }

@@ -1,4 +1,4 @@
-/* Measured choices of kernel variants, which go before the table of plan.c.
+/* Measured choices of kernel variants, which go before the table of plan_gemm.c.
  *
  * Rows are appended under a lock and read without one: a reader sees the rows that were complete
  * when it read their number. */

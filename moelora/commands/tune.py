@@ -3,9 +3,10 @@
     python -m moelora tune --models qwen3 --tp 2 --tokens 1,16,256,4096 --dir plans
     MOELORA_CONFIG_DIR=plans python serve.py
 
-The file (its format: help(moelora.tuned)) holds the best variant for each number of tokens: the one
-with the least geometric mean of the times with and without adapters. A variant that is not better
-than the built-in table's by more than its spread does not replace it.
+The file (its format: help(moelora.tuned)) holds the best variants for each number of tokens: those
+with the least geometric mean of the times with and without adapters. First the projection, or the
+whole layer; then, beside the best projection of a GPU, the sort, the shrink and the sum. A variant
+that is not better than the built-in table's by more than its spread does not replace it.
 """
 
 import argparse
@@ -43,10 +44,19 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run, ranks="16", baselines="none")
 
 
-def candidates(dtype: str, device: str) -> list[str]:
-    """Projections and whole layers that this machine can run on tensors of this dtype."""
-    gpu, names = device == "cuda", tuple(f"{role}_{SHORT[dtype]}_" for role in ("gemm", "decode"))
+AROUND = ("sort", "shrink", "sum")  # roles of what a layer runs beside its projections
+
+
+def candidates(dtype: str, device: str, *roles: str) -> list[str]:
+    """Variants of some roles that this machine can run on tensors of this dtype."""
+    gpu, names = device == "cuda", tuple(f"{r}_{d}_" for r in roles for d in (SHORT[dtype], "i32"))
     return [v for v in _C.usable() if v.startswith(names) and ("_sm" in v) == gpu]
+
+
+def ran(variants: str, rank: int) -> bool:
+    """The last layer, of this rank, ran all of them; only adapters have a shrink."""
+    wanted = [v for v in variants.split(",") if rank or not v.startswith("shrink_")]
+    return set(wanted) <= set(_C.last_plan().replace("=", " ").split())
 
 
 class Tuner:
@@ -57,37 +67,58 @@ class Tuner:
         self.ours = Ours(layer, Options())
 
     def call(self, variant: str, batch, rank: int):
-        """Our layer with this variant; TABLE is what the built-in table chooses."""
+        """Our layer with these variants; TABLE is what the built-in table chooses."""
         _C.force_variant(None if variant == TABLE else variant)
         try:
             return self.ours.run(batch, rank)
         finally:
             _C.force_variant(None)
 
-    def measure(self, batches) -> dict[str, dict[int, Times]]:
-        """{variant: {rank: Times}} of all that serve these batches, TABLE among them; each is
-        compared with float64 before it is timed."""
+    def measure(self, batches, names: list[str]) -> dict[str, dict[int, Times]]:
+        """{variants: {rank: Times}} of the names that serve these batches; each is compared with
+        float64 before it is timed."""
         ranks = (0, *self.layer.stacks)
         tokens = sorted({0, len(batches[0].x) - 1})
         reference = reference_rows(self.layer, batches[0], tokens)
         runs = {}
-        for variant in (TABLE, *candidates(self.layer.dtype, self.layer.device.type)):
+        for variant in names:
+            own = {}
             for rank in ranks:
                 out = self.call(variant, batches[0], rank)
-                if variant != TABLE and variant not in _C.last_plan().replace("=", " ").split():
+                if variant != TABLE and not ran(variant, rank):
                     break  # it cannot serve this layer
                 error = relative_error(out[tokens], reference[rank])
                 if not error < TOLERANCE[self.layer.dtype]:
                     raise RuntimeError(f"{variant} is off by {error:.3g} at {len(out)} tokens")
-                runs[variant, rank] = Run(
+                own[variant, rank] = Run(
                     lambda i, v=variant, rank=rank: self.call(v, batches[i], rank)
                 )
+            else:
+                runs |= own
         moved = cases.work(self.layer.model, batches[0])[1]
         times, _ = self.timer.compare(runs, batches, moved, self.budget_ms)
         return {
             variant: {rank: times[variant, rank] for rank in ranks}
             for variant in dict.fromkeys(v for v, _ in runs)
         }
+
+    def tune(self, batches) -> tuple[str, dict[str, dict[int, Times]]]:
+        """The best variants, and all that was measured."""
+        kind = self.layer.dtype, self.layer.device.type
+        usual = self.table_choice(batches[0])
+        measured = self.measure(batches, [TABLE, *candidates(*kind, "gemm", "decode")])
+        best = choose(measured, usual)
+        roles = [candidates(*kind, role) for role in AROUND]
+        if not any(roles) or best.startswith("decode"):
+            return best, measured
+        others = self.measure(batches, [best, *(f"{best},{v}" for names in roles for v in names)])
+        found = best
+        for names in roles:
+            of_role = {v: others[v] for v in (best, *(f"{best},{v}" for v in names)) if v in others}
+            if len(of_role) > 1:
+                found += choose(of_role, best, best).removeprefix(best)
+        measured |= others
+        return found, measured if found in measured else measured | self.measure(batches, [found])
 
     def table_choice(self, batch) -> str:
         self.call(TABLE, batch, 0)
@@ -99,11 +130,11 @@ def score(times: dict) -> float:
     return math.exp(sum(math.log(t.median) for t in times.values()) / len(times))
 
 
-def choose(measured: dict[str, dict], usual: str) -> str:
-    """The best variant, or the table's if nothing is better than it by more than noise."""
-    best = min((v for v in measured if v != TABLE), key=lambda v: score(measured[v]))
-    noise = max((t.high - t.low) / 2 / t.median for t in measured[TABLE].values())
-    better = score(measured[best]) < score(measured[TABLE]) * (1 - noise)
+def choose(measured: dict[str, dict], usual: str, known: str = TABLE) -> str:
+    """The best variant, or `usual` if nothing is better than `known` by more than noise."""
+    best = min((v for v in measured if v != known), key=lambda v: score(measured[v]))
+    noise = max((t.high - t.low) / 2 / t.median for t in measured[known].values())
+    better = score(measured[best]) < score(measured[known]) * (1 - noise)
     return best if better else usual
 
 
@@ -131,9 +162,7 @@ def tune(args: argparse.Namespace, console: Console) -> list:
                         )
                         for _ in range(4)
                     ]
-                    usual = tuner.table_choice(batches[0])
-                    measured = tuner.measure(batches)
-                    plans[str(tokens)] = choose(measured, usual)
+                    plans[str(tokens)], measured = tuner.tune(batches)
                     details[str(tokens)] = {v: round(score(t), 2) for v, t in measured.items()}
                     progress.advance(bar)
                 content = describe(layer, args, plans, details)

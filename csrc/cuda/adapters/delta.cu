@@ -1,126 +1,12 @@
 /* Adapters alone: which launches, in which order, and what lies in the workspace.
  *
- *   resolve -> [sort] -> shrink -> expand [-> combine]
+ *   resolve -> [sort] -> shrink -> expand [-> sum]
  *
  * or, of few rows, shrink and expand in one launch. x A^T and whatever waits for a sum is stored by
  * flat row. Few rows are sorted by each CTA for itself, or not at all: where pairs hardly repeat,
  * reading the factors of a repeated one again costs less. */
+#include "cuda/adapters/delta.h"
 #include "cuda/backend.h"
-#include "cuda/adapters/delta_rows.cuh"
-#include "cuda/launch/bounds.cuh"
-#include "cuda/launch/kernel_launch.cuh"
-#include "cuda/layer/sum.cuh"
-#include "cuda/variant_ids.h"
-
-namespace {
-
-constexpr int kThreads = 256;
-
-/* ---- kernels around the two halves ---- */
-
-__global__ void __launch_bounds__(kThreads) clear_bytes(uint32_t *to, int64_t words) {
-  wait_for_previous_kernel();
-  start_next_kernel();
-  for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < words;
-       i += (int64_t)gridDim.x * kThreads)
-    to[i] = 0;
-}
-
-struct Combine {
-  delta_rows rows;
-  const uint8_t *written; // [P]; NULL: what rows say
-  const void *z;          // [P, z_stride]
-  int64_t z_stride;
-  bool add;
-  void *out; // [M, columns]
-  int64_t out_stride;
-  int32_t columns;
-};
-
-/* Flat row has an adapter and an expert here. */
-__device__ __forceinline__ bool is_active(const Combine &p, int64_t row) {
-  if (p.written)
-    return p.written[row] != 0;
-  const WindowRow found = route_row(p.rows, row);
-  return found.expert >= 0 && found.adapter >= 0 && true_rank(p.rows, found.adapter) > 0;
-}
-
-/* out[m] = [out[m] +] sum over j of z[m * top_k + j] in float32, in the order of j, where any of
- * these rows is active. A thread adds WIDTH neighbouring columns. */
-template <class T, class Z, int WIDTH>
-__global__ void __launch_bounds__(kThreads, kLightResident)
-    combine_rows(const __grid_constant__ Combine p) {
-  wait_for_previous_kernel();
-  start_next_kernel();
-  const int32_t chunks = (p.columns + WIDTH - 1) / WIDTH, top_k = p.rows.routes.top_k;
-  const int64_t count = p.rows.routes.num_tokens * chunks;
-  for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < count;
-       i += (int64_t)gridDim.x * kThreads) {
-    const int64_t token = i / chunks, column = i % chunks * WIDTH;
-    float sum[WIDTH] = {};
-    bool any = false;
-    for (int j = 0; j < top_k; j++) {
-      if (!is_active(p, token * top_k + j))
-        continue;
-      any = true;
-      add_columns(sum, (const Z *)p.z + (token * top_k + j) * p.z_stride + column, 1.f);
-    }
-    if (!any)
-      continue;
-    T *to = (T *)p.out + token * p.out_stride + column;
-    __align__(16) T rounded[WIDTH];
-    if constexpr (WIDTH > 1)
-      *(uint4 *)rounded = *(const uint4 *)to;
-    else
-      rounded[0] = *to;
-#pragma unroll
-    for (int c = 0; c < WIDTH; c++)
-      rounded[c] = Element<T>::round((p.add ? Element<T>::to_float(rounded[c]) : 0.f) + sum[c]);
-    if constexpr (WIDTH > 1)
-      *(uint4 *)to = *(const uint4 *)rounded;
-    else
-      *to = rounded[0];
-  }
-}
-
-int64_t blocks_for(int64_t threads) {
-  return (threads + kThreads - 1) / kThreads;
-}
-
-/* Zeros of at least `bytes` bytes, rounded up to words. */
-moelora_status clear(uint8_t *to, int64_t bytes, const moelora_exec *exec) {
-  const int64_t words = (bytes + 3) / 4;
-  return launch_kernel<clear_bytes>("clear_bytes", blocks_for(words), kThreads, 0, exec,
-                                    (uint32_t *)to, words);
-}
-
-template <class T, int WIDTH>
-moelora_status combine_as(const Combine &c, bool z_f32, const moelora_exec *exec) {
-  const int64_t work = blocks_for(c.rows.routes.num_tokens * ((c.columns + WIDTH - 1) / WIDTH));
-  return z_f32 ? launch_kernel<combine_rows<T, float, WIDTH>>("delta_combine", work, kThreads, 0,
-                                                              exec, c)
-               : launch_kernel<combine_rows<T, T, WIDTH>>("delta_combine", work, kThreads, 0, exec,
-                                                          c);
-}
-
-moelora_status combine(const Combine &c, bool z_f32, const moelora_variant *variant,
-                       const moelora_exec *exec) {
-  switch (variant->id) {
-#define LAUNCH(NAME, T, WIDTH)                                                                     \
-  case CUDA_##NAME:                                                                                \
-    return combine_as<T, WIDTH>(c, z_f32, exec);
-#define MOELORA_CUDA_SUM(STEM, WIDTH)                                                              \
-  LAUNCH(sum_bf16_##STEM, __nv_bfloat16, WIDTH)                                                    \
-  LAUNCH(sum_f16_##STEM, __half, WIDTH)
-#include "cuda/variants.inc"
-#undef LAUNCH
-  }
-  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s sums nothing", variant->name);
-}
-
-/* ---- rows ---- */
-
-} // namespace
 
 extern "C" delta_sorted delta_take_sorted(const moelora_routes *routes,
                                           const moelora_align_plan *plan, moelora_arena *arena) {
@@ -152,149 +38,131 @@ extern "C" moelora_status delta_sort(const moelora_routes *routes, const delta_s
 
 namespace {
 
-/* sorted: of MOELORA_SORTED. */
-delta_rows rows_of(const moelora_routes *routes, moelora_delta_order order,
-                   const delta_sorted *sorted) {
-  delta_rows rows = {};
-  rows.order = order;
-  rows.routes = *routes;
-  if (order == MOELORA_SORTED) {
-    rows.row = sorted->row;
-    rows.expert = sorted->expert;
-    rows.adapter = sorted->adapter;
-    rows.count = sorted->count;
-    rows.segments = sorted->segments;
-  }
-  return rows;
-}
-
-/* ---- the two halves ---- */
-
-/* x A^T [slices, M, top_k, R], or our own with rows of all slices. */
-struct XaView {
-  void *data;
-  int64_t stride[3];
-};
-
-size_t xa_bytes(const moelora_routes *routes, const moelora_factors *lora) {
-  return moelora_times(moelora_times((size_t)routes->num_rows, moelora_xa_columns(lora)), 2);
-}
-
-XaView own_xa(void *data, const moelora_routes *routes, const moelora_factors *lora) {
-  const int64_t width = moelora_padded_rank(lora->max_rank), row = width * lora->num_slices;
-  return {data, {width, routes->top_k * row, row}};
-}
-
-delta_shrink begin_shrink(const delta_rows *rows, const void *x, int64_t x_stride, bool x_per_row,
-                          int64_t k, const moelora_factors *lora, const float *scalings,
-                          const XaView *xa) {
-  delta_shrink s = {};
-  s.rows = *rows;
-  s.rows.max_rank = lora->max_rank;
-  s.x = x;
-  s.x_stride = x_stride;
-  s.x_divisor = x_per_row ? 1 : rows->routes.top_k;
-  s.k = (int32_t)k;
-  s.lora = *lora;
-  s.scalings = scalings;
-  s.xa = xa->data;
-  s.xa_vectors = (uintptr_t)xa->data % 16 == 0;
-  for (int i = 0; i < 3; i++) {
-    s.xa_stride[i] = xa->stride[i];
-    s.xa_vectors = s.xa_vectors && xa->stride[i] % 8 == 0;
-  }
-  return s;
-}
-
-/* All of an expand but what becomes of z. */
-delta_expand begin_expand(const delta_rows *rows, const XaView *xa, const moelora_factors *lora,
-                          bool after_shrink) {
-  delta_expand e = {};
-  e.after_shrink = after_shrink;
-  e.rows = *rows;
-  e.rows.max_rank = lora->max_rank;
-  e.lora = *lora;
-  e.xa = xa->data;
-  for (int i = 0; i < 3; i++)
-    e.xa_stride[i] = xa->stride[i];
-  return e;
-}
-
-void set_out(delta_expand *e, void *out, int64_t token_stride, int64_t choice_stride) {
-  e->out = out;
-  e->out_stride[0] = token_stride;
-  e->out_stride[1] = choice_stride;
-}
-
 /* Rows that wait for their sum. */
 struct Waiting {
   void *data; // [P, stride]
   int64_t stride;
-  bool f32;
 };
 
-Waiting take_waiting(const moelora_routes *routes, int64_t columns, bool f32,
-                     moelora_arena *arena) {
-  Waiting z = {};
-  z.stride = (columns + 7) / 8 * 8;
-  z.f32 = f32;
-  z.data = moelora_take_array(arena, moelora_times((size_t)routes->num_rows, (size_t)z.stride),
-                              z.f32 ? 4 : 2);
-  return z;
-}
-
-/* An expand into rows that wait. written: which of them are there; NULL: what rows say. */
-void set_waiting(delta_expand *e, const Waiting *z, uint8_t *written) {
-  set_out(e, z->data, e->rows.routes.top_k * z->stride, z->stride);
-  e->f32 = z->f32;
-  e->written = written;
-}
-
-moelora_status add_up(const delta_expand *e, const Waiting *z, int64_t columns, bool add, void *out,
-                      int64_t out_stride, const moelora_variant *variant,
-                      const moelora_exec *exec) {
-  Combine c = {};
-  c.rows = e->rows;
-  c.written = e->written;
-  c.z = z->data;
-  c.z_stride = z->stride;
-  c.add = add;
-  c.out = out;
-  c.out_stride = out_stride;
-  c.columns = (int32_t)columns;
-  return combine(c, z->f32, variant, exec);
-}
-
-/* ---- one adapter ---- */
-
+/* Of up to two projections, the second of what the first leaves in `act`. */
 struct DeltaLayout {
   moelora_routes routes; // resolved
   moelora_list_blocks lists;
   delta_sorted sorted;
-  void *xa;
+  void *xa[2]; // [P, slices, padded rank]
+  void *act;   // [P, k of the second]
   Waiting z;
-  uint8_t *written;
+  uint8_t *written; // [P], which of them are there; NULL: what rows say
   size_t bytes;
 };
 
-DeltaLayout lay_out(const moelora_delta_problem *p, const moelora_delta_plan *plan, void *base) {
+DeltaLayout lay_out(const moelora_delta_problem *p, int count, const moelora_delta_plan *plan,
+                    void *base) {
   moelora_arena arena = {(char *)base, 0};
   DeltaLayout l = {};
+  const moelora_delta_problem *last = p + count - 1;
+  const size_t rows = (size_t)p->routes.num_rows;
   const bool listed = p->lists.sorted_token_ids;
-  l.routes = moelora_cuda_take_routes(&p->routes, false, &arena);
+  l.routes = moelora_cuda_take_routes(&last->routes, false, &arena);
   if (listed)
     l.lists = moelora_cuda_take_lists(&p->lists, p->routes.max_loras, true, &arena);
   if (plan->order == MOELORA_SORTED && !plan->one)
     l.sorted = delta_take_sorted(&l.routes, &plan->align, &arena);
-  if (!p->xa)
-    l.xa = moelora_take(&arena, xa_bytes(&p->routes, &p->lora));
-  if (p->sum_top_k) {
-    l.z = take_waiting(&p->routes, p->columns, plan->waiting_f32, &arena);
+  for (int i = 0; i < count; i++)
+    if (!p[i].xa)
+      l.xa[i] = moelora_take_array(
+          &arena, moelora_times(rows, (size_t)moelora_padded_columns(&p[i].lora)), 2);
+  if (count > 1)
+    l.act = moelora_take_array(&arena, moelora_times(rows, (size_t)last->k), 2);
+  if (last->sum_top_k) {
+    l.z.stride = (last->columns + 7) / 8 * 8;
+    l.z.data = moelora_take_array(&arena, moelora_times(rows, (size_t)l.z.stride),
+                                  plan->waiting_f32 ? 4 : 2);
     if (listed)
-      l.written = (uint8_t *)moelora_take(&arena, (size_t)p->routes.num_rows + 3);
+      l.written = (uint8_t *)moelora_take(&arena, rows);
   }
   l.bytes = arena.used;
   return l;
+}
+
+/* What all projections need of the rows. */
+moelora_status find_rows(const moelora_delta_problem *p, const DeltaLayout *l,
+                         const moelora_delta_plan *plan, const moelora_exec *exec) {
+  const bool listed = plan->order == MOELORA_LISTED;
+  MOELORA_TRY(moelora_cuda_check_layout(l->bytes, exec));
+  if (l->written)
+    MOELORA_TRY(moelora_cuda_check(
+        cudaMemsetAsync(l->written, 0, (size_t)l->routes.num_rows, (cudaStream_t)exec->stream),
+        "cudaMemsetAsync"));
+  MOELORA_TRY(moelora_cuda_resolve(&p->routes, &l->routes, listed ? &p->lists : nullptr,
+                                   listed ? &l->lists : nullptr, true, exec));
+  return plan->order == MOELORA_SORTED && !plan->one
+             ? delta_sort(&l->routes, &l->sorted, &plan->align, exec)
+             : MOELORA_OK;
+}
+
+/* Number `i` of a plan's projections, of rows that have been found. */
+moelora_status project(const moelora_delta_problem *p, const DeltaLayout *l, int i,
+                       const moelora_delta_plan *plan, const moelora_exec *exec) {
+  const moelora_routes *routes = &l->routes;
+  delta_rows rows = {};
+  rows.order = plan->order;
+  rows.max_rank = p->lora.max_rank;
+  rows.routes = *routes;
+  rows.lists = l->lists;
+  rows.row = l->sorted.row;
+  rows.expert = l->sorted.expert;
+  rows.adapter = l->sorted.adapter;
+  rows.count = l->sorted.count;
+  rows.segments = l->sorted.segments;
+
+  const int64_t width = moelora_padded_rank(p->lora.max_rank), row = width * p->lora.num_slices;
+  const int64_t own[3] = {width, routes->top_k * row, row};
+  delta_shrink s = {};
+  delta_expand e = {};
+  s.rows = e.rows = rows;
+  s.lora = e.lora = p->lora;
+  e.xa = s.xa = p->xa ? p->xa : l->xa[i];
+  s.xa_vectors = (uintptr_t)s.xa % 16 == 0;
+  for (int d = 0; d < 3; d++) {
+    s.xa_stride[d] = e.xa_stride[d] = p->xa ? p->xa_stride[d] : own[d];
+    s.xa_vectors = s.xa_vectors && s.xa_stride[d] % 8 == 0;
+  }
+  s.x = p->x;
+  s.x_stride = p->x_stride;
+  s.x_divisor = p->x_per_row ? 1 : routes->top_k;
+  s.k = (int32_t)p->k;
+  s.scalings = p->routes.lora_scalings ? routes->lora_scalings : nullptr;
+  e.after_shrink = p->x;
+  e.topk_weights = p->mul_routed_weight ? routes->topk_weights : nullptr;
+  e.out = p->sum_top_k ? l->z.data : p->out;
+  e.out_stride[0] = p->sum_top_k ? routes->top_k * l->z.stride : p->out_stride[0];
+  e.out_stride[1] = p->sum_top_k ? l->z.stride : p->out_stride[1];
+  e.f32 = p->sum_top_k && plan->waiting_f32;
+  e.add = !p->sum_top_k && p->add_inputs;
+  e.silu_and_mul = !p->sum_top_k && p->silu_and_mul;
+  e.written = l->written;
+  if (plan->one)
+    MOELORA_TRY(delta_launch_thin(&s, &e, plan, exec));
+  if (p->x && !plan->one)
+    MOELORA_TRY(delta_launch_shrink(&s, &plan->shrink[i], exec));
+  if (p->out && !plan->one)
+    MOELORA_TRY(delta_launch_expand(&e, &plan->expand[i], exec));
+  if (!p->out || !p->sum_top_k)
+    return MOELORA_OK;
+
+  moelora_sum_launch sum = {};
+  sum.routes = *routes;
+  sum.z = l->z.data;
+  sum.z_stride = l->z.stride;
+  sum.z_f32 = plan->waiting_f32;
+  sum.written = l->written;
+  sum.max_rank = p->lora.max_rank;
+  sum.add = p->add_inputs;
+  sum.out = p->out;
+  sum.out_stride = p->out_stride[0];
+  sum.columns = (int32_t)p->columns;
+  return moelora_cuda_sum(&sum, plan->sum, exec);
 }
 
 bool has_rows(const moelora_delta_problem *p) {
@@ -309,7 +177,7 @@ extern "C" size_t moelora_cuda_delta_workspace(const moelora_delta_problem *prob
                                                const moelora_delta_plan *plan,
                                                const moelora_exec *exec) {
   (void)exec;
-  return lay_out(problem, plan, nullptr).bytes;
+  return lay_out(problem, 1, plan, nullptr).bytes;
 }
 
 extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
@@ -321,75 +189,44 @@ extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
     return moelora_fail(MOELORA_UNSUPPORTED,
                         "silu_and_mul of %d slices: the GPU kernels take 1 or an even number",
                         p->lora.num_slices);
-  const DeltaLayout l = lay_out(p, plan, exec->workspace);
-  const moelora_routes *routes = &l.routes;
-  delta_rows rows = rows_of(routes, plan->order, &l.sorted);
-  rows.lists = l.lists;
-  const XaView xa = p->xa ? XaView{p->xa, {p->xa_stride[0], p->xa_stride[1], p->xa_stride[2]}}
-                          : own_xa(l.xa, routes, &p->lora);
-  delta_shrink s = {};
-  if (p->x)
-    s = begin_shrink(&rows, p->x, p->x_stride, p->x_per_row, p->k, &p->lora, routes->lora_scalings,
-                     &xa);
-  delta_expand e = begin_expand(&rows, &xa, &p->lora, p->x && !l.written);
-  e.topk_weights = p->mul_routed_weight ? routes->topk_weights : nullptr;
-  if (p->sum_top_k) {
-    set_waiting(&e, &l.z, l.written);
-  } else {
-    set_out(&e, p->out, p->out_stride[0], p->out_stride[1]);
-    e.add = p->add_inputs;
-    e.silu_and_mul = p->silu_and_mul;
-  }
-
-  const bool listed = plan->order == MOELORA_LISTED;
-  moelora_status status = moelora_cuda_check_layout(l.bytes, exec);
-  if (status == MOELORA_OK)
-    status = moelora_cuda_resolve(&p->routes, routes, listed ? &p->lists : nullptr,
-                                  listed ? &l.lists : nullptr, true, exec);
-  if (status == MOELORA_OK && plan->one) {
-    status = delta_launch_thin(&s, &e, plan, exec);
-  } else {
-    if (status == MOELORA_OK && plan->order == MOELORA_SORTED)
-      status = delta_sort(routes, &l.sorted, &plan->align, exec);
-    if (status == MOELORA_OK && p->x)
-      status = delta_launch_shrink(&s, &plan->shrink[0], exec);
-    if (status == MOELORA_OK && l.written)
-      status = clear(l.written, routes->num_rows, exec);
-    if (status == MOELORA_OK && p->out)
-      status = delta_launch_expand(&e, &plan->expand[0], exec);
-  }
-  if (status == MOELORA_OK && p->out && p->sum_top_k)
-    status = add_up(&e, &l.z, p->columns, p->add_inputs, p->out, p->out_stride[0], plan->sum, exec);
-  return status;
+  const DeltaLayout l = lay_out(p, 1, plan, exec->workspace);
+  MOELORA_TRY(find_rows(p, &l, plan, exec));
+  return project(p, &l, 0, plan, exec);
 }
 
 /* ---- an adapter MLP ---- */
 
 namespace {
 
-struct MlpLayout {
-  moelora_routes routes; // resolved
-  delta_sorted sorted;
-  void *xa1, *act, *xa2;
-  Waiting z;
-  size_t bytes;
-};
+/* A projection to `act`, and one of that which sums over top_k. Where `act` lies is not known yet.
+ */
+struct MlpProjections {
+  moelora_delta_problem of[2];
 
-MlpLayout lay_out_mlp(const moelora_mlp_delta_problem *p, const moelora_delta_plan *plan,
-                      void *base) {
-  moelora_arena arena = {(char *)base, 0};
-  MlpLayout l = {};
-  l.routes = moelora_cuda_take_routes(&p->routes, false, &arena);
-  if (plan->order == MOELORA_SORTED)
-    l.sorted = delta_take_sorted(&l.routes, &plan->align, &arena);
-  l.xa1 = moelora_take(&arena, xa_bytes(&p->routes, &p->gate_up));
-  l.act = moelora_take_array(&arena,
-                             moelora_times((size_t)p->routes.num_rows, (size_t)p->intermediate), 2);
-  l.xa2 = moelora_take(&arena, xa_bytes(&p->routes, &p->down));
-  l.z = take_waiting(&p->routes, p->hidden, plan->waiting_f32, &arena);
-  l.bytes = arena.used;
-  return l;
-}
+  explicit MlpProjections(const moelora_mlp_delta_problem &p) : of() {
+    for (moelora_delta_problem &projection : of) {
+      projection.routes = p.routes;
+      projection.dtype = p.dtype;
+    }
+    moelora_delta_problem &up = of[0], &down = of[1];
+    up.routes.lora_scalings = nullptr; // once, behind the activation
+    up.lora = p.gate_up;
+    up.x = p.x;
+    up.x_stride = p.x_stride;
+    up.k = p.hidden;
+    up.columns = 2 * p.intermediate;
+    up.silu_and_mul = true;
+    up.out_stride[0] = p.routes.top_k * p.intermediate;
+    up.out_stride[1] = p.intermediate;
+    down.lora = p.down;
+    down.x_stride = down.k = p.intermediate;
+    down.x_per_row = true;
+    down.columns = p.hidden;
+    down.mul_routed_weight = down.add_inputs = down.sum_top_k = true;
+    down.out = p.out;
+    down.out_stride[0] = p.out_stride;
+  }
+};
 
 } // namespace
 
@@ -397,7 +234,7 @@ extern "C" size_t moelora_cuda_mlp_delta_workspace(const moelora_mlp_delta_probl
                                                    const moelora_delta_plan *plan,
                                                    const moelora_exec *exec) {
   (void)exec;
-  return plan->one ? 0 : lay_out_mlp(problem, plan, nullptr).bytes;
+  return plan->one ? 0 : lay_out(MlpProjections(*problem).of, 2, plan, nullptr).bytes;
 }
 
 extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem *p,
@@ -407,37 +244,12 @@ extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem
     return MOELORA_OK;
   if (plan->one)
     return delta_launch_mlp(p, plan->one, exec);
-  const MlpLayout l = lay_out_mlp(p, plan, exec->workspace);
-  const moelora_routes *routes = &l.routes;
-  const int64_t intermediate = p->intermediate;
-  const delta_rows rows = rows_of(routes, plan->order, &l.sorted);
-  moelora_status status = moelora_cuda_check_layout(l.bytes, exec);
-  if (status == MOELORA_OK)
-    status = moelora_cuda_resolve(&p->routes, routes, nullptr, nullptr, true, exec);
-  if (status == MOELORA_OK && plan->order == MOELORA_SORTED)
-    status = delta_sort(routes, &l.sorted, &plan->align, exec);
-
-  const XaView xa1 = own_xa(l.xa1, routes, &p->gate_up);
-  const XaView xa2 = own_xa(l.xa2, routes, &p->down);
-  const delta_shrink shrink1 =
-      begin_shrink(&rows, p->x, p->x_stride, false, p->hidden, &p->gate_up, nullptr, &xa1);
-  const delta_shrink shrink2 = begin_shrink(&rows, l.act, intermediate, true, intermediate,
-                                            &p->down, routes->lora_scalings, &xa2);
-  delta_expand expand1 = begin_expand(&rows, &xa1, &p->gate_up, true);
-  expand1.silu_and_mul = true;
-  set_out(&expand1, l.act, routes->top_k * intermediate, intermediate);
-  delta_expand expand2 = begin_expand(&rows, &xa2, &p->down, true);
-  expand2.topk_weights = routes->topk_weights;
-  set_waiting(&expand2, &l.z, nullptr);
-  if (status == MOELORA_OK)
-    status = delta_launch_shrink(&shrink1, &plan->shrink[0], exec);
-  if (status == MOELORA_OK)
-    status = delta_launch_expand(&expand1, &plan->expand[0], exec);
-  if (status == MOELORA_OK)
-    status = delta_launch_shrink(&shrink2, &plan->shrink[1], exec);
-  if (status == MOELORA_OK)
-    status = delta_launch_expand(&expand2, &plan->expand[1], exec);
-  if (status == MOELORA_OK)
-    status = add_up(&expand2, &l.z, p->hidden, true, p->out, p->out_stride, plan->sum, exec);
-  return status;
+  MlpProjections projections(*p);
+  moelora_delta_problem &up = projections.of[0], &down = projections.of[1];
+  const DeltaLayout l = lay_out(projections.of, 2, plan, exec->workspace);
+  up.out = l.act;
+  down.x = l.act;
+  MOELORA_TRY(find_rows(&down, &l, plan, exec));
+  MOELORA_TRY(project(&up, &l, 0, plan, exec));
+  return project(&down, &l, 1, plan, exec);
 }

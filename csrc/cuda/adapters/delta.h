@@ -69,9 +69,6 @@ moelora_status delta_launch_shrink(const delta_shrink *shrink, const moelora_shr
                                    const moelora_exec *exec);
 moelora_status delta_launch_expand(const delta_expand *expand, const moelora_expand_plan *plan,
                                    const moelora_exec *exec);
-/* delta_expand_thin.cu: for short segments. */
-moelora_status delta_launch_thin_expand(const delta_expand *expand, const moelora_expand_plan *plan,
-                                        const moelora_exec *exec);
 /* delta_thin.cu: both halves of few rows in one launch that keeps x A^T on the chip. */
 moelora_status delta_launch_thin(const delta_shrink *shrink, const delta_expand *expand,
                                  const moelora_delta_plan *plan, const moelora_exec *exec);

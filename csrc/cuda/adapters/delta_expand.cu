@@ -2,15 +2,19 @@
  *
  *   out = z, or out += z; z may be weighted, or silu(gate) * up of its two halves
  *
- * Warps work alone: an item is some rows of a segment and two groups of 32 columns, neighbours or a
- * gate and its up; a step is 16 rows of it and K_SPAN ranks. What the next steps read is on its way
- * to shared memory meanwhile: xa, out, and B where it is not yet in registers, which is once for an
- * item if K_SPAN ranks cover the true rank.
+ * An item is some rows of a segment of a window, its columns are cut into tiles. Warps work alone.
+ * Two kernels, the second for segments of so few rows that B is what they cost:
  *
- * The CTAs that share a window take its items in turn, neighbouring warps neighbouring columns.
- *
- * Batches of thin segments go to delta_expand_thin.cu. */
-#include "cuda/adapters/delta_expand.cuh"
+ *   expand_rows   xa, out and B come through shared memory, on their way while the steps before are
+ *                 multiplied: 16 rows and K_SPAN ranks of two groups of 32 columns, neighbours or a
+ *                 gate and its up. B stays in registers for an item if K_SPAN ranks cover the true
+ *                 rank. The CTAs that share a window take its tiles in turn, neighbouring warps
+ *                 neighbouring columns.
+ *   expand_thin   B straight into registers, and up to 8 rows at a time (delta_tile.cuh); no silu.
+ *                 The tiles of all items lie in one line, and each warp of the CTAs that share the
+ *                 window takes an equal part of it, so that most of its tiles have the same rows.
+ */
+#include "cuda/adapters/delta_tile.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/variant_ids.h"
 
@@ -51,12 +55,8 @@ __global__ void __launch_bounds__(32 * kWarps<STEPS>, kCtas<STEPS, SILU, VECTORS
 
   shared.work_units = (int)count_windows(p.rows) * shares;
   for (int work_unit = blockIdx.x; work_unit < shared.work_units; work_unit += gridDim.x) {
-    const int share = work_unit % shares;
-    load_window<32 * WARPS>(
-        p.rows, work_unit / shares, w,
-        [&](int i, uint32_t row) { find_addresses(p, addresses, i, row, share == 0); },
-        [&](int rows, int) { return (rows + part - 1) / part; });
-    const int number = share * WARPS + warp;
+    load_share<32 * WARPS>(p, work_unit, shares, part, w, addresses);
+    const int number = work_unit % shares * WARPS + warp;
     const auto start_item = [&](Step<SILU> &s) {
       s.rank = 0;
       if (s.at.part >= w.items)
@@ -133,6 +133,89 @@ __global__ void __launch_bounds__(32 * kWarps<STEPS>, kCtas<STEPS, SILU, VECTORS
     begin();
 }
 
+/* ---- thin segments ---- */
+
+constexpr int kThinThreads = 256, kWindow = 512;
+constexpr int kPart = 32; // rows of an item at most
+
+/* CTAs of an SM, as registers allow. */
+template <int STEPS> constexpr int kThinCtas = STEPS == 4 ? 2 : 3;
+
+/* Where a warp goes on: `left` tiles of a work unit, from tile `tile` of an item on. */
+struct Next {
+  int work_unit, item, tile, left;
+};
+
+struct ThinExpandShared {
+  Window<kWindow> window;
+  RowAddresses<kWindow> addresses;
+  int work_units;
+  Next next[kThinThreads / 32]; // not in registers meanwhile
+};
+
+template <class T, int STEPS>
+__global__ void __launch_bounds__(kThinThreads, kThinCtas<STEPS>)
+    expand_thin(const __grid_constant__ delta_expand p, int tiles, int slice_tiles, int shares) {
+  using B = ThinTile<T, STEPS>;
+  extern __shared__ __align__(16) char memory[];
+  ThinExpandShared &shared = *(ThinExpandShared *)memory;
+  const Window<kWindow> &w = shared.window;
+  const RowAddresses<kWindow> &addresses = shared.addresses;
+  const int n = (int)p.lora.slice_n;
+  bool early = p.after_shrink;
+  if (!early)
+    begin();
+
+  shared.work_units = (int)count_windows(p.rows) * shares;
+  Next &next = shared.next[threadIdx.x / 32]; // all lanes write the same
+  for (int work_unit = blockIdx.x; work_unit < shared.work_units;
+       work_unit = next.work_unit + gridDim.x) {
+    load_share<kThinThreads>(p, work_unit, shares, kPart, shared.window, shared.addresses);
+    const int number = work_unit % shares * (kThinThreads / 32) + (int)(threadIdx.x / 32);
+    const int workers = shares * (kThinThreads / 32), all = w.items * tiles;
+    const int each = all / workers, more = all % workers;
+    const int line = number * each + min(number, more);
+    next = {work_unit, line / tiles, line % tiles, each + (number < more)};
+#pragma unroll 1
+    while (next.left > 0) {
+      const Next at = next;
+      const int segment = w.segment_of(at.item);
+      const int from = w.low[segment] + (at.item - w.first[segment]) * kPart;
+      const int to = min(from + kPart, w.high[segment]);
+      const int rank = w.rank[from];
+      int count = min(tiles - at.tile, at.left);
+      __syncwarp(); // all lanes have read it
+      next = {at.work_unit, at.item + 1, 0, at.left - count};
+      int slice = at.tile / slice_tiles;
+      int first = (at.tile - slice * slice_tiles) * B::COLUMNS;
+      const T *factor = nullptr;
+      bool fresh = true;
+#pragma unroll 1
+      for (; count > 0; count--) {
+        if (fresh)
+          factor = factor_row<T>(p.lora.b[slice], w.adapter[from], w.expert[from], 0);
+        const int own = B::own_column(first);
+        const int64_t stride = p.lora.b[slice].stride_i;
+        B b;
+        b.load_b(factor, stride, own, n, rank);
+        const T *xa = (const T *)p.xa + slice * p.xa_stride[0];
+        b.expand(p, addresses, from, to, rank, own, n, slice * n, [&](int row) {
+          if (early)
+            begin();
+          early = false;
+          return xa + addresses.xa[row];
+        });
+        first += B::COLUMNS;
+        fresh = first >= n;
+        if (fresh)
+          first = 0, slice++;
+      }
+    }
+  }
+  if (early)
+    begin();
+}
+
 /* ---- launch ---- */
 
 template <class T, int STEPS, bool SILU, bool VECTORS>
@@ -148,6 +231,17 @@ moelora_status launch(delta_expand p, const moelora_expand_plan &plan, const moe
       (int)plan.part, (int)plan.shares, stride);
 }
 
+template <class T, int STEPS>
+moelora_status launch_thin(delta_expand p, const moelora_expand_plan &plan,
+                           const moelora_exec *exec) {
+  constexpr size_t bytes = sizeof(ThinExpandShared);
+  static_assert(bytes <= kPortableShared, "a CTA's shared memory");
+  p.rows.window = plan.window;
+  return launch_kernel<expand_thin<T, STEPS>>(
+      "delta_expand_thin", plan.work, kThinThreads, bytes, exec, p, (int)plan.tiles,
+      (int)plan.tiles / p.lora.num_slices, (int)plan.shares);
+}
+
 } // namespace
 
 extern "C" moelora_status delta_launch_expand(const delta_expand *expand,
@@ -155,8 +249,6 @@ extern "C" moelora_status delta_launch_expand(const delta_expand *expand,
                                               const moelora_exec *exec) {
   if (!plan->variant)
     return MOELORA_OK;
-  if (plan->variant->method == MOELORA_EXPAND_THIN)
-    return delta_launch_thin_expand(expand, plan, exec);
   switch (plan->variant->id) {
 #define LAUNCH(NAME, T, STEPS, GATED, ELEMENTS, CTAS)                                              \
   case CUDA_##NAME:                                                                                \
@@ -165,7 +257,15 @@ extern "C" moelora_status delta_launch_expand(const delta_expand *expand,
 #define MOELORA_CUDA_EXPAND(STEM, ...)                                                             \
   LAUNCH(expand_bf16_##STEM, __nv_bfloat16, __VA_ARGS__)                                           \
   LAUNCH(expand_f16_##STEM, __half, __VA_ARGS__)
+#define LAUNCH_THIN(NAME, T, STEPS, CTAS)                                                          \
+  case CUDA_##NAME:                                                                                \
+    static_assert(CTAS == kThinCtas<STEPS>, #NAME);                                                \
+    return launch_thin<T, STEPS>(*expand, *plan, exec);
+#define MOELORA_CUDA_EXPAND_THIN(STEM, ...)                                                        \
+  LAUNCH_THIN(expand_bf16_##STEM, __nv_bfloat16, __VA_ARGS__)                                      \
+  LAUNCH_THIN(expand_f16_##STEM, __half, __VA_ARGS__)
 #include "cuda/variants.inc"
+#undef LAUNCH_THIN
 #undef LAUNCH
   }
   return moelora_fail(MOELORA_UNSUPPORTED, "variant %s expands nothing", plan->variant->name);

@@ -27,13 +27,53 @@ __device__ __forceinline__ void mask_elements(uint32_t (&v)[WORDS], int count) {
     v[i] &= (2 * i < count ? 0xffffu : 0u) | (2 * i + 1 < count ? 0xffff0000u : 0u);
 }
 
-template <class T> __device__ __forceinline__ float low_half(uint32_t word) {
-  const uint16_t bits = (uint16_t)word;
+/* Zeroes a lane's ranks from the true rank on, of those that four lanes have from `first` on. */
+template <int WORDS>
+__device__ __forceinline__ void mask_ranks(uint32_t (&v)[WORDS], int first, int rank) {
+  if (first + 8 * WORDS > rank)
+    mask_elements(v, rank - first - (int)(threadIdx.x % 4) * 2 * WORDS);
+}
+
+/* 8 or 16 bytes. */
+template <int WORDS>
+__device__ __forceinline__ void read_words(uint32_t (&v)[WORDS], const void *from) {
+  static_assert(WORDS == 2 || WORDS == 4, "one access");
+  if constexpr (WORDS == 4) {
+    const uint4 all = *(const uint4 *)from;
+    v[0] = all.x, v[1] = all.y, v[2] = all.z, v[3] = all.w;
+  } else {
+    const uint2 all = *(const uint2 *)from;
+    v[0] = all.x, v[1] = all.y;
+  }
+}
+
+/* Element `i` of some. */
+template <class T, int WORDS>
+__device__ __forceinline__ float element_of(const uint32_t (&v)[WORDS], int i) {
+  const uint16_t bits = (uint16_t)(v[i / 2] >> i % 2 * 16);
   return Element<T>::to_float(*(const T *)&bits);
 }
-template <class T> __device__ __forceinline__ float high_half(uint32_t word) {
-  const uint16_t bits = (uint16_t)(word >> 16);
-  return Element<T>::to_float(*(const T *)&bits);
+
+/* COLUMNS neighbours of out from element `at` on. */
+template <class T, int COLUMNS>
+__device__ __forceinline__ void store_columns(const delta_expand &p, int64_t at,
+                                              const float (&z)[COLUMNS]) {
+  static_assert(COLUMNS == 4 || COLUMNS == 8, "one access of elements");
+  if (p.f32) {
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c += 4)
+      *(float4 *)((float *)p.out + at + c) = {z[c], z[c + 1], z[c + 2], z[c + 3]};
+    return;
+  }
+  uint32_t words[COLUMNS / 2];
+#pragma unroll
+  for (int c = 0; c < COLUMNS; c += 2)
+    words[c / 2] = pack2<T>(z[c], z[c + 1]);
+  T *to = (T *)p.out + at;
+  if constexpr (COLUMNS == 8)
+    *(uint4 *)to = make_uint4(words[0], words[1], words[2], words[3]);
+  else
+    *(uint2 *)to = make_uint2(words[0], words[1]);
 }
 
 /* Where the rows of a window lie, and their weights. */
@@ -62,6 +102,18 @@ __device__ __forceinline__ void find_addresses(const delta_expand &p, RowAddress
                                        : 1.f;
   if (p.written && marks)
     p.written[row] = 1;
+}
+
+/* A share of a window and where its rows lie; `part` rows of a segment are an item. */
+template <int THREADS, int ROWS>
+__device__ __forceinline__ void load_share(const delta_expand &p, int work_unit, int shares,
+                                           int part, Window<ROWS> &window,
+                                           RowAddresses<ROWS> &addresses) {
+  const bool marks = work_unit % shares == 0;
+  load_window<THREADS>(
+      p.rows, work_unit / shares, window,
+      [&](int i, uint32_t row) { find_addresses(p, addresses, i, row, marks); },
+      [&](int rows, int) { return (rows + part - 1) / part; });
 }
 
 /* Part of a window's rows by tile of columns. A warp goes over them in steps of as many as there
@@ -224,16 +276,8 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
   /* Ranks from `first` on of a panel, zeros from the true rank on. */
   static __device__ __forceinline__ void read_panel(uint32_t (&v)[CHUNK / 2], const char *panel,
                                                     int first, int rank) {
-    const int lane = threadIdx.x % 32;
-    if constexpr (CHUNK == 8) {
-      const uint4 all = ((const uint4 *)panel)[lane];
-      v[0] = all.x, v[1] = all.y, v[2] = all.z, v[3] = all.w;
-    } else {
-      const uint2 all = ((const uint2 *)panel)[lane];
-      v[0] = all.x, v[1] = all.y;
-    }
-    if (first + 4 * CHUNK > rank)
-      mask_elements(v, rank - first - lane % 4 * CHUNK);
+    read_words(v, panel + threadIdx.x % 32 * (int)sizeof v);
+    mask_ranks(v, first, rank);
   }
 
   __device__ __forceinline__ void read_b(const char *stage, const Step<SILU> &s) {
@@ -266,11 +310,8 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
 #pragma unroll
     for (int m8 = 0; m8 < 2; m8++)
 #pragma unroll
-      for (int g = 0; g < 2; g++) {
-        const uint4 all = ((const uint4 *)stage)[(m8 * 2 + g) * 32 + threadIdx.x % 32];
-        old[m8][g][0] = all.x, old[m8][g][1] = all.y;
-        old[m8][g][2] = all.z, old[m8][g][3] = all.w;
-      }
+      for (int g = 0; g < 2; g++)
+        read_words(old[m8][g], stage + ((m8 * 2 + g) * 32 + threadIdx.x % 32) * 16);
   }
 
   /* d += xa B^T for the ranks of a step. */
@@ -298,23 +339,15 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
 
   static __device__ __forceinline__ void store(const delta_expand &p, const float (&z)[8],
                                                int64_t at, int count) {
-    T *to = (T *)p.out + at;
-    float *to_f32 = (float *)p.out + at;
     if constexpr (VECTORS) {
-      if (p.f32) {
-        ((float4 *)to_f32)[0] = {z[0], z[1], z[2], z[3]};
-        ((float4 *)to_f32)[1] = {z[4], z[5], z[6], z[7]};
-      } else {
-        *(uint4 *)to = {pack2<T>(z[0], z[1]), pack2<T>(z[2], z[3]), pack2<T>(z[4], z[5]),
-                        pack2<T>(z[6], z[7])};
-      }
+      store_columns<T>(p, at, z);
     } else {
 #pragma unroll
       for (int c = 0; c < 8; c++)
         if (c < count && p.f32)
-          to_f32[c] = z[c];
+          ((float *)p.out)[at + c] = z[c];
         else if (c < count)
-          to[c] = Element<T>::round(z[c]);
+          ((T *)p.out)[at + c] = Element<T>::round(z[c]);
     }
   }
 
@@ -339,8 +372,7 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
           if constexpr (SILU) {
             z[c] = v * d[1][c / 2][2 * m8 + c % 2] / (1.f + __expf(-v));
           } else {
-            const uint32_t word = old[m8][g][c / 2];
-            z[c] = (c % 2 ? high_half<T>(word) : low_half<T>(word)) + weight * v;
+            z[c] = element_of<T>(old[m8][g], c) + weight * v;
           }
         }
         store(p, z, addresses.out[row] + out_column(p, s.item, g), count);

@@ -89,7 +89,7 @@ struct Carried {
     int64_t id[1] = {load_id(r.token_lora_mapping, token * r.token_lora_mapping.stride[0])};
     active_adapters(r, id);
     adapter = (int32_t)id[0];
-    rank = adapter < 0 ? 0 : r.lora_ranks ? max(r.lora_ranks[adapter], 0) : INT32_MAX;
+    rank = adapter < 0 ? 0 : true_rank(r, adapter, INT32_MAX);
     scaling = adapter >= 0 && r.lora_scalings ? r.lora_scalings[adapter] : 1.f;
   }
 };

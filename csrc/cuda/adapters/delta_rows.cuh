@@ -41,10 +41,6 @@ template <int ROWS> struct Window {
   }
 };
 
-struct WindowRow {
-  int32_t row = -1, expert = -1, adapter = -1;
-};
-
 /* What `window` of a list is: rows [first, end) of block `block` of the list of `adapter`. */
 struct ListWindow {
   int32_t adapter = -1;
@@ -115,24 +111,14 @@ __device__ __forceinline__ ListWindow find_list_window(const delta_rows &r, int6
   return found;
 }
 
-/* What flat row `at` carries by routing. */
-__device__ __forceinline__ WindowRow route_row(const delta_rows &r, int64_t at) {
-  const uint32_t row = (uint32_t)at, token = row / (uint32_t)r.routes.top_k;
-  WindowRow found;
-  found.row = (int32_t)row;
-  found.expert = ((const int32_t *)r.routes.topk_ids.data)[row];
-  found.adapter = ((const int32_t *)r.routes.token_lora_mapping.data)[token];
-  return found;
-}
-
 /* Row `i` of a window by routing or after sorting. */
-__device__ __forceinline__ WindowRow window_row(const delta_rows &r, int64_t window, int i) {
-  WindowRow found;
+__device__ __forceinline__ RoutedRow window_row(const delta_rows &r, int64_t window, int i) {
+  RoutedRow found;
   const int64_t at = window * r.window + i;
   if (i >= r.window || at >= r.routes.num_rows)
     return found;
   if (r.order != MOELORA_SORTED)
-    return route_row(r, at);
+    return routed_row(r.routes, (uint32_t)at);
   const int32_t row = r.row[at], expert = r.expert[at], adapter = r.adapter[at];
   if (at < *r.count) { // in flight with the others
     found.row = row;
@@ -142,14 +128,10 @@ __device__ __forceinline__ WindowRow window_row(const delta_rows &r, int64_t win
   return found;
 }
 
-__device__ __forceinline__ int true_rank(const delta_rows &r, int32_t adapter) {
-  return r.routes.lora_ranks ? max(0, min(r.routes.lora_ranks[adapter], r.max_rank)) : r.max_rank;
-}
-
 /* Row `i` of a window of a list. */
-__device__ __forceinline__ WindowRow listed_row(const delta_rows &r, const ListWindow &list,
+__device__ __forceinline__ RoutedRow listed_row(const delta_rows &r, const ListWindow &list,
                                                 int i) {
-  WindowRow found;
+  RoutedRow found;
   if (list.first + i >= list.end)
     return found;
   const int32_t row =
@@ -170,7 +152,7 @@ __device__ __forceinline__ WindowRow listed_row(const delta_rows &r, const ListW
  * which they arrived is no one's but this CTA's: each row counts the earlier ones of its pair. */
 template <int THREADS, int ROWS, int PASSES>
 __device__ __forceinline__ void group_rows(const delta_rows &r, Window<ROWS> &w, int thread,
-                                           WindowRow (&own)[PASSES], int (&rank)[PASSES]) {
+                                           RoutedRow (&own)[PASSES], int (&rank)[PASSES]) {
   uint32_t *const words = (uint32_t *)w.bins; // two bins each
   int max_loras = r.routes.max_loras;
   asm volatile("" : "+r"(max_loras)); // nor does what follows from it
@@ -258,7 +240,7 @@ __device__ __forceinline__ void load_window(const delta_rows &r, int64_t window,
   int thread = threadIdx.x;
   asm volatile("" : "+r"(thread)); // what follows from it takes no register between windows
   const int lane = thread % 32;
-  WindowRow own[PASSES];
+  RoutedRow own[PASSES];
   int rank[PASSES];
   if (r.order != MOELORA_LISTED) {
 #pragma unroll
@@ -272,8 +254,9 @@ __device__ __forceinline__ void load_window(const delta_rows &r, int64_t window,
   }
 #pragma unroll
   for (int pass = 0; pass < PASSES; pass++)
-    rank[pass] =
-        own[pass].expert >= 0 && own[pass].adapter >= 0 ? true_rank(r, own[pass].adapter) : 0;
+    rank[pass] = own[pass].expert >= 0 && own[pass].adapter >= 0
+                     ? true_rank(r.routes, own[pass].adapter, r.max_rank)
+                     : 0;
   if (r.order == MOELORA_GROUPED)
     group_rows<THREADS>(r, w, thread, own, rank);
   __syncthreads();

@@ -51,17 +51,17 @@ __device__ __forceinline__ Part find_part(const DeltaThinParams &p, int first,
   constexpr int THREADS = 32 * WARPS, PASSES = kThinRows / THREADS;
   const delta_rows &r = p.s.rows;
   const int lane = threadIdx.x % 32, rows = (int)r.routes.num_rows;
-  const WindowRow own = route_row(r, first);
+  const RoutedRow own = routed_row(r.routes, first);
   Part part = {0, 0, own.expert, own.adapter, 0};
-  WindowRow other[PASSES];
+  RoutedRow other[PASSES];
 #pragma unroll
   for (int pass = 0; pass < PASSES; pass++) {
     const int i = pass * THREADS + (int)threadIdx.x;
     if (i < rows)
-      other[pass] = route_row(r, i);
+      other[pass] = routed_row(r.routes, i);
   }
   if (own.expert >= 0 && own.adapter >= 0)
-    part.rank = true_rank(r, own.adapter);
+    part.rank = true_rank(r.routes, own.adapter, r.max_rank);
 #pragma unroll
   for (int pass = 0; pass < PASSES; pass++) {
     const int i = pass * THREADS + (int)threadIdx.x;
@@ -116,34 +116,6 @@ template <class S> struct PartOperands {
   }
 };
 
-/* A warp's tiles of B: every so many of the CTA's share of a slice. */
-template <class T, int STEPS, int WARPS> struct ColumnTiles {
-  using B = ThinTile<T, STEPS>;
-  const T *factor;
-  int64_t stride;
-  int n, rank, tile, end;
-
-  __device__ __forceinline__ ColumnTiles(const DeltaThinParams &p, const Part &part, int split,
-                                         int splits) {
-    const moelora_factor &f = p.e.lora.b[part.slice];
-    factor = factor_row<T>(f, part.adapter, part.expert, 0);
-    stride = f.stride_i;
-    n = (int)p.e.lora.slice_n;
-    rank = part.rank;
-    tile = p.tiles * split / splits + (int)(threadIdx.x / 32);
-    end = p.tiles * (split + 1) / splits;
-  }
-  __device__ __forceinline__ bool more() const { return tile < end; }
-  __device__ __forceinline__ void advance() { tile += WARPS; }
-  /* First of a lane's columns; at `n` and behind nobody wants them. */
-  __device__ __forceinline__ int first() const {
-    return tile * B::COLUMNS + (int)(threadIdx.x % 32 / 4) * B::OWN;
-  }
-  __device__ __forceinline__ void load(B &b) const {
-    b.load_b(factor + min(first(), n - B::OWN) * stride, stride, rank);
-  }
-};
-
 /* xa of all rows of the part, rounded. */
 template <class T, int STEPS, int WARPS>
 __device__ __forceinline__ void shrink(const DeltaThinParams &p, const Part &part, int split,
@@ -167,35 +139,10 @@ __device__ __forceinline__ void shrink(const DeltaThinParams &p, const Part &par
   __syncthreads();
 }
 
-/* out [+]= weight * xa B^T of one tile. */
-template <class T, int STEPS, int WARPS>
-__device__ __forceinline__ void expand(const DeltaThinParams &p, const Part &part,
-                                       ThinTile<T, STEPS> &b, int first,
-                                       const DeltaThinShared<T, STEPS, WARPS> &shared) {
-  using B = ThinTile<T, STEPS>;
-  const int lane = threadIdx.x % 32, n = (int)p.e.lora.slice_n;
-  const int to = first < n ? part.rows : 0, column = part.slice * n + first;
-  const RowAddresses<kPart> &addresses = shared.addresses;
-#pragma unroll
-  for (int c = 0; c < B::OWN; c++)
-    B::mask(b.b[c], part.rank);
-#pragma unroll 1
-  for (int row = 0; row < part.rows; row += 8) {
-    const int own = row + lane % 4 * 2;
-    typename B::Old old;
-    B::load_old(old, p.e, addresses, own, to, column);
-    typename B::Ranks xa;
-    B::load_xa(xa, shared.xa[min(row + lane / 4, part.rows - 1)], part.rank);
-    B::mask(xa, part.rank);
-    float d[B::PRODUCTS][4];
-    b.multiply(d, xa, part.rank);
-    B::finish(d, old, p.e, addresses, own, to, column);
-  }
-}
-
 template <class T, int STEPS, int WARPS>
 __global__ void __launch_bounds__(32 * WARPS, kResidentWarps / WARPS)
     delta_thin(const __grid_constant__ DeltaThinParams p) {
+  using B = ThinTile<T, STEPS>;
   __shared__ DeltaThinShared<T, STEPS, WARPS> shared;
   const int splits = num_splits(p.splits), split = own_split();
   const int item = (int)blockIdx.x / splits, slices = p.s.lora.num_slices;
@@ -205,19 +152,24 @@ __global__ void __launch_bounds__(32 * WARPS, kResidentWarps / WARPS)
   if (part.rows == 0)
     return;
   part.slice = item % slices;
-  ColumnTiles<T, STEPS, WARPS> columns(p, part, split, splits);
-  ThinTile<T, STEPS> next;
-  if (columns.more())
-    columns.load(next);
+  const moelora_factor &f = p.e.lora.b[part.slice];
+  const T *factor = factor_row<T>(f, part.adapter, part.expert, 0);
+  const int64_t stride = f.stride_i;
+  const int n = (int)p.e.lora.slice_n, end = p.tiles * (split + 1) / splits;
+  int tile = p.tiles * split / splits + (int)(threadIdx.x / 32); // of the warp
+  B next;
+  if (tile < end)
+    next.load_b(factor, stride, B::own_column(tile * B::COLUMNS), n, part.rank);
   shrink(p, part, split, splits, shared);
 #pragma unroll 1
-  while (columns.more()) {
-    ThinTile<T, STEPS> b = next;
-    const int first = columns.first();
-    columns.advance();
-    if (columns.more())
-      columns.load(next);
-    expand(p, part, b, first, shared);
+  while (tile < end) {
+    B b = next;
+    const int own = B::own_column(tile * B::COLUMNS);
+    tile += WARPS;
+    if (tile < end)
+      next.load_b(factor, stride, B::own_column(tile * B::COLUMNS), n, part.rank);
+    b.expand(p.e, shared.addresses, 0, part.rows, part.rank, own, n, part.slice * n,
+             [&](int row) { return shared.xa[row]; });
   }
   if (splits > 1)
     sync_cluster(); // nobody reads this CTA's sums any more

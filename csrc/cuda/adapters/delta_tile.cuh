@@ -16,6 +16,7 @@ template <class T, int STEPS> struct ThinTile {
   static constexpr int PRODUCTS = STEPS == 1 ? 4 : 2; // 16 columns each, as registers allow
   static constexpr int OWN = 2 * PRODUCTS;            // columns of a lane
   static constexpr int COLUMNS = 8 * OWN;
+  static constexpr int SIDE = 8; // rows of a product
   using Ranks = uint32_t[LOADS][CHUNK / 2];
 
   Ranks b[OWN];
@@ -24,8 +25,7 @@ template <class T, int STEPS> struct ThinTile {
   static __device__ __forceinline__ void mask(Ranks &v, int rank) {
 #pragma unroll
     for (int i = 0; i < LOADS; i++)
-      if ((i + 1) * 4 * CHUNK > rank)
-        mask_elements(v[i], rank - i * 4 * CHUNK - (int)(threadIdx.x % 4) * CHUNK);
+      mask_ranks(v[i], i * 4 * CHUNK, rank);
   }
 
   /* Where in a row a lane's ranks of a load are; those behind the true one are not read. */
@@ -34,8 +34,10 @@ template <class T, int STEPS> struct ThinTile {
     return r < rank ? r : 0;
   }
 
-  /* row: of B, of the first of the lane's columns. */
-  __device__ __forceinline__ void load_b(const T *row, int64_t stride, int rank) {
+  /* The lane's columns from `own` on of the n rows of a factor; those behind are read again. */
+  __device__ __forceinline__ void load_b(const T *factor, int64_t stride, int own, int n,
+                                         int rank) {
+    const T *row = factor + min(own, n - OWN) * stride;
 #pragma unroll
     for (int c = 0; c < OWN; c++, row += stride)
 #pragma unroll
@@ -45,16 +47,8 @@ template <class T, int STEPS> struct ThinTile {
 
   static __device__ __forceinline__ void load_xa(Ranks &xa, const T *row, int rank) {
 #pragma unroll
-    for (int i = 0; i < LOADS; i++) {
-      const uint32_t *from = (const uint32_t *)(row + chunk(i, rank));
-      if constexpr (CHUNK == 8) {
-        const uint4 all = *(const uint4 *)from;
-        xa[i][0] = all.x, xa[i][1] = all.y, xa[i][2] = all.z, xa[i][3] = all.w;
-      } else {
-        const uint2 all = *(const uint2 *)from;
-        xa[i][0] = all.x, xa[i][1] = all.y;
-      }
-    }
+    for (int i = 0; i < LOADS; i++)
+      read_words(xa[i], row + chunk(i, rank));
   }
 
   /* d = B xa^T: [product][2 * (slot of 16 columns / 8) + row % 2] */
@@ -106,31 +100,42 @@ template <class T, int STEPS> struct ThinTile {
       const float weight = addresses.weight[own + j];
       float z[OWN];
 #pragma unroll
-      for (int c = 0; c < OWN; c++) {
-        const uint32_t word = old[j][c / 2];
-        z[c] = (c % 2 ? high_half<T>(word) : low_half<T>(word)) + weight * d[c / 2][c % 2 * 2 + j];
-      }
-      store(p, addresses.out[own + j] + column, z);
+      for (int c = 0; c < OWN; c++)
+        z[c] = element_of<T>(old[j], c) + weight * d[c / 2][c % 2 * 2 + j];
+      store_columns<T>(p, addresses.out[own + j] + column, z);
     }
   }
 
-  static __device__ __forceinline__ void store(const delta_expand &p, int64_t at,
-                                               const float (&z)[OWN]) {
-    if (p.f32) {
+  /* Of lane / 4 among those of a warp's tile from `first` on; from n on nobody wants them. */
+  static __device__ __forceinline__ int own_column(int first) {
+    return first + (int)(threadIdx.x % 32 / 4) * OWN;
+  }
+
+  /* out [+]= weight xa B^T of rows [from, to) of a window and the lane's columns from `own` on of n
+   * in a slice, whose first is column `slice` of out. find_xa(row) is where the ranks of a row
+   * lie, asked for when all other loads are under way. */
+  template <int ROWS, class Find>
+  __device__ __forceinline__ void expand(const delta_expand &p, const RowAddresses<ROWS> &addresses,
+                                         int from, int to, int rank, int own, int n, int slice,
+                                         Find find_xa) {
+    const int end = own < n ? to : 0, column = slice + own;
+#pragma unroll 1
+    for (int row = from; row < to; row += SIDE) {
+      const int own_row = row + (int)(threadIdx.x % 4) * 2;
+      Old old;
+      load_old(old, p, addresses, own_row, end, column);
+      Ranks xa;
+      load_xa(xa, find_xa(min(row + (int)(threadIdx.x % 32 / 4), to - 1)), rank);
+      mask(xa, rank);
+      if (row == from) { // not before: other loads are on their way
 #pragma unroll
-      for (int c = 0; c < OWN; c += 4)
-        *(float4 *)((float *)p.out + at + c) = {z[c], z[c + 1], z[c + 2], z[c + 3]};
-      return;
+        for (int c = 0; c < OWN; c++)
+          mask(b[c], rank);
+      }
+      float d[PRODUCTS][4];
+      multiply(d, xa, rank);
+      finish(d, old, p, addresses, own_row, end, column);
     }
-    uint32_t words[OWN / 2];
-#pragma unroll
-    for (int c = 0; c < OWN; c += 2)
-      words[c / 2] = pack2<T>(z[c], z[c + 1]);
-    T *to = (T *)p.out + at;
-    if constexpr (OWN == 8)
-      *(uint4 *)to = make_uint4(words[0], words[1], words[2], words[3]);
-    else
-      *(uint2 *)to = make_uint2(words[0], words[1]);
   }
 };
 

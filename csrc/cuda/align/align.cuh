@@ -24,6 +24,7 @@
 
 #include "cuda/align/align.h"
 #include "cuda/ptx/pdl.cuh"
+#include "cuda/launch/routes.cuh"
 #include "cuda/launch/warp.cuh"
 
 constexpr int ALIGN_WARPS = ALIGN_THREADS / 32;
@@ -307,8 +308,7 @@ static __device__ __forceinline__ void write_around_groups(const align_sort &s, 
 static __device__ __forceinline__ int32_t pack_rank(const align_sort &s, int32_t adapter) {
   if (adapter < 0)
     return -1;
-  const int32_t rank =
-      s.routes.lora_ranks ? min(s.routes.lora_ranks[adapter], kRanks - 1) : kRanks - 1;
+  const int32_t rank = true_rank(s.routes, adapter, kRanks - 1);
   return rank > 0 ? adapter * kRanks + rank : -1;
 }
 

@@ -348,7 +348,7 @@ DecodeLayout lay_out(const moelora_experts_problem *p, void *base, const moelora
   const size_t inner = (size_t)p->intermediate;
   l.h = (uint16_t *)moelora_take_array(&arena, moelora_times(rows, inner), 2);
   for (int i = 0; i < 2; i++) {
-    const size_t columns = moelora_xa_columns(i ? &p->w2_lora : &p->w13_lora);
+    const size_t columns = (size_t)moelora_padded_columns(i ? &p->w2_lora : &p->w13_lora);
     l.xa[i] = (uint16_t *)moelora_take_array(&arena, moelora_times(rows, columns), 2);
   }
   l.bytes = arena.used;

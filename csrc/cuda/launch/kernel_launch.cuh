@@ -74,7 +74,18 @@ moelora_status launch_blocks(const char *name, int64_t blocks, int threads, size
   return moelora_cuda_check(cudaLaunchKernelEx(&config, KERNEL, args...), name);
 }
 
-/* The same where shared memory follows the problem: what goes beyond 48 KiB, static memory
+/* The same on a block for each of `work`, as far as a grid goes, behind the end of its predecessor.
+ */
+template <auto KERNEL, class... Args>
+moelora_status launch_grid(const char *name, int64_t work, int threads, const moelora_exec *exec,
+                           Args... args) {
+  if (work == 0)
+    return MOELORA_OK;
+  return launch_blocks<KERNEL, 1, false>(name, work < INT32_MAX ? work : INT32_MAX, threads, 0,
+                                         exec, args...);
+}
+
+/* launch_blocks() where shared memory follows the problem: what goes beyond 48 KiB, static memory
  * included, is asked for. */
 template <auto KERNEL, class... Args>
 moelora_status launch_sized(const char *name, int64_t blocks, int threads, size_t shared_bytes,

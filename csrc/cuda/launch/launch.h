@@ -21,11 +21,6 @@ static inline __host__ __device__ int32_t moelora_padded_rank(int32_t rank) {
   return (rank + 15) / 16 * 16;
 }
 
-/* Columns of the shrink results of a row: all slices. */
-static inline size_t moelora_xa_columns(const moelora_factors *f) {
-  return (size_t)f->num_slices * (((size_t)f->max_rank + 15) / 16 * 16);
-}
-
 /* The rows of one expert that carry one adapter. They follow each other by position, `share` to a
  * block. */
 typedef struct moelora_segment {
@@ -135,6 +130,26 @@ typedef struct moelora_shrink_launch {
   bool by_row;           /* flat row, with any strides: only shrinks of whole segments */
 } moelora_shrink_launch;
 
+/* The sum over top_k:
+ *   out[m] = round([out[m] +] sum over j of weight z[row of (m, j)]) */
+typedef struct moelora_sum_launch {
+  moelora_routes routes; /* resolved */
+  const void *z;         /* [, z_stride] */
+  int64_t z_stride;
+  bool z_f32;
+  /* of a layer: where the rows of z are that weights belong to */
+  const int32_t *positions; /* [P] of each flat row, -1: skipped; NULL: z is [P], of adapters */
+  const float *weights;     /* [M, top_k]; NULL: 1 */
+  int64_t weights_stride[2];
+  /* of adapters alone: which flat rows there are; tokens without one are left as they are */
+  const uint8_t *written; /* [P]; NULL: those that have an expert and an adapter */
+  int32_t max_rank;
+  bool add;  /* to what is in out */
+  void *out; /* [M, columns] */
+  int64_t out_stride;
+  int32_t columns;
+} moelora_sum_launch;
+
 /* resolve.cu: the caller's tables read once, into the workspace. They may change while kernels run,
  * as an adapter is disabled from another stream; kernels that asked again would disagree about
  * rows. `take` returns the routes (the lists) whose tables lie in the arena: dense local experts,
@@ -188,6 +203,10 @@ typedef struct moelora_quantize_launch {
 /* quantize.cu */
 moelora_status moelora_cuda_quantize_rows(const moelora_quantize_launch *q,
                                           const moelora_exec *exec);
+
+/* layer/sum.cu */
+moelora_status moelora_cuda_sum(const moelora_sum_launch *s, const moelora_variant *variant,
+                                const moelora_exec *exec);
 
 /* gemm/sm80, gemm/sm90: a file for each kernel format of weights. */
 #define MOELORA_DECLARE_GEMM(NAME)                                                                 \

@@ -60,4 +60,25 @@ __device__ __forceinline__ void active_adapters(const moelora_routes &routes, Lo
       id[u] = -1;
 }
 
+/* True rank of an adapter that is there, of a stack of max_rank; 0: it adds nothing. */
+__device__ __forceinline__ int true_rank(const moelora_routes &routes, int32_t adapter,
+                                         int32_t max_rank) {
+  return routes.lora_ranks ? max(0, min(routes.lora_ranks[adapter], max_rank)) : max_rank;
+}
+
+/* A flat row and what it carries; -1: none. */
+struct RoutedRow {
+  int32_t row = -1, expert = -1, adapter = -1;
+};
+
+/* Of resolved routes. */
+__device__ __forceinline__ RoutedRow routed_row(const moelora_routes &routes, uint32_t row) {
+  const uint32_t token = row / (uint32_t)routes.top_k;
+  RoutedRow found;
+  found.row = (int32_t)row;
+  found.expert = ((const int32_t *)routes.topk_ids.data)[row];
+  found.adapter = ((const int32_t *)routes.token_lora_mapping.data)[token];
+  return found;
+}
+
 #endif

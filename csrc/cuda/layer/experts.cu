@@ -9,8 +9,6 @@
  * h [position, I] and the unsummed outputs z [position, K], so that the copy engine reads and
  * writes them in boxes. */
 #include "cuda/launch/kernel_launch.cuh"
-#include "cuda/layer/sum.cuh"
-#include "cuda/variant_ids.h"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/gemm/common/tile.cuh"
 
@@ -47,83 +45,8 @@ __global__ void __launch_bounds__(kThreads)
                                Element<T>::to_float(x[i / k * x_stride + i % k]));
 }
 
-struct SumParams {
-  const void *z;            // [position, k]
-  const int32_t *positions; // [M * top_k], -1: skipped
-  const float *weights;     // [M, top_k], or NULL: 1
-  int64_t weights_stride[2];
-  void *out; // [M, k]
-  int64_t out_stride, num_tokens;
-  int32_t top_k, k;
-};
-
-/* out[m] = round(sum over j of weight[m, j] z[position of (m, j)]) in float32, in the order of j. A
- * thread adds WIDTH neighbouring columns. */
-template <class T, class Z, int WIDTH>
-__global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ SumParams s) {
-  wait_for_previous_kernel();
-  start_next_kernel();
-  const int32_t columns = (s.k + WIDTH - 1) / WIDTH;
-  const int64_t count = s.num_tokens * columns;
-  for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < count;
-       i += (int64_t)gridDim.x * kThreads) {
-    const int64_t m = i / columns, column = i % columns * WIDTH;
-    float sum[WIDTH] = {};
-#pragma unroll 4
-    for (int j = 0; j < s.top_k; j++) {
-      const int64_t position = s.positions[m * s.top_k + j];
-      const float weight =
-          s.weights ? s.weights[m * s.weights_stride[0] + j * s.weights_stride[1]] : 1.f;
-      if (position < 0)
-        continue;
-      add_columns(sum, (const Z *)s.z + position * s.k + column, weight);
-    }
-    __align__(16) T rounded[WIDTH];
-#pragma unroll
-    for (int c = 0; c < WIDTH; c++)
-      rounded[c] = Element<T>::round(sum[c]);
-    T *to = (T *)s.out + m * s.out_stride + column;
-    if constexpr (WIDTH > 1)
-      *(uint4 *)to = *(const uint4 *)rounded;
-    else
-      *to = rounded[0];
-  }
-}
-
 int64_t blocks_for(int64_t threads) {
   return (threads + kThreads - 1) / kThreads;
-}
-
-template <class T, int WIDTH>
-moelora_status sum_as(const SumParams &s, bool z_f32, const moelora_exec *exec) {
-  const int64_t work = blocks_for(s.num_tokens * ((s.k + WIDTH - 1) / WIDTH));
-  return z_f32 ? launch_kernel<sum_rows<T, float, WIDTH>>("sum_rows", work, kThreads, 0, exec, s)
-               : launch_kernel<sum_rows<T, T, WIDTH>>("sum_rows", work, kThreads, 0, exec, s);
-}
-
-moelora_status sum(const moelora_experts_problem *p, const int32_t *positions, const void *z,
-                   const moelora_experts_plan *plan, const moelora_exec *exec) {
-  const moelora_routes *routes = &p->routes;
-  const SumParams s = {z,
-                       positions,
-                       p->apply_router_weight_on_input ? nullptr : routes->topk_weights,
-                       {routes->topk_weights_stride[0], routes->topk_weights_stride[1]},
-                       p->out,
-                       p->out_stride,
-                       routes->num_tokens,
-                       routes->top_k,
-                       (int32_t)p->hidden};
-  switch (plan->sum->id) {
-#define LAUNCH(NAME, T, WIDTH)                                                                     \
-  case CUDA_##NAME:                                                                                \
-    return sum_as<T, WIDTH>(s, plan->partial_f32, exec);
-#define MOELORA_CUDA_SUM(STEM, WIDTH)                                                              \
-  LAUNCH(sum_bf16_##STEM, __nv_bfloat16, WIDTH)                                                    \
-  LAUNCH(sum_f16_##STEM, __half, WIDTH)
-#include "cuda/variants.inc"
-#undef LAUNCH
-  }
-  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s sums nothing", plan->sum->name);
 }
 
 /* ---- workspace ---- */
@@ -182,7 +105,8 @@ size_t positions(const Alignment *a) {
 void *take_xa(moelora_arena *arena, const Alignment *a, const moelora_factors *f) {
   if (f->num_slices == 0)
     return nullptr;
-  return moelora_take_array(arena, moelora_times(positions(a), moelora_xa_columns(f)), 2);
+  return moelora_take_array(arena, moelora_times(positions(a), (size_t)moelora_padded_columns(f)),
+                            2);
 }
 
 /* ---- one projection over an alignment ---- */
@@ -413,7 +337,21 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   if (status != MOELORA_OK)
     return status;
 
-  return sum(p, l.alignment.blocks.positions, l.z, plan, exec);
+  moelora_sum_launch s = {};
+  s.routes = *routes;
+  s.z = l.z;
+  s.z_f32 = plan->partial_f32;
+  s.z_stride = p->hidden;
+  s.columns = (int32_t)p->hidden;
+  s.positions = l.alignment.blocks.positions;
+  if (!p->apply_router_weight_on_input) {
+    s.weights = routes->topk_weights;
+    s.weights_stride[0] = routes->topk_weights_stride[0];
+    s.weights_stride[1] = routes->topk_weights_stride[1];
+  }
+  s.out = p->out;
+  s.out_stride = p->out_stride;
+  return moelora_cuda_sum(&s, plan->sum, exec);
 }
 
 } // namespace

@@ -5,7 +5,7 @@
  * burst and loads are whole rows. 16-byte vectors where w is aligned for them, else elements. */
 #include "cuda/backend.h"
 #include "cuda/launch/bounds.cuh"
-#include "cuda/launch/launch.h"
+#include "cuda/launch/kernel_launch.cuh"
 
 constexpr int THREADS = 256;
 
@@ -33,11 +33,6 @@ static __global__ void __launch_bounds__(THREADS, kLightResident) pack(const pac
   }
 }
 
-template <typename Vector>
-static void launch_pack(const pack_sizes &p, uint32_t ctas, cudaStream_t stream) {
-  pack<Vector><<<ctas, THREADS, 0, stream>>>(p);
-}
-
 extern "C" moelora_status moelora_cuda_pack(const moelora_pack_problem *problem,
                                             const moelora_exec *exec) {
   const moelora_weights *w = &problem->w;
@@ -50,19 +45,11 @@ extern "C" moelora_status moelora_cuda_pack(const moelora_pack_problem *problem,
   p.num_tiles = problem->num_experts * p.row_tiles * p.k_tiles;
   p.stride_e = w->stride_e;
   p.stride_n = w->stride_n;
-  if (p.num_tiles == 0)
-    return MOELORA_OK;
-  const uint32_t ctas = (uint32_t)(p.num_tiles < INT32_MAX ? p.num_tiles : INT32_MAX);
-  const cudaStream_t stream = (cudaStream_t)exec->stream;
   const bool aligned = (uintptr_t)w->data % 16 == 0 && (uintptr_t)problem->out % 16 == 0 &&
                        w->stride_e * bytes % 16 == 0 && w->stride_n * bytes % 16 == 0;
   p.element_bytes = (int)bytes;
   p.row_shift = !aligned ? 6 : bytes == 2 ? 3 : 4;
-  if (aligned)
-    launch_pack<uint4>(p, ctas, stream);
-  else if (bytes == 2)
-    launch_pack<uint16_t>(p, ctas, stream);
-  else
-    launch_pack<uint32_t>(p, ctas, stream);
-  return moelora_cuda_check(cudaGetLastError(), "pack");
+  return aligned      ? launch_grid<pack<uint4>>("pack", p.num_tiles, THREADS, exec, p)
+         : bytes == 2 ? launch_grid<pack<uint16_t>>("pack", p.num_tiles, THREADS, exec, p)
+                      : launch_grid<pack<uint32_t>>("pack", p.num_tiles, THREADS, exec, p);
 }

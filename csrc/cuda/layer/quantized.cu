@@ -8,15 +8,11 @@
  * are those that the GEMM multiplies, bit for bit. */
 #include "cuda/backend.h"
 #include "cuda/gemm/common/format.cuh"
-#include "cuda/launch/launch.h"
+#include "cuda/launch/kernel_launch.cuh"
 
 namespace {
 
 constexpr int kRows = MOELORA_PACK;
-
-int ctas_for(int64_t work) {
-  return (int)(work < INT32_MAX ? work : INT32_MAX);
-}
 
 /* ---- packing ---- */
 
@@ -98,7 +94,8 @@ __global__ void __launch_bounds__(PACK_THREADS)
     pack_quantized(const __grid_constant__ moelora_quantized_problem p) {
   __shared__ uint32_t rows[kRows * PITCH / sizeof(uint32_t)];
   const moelora_weights &w = p.tiles;
-  const int64_t row_tiles = moelora_row_tiles(w.order, w.n), depth_tiles = (w.k + 63) / 64;
+  const int64_t row_tiles = moelora_row_tiles(w.order, w.n),
+                depth_tiles = moelora_depth_tiles(w.format, w.k);
   const int64_t lines = (depth_tiles + AT_ONCE - 1) / AT_ONCE;
   for (int64_t i = blockIdx.x; i < p.num_experts * row_tiles * lines; i += gridDim.x) {
     const int64_t row_tile = i / lines % row_tiles, expert = i / lines / row_tiles;
@@ -141,7 +138,8 @@ __global__ void __launch_bounds__(UNPACK_THREADS)
   __shared__ __align__(16) uint8_t tile[moelora_most_tile_bytes(FORMAT)];
   __shared__ __align__(16) uint8_t rows[kRows * OUT_PITCH];
   const moelora_weights &w = p.tiles;
-  const int64_t row_tiles = moelora_row_tiles(w.order, w.n), depth_tiles = (w.k + 63) / 64;
+  const int64_t row_tiles = moelora_row_tiles(w.order, w.n),
+                depth_tiles = moelora_depth_tiles(w.format, w.k);
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   for (int64_t i = blockIdx.x; i < p.num_experts * row_tiles * depth_tiles; i += gridDim.x) {
     const int64_t row_tile = i / depth_tiles % row_tiles, expert = i / depth_tiles / row_tiles;
@@ -185,12 +183,15 @@ __global__ void __launch_bounds__(UNPACK_THREADS)
 }
 
 template <moelora_format FORMAT, class T>
-void launch_unpack(const moelora_quantized_problem *p, int ctas, bool vectors,
-                   cudaStream_t stream) {
-  if (vectors)
-    unpack_quantized<FORMAT, T, true><<<ctas, UNPACK_THREADS, 0, stream>>>(*p);
-  else
-    unpack_quantized<FORMAT, T, false><<<ctas, UNPACK_THREADS, 0, stream>>>(*p);
+moelora_status launch_unpack(const moelora_quantized_problem *p, bool vectors,
+                             const moelora_exec *exec) {
+  const moelora_weights &w = p->tiles;
+  const int64_t work =
+      p->num_experts * moelora_row_tiles(w.order, w.n) * moelora_depth_tiles(w.format, w.k);
+  const auto launch =
+      vectors ? launch_grid<unpack_quantized<FORMAT, T, true>, moelora_quantized_problem>
+              : launch_grid<unpack_quantized<FORMAT, T, false>, moelora_quantized_problem>;
+  return launch("unpack_quantized", work, UNPACK_THREADS, exec, *p);
 }
 
 } // namespace
@@ -200,18 +201,14 @@ extern "C" moelora_status moelora_cuda_pack_quantized(const moelora_quantized_pr
   const moelora_weights *w = &p->tiles;
   if (moelora_is_fp8(w->format))
     return moelora_cuda_pack_fp8(p, exec);
-  const int64_t depth_tiles = (w->k + 63) / 64, lines = (depth_tiles + AT_ONCE - 1) / AT_ONCE;
-  const int ctas = ctas_for(p->num_experts * moelora_row_tiles(w->order, w->n) * lines);
-  const cudaStream_t stream = (cudaStream_t)exec->stream;
+  const int64_t depth_tiles = moelora_depth_tiles(w->format, w->k);
+  const int64_t lines = (depth_tiles + AT_ONCE - 1) / AT_ONCE;
+  const int64_t work = p->num_experts * moelora_row_tiles(w->order, w->n) * lines;
   const bool vectors = (uintptr_t)p->values % 16 == 0 && p->values_stride[0] % 16 == 0 &&
                        p->values_stride[1] % 16 == 0 && w->k % 32 == 0;
-  if (ctas == 0)
-    return MOELORA_OK;
-  if (vectors)
-    pack_quantized<true><<<ctas, PACK_THREADS, 0, stream>>>(*p);
-  else
-    pack_quantized<false><<<ctas, PACK_THREADS, 0, stream>>>(*p);
-  return moelora_cuda_check(cudaGetLastError(), "pack_quantized");
+  return vectors
+             ? launch_grid<pack_quantized<true>>("pack_quantized", work, PACK_THREADS, exec, *p)
+             : launch_grid<pack_quantized<false>>("pack_quantized", work, PACK_THREADS, exec, *p);
 }
 
 extern "C" moelora_status moelora_cuda_unpack_quantized(const moelora_quantized_problem *p,
@@ -219,19 +216,12 @@ extern "C" moelora_status moelora_cuda_unpack_quantized(const moelora_quantized_
   const moelora_weights *w = &p->tiles;
   if (moelora_is_fp8(w->format))
     return moelora_cuda_unpack_fp8(p, exec);
-  const int ctas =
-      ctas_for(p->num_experts * moelora_row_tiles(w->order, w->n) * ((w->k + 63) / 64));
-  const cudaStream_t stream = (cudaStream_t)exec->stream;
   const bool bf16 = p->dtype == MOELORA_BF16;
   const bool vectors =
       moelora_is_vector_row(p->out, p->out_stride[1], w->k) && p->out_stride[0] % 8 == 0;
-  if (ctas == 0)
-    return MOELORA_OK;
   if (w->format == MOELORA_MXFP4)
-    (bf16 ? launch_unpack<MOELORA_MXFP4, __nv_bfloat16>
-          : launch_unpack<MOELORA_MXFP4, __half>)(p, ctas, vectors, stream);
-  else
-    (bf16 ? launch_unpack<MOELORA_INT4, __nv_bfloat16>
-          : launch_unpack<MOELORA_INT4, __half>)(p, ctas, vectors, stream);
-  return moelora_cuda_check(cudaGetLastError(), "unpack_quantized");
+    return (bf16 ? launch_unpack<MOELORA_MXFP4, __nv_bfloat16>
+                 : launch_unpack<MOELORA_MXFP4, __half>)(p, vectors, exec);
+  return (bf16 ? launch_unpack<MOELORA_INT4, __nv_bfloat16>
+               : launch_unpack<MOELORA_INT4, __half>)(p, vectors, exec);
 }

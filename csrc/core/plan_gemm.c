@@ -5,50 +5,11 @@
 #include "core/format.h"
 #include "core/plan.h"
 
-/* ---- families ---- */
-
-/* The newest family whose kernels a GPU of this capability runs. */
-static moelora_family family_of(int32_t compute_capability) {
-  return compute_capability == 90 ? MOELORA_SM90 : MOELORA_SM80;
-}
-
-moelora_family moelora_family_of(const moelora_device_info *device) {
-  const moelora_family own = family_of(device->compute_capability);
-  return family_of(moelora_limited(device).compute_capability) == own ? own : MOELORA_SM80;
-}
-
-/* What the tile of an sm_80 kernel keeps in shared memory. */
-static int32_t pipeline_bytes(const moelora_variant *v) {
-  const int32_t tiles = v->block_n / MOELORA_PACK * (v->block_k / MOELORA_PACK);
-  const int32_t weights = v->format == MOELORA_NATIVE ? v->block_n * v->block_k * 2
-                                                      : tiles * moelora_step_bytes(v->format);
-  return v->stages * (weights + v->block_m * v->block_k * 2);
-}
-
-static bool has_family(const moelora_variant *variant, const moelora_device_info *device) {
-  if (device->compute_capability < 80)
-    return false;
-  if (variant->needs != MOELORA_SM80)
-    return variant->needs == (int32_t)family_of(device->compute_capability);
-  if (variant->role != MOELORA_ROLE_GEMM)
-    return true; /* all others are made for what every GPU has */
-  return pipeline_bytes(variant) <= device->shared_bytes;
-}
-
-bool moelora_variant_runs_on(const moelora_variant *variant, const moelora_device_info *device) {
-  if (variant->device != device->device)
-    return false;
-  if (variant->device == MOELORA_CPU)
-    return (device->cpu_isa & (uint32_t)variant->needs) == (uint32_t)variant->needs;
-  const moelora_device_info seen = moelora_limited(device);
-  return has_family(variant, device) && has_family(variant, &seen);
-}
-
 /* Routed rows that an expert of this rank gets on average, at least 1. */
 int64_t moelora_rows_per_expert(const moelora_routes *routes) {
   int64_t everywhere =
       routes->num_global > routes->num_experts ? routes->num_global : routes->num_experts;
-  return routes->num_rows > everywhere ? (routes->num_rows + everywhere - 1) / everywhere : 1;
+  return routes->num_rows > everywhere ? moelora_divide_up(routes->num_rows, everywhere) : 1;
 }
 
 /* The shape of a CUDA kernel that suits a load. */

@@ -1,0 +1,141 @@
+/* The sum over top_k, in float32 and in the order of j, rounded once:
+ *
+ *   out[m] = [out[m] +] sum over j of weight[m, j] z[row of (m, j)]
+ *
+ * z [, z_stride] waits in float32 or in the dtype of out. A thread adds WIDTH neighbouring columns.
+ * Which of a token's rows there are, and where, is what a layer and adapters alone differ in. */
+#include "cuda/launch/bounds.cuh"
+#include "cuda/launch/kernel_launch.cuh"
+#include "cuda/launch/routes.cuh"
+#include "cuda/ptx/mma.cuh"
+#include "cuda/variant_ids.h"
+
+namespace {
+
+constexpr int kThreads = 256;
+
+/* Of a layer: by position, weighted; tokens without a row become zero. */
+struct LayerRows {
+  static constexpr bool EVERY_TOKEN = true;
+
+  /* Where z of flat row `row` lies, -1: it is skipped. */
+  static __device__ __forceinline__ int64_t find(const moelora_sum_launch &s, int64_t row) {
+    return s.positions[row];
+  }
+  static __device__ __forceinline__ float weight(const moelora_sum_launch &s, int64_t m, int j) {
+    return s.weights ? s.weights[m * s.weights_stride[0] + j * s.weights_stride[1]] : 1.f;
+  }
+};
+
+/* Of adapters alone: by flat row; tokens without a row stay as they are. */
+struct AdapterRows {
+  static constexpr bool EVERY_TOKEN = false;
+
+  static __device__ __forceinline__ int64_t find(const moelora_sum_launch &s, int64_t row) {
+    if (s.written)
+      return s.written[row] ? row : -1;
+    const RoutedRow found = routed_row(s.routes, (uint32_t)row);
+    const bool active = found.expert >= 0 && found.adapter >= 0 &&
+                        true_rank(s.routes, found.adapter, s.max_rank) > 0;
+    return active ? row : -1;
+  }
+  static __device__ __forceinline__ float weight(const moelora_sum_launch &, int64_t, int) {
+    return 1.f;
+  }
+};
+
+/* sum += weight * WIDTH neighbouring columns; more than one of them are a whole number of 16 bytes.
+ */
+template <int WIDTH, class Z>
+__device__ __forceinline__ void add_columns(float (&sum)[WIDTH], const Z *from, float weight) {
+  __align__(16) Z chunk[WIDTH];
+  if constexpr (WIDTH > 1) {
+#pragma unroll
+    for (int v = 0; v < WIDTH * (int)sizeof(Z) / 16; v++)
+      ((uint4 *)chunk)[v] = ((const uint4 *)from)[v];
+  } else {
+    chunk[0] = *from;
+  }
+#pragma unroll
+  for (int c = 0; c < WIDTH; c++) {
+    if constexpr (sizeof(Z) == 4)
+      sum[c] += weight * chunk[c];
+    else
+      sum[c] += weight * Element<Z>::to_float(chunk[c]);
+  }
+}
+
+template <class Rows, class T, class Z, int WIDTH>
+__global__ void __launch_bounds__(kThreads, kLightResident)
+    sum_rows(const __grid_constant__ moelora_sum_launch s) {
+  wait_for_previous_kernel();
+  start_next_kernel();
+  const int32_t chunks = (s.columns + WIDTH - 1) / WIDTH, top_k = s.routes.top_k;
+  const int64_t count = s.routes.num_tokens * chunks;
+  for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < count;
+       i += (int64_t)gridDim.x * kThreads) {
+    const int64_t m = i / chunks, column = i % chunks * WIDTH;
+    float sum[WIDTH] = {};
+    bool any = Rows::EVERY_TOKEN;
+#pragma unroll 4
+    for (int j = 0; j < top_k; j++) {
+      const int64_t row = Rows::find(s, m * top_k + j);
+      const float weight = Rows::weight(s, m, j);
+      if (row < 0)
+        continue;
+      any = true;
+      add_columns(sum, (const Z *)s.z + row * s.z_stride + column, weight);
+    }
+    if (!any)
+      continue;
+    T *to = (T *)s.out + m * s.out_stride + column;
+    __align__(16) T rounded[WIDTH];
+    if constexpr (!Rows::EVERY_TOKEN) {
+      if constexpr (WIDTH > 1)
+        *(uint4 *)rounded = *(const uint4 *)to;
+      else
+        rounded[0] = *to;
+    }
+#pragma unroll
+    for (int c = 0; c < WIDTH; c++) {
+      if constexpr (!Rows::EVERY_TOKEN)
+        sum[c] += s.add ? Element<T>::to_float(rounded[c]) : 0.f;
+      rounded[c] = Element<T>::round(sum[c]);
+    }
+    if constexpr (WIDTH > 1)
+      *(uint4 *)to = *(const uint4 *)rounded;
+    else
+      *to = rounded[0];
+  }
+}
+
+template <class Rows, class T, int WIDTH>
+moelora_status launch_rows(const moelora_sum_launch &s, const moelora_exec *exec) {
+  const int64_t chunks = (s.columns + WIDTH - 1) / WIDTH;
+  const int64_t work = (s.routes.num_tokens * chunks + kThreads - 1) / kThreads;
+  return s.z_f32 ? launch_kernel<sum_rows<Rows, T, float, WIDTH>>("sum", work, kThreads, 0, exec, s)
+                 : launch_kernel<sum_rows<Rows, T, T, WIDTH>>("sum", work, kThreads, 0, exec, s);
+}
+
+template <class T, int WIDTH>
+moelora_status launch(const moelora_sum_launch &s, const moelora_exec *exec) {
+  return s.positions ? launch_rows<LayerRows, T, WIDTH>(s, exec)
+                     : launch_rows<AdapterRows, T, WIDTH>(s, exec);
+}
+
+} // namespace
+
+moelora_status moelora_cuda_sum(const moelora_sum_launch *s, const moelora_variant *variant,
+                                const moelora_exec *exec) {
+  switch (variant->id) {
+#define LAUNCH(NAME, T, WIDTH)                                                                     \
+  case CUDA_##NAME:                                                                                \
+    return launch<T, WIDTH>(*s, exec);
+#define MOELORA_CUDA_SUM(STEM, WIDTH)                                                              \
+  LAUNCH(sum_bf16_##STEM, __nv_bfloat16, WIDTH)                                                    \
+  LAUNCH(sum_f16_##STEM, __half, WIDTH)
+#include "cuda/variants.inc"
+#undef LAUNCH
+  }
+  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s sums nothing", variant->name);
+}
