@@ -1,5 +1,5 @@
-/* What plans are told from outside: forced variants and the most capable GPU to plan for, by
- * functions or by the environment. */
+/* What plans are told from outside: forced variants, the most capable GPU to plan for, and batch
+ * invariance, by functions or by the environment. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -13,6 +13,8 @@ static _Atomic(const moelora_variant *) forced[MOELORA_ROLES];
 static _Atomic(const char *) forced_wrong; /* what is wrong with MOELORA_FORCE_VARIANT */
 static _Atomic(int32_t) capability_limit;  /* 0: none */
 static _Atomic(bool) limit_unknown;        /* MOELORA_MAX_CC is no capability */
+static _Atomic(bool) invariant;
+static _Atomic(bool) invariant_unknown; /* MOELORA_BATCH_INVARIANT is neither 0 nor 1 */
 
 static bool is_capability(long value) {
   return value >= 80 && value < 1000;
@@ -45,6 +47,7 @@ static void force(const moelora_variant *const *variants) {
 
 static void read_environment(void) {
   const char *names = getenv("MOELORA_FORCE_VARIANT"), *most = getenv("MOELORA_MAX_CC");
+  const char *same = getenv("MOELORA_BATCH_INVARIANT");
   if (names && *names) {
     const moelora_variant *variants[MOELORA_ROLES];
     forced_wrong = parse_names(names, &variants);
@@ -55,6 +58,10 @@ static void read_environment(void) {
     const long value = strtol(most, &end, 10);
     limit_unknown = *end != '\0' || !is_capability(value);
     capability_limit = limit_unknown ? 0 : (int32_t)value;
+  }
+  if (same && *same) {
+    invariant = strcmp(same, "1") == 0;
+    invariant_unknown = !invariant && strcmp(same, "0") != 0;
   }
 }
 
@@ -80,6 +87,17 @@ moelora_status moelora_limit_capability(int32_t compute_capability) {
   return MOELORA_OK;
 }
 
+void moelora_set_batch_invariant(bool on) {
+  pthread_once(&environment_once, read_environment);
+  invariant = on;
+  invariant_unknown = false;
+}
+
+bool moelora_is_batch_invariant(void) {
+  pthread_once(&environment_once, read_environment);
+  return invariant;
+}
+
 moelora_status moelora_check_told(void) {
   pthread_once(&environment_once, read_environment);
   const char *wrong = forced_wrong;
@@ -87,6 +105,8 @@ moelora_status moelora_check_told(void) {
                   wrong);
   MOELORA_REQUIRE(!limit_unknown, "MOELORA_MAX_CC is '%s', expected a number such as 80",
                   getenv("MOELORA_MAX_CC"));
+  MOELORA_REQUIRE(!invariant_unknown, "MOELORA_BATCH_INVARIANT is '%s', expected 0 or 1",
+                  getenv("MOELORA_BATCH_INVARIANT"));
   return MOELORA_OK;
 }
 
