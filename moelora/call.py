@@ -115,6 +115,11 @@ def enabled_or_absent(adapter_enabled: Tensor | None, absent: Tensor) -> Tensor:
     return or_absent(adapter_enabled, absent, torch.int32)
 
 
+def invariant_or_absent(batch_invariant: bool) -> tuple[bool, ...]:
+    """The last argument of a compiled operator: most calls need not say it."""
+    return (True,) if batch_invariant else ()
+
+
 def factor_list(factors: Factors | None) -> list[Tensor]:
     if factors is None:
         return []

@@ -20,6 +20,7 @@ from moelora.call import (
     absent_tensor,
     enabled_or_absent,
     factor_list,
+    invariant_or_absent,
     operators,
     or_absent,
     run,
@@ -61,6 +62,7 @@ def _delta(
     num_experts: int | None,
     mul_routed_weight: bool,
     add_inputs: bool,
+    batch_invariant: bool,
     out: Tensor | None,
 ) -> Tensor:
     a, b = factor_list(lora_a), factor_list(lora_b)
@@ -88,6 +90,7 @@ def _delta(
         experts,
         mul_routed_weight,
         add_inputs,
+        *invariant_or_absent(batch_invariant),
     )
     return out
 
@@ -108,6 +111,7 @@ def moe_lora_gate_up_delta(
     num_experts: int | None = None,
     mul_routed_weight: bool = False,
     add_inputs: bool = True,
+    batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """What adapters add to the gate and up projections, before the activation.
@@ -142,6 +146,8 @@ def moe_lora_gate_up_delta(
     add_inputs : bool
         Add to `out`, where rows without an adapter keep their bits. False: `out` becomes the delta,
         0 in those rows.
+    batch_invariant : bool
+        As in `fused_moe_lora_gemm`.
     out : Tensor, shape (M, top_k, 2 I), optional
         The base product. None: the delta in a new tensor.
 
@@ -181,6 +187,7 @@ def moe_lora_gate_up_delta(
         num_experts,
         mul_routed_weight,
         add_inputs,
+        batch_invariant,
         out,
     )
 
@@ -201,6 +208,7 @@ def moe_lora_down_delta(
     num_experts: int | None = None,
     mul_routed_weight: bool = False,
     add_inputs: bool = True,
+    batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """What adapters add to the down projection, before the sum over `top_k`.
@@ -219,7 +227,7 @@ def moe_lora_down_delta(
         As in `moe_lora_gate_up_delta`.
     mul_routed_weight : bool
         Multiply row (m, j) by `topk_weights[m, j]`, where the base product has it already.
-    add_inputs : bool
+    add_inputs, batch_invariant : bool
         As in `moe_lora_gate_up_delta`.
     out : Tensor, shape (M, top_k, K), optional
         The base product. None: the delta in a new tensor.
@@ -255,5 +263,6 @@ def moe_lora_down_delta(
         num_experts,
         mul_routed_weight,
         add_inputs,
+        batch_invariant,
         out,
     )

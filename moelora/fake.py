@@ -127,7 +127,7 @@ def _(topk_ids, topk_weights, num_experts, block_size, out_to_zero, expert_map):
 
 @_shape_function("fused_moe_lora_gemm")
 def _(x, w, topk_weights, topk_ids, *others):
-    w_format, _, w_rows = others[9:12] or (0, 0, 0)  # left out where all are 0
+    w_format, _, w_rows = (*others[9:12], 0, 0, 0)[:3]  # left out where all are 0
     columns = w_rows if w_format else w.size(1) * (PACK if w.dim() == 5 else 1)
     return x.new_empty((topk_ids.size(0), topk_ids.size(1), columns))
 

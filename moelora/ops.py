@@ -100,22 +100,25 @@ def _layout_of(name: str, weights: Weights, x: Tensor, columns: int | None) -> t
     return weights.layout
 
 
-def _layout(w: Weights, x: Tensor) -> tuple[int, ...]:
-    """What an operator takes behind its other arguments: nothing of a tensor."""
-    if isinstance(w, Tensor):
+def _last(w: Weights, x: Tensor, batch_invariant: bool) -> tuple[int, ...]:
+    """What an operator takes behind its other arguments: nothing in most calls."""
+    if isinstance(w, Tensor) and not batch_invariant:
         return ()
-    return _layout_of("w", w, x, x.size(1) if x.dim() == 2 else None)
+    return *_layout_of("w", w, x, x.size(1) if x.dim() == 2 else None), batch_invariant
 
 
-def _layer_layout(w13: Weights, w2: Weights, x: Tensor, activation: str) -> tuple[int, ...]:
-    """The same of a layer: that of w13, then that of w2, whose order is known."""
-    if isinstance(w13, Tensor) and isinstance(w2, Tensor):
+def _last_of_layer(
+    w13: Weights, w2: Weights, x: Tensor, activation: str, batch_invariant: bool
+) -> tuple[int, ...]:
+    """The same of a layer: the layout of w13, then that of w2, whose order is known."""
+    if isinstance(w13, Tensor) and isinstance(w2, Tensor) and not batch_invariant:
         return ()
     hidden = x.size(1) if x.dim() == 2 else None
     gated = 1 if activation == "relu2" else 2
     inter = w13.shape[1] // gated if len(w13.shape) == 3 else None
     layout2 = _layout_of("w2", w2, x, inter)
-    return *_layout_of("w13", w13, x, hidden), layout2[0], *layout2[2:]
+    layouts = *_layout_of("w13", w13, x, hidden), layout2[0], *layout2[2:]
+    return *layouts, batch_invariant
 
 
 @typed
@@ -134,6 +137,7 @@ def fused_moe_lora_gemm(
     bias: Tensor | None = None,
     expert_map: Tensor | None = None,
     mul_routed_weight: bool = False,
+    batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """One projection of all routed rows, base product and adapters in one pass.
@@ -174,6 +178,8 @@ def fused_moe_lora_gemm(
         Local expert of each global expert, -1 for experts of other ranks, whose rows become 0.
     mul_routed_weight : bool
         Multiply row (m, j) by `topk_weights[m, j]`.
+    batch_invariant : bool
+        Each row has the bits that it has in any other batch. False: as `set_batch_invariant` says.
     out : Tensor, shape (M, top_k, N), optional
         Where to write the result.
 
@@ -215,10 +221,10 @@ def fused_moe_lora_gemm(
         or_absent(expert_map, absent, torch.int32),
         mul_routed_weight,
     )
-    layout = _layout(w, x)
+    last = _last(w, x, batch_invariant)
     if out is None:
-        return run(operators.fused_moe_lora_gemm.default, *args, *layout)
-    run(operators.fused_moe_lora_gemm_out.default, *args, out, *layout)
+        return run(operators.fused_moe_lora_gemm.default, *args, *last)
+    run(operators.fused_moe_lora_gemm_out.default, *args, out, *last)
     return out
 
 
@@ -245,6 +251,7 @@ def fused_experts_lora(
     activation_limit: float | None = None,
     expert_map: Tensor | None = None,
     apply_router_weight_on_input: bool = False,
+    batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """A whole mixture-of-experts layer, with every token's own adapter inside both projections.
@@ -310,6 +317,9 @@ def fused_experts_lora(
         nothing.
     apply_router_weight_on_input : bool
         Multiply the input instead of the output by the routing weight; needs `top_k == 1`.
+    batch_invariant : bool
+        Each token has the bits that it has in any other batch. False: as `set_batch_invariant`
+        says.
     out : Tensor, shape (M, K), optional
         Where to write the result; `hidden_states` itself is allowed.
 
@@ -366,10 +376,10 @@ def fused_experts_lora(
         or_absent(expert_map, absent, torch.int32),
         apply_router_weight_on_input,
     )
-    layout = _layer_layout(w13, w2, hidden_states, activation)
+    last = _last_of_layer(w13, w2, hidden_states, activation, batch_invariant)
     if out is None:
-        return run(operators.fused_experts_lora.default, *args, *layout)
-    run(operators.fused_experts_lora_out.default, *args, out, *layout)
+        return run(operators.fused_experts_lora.default, *args, *last)
+    run(operators.fused_experts_lora_out.default, *args, out, *last)
     return out
 
 

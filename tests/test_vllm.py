@@ -14,6 +14,8 @@ from cases import EDGE_CASES, Spec, same_bits
 from conftest import needs_gpu
 from vllm_layer import HERE, VLLM, Layer, base, drop, load
 
+import moelora
+
 UNINTERLEAVE = "swigluoai_uninterleave"
 INSTALLED = importlib.util.find_spec("vllm") is not None
 needs_vllm = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed")
@@ -426,13 +428,16 @@ def test_interleaved_weights_with_two_adapters(vllm, lines):
 
 
 def test_batch_invariance(vllm, lines):
-    vllm.register()
+    """vLLM's switch is moelora's, and no reason to step aside."""
+    assert not moelora.is_batch_invariant()
     vllm.set("vllm.envs", "VLLM_BATCH_INVARIANT", True)
-    own_path(
-        Layer(vllm, Spec().build()),
-        lines,
-        "VLLM_BATCH_INVARIANT is set, and kernels are chosen by the batch's size",
-    )
+    try:
+        vllm.register()
+        assert moelora.is_batch_invariant()
+        layer = Layer(vllm, Spec().build())
+        assert layer.experts.reason_against(layer.activation) is None
+    finally:
+        moelora.set_batch_invariant(False)
 
 
 def test_weights_in_host_memory(vllm, lines):

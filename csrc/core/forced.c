@@ -1,4 +1,5 @@
-/* Which variants plans are told to take, by a function or by the environment. */
+/* What plans are told from outside: forced variants and batch invariance, by functions or by the
+ * environment. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -10,6 +11,8 @@
 static pthread_once_t environment_once = PTHREAD_ONCE_INIT;
 static _Atomic(const moelora_variant *) forced[MOELORA_ROLES];
 static _Atomic(const char *) forced_wrong; /* what is wrong with MOELORA_FORCE_VARIANT */
+static _Atomic(bool) invariant;
+static _Atomic(bool) invariant_unknown; /* MOELORA_BATCH_INVARIANT is neither 0 nor 1 */
 
 static const char unknown[] = "no such variant";
 
@@ -37,11 +40,15 @@ static void force(const moelora_variant *const *variants) {
 }
 
 static void read_environment(void) {
-  const char *names = getenv("MOELORA_FORCE_VARIANT");
+  const char *names = getenv("MOELORA_FORCE_VARIANT"), *same = getenv("MOELORA_BATCH_INVARIANT");
   if (names && *names) {
     const moelora_variant *variants[MOELORA_ROLES];
     forced_wrong = parse_names(names, &variants);
     force(forced_wrong ? NULL : variants);
+  }
+  if (same && *same) {
+    invariant = strcmp(same, "1") == 0;
+    invariant_unknown = !invariant && strcmp(same, "0") != 0;
   }
 }
 
@@ -57,11 +64,24 @@ moelora_status moelora_force_variant(const char *names) {
   return MOELORA_OK;
 }
 
+void moelora_set_batch_invariant(bool on) {
+  pthread_once(&environment_once, read_environment);
+  invariant = on;
+  invariant_unknown = false;
+}
+
+bool moelora_is_batch_invariant(void) {
+  pthread_once(&environment_once, read_environment);
+  return invariant;
+}
+
 moelora_status moelora_check_told(void) {
   pthread_once(&environment_once, read_environment);
   const char *wrong = forced_wrong;
   MOELORA_REQUIRE(!wrong, "MOELORA_FORCE_VARIANT is '%s': %s", getenv("MOELORA_FORCE_VARIANT"),
                   wrong);
+  MOELORA_REQUIRE(!invariant_unknown, "MOELORA_BATCH_INVARIANT is '%s', expected 0 or 1",
+                  getenv("MOELORA_BATCH_INVARIANT"));
   return moelora_check_limit();
 }
 

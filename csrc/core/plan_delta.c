@@ -174,8 +174,9 @@ static const moelora_variant *choose_one(const moelora_delta_problem *p, moelora
                                          bool gated, bool vectors, double parts,
                                          const moelora_device_info *device) {
   const moelora_routes *routes = &p->routes;
-  if (!p->x || !p->out || p->xa || order == MOELORA_LISTED || !is_thin(&p->lora, gated, vectors) ||
-      routes->num_rows == 0 || routes->num_rows > MOELORA_WINDOW_ROWS ||
+  if (device->batch_invariant || !p->x || !p->out || p->xa || order == MOELORA_LISTED ||
+      !is_thin(&p->lora, gated, vectors) || routes->num_rows == 0 ||
+      routes->num_rows > MOELORA_WINDOW_ROWS ||
       routes->num_rows > (int64_t)THIN_PER_EXPERT * routes->num_experts)
     return NULL;
   const moelora_variant *forced = moelora_forced(MOELORA_ROLE_DELTA, p->dtype, device);
@@ -198,6 +199,12 @@ static const moelora_variant *choose_one(const moelora_delta_problem *p, moelora
 static const moelora_variant *choose_sum(const void *out, int64_t stride, int64_t columns,
                                          moelora_dtype dtype, const moelora_device_info *device) {
   return moelora_plan_sum(dtype, moelora_is_vector_row(out, stride, columns), NULL, device);
+}
+
+/* Rows that wait for their sum do so in float32. */
+static bool waits_in_f32(const moelora_routes *routes, int64_t columns,
+                         const moelora_device_info *device) {
+  return !device->batch_invariant && (double)routes->num_rows * (double)columns <= WAITING_ELEMENTS;
 }
 
 static moelora_status begin(moelora_dtype dtype, const moelora_device_info *device,
@@ -252,7 +259,7 @@ moelora_status moelora_plan_delta(const moelora_delta_problem *p, const moelora_
   else
     plan_order(routes, pair_bytes(&p->lora, p->k, p->x, p->out), device, plan);
   if (p->out && p->sum_top_k) {
-    plan->waiting_f32 = (double)routes->num_rows * (double)p->columns <= WAITING_ELEMENTS;
+    plan->waiting_f32 = waits_in_f32(routes, p->columns, device);
     plan->sum = choose_sum(p->out, p->out_stride[0], p->columns, p->dtype, device);
   }
   const bool vectors = is_vector_shrink(p->x, p->x_stride, p->k, &p->lora);
@@ -298,7 +305,7 @@ static const moelora_variant *choose_mlp(const moelora_mlp_delta_problem *p,
                         p->down.max_rank * (double)(p->hidden + p->intermediate));
   const double shared = 2.0 * p->hidden + 2.0 * top_k * p->intermediate +
                         4.0 * top_k * (ranks + p->down.max_rank + 1) + 64;
-  if (shared > MLP_SHARED)
+  if (device->batch_invariant || shared > MLP_SHARED)
     return NULL;
   const bool vectors = p->hidden % 8 == 0 && p->intermediate % 8 == 0 &&
                        moelora_are_vector_factors(p->gate_up.a, p->gate_up.num_slices) &&
@@ -331,7 +338,7 @@ moelora_status moelora_plan_mlp_delta(const moelora_mlp_delta_problem *p,
   plan_order(routes,
              pair_bytes(lora[0], depth[0], true, true) + pair_bytes(lora[1], depth[1], true, true),
              device, plan);
-  plan->waiting_f32 = (double)routes->num_rows * (double)p->hidden <= WAITING_ELEMENTS;
+  plan->waiting_f32 = waits_in_f32(routes, p->hidden, device);
   plan->sum = choose_sum(p->out, p->out_stride, p->hidden, p->dtype, device);
   for (int32_t i = 0; i < 2; i++) { /* the second of rows that lie in the workspace */
     const void *x = i ? NULL : p->x;

@@ -334,7 +334,7 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                !(problem->w13.packed && moelora_is_gated(activation) &&
                  (moelora_is_interleaved(activation) || problem->intermediate % 64 != 0));
   access.halves = problem->w13.format == MOELORA_FP8_G64 || problem->w2.format == MOELORA_FP8_G64;
-  access.decode = access.vectors && access.format == MOELORA_NATIVE &&
+  access.decode = !device->batch_invariant && access.vectors && access.format == MOELORA_NATIVE &&
                   access.second == MOELORA_NATIVE && !problem->w13.packed && !problem->w2.packed &&
                   !problem->apply_router_weight_on_input &&
                   problem->routes.num_tokens <= MOELORA_DECODE_TOKENS &&
@@ -359,7 +359,8 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
   plan->w2 = of_format(last, access.second, device);
   /* Rows that wait for their sum do so in float32, so that the sum alone rounds, where they are
    * few; elsewhere their traffic would cost a twentieth to a fifth of the layer. */
-  plan->partial_f32 = device->device == MOELORA_CPU || last->block_m <= MOELORA_FLOAT_ROWS;
+  plan->partial_f32 = device->device == MOELORA_CPU ||
+                      (last->block_m <= MOELORA_FLOAT_ROWS && !device->batch_invariant);
   if (device->device == MOELORA_CUDA)
     plan_around(problem, last, device, &seen, plan);
   return MOELORA_OK;

@@ -1,7 +1,8 @@
 /* From what a shrink has to do to a kernel and the numbers that it runs with.
  *
- * How rows are cut into items changes no bit of them; how the depth is shared does, and depends on
- * sizes alone. */
+ * How rows are cut into items changes no bit of them; how the depth is shared does. Blocks and
+ * whole segments share it by the depth alone, so that a row has the same bits in every batch.
+ * Windows ask for that where a call does, and share it otherwise as leaves no SM idle. */
 #include "core/plan.h"
 
 /* Measured on an H200, but for those that follow from a kernel. */
@@ -55,41 +56,50 @@ static const moelora_variant *find(const moelora_shrink_load *load, moelora_meth
                                                  .elements = !load->vectors});
 }
 
-/* For whole segments: as many ranks as the adapters have, up to 128. */
-static const moelora_variant *find_segments(const moelora_shrink_load *load) {
-  const int32_t ranks = load->columns <= 32 ? 32 : load->columns <= 64 ? 64 : 128;
-  return moelora_variant_like(&(moelora_variant){
-      .device = MOELORA_CUDA,
-      .dtype = load->dtype,
-      .role = MOELORA_ROLE_SHRINK,
-      .method = MOELORA_SHRINK_SEGMENTS,
-      .needs = load->family == MOELORA_SM90 && load->boxes ? MOELORA_SM90 : MOELORA_SM80,
-      .block_n = ranks});
+/* Sums over parts of the depth that are added up: of every shrink of a row, in whatever batch. */
+static int32_t spans_of(const moelora_shrink_load *load) {
+  return load->vectors && load->depth >= LONG_DEPTH ? 8 : 4;
 }
 
-static bool serves(const moelora_variant *v, const moelora_shrink_load *load,
-                   moelora_method method) {
+/* For whole segments: as many ranks as the adapters have, up to 64, on Hopper 128. */
+static const moelora_variant *find_segments(const moelora_shrink_load *load) {
+  const bool sm90 = load->family == MOELORA_SM90 && load->boxes;
+  return moelora_variant_like(&(moelora_variant){.device = MOELORA_CUDA,
+                                                 .dtype = load->dtype,
+                                                 .role = MOELORA_ROLE_SHRINK,
+                                                 .method = MOELORA_SHRINK_SEGMENTS,
+                                                 .needs = sm90 ? MOELORA_SM90 : MOELORA_SM80,
+                                                 .block_n = load->columns <= 32            ? 32
+                                                            : load->columns <= 64 || !sm90 ? 64
+                                                                                           : 128});
+}
+
+static bool serves(const moelora_variant *v, const moelora_shrink_load *load, moelora_method method,
+                   const moelora_device_info *device) {
   if (!v || !(v->elements || load->vectors))
     return false;
   if (v->method == MOELORA_SHRINK_SEGMENTS)
     return load->listed && (v->needs != MOELORA_SM90 || load->boxes);
-  return v->method == method;
+  return v->method == method && !(device->batch_invariant && v->spans != spans_of(load));
 }
 
 /* The forced row, the tuned one, or the table's. */
 static const moelora_variant *prefer(const moelora_variant *usual, const moelora_shrink_load *load,
                                      moelora_method method, const moelora_device_info *device) {
   const moelora_variant *forced = moelora_forced(MOELORA_ROLE_SHRINK, load->dtype, device);
-  return serves(forced, load, method)        ? forced
-         : serves(load->tuned, load, method) ? load->tuned
-                                             : usual;
+  return serves(forced, load, method, device)        ? forced
+         : serves(load->tuned, load, method, device) ? load->tuned
+                                                     : usual;
 }
 
 static moelora_shrink_plan plan_segments(const moelora_variant *variant,
+                                         const moelora_shrink_load *load,
                                          const moelora_device_info *device) {
+  const int64_t lines = divide_up(load->depth, MOELORA_LINE);
   return (moelora_shrink_plan){.variant = variant,
                                .shares = 1,
                                .splits = 1,
+                               .span = (int32_t)(divide_up(lines, spans_of(load)) * MOELORA_LINE),
                                .work = (int64_t)device->num_units * variant->ctas};
 }
 
@@ -110,7 +120,7 @@ static bool are_long_blocks(const moelora_shrink_load *load, const moelora_devic
 moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
                                                const moelora_device_info *device) {
   const int64_t rows = load->rows, segments = load->segments, columns = load->columns;
-  const int32_t spans = load->vectors && load->depth >= LONG_DEPTH ? 8 : 4;
+  const int32_t spans = spans_of(load);
   /* A deep and narrow one waits for memory all the same: half of an SM's registers are left to the
    * GEMM behind it, whose weights then stream meanwhile. */
   const bool half = spans == 8 && columns <= NARROW && rows > HALF_ROWS;
@@ -130,7 +140,7 @@ moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
           : find(load, MOELORA_SHRINK_BLOCKS, ranks, spans, half && ranks <= 32 ? 1 : 0);
   const moelora_variant *v = prefer(usual, load, MOELORA_SHRINK_BLOCKS, device);
   if (v->method == MOELORA_SHRINK_SEGMENTS)
-    return plan_segments(v, device);
+    return plan_segments(v, load, device);
 
   part = part < v->block_m ? part : v->block_m;
   const int64_t shares = BLOCK_SHARES * moelora_divide_up(columns, v->block_n),
@@ -177,7 +187,8 @@ static fit fit_of(const moelora_shrink_load *load, const moelora_variant *v,
   const int64_t n8_tiles = moelora_divide_up(tokens < f.part ? tokens : f.part, 8);
   const int64_t a_tiles = v->block_n / 16 / teams; /* of a warp */
   const int64_t loads = load->depth * (2 * a_tiles + n8_tiles) / (LOAD_DEPTH * v->spans);
-  for (int64_t more = 2; device->overlaps && more <= v->cluster; more++)
+  const bool shares = device->overlaps && !device->batch_invariant;
+  for (int64_t more = 2; shares && more <= v->cluster; more++)
     if (more * f.items <= held_in_clusters(f.ctas, more) && 2 * loads > more * LOADS_OF_SPLIT)
       f.splits = more;
   return f;
@@ -198,11 +209,14 @@ static const moelora_variant *choose_windows(const moelora_shrink_load *load,
   if (load->vectors && load->listed && long_segments &&
       load->rows >= (int64_t)LONG_WINDOW_ROWS * device->num_units)
     return find_segments(load);
-  const int32_t spans = load->vectors && load->depth > LONG_WINDOW ? 8 : 4;
+  const int32_t spans = device->batch_invariant                      ? spans_of(load)
+                        : load->vectors && load->depth > LONG_WINDOW ? 8
+                                                                     : 4;
   const moelora_method windows = MOELORA_SHRINK_WINDOWS;
   if (load->vectors) {
     const moelora_variant *wide = find(load, windows, 64, 4, 0);
-    if (load->columns > NARROW && suits(load, wide, device))
+    if (load->columns > NARROW && suits(load, wide, device) &&
+        !(device->batch_invariant && wide->spans != spans))
       return wide;
     const moelora_variant *middle = find(load, windows, 32, spans, 0);
     if (load->columns > 16 && load->rows >= THIN_SEGMENT * load->segments &&
@@ -219,7 +233,7 @@ moelora_shrink_plan moelora_plan_shrink_windows(const moelora_shrink_load *load,
   const moelora_variant *v =
       prefer(choose_windows(load, device), load, MOELORA_SHRINK_WINDOWS, device);
   if (v->method == MOELORA_SHRINK_SEGMENTS)
-    return plan_segments(v, device);
+    return plan_segments(v, load, device);
   const fit f = fit_of(load, v, device);
   const moelora_windows windows = moelora_cut_windows(
       load->routes, load->lists, load->order, 64 * v->warps, f.part,

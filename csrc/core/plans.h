@@ -78,6 +78,9 @@ typedef struct moelora_variant {
 /* CUDA: rows of a block up to which a projection can leave its results in float32. */
 #define MOELORA_FLOAT_ROWS 16
 
+/* Depth, of 128 bytes, that no kernel of adapters cuts. */
+#define MOELORA_LINE 64
+
 /* What the kernels of a sort have room for: items of a CTA at once, those that it ranks by
  * comparing them with each other, and keys whose counts fit the 99 KiB of shared memory that every
  * GPU gives a CTA: three bins of 4 bytes each, beside 5 KiB of static memory. */
@@ -113,6 +116,7 @@ typedef struct moelora_shrink_plan {
   bool few;                       /* of blocks: one look of all CTAs finds everything */
   int32_t splits;                 /* CTAs of a cluster, which share the depth */
   int32_t window;                 /* rows */
+  int32_t span;                   /* of whole segments: depth of each of the sums that are added */
   int64_t work;                   /* CTAs that there would be something for */
 } moelora_shrink_plan;
 

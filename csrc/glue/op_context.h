@@ -16,6 +16,9 @@
 #define OP_MAX_HANDLES (20 + 4 * MOELORA_MAX_SLICES)
 #define OP_MAX_OUTPUTS 4
 
+/* The last argument of every operator that adds or multiplies. */
+#define MOELORA_INVARIANT ", bool batch_invariant=False"
+
 typedef struct moelora_op_context {
   const char *op;
   moelora_exec exec;

@@ -147,6 +147,7 @@ static void run_gemm(const char *op, StableIValue *stack, bool has_out) {
   static const char *const names[] = {"w_format", "w_order", "w_rows", "w_x_format"};
   const StableIValue *layout = &stack[has_out ? 14 : 13];
   args.w_layout = op_layout(&ctx, names, layout[0], layout[1], layout[2], layout[3], layout[4]);
+  ctx.exec.batch_invariant = layout[5] != 0;
   if (op_ready(&ctx)) {
     const moelora_tensor *ids = &args.routing.topk_ids;
     int64_t sizes[3] = {size_of(ids, 0), size_of(ids, 1), weight_rows(&args.w, &args.w_layout)};
@@ -161,9 +162,10 @@ static void run_gemm(const char *op, StableIValue *stack, bool has_out) {
   op_close(&ctx, stack);
 }
 
-/* Of quantised weights alone: a call without them costs less if it need not say so. */
+/* What few calls say: the others cost less if they need not. */
 #define W_LAYOUT                                                                                   \
-  ", int w_format=0, int w_order=0, int w_rows=0, int w_x_format=0, float w_x_scale=0.0"
+  ", int w_format=0, int w_order=0, int w_rows=0, int w_x_format=0, float "                        \
+  "w_x_scale=0.0" MOELORA_INVARIANT
 #define FUSED_MOE_LORA_GEMM "fused_moe_lora_gemm(" FUSED_MOE_LORA_GEMM_ARGS W_LAYOUT ") -> Tensor"
 #define FUSED_MOE_LORA_GEMM_OUT                                                                    \
   "fused_moe_lora_gemm_out(" FUSED_MOE_LORA_GEMM_ARGS ", Tensor(a!) out" W_LAYOUT ") -> ()"
@@ -218,6 +220,7 @@ static void run_experts(const char *op, StableIValue *stack, bool has_out) {
   const StableIValue *l13 = &stack[has_out ? 21 : 20], *l2 = l13 + 5;
   args.w13_layout = op_layout(&ctx, names13, l13[0], l13[1], l13[2], l13[3], l13[4]);
   args.w2_layout = op_layout(&ctx, names2, l2[0], MOELORA_ROWS_PLAIN, l2[1], l2[2], l2[3]);
+  ctx.exec.batch_invariant = l2[4] != 0;
   if (op_ready(&ctx)) {
     int64_t sizes[2] = {size_of(&args.hidden_states, 0), size_of(&args.hidden_states, 1)};
     if (!has_out) {
@@ -233,7 +236,8 @@ static void run_experts(const char *op, StableIValue *stack, bool has_out) {
 
 #define LAYER_LAYOUT                                                                               \
   ", int w13_format=0, int w13_order=0, int w13_rows=0, int w13_x_format=0, float "                \
-  "w13_x_scale=0.0, int w2_format=0, int w2_rows=0, int w2_x_format=0, float w2_x_scale=0.0"
+  "w13_x_scale=0.0, int w2_format=0, int w2_rows=0, int w2_x_format=0, float "                     \
+  "w2_x_scale=0.0" MOELORA_INVARIANT
 #define FUSED_EXPERTS_LORA "fused_experts_lora(" FUSED_EXPERTS_LORA_ARGS LAYER_LAYOUT ") -> Tensor"
 #define FUSED_EXPERTS_LORA_OUT                                                                     \
   "fused_experts_lora_out(" FUSED_EXPERTS_LORA_ARGS ", Tensor(a!) out" LAYER_LAYOUT ") -> ()"

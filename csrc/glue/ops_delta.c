@@ -15,10 +15,10 @@
 /* SGLang's, for a stage without and with weights. */
 #define STAGE                                                                                      \
   "Tensor expert_ids, Tensor weight_indices, Tensor lora_ranks, Tensor adapter_enabled, int "      \
-  "num_experts) -> ()"
+  "num_experts" MOELORA_INVARIANT ") -> ()"
 #define COMBINE                                                                                    \
   "Tensor expert_ids, Tensor routing_weights, Tensor weight_indices, Tensor lora_ranks, Tensor "   \
-  "scalings, Tensor adapter_enabled, int num_experts) -> ()"
+  "scalings, Tensor adapter_enabled, int num_experts" MOELORA_INVARIANT ") -> ()"
 #define FINISH ", bool mul_routed_weight, bool add_inputs"
 
 typedef enum words { LISTED, ROUTED, STAGED } words;
@@ -97,17 +97,19 @@ static void take_arguments(const delta_form *form, moelora_op_context *ctx,
                                        form->shrink ? args->lora.a : args->lora.b);
   }
   if (form->words == STAGED) {
-    take_stage(ctx, stack, at, form->combine, &args->routing, &args->adapters, &args->num_experts);
+    at = take_stage(ctx, stack, at, form->combine, &args->routing, &args->adapters,
+                    &args->num_experts);
     args->mul_routed_weight = args->add_inputs = form->combine;
-    return;
+  } else {
+    at = form->words == LISTED ? take_lists(ctx, stack, at, args)
+                               : take_routing(ctx, stack, at, args);
+    if (form->expand) {
+      args->mul_routed_weight = stack[at++] != 0;
+      args->add_inputs = stack[at++] != 0;
+      args->out_offset = form->words == LISTED ? (int64_t)stack[at++] : 0;
+    }
   }
-  at =
-      form->words == LISTED ? take_lists(ctx, stack, at, args) : take_routing(ctx, stack, at, args);
-  if (form->expand) {
-    args->mul_routed_weight = stack[at++] != 0;
-    args->add_inputs = stack[at++] != 0;
-    args->out_offset = form->words == LISTED ? (int64_t)stack[at++] : 0;
-  }
+  ctx->exec.batch_invariant = stack[at] != 0;
 }
 
 static void run_delta(delta_form form, StableIValue *stack) {
@@ -162,7 +164,8 @@ static void moe_lora_fused(StableIValue *stack, uint64_t inputs, uint64_t output
   args.hidden_states = op_tensor(&ctx, "x", stack[1]);
   args.gate_up = op_lora(&ctx, "gate_up_a", stack[2], "gate_up_b", stack[3]);
   args.down = op_lora(&ctx, "down_a", stack[4], "down_b", stack[5]);
-  take_stage(&ctx, stack, 6, true, &args.routing, &args.adapters, &args.num_experts);
+  const int at = take_stage(&ctx, stack, 6, true, &args.routing, &args.adapters, &args.num_experts);
+  ctx.exec.batch_invariant = stack[at] != 0;
   moelora_call call;
   if (op_ready(&ctx) && op_check(&ctx, moelora_prepare_mlp_delta(&args, &ctx.exec, &call))) {
     op_run(&ctx, &call);
@@ -197,19 +200,21 @@ static void moe_lora_align_block_size_out(StableIValue *stack, uint64_t inputs, 
 #define ROW(NAME, SCHEMA) {#NAME, #NAME "(Tensor(a!) " SCHEMA, NAME}
 
 const moelora_op moelora_delta_ops[] = {
-    ROW(fused_moe_lora,
-        "output, Tensor qcurr_hidden_states, Tensor[] lora_a_stacked, Tensor[] "
-        "lora_b_stacked, " LISTS("shrink_block_size_m") FINISH ", int offset) -> ()"),
+    ROW(fused_moe_lora, "output, Tensor qcurr_hidden_states, Tensor[] lora_a_stacked, Tensor[] "
+                        "lora_b_stacked, " LISTS("shrink_block_size_m") FINISH
+        ", int offset" MOELORA_INVARIANT ") -> ()"),
     ROW(fused_moe_lora_shrink,
         "a_intermediate_cache1, Tensor qcurr_hidden_states, Tensor[] lora_a_stacked, " LISTS(
-            "block_size_m") ") -> ()"),
+            "block_size_m") MOELORA_INVARIANT ") -> ()"),
     ROW(fused_moe_lora_expand,
         "output, Tensor a_intermediate_cache1, Tensor[] lora_b_stacked, " LISTS("block_size_m")
-            FINISH ", int offset) -> ()"),
+            FINISH ", int offset" MOELORA_INVARIANT ") -> ()"),
     ROW(moe_lora_gate_up_delta,
-        "out, Tensor x, Tensor[] lora_a, Tensor[] lora_b, " ROUTING FINISH ") -> ()"),
+        "out, Tensor x, Tensor[] lora_a, Tensor[] lora_b, " ROUTING FINISH MOELORA_INVARIANT
+        ") -> ()"),
     ROW(moe_lora_down_delta,
-        "out, Tensor x, Tensor[] lora_a, Tensor[] lora_b, " ROUTING FINISH ") -> ()"),
+        "out, Tensor x, Tensor[] lora_a, Tensor[] lora_b, " ROUTING FINISH MOELORA_INVARIANT
+        ") -> ()"),
     ROW(moe_lora_a, "out, Tensor x, Tensor[] lora_a, " STAGE),
     ROW(moe_lora_gate_up_b, "out, Tensor intermediate_a, Tensor[] gate_up_b, " STAGE),
     ROW(moe_lora_down_combine,

@@ -185,7 +185,8 @@ int main(int argc, char **argv) {
                                      .num_units = 132,
                                      .l2_bytes = 60 << 20,
                                      .shared_bytes = shared_kib(level) * 1024,
-                                     .overlaps = level >= 90};
+                                     .overlaps = level >= 90,
+                                     .batch_invariant = moelora_is_batch_invariant()};
     for (int i = 0; i < 2; i++) {
       problem.w13_lora.a[i] = problem.w2_lora.a[i] = (moelora_factor){memory, 8, 8, hidden};
       problem.w13_lora.b[i] = problem.w2_lora.b[i] = (moelora_factor){memory, 8, 8, rank};

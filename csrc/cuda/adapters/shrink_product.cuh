@@ -2,11 +2,10 @@
  *
  * Nothing is staged: a warp loads what it multiplies, 16 bytes for every lane, rows of A as the M
  * side and tokens as the N side of m16n8k16. Lane t has row t/4 of eight, and of a step of 32 of
- * depth the elements 8 (t%4) to 8 (t%4) + 7: the first four are what the instruction calls columns
- * 2 (t%4), 2 (t%4) + 1, 2 (t%4) + 8 and 2 (t%4) + 9, the others those of a second one. The order
- * within the depth is the same on both sides, so that the sum is over the same products. Rows of A
- * or tokens that are not there repeat the last ones: their sums reach no other row, and nobody
- * stores them.
+ * depth the elements 8 (t%4) to 8 (t%4) + 7. Lanes of the first 16 and of the second then exchange
+ * halves, so that one instruction adds the first 16 products and the next one the others, as those
+ * that read shared memory do. Rows of A or tokens that are not there repeat the last ones: their
+ * sums reach no other row, and nobody stores them.
  *
  * TEAMS teams of warps have TEAM_RANKS rows of A each; the DEPTHS warps of a team share the depth,
  * each a k-span of whole lines of 64, and what they found is added up in that order. */
@@ -17,9 +16,9 @@
 #include "cuda/launch/launch.h"
 #include "cuda/ptx/mma.cuh"
 
-constexpr int kStep = 32, kLine = 64; // of depth
-constexpr int kResidentWarps = 16;    // of an SM, which leaves 128 registers to a thread:
-constexpr int kRegisters = 108;       // so many for sums, pointers and loads
+constexpr int kStep = 32, kLine = MOELORA_LINE; // of depth
+constexpr int kResidentWarps = 16;              // of an SM, which leaves 128 registers to a thread:
+constexpr int kRegisters = 108;                 // so many for sums, pointers and loads
 
 template <int TILES_, int TEAMS_, int DEPTHS_, int TOKENS_, int RESIDENT_ = kResidentWarps,
           int REGISTERS_ = kRegisters>
@@ -49,6 +48,7 @@ __host__ __device__ __forceinline__ int ceil_divide(int a, int b) {
   return (a + b - 1) / b;
 }
 
+#ifdef BY_SHUFFLE
 /* 16 bytes of a row, of which `left` elements are left; zeros behind them. */
 template <class T, bool VECTORS, bool ONCE>
 __device__ __forceinline__ uint4 load_row(const T *from, int left) {
@@ -56,6 +56,34 @@ __device__ __forceinline__ uint4 load_row(const T *from, int left) {
     return load_16<ONCE ? Read::ALONE : Read::SHARED>(from, left > 0);
   else
     return load_elements(from, left);
+}
+#else
+/* Four elements of a row and the four that lie 16 further on, of which `left` are left from the
+ * first on; zeros behind them. */
+template <class T, bool VECTORS, bool ONCE>
+__device__ __forceinline__ uint4 load_row(const T *from, int left) {
+  uint32_t four[2][2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    if constexpr (VECTORS) {
+      const uint2 v = load_8<ONCE ? Read::ALONE : Read::SHARED>(from + 16 * i, left > 16 * i);
+      four[i][0] = v.x, four[i][1] = v.y;
+    } else {
+      const uint4 v = load_elements(from + 16 * i, min(left - 16 * i, 4));
+      four[i][0] = v.x, four[i][1] = v.y;
+    }
+  }
+  return make_uint4(four[0][0], four[0][1], four[1][0], four[1][1]);
+}
+#endif
+
+/* Elements 8 (t%4) to 8 (t%4) + 7 of 32 become four of the first 16, in x and y, and four of the
+ * others; the same four in the same lanes on both sides of a product. */
+__device__ __forceinline__ void exchange_halves(uint4 &v) {
+  const bool second = threadIdx.x & 2;
+  const uint32_t x = __shfl_xor_sync(~0u, second ? v.x : v.z, 2);
+  const uint32_t y = __shfl_xor_sync(~0u, second ? v.y : v.w, 2);
+  v = second ? make_uint4(x, y, v.z, v.w) : make_uint4(v.x, v.y, x, y);
 }
 
 /* What a lane loads: 16 M rows of A, and of 8 N tokens. */
@@ -119,7 +147,11 @@ __device__ __forceinline__ void multiply(const Operands &operands, int column, i
   const int share = ceil_divide(ceil_divide(depth, kLine), spans) * kLine;
   const int begin = span * share, end = min(begin + share, depth);
   if (column < columns && begin < end) {
+#ifdef BY_SHUFFLE
     const int k = begin + lane % 4 * 8;
+#else
+    const int k = begin + lane % 4 * 4;
+#endif
     Rows<T, S, M, N> rows;
     uint4 a[STEPS][2 * M], x[STEPS][N];
     rows.left = end - k;
@@ -136,6 +168,14 @@ __device__ __forceinline__ void multiply(const Operands &operands, int column, i
       rows.advance(STEPS);
 #pragma unroll
       for (int slot = 0; slot < STEPS; slot++) {
+#ifdef BY_SHUFFLE
+#pragma unroll
+        for (int m = 0; m < 2 * M; m++)
+          exchange_halves(a[slot][m]);
+#pragma unroll
+        for (int n = 0; n < N; n++)
+          exchange_halves(x[slot][n]);
+#endif
 #pragma unroll
         for (int m = 0; m < M; m++) {
           const uint4 low = a[slot][2 * m], high = a[slot][2 * m + 1];

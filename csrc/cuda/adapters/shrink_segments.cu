@@ -28,7 +28,7 @@ struct StagedItem {
 
 template <class T, class C>
 __global__ void __launch_bounds__(C::THREADS, C::CTAS)
-    shrink_segments(const __grid_constant__ moelora_shrink_launch s) {
+    shrink_segments(const __grid_constant__ moelora_shrink_launch s, int span) {
   extern __shared__ __align__(128) char memory[];
   SegmentsShared<C> &shared = *(SegmentsShared<C> *)memory;
   wait_for_previous_kernel();
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(C::THREADS, C::CTAS)
     list_items(s, shared.list, listed);
     __syncthreads();
     all = shared.list.all;
-    run_staged<T, C>({s.tokens.x, s.tokens.stride, s.tokens.k}, shared.stages,
+    run_staged<T, C>({s.tokens.x, s.tokens.stride, s.tokens.k, span}, shared.stages,
                      min(all - listed, kListedItems), find, store);
     __syncthreads();
   }
@@ -62,7 +62,7 @@ moelora_status launch(const moelora_shrink_launch &s, const moelora_shrink_plan 
                       const moelora_exec *exec) {
   static_assert(sizeof(SegmentsShared<C>) <= kPortableShared, "a CTA's shared memory");
   return launch_kernel<shrink_segments<T, C>>("shrink_segments", plan.work, C::THREADS,
-                                              sizeof(SegmentsShared<C>), exec, s);
+                                              sizeof(SegmentsShared<C>), exec, s, plan.span);
 }
 
 } // namespace

@@ -1,6 +1,7 @@
 /* Shrink of long segments: both sides through shared memory.
  *
- * An item is up to TOKENS rows of x and up to RANKS rows of A; its sums are over all of the depth.
+ * An item is up to TOKENS rows of x and up to RANKS rows of A; its sums are over all of the depth,
+ * begun anew every `span` of it and added up as in shrink_product.cuh.
  * Loads run STAGES - 1 steps of depth ahead of the products, across the ends of items, so that they
  * never pause.
  *
@@ -16,7 +17,7 @@
 template <int RANKS_> struct Staged {
   static constexpr int TOKENS = 128, RANKS = RANKS_, WARPS = 8, THREADS = 32 * WARPS;
   static constexpr int CTAS = kResidentWarps / WARPS;
-  static constexpr int STAGES = RANKS == 128 ? 3 : 4;                // what shared memory holds
+  static constexpr int STAGES = 4;                                   // what shared memory holds
   static constexpr int TILES = TOKENS / 16 / (WARPS / (RANKS / 32)); // 16 rows each, of a warp
   static constexpr int STAGE_BYTES = (TOKENS + RANKS) * 128;
 };
@@ -27,7 +28,7 @@ template <class C> using Stages = char[C::STAGES][C::STAGE_BYTES];
 struct StagedRows {
   const void *x;
   int64_t stride;
-  int depth;
+  int depth, span; // span: a multiple of kLine
 };
 
 /* Row of A that is column `column` of all slices together; NULL if there is none. */
@@ -76,7 +77,7 @@ template <class T, class C> struct StagedLoader {
  * 16 rows from first_tile on. The fewer columns an item has, the fewer rows to a warp. */
 template <class T, class C> struct Products {
   int column, first_tile, step;
-  float d[C::TILES][2][2][4]; // [][16 columns][8 of them][]
+  float d[C::TILES][2][2][4], sum[C::TILES][2][2][4]; // [][16 columns][8 of them][]
 
   __device__ __forceinline__ explicit Products(int columns) {
     const int warp = threadIdx.x / 32, across = min(columns, C::RANKS) <= 32   ? 1
@@ -90,7 +91,17 @@ template <class T, class C> struct Products {
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < C::TILES * 16; i++)
-      d[i / 16][i / 8 % 2][i / 4 % 2][i % 4] = 0.f;
+      d[i / 16][i / 8 % 2][i / 4 % 2][i % 4] = sum[i / 16][i / 8 % 2][i / 4 % 2][i % 4] = 0.f;
+  }
+
+  /* Ends a span. */
+  __device__ __forceinline__ void add_span() {
+#pragma unroll
+    for (int i = 0; i < C::TILES * 16; i++) {
+      float &part = d[i / 16][i / 8 % 2][i / 4 % 2][i % 4];
+      sum[i / 16][i / 8 % 2][i / 4 % 2][i % 4] += part;
+      part = 0.f;
+    }
   }
 
   __device__ __forceinline__ void add(uint32_t stage, int tokens) {
@@ -134,7 +145,7 @@ template <class T, class C> struct Products {
         for (int j = 0; j < 2; j++)
 #pragma unroll
           for (int half = 0; half < 2; half++)
-            visit(token, column + j * 16 + half * 8 + lane % 4 * 2, d[i][j][half] + 2 * m8);
+            visit(token, column + j * 16 + half * 8 + lane % 4 * 2, sum[i][j][half] + 2 * m8);
       }
   }
 };
@@ -172,14 +183,17 @@ __device__ __forceinline__ void run_staged(const StagedRows &rows, const Stages<
     const int tokens = products.column < columns ? item.tokens() : 0;
     products.clear();
 #pragma unroll 1
-    for (int k = 0; k < rows.depth; k += kLine) {
+    for (int k = 0, end = rows.span; k < rows.depth; k += kLine) {
       copy_async_wait<C::STAGES - 2>();
       __syncthreads();
       load(stage == 0 ? C::STAGES - 1 : stage - 1);
       if (tokens > 0)
         products.add(shared_address(stages[stage]), tokens);
+      if (k + kLine == end)
+        products.add_span(), end += rows.span;
       stage = stage + 1 == C::STAGES ? 0 : stage + 1;
     }
+    products.add_span();
     store(number, products);
   }
 }

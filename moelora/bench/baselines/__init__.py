@@ -91,6 +91,7 @@ def _load(name):
 
 BASELINES = {
     "ours": "ours:Ours",
+    "invariant": "ours:Invariant",
     "unpacked": "ours:Unpacked",
     "loop": "ours:Loop",
     "separate": "separate:Separate",
@@ -101,8 +102,9 @@ BASELINES = {
     "marlin": "vllm_quantised:Marlin",
     "triton_kernels": "vllm_quantised:TritonKernels",
 }
-READ_QUANTISED = ("ours", "unpacked", "marlin", "triton_kernels")
+READ_QUANTISED = ("ours", "invariant", "unpacked", "marlin", "triton_kernels")
 ABOUT = {
+    "invariant": "ours in the batch-invariant mode",
     "unpacked": "ours on quantised weights that were unpacked before",
     "loop": "experts one by one in PyTorch: index_select, mm, two more products per adapter",
     "separate": "Triton: a base grouped GEMM, then shrink and expand kernels",

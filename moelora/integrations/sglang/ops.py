@@ -32,9 +32,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moelora.call import absent_tensor, enabled_or_absent, operators, or_absent, run, typed
+from moelora.call import (
+    absent_tensor,
+    enabled_or_absent,
+    invariant_or_absent,
+    operators,
+    or_absent,
+    run,
+    typed,
+)
 from moelora.delta import known_experts, one_expert
 from moelora.integrations.sglang.batch import MoELoRABatchInfo
+from moelora.invariance import is_batch_invariant
 
 # Up to so many routed rows all in one is faster than the stages: as far as it was measured, on an
 # H200 at rank 8 (benchmarks/results/h200-delta.json).
@@ -69,6 +78,7 @@ def moe_lora_a(
     *,
     adapter_enabled: Tensor | None = None,
     num_experts: int | None = None,
+    batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """The first stage: `out[m, j] = lora_a[l, e] x[m]`, up to the true rank and 0 beyond it.
@@ -89,6 +99,8 @@ def moe_lora_a(
         Zero turns an adapter off.
     num_experts : int, optional
         Experts, where the factors are shared by all. Unknown: every id from 0 up is one.
+    batch_invariant : bool
+        As in `fused_moe_lora_gemm`.
     out : Tensor, shape (M, top_k, R), optional
         Where to write; rows without an adapter keep their bits. None: a new tensor, 0 there.
 
@@ -112,7 +124,7 @@ def moe_lora_a(
         out = x.new_zeros((*expert_ids.shape, lora_a.size(-2)))
     who = _who([lora_a], expert_ids, weight_indices, lora_ranks, adapter_enabled, num_experts)
     op = operators.moe_lora_a.default
-    run(op, out.unsqueeze(0), x, [lora_a], *who)
+    run(op, out.unsqueeze(0), x, [lora_a], *who, *invariant_or_absent(batch_invariant))
     return out
 
 
@@ -126,6 +138,7 @@ def moe_lora_gate_up_b(
     *,
     adapter_enabled: Tensor | None = None,
     num_experts: int | None = None,
+    batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """The second stage: gate and up from `moe_lora_a`'s result, then `silu(gate) * up`.
@@ -134,7 +147,7 @@ def moe_lora_gate_up_b(
     ----------
     intermediate_a : Tensor, shape (M, top_k, R)
         What `moe_lora_a` returned.
-    expert_ids, weight_indices, lora_ranks, adapter_enabled, num_experts
+    expert_ids, weight_indices, lora_ranks, adapter_enabled, num_experts, batch_invariant
         As in `moe_lora_a`.
     gate_up_b : Tensor, shape (max_loras, E or 1, 2 I, R)
         Expand factors: gate rows, then up rows.
@@ -161,7 +174,14 @@ def moe_lora_gate_up_b(
         out = intermediate_a.new_zeros((*expert_ids.shape, gate_up_b.size(-2) // 2))
     who = _who([gate_up_b], expert_ids, weight_indices, lora_ranks, adapter_enabled, num_experts)
     op = operators.moe_lora_gate_up_b.default
-    run(op, out, intermediate_a.unsqueeze(0), [gate_up_b], *who)
+    run(
+        op,
+        out,
+        intermediate_a.unsqueeze(0),
+        [gate_up_b],
+        *who,
+        *invariant_or_absent(batch_invariant),
+    )
     return out
 
 
@@ -179,6 +199,7 @@ def moe_lora_down_combine(
     *,
     adapter_enabled: Tensor | None = None,
     num_experts: int | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """The third stage: the down factors, and their weighted sum over `top_k` added to `output`.
 
@@ -188,7 +209,7 @@ def moe_lora_down_combine(
     ----------
     activated : Tensor, shape (M, top_k, I)
         What `moe_lora_gate_up_b` returned.
-    expert_ids, weight_indices, lora_ranks, adapter_enabled, num_experts
+    expert_ids, weight_indices, lora_ranks, adapter_enabled, num_experts, batch_invariant
         As in `moe_lora_a`.
     routing_weights : Tensor, shape (M, top_k)
         Cast to float32 if they are not.
@@ -228,7 +249,7 @@ def moe_lora_down_combine(
     )
     x = activated.flatten(0, 1) if activated.dim() == 3 else activated
     op = operators.moe_lora_down_combine.default
-    run(op, output, x, [down_a], [down_b], *who)
+    run(op, output, x, [down_a], [down_b], *who, *invariant_or_absent(batch_invariant))
     return output
 
 
@@ -248,6 +269,7 @@ def moe_lora_fused(
     *,
     adapter_enabled: Tensor | None = None,
     num_experts: int | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """All three stages in one operator: rows are sorted once, and nothing between is allocated.
 
@@ -261,7 +283,7 @@ def moe_lora_fused(
         Gate and up factors, gate rows of `gate_up_b` first.
     down_a, down_b : Tensor, shapes (max_loras, E or 1, R, I) and (max_loras, E or 1, K, R)
         Down factors; their R may differ.
-    weight_indices, lora_ranks, scalings, adapter_enabled, num_experts
+    weight_indices, lora_ranks, scalings, adapter_enabled, num_experts, batch_invariant
         As in the stages.
     output : Tensor, shape (M, K)
         Added to in place; tokens without an adapter keep their bits.
@@ -293,7 +315,14 @@ def moe_lora_fused(
         scalings,
     )
     factors = ([gate_up_a], [gate_up_b], [down_a], [down_b])
-    run(operators.moe_lora_fused.default, output, x, *factors, *who)
+    run(
+        operators.moe_lora_fused.default,
+        output,
+        x,
+        *factors,
+        *who,
+        *invariant_or_absent(batch_invariant),
+    )
     return output
 
 
@@ -313,6 +342,8 @@ def run_moe_lora(
     down_a_buffer: Tensor,
     down_b_buffer: Tensor,
     output: Tensor,
+    *,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Add SGLang's adapter MLP to the output of a base MoE layer, in place.
 
@@ -337,6 +368,8 @@ def run_moe_lora(
         Expand factors of down.
     output : Tensor, shape (M, K)
         The base layer's output. Tokens without an adapter keep their bits.
+    batch_invariant : bool
+        As in `fused_moe_lora_gemm`.
 
     Returns
     -------
@@ -357,7 +390,8 @@ def run_moe_lora(
     info = moe_lora_info
     adapters = (info.weight_indices, info.lora_ranks)
     enabled = info.adapter_enabled
-    if should_use_fused_kernel(hidden_states.size(0), topk_ids.size(1)):
+    few = should_use_fused_kernel(hidden_states.size(0), topk_ids.size(1))
+    if few or batch_invariant or is_batch_invariant():
         return moe_lora_fused(
             hidden_states,
             topk_ids,
@@ -370,6 +404,7 @@ def run_moe_lora(
             info.scalings,
             output,
             adapter_enabled=enabled,
+            batch_invariant=batch_invariant,
         )
     # All four say together how many experts there are; rows that no stage writes, none reads.
     buffers = (gate_up_a_buffer, gate_up_b_buffer, down_a_buffer, down_b_buffer)

@@ -3,7 +3,8 @@
 To install moelora is all: vLLM finds `register` among the entry points of the group
 `vllm.general_plugins` and calls it in every process. From then on each unquantised MoE layer that
 vLLM gives to its Triton experts runs `moelora.fused_experts_lora`, with adapters and without, and
-every other layer runs as before. `MOELORA_VLLM=0` in the environment turns it off.
+every other layer runs as before. `MOELORA_VLLM=0` in the environment turns it off; under vLLM's
+VLLM_BATCH_INVARIANT every call is batch invariant.
 
 A layer that is not supported runs vLLM's own path, and the log, `vllm.moelora`, says why, once for
 each reason; `TritonExpertsWithLoRA.reason_against` has them.
@@ -73,7 +74,12 @@ def _install() -> None:
     place here too: it would wrap `add_lora_w13` and `add_lora_w2` of `PunicaWrapperGPU`, where
     vLLM's experts classes, the quantised ones included, meet.
     """
+    from vllm import envs
+
+    from moelora import set_batch_invariant
     from moelora.integrations.vllm import adapters, experts
 
+    if envs.VLLM_BATCH_INVARIANT:
+        set_batch_invariant(True)
     adapters.install()
     experts.install()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import vllm.envs as envs
 from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.oracle import unquantized
@@ -63,8 +62,6 @@ class TritonExpertsWithLoRA(TritonExperts):
             return f"there is no activation {activation.value!r}"
         if isinstance(arguments := self._activation(activation), str):
             return arguments
-        if envs.VLLM_BATCH_INVARIANT:
-            return "VLLM_BATCH_INVARIANT is set, and kernels are chosen by the batch's size"
         if ctx is not None and ctx.fully_sharded:
             return "the adapters are fully sharded"
         if ctx is not None and activation.value == "swigluoai" and len(ctx.w13_lora_a_stacked) > 1:

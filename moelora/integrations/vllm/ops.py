@@ -11,7 +11,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moelora.call import absent_tensor, enabled_or_absent, operators, or_absent, run, typed
+from moelora.call import (
+    absent_tensor,
+    enabled_or_absent,
+    invariant_or_absent,
+    operators,
+    or_absent,
+    run,
+    typed,
+)
 from moelora.delta import known_experts, one_expert
 
 UNLIMITED = 2**31 - 1
@@ -126,6 +134,7 @@ def fused_moe_lora(
     *,
     num_experts: int | None = None,
     gather: Callable[[Tensor], Tensor] | None = None,
+    batch_invariant: bool = False,
 ) -> None:
     """vLLM's `fused_moe_lora`: adds the adapters' part of one projection to `output`, in place.
 
@@ -183,6 +192,8 @@ def fused_moe_lora(
     gather : function from Tensor to Tensor, optional
         For `fully_sharded`: takes (slices, M, top_k, R) and returns all ranks of the adapter, for
         instance vLLM's `tensor_model_parallel_all_gather`.
+    batch_invariant : bool
+        As in `fused_moe_lora_gemm`.
 
     Raises
     ------
@@ -244,14 +255,15 @@ def fused_moe_lora(
         num_experts,
         shrink_block_size_m,
     )
-    finish = (mul_routed_weight, add_inputs, offset)
+    last = invariant_or_absent(batch_invariant)
+    finish = (mul_routed_weight, add_inputs, offset, *last)
     x = qcurr_hidden_states
     if not fully_sharded:
         op = operators.fused_moe_lora.default
         run(op, output, x, a, b, *who, *finish)
         return
     h = x.new_zeros((len(a), *topk_weights.shape, max_lora_rank))
-    run(operators.fused_moe_lora_shrink.default, h, x, a, *who)
+    run(operators.fused_moe_lora_shrink.default, h, x, a, *who, *last)
     h = _gathered(h, gather)
     run(operators.fused_moe_lora_expand.default, output, h, b, *who, *finish)
 
@@ -288,6 +300,8 @@ def fused_moe_lora_shrink(
     mul_routed_weight: bool = False,
     use_gdc: bool = False,
     use_tma: bool = False,
+    *,
+    batch_invariant: bool = False,
 ) -> None:
     """The first half of `fused_moe_lora`: `a_intermediate_cache1[slice, m, j] = x A[slice]^T`.
 
@@ -312,6 +326,8 @@ def fused_moe_lora_shrink(
         As in `fused_moe_lora`.
     device, EM, block_size_n, ..., split_k, mul_routed_weight, use_gdc, use_tma
         Of vLLM's kernels; they choose nothing here.
+    batch_invariant : bool
+        As in `fused_moe_lora`.
 
     Raises
     ------
@@ -355,7 +371,14 @@ def fused_moe_lora_shrink(
         block_size_m,
     )
     op = operators.fused_moe_lora_shrink.default
-    run(op, a_intermediate_cache1, qcurr_hidden_states, a, *who)
+    run(
+        op,
+        a_intermediate_cache1,
+        qcurr_hidden_states,
+        a,
+        *who,
+        *invariant_or_absent(batch_invariant),
+    )
 
 
 @typed

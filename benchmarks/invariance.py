@@ -1,0 +1,393 @@
+"""Does a row's result depend on its batch? Differing bits of random compositions, and the cost.
+
+    python -m benchmarks.invariance --out benchmarks/results/h200-invariance.json
+    python -m benchmarks.invariance --device cpu --compositions 200 --no-cost
+    python -m benchmarks.invariance --only "layer bf16" --compositions 500
+
+A pool has some hundred tokens: input, experts, weights, adapter, of ranks from 1 to 128 or none. A
+composition is a batch of 1 to 8192 of them, in any order, some of them several times. Every
+operator runs it; each row has to have the bits that its token has when all tokens of the pool are
+one batch. Rows of the file, of which `differing` elements do not:
+
+    mode     invariant, or default: there they differ, or else nothing would be shown
+    path     own: the kernels of this device; cc80: those of every GPU since Ampere
+    forced   a kernel variant that plans were told to use where they can; "": none
+    against  another path instead of the same one, which no promise is about
+
+`cost` has the layer of `python -m moelora bench` in both modes. The exit status is 1 if a bit
+differs in the mode.
+"""
+
+import argparse
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import moelora
+from benchmarks.grid.adapters import TILES, factors
+from benchmarks.grid.alignment import align_lists
+from benchmarks.grid.calls import DTYPES
+from benchmarks.grid.quantised import FORMATS, packed
+from benchmarks.problems import Problem, Spec
+from moelora import _C
+from moelora.bench import baselines, harness, results, shapes
+from moelora.bench.command import GraphTimer
+
+MOST = {"cuda": 8192, "cpu": 96}  # tokens of a composition
+POOL = {"cuda": 640, "cpu": 48}
+EDGES = (1, 2, 3, 4, 5, 8, 16, 17, 64, 128, 256, 512, 1024, 4096)
+EVERY = Spec(top_k=3, experts=8, hidden=512, inter=256, mix="half_base", bias=True)
+SHAPES = {
+    "layer": replace(EVERY, ranks=(1, 8, 33, 128, 16, 64)),
+    "narrow": replace(EVERY, top_k=8, experts=32, hidden=1024, inter=384, ranks=(16, 8)),
+    "few experts": replace(EVERY, top_k=1, experts=2, hidden=576, inter=320, ranks=(40, 64)),
+    "deep": replace(EVERY, top_k=2, experts=4, hidden=4160, inter=136, ranks=(16, 128)),
+    "wide": replace(EVERY, top_k=2, experts=4, hidden=136, inter=4224, ranks=(24, 32)),
+    "one slice": replace(EVERY, slices=1, activation="gelu", ranks=(64, 5)),
+    "unaligned": replace(EVERY, hidden=100, inter=36, ranks=(5, 16)),
+    "qwen3": replace(EVERY, top_k=8, experts=16, hidden=2048, inter=768, ranks=(16, 64)),
+    "mixtral": replace(EVERY, top_k=2, experts=2, hidden=4096, inter=3584, ranks=(16, 64)),
+}
+QUANTISED = replace(EVERY, experts=6, hidden=320, inter=192, ranks=(16, 64, 3))
+VLLM = replace(EVERY, experts=12, hidden=1160, inter=192, ranks=(32, 32, 32), bias=False)
+VLLM = replace(VLLM, pass_ranks=False, scalings=False)
+SGLANG = replace(EVERY, slices=1, hidden=264, inter=136, ranks=(64, 17, 3), bias=False)
+COST = {"qwen3": 128, "mixtral": 8, "dsv2lite": 64}
+TOKENS = (1, 2, 4, 16, 64, 256, 1024, 4096, 16384)
+
+Operator = Callable[[Problem, Tensor, bool], Tensor]  # of a composition: its problem, the index
+
+
+# ---- operators: a row of the result for each token ----
+
+
+def layer(p: Problem, _: Tensor, invariant: bool, **weights) -> Tensor:
+    return moelora.fused_experts_lora(**p.kwargs() | weights, batch_invariant=invariant)
+
+
+def gemm(which: str, p: Problem, _: Tensor, invariant: bool, **weights) -> Tensor:
+    arguments = p.gemm_kwargs(which, which == "w2") | weights
+    return moelora.fused_moe_lora_gemm(**arguments, batch_invariant=invariant)
+
+
+def delta(which: str, p: Problem, _: Tensor, invariant: bool) -> Tensor:
+    run = {"w13": moelora.moe_lora_gate_up_delta, "w2": moelora.moe_lora_down_delta}[which]
+    arguments = p.gemm_kwargs(which, which == "w2")
+    del arguments["w"], arguments["bias"]
+    return run(**arguments, num_experts=p.w13.size(0), batch_invariant=invariant)
+
+
+def vllm(base: Tensor, block: int, p: Problem, index: Tensor, invariant: bool) -> Tensor:
+    """Its `fused_moe_lora` onto `base`, by lists of blocks or, of block 0, without."""
+    a, b = factors(p, "w13")
+    out, slots, experts = base[index], len(p.spec.ranks), p.w13.size(0)
+    who, active = (None, p.topk_ids.reshape(-1), None), None
+    if block:
+        active = torch.arange(slots, dtype=torch.int32, device=out.device)
+        fill = (p.topk_ids.numel(), -1, 0)
+        routing = (p.topk_ids, p.token_lora_mapping, experts, slots)
+        who = align_lists(*routing, block, active, fill)
+    tiles = (block or 16, *TILES)
+    moelora.fused_moe_lora(
+        *(out, p.hidden_states, a, b, p.topk_weights, *who, p.token_lora_mapping, a[0].size(2)),
+        *(p.topk_ids.size(1), active, slots if block else None, None, *tiles, *tiles),
+        num_experts=experts,
+        batch_invariant=invariant,
+    )
+    return out
+
+
+def sglang(base: Tensor, p: Problem, index: Tensor, invariant: bool) -> Tensor:
+    info = moelora.MoELoRABatchInfo(p.token_lora_mapping, p.lora_ranks, p.lora_scalings, None)
+    both = (p.w13_lora_a, p.w13_lora_b, p.w2_lora_a, p.w2_lora_b)
+    who = (p.hidden_states, p.topk_ids, p.topk_weights, info)
+    return moelora.run_moe_lora(*who, *both, base[index], batch_invariant=invariant)
+
+
+# ---- pools ----
+
+
+@dataclass
+class Pool:
+    """Tokens, and what is run on them."""
+
+    name: str
+    format: str
+    problem: Problem
+    operators: dict[str, Operator]
+
+    def compose(self, index: Tensor) -> Problem:
+        """The problem of these tokens, in this order."""
+        p = self.problem
+        rows = p.rows.unflatten(0, (-1, p.spec.top_k))[index].flatten(0, 1)
+        per_token = ("hidden_states", "topk_weights", "topk_ids", "token_lora_mapping")
+        return replace(p, **{name: getattr(p, name)[index] for name in per_token}, rows=rows)
+
+
+def base_product(p: Problem, *columns: int) -> Tensor:
+    make = torch.Generator(p.w13.device).manual_seed(5)
+    shape = (p.topk_ids.size(0), *columns)
+    return torch.randn(shape, generator=make, device=p.w13.device).to(p.w13.dtype)
+
+
+def pools(device: str) -> Iterator[tuple[str, Callable[[], Pool]]]:
+    """Every pool as (name, how to make it)."""
+
+    def build(spec: Spec) -> Problem:
+        return replace(spec, tokens=POOL[device]).build().to(device)
+
+    def own(name: str, spec: Spec) -> Pool:
+        names = {f"{o} {w}": partial(f, w) for o, f in (("gemm", gemm), ("delta", delta))
+                 for w in ("w13", "w2")}  # fmt: skip
+        return Pool(name, "native", build(spec), {"layer": layer, **names})
+
+    def quantised(name: str, format: str, spec: Spec) -> Pool:
+        p = build(spec)
+        w13 = packed(p.w13, format, "concatenated", 1)
+        w2 = packed(p.w2, format, None, 2)
+        operators = {"layer": partial(layer, w13=w13, w2=w2), "gemm w2": partial(gemm, "w2", w=w2)}
+        return Pool(name, format, p, operators)
+
+    def engines(name: str, listed: Spec, mlp: Spec) -> Iterator:
+        def of_vllm() -> Pool:
+            p = build(listed)
+            base = base_product(p, p.spec.top_k, p.w13.size(1))
+            blocks = {"naive": 0, "lists of 16": 16, "lists of 64": 64}
+            return Pool(name, "native", p, {
+                f"fused_moe_lora, {how}": partial(vllm, base, block)
+                for how, block in blocks.items()
+            })  # fmt: skip
+
+        def of_sglang() -> Pool:
+            p = build(mlp)
+            base = base_product(p, p.spec.hidden)
+            return Pool(name, "native", p, {"run_moe_lora": partial(sglang, base)})
+
+        yield f"vllm {name}", of_vllm
+        yield f"sglang {name}", of_sglang
+
+    for word, dtype in DTYPES[device].items():
+        for shape, spec in SHAPES.items():
+            yield f"{shape} {word}", partial(own, word, replace(spec, dtype=dtype))
+        yield from engines(word, replace(VLLM, dtype=dtype), replace(SGLANG, dtype=dtype))
+        for format in FORMATS if dtype != torch.float32 else ():
+            spec = replace(QUANTISED, dtype=dtype)
+            yield f"{format} {word}", partial(quantised, word, format, spec)
+
+
+# ---- compositions ----
+
+
+def draw(rng: random.Random, size: int, most: int) -> list[int]:
+    """Tokens of a pool of `size`: all different, or any, or one again and again."""
+    tokens = round(math.exp(rng.random() * math.log(most)))
+    if rng.random() < 0.3:
+        tokens = min(rng.choice(EDGES), most)
+    how = rng.random()
+    if how < 0.4 and tokens <= size:
+        return rng.sample(range(size), tokens)
+    few = range(size) if how < 0.8 else rng.sample(range(size), rng.choice((1, 2, 5, 20)))
+    return rng.choices(few, k=tokens)
+
+
+def bits(t: Tensor) -> Tensor:
+    return t.contiguous().view({2: torch.int16, 4: torch.int32}[t.element_size()]).flatten(1)
+
+
+@dataclass
+class Count:
+    """Of one operator: elements of base rows and of rows with an adapter that differ."""
+
+    compositions: int = 0
+    elements: int = 0
+    differing: Tensor | int = 0
+
+    def add(self, y: Tensor, want: Tensor, adapted: Tensor) -> None:
+        other = (bits(y) != bits(want)).sum(dim=1)
+        self.compositions += 1
+        self.elements += y.numel()
+        kinds = torch.stack((~adapted, adapted))
+        self.differing = self.differing + (other * kinds).sum(dim=1)
+
+    def row(self) -> dict:
+        base, adapted = self.differing.tolist()
+        return {
+            "compositions": self.compositions,
+            "elements": self.elements,
+            "differing": base + adapted,
+            "differing_base": base,
+        }
+
+
+class Prover:
+    """Runs compositions of one pool, and compares their rows with those of all tokens at once."""
+
+    def __init__(self, pool: Pool, device: str, seed: int = 0):
+        self.pool, self.device, self.rng = pool, device, random.Random(seed)
+        self.adapted = pool.problem.token_lora_mapping >= 0
+        self.size = self.adapted.numel()
+
+    def reference(self) -> dict[str, Tensor]:
+        everyone = torch.arange(self.size, device=self.device)
+        return {n: run(self.pool.problem, everyone, True) for n, run in self.pool.operators.items()}
+
+    def count(self, want: dict[str, Tensor], compositions: int, invariant=True) -> dict[str, Count]:
+        counts = {name: Count() for name in want}
+        for _ in range(compositions):
+            tokens = draw(self.rng, self.size, MOST[self.device])
+            index = torch.tensor(tokens, device=self.device)
+            p = self.pool.compose(index)
+            for name, run in self.pool.operators.items():
+                counts[name].add(run(p, index, invariant), want[name][index], self.adapted[index])
+        return counts
+
+
+def forced(pool: Pool, device: str) -> list[str]:
+    """Variants that plans of this pool may use: of its dtype and format, or of ids. A CPU has one
+    set of instructions, and with it one row of each dtype."""
+    (word,) = {n for n, d in DTYPES["cpu"].items() if d == pool.problem.spec.dtype}
+    others = {"mxfp4", "int4"} - {pool.format.split()[0]}
+    return [
+        name
+        for name in _C.usable()
+        for parts in [name.split("_")]
+        if device == "cuda" and "_sm" in name
+        if parts[1] in (word, "i32") and not others & set(parts)
+    ]
+
+
+def prove(pool: Pool, name: str, device: str, compositions: int, again: int, seed: int) -> Iterator:
+    """Rows of the file for one pool."""
+    prover = Prover(pool, device, seed)
+
+    def rows(counts: dict[str, Count], **what) -> Iterator[dict]:
+        for operator, count in counts.items():
+            if not count.compositions:
+                continue
+            head = {"pool": name, "operator": operator, "format": pool.format}
+            yield head | {"mode": "invariant", "path": "own", "forced": ""} | what | count.row()
+
+    own = prover.reference()
+    yield from rows(prover.count(own, compositions))
+    yield from rows(prover.count(own, again, invariant=False), mode="default")
+    for variant in forced(pool, device):
+        _C.force_variant(variant)
+        try:
+            yield from rows(prover.count(own, again), forced=variant)
+        finally:
+            _C.force_variant(None)
+    if device == "cpu":
+        return
+    _C.limit_capability(80)
+    try:
+        portable = prover.reference()
+        yield from rows(prover.count(portable, compositions // 4 + 1), path="cc80")
+        counts = {n: Count() for n in own}
+        for n, count in counts.items():
+            count.add(portable[n], own[n], prover.adapted)
+        yield from rows(counts, path="cc80", against="own")
+    finally:
+        _C.limit_capability(0)
+
+
+def promised(row: dict) -> bool:
+    return row["mode"] == "invariant" and "against" not in row
+
+
+# ---- cost ----
+
+
+@torch.no_grad()
+def cost(models: dict[str, int], tokens: tuple, ranks: list[int], budget_ms: float) -> Iterator:
+    """The layer in both modes, replays of CUDA graphs in turn."""
+    timer, generator = GraphTimer(), torch.Generator("cuda").manual_seed(1234)
+    for key in models:
+        stack = baselines.Layer(shapes.find(key)[1], "bf16", ranks, 8, generator)
+        found, _ = baselines.baselines_of(stack, ["invariant"], baselines.Options())
+        situation = harness.Situation(key, 1, "many", "uniform")
+        bench = harness.Bench(stack, found, situation, timer, budget_ms)
+        for count in tokens:
+            for row in bench.measure(count, generator):
+                head = {name: row[name] for name in ("model", "tokens", "rank")}
+                times = {
+                    f"{who}{end}_us": row[f"{who}{end}_us"]
+                    for who in ("ours", "ours_invariant")
+                    for end in ("", "_base")
+                }
+                yield head | times
+        del stack, found, bench
+
+
+def ratio(rows: list[dict], end: str, few: bool) -> float:
+    """Geometric mean of what the mode costs, up to 4 tokens or beyond."""
+    logs = [
+        math.log(row[f"ours_invariant{end}_us"] / row[f"ours{end}_us"])
+        for row in rows
+        if (row["tokens"] <= 4) == few
+    ]
+    return round(math.exp(sum(logs) / len(logs)), 4) if logs else math.nan
+
+
+# ---- command ----
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if _C.has_cuda() else "cpu")
+    parser.add_argument("--compositions", default=10000, type=int, help="over all pools")
+    parser.add_argument("--again", default=10, type=int, help="of each pool and forced variant")
+    parser.add_argument("--only", default="", help="pools whose names begin so, commas between")
+    parser.add_argument("--no-cost", action="store_true")
+    parser.add_argument("--budget-ms", default=20.0, type=float, help="per mode and case")
+    parser.add_argument("--seed", default=0, type=int)
+    parser.add_argument("--out", help="result file to write")
+    args = parser.parse_args(argv)
+    begin = tuple(args.only.split(","))
+    wanted = [(name, make) for name, make in pools(args.device) if name.startswith(begin)]
+    if not wanted:
+        parser.error(f"--only is {args.only!r}: no pool's name begins so")
+    started, rows = time.monotonic(), []
+    each = -(-args.compositions // len(wanted))
+    for name, make in wanted:
+        made = list(prove(make(), name, args.device, each, args.again, args.seed))
+        rows += made
+        bad = sum(row["differing"] for row in made if promised(row))
+        control = sum(row["differing"] for row in made if row["mode"] == "default")
+        paths = sum(row["differing"] for row in made if "against" in row)
+        print(f"{name}: {bad} differing, {control} in default mode, {paths} between paths",
+              flush=True)  # fmt: skip
+        for row in made:
+            if promised(row) and row["differing"]:
+                print(f"    {row}")
+    held = [row for row in rows if promised(row)]
+    differing = sum(row["differing"] for row in held)
+    summary = {
+        "compositions": each * len(wanted),
+        "calls": sum(row["compositions"] for row in held),
+        "elements": sum(row["elements"] for row in held),
+        "differing": differing,
+        "differing_by_default": sum(r["differing"] for r in rows if r["mode"] == "default"),
+    }
+    if args.device == "cuda" and not args.no_cost:
+        costs = list(cost(COST, TOKENS, [16, 64], args.budget_ms))
+        rows += costs
+        summary["cost"] = {
+            f"{'1-4' if few else '16-16384'} tokens{end.replace('_', ', ')}": ratio(costs, end, few)
+            for few in (True, False)
+            for end in ("", "_base")
+        }
+    print(summary)
+    if args.out:
+        results.write(args.out, rows, **summary, seconds=round(time.monotonic() - started))
+    return 1 if differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

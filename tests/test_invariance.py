@@ -1,0 +1,127 @@
+"""Batch invariance: a row has the bits that it has in any other batch."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from cases import Spec, same_bits
+from conftest import needs_gpu, on_gpu
+
+import moelora
+from benchmarks import invariance
+from moelora import _C
+
+
+def names(device):
+    return [name for name, _ in invariance.pools(device)]
+
+
+def prover(name, device):
+    pool = dict(invariance.pools(device))[name]()
+    return pool, invariance.Prover(pool, device)
+
+
+def differing(counts):
+    return {name: count.row()["differing"] for name, count in counts.items()}
+
+
+@pytest.mark.parametrize(
+    "device, name",
+    [("cpu", name) for name in names("cpu")] + [on_gpu("cuda", name) for name in names("cuda")],
+)
+def test_rows_of_random_compositions(device, name):
+    _, p = prover(name, device)
+    found = differing(p.count(p.reference(), 6 if device == "cpu" else 30))
+    assert found == dict.fromkeys(found, 0)
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["layer bf16", "narrow f16", "deep bf16", "vllm bf16"])
+@pytest.mark.parametrize("capability", [0, 80])
+def test_rows_of_every_variant(name, capability):
+    pool, p = prover(name, "cuda")
+    _C.limit_capability(capability)
+    try:
+        want = p.reference()
+        for variant in invariance.forced(pool, "cuda"):
+            _C.force_variant(variant)
+            found = differing(p.count(want, 4))
+            assert found == dict.fromkeys(found, 0), variant
+    finally:
+        _C.force_variant(None)
+        _C.limit_capability(0)
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_without_the_mode_they_differ():
+    _, p = prover("narrow bf16", "cuda")
+    assert all(differing(p.count(p.reference(), 40, invariant=False)).values())
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_a_function_that_torch_has_compiled():
+    p = Spec(tokens=300, hidden=256, inter=128, dtype=torch.bfloat16, mix="half_base").build()
+    p = p.to("cuda")
+    run = torch.compile(moelora.fused_experts_lora, fullgraph=True, dynamic=True)
+    for switch, option in ((True, {}), (False, {"batch_invariant": True})):
+        moelora.set_batch_invariant(switch)
+        try:
+            whole = run(**p.kwargs(), **option)
+            assert same_bits(run(**p.prefix(2).kwargs(), **option), whole[:2])
+        finally:
+            moelora.set_batch_invariant(False)
+
+
+def test_nonfinite_factors_stay_with_their_adapter(device):
+    p = Spec(tokens=9, hidden=128, inter=64, mix="half_base", dtype=torch.bfloat16).build()
+    p = p.to(device)
+    clean = moelora.fused_experts_lora(**p.kwargs(), batch_invariant=True)
+    carry = p.token_lora_mapping == 1
+    p.w13_lora_b[0][1] = float("inf")
+    p.w2_lora_a[1] = float("nan")
+    y = moelora.fused_experts_lora(**p.kwargs(), batch_invariant=True)
+    assert carry.any()
+    assert not carry.all()
+    assert not y[carry].isfinite().any()
+    assert same_bits(y[~carry], clean[~carry])
+
+
+def test_the_switch():
+    assert not moelora.is_batch_invariant()
+    moelora.set_batch_invariant()
+    try:
+        assert moelora.is_batch_invariant()
+        assert _C.is_batch_invariant()
+    finally:
+        moelora.set_batch_invariant(False)
+    assert not _C.is_batch_invariant()
+
+
+@pytest.mark.parametrize("value, on", [("1", True), ("0", False), ("", False)])
+def test_the_environment_sets_it_at_start(value, on):
+    code = "import moelora; print(moelora.is_batch_invariant())"
+    assert python(code, value).stdout == f"{on}\n"
+
+
+def test_what_is_no_switch_fails_every_operator():
+    code = """
+import torch, moelora
+ids = torch.zeros(1, 1, dtype=torch.int32)
+try:
+    moelora.fused_moe_lora_gemm(torch.ones(1, 8), torch.ones(1, 8, 8), ids.float(), ids)
+except ValueError as error:
+    print(error)
+"""
+    assert python(code, "yes").stdout == "MOELORA_BATCH_INVARIANT is 'yes', expected 0 or 1\n"
+
+
+def python(code, value):
+    env = os.environ | {"MOELORA_BATCH_INVARIANT": value}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=env, text=True, check=True, capture_output=True
+    )
