@@ -39,11 +39,13 @@ __device__ __forceinline__ const moelora_weights &weights_in_tiles(const DecodeP
 
 /* Bytes from a lane's values to what it copies of the scales, and behind them of the zeros. */
 __device__ __forceinline__ int offset_of_scales(moelora_format format, int slab) {
-  const int lane = threadIdx.x % 32, groups = moelora_tile_groups(format);
-  if (lane < 2 * groups)
-    return MOELORA_TILE_VALUES + slab * (32 * groups - kSlabValues);
-  if (moelora_has_zeros(format) && lane < 3 * groups)
-    return MOELORA_TILE_VALUES + 96 * groups + slab * (16 * groups - kSlabValues);
+  const int at = threadIdx.x % 32 * 16, groups = moelora_tile_groups(format);
+  const int scales = 16 * groups * moelora_scale_bytes(format); // of a slab
+  const int zeros = moelora_has_zeros(format) ? 16 * groups : 0;
+  if (at < scales)
+    return MOELORA_TILE_VALUES + slab * (scales - kSlabValues);
+  if (at < scales + zeros)
+    return MOELORA_TILE_VALUES + (kSlabsOfTile - 1) * scales + slab * (zeros - kSlabValues);
   return 0;
 }
 
