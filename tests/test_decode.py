@@ -4,14 +4,32 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import ACTIVATIONS, OAI, Problem, Spec, same_bits
+from cases import ACTIVATIONS, DTYPES, OAI, Problem, Spec, same_bits
 from checks import assert_close_to_ref, guarded_empty
+from conftest import CUDA_DTYPES, needs_gpu, on_gpu
+from quantized_cases import FORMATS, Quantised, build
 
 import moelora
 from moelora import _C
 from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "f16"}
+NATIVE, QUANTISED = "native", "quantised"
+
+
+def each(*forms: str):
+    """Every dtype of native weights, on every device; of others, which a CPU makes native, one."""
+    cpu = {form: DTYPES if form == NATIVE else CUDA_DTYPES[:1] for form in forms}
+    places = [
+        *((form, "cpu", dtype) for form in forms for dtype in cpu[form]),
+        *(on_gpu(form, "cuda", dtype) for form in forms for dtype in CUDA_DTYPES),
+    ]
+    return pytest.mark.parametrize("form, device, dtype", places)
+
+
+every_format = each(NATIVE, *FORMATS)
+native_and_not = each(NATIVE, QUANTISED)
+
 # Neither K nor I is a multiple of 16; three adapters, of which one is longer than a block of ranks.
 SMALL = Spec(tokens=4, top_k=3, experts=6, hidden=72, inter=40, ranks=(8, 16, 100))
 
@@ -49,41 +67,73 @@ SPECS = {
 
 
 @pytest.fixture(autouse=True)
-def in_one_launch(device_and_dtype):
-    """Plans take the one launch as far as it can, beyond where it is the fastest."""
-    device, dtype = device_and_dtype
-    if device == "cuda":
-        _C.force_variant(f"decode_{SHORT[dtype]}_sm80")
+def as_planned():
     yield
     _C.force_variant(None)
 
 
-def run(p: Problem, device: str, **kwargs) -> torch.Tensor:
+def made(spec: Spec, form: str, dtype: torch.dtype) -> Problem | Quantised:
+    """Quantised weights ask for sizes that are multiples of 32."""
+    if form == NATIVE:
+        return replace(spec, dtype=dtype).build()
+    return build(spec, FORMATS[form], dtype)
+
+
+def any_form(form: str, number: int) -> str:
+    """Of "quantised" a format, another one for the next number."""
+    return list(FORMATS)[number % len(FORMATS)] if form == QUANTISED else form
+
+
+def dense(p: Problem | Quantised) -> Problem:
+    return p.dense if isinstance(p, Quantised) else p
+
+
+def force(p: Problem | Quantised) -> None:
+    """Plans take the one launch as far as it can, beyond where it is the fastest."""
+    kernel = ""
+    if isinstance(p, Quantised):
+        kernel = "mxfp4_" if p.w13.format == "MXFP4" else "int4_"
+    _C.force_variant(f"decode_{SHORT[dense(p).spec.dtype]}_{kernel}sm80")
+
+
+def run(p: Problem | Quantised, device: str, **kwargs) -> torch.Tensor:
+    if device == "cuda":
+        force(p)
     y = moelora.fused_experts_lora(**p.to(device).kwargs(), **kwargs)
     assert device == "cpu" or "decode_" in _C.last_plan()
     return y
 
 
-def check(p: Problem, device: str) -> None:
-    ref = fused_experts_lora_ref(**p.kwargs())
-    out = guarded_empty(ref.shape, p.spec.dtype, device)
+def check(p: Problem | Quantised, device: str) -> None:
+    plain = dense(p)
+    ref = fused_experts_lora_ref(**plain.kwargs())
+    out = guarded_empty(ref.shape, plain.spec.dtype, device)
     y = run(p, device, out=out.tensor)
     out.check("out")
-    naive = naive_fused_experts_lora(**p.to(device).kwargs())
-    assert_close_to_ref(y, ref, naive, p.spec.dtype)
+    naive = naive_fused_experts_lora(**plain.to(device).kwargs())
+    assert_close_to_ref(y, ref, naive, plain.spec.dtype)
 
 
+@native_and_not
 @pytest.mark.parametrize("name", SPECS)
-def test_edge_cases(name, device_and_dtype):
-    device, dtype = device_and_dtype
-    check(replace(SPECS[name], dtype=dtype).build(), device)
+def test_edge_cases(name, form, device, dtype):
+    check(made(SPECS[name], any_form(form, list(SPECS).index(name)), dtype), device)
 
 
+@every_format
 @pytest.mark.parametrize("tokens", range(1, 9))
-def test_every_number_of_tokens(tokens, device_and_dtype):
-    device, dtype = device_and_dtype
-    for seed in range(3):
-        check(replace(SMALL, tokens=tokens, seed=seed, dtype=dtype).build(), device)
+def test_every_number_of_tokens(tokens, form, device, dtype):
+    for seed in range(3 if form == NATIVE else 1):
+        check(made(replace(SMALL, tokens=tokens, seed=seed), form, dtype), device)
+
+
+@each(*FORMATS)
+@pytest.mark.parametrize("hidden, inter", [(64, 1088), (1600, 32), (1184, 992), (2880, 96)])
+def test_depths_of_quantised_weights(hidden, inter, form, device, dtype):
+    """Spans of the warps that are longer than a pipeline and that are empty; tokens that fit shared
+    memory and that do not; depth that ends within a tile."""
+    spec = replace(SMALL, hidden=hidden, inter=inter, top_k=2, experts=3, ranks=(16, 8))
+    check(made(spec, form, dtype), device)
 
 
 @pytest.mark.parametrize(
@@ -92,20 +142,20 @@ def test_every_number_of_tokens(tokens, device_and_dtype):
     [(a, slices) for a in ACTIVATIONS for slices in (1, 2) if (a, slices) != ("relu2", 2)],
 )
 @pytest.mark.parametrize("inter", [8, 40, 136])
-def test_activations(activation, slices, inter, device_and_dtype):
-    device, dtype = device_and_dtype
+@native_and_not
+def test_activations(activation, slices, inter, form, device, dtype):
     spec = replace(SMALL, activation=activation, slices=slices, inter=inter, bias=True)
-    check(replace(spec, dtype=dtype).build(), device)
+    check(made(spec, any_form(form, inter // 8 + slices), dtype), device)
 
 
 @pytest.mark.parametrize("limit", [0.25, 1e30])
 @pytest.mark.parametrize(
     ("activation", "alpha"), [("silu", None), *((a, alpha) for a in OAI for alpha in (None, 0.5))]
 )
-def test_alphas_and_limits(activation, alpha, limit, device_and_dtype):
-    device, dtype = device_and_dtype
+@native_and_not
+def test_alphas_and_limits(activation, alpha, limit, form, device, dtype):
     spec = replace(SMALL, activation=activation, alpha=alpha, limit=limit, bias=True)
-    check(replace(spec, dtype=dtype).build(), device)
+    check(made(spec, any_form(form, 0), dtype), device)
 
 
 def unaligned(t: torch.Tensor) -> torch.Tensor:
@@ -115,60 +165,88 @@ def unaligned(t: torch.Tensor) -> torch.Tensor:
     return rows[..., 1:-2]
 
 
-def test_factors_need_no_alignment(device_and_dtype):
-    device, dtype = device_and_dtype
-    p = replace(SMALL, dtype=dtype).build()
-    aligned = run(p, device)
-    p.w13_lora_a, p.w13_lora_b = ([unaligned(t) for t in f] for f in (p.w13_lora_a, p.w13_lora_b))
-    p.w2_lora_a, p.w2_lora_b = unaligned(p.w2_lora_a), unaligned(p.w2_lora_b)
+@native_and_not
+def test_factors_need_no_alignment(form, device, dtype):
+    p = made(SMALL, any_form(form, 1), dtype)
+    aligned, d = run(p, device), dense(p)
+    d.w13_lora_a, d.w13_lora_b = ([unaligned(t) for t in f] for f in (d.w13_lora_a, d.w13_lora_b))
+    d.w2_lora_a, d.w2_lora_b = unaligned(d.w2_lora_a), unaligned(d.w2_lora_b)
     assert same_bits(run(p, device), aligned)
 
 
 @pytest.mark.parametrize("projection", ["w13", "w2"])
-def test_adapters_for_one_projection_only(projection, device_and_dtype):
-    device, dtype = device_and_dtype
-    p = replace(SMALL, mix="all_different", dtype=dtype).build()
-    check(replace(p, **{f"{projection}_lora_a": None, f"{projection}_lora_b": None}), device)
+@native_and_not
+def test_adapters_for_one_projection_only(projection, form, device, dtype):
+    p = made(replace(SMALL, mix="all_different"), any_form(form, 2), dtype)
+    setattr(dense(p), f"{projection}_lora_a", None)
+    setattr(dense(p), f"{projection}_lora_b", None)
+    check(p, device)
 
 
+@every_format
 @pytest.mark.parametrize("tokens", [2, 4, 8])
-def test_base_tokens_keep_their_bits(tokens, device_and_dtype):
+def test_base_tokens_keep_their_bits(tokens, form, device, dtype):
     """Whatever the adapters of the others hold."""
-    device, dtype = device_and_dtype
-    p = replace(SMALL, tokens=tokens, ranks=(8, 16), mix="half_base", dtype=dtype).build()
-    p.w13_lora_a[0][0] = float("inf")
-    p.w13_lora_b[1][1] = float("nan")
-    p.w2_lora_b[:] = float("nan")
+    p = made(replace(SMALL, tokens=tokens, ranks=(8, 16), mix="half_base"), form, dtype)
+    dense(p).w13_lora_a[0][0] = float("inf")
+    dense(p).w13_lora_b[1][1] = float("nan")
+    dense(p).w2_lora_b[:] = float("nan")
     mixed, base = run(p, device), run(p.base(), device)
-    is_base = p.token_lora_mapping.to(device) < 0
+    is_base = dense(p).token_lora_mapping.to(device) < 0
     assert same_bits(mixed[is_base], base[is_base])
     assert mixed[~is_base].isnan().any(dim=1).all()
 
 
-def test_hostile_neighbours_stay_with_their_tokens(device_and_dtype):
+@every_format
+def test_hostile_neighbours_stay_with_their_tokens(form, device, dtype):
     """A token sees neither the other tokens' inputs nor experts and adapters of theirs."""
-    device, dtype = device_and_dtype
-    p = replace(SMALL, tokens=2, top_k=2, ranks=(8, 16), mix="all_different", dtype=dtype).build()
-    p.topk_ids[:] = torch.tensor([[0, 1], [0, 2]])
+    p = made(replace(SMALL, tokens=2, top_k=2, ranks=(8, 16), mix="all_different"), form, dtype)
+    d = dense(p)
+    d.topk_ids[:] = torch.tensor([[0, 1], [0, 2]])
     expected = run(p, device)
-    p.hidden_states[1] = float("nan")
-    p.w13[2], p.w2[2] = float("nan"), float("inf")
-    p.w13_lora_a[0][1], p.w2_lora_b[1] = float("nan"), float("inf")
+    d.hidden_states[1] = float("nan")
+    if form == NATIVE:
+        d.w13[2], d.w2[2] = float("nan"), float("inf")
+    d.w13_lora_a[0][1], d.w2_lora_b[1] = float("nan"), float("inf")
     y = run(p, device)
     assert same_bits(y[0], expected[0])
     assert y[1].isnan().all()
 
 
-def test_same_inputs_same_bits(device_and_dtype):
-    device, dtype = device_and_dtype
-    p = replace(SMALL, tokens=8, hidden=520, inter=264, dtype=dtype).build()
+@every_format
+def test_same_inputs_same_bits(form, device, dtype):
+    p = made(replace(SMALL, tokens=8, hidden=520, inter=264), form, dtype)
     first = run(p, device)
     assert all(same_bits(run(p, device), first) for _ in range(5))
 
 
-def test_output_may_be_the_input(device_and_dtype):
-    device, dtype = device_and_dtype
-    p = replace(SMALL, hidden=520, dtype=dtype).build().to(device)
-    expected = moelora.fused_experts_lora(**p.kwargs())
-    moelora.fused_experts_lora(**p.kwargs(), out=p.hidden_states)
-    assert same_bits(p.hidden_states, expected)
+@native_and_not
+def test_output_may_be_the_input(form, device, dtype):
+    p = made(replace(SMALL, hidden=520), any_form(form, 3), dtype).to(device)
+    expected, x = run(p, device), dense(p).hidden_states
+    run(p, device, out=x)
+    assert same_bits(x, expected)
+
+
+@each("int4_g32_zp")
+@pytest.mark.parametrize("which", ["w13", "w2"])
+def test_tiles_may_lie_apart(which, form, device, dtype):
+    """Experts of a larger stack, and rows of tiles with a gap behind them."""
+    p = made(replace(SMALL, hidden=160, inter=96), form, dtype).to(device)
+    expected, weights = run(p, device), getattr(p, which)
+    experts, rows, depth, size = weights.data.shape
+    wide = weights.data.new_full((2 * experts, rows, depth + 1, size + 16), 255)
+    apart = wide[::2, :, :-1, :-16]
+    apart.copy_(weights.data)
+    assert same_bits(run(replace(p, **{which: replace(weights, data=apart)}), device), expected)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_formats_of_two_kernels_take_several_launches():
+    spec = replace(SMALL, tokens=1, hidden=128, inter=64)
+    for first, second in (("mxfp4", "int4_g32"), ("int4_channel", "mxfp4")):
+        p = build(spec, FORMATS[first], torch.bfloat16, FORMATS[second]).to("cuda")
+        force(p)
+        moelora.fused_experts_lora(**p.kwargs())
+        assert "decode_" not in _C.last_plan()

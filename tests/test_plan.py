@@ -79,10 +79,8 @@ def rows_of(table, kind):
 
 CUDA_ROWS = [Row(*row[:4], *map(int, row[4:])) for row in rows_of("csrc/cuda/variants.inc", "GEMM")]
 NATIVE_ROWS = [row for row in CUDA_ROWS if row.format == "NATIVE"]
-DECODE_ROWS = [
-    Row(name, dtype, "NATIVE", family)
-    for name, dtype, family in rows_of("csrc/cuda/variants.inc", "DECODE")
-]
+DECODE_ROWS = [Row(*row) for row in rows_of("csrc/cuda/variants.inc", "DECODE")]
+NATIVE_DECODE_ROWS = [row for row in DECODE_ROWS if row.format == "NATIVE"]
 ROWS = {row.name: row for row in CUDA_ROWS + DECODE_ROWS}
 
 
@@ -203,7 +201,7 @@ def test_forcing_a_variant(plan):
         for tokens in (1, 8):
             got = forced(row.name, ("cuda", 90), tokens=tokens, dtype=DTYPES[row.dtype])
             assert got == (row.name, row.block_m)
-    for name, dtype, *_ in DECODE_ROWS:
+    for name, dtype, *_ in NATIVE_DECODE_ROWS:
         kwargs = {"dtype": DTYPES[dtype]}
         assert forced(name, ("cuda", 90), tokens=8, **kwargs)[0] == name
         for shape in ({"tokens": 9, "top_k": 1}, {"tokens": 5, "top_k": 13}):
@@ -356,7 +354,8 @@ PAIRS = [(a, b) for a in ("native", "mxfp4", "int4_zp") for b in ("native", "mxf
 
 @pytest.fixture(scope="module")
 def quantised(answer):
-    """(row of w13, row of w2, kernels around them) of one layer, or the message of the refusal."""
+    """(row of w13, row of w2, kernels around them) of one layer in several launches, or the message
+    of the refusal."""
 
     def ask(device, w13, w2, *args, **problem):
         words = answer(device, "formats", w13, w2, *args, **problem)
@@ -378,7 +377,7 @@ def tile(row):
 @pytest.mark.parametrize("name", KERNELS)
 def test_tiles_of_quantised_weights(quantised, name, dtype):
     """Of 128 experts and top 8, of which each gets a sixteenth of the tokens."""
-    tiles = {1: 16, 64: 16, 65: 32, 416: 32, 417: 64, 704: 64, 705: 128, 131072: 128}
+    tiles = {5: 16, 64: 16, 65: 32, 416: 32, 417: 64, 704: 64, 705: 128, 131072: 128}
     short = f"gemm_{dtype.lower()}_{KERNELS[name]}"
     for tokens, rows in tiles.items():
         for capability in (80, 86, 90, 100, 120):
@@ -408,9 +407,28 @@ def test_projections_of_two_formats_share_an_alignment(answer, pair, capability,
         same = ("dtype", "family", "block_m", "cluster")
         assert [getattr(row, name) for name in same] == [getattr(of_w2, name) for name in same]
         assert row.family == ("SM90" if capability == 90 else "SM80")
-        one_launch = pair == ("native", "native") and tokens <= 2
+        one_launch = len({KERNELS.get(name, name) for name in pair}) == 1 and tokens <= 2
         assert (words[2] != "-") == one_launch
         assert one_launch == words[0].startswith("decode")
+
+
+@pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
+@pytest.mark.parametrize("name", KERNELS)
+def test_few_rows_of_quantised_weights_run_in_one_launch(answer, name, capability):
+    def first(w2=name, **problem):
+        return answer(("cuda", capability), "formats", name, w2, **problem).split()[0]
+
+    one = f"decode_bf16_{KERNELS[name]}_sm80"
+    for tokens, top_k in ((1, 8), (1, 64), (2, 8), (4, 8)):
+        assert first(tokens=tokens, top_k=top_k) == one
+        assert first(tokens=tokens, top_k=top_k, dtype="float16") == one.replace("bf16", "f16")
+    for other in ({"tokens": 5}, {"tokens": 4, "top_k": 9}, {"tokens": 1, "hidden": 2050}):
+        assert first(**other).startswith("gemm_"), other
+    for w2 in ("native", *KERNELS):
+        assert (first(w2, tokens=1) == one) == (KERNELS.get(w2) == KERNELS[name])
+    for row in DECODE_ROWS:
+        forced = first(tokens=8, env={"MOELORA_FORCE_VARIANT": row.name})
+        assert forced == (one if row.name == one else first(tokens=8))
 
 
 def test_a_tile_that_one_format_has_alone_is_no_choice_for_two(quantised):
@@ -432,7 +450,7 @@ def test_only_kernels_of_its_format_are_forced_on_a_layer(quantised, capability)
     for row in CUDA_ROWS + DECODE_ROWS:
         env = {"MOELORA_FORCE_VARIANT": row.name}
         got = quantised(gpu, "mxfp4", "int4_zp", tokens=2, env=env)
-        serves = row.dtype == "BF16" and row.format == "MXFP4"
+        serves = row in CUDA_ROWS and row.dtype == "BF16" and row.format == "MXFP4"
         if serves and row.family in ("SM80", f"SM{capability}"):
             assert got[0] == row and got[1].name == row.name.replace("mxfp4", "int4")
         else:

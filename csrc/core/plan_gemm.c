@@ -50,11 +50,29 @@ static const shape_bound w8a8_shapes[] = {
     {8, {16, 1}}, {26, {32, 1}}, {56, {64, 1}}, {112, {112, 1}}, {INT64_MAX, {112, 2}},
 };
 
-/* Up to so many tokens, and so many rows of more than one, one launch is the faster one: on an H200
- * by 4 to 12 % without adapters, by 2 to 8 % with some of rank 16 (of rank 64, two tokens of top-8
- * take 5 % longer). Where experts are narrow and more rows bring more adapters, the adapters at the
- * end of each CTA decide, and six launches win. */
-enum { FEW_TOKENS = 4, FEW_ROWS = 18 };
+/* Up to so many tokens, and so many rows of more than one, one launch is the faster one. */
+typedef struct few_bound {
+  moelora_format format;
+  int64_t tokens, rows;
+} few_bound;
+
+/* Natively, on an H200, by 4 to 12 % without adapters, by 2 to 8 % with some of rank 16 (of rank 64,
+ * two tokens of top-8 take 5 % longer). Where experts are narrow and more rows bring more adapters,
+ * the adapters at the end of each CTA decide, and seven launches win. With a quarter of the bytes
+ * launches weigh more. */
+static const few_bound few_bounds[] = {
+    {MOELORA_NATIVE, 4, 18},
+    {MOELORA_MXFP4, 4, 32},
+    {MOELORA_INT4, 4, 32},
+};
+
+static bool is_few(moelora_format format, const moelora_routes *routes) {
+  for (size_t i = 0; i < sizeof few_bounds / sizeof *few_bounds; i++)
+    if (few_bounds[i].format == format)
+      return routes->num_tokens == 1 || (routes->num_tokens <= few_bounds[i].tokens &&
+                                         routes->num_rows <= few_bounds[i].rows);
+  return false;
+}
 
 /* What a problem lets a CUDA kernel do, from shapes, strides and pointers of everything but
  * adapters: 16-byte accesses, boxes of 64 weight rows by TMA, the whole layer in one launch. */
@@ -334,13 +352,13 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                !(problem->w13.packed && moelora_is_gated(activation) &&
                  (moelora_is_interleaved(activation) || problem->intermediate % 64 != 0));
   access.halves = problem->w13.format == MOELORA_FP8_G64 || problem->w2.format == MOELORA_FP8_G64;
-  access.decode = !device->batch_invariant && access.vectors && access.format == MOELORA_NATIVE &&
-                  access.second == MOELORA_NATIVE && !problem->w13.packed && !problem->w2.packed &&
+  /* One kernel takes both projections, natively in rows. */
+  access.decode = !device->batch_invariant && access.vectors && access.format == access.second &&
+                  !problem->w13.packed && !problem->w2.packed &&
                   !problem->apply_router_weight_on_input &&
                   problem->routes.num_tokens <= MOELORA_DECODE_TOKENS &&
                   problem->routes.num_rows <= MOELORA_DECODE_ROWS;
-  access.few = access.decode && problem->routes.num_tokens <= FEW_TOKENS &&
-               (problem->routes.num_tokens == 1 || problem->routes.num_rows <= FEW_ROWS);
+  access.few = access.decode && is_few(access.format, &problem->routes);
   const moelora_variant *picked;
   const int64_t rows = moelora_rows_per_expert(&problem->routes);
   MOELORA_TRY(pick_variant(rows, problem->dtype, &access, device, &picked));

@@ -54,10 +54,10 @@ static const moelora_variant variants[] = {
    .block_k = BLOCK_K,                                                                             \
    .stages = STAGES,                                                                               \
    .cluster = CLUSTER},
-/* An item is 16 weight rows by 8 tokens; a warp has 256 of its depth in flight. */
-#define MOELORA_CUDA_DECODE(NAME, DTYPE, FAMILY)                                                   \
-  ROW(NAME, DTYPE, FAMILY, LAYER, .block_m = MOELORA_DECODE_TOKENS, .block_n = 16, .block_k = 256, \
-      .cluster = 1),
+/* An item is 16 weight rows by 8 tokens; a warp has 256 of its depth in flight, in tiles 768. */
+#define MOELORA_CUDA_DECODE(NAME, DTYPE, FORMAT, FAMILY)                                           \
+  ROW(NAME, DTYPE, FAMILY, LAYER, .format = MOELORA_##FORMAT, .block_m = MOELORA_DECODE_TOKENS,    \
+      .block_n = 16, .block_k = MOELORA_##FORMAT == MOELORA_NATIVE ? 256 : 768, .cluster = 1),
 #define MOELORA_CUDA_SORT(STEM, ITEMS)                                                             \
   ROW(sort_i32_##STEM, I32, SM80, SORT, .block_m = ITEMS, .cluster = 1),
 #define MOELORA_CUDA_SHRINK(STEM, METHOD, TILES, TEAMS, SPANS, TOKENS, CTAS, ELEMENTS)             \

@@ -26,133 +26,15 @@
  *
  * Tokens are columns, and columns do not mix: a token takes only what its experts and its adapter
  * add, whatever the neighbours' factors hold. */
-#include <cooperative_groups.h>
-
+#include "cuda/decode/epilogue.cuh"
 #include "cuda/decode/expand.cuh"
+#include "cuda/decode/grid.cuh"
 #include "cuda/launch/kernel_launch.cuh"
-#include "cuda/gemm/common/epilogue.cuh"
-#include "cuda/launch/warp.cuh"
 
 namespace decode {
 namespace {
 
-/* CTAs per SM. Memory that is half as fast needs half as much in flight, and portable code a few
- * registers more. */
-constexpr int kMostResident = 2;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr int kResident = 1;
-#else
-constexpr int kResident = kMostResident;
-#endif
-/* Floats between tokens and between warps of the partial sums: writes and reads of a warp cover all
- * banks. */
-constexpr int kTokenPitch = 20, kWarpPitch = 164;
-
-/* ---- the epilogue of an item ---- */
-
-__device__ __forceinline__ void store_partial(float *partial, const float (&total)[4]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-  for (int q = 0; q < 4; q++)
-    partial[warp * kWarpPitch + (lane % 4 * 2 + q % 2) * kTokenPitch + lane / 4 + 8 * (q / 2)] =
-        total[q];
-}
-
-template <class T> __device__ __forceinline__ float to_float(const void *data, int64_t at) {
-  return Element<T>::to_float(((const T *)data)[at]);
-}
-
-/* Adds the warps' sums up and writes the results of token `warp`, four lanes to two rows, of an
- * item that is not of W13. */
-template <class T>
-__device__ __forceinline__ void epilogue_shared(const DecodeParams &p, const Tables &t,
-                                                const WorkItem &item, const float *partial) {
-  const int lane = threadIdx.x % 32, token = threadIdx.x / 32, g = lane / 4, quarter = lane % 4;
-  const int kind = item.kind;
-  const moelora_experts_problem &problem = p.p;
-  float sum[2];
-  int output[2];
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const float *from = partial + 2 * quarter * kWarpPitch + token * kTokenPitch + g + 8 * half;
-    sum[half] = from[0] + from[kWarpPitch];
-    output[half] = output_of(p, item, g, half);
-  }
-  if (kind == W2 && problem.w2.bias)
-#pragma unroll 1
-    for (int u = quarter; u < t.active_experts; u += 4)
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-        if (t.row[u][token] >= 0 && output[half] < outputs_of(p, W2))
-          sum[half] +=
-              t.weight[u][token] *
-              to_float<T>(problem.w2.bias, t.expert[u] * problem.w2.bias_stride_e + output[half]);
-#pragma unroll
-  for (int half = 0; half < 2; half++)
-    sum[half] = quad_sum(sum[half]);
-  if (is_shrink(kind)) {
-    const RankTile r = ranks_of(p, t, kind, item.tile);
-    const moelora_factors &f = factors_of(p, kind);
-    if (quarter || !(t.segment_tokens[r.segment] >> token & 1))
-      return;
-    const int64_t row = t.row[t.segment_active[r.segment]][token];
-    T *to = (T *)p.xa[kind == SHRINK2] +
-            (row * f.num_slices + r.slice) * moelora_padded_rank(f.max_rank) + r.first + g;
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-      to[8 * half] = Element<T>::round(
-          r.first + 8 * half + g < r.rank ? t.own.scaling[token] * sum[half] : 0.f);
-    return;
-  }
-  if (quarter || token >= problem.routes.num_tokens)
-    return;
-#pragma unroll
-  for (int half = 0; half < 2; half++)
-    if (output[half] < outputs_of(p, W2))
-      ((T *)problem.out)[token * problem.out_stride + output[half]] = Element<T>::round(sum[half]);
-}
-
-/* Writes the outputs of a W13 item from the registers of its warp. */
-template <class T>
-__device__ __forceinline__ void epilogue_w13(const DecodeParams &p, const Tables &t,
-                                             const WorkItem &item, const float (&total)[4]) {
-  const moelora_experts_problem &problem = p.p;
-  const int lane = threadIdx.x % 32, active = item.active;
-  float bias[2] = {};
-  int output[2];
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    output[half] = output_of(p, item, lane / 4, half);
-    if (problem.w13.bias && output[half] < outputs_of(p, W13))
-      bias[half] = to_float<T>(problem.w13.bias, t.expert[active] * problem.w13.bias_stride_e +
-                                                     weight_row(p, W13, output[half], half));
-  }
-  const Activation activate(problem.activation);
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const int64_t row = t.row[active][lane % 4 * 2 + i];
-    if (row < 0)
-      continue;
-    const float sum[2] = {total[i] + bias[0], total[2 + i] + bias[1]};
-    T *to = (T *)p.h + row * problem.intermediate;
-    if (p.gated) {
-      if (output[0] < outputs_of(p, W13))
-        to[output[0]] = Element<T>::round(activate(sum[0], sum[1]));
-      continue;
-    }
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-      if (output[half] < outputs_of(p, W13))
-        to[output[half]] = Element<T>::round(sum[half] < 0.f ? 0.f : sum[half] * sum[half]);
-  }
-}
-
 /* ---- the kernel ---- */
-
-/* Of the warps' sums. Two, so that an item need not wait until those before it have been read. */
-struct Partials {
-  float sums[2][kWarps * kWarpPitch];
-};
 
 /* Cold state: what a thread asks for now and then, for registers are scarce. */
 struct ColdState {
@@ -160,12 +42,10 @@ struct ColdState {
   WorkItem item;    // at hand; of a shrink, the tile is its index
   float total[4];   // of it
   bool added, more; // to it: adapters; of it: spans
+  bool turn;        // of the partial sums
   WorkIterator work;
   OperandRows<2> next; // of the prefetch buffer
-  unsigned arrival;
-  bool waits;   // for the grid sync of that arrival
-  bool shrinks; // come or have come, and the CTA has not arrived behind them
-  bool turn;    // of the partial sums
+  GridSync sync;
 };
 
 /* total = the product of the item that `work` is at and moves on from. `add(total)` adds what
@@ -203,48 +83,6 @@ multiply_item(const DecodeParams &p, const Tables &t, WorkIterator &work, const 
   }
 }
 
-__device__ __forceinline__ void arrive(ColdState &cold) {
-  cold.arrival = cooperative_groups::this_grid().barrier_arrive();
-  cold.waits = true;
-}
-
-__device__ __forceinline__ void wait(ColdState &cold) {
-  if (cold.waits)
-    cooperative_groups::this_grid().barrier_wait(static_cast<unsigned &&>(cold.arrival));
-  cold.waits = false;
-}
-
-/* Tables and x, ready for the first item of W13. */
-__device__ __forceinline__ void begin_layer(const DecodeParams &p, Tables &t, TokenRows &tokens,
-                                            uint16_t *staged, ColdState &cold,
-                                            const Reading *agreed) {
-  const TokenRows x = stage_tokens((const uint16_t *)p.p.x, p.p.x_stride, p.p.routes.num_tokens,
-                                   (int)p.p.hidden, nullptr, staged);
-  if (threadIdx.x == 0) {
-    tokens = x;
-    deal_w13(p, t);
-  }
-  cold.shrinks = p.p.w13_lora.num_slices > 0;
-  if (cold.shrinks && (int)blockIdx.x < free_ctas(p)) {
-    cold.shrinks = false;
-    arrive(cold);
-  }
-  build_tables(t, p.p, p.tiles13, (int)((p.p.hidden + 15) / 16), agreed);
-  if (!agreed && threadIdx.x / 32 == kWarps - 1)
-    publish_reading(t, p.digests, p.reading);
-  copy_async_wait<0>();
-  __syncthreads();
-}
-
-/* From the reading that all agree on; rare enough not to take registers of the loop. */
-__device__ __noinline__ void begin_again(const DecodeParams &p, Tables &t, TokenRows &tokens,
-                                         uint16_t *staged, ColdState &cold) {
-  __syncthreads(); // all have seen that readings differ
-  if (threadIdx.x == 0)
-    t.agreed = true;
-  begin_layer(p, t, tokens, staged, cold, p.reading);
-}
-
 template <class T>
 __global__ void __launch_bounds__(kThreads, kResident)
     decode_layer(const __grid_constant__ DecodeParams p) {
@@ -254,26 +92,26 @@ __global__ void __launch_bounds__(kThreads, kResident)
   extern __shared__ __align__(16) uint16_t staged[];
   __shared__ TokenRows tokens;
   ColdState &cold = states[threadIdx.x];
-  cold.waits = cold.turn = false;
+  cold.sync.waits = cold.turn = false;
   if (threadIdx.x == 0)
     t.agreed = false;
-  begin_layer(p, t, tokens, staged, cold, nullptr);
+  begin_layer<false>(p, t, tokens, staged, cold.sync, nullptr);
 
   PrefetchBuffer buffer;
 #pragma unroll 1
   for (cold.projection = 0; cold.projection < 2; cold.projection++) {
     const int projection = cold.projection;
     if (projection)
-      cold.shrinks = p.p.w2_lora.num_slices > 0;
+      cold.sync.shrinks = p.p.w2_lora.num_slices > 0;
     WorkIterator work = {projection ? SHRINK2 : SHRINK13, 0, 0, 0};
     work.index = first_item(t, work.kind);
     open_item(p, t, work);
     start(p, t, work, buffer);
     if (projection) {
       prefetch_next(buffer);
-      wait(cold);
+      wait(cold.sync);
       if (is_there(t, work)) {
-        const TokenRows h = stage_tokens(p.h, p.p.intermediate, p.p.routes.num_rows,
+        const TokenRows h = stage_tokens<false>(p.h, p.p.intermediate, p.p.routes.num_rows,
                                          (int)p.p.intermediate, t.used, staged);
         if (threadIdx.x == 0)
           tokens = h;
@@ -283,7 +121,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
       copy_async_wait<0>();
       __syncthreads();
       if (t.differs) { /* the same in all CTAs, none of which has written to out yet */
-        begin_again(p, t, tokens, staged, cold);
+        begin_again<false>(p, t, tokens, staged, cold.sync);
         cold.projection = -1;
         continue;
       }
@@ -292,24 +130,24 @@ __global__ void __launch_bounds__(kThreads, kResident)
 #pragma unroll 1
     for (;;) {
       cold.item = item_of(p, work.kind, work.index);
-      if (!is_shrink(work.kind) && cold.shrinks) {
-        cold.shrinks = false;
-        arrive(cold);
+      if (!is_shrink(work.kind) && cold.sync.shrinks) {
+        cold.sync.shrinks = false;
+        arrive(cold.sync);
       }
       if (!is_there(t, work)) {
-        wait(cold);
+        wait(cold.sync);
         break;
       }
       float total[4];
-      prefetch_slabs(p, t, cold.item);
+      prefetch_slabs<false>(p, t, cold.item);
       multiply_item<T>(p, t, work, tokens, buffer, cold, total, [&](float (&total)[4]) {
         cold.next = buffer.next;
         cold.work = work;
         memcpy(cold.total, total, sizeof total);
         if (!is_shrink(cold.item.kind))
-          wait(cold);
+          wait(cold.sync);
         memcpy(total, cold.total, sizeof total);
-        expand<T>(p, t, cold.item, total);
+        expand<T, false>(p, t, cold.item, total);
         work = cold.work;
         buffer.next = cold.next;
       });
@@ -327,7 +165,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
       buffer.next = cold.next;
     }
     if (!cold.projection)
-      arrive(cold);
+      arrive(cold.sync);
   }
 }
 
@@ -375,7 +213,8 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem, const
   params.p = p;
   params.gated = moelora_is_gated(p.activation.kind);
   params.interleaved = moelora_is_interleaved(p.activation.kind);
-  const int64_t outputs = params.gated ? 8 : 16;
+  const moelora_format format = moelora_kernel_format(p.w13.format, p.w13.x);
+  const int64_t outputs = params.gated && format == MOELORA_NATIVE ? 8 : 16;
   params.tiles13 = (int32_t)((p.intermediate + outputs - 1) / outputs);
   params.most_shrinks13 =
       (int32_t)(p.routes.num_rows * p.w13_lora.num_slices * ((p.w13_lora.max_rank + 15) / 16));
@@ -394,6 +233,10 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem, const
   const int64_t items =
       active_experts * params.tiles13 > columns ? active_experts * params.tiles13 : columns;
   const int64_t work = items < kMostCtas ? items : kMostCtas;
+  if (format == MOELORA_MXFP4)
+    return launch_mxfp4(params, work, exec, fits);
+  if (format == MOELORA_INT4)
+    return launch_int4(params, work, exec, fits);
   return p.dtype == MOELORA_BF16
              ? launch_cooperative<decode_layer<__nv_bfloat16>>(
                    "decode_layer", work, kThreads, kStagedBytes, kResident, exec, fits, params)

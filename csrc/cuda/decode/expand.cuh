@@ -15,8 +15,9 @@ struct DoubleSlab {
   int first;                // of the two
 };
 
-/* visit(slab) for this warp's double slabs of an item; a shrink has none. */
-template <class Visit>
+/* visit(slab) for this warp's double slabs of an item; a shrink has none. Items of W13 belong to a
+ * warp, those of TILES to the warps that share a part of them. */
+template <bool TILES, class Visit>
 __device__ __forceinline__ void for_each_slab(const DecodeParams &p, const Tables &t,
                                               const WorkItem &item, Visit visit) {
   const int kind = item.kind;
@@ -24,7 +25,8 @@ __device__ __forceinline__ void for_each_slab(const DecodeParams &p, const Table
   if (is_shrink(kind) || f.num_slices == 0 || t.segments == 0)
     return;
   const int end = kind == W13 ? t.first_segment[item.active + 1] : t.segments;
-  int turn = kind == W13 ? 0 : threadIdx.x / 32;
+  const int sharing = TILES ? warps_of_part(p, kind) : kind == W13 ? 1 : kWarps;
+  int turn = (int)threadIdx.x / 32 & (sharing - 1);
 #pragma unroll 1
   for (int s = t.first_segment[item.active]; s < end; s++) {
     const int rank = rank_in(f, t.segment_rank[s]), slabs = (rank + 15) / 16;
@@ -32,7 +34,7 @@ __device__ __forceinline__ void for_each_slab(const DecodeParams &p, const Table
     for (int first = 0; first < slabs * f.num_slices; first += 2) {
       if (turn == 0)
         visit(DoubleSlab{s, rank, slabs, first});
-      turn = kind == W13 ? 0 : (turn + kWarps - 1) % kWarps;
+      turn = (turn + sharing - 1) & (sharing - 1);
     }
   }
 }
@@ -52,13 +54,16 @@ __device__ __forceinline__ LaneRanks lane_ranks(const moelora_factors &f, const 
 }
 
 /* They in B's row of g + 8 half; NULL where the slice has none. */
+template <bool TILES>
 __device__ __forceinline__ const uint16_t *slab_row(const DecodeParams &p, const Tables &t,
                                                     const WorkItem &item, const DoubleSlab &slab,
                                                     const LaneRanks &e, int half) {
   const int kind = item.kind;
   const moelora_factors &f = factors_of(p, kind);
-  const int output = output_of(p, item, threadIdx.x % 32 / 4, half);
-  const int64_t n = weight_row(p, kind, output, half) - e.slice * f.slice_n;
+  const int g = threadIdx.x % 32 / 4;
+  const int output = TILES ? item.tile * 16 + g + 8 * half : output_of(p, item, g, half);
+  const int64_t n =
+      weight_row(p, kind, output, TILES ? part_of_warp(p, kind) : half) - e.slice * f.slice_n;
   if (output >= outputs_of(p, kind) || n < 0 || n >= f.slice_n || e.left == 0)
     return nullptr;
   return factor_row<uint16_t>(f.b[e.slice], t.segment_adapter[slab.segment],
@@ -66,13 +71,14 @@ __device__ __forceinline__ const uint16_t *slab_row(const DecodeParams &p, const
          e.column;
 }
 
+template <bool TILES>
 __device__ __forceinline__ void prefetch_slabs(const DecodeParams &p, const Tables &t,
                                                const WorkItem &item) {
-  for_each_slab(p, t, item, [&](const DoubleSlab &slab) {
+  for_each_slab<TILES>(p, t, item, [&](const DoubleSlab &slab) {
     const LaneRanks e = lane_ranks(factors_of(p, item.kind), slab);
 #pragma unroll
     for (int half = 0; half < 2; half++)
-      if (const uint16_t *row = slab_row(p, t, item, slab, e, half))
+      if (const uint16_t *row = slab_row<TILES>(p, t, item, slab, e, half))
         prefetch_l2(row);
   });
 }
@@ -86,11 +92,11 @@ __device__ __forceinline__ uint4 keep_elements(uint4 v, int count) {
 }
 
 /* total += xa B^T for the tokens that carry each adapter. */
-template <class T>
+template <class T, bool TILES>
 __device__ __forceinline__ void expand(const DecodeParams &p, const Tables &t, const WorkItem &item,
                                        float (&total)[4]) {
   const int lane = threadIdx.x % 32, kind = item.kind, projection = kind == W2;
-  for_each_slab(p, t, item, [&](const DoubleSlab &slab) {
+  for_each_slab<TILES>(p, t, item, [&](const DoubleSlab &slab) {
     const moelora_factors &f = factors_of(p, kind);
     const LaneRanks e = lane_ranks(f, slab);
     const int active = t.segment_active[slab.segment], width = moelora_padded_rank(f.max_rank);
@@ -99,7 +105,7 @@ __device__ __forceinline__ void expand(const DecodeParams &p, const Tables &t, c
     uint32_t rows = 0; // bit of each half that some lane of the quad has ranks for
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const uint16_t *from = slab_row(p, t, item, slab, e, half);
+      const uint16_t *from = slab_row<TILES>(p, t, item, slab, e, half);
       b[half] = p.b_vectors[projection]
                     ? keep_elements(load_16<Read::CONSTANT>(from, from != nullptr), e.left)
                     : load_elements(from, from ? e.left : 0);

@@ -52,18 +52,23 @@ constexpr int kStagedBytes = 18 * 1024;
 
 /* Begins to copy rows, all or the `used` ones, to shared memory if they fit: a batch that asked
  * memory for its columns would wait each time, and a grid sync empties L1. Where eight rows lie an
- * odd number of 64 bytes apart, a block of them covers all banks. */
+ * odd number of 64 bytes apart, a block of them covers all banks; for TILES, whose rows ldmatrix
+ * reads to the end of a tile, an odd number of 16 bytes, with zeros behind the depth. */
+template <bool TILES>
 __device__ __forceinline__ TokenRows stage_tokens(const uint16_t *from, int64_t stride,
                                                   int64_t rows, int depth, const bool *used,
                                                   uint16_t *staged) {
-  const int pitch = (depth + 63) / 64 * 64 + 32;
+  const int padded = (depth + 63) / 64 * 64, pitch = padded + (TILES ? 8 : 32);
+  const int end = TILES ? padded : depth;
   if (rows * pitch * 2 > kStagedBytes)
     return {from, stride};
 #pragma unroll 1
   for (int row = 0; row < rows; row++)
 #pragma unroll 1
-    for (int k = used && !used[row] ? depth : threadIdx.x * 8; k < depth; k += kThreads * 8)
-      copy_async_16(shared_address(staged + row * pitch + k), from + row * stride + k, 16);
+    for (int k = used && !used[row] ? end : threadIdx.x * 8; k < end; k += kThreads * 8)
+      copy_async_16(shared_address(staged + row * pitch + k),
+                    from + row * stride + (TILES ? min(k, depth - 8) : k),
+                    TILES && k >= depth ? 0 : 16);
   copy_async_commit();
   return {staged, pitch};
 }

@@ -23,6 +23,12 @@ struct DecodeParams {
   uint16_t *xa[2];                 // [P, num_slices * padded rank]; of w13, of w2
 };
 
+/* decode_mxfp4.cu, decode_int4.cu: queues the kernel of a format on at most `work` CTAs. */
+moelora_status launch_mxfp4(const DecodeParams &params, int64_t work, const moelora_exec *exec,
+                            bool *fits);
+moelora_status launch_int4(const DecodeParams &params, int64_t work, const moelora_exec *exec,
+                           bool *fits);
+
 /* Where a warp is: the blocks [block, end) of an item that it has yet to begin. */
 struct WorkIterator {
   int kind, index, block, end;
@@ -169,6 +175,50 @@ __device__ __forceinline__ int64_t weight_row(const DecodeParams &p, int kind, i
     return output;
   return p.interleaved ? 2 * (int64_t)output + half : half * p.p.intermediate + output;
 }
+
+/* ---- items of weights in tiles: all of a CTA, 16 outputs ---- */
+
+/* Of W13, gated, half of the warps have the gate rows, the others the matching up rows. */
+__device__ __forceinline__ int warps_of_part(const DecodeParams &p, int kind) {
+  return kind == W13 && p.gated ? kWarps / 2 : kWarps;
+}
+
+__device__ __forceinline__ int part_of_warp(const DecodeParams &p, int kind) {
+  return (int)threadIdx.x / 32 / warps_of_part(p, kind);
+}
+
+/* Neighbouring tiles of depth of one part of an active expert. */
+struct TileSpan {
+  int active, part, first, tiles;
+};
+
+__device__ __forceinline__ int depth_tiles_of(const DecodeParams &p, int kind) {
+  return (depth_of(p, kind) + MOELORA_PACK - 1) / MOELORA_PACK;
+}
+
+/* Gives a warp its share of the item of `work`: of the tiles of all parts and active experts. */
+__device__ __forceinline__ void open_tiles(const DecodeParams &p, const Tables &t,
+                                           WorkIterator &work) {
+  const int parts = work.kind == W2 ? t.active_experts : p.gated ? 2 : 1;
+  const int tiles = depth_tiles_of(p, work.kind) * parts, warp = threadIdx.x / 32;
+  work.block = warp * tiles / kWarps;
+  work.end = (warp + 1) * tiles / kWarps;
+}
+
+/* What comes next of the item; no tiles where a warp has had all of its share. */
+__device__ __forceinline__ TileSpan tile_span_of(const DecodeParams &p, const WorkIterator &work) {
+  const int depth = depth_tiles_of(p, work.kind);
+  const int part = (int)((unsigned)work.block / (unsigned)depth);
+  TileSpan span = {part, 0, work.block - part * depth, 0};
+  if (work.kind == W13) {
+    span.active = item_of(p, W13, work.index).active;
+    span.part = part;
+  }
+  span.tiles = min(depth - span.first, work.end - work.block);
+  return span;
+}
+
+/* ---- rows of an item that is not in tiles ---- */
 
 /* Rows g and g + 8 of the item of `work`, at the depth where `span` begins. What lies behind the
  * last row repeats it: nobody looks at the sums. */

@@ -93,25 +93,32 @@ template <moelora_format FORMAT, class T> struct TileFragment {
   /* Of a tile in shared memory, for warp `warp` (0 to 3) of the four that share its rows. */
   __device__ __forceinline__ void load(uint32_t tile, int warp, moelora_format format) {
     const int lane = threadIdx.x & 31;
-    const uint4 v = load_shared_16(tile + (warp * 32 + lane) * 16);
-    words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
     const int place = warp * 8 + lane / 4; // of both rows' scales
+    const uint32_t at = tile + MOELORA_TILE_VALUES;
+    const int groups = moelora_tile_groups(format);
+    load(tile + (warp * 32 + lane) * 16,
+         at + place * (FORMAT == MOELORA_MXFP4 ? 4 : 4 * groups),
+         at + 128 * groups + place * 2 * groups, format);
+  }
+
+  /* Of this lane's words, its rows' scales and their zeros, wherever these lie in shared memory. */
+  __device__ __forceinline__ void load(uint32_t values, uint32_t scale, uint32_t zero,
+                                       moelora_format format) {
+    const uint4 v = load_shared_16(values);
+    words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
     if constexpr (FORMAT == MOELORA_MXFP4) {
-      const uint32_t exponents = load_shared_4(tile + MOELORA_TILE_VALUES + place * 4);
+      const uint32_t exponents = load_shared_4(scale);
       scales[0] = __byte_perm(exponents, 0, 0x4140) << (IS_BF16 ? 7 : 10);
       scales[1] = __byte_perm(exponents, 0, 0x4342) << (IS_BF16 ? 7 : 10);
     } else {
-      load_groups(tile + MOELORA_TILE_VALUES, place, format);
+      load_groups(scale, zero, format);
     }
   }
 
-  /* Scales and zero points of INT4. All its formats go the same way, without a branch: which bytes
+  /* Scales and zero points of INT4, anything where there are none. All its formats go the same way, without a branch: which bytes
    * count is in the selectors, which are the same for all tiles. */
-  __device__ __forceinline__ void load_groups(uint32_t at, int place, moelora_format format) {
+  __device__ __forceinline__ void load_groups(uint32_t at, uint32_t behind, moelora_format format) {
     const bool halves = moelora_tile_groups(format) == 2, has_zeros = moelora_has_zeros(format);
-    const int groups = halves ? 2 : 1;
-    const uint32_t behind = at + 128 * groups + place * 2 * groups; // anything without zero points
-    at += place * 4 * groups;
     // Where a row has one scale, that of r + 8 is in the same word.
     const uint32_t low = load_shared_4(at), high = load_shared_4(at + (halves ? 4 : 0));
     scales[0] = __byte_perm(low, 0, halves ? 0x3210 : 0x1010);

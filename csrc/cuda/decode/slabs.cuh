@@ -1,0 +1,273 @@
+/* Products of weights in tiles. A warp has a pipeline of its own in shared memory: the next slabs
+ * that it is to multiply, be they of the next item or of W2 behind W13, for neither depends on what
+ * the grid waits for. A slab is what 16 rows have of a tile of four-bit numbers, 64 of depth:
+ *
+ *   values [32 lanes] 16 bytes    as in the tile: a lane's share of operand A of four mma
+ *   scales [8][2 rows][groups]    as in the tile
+ *   zeros  [8][2 rows][groups]    as in the tile
+ */
+#ifndef MOELORA_CUDA_DECODE_SLABS_CUH
+#define MOELORA_CUDA_DECODE_SLABS_CUH
+
+#include "cuda/decode/product.cuh"
+#include "cuda/gemm/common/format.cuh"
+
+namespace decode {
+
+/* Slabs in flight: 104 KB of an SM with two CTAs, 50 KB of one where fewer items than CTAs leave it
+ * one; with them a CTA just fits the 99 KB of the smallest chips. */
+constexpr int kStages = 12;
+constexpr int kSlabsOfTile = 4, kSlabValues = MOELORA_TILE_VALUES / kSlabsOfTile;
+
+template <moelora_format FORMAT>
+constexpr int kSlabBytes = moelora_most_tile_bytes(FORMAT) / kSlabsOfTile;
+template <moelora_format FORMAT> constexpr int kPipelineBytes = kStages * kSlabBytes<FORMAT>;
+
+/* Where a warp's slabs come from; where they go is where the last one that it multiplied was. */
+struct SlabProducer {
+  WorkIterator work; // behind the span at hand
+  const char *from;  // this lane's 16 bytes of the values of the next slab
+  int64_t step;      // bytes to the slab behind it
+  int scales;        // from there to this lane's 16 bytes of what follows values; 0: none
+  int left;          // slabs of the span
+};
+
+__device__ __forceinline__ const moelora_weights &weights_in_tiles(const DecodeParams &p,
+                                                                   int kind) {
+  return kind == W13 ? p.p.w13 : p.p.w2;
+}
+
+/* Bytes from a lane's values to what it copies of the scales, and behind them of the zeros. */
+__device__ __forceinline__ int offset_of_scales(moelora_format format, int slab) {
+  const int at = threadIdx.x % 32 * 16, groups = moelora_tile_groups(format);
+  const int scales = 16 * groups * moelora_scale_bytes(format); // of a slab
+  const int zeros = moelora_has_zeros(format) ? 16 * groups : 0;
+  if (at < scales)
+    return MOELORA_TILE_VALUES + slab * (scales - kSlabValues);
+  if (at < scales + zeros)
+    return MOELORA_TILE_VALUES + (kSlabsOfTile - 1) * scales + slab * (zeros - kSlabValues);
+  return 0;
+}
+
+/* What a warp keeps of its producer in shared memory while a shrink needs the registers. */
+struct ParkedProducer {
+  WorkIterator work;
+  const char *from; // of lane 0
+  int left;
+};
+
+__device__ __forceinline__ void park(const SlabProducer &s, ParkedProducer &parked) {
+  if (threadIdx.x % 32 == 0)
+    parked = {s.work, s.from, s.left};
+  __syncwarp();
+}
+
+__device__ __forceinline__ void unpark(const DecodeParams &p, SlabProducer &s,
+                                       const ParkedProducer &parked) {
+  s.work = parked.work;
+  const moelora_weights &w = weights_in_tiles(p, s.work.kind);
+  s.from = parked.from + threadIdx.x % 32 * 16;
+  s.step = w.stride_kt;
+  s.scales = offset_of_scales(w.format,
+                              item_of(p, s.work.kind, s.work.index).tile % kSlabsOfTile);
+  s.left = parked.left;
+}
+
+/* To the next span that has slabs, if there is one. */
+__device__ __forceinline__ void open_span(const DecodeParams &p, const Tables &t, SlabProducer &s) {
+  while (s.left == 0 && is_there(t, s.work)) {
+    const TileSpan span = tile_span_of(p, s.work);
+    if (span.tiles == 0) {
+      s.work.index += gridDim.x;
+      if (s.work.kind == W13 && !is_there(t, s.work))
+        s.work.kind = W2, s.work.index = blockIdx.x;
+      open_tiles(p, t, s.work);
+      continue;
+    }
+    const moelora_weights &w = weights_in_tiles(p, s.work.kind);
+    const int tile = item_of(p, s.work.kind, s.work.index).tile, slab = tile % kSlabsOfTile;
+    s.from = (const char *)w.data + t.expert[span.active] * w.stride_e +
+             (tile / kSlabsOfTile + span.part * w.half_tiles) * w.stride_nt +
+             span.first * w.stride_kt + slab * kSlabValues + threadIdx.x % 32 * 16;
+    s.step = w.stride_kt;
+    s.scales = offset_of_scales(w.format, slab);
+    s.left = span.tiles;
+    s.work.block += span.tiles;
+  }
+}
+
+/* Begins to copy the next slab to `stage`. */
+__device__ __forceinline__ void produce(const DecodeParams &p, const Tables &t, SlabProducer &s,
+                                        uint32_t stage) {
+  if (s.left == 0)
+    open_span(p, t, s);
+  if (s.left > 0) {
+    const uint32_t to = stage + threadIdx.x % 32 * 16;
+    copy_async_16(to, s.from, 16);
+    // Scales of the other slabs of a tile are in the same 128 bytes.
+    copy_async_16(to + kSlabValues, s.from + s.scales, 16, s.scales != 0);
+    s.from += s.step;
+    s.left--;
+  }
+  copy_async_commit(); // also where nothing was left: groups are counted
+}
+
+/* A warp's stages, and which one is next. */
+template <moelora_format FORMAT> struct SlabPipeline {
+  uint32_t first, stage;
+
+  __device__ __forceinline__ void advance() {
+    stage += kSlabBytes<FORMAT>;
+    if (stage == first + kPipelineBytes<FORMAT>)
+      stage = first;
+  }
+};
+
+/* From the first item of W13 on. */
+template <moelora_format FORMAT>
+__device__ __forceinline__ void fill(const DecodeParams &p, const Tables &t, SlabProducer &s,
+                                     SlabPipeline<FORMAT> &pipeline) {
+  s.work = {t.items[W13] > (int)blockIdx.x ? W13 : W2, (int)blockIdx.x, 0, 0};
+  s.left = 0;
+  open_tiles(p, t, s.work);
+  pipeline.stage = pipeline.first;
+#pragma unroll 1
+  for (int i = 0; i < kStages; i++) {
+    produce(p, t, s, pipeline.stage);
+    pipeline.advance();
+  }
+}
+
+/* Brings to L2 what a warp copies next of its span, before a grid sync. */
+__device__ __forceinline__ void prefetch_next(const SlabProducer &s) {
+  const int lane = threadIdx.x % 32, scales = __shfl_sync(~0u, s.scales, 0);
+  const char *from = s.from - lane * 16;
+  if (lane / 4 < s.left)
+    prefetch_l2(from + lane / 4 * s.step + lane % 4 * 128);
+  if (lane < 8 && lane < s.left)
+    prefetch_l2(from + lane * s.step + scales);
+}
+
+/* ---- tokens ---- */
+
+/* 4 bytes, zeros if they are not `there`; the kernel itself may have written them. */
+__device__ __forceinline__ uint32_t load_4(const uint16_t *from, bool there) {
+  uint32_t v;
+  asm volatile("{\n"
+               ".reg .pred p;\n"
+               "setp.ne.b32 p, %2, 0;\n"
+               "mov.b32 %0, 0;\n"
+               "@p ld.global.b32 %0, [%1];\n"
+               "}"
+               : "=&r"(v)
+               : "l"(from), "r"((int)there)
+               : "memory");
+  return v;
+}
+
+/* A lane's share of operand B: of tokens in shared memory, where ldmatrix reads, else where it
+ * reads itself. */
+struct TokenColumns {
+  bool staged;
+  uint32_t shared;
+  const uint16_t *from;
+  int left; // of depth
+};
+
+__device__ __forceinline__ TokenColumns columns_of(const DecodeParams &p, const Tables &t, int kind,
+                                                   const TokenRows &tokens, const uint16_t *staged,
+                                                   const TileSpan &span) {
+  const int lane = threadIdx.x % 32, depth = span.first * MOELORA_PACK;
+  TokenColumns x;
+  x.staged = tokens.rows == staged;
+  const int token = x.staged ? lane % 8 : lane / 4, row = t.row[span.active][token];
+  // Whatever is in the columns of absent tokens stays there.
+  const int64_t at = (row < 0 ? 0 : kind == W13 ? token : row) * tokens.stride + depth;
+  x.shared = shared_address(staged) + ((uint32_t)at + lane / 8 * 8) * 2;
+  x.from = tokens.rows + at + lane % 4 * 2;
+  x.left = row < 0 ? 0 : depth_of(p, kind) - depth - lane % 4 * 2;
+  return x;
+}
+
+/* Columns 8 i + 2 (lane % 4) and the next of token lane / 4, for two i in a row; on to the next
+ * tile. */
+__device__ __forceinline__ void load_columns(TokenColumns &x, uint32_t (&b)[2][4]) {
+  if (x.staged) {
+    load_matrix_x4(b[0], x.shared);
+    load_matrix_x4(b[1], x.shared + 64);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      b[i / 4][i % 4] = load_4(x.from + 8 * i, 8 * i < x.left);
+  }
+  x.shared += MOELORA_PACK * 2;
+  x.from += MOELORA_PACK;
+  x.left -= MOELORA_PACK;
+}
+
+/* ---- products ---- */
+
+/* d += the slabs of a span, which are the next in the pipeline. Tokens are loaded a slab ahead. */
+template <class T, moelora_format FORMAT>
+__device__ __forceinline__ void multiply_slabs(const DecodeParams &p, const Tables &t,
+                                               moelora_format format, int slabs, TokenColumns &x,
+                                               SlabProducer &producer,
+                                               SlabPipeline<FORMAT> &pipeline, float (&d)[2][4]) {
+  const int lane = threadIdx.x % 32, groups = moelora_tile_groups(format);
+  const int scales = kSlabValues + lane / 4 * 2 * groups * moelora_scale_bytes(FORMAT);
+  const int zeros = kSlabValues + 32 * groups + lane / 4 * 2 * groups;
+  uint32_t next[2][4];
+  load_columns(x, next);
+#pragma unroll 1
+  for (;;) {
+    uint32_t b[2][4];
+    memcpy(b, next, sizeof b);
+    if (--slabs > 0)
+      load_columns(x, next);
+    copy_async_wait<kStages - 1>();
+    __syncwarp(); // scales are copied for each other
+    TileFragment<FORMAT, T> w;
+    w.load(pipeline.stage + lane * 16, pipeline.stage + scales, pipeline.stage + zeros, format);
+    __syncwarp(); // all have read
+    produce(p, t, producer, pipeline.stage);
+    pipeline.advance();
+    uint32_t a[4];
+    w.template dequantize<0>(a);
+    mma_16816<T>(d[0], a, &b[0][0]);
+    w.template dequantize<1>(a);
+    mma_16816<T>(d[1], a, &b[0][2]);
+    w.template dequantize<2>(a);
+    mma_16816<T>(d[0], a, &b[1][0]);
+    w.template dequantize<3>(a);
+    mma_16816<T>(d[1], a, &b[1][2]);
+    if (slabs == 0)
+      break;
+  }
+}
+
+/* total = this warp's share of the product of an item. */
+template <class T, moelora_format FORMAT>
+__device__ __forceinline__ void
+multiply_tiles(const DecodeParams &p, const Tables &t, const WorkItem &item, int index,
+               const TokenRows &tokens, const uint16_t *staged, SlabProducer &producer,
+               SlabPipeline<FORMAT> &pipeline, float (&total)[4]) {
+  const moelora_format format = weights_in_tiles(p, item.kind).format;
+  WorkIterator work = {item.kind, index, 0, 0};
+  open_tiles(p, t, work);
+#pragma unroll
+  for (int q = 0; q < 4; q++)
+    total[q] = 0.f;
+#pragma unroll 1
+  while (work.block < work.end) {
+    const TileSpan span = tile_span_of(p, work);
+    TokenColumns x = columns_of(p, t, item.kind, tokens, staged, span);
+    float d[2][4] = {};
+    multiply_slabs<T, FORMAT>(p, t, format, span.tiles, x, producer, pipeline, d);
+    add_weighted(t, item.kind, span.active, d, total);
+    work.block += span.tiles;
+  }
+}
+
+} // namespace decode
+
+#endif

@@ -1,0 +1,155 @@
+/* The layer of decode.cu with weights in tiles.
+ *
+ * Here items of W13 belong to a CTA, too: 16 outputs, of which, gated, four warps multiply the gate
+ * rows and four the up rows. The tiles of depth of an item are divided evenly among the warps that
+ * share it. Weights come through the pipelines of slabs.cuh, which never run empty between the
+ * start of the kernel and its last item; the shrinks beside them read A into registers as ever. */
+#ifndef MOELORA_CUDA_DECODE_TILES_CUH
+#define MOELORA_CUDA_DECODE_TILES_CUH
+
+#include "cuda/decode/epilogue.cuh"
+#include "cuda/decode/expand.cuh"
+#include "cuda/decode/grid.cuh"
+#include "cuda/decode/slabs.cuh"
+#include "cuda/launch/kernel_launch.cuh"
+
+namespace decode {
+namespace {
+
+/* A warp's share of a shrink item, if there is one. */
+__device__ __forceinline__ void open_shrink(const DecodeParams &p, WorkIterator &work) {
+  const int blocks = blocks_of(p, work.kind), warp = threadIdx.x / 32;
+  work.block = warp * blocks / kWarps;
+  work.end = (warp + 1) * blocks / kWarps;
+}
+
+/* total = the product of the shrink item that `work` is at and moves on from. */
+template <class T>
+__device__ __forceinline__ void
+multiply_shrink(const DecodeParams &p, const Tables &t, WorkIterator &work, const TokenRows &tokens,
+                PrefetchBuffer &buffer, float (&total)[4]) {
+  const bool vectors = has_vectors(p, work.kind);
+  const KSpan span = span_of(p, t, work);
+  const OperandRows<1> x = tokens_of(p, t, work.kind, tokens, span);
+  float d[2][4] = {};
+  if (!vectors)
+    multiply_elements<T>(buffer.next, x, d);
+  work.index += gridDim.x;
+  open_shrink(p, work);
+  multiply_span<T>(p, t, work, vectors ? span.blocks : 0, {{x.row[0]}, vectors ? x.there : 0},
+                   buffer, d);
+#pragma unroll
+  for (int q = 0; q < 4; q++)
+    total[q] = 0.f;
+  add_weighted(t, work.kind, span.active, d, total);
+}
+
+template <class T, moelora_format FORMAT>
+__global__ void __launch_bounds__(kThreads, kResident)
+    decode_tiles(const __grid_constant__ DecodeParams p) {
+  __shared__ Tables t;
+  __shared__ Partials partials;
+  __shared__ TokenRows tokens;
+  __shared__ ParkedProducer parked[kWarps];
+  extern __shared__ __align__(16) uint16_t staged[];
+  GridSync sync;
+  sync.waits = false;
+  int turn = 0; // of the partial sums
+  if (threadIdx.x == 0)
+    t.agreed = false;
+  begin_layer<true>(p, t, tokens, staged, sync, nullptr);
+
+  SlabProducer weights;
+  SlabPipeline<FORMAT> pipeline;
+  pipeline.first =
+      shared_address(staged) + kStagedBytes + threadIdx.x / 32 * kPipelineBytes<FORMAT>;
+#pragma unroll 1
+  for (int projection = 0; projection < 2; projection++) {
+    PrefetchBuffer buffer;
+    const int kind = projection ? W2 : W13;
+    WorkIterator work = {projection ? SHRINK2 : SHRINK13, 0, 0, 0};
+    work.index = first_item(t, work.kind);
+    open_shrink(p, work);
+    start(p, t, work, buffer);
+    if (projection == 0) {
+      fill(p, t, weights, pipeline);
+    } else {
+      sync.shrinks = p.p.w2_lora.num_slices > 0;
+      prefetch_next(buffer);
+      prefetch_next(weights);
+      wait(sync);
+      if ((int)blockIdx.x < t.items[W2] || is_there(t, work)) {
+        const TokenRows h = stage_tokens<true>(p.h, p.p.intermediate, p.p.routes.num_rows,
+                                               (int)p.p.intermediate, t.used, staged);
+        if (threadIdx.x == 0)
+          tokens = h;
+      }
+      if (!t.agreed)
+        compare_readings(t, p.digests);
+      copy_async_wait<0>();
+      __syncthreads();
+      if (t.differs) { /* the same in all CTAs, none of which has written to out yet */
+        begin_again<true>(p, t, tokens, staged, sync);
+        projection = -1;
+        continue;
+      }
+    }
+    if (is_there(t, work)) {
+      park(weights, parked[threadIdx.x / 32]);
+#pragma unroll 1
+      do {
+        const WorkItem item = item_of(p, work.kind, work.index);
+        float total[4];
+        multiply_shrink<T>(p, t, work, tokens, buffer, total);
+        float *partial = partials.sums[turn];
+        turn = !turn;
+        store_partial(partial, total);
+        __syncthreads();
+        epilogue_shared<T>(p, t, item, partial);
+      } while (is_there(t, work));
+      unpark(p, weights, parked[threadIdx.x / 32]);
+    }
+    if (sync.shrinks) {
+      sync.shrinks = false;
+      arrive(sync);
+    }
+#pragma unroll 1
+    for (int index = blockIdx.x; index < t.items[kind]; index += gridDim.x) {
+      const WorkItem item = item_of(p, kind, index);
+      float total[4];
+      prefetch_slabs<true>(p, t, item);
+      multiply_tiles<T, FORMAT>(p, t, item, index, tokens, staged, weights, pipeline, total);
+      wait(sync);
+      expand<T, true>(p, t, item, total);
+      float *partial = partials.sums[turn];
+      turn = !turn;
+      store_partial(partial, total);
+      __syncthreads();
+      if (projection)
+        epilogue_shared<T>(p, t, item, partial);
+      else
+        epilogue_w13_shared<T>(p, t, item, partial);
+    }
+    wait(sync);
+    if (!projection)
+      arrive(sync);
+  }
+}
+
+} // namespace
+
+/* The kernel of a kernel format. */
+template <moelora_format FORMAT>
+moelora_status launch_tiles(const DecodeParams &params, int64_t work, const moelora_exec *exec,
+                            bool *fits) {
+  constexpr size_t bytes = kStagedBytes + kWarps * kPipelineBytes<FORMAT>;
+  return params.p.dtype == MOELORA_BF16
+             ? launch_cooperative<decode_tiles<__nv_bfloat16, FORMAT>>(
+                   "decode_tiles", work, kThreads, bytes, kMostResident, exec, fits, params)
+             : launch_cooperative<decode_tiles<__half, FORMAT>>(
+                   "decode_tiles", work, kThreads, bytes, kMostResident, exec, fits, params);
+}
+
+} // namespace decode
+
+#endif
