@@ -94,9 +94,10 @@ def _compressed(method: Any, layer: Any, name: str, options: dict[str, Any]) -> 
         parameter = getattr(layer, f"{name}_weight_{what}")
         return _columns_first(parameter.data, parameter)
 
+    scales = [scale.contiguous() for scale in part("scale")]
     zeros = None if method.symmetric else part("zero_point")
     return QuantizedWeights.from_compressed_tensors(
-        part("packed"), part("scale"), zeros, group_size=method.group_size, **options
+        part("packed"), scales, zeros, group_size=method.group_size, **options
     )
 
 
