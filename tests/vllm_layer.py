@@ -122,14 +122,8 @@ class Layer:
         beta = 1.0 if s.activation == "swigluoai_uninterleave" else None
         numbers = {"swiglu_limit": s.limit, "swiglu_alpha": s.alpha, "swiglu_beta": beta}
         numbers = {name: config.pop(name, number) for name, number in numbers.items()}
-        parallel = SimpleNamespace(
-            dp_size=1,
-            use_ep=False,
-            use_all2all_kernels=False,
-            use_batched_activation_format=False,
-            use_passthrough_all2all=False,
-            enable_eplb=False,
-        )
+        place = load("vllm.model_executor.layers.fused_moe.config")
+        parallel = place.FusedMoEParallelConfig.make_no_parallel()
         self.moe_config = SimpleNamespace(
             activation=self.activation,
             is_act_and_mul=s.activation != "relu2",

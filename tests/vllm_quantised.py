@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
-import torch
 from cases import Spec
 from quantized_cases import Format, Numbers, by_bytes, by_words, fitted, quantise
 from torch import Tensor, nn
@@ -75,7 +74,7 @@ class QuantisedLayer(Layer):
         super().__init__(vllm, replace(p, **dense), device, **config)
 
     def make_kernel(self, quant) -> None:
-        vllm, p = self.vllm, self.p
+        p = self.p
         moe = self.moe_config
         moe.moe_backend = self.moe_backend
         self.method = self.make_method()
@@ -157,7 +156,7 @@ class QuantisedLayer(Layer):
         return cls(quant, None, self.moe_config)
 
     def load_numbers(self, name: str, numbers: Numbers) -> None:
-        """A projection's tensors as the loader writes them, into the front of what may be larger."""
+        """A projection as the loader writes it: into the front of what may be larger."""
         found = getattr(self, f"_{self.kind.methods[-1]}")(numbers)
         for part, tensor in found.items():
             parameter = getattr(self.routed, f"{name}_{part}")

@@ -189,6 +189,11 @@ class FusedMoEConfig:
 @dataclass
 class FusedMoEParallelConfig:
     enable_eplb: bool
+    use_batched_activation_format = False
+
+    @classmethod
+    def make_no_parallel(cls):
+        return cls(enable_eplb=False)
 
 
 @dataclass
