@@ -1,8 +1,6 @@
 """The vLLM drop-in, on stand-ins of vLLM's interface, and on vLLM itself where that imports."""
 
 import importlib.metadata
-import importlib.util
-import logging
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,64 +10,26 @@ import torch
 import vllm_stand_in
 from cases import EDGE_CASES, Spec, same_bits
 from conftest import needs_gpu
-from vllm_layer import HERE, VLLM, Layer, base, drop, load
+from vllm_layer import Layer, base, load
+
+pytest_plugins = ["vllm_fixtures"]
 
 import moelora
 
 UNINTERLEAVE = "swigluoai_uninterleave"
-INSTALLED = importlib.util.find_spec("vllm") is not None
-needs_vllm = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed")
-_real: dict = {}  # vLLM's own modules, once imported
-
-
-@pytest.fixture(params=["0.26.1", "0.33.0", pytest.param("installed", marks=needs_vllm)])
-def vllm(request, monkeypatch):
-    installed = request.param == "installed"
-    drop(HERE, monkeypatch)
-    drop("vllm", monkeypatch)
-    for name, module in (_real if installed else vllm_stand_in.modules(request.param)).items():
-        monkeypatch.setitem(sys.modules, name, module)
-    try:
-        engine = VLLM(monkeypatch)
-    except ImportError as error:
-        pytest.skip(f"vLLM cannot be imported here: {error}")
-    if installed:
-        workspace = load("vllm.v1.worker.workspace")
-        monkeypatch.setattr(workspace, "_manager", None)
-        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
-        workspace.init_workspace_manager(torch.device("cpu"))
-        _real.update((n, m) for n, m in sys.modules.items() if n.split(".")[0] == "vllm")
-    return engine
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
-def place(request, vllm):
-    """(device, dtype) that fits the engine: an installed vLLM is only tried on the CPU here."""
-    if request.param == "cpu":
-        return "cpu", torch.float32
-    if "vllm.v1.worker.workspace" in sys.modules:
-        pytest.skip("the end-to-end benchmark covers it")
-    return "cuda", torch.bfloat16
-
-
-@pytest.fixture
-def lines():
-    """What our logger in vLLM's log has said so far."""
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("vllm.moelora")
-    logger.addHandler(handler)
-    yield said
-    logger.removeHandler(handler)
+ABSENT = {"fp8", "fp8_compressed_tensors"}  # methods of which there is no stand-in
 
 
 # ---- registration ----
 
 
 def test_the_interface_is_as_recorded(vllm):
-    assert vllm.interface.version_problem() is None
-    assert vllm.interface.problem() is None
+    parts = vllm.interface.LAYERS, vllm.interface.DELTAS, vllm.interface.QUANTISED
+    assert [vllm.interface.problem(part) for part in parts] == [None] * 3
+    methods = {n: vllm.interface.problem(m) for n, m in vllm.interface.METHODS.items()}
+    absent = {name for name, problem in methods.items() if problem}
+    assert len(absent & {"compressed_tensors", "compressed_tensors_marlin"}) < 2
+    assert absent <= {"compressed_tensors", "compressed_tensors_marlin", *ABSENT}
 
 
 def test_the_entry_point_is_declared():
@@ -116,16 +76,6 @@ def test_the_switch_turns_it_off(vllm, monkeypatch):
     assert not left_alone(vllm)
 
 
-@pytest.mark.parametrize("version", ["0.25.3", "0.27.0", "0.260.0", "1.0.0", "dev"])
-def test_other_versions_are_left_alone(vllm, lines, version):
-    vllm.set("vllm", "__version__", version)
-    vllm.register()
-    assert left_alone(vllm)
-    assert lines == [
-        f"moelora: vLLM {version} is not supported, 0.26.x and 0.33.x are; vLLM's own path runs"
-    ]
-
-
 def test_a_changed_interface_is_left_alone(vllm, lines):
     def workspace_shapes(self, M, N, K):
         pass
@@ -139,8 +89,8 @@ def test_a_changed_interface_is_left_alone(vllm, lines):
 
 def test_a_missing_field_is_named(vllm, monkeypatch):
     fields = {"vllm.lora.ops.triton_ops.lora_kernel_metadata": {"LoRAKernelMeta": "slots"}}
-    monkeypatch.setattr(vllm.interface, "FIELDS", fields)
-    assert vllm.interface.problem().endswith("LoRAKernelMeta has no slots")
+    part = vllm.interface.Interface(fields=fields)
+    assert vllm.interface.problem(part).endswith("LoRAKernelMeta has no slots")
 
 
 def test_other_platforms_are_left_alone(vllm, lines):
@@ -403,9 +353,21 @@ def test_numbers_that_are_not_there(vllm, lines, activation, config, reason):
 
 
 def test_fully_sharded_adapters(vllm, lines):
+    """They are not, in a layer that moelora runs."""
     vllm.register()
     layer = Layer(vllm, Spec().build(), fully_sharded=True)
-    own_path(layer, lines, "the adapters are fully sharded")
+    layer.check(layer.step()())
+    assert not layer.lora.fully_sharded
+    assert lines == [
+        "moelora: adapters of experts are not sharded over ranks: fully_sharded_loras is off"
+    ]
+
+
+def test_fully_sharded_adapters_of_another_layer(vllm, lines):
+    vllm.register()
+    layer = Layer(vllm, Spec().build(), fully_sharded=True, swiglu_limit=0.0)
+    assert layer.lora.fully_sharded
+    own_path(layer, lines, "the limit of silu is 0.0")
 
 
 def test_adapters_that_come_after_the_first_call(vllm, lines):

@@ -38,15 +38,25 @@ class VLLM:
         self.monkeypatch = monkeypatch
         for place, names in vllm_stand_in.PLACES.items():
             for name in names:
-                setattr(self, name, getattr(load(place), name))
+                setattr(self, name, getattr(load(place), name, None))
         self.plugin = load(HERE)
         self.interface = load(f"{HERE}.interface")
         self.own_calls = 0
-        for place, names in self.interface.SIGNATURES.items():  # put back when the test is over
-            for name in names:
-                path, _, attribute = name.rpartition(".")
-                owner = attrgetter(path)(load(place)) if path else load(place)
-                monkeypatch.setattr(owner, attribute, getattr(owner, attribute))
+        parts = self.interface.LAYERS, self.interface.DELTAS, *self.interface.METHODS.values()
+        for place, names in ((p, n) for part in parts for p, n in part.replaced.items()):
+            self._put_back(place, names)
+            self._put_back(place, ["Mxfp4MoEMethod.__init__"] if place.endswith(".mxfp4") else [])
+
+    def _put_back(self, place, names):
+        """When the test is over."""
+        try:
+            module = load(place)
+        except ModuleNotFoundError:
+            return
+        for name in names:
+            path, _, attribute = name.rpartition(".")
+            owner = attrgetter(path)(module) if path else module
+            self.monkeypatch.setattr(owner, attribute, getattr(owner, attribute))
 
     def set(self, module: str, name: str, value):
         self.monkeypatch.setattr(load(module), name, value)
@@ -112,7 +122,8 @@ class Layer:
         beta = 1.0 if s.activation == "swigluoai_uninterleave" else None
         numbers = {"swiglu_limit": s.limit, "swiglu_alpha": s.alpha, "swiglu_beta": beta}
         numbers = {name: config.pop(name, number) for name, number in numbers.items()}
-        parallel = SimpleNamespace(dp_size=1, use_ep=False, use_all2all_kernels=False)
+        place = load("vllm.model_executor.layers.fused_moe.config")
+        parallel = place.FusedMoEParallelConfig.make_no_parallel()
         self.moe_config = SimpleNamespace(
             activation=self.activation,
             is_act_and_mul=s.activation != "relu2",
@@ -124,15 +135,23 @@ class Layer:
             moe_parallel_config=parallel,
             in_dtype=s.dtype,
             **numbers,
+            moe_backend="auto",
+            has_bias=s.bias,
+            is_lora_enabled=s.mix != "absent",
+            w13_num_shards=1 + (s.activation != "relu2"),
+            max_capture_size=0,
             activation_situ_beta=None,
             activation_situ_linear_beta=None,
         )
-        self.experts = vllm.chosen()(self.moe_config, quant)
-        prepare = vllm.MoEPrepareAndFinalizeNoDPEPModular()
-        self.kernel = vllm.FusedMoEKernel(prepare, self.experts)
+        self.make_kernel(quant)
         self.lora = None
         if s.mix != "absent":
             self._add_adapters(spare_tokens, **config)
+
+    def make_kernel(self, quant):
+        self.experts = self.vllm.chosen()(self.moe_config, quant)
+        prepare = self.vllm.MoEPrepareAndFinalizeNoDPEPModular()
+        self.kernel = self.vllm.FusedMoEKernel(prepare, self.experts)
 
     def _add_adapters(self, spare_tokens, fully_sharded=False):
         vllm, s = self.vllm, self.p.spec

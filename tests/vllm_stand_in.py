@@ -65,6 +65,9 @@ class TritonExperts:
     def a2_scale(self):
         return None
 
+    def moe_problem_size(self, a1, w1, w2, topk_ids):
+        return w1.size(0), a1.size(0), w1.size(1), a1.size(1), topk_ids.size(1)
+
     def set_lora_context(self, ctx):
         self._lora_context = ctx
 
@@ -107,8 +110,18 @@ class OtherExperts(TritonExperts):
     pass
 
 
+class TritonWNA16Experts(TritonExperts):
+    pass
+
+
 class MoEPrepareAndFinalizeNoDPEPModular:
     pass
+
+
+def maybe_make_prepare_finalize(
+    moe, quant_config, routing_tables=None, allow_new_interface=False, use_monolithic=False
+):
+    return MoEPrepareAndFinalizeNoDPEPModular()
 
 
 class FusedMoEKernel:
@@ -129,9 +142,9 @@ class FusedMoEKernel:
     ):
         if apply_router_weight_on_input:
             hidden_states = hidden_states * topk_weights.to(hidden_states.dtype)
-        (m, k), topk = hidden_states.shape, topk_ids.size(1)
+        _, m, n, k, topk = self.fused_experts.moe_problem_size(hidden_states, w1, w2, topk_ids)
         shapes = self.fused_experts.workspace_shapes(
-            m, w1.size(1), k, topk, global_num_experts, w1.size(0), None, activation
+            m, n, k, topk, global_num_experts, w1.size(0), None, activation
         )
         # The output and the first workspace share memory.
         common = hidden_states.new_empty(max(prod(shapes[0]), prod(shapes[2])))
@@ -163,6 +176,24 @@ class UnquantizedMoeBackend(Enum):
 
 def backend_to_kernel_cls(backend):
     return [TritonExperts if backend is UnquantizedMoeBackend.TRITON else OtherExperts]
+
+
+@dataclass
+class FusedMoEConfig:
+    moe_parallel_config: object
+    in_dtype: torch.dtype
+    activation: MoEActivation
+    moe_backend: str
+
+
+@dataclass
+class FusedMoEParallelConfig:
+    enable_eplb: bool
+    use_batched_activation_format = False
+
+    @classmethod
+    def make_no_parallel(cls):
+        return cls(enable_eplb=False)
 
 
 @dataclass
@@ -265,25 +296,94 @@ class LoRAKernelMeta:
         self.active_lora_ids[: ids.size(0)].copy_(ids)
 
 
+class PunicaWrapperGPU:
+    def add_lora_w13(
+        self,
+        y,
+        x,
+        lora_a_stacked,
+        lora_b_stacked,
+        topk_ids,
+        topk_weights,
+        expert_map,
+        w1,
+        w2,
+        num_tokens,
+        top_k_num,
+        max_loras,
+        adapter_enabled,
+        local_num_experts,
+        top_k,
+        num_slices,
+        fully_sharded,
+        use_tuned_config,
+        add_inputs=True,
+        token_lora_mapping=None,
+    ):
+        raise AssertionError("the tests put their own here")
+
+    def add_lora_w2(
+        self,
+        y,
+        x,
+        lora_a_stacked,
+        lora_b_stacked,
+        topk_weights,
+        sorted_token_ids_lora,
+        expert_ids_lora,
+        num_tokens_post_padded_lora,
+        token_lora_mapping,
+        num_tokens,
+        w1,
+        w2,
+        top_k_num,
+        max_loras,
+        adapter_enabled,
+        top_k,
+        fully_sharded,
+        tp_rank,
+        use_tuned_config,
+        add_inputs=True,
+    ):
+        raise AssertionError("the tests put their own here")
+
+
+def tensor_model_parallel_all_gather(input_, dim=-1):
+    raise AssertionError("the tests put their own here")
+
+
+tensor_model_parallel_all_reduce = tensor_model_parallel_all_gather
+
 _MOE = "vllm.model_executor.layers.fused_moe"
 _HERE = sys.modules[__name__]
 PLACES = {
     f"{_MOE}.activation": ["MoEActivation"],
-    f"{_MOE}.config": ["biased_moe_quant_config", "fp8_w8a8_moe_quant_config"],
+    f"{_MOE}.all2all_utils": ["maybe_make_prepare_finalize"],
+    f"{_MOE}.config": [
+        "FusedMoEConfig",
+        "FusedMoEParallelConfig",
+        "biased_moe_quant_config",
+        "fp8_w8a8_moe_quant_config",
+    ],
     f"{_MOE}.experts.lora_context": ["MoELoRAContext"],
-    f"{_MOE}.experts.triton_moe": ["TritonExperts"],
+    f"{_MOE}.experts.triton_moe": ["TritonExperts", "TritonWNA16Experts"],
     f"{_MOE}.modular_kernel": ["FusedMoEKernel"],
     f"{_MOE}.oracle.unquantized": ["UnquantizedMoeBackend", "backend_to_kernel_cls"],
     f"{_MOE}.prepare_finalize": ["MoEPrepareAndFinalizeNoDPEPModular"],
+    "vllm.distributed": ["tensor_model_parallel_all_gather", "tensor_model_parallel_all_reduce"],
     "vllm.lora.layers.fused_moe": ["FusedMoEWithLoRA", "FusedMoE3DWithLoRA"],
     "vllm.lora.ops.triton_ops.lora_kernel_metadata": ["LoRAKernelMeta"],
+    "vllm.lora.punica_wrapper.punica_gpu": ["PunicaWrapperGPU"],
 }
 
 
 def modules(version: str) -> dict[str, ModuleType]:
     """Entries for `sys.modules`."""
+    from vllm_stand_in_methods import places
+
     made: dict[str, ModuleType] = {}
-    for place in [*PLACES, "vllm.envs", "vllm.platforms"]:
+    methods = places(version)
+    for place in [*PLACES, *methods, "vllm.envs", "vllm.platforms"]:
         parts = place.split(".")
         for n in range(1, len(parts) + 1):
             name = ".".join(parts[:n])
@@ -294,6 +394,9 @@ def modules(version: str) -> dict[str, ModuleType]:
     for place, names in PLACES.items():
         for name in names:
             setattr(made[place], name, getattr(_HERE, name))
+    for place, found in methods.items():
+        for name, value in found.items():
+            setattr(made[place], name, value)
     made["vllm"].__version__ = version
     made["vllm.envs"].VLLM_BATCH_INVARIANT = False
     made["vllm.platforms"].current_platform = SimpleNamespace(is_cuda=lambda: True)

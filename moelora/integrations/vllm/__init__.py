@@ -1,13 +1,15 @@
 """moelora inside vLLM: mixture-of-experts layers and their LoRA adapters in one operator.
 
 To install moelora is all: vLLM finds `register` among the entry points of the group
-`vllm.general_plugins` and calls it in every process. From then on each unquantised MoE layer that
-vLLM gives to its Triton experts runs `moelora.fused_experts_lora`, with adapters and without, and
-every other layer runs as before. `MOELORA_VLLM=0` in the environment turns it off; under vLLM's
-VLLM_BATCH_INVARIANT every call is batch invariant.
+`vllm.general_plugins` and calls it in every process. From then on these MoE layers run
+`moelora.fused_experts_lora`, with adapters and without: unquantised ones that vLLM gives to its
+Triton experts, and MXFP4 and INT4 ones (GPTQ, AWQ, compressed-tensors), whose weights are brought
+into moelora's tiles in place of vLLM's. `MOELORA_VLLM=0` in the environment turns it off;
+under vLLM's VLLM_BATCH_INVARIANT every call is batch invariant.
 
 A layer that is not supported runs vLLM's own path, and the log, `vllm.moelora`, says why, once for
-each reason; `TritonExpertsWithLoRA.reason_against` has them.
+each reason; `TritonExpertsWithLoRA.reason_against` and `methods` have them. Its adapters still go
+through moelora's deltas.
 """
 
 from __future__ import annotations
@@ -61,25 +63,31 @@ def _problem() -> str | None:
 
     from moelora.integrations.vllm import interface
 
-    problem = interface.version_problem()
-    if problem is None and not current_platform.is_cuda():
-        problem = "the platform is not CUDA"
-    return problem or interface.problem()
+    if not current_platform.is_cuda():
+        return "the platform is not CUDA"
+    return interface.problem(interface.LAYERS)
 
 
 def _install() -> None:
-    """Every hook into vLLM.
-
-    An operator for the adapters' product alone, for layers whose base stays with vLLM, has its
-    place here too: it would wrap `add_lora_w13` and `add_lora_w2` of `PunicaWrapperGPU`, where
-    vLLM's experts classes, the quantised ones included, meet.
-    """
+    """Every hook into vLLM."""
     from vllm import envs
 
     from moelora import set_batch_invariant
-    from moelora.integrations.vllm import adapters, experts
+    from moelora.integrations.vllm import adapters, experts, interface
 
     if envs.VLLM_BATCH_INVARIANT:
         set_batch_invariant(True)
     adapters.install()
     experts.install()
+    if problem := interface.problem(interface.DELTAS):
+        say_once(f"{problem}; vLLM's own kernels add the adapters of its layers")
+    else:
+        from moelora.integrations.vllm import deltas
+
+        deltas.install()
+    if problem := interface.problem(interface.QUANTISED):
+        say_once(f"{problem}; {OWN_PATH} for quantised layers")
+    else:
+        from moelora.integrations.vllm import methods
+
+        methods.install()

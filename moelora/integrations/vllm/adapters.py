@@ -12,12 +12,13 @@ lora_ranks, (max_loras,) int32
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from moelora.integrations.vllm import wrap
+from moelora.integrations.vllm import deltas, say_once, wrap
 
 
 def install() -> None:
@@ -27,6 +28,7 @@ def install() -> None:
     wrap(LoRAKernelMeta, "prepare_tensors", _no_stale_slots)
     wrap(FusedMoEWithLoRA, "_build_lora_context", _with_ranks)
     for layer in (FusedMoEWithLoRA, FusedMoE3DWithLoRA):
+        wrap(layer, "create_lora_weights", _unsharded)
         wrap(layer, "set_lora", _recording_rank)
 
 
@@ -63,6 +65,29 @@ def _no_stale_slots(prepare_tensors: Callable) -> Callable:
     return wrapped
 
 
+def _unsharded(create_lora_weights: Callable) -> Callable:
+    """Adapters of a layer that moelora runs are whole on every rank, as if without
+    `fully_sharded_loras`: nothing is exchanged between their two factors, which meet in one
+    operator. They take the memory that vLLM's own take without that option.
+    """
+
+    def wrapped(self, max_loras, lora_config, model_config=None) -> None:
+        experts = self._moe_kernel.fused_experts
+        if lora_config.fully_sharded_loras and serves(experts, self.moe_config.activation):
+            lora_config = copy.copy(lora_config)
+            lora_config.fully_sharded_loras = False
+            say_once("adapters of experts are not sharded over ranks: fully_sharded_loras is off")
+        create_lora_weights(self, max_loras, lora_config, model_config)
+
+    return wrapped
+
+
+def serves(experts: Any, activation: Any) -> bool:
+    """Whether an experts object of vLLM is one of ours, and has no reason to step aside."""
+    reason_against = getattr(experts, "reason_against", None)
+    return reason_against is not None and reason_against(activation) is None
+
+
 def _with_ranks(build_lora_context: Callable) -> Callable:
     def wrapped(self):
         ctx = build_lora_context(self)
@@ -73,6 +98,7 @@ def _with_ranks(build_lora_context: Callable) -> Callable:
                     stack.shape[:1], stack.size(2), dtype=torch.int32, device=stack.device
                 )
         ctx.lora_ranks = self.lora_ranks
+        deltas.remember_ranks(ctx, self.lora_ranks)
         return ctx
 
     return wrapped

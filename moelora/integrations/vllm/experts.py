@@ -22,6 +22,9 @@ ACTIVATIONS = {
     "relu2_no_mul": "relu2",
 }
 
+# Classes of vLLM that say that they support LoRA, and whose apply never looks at it.
+DROPPING = ("TritonWNA16Experts",)
+
 
 class TritonExpertsWithLoRA(TritonExperts):
     """`fused_experts_lora` where vLLM's Triton experts were, in engines with and without LoRA.
@@ -222,6 +225,8 @@ def install() -> None:
                 base = "unquantised" if dtype is None else f"quantised ({dtype})"
                 name = type(fused_experts).__name__
                 say_once(f"vLLM gives {base} layers to {name}; {OWN_PATH}")
+                if name in DROPPING and getattr(fused_experts.moe_config, "is_lora_enabled", 0):
+                    say_once(f"vLLM's {name} IGNORES ADAPTERS: answers are the base model's")
 
         return wrapped
 

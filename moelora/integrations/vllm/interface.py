@@ -1,78 +1,188 @@
-"""What this integration needs of vLLM, and the check that an installed vLLM has it."""
+"""What this integration needs of vLLM, and the check that an installed vLLM has it.
+
+No release is asked for its number: one that has all of this is served, and of another one it is
+said what differs. Each part stands for itself, so that a vLLM whose quantised layers changed still
+has its unquantised ones served.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from operator import attrgetter
 
-SUPPORTED = ("0.26", "0.33")
-
 _MOE = "vllm.model_executor.layers.fused_moe"
+_QUANT = "vllm.model_executor.layers.quantization"
+_COMPRESSED = f"{_QUANT}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
 
-# module: {function: its parameters}. The functions that are called with these arguments by vLLM,
-# or wrapped, here.
-SIGNATURES = {
-    f"{_MOE}.experts.triton_moe": {
-        "TritonExperts.__init__": "self moe_config quant_config",
-        "TritonExperts.set_lora_context": "self ctx",
-        "TritonExperts.workspace_shapes": (
-            "self M N K topk global_num_experts local_num_experts expert_tokens_meta activation"
-        ),
-        "TritonExperts.apply": (
-            "self output hidden_states w1 w2 topk_weights topk_ids activation global_num_experts "
-            "expert_map a1q_scale a2_scale workspace13 workspace2 expert_tokens_meta "
-            "apply_router_weight_on_input"
-        ),
+Table = dict[str, dict[str, str]]
+Lookup = Callable[[str, str], list[str]]
+
+
+@dataclass(frozen=True)
+class Interface:
+    """What one part needs. Each table is {module: {function or class: parameters or fields}}.
+
+    replaced: functions that vLLM calls and something here stands in for; all of their parameters.
+    called: functions that are called here with these parameters; others of theirs have defaults.
+    fields: dataclasses of which these fields are read.
+    """
+
+    replaced: Table = field(default_factory=dict)
+    called: Table = field(default_factory=dict)
+    fields: Table = field(default_factory=dict)
+
+
+LAYERS = Interface(
+    replaced={
+        f"{_MOE}.experts.triton_moe": {
+            "TritonExperts.__init__": "self moe_config quant_config",
+            "TritonExperts.set_lora_context": "self ctx",
+            "TritonExperts.moe_problem_size": "self a1 w1 w2 topk_ids",
+            "TritonExperts.workspace_shapes": (
+                "self M N K topk global_num_experts local_num_experts expert_tokens_meta activation"
+            ),
+            "TritonExperts.apply": (
+                "self output hidden_states w1 w2 topk_weights topk_ids activation "
+                "global_num_experts expert_map a1q_scale a2_scale workspace13 workspace2 "
+                "expert_tokens_meta apply_router_weight_on_input"
+            ),
+        },
+        f"{_MOE}.modular_kernel": {
+            "FusedMoEKernel.__init__": "self prepare_finalize fused_experts"
+        },
+        f"{_MOE}.oracle.unquantized": {"backend_to_kernel_cls": "backend"},
+        "vllm.lora.layers.fused_moe": {
+            "FusedMoEWithLoRA._build_lora_context": "self",
+            "FusedMoEWithLoRA.create_lora_weights": "self max_loras lora_config model_config",
+            "FusedMoE3DWithLoRA.create_lora_weights": "self max_loras lora_config model_config",
+            "FusedMoEWithLoRA.set_lora": "self index lora_a lora_b",
+            "FusedMoE3DWithLoRA.set_lora": "self index lora_a lora_b",
+        },
+        "vllm.lora.ops.triton_ops.lora_kernel_metadata": {
+            "LoRAKernelMeta.prepare_tensors": "self token_lora_mapping",
+        },
     },
-    f"{_MOE}.modular_kernel": {"FusedMoEKernel.__init__": "self prepare_finalize fused_experts"},
-    f"{_MOE}.oracle.unquantized": {"backend_to_kernel_cls": "backend"},
-    "vllm.lora.layers.fused_moe": {
-        "FusedMoEWithLoRA._build_lora_context": "self",
-        "FusedMoEWithLoRA.set_lora": "self index lora_a lora_b",
-        "FusedMoE3DWithLoRA.set_lora": "self index lora_a lora_b",
+    fields={
+        f"{_MOE}.experts.lora_context": {
+            "MoELoRAContext": (
+                "w13_lora_a_stacked w13_lora_b_stacked w2_lora_a_stacked w2_lora_b_stacked "
+                "adapter_enabled fully_sharded punica_wrapper local_token_lora_mapping"
+            ),
+        },
+        "vllm.lora.ops.triton_ops.lora_kernel_metadata": {
+            "LoRAKernelMeta": "token_lora_mapping no_lora_flag_cpu",
+        },
     },
-    "vllm.lora.ops.triton_ops.lora_kernel_metadata": {
-        "LoRAKernelMeta.prepare_tensors": "self token_lora_mapping",
+)
+
+DELTAS = Interface(
+    replaced={
+        "vllm.lora.punica_wrapper.punica_gpu": {
+            "PunicaWrapperGPU.add_lora_w13": (
+                "self y x lora_a_stacked lora_b_stacked topk_ids topk_weights expert_map w1 w2 "
+                "num_tokens top_k_num max_loras adapter_enabled local_num_experts top_k num_slices "
+                "fully_sharded use_tuned_config add_inputs token_lora_mapping"
+            ),
+            "PunicaWrapperGPU.add_lora_w2": (
+                "self y x lora_a_stacked lora_b_stacked topk_weights sorted_token_ids_lora "
+                "expert_ids_lora num_tokens_post_padded_lora token_lora_mapping num_tokens w1 w2 "
+                "top_k_num max_loras adapter_enabled top_k fully_sharded tp_rank use_tuned_config "
+                "add_inputs"
+            ),
+        },
     },
+    called={
+        "vllm.distributed": {
+            "tensor_model_parallel_all_gather": "input_",
+            "tensor_model_parallel_all_reduce": "input_",
+        },
+    },
+)
+
+# What any quantised layer needs beside its method.
+QUANTISED = Interface(
+    called={
+        f"{_MOE}.config": {
+            "biased_moe_quant_config": ("w1_bias w2_bias gemm1_alpha gemm1_beta gemm1_clamp_limit"),
+        },
+        f"{_MOE}.all2all_utils": {
+            "maybe_make_prepare_finalize": (
+                "moe quant_config routing_tables allow_new_interface use_monolithic"
+            ),
+        },
+    },
+    fields={
+        f"{_MOE}.config": {
+            "FusedMoEConfig": "moe_parallel_config in_dtype activation moe_backend",
+            "FusedMoEParallelConfig": "enable_eplb",
+        },
+    },
+)
+
+
+def _method(module: str, name: str, init: str) -> Interface:
+    functions = {f"{name}.__init__": init, f"{name}.process_weights_after_loading": "self layer"}
+    return Interface(replaced={module: functions})
+
+
+# Methods of quantised layers, by the names under which moelora.integrations.vllm.methods has them.
+METHODS = {
+    "gpt_oss": _method(f"{_QUANT}.mxfp4", "GptOssMxfp4MoEMethod", "self moe"),
+    "mxfp4": Interface(
+        replaced={
+            f"{_QUANT}.mxfp4": {"Mxfp4MoEMethod.process_weights_after_loading": "self layer"}
+        },
+        called={f"{_QUANT}.mxfp4": {"Mxfp4MoEMethod.__init__": "self moe"}},
+    ),
+    "gptq": _method(f"{_QUANT}.auto_gptq", "AutoGPTQMoEMethod", "self quant_config moe"),
+    "awq": _method(f"{_QUANT}.auto_awq", "AutoAWQMoEMethod", "self quant_config moe"),
+    "compressed_tensors": _method(
+        f"{_COMPRESSED}_wna16",
+        "CompressedTensorsWNA16MoEMethod",
+        "self weight_quant input_quant moe layer_name",
+    ),
+    "compressed_tensors_marlin": _method(
+        f"{_COMPRESSED}_wna16_marlin",
+        "CompressedTensorsWNA16MarlinMoEMethod",
+        "self weight_quant input_quant moe layer_name",
+    ),
+    "fp8": _method(f"{_QUANT}.fp8", "Fp8MoEMethod", "self quant_config layer"),
+    "fp8_compressed_tensors": _method(
+        f"{_COMPRESSED}_w8a8_fp8",
+        "CompressedTensorsW8A8Fp8MoEMethod",
+        "self weight_quant input_quant moe layer_name",
+    ),
 }
 
-# module: {dataclass: the fields that are read}.
-FIELDS = {
-    f"{_MOE}.experts.lora_context": {
-        "MoELoRAContext": (
-            "w13_lora_a_stacked w13_lora_b_stacked w2_lora_a_stacked w2_lora_b_stacked "
-            "adapter_enabled fully_sharded punica_wrapper local_token_lora_mapping"
-        ),
-    },
-    "vllm.lora.ops.triton_ops.lora_kernel_metadata": {
-        "LoRAKernelMeta": "token_lora_mapping no_lora_flag_cpu",
-    },
-}
 
+def problem(interface: Interface, parameters: Lookup | None = None) -> str | None:
+    """The first difference between `interface` and vLLM, whose parameters `parameters` finds."""
+    lookup = parameters or _parameters
 
-def version_problem() -> str | None:
-    """Says so if the installed vLLM is of a release that was not tried."""
-    import vllm
+    def found(module: str, name: str) -> list[str] | str:
+        try:
+            return lookup(module, name)
+        except (ImportError, AttributeError):
+            return f"there is no {module}.{name}"
 
-    if ".".join(vllm.__version__.split(".")[:2]) in SUPPORTED:
-        return None
-    known = " and ".join(f"{version}.x" for version in SUPPORTED)
-    return f"vLLM {vllm.__version__} is not supported, {known} are"
-
-
-def problem() -> str | None:
-    """The first difference between the tables above and the installed vLLM."""
-    for module, functions in SIGNATURES.items():
+    for module, functions in interface.replaced.items():
         for name, wanted in functions.items():
-            got = _parameters(module, name)
+            got = found(module, name)
+            if isinstance(got, str):
+                return got
             if got != wanted.split():
                 return f"{module}.{name} has the parameters {got}, not {wanted.split()}"
-    for module, classes in FIELDS.items():
-        for name, wanted in classes.items():
-            missing = set(wanted.split()) - set(_parameters(module, name))
-            if missing:
-                return f"{module}.{name} has no {', '.join(sorted(missing))}"
+    for table, what in ((interface.called, "does not take"), (interface.fields, "has no")):
+        for module, names in table.items():
+            for name, wanted in names.items():
+                got = found(module, name)
+                if isinstance(got, str):
+                    return got
+                if missing := set(wanted.split()) - set(got):
+                    return f"{module}.{name} {what} {', '.join(sorted(missing))}"
     return None
 
 

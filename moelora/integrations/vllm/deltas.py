@@ -1,0 +1,274 @@
+"""Adapters of layers whose base product stays with vLLM: moelora's deltas between its kernels.
+
+Every experts class of vLLM that knows adapters, the quantised ones included, adds them through
+`add_lora_w13` and `add_lora_w2` of `PunicaWrapperGPU`. Here both become one operator, which takes
+the routing as it is: nothing is sorted into blocks for the adapters first.
+
+What the first one returns only the second one reads. vLLM's four lists of blocks are (sorted ids,
+expert ids, padded counts, mapping); from here they are (None, topk_ids, expert_map, mapping).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from moelora.delta import moe_lora_down_delta, moe_lora_gate_up_delta
+from moelora.integrations.vllm import say_once, wrap
+from moelora.integrations.vllm.ops import fused_moe_lora
+
+OWN_ADAPTERS = "vLLM's own kernels add the adapters"
+TILES = (64, 64, 64, 8, 4, 3, 1)  # of vLLM's kernels, and read by nobody
+
+
+def install() -> None:
+    from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
+
+    wrap(PunicaWrapperGPU, "add_lora_w13", _gate_up)
+    wrap(PunicaWrapperGPU, "add_lora_w2", _down)
+
+
+def remember_ranks(ctx: Any, ranks: Tensor) -> None:
+    """Lets the hooks, which get stacks and no context, find the true ranks of a layer's slots."""
+    known = ctx.punica_wrapper.__dict__.setdefault("_moelora_ranks", {})
+    for stack in (ctx.w13_lora_a_stacked[0], ctx.w2_lora_a_stacked[0]):
+        known[stack.data_ptr()] = ranks
+
+
+def _ranks(punica: Any, stacks: Sequence[Tensor]) -> Tensor | None:
+    return punica.__dict__.get("_moelora_ranks", {}).get(stacks[0].data_ptr())
+
+
+def _mapping(punica: Any, num_tokens: int, local: Tensor | None) -> Tensor | None:
+    """The slot of each token; None if no token has one, as `adapters.arguments` finds out."""
+    if local is not None:
+        return local
+    meta = punica.token_mapping_meta
+    return None if meta.no_lora_flag_cpu.item() else meta.token_lora_mapping[:num_tokens]
+
+
+def _factors(stacks: Sequence[Tensor]) -> list[Tensor]:
+    """Stacks that vLLM expanded over the experts with stride 0 have one expert for all again."""
+    return [s[:, :1] if s.size(1) > 1 and s.stride(1) == 0 else s for s in stacks]
+
+
+def _local_ids(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
+    ids = topk_ids.reshape(-1)
+    return ids if expert_map is None else expert_map[ids.long()]
+
+
+def _gathered(rank: int) -> Callable[[Tensor], Tensor]:
+    """How ranks share what a shrink made, (..., r): by its parts where A is sharded by its rows,
+    and by its sum where A is sharded by its columns and has all `rank` rows."""
+    from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
+
+    def gather(h: Tensor) -> Tensor:
+        if h.size(-1) == rank:
+            return tensor_model_parallel_all_reduce(h)
+        return tensor_model_parallel_all_gather(h)
+
+    return gather
+
+
+def _sharded(
+    y: Tensor,
+    x: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    topk_weights: Tensor,
+    ids: Tensor,
+    mapping: Tensor,
+    adapter_enabled: Tensor,
+    experts: int,
+    mul_routed_weight: bool = False,
+    offset: int = 0,
+    add_inputs: bool = True,
+) -> None:
+    """`fully_sharded_loras`: ranks exchange what is between shrink and expand."""
+    fused_moe_lora(
+        y,
+        x,
+        a,
+        b,
+        topk_weights,
+        None,
+        ids,
+        None,
+        mapping,
+        a[0].size(-2),
+        topk_weights.size(1),
+        None,
+        None,
+        adapter_enabled,
+        *TILES,
+        *TILES,
+        mul_routed_weight,
+        True,
+        offset,
+        add_inputs,
+        num_experts=experts,
+        gather=_gathered(b[0].size(-1)),
+    )
+
+
+def _gate_up(add_lora_w13: Callable) -> Callable:
+    def wrapped(
+        self,
+        y,
+        x,
+        lora_a_stacked,
+        lora_b_stacked,
+        topk_ids,
+        topk_weights,
+        expert_map,
+        w1,
+        w2,
+        num_tokens,
+        top_k_num,
+        max_loras,
+        adapter_enabled,
+        local_num_experts,
+        top_k,
+        num_slices,
+        fully_sharded,
+        use_tuned_config,
+        add_inputs=True,
+        token_lora_mapping=None,
+    ):
+        mapping = _mapping(self, num_tokens, token_lora_mapping)
+        if mapping is None:
+            return None, None, None, None
+        out = y.view(-1, top_k_num, y.size(-1))
+        a, b = _factors(lora_a_stacked), _factors(lora_b_stacked)
+        try:
+            if fully_sharded:
+                ids = _local_ids(topk_ids, expert_map)
+                who = topk_weights, ids, mapping, adapter_enabled, local_num_experts
+                _sharded(out, x, a, b, *who, add_inputs=add_inputs)
+            else:
+                moe_lora_gate_up_delta(
+                    x,
+                    None,
+                    topk_ids,
+                    token_lora_mapping=mapping,
+                    lora_a=a,
+                    lora_b=b,
+                    lora_ranks=_ranks(self, a),
+                    adapter_enabled=adapter_enabled,
+                    expert_map=expert_map,
+                    num_experts=local_num_experts,
+                    add_inputs=add_inputs,
+                    out=out,
+                )
+        except (ValueError, NotImplementedError) as refusal:  # nothing is written yet
+            say_once(f"{refusal}; {OWN_ADAPTERS}")
+            return add_lora_w13(
+                self,
+                y,
+                x,
+                lora_a_stacked,
+                lora_b_stacked,
+                topk_ids,
+                topk_weights,
+                expert_map,
+                w1,
+                w2,
+                num_tokens,
+                top_k_num,
+                max_loras,
+                adapter_enabled,
+                local_num_experts,
+                top_k,
+                num_slices,
+                fully_sharded,
+                use_tuned_config,
+                add_inputs,
+                token_lora_mapping,
+            )
+        return None, topk_ids, expert_map, mapping
+
+    return wrapped
+
+
+def _down(add_lora_w2: Callable) -> Callable:
+    def wrapped(
+        self,
+        y,
+        x,
+        lora_a_stacked,
+        lora_b_stacked,
+        topk_weights,
+        sorted_token_ids_lora,
+        expert_ids_lora,
+        num_tokens_post_padded_lora,
+        token_lora_mapping,
+        num_tokens,
+        w1,
+        w2,
+        top_k_num,
+        max_loras,
+        adapter_enabled,
+        top_k,
+        fully_sharded,
+        tp_rank,
+        use_tuned_config,
+        add_inputs=True,
+    ):
+        lists = sorted_token_ids_lora, expert_ids_lora, num_tokens_post_padded_lora
+        if all(part is None for part in lists):  # `_gate_up` found that no token has an adapter
+            return
+        if sorted_token_ids_lora is None and expert_ids_lora.dim() == 2:
+            topk_ids, expert_map = lists[1:]
+            a, b = _factors(lora_a_stacked), _factors(lora_b_stacked)
+            experts = lora_a_stacked[0].size(1)
+            try:
+                if fully_sharded:
+                    ids = _local_ids(topk_ids, expert_map)
+                    who = topk_weights, ids, token_lora_mapping, adapter_enabled, experts
+                    offset = tp_rank * b[0].size(-2)
+                    _sharded(y, x, a, b, *who, True, offset, add_inputs)
+                else:
+                    moe_lora_down_delta(
+                        x,
+                        topk_weights,
+                        topk_ids,
+                        token_lora_mapping=token_lora_mapping,
+                        lora_a=a,
+                        lora_b=b,
+                        lora_ranks=_ranks(self, a),
+                        adapter_enabled=adapter_enabled,
+                        expert_map=expert_map,
+                        num_experts=experts,
+                        mul_routed_weight=True,
+                        add_inputs=add_inputs,
+                        out=y,
+                    )
+                return
+            except (ValueError, NotImplementedError) as refusal:
+                say_once(f"{refusal}; {OWN_ADAPTERS}")
+                lists = None, _local_ids(topk_ids, expert_map), None  # each row a block
+        add_lora_w2(
+            self,
+            y,
+            x,
+            lora_a_stacked,
+            lora_b_stacked,
+            topk_weights,
+            *lists,
+            token_lora_mapping,
+            num_tokens,
+            w1,
+            w2,
+            top_k_num,
+            max_loras,
+            adapter_enabled,
+            top_k,
+            fully_sharded,
+            tp_rank,
+            use_tuned_config,
+            add_inputs,
+        )
+
+    return wrapped

@@ -1,0 +1,132 @@
+"""What vLLM's loader leaves in a quantised layer, as moelora's weights.
+
+Each function takes the quantisation method of a layer, the layer, and "w13" or "w2", and reads the
+parameters as `create_weights` of that method laid them out and the loader filled them: before
+`process_weights_after_loading` repacks them for a kernel. `QuantizedWeights` refuses what it has no
+kernels for with ValueError, before anything of the layer is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelora import QuantizedWeights
+from moelora.quantized_readers import PerExpert
+
+Read = Callable[[Any, Any, str, dict[str, Any]], QuantizedWeights]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A quantisation method of vLLM.
+
+    read(method, layer, name, options): the weights of one projection; options are those of
+    `QuantizedWeights` that do not depend on the format.
+    reason(method): why weights of this method are not read, as far as its configuration tells.
+    interleaved: whether gate and up rows of w13 come in turns.
+    rounds: whether the method rounds a layer's sizes up for the kernels that it chose.
+    loaded_biases: whether biases are there though the checkpoint may have none.
+    """
+
+    read: Read
+    reason: Callable[[Any], str | None] = lambda method: None
+    interleaved: bool = False
+    rounds: bool = False
+    loaded_biases: bool = False
+
+
+def _get(layer: Any, name: str) -> Tensor:
+    return getattr(layer, name).data
+
+
+def _columns_first(tensor: Tensor, parameter: Tensor) -> PerExpert:
+    """Rows first, as checkpoints have it, of what may have been loaded turned over."""
+    if getattr(parameter, "is_transposed", False):
+        return [expert.t() for expert in tensor]
+    return tensor
+
+
+def _mxfp4(method: Any, layer: Any, name: str, options: dict[str, Any]) -> QuantizedWeights:
+    blocks, scales = _get(layer, f"{name}_weight"), _get(layer, f"{name}_weight_scale")
+    return QuantizedWeights.from_mxfp4(blocks, scales, **options)
+
+
+def _gptq(method: Any, layer: Any, name: str, options: dict[str, Any]) -> QuantizedWeights:
+    return QuantizedWeights.from_gptq(
+        _get(layer, f"{name}_qweight"),
+        _get(layer, f"{name}_scales"),
+        group_size=method.quant_config.group_size,
+        sym=True,
+        **options,
+    )
+
+
+def _gptq_reason(method: Any) -> str | None:
+    config = method.quant_config
+    if config.weight_bits != 4:
+        return f"GPTQ weights are of {config.weight_bits} bits"
+    if getattr(config, "desc_act", False):
+        return "GPTQ weights are in the order of their activations (desc_act)"
+    return None if config.is_sym else "GPTQ weights have zero points"
+
+
+def _awq(method: Any, layer: Any, name: str, options: dict[str, Any]) -> QuantizedWeights:
+    return QuantizedWeights.from_awq(
+        _get(layer, f"{name}_qweight"),
+        _get(layer, f"{name}_scales"),
+        _get(layer, f"{name}_qzeros"),
+        group_size=method.quant_config.group_size,
+        **options,
+    )
+
+
+def _awq_reason(method: Any) -> str | None:
+    return None if method.quant_config.zero_point else "AWQ weights have no zero points"
+
+
+def _compressed(method: Any, layer: Any, name: str, options: dict[str, Any]) -> QuantizedWeights:
+    def part(what: str) -> PerExpert:
+        parameter = getattr(layer, f"{name}_weight_{what}")
+        return _columns_first(parameter.data, parameter)
+
+    scales = [scale.contiguous() for scale in part("scale")]
+    zeros = None if method.symmetric else part("zero_point")
+    return QuantizedWeights.from_compressed_tensors(
+        part("packed"), scales, zeros, group_size=method.group_size, **options
+    )
+
+
+def _compressed_reason(method: Any) -> str | None:
+    if method.num_bits != 4:
+        return f"compressed-tensors weights are of {method.num_bits} bits"
+    if method.weight_quant.actorder == "group":
+        return "compressed-tensors weights are in the order of their activations (actorder)"
+    return None
+
+
+FORMATS = {
+    "gpt_oss": Format(_mxfp4, interleaved=True, rounds=True),
+    "mxfp4": Format(_mxfp4, rounds=True),
+    "gptq": Format(_gptq, _gptq_reason, loaded_biases=True),
+    "awq": Format(_awq, _awq_reason),
+    "compressed_tensors": Format(_compressed, _compressed_reason),
+    "compressed_tensors_marlin": Format(_compressed, _compressed_reason),
+}
+
+
+def biases(format: Format, layer: Any, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """Those of w13 and w2, where the checkpoint has them."""
+    loaded = getattr(layer, "_loaded_expert_biases", None) if format.loaded_biases else None
+
+    def one(name: str) -> Tensor | None:
+        bias = getattr(layer, name, None)
+        if bias is None or (loaded is not None and name not in loaded):
+            return None
+        return bias.data.to(dtype)
+
+    return one("w13_bias"), one("w2_bias")

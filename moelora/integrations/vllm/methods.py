@@ -1,0 +1,175 @@
+"""Quantised layers of vLLM in moelora: the hooks on the methods of their formats.
+
+A method loads a layer's weights, repacks them for the kernels that it chose, and makes the kernel
+object that the layer calls. Here the second and third step are taken over: the loader's tensors go
+into moelora's tiles, which become the layer's `w13_weight` and `w2_weight`, and all others are
+freed. vLLM processes one layer after the other, so that beside the model as loaded there are never
+more than the tiles of one layer and one expert on its way.
+
+Methods of MXFP4 round a layer's sizes up for their kernels when they are made; whether moelora
+serves is decided there, and then only whole blocks of 32 are asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from vllm.model_executor.layers.fused_moe import modular_kernel
+from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
+from vllm.model_executor.layers.fused_moe.config import biased_moe_quant_config
+
+from moelora import QuantizedWeights
+from moelora.fake import COMPUTE_DTYPES
+from moelora.integrations.vllm import OWN_PATH, interface, say_once, wrap
+from moelora.integrations.vllm.formats import FORMATS, Format, biases
+from moelora.integrations.vllm.quantized import QuantizedExpertsWithLoRA
+
+
+def install() -> None:
+    """Take over the methods that this vLLM has as they are known; of others, say what differs."""
+    for name, format in FORMATS.items():
+        needed = interface.METHODS[name]
+        module = next(iter(needed.replaced))
+        cls = next(iter(needed.replaced[module])).partition(".")[0]
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError:
+            continue  # not in this release
+        if problem := interface.problem(needed):
+            say_once(f"{problem}; {OWN_PATH} for layers of {cls}")
+            continue
+        method = getattr(importlib.import_module(module), cls)
+        if format.rounds:
+            wrap(method, "__init__", lambda init, cls=method, f=format: _deciding(init, cls, f))
+        wrap(
+            method,
+            "process_weights_after_loading",
+            lambda process, cls=method, f=format: _taking_over(process, cls, f),
+        )
+
+
+def _config(layer: Any, w13_bias: Any = None, w2_bias: Any = None) -> Any:
+    """Of a layer that quantises nothing, as vLLM sees it; numbers of the activation go with it."""
+    return biased_moe_quant_config(
+        w13_bias,
+        w2_bias,
+        gemm1_alpha=getattr(layer, "swiglu_alpha", None),
+        gemm1_beta=getattr(layer, "swiglu_beta", None),
+        gemm1_clamp_limit=getattr(layer, "swiglu_limit", None),
+    )
+
+
+def _reason(method: Any, layer: Any, format: Format) -> str | None:
+    """Why a layer stays with vLLM, without a look at its weights. `layer` may be None yet."""
+    moe = method.moe
+    parallel = moe.moe_parallel_config
+    if not hasattr(method, "experts_cls"):
+        return f"{type(method).__name__} of this vLLM has no modular kernel"
+    if moe.moe_backend != "auto":
+        return f"moe_backend={moe.moe_backend!r} is asked for"
+    if moe.in_dtype not in COMPUTE_DTYPES:
+        return f"the activations are {moe.in_dtype}"
+    if getattr(parallel, "use_batched_activation_format", False):
+        return "the all-to-all hands over tokens in batches by expert"
+    if parallel.enable_eplb:
+        return "experts are rearranged (EPLB)"
+    if format.interleaved != (moe.activation.value == "swigluoai"):
+        order = "in turns" if format.interleaved else "one behind the other"
+        return f"{moe.activation.value} with rows of gate and up {order}"
+    if reason := format.reason(method):
+        return reason
+    weights = () if layer is None else layer.parameters()
+    if any(getattr(w, "_vllm_is_uva_offloaded", False) for w in weights):
+        return "the expert weights are in host memory"
+    return QuantizedExpertsWithLoRA(moe, _config(layer)).reason_against(moe.activation)
+
+
+def _deciding(init: Callable, cls: type, format: Format) -> Callable:
+    """Around `__init__` of a method that rounds sizes: what it chose is kept in `_moelora_theirs`,
+    and put back if moelora cannot serve after all."""
+
+    def wrapped(self, *args, **kwargs) -> None:
+        init(self, *args, **kwargs)
+        if type(self) is not cls or self.experts_cls is None:
+            return
+        if reason := _reason(self, None, format):
+            say_once(f"{reason}; {OWN_PATH}")
+            return
+        self._moelora_theirs = self.mxfp4_backend, self.experts_cls
+        self.mxfp4_backend = type(self.mxfp4_backend).EMULATION  # rounds up to blocks of 32
+        self.experts_cls = QuantizedExpertsWithLoRA
+
+    return wrapped
+
+
+def _give_back(method: Any, layer: Any, reason: str) -> None:
+    """What `_deciding` took, if vLLM's own kernels take the sizes that the layer has by now."""
+    moe = method.moe
+    sizes = layer.hidden_size, layer.intermediate_size_per_partition
+    method.mxfp4_backend, method.experts_cls = method._moelora_theirs
+    wanted = method.maybe_roundup_sizes(*sizes, moe.in_dtype, moe.moe_parallel_config)
+    if tuple(wanted) != sizes:
+        raise ValueError(
+            f"moelora: {reason}, and vLLM's own kernels want the sizes {tuple(wanted)}, not {sizes}"
+            "; start vLLM with MOELORA_VLLM=0"
+        )
+
+
+def _taking_over(process: Callable, cls: type, format: Format) -> Callable:
+    def wrapped(self, layer) -> None:
+        if type(self) is not cls:
+            return process(self, layer)
+        decided = hasattr(self, "_moelora_theirs")
+        if format.rounds and not decided:
+            return process(self, layer)
+        reason = _reason(self, layer, format)
+        if reason is None:
+            try:
+                weights = _read(self, layer, format)
+            except (ValueError, NotImplementedError) as refusal:
+                reason = str(refusal)
+        if reason is None:
+            return _put(self, layer, format, *weights)
+        if decided:
+            _give_back(self, layer, reason)
+        say_once(f"{reason}; {OWN_PATH}")
+        return process(self, layer)
+
+    return wrapped
+
+
+def _read(method: Any, layer: Any, format: Format) -> tuple[QuantizedWeights, QuantizedWeights]:
+    gate_up = "interleaved" if format.interleaved else "concatenated"
+    options = {"gate_up": gate_up if method.moe.is_act_and_mul else None}
+    options["dtype"] = method.moe.in_dtype
+    w13 = format.read(method, layer, "w13", options)
+    return w13, format.read(method, layer, "w2", options | {"gate_up": None})
+
+
+def _put(
+    method: Any, layer: Any, format: Format, w13: QuantizedWeights, w2: QuantizedWeights
+) -> None:
+    """Tiles and biases in place of all that the loader filled, and a kernel that reads them."""
+    bias = biases(format, layer, method.moe.in_dtype)
+    for name in [n for n in layer._parameters if n.startswith(("w13_", "w2_"))]:
+        del layer._parameters[name]
+    for name, weights, own_bias in (("w13", w13, bias[0]), ("w2", w2, bias[1])):
+        tiles = nn.Parameter(weights.data, requires_grad=False)
+        layer.register_parameter(f"{name}_weight", tiles)
+        if own_bias is not None:
+            own_bias = nn.Parameter(own_bias, requires_grad=False)
+        layer.register_parameter(f"{name}_bias", own_bias)
+    method.experts_cls = QuantizedExpertsWithLoRA
+    method.moe_quant_config = _config(layer, layer.w13_bias, layer.w2_bias)
+    prepare_finalize = maybe_make_prepare_finalize(
+        moe=method.moe,
+        quant_config=method.moe_quant_config,
+        routing_tables=layer._expert_routing_tables(),
+        allow_new_interface=True,
+        use_monolithic=False,
+    )
+    experts = QuantizedExpertsWithLoRA(method.moe, method.moe_quant_config, w13, w2)
+    method.moe_kernel = modular_kernel.FusedMoEKernel(prepare_finalize, experts)

@@ -1,0 +1,87 @@
+"""The experts class of vLLM's quantised MoE layers whose weights lie in moelora's tiles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from moelora import QuantizedWeights
+from moelora.integrations.vllm import SWITCH
+from moelora.integrations.vllm.experts import TritonExpertsWithLoRA
+
+
+class QuantizedExpertsWithLoRA(TritonExpertsWithLoRA):
+    """`TritonExpertsWithLoRA` whose w1 and w2 are the tiles of `QuantizedWeights`.
+
+    Activations and adapters see the unquantised hidden states. Nobody else can read tiles: what
+    this class may have against a layer is asked before its weights are packed, and afterwards it
+    raises.
+
+    Parameters
+    ----------
+    moe_config, quant_config
+        Those of a layer that quantises nothing, with its biases.
+    w13, w2 : QuantizedWeights, optional
+        What the tiles are that come as arguments of `apply`. Absent: only to ask for reasons.
+    """
+
+    def __init__(
+        self,
+        moe_config,
+        quant_config,
+        w13: QuantizedWeights | None = None,
+        w2: QuantizedWeights | None = None,
+    ):
+        super().__init__(moe_config, quant_config)
+        # The layer's parameters hold the tiles, and may be moved or replaced.
+        self._w13, self._w2 = (w and replace(w, data=torch.empty(0)) for w in (w13, w2))
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return True
+
+    def set_lora_context(self, ctx) -> None:
+        super().set_lora_context(ctx)
+        self._refuse(self.reason_against(self.moe_config.activation))
+
+    def moe_problem_size(self, a1, w1, w2, topk_ids):
+        m, k = a1.shape
+        return w1.size(0), m, self._w13.shape[1], k, topk_ids.size(1)
+
+    def apply(
+        self,
+        output,
+        hidden_states,
+        w1,
+        w2,
+        topk_weights,
+        topk_ids,
+        activation,
+        global_num_experts,
+        expert_map,
+        a1q_scale,
+        a2_scale,
+        workspace13,
+        workspace2,
+        expert_tokens_meta,
+        apply_router_weight_on_input,
+    ):
+        self._refuse(
+            self.reason_against(activation)
+            or self._serve(
+                output,
+                hidden_states,
+                replace(self._w13, data=w1),
+                replace(self._w2, data=w2),
+                topk_weights,
+                topk_ids,
+                activation,
+                expert_map,
+                apply_router_weight_on_input,
+            )
+        )
+
+    def _refuse(self, reason: str | None) -> None:
+        if reason is not None:
+            raise RuntimeError(f"moelora: {reason}; start vLLM with {SWITCH}=0")

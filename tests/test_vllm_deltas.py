@@ -1,0 +1,267 @@
+"""Layers whose base product stays with vLLM: its hooks for adapters are moelora's deltas."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases import Spec, same_bits
+from vllm_layer import Layer, load
+
+from moelora.reference import activate
+
+pytest_plugins = ["vllm_fixtures"]
+
+SPECS = {
+    "several_adapters": Spec(mix="many", tokens=17, ranks=(8, 8, 8)),
+    "mixed_ranks": Spec(mix="all_different", tokens=10, ranks=(1, 24, 3, 17), spare_rank=8),
+    "half_base": Spec(mix="half_base", tokens=9),
+    "disabled": Spec(mix="disabled", tokens=12, ranks=(8, 4, 16)),
+    "shared_outer": Spec(sharing="outer", tokens=8),
+    "three_d": Spec(slices=1, tokens=8),
+    "expert_map": Spec(remote=4, tokens=10, top_k=3),
+    "one_token": Spec(tokens=1, mix="one"),
+}
+
+
+class Own:
+    """vLLM's own two hooks: they write nothing, and what they were called with is kept."""
+
+    def __init__(self, vllm):
+        self.calls = []
+        for name in ("add_lora_w13", "add_lora_w2"):
+            original = getattr(vllm.PunicaWrapperGPU, name)
+            vllm.monkeypatch.setattr(vllm.PunicaWrapperGPU, name, self.recorder(original))
+
+    def recorder(self, original):
+        signature = inspect.signature(original)
+
+        def recorded(*args, **kwargs):
+            call = signature.bind(*args, **kwargs)
+            self.calls.append(SimpleNamespace(name=original.__name__, **call.arguments))
+            return "sorted", "experts", "padded", "mapping"
+
+        recorded.__signature__, recorded.__name__ = signature, original.__name__
+        return recorded
+
+
+@pytest.fixture
+def own(vllm):
+    recorded = Own(vllm)
+    vllm.register()
+    return recorded
+
+
+class Deltas(Layer):
+    """A layer whose products are plain torch, with the two calls that `LoRAExpertsMixin` makes."""
+
+    def _add_adapters(self, *args, **config):
+        super()._add_adapters(*args, **config)
+        self.punica = self.vllm.PunicaWrapperGPU.__new__(self.vllm.PunicaWrapperGPU)
+        self.punica.token_mapping_meta = self.meta
+        self.lora.set_mapping(self.punica)
+
+    def expanded(self, stacks):
+        """Factors that all experts share come as stacks of one for each, by stride 0."""
+        count = self.moe_config.num_local_experts
+        return tuple(s.expand(-1, count, -1, -1) for s in stacks)
+
+    def gate_up(self, y, fully_sharded=False, **changes):
+        p, ctx = self.p, self.experts._lora_context
+        arguments = {
+            "y": y.view(-1, y.size(-1)),  # as Marlin has it
+            "x": p.hidden_states,
+            "lora_a_stacked": self.expanded(ctx.w13_lora_a_stacked),
+            "lora_b_stacked": ctx.w13_lora_b_stacked,
+            "topk_ids": p.topk_ids,
+            "topk_weights": p.topk_weights,
+            "expert_map": p.expert_map,
+            "w1": None,
+            "w2": None,
+            "num_tokens": p.topk_ids.size(0),
+            "top_k_num": p.topk_ids.size(1),
+            "max_loras": self.slots,
+            "adapter_enabled": ctx.adapter_enabled,
+            "local_num_experts": self.moe_config.num_local_experts,
+            "top_k": p.topk_ids.size(1),
+            "num_slices": len(ctx.w13_lora_a_stacked),
+            "fully_sharded": fully_sharded,
+            "use_tuned_config": False,
+            "token_lora_mapping": ctx.local_token_lora_mapping,
+        }
+        return self.punica.add_lora_w13(**arguments | changes)
+
+    def down(self, z, h, lists, fully_sharded=False, tp_rank=0, **changes):
+        p, ctx = self.p, self.experts._lora_context
+        arguments = {
+            "y": z,
+            "x": h.flatten(0, 1),
+            "lora_a_stacked": ctx.w2_lora_a_stacked,
+            "lora_b_stacked": self.expanded(ctx.w2_lora_b_stacked),
+            "topk_weights": p.topk_weights,
+            "sorted_token_ids_lora": lists[0],
+            "expert_ids_lora": lists[1],
+            "num_tokens_post_padded_lora": lists[2],
+            "token_lora_mapping": lists[3],
+            "num_tokens": p.topk_ids.size(0),
+            "w1": None,
+            "w2": None,
+            "top_k_num": p.topk_ids.size(1),
+            "max_loras": self.slots,
+            "adapter_enabled": ctx.adapter_enabled,
+            "top_k": p.topk_ids.size(1),
+            "fully_sharded": fully_sharded,
+            "tp_rank": tp_rank,
+            "use_tuned_config": False,
+        }
+        self.punica.add_lora_w2(**arguments | changes)
+
+    def __call__(self):
+        p = self.p
+        ids = p.topk_ids.long()
+        ids = ids if p.expert_map is None else p.expert_map[ids].long()
+        here, ids = (ids >= 0)[..., None], ids.clamp(min=0)
+        y = torch.einsum("mk,mjnk->mjn", p.hidden_states, p.w13[ids])
+        lists = self.gate_up(y)
+        h = activate(y.flatten(0, 1), p.spec.activation).view(*ids.shape, -1).to(y.dtype)
+        weights = p.topk_weights[..., None].to(y.dtype)
+        z = torch.einsum("mji,mjki->mjk", h, p.w2[ids]) * weights
+        self.down(z, h, lists)
+        return (z * here).sum(1)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_layer_around_the_hooks_is_the_exact_one(vllm, own, lines, name):
+    layer = Deltas(vllm, SPECS[name].build()).step()
+    layer.check(layer())
+    assert own.calls == []
+    assert lines == []
+
+
+def test_true_ranks_are_used(vllm, own):
+    """What lies behind a rank in the stacks is never read: here it would show."""
+    spec = Spec(ranks=(3, 8, 16), mix="all_different", tokens=12, spare_rank=8)
+    layer = Deltas(vllm, spec.build()).step()
+    for stack, dim in layer.stacks():
+        for slot, rank in enumerate(spec.ranks):
+            stack[slot].narrow(dim - 1, rank, 24 - rank).fill_(float("nan"))
+    layer.check(layer())
+
+
+def test_without_adapters_nothing_runs(vllm, own):
+    p = Spec(mix="all_different", tokens=8).build()
+    layer = Deltas(vllm, p)
+    layer.step(torch.full((8,), -1))
+    y = torch.randn(8, p.topk_ids.size(1), p.w13.size(1))
+    before = y.clone()
+    lists = layer.gate_up(y)
+    assert lists == (None,) * 4
+    layer.down(y, y, lists)
+    assert same_bits(y, before)
+    assert own.calls == []
+
+
+def test_an_exchanged_mapping_comes_first(vllm, own):
+    layer = Deltas(vllm, Spec(mix="many", tokens=9, remote=4).build())
+    layer.step(torch.full((9,), -1))
+    layer.experts._lora_context.local_token_lora_mapping = layer.p.token_lora_mapping
+    layer.check(layer())
+
+
+def test_a_delta_alone(vllm, own):
+    """add_inputs=False, into zeros, as where the sum is made on another stream."""
+    p = Spec(mix="half_base", tokens=9).build()
+    layer = Deltas(vllm, p).step()
+    y = torch.randn(9, p.topk_ids.size(1), p.w13.size(1))
+    alone = torch.zeros_like(y)
+    layer.gate_up(alone, add_inputs=False)
+    added = y.clone()
+    layer.gate_up(added)
+    torch.testing.assert_close(added, y + alone)
+
+
+def test_fully_sharded_factors(vllm, own):
+    """Half of A's rows of w13, half of B's rows of w2: two ranks, of which this is the second."""
+    p = Spec(mix="all_different", ranks=(8, 8, 8), tokens=6, pass_ranks=False).build()
+    layer = Deltas(vllm, p).step()
+    ctx = layer.experts._lora_context
+    gathered = []
+
+    def all_gather(h):
+        gathered.append(h)
+        return torch.cat([torch.zeros_like(h), h], -1)  # the first rank's part is zero
+
+    distributed = "vllm.distributed"
+    vllm.set(distributed, "tensor_model_parallel_all_gather", all_gather)
+    vllm.set(distributed, "tensor_model_parallel_all_reduce", lambda h: 2 * h)
+
+    rows = p.topk_ids.size(1)
+    wanted = torch.randn(6, rows, p.w13.size(1))
+    got = wanted.clone()
+    a = [s.clone() for s in ctx.w13_lora_a_stacked]
+    for s in a:
+        s[:, :, :4] = 0
+    layer.gate_up(wanted, lora_a_stacked=a)
+    lists = layer.gate_up(got, True, lora_a_stacked=[s[:, :, 4:] for s in a])
+    torch.testing.assert_close(got, wanted)
+    assert gathered[0].shape == (len(a), 6, rows, 4)
+
+    hidden = p.w2.size(1)
+    h = torch.randn(6, rows, p.w2.size(2))
+    delta, got = torch.zeros(2, 6, rows, hidden)
+    layer.down(delta, h, lists)
+    (b,) = ctx.w2_lora_b_stacked
+    layer.down(got, h, lists, True, tp_rank=1, lora_b_stacked=(b[:, :, hidden // 2 :],))
+    torch.testing.assert_close(got[..., hidden // 2 :], 2 * delta[..., hidden // 2 :])
+    assert not got[..., : hidden // 2].any()
+
+
+def test_what_the_operators_refuse_stays_with_vllm(vllm, own, lines):
+    p = Spec(mix="many", tokens=8, remote=4).build()
+    layer = Deltas(vllm, p).step()
+    y = torch.randn(8, p.topk_ids.size(1), p.w13.size(1))
+    assert layer.gate_up(y, x=p.hidden_states.double()) == (
+        "sorted",
+        "experts",
+        "padded",
+        "mapping",
+    )
+    (call,) = own.calls
+    assert call.name == "add_lora_w13" and torch.equal(call.topk_ids, p.topk_ids)
+    (line,) = lines
+    assert line.endswith("vLLM's own kernels add the adapters")
+
+    layer.down(y, y, ("sorted", "experts", "padded", "mapping"))  # vLLM's lists are handed on
+    assert own.calls[-1].sorted_token_ids_lora == "sorted"
+
+    lists = layer.gate_up(y)
+    z, h = torch.zeros(8, p.topk_ids.size(1), p.w2.size(1)), torch.zeros(8, 2, p.w2.size(2))
+    layer.down(z, h.double(), lists)  # too late for vLLM's lists: every row is a block
+    call = own.calls[-1]
+    assert call.name == "add_lora_w2" and call.sorted_token_ids_lora is None
+    assert call.expert_ids_lora.tolist() == p.expert_map[p.topk_ids.reshape(-1).long()].tolist()
+
+
+def test_a_base_row_keeps_its_bits(vllm, own):
+    p = Spec(mix="half_base", tokens=9).build()
+    layer = Deltas(vllm, p).step()
+    bases = p.token_lora_mapping < 0
+    assert bases.any()
+    y = torch.randn(9, p.topk_ids.size(1), p.w13.size(1))
+    before = y.clone()
+    layer.gate_up(y)
+    assert same_bits(y[bases], before[bases])
+    assert not same_bits(y, before)
+
+
+def test_changed_hooks_are_left_alone(vllm, lines):
+    def add_lora_w2(self, y, x):
+        pass
+
+    vllm.monkeypatch.setattr(vllm.PunicaWrapperGPU, "add_lora_w2", add_lora_w2)
+    vllm.register()
+    assert not hasattr(vllm.PunicaWrapperGPU.add_lora_w13, "_moelora")
+    (line,) = lines
+    assert "['self', 'y', 'x'], not ['self', 'y', 'x', 'lora_a_stacked'" in line
+    assert "vLLM's own kernels add the adapters of its layers" in line
+    assert load("vllm.lora.layers.fused_moe").FusedMoEWithLoRA.set_lora._moelora
