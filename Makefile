@@ -119,10 +119,11 @@ bench-gpu:
 	$(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) -m moelora bench --device cuda --out benchmarks/results/gpu-layer.json $(BENCH_ARGS)
 
-# The tables and the picture of README and docs, from the result files.
+# The tables and pictures of README and docs, from the result files.
 tables: build
 	$(PY) -m benchmarks.tables --write
 	$(PY) -m moelora bench plot benchmarks/results/h200-layer.json --out docs/h200-layer.png
+	$(PY) -m moelora bench plot benchmarks/results/h200-layer.json --picture beside --out docs/h200-beside.png
 
 # For every GPU: machine code of all architectures that setup.py knows.
 wheel: export MOELORA_CUDA_ARCH ?= release
