@@ -14,7 +14,7 @@ CTESTS := $(basename $(notdir $(wildcard tests/c/test_*.c examples/c/*.c)))
 C_FILES = $(shell find csrc tests/c examples/c -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test build lint conformance test-c test-py test-lowest sanitize fuzz test-gpu sanitize-gpu \
-        bench-cpu bench-gpu tables wheel check-wheel clean
+        bench-cpu bench-gpu tables docs types wheel check-wheel clean
 
 # Without a GPU the demo runs on the CPU: no need to wait until the CUDA kernels are compiled.
 demo: export MOELORA_CUDA ?= $(shell nvidia-smi -L > /dev/null 2>&1 || echo 0)
@@ -124,6 +124,15 @@ tables: build
 	$(PY) -m benchmarks.tables --write
 	$(PY) -m moelora bench plot benchmarks/results/h200-layer.json --out docs/h200-layer.png
 	$(PY) -m moelora bench plot benchmarks/results/h200-layer.json --picture beside --out docs/h200-beside.png
+
+# The site of docs/ with the API reference, in build/site; what mkdocs warns of is an error.
+docs: build/docs/.ready
+	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --quiet --strict
+
+build/docs/.ready: requirements-docs.txt
+	test -x build/docs/bin/python || $(PYTHON) -m venv build/docs
+	build/docs/bin/python -m pip install --quiet -r requirements-docs.txt
+	touch $@
 
 # For every GPU: machine code of all architectures that setup.py knows.
 wheel: export MOELORA_CUDA_ARCH ?= release

@@ -125,6 +125,21 @@ def test_examples_run_when_pasted(page, monkeypatch):
         exec(compile(code, str(page), "exec"), names)
 
 
+def test_the_notebook_is_the_page_and_runs(monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import make_notebook
+
+    text = make_notebook.NOTEBOOK.read_text()
+    assert text == make_notebook.notebook(), "python examples/make_notebook.py"
+    code = ["".join(c["source"]) for c in json.loads(text)["cells"] if c["cell_type"] == "code"]
+    assert code[1:] == [block.strip() for block in runnable(make_notebook.PAGE)]
+    monkeypatch.chdir(ROOT / "examples")
+    names = {"__name__": "notebook"}
+    for cell in code:
+        exec(compile(cell, "quick_start.ipynb", "exec"), names)
+
+
 def test_the_first_example_is_short():
     (code,) = runnable(ROOT / "README.md")
     assert len(code.splitlines()) <= 16

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: pages link to files of the repository, which a site does not have."""
+"""Hooks of mkdocs: links to files of the repository, which a site does not have, and docstrings."""
 
 import re
 from pathlib import Path, PurePosixPath
@@ -20,3 +20,8 @@ def on_page_markdown(markdown, page, config, **_):
         return f"[{text}]({url}/blob/{REF}/{where})" if url else text
 
     return re.sub(r"\[([^\]]*)\]\((\.\./[^)\s]+)\)", absolute, markdown)
+
+
+def on_page_content(html, **_):
+    """In docstrings a block is announced by two colons."""
+    return re.sub(r"::(</p>\s*<(?:div|pre))", r":\1", html)
