@@ -85,7 +85,9 @@ def package_page():
             return link[0]
         if not repository:
             return "" if picture else text
-        return f"{picture}[{text}]({repository}/{'raw' if picture else 'blob'}/v{version()}/{target})"
+        return (
+            f"{picture}[{text}]({repository}/{'raw' if picture else 'blob'}/v{version()}/{target})"
+        )
 
     found = {}
     if (ROOT / "README.md").exists():

@@ -1,6 +1,6 @@
 """quick_start.ipynb: the page docs/quick-start.md, up to the demo, as a notebook.
 
-    python examples/make_notebook.py
+python examples/make_notebook.py
 """
 
 import json

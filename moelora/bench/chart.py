@@ -1,4 +1,4 @@
-"""`moelora bench plot --picture beside`: what adapters cost, ours beside vLLM's, for a first look."""
+"""`moelora bench plot --picture beside`: what adapters cost, in ours and in vLLM's layer."""
 
 from collections.abc import Sequence
 from pathlib import Path
