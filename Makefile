@@ -14,7 +14,7 @@ CTESTS := $(basename $(notdir $(wildcard tests/c/test_*.c examples/c/*.c)))
 C_FILES = $(shell find csrc tests/c examples/c -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test build lint conformance test-c test-py test-lowest sanitize fuzz test-gpu sanitize-gpu \
-        bench-cpu bench-gpu tables docs types wheel check-wheel clean
+        bench-cpu bench-gpu tables docs types wheel check-wheel sdist clean
 
 # Without a GPU the demo runs on the CPU: no need to wait until the CUDA kernels are compiled.
 demo: export MOELORA_CUDA ?= $(shell nvidia-smi -L > /dev/null 2>&1 || echo 0)
@@ -134,13 +134,19 @@ build/docs/.ready: requirements-docs.txt
 	build/docs/bin/python -m pip install --quiet -r requirements-docs.txt
 	touch $@
 
-# For every GPU: machine code of all architectures that setup.py knows.
+# For every GPU: machine code of all architectures that setup.py knows. auditwheel names the oldest
+# system that it runs on; torch brings its own libraries.
 wheel: export MOELORA_CUDA_ARCH ?= release
 wheel: $(VENV)/.ready
-	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist .
+	rm -rf build/wheel
+	$(PY) -m pip wheel --no-deps --no-build-isolation -w build/wheel .
+	PATH="$(VENV)/bin:$$PATH" $(PY) -m auditwheel repair --exclude 'libtorch*.so' -w dist build/wheel/*.whl
 
 check-wheel: wheel
-	$(PY) tests/check_wheel.py $$(ls -t dist/*.whl | head -n 1)
+	$(PY) tests/check_wheel.py $$(ls -t dist/*.whl | head -n 1) $(CHECK_ARGS)
+
+sdist: $(VENV)/.ready
+	$(PY) setup.py -q sdist
 
 clean:
 	rm -rf build dist *.egg-info moelora/_C.abi3.so
