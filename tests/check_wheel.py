@@ -6,7 +6,7 @@
 A Python is looked for on PATH and among pyenv's; those that are not there are named and left out.
 The wheel's extras bring the other packages, torch is that of requirements-torch.txt. Where this
 environment has the same minor version of Python, the fresh one borrows its packages, moelora
-excepted, and needs no network.
+excepted, and needs no network; --fresh installs them there, too.
 """
 
 import argparse
@@ -53,12 +53,12 @@ def audit(wheel):
     run(sys.executable, "-m", "auditwheel", "show", wheel)
 
 
-def check(version, python, wheel, demo, folder):
+def check(version, python, wheel, demo, borrow, folder):
     venv = folder / version
     run(python, "-m", "venv", venv)
     fresh = venv / "bin" / "python"
     pip = [fresh, "-m", "pip", "install", "--quiet"]
-    if version == version_of(sys.executable):
+    if borrow and version == version_of(sys.executable):
         (site,) = venv.glob("lib/python*/site-packages")
         (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
         run(*pip, "--no-deps", "--force-reinstall", wheel)
@@ -76,6 +76,7 @@ def main():
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--pythons", default=PYTHONS, help="(default: %(default)s)")
     parser.add_argument("--no-demo", action="store_true")
+    parser.add_argument("--fresh", action="store_true")
     args = parser.parse_args()
     wheel = args.wheel.resolve()
     if "-abi3-" not in wheel.name:
@@ -88,7 +89,7 @@ def main():
             absent.append(version)
             continue
         with tempfile.TemporaryDirectory() as folder:
-            check(version, python, wheel, not args.no_demo, Path(folder))
+            check(version, python, wheel, not args.no_demo, not args.fresh, Path(folder))
         checked.append(version)
     print(f"{wheel.name}: works with {', '.join(checked)}; not here: {', '.join(absent) or 'none'}")
     if not checked:

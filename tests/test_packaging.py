@@ -428,23 +428,35 @@ def test_usable_memory_is_the_less_of_machine_and_container(setup_py, tmp_path):
         assert setup_py.usable_memory(meminfo, limit) == expected
 
 
+FIRST = "cuda=0 arch=\ndemo\n"  # the C code, and the demo on it
+THEN = "That was the demo. Now the CUDA kernels for this machine, some minutes:\n"
+
+
 @pytest.mark.parametrize(
     ("target", "gpu", "given", "wanted"),
     [
-        ("demo", True, {}, "cuda= arch="),
-        ("demo", False, {}, "cuda=0 arch="),
-        ("demo", False, {"MOELORA_CUDA": "1"}, "cuda=1 arch="),
-        ("build", False, {}, "cuda= arch="),
-        ("wheel", False, {}, "cuda= arch=release"),
-        ("wheel", False, {"MOELORA_CUDA_ARCH": "90a"}, "cuda= arch=90a"),
+        ("demo", "9.0\n9.0", {}, f"{FIRST}{THEN}cuda= arch=90a\n"),
+        ("demo", "8.0\n12.0", {}, f"{FIRST}{THEN}cuda= arch=120;80\n"),
+        (
+            "demo",
+            "9.0",
+            {"MOELORA_CUDA_ARCH": "80"},
+            f"cuda=0 arch=80\ndemo\n{THEN}cuda= arch=80\n",
+        ),
+        ("demo", "9.0", {"MOELORA_CUDA": "0"}, FIRST),
+        ("demo", "", {}, FIRST),
+        ("demo", "", {"MOELORA_CUDA": "1"}, f"{FIRST}{THEN}cuda=1 arch=\n"),
+        ("build", "", {}, "cuda= arch=\n"),
+        ("wheel", "", {}, "cuda= arch=release\n"),
+        ("wheel", "", {"MOELORA_CUDA_ARCH": "90a"}, "cuda= arch=90a\n"),
     ],
 )
 def test_what_make_builds(tmp_path, target, gpu, given, wanted):
-    """The demo CUDA kernels only for a GPU, a wheel machine code of all architectures."""
+    """The demo before CUDA kernels, and those only for a GPU; a wheel code of all architectures."""
     settings = 'echo "cuda=$MOELORA_CUDA arch=$MOELORA_CUDA_ARCH"'
     for name, text in {
-        "nvidia-smi": f"exit {int(not gpu)}",
-        "python": f'case "$*" in *build_ext*|*"pip wheel"*) {settings};; esac',
+        "nvidia-smi": f"""test "$1" = -L || printf '%s\\n' '{gpu}'; test '{gpu}'""",
+        "python": f'case "$*" in *build_ext*|*"pip wheel"*) {settings};; *demo.py) echo demo;; esac',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -454,7 +466,7 @@ def test_what_make_builds(tmp_path, target, gpu, given, wanted):
     environment = {k: v for k, v in os.environ.items() if k not in drop}
     environment |= {"PATH": f"{tmp_path}:{environment['PATH']}", **given}
     words = [f"VENV={tmp_path}", f"PY={tmp_path}/python"]
-    assert output("make", "-s", target, *words, cwd=ROOT, env=environment) == wanted + "\n"
+    assert output("make", "-s", target, *words, cwd=ROOT, env=environment) == wanted
 
 
 def fat_binaries(data):
