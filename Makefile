@@ -11,15 +11,22 @@ SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all
 CTEST_FLAGS := -std=c11 -O2 -Wall -Wextra -Werror -Icsrc -Itests/c
 CPROGRAMS := $(basename $(notdir $(wildcard tests/c/*.c examples/c/*.c)))
 CTESTS := $(basename $(notdir $(wildcard tests/c/test_*.c examples/c/*.c)))
+# Of the GPUs here, as setup.py names them; nothing, its default, where there are none.
+GPU_ARCHS = $$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/null | \
+  sort -u | sed 's/\.//; s/^90$$/90a/' | paste -sd ';' -)
 C_FILES = $(shell find csrc tests/c examples/c -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test build lint conformance test-c test-py test-lowest sanitize fuzz test-gpu sanitize-gpu \
-        bench-cpu bench-gpu tables wheel check-wheel clean
+        bench-cpu bench-gpu tables docs types wheel check-wheel sdist clean
 
-# Without a GPU the demo runs on the CPU: no need to wait until the CUDA kernels are compiled.
-demo: export MOELORA_CUDA ?= $(shell nvidia-smi -L > /dev/null 2>&1 || echo 0)
-demo: build
+# The demo runs on the CPU, so that comes first: half a minute of C. Then the CUDA kernels, where there
+# is a GPU to run them, and for its architecture alone.
+demo:
+	MOELORA_CUDA=0 $(MAKE) --no-print-directory build
 	$(PY) examples/demo.py
+	@test "$${MOELORA_CUDA:-1}" = 0 || { test -z "$$MOELORA_CUDA" && ! nvidia-smi -L > /dev/null 2>&1; } || { \
+	  echo "That was the demo. Now the CUDA kernels for this machine, some minutes:"; \
+	  MOELORA_CUDA_ARCH="$${MOELORA_CUDA_ARCH:-$(GPU_ARCHS)}" $(MAKE) --no-print-directory build; }
 
 # What CI holds against us, users do not see: warnings and register spills are errors here only.
 test: export MOELORA_WERROR = 1
@@ -47,6 +54,10 @@ lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES)
+
+# mypy --strict, but for the modules that pyproject.toml names.
+types: $(VENV)/.ready
+	$(VENV)/bin/mypy
 
 # Our prototypes of torch's C functions against torch's own headers.
 conformance: $(VENV)/.ready
@@ -119,18 +130,34 @@ bench-gpu:
 	$(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) -m moelora bench --device cuda --out benchmarks/results/gpu-layer.json $(BENCH_ARGS)
 
-# The tables and the picture of README and docs, from the result files.
+# The tables and pictures of README and docs, from the result files.
 tables: build
 	$(PY) -m benchmarks.tables --write
 	$(PY) -m moelora bench plot benchmarks/results/h200-layer.json --out docs/h200-layer.png
+	$(PY) -m moelora bench plot benchmarks/results/h200-layer.json --picture beside --out docs/h200-beside.png
 
-# For every GPU: machine code of all architectures that setup.py knows.
+# The site of docs/ with the API reference, in build/site; what mkdocs warns of is an error.
+docs: build/docs/.ready
+	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --quiet --strict
+
+build/docs/.ready: requirements-docs.txt
+	test -x build/docs/bin/python || $(PYTHON) -m venv build/docs
+	build/docs/bin/python -m pip install --quiet -r requirements-docs.txt
+	touch $@
+
+# For every GPU: machine code of all architectures that setup.py knows. auditwheel names the oldest
+# system that it runs on; torch brings its own libraries.
 wheel: export MOELORA_CUDA_ARCH ?= release
 wheel: $(VENV)/.ready
-	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist .
+	rm -rf build/wheel
+	$(PY) -m pip wheel --no-deps --no-build-isolation -w build/wheel .
+	PATH="$(VENV)/bin:$$PATH" $(PY) -m auditwheel repair --exclude 'libtorch*.so' -w dist build/wheel/*.whl
 
 check-wheel: wheel
-	$(PY) tests/check_wheel.py $$(ls -t dist/*.whl | head -n 1)
+	$(PY) tests/check_wheel.py $$(ls -t dist/*.whl | head -n 1) $(CHECK_ARGS)
+
+sdist: $(VENV)/.ready
+	$(PY) setup.py -q sdist
 
 clean:
 	rm -rf build dist *.egg-info moelora/_C.abi3.so

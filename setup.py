@@ -10,6 +10,7 @@ Environment:
   CC, NVCC, CUDA_HOME   the compilers
   MAX_JOBS              compilers run at once; by default one for each usable core, and fewer where
                         memory is short
+  MOELORA_REPOSITORY    where the sources are published: the package's page links there
 
 Every object stays in build/obj, under a name made from its command: going from one of these
 settings to another and back compiles nothing twice. `make clean` empties it.
@@ -69,6 +70,35 @@ JOB_BYTES = 1 << 30
 def version():
     header = (ROOT / "csrc/moelora.h").read_text()
     return re.search(r'#define MOELORA_VERSION "([^"]+)"', header).group(1)
+
+
+def package_page():
+    """README.md for a package index, where relative links lead nowhere, and the project's URLs.
+
+    Links get the address of the repository; where none is known, text stays and pictures go.
+    """
+    repository = os.environ.get("MOELORA_REPOSITORY", "").rstrip("/")
+
+    def absolute(link):
+        picture, text, target = link.groups()
+        if target.startswith(("http:", "https:", "#")):
+            return link[0]
+        if not repository:
+            return "" if picture else text
+        return (
+            f"{picture}[{text}]({repository}/{'raw' if picture else 'blob'}/v{version()}/{target})"
+        )
+
+    found = {}
+    if (ROOT / "README.md").exists():
+        text = (ROOT / "README.md").read_text()
+        found["long_description"] = re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", absolute, text)
+        found["long_description_content_type"] = "text/markdown"
+    if repository:
+        pages = {"Changelog": "CHANGELOG.md", "Documentation": "docs"}
+        urls = {name: f"{repository}/blob/v{version()}/{path}" for name, path in pages.items()}
+        found["project_urls"] = {"Repository": repository, "Issues": f"{repository}/issues", **urls}
+    return found
 
 
 def cuda_compiler():
@@ -441,6 +471,7 @@ class BuildCore(Command):
 if __name__ == "__main__":
     setup(
         version=version(),
+        **package_page(),
         ext_modules=[Extension("moelora._C", sources=[], py_limited_api=True)],
         cmdclass={"build_py": BuildPy, "build_ext": BuildExt, "build_core": BuildCore},
         options={"bdist_wheel": {"py_limited_api": "cp310"}},

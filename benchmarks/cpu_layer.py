@@ -4,7 +4,7 @@
     python -m benchmarks.cpu_layer --quick
     python -m benchmarks.cpu_layer --models mixtral:4 --tokens 8 --dtypes bf16 --ranks 16
 
-Takes the options of `python -m moelora bench`. Layers of Qwen3-30B-A3B and Mixtral-8x7B have fewer
+Takes the options of `moelora bench`. Layers of Qwen3-30B-A3B and Mixtral-8x7B have fewer
 experts, so that they fit (12 GB of memory). Baselines: a loop over experts, and transformers'
 experts with PEFT.
 """

@@ -3,7 +3,7 @@
     python -m benchmarks.formats --peers DIR --out benchmarks/results/h200-formats.json
     python -m benchmarks.formats --peers DIR --models qwen3@int4 --tokens 16,1024 --ranks 16
 
-A short form of `python -m moelora bench`. --peers names a copy of vLLM's kernels with
+A short form of `moelora bench`. --peers names a copy of vLLM's kernels with
 `vk/vq_layer.py`; without one the file says that its columns are absent. Exit status 1: something
 is less exact than ALLOWED allows.
 """
@@ -36,7 +36,7 @@ def parse(argv=None) -> argparse.Namespace:
 
 
 def command(args: argparse.Namespace) -> list[str]:
-    """The words of `python -m moelora` that measure what is asked for."""
+    """The words of `moelora` that measure what is asked for."""
     words = ["bench", "--dtypes", "bf16"]
     for name, value in vars(args).items():
         if value is not None and name != "peers":

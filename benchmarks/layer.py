@@ -4,7 +4,7 @@
     python -m benchmarks.layer --models qwen3 --tokens 16,1024 --ranks 16 --baselines default,base
     python -m benchmarks.layer --max-cc 80 --out benchmarks/results/h200-sm80-layer.json
 
-A short form of `python -m moelora bench`, which has more baselines and more of everything.
+A short form of `moelora bench`, which has more baselines and more of everything.
 """
 
 import argparse
@@ -16,7 +16,7 @@ BASELINES = ("base", "default", "best", "none")
 
 
 def command(argv=None) -> list[str]:
-    """The words of `python -m moelora` that measure what is asked for."""
+    """The words of `moelora` that measure what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default="qwen3,mixtral,dsv2lite")
     parser.add_argument("--tokens", default="1,4,16,64,256,1024,4096,16384")

@@ -45,16 +45,13 @@ CPU = """dtype: dtype, bound: bound_us, with adapters: ours_us, ×: ratio,
 RATIOS = "ratio", "share", "max_err_ratio"
 # {name: (file, which of its cases, columns)}
 TABLES = {
-    "layer": ("h200-layer", lambda r: r["rank"] == 16 and r["tokens"] not in (4, 64), LAYER),
     "layer_all": ("h200-layer", lambda r: True, LAYER),
     "adapters": ("h200-adapters", lambda r: True, "adapters: adapters, " + LAYER),
-    "formats": ("h200-formats", lambda r: r["rank"] == 16 and r["tokens"] not in (4, 64), FORMATS),
     "formats_all": ("h200-formats", lambda r: True, FORMATS),
     "portable": ("h200-sm80-layer", lambda r: True, LAYER),
     "kernels": ("h200-kernels", lambda r: True, KERNELS),
     "one_launch": ("h200-kernels-one-launch", lambda r: True, KERNELS),
     "power": ("h200-power", lambda r: True, POWER),
-    "align": ("h200-align", lambda r: r["tokens"] == 16384, ALIGN),
     "align_all": ("h200-align", lambda r: True, ALIGN),
     "delta": ("h200-delta", lambda r: r["part"] == "grid", DELTA),
     "slots": ("h200-delta", lambda r: r["part"] == "slots", DELTA),

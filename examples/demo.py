@@ -326,7 +326,8 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
 
-    console = Console()
+    console, began = Console(), time.monotonic()
+    console.print("About a minute on two CPU cores; loading the model ...")
     dtype = getattr(torch, args.dtype)
     served = Served(dtype)
     oracle = Oracle("grouped_mm", dtype)
@@ -350,7 +351,7 @@ def main() -> None:
         measure_rates(engines, min(args.windows, 4), args.repeats, progress, results)
     show(console, results, served, "grouped_mm", args.dtype)
     plot(results, served, args.save_plot)
-    console.print(f"plot: {args.save_plot}")
+    console.print(f"plot: {args.save_plot}; all of it took {time.monotonic() - began:.0f} s")
 
 
 if __name__ == "__main__":

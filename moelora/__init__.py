@@ -7,6 +7,9 @@ adapters, `max_loras` adapter slots.
 
 import torch  # noqa: F401  loads the libraries that moelora._C is linked against
 
+from moelora import startup as _startup  # noqa: F401  says why the extension does not load
+
+# isort: split
 from moelora import _C
 from moelora import fake as _fake  # noqa: F401  registers the shape functions
 from moelora import tuned as _tuned

@@ -78,6 +78,8 @@ def _fits(value: Any, wanted: Any) -> bool:
         (item,) = typing.get_args(wanted)
         is_series = isinstance(value, Iterable) and not isinstance(value, Tensor | str)
         return is_series and all(_fits(v, item) for v in value)
+    if origin is typing.Literal:  # which words there are, the operator says
+        return isinstance(value, tuple({type(option) for option in typing.get_args(wanted)}))
     if wanted in (int, bool, float):  # torch takes numbers of any library
         return hasattr(value, "__float__") and not isinstance(value, Tensor)
     return isinstance(value, wanted) if isinstance(wanted, type) else True
@@ -88,6 +90,8 @@ def _in_words(wanted: Any) -> str:
         return " or ".join(map(_in_words, typing.get_args(wanted)))
     if typing.get_origin(wanted) is Sequence:
         return f"a sequence of {_in_words(typing.get_args(wanted)[0])}"
+    if typing.get_origin(wanted) is typing.Literal:
+        return " or ".join({type(option).__name__ for option in typing.get_args(wanted)})
     return "None" if wanted is types.NoneType else getattr(wanted, "__name__", str(wanted))
 
 

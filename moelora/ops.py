@@ -6,7 +6,7 @@ where autograd would need one.
 """
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ __all__ = [
     "prepack_weights",
 ]
 
+Activation: TypeAlias = Literal["silu", "gelu", "swigluoai", "swigluoai_uninterleave", "relu2"]
 ACTIVATIONS = {"silu": 0, "gelu": 1, "swigluoai": 2, "relu2": 3, "swigluoai_uninterleave": 4}
 
 
@@ -246,7 +247,7 @@ def fused_experts_lora(
     adapter_enabled: Tensor | None = None,
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
-    activation: str = "silu",
+    activation: Activation = "silu",
     activation_alpha: float | None = None,
     activation_limit: float | None = None,
     expert_map: Tensor | None = None,

@@ -3,7 +3,7 @@
 MOELORA_LOG=plan     the library prints what every gemm and layer runs, and why
 MOELORA_LOG=shapes   also the arguments of every call, before it is checked
 MOELORA_NVTX=1       every call is a range in Nsight's timeline
-MOELORA_DUMP=folder  a call that raises leaves its arguments there: python -m moelora replay FILE
+MOELORA_DUMP=folder  a call that raises leaves its arguments there: moelora replay FILE
 MOELORA_DUMP_MIB=n   what all of them may take in one process, 4096 by default
 """
 

@@ -1,4 +1,4 @@
-"""Tuned plans in files: what `python -m moelora tune` writes and $MOELORA_CONFIG_DIR holds.
+"""Tuned plans in files: what `moelora tune` writes and $MOELORA_CONFIG_DIR holds.
 
 One file for each layer, dtype and device::
 

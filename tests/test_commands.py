@@ -1,10 +1,14 @@
-"""`python -m moelora`: what it says where a package is missing, and into a pipe."""
+"""`moelora`: what it says where a package is missing, and into a pipe."""
 
 import os
+import re
 import subprocess
 import sys
 
+import pytest
+
 from moelora import _C
+from moelora.__main__ import main
 
 
 def python(code):
@@ -38,7 +42,7 @@ from moelora.__main__ import main
 def test_without_rich_the_operators_work_and_commands_say_what_is_missing():
     done = python(WITHOUT.format(package="rich") + "sys.exit(main(['info']))")
     assert done.returncode == 2
-    assert done.stderr == "python -m moelora needs rich: pip install rich\n"
+    assert done.stderr == "moelora needs rich: pip install 'moelora[cli]'\n"
 
 
 def test_without_safetensors_only_reading_adapters_fails(tmp_path):
@@ -51,3 +55,35 @@ def test_without_safetensors_only_reading_adapters_fails(tmp_path):
     done = python(code)
     assert "reading adapters needs safetensors: pip install safetensors" in done.stderr
     assert "ModuleNotFoundError" not in done.stderr
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"moelora {_C.version()}\n"
+
+
+def test_info_ends_with_a_block_for_a_bug_report(capsys):
+    assert main(["info", "--no-test"]) == 0
+    before, _, block = capsys.readouterr().out.rpartition("```text\n")
+    assert "To paste into a bug report" in before
+    lines = block.rstrip().splitlines()
+    assert lines[-1] == "```"
+    assert f"moelora: {_C.version()}" in lines
+    assert "self-test: not run" in lines
+    assert _C.__file__ not in block
+
+
+@pytest.mark.parametrize("command", [["bench"], ["bench", "plot"], ["bench", "compare"], ["tune"]])
+def test_help_says_what_is_taken_where_nothing_is_said(command, capsys):
+    """Every option that takes a value; one without a default says what its absence means."""
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    text = capsys.readouterr().out
+    options = text[text.index("options:") :]
+    for option in re.split(r"\n  (?=-)", options)[1:]:
+        words = " ".join(option.split())
+        flag = re.match(r"(--?[\w-]+(?:, --?[\w-]+)*) (?=[A-Z{])", words)
+        if flag and "--list" not in words:
+            assert "default: " in words, words

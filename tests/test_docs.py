@@ -1,4 +1,8 @@
-"""Documentation keeps up with the code: docstrings, links, examples, commands, stubs."""
+"""Documentation keeps up with the code: docstrings, links, examples, commands, stubs.
+
+Python in a page runs, block after block, from the top of the repository; what cannot has
+`<!-- not run: why -->` above it.
+"""
 
 import ast
 import importlib
@@ -103,16 +107,54 @@ def test_examples_are_in_their_language(page):
         json.loads(block)
 
 
+NOT_RUN = r"<!-- not run: [^\n]+ -->\n"
+RUN = re.compile(rf"({NOT_RUN})?^```python\n(.*?)^```", re.M | re.S)
+
+
+def runnable(page):
+    return [code for skipped, code in RUN.findall(page.read_text()) if not skipped]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if runnable(p)], ids=page_id)
+def test_examples_run_when_pasted(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    if any("transformers" in code for code in runnable(page)):
+        pytest.importorskip("peft")
+    names = {"__name__": page.stem}
+    for code in runnable(page):
+        exec(compile(code, str(page), "exec"), names)
+
+
+def test_the_notebook_is_the_page_and_runs(monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import make_notebook
+
+    text = make_notebook.NOTEBOOK.read_text()
+    assert text == make_notebook.notebook(), "python examples/make_notebook.py"
+    code = ["".join(c["source"]) for c in json.loads(text)["cells"] if c["cell_type"] == "code"]
+    assert code[1:] == [block.strip() for block in runnable(make_notebook.PAGE)]
+    monkeypatch.chdir(ROOT / "examples")
+    names = {"__name__": "notebook"}
+    for cell in code:
+        exec(compile(cell, "quick_start.ipynb", "exec"), names)
+
+
+def test_the_first_example_is_short():
+    (code,) = runnable(ROOT / "README.md")
+    assert len(code.splitlines()) <= 16
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_commands_exist(page):
-    text = page.read_text()
+    code = "\n".join(code_of(page.read_text()))
     makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"\bmake ([a-z][a-z-]+)", "\n".join(code_of(text)))):
+    for target in set(re.findall(r"\bmake ([a-z][a-z-]+)", code)):
         assert re.search(rf"^{target}:", makefile, re.M), f"make {target}"
-    for command in set(re.findall(r"python -m moelora (\w+)", text)):
+    for words in set(re.findall(r"(?:^|`|-m )moelora ([a-z]+(?: plot| compare)?)", code, re.M)):
         with pytest.raises(SystemExit) as stopped:
-            main([command, "--help"])
-        assert stopped.value.code == 0, command
+            main([*words.split(), "--help"])
+        assert stopped.value.code == 0, words
 
 
 def code_of(text):

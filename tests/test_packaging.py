@@ -7,13 +7,15 @@ import shutil
 import struct
 import subprocess
 import sys
+import tarfile
 import zipfile
 from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
+import torch
 
-from moelora import _C
+from moelora import _C, startup
 
 ROOT = Path(__file__).resolve().parents[1]
 needs_binutils = pytest.mark.skipif(not shutil.which("readelf"), reason="no binutils")
@@ -97,6 +99,53 @@ def test_wheel(wheel):
     assert headers["Requires-Python"] == ">=3.10"
     assert headers["Version"] == _C.version()
     assert "[vllm.general_plugins]\nmoelora = moelora.integrations.vllm:register" in plugins
+    assert "[console_scripts]\nmoelora = moelora.__main__:main" in plugins
+    assert headers.get_all("Provides-Extra") == ["cli", "hf", "plot", "dev"]
+    needed = [r for r in headers.get_all("Requires-Dist") if "extra ==" not in r]
+    assert needed == ["torch>=2.11", "safetensors"]
+
+
+def test_links_of_the_packages_page_lead_somewhere(setup_py, monkeypatch):
+    """Relative ones do not; without the address of a repository their text stays."""
+    readme = (ROOT / "README.md").read_text()
+    assert "](docs/install.md)" in readme
+    monkeypatch.delenv("MOELORA_REPOSITORY", raising=False)
+    page = setup_py.package_page()
+    assert "](" not in page["long_description"]
+    assert "project_urls" not in page
+    monkeypatch.setenv("MOELORA_REPOSITORY", "https://example.org/moelora/")
+    page = setup_py.package_page()
+    links = re.findall(r"!?\[[^\]]*\]\(([^)]*)\)", page["long_description"])
+    assert f"https://example.org/moelora/blob/v{_C.version()}/docs/install.md" in links
+    assert f"https://example.org/moelora/raw/v{_C.version()}/docs/h200-beside.png" in links
+    assert all(link.startswith("https://example.org/moelora/") for link in links)
+    assert page["project_urls"]["Repository"] == "https://example.org/moelora"
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no git history here")
+def test_the_source_distribution_holds_what_its_tests_need(tmp_path):
+    command = [sys.executable, "setup.py", "-q", "egg_info", "-e", str(tmp_path)]
+    subprocess.run([*command, "sdist", "-d", str(tmp_path)], cwd=ROOT, check=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    tracked = output("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    left_out = {name for name in set(tracked.split("\n")) - names if name}
+    assert {name for name in left_out if not name.startswith(".")} == set()
+    assert not any(name.endswith((".so", ".o")) for name in names)
+
+
+def test_why_the_extension_does_not_load():
+    """Said in words: an older torch, a tree that is not built, a symbol that is gone."""
+    with pytest.raises(ImportError, match=r"torch is 2\.10\.1, moelora needs 2\.11 or later"):
+        startup.check_torch("2.10.1")
+    for version in (torch.__version__, "2.11.0+cu130", "3.0.0a0", "nightly"):
+        startup.check_torch(version)
+    absent = startup.explain(ModuleNotFoundError("No module named 'moelora._C'"))
+    assert "python setup.py build_ext --inplace" in str(absent)
+    symbol = startup.explain(ImportError("_C.abi3.so: undefined symbol: aoti_torch_gone"))
+    assert "undefined symbol: aoti_torch_gone" in str(symbol)
+    assert torch.__version__ in str(symbol)
 
 
 def test_the_bounds_of_the_extra_are_what_is_tried():
@@ -379,23 +428,35 @@ def test_usable_memory_is_the_less_of_machine_and_container(setup_py, tmp_path):
         assert setup_py.usable_memory(meminfo, limit) == expected
 
 
+FIRST = "cuda=0 arch=\ndemo\n"  # the C code, and the demo on it
+THEN = "That was the demo. Now the CUDA kernels for this machine, some minutes:\n"
+
+
 @pytest.mark.parametrize(
     ("target", "gpu", "given", "wanted"),
     [
-        ("demo", True, {}, "cuda= arch="),
-        ("demo", False, {}, "cuda=0 arch="),
-        ("demo", False, {"MOELORA_CUDA": "1"}, "cuda=1 arch="),
-        ("build", False, {}, "cuda= arch="),
-        ("wheel", False, {}, "cuda= arch=release"),
-        ("wheel", False, {"MOELORA_CUDA_ARCH": "90a"}, "cuda= arch=90a"),
+        ("demo", "9.0\n9.0", {}, f"{FIRST}{THEN}cuda= arch=90a\n"),
+        ("demo", "8.0\n12.0", {}, f"{FIRST}{THEN}cuda= arch=120;80\n"),
+        (
+            "demo",
+            "9.0",
+            {"MOELORA_CUDA_ARCH": "80"},
+            f"cuda=0 arch=80\ndemo\n{THEN}cuda= arch=80\n",
+        ),
+        ("demo", "9.0", {"MOELORA_CUDA": "0"}, FIRST),
+        ("demo", "", {}, FIRST),
+        ("demo", "", {"MOELORA_CUDA": "1"}, f"{FIRST}{THEN}cuda=1 arch=\n"),
+        ("build", "", {}, "cuda= arch=\n"),
+        ("wheel", "", {}, "cuda= arch=release\n"),
+        ("wheel", "", {"MOELORA_CUDA_ARCH": "90a"}, "cuda= arch=90a\n"),
     ],
 )
 def test_what_make_builds(tmp_path, target, gpu, given, wanted):
-    """The demo CUDA kernels only for a GPU, a wheel machine code of all architectures."""
+    """The demo before CUDA kernels, and those only for a GPU; a wheel code of all architectures."""
     settings = 'echo "cuda=$MOELORA_CUDA arch=$MOELORA_CUDA_ARCH"'
     for name, text in {
-        "nvidia-smi": f"exit {int(not gpu)}",
-        "python": f'case "$*" in *build_ext*|*wheel*) {settings};; esac',
+        "nvidia-smi": f"""test "$1" = -L || printf '%s\\n' '{gpu}'; test '{gpu}'""",
+        "python": f'case "$*" in *build_ext*|*"pip wheel"*) {settings};; *demo.py) echo demo;; esac',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -405,7 +466,7 @@ def test_what_make_builds(tmp_path, target, gpu, given, wanted):
     environment = {k: v for k, v in os.environ.items() if k not in drop}
     environment |= {"PATH": f"{tmp_path}:{environment['PATH']}", **given}
     words = [f"VENV={tmp_path}", f"PY={tmp_path}/python"]
-    assert output("make", "-s", target, *words, cwd=ROOT, env=environment) == wanted + "\n"
+    assert output("make", "-s", target, *words, cwd=ROOT, env=environment) == wanted
 
 
 def fat_binaries(data):

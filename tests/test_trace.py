@@ -318,7 +318,7 @@ def test_the_self_test_covers_what_can_run(capsys):
     assert found.keys() >= {*_C.usable(), "alignment, cpu"}
     assert not any(found.values()), found
     assert main(["info"]) == 0
-    assert f"{len(found)} checks, 0 wrong" in capsys.readouterr().out
+    assert f"{len(found)} checks, 0 incorrect" in capsys.readouterr().out
 
 
 def test_the_self_test_notices(monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""Benchmarks of an installed moelora: `python -m moelora bench`, a layer on the machine at hand.
+"""Benchmarks of an installed moelora: `moelora bench`, a layer on the machine at hand.
 
 The commands in a checkout's benchmarks/, which made the numbers of README and docs, share its
 cases, shapes, timers and result files.

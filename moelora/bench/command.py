@@ -1,20 +1,23 @@
-"""`python -m moelora bench`: one MoE layer, with and without adapters, beside its baselines.
+"""`moelora bench`: one MoE layer, with and without adapters, beside its baselines.
 
-    python -m moelora bench --models qwen3,mixtral --tokens 16,1024 --ranks 16 --out now.json
-    python -m moelora bench --models qwen3-235b --tp 4 --mix half --routing zipf
-    python -m moelora bench --models qwen3 --tokens 1024 --ranks 16,128 --adapters 1,2,4,8,16,32
-    python -m moelora bench --models gpt-oss-20b@mxfp4,qwen3@int4
-    python -m moelora bench --shape 32,4,2880,2880 --device cpu
-    python -m moelora bench --list
-    python -m moelora bench plot now.json --out now.png
-    python -m moelora bench compare before.json now.json
+    moelora bench --models qwen3,mixtral --tokens 16,1024 --ranks 16 --out now.json
+    moelora bench --models qwen3-235b --tp 4 --mix half --routing zipf
+    moelora bench --models qwen3 --tokens 1024 --ranks 16,128 --adapters 1,2,4,8,16,32
+    moelora bench --models gpt-oss-20b@mxfp4,qwen3@int4
+    moelora bench --model path/to/config.json --format int4
+    moelora bench --shape 32,4,2880,2880 --device cpu
+    moelora bench --list
+    moelora bench plot now.json --out now.png
+    moelora bench compare before.json now.json
 
 Microseconds of one layer without its router: the median, and in the file the middle 80 % of the
 turns. Every baseline is compared with float64 before it is timed.
 """
 
 import argparse
+import math
 import os
+import statistics
 import sys
 import time
 from itertools import product
@@ -26,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from moelora import _C
-from moelora.bench import baselines, cases, compare, console, formats, plot, results, shapes
+from moelora.bench import baselines, cases, compare, config, console, formats, plot, results, shapes
 from moelora.bench.harness import Bench, Situation
 from moelora.bench.machine import processor
 from moelora.bench.timing import GraphTimer, TurnTimer
@@ -69,38 +72,55 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--baselines",
         "--rivals",
         default="auto",
-        help=f"of {', '.join(baselines.ABOUT)}; auto, none",
+        help=f"of {', '.join(baselines.ABOUT)}; auto, none (default: %(default)s)",
     )
     add("--all-modes", action="store_true", help="every path of a baseline, not its default alone")
-    add("--variant", help="force this kernel variant")
+    add("--variant", help="force this kernel variant (default: what the plan says)")
     limit = os.environ.get("MOELORA_MAX_CC") or None
-    add("--max-cc", default=limit, type=int, help="plan as for this compute capability, e.g. 80")
+    about = "plan as for this compute capability, e.g. 80 (default: $MOELORA_MAX_CC or this GPU's)"
+    add("--max-cc", default=limit, type=int, help=about)
     known = ", ".join((*cases.DTYPES, *formats.FORMATS))
-    add("--format", help=f"of all weights: {known}; absent: the model's, else its dtype's")
-    add("--patience-s", default=1.5, type=float, help="longest call of a baseline")
-    add("--deadline-s", default=1e9, type=float, help="stop cleanly after this")
-    add("--out", help="result file to write")
+    add("--format", help=f"of all weights: {known} (default: the model's, else its dtype's)")
+    about = "longest call of a baseline (default: %(default)s)"
+    add("--patience-s", default=1.5, type=float, help=about)
+    about = "stop cleanly after this (default: never)"
+    add("--deadline-s", default=math.inf, type=float, help=about)
+    add("--out", help="result file to write (default: none)")
     add("--list", action="store_true", help="models and baselines, and stop")
 
 
 def add_case_options(parser: argparse.ArgumentParser) -> None:
     """What says which layers and batches are measured, and for how long."""
+
+    def usual(name: str) -> str:
+        """A default that depends on the device."""
+        return "default: " + "; ".join(f"{d}: {DEFAULTS[d][name]}" for d in DEFAULTS)
+
     add = parser.add_argument
-    about = "qwen3:16 is qwen3 cut to 16 experts, qwen3@int4 has quantised weights"
-    add("--models", help=f"of --list; {about}")
-    shape = "E,TOP_K,K,I[,ACTIVATION]"
-    add("--shape", action="append", default=[], metavar=shape, help="a layer of another size")
-    add("--tp", default=1, type=int, help="the shard of one of so many tensor-parallel ranks")
-    add("--tokens", help="numbers of tokens, with commas between")
-    add("--ranks", default="16,64", help="of the adapters (%(default)s)")
-    add("--adapters", default="8", help="of each rank, one or several numbers (%(default)s)")
-    add("--mix", default="many", help=f"{', '.join(cases.MIXES)}, or the share of base tokens")
-    add("--routing", default="uniform", help="uniform, zipf, or a file of counts per expert")
-    add("--dtypes", help="of fp32, bf16, fp16")
-    add("--device", choices=["cuda", "cpu"], help="cuda where it can be used")
-    add("--budget-ms", type=float, help="time per baseline or variant, and case")
-    add("--threads", type=int, help="CPU: torch's number of threads")
-    add("--mm-size", default=2048, type=int, help="CPU: size of the torch.mm yardstick")
+    about = (
+        "of --list, or config.json files of Hugging Face; qwen3:16 is qwen3 cut to 16 experts, "
+        f"qwen3@int4 has quantised weights ({usual('models')})"
+    )
+    add("--models", "--model", help=about)
+    shape, about = "E,TOP_K,K,I[,ACTIVATION]", "a layer of another size (default: none)"
+    add("--shape", action="append", default=[], metavar=shape, help=about)
+    about = "the shard of one of so many tensor-parallel ranks (default: %(default)s)"
+    add("--tp", default=1, type=int, help=about)
+    add("--tokens", help=f"numbers of tokens, with commas between ({usual('tokens')})")
+    add("--ranks", default="16,64", help="of the adapters (default: %(default)s)")
+    about = "of each rank, one or several numbers (default: %(default)s)"
+    add("--adapters", default="8", help=about)
+    about = f"{', '.join(cases.MIXES)}, or the share of base tokens (default: %(default)s)"
+    add("--mix", default="many", help=about)
+    about = "uniform, zipf, or a file of counts per expert (default: %(default)s)"
+    add("--routing", default="uniform", help=about)
+    add("--dtypes", help=f"of fp32, bf16, fp16 ({usual('dtypes')})")
+    add("--device", choices=["cuda", "cpu"], help="(default: cuda where it can be used)")
+    about = f"time per baseline or variant, and case ({usual('budget_ms')})"
+    add("--budget-ms", type=float, help=about)
+    add("--threads", type=int, help="CPU: torch's number of threads (default: torch's)")
+    about = "CPU: size of the torch.mm yardstick (default: %(default)s)"
+    add("--mm-size", default=2048, type=int, help=about)
 
 
 def settle(args: argparse.Namespace) -> argparse.Namespace:
@@ -141,13 +161,18 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
 def _settle_layers(args):
     """`models` becomes [(key, Model)]; a format of weights limits `dtypes`."""
     format = getattr(args, "format", None)
+    given = format
     if format in cases.DTYPES:
         if args.dtypes not in (None, format):
             raise ValueError(f"--format is {format}, but --dtypes is {args.dtypes}")
         args.dtypes, format = format, None
     if args.models is None:
         args.models = "" if args.shape else DEFAULTS[args.device]["models"]
-    models = [shapes.find(text) for text in args.models.split(",") if text]
+    models = [
+        config.read(text, given) if config.is_config(text) else shapes.find(text)
+        for text in args.models.split(",")
+        if text
+    ]
     models += [shapes.custom(text) for text in args.shape]
     models = [(key, model.shard(args.tp)) for key, model in models]
     if not models:
@@ -239,10 +264,29 @@ def measure(args: argparse.Namespace, console: Console) -> list[dict]:
     return rows
 
 
+def headlines(rows: list[dict]) -> list[str]:
+    """What adapters leave of the layer's speed, for each model, format and rank."""
+    groups: dict[str, list[dict]] = {}
+    for row in rows:
+        what = f"{row['model']} {row['format']}, {row['adapters']} adapters of rank {row['rank']}"
+        groups.setdefault(what, []).append(row)
+    lines = []
+    for what, some in groups.items():
+        kept = {row["tokens"]: row["ours_base_us"] / row["ours_us"] for row in some}
+        line = f"with adapters {statistics.geometric_mean(kept.values()):.2f} of without: {what}"
+        if len(kept) > 1:
+            ends = (f"{kept[tokens]:.2f} at {tokens}" for tokens in (min(kept), max(kept)))
+            line += f" ({', '.join(ends)} tokens)"
+        lines.append(line)
+    return lines
+
+
 def show(rows: list[dict], console: Console) -> None:
     """One line a case, one column a baseline."""
     if not rows:
         return
+    for line in headlines(rows):
+        console.print(line, highlight=False)
     unit, scale = ("ms", 1e3) if rows[0]["ours_us"] > 5e3 else ("us", 1.0)
     caption = "cost: of adapters over base; x best: the fastest baseline with adapters"
     table = Table(title=f"{unit} per layer", caption=caption)
@@ -307,7 +351,7 @@ def run(args: argparse.Namespace) -> int:
         if args.max_cc:
             _C.limit_capability(args.max_cc)
     except ValueError as error:
-        print(f"python -m moelora bench: {error}", file=sys.stderr)
+        print(f"moelora bench: {error}", file=sys.stderr)
         return 2
     try:
         show(measure(args, where), where)

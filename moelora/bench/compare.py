@@ -1,4 +1,4 @@
-"""`python -m moelora bench compare`: what became slower between two result files, beyond noise."""
+"""`moelora bench compare`: what became slower between two result files, beyond noise."""
 
 import argparse
 import sys
@@ -25,7 +25,9 @@ def add_command(topics: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("before")
     parser.add_argument("after")
-    parser.add_argument("--noise", default=0.03, type=float, help="least change that counts")
+    parser.add_argument(
+        "--noise", default=0.03, type=float, help="least change that counts (default: %(default)s)"
+    )
     parser.add_argument("--all", action="store_true", help="show what did not change, too")
     parser.set_defaults(run=run)
 
@@ -93,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         (old_meta, before), (new_meta, after) = results.read(args.before), results.read(args.after)
     except (OSError, ValueError) as error:
-        print(f"python -m moelora bench compare: {error}", file=sys.stderr)
+        print(f"moelora bench compare: {error}", file=sys.stderr)
         return 2
     for name in ("device", "max_cc", "torch", "threads"):
         if old_meta.get(name) != new_meta.get(name):

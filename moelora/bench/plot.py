@@ -1,25 +1,38 @@
-"""`python -m moelora bench plot`: the roofline and the overhead of adapters, as pictures."""
+"""`moelora bench plot`: the roofline and the overhead of adapters, as pictures."""
 
 import argparse
 import sys
 from collections import defaultdict
 from pathlib import Path
 
-from moelora.bench import results
+from moelora.bench import chart, results
 
 
 def add_command(topics: argparse._SubParsersAction) -> None:
     parser = topics.add_parser("plot", help="draw the roofline and the overhead of adapters")
-    parser.add_argument("files", nargs="+", help="result files of layers")
-    parser.add_argument("--out", "-o", default="bench.png", help="a name that ends in .png or .svg")
+    add = parser.add_argument
+    add("files", nargs="+", help="result files of layers")
+    add("--out", "-o", default="bench.png", help="ends in .png or .svg (default: %(default)s)")
+    pictures = {
+        "roofline": "flops under the roof, and what adapters cost",
+        "beside": "a layer with adapters beside vLLM's with and without, of one file",
+    }
+    about = "; ".join(f"{name}: {what}" for name, what in pictures.items())
+    add("--picture", choices=pictures, default="roofline", help=f"{about} (default: %(default)s)")
+    add("--rank", type=int, default=16, help="of the adapters in `beside` (default: %(default)s)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     try:
-        path = draw(args.files, args.out)
+        if args.picture == "beside":
+            if len(args.files) > 1:
+                raise ValueError(f"--picture beside draws one file, not {len(args.files)}")
+            path = chart.draw(args.files[0], args.out, args.rank)
+        else:
+            path = draw(args.files, args.out)
     except (OSError, ValueError, ImportError) as error:
-        print(f"python -m moelora bench plot: {error}", file=sys.stderr)
+        print(f"moelora bench plot: {error}", file=sys.stderr)
         return 2
     print(path)
     return 0
@@ -32,7 +45,7 @@ def draw(files, out) -> Path:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("pictures need matplotlib: pip install matplotlib") from None
+        raise ImportError("pictures need matplotlib: pip install 'moelora[plot]'") from None
     loaded = [results.read(file) for file in files]
     rows = [row for _, cases in loaded for row in cases if "bound_base_us" in row]
     if not rows:

@@ -1,1 +1,1 @@
-"""What `python -m moelora` runs besides `bench`; nothing here is imported with moelora."""
+"""What `moelora` runs besides `bench`; nothing here is imported with moelora."""

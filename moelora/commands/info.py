@@ -1,10 +1,13 @@
-"""`python -m moelora info`: what is installed, what can run here, and whether it runs right."""
+"""`moelora info`: what is installed, what can run here, and whether it is correct."""
 
 import argparse
 import os
 import platform
+from collections.abc import Sequence
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -14,7 +17,7 @@ from moelora.commands import selftest
 from moelora.tuned import cpu_name
 
 
-def add_command(commands: argparse._SubParsersAction) -> None:
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("info", help="versions, devices, kernel variants, a self-test")
     parser.add_argument("--no-test", action="store_true", help="only say what is there")
     parser.set_defaults(run=run)
@@ -41,7 +44,7 @@ def facts() -> dict[str, str]:
     return {
         "moelora": _C.version(),
         "extension": _C.__file__,
-        "python": platform.python_version(),
+        "python": f"{platform.python_version()} on {platform.platform()}",
         "torch": f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})",
         "devices": "\n".join(devices()),
         "CPU features": _C.cpu_features(),
@@ -55,11 +58,12 @@ def facts() -> dict[str, str]:
 
 def run(args: argparse.Namespace) -> int:
     table = Table(show_header=False, title="moelora")
-    for name, value in facts().items():
+    known = facts()
+    for name, value in known.items():
         table.add_row(name, Text(value, overflow="fold"))
     out = console()
     out.print(table)
-    found = {} if args.no_test else dict(selftest.run())
+    found = {} if args.no_test else tested(out)
     usable = set(_C.usable())
     variants = Table("variant", "here", title="kernel variants")
     for name in _C.variants():
@@ -67,13 +71,39 @@ def run(args: argparse.Namespace) -> int:
     for name in found.keys() - usable:
         variants.add_row(name, _verdict(name, found))
     out.print(variants)
-    wrong = sum(map(bool, found.values()))
+    incorrect = [f"{name}: {why}" for name, why in found.items() if why]
+    said = "not run"
     if found:
-        out.print(f"self-test: {len(found)} checks, {wrong} wrong", highlight=False)
-    return 1 if wrong else 0
+        said = f"{len(found)} checks, {len(incorrect)} incorrect"
+        out.print(f"self-test: {said}", highlight=False)
+    out.print("\nTo paste into a bug report:\n", highlight=False)
+    report = block({**known, "self-test": "\n".join([said, *incorrect])})
+    out.print(Text(report, overflow="fold"), highlight=False, soft_wrap=True)
+    return 1 if incorrect else 0
+
+
+def tested(out: Console) -> dict[str, str]:
+    """What the self-test found, with a bar while it runs."""
+    found = {}
+    with Progress(console=out, transient=True) as progress:
+        bar = progress.add_task("self-test", total=selftest.count())
+        for what, problem in selftest.run():
+            found[what] = problem
+            progress.advance(bar)
+    return found
+
+
+def block(known: dict[str, str]) -> str:
+    """Markdown for an issue; the path of the extension names a user, and stays away."""
+    lines: Sequence[str] = [
+        f"{name}: {' | '.join(value.splitlines())}"
+        for name, value in known.items()
+        if name != "extension"
+    ]
+    return "\n".join(["```text", *lines, "```"])
 
 
 def _verdict(name: str, found: dict[str, str]) -> Text:
     if name not in found:
         return Text("usable")
-    return Text(found[name], style="red") if found[name] else Text("right")
+    return Text(found[name], style="red") if found[name] else Text("correct")

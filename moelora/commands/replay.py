@@ -1,4 +1,4 @@
-"""`python -m moelora replay`: calls an operator again with the arguments of a dump."""
+"""`moelora replay`: calls an operator again with the arguments of a dump."""
 
 import argparse
 import sys
@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         content = trace.load_dump(args.file)
     except (OSError, ValueError) as error:
-        print(f"python -m moelora replay: {error}", file=sys.stderr)
+        print(f"moelora replay: {error}", file=sys.stderr)
         return 2
     device = args.device or ("cuda" if _C.has_cuda() else "cpu")
     arguments = [_to(value, device) for value in content["args"]]

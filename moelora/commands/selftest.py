@@ -66,12 +66,20 @@ def _alignment(device: str) -> str:
     return ""
 
 
+def count() -> int:
+    """How many checks `run` makes."""
+    return len(_devices()) + len(_C.usable())
+
+
+def _devices() -> list[str]:
+    return ["cpu", "cuda"] if _C.has_cuda() else ["cpu"]
+
+
 def run() -> Iterator[tuple[str, str]]:
     """(what, what is wrong with it or ""), one by one. Not while operators run on other threads:
     it forces variants."""
-    for device in ("cpu", "cuda"):
-        if device == "cpu" or _C.has_cuda():
-            yield f"alignment, {device}", _guard(_alignment, device)
+    for device in _devices():
+        yield f"alignment, {device}", _guard(_alignment, device)
     for variant in _C.usable():
         device = "cuda" if "_sm" in variant else "cpu"
         _C.force_variant(variant)

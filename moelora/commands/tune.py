@@ -1,6 +1,6 @@
-"""`python -m moelora tune`: measures every kernel variant on a layer and keeps the best ones.
+"""`moelora tune`: measures every kernel variant on a layer and keeps the best ones.
 
-    python -m moelora tune --models qwen3 --tp 2 --tokens 1,16,256,4096 --dir plans
+    moelora tune --models qwen3 --tp 2 --tokens 1,16,256,4096 --dir plans
     MOELORA_CONFIG_DIR=plans python serve.py
 
 The file (its format: help(moelora.tuned)) holds the best variants for each number of tokens: those
@@ -40,7 +40,9 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     )
     command.add_case_options(parser)
     where = os.environ.get("MOELORA_CONFIG_DIR")
-    parser.add_argument("--dir", default=where, help="folder of the files ($MOELORA_CONFIG_DIR)")
+    parser.add_argument(
+        "--dir", default=where, help="folder of the files (default: $MOELORA_CONFIG_DIR)"
+    )
     parser.set_defaults(run=run, ranks="16", baselines="none")
 
 
@@ -219,7 +221,7 @@ def run(args: argparse.Namespace) -> int:
         if args.device == "cuda" and os.environ.get("MOELORA_MAX_CC"):
             raise ValueError("plans are for the GPU as it is: unset MOELORA_MAX_CC")
     except ValueError as error:
-        print(f"python -m moelora tune: {error}", file=sys.stderr)
+        print(f"moelora tune: {error}", file=sys.stderr)
         return 2
     _C.clear_tuned_plans()  # the table is measured as it is
     for path in tune(args, console):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelora.ops import fused_experts_lora
+from moelora.ops import Activation, fused_experts_lora
 
 
 def experts_with_lora(
@@ -19,7 +19,7 @@ def experts_with_lora(
     batch: Any,
     *,
     lora_ranks: Tensor | None = None,
-    activation: str = "silu",
+    activation: Activation = "silu",
     routed_scaling_factor: float | None = None,
     apply_router_weight_on_input: bool = False,
     out: Tensor | None = None,

@@ -1,0 +1,46 @@
+"""quick_start.ipynb: the page docs/quick-start.md, up to the demo, as a notebook.
+
+python examples/make_notebook.py
+"""
+
+import json
+import re
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parent / "docs/quick-start.md"
+NOTEBOOK = HERE / "quick_start.ipynb"
+# Paths in the page are of the repository's top, Jupyter starts where the notebook is.
+START = 'import os\n\nif not os.path.isdir("examples"):\n    os.chdir("..")'
+
+
+def cells(page: str) -> list[dict]:
+    text = page.split("\n## The demo\n")[0]
+    text = re.sub(r" The same as a notebook:\n[^\n]*\n", "\n", text)
+    text = re.sub(r"\]\((?!\.\./|http)([^)]+)\)", r"](../docs/\1)", text)
+    found = []
+    for i, part in enumerate(re.split(r"^```python\n(.*?)^```\n", text, flags=re.M | re.S)):
+        if part.strip():
+            found.append(cell("code" if i % 2 else "markdown", part.strip(), len(found)))
+    return [found[0], cell("code", START, "start"), *found[1:]]
+
+
+def cell(kind: str, text: str, name: int | str) -> dict:
+    content = {"cell_type": kind, "id": f"cell-{name}", "metadata": {}}
+    content |= {"execution_count": None, "outputs": []} if kind == "code" else {}
+    return content | {"source": text.splitlines(keepends=True)}
+
+
+def notebook() -> str:
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    content = {
+        "cells": cells(PAGE.read_text()),
+        "metadata": {"kernelspec": kernel, "language_info": {"name": "python"}},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    NOTEBOOK.write_text(notebook())

@@ -1,0 +1,122 @@
+"""The MoE layer that a Hugging Face `config.json` describes."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from moelora.bench.formats import FORMATS
+from moelora.bench.shapes import Model
+
+# What configurations call the sizes of a layer, those that say it best first.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "experts_per_token")
+HIDDEN = ("hidden_size", "d_model")
+INTERMEDIATE = (
+    *("moe_intermediate_size", "expert_ffn_hidden_size", "ffn_hidden_size"),
+    "intermediate_size",
+)
+NESTED = ("text_config", "llm_config", "ffn_config")
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "relu2": "relu2",
+}
+
+
+def is_config(text: str) -> bool:
+    """Whether `text` names a configuration, or a folder that has one, rather than a model."""
+    return text.endswith(".json") or "/" in text or (Path(text) / "config.json").is_file()
+
+
+def read(text: str, format: str | None = None) -> tuple[str, Model]:
+    """(key, model) of a configuration or of a folder with one. Its weights are in `format`, else in
+    that of its `quantization_config`; ValueError names what is missing, or cannot be measured."""
+    path = Path(text)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not a configuration: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is not a configuration: it holds a {type(config).__name__}")
+    levels = [config, *(config[name] for name in NESTED if isinstance(config.get(name), dict))]
+    gpt_oss = any(level.get("model_type") == "gpt_oss" for level in levels)
+    model = Model(
+        name_of(config, path),
+        number(path, levels, EXPERTS),
+        number(path, levels, TOP_K),
+        number(path, levels, HIDDEN),
+        number(path, levels, INTERMEDIATE),
+        "swigluoai" if gpt_oss else activation(path, levels),
+        bias=gpt_oss,
+    )
+    if not 1 <= model.top_k <= model.experts:
+        raise ValueError(f"{path} chooses {model.top_k} of {model.experts} experts")
+    if format is None:
+        format = format_of(path, levels)
+    return model.name, model.quantised(format) if format in FORMATS else model
+
+
+def name_of(config: Mapping[str, Any], path: Path) -> str:
+    """The folder's name, where the file has none but its own."""
+    given = config.get("_name_or_path") or config.get("name") or path.resolve().parent.name
+    return Path(str(given)).name or str(config.get("model_type", "model"))
+
+
+def number(path: Path, levels: Iterable[Mapping[str, Any]], names: Iterable[str]) -> int:
+    for level in reversed(list(levels)):  # the nested ones know more of experts
+        for name in names:
+            value = level.get(name)
+            if isinstance(value, list) and value:  # one for each kind of expert
+                value = value[0]
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    raise ValueError(f"{path} describes no mixture of experts: none of {', '.join(names)} is set")
+
+
+def activation(path: Path, levels: Iterable[Mapping[str, Any]]) -> str:
+    for level in levels:
+        for name in ("hidden_act", "mlp_hidden_act", "hidden_activation", "ffn_act_fn"):
+            value = level.get(name)
+            value = value.get("name") if isinstance(value, dict) else value
+            if value in ACTIVATIONS:
+                return ACTIVATIONS[value]
+            if value is not None:
+                raise ValueError(
+                    f"{path}: {name} is {value!r}, wanted one of {', '.join(ACTIVATIONS)}"
+                )
+    return "silu"
+
+
+def format_of(path: Path, levels: Iterable[Mapping[str, Any]]) -> str | None:
+    """A name of FORMATS, or None for weights that are not quantised."""
+    for level in levels:
+        quantised = level.get("quantization_config")
+        if not isinstance(quantised, dict):
+            continue
+        method = str(quantised.get("quant_method"))
+        if method in FORMATS:
+            return method
+        if method in ("gptq", "awq", "auto-round", "compressed-tensors") and bits(quantised) == 4:
+            return "int4"
+        raise ValueError(
+            f"{path}: quant_method is {method!r}, of which there is no format to measure; "
+            f"say one by --format: bf16, fp16, {', '.join(FORMATS)}"
+        )
+    return None
+
+
+def bits(quantised: Mapping[str, Any]) -> int | None:
+    """Of a weight, as GPTQ and AWQ say it or as compressed-tensors does."""
+    if "bits" in quantised or "w_bit" in quantised:
+        found = quantised.get("bits", quantised.get("w_bit"))
+    else:
+        groups = quantised.get("config_groups") or {}
+        weights = [(group or {}).get("weights") or {} for group in groups.values()]
+        found = weights[0].get("num_bits") if weights else None
+        if weights and weights[0].get("type", "int") != "int":
+            found = None
+    return found if isinstance(found, int) else None
