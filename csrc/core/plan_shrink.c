@@ -96,11 +96,12 @@ static moelora_shrink_plan plan_segments(const moelora_variant *variant,
                                          const moelora_shrink_load *load,
                                          const moelora_device_info *device) {
   const int64_t lines = moelora_divide_up(load->depth, MOELORA_LINE);
-  return (moelora_shrink_plan){.variant = variant,
-                               .shares = 1,
-                               .splits = 1,
-                               .span = (int32_t)(moelora_divide_up(lines, spans_of(load)) * MOELORA_LINE),
-                               .work = (int64_t)device->num_units * variant->ctas};
+  return (moelora_shrink_plan){
+      .variant = variant,
+      .shares = 1,
+      .splits = 1,
+      .span = (int32_t)(moelora_divide_up(lines, spans_of(load)) * MOELORA_LINE),
+      .work = (int64_t)device->num_units * variant->ctas};
 }
 
 /* ---- blocks ---- */

@@ -71,10 +71,10 @@ template <class S> __device__ __forceinline__ uint32_t step_bytes(const moelora_
 }
 
 template <class S>
-__device__ __forceinline__ void
-load_weights(const CUtensorMap *map, const moelora_gemm_launch &g, const Tile &tile,
-             const QuantizedTiles<S> &tiles, int step, const Pipeline<S> &pipeline,
-             uint64_t policy) {
+__device__ __forceinline__ void load_weights(const CUtensorMap *map, const moelora_gemm_launch &g,
+                                             const Tile &tile, const QuantizedTiles<S> &tiles,
+                                             int step, const Pipeline<S> &pipeline,
+                                             uint64_t policy) {
   if constexpr (S::FORMAT == MOELORA_NATIVE)
     load_native<S>(map, g, tile, step, pipeline, policy);
   else if constexpr (S::FORMAT == MOELORA_W8A8)
