@@ -211,11 +211,8 @@ def read_tensor(weight: PerExpert, scales: PerExpert, gate_up: str | None) -> Ch
 
 
 def largest_scale(input_scale: PerExpert | float) -> float:
-    if isinstance(input_scale, Tensor):
-        input_scale = input_scale.reshape(-1)
-    elif not isinstance(input_scale, list | tuple):
-        input_scale = [input_scale]
-    scales = torch.tensor([float(scale) for scale in input_scale], dtype=torch.float32)
+    several = input_scale if isinstance(input_scale, list | tuple) else [input_scale]
+    scales = torch.cat([torch.as_tensor(scale).float().cpu().reshape(-1) for scale in several])
     smallest = torch.finfo(torch.float32).tiny
     if not ((scales >= smallest) & scales.isfinite()).all():
         raise ValueError(f"input_scale is {scales.tolist()}, expected normal numbers above 0")
