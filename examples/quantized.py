@@ -1,10 +1,11 @@
-"""Adapters on experts of four bits, in transformers.
+"""Adapters on quantised experts, in transformers.
 
     python examples/quantized.py
 
-Makes checkpoint folders as gpt-oss (MXFP4) and quantised Qwen3-MoE models (INT4) have them, loads
-each without ever dequantising a stack of experts, and serves one batch whose rows carry different
-adapters. What that gave is held against transformers and PEFT with dequantised weights:
+Makes checkpoint folders as gpt-oss (MXFP4) and quantised Qwen3-MoE models (INT4, FP8) have them,
+loads each without ever dequantising a stack of experts, and serves one batch whose rows carry
+different adapters; FP8 experts multiply activations as they are, so that the weights alone are
+compared. What that gave is held against transformers and PEFT with dequantised weights:
 
 - every experts layer for the inputs that it had in that pass, all outputs against float32. The
   bound is half again the largest error of transformers and PEFT in bfloat16, and one rounding of
@@ -23,12 +24,12 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
-from quantized_folders import make_adapters, make_folder
+from quantized_folders import FP8, make_adapters, make_folder
 from transformers.utils import logging
 
 import moelora.integrations.transformers as moelora_hf
 
-CHECKPOINTS = [("mxfp4", 32), ("gptq", 64), ("compressed-tensors", 32)]
+CHECKPOINTS = [("mxfp4", 32), ("gptq", 64), ("compressed-tensors", 32), ("fp8", 128)]
 ROWS = ["law", "__base__", "code", "poems", "law", "__base__"]
 TOKENS = 12
 BFLOAT16 = 2.0**-8  # largest relative error of rounding to it
@@ -43,9 +44,9 @@ def in_bfloat16(model):
     return copied
 
 
-def serve(folder: Path, adapters: dict[str, Path], ids: torch.Tensor):
+def serve(folder: Path, adapters: dict[str, Path], ids: torch.Tensor, activations=None):
     """The model, its logits, and inputs and output of every experts layer."""
-    model = moelora_hf.load_quantized(folder, attn_implementation="eager")
+    model = moelora_hf.load_quantized(folder, attn_implementation="eager", activations=activations)
     moelora_hf.load_adapters(model, adapters)
     calls = {}
     hooks = [
@@ -84,7 +85,8 @@ def check(kind: str, group: int, folder: Path) -> bool:
     exact = make_folder(folder, kind, group)
     adapters = make_adapters(exact, folder / "adapters")
     ids = torch.randint(2, 128, (len(ROWS), TOKENS), generator=torch.Generator().manual_seed(1))
-    model, logits, calls = serve(folder, adapters, ids)
+    activations = "native" if kind in FP8 else None
+    model, logits, calls = serve(folder, adapters, ids, activations)
     wanted, layers = with_peft(exact, adapters, ids, calls)
     naive, naive_layers = with_peft(in_bfloat16(exact), adapters, ids, calls)
 

@@ -1,8 +1,9 @@
-"""Small checkpoint folders with experts of four bits, made from random weights.
+"""Small checkpoint folders with quantised experts, made from random weights.
 
 As the real ones have it: gpt-oss with MXFP4 experts, all of a layer in one tensor; Qwen3-MoE with
-INT4 ones, in tensors of GPTQ, AWQ or compressed-tensors for each expert. Attention, routers,
-embeddings and biases are bfloat16.
+INT4 ones, in tensors of GPTQ, AWQ or compressed-tensors for each expert, or with FP8 ones, in
+blocks as Qwen and DeepSeek publish them or by rows as compressed-tensors does. Attention is FP8
+too where experts are; routers, embeddings and biases are bfloat16.
 """
 
 from collections.abc import Sequence
@@ -110,7 +111,27 @@ def compressed_tensors(w: Tensor, group: int) -> tuple[dict[str, Tensor], Tensor
     return tensors, meant
 
 
-INT4 = {"gptq": gptq, "awq": awq, "compressed-tensors": compressed_tensors}
+def fp8_block(w: Tensor, side: int) -> tuple[dict[str, Tensor], Tensor]:
+    """(N, K) float -> e4m3 with a scale for every block of `side` rows and columns."""
+    rows, columns = (-(-size // side) for size in w.shape)
+    padded = torch.nn.functional.pad(w, (0, columns * side - w.size(1), 0, rows * side - w.size(0)))
+    blocks = padded.unflatten(1, (-1, side)).unflatten(0, (-1, side))
+    scales = blocks.abs().amax((1, 3)) / 448
+    spread = scales.repeat_interleave(side, 0).repeat_interleave(side, 1)
+    spread = spread[: w.size(0), : w.size(1)]
+    q = (w / spread).to(torch.float8_e4m3fn)
+    return {".weight": q, ".weight_scale_inv": scales}, q.float() * spread
+
+
+def fp8_channel(w: Tensor, group: int) -> tuple[dict[str, Tensor], Tensor]:
+    """(N, K) float -> e4m3 with a scale for every row, in bfloat16."""
+    scales = (w.abs().amax(1, keepdim=True) / 448).bfloat16()
+    q = (w / scales.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {".weight": q, ".weight_scale": scales}, q.float() * scales.float()
+
+
+FP8 = {"fp8": fp8_block, "float-quantized": fp8_channel}
+LINEAR = {"gptq": gptq, "awq": awq, "compressed-tensors": compressed_tensors, **FP8}
 
 
 def settings(kind: str, group: int) -> dict:
@@ -124,6 +145,15 @@ def settings(kind: str, group: int) -> dict:
     if kind == "awq":
         config = {"bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
         return {"quant_method": kind, **config}
+    if kind == "fp8":
+        config = {"fmt": "e4m3", "activation_scheme": "dynamic"}
+        return {"quant_method": kind, **config, "weight_block_size": [group, group]}
+    if kind == "float-quantized":
+        weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+        inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+        linear = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        config = {"ignore": ["lm_head", "re:.*mlp.gate$"], "config_groups": {"group_0": linear}}
+        return {"quant_method": "compressed-tensors", "format": kind, **config}
     weights = {"num_bits": 4, "type": "int", "symmetric": True}
     weights |= {"strategy": "group", "group_size": group}
     return {
@@ -143,10 +173,10 @@ def make_folder(folder: Path, kind: str, group: int = 32) -> transformers.PreTra
     ----------
     folder : Path
         Where to.
-    kind : {"mxfp4", "gptq", "awq", "compressed-tensors"}
+    kind : {"mxfp4", "gptq", "awq", "compressed-tensors", "fp8", "float-quantized"}
         The format; MXFP4 is a gpt-oss, the others are a Qwen3-MoE.
     group : int
-        Columns that share a scale of INT4: 32 or 64.
+        Columns that share a scale of INT4: 32 or 64. Rows and columns of a block of "fp8".
     """
     torch.manual_seed(0)
     config = gpt_oss() if kind == "mxfp4" else qwen3_moe()
@@ -158,14 +188,18 @@ def make_folder(folder: Path, kind: str, group: int = 32) -> transformers.PreTra
     tensors = {}
     for name, parameter in model.state_dict().items():
         where, _, projection = name.rpartition(".")
-        if not where.endswith(".experts") or projection.endswith("_bias"):
+        if kind in FP8 and name.endswith("_proj.weight"):
+            found, meant = FP8[kind](parameter, group)
+            parameter.copy_(meant)
+            tensors |= {where + suffix: tensor for suffix, tensor in found.items()}
+        elif not where.endswith(".experts") or projection.endswith("_bias"):
             tensors[name] = parameter.bfloat16()
         elif kind == "mxfp4":  # this model has (E, K, N), its checkpoint (E, N, K)
             found, meant = mxfp4(parameter.transpose(1, 2))
             parameter.copy_(meant.transpose(1, 2))
             tensors |= {name + suffix: tensor for suffix, tensor in found.items()}
         else:
-            quantise = INT4[kind]
+            quantise = LINEAR[kind]
             parts = ["gate_proj", "up_proj"] if projection == "gate_up_proj" else [projection]
             for expert, stacked in enumerate(parameter):
                 for part, weight in zip(parts, stacked.chunk(len(parts)), strict=True):

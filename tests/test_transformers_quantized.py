@@ -1,4 +1,4 @@
-"""Experts of four bits in transformers: folders as they are published, read and served."""
+"""Quantised experts in transformers: folders as they are published, read and served."""
 
 import copy
 import json
@@ -17,17 +17,28 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import quantized
 from quantized_folders import make_adapters, make_folder, nibbles_to_words
 
-KINDS = [("mxfp4", 32), ("gptq", 64), ("gptq", 32), ("awq", 64), ("compressed-tensors", 32)]
+KINDS = [
+    *(("mxfp4", 32), ("gptq", 64), ("gptq", 32), ("awq", 64), ("compressed-tensors", 32)),
+    *(("fp8", 128), ("float-quantized", 0)),
+]
 IDS = torch.randint(2, 128, (6, 9), generator=torch.Generator().manual_seed(3))
 LAYER = "model.layers.0.mlp.experts"
+E4M3 = torch.float8_e4m3fn
 TENSORS = "model.safetensors"
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[0]}_g{kind[1]}")
 def made(request, tmp_path_factory):
     """A folder, and the model in float32 that has its weights."""
-    folder = tmp_path_factory.mktemp("checkpoint")
+    folder = tmp_path_factory.mktemp(request.param[0])
     return folder, make_folder(folder, *request.param)
+
+
+def native(folder) -> str | None:
+    """What keeps activations of FP8 experts in bfloat16, so that weights alone are compared."""
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    is_fp8 = settings["quant_method"] == "fp8" or settings.get("format") == "float-quantized"
+    return "native" if is_fp8 else None
 
 
 def changed(folder, tmp_path, *, tensors=lambda t: t, config=lambda c: c):
@@ -57,7 +68,7 @@ def test_experts_have_the_numbers_of_the_folder(made):
             weights = getattr(module, own).weights
             meant = wanted[f"{name}.{own}"]
             meant = meant.transpose(1, 2) if module.is_transposed else meant
-            # INT4: the scale is rounded, then the product; MXFP4 is exact.
+            # The scale is rounded, then the product; MXFP4 is exact.
             rtol = 0 if weights.format == "mxfp4" else 2.05 * quantized.BFLOAT16
             torch.testing.assert_close(weights.unpack().float(), meant, rtol=rtol, atol=0)
     for name, parameter in model.named_parameters():
@@ -86,7 +97,8 @@ class Largest(TorchDispatchMode):
 
 def test_no_stack_of_experts_is_ever_dequantised(made):
     folder, exact = made
-    stacks = [m.down_proj for m, _ in moelora_hf.moe_layers(exact).values()]
+    own = "gate_up_proj" if native(folder) else "down_proj"  # whose tiles have half of its bytes
+    stacks = [getattr(m, own) for m, _ in moelora_hf.moe_layers(exact).values()]
     with Largest() as largest:
         moelora_hf.load_quantized(folder)
     assert 0 < largest.bytes < min(stack.numel() * 2 for stack in stacks)
@@ -96,7 +108,9 @@ def test_no_stack_of_experts_is_ever_dequantised(made):
 def test_base_model(made):
     folder, exact = made
     wanted, naive = exact(IDS).logits, quantized.in_bfloat16(exact)(IDS).logits
-    model = moelora_hf.load_quantized(folder, attn_implementation="eager")
+    model = moelora_hf.load_quantized(
+        folder, attn_implementation="eager", activations=native(folder)
+    )
     got = model(IDS).logits
     assert_logits(got, wanted, naive)
     assert torch.equal(copy.deepcopy(model)(IDS).logits, got)
@@ -147,7 +161,8 @@ def test_adapters_in_a_mixed_batch(made, tmp_path):
     """The example's comparison, and generation: as with PEFT, row by row."""
     folder, exact = made
     adapters = make_adapters(exact, tmp_path)
-    model, logits, calls = quantized.serve(folder, adapters, IDS)
+    activations = native(folder)
+    model, logits, calls = quantized.serve(folder, adapters, IDS, activations)
     wanted, layers = quantized.with_peft(exact, adapters, IDS, calls)
     naive, naive_layers = quantized.with_peft(quantized.in_bfloat16(exact), adapters, IDS, calls)
     assert_logits(logits, wanted, naive)
@@ -155,7 +170,9 @@ def test_adapters_in_a_mixed_batch(made, tmp_path):
         theirs = (naive_layers[name] - layer).abs().max()
         floor = quantized.BFLOAT16 * layer.abs().max()
         assert (calls[name][-1] - layer).abs().max() <= 1.5 * theirs + floor
-    base = moelora_hf.load_quantized(folder, attn_implementation="eager")(IDS).logits
+    base = moelora_hf.load_quantized(folder, attn_implementation="eager", activations=activations)(
+        IDS
+    ).logits
     for i, row in enumerate(quantized.ROWS):
         assert torch.equal(logits[i], base[i]) == (row == "__base__")
     texts = model.generate(IDS, adapter_names=quantized.ROWS, max_new_tokens=4, do_sample=False)
@@ -265,8 +282,24 @@ GPTQ_FOLDERS = {
         r"no tensor model.layers.1.self_attn.q_proj.weight \(1 are missing\); weights other than",
     ),
 }
+FP8_FOLDERS = {
+    "scales": (drop(f"{UP}.weight_scale_inv"), f"no tensor {UP}.weight_scale_inv"),
+    "nan": (
+        put(f"{UP}.weight", lambda t: (t[f"{UP}.weight"].float() * float("nan")).to(E4M3)),
+        r"gate_proj and up_proj: weight\[1\] has a NaN, expected numbers",
+    ),
+    "dtype": (
+        put(f"{LAYER}.3.down_proj.weight", lambda t: t[f"{LAYER}.3.down_proj.weight"].bfloat16()),
+        r"experts.\*.down_proj: weight\[3\] has dtype bfloat16, expected float8_e4m3fn",
+    ),
+    "attention": (
+        drop("model.layers.1.self_attn.q_proj.weight"),
+        "no tensor model.layers.1.self_attn.q_proj.weight",
+    ),
+}
 CASES = [("mxfp4", 32, *case) for case in MXFP4_FOLDERS.items()]
 CASES += [("gptq", 64, *case) for case in GPTQ_FOLDERS.items()]
+CASES += [("fp8", 128, *case) for case in FP8_FOLDERS.items()]
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +324,7 @@ def test_bad_tensors(folders, tmp_path, kind, group, name, case):
 @pytest.mark.parametrize(
     ("kind", "group", "changes", "error", "message"),
     [
-        ("mxfp4", 32, {"quant_method": "fp8"}, NotImplementedError, "quant_method is 'fp8', wan"),
+        ("mxfp4", 32, {"quant_method": "bnb"}, NotImplementedError, "quant_method is 'bnb', wan"),
         ("mxfp4", 32, {"quant_method": "gptq"}, NotImplementedError, "gate and up in turns"),
         ("gptq", 64, {"bits": 8}, ValueError, "bits is 8, expected 4"),
         ("gptq", 64, {"group_size": 32}, ValueError, r"scales\[0\] has groups of 64, expected"),
@@ -301,7 +334,7 @@ def test_bad_tensors(folders, tmp_path, kind, group, name, case):
             32,
             {"format": "int-quantized"},
             NotImplementedError,
-            "compressed-tensors: format is 'int-quantized', wanted 'pack-quantized'",
+            "compressed-tensors: format is 'int-quantized', wanted 'pack-quantized' or 'float-q",
         ),
         (
             "compressed-tensors",
@@ -309,6 +342,22 @@ def test_bad_tensors(folders, tmp_path, kind, group, name, case):
             {"config_groups": {"g": {"weights": {"num_bits": 8, "type": "int"}}}},
             NotImplementedError,
             "num_bits is 8, wanted 4",
+        ),
+        ("fp8", 128, {"fmt": "e5m2"}, NotImplementedError, "fp8: fmt is 'e5m2', wanted 'e4m3'"),
+        ("fp8", 128, {"weight_block_size": [64, 128]}, ValueError, r"_inv has shape \(1, 1\), w"),
+        (
+            "fp8",
+            128,
+            {"weight_block_size": None},
+            ValueError,
+            "has no weight_block_size, which",
+        ),
+        (
+            "float-quantized",
+            0,
+            {"config_groups": {}},
+            NotImplementedError,
+            "0 config_groups, wanted one",
         ),
         (
             "compressed-tensors",
@@ -330,6 +379,51 @@ def test_bad_settings(folders, tmp_path, kind, group, changes, error, message):
     folder = changed(folders[kind, group], tmp_path, config=quantization(**changes))
     with pytest.raises(error, match=message):
         moelora_hf.load_quantized(folder)
+
+
+@torch.no_grad()
+def test_activations_are_quantised_as_the_folder_says(folders):
+    for kind, x_format in (("fp8", "group"), ("float-quantized", "token")):
+        folder = folders[kind, 128 if kind == "fp8" else 0]
+        model = moelora_hf.load_quantized(folder, attn_implementation="eager")
+        experts = model.get_submodule(LAYER)
+        for name in ("gate_up_proj", "down_proj"):
+            assert getattr(experts, name).weights.x_format == x_format
+        exact = moelora_hf.load_quantized(folder, attn_implementation="eager", activations="native")
+        got, want = (m(IDS).logits.float() for m in (model, exact))
+        assert not torch.equal(got, want)
+        error = (got - want).abs().mean(-1).median() / want.abs().mean()
+        assert error < 0.15, "a rounding to three bits of mantissa moves logits by little"
+    with pytest.raises(ValueError, match="activations is 'fp8', wanted None: the weights are not"):
+        moelora_hf.load_quantized(folders["gptq", 64], activations="fp8")
+
+
+def of_whole_weights(tensors):
+    """An FP8 folder of blocks as one with a scale for each weight, and one for what it takes."""
+    for name in [name for name in tensors if name.endswith(".weight_scale_inv")]:
+        linear = name.removesuffix(".weight_scale_inv")
+        scale = tensors.pop(name).max()
+        tensors[f"{linear}.weight_scale"] = scale
+        tensors[f"{linear}.input_scale"] = torch.tensor(0.02) * (1 + ("up" in linear))
+
+
+@torch.no_grad()
+def test_one_scale_for_each_weight(folders, tmp_path):
+    def static(config):
+        config["quantization_config"] |= {"activation_scheme": "static"}
+        del config["quantization_config"]["weight_block_size"]
+
+    folder = changed(folders["fp8", 128], tmp_path, tensors=of_whole_weights, config=static)
+    model = moelora_hf.load_quantized(folder)
+    experts, tensors = model.get_submodule(LAYER), load_file(folder / TENSORS)
+    weights = experts.gate_up_proj.weights
+    assert (weights.x_format, weights.x_scale) == ("static", torch.tensor(0.04).item())
+    for part, half in zip(("gate_proj", "up_proj"), weights.unpack()[1].chunk(2), strict=True):
+        linear = f"{LAYER}.1.{part}"
+        scale = tensors[f"{linear}.weight_scale"].bfloat16().float()
+        want = (tensors[f"{linear}.weight"].float() * scale).bfloat16()
+        assert torch.equal(half, want)
+    assert torch.isfinite(model(IDS).logits).all()
 
 
 def test_zero_points_of_compressed_tensors(folders, tmp_path):

@@ -1,4 +1,4 @@
-"""A checkpoint folder with experts of four bits -> `QuantizedWeights`, one layer after another."""
+"""A checkpoint folder with quantised experts -> `QuantizedWeights`, one layer after another."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from moelora.integrations.transformers.projection import sizes, up_name
 INDEX = "model.safetensors.index.json"
 # Tensors of experts, wherever they are: one for all of them, or one for each.
 OF_EXPERTS = re.compile(r"\.experts\.(\d+\.|\w+_(blocks|scales)$)")
+
+SCALES = (".weight_scale_inv", ".weight_scale", ".input_scale")  # of FP8
 
 
 class Folder:
@@ -64,6 +66,32 @@ class Folder:
         self.unread.discard(name)
         return self._files[name].get_tensor(name)
 
+    def plain(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """All but the experts. Of FP8 weights the numbers, rounded to `dtype`."""
+        names = [name for name in self if not OF_EXPERTS.search(name)]
+        tensors = {name: self[name] for name in names if not name.endswith(SCALES)}
+        for name, tensor in tensors.items():
+            if tensor.dtype == torch.float8_e4m3fn and name.endswith(".weight"):
+                tensors[name] = self._dequantised(name.removesuffix(".weight"), tensor, dtype)
+        return tensors
+
+    def _dequantised(self, linear: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        blocks, plain = f"{linear}.weight_scale_inv", f"{linear}.weight_scale"
+        if blocks not in self:
+            scale = self[plain]
+            wanted = (weight.size(0), 1)
+            if scale.numel() != 1 and tuple(scale.shape) != wanted:
+                raise ValueError(f"{plain} has shape {tuple(scale.shape)}, wanted {wanted}, or one")
+            return (weight.float() * scale.float()).to(dtype)
+        scale, sides = self[blocks], self.quantization.get("weight_block_size")
+        if not sides:
+            raise ValueError(f"{self.path} has no weight_block_size, which {blocks} wants")
+        wanted = tuple(-(-size // side) for size, side in zip(weight.shape, sides, strict=True))
+        if tuple(scale.shape) != wanted:
+            raise ValueError(f"{blocks} has shape {tuple(scale.shape)}, wanted {wanted}")
+        spread = scale.float().repeat_interleave(sides[0], 0).repeat_interleave(sides[1], 1)
+        return (weight.float() * spread[: weight.size(0), : weight.size(1)]).to(dtype)
+
 
 class _Scheme(NamedTuple):
     """How a quantisation method stores experts, each in tensors of its own."""
@@ -101,8 +129,50 @@ def _awq(config: Mapping[str, Any]) -> _Scheme:
     return _Scheme(QuantizedWeights.from_awq, *parts, 1, options)
 
 
+def _fp8(config: Mapping[str, Any]) -> _Scheme:
+    block = config.get("weight_block_size")
+    _wanted("fp8", config, fmt=("e4m3",), activation_scheme=("dynamic", "static"))
+    if block:
+        parts = ("weight", "weight_scale_inv"), ()
+        return _Scheme(QuantizedWeights.from_fp8_block, *parts, 0, {"block": tuple(block)})
+    return _fp8_tensor(config.get("activation_scheme") == "static")
+
+
+def _fp8_tensor(is_static: bool) -> _Scheme:
+    parts = ["weight", "weight_scale"] + ["input_scale"] * is_static
+    optional = () if is_static else ("input_scale",)
+    return _Scheme(QuantizedWeights.from_fp8_tensor, tuple(parts), optional, 0, {})
+
+
+def _float_quantized(config: Mapping[str, Any]) -> _Scheme:
+    """compressed-tensors of FP8: experts are of the one group that there is."""
+    groups = list(config.get("config_groups", {}).values())
+    if len(groups) != 1:
+        raise NotImplementedError(f"compressed-tensors: {len(groups)} config_groups, wanted one")
+    weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations")
+    _wanted("compressed-tensors", weights, num_bits=(8,), type=("float",))
+    strategy = weights.get("strategy", "tensor")
+    _wanted("compressed-tensors", {"strategy": strategy}, strategy=("channel", "tensor", "block"))
+    if inputs:
+        _wanted("compressed-tensors", inputs, num_bits=(8,), type=("float",))
+    if strategy == "tensor":
+        scheme = _fp8_tensor(bool(inputs) and not inputs.get("dynamic", False))
+    else:
+        scheme = _Scheme(QuantizedWeights.from_fp8_channel, ("weight", "weight_scale"), (), 0, {})
+    if strategy == "block":
+        options = {"block": tuple(weights.get("block_structure") or (128, 128))}
+        scheme = scheme._replace(make=_blocks, options=options)
+    return scheme if inputs else scheme._replace(options=scheme.options | {"activations": "native"})
+
+
+def _blocks(weight: Any, weight_scale: Any, **options: Any) -> QuantizedWeights:
+    return QuantizedWeights.from_fp8_block(weight, weight_scale, **options)
+
+
 def _compressed_tensors(config: Mapping[str, Any]) -> _Scheme:
-    _wanted("compressed-tensors", config, format=("pack-quantized",))
+    _wanted("compressed-tensors", config, format=("pack-quantized", "float-quantized"))
+    if config.get("format") == "float-quantized":
+        return _float_quantized(config)
     groups, required = set(), ["weight_packed", "weight_scale"]
     for group in config.get("config_groups", {}).values():
         if group.get("input_activations") is not None:
@@ -120,11 +190,15 @@ def _compressed_tensors(config: Mapping[str, Any]) -> _Scheme:
     return _Scheme(QuantizedWeights.from_compressed_tensors, *parts, 0, options)
 
 
-SCHEMES = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors}
+SCHEMES = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors, "fp8": _fp8}
 
 
 def read_experts(
-    folder: Folder, layer: str, experts: nn.Module, dtype: torch.dtype
+    folder: Folder,
+    layer: str,
+    experts: nn.Module,
+    dtype: torch.dtype,
+    activations: str | None = None,
 ) -> tuple[QuantizedWeights, QuantizedWeights]:
     """Both projections of one experts module, called `layer` in the checkpoint.
 
@@ -146,6 +220,8 @@ def read_experts(
         gate_up = "interleaved" if interleaved else "concatenated"
     up, down = sizes(experts)
     if method == "mxfp4":
+        if activations is not None:
+            raise ValueError(f"activations is {activations!r}, wanted None: weights are MXFP4")
         found = (
             _stacked(folder, f"{layer}.{up_name(experts)}", up, gate_up, dtype),
             _stacked(folder, f"{layer}.down_proj", down, None, dtype),
@@ -154,6 +230,9 @@ def read_experts(
         if interleaved:
             raise NotImplementedError(f"{layer}: {method} of rows of gate and up in turns")
         scheme = SCHEMES[method](folder.quantization)
+        if activations is not None:
+            _check_activations(scheme, activations)
+            scheme = scheme._replace(options=scheme.options | {"activations": activations})
         names = ("gate_proj", "up_proj") if experts.has_gate else ("up_proj",)
         found = (
             _per_expert(folder, layer, names, up, scheme, gate_up, dtype),
@@ -169,6 +248,11 @@ def read_experts(
             continue  # of linear layers without one, as older GPTQ checkpoints have them
         raise ValueError(f"{name} is no tensor that {method} has in experts like these")
     return found
+
+
+def _check_activations(scheme: _Scheme, activations: str) -> None:
+    if "weight" not in scheme.required:
+        raise ValueError(f"activations is {activations!r}, wanted None: the weights are not FP8")
 
 
 def _stacked(
@@ -220,6 +304,8 @@ def _joined(folder: Folder, names: Sequence[str], rows: int) -> Tensor:
         if tensor.dtype != first.dtype or tensor.shape != first.shape:
             got, wanted = (f"{tuple(t.shape)} of {t.dtype}" for t in (tensor, first))
             raise ValueError(f"{name} is {got}, wanted {wanted} as {names[0]}")
+    if names[0].endswith(SCALES) and first.numel() == 1:  # of a whole tensor each
+        return torch.stack([tensor.reshape(()) for tensor in tensors])
     if first.dim() == 1:  # g_idx: of columns, which they share
         for name, tensor in zip(names, tensors, strict=True):
             if not torch.equal(tensor, first):

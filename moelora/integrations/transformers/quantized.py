@@ -1,4 +1,4 @@
-"""Models whose experts stay in four bits: `load_quantized`, `load_quantized_experts`."""
+"""Models whose experts stay quantised: `load_quantized`, `load_quantized_experts`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moelora.fake import COMPUTE_DTYPES
 from moelora.integrations.transformers.adapters import moe_layers
 from moelora.integrations.transformers.calls import IMPLEMENTATION
-from moelora.integrations.transformers.folder import OF_EXPERTS, Folder, read_experts
+from moelora.integrations.transformers.folder import Folder, read_experts
 from moelora.integrations.transformers.projection import is_quantized, take_off, up_name
 
 
@@ -47,10 +47,11 @@ def load_quantized(
     folder: str | Path,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    activations: str | None = None,
     model_class: type[PreTrainedModel] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
-    """A model from a checkpoint whose experts are of four bits, and stay so.
+    """A model from a checkpoint whose experts are of four bits or FP8, and stay so.
 
     transformers loads all but the experts, as it does in `from_pretrained`. No expert is ever
     dequantised: beside their tiles there is never more than one layer as the folder has it.
@@ -59,10 +60,13 @@ def load_quantized(
     ----------
     folder : str or Path
         A local folder with config.json and safetensors files: MXFP4 experts as of gpt-oss, or one
-        GPTQ, AWQ or compressed-tensors ("pack-quantized") tensor set for each expert. All other
-        weights must be plain.
+        GPTQ, AWQ, compressed-tensors ("pack-quantized", "float-quantized") or FP8 tensor set for
+        each expert. All other weights must be plain, or FP8: those are dequantised.
     dtype : torch.dtype
         bfloat16 or float16, of the model and of the activations that its experts take.
+    activations : {"fp8", "native"}, optional
+        Of FP8 experts: what multiplies them (`QuantizedWeights.from_fp8_block`). By default FP8 if
+        the folder says that activations are quantised, as most do.
     model_class : type, optional
         By default the one that config.json names first in `architectures`.
     **options
@@ -90,11 +94,10 @@ def load_quantized(
         model_class = getattr(transformers, str(names[0]), None)
         if model_class is None:
             raise ValueError(f"{folder}: architectures is {config.architectures}; pass model_class")
-    plain = {name: checkpoint[name] for name in checkpoint if not OF_EXPERTS.search(name)}
     model, info = model_class.from_pretrained(
         None,
         config=config,
-        state_dict=plain,
+        state_dict=checkpoint.plain(dtype),
         dtype=dtype,
         quantization_config=_Config(),
         experts_implementation=IMPLEMENTATION,
@@ -109,14 +112,18 @@ def load_quantized(
         )
     if (checkpoint.path / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
-    load_quantized_experts(model, checkpoint)
+    load_quantized_experts(model, checkpoint, activations=activations)
     return model
 
 
 def load_quantized_experts(
-    model: nn.Module, folder: str | Path | Folder, *, dtype: torch.dtype | None = None
+    model: nn.Module,
+    folder: str | Path | Folder,
+    *,
+    dtype: torch.dtype | None = None,
+    activations: str | None = None,
 ) -> None:
-    """Puts a checkpoint's experts of four bits in place of those of `model`, layer by layer.
+    """Puts a checkpoint's quantised experts in place of those of `model`, layer by layer.
 
     For a model made in some other way than by `load_quantized`. The parameters that go may be on
     the meta device, and only their shapes are read; biases stay what they are. Tensors are looked
@@ -130,6 +137,8 @@ def load_quantized_experts(
         As of `load_quantized`.
     dtype : torch.dtype, optional
         bfloat16 or float16, by default that of the experts' parameters.
+    activations : {"fp8", "native"}, optional
+        As of `load_quantized`.
 
     Raises
     ------
@@ -148,7 +157,7 @@ def load_quantized_experts(
         kind = dtype or module.down_proj.dtype
         if kind not in COMPUTE_DTYPES:
             raise ValueError(f"dtype of {name} is {kind}, wanted torch.bfloat16 or torch.float16")
-        weights = read_experts(folder, name, module, kind)
+        weights = read_experts(folder, name, module, kind, activations)
         if not is_quantized(module):
             take_off(module, kind)
         device = _device(model, name)
