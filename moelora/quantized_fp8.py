@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from moelora.call import typed
 from moelora.quantized_readers import SCALES, Checkpoint, Numbers, PerExpert, Stack
-
-if TYPE_CHECKING:
-    from moelora.quantized import QuantizedWeights
 
 TILE = 64  # rows of a tile
 DEPTH = 128  # columns of a tile
@@ -31,7 +28,7 @@ class FromFP8:
     @classmethod
     @typed
     def from_fp8_block(
-        cls: Any,
+        cls,
         weight: PerExpert,
         weight_scale_inv: PerExpert,
         *,
@@ -39,7 +36,7 @@ class FromFP8:
         activations: str = "fp8",
         gate_up: str | None = None,
         dtype: torch.dtype = torch.bfloat16,
-    ) -> QuantizedWeights:
+    ) -> Self:
         """FP8 as DeepSeek-V3 and Qwen3-FP8 have it: `value = e4m3 * scale of its block`.
 
         Activations get a scale for every 128 columns of a token (64 if a block is no multiple of
@@ -84,14 +81,14 @@ class FromFP8:
     @classmethod
     @typed
     def from_fp8_channel(
-        cls: Any,
+        cls,
         weight: PerExpert,
         weight_scale: PerExpert,
         *,
         activations: str = "fp8",
         gate_up: str | None = None,
         dtype: torch.dtype = torch.bfloat16,
-    ) -> QuantizedWeights:
+    ) -> Self:
         """FP8 with a scale for each row, as compressed-tensors has it ("float-quantized").
 
         Activations get a scale for each token: `max|x| / 448`, at least `1 / (448 * 512)`.
@@ -124,7 +121,7 @@ class FromFP8:
     @classmethod
     @typed
     def from_fp8_tensor(
-        cls: Any,
+        cls,
         weight: PerExpert,
         weight_scale: PerExpert,
         input_scale: PerExpert | float | None = None,
@@ -132,7 +129,7 @@ class FromFP8:
         activations: str = "fp8",
         gate_up: str | None = None,
         dtype: torch.dtype = torch.bfloat16,
-    ) -> QuantizedWeights:
+    ) -> Self:
         """FP8 with a scale for each expert, or one for its gate and one for its up rows.
 
         Activations are divided by `input_scale`, the largest if there are several. Without one,

@@ -60,19 +60,28 @@ def quantized_calls(device):
     adapters = (given["lora_ranks"], given["lora_scalings"], given["adapter_enabled"])
     experts = (
         *(given["hidden_states"], tiles13, tiles2, *routing, *w13, *([f] for f in w2), *adapters),
-        *(given["w13_bias"], given["w2_bias"], 0, 0.0, 0.0, absent, False, 1, 1, 2 * I, 4, K),
+        *(given["w13_bias"], given["w2_bias"], 0, 0.0, 0.0, absent, False),
+        *(1, 1, 2 * I, 0, 0.0, 4, K),
     )
     gemm = (
         *(given["hidden_states"], tiles13, *routing, *w13, *adapters, given["w13_bias"]),
         *(absent, True, 1, 0, 2 * I),
     )
+    fp8, steps8 = numbers(0, 127, E, 2 * I, K), torch.full((E, 1, 1), 0.02, device=device)
+    layout8 = (6, 0, 2 * I, 1, 0.0)
+    experts8, tiles8_2 = (1, 1, 2 * I, 0, 0.0, 8, K, 3, 0.25), numbers(0, 1, E, 1, 1, 8448)
+    tiles8 = numbers(0, 1, E, 2, 1, 8208)
     return [
         ("fused_moe_lora_gemm", gemm),
+        ("fused_moe_lora_gemm", (gemm[0], tiles8, *gemm[2:-3], *layout8)),
         ("fused_moe_lora_gemm_out", (*gemm[:-3], gemm[0].new_empty(M, TOP_K, 2 * I), *gemm[-3:])),
         ("fused_experts_lora", experts),
-        ("fused_experts_lora_out", (*experts[:-5], gemm[0].new_empty(M, K), *experts[-5:])),
+        ("fused_experts_lora", (*experts[:2], tiles8_2, *experts[3:-7], *experts8)),
+        ("fused_experts_lora_out", (*experts[:-7], gemm[0].new_empty(M, K), *experts[-7:])),
         ("pack_quantized", (blocks, scales, absent, 1, 1, 0)),
         ("pack_quantized", (values, steps, zeros, 4, 0, 1)),
+        ("pack_quantized", (fp8, steps8, absent, 6, 1, 0, 128, 128)),
+        ("unpack_quantized", (tiles8, 6, 1, 2 * I, K, 1)),
         ("unpack_quantized", (tiles13, 1, 2, 2 * I, K, 0)),
         ("unpack_quantized", (tiles2, 4, 0, K, I - 2, 1)),
     ]

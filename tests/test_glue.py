@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 LAYOUTS = ("w", "w13", "w2")  # weights whose layout an operator takes, of QuantizedWeights
+PARTS = ("format", "order", "rows", "x_format", "x_scale")
 
 
 def call(**changes):
@@ -396,7 +397,7 @@ def test_limit_capability():
 
 def test_wrappers_take_the_arguments_of_the_operators():
     """A parameter of a schema that no wrapper sets would be unreachable."""
-    of_weights = {f"{w}_{what}" for w in LAYOUTS for what in ("format", "order", "rows")}
+    of_weights = {f"{w}_{what}" for w in LAYOUTS for what in PARTS}
     for name in moelora.__all__:
         if not hasattr(torch.ops.moelora, name):
             continue

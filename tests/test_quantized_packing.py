@@ -250,7 +250,7 @@ def test_state_dicts_that_are_none():
     state = numbers("mxfp4").pack(torch.bfloat16).state_dict()
     with pytest.raises(KeyError):
         QuantizedWeights.from_state_dict({"data": state["data"]})
-    for at, value in ((0, 0), (0, 6), (1, 3), (2, 300), (3, 300), (3, 0), (5, 2), (0, 2)):
+    for at, value in ((0, 0), (0, 6), (0, 9), (1, 3), (2, 300), (3, 300), (3, 0), (5, 2), (0, 2)):
         layout = state["layout"].clone()
         layout[at] = value
         with pytest.raises(ValueError, match=r"layout|rows is 300|columns is|tiles"):
@@ -384,7 +384,7 @@ def pack(values, scales, zeros=None, format=2, order=0, dtype=0):
     ({"zeros": some_bytes(2, N, 2), "format": 4}, r"zeros.size\(2\) is 2, scales.size\(2\) is 1"),
     ({"zeros": torch.ones(2, N, 1), "format": 4}, "zeros has dtype float32, expected uint8"),
     ({"format": 0}, "layout.format is native, expected another"),
-    ({"format": 6}, "layout.format is 6"),
+    ({"format": 9}, "layout.format is 9"),
     ({"order": 3}, "layout.order is 3"),
     ({"dtype": 2}, r"dtype is 2, must be 0 \(bfloat16\) or 1"),
     ({"values": some_bytes(2, 15, 32), "scales": torch.ones(2, 15, 1), "order": 1}, "rows is 15"),

@@ -2,7 +2,11 @@
  * and back, then products bit by bit against those with the unpacked weights. */
 #include "cases.h"
 
-enum { NUM_FORMATS = MOELORA_INT4_ZP_G32 };
+enum { NUM_FORMATS = MOELORA_FP8_ROWS };
+
+static bool is_fp8(moelora_format format) {
+  return format >= MOELORA_FP8;
+}
 
 static bool has_zeros(moelora_format format) {
   return format == MOELORA_INT4_ZP || format == MOELORA_INT4_ZP_G32;
@@ -16,14 +20,41 @@ static int64_t tiles(int64_t n) {
   return (n + 63) / 64;
 }
 
+static int64_t depth_tiles(moelora_format format, int64_t k) {
+  return is_fp8(format) ? (k + 127) / 128 : tiles(k);
+}
+
 static moelora_tensor new_tiles(int64_t experts, int64_t k, const moelora_layout *layout) {
   const int64_t rows =
       layout->order == MOELORA_ROWS_PLAIN ? tiles(layout->rows) : 2 * tiles(layout->rows / 2);
-  return new_tensor(MOELORA_U8, SIZES(experts, rows, tiles(k), moelora_tile_bytes(layout->format)));
+  return new_tensor(MOELORA_U8, SIZES(experts, rows, depth_tiles(layout->format, k),
+                                      moelora_tile_bytes(layout->format)));
+}
+
+/* Any numbers of [experts, n, k] but NaN, in blocks of which tiles have one; scales are powers of
+ * two, unless any will do. */
+static moelora_quantized random_fp8(int64_t experts, int64_t k, const moelora_layout *layout,
+                                    bool any_scale) {
+  const int64_t n = layout->rows, wide = layout->format == MOELORA_FP8_G64 ? 64 : 128;
+  moelora_quantized w = {
+      .values = random_ids(MOELORA_U8, 0, 253, SIZES(experts, n, k)),
+      .block_rows = layout->format == MOELORA_FP8_ROWS    ? random_in(1, n)
+                    : layout->order == MOELORA_ROWS_PLAIN ? 64 * random_in(1, 3)
+                                                          : n,
+      .block_columns = maybe() ? wide * random_in(1, 2) : k,
+  };
+  for (int64_t i = 0; i < count_of(&w.values); i++)
+    ((uint8_t *)w.values.data)[i] += ((uint8_t *)w.values.data)[i] >= 127;
+  w.scales = new_tensor(MOELORA_F32,
+                        SIZES(experts, (n - 1) / w.block_rows + 1, (k - 1) / w.block_columns + 1));
+  for (int64_t i = 0; i < count_of(&w.scales); i++)
+    ((float *)w.scales.data)[i] =
+        any_scale ? (float)(0.002 * random_unit()) : ldexpf(1, -(int)random_in(8, 12));
+  return w;
 }
 
 /* Any numbers of [experts, n, k]; scales that keep products small. */
-static moelora_quantized random_numbers(int64_t experts, int64_t n, int64_t k,
+static moelora_quantized random_nibbles(int64_t experts, int64_t n, int64_t k,
                                         moelora_format format) {
   const int64_t group = groups_of_32(format) ? 32 : k % 64 == 0 && maybe() ? 64 : k;
   const bool mxfp4 = format == MOELORA_MXFP4;
@@ -38,7 +69,29 @@ static moelora_quantized random_numbers(int64_t experts, int64_t n, int64_t k,
   return w;
 }
 
-static double number_at(const moelora_quantized *w, moelora_format format, moelora_dtype dtype,
+static moelora_quantized random_numbers(int64_t experts, int64_t k, const moelora_layout *layout) {
+  return is_fp8(layout->format) ? random_fp8(experts, k, layout, layout->x == MOELORA_X_NATIVE)
+                                : random_nibbles(experts, layout->rows, k, layout->format);
+}
+
+static double e4m3(int byte) {
+  const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+  const double size = exponent ? ldexp(8 + mantissa, exponent - 10) : ldexp(mantissa, -9);
+  return byte & 128 ? -size : size;
+}
+
+static double fp8_at(const moelora_quantized *w, moelora_dtype dtype, int64_t e, int64_t n,
+                     int64_t k) {
+  const int64_t *sizes = w->scales.size;
+  const int byte = ((uint8_t *)w->values.data)[(e * w->values.size[1] + n) * w->values.size[2] + k];
+  const double scale =
+      ((float *)
+           w->scales.data)[(e * sizes[1] + n / w->block_rows) * sizes[2] + k / w->block_columns];
+  const double up = dtype == MOELORA_F16 ? 256 : 1;
+  return round_to(e4m3(byte) * (round_to(scale * up, dtype) / up), dtype);
+}
+
+static double nibble_at(const moelora_quantized *w, moelora_format format, moelora_dtype dtype,
                         int64_t e, int64_t n, int64_t k) {
   static const double e2m1[] = {0, .5, 1, 1.5, 2, 3, 4, 6};
   const int64_t group = 2 * w->values.size[2] / w->scales.size[2];
@@ -54,10 +107,15 @@ static double number_at(const moelora_quantized *w, moelora_format format, moelo
   return round_to((q - zero) * scale, dtype);
 }
 
+static double number_at(const moelora_quantized *w, moelora_format format, moelora_dtype dtype,
+                        int64_t e, int64_t n, int64_t k) {
+  return is_fp8(format) ? fp8_at(w, dtype, e, n, k) : nibble_at(w, format, dtype, e, n, k);
+}
+
 /* Packed by any number of threads; `unpacked` is what they mean. */
 static moelora_tensor packed(moelora_dtype dtype, int64_t experts, int64_t k,
                              const moelora_layout *layout, moelora_tensor *unpacked) {
-  const moelora_quantized w = random_numbers(experts, layout->rows, k, layout->format);
+  const moelora_quantized w = random_numbers(experts, k, layout);
   moelora_tensor out = new_tiles(experts, k, layout);
   CHECK_OK(moelora_pack_quantized(&w, layout, dtype, &out, maybe() ? &serial : &threaded));
   *unpacked = new_tensor(dtype, SIZES(experts, layout->rows, k));
@@ -112,6 +170,36 @@ static void test_gemm(moelora_dtype dtype, uint64_t number) {
   release_all();
 }
 
+/* Both sides in FP8, on any columns: x of numbers that e4m3 has stays what it is. */
+static void test_gemm_of_e4m3(moelora_dtype dtype, uint64_t number) {
+  seed(number + 2000);
+  sizes s = random_sizes(false);
+  s.hidden = random_in(1, 400);
+  const int64_t n = random_in(1, 150), rows = s.tokens * s.top_k;
+  const moelora_layout layout = {.format = (moelora_format)random_in(MOELORA_FP8, NUM_FORMATS),
+                                 .rows = n,
+                                 .x = MOELORA_X_STATIC,
+                                 .x_scale = 0.25f};
+  moelora_gemm_args args = {
+      .x = random_ids(dtype, -8, 8, SIZES(s.tokens, s.hidden)),
+      .bias = maybe() ? random_tensor(dtype, 1, SIZES(s.experts, n)) : absent,
+      .routing = random_routing(s),
+      .adapters = random_adapters(s, 8),
+      .lora = random_lora(s, dtype, 1, random_in(1, 20), n, s.hidden),
+      .out = new_tensor(dtype, SIZES(s.tokens, s.top_k, n)),
+  };
+  moelora_gemm_args dense = args;
+  args.w = packed(dtype, s.experts, s.hidden, &layout, &dense.w);
+  args.w_layout = layout;
+  run_gemm(&args, maybe() ? serial : threaded);
+  double *exact = allocate((size_t)(rows * n) * sizeof *exact);
+  double *rounded = allocate((size_t)(rows * n) * sizeof *rounded);
+  naive_gemm(&dense, (rounding){0}, exact);
+  naive_gemm(&dense, (rounding){true, dtype}, rounded);
+  check_close("x in e4m3", &args.out, exact, rounded, rows * n);
+  release_all();
+}
+
 static void test_experts(moelora_dtype dtype, uint64_t number) {
   seed(number + 1000);
   sizes s = random_sizes(false);
@@ -158,12 +246,14 @@ static void test_experts(moelora_dtype dtype, uint64_t number) {
 
 static void test_errors(void) {
   const moelora_layout layout = {.format = MOELORA_MXFP4, .rows = 70};
-  const moelora_quantized good = random_numbers(2, 70, 96, MOELORA_MXFP4);
+  const moelora_quantized good = random_numbers(2, 96, &layout);
   const moelora_tensor out = new_tiles(2, 96, &layout);
   CHECK_INT(moelora_tile_bytes(MOELORA_NATIVE), 0);
   CHECK_INT(moelora_tile_bytes((moelora_format)99), 0);
   CHECK_INT(moelora_tile_bytes(MOELORA_MXFP4), 2048 + 128);
   CHECK_INT(moelora_tile_bytes(MOELORA_INT4_ZP_G32), 2048 + 256 + 128);
+  CHECK_INT(moelora_tile_bytes(MOELORA_FP8_G64), 8192 + 16);
+  CHECK_INT(moelora_tile_bytes(MOELORA_FP8_ROWS), 8192 + 256);
   CHECK_OK(moelora_pack_quantized(&good, &layout, MOELORA_BF16, &out, &serial));
   CHECK_FAILS(moelora_pack_quantized(&good, NULL, MOELORA_BF16, &out, &serial),
               MOELORA_INVALID_ARGUMENT, "layout is NULL");
@@ -200,6 +290,7 @@ int main(int argc, char **argv) {
     CHECK_OK(moelora_force_variant(name));
     for (uint64_t number = 0; number < cases; number++) {
       test_gemm(dtype_of(name), number);
+      test_gemm_of_e4m3(dtype_of(name), number);
       test_experts(dtype_of(name), number);
     }
     tested++;
