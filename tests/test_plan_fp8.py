@@ -1,0 +1,60 @@
+"""Plans of layers with FP8 weights, for devices that need not be there."""
+
+import itertools
+
+import pytest
+from test_plan import CUDA_ROWS, DTYPES, ROWS, TOKENS, answer, print_plan, quantised
+
+FIXTURES = (answer, print_plan, quantised)
+
+# Of x as it is, and of x in FP8.
+KERNELS = {"fp8": "w8a16", "fp8_g64": "w8a16", "fp8_rows": "w8a16", "w8a8": "w8a8"}
+PAIRS = [("fp8", "fp8_rows"), ("fp8", "native"), ("native", "fp8_g64"), ("mxfp4", "fp8")]
+PAIRS += [("w8a8", "w8a8"), ("w8a8", "fp8"), ("native", "w8a8"), ("w8a8", "int4")]
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_tiles_of_fp8_weights(quantised, name, dtype):
+    """Sums of 128 tokens and the partial ones of x in FP8 are more than a thread's registers."""
+    kernel = KERNELS[name]
+    tiles = {1: 16, 64: 16, 129: 32, 416: 32, 417: 64, 704: 64, 705: 128, 131072: 128}
+    for tokens, rows in tiles.items():
+        shape = f"{min(rows, 64) if kernel == 'w8a8' else rows}x128x64"
+        for capability in (80, 86, 89, 100, 120) + ((90,) if kernel == "w8a16" else ()):
+            layer = {"tokens": tokens, "dtype": DTYPES[dtype]}
+            row, of_w2, _ = quantised(("cuda", capability), name, name, **layer)
+            assert row.name == of_w2.name == f"gemm_{dtype.lower()}_{kernel}_{shape}_sm80"
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_projections_of_fp8_and_others_share_an_alignment(answer, pair):
+    for capability, tokens in itertools.product((80, 86, 120), TOKENS):
+        words = answer(("cuda", capability), "formats", *pair, tokens=tokens).split()
+        row, of_w2 = ROWS[words[0]], ROWS[words[7]]
+        same = ("dtype", "family", "block_m", "cluster")
+        assert [getattr(row, name) for name in same] == [getattr(of_w2, name) for name in same]
+        assert [row.format, of_w2.format] == [name.upper().split("_")[0] for name in pair]
+
+
+def test_tiles_of_fp8_fit_every_gpu():
+    """Stages of weights, their scales and x; those of x in FP8 with slots for the scales of both;
+    and what is known about a tile's adapters."""
+    for row in CUDA_ROWS:
+        if row.format in ("FP8", "W8A8") and row.family == "SM80":
+            scales = 2 * 256 + (4 * row.block_m if row.format == "W8A8" else 0)
+            stage = row.block_n * 64 + row.block_m * 128
+            adapters = 16 + row.stages * 32 + 8 * row.block_m
+            slots = 8 if row.format == "W8A8" else row.stages
+            assert row.stages * stage + slots * scales + adapters <= 99 * 1024, row
+
+
+def test_fp8_rows_that_allow_no_vectors(quantised):
+    for tokens, name in itertools.product(TOKENS, KERNELS):
+        row, of_w2, _ = quantised(("cuda", 80), name, name, tokens=tokens, hidden=2050)
+        assert row == of_w2 and row.block_m <= 32
+
+
+def test_a_cpu_has_one_kernel_for_fp8_too(answer):
+    for pair in PAIRS:
+        assert answer(("cpu", 7), "formats", *pair) == answer(("cpu", 7))
