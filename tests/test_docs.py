@@ -191,6 +191,6 @@ def test_the_file_of_tuned_plans_in_the_page_is_one(tmp_path):
     path = tuned.write(tmp_path, content)
     assert path.name == ("E=128,top_k=8,K=2048,I=768,dtype=bf16,device=NVIDIA_H200.json")
     try:
-        assert tuned.load(tmp_path) == len(content["plans"])
+        assert tuned.load(tmp_path) == len(",".join(content["plans"].values()).split(","))
     finally:
         _C.clear_tuned_plans()

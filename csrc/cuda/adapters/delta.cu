@@ -8,34 +8,6 @@
 #include "cuda/adapters/delta.h"
 #include "cuda/backend.h"
 
-extern "C" delta_sorted delta_take_sorted(const moelora_routes *routes,
-                                          const moelora_align_plan *plan, moelora_arena *arena) {
-  delta_sorted sorted = {};
-  const size_t bytes = sizeof(int32_t) * (size_t)routes->num_rows;
-  sorted.row = (int32_t *)moelora_take(arena, bytes);
-  sorted.expert = (int32_t *)moelora_take(arena, bytes);
-  sorted.adapter = (int32_t *)moelora_take(arena, bytes);
-  sorted.count = (int32_t *)moelora_take(arena, sizeof(int32_t));
-  if (plan->segments > 0)
-    sorted.segments =
-        (moelora_segment *)moelora_take(arena, sizeof(moelora_segment) * (size_t)plan->segments);
-  sorted.scratch = moelora_take(arena, moelora_cuda_align_rows_workspace(routes, plan));
-  return sorted;
-}
-
-extern "C" moelora_status delta_sort(const moelora_routes *routes, const delta_sorted *sorted,
-                                     const moelora_align_plan *plan, const moelora_exec *exec) {
-  const moelora_blocks blocks = {.rows = 1,
-                                 .cluster = 1,
-                                 .max_blocks = routes->num_rows,
-                                 .sorted_ids = sorted->row,
-                                 .expert_ids = sorted->expert,
-                                 .packed_ranks = sorted->adapter,
-                                 .segments = sorted->segments,
-                                 .num_post = sorted->count};
-  return moelora_cuda_align_rows(routes, &blocks, plan, sorted->scratch, exec);
-}
-
 namespace {
 
 /* Rows that wait for their sum. */
@@ -48,7 +20,7 @@ struct Waiting {
 struct DeltaLayout {
   moelora_routes routes; // resolved
   moelora_list_blocks lists;
-  delta_sorted sorted;
+  moelora_sorted_rows sorted;
   void *xa[2]; // [P, slices, padded rank]
   void *act;   // [P, k of the second]
   Waiting z;
@@ -67,7 +39,7 @@ DeltaLayout lay_out(const moelora_delta_problem *p, int count, const moelora_del
   if (listed)
     l.lists = moelora_cuda_take_lists(&p->lists, p->routes.max_loras, true, &arena);
   if (plan->order == MOELORA_SORTED && !plan->one)
-    l.sorted = delta_take_sorted(&l.routes, &plan->align, &arena);
+    l.sorted = moelora_cuda_take_sorted(&l.routes, &plan->align, &arena);
   for (int i = 0; i < count; i++)
     if (!p[i].xa)
       l.xa[i] = moelora_take_array(
@@ -97,7 +69,7 @@ moelora_status find_rows(const moelora_delta_problem *p, const DeltaLayout *l,
   MOELORA_TRY(moelora_cuda_resolve(&p->routes, &l->routes, listed ? &p->lists : nullptr,
                                    listed ? &l->lists : nullptr, true, exec));
   return plan->order == MOELORA_SORTED && !plan->one
-             ? delta_sort(&l->routes, &l->sorted, &plan->align, exec)
+             ? moelora_cuda_sort_rows(&l->routes, &l->sorted, &plan->align, exec)
              : MOELORA_OK;
 }
 

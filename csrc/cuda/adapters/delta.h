@@ -12,18 +12,11 @@ typedef struct delta_rows {
   int32_t max_rank;
   moelora_routes routes; /* resolved */
   moelora_list_blocks lists;
-  /* MOELORA_SORTED; `count` of P entries are rows */
-  const int32_t *row, *expert, *adapter; /* [P]; adapter -1: none */
-  const int32_t *count;                  /* [1] */
-  const moelora_segment *segments;       /* as in moelora_blocks; NULL: not listed, too short */
+  /* MOELORA_SORTED: of moelora_sorted_rows */
+  const int32_t *row, *expert, *adapter;
+  const int32_t *count;
+  const moelora_segment *segments; /* NULL: not listed, too short */
 } delta_rows;
-
-/* Where a sort puts them, and its scratch memory. */
-typedef struct delta_sorted {
-  int32_t *row, *expert, *adapter, *count;
-  moelora_segment *segments;
-  void *scratch;
-} delta_sorted;
 
 /* xa[p, slice] = round(s x[p / x_divisor] A[l, e]^T), zero from the true rank to max_rank. */
 typedef struct delta_shrink {
@@ -59,11 +52,6 @@ typedef struct delta_expand {
 extern "C" {
 #endif
 
-/* delta.cu: rows by expert, then adapter, in the form of MOELORA_SORTED. */
-delta_sorted delta_take_sorted(const moelora_routes *routes, const moelora_align_plan *plan,
-                               moelora_arena *arena);
-moelora_status delta_sort(const moelora_routes *routes, const delta_sorted *sorted,
-                          const moelora_align_plan *plan, const moelora_exec *exec);
 /* delta_shrink.cu, delta_expand.cu; both set the window of `rows`. */
 moelora_status delta_launch_shrink(const delta_shrink *shrink, const moelora_shrink_plan *plan,
                                    const moelora_exec *exec);

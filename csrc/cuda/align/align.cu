@@ -273,3 +273,36 @@ extern "C" moelora_status moelora_cuda_align_rows(const moelora_routes *routes,
   moelora_arena arena = {(char *)workspace, 0};
   return run(&problem, *plan, blocks, &arena, exec);
 }
+
+/* ---- rows one after the other ---- */
+
+extern "C" moelora_sorted_rows moelora_cuda_take_sorted(const moelora_routes *routes,
+                                                        const moelora_align_plan *plan,
+                                                        moelora_arena *arena) {
+  moelora_sorted_rows sorted = {};
+  const size_t bytes = sizeof(int32_t) * (size_t)routes->num_rows;
+  sorted.row = (int32_t *)moelora_take(arena, bytes);
+  sorted.expert = (int32_t *)moelora_take(arena, bytes);
+  sorted.adapter = (int32_t *)moelora_take(arena, bytes);
+  sorted.count = (int32_t *)moelora_take(arena, sizeof(int32_t));
+  if (plan->segments > 0)
+    sorted.segments =
+        (moelora_segment *)moelora_take(arena, sizeof(moelora_segment) * (size_t)plan->segments);
+  sorted.scratch = moelora_take(arena, moelora_cuda_align_rows_workspace(routes, plan));
+  return sorted;
+}
+
+extern "C" moelora_status moelora_cuda_sort_rows(const moelora_routes *routes,
+                                                 const moelora_sorted_rows *sorted,
+                                                 const moelora_align_plan *plan,
+                                                 const moelora_exec *exec) {
+  const moelora_blocks blocks = {.rows = 1,
+                                 .cluster = 1,
+                                 .max_blocks = routes->num_rows,
+                                 .sorted_ids = sorted->row,
+                                 .expert_ids = sorted->expert,
+                                 .packed_ranks = sorted->adapter,
+                                 .segments = sorted->segments,
+                                 .num_post = sorted->count};
+  return moelora_cuda_align_rows(routes, &blocks, plan, sorted->scratch, exec);
+}

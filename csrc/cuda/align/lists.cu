@@ -3,9 +3,9 @@
  * A CTA works for one list, several for a long one. All of them find where the list's pairs begin
  * in the sorted rows, and so the whole layout; then each writes every so many blocks and its share
  * of the rest. */
+#include "cuda/align/align.cuh"
 #include "cuda/backend.h"
 #include "cuda/launch/kernel_launch.cuh"
-#include "cuda/adapters/delta_rows.cuh"
 
 namespace {
 
@@ -97,7 +97,7 @@ namespace {
 struct ListsLayout {
   moelora_routes routes; // resolved
   moelora_list_blocks lists;
-  delta_sorted sorted;
+  moelora_sorted_rows sorted;
   size_t bytes;
 };
 
@@ -107,7 +107,7 @@ ListsLayout lay_out(const moelora_align_lists_problem *problem, const moelora_al
   ListsLayout l;
   l.routes = moelora_cuda_take_routes(&problem->routes, false, &arena);
   l.lists = moelora_cuda_take_lists(&problem->lists, problem->routes.max_loras, false, &arena);
-  l.sorted = delta_take_sorted(&l.routes, plan, &arena);
+  l.sorted = moelora_cuda_take_sorted(&l.routes, plan, &arena);
   l.bytes = arena.used;
   return l;
 }
@@ -125,14 +125,10 @@ extern "C" moelora_status moelora_cuda_align_lists(const moelora_align_lists_pro
   if (problem->lists.num_active == 0)
     return MOELORA_OK;
   const ListsLayout l = lay_out(problem, plan, exec->workspace);
-  moelora_status status = moelora_cuda_check_layout(l.bytes, exec);
-  if (status == MOELORA_OK)
-    status =
-        moelora_cuda_resolve(&problem->routes, &l.routes, &problem->lists, &l.lists, true, exec);
-  if (status == MOELORA_OK)
-    status = delta_sort(&l.routes, &l.sorted, plan, exec);
-  if (status != MOELORA_OK)
-    return status;
+  MOELORA_TRY(moelora_cuda_check_layout(l.bytes, exec));
+  MOELORA_TRY(
+      moelora_cuda_resolve(&problem->routes, &l.routes, &problem->lists, &l.lists, true, exec));
+  MOELORA_TRY(moelora_cuda_sort_rows(&l.routes, &l.sorted, plan, exec));
   Lists lists = {};
   lists.routes = l.routes;
   lists.lists = l.lists;

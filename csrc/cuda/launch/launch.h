@@ -172,6 +172,20 @@ moelora_status moelora_cuda_align_rows(const moelora_routes *routes, const moelo
                                        const moelora_align_plan *plan, void *workspace,
                                        const moelora_exec *exec);
 
+/* Routed rows one after the other, by expert, then adapter; `count` of P entries are rows. */
+typedef struct moelora_sorted_rows {
+  int32_t *row, *expert, *adapter; /* [P]; adapter -1: none */
+  int32_t *count;                  /* [1] */
+  moelora_segment *segments;       /* as in moelora_blocks; NULL: not listed */
+  void *scratch;
+} moelora_sorted_rows;
+/* align.cu: takes, and fills them. */
+moelora_sorted_rows moelora_cuda_take_sorted(const moelora_routes *routes,
+                                             const moelora_align_plan *plan, moelora_arena *arena);
+moelora_status moelora_cuda_sort_rows(const moelora_routes *routes,
+                                      const moelora_sorted_rows *sorted,
+                                      const moelora_align_plan *plan, const moelora_exec *exec);
+
 /* shrink.cu: as planned, in blocks or of whole segments. */
 moelora_status moelora_cuda_shrink(const moelora_shrink_launch *s, const moelora_shrink_plan *plan,
                                    const moelora_exec *exec);
