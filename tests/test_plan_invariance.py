@@ -1,7 +1,9 @@
 """Plans of batch-invariant calls, for devices that need not be there."""
 
+# ruff: noqa: F811  fixtures of another file
+
 import pytest
-from test_plan import MIXTRAL, QWEN3, TOKENS, answer, plan, print_plan  # noqa: F401  fixtures
+from test_plan import MIXTRAL, QWEN3, TOKENS, answer, plan, print_plan  # noqa: F401
 
 INVARIANT = {"MOELORA_BATCH_INVARIANT": "1"}
 LONG = {"MIXTRAL": MIXTRAL, "QWEN3": QWEN3, "DEEP": {"hidden": 4096, "inter": 1408}}
