@@ -117,7 +117,9 @@ try:
 except ValueError as error:
     print(error)
 """
-    assert python(code, "yes").stdout == "MOELORA_BATCH_INVARIANT is 'yes', expected 0 or 1\n"
+    assert python(code, "yes").stdout.endswith(
+        "MOELORA_BATCH_INVARIANT is 'yes', expected 0 or 1\n"
+    )
 
 
 def python(code, value):
