@@ -218,6 +218,9 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem, const
   params.tiles13 = (int32_t)((p.intermediate + outputs - 1) / outputs);
   params.most_shrinks13 =
       (int32_t)(p.routes.num_rows * p.w13_lora.num_slices * ((p.w13_lora.max_rank + 15) / 16));
+  params.by_tiles13 = moelora_divisor_of((uint32_t)params.tiles13);
+  params.by_depth2 =
+      moelora_divisor_of((uint32_t)((p.intermediate + MOELORA_PACK - 1) / MOELORA_PACK));
   params.digests = l.digests;
   params.reading = l.reading;
   params.h = l.h;

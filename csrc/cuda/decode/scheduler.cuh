@@ -5,6 +5,7 @@
 
 #include "cuda/decode/tables.cuh"
 #include "cuda/adapters/factors.cuh"
+#include "cuda/launch/divisor.h"
 
 namespace decode {
 
@@ -14,6 +15,7 @@ constexpr int kChunk = 8; // blocks in flight: 64 registers, of the 128 at two C
 struct DecodeParams {
   moelora_experts_problem p;
   int32_t tiles13;        // items of W13 of an active expert
+  moelora_divisor by_tiles13, by_depth2; // by the tiles of depth of w2
   int32_t most_shrinks13; // more items SHRINK13 cannot have, whatever ids say
   bool gated, interleaved;
   bool a_vectors[2], b_vectors[2]; // factors allow 16-byte accesses; of w13, of w2
@@ -205,14 +207,26 @@ __device__ __forceinline__ void open_tiles(const DecodeParams &p, const Tables &
   work.end = (warp + 1) * tiles / kWarps;
 }
 
-/* What comes next of the item; no tiles where a warp has had all of its share. */
-__device__ __forceinline__ TileSpan tile_span_of(const DecodeParams &p, const WorkIterator &work) {
-  const int depth = depth_tiles_of(p, work.kind);
-  const int part = (int)((unsigned)work.block / (unsigned)depth);
-  TileSpan span = {part, 0, work.block - part * depth, 0};
-  if (work.kind == W13) {
-    span.active = item_of(p, W13, work.index).active;
-    span.part = part;
+__device__ __forceinline__ WorkItem tile_item_of(const DecodeParams &p, int kind, int index) {
+  WorkItem item = {kind, 0, index};
+  if (kind == W13) {
+    item.active = (int)divide((uint32_t)index, p.by_tiles13);
+    item.tile = index - item.active * p.tiles13;
+  }
+  return item;
+}
+
+/* What comes next of an item; no tiles where a warp has had all of its share. */
+__device__ __forceinline__ TileSpan tile_span_of(const DecodeParams &p, const WorkItem &item,
+                                                 const WorkIterator &work) {
+  const int depth = depth_tiles_of(p, item.kind);
+  TileSpan span = {item.active, 0, work.block, 0};
+  if (item.kind == W2) {
+    span.active = (int)divide((uint32_t)work.block, p.by_depth2);
+    span.first -= span.active * depth;
+  } else if (work.block >= depth) {
+    span.part = 1;
+    span.first -= depth;
   }
   span.tiles = min(depth - span.first, work.end - work.block);
   return span;

@@ -68,14 +68,16 @@ __device__ __forceinline__ void unpark(const DecodeParams &p, SlabProducer &s,
   const moelora_weights &w = weights_in_tiles(p, s.work.kind);
   s.from = parked.from + threadIdx.x % 32 * 16;
   s.step = w.stride_kt;
-  s.scales = offset_of_scales(w.format, item_of(p, s.work.kind, s.work.index).tile % kSlabsOfTile);
+  s.scales = offset_of_scales(w.format,
+                              tile_item_of(p, s.work.kind, s.work.index).tile % kSlabsOfTile);
   s.left = parked.left;
 }
 
 /* To the next span that has slabs, if there is one. */
 __device__ __forceinline__ void open_span(const DecodeParams &p, const Tables &t, SlabProducer &s) {
   while (s.left == 0 && is_there(t, s.work)) {
-    const TileSpan span = tile_span_of(p, s.work);
+    const WorkItem item = tile_item_of(p, s.work.kind, s.work.index);
+    const TileSpan span = tile_span_of(p, item, s.work);
     if (span.tiles == 0) {
       s.work.index += gridDim.x;
       if (s.work.kind == W13 && !is_there(t, s.work))
@@ -83,10 +85,10 @@ __device__ __forceinline__ void open_span(const DecodeParams &p, const Tables &t
       open_tiles(p, t, s.work);
       continue;
     }
-    const moelora_weights &w = weights_in_tiles(p, s.work.kind);
-    const int tile = item_of(p, s.work.kind, s.work.index).tile, slab = tile % kSlabsOfTile;
+    const moelora_weights &w = weights_in_tiles(p, item.kind);
+    const unsigned slab = item.tile % kSlabsOfTile;
     s.from = (const char *)w.data + t.expert[span.active] * w.stride_e +
-             (tile / kSlabsOfTile + span.part * w.half_tiles) * w.stride_nt +
+             (item.tile / kSlabsOfTile + span.part * w.half_tiles) * w.stride_nt +
              span.first * w.stride_kt + slab * kSlabValues + threadIdx.x % 32 * 16;
     s.step = w.stride_kt;
     s.scales = offset_of_scales(w.format, slab);
@@ -100,15 +102,12 @@ __device__ __forceinline__ void produce(const DecodeParams &p, const Tables &t, 
                                         uint32_t stage) {
   if (s.left == 0)
     open_span(p, t, s);
-  if (s.left > 0) {
-    const uint32_t to = stage + threadIdx.x % 32 * 16;
-    copy_async_16(to, s.from, 16);
-    // Scales of the other slabs of a tile are in the same 128 bytes.
-    copy_async_16(to + kSlabValues, s.from + s.scales, 16, s.scales != 0);
-    s.from += s.step;
-    s.left--;
-  }
+  const uint32_t to = stage + threadIdx.x % 32 * 16;
+  copy_async_16(to, s.from, 16, s.left > 0);
+  copy_async_16(to + kSlabValues, s.from + s.scales, 16, s.left > 0 && s.scales != 0);
   copy_async_commit(); // also where nothing was left: groups are counted
+  s.from += s.step;
+  s.left -= s.left > 0;
 }
 
 /* A warp's stages, and which one is next. */
@@ -188,26 +187,28 @@ __device__ __forceinline__ TokenColumns columns_of(const DecodeParams &p, const 
   return x;
 }
 
-/* Columns 8 i + 2 (lane % 4) and the next of token lane / 4, for two i in a row; on to the next
- * tile. */
+/* b[i / 4][i % 4]: columns 8 i + 2 (lane % 4) and the next of token lane / 4; on to the next tile.
+ */
+template <bool STAGED>
 __device__ __forceinline__ void load_columns(TokenColumns &x, uint32_t (&b)[2][4]) {
-  if (x.staged) {
+  if constexpr (STAGED) {
     load_matrix_x4(b[0], x.shared);
     load_matrix_x4(b[1], x.shared + 64);
+    x.shared += MOELORA_PACK * 2;
   } else {
 #pragma unroll
     for (int i = 0; i < 8; i++)
       b[i / 4][i % 4] = load_4(x.from + 8 * i, 8 * i < x.left);
+    x.from += MOELORA_PACK;
+    x.left -= MOELORA_PACK;
   }
-  x.shared += MOELORA_PACK * 2;
-  x.from += MOELORA_PACK;
-  x.left -= MOELORA_PACK;
 }
 
 /* ---- products ---- */
 
-/* d += the slabs of a span, which are the next in the pipeline. Tokens are loaded a slab ahead. */
-template <class T, moelora_format FORMAT>
+/* d += the slabs of a span, which are the next in the pipeline. Tokens that are not STAGED are
+ * loaded a slab ahead. */
+template <class T, moelora_format FORMAT, bool STAGED>
 __device__ __forceinline__ void multiply_slabs(const DecodeParams &p, const Tables &t,
                                                moelora_format format, int slabs, TokenColumns &x,
                                                SlabProducer &producer,
@@ -215,14 +216,18 @@ __device__ __forceinline__ void multiply_slabs(const DecodeParams &p, const Tabl
   const int lane = threadIdx.x % 32, groups = moelora_tile_groups(format);
   const int scales = kSlabValues + lane / 4 * 2 * groups * moelora_scale_bytes(FORMAT);
   const int zeros = kSlabValues + 32 * groups + lane / 4 * 2 * groups;
-  uint32_t next[2][4];
-  load_columns(x, next);
+  uint32_t b[2][4], next[2][4];
+  if (!STAGED)
+    load_columns<STAGED>(x, next);
 #pragma unroll 1
   for (;;) {
-    uint32_t b[2][4];
-    memcpy(b, next, sizeof b);
-    if (--slabs > 0)
-      load_columns(x, next);
+    slabs--;
+    if (STAGED)
+      load_columns<STAGED>(x, b);
+    else
+      memcpy(b, next, sizeof b);
+    if (!STAGED && slabs > 0)
+      load_columns<STAGED>(x, next);
     copy_async_wait<kStages - 1>();
     __syncwarp(); // scales are copied for each other
     TileFragment<FORMAT, T> w;
@@ -258,10 +263,13 @@ multiply_tiles(const DecodeParams &p, const Tables &t, const WorkItem &item, int
     total[q] = 0.f;
 #pragma unroll 1
   while (work.block < work.end) {
-    const TileSpan span = tile_span_of(p, work);
+    const TileSpan span = tile_span_of(p, item, work);
     TokenColumns x = columns_of(p, t, item.kind, tokens, staged, span);
     float d[2][4] = {};
-    multiply_slabs<T, FORMAT>(p, t, format, span.tiles, x, producer, pipeline, d);
+    if (x.staged)
+      multiply_slabs<T, FORMAT, true>(p, t, format, span.tiles, x, producer, pipeline, d);
+    else
+      multiply_slabs<T, FORMAT, false>(p, t, format, span.tiles, x, producer, pipeline, d);
     add_weighted(t, item.kind, span.active, d, total);
     work.block += span.tiles;
   }

@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
     }
 #pragma unroll 1
     for (int index = blockIdx.x; index < t.items[kind]; index += gridDim.x) {
-      const WorkItem item = item_of(p, kind, index);
+      const WorkItem item = tile_item_of(p, kind, index);
       float total[4];
       prefetch_slabs<true>(p, t, item);
       multiply_tiles<T, FORMAT>(p, t, item, index, tokens, staged, weights, pipeline, total);
