@@ -3,12 +3,17 @@
     python -m benchmarks.vllm_e2e --peers .peers/vllm_e2e --out benchmarks/results/h200-e2e.json
     python -m benchmarks.vllm_e2e --peers .peers/vllm_e2e --parallel --out ...-e2e-parallel.json
     python -m benchmarks.vllm_e2e --only speed --layers 8 --lora-only --out ...-e2e-8-layers.json
+    python -m benchmarks.vllm_e2e --format int4 --out ...-e2e-int4.json
 
 One engine of vLLM 0.26 after the other, each in its own process (`benchmarks.vllm_engine`), on
 models of random weights with four PEFT adapters of ranks 16 and 64. moelora is found by its entry
 point, as after `pip install`, and `MOELORA_VLLM=0` makes the engines to compare with. `--peers` is
 a folder with vLLM packed for a machine without a network, `install_chunk.sh`, `make_model.py` and
 `hf_check.py`. Needs one GPU (two with `--parallel`) and Python 3.11.
+
+With `--format`, experts are quantised (`benchmarks.vllm_quantise`) and moelora is held against vLLM
+with the same numbers: in the same format where vLLM's kernels of the packed copy can (`fp8`), and
+unquantised otherwise, unless `--own-kernels` says that the copy has them all (PTX=1).
 
 Every stage has a deadline, none starts after the budget, and the result file is written after each.
 """
@@ -31,7 +36,7 @@ from moelora.integrations.vllm import OWN_PATH, SWITCH
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RANKS = "16,16,64,64"
-OURS = "TritonExpertsWithLoRA"
+OURS = ("TritonExpertsWithLoRA", "QuantizedExpertsWithLoRA")
 TIE = 0.3  # a gap of log-probabilities that rounding may bridge, as kernels differ with batch size
 SAME = 0.1  # median difference of prompts' log-probabilities between two right engines
 TARGETS = [
@@ -239,7 +244,7 @@ class Bench:
         if self.result_file(name).exists():
             self.runs[name] = run = json.loads(self.result_file(name).read_text())
             layers = ", ".join(sorted(set(run["layers"])))
-            served = layers == OURS and OWN_PATH not in job.log.read_text(errors="replace")
+            served = layers in OURS and OWN_PATH not in job.log.read_text(errors="replace")
             row = {"topic": "layers", "run": name, "experts": layers, "served": served}
             self.checks.append(row | {"ok": served == name.startswith("moelora")})
         self.write()
@@ -274,6 +279,19 @@ class Bench:
         command = [sys.executable, self.args.peers / "make_model.py", "--out", self.work / model]
         return self.job(f"make {model}", [*command, *options, "--adapters", RANKS], 120)
 
+    def quantise(self, model):
+        """The model's names for moelora and for vLLM's own engine, once they are there."""
+        format = self.args.format
+        if format is None:
+            return model, model
+        ours = f"{model}-{format}"
+        command = [sys.executable, "-m", "benchmarks.vllm_quantise", "--format", format]
+        command += ["--model", self.work / model, "--out", self.work / ours]
+        if not self.done(self.job(f"quantise {model}", command, 120)):
+            return None
+        same = format == "fp8" or self.args.own_kernels
+        return ours, ours if same else f"{ours}-dense"
+
     def reference(self, name):
         """transformers in fp32 with adapters merged, against a run's prompts."""
         check = self.runs.get(name, {}).get("check")
@@ -290,14 +308,18 @@ class Bench:
         }
         lps.write_text(json.dumps(replies))
         script = self.args.peers / "hf_check.py"
-        model = ["--model", self.work / "tiny", "--lps", lps]
+        dense = "tiny" if self.args.format is None else f"tiny-{self.args.format}-dense"
+        model = ["--model", self.work / dense, "--lps", lps]
         return self.job("reference", [sys.executable, script, *model], 90)
 
     def answers(self):
         if not self.done(self.make("tiny", "--preset", "tiny")):
             return
-        for name in ("moelora", "vllm"):
-            job = self.engine(name, "tiny", "--lora", "--check", ours=name == "moelora")
+        models = self.quantise("tiny")
+        if models is None:
+            return
+        for name, model in zip(("moelora", "vllm"), models, strict=True):
+            job = self.engine(name, model, "--lora", "--check", ours=name == "moelora")
             self.read(name, job)
         reference = self.reference("moelora")
         if reference is not None:
@@ -309,12 +331,16 @@ class Bench:
         layers = ("--layers", str(self.args.layers))
         if not self.done(self.make("a3b", "--preset", "a3b", *layers)):
             return
+        models = self.quantise("a3b")
+        if models is None:
+            return
         for lora in (True,) if self.args.lora_only else (True, False):
             for engine in ("vllm", "moelora"):
                 name = f"{engine} speed, {'' if lora else 'no '}LoRA"
                 flags = ["--speed", *(["--lora"] if lora else [])]
                 ours = engine == "moelora"
-                self.read(name, self.engine(name, "a3b", *flags, ours=ours, seconds=180))
+                model = models[0 if ours else 1]
+                self.read(name, self.engine(name, model, *flags, ours=ours, seconds=180))
 
     def compiled(self):
         flags = ("--lora", "--check", "--compile")
@@ -342,12 +368,14 @@ def main(argv=None):
     p.add_argument("--layers", type=int, default=4, help="of the model that is timed")
     p.add_argument("--lora-only", action="store_true", help="time no engines without LoRA")
     p.add_argument("--only", choices=("answers", "speed"), help="leave the other out")
+    p.add_argument("--format", choices=("int4", "fp8"), help="quantised experts")
+    p.add_argument("--own-kernels", action="store_true", help="vLLM runs the same format, too")
     p.add_argument("--parallel", action="store_true", help="answers with two GPUs, nothing else")
     args = p.parse_args(argv)
     bench = Bench(args)
     stages = [bench.parallel]
     if not args.parallel:
-        stages = [bench.answers, bench.speed, bench.compiled]
+        stages = [bench.answers, bench.speed, *([] if args.format else [bench.compiled])]
         stages = [s for s in stages if args.only in (None, s.__name__)]
     if bench.install():
         for stage in stages:

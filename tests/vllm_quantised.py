@@ -37,6 +37,10 @@ KINDS = {
 }
 
 
+ORACLE = "vllm.model_executor.layers.fused_moe.oracle"
+BACKENDS = "Mxfp4MoeBackend", "WNA16MoEBackend", "Fp8MoeBackend"
+
+
 class Routed(nn.Module):
     """What `RoutedExperts` is to its method."""
 
@@ -56,16 +60,18 @@ class Routed(nn.Module):
 class QuantisedLayer(Layer):
     """`Layer` whose kernel its quantisation method makes, from what a loader filled.
 
-    `p` has the numbers that the quantised weights stand for. `padded` are sizes that the parameters
-    have beyond the checkpoint's, (hidden, intermediate), as `maybe_roundup_sizes` decides.
+    `p` has the numbers that the quantised weights stand for. Parameters have the sizes that
+    `maybe_roundup_sizes` asks for, which may be larger.
     """
 
+    backend = "MARLIN"  # that vLLM would choose
+
     def __init__(self, vllm: VLLM, kind: str, spec: Spec, device="cpu", **config):
-        self.kind, self.padded = KINDS[kind], (0, 0)
+        self.kind = KINDS[kind]
         self.changes = config.pop("changes", lambda layer: None)
         p = fitted(spec, spec.dtype).build()
         self.numbers = {
-            name: quantise(getattr(p, name), self.kind.format, spec.seed + i)
+            name: self.quantise(getattr(p, name), name, spec.seed + i)
             for i, name in enumerate(("w13", "w2"))
         }
         dense = {name: n.dequantised(spec.dtype) for name, n in self.numbers.items()}
@@ -73,12 +79,15 @@ class QuantisedLayer(Layer):
         self.subclass = config.pop("subclass", False)
         super().__init__(vllm, replace(p, **dense), device, **config)
 
+    def quantise(self, weights: Tensor, name: str, seed: int):
+        return quantise(weights, self.kind.format, seed)
+
     def make_kernel(self, quant) -> None:
         p = self.p
         moe = self.moe_config
         moe.moe_backend = self.moe_backend
-        self.method = self.make_method()
         self.routed = layer = Routed(moe)
+        self.method = self.make_method()
         parallel = moe.moe_parallel_config
         sizes = moe.hidden_dim, moe.intermediate_size_per_partition
         rounded = self.method.maybe_roundup_sizes(*sizes, moe.in_dtype, parallel)
@@ -123,15 +132,21 @@ class QuantisedLayer(Layer):
         if self.subclass:
             cls = type("Subclass", (cls,), {})
         for select in [n for n in dir(module) if n.startswith("select_")]:
-            backend = getattr(module, "Mxfp4MoeBackend", None) or module.WNA16MoEBackend
-            vllm.set(place, select, lambda *a, b=backend, **k: (b.MARLIN, experts))
-        for marlin, value in (
+            backend = next((getattr(module, n) for n in BACKENDS if hasattr(module, n)), None)
+            backend = backend or load(f"{ORACLE}.fp8").Fp8MoeBackend
+            chosen = getattr(backend, self.backend)
+            vllm.set(place, select, lambda *a, b=chosen, **k: (b, experts))
+        for asked, value in (
             ("marlin_make_workspace_new", None),
             ("check_moe_marlin_supports_config", True),
             ("get_marlin_input_dtype", None),
+            ("get_tensor_model_parallel_world_size", 1),
         ):
-            if hasattr(module, marlin):
-                vllm.set(place, marlin, lambda *a, v=value, **k: v)
+            if hasattr(module, asked):
+                vllm.set(place, asked, lambda *a, v=value, **k: v)
+        return self.construct(name, cls)
+
+    def construct(self, name: str, cls: type):
         group = self.kind.format.group
         if name in ("gpt_oss", "mxfp4"):
             return cls(self.moe_config)

@@ -383,7 +383,7 @@ def modules(version: str) -> dict[str, ModuleType]:
 
     made: dict[str, ModuleType] = {}
     methods = places(version)
-    for place in [*PLACES, *methods, "vllm.envs", "vllm.platforms"]:
+    for place in [*PLACES, *methods, "vllm.envs", "vllm.model_executor.utils", "vllm.platforms"]:
         parts = place.split(".")
         for n in range(1, len(parts) + 1):
             name = ".".join(parts[:n])

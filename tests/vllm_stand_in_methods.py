@@ -1,18 +1,22 @@
-"""Stand-ins of vLLM's methods of 4-bit layers: what they are made from, and which parameters their
-`create_weights` registers, in 0.26 and 0.33.
+"""Stand-ins of vLLM's methods of quantised layers: what they are made from, and which parameters
+their `create_weights` registers, in 0.26 and 0.33.
 
-Mirrors vllm/model_executor/layers/quantization/{mxfp4,auto_gptq,auto_awq}.py and
-quantization/compressed_tensors/compressed_tensors_moe/compressed_tensors_moe_wna16{,_marlin}.py.
+Mirrors vllm/model_executor/layers/quantization/{mxfp4,auto_gptq,auto_awq,fp8}.py and quantization/
+compressed_tensors/compressed_tensors_moe/compressed_tensors_moe_{wna16,wna16_marlin,w8a8_fp8}.py.
 The tests run on the real ones, too, where they can be imported.
 """
 
 from __future__ import annotations
 
+import sys
 from enum import Enum
 
 import torch
 from torch import nn
 from vllm_stand_in import OtherExperts
+
+QUANT = "vllm.model_executor.layers.quantization"
+COMPRESSED = f"{QUANT}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
 
 
 class Mxfp4MoeBackend(Enum):
@@ -160,16 +164,89 @@ class CompressedTensorsWNA16MoEMethod(CompressedTensorsWNA16MarlinMoEMethod):
     is_transposed = False
 
 
+class Fp8MoeBackend(Enum):
+    TRITON = "TRITON"
+    MARLIN = "MARLIN"
+
+
+def select_fp8_moe_backend(**options):
+    return Fp8MoeBackend.TRITON, OtherExperts
+
+
+class _Fp8Method(_Method):
+    def select(self):
+        select = sys.modules[self.place].select_fp8_moe_backend  # a name of that module
+        self.fp8_backend, self.experts_cls = select()
+
+    def fill(self, layer, num_experts, hidden_size, inter, attributes, scale_name, scales, static):
+        sizes = {"w13": (2 * inter, hidden_size), "w2": (hidden_size, inter)}
+        for name, (rows, columns) in sizes.items():
+            weight = torch.zeros(num_experts, rows, columns, dtype=torch.float8_e4m3fn)
+            shape = scales(name, rows, columns)
+            scale = torch.ones(num_experts, *shape)
+            self._register(layer, attributes, **{f"{name}_weight": weight})
+            self._register(layer, attributes, **{f"{name}_{scale_name}": scale})
+            setattr(layer, f"{name}_input_scale", None)
+            if static:
+                delattr(layer, f"{name}_input_scale")
+                self._register(
+                    layer, attributes, **{f"{name}_input_scale": torch.ones(num_experts)}
+                )
+
+    def by_blocks(self, name, rows, columns):
+        (n, k), parts = self.weight_block_size, 2 if name == "w13" else 1
+        return parts * -(-rows // parts // n), -(-columns // k)
+
+
+class Fp8MoEMethod(_Fp8Method):
+    place = f"{QUANT}.fp8"
+
+    def __init__(self, quant_config, layer):
+        super().__init__(layer.moe_config)
+        self.quant_config = quant_config
+        self.weight_block_size = quant_config.weight_block_size
+        self.block_quant = self.weight_block_size is not None
+        self.select()
+
+    def create_weights(self, layer, num_experts, hidden_size, inter, params_dtype, **attributes):
+        def by_tensor(name, rows, columns):
+            return (2,) if name == "w13" else ()
+
+        scales = self.by_blocks if self.block_quant else by_tensor
+        scale_name = "weight_scale_inv" if self.block_quant else "weight_scale"
+        static = self.quant_config.activation_scheme == "static"
+        sizes = num_experts, hidden_size, inter
+        self.fill(layer, *sizes, attributes, scale_name, scales, static)
+
+
+class CompressedTensorsW8A8Fp8MoEMethod(_Fp8Method):
+    place = f"{COMPRESSED}_w8a8_fp8"
+
+    def __init__(self, weight_quant, input_quant, moe, layer_name=None):
+        super().__init__(moe)
+        self.weight_quant, self.input_quant = weight_quant, input_quant
+        blocks = weight_quant.strategy == "block"
+        self.weight_block_size = weight_quant.block_structure if blocks else None
+        self.block_quant = blocks
+        self.select()
+
+    def create_weights(self, layer, num_experts, hidden_size, inter, params_dtype, **attributes):
+        def by_channel(name, rows, columns):
+            return rows, 1
+
+        scales = self.by_blocks if self.block_quant else by_channel
+        sizes = num_experts, hidden_size, inter
+        self.fill(layer, *sizes, attributes, "weight_scale", scales, False)
+
+
 def places(version: str) -> dict[str, dict[str, object]]:
     """Module: what is in it, of a release."""
     old = version.startswith("0.26")
-    quant = "vllm.model_executor.layers.quantization"
-    compressed = f"{quant}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16"
     gptq = type("AutoGPTQMoEMethod", (AutoGPTQMoEMethod,), {"indices": old})
     marlin = CompressedTensorsWNA16MarlinMoEMethod
     wna16 = CompressedTensorsWNA16MoEMethod
     found = {
-        f"{quant}.mxfp4": {
+        f"{QUANT}.mxfp4": {
             name: globals()[name]
             for name in (
                 "GptOssMxfp4MoEMethod",
@@ -179,11 +256,21 @@ def places(version: str) -> dict[str, dict[str, object]]:
                 "select_deepseek_v4_mxfp4_moe_backend",
             )
         },
-        f"{quant}.auto_gptq": {"AutoGPTQMoEMethod": gptq},
-        f"{quant}.auto_awq": {"AutoAWQMoEMethod": AutoAWQMoEMethod},
+        f"{QUANT}.auto_gptq": {"AutoGPTQMoEMethod": gptq},
+        f"{QUANT}.auto_awq": {"AutoAWQMoEMethod": AutoAWQMoEMethod},
+        f"{QUANT}.fp8": {
+            "Fp8MoEMethod": Fp8MoEMethod,
+            "Fp8MoeBackend": Fp8MoeBackend,
+            "select_fp8_moe_backend": select_fp8_moe_backend,
+        },
+        f"{COMPRESSED}_w8a8_fp8": {
+            "CompressedTensorsW8A8Fp8MoEMethod": CompressedTensorsW8A8Fp8MoEMethod,
+            "Fp8MoeBackend": Fp8MoeBackend,
+            "select_fp8_moe_backend": select_fp8_moe_backend,
+        },
     }
     if old:
-        found[f"{compressed}_marlin"] = {"CompressedTensorsWNA16MarlinMoEMethod": marlin}
+        found[f"{COMPRESSED}_wna16_marlin"] = {"CompressedTensorsWNA16MarlinMoEMethod": marlin}
     else:
-        found[compressed] = {"CompressedTensorsWNA16MoEMethod": wna16}
+        found[f"{COMPRESSED}_wna16"] = {"CompressedTensorsWNA16MoEMethod": wna16}
     return found

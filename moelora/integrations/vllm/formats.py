@@ -109,6 +109,37 @@ def _compressed_reason(method: Any) -> str | None:
     return None
 
 
+def _fp8_options(method: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Where vLLM has no FP8 arithmetic, its Marlin kernels leave activations as they are."""
+    marlin = "MARLIN" in method.fp8_backend.name
+    return options | {"activations": "native" if marlin else "fp8"}
+
+
+def _fp8(method: Any, layer: Any, name: str, options: dict[str, Any]) -> QuantizedWeights:
+    weight, options = _get(layer, f"{name}_weight"), _fp8_options(method, options)
+    if method.block_quant:
+        block = tuple(getattr(method, "moe_block_shape", method.weight_block_size))
+        scales = _get(layer, f"{name}_weight_scale_inv")
+        return QuantizedWeights.from_fp8_block(weight, scales, block=block, **options)
+    inputs = getattr(layer, f"{name}_input_scale")
+    scales = _get(layer, f"{name}_weight_scale")
+    return QuantizedWeights.from_fp8_tensor(weight, scales, inputs, **options)
+
+
+def _fp8_compressed(
+    method: Any, layer: Any, name: str, options: dict[str, Any]
+) -> QuantizedWeights:
+    weight, options = _get(layer, f"{name}_weight"), _fp8_options(method, options)
+    scales = _get(layer, f"{name}_weight_scale")
+    if method.block_quant:
+        block = tuple(getattr(method, "moe_block_shape", method.weight_block_size))
+        return QuantizedWeights.from_fp8_block(weight, scales, block=block, **options)
+    if method.weight_quant.strategy == "channel":
+        return QuantizedWeights.from_fp8_channel(weight, scales, **options)
+    inputs = getattr(layer, f"{name}_input_scale")
+    return QuantizedWeights.from_fp8_tensor(weight, scales, inputs, **options)
+
+
 FORMATS = {
     "gpt_oss": Format(_mxfp4, interleaved=True, rounds=True),
     "mxfp4": Format(_mxfp4, rounds=True),
@@ -116,7 +147,11 @@ FORMATS = {
     "awq": Format(_awq, _awq_reason),
     "compressed_tensors": Format(_compressed, _compressed_reason),
     "compressed_tensors_marlin": Format(_compressed, _compressed_reason),
+    "fp8": Format(_fp8),
+    "fp8_compressed_tensors": Format(_fp8_compressed),
 }
+if not hasattr(QuantizedWeights, "from_fp8_block"):
+    del FORMATS["fp8"], FORMATS["fp8_compressed_tensors"]
 
 
 def biases(format: Format, layer: Any, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from vllm.model_executor import utils
 from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import biased_moe_quant_config
@@ -81,6 +82,8 @@ def _reason(method: Any, layer: Any, format: Format) -> str | None:
         return f"{moe.activation.value} with rows of gate and up {order}"
     if reason := format.reason(method):
         return reason
+    if getattr(utils, "is_weights_pre_processed", bool)():
+        return "the weights come ready for vLLM's kernels"
     weights = () if layer is None else layer.parameters()
     if any(getattr(w, "_vllm_is_uva_offloaded", False) for w in weights):
         return "the expert weights are in host memory"
