@@ -100,6 +100,8 @@ def test_the_switch():
     finally:
         moelora.set_batch_invariant(False)
     assert not _C.is_batch_invariant()
+    with pytest.raises(TypeError, match="on is 1, expected True or False"):
+        moelora.set_batch_invariant(1)
 
 
 @pytest.mark.parametrize("value, on", [("1", True), ("0", False), ("", False)])
