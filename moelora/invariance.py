@@ -18,14 +18,21 @@ def set_batch_invariant(on: bool = True) -> None:
         False: calls with `batch_invariant=True` alone, as at start without the environment variable
         MOELORA_BATCH_INVARIANT=1.
 
+    Raises
+    ------
+    TypeError
+        `on` is neither True nor False.
+
     Notes
     -----
     Counts for calls from now on, in functions that torch.compile has traced, too. A captured CUDA
     graph stays as it is.
     """
     global _on
+    if not isinstance(on, bool):
+        raise TypeError(f"on is {on!r}, expected True or False")
     _C.set_batch_invariant(on)
-    _on = bool(on)
+    _on = on
 
 
 def is_batch_invariant() -> bool:

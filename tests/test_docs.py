@@ -21,7 +21,8 @@ from moelora.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-OPERATORS = [name for name in moelora.__all__ if inspect.isfunction(getattr(moelora, name))]
+FUNCTIONS = [name for name in moelora.__all__ if inspect.isfunction(getattr(moelora, name))]
+OPERATORS = [name for name in FUNCTIONS if inspect.signature(getattr(moelora, name)).parameters]
 
 
 def modules():

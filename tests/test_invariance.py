@@ -62,12 +62,10 @@ def test_without_the_mode_they_differ():
     assert all(differing(p.count(p.reference(), 40, invariant=False)).values())
 
 
-@needs_gpu
-@pytest.mark.gpu
-def test_a_function_that_torch_has_compiled():
+def test_a_function_that_torch_has_compiled(device):
     p = Spec(tokens=300, hidden=256, inter=128, dtype=torch.bfloat16, mix="half_base").build()
-    p = p.to("cuda")
-    run = torch.compile(moelora.fused_experts_lora, fullgraph=True, dynamic=True)
+    p = p.to(device)
+    run = torch.compile(moelora.fused_experts_lora, fullgraph=True, backend="aot_eager")
     for switch, option in ((True, {}), (False, {"batch_invariant": True})):
         moelora.set_batch_invariant(switch)
         try:
@@ -100,6 +98,8 @@ def test_the_switch():
     finally:
         moelora.set_batch_invariant(False)
     assert not _C.is_batch_invariant()
+    with pytest.raises(TypeError, match="on is 1, expected True or False"):
+        moelora.set_batch_invariant(1)
 
 
 @pytest.mark.parametrize("value, on", [("1", True), ("0", False), ("", False)])

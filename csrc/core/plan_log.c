@@ -73,10 +73,11 @@ static void log_plan(const char *operator, const char *shape, const char *dtype,
                                                   : "";
   list_kernels(more, sizeof more, first);
   fprintf(stderr,
-          "moelora: %s%s%s M=%lld top_k=%d E=%d %s: %s%s%s%s (%s; %lld rows per expert%s)\n",
+          "moelora: %s%s%s M=%lld top_k=%d E=%d %s: %s%s%s%s (%s; %lld rows per expert%s%s)\n",
           operator, *dtype ? " " : "", dtype, (long long)routes->num_tokens, routes->top_k,
           routes->num_experts, shape, kernels, *kernels && *more ? " " : "", more, blocks, where,
-          (long long)moelora_rows_per_expert(routes), why);
+          (long long)moelora_rows_per_expert(routes), why,
+          device->batch_invariant ? "; batch invariant" : "");
 }
 
 void moelora_note_align(const moelora_routes *routes, const moelora_device_info *device,

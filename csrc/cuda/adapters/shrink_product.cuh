@@ -1,11 +1,10 @@
 /* What the shrink kernels share: rows of A by token rows, and their sums over the depth.
  *
- * Nothing is staged: a warp loads what it multiplies, 16 bytes for every lane, rows of A as the M
- * side and tokens as the N side of m16n8k16. Lane t has row t/4 of eight, and of a step of 32 of
- * depth the elements 8 (t%4) to 8 (t%4) + 7. Lanes of the first 16 and of the second then exchange
- * halves, so that one instruction adds the first 16 products and the next one the others, as those
- * that read shared memory do. Rows of A or tokens that are not there repeat the last ones: their
- * sums reach no other row, and nobody stores them.
+ * Nothing is staged: a warp loads what it multiplies, rows of A as the M side and tokens as the N
+ * side of m16n8k16. Lane t has row t/4 of eight, and of every 16 of depth elements 4 (t%4) to
+ * 4 (t%4) + 3, on both sides: an instruction adds the same 16 products as one whose operands come
+ * from shared memory, and to the same sum. Rows of A or tokens that are not there repeat the last
+ * ones: their sums reach no other row, and nobody stores them.
  *
  * TEAMS teams of warps have TEAM_RANKS rows of A each; the DEPTHS warps of a team share the depth,
  * each a k-span of whole lines of 64, and what they found is added up in that order. */
@@ -48,16 +47,6 @@ __host__ __device__ __forceinline__ int ceil_divide(int a, int b) {
   return (a + b - 1) / b;
 }
 
-#ifdef BY_SHUFFLE
-/* 16 bytes of a row, of which `left` elements are left; zeros behind them. */
-template <class T, bool VECTORS, bool ONCE>
-__device__ __forceinline__ uint4 load_row(const T *from, int left) {
-  if constexpr (VECTORS)
-    return load_16<ONCE ? Read::ALONE : Read::SHARED>(from, left > 0);
-  else
-    return load_elements(from, left);
-}
-#else
 /* Four elements of a row and the four that lie 16 further on, of which `left` are left from the
  * first on; zeros behind them. */
 template <class T, bool VECTORS, bool ONCE>
@@ -74,16 +63,6 @@ __device__ __forceinline__ uint4 load_row(const T *from, int left) {
     }
   }
   return make_uint4(four[0][0], four[0][1], four[1][0], four[1][1]);
-}
-#endif
-
-/* Elements 8 (t%4) to 8 (t%4) + 7 of 32 become four of the first 16, in x and y, and four of the
- * others; the same four in the same lanes on both sides of a product. */
-__device__ __forceinline__ void exchange_halves(uint4 &v) {
-  const bool second = threadIdx.x & 2;
-  const uint32_t x = __shfl_xor_sync(~0u, second ? v.x : v.z, 2);
-  const uint32_t y = __shfl_xor_sync(~0u, second ? v.y : v.w, 2);
-  v = second ? make_uint4(x, y, v.z, v.w) : make_uint4(v.x, v.y, x, y);
 }
 
 /* What a lane loads: 16 M rows of A, and of 8 N tokens. */
@@ -147,11 +126,7 @@ __device__ __forceinline__ void multiply(const Operands &operands, int column, i
   const int share = ceil_divide(ceil_divide(depth, kLine), spans) * kLine;
   const int begin = span * share, end = min(begin + share, depth);
   if (column < columns && begin < end) {
-#ifdef BY_SHUFFLE
-    const int k = begin + lane % 4 * 8;
-#else
     const int k = begin + lane % 4 * 4;
-#endif
     Rows<T, S, M, N> rows;
     uint4 a[STEPS][2 * M], x[STEPS][N];
     rows.left = end - k;
@@ -168,14 +143,6 @@ __device__ __forceinline__ void multiply(const Operands &operands, int column, i
       rows.advance(STEPS);
 #pragma unroll
       for (int slot = 0; slot < STEPS; slot++) {
-#ifdef BY_SHUFFLE
-#pragma unroll
-        for (int m = 0; m < 2 * M; m++)
-          exchange_halves(a[slot][m]);
-#pragma unroll
-        for (int n = 0; n < N; n++)
-          exchange_halves(x[slot][n]);
-#endif
 #pragma unroll
         for (int m = 0; m < M; m++) {
           const uint4 low = a[slot][2 * m], high = a[slot][2 * m + 1];

@@ -418,6 +418,7 @@ def fused_moe_lora_expand(
     use_tma: bool = False,
     *,
     add_inputs: bool = True,
+    batch_invariant: bool = False,
 ) -> None:
     """The second half of `fused_moe_lora`: adds `a_intermediate_cache1[slice] B[slice]^T`.
 
@@ -435,7 +436,7 @@ def fused_moe_lora_expand(
         `M`, `M * top_k`, the number of slices, `R` and `N` of one slice; checked.
     num_experts, block_size_m, num_active_loras
         As in `fused_moe_lora_shrink`.
-    mul_routed_weight, offset, add_inputs
+    mul_routed_weight, offset, add_inputs, batch_invariant
         As in `fused_moe_lora`.
     device, N, EM, K, block_size_n, ..., split_k, use_gdc, use_tma
         Of vLLM's kernels; they choose nothing here.
@@ -484,6 +485,6 @@ def fused_moe_lora_expand(
         num_experts,
         block_size_m,
     )
-    finish = (mul_routed_weight, add_inputs, offset)
+    finish = (mul_routed_weight, add_inputs, offset, *invariant_or_absent(batch_invariant))
     op = operators.fused_moe_lora_expand.default
     run(op, output, a_intermediate_cache1, b, *who, *finish)
