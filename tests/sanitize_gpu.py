@@ -100,6 +100,7 @@ def layers(dtype):
 def check_layers() -> int:
     import torch
     from checks import assert_close_to_ref
+    from quantized_cases import FORMATS, build
 
     import moelora
     from moelora import _C
@@ -114,10 +115,11 @@ def check_layers() -> int:
     names = [n for n in _C.usable() if n.startswith(("gemm_", "decode_")) and "_sm" in n]
     for name in names:
         dtype = torch.bfloat16 if "_bf16_" in name else torch.float16
+        form = "mxfp4" if "_mxfp4_" in name else "int4_g32_zp" if "_int4_" in name else None
         _C.force_variant(name)
         for spec in layers(dtype):
-            p = spec.build()
-            there = p.to("cuda")
+            made = build(spec, FORMATS[form], dtype) if form else spec.build()
+            there, p = made.to("cuda"), made.dense if form else made
             print(f"{name}: {spec}", flush=True)
             arguments = there.kwargs()
             y = moelora.fused_experts_lora(**arguments)
@@ -126,7 +128,7 @@ def check_layers() -> int:
                 naive_fused_experts_lora(**p.kwargs()),
             )
             assert_close_to_ref(y, ref, naive, dtype)
-            if spec.hidden % 64 == 0:
+            if spec.hidden % 64 == 0 and not form:
                 for w in ("w13", "w2"):
                     arguments[w] = moelora.prepack_weights(arguments[w])
                 y = moelora.fused_experts_lora(**arguments)

@@ -90,10 +90,10 @@ typedef struct few_bound {
   int64_t tokens, rows;
 } few_bound;
 
-/* Natively, on an H200, by 4 to 12 % without adapters, by 2 to 8 % with some of rank 16 (of rank 64,
- * two tokens of top-8 take 5 % longer). Where experts are narrow and more rows bring more adapters,
- * the adapters at the end of each CTA decide, and seven launches win. With a quarter of the bytes
- * launches weigh more. */
+/* Natively, on an H200, by 4 to 12 % without adapters, by 2 to 8 % with some of rank 16 (of rank
+ * 64, two tokens of top-8 take 5 % longer). Where experts are narrow and more rows bring more
+ * adapters, the adapters at the end of each CTA decide, and seven launches win. With a quarter of
+ * the bytes launches weigh more. */
 static const few_bound few_bounds[] = {
     {MOELORA_NATIVE, 4, 18},
     {MOELORA_MXFP4, 4, 32},
@@ -103,8 +103,8 @@ static const few_bound few_bounds[] = {
 static bool is_few(moelora_format format, const moelora_routes *routes) {
   for (size_t i = 0; i < sizeof few_bounds / sizeof *few_bounds; i++)
     if (few_bounds[i].format == format)
-      return routes->num_tokens == 1 || (routes->num_tokens <= few_bounds[i].tokens &&
-                                         routes->num_rows <= few_bounds[i].rows);
+      return routes->num_tokens == 1 ||
+             (routes->num_tokens <= few_bounds[i].tokens && routes->num_rows <= few_bounds[i].rows);
   return false;
 }
 

@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
       wait(cold.sync);
       if (is_there(t, work)) {
         const TokenRows h = stage_tokens<false>(p.h, p.p.intermediate, p.p.routes.num_rows,
-                                         (int)p.p.intermediate, t.used, staged);
+                                                (int)p.p.intermediate, t.used, staged);
         if (threadIdx.x == 0)
           tokens = h;
       }

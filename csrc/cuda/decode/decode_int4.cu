@@ -4,7 +4,7 @@
 namespace decode {
 
 moelora_status launch_int4(const DecodeParams &params, int64_t work, const moelora_exec *exec,
-                            bool *fits) {
+                           bool *fits) {
   return launch_tiles<MOELORA_INT4>(params, work, exec, fits);
 }
 

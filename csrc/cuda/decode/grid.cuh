@@ -1,5 +1,5 @@
-/* How the CTAs of a decode kernel work as one: how many there are, how they wait for each other, how
- * they begin. */
+/* How the CTAs of a decode kernel work as one: how many there are, how they wait for each other,
+ * how they begin. */
 #ifndef MOELORA_CUDA_DECODE_GRID_CUH
 #define MOELORA_CUDA_DECODE_GRID_CUH
 
@@ -41,9 +41,8 @@ template <bool TILES>
 __device__ __forceinline__ void begin_layer(const DecodeParams &p, Tables &t, TokenRows &tokens,
                                             uint16_t *staged, GridSync &sync,
                                             const Reading *agreed) {
-  const TokenRows x =
-      stage_tokens<TILES>((const uint16_t *)p.p.x, p.p.x_stride, p.p.routes.num_tokens,
-                          (int)p.p.hidden, nullptr, staged);
+  const TokenRows x = stage_tokens<TILES>((const uint16_t *)p.p.x, p.p.x_stride,
+                                          p.p.routes.num_tokens, (int)p.p.hidden, nullptr, staged);
   if (threadIdx.x == 0) {
     tokens = x;
     if (!TILES)

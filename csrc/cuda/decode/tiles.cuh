@@ -25,9 +25,9 @@ __device__ __forceinline__ void open_shrink(const DecodeParams &p, WorkIterator 
 
 /* total = the product of the shrink item that `work` is at and moves on from. */
 template <class T>
-__device__ __forceinline__ void
-multiply_shrink(const DecodeParams &p, const Tables &t, WorkIterator &work, const TokenRows &tokens,
-                PrefetchBuffer &buffer, float (&total)[4]) {
+__device__ __forceinline__ void multiply_shrink(const DecodeParams &p, const Tables &t,
+                                                WorkIterator &work, const TokenRows &tokens,
+                                                PrefetchBuffer &buffer, float (&total)[4]) {
   const bool vectors = has_vectors(p, work.kind);
   const KSpan span = span_of(p, t, work);
   const OperandRows<1> x = tokens_of(p, t, work.kind, tokens, span);

@@ -78,8 +78,7 @@ template <moelora_format FORMAT, class T> struct TileFragment {
     const int place = warp * 8 + lane / 4; // of both rows' scales
     const uint32_t at = tile + MOELORA_TILE_VALUES;
     const int groups = moelora_tile_groups(format);
-    load(tile + (warp * 32 + lane) * 16,
-         at + place * (FORMAT == MOELORA_MXFP4 ? 4 : 4 * groups),
+    load(tile + (warp * 32 + lane) * 16, at + place * (FORMAT == MOELORA_MXFP4 ? 4 : 4 * groups),
          at + 128 * groups + place * 2 * groups, format);
   }
 
@@ -97,8 +96,8 @@ template <moelora_format FORMAT, class T> struct TileFragment {
     }
   }
 
-  /* Scales and zero points of INT4, anything where there are none. All its formats go the same way, without a branch: which bytes
-   * count is in the selectors, which are the same for all tiles. */
+  /* Scales and zero points of INT4, anything where there are none. All its formats go the same way,
+   * without a branch: which bytes count is in the selectors, which are the same for all tiles. */
   __device__ __forceinline__ void load_groups(uint32_t at, uint32_t behind, moelora_format format) {
     const bool halves = moelora_tile_groups(format) == 2, has_zeros = moelora_has_zeros(format);
     // Where a row has one scale, that of r + 8 is in the same word.
