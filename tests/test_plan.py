@@ -329,15 +329,13 @@ def test_one_variant_of_each_role_can_be_forced(answer, plan):
 # ---- quantised weights ----
 
 # Formats of weights, and the kernels that are written for them.
-KERNELS = {"mxfp4": "mxfp4"}
-KERNELS |= dict.fromkeys(("int4", "int4_g32", "int4_zp", "int4_zp_g32"), "int4")
+KERNELS = {"mxfp4": "mxfp4"} | dict.fromkeys(["int4", "int4_g32", "int4_zp", "int4_zp_g32"], "int4")
 PAIRS = [(a, b) for a in ("native", "mxfp4", "int4_zp") for b in ("native", "mxfp4", "int4")]
 
 
 @pytest.fixture(scope="module")
 def quantised(answer):
-    """(row of w13, row of w2, kernels around them) of one layer in several launches, or the message
-    of the refusal."""
+    """(row of w13, row of w2, kernels around them) of one layer, or the message of the refusal."""
 
     def ask(device, w13, w2, *args, **problem):
         words = answer(device, "formats", w13, w2, *args, **problem)
@@ -400,14 +398,15 @@ def test_few_rows_run_the_whole_layer_in_one_launch(answer, name, capability):
     def first(w2=name, **problem):
         return answer(("cuda", capability), "formats", name, w2, **problem).split()[0]
 
-    native, kernel = name == "native", KERNELS.get(name, name)
-    one = "decode_bf16_sm80" if native else f"decode_bf16_{kernel}_sm80"
-    for tokens, top_k in ((1, 8), (1, 64), (2, 8), (3, 6), (4, 2 if native else 8)):
+    few, more, kernel = (4, 8), (4, 9), KERNELS.get(name, name)
+    if name == "native":
+        few, more = (4, 2), (3, 8)
+    one = f"decode_bf16_{kernel}_sm80".replace("native_", "")
+    for tokens, top_k in ((1, 8), (1, 64), (2, 8), (3, 6), few):
         assert first(tokens=tokens, top_k=top_k) == one
     assert first(tokens=1, dtype="float16") == one.replace("bf16", "f16")
-    rows = {"tokens": 3} if native else {"tokens": 4, "top_k": 9}
-    for other in (rows, {"tokens": 5}, {"tokens": 1, "top_k": 65}, {"tokens": 1, "hidden": 2050}):
-        assert first(**other).startswith("gemm_"), other
+    for tokens, top_k, hidden in ((*more, 2048), (5, 2, 2048), (1, 65, 2048), (1, 8, 2050)):
+        assert first(tokens=tokens, top_k=top_k, hidden=hidden).startswith("gemm_")
     for w2 in ("native", *KERNELS):
         assert (first(w2, tokens=1) == one) == (KERNELS.get(w2, w2) == kernel)
     for row in DECODE_ROWS:
