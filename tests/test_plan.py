@@ -398,9 +398,8 @@ def test_few_rows_run_the_whole_layer_in_one_launch(answer, name, capability):
     def first(w2=name, **problem):
         return answer(("cuda", capability), "formats", name, w2, **problem).split()[0]
 
-    few, more, kernel = (4, 8), (4, 9), KERNELS.get(name, name)
-    if name == "native":
-        few, more = (4, 2), (3, 8)
+    kernel = KERNELS.get(name, name)
+    few, more = ((4, 2), (3, 8)) if name == "native" else ((4, 8), (4, 9))
     one = f"decode_bf16_{kernel}_sm80".replace("native_", "")
     for tokens, top_k in ((1, 8), (1, 64), (2, 8), (3, 6), few):
         assert first(tokens=tokens, top_k=top_k) == one
