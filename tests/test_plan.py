@@ -79,7 +79,6 @@ def rows_of(table, kind):
 CUDA_ROWS = [Row(*row[:4], *map(int, row[4:])) for row in rows_of("csrc/cuda/variants.inc", "GEMM")]
 NATIVE_ROWS = [row for row in CUDA_ROWS if row.format == "NATIVE"]
 DECODE_ROWS = [Row(*row) for row in rows_of("csrc/cuda/variants.inc", "DECODE")]
-NATIVE_DECODE_ROWS = [row for row in DECODE_ROWS if row.format == "NATIVE"]
 ROWS = {row.name: row for row in CUDA_ROWS + DECODE_ROWS}
 
 
@@ -156,17 +155,6 @@ def test_what_no_kernel_serves(plan):
     assert plan(("cuda", 75)) == "no bfloat16 kernel for CUDA compute capability 7.5"
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_few_rows_run_the_whole_layer_in_one_launch(plan, capability):
-    gpu = ("cuda", capability)
-    assert plan(gpu, "float16", 1)[0] == "decode_f16_sm80"
-    for tokens, top_k in ((1, 8), (1, 64), (2, 8), (3, 6), (4, 2)):
-        assert plan(gpu, tokens=tokens, top_k=top_k)[0] == "decode_bf16_sm80"
-    others = {"tokens": 3}, {"tokens": 5, "top_k": 2}, {"tokens": 1, "top_k": 65}
-    for other in (*others, {"tokens": 1, "hidden": 2050}):
-        assert "decode" not in plan(gpu, **other)[0], other
-
-
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_grid_of_digests_meets_every_block_of_a_gpu(plan, capability):
     """By the table's own choice, beside the variants that it forces."""
@@ -200,7 +188,7 @@ def test_forcing_a_variant(plan):
         for tokens in (1, 8):
             got = forced(row.name, ("cuda", 90), tokens=tokens, dtype=DTYPES[row.dtype])
             assert got == (row.name, row.block_m)
-    for name, dtype, *_ in NATIVE_DECODE_ROWS:
+    for name, dtype, *_ in DECODE_ROWS[:2]:
         kwargs = {"dtype": DTYPES[dtype]}
         assert forced(name, ("cuda", 90), tokens=8, **kwargs)[0] == name
         for shape in ({"tokens": 9, "top_k": 1}, {"tokens": 5, "top_k": 13}):
@@ -341,20 +329,13 @@ def test_one_variant_of_each_role_can_be_forced(answer, plan):
 # ---- quantised weights ----
 
 # Formats of weights, and the kernels that are written for them.
-KERNELS = {
-    "mxfp4": "mxfp4",
-    "int4": "int4",
-    "int4_g32": "int4",
-    "int4_zp": "int4",
-    "int4_zp_g32": "int4",
-}
+KERNELS = {"mxfp4": "mxfp4"} | dict.fromkeys(["int4", "int4_g32", "int4_zp", "int4_zp_g32"], "int4")
 PAIRS = [(a, b) for a in ("native", "mxfp4", "int4_zp") for b in ("native", "mxfp4", "int4")]
 
 
 @pytest.fixture(scope="module")
 def quantised(answer):
-    """(row of w13, row of w2, kernels around them) of one layer in several launches, or the message
-    of the refusal."""
+    """(row of w13, row of w2, kernels around them) of one layer, or the message of the refusal."""
 
     def ask(device, w13, w2, *args, **problem):
         words = answer(device, "formats", w13, w2, *args, **problem)
@@ -411,23 +392,25 @@ def test_projections_of_two_formats_share_an_alignment(answer, pair, capability,
         assert one_launch == words[0].startswith("decode")
 
 
-@pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
-@pytest.mark.parametrize("name", KERNELS)
-def test_few_rows_of_quantised_weights_run_in_one_launch(answer, name, capability):
+@pytest.mark.parametrize("capability", [80, 90, 120])
+@pytest.mark.parametrize("name", ["native", *KERNELS])
+def test_few_rows_run_the_whole_layer_in_one_launch(answer, name, capability):
     def first(w2=name, **problem):
         return answer(("cuda", capability), "formats", name, w2, **problem).split()[0]
 
-    one = f"decode_bf16_{KERNELS[name]}_sm80"
-    for tokens, top_k in ((1, 8), (1, 64), (2, 8), (4, 8)):
+    kernel = KERNELS.get(name, name)
+    few, more = ((4, 2), (3, 8)) if name == "native" else ((4, 8), (4, 9))
+    one = f"decode_bf16_{kernel}_sm80".replace("native_", "")
+    for tokens, top_k in ((1, 8), (1, 64), (2, 8), (3, 6), few):
         assert first(tokens=tokens, top_k=top_k) == one
-        assert first(tokens=tokens, top_k=top_k, dtype="float16") == one.replace("bf16", "f16")
-    for other in ({"tokens": 5}, {"tokens": 4, "top_k": 9}, {"tokens": 1, "hidden": 2050}):
-        assert first(**other).startswith("gemm_"), other
+    assert first(tokens=1, dtype="float16") == one.replace("bf16", "f16")
+    for tokens, top_k, hidden in ((*more, 2048), (5, 2, 2048), (1, 65, 2048), (1, 8, 2050)):
+        assert first(tokens=tokens, top_k=top_k, hidden=hidden).startswith("gemm_")
     for w2 in ("native", *KERNELS):
-        assert (first(w2, tokens=1) == one) == (KERNELS.get(w2) == KERNELS[name])
+        assert (first(w2, tokens=1) == one) == (KERNELS.get(w2, w2) == kernel)
     for row in DECODE_ROWS:
-        forced = first(tokens=8, env={"MOELORA_FORCE_VARIANT": row.name})
-        assert forced == (one if row.name == one else first(tokens=8))
+        forced = first(env={"MOELORA_FORCE_VARIANT": row.name})
+        assert forced == (one if row.name == one else first())
 
 
 def test_a_tile_that_one_format_has_alone_is_no_choice_for_two(quantised):

@@ -45,9 +45,13 @@ static const shape_bound quantised_shapes[] = {
     {INT64_MAX, {128, 1}},
 };
 
-/* Of FP8 weights and tokens: a second accumulator leaves room for fewer tokens. */
+/* Of FP8 weights and tokens (Qwen3-30B-A3B, Mixtral): a second accumulator leaves no room for 128
+ * tokens, and 112 with twice the weight rows beat any smaller block that an expert does not fit. */
 static const shape_bound w8a8_shapes[] = {
-    {8, {16, 1}}, {26, {32, 1}}, {56, {64, 1}}, {112, {112, 1}}, {INT64_MAX, {112, 2}},
+    {8, {16, 1}},
+    {40, {32, 1}},
+    {512, {112, 1}},
+    {INT64_MAX, {112, 2}},
 };
 
 /* Up to so many tokens, and so many rows of more than one, one launch is the faster one. */

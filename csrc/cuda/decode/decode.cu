@@ -111,8 +111,9 @@ __global__ void __launch_bounds__(kThreads, kResident)
       prefetch_next(buffer);
       wait(cold.sync);
       if (is_there(t, work)) {
-        const TokenRows h = stage_tokens<false>(p.h, p.p.intermediate, p.p.routes.num_rows,
-                                                (int)p.p.intermediate, t.used, staged);
+        const TokenRows h =
+            stage_tokens<false>(p.h, p.p.intermediate, p.p.routes.num_rows, (int)p.p.intermediate,
+                                t.used, staged, kStagedBytes);
         if (threadIdx.x == 0)
           tokens = h;
       }

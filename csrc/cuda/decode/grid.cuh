@@ -41,8 +41,9 @@ template <bool TILES>
 __device__ __forceinline__ void begin_layer(const DecodeParams &p, Tables &t, TokenRows &tokens,
                                             uint16_t *staged, GridSync &sync,
                                             const Reading *agreed) {
-  const TokenRows x = stage_tokens<TILES>((const uint16_t *)p.p.x, p.p.x_stride,
-                                          p.p.routes.num_tokens, (int)p.p.hidden, nullptr, staged);
+  const TokenRows x =
+      stage_tokens<TILES>((const uint16_t *)p.p.x, p.p.x_stride, p.p.routes.num_tokens,
+                          (int)p.p.hidden, nullptr, staged, TILES ? p.staged_bytes : kStagedBytes);
   if (threadIdx.x == 0) {
     tokens = x;
     if (!TILES)

@@ -57,10 +57,10 @@ constexpr int kStagedBytes = 18 * 1024;
 template <bool TILES>
 __device__ __forceinline__ TokenRows stage_tokens(const uint16_t *from, int64_t stride,
                                                   int64_t rows, int depth, const bool *used,
-                                                  uint16_t *staged) {
+                                                  uint16_t *staged, int room) {
   const int padded = (depth + 63) / 64 * 64, pitch = padded + (TILES ? 8 : 32);
   const int end = TILES ? padded : depth;
-  if (rows * pitch * 2 > kStagedBytes)
+  if (rows * pitch * 2 > room)
     return {from, stride};
 #pragma unroll 1
   for (int row = 0; row < rows; row++)

@@ -14,9 +14,10 @@ constexpr int kChunk = 8; // blocks in flight: 64 registers, of the 128 at two C
 
 struct DecodeParams {
   moelora_experts_problem p;
-  int32_t tiles13;        // items of W13 of an active expert
+  int32_t tiles13;                       // items of W13 of an active expert
   moelora_divisor by_tiles13, by_depth2; // by the tiles of depth of w2
-  int32_t most_shrinks13; // more items SHRINK13 cannot have, whatever ids say
+  int32_t most_shrinks13;                // more items SHRINK13 cannot have, whatever ids say
+  int32_t staged_bytes;                  // for tokens in shared memory; of weights in tiles
   bool gated, interleaved;
   bool a_vectors[2], b_vectors[2]; // factors allow 16-byte accesses; of w13, of w2
   uint32_t *digests;               // [CTAs] of what each read of the tables

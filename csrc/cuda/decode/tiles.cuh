@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   SlabProducer weights;
   SlabPipeline<FORMAT> pipeline;
   pipeline.first =
-      shared_address(staged) + kStagedBytes + threadIdx.x / 32 * kPipelineBytes<FORMAT>;
+      shared_address(staged) + p.staged_bytes + threadIdx.x / 32 * kPipelineBytes<FORMAT>;
 #pragma unroll 1
   for (int projection = 0; projection < 2; projection++) {
     PrefetchBuffer buffer;
@@ -79,8 +79,9 @@ __global__ void __launch_bounds__(kThreads, kResident)
       prefetch_next(weights);
       wait(sync);
       if ((int)blockIdx.x < t.items[W2] || is_there(t, work)) {
-        const TokenRows h = stage_tokens<true>(p.h, p.p.intermediate, p.p.routes.num_rows,
-                                               (int)p.p.intermediate, t.used, staged);
+        const TokenRows h =
+            stage_tokens<true>(p.h, p.p.intermediate, p.p.routes.num_rows, (int)p.p.intermediate,
+                               t.used, staged, p.staged_bytes);
         if (threadIdx.x == 0)
           tokens = h;
       }
@@ -138,11 +139,18 @@ __global__ void __launch_bounds__(kThreads, kResident)
 
 } // namespace
 
+/* Bytes for tokens of a CTA: here weights do not come through L1. Of the 227 KB that Hopper gives,
+ * two CTAs then take all but what L1 needs for factors; smaller chips have room for less. */
+constexpr int kMostStagedBytes = 36 * 1024, kLargeShared = 160 * 1024;
+
 /* The kernel of a kernel format. */
 template <moelora_format FORMAT>
-moelora_status launch_tiles(const DecodeParams &params, int64_t work, const moelora_exec *exec,
+moelora_status launch_tiles(DecodeParams params, int64_t work, const moelora_exec *exec,
                             bool *fits) {
-  constexpr size_t bytes = kStagedBytes + kWarps * kPipelineBytes<FORMAT>;
+  const bool large =
+      moelora_known_device(MOELORA_CUDA, exec->device_index)->shared_bytes >= kLargeShared;
+  params.staged_bytes = large ? kMostStagedBytes : kStagedBytes;
+  const size_t bytes = (size_t)params.staged_bytes + kWarps * kPipelineBytes<FORMAT>;
   return params.p.dtype == MOELORA_BF16
              ? launch_cooperative<decode_tiles<__nv_bfloat16, FORMAT>>(
                    "decode_tiles", work, kThreads, bytes, kMostResident, exec, fits, params)

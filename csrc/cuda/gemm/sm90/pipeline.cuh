@@ -48,7 +48,6 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr int DEPTH = SPANS * kDepth;
   static constexpr int W_BYTES = weight_bytes(FORMAT_, SPANS *E::TILES);
   static constexpr int STAGE_BYTES = W_BYTES + SPANS * E::X_BYTES;
-  static constexpr bool TURNS = FORMAT_ == MOELORA_W8A8 && CONSUMERS == 2 && CLUSTER == 1;
   static constexpr int M64_SCALES = FORMAT_ == MOELORA_W8A8 ? 64 * 4 : 0;
   static constexpr int SCALE_BYTES =
       FORMAT_ == MOELORA_W8A8 ? E::TILES * M64_SCALES + TOKENS_ * 4 : 0;

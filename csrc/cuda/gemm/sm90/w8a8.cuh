@@ -81,20 +81,9 @@ __device__ __forceinline__ void multiply_e4m3(float *partial, uint64_t a, uint64
   settle<N / 2>(partial);
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < 4; k++) {
-    if (k == 3)
-      wgmma_commit(); // the last is a group of its own
+  for (int k = 0; k < 4; k++)
     Wgmma<N>::mma_e4m3(partial, a + 2 * k, b + 2 * k, k > 0);
-  }
   wgmma_commit();
-}
-
-/* Two consumers take turns: while one has the tensor cores, the other adds up what it has. */
-__device__ __forceinline__ void turn_wait(int consumer) {
-  asm volatile("barrier.cta.sync %0, 256;" ::"r"(4 + consumer) : "memory");
-}
-__device__ __forceinline__ void turn_pass(int consumer) {
-  asm volatile("barrier.cta.arrive %0, 256;" ::"r"(5 - consumer) : "memory");
 }
 
 /* d += partial times the scales of a thread's two rows and of its tokens. */
@@ -125,8 +114,6 @@ __device__ __forceinline__ int multiply_w8a8(float (&d)[2][S::TOKENS / 2],
   const uint32_t at_low = by_row ? row * 4 : 0, at_high = by_row ? row * 4 + 32 : 0;
   int previous = 0;
   float partial[N / 2];
-  if (S::TURNS && consumer == 1)
-    turn_pass(consumer); // the first turn is the other's
 #pragma unroll 1
   for (int step = 0; step < depth_steps; step++) {
     pipeline.wait_full();
@@ -136,17 +123,11 @@ __device__ __forceinline__ int multiply_w8a8(float (&d)[2][S::TOKENS / 2],
 #pragma unroll
     for (int t = 0; t < 2; t++) {
       const uint32_t scales = pipeline.weight_scales(2 * consumer + t);
-      if (S::TURNS)
-        turn_wait(consumer);
       multiply_e4m3<N>(partial, a + t * (kM64Bytes / 16), b);
       if (S::ALIASED_BUFFERS > 0 && t == 0 && step == 1)
         release_aliased_stage(pipeline, consumer);
       const float low = __uint_as_float(load_shared_4(scales + at_low));
       const float high = __uint_as_float(load_shared_4(scales + at_high));
-      if (S::TURNS) {
-        wgmma_wait<1>();
-        turn_pass(consumer);
-      }
       wgmma_wait<0>();
       settle<N / 2>(partial);
       promote<N>(d[t], partial, low, high, pipeline.token_scales());
@@ -157,8 +138,6 @@ __device__ __forceinline__ int multiply_w8a8(float (&d)[2][S::TOKENS / 2],
       pipeline.release(previous);
     pipeline.advance();
   }
-  if (S::TURNS && consumer == 0)
-    turn_wait(consumer); // as many as were passed
   settle<N / 2>(d[0]);
   settle<N / 2>(d[1]);
   return previous;
