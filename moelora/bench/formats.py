@@ -8,6 +8,7 @@ import torch
 from moelora.quantized import QuantizedWeights
 
 INT4_GROUP = 128
+FP8_BLOCK = 128
 
 
 def draw_mxfp4(experts, rows, columns, generator, dtype):
@@ -27,6 +28,18 @@ def draw_int4(experts, rows, columns, generator, dtype):
     return words.view(torch.int32).squeeze(-1), scales.add_(0.5).mul_(0.02 / 4.6).to(dtype)
 
 
+def draw_fp8_block(experts, rows, columns, generator, dtype):
+    """e4m3 [E, N, K] and scales [E, N/128, K/128], likewise."""
+    options = {"generator": generator, "device": generator.device}
+    values = torch.empty(
+        (experts, rows, columns), dtype=torch.float8_e4m3fn, device=generator.device
+    )
+    for expert in range(experts):  # of float32 there is never more than one
+        values[expert] = torch.randn((rows, columns), **options).mul_(112).clamp_(-448, 448)
+    scales = torch.rand((experts, rows // FP8_BLOCK, columns // FP8_BLOCK), **options)
+    return values, scales.add_(0.5).mul_(0.02 / 112)
+
+
 def _integers(shape, low, high, generator):
     options = {"device": generator.device, "dtype": torch.uint8}
     return torch.randint(low, high, shape, generator=generator, **options)
@@ -41,6 +54,7 @@ class Format:
     multiple: int  # of both sizes of a layer
     draw: Callable  # of experts, rows, columns, generator, dtype: what `pack` takes
     pack: Callable  # makes QuantizedWeights of that
+    rate: float = 1.0  # of its products, over that of 16 bits
 
 
 FORMATS = {
@@ -53,5 +67,13 @@ FORMATS = {
         INT4_GROUP,
         draw_int4,
         QuantizedWeights.from_gptq,
+    ),
+    "fp8_block": Format(
+        f"FP8 of blocks of {FP8_BLOCK} x {FP8_BLOCK}, with activations in FP8",
+        8 + 32 / FP8_BLOCK**2,
+        FP8_BLOCK,
+        draw_fp8_block,
+        QuantizedWeights.from_fp8_block,
+        rate=2.0,
     ),
 }
