@@ -9,7 +9,8 @@
  *   table                  16 operands
  *   table_bf16(values, zero, scale), table_f16     rounded (values[i] - zero) * scale, i < 16
  *   look_up(words, low, high, to_low, to_high)     64 columns of two rows
- *   e4m3_bf16(chunk, scale, to), e4m3_f16          16 columns of an FP8 row: rounded value scale
+ *   e4m3_bf16(first, second, scale, to), e4m3_f16  32 columns of an FP8 row, which are two chunks
+ * of it: rounded value scale
  *
  * Byte b of word (q, s) of `words` [4 q][4 s][4 bytes] is column 16 s + 2 q + (b / 2) + 8 (b % 2):
  * its low nibble of the first row, to be looked up in low[s / 2], its high nibble of the other, in
@@ -78,8 +79,10 @@ static const float nibble_values[2][16] = {
                                                                                                    \
   static void dequantise_fp8_##TYPE(const uint8_t *row, int32_t r, const float scale[2],           \
                                     void *to) {                                                    \
-    for (int32_t c = 0; c < 8; c++)                                                                \
-      e4m3_##TYPE(row + (c ^ (r & 7)) * 16, scale[c / 4], (operand *)to + 16 * c);                 \
+    const int32_t at = r & 7;                                                                      \
+    for (int32_t c = 0; c < 8; c += 2)                                                             \
+      e4m3_##TYPE(row + (c ^ at) * 16, row + ((c + 1) ^ at) * 16, scale[c / 4],                    \
+                  (operand *)to + 16 * c);                                                         \
   }
 
 #define DEQUANTISE_CASE(TYPE, FORMAT)                                                              \

@@ -6,13 +6,17 @@
 
 #include "cpu/convert.h"
 
-/* A chunk of an FP8 row as its 16 columns, each 2^-8 of its e4m3 number: exponents of float16 have
- * one bit more, and a bias 8 larger. */
-static inline __m256i e4m3_halves(const uint8_t *chunk) {
+/* Bytes of a chunk of an FP8 row, in the order of columns. */
+static inline __m128i e4m3_columns(const uint8_t *chunk) {
   const __m128i columns = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
-  const __m128i bytes = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)chunk), columns);
-  const __m256i high = _mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8);
-  return _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16((short)0xbfff));
+  return _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)chunk), columns);
+}
+
+/* 16 columns, each 2^-8 of its e4m3 number: exponents of float16 have one bit more, and a bias 8
+ * larger. */
+static inline __m256i e4m3_halves(const uint8_t *chunk) {
+  const __m256i shifted = _mm256_slli_epi16(_mm256_cvtepi8_epi16(e4m3_columns(chunk)), 7);
+  return _mm256_and_si256(shifted, _mm256_set1_epi16((short)0xbfff));
 }
 
 static inline __m128i narrow_8(const float *src) {

@@ -75,15 +75,17 @@ static inline __m256 rounded_f16(__m256 x) {
 TABLE(bf16)
 TABLE(f16)
 
-/* 16 columns of an FP8 row, eight at a time. */
 #define E4M3(TYPE)                                                                                 \
-  static inline void e4m3_##TYPE(const uint8_t *chunk, float scale, operand *to) {                 \
-    const __m256i halves = e4m3_halves(chunk);                                                     \
+  static inline void e4m3_##TYPE(const uint8_t *first, const uint8_t *second, float scale,         \
+                                 operand *to) {                                                    \
+    const __m256i halves[2] = {e4m3_halves(first), e4m3_halves(second)};                           \
     const __m256 by = _mm256_set1_ps(scale * 0x1p8f);                                              \
-    const __m256 first = _mm256_cvtph_ps(_mm256_castsi256_si128(halves));                          \
-    const __m256 second = _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));                    \
-    _mm256_storeu_ps(to, rounded_##TYPE(_mm256_mul_ps(first, by)));                                \
-    _mm256_storeu_ps(to + 8, rounded_##TYPE(_mm256_mul_ps(second, by)));                           \
+    for (int i = 0; i < 2; i++, to += 16) {                                                        \
+      const __m256 low = _mm256_cvtph_ps(_mm256_castsi256_si128(halves[i]));                       \
+      const __m256 high = _mm256_cvtph_ps(_mm256_extracti128_si256(halves[i], 1));                 \
+      _mm256_storeu_ps(to, rounded_##TYPE(_mm256_mul_ps(low, by)));                                \
+      _mm256_storeu_ps(to + 8, rounded_##TYPE(_mm256_mul_ps(high, by)));                           \
+    }                                                                                              \
   }
 
 E4M3(bf16)

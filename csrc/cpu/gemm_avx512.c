@@ -24,26 +24,31 @@ static inline sum multiply_add(vector a, vector b, sum s) {
 typedef float operand;
 typedef __m512 table;
 
+static inline __m512 to_bf16(__m512 x) {
+  return _mm512_castsi512_ps(_mm512_and_si512(rounded_bf16(x), _mm512_set1_epi32((int)0xffff0000)));
+}
+
+static inline __m512 to_f16(__m512 x) {
+  return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
 static inline table table_bf16(const float *values, float zero, float scale) {
-  const __m512i rounded = rounded_bf16(products(values, zero, scale));
-  return _mm512_castsi512_ps(_mm512_and_si512(rounded, _mm512_set1_epi32((int)0xffff0000)));
+  return to_bf16(products(values, zero, scale));
 }
 
 static inline table table_f16(const float *values, float zero, float scale) {
-  const int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-  return _mm512_cvtph_ps(_mm512_cvtps_ph(products(values, zero, scale), nearest));
+  return to_f16(products(values, zero, scale));
 }
 
-static inline void e4m3_bf16(const uint8_t *chunk, float scale, operand *to) {
-  const __m512i rounded = rounded_bf16(e4m3_products(chunk, scale));
-  _mm512_storeu_si512(to, _mm512_and_si512(rounded, _mm512_set1_epi32((int)0xffff0000)));
-}
+#define E4M3(TYPE)                                                                                 \
+  static inline void e4m3_##TYPE(const uint8_t *first, const uint8_t *second, float scale,         \
+                                 operand *to) {                                                    \
+    _mm512_storeu_ps(to, to_##TYPE(e4m3_products(first, scale)));                                  \
+    _mm512_storeu_ps(to + 16, to_##TYPE(e4m3_products(second, scale)));                            \
+  }
 
-static inline void e4m3_f16(const uint8_t *chunk, float scale, operand *to) {
-  const int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-  const __m256i rounded = _mm512_cvtps_ph(e4m3_products(chunk, scale), nearest);
-  _mm512_storeu_ps(to, _mm512_cvtph_ps(rounded));
-}
+E4M3(bf16)
+E4M3(f16)
 
 static inline void look_up_16(__m128i bytes, table low, table high, operand *to_low,
                               operand *to_high) {

@@ -43,9 +43,19 @@ static inline void look_up(const uint8_t *words, const table *low, const table *
   look_up_32(_mm512_extracti64x4_epi64(bytes, 1), low[1], high[1], to_low + 32, to_high + 32);
 }
 
-static inline void e4m3_bf16(const uint8_t *chunk, float scale, operand *to) {
-  const __m512i rounded = rounded_bf16(e4m3_products(chunk, scale));
-  _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+/* The instruction that rounds makes zeros of what is below 2^-126: no product is, of a scale that
+ * is not small itself. */
+static inline void e4m3_bf16(const uint8_t *first, const uint8_t *second, float scale,
+                             operand *to) {
+  const __m512 low = e4m3_products(first, scale), high = e4m3_products(second, scale);
+  if (__builtin_fabsf(scale) >= 0x1p-100f) {
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    return;
+  }
+  const __m512i bits[2] = {rounded_bf16(low), rounded_bf16(high)};
+  for (int i = 0; i < 2; i++)
+    _mm256_storeu_si256((__m256i *)(to + 16 * i),
+                        _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits[i], 16)));
 }
 
 #include "cpu/dequantise.h"

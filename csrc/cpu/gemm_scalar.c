@@ -67,10 +67,12 @@ static inline void look_up(const uint8_t *words, const table *low, const table *
 }
 
 #define E4M3(TYPE)                                                                                 \
-  static inline void e4m3_##TYPE(const uint8_t *chunk, float scale, operand *to) {                 \
-    for (int32_t c = 0; c < 16; c++)                                                               \
-      to[c] = moelora_e4m3_to_f32(chunk[moelora_fp8_offset(0, c)]) * scale;                        \
-    round_##TYPE(to, to, 16);                                                                      \
+  static inline void e4m3_##TYPE(const uint8_t *first, const uint8_t *second, float scale,         \
+                                 operand *to) {                                                    \
+    for (int32_t c = 0; c < 32; c++)                                                               \
+      to[c] =                                                                                      \
+          moelora_e4m3_to_f32((c < 16 ? first : second)[moelora_fp8_offset(0, c % 16)]) * scale;   \
+    round_##TYPE(to, to, 32);                                                                      \
   }
 
 E4M3(bf16)

@@ -55,23 +55,38 @@ typedef struct pass {
   int64_t group;
 } pass;
 
+/* c[columns[j]] += sums[j], times both scales. */
+static inline __attribute__((always_inline)) void add_sums(const pass *p, const float *sums,
+                                                           float x_scale, bool adjacent, float *c) {
+  for (int64_t j = 0; j < (adjacent ? MOELORA_DOT_N : p->count); j++) {
+    const float sum = p->scales ? sums[j] * (p->scales[j] * x_scale) : sums[j];
+    if (adjacent)
+      c[p->columns[0] + j] += sum;
+    else if (p->columns[j] >= 0)
+      c[p->columns[j]] += sum;
+  }
+}
+
 /* c[i, columns[j]] += x_pass[i] . w[j], times both scales, for i < m */
 static void multiply(const moelora_cpu_kernels *kernels, const pass *p, int64_t m, float *c,
                      int64_t ldc, moelora_scratch *scratch) {
   float part[PART_ROWS * MOELORA_DOT_N];
+  bool adjacent = p->count == MOELORA_DOT_N && p->columns[0] >= 0;
+  for (int64_t j = 1; j < p->count; j++)
+    adjacent = adjacent && p->columns[j] == p->columns[0] + j;
   for (int64_t first = 0; first < m; first += PART_ROWS) {
     const int64_t rows = moelora_min(PART_ROWS, m - first);
     memset(part, 0, (size_t)(rows * MOELORA_DOT_N) * sizeof *part);
     kernels->dot(rows, p->count, p->depth, scratch->x_pass + first, p->w, p->row_bytes, NULL, part,
                  MOELORA_DOT_N);
-    for (int64_t i = 0; i < rows; i++)
-      for (int64_t j = 0; j < p->count; j++) {
-        float sum = part[i * MOELORA_DOT_N + j];
-        if (p->scales)
-          sum *= p->scales[j] * scratch->x_scales[first + i][p->group];
-        if (p->columns[j] >= 0)
-          c[(first + i) * ldc + p->columns[j]] += sum;
-      }
+    for (int64_t i = 0; i < rows; i++) {
+      const float x_scale = p->scales ? scratch->x_scales[first + i][p->group] : 1;
+      const float *sums = part + i * MOELORA_DOT_N;
+      if (adjacent)
+        add_sums(p, sums, x_scale, true, c + (first + i) * ldc);
+      else
+        add_sums(p, sums, x_scale, false, c + (first + i) * ldc);
+    }
   }
 }
 

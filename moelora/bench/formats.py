@@ -9,6 +9,7 @@ import torch
 from moelora.quantized import QuantizedWeights
 
 INT4_GROUP = 128
+FP8_BLOCK = 128
 
 
 def draw_mxfp4(
@@ -32,6 +33,20 @@ def draw_int4(
     return words.view(torch.int32).squeeze(-1), scales.add_(0.5).mul_(0.02 / 4.6).to(dtype)
 
 
+def draw_fp8_block(
+    experts: int, rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """e4m3 [E, N, K] and scales [E, N/128, K/128], likewise."""
+    options: dict[str, Any] = {"generator": generator, "device": generator.device}
+    values = torch.empty(
+        (experts, rows, columns), dtype=torch.float8_e4m3fn, device=generator.device
+    )
+    for expert in range(experts):  # of float32 there is never more than one
+        values[expert] = torch.randn((rows, columns), **options).mul_(112).clamp_(-448, 448)
+    scales = torch.rand((experts, rows // FP8_BLOCK, columns // FP8_BLOCK), **options)
+    return values, scales.add_(0.5).mul_(0.02 / 112)
+
+
 def _integers(
     shape: tuple[int, ...], low: int, high: int, generator: torch.Generator
 ) -> torch.Tensor:
@@ -50,6 +65,7 @@ class Format:
         ..., tuple[torch.Tensor, ...]
     ]  # of experts, rows, columns, generator, dtype: what `pack` takes
     pack: Callable[..., QuantizedWeights]  # makes QuantizedWeights of that
+    rate: float = 1.0  # of its products, over that of 16 bits
 
 
 FORMATS = {
@@ -62,5 +78,13 @@ FORMATS = {
         INT4_GROUP,
         draw_int4,
         QuantizedWeights.from_gptq,
+    ),
+    "fp8_block": Format(
+        f"FP8 of blocks of {FP8_BLOCK} x {FP8_BLOCK}, with activations in FP8",
+        8 + 32 / FP8_BLOCK**2,
+        FP8_BLOCK,
+        draw_fp8_block,
+        QuantizedWeights.from_fp8_block,
+        rate=2.0,
     ),
 }

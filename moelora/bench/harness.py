@@ -9,7 +9,9 @@ import torch
 from moelora import _C
 from moelora.bench import cases
 from moelora.bench.baselines import Layer, Skipped, TooSlow
+from moelora.bench.formats import FORMATS
 from moelora.reference import activate
+from moelora.reference.fp8 import is_w8a8, rule_of
 
 # Relative to the norm of the reference; baselines that merge or add adapters later round more.
 TOLERANCE = {"fp32": 2e-5, "bf16": 2e-2, "fp16": 5e-3}
@@ -22,7 +24,8 @@ def product(w, x):
 
 def reference_rows(layer: Layer, batch, tokens):
     """{rank: rows `tokens` of the layer in float64}; rank 0 is the layer without adapters."""
-    stacks = layer.stacks
+    stacks, dtype = layer.stacks, batch.x.dtype
+    rule13, rule2 = rule_of(layer.w13, dtype), rule_of(layer.w2, dtype)
     rows = {rank: [] for rank in (0, *stacks)}
     for m in tokens:
         x, adapter = batch.x[m].double()[None], int(batch.mapping[m])
@@ -30,14 +33,14 @@ def reference_rows(layer: Layer, batch, tokens):
         for weight, e in zip(
             batch.topk_weights[m].tolist(), batch.topk_ids[m].tolist(), strict=True
         ):
-            gu = product(layer.weights_of("w13", e), x).repeat(len(rows), 1)
+            gu = product(layer.weights_of("w13", e), rule13(x)).repeat(len(rows), 1)
             gu += 0 if layer.b13 is None else layer.b13[e].double()
             for at, f in enumerate(stacks.values() if adapter >= 0 else (), 1):
                 both = zip(f.a13, f.b13, strict=True)
                 deltas = [product(b[adapter, e], product(a[adapter, e], x)) for a, b in both]
                 gu[at] += torch.cat(deltas, dim=1)[0]
             h = activate(gu, layer.model.activation)
-            z = product(layer.weights_of("w2", e), h)
+            z = product(layer.weights_of("w2", e), rule2(h))
             z += 0 if layer.b2 is None else layer.b2[e].double()
             for at, f in enumerate(stacks.values() if adapter >= 0 else (), 1):
                 xa = product(f.a2[adapter, e], h[at : at + 1])
@@ -97,7 +100,10 @@ class Bench:
             for per_batch in [[cases.work(layer.model, b, rank) for b in batches]]
         }
         times, peaks = self.timer.compare(runs, batches, work[0][1], self.budget_ms)
-        bounds = {rank: 1e6 * peaks.bound(*amount) for rank, amount in work.items()}
+        rate = FORMATS[layer.model.format].rate if layer.model.format else 1.0
+        bounds = {
+            rank: 1e6 * peaks.bound(flops / rate, moved) for rank, (flops, moved) in work.items()
+        }
         return [
             self.row(tokens, rank, runs, errors, plan)
             | ({"max_err_ratio": ratios[rank]} if rank in ratios else {})
@@ -116,7 +122,8 @@ class Bench:
 
     def check(self, runs, batch):
         """(our plan, {(who, rank): relative error}, {rank: our error over that with unpacked
-        weights}). Drops from `runs` what cannot run or is too slow, refuses what is wrong."""
+        weights, or, of activations in FP8, over vLLM's}). Drops from `runs` what cannot run or is
+        too slow, refuses what is wrong."""
         tokens = sorted({0, len(batch.x) // 2, len(batch.x) - 1})
         reference_of = functools.cache(lambda layer: reference_rows(layer, batch, tokens))
         errors, nears, mine, plan = {}, {}, {}, ""
@@ -152,8 +159,9 @@ class Bench:
 
     def error_ratios(self, errors):
         """{rank: the larger one of with adapters and without}."""
-        native = f"ours_{self.layer.dtype}"
-        found = {r: errors["ours", r] / e for (who, r), e in errors.items() if who == native}
+        native = (f"ours_{self.layer.dtype}",)
+        like = ("vllm_base", "vllm_lora") if is_w8a8(self.layer.w13) else native
+        found = {r: errors["ours", r] / e for (who, r), e in errors.items() if who in like}
         return {r: round(max(found[r], found.get(0, 0.0)), 3) for r in found if r}
 
     def leave_out(self, runs, key, why):

@@ -10,6 +10,7 @@ import torch
 
 from moelora.bench import cases
 from moelora.bench.shapes import Model
+from moelora.reference.fp8 import numbers_of
 
 
 class Skipped(Exception):
@@ -48,12 +49,12 @@ class Layer:
                     a.copy_(factors.a13[0])
 
     def weights_of(self, projection: str, expert: int) -> torch.Tensor:
-        """One expert's "w13" or "w2" [N, K], unpacked if it is quantised."""
+        """One expert's "w13" or "w2" [N, K], as numbers if it is quantised."""
         w = getattr(self, projection)
         if isinstance(w, torch.Tensor):
             return w[expert]
         alone = replace(w, data=w.data[expert : expert + 1], shape=torch.Size((1, *w.shape[1:])))
-        return alone.unpack()[0]
+        return numbers_of(alone)[0].to(self.device)
 
 
 @dataclass
@@ -101,8 +102,9 @@ BASELINES = {
     "transformers": "transformers:Transformers",
     "marlin": "vllm_quantised:Marlin",
     "triton_kernels": "vllm_quantised:TritonKernels",
+    "triton_fp8": "vllm_quantised:TritonFP8",
 }
-READ_QUANTISED = ("ours", "invariant", "unpacked", "marlin", "triton_kernels")
+READ_QUANTISED = ("ours", "invariant", "unpacked", "marlin", "triton_kernels", "triton_fp8")
 ABOUT = {
     "invariant": "ours in the batch-invariant mode",
     "unpacked": "ours on quantised weights that were unpacked before",
@@ -114,13 +116,14 @@ ABOUT = {
     "transformers": "transformers' experts with PEFT, which serves one adapter at a time",
     "marlin": "vLLM's Marlin layer, from $MOELORA_PEERS",
     "triton_kernels": "vLLM's other layer for gpt-oss, from $MOELORA_PEERS",
+    "triton_fp8": "vLLM's layer of FP8 blocks, from $MOELORA_PEERS",
 }
 DEFAULTS = {
     "cuda": ["separate", "vllm", "grouped_mm", "dense", "loop"],
     "cpu": ["loop", "transformers"],
 }
 DEFAULTS_OF_QUANTISED = {
-    "cuda": ["unpacked", "marlin", "triton_kernels"],
+    "cuda": ["unpacked", "marlin", "triton_kernels", "triton_fp8"],
     "cpu": ["unpacked"],
 }
 

@@ -7,6 +7,7 @@ import moelora
 from moelora.bench.baselines import Layer, Options, TooSlow, require, synchronize
 from moelora.bench.timing import Run
 from moelora.reference import naive_fused_experts_lora
+from moelora.reference.fp8 import is_w8a8
 
 
 def arguments(layer: Layer, batch, rank) -> tuple[tuple, dict]:
@@ -27,6 +28,7 @@ def arguments(layer: Layer, batch, rank) -> tuple[tuple, dict]:
 
 class Ours:
     name = "ours"
+    of = None  # the layer that it computes, if it is another
 
     def __init__(self, layer: Layer, options: Options):
         self.layer = layer
@@ -37,7 +39,7 @@ class Ours:
 
     def runs(self, batches):
         return {
-            (self.name, rank): Run(lambda i, rank=rank: self.run(batches[i], rank))
+            (self.name, rank): Run(lambda i, rank=rank: self.run(batches[i], rank), of=self.of)
             for rank in (*self.layer.stacks, 0)
         }
 
@@ -60,6 +62,7 @@ class Unpacked(Ours):
         self.name = f"ours_{layer.dtype}"
         self.layer = copy(layer)
         self.layer.w13, self.layer.w2 = layer.w13.unpack(), layer.w2.unpack()
+        self.of = self.layer if is_w8a8(layer.w13) else None
 
 
 class Loop:

@@ -1,4 +1,4 @@
-"""vLLM's layers of quantised experts: Marlin, and for gpt-oss OpenAI's triton_kernels.
+"""vLLM's layers of quantised experts: Marlin, Triton of FP8, for gpt-oss OpenAI's triton_kernels.
 
 Looked for in $MOELORA_PEERS, where `vk/vq_layer.py` drives vLLM's own kernels in vLLM's order, on
 the very values that we read. Of gpt-oss they leave out the biases and, but for triton_kernels
@@ -150,3 +150,12 @@ class TritonKernels(Marlin):
 
     def check(self):
         require(self.layer.model.activation == "swigluoai", "taken for gpt-oss only")
+
+
+class TritonFP8(Marlin):
+    """TritonExperts: what vLLM takes for FP8 blocks on Hopper once LoRA is on."""
+
+    schemes = {"fp8_block": "fp8"}
+
+    def check(self):
+        require(self.layer.model.activation == "silu", "driven here with silu only")
