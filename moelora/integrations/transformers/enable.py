@@ -55,6 +55,8 @@ def own_experts(model: nn.Module, reached: set[str]) -> list[str]:
     for name, module in model.named_modules():
         cls = type(module).__name__
         last = name.rpartition(".")[2]
+        if "shared" in f"{last} {cls}".lower():
+            continue  # every token has those
         if not (last == "experts" or cls.endswith("Experts")) or _empty(module):
             continue
         plain = name.replace(".base_layer", "")
