@@ -11,7 +11,8 @@ point, as after `pip install`, and `MOELORA_VLLM=0` makes the engines to compare
 a folder with vLLM packed for a machine without a network, `install_chunk.sh`, `make_model.py` and
 `hf_check.py`. Needs one GPU (two with `--parallel`) and Python 3.11.
 
-With `--format`, experts are quantised (`benchmarks.vllm_quantise`) and moelora is held against vLLM
+With `--format`, experts are quantised (`benchmarks.vllm_quantise`; `mxfp4` is a gpt-oss of
+`benchmarks.vllm_gpt_oss`) and moelora is held against vLLM
 with the same numbers: in the same format where vLLM's kernels of the packed copy can (`fp8`), and
 unquantised otherwise, unless `--own-kernels` says that the copy has them all (PTX=1).
 
@@ -276,6 +277,11 @@ class Bench:
         return self.done(self.job("unpack", ["bash", script, "1"], 90, SITE=str(self.site)))
 
     def make(self, model, *options):
+        if self.args.format == "mxfp4":
+            layers = options[options.index("--layers") + 1] if "--layers" in options else 4
+            command = [sys.executable, "-m", "benchmarks.vllm_gpt_oss", "--ranks", RANKS]
+            command += ["--layers", layers, "--out", self.work / f"{model}-mxfp4"]
+            return self.job(f"make {model}", command, 120)
         command = [sys.executable, self.args.peers / "make_model.py", "--out", self.work / model]
         return self.job(f"make {model}", [*command, *options, "--adapters", RANKS], 120)
 
@@ -285,17 +291,20 @@ class Bench:
         if format is None:
             return model, model
         ours = f"{model}-{format}"
+        same = format == "fp8" or self.args.own_kernels
+        models = ours, ours if same else f"{ours}-dense"
+        if format == "mxfp4":
+            return models
         command = [sys.executable, "-m", "benchmarks.vllm_quantise", "--format", format]
         command += ["--model", self.work / model, "--out", self.work / ours]
         if not self.done(self.job(f"quantise {model}", command, 120)):
             return None
-        same = format == "fp8" or self.args.own_kernels
-        return ours, ours if same else f"{ours}-dense"
+        return models
 
     def reference(self, name):
         """transformers in fp32 with adapters merged, against a run's prompts."""
         check = self.runs.get(name, {}).get("check")
-        if check is None:
+        if check is None or self.args.format == "mxfp4":  # the script knows Qwen3-MoE alone
             return None
         alone = check["alone"]
         lps = self.work / "lps.json"
@@ -368,7 +377,7 @@ def main(argv=None):
     p.add_argument("--layers", type=int, default=4, help="of the model that is timed")
     p.add_argument("--lora-only", action="store_true", help="time no engines without LoRA")
     p.add_argument("--only", choices=("answers", "speed"), help="leave the other out")
-    p.add_argument("--format", choices=("int4", "fp8"), help="quantised experts")
+    p.add_argument("--format", choices=("int4", "mxfp4", "fp8"), help="of experts")
     p.add_argument("--own-kernels", action="store_true", help="vLLM runs the same format, too")
     p.add_argument("--parallel", action="store_true", help="answers with two GPUs, nothing else")
     args = p.parse_args(argv)

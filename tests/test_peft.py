@@ -73,6 +73,29 @@ def test_mixed_batch(config, place, tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    "options",
+    [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [3, 5]}],
+    ids=["modules_to_save", "trainable_token_indices"],
+)
+def test_what_concerns_no_experts_stays_with_peft(options, tmp_path):
+    model = make_model(mixtral)
+    ids = tokens()
+    folder = save_adapter(model, tmp_path / "a", 1, **ADAPTERS["a"], **options)
+    model = with_peft(model, folder)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save.default" in name or "trainable_tokens_delta" in name:
+                parameter.add_(0.3)  # far from what the base model has
+    wanted = model(ids).logits
+    pool = moelora_peft.attach(model)
+    assert pool.names() == ["default"]
+    assert_logits(model(ids).logits, wanted, wanted)
+    with model.disable_adapter():
+        assert (model(ids).logits - wanted).abs().max() > 0.1
+
+
+@torch.no_grad()
 def test_generate(tmp_path):
     """PEFT repeats the names for beams."""
     model = make_model(mixtral)

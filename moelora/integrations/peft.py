@@ -32,6 +32,9 @@ from moelora.integrations.transformers.calls import (
     take_adapter_names,
 )
 
+# Options that concern no experts, and stay PEFT's.
+OTHER_LAYERS = ("modules_to_save", "trainable_token_indices")
+
 
 class _Watched(nn.Parameter):
     """A factor of PEFT that notices writes through `data`, by which PEFT's hotswap writes.
@@ -265,6 +268,7 @@ def _checkpoint(
         "rank_pattern": {},
         "alpha_pattern": {},
         "target_parameters": None,
+        **dict.fromkeys(OTHER_LAYERS),
         "peft_version": peft.__version__.partition(".dev")[0],
     }
 

@@ -2,13 +2,16 @@
 
     import moelora.integrations.transformers as moelora_hf
 
-    model.set_experts_implementation("moelora")                       # the base model
+    moelora_hf.enable(model)                                          # the base model
     pool = moelora_hf.load_adapters(model, ["adapters/law", "adapters/code"])
     model.generate(**batch_of_three, adapter_names=["law", "__base__", "code"])
 
 Importing this module registers the implementation. Nothing is merged into the weights: every row of
 a batch carries its own adapter, or none, through one fused operator per layer. Inference only.
 Threads may call one model at the same time, each with adapters of its own.
+
+`enable` is `model.set_experts_implementation("moelora")` that raises where a model's experts would
+not come here; docs/architectures.md has which those are.
 
 Expert weights that a model stores as (E, in, out), gpt-oss's, are laid out anew in place at the
 first call: parameters keep identity, shape and values, but are no longer contiguous, which bare
@@ -30,12 +33,14 @@ from moelora.integrations.transformers.adapters import (
     use_adapters,
 )
 from moelora.integrations.transformers.calls import BASE, IMPLEMENTATION
+from moelora.integrations.transformers.enable import enable
 from moelora.integrations.transformers.experts import experts_forward
 from moelora.integrations.transformers.quantized import load_quantized, load_quantized_experts
 
 __all__ = [
     "BASE",
     "IMPLEMENTATION",
+    "enable",
     "experts_forward",
     "load_adapters",
     "load_quantized",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moelora.adapters import AdapterPool, MoELayer, peek
+from moelora.adapters import AdapterInfo, AdapterPool, MoELayer, peek
 from moelora.integrations.transformers.calls import (
     BASE,
     IMPLEMENTATION,
@@ -190,8 +190,10 @@ def load_adapters(
         Its experts implementation becomes `"moelora"`, and calls of it and of its `generate` take
         `adapter_names`: one name per row of the batch, "__base__" or None for the base model.
     adapters : mapping or iterable
-        Name -> folder with `adapter_config.json` and `adapter_model.safetensors`, or the folders,
-        whose own names become those of the adapters.
+        Name -> folder with `adapter_config.json` and `adapter_model.safetensors`, or its id on the
+        Hub ("org/name"); or these alone, whose last part becomes the adapter's name. All factors
+        must be of experts: adapters of attention, too, are for PEFT and
+        `moelora.integrations.peft.attach`.
     max_loras, max_rank : int, optional
         Size of the pool; by default just enough for `adapters`. Give more to add others later
         with `pool.add(name, folder)`.
@@ -221,7 +223,8 @@ def load_adapters(
             )
     specs = [layer for _, layer in found.values()]
 
-    infos = [peek(folder, specs) for folder in adapters.values()]
+    adapters = {name: _local(folder) for name, folder in adapters.items()}
+    infos = [_peek(folder, specs) for folder in adapters.values()]
     if w13_slices is None:
         w13_slices = 1 if infos and all(i.fused for i in infos) else 2
     if shared_outer is None:
@@ -257,6 +260,33 @@ def load_adapters(
         generate.__wrapped__ = model.generate  # for its signature
         model.generate = generate
     return pool
+
+
+def _local(source: str | Path) -> Path:
+    """A folder as it is; what is none, and can be the id of a repository, from the Hub."""
+    folder = Path(source).expanduser()
+    if folder.exists() or isinstance(source, Path) or str(source).count("/") != 1:
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import RepositoryNotFoundError as NotThere
+
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=["adapter_*"]))
+    except (HFValidationError, LocalEntryNotFoundError, NotThere) as error:
+        raise FileNotFoundError(f"{source} is no folder, and not on the Hub: {error}") from None
+
+
+def _peek(folder: Path, specs: Sequence[MoELayer]) -> AdapterInfo:
+    try:
+        return peek(folder, specs)
+    except ValueError as error:
+        if "is not a LoRA factor of an expert" not in str(error):
+            raise
+        raise ValueError(
+            f"{error}. An adapter of other layers, too, is for PEFT: load it with PeftModel and "
+            "call moelora.integrations.peft.attach"
+        ) from None
 
 
 def _named(adapters: Mapping[str, str | Path] | Iterable[str | Path]) -> dict[str, str | Path]:

@@ -1,0 +1,199 @@
+"""A gpt-oss checkpoint of random MXFP4 experts, the same unquantised, and adapters for it.
+
+    python -m benchmarks.vllm_gpt_oss --out /tmp/tiny-mxfp4 --layers 4 --ranks 16,64
+
+OUT and OUT-dense have the same numbers: MXFP4 is exact in bfloat16. The layers are those of
+gpt-oss-20b, biases and all; adapters have the layout of PEFT's `target_parameters`.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import shutil
+
+import torch
+from safetensors.torch import save_file
+
+HIDDEN, INTER, EXPERTS, TOP_K, HEADS, KV_HEADS, HEAD = 2880, 2880, 32, 4, 64, 8, 64
+VOCAB = 4096
+VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+PLAIN = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+
+
+class Maker:
+    def __init__(self, device):
+        self.device = device
+        self.random = torch.Generator(device).manual_seed(0)
+
+    def normal(self, *shape, std):
+        t = torch.randn(*shape, generator=self.random, device=self.device)
+        return (t * std).bfloat16()
+
+    def mxfp4(self, rows, columns):
+        """Blocks, scales, and the numbers (E, rows, columns), of variance near 1 / columns."""
+        shape = (EXPERTS, rows, columns // 32)
+        draw = {"generator": self.random, "device": self.device, "dtype": torch.uint8}
+        blocks = torch.randint(256, (*shape, 16), **draw)
+        most = 127 - round(math.log2(2.93 * math.sqrt(columns)))
+        scales = torch.randint(most - 1, most + 1, shape, **draw)
+        nibbles = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+        powers = torch.exp2(scales.float() - 127)[..., None]
+        dense = (VALUES.to(self.device)[nibbles.long()] * powers).bfloat16()
+        return blocks, scales, dense.flatten(2)
+
+    def layer(self, prefix):
+        """(common, quantised alone, dense alone) tensors of one layer."""
+        q, kv = HEADS * HEAD, KV_HEADS * HEAD
+        std = 1 / math.sqrt(HIDDEN)
+        common = {}
+        for name, rows, columns in (
+            ("q_proj", q, HIDDEN),
+            ("k_proj", kv, HIDDEN),
+            ("v_proj", kv, HIDDEN),
+            ("o_proj", HIDDEN, q),
+        ):
+            scale = 1 / math.sqrt(columns)
+            common[f"self_attn.{name}.weight"] = self.normal(rows, columns, std=scale)
+            common[f"self_attn.{name}.bias"] = self.normal(rows, std=0.1)
+        common["self_attn.sinks"] = self.normal(HEADS, std=1.0)
+        common["mlp.router.weight"] = self.normal(EXPERTS, HIDDEN, std=1.5 * std)
+        common["mlp.router.bias"] = self.normal(EXPERTS, std=0.1)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            common[f"{name}.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
+        common["mlp.experts.gate_up_proj_bias"] = self.normal(EXPERTS, 2 * INTER, std=0.1)
+        common["mlp.experts.down_proj_bias"] = self.normal(EXPERTS, HIDDEN, std=0.1)
+        quantised, plain = {}, {}
+        for name, rows, columns in (
+            ("gate_up_proj", 2 * INTER, HIDDEN),
+            ("down_proj", HIDDEN, INTER),
+        ):
+            blocks, scales, dense = self.mxfp4(rows, columns)
+            quantised[f"mlp.experts.{name}_blocks"] = blocks
+            quantised[f"mlp.experts.{name}_scales"] = scales
+            plain[f"mlp.experts.{name}"] = dense.transpose(1, 2)
+        return [{f"{prefix}{n}": t for n, t in part.items()} for part in (common, quantised, plain)]
+
+    def adapter(self, folder, rank, layers):
+        """A of variance 1 / columns; B so that the delta is half as large as the base product."""
+        tensors = {}
+        for i in range(layers):
+            experts = f"base_model.model.model.layers.{i}.mlp.experts"
+            for name, rows, columns in (
+                (f"{experts}.base_layer", 2 * INTER, HIDDEN),
+                (experts, HIDDEN, INTER),
+            ):
+                a = self.normal(EXPERTS * rank, columns, std=1 / math.sqrt(columns))
+                b = self.normal(rows, rank * EXPERTS, std=0.25 / math.sqrt(rank))
+                tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = a, b
+        save(folder, "adapter_model.safetensors", tensors)
+        config = {
+            "peft_type": "LORA",
+            "r": rank,
+            "lora_alpha": 2 * rank,
+            "target_modules": ["experts"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            "bias": "none",
+        }
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def save(folder, name, tensors):
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {key: t.cpu().contiguous() for key, t in tensors.items()}
+    save_file(tensors, folder / name, metadata={"format": "pt"})
+    return dict.fromkeys(tensors, name)
+
+
+def settings(layers):
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTER,
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD,
+        "vocab_size": VOCAB,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "layer_types": [("sliding", "full")[i % 2] + "_attention" for i in range(layers)],
+        "max_position_embeddings": 131072,
+        "rope_scaling": ROPE,
+        "rope_theta": ROPE["rope_theta"],
+        "rms_norm_eps": 1e-5,
+        "swiglu_limit": 7.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+    }
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p.add_argument("--out", type=pathlib.Path, required=True)
+    p.add_argument("--layers", type=int, default=4)
+    p.add_argument("--ranks", default="16,16,64,64")
+    args = p.parse_args(argv)
+    make = Maker("cuda" if torch.cuda.is_available() else "cpu")
+    folders = args.out, args.out.with_name(f"{args.out.name}-dense")
+    indices = [{}, {}]
+    for out in folders:
+        shutil.rmtree(out, ignore_errors=True)
+
+    def put(name, *parts):
+        for out, index, tensors in zip(folders, indices, parts, strict=True):
+            index.update(save(out / "base", f"{name}.safetensors", tensors))
+
+    ends = {
+        "model.embed_tokens.weight": make.normal(VOCAB, HIDDEN, std=1.0),
+        "model.norm.weight": torch.ones(HIDDEN, dtype=torch.bfloat16),
+        "lm_head.weight": make.normal(VOCAB, HIDDEN, std=3 / math.sqrt(HIDDEN)),
+    }
+    put("ends", ends, ends)
+    for i in range(args.layers):
+        common, quantised, plain = make.layer(f"model.layers.{i}.")
+        put(f"layer-{i:02}", common | quantised, common | plain)
+
+    adapters = []
+    for i, rank in enumerate(int(r) for r in args.ranks.split(",")):
+        adapters.append(args.out / f"lora{i + 1}-r{rank}")
+        make.adapter(adapters[-1], rank, args.layers)
+
+    config = settings(args.layers)
+    mxfp4 = {"quant_method": "mxfp4", "modules_to_not_convert": PLAIN}
+    shape = {"hidden": HIDDEN, "inter": INTER, "experts": EXPERTS, "layers": args.layers}
+    for out, index, more in zip(
+        folders, indices, ({"quantization_config": mxfp4}, {}), strict=True
+    ):
+        base = out / "base"
+        (base / "config.json").write_text(json.dumps(config | more, indent=1))
+        weight_map = {"metadata": {}, "weight_map": index}
+        (base / "model.safetensors.index.json").write_text(json.dumps(weight_map))
+        manifest = {
+            "base": str(base),
+            "adapters": [str(a) for a in adapters],
+            "vocab": VOCAB,
+            "shape": shape,
+        }
+        (out / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    print(f"made {folders[0]} and {folders[1]} on {make.device}")
+
+
+if __name__ == "__main__":
+    main()

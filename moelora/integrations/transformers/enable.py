@@ -1,0 +1,69 @@
+"""`enable(model)`: moelora's experts in every layer of a model, or the reason why not."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from moelora.integrations.transformers.adapters import moe_layers
+from moelora.integrations.transformers.calls import IMPLEMENTATION, check_implementation
+from moelora.integrations.transformers.experts import activation_of
+
+
+def enable(model: nn.Module) -> None:
+    """Has moelora run all experts of a model, or raises and leaves it as it is.
+
+    `model.set_experts_implementation("moelora")` alone says nothing where a model's experts are
+    code of their own, which never asks for an implementation, and finds out about an activation in
+    the first call.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+
+    Raises
+    ------
+    NotImplementedError
+        Some experts do not go through transformers' experts interface, or compute something that
+        moelora has not; the message names them.
+    """
+    try:
+        layers = moe_layers(model)
+    except ValueError:
+        layers = {}
+    aside = own_experts(model, set(layers))
+    name = type(model).__name__
+    if aside:
+        raise NotImplementedError(
+            f"{', '.join(aside)} of {name} do not go through transformers' experts interface, and "
+            "would run as before"
+        )
+    if not layers:
+        raise NotImplementedError(f"{name} has no experts behind transformers' experts interface")
+    for name, (module, _) in layers.items():
+        try:
+            activation_of(module)
+        except NotImplementedError as error:
+            raise NotImplementedError(f"{name}: {error}") from None
+    model.set_experts_implementation(IMPLEMENTATION)
+    for name, (module, _) in layers.items():
+        check_implementation(name, module.config)
+
+
+def own_experts(model: nn.Module, reached: set[str]) -> list[str]:
+    """Classes of experts that are not among the layers of `reached`, nor hold or are in one."""
+    found: dict[str, None] = {}
+    for name, module in model.named_modules():
+        cls = type(module).__name__
+        last = name.rpartition(".")[2]
+        if "shared" in f"{last} {cls}".lower():
+            continue  # every token has those
+        if not (last == "experts" or cls.endswith("Experts")) or _empty(module):
+            continue
+        plain = name.replace(".base_layer", "")
+        if not any((plain + ".").startswith(r + ".") or r.startswith(plain + ".") for r in reached):
+            found[cls if cls != "ModuleList" else f"{name.split('.')[-2]}.experts"] = None
+    return list(found)
+
+
+def _empty(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is None
