@@ -387,30 +387,37 @@ def test_projections_of_two_formats_share_an_alignment(answer, pair, capability,
         same = ("dtype", "family", "block_m", "cluster")
         assert [getattr(row, name) for name in same] == [getattr(of_w2, name) for name in same]
         assert row.family == ("SM90" if capability == 90 else "SM80")
-        one_launch = len({KERNELS.get(name, name) for name in pair}) == 1 and tokens <= 2
+        one_launch = pair == ("native", "native") and tokens <= 2
         assert (words[2] != "-") == one_launch
         assert one_launch == words[0].startswith("decode")
 
 
 @pytest.mark.parametrize("capability", [80, 90, 120])
-@pytest.mark.parametrize("name", ["native", *KERNELS])
-def test_few_rows_run_the_whole_layer_in_one_launch(answer, name, capability):
+def test_few_rows_run_the_whole_layer_in_one_launch(answer, capability):
+    def first(**problem):
+        return answer(("cuda", capability), "formats", "native", "native", **problem).split()[0]
+
+    for tokens, top_k in ((1, 8), (1, 64), (2, 8), (3, 6), (4, 2)):
+        assert first(tokens=tokens, top_k=top_k) == "decode_bf16_sm80"
+    assert first(tokens=1, dtype="float16") == "decode_f16_sm80"
+    for tokens, top_k, hidden in ((3, 8, 2048), (5, 2, 2048), (1, 65, 2048), (1, 8, 2050)):
+        assert first(tokens=tokens, top_k=top_k, hidden=hidden).startswith("gemm_")
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120])
+@pytest.mark.parametrize("name", KERNELS)
+def test_quantised_layers_run_in_one_launch_if_forced(answer, name, capability):
     def first(w2=name, **problem):
         return answer(("cuda", capability), "formats", name, w2, **problem).split()[0]
 
-    kernel = KERNELS.get(name, name)
-    few, more = ((4, 2), (3, 8)) if name == "native" else ((4, 8), (4, 9))
-    one = f"decode_bf16_{kernel}_sm80".replace("native_", "")
-    for tokens, top_k in ((1, 8), (1, 64), (2, 8), (3, 6), few):
-        assert first(tokens=tokens, top_k=top_k) == one
-    assert first(tokens=1, dtype="float16") == one.replace("bf16", "f16")
-    for tokens, top_k, hidden in ((*more, 2048), (5, 2, 2048), (1, 65, 2048), (1, 8, 2050)):
-        assert first(tokens=tokens, top_k=top_k, hidden=hidden).startswith("gemm_")
-    for w2 in ("native", *KERNELS):
-        assert (first(w2, tokens=1) == one) == (KERNELS.get(w2, w2) == kernel)
+    one = f"decode_bf16_{KERNELS[name]}_sm80"
+    assert first(tokens=1).startswith("gemm_")
     for row in DECODE_ROWS:
-        forced = first(env={"MOELORA_FORCE_VARIANT": row.name})
-        assert forced == (one if row.name == one else first())
+        forced = {"MOELORA_FORCE_VARIANT": row.name}
+        for w2 in ("native", *KERNELS):
+            serves = row.name == one and KERNELS.get(w2, w2) == KERNELS[name]
+            assert first(w2, tokens=4, env=forced) == (one if serves else first(w2, tokens=4))
+        assert first(tokens=9, env=forced).startswith("gemm_")
 
 
 def test_a_tile_that_one_format_has_alone_is_no_choice_for_two(quantised):
