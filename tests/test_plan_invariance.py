@@ -3,32 +3,38 @@
 # ruff: noqa: F811  fixtures of another file
 
 import pytest
-from test_plan import MIXTRAL, QWEN3, TOKENS, answer, plan, print_plan  # noqa: F401
+from test_plan import QWEN3, TOKENS, answer, plan, print_plan  # noqa: F401
 
 INVARIANT = {"MOELORA_BATCH_INVARIANT": "1"}
-LONG = {"MIXTRAL": MIXTRAL, "QWEN3": QWEN3, "DEEP": {"hidden": 4096, "inter": 1408}}
+LONG = {"QWEN3": QWEN3, "DEEP": {"hidden": 4096, "inter": 1408}}
 
 
-def spans_of(name):
-    """Parts of the depth that a shrink adds up: of those that share it out, by their name."""
-    method, shape, *_ = name.removeprefix("shrink_bf16_").split("_")
-    return {int(shape.split("x")[2])} if method in ("blocks", "windows") else set()
+def parts_of(name, depth):
+    """Parts of the depth whose sums a shrink adds up: in its name, where it shares them out."""
+    method, shape, family = name.removeprefix("shrink_bf16_").split("_")[:3]
+    if method != "segments":
+        return int(shape.split("x")[2])
+    assert (family, int(shape.split("x")[1]) <= 64) == ("sm80", True), name
+    return 8 if depth >= 4096 else 4
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("shape", LONG)
-def test_every_shrink_of_a_depth_adds_up_as_many_parts(answer, capability, shape):
+def test_every_shrink_of_a_depth_adds_up_the_same_parts(answer, capability, shape):
     gpu, sizes = ("cuda", capability), QWEN3 | LONG[shape]
-    for depth, at in ((sizes["hidden"], 4), (sizes["inter"], 5)):
-        found = set()
-        for tokens in TOKENS:
-            for rank in (8, 16, 64, 256):
-                words = answer(gpu, tokens=tokens, rank=rank, **sizes).split()
-                found |= spans_of(words[at]) if words[2] == "-" else set()
-                alone = answer(gpu, "delta", tokens=tokens, rank=rank, env=INVARIANT, **sizes)
-                if at == 4:
-                    found |= spans_of(alone.split()[3])
-        assert found <= {8 if depth >= 4096 else 4}
+    depths, met = (sizes["hidden"], sizes["inter"]), set()
+    for tokens in TOKENS:
+        for rank in (8, 16, 64, 256):
+            words = answer(gpu, tokens=tokens, rank=rank, env=INVARIANT, **sizes).split()
+            alone = answer(gpu, "delta", tokens=tokens, rank=rank, env=INVARIANT, **sizes).split()
+            for name, depth in (
+                (words[4], depths[0]),
+                (words[5], depths[1]),
+                (alone[3], depths[0]),
+            ):
+                assert parts_of(name, depth) == (8 if depth >= 4096 else 4)
+                met.add(name.split("_")[2])
+    assert met == {"blocks", "windows", "segments"}
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -1,8 +1,9 @@
 /* From what a shrink has to do to a kernel and the numbers that it runs with.
  *
- * How rows are cut into items changes no bit of them; how the depth is shared does. Blocks and
- * whole segments share it by the depth alone, so that a row has the same bits in every batch.
- * Windows ask for that where a call does, and share it otherwise as leaves no SM idle. */
+ * How rows are cut into items changes no bit of them; how the depth is shared does. Kernels that
+ * read registers, and those of whole segments that sum as they do, share it by the depth alone
+ * where a call is batch invariant; others take all of it at once, or share it as leaves no SM idle.
+ */
 #include "core/plan.h"
 
 /* Measured on an H200, but for those that follow from a kernel. */
@@ -16,6 +17,7 @@ enum {
   NARROW = 32,            /* rows of A up to which one warp has them all */
   LONG_DEPTH = 4096,      /* of blocks: from here on eight warps share it */
   LONG_WINDOW = 1024,     /* of windows: beyond, eight warps share it */
+  SUMMED_RANKS = 64,      /* of whole segments: registers for two sums, see shrink_staged.cuh */
   HALF_ROWS = 16,         /* more wait for memory: a GEMM behind them can have the registers */
   BLOCK_SHARES = 8,       /* of a block, for every tile of ranks */
   LOADS_OF_SPLIT = 48,    /* of a lane: with no more, the depth is not split further */
@@ -56,31 +58,47 @@ static const moelora_variant *find(const moelora_shrink_load *load, moelora_meth
                                                  .elements = !load->vectors});
 }
 
-/* Sums over parts of the depth that are added up: of every shrink of a row, in whatever batch. */
+/* Parts of the depth whose sums are added up, of every shrink of a row of a batch-invariant call.
+ */
 static int32_t spans_of(const moelora_shrink_load *load) {
   return load->vectors && load->depth >= LONG_DEPTH ? 8 : 4;
 }
 
-/* For whole segments: as many ranks as the adapters have, up to 64, on Hopper 128. */
-static const moelora_variant *find_segments(const moelora_shrink_load *load) {
-  const bool sm90 = load->family == MOELORA_SM90 && load->boxes;
+/* Whose kernels of whole segments serve: those of Hopper sum in another order. */
+static moelora_family segments_family(const moelora_shrink_load *load,
+                                      const moelora_device_info *device) {
+  return load->family == MOELORA_SM90 && load->boxes && !device->batch_invariant ? MOELORA_SM90
+                                                                                 : MOELORA_SM80;
+}
+
+/* For whole segments: as many ranks as the adapters have, up to 128, or 64 that are summed in
+ * parts. */
+static const moelora_variant *find_segments(const moelora_shrink_load *load,
+                                            const moelora_device_info *device) {
+  const int32_t most = device->batch_invariant ? SUMMED_RANKS : 128;
+  const int32_t ranks = load->columns <= 32 ? 32 : load->columns <= 64 ? 64 : 128;
   return moelora_variant_like(&(moelora_variant){.device = MOELORA_CUDA,
                                                  .dtype = load->dtype,
                                                  .role = MOELORA_ROLE_SHRINK,
                                                  .method = MOELORA_SHRINK_SEGMENTS,
-                                                 .needs = sm90 ? MOELORA_SM90 : MOELORA_SM80,
-                                                 .block_n = load->columns <= 32            ? 32
-                                                            : load->columns <= 64 || !sm90 ? 64
-                                                                                           : 128});
+                                                 .needs = segments_family(load, device),
+                                                 .block_n = ranks < most ? ranks : most});
+}
+
+/* A batch-invariant call may run it. */
+static bool sums_alike(const moelora_variant *v, const moelora_shrink_load *load) {
+  return v->method == MOELORA_SHRINK_SEGMENTS
+             ? v->needs == MOELORA_SM80 && v->block_n <= SUMMED_RANKS
+             : v->spans == spans_of(load);
 }
 
 static bool serves(const moelora_variant *v, const moelora_shrink_load *load, moelora_method method,
                    const moelora_device_info *device) {
-  if (!v || !(v->elements || load->vectors))
+  if (!v || !(v->elements || load->vectors) || (device->batch_invariant && !sums_alike(v, load)))
     return false;
   if (v->method == MOELORA_SHRINK_SEGMENTS)
     return load->listed && (v->needs != MOELORA_SM90 || load->boxes);
-  return v->method == method && !(device->batch_invariant && v->spans != spans_of(load));
+  return v->method == method;
 }
 
 /* The forced row, the tuned one, or the table's. */
@@ -107,7 +125,7 @@ static moelora_shrink_plan plan_segments(const moelora_variant *variant,
 /* ---- blocks ---- */
 
 static bool are_long_blocks(const moelora_shrink_load *load, const moelora_device_info *device) {
-  const bool sm90 = load->family == MOELORA_SM90 && load->boxes;
+  const bool sm90 = segments_family(load, device) == MOELORA_SM90;
   if (!load->listed || !load->vectors || (!sm90 && load->depth >= LONG_DEPTH))
     return false;
   const long_segment from = !sm90                    ? long_portable
@@ -137,7 +155,7 @@ moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
   const bool few = load->vectors && ranks == 16 && rows * columns / 16 <= ctas;
   const moelora_variant *usual =
       are_long_blocks(load, device)
-          ? find_segments(load)
+          ? find_segments(load, device)
           : find(load, MOELORA_SHRINK_BLOCKS, ranks, spans, half && ranks <= 32 ? 1 : 0);
   const moelora_variant *v = prefer(usual, load, MOELORA_SHRINK_BLOCKS, device);
   if (v->method == MOELORA_SHRINK_SEGMENTS)
@@ -209,7 +227,7 @@ static const moelora_variant *choose_windows(const moelora_shrink_load *load,
       load->columns > NARROW || load->rows >= (int64_t)NARROW_LONG_ROWS * experts;
   if (load->vectors && load->listed && long_segments &&
       load->rows >= (int64_t)LONG_WINDOW_ROWS * device->num_units)
-    return find_segments(load);
+    return find_segments(load, device);
   const int32_t spans = device->batch_invariant                      ? spans_of(load)
                         : load->vectors && load->depth > LONG_WINDOW ? 8
                                                                      : 4;

@@ -1,10 +1,12 @@
 /* What the shrink kernels share: rows of A by token rows, and their sums over the depth.
  *
- * Nothing is staged: a warp loads what it multiplies, rows of A as the M side and tokens as the N
- * side of m16n8k16. Lane t has row t/4 of eight, and of every 16 of depth elements 4 (t%4) to
- * 4 (t%4) + 3, on both sides: an instruction adds the same 16 products as one whose operands come
- * from shared memory, and to the same sum. Rows of A or tokens that are not there repeat the last
- * ones: their sums reach no other row, and nobody stores them.
+ * Nothing is staged: a warp loads what it multiplies, 16 bytes for every lane, rows of A as the M
+ * side and tokens as the N side of m16n8k16. Lane t has row t/4 of eight, and of a step of 32 of
+ * depth the elements 8 (t%4) to 8 (t%4) + 7: the first four are what the instruction calls columns
+ * 2 (t%4), 2 (t%4) + 1, 2 (t%4) + 8 and 2 (t%4) + 9, the others those of a second one. The order
+ * within the depth is the same on both sides, so that the sum is over the same products. Rows of A
+ * or tokens that are not there repeat the last ones: their sums reach no other row, and nobody
+ * stores them.
  *
  * TEAMS teams of warps have TEAM_RANKS rows of A each; the DEPTHS warps of a team share the depth,
  * each a k-span of whole lines of 64, and what they found is added up in that order. */
@@ -15,9 +17,9 @@
 #include "cuda/launch/launch.h"
 #include "cuda/ptx/mma.cuh"
 
-constexpr int kStep = 32, kLine = MOELORA_LINE; // of depth
-constexpr int kResidentWarps = 16;              // of an SM, which leaves 128 registers to a thread:
-constexpr int kRegisters = 108;                 // so many for sums, pointers and loads
+constexpr int kStep = 32, kLine = 64; // of depth
+constexpr int kResidentWarps = 16;    // of an SM, which leaves 128 registers to a thread:
+constexpr int kRegisters = 108;       // so many for sums, pointers and loads
 
 template <int TILES_, int TEAMS_, int DEPTHS_, int TOKENS_, int RESIDENT_ = kResidentWarps,
           int REGISTERS_ = kRegisters>
@@ -47,22 +49,13 @@ __host__ __device__ __forceinline__ int ceil_divide(int a, int b) {
   return (a + b - 1) / b;
 }
 
-/* Four elements of a row and the four that lie 16 further on, of which `left` are left from the
- * first on; zeros behind them. */
+/* 16 bytes of a row, of which `left` elements are left; zeros behind them. */
 template <class T, bool VECTORS, bool ONCE>
 __device__ __forceinline__ uint4 load_row(const T *from, int left) {
-  uint32_t four[2][2];
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    if constexpr (VECTORS) {
-      const uint2 v = load_8<ONCE ? Read::ALONE : Read::SHARED>(from + 16 * i, left > 16 * i);
-      four[i][0] = v.x, four[i][1] = v.y;
-    } else {
-      const uint4 v = load_elements(from + 16 * i, min(left - 16 * i, 4));
-      four[i][0] = v.x, four[i][1] = v.y;
-    }
-  }
-  return make_uint4(four[0][0], four[0][1], four[1][0], four[1][1]);
+  if constexpr (VECTORS)
+    return load_16<ONCE ? Read::ALONE : Read::SHARED>(from, left > 0);
+  else
+    return load_elements(from, left);
 }
 
 /* What a lane loads: 16 M rows of A, and of 8 N tokens. */
@@ -126,7 +119,7 @@ __device__ __forceinline__ void multiply(const Operands &operands, int column, i
   const int share = ceil_divide(ceil_divide(depth, kLine), spans) * kLine;
   const int begin = span * share, end = min(begin + share, depth);
   if (column < columns && begin < end) {
-    const int k = begin + lane % 4 * 4;
+    const int k = begin + lane % 4 * 8;
     Rows<T, S, M, N> rows;
     uint4 a[STEPS][2 * M], x[STEPS][N];
     rows.left = end - k;

@@ -3,9 +3,7 @@
  * One CTA per SM. A producer warpgroup lists the CTA's items and fills a pipeline of stages of 64
  * of depth: one warp has the copy engine bring rows of A, three copy the rows of x by cp.async,
  * wherever they lie. Two consumer warpgroups multiply by wgmma, tokens as the M side, columns of A
- * as the N side: warpgroup w has tokens 64w to 64w + 63, the first also those from 128 on. Every
- * `span` of depth they begin a sum anew and add the last one to the others, as the warps of
- * shrink_product.cuh do who share the depth.
+ * as the N side: warpgroup w has tokens 64w to 64w + 63, the first also those from 128 on.
  *
  * A stage is [TOKENS] rows of x and [RANKS] rows of A, of 128 bytes as in tile.cuh. Rows that an
  * item does not have hold anything: their sums reach no other row, and nobody stores them; so the
@@ -19,8 +17,7 @@
 #include "cuda/variant_ids.h"
 
 template <int RANKS_> struct ShrinkShape {
-  static constexpr int TOKENS = RANKS_ == 128 ? 128 : 160,
-                       RANKS = RANKS_; // registers for both sums
+  static constexpr int TOKENS = 160, RANKS = RANKS_;
   static constexpr int CONSUMERS = 2, CLUSTER = 1;
   static constexpr int STAGES = RANKS == 128 ? 6 : RANKS == 64 ? 7 : 9;
   static constexpr int THREADS = kProducers + 128 * CONSUMERS;
@@ -193,66 +190,54 @@ __device__ __forceinline__ void store_tile(const moelora_shrink_launch &s, const
 /* TILES tiles of 64 tokens of an item; the pipeline is at its first stage. */
 template <class S, class T, int N, int TILES>
 __device__ __forceinline__ void consume_tiles(const moelora_shrink_launch &s,
-                                              const SegmentItem &item, int columns, int span,
+                                              const SegmentItem &item, int columns,
                                               Pipeline<S> &pipeline, int consumer) {
-  float d[TILES][N / 2], sum[TILES][N / 2];
+  float d[TILES][N / 2];
 #pragma unroll
   for (int i = 0; i < TILES * N / 2; i++)
-    sum[i / (N / 2)][i % (N / 2)] = 0.f;
+    d[i / (N / 2)][i % (N / 2)] = 0.f;
+  int previous = 0;
 #pragma unroll 1
-  for (int begin = 0; begin < s.tokens.k; begin += span) {
-    const int end = min(begin + span, s.tokens.k);
+  for (int k = 0; k < s.tokens.k; k += kDepth) {
+    pipeline.wait_full();
+    fence_async_proxy(); // cp.async wrote X through the ordinary proxy
+    wgmma_fence();
+    const uint64_t a = wgmma_descriptor(rows_of_x(pipeline) + consumer * kM64Bytes);
+    const uint64_t b = wgmma_descriptor(rows_of_a(pipeline));
 #pragma unroll
-    for (int i = 0; i < TILES * N / 2; i++)
-      d[i / (N / 2)][i % (N / 2)] = 0.f;
-    int previous = 0;
-#pragma unroll 1
-    for (int k = begin; k < end; k += kDepth) {
-      pipeline.wait_full();
-      fence_async_proxy(); // cp.async wrote X through the ordinary proxy
-      wgmma_fence();
-      const uint64_t a = wgmma_descriptor(rows_of_x(pipeline) + consumer * kM64Bytes);
-      const uint64_t b = wgmma_descriptor(rows_of_a(pipeline));
+    for (int k16 = 0; k16 < 4; k16++)
 #pragma unroll
-      for (int k16 = 0; k16 < 4; k16++)
-#pragma unroll
-        for (int i = 0; i < TILES; i++)
-          Wgmma<N>::template mma<Element<T>::is_bf16>(d[i], a + i * (2 * kM64Bytes / 16) + 2 * k16,
-                                                      b + 2 * k16);
-      wgmma_commit();
-      wgmma_wait<1>();
-      if (k > begin)
-        pipeline.release(previous);
-      previous = pipeline.stage;
-      pipeline.advance();
-    }
-    wgmma_wait<0>();
-    pipeline.release(previous);
-#pragma unroll
-    for (int i = 0; i < TILES * N / 2; i++)
-      sum[i / (N / 2)][i % (N / 2)] += d[i / (N / 2)][i % (N / 2)];
+      for (int i = 0; i < TILES; i++)
+        Wgmma<N>::template mma<Element<T>::is_bf16>(d[i], a + i * (2 * kM64Bytes / 16) + 2 * k16,
+                                                    b + 2 * k16);
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (k > 0)
+      pipeline.release(previous);
+    previous = pipeline.stage;
+    pipeline.advance();
   }
+  wgmma_wait<0>();
+  pipeline.release(previous);
 #pragma unroll
   for (int i = 0; i < TILES; i++)
-    store_tile<T, N>(s, item, 64 * (consumer + 2 * i), columns, sum[i]);
+    store_tile<T, N>(s, item, 64 * (consumer + 2 * i), columns, d[i]);
 }
 
 /* The narrowest wgmma that holds the item's columns, from width N on. */
 template <class S, class T, int N>
 __device__ __forceinline__ void consume_item(const moelora_shrink_launch &s,
-                                             const SegmentItem &item, int columns, int span,
+                                             const SegmentItem &item, int columns,
                                              Pipeline<S> &pipeline, int consumer) {
   if constexpr (N < S::RANKS) {
     if (columns > N)
-      return consume_item<S, T, 2 * N>(s, item, columns, span, pipeline, consumer);
+      return consume_item<S, T, 2 * N>(s, item, columns, pipeline, consumer);
   }
   const int tiles = (item.tokens - 64 * consumer + 127) / 128;
-  if constexpr (S::TOKENS > 128) {
-    if (tiles == 2)
-      return consume_tiles<S, T, N, 2>(s, item, columns, span, pipeline, consumer);
-  }
+  if (tiles == 2)
+    return consume_tiles<S, T, N, 2>(s, item, columns, pipeline, consumer);
   if (tiles == 1)
-    return consume_tiles<S, T, N, 1>(s, item, columns, span, pipeline, consumer);
+    return consume_tiles<S, T, N, 1>(s, item, columns, pipeline, consumer);
   for (int k = 0; k < s.tokens.k; k += kDepth) { // all tokens are the other consumer's
     pipeline.wait_full();
     pipeline.release(pipeline.stage);
@@ -261,21 +246,21 @@ __device__ __forceinline__ void consume_item(const moelora_shrink_launch &s,
 }
 
 template <class S, class T>
-__device__ __forceinline__ void consume(const moelora_shrink_launch &s, int span,
-                                        Pipeline<S> pipeline, int consumer) {
+__device__ __forceinline__ void consume(const moelora_shrink_launch &s, Pipeline<S> pipeline,
+                                        int consumer) {
   for (;;) {
     pipeline.wait_full();
     const SegmentItem item = read_header(pipeline);
     if (item.expert < 0)
       break;
-    consume_item<S, T, 16>(s, item, columns_in<S>(s, item), span, pipeline, consumer);
+    consume_item<S, T, 16>(s, item, columns_in<S>(s, item), pipeline, consumer);
   }
 }
 
 template <class S, class T>
 __global__ void __launch_bounds__(S::THREADS, 1)
     shrink_sm90(const __grid_constant__ ShrinkMaps maps,
-                const __grid_constant__ moelora_shrink_launch s, int span) {
+                const __grid_constant__ moelora_shrink_launch s) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ char shared[];
   __shared__ typename S::List list;
@@ -291,7 +276,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     take_registers<192>();
     wait_for_previous_kernel();
     start_next_kernel();
-    consume<S, T>(s, span, pipeline, warpgroup - 1);
+    consume<S, T>(s, pipeline, warpgroup - 1);
   }
 #endif
 }
@@ -320,15 +305,14 @@ template <class T, int RANKS>
 moelora_status launch(const moelora_shrink_launch &s, const moelora_shrink_plan &plan,
                       const moelora_exec *exec) {
   using S = ShrinkShape<RANKS>;
-  static_assert(S::TOKENS == 128 || S::TOKENS + RANKS >= 192, "rows that the third tile reads");
-  static_assert(kDepth == MOELORA_LINE, "a span is whole stages");
+  static_assert(S::TOKENS + RANKS >= 192, "rows that the third tile reads");
   static_assert(S::SHARED + sizeof(typename S::List) <= 227 * 1024, "shared memory of a CTA");
   ShrinkMaps maps = {};
   const moelora_status status = map_factors(&s, Element<T>::is_bf16, &maps);
   if (status != MOELORA_OK)
     return status;
   return launch_kernel<shrink_sm90<S, T>>("shrink_sm90", plan.work, S::THREADS, S::SHARED, exec,
-                                          maps, s, plan.span);
+                                          maps, s);
 }
 
 } // namespace

@@ -117,28 +117,6 @@ __device__ __forceinline__ void copy_elements(uint32_t to, const T *from, int co
  * written by the kernel; the kernel itself may have written it, be it to shared memory. */
 enum class Read { ALONE, SHARED, CONSTANT, WRITTEN };
 
-/* 8 bytes that the kernel does not write, zeros if they are not `there`. */
-template <Read READ> __device__ __forceinline__ uint2 load_8(const void *from, bool there) {
-  uint2 v;
-#define MOELORA_LOAD(HOW)                                                                          \
-  asm volatile("{\n"                                                                               \
-               ".reg .pred p;\n"                                                                   \
-               "setp.ne.b32 p, %3, 0;\n"                                                           \
-               "mov.b32 %0, 0;\n"                                                                  \
-               "mov.b32 %1, 0;\n"                                                                  \
-               "@p ld.global." HOW "L2::128B.v2.b32 {%0, %1}, [%2];\n"                             \
-               "}"                                                                                 \
-               : "=&r"(v.x), "=&r"(v.y)                                                            \
-               : "l"(from), "r"((int)there))
-  static_assert(READ == Read::ALONE || READ == Read::SHARED, "not written");
-  if constexpr (READ == Read::ALONE)
-    MOELORA_LOAD("L1::no_allocate.");
-  else
-    MOELORA_LOAD("");
-#undef MOELORA_LOAD
-  return v;
-}
-
 /* 16 bytes, zeros if they are not `there`. */
 template <Read READ> __device__ __forceinline__ uint4 load_16(const void *from, bool there) {
   uint4 v;
