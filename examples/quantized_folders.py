@@ -166,7 +166,9 @@ def settings(kind: str, group: int) -> dict:
 
 
 @torch.no_grad()
-def make_folder(folder: Path, kind: str, group: int = 32) -> transformers.PreTrainedModel:
+def make_folder(
+    folder: Path, kind: str, group: int = 32, config: transformers.PreTrainedConfig | None = None
+) -> transformers.PreTrainedModel:
     """Writes a checkpoint; returns the model, in float32, whose experts have what it means.
 
     Parameters
@@ -177,9 +179,12 @@ def make_folder(folder: Path, kind: str, group: int = 32) -> transformers.PreTra
         The format; MXFP4 is a gpt-oss, the others are a Qwen3-MoE.
     group : int
         Columns that share a scale of INT4: 32 or 64. Rows and columns of a block of "fp8".
+    config : PreTrainedConfig, optional
+        Of another model, whose experts are concatenated as those of Qwen3-MoE.
     """
     torch.manual_seed(0)
-    config = gpt_oss() if kind == "mxfp4" else qwen3_moe()
+    if config is None:
+        config = gpt_oss() if kind == "mxfp4" else qwen3_moe()
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     for name, parameter in model.named_parameters():
         if any(part in name for part in (".experts.", "lm_head", ".gate.", ".router.")):

@@ -15,6 +15,7 @@ import moelora.integrations.transformers as moelora_hf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import quantized
+import quantized_folders
 from quantized_folders import make_adapters, make_folder, nibbles_to_words
 
 KINDS = [
@@ -396,6 +397,35 @@ def test_activations_are_quantised_as_the_folder_says(folders):
         assert error < 0.15, "a rounding to three bits of mantissa moves logits by little"
     with pytest.raises(ValueError, match="activations is 'fp8', wanted None: the weights are not"):
         moelora_hf.load_quantized(folders["gptq", 64], activations="fp8")
+
+
+@torch.no_grad()
+def test_deepseek(tmp_path):
+    """With shared experts, a dense layer and a projection of attention that is not quantised."""
+    config = transformers.DeepseekV3Config(
+        **{**quantized_folders.COMMON, "num_key_value_heads": 4, "head_dim": 16},
+        intermediate_size=192,
+        moe_intermediate_size=192,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+    )
+    exact = make_folder(tmp_path, "fp8", 128, config)
+    assert "model.layers.1.mlp.experts.7.up_proj.weight_scale_inv" in load_file(tmp_path / TENSORS)
+    wanted = exact(IDS).logits
+    for activations, bound in (("native", 0.03), (None, 0.15)):
+        model = moelora_hf.load_quantized(
+            tmp_path, attn_implementation="eager", activations=activations
+        )
+        error = (model(IDS).logits.float() - wanted).abs().mean(-1).median()
+        assert error / wanted.abs().mean() < bound
 
 
 def of_whole_weights(tensors):

@@ -287,19 +287,18 @@ static moelora_status check_nibbles(const moelora_quantized *w, const moelora_la
   return MOELORA_OK;
 }
 
-/* Every tile takes its scale from one block of rows. */
+/* Every tile takes its scale from one block of rows: that of its first row is that of its last. */
 static moelora_status check_tile_rows(const moelora_layout *layout, int64_t block_rows) {
   const int64_t tiles = moelora_row_tiles(layout->order, layout->rows);
-  int64_t block = -1;
-  for (int64_t at = 0; at < tiles * MOELORA_PACK; at++) {
-    const int64_t n = moelora_row_of_tile(layout->order, layout->rows, at);
-    if (n < 0)
-      continue;
-    MOELORA_REQUIRE(at % MOELORA_PACK == 0 || n / block_rows == block,
-                    "block_rows is %lld: tile %lld of rows has scales of several blocks, "
-                    "expected one, or FP8 (scales of rows)",
-                    (long long)block_rows, (long long)(at / MOELORA_PACK));
-    block = n / block_rows;
+  for (int64_t tile = 0; tile < tiles; tile++) {
+    const int64_t at = tile * MOELORA_PACK;
+    int64_t last = -1;
+    for (int64_t r = MOELORA_PACK - 1; last < 0; r--)
+      last = moelora_row_of_tile(layout->order, layout->rows, at + r);
+    MOELORA_REQUIRE(
+        moelora_row_of_tile(layout->order, layout->rows, at) / block_rows == last / block_rows,
+        "block_rows is %lld: tile %lld of rows has scales of several blocks, expected one, or %s",
+        (long long)block_rows, (long long)tile, moelora_format_name(MOELORA_FP8_ROWS));
   }
   return MOELORA_OK;
 }

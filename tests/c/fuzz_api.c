@@ -98,19 +98,29 @@ static moelora_tensor wild(void) {
   return t;
 }
 
+static int64_t depth_tiles(const moelora_layout *layout, int64_t k) {
+  return layout->format >= MOELORA_FP8 ? (k + 127) / 128 : (k + 63) / 64;
+}
+
 /* Some weights come in tiles, whose sizes are mostly right. */
 static moelora_tensor any_tiles(moelora_tensor w, int64_t e, int64_t n, int64_t k,
                                 moelora_row_order order, moelora_layout *layout) {
   if (!one_in(4) || e < 1 || n < 1 || k < 1)
     return w;
   *layout = (moelora_layout){
-      .format = (moelora_format)random_in(1, 5),
+      .format = (moelora_format)random_in(1, 8),
       .order = one_in(10) ? (moelora_row_order)random_in(-1, 3) : order,
       .rows = one_in(20) ? any_size() : n,
   };
+  if (layout->format >= MOELORA_FP8)
+    layout->x = (moelora_x_format)random_in(0, 3);
+  if (one_in(20))
+    layout->x = (moelora_x_format)random_in(-1, 4);
+  if ((layout->x == MOELORA_X_STATIC) != one_in(20))
+    layout->x_scale = one_in(10) ? -1.0f : 0.02f;
   const int64_t rows = order == MOELORA_ROWS_PLAIN ? (n + 63) / 64 : 2 * ((n / 2 + 63) / 64);
-  const moelora_tensor tiles =
-      shaped(MOELORA_U8, SIZES(e, rows, (k + 63) / 64, moelora_tile_bytes(layout->format)));
+  const moelora_tensor tiles = shaped(
+      MOELORA_U8, SIZES(e, rows, depth_tiles(layout, k), moelora_tile_bytes(layout->format)));
   if (one_in(20))
     layout->format = (moelora_format)any_size();
   return tiles;
@@ -402,20 +412,29 @@ static void fuzz_pack(void) {
 
 static void fuzz_pack_quantized(void) {
   const int64_t e = random_in(0, 3), n = random_in(1, 140), k = 32 * random_in(1, 5);
-  moelora_layout layout = {.format = (moelora_format)random_in(1, 5),
+  moelora_layout layout = {.format = (moelora_format)random_in(1, 8),
                            .order = (moelora_row_order)random_in(0, 2),
                            .rows = n};
-  const bool zeros = layout.format >= MOELORA_INT4_ZP, halves = layout.format % 2 == 1;
-  const int64_t groups = halves ? k / 32 : 1;
+  const bool fp8 = layout.format >= MOELORA_FP8, zeros = !fp8 && layout.format >= MOELORA_INT4_ZP;
+  const int64_t groups = !fp8 && layout.format % 2 == 1 ? k / 32 : 1;
+  const int64_t block = layout.format == MOELORA_FP8_ROWS ? random_in(1, n) : n;
   const int64_t rows = layout.order == MOELORA_ROWS_PLAIN ? (n + 63) / 64 : 2 * ((n / 2 + 63) / 64);
-  const moelora_dtype scale = layout.format == MOELORA_MXFP4 ? MOELORA_U8 : any_float();
+  const moelora_dtype scale = layout.format == MOELORA_MXFP4 ? MOELORA_U8
+                              : fp8                          ? MOELORA_F32
+                                                             : any_float();
   moelora_quantized w = {
-      .values = shaped(MOELORA_U8, SIZES(e, n, k / 2)),
-      .scales = shaped(scale, SIZES(e, n, groups)),
+      .values = shaped(MOELORA_U8, SIZES(e, n, fp8 ? k : k / 2)),
+      .scales = shaped(scale, SIZES(e, fp8 ? (n - 1) / block + 1 : n, groups)),
       .zeros = zeros ? shaped(MOELORA_U8, SIZES(e, n, groups)) : absent,
+      .block_rows = one_in(20) ? any_size()
+                    : fp8      ? block
+                               : 0,
+      .block_columns = one_in(20) ? any_size()
+                       : fp8      ? k
+                                  : 0,
   };
   const int64_t bytes = moelora_tile_bytes(layout.format);
-  moelora_tensor tiles = shaped(MOELORA_U8, SIZES(e, rows, (k + 63) / 64, bytes));
+  moelora_tensor tiles = shaped(MOELORA_U8, SIZES(e, rows, depth_tiles(&layout, k), bytes));
   moelora_tensor out = shaped(one_in(2) ? MOELORA_BF16 : MOELORA_F16, SIZES(e, n, k));
   if (one_in(20))
     layout.format = (moelora_format)any_size();
