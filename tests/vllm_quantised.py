@@ -132,7 +132,7 @@ class QuantisedLayer(Layer):
         cls = getattr(module, next(iter(needed.replaced[place])).partition(".")[0])
         experts = vllm.TritonExperts  # whatever vLLM would choose
         world = "get_tensor_model_parallel_world_size"
-        for other in (place, f"{QUANT}.utils.fp8_utils"):
+        for other in (place, f"{QUANT}.utils.fp8_utils", "vllm.distributed"):
             if hasattr(sys.modules.get(other), world):
                 vllm.set(other, world, lambda: 1)
         if self.subclass:
