@@ -96,6 +96,30 @@ def test_what_concerns_no_experts_stays_with_peft(options, tmp_path):
 
 
 @torch.no_grad()
+def test_a_model_that_loaded_its_adapters_itself(tmp_path):
+    model = make_model(mixtral)
+    ids = tokens()
+    folders = save_adapters(model, tmp_path, "ab")
+    wanted = {name: with_peft(model, folder)(ids).logits for name, folder in folders.items()}
+    base = model(ids).logits
+    with pytest.raises(ValueError, match="MixtralForCausalLM without adapters of PEFT"):
+        moelora_peft.attach(model)
+    for name, folder in folders.items():
+        model.load_adapter(str(folder), adapter_name=name)
+    pool = moelora_peft.attach(model)
+    assert pool.names() == ["a", "b"]
+    for name, logits in wanted.items():
+        model.set_adapter(name)
+        assert_logits(model(ids).logits, logits, logits)
+    model.disable_adapters()
+    assert_logits(model(ids).logits, base, base)
+    with pytest.raises(RuntimeError, match=r"takes no adapter_names; load with peft\.PeftModel"):
+        model(ids, adapter_names=["a"] * len(ids))
+    moelora_peft.detach(model)
+    assert not hasattr(model, "_moelora")
+
+
+@torch.no_grad()
 def test_generate(tmp_path):
     """PEFT repeats the names for beams."""
     model = make_model(mixtral)

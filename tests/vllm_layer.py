@@ -136,6 +136,7 @@ class Layer:
             in_dtype=s.dtype,
             **numbers,
             moe_backend="auto",
+            tp_size=1,
             has_bias=s.bias,
             is_lora_enabled=s.mix != "absent",
             w13_num_shards=1 + (s.activation != "relu2"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -37,6 +38,7 @@ KINDS = {
 }
 
 
+QUANT = "vllm.model_executor.layers.quantization"
 ORACLE = "vllm.model_executor.layers.fused_moe.oracle"
 BACKENDS = "Mxfp4MoeBackend", "WNA16MoEBackend", "Fp8MoeBackend"
 
@@ -129,6 +131,10 @@ class QuantisedLayer(Layer):
             break
         cls = getattr(module, next(iter(needed.replaced[place])).partition(".")[0])
         experts = vllm.TritonExperts  # whatever vLLM would choose
+        world = "get_tensor_model_parallel_world_size"
+        for other in (place, f"{QUANT}.utils.fp8_utils", "vllm.distributed"):
+            if hasattr(sys.modules.get(other), world):
+                vllm.set(other, world, lambda: 1)
         if self.subclass:
             cls = type("Subclass", (cls,), {})
         for select in [n for n in dir(module) if n.startswith("select_")]:
@@ -140,7 +146,6 @@ class QuantisedLayer(Layer):
             ("marlin_make_workspace_new", None),
             ("check_moe_marlin_supports_config", True),
             ("get_marlin_input_dtype", None),
-            ("get_tensor_model_parallel_world_size", 1),
         ):
             if hasattr(module, asked):
                 vllm.set(place, asked, lambda *a, v=value, **k: v)

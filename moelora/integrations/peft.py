@@ -112,7 +112,7 @@ class _Experts:
     """What serves the experts modules of an attached model; copies PEFT's factors on first use."""
 
     def __init__(
-        self, model: peft.PeftModel, wrappers: Mapping[str, Sequence[nn.Module]], pool: AdapterPool
+        self, model: nn.Module, wrappers: Mapping[str, Sequence[nn.Module]], pool: AdapterPool
     ) -> None:
         self.model = model
         self.wrappers = wrappers  # by layer
@@ -150,7 +150,11 @@ class _Experts:
     ) -> Any:
         """A forward pass of the model inside PEFT's."""
         if adapter_names is not None:
-            raise RuntimeError("pass adapter_names to the PEFT model, not to the model inside it")
+            if isinstance(self.model, peft.PeftModel):
+                where = "pass adapter_names to the PEFT model, not to the model inside it"
+            else:  # PEFT's hooks, which hand the names on to other layers, are its wrapper's
+                where = "model.load_adapter takes no adapter_names; load with peft.PeftModel"
+            raise RuntimeError(where)
         outer = self.now.shape
         try:
             self.now.shape = batch_shape(args, kwargs)
@@ -297,8 +301,20 @@ def forward(
         return experts(hidden_states, *args, adapters=adapters, **kwargs)
 
 
+def _base(model: nn.Module) -> nn.Module:
+    """The transformers model: the one inside PEFT's, or that into which `load_adapter` loaded."""
+    if isinstance(model, peft.PeftModel):
+        return model.get_base_model()
+    if not getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            f"model is a {type(model).__name__} without adapters of PEFT, wanted a PeftModel or a "
+            "transformers model after load_adapter"
+        )
+    return model
+
+
 def attach(
-    model: peft.PeftModel,
+    model: peft.PeftModel | nn.Module,
     *,
     max_loras: int | None = None,
     max_rank: int | None = None,
@@ -308,8 +324,10 @@ def attach(
 
     Parameters
     ----------
-    model : peft.PeftModel
-        A transformers model with LoRA adapters, some of which target the parameters of experts.
+    model : peft.PeftModel or transformers.PreTrainedModel
+        A transformers model with LoRA adapters, some of which target the parameters of experts. One
+        whose own `load_adapter` loaded them serves the adapter that is active, without
+        `adapter_names`.
     max_loras, max_rank : int, optional
         Size of the pool; by default just enough for the adapters that PEFT has now. Adapters that
         it loads later are copied when they are first used, over the least recently used ones.
@@ -337,7 +355,7 @@ def attach(
     for one thread at a time: PEFT hands them on by hooks on the modules, and leaves these behind
     when a call fails or is interrupted; the next call with `adapter_names` of its own fails then.
     """
-    base = model.get_base_model()
+    base = _base(model)
     layers = moe_layers(base)
     wrappers = {name: base.get_submodule(name) for name in layers}
     wrapped = {name: layer for name, layer in layers.items() if wrappers[name] is not layer[0]}
@@ -363,9 +381,9 @@ def attach(
     return pool
 
 
-def detach(model: peft.PeftModel) -> None:
+def detach(model: peft.PeftModel | nn.Module) -> None:
     """Gives the experts' adapters back to PEFT."""
-    base = model.get_base_model()
+    base = _base(model)
     base.__dict__.pop("_moelora", None)
     for name in moe_layers(base):
         outermost = base.get_submodule(name)

@@ -159,14 +159,12 @@ def _put(
     bias = biases(format, layer, method.moe.in_dtype)
     for name in [n for n in layer._parameters if n.startswith(("w13_", "w2_"))]:
         del layer._parameters[name]
-    for name, weights, own_bias in (("w13", w13, bias[0]), ("w2", w2, bias[1])):
-        tiles = nn.Parameter(weights.data, requires_grad=False)
-        layer.register_parameter(f"{name}_weight", tiles)
-        if own_bias is not None:
-            own_bias = nn.Parameter(own_bias, requires_grad=False)
-        layer.register_parameter(f"{name}_bias", own_bias)
+    parts = {"w13_weight": w13.data, "w2_weight": w2.data, "w13_bias": bias[0], "w2_bias": bias[1]}
+    for name, tensor in parts.items():
+        if tensor is not None:
+            layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
     method.experts_cls = QuantizedExpertsWithLoRA
-    method.moe_quant_config = _config(layer, layer.w13_bias, layer.w2_bias)
+    method.moe_quant_config = _config(layer, *bias)
     prepare_finalize = maybe_make_prepare_finalize(
         moe=method.moe,
         quant_config=method.moe_quant_config,
