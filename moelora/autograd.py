@@ -22,7 +22,7 @@ _written: dict[Any, tuple[int, ...]] = {}
 _library = torch.library.Library("moelora", "FRAGMENT")  # its kernels live as long as it does
 
 
-def call(op: Any, args: tuple) -> Any:
+def call(op: Any, args: tuple[Any, ...]) -> Any:
     """`op(*args)` from a wrapper.
 
     Raises
@@ -48,8 +48,8 @@ def register(names: Sequence[str]) -> None:
         _library.impl(name, _kernel_of(op), "Autograd", with_keyset=True)
 
 
-def _kernel_of(op: Any) -> Callable:
-    def kernel(keyset, *args):
+def _kernel_of(op: Any) -> Callable[..., Any]:
+    def kernel(keyset: Any, *args: Any) -> Any:
         _refuse_gradients(op, args)
         _refuse_tangents(op, args)
         with torch._C._AutoDispatchBelowAutograd():
@@ -73,7 +73,7 @@ def _has_tangent(value: Any) -> bool:
     return isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None
 
 
-def _refuse_gradients(op: Any, args: tuple) -> None:
+def _refuse_gradients(op: Any, args: tuple[Any, ...]) -> None:
     if torch.is_grad_enabled():
         for value in args:  # most of the microsecond that grad mode costs a call
             if type(value) is list:
@@ -84,12 +84,12 @@ def _refuse_gradients(op: Any, args: tuple) -> None:
                 _refuse(op, args, _requires)
 
 
-def _refuse_tangents(op: Any, args: tuple) -> None:
+def _refuse_tangents(op: Any, args: tuple[Any, ...]) -> None:
     if forward_ad._current_level >= 0:
         _refuse(op, args, _has_tangent)
 
 
-def _refuse(op: Any, args: tuple, recorded: Callable[[Any], bool]) -> None:
+def _refuse(op: Any, args: tuple[Any, ...], recorded: Callable[[Any], bool]) -> None:
     """Raises for the first argument that is recorded, if one is."""
     for argument, value in zip(op._schema.arguments, args, strict=False):
         items = enumerate(value) if isinstance(value, list) else [(None, value)]
@@ -102,7 +102,7 @@ def _refuse(op: Any, args: tuple, recorded: Callable[[Any], bool]) -> None:
                 )
 
 
-def _count_writes(op: Any, args: tuple) -> None:
+def _count_writes(op: Any, args: tuple[Any, ...]) -> None:
     """A backward that saved what was written here must notice, as with any in-place operator."""
     written = _written[op]
     if written:

@@ -11,7 +11,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from moelora._C import error_number
 # moelora_status of csrc/moelora.h; everything else stays a RuntimeError.
 ERRORS = {1: ValueError, 2: NotImplementedError}
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 Factors: TypeAlias = Tensor | Sequence[Tensor]
 
 operators = torch.ops.moelora
@@ -31,14 +34,14 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _absent_tensors: dict[torch.device, Tensor] = {}
 
 
-def typed(function: Callable) -> Callable:
+def typed(function: Callable[P, T]) -> Callable[P, T]:
     """An operator whose failure, if an argument is not what the signature says, tells which.
 
     Looking only at calls that failed, it costs nothing to speak of, and refuses nothing that works.
     """
 
     @functools.wraps(function)
-    def call(*args, **kwargs):
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if is_compiling():
             return function(*args, **kwargs)
         try:
@@ -52,7 +55,7 @@ def typed(function: Callable) -> Callable:
     return call
 
 
-def _mistyped(function: Callable, args: tuple, kwargs: dict) -> str:
+def _mistyped(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """The first argument of another type than the signature says, in words; "" if there is none."""
     try:
         given = inspect.signature(function).bind(*args, **kwargs).arguments
@@ -137,7 +140,7 @@ def choose(name: str, value: str, known: dict[str, int]) -> int:
     return known[value]
 
 
-def run(op, *args):
+def run(op: Any, *args: Any) -> Any:
     """Calls a compiled operator; its own complaints become the exception that Python expects."""
     if is_compiling():
         return op(*args)

@@ -66,7 +66,7 @@ _dumped = 0  # bytes of tensors in the dumps of this process
 _dump_lock = threading.Lock()
 
 
-def call(op: Any, args: tuple) -> Any:
+def call(op: Any, args: tuple[Any, ...]) -> Any:
     """`op(*args)` with what the settings ask for around it."""
     if settings.shapes:
         print(f"moelora: {describe(op, args)}", file=sys.stderr, flush=True)
@@ -84,7 +84,7 @@ def name_of(op: Any) -> str:
     return op._schema.name.split("::")[1]
 
 
-def describe(op: Any, args: tuple) -> str:
+def describe(op: Any, args: tuple[Any, ...]) -> str:
     """The call on one line; absent tensors and numbers are left out."""
     names = (argument.name for argument in op._schema.arguments)
     shown = ((n, _text(a)) for n, a in zip(names, args, strict=False))
@@ -104,7 +104,7 @@ def _text(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def _range(op: Any, args: tuple) -> Iterator[None]:
+def _range(op: Any, args: tuple[Any, ...]) -> Iterator[None]:
     first = next((list(a.shape) for a in args if isinstance(a, Tensor)), "")
     try:
         torch.cuda.nvtx.range_push(f"moelora.{name_of(op)} {first}")
@@ -119,7 +119,7 @@ def _range(op: Any, args: tuple) -> Iterator[None]:
         torch.cuda.nvtx.range_pop()
 
 
-def _dump(op: Any, args: tuple, error: Exception) -> None:
+def _dump(op: Any, args: tuple[Any, ...], error: Exception) -> None:
     """Writes the arguments; whatever goes wrong here must not hide `error`."""
     number = next(_dumps)
     if number >= MAX_DUMPS:

@@ -51,7 +51,7 @@ DEFAULTS = {
 }
 
 
-def add_command(commands: argparse._SubParsersAction) -> None:
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "bench",
         help="time a layer beside its baselines; plot and compare results",

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from typing import Any
 
 from rich.table import Table
 
@@ -17,7 +18,7 @@ DEFAULT_FIELDS = {"tp": 1}
 SAME_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
-def add_command(topics: argparse._SubParsersAction) -> None:
+def add_command(topics: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = topics.add_parser(
         "compare",
         help="flag what became slower between two files",
@@ -32,14 +33,14 @@ def add_command(topics: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run)
 
 
-def identity(case: dict) -> tuple:
+def identity(case: dict[str, Any]) -> tuple[Any, ...]:
     found = {**DEFAULT_FIELDS, **case}
-    found["dtype"] = SAME_DTYPE.get(found.get("dtype"), found.get("dtype"))
+    found["dtype"] = SAME_DTYPE.get(found.get("dtype", ""), found.get("dtype"))
     found.setdefault("format", found["dtype"])  # older files have no other
     return tuple(found.get(name) for name in IDENTITY)
 
 
-def match(before: list[dict], after: list[dict]) -> list[tuple[dict, dict]]:
+def match(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Pairs of the same case. Older files do not say how many experts a case had."""
     both_say = all("experts" in case for case in before + after)
 
@@ -50,13 +51,13 @@ def match(before: list[dict], after: list[dict]) -> list[tuple[dict, dict]]:
     return [(known[key(case)], case) for case in after if key(case) in known]
 
 
-def half_spread(case: dict, name: str) -> float:
+def half_spread(case: dict[str, Any], name: str) -> float:
     """Half of the middle 80 % of the turns, as a share of the time; 0 where the file has none."""
     low, high = case.get("spread_us", {}).get(name, (0.0, 0.0))
     return (high - low) / 2 / case[f"{name}_us"]
 
 
-def changes(pairs: list[tuple[dict, dict]], least: float) -> list[dict]:
+def changes(pairs: list[tuple[dict[str, Any], dict[str, Any]]], least: float) -> list[dict[str, Any]]:
     """What happened to every time of ours: `change` is after / before - 1, `noise` what it must
     exceed to count: `least`, or the spreads of both runs where they are larger."""
     found = []
@@ -83,7 +84,7 @@ def changes(pairs: list[tuple[dict, dict]], least: float) -> list[dict]:
     return found
 
 
-def describe(case: dict) -> str:
+def describe(case: dict[str, Any]) -> str:
     """Without what is the same nearly everywhere."""
     usual = {"tp": 1, "mix": "many", "routing": "uniform", "format": case.get("dtype")}
     shown = {name: value for name, value in case.items() if usual.get(name) != value}

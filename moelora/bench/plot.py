@@ -8,7 +8,7 @@ from pathlib import Path
 from moelora.bench import chart, results
 
 
-def add_command(topics: argparse._SubParsersAction) -> None:
+def add_command(topics: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = topics.add_parser("plot", help="draw the roofline and the overhead of adapters")
     add = parser.add_argument
     add("files", nargs="+", help="result files of layers")

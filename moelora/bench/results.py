@@ -7,6 +7,7 @@ import pathlib
 import shlex
 import subprocess
 import sys
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ def commit() -> str:
     return _git("describe", "--always", "--dirty", "--abbrev=12") or "unknown"
 
 
-def _git(*command) -> str:
+def _git(*command: str) -> str:
     try:
         run = subprocess.run(
             ["git", *command], cwd=pathlib.Path(__file__).parent, capture_output=True, text=True
@@ -49,7 +50,7 @@ def gpu_state() -> str:
         return ""
 
 
-def meta() -> dict:
+def meta() -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     return {
         "commit": commit(),
@@ -63,7 +64,7 @@ def meta() -> dict:
     }
 
 
-def write(path, cases: list[dict], **more) -> None:
+def write(path: str | pathlib.Path, cases: list[dict[str, Any]], **more: Any) -> None:
     """One line a case, so that files can be compared by eye."""
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +73,7 @@ def write(path, cases: list[dict], **more) -> None:
     path.write_text(f'{{"meta": {head},\n"cases": [\n{lines}\n]}}\n')
 
 
-def read(path) -> tuple[dict, list[dict]]:
+def read(path: str | pathlib.Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(meta, cases) of a result file; ValueError if it is not one."""
     try:
         content = json.loads(pathlib.Path(path).read_text())

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from moelora import _C, trace
 
 
-def add_command(commands: argparse._SubParsersAction) -> None:
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("replay", help="repeat a call that MOELORA_DUMP wrote")
     parser.add_argument("file", help="what MOELORA_DUMP left")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="cuda where it can be used")
@@ -39,13 +40,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _to(value, device):
+def _to(value: Any, device: str) -> Any:
     if isinstance(value, list):
         return [_to(item, device) for item in value]
     return trace.moved(value, device) if isinstance(value, Tensor) else value
 
 
-def _tensors(out) -> list[Tensor]:
+def _tensors(out: Any) -> list[Tensor]:
     return [out] if isinstance(out, Tensor) else list(out or ())
 
 

@@ -1,6 +1,7 @@
 """Small problems through every operator and every kernel variant that this machine can run."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -13,11 +14,11 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 TOKENS, EXPERTS, HIDDEN, INTER, RANK, SLOTS = 24, 4, 192, 128, 8, 3
 
 
-def _problem(dtype: torch.dtype, device: str) -> dict:
+def _problem(dtype: torch.dtype, device: str) -> dict[str, Any]:
     """Keyword arguments of a layer: a third of the tokens without an adapter."""
     generator = torch.Generator().manual_seed(0)
 
-    def draw(*shape):
+    def draw(*shape: int) -> torch.Tensor:
         values = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
         return values.to(device, dtype)
 
@@ -89,7 +90,7 @@ def run() -> Iterator[tuple[str, str]]:
             _C.force_variant(None)
 
 
-def _guard(check, *args) -> str:
+def _guard(check: Callable[..., str], *args: Any) -> str:
     try:
         return check(*args)
     except Exception as error:

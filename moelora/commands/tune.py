@@ -30,7 +30,7 @@ SHORT = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}  # in the names of varian
 TABLE = "table"
 
 
-def add_command(commands: argparse._SubParsersAction) -> None:
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "tune",
         help="find the best kernel variants for a layer on this machine",
