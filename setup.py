@@ -146,11 +146,22 @@ def cuda_archs_of(source):
 
 
 def cuda_arch_flags(source):
-    flags = []
+    """Portable machine code for 9.0 and later is made from one PTX, that of the lowest of them: to
+    make PTX takes as long as to make machine code of it, and programmatic launches, which are all
+    that portable sources have from 9.0 on, are in each."""
     archs, ptx = cuda_archs_of(source)
-    for arch in archs:
-        code = f"[sm_{arch},compute_{arch}]" if arch == ptx else f"sm_{arch}"
-        flags += ["-gencode", f"arch=compute_{arch},code={code}"]
+    if ptx is None:
+        return [f for arch in archs for f in ("-gencode", f"arch=compute_{arch},code=sm_{arch}")]
+    plain = [arch.rstrip("af") for arch in archs]
+    later = [arch for arch in plain if int(arch) >= 90]
+    groups = [[arch] for arch in plain if arch not in later] + ([later] if later else [])
+    flags = []
+    for number, group in enumerate(groups):
+        codes = [f"sm_{arch}" for arch in group]
+        if number == 0:
+            codes.append(f"compute_{group[0]}")
+        code = f"[{','.join(codes)}]" if len(codes) > 1 else codes[0]
+        flags += ["-gencode", f"arch=compute_{group[0]},code={code}"]
     return flags
 
 
