@@ -11,6 +11,7 @@ sum with the base product is rounded once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ def one_expert(
 
 
 def _delta(
-    op,
+    op: Any,
     x: Tensor,
     topk_weights: Tensor | None,
     topk_ids: Tensor,

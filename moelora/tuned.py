@@ -113,7 +113,7 @@ def _load_file(path: Path) -> int:
     try:
         content = json.loads(_read(path))
         device, layer = content["device"], content["layer"]
-        key = (
+        key: tuple[Any, ...] = (
             DEVICES[device["type"]],
             int(device.get("compute_capability", 0)),
             int(device.get("units", 0)),

@@ -455,7 +455,8 @@ def test_what_make_builds(tmp_path, target, gpu, given, wanted):
     settings = 'echo "cuda=$MOELORA_CUDA arch=$MOELORA_CUDA_ARCH"'
     for name, text in {
         "nvidia-smi": f"""test "$1" = -L || printf '%s\\n' '{gpu}'; test '{gpu}'""",
-        "python": f'case "$*" in *build_ext*|*"pip wheel"*) {settings};; *demo.py) echo demo;; esac',
+        "python": 'case "$*" in *demo.py) echo demo;; '
+        f'*build_ext*|*"pip wheel"*) {settings};; esac',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)

@@ -122,7 +122,8 @@ class _Parser:
 
     def _alternatives(self, depth: int) -> tuple[_Part, int, bool]:
         """A part, its cost, and whether it repeats anything."""
-        choices, cost, repeats = [], 0, False
+        choices: list[_Part] = []
+        cost, repeats = 0, False
         while not choices or self._take("|"):
             parts = []
             while self.at < len(self.key) and self.key[self.at] not in "|)":
@@ -166,6 +167,7 @@ class _Parser:
         return _repeated(part, least, most), cost * times, repeats
 
     def _repetition(self) -> tuple[int, int | None] | None:
+        counts: tuple[int, int | None]
         if self._take("?"):
             counts = (0, 1)
         elif self._take("*"):

@@ -245,8 +245,8 @@ class AdapterPool:
         """
         names = list(names)
         with self._lock:
-            slots = {name: self.lookup(name) for name in dict.fromkeys(names) if name is not None}
-        slots[None] = -1
+            wanted = [name for name in dict.fromkeys(names) if name is not None]
+            slots: dict[str | None, int] = {None: -1, **{n: self.lookup(n) for n in wanted}}
         ids = torch.tensor([slots[name] for name in names], dtype=torch.int32)
         if out is None:
             return ids.to(self.device)

@@ -2,11 +2,13 @@
 
 import argparse
 import sys
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.table import Table
 
 from moelora.bench import console, results
+
+Case: TypeAlias = dict[str, Any]  # a line of a result file
 
 # What tells cases of one file apart; absent fields count as None.
 IDENTITY = (
@@ -33,31 +35,31 @@ def add_command(topics: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.set_defaults(run=run)
 
 
-def identity(case: dict[str, Any]) -> tuple[Any, ...]:
+def identity(case: Case) -> tuple[Any, ...]:
     found = {**DEFAULT_FIELDS, **case}
     found["dtype"] = SAME_DTYPE.get(found.get("dtype", ""), found.get("dtype"))
     found.setdefault("format", found["dtype"])  # older files have no other
     return tuple(found.get(name) for name in IDENTITY)
 
 
-def match(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def match(before: list[Case], after: list[Case]) -> list[tuple[Case, Case]]:
     """Pairs of the same case. Older files do not say how many experts a case had."""
     both_say = all("experts" in case for case in before + after)
 
-    def key(case):
+    def key(case: Case) -> tuple[Any, ...]:
         return identity(case if both_say else {**case, "experts": None})
 
     known = {key(case): case for case in before}
     return [(known[key(case)], case) for case in after if key(case) in known]
 
 
-def half_spread(case: dict[str, Any], name: str) -> float:
+def half_spread(case: Case, name: str) -> float:
     """Half of the middle 80 % of the turns, as a share of the time; 0 where the file has none."""
     low, high = case.get("spread_us", {}).get(name, (0.0, 0.0))
     return (high - low) / 2 / case[f"{name}_us"]
 
 
-def changes(pairs: list[tuple[dict[str, Any], dict[str, Any]]], least: float) -> list[dict[str, Any]]:
+def changes(pairs: list[tuple[Case, Case]], least: float) -> list[Case]:
     """What happened to every time of ours: `change` is after / before - 1, `noise` what it must
     exceed to count: `least`, or the spreads of both runs where they are larger."""
     found = []
@@ -84,7 +86,7 @@ def changes(pairs: list[tuple[dict[str, Any], dict[str, Any]]], least: float) ->
     return found
 
 
-def describe(case: dict[str, Any]) -> str:
+def describe(case: Case) -> str:
     """Without what is the same nearly everywhere."""
     usual = {"tp": 1, "mix": "many", "routing": "uniform", "format": case.get("dtype")}
     shown = {name: value for name, value in case.items() if usual.get(name) != value}

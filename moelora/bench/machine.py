@@ -3,7 +3,9 @@
 import os
 import pathlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -39,7 +41,7 @@ def gpu_peaks() -> Peaks:
     return Peaks(moved, 2.0 * 8192**3 / _best(lambda: torch.mm(square, square)))
 
 
-def _best(call, repeats=20) -> float:
+def _best(call: Callable[[], Any], repeats: int = 20) -> float:
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     for _ in range(repeats):
@@ -66,7 +68,7 @@ class CpuYardsticks:
         self.buffer.sum()
         return 4 * self.buffer.numel() / (time.perf_counter() - started)
 
-    def mm(self, dtype):
+    def mm(self, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
         """A call of torch.mm on weights as layers hold them, (out, in)."""
         x, w = torch.ones(2, self.mm_size, self.mm_size, dtype=dtype)
         return lambda: torch.mm(x, w.t())
@@ -81,7 +83,7 @@ def last_cache_bytes() -> int:
     return max(sizes)
 
 
-def processor() -> dict:
+def processor() -> dict[str, Any]:
     """What a result file says of a CPU."""
     return {
         "device": cpu_name(),

@@ -111,7 +111,9 @@ def custom(text: str) -> tuple[str, Model]:
         raise ValueError(f"{text!r} chooses {sizes[1]} of {sizes[0]} experts")
     if fields[4:] and fields[4] not in ACTIVATIONS:
         raise ValueError(f"the activation of {text!r} is none of {', '.join(ACTIVATIONS)}")
-    return "x".join(fields), Model("custom", *sizes, *fields[4:])
+    experts, top_k, hidden, intermediate = sizes
+    model = Model("custom", experts, top_k, hidden, intermediate, *fields[4:5])
+    return "x".join(fields), model
 
 
 def _whole(field: str, text: str) -> int:

@@ -47,8 +47,8 @@ def _layer(dtype: torch.dtype, device: str) -> str:
     if not error < TOLERANCE[dtype]:
         return f"off by {error:.2g} of the float64 result"
     mapping = problem["token_lora_mapping"]
-    base = {name: value for name, value in problem.items() if "lora" not in name}
-    base = moelora.fused_experts_lora(**base)
+    without = {name: value for name, value in problem.items() if "lora" not in name}
+    base = moelora.fused_experts_lora(**without)
     if not torch.equal(out[mapping < 0], base[mapping < 0]):
         return "tokens without an adapter depend on those with one"
     return ""

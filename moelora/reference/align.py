@@ -28,7 +28,7 @@ def _int32(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def _pad(values: list, length: int, padding) -> list:
+def _pad(values: list[int], length: int, padding: int) -> list[int]:
     return values + [padding] * (length - len(values))
 
 
@@ -58,7 +58,7 @@ def moe_lora_align_block_size_ref(
     adapters = adapter_per_token(num_tokens, max_loras, token_lora_mapping, adapter_enabled, None)
     padding = num_tokens * top_k
 
-    groups: dict[tuple, list[tuple[int, int]]] = {}  # key -> [(adapter, row)]
+    groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # key -> [(adapter, row)]
     for m in range(num_tokens):
         for j in range(top_k):
             e = experts[m][j]

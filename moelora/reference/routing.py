@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +16,7 @@ def as_list(factors: Factors) -> list[Tensor]:
     return [factors] if isinstance(factors, Tensor) else list(factors)
 
 
-def as_tensor(weights) -> Tensor:
+def as_tensor(weights: Any) -> Tensor:
     """Expert weights as numbers: packed and quantised ones are unpacked."""
     return weights if isinstance(weights, Tensor) else weights.unpack()
 
@@ -27,7 +28,7 @@ def max_loras_of(*stacks: Factors) -> int:
     return 0
 
 
-def optional_list(t: Tensor | None) -> list | None:
+def optional_list(t: Tensor | None) -> list[Any] | None:
     return None if t is None else t.tolist()
 
 
@@ -56,16 +57,24 @@ def active_adapter(
     return adapter
 
 
-def adapter_per_token(num_tokens: int, max_loras: int, mapping, enabled, ranks) -> list[int]:
+def adapter_per_token(
+    num_tokens: int,
+    max_loras: int,
+    mapping: Tensor | None,
+    enabled: Tensor | None,
+    ranks: Tensor | None,
+) -> list[int]:
     if mapping is None:
         return [-1] * num_tokens
-    enabled, ranks = optional_list(enabled), optional_list(ranks)
-    return [active_adapter(a, max_loras, enabled, ranks) for a in mapping.tolist()]
+    on, rank = optional_list(enabled), optional_list(ranks)
+    return [active_adapter(a, max_loras, on, rank) for a in mapping.tolist()]
 
 
-def expert_per_choice(topk_ids: Tensor, num_local: int, expert_map) -> list[list[int]]:
-    expert_map = optional_list(expert_map)
-    return [[local_expert(e, num_local, expert_map) for e in row] for row in topk_ids.tolist()]
+def expert_per_choice(
+    topk_ids: Tensor, num_local: int, expert_map: Tensor | None
+) -> list[list[int]]:
+    local = optional_list(expert_map)
+    return [[local_expert(e, num_local, local) for e in row] for row in topk_ids.tolist()]
 
 
 def pair_of(stack: Tensor, adapter: int, expert: int) -> Tensor:

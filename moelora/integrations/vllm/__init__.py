@@ -15,6 +15,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from typing import Any
 
 SWITCH = "MOELORA_VLLM"
 OWN_PATH = "vLLM's own path runs"
@@ -30,11 +31,13 @@ def say_once(message: str) -> None:
         log.warning("moelora: %s", message)
 
 
-def wrap(owner: object, name: str, make: Callable[[Callable], Callable]) -> None:
+def wrap(
+    owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
     """Replace `owner.name` by `make(owner.name)`, the first time only: plugins load repeatedly."""
     original = getattr(owner, name)
     if not hasattr(original, "_moelora"):
-        replacement = functools.wraps(original)(make(original))
+        replacement: Any = functools.wraps(original)(make(original))
         replacement._moelora = True
         setattr(owner, name, replacement)
 

@@ -7,6 +7,7 @@ not here, keeps its bits. They never synchronise, and can be captured in a CUDA 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ def _check_tiles(half: str, **tiles: int) -> None:
             raise ValueError(f"{half}{name} is {value!r}, expected an int of at least 1")
 
 
-def _check_equal(name: str, got, source: str, want) -> None:
+def _check_equal(name: str, got: Any, source: str, want: Any) -> None:
     if got != want:
         raise ValueError(f"{name} is {got}, {source} is {want}")
 
@@ -42,7 +43,7 @@ def _lists(
     adapter_enabled: Tensor | None,
     num_experts: int | None,
     block_size: int,
-) -> tuple:
+) -> tuple[Any, ...]:
     """vLLM's description of who works on what, as the compiled operators take it."""
     _check_equal("top_k_num", top_k_num, "topk_weights.size(1)", topk_weights.size(-1))
     absent = absent_tensor(topk_weights)
