@@ -113,13 +113,13 @@ def _load_file(path: Path) -> int:
     try:
         content = json.loads(_read(path))
         device, layer = content["device"], content["layer"]
-        key: tuple[Any, ...] = (
+        key: list[Any] = [
             DEVICES[device["type"]],
             int(device.get("compute_capability", 0)),
             int(device.get("units", 0)),
             DTYPES[content["dtype"]],
             *(int(layer[name]) for name in ("experts", "top_k", "hidden", "intermediate")),
-        )
+        ]
         plans = [
             (int(tokens), name)
             for tokens, names in content["plans"].items()
@@ -137,7 +137,8 @@ def _load_file(path: Path) -> int:
     loaded = 0
     for tokens, name in plans:
         try:
-            _C.add_tuned_plan(*key, tokens, name)
+            plan: Any = (*key, tokens, name)
+            _C.add_tuned_plan(*plan)
             loaded += 1
         except (ValueError, OverflowError) as error:
             _warn(f"{path}: {error!s:.200}")

@@ -164,6 +164,21 @@ def test_the_bounds_of_the_extra_are_what_is_tried():
         assert lowest[package] == f"{bound}.0"
 
 
+def test_modules_that_are_not_strict_yet_exist():
+    text = (ROOT / "pyproject.toml").read_text()
+    (names,) = re.findall(r"Not strict yet.*?module = \[\n(.*?)\]", text, re.S)
+    names = re.findall(r'"(.*)"', names)
+    assert names == sorted(set(names))
+    for name in names:
+        path = ROOT / name.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__init__.py").exists(), name
+
+
+def test_the_citation_is_of_this_version():
+    text = (ROOT / "CITATION.cff").read_text()
+    assert re.findall(r"^version: (.*)$", text, re.M) == [_C.version()]
+
+
 PROJECT = {
     "pyproject.toml": '[project]\nname = "moelora"\ndynamic = ["version"]\n'
     '[tool.setuptools]\npackages = ["moelora"]\n',

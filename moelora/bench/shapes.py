@@ -112,7 +112,8 @@ def custom(text: str) -> tuple[str, Model]:
     if fields[4:] and fields[4] not in ACTIVATIONS:
         raise ValueError(f"the activation of {text!r} is none of {', '.join(ACTIVATIONS)}")
     experts, top_k, hidden, intermediate = sizes
-    model = Model("custom", experts, top_k, hidden, intermediate, *fields[4:5])
+    activation = fields[4] if fields[4:] else "silu"
+    model = Model("custom", experts, top_k, hidden, intermediate, activation)
     return "x".join(fields), model
 
 

@@ -62,7 +62,7 @@ def _alignment(device: str) -> str:
         want = reference.moe_lora_align_block_size_ref(
             ids.cpu(), mapping.cpu(), EXPERTS, 16, SLOTS, mode=mode
         )
-        if not all(torch.equal(g.cpu(), w) for g, w in zip(got, want, strict=True)):
+        if got is None or not all(torch.equal(g.cpu(), w) for g, w in zip(got, want, strict=True)):
             return f"{mode}: other rows than the reference's"
     return ""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,7 @@ def _int32(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def _pad(values: list[int], length: int, padding: int) -> list[int]:
+def _pad(values: list[Any], length: int, padding: float) -> list[Any]:
     return values + [padding] * (length - len(values))
 
 
@@ -63,7 +65,7 @@ def moe_lora_align_block_size_ref(
         for j in range(top_k):
             e = experts[m][j]
             if e >= 0:
-                key = (e, adapters[m]) if mode == "uniform" else (e,)
+                key: tuple[int, ...] = (e, adapters[m]) if mode == "uniform" else (e,)
                 groups.setdefault(key, []).append((adapters[m], m * top_k + j))
 
     sorted_token_ids: list[int] = []

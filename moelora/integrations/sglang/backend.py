@@ -41,7 +41,7 @@ class MoELoRABackend:
     def __init__(self, pool: AdapterPool, layers: Mapping[int, str] | None = None) -> None:
         self.pool = pool
         if layers is None:
-            layers = {int(re.search(r"\d+", name)[0]): name for name in pool.layers}
+            layers = {int(re.findall(r"\d+", name)[0]): name for name in pool.layers}
         self.layers = dict(layers)
         self.reset_batch_state()
 
@@ -78,7 +78,7 @@ class MoELoRABackend:
         if self._prepared[0] is not forward_batch:
             self._prepared = (forward_batch, self._prepare(forward_batch))
         info = self._prepared[1]
-        return info and LayerBatchInfo(**vars(info), layer=self.layers[layer_id])
+        return None if info is None else LayerBatchInfo(**vars(info), layer=self.layers[layer_id])
 
     def _prepare(self, forward_batch: Any) -> MoELoRABatchInfo | None:
         names = forward_batch.lora_ids

@@ -28,6 +28,7 @@ The staged operators are `moe_lora_a`, `moe_lora_gate_up_b` and `moe_lora_down_c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ def _who(
     adapter_enabled: Tensor | None,
     num_experts: int | None,
     *weights: Tensor | None,
-) -> tuple:
+) -> tuple[Any, ...]:
     """Who works on what; `weights` are routing weights and scalings, where a stage takes them."""
     absent = absent_tensor(expert_ids)
     expert_ids, _, experts = one_expert(expert_ids, None, known_experts(factors, num_experts))
@@ -377,7 +378,7 @@ def run_moe_lora(
     rows = topk_ids.shape
     xa = hidden_states.new_empty((*rows, gate_up_a_buffer.size(-2)))
     activated = hidden_states.new_empty((*rows, gate_up_b_buffer.size(-2) // 2))
-    same = {"adapter_enabled": enabled, "num_experts": experts}
+    same: dict[str, Any] = {"adapter_enabled": enabled, "num_experts": experts}
     moe_lora_a(hidden_states, topk_ids, gate_up_a_buffer, *adapters, out=xa, **same)
     moe_lora_gate_up_b(xa, topk_ids, gate_up_b_buffer, *adapters, out=activated, **same)
     return moe_lora_down_combine(
