@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -11,9 +10,7 @@ from moelora.quantized import QuantizedWeights
 INT4_GROUP = 128
 
 
-def draw_mxfp4(
-    experts: int, rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype
-) -> tuple[torch.Tensor, ...]:
+def draw_mxfp4(experts, rows, columns, generator, dtype):
     """Blocks [E, N, K/2] and scales [E, N, K/32], for a standard deviation of about 0.02."""
     return (
         _integers((experts, rows, columns // 2), 0, 256, generator),
@@ -21,9 +18,7 @@ def draw_mxfp4(
     )
 
 
-def draw_int4(
-    experts: int, rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype
-) -> tuple[torch.Tensor, ...]:
+def draw_int4(experts, rows, columns, generator, dtype):
     """GPTQ's qweight [E, K/8, N] and scales [E, K/128, N], likewise."""
     words = _integers((experts, columns // 8, rows, 4), 0, 256, generator)
     scales = torch.rand(
@@ -32,10 +27,8 @@ def draw_int4(
     return words.view(torch.int32).squeeze(-1), scales.add_(0.5).mul_(0.02 / 4.6).to(dtype)
 
 
-def _integers(
-    shape: tuple[int, ...], low: int, high: int, generator: torch.Generator
-) -> torch.Tensor:
-    options: dict[str, Any] = {"device": generator.device, "dtype": torch.uint8}
+def _integers(shape, low, high, generator):
+    options = {"device": generator.device, "dtype": torch.uint8}
     return torch.randint(low, high, shape, generator=generator, **options)
 
 
@@ -46,10 +39,8 @@ class Format:
     about: str
     bits: float  # of a weight, its share of the scales included
     multiple: int  # of both sizes of a layer
-    draw: Callable[
-        ..., tuple[torch.Tensor, ...]
-    ]  # of experts, rows, columns, generator, dtype: what `pack` takes
-    pack: Callable[..., QuantizedWeights]  # makes QuantizedWeights of that
+    draw: Callable  # of experts, rows, columns, generator, dtype: what `pack` takes
+    pack: Callable  # makes QuantizedWeights of that
 
 
 FORMATS = {
