@@ -138,7 +138,7 @@ tables: build
 
 # The site of docs/ with the API reference, in build/site; what mkdocs warns of is an error.
 docs: build/docs/.ready
-	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict
 
 build/docs/.ready: requirements-docs.txt
 	test -x build/docs/bin/python || $(PYTHON) -m venv build/docs

@@ -64,7 +64,7 @@ def check(version, python, wheel, demo, borrow, folder):
         run(*pip, "--no-deps", "--force-reinstall", wheel)
     else:
         torch = (ROOT / "requirements-torch.txt").read_text().split()
-        run(*pip, *torch, "numpy", f"{wheel}[{'cli,hf,plot' if demo else 'cli'}]")
+        run(*pip, *torch, f"{wheel}[{'cli,hf,plot' if demo else 'cli'}]")
     run(fresh, "-c", PROBE, ROOT, cwd=folder)
     run(venv / "bin" / "moelora", "info", cwd=folder)
     if demo:

@@ -102,7 +102,7 @@ def test_wheel(wheel):
     assert "[console_scripts]\nmoelora = moelora.__main__:main" in plugins
     assert headers.get_all("Provides-Extra") == ["cli", "hf", "plot", "dev"]
     needed = [r for r in headers.get_all("Requires-Dist") if "extra ==" not in r]
-    assert needed == ["torch>=2.11", "safetensors"]
+    assert needed == ["torch>=2.11", "numpy", "safetensors"]
 
 
 def test_links_of_the_packages_page_lead_somewhere(setup_py, monkeypatch):
