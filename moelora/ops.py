@@ -117,9 +117,8 @@ def _last_of_layer(
     hidden = x.size(1) if x.dim() == 2 else None
     gated = 1 if activation == "relu2" else 2
     inter = w13.shape[1] // gated if len(w13.shape) == 3 else None
-    layout2 = _layout_of("w2", w2, x, inter)
-    layouts = *_layout_of("w13", w13, x, hidden), layout2[0], *layout2[2:]
-    return *layouts, batch_invariant
+    first, (format2, _, *rest2) = _layout_of("w13", w13, x, hidden), _layout_of("w2", w2, x, inter)
+    return *first, format2, *rest2, batch_invariant
 
 
 @typed

@@ -81,7 +81,8 @@ class QuantizedWeights(FromFP8):
     def layout(self) -> tuple[int, int, int, int, float]:
         """moelora_layout of csrc/moelora.h: format, order, rows, and what multiplies them."""
         x_format = X_FORMATS.index(self.x_format)
-        return self._code(), ORDERS[self.gate_up], self.shape[1], x_format, self.x_scale
+        x_scale = self.x_scale if self.x_format == "static" else 0.0  # which torch.compile knows
+        return self._code(), ORDERS[self.gate_up], self.shape[1], x_format, x_scale
 
     def _code(self) -> int:
         if self.format == "int4":

@@ -24,13 +24,19 @@ OUTER_RTOL, OUTER_ATOL = 5e-2, 1e-2
 
 
 def assert_close_to_ref(
-    y: Tensor, ref64: Tensor, naive: Tensor, dtype: torch.dtype, atol: float = OUTER_ATOL
+    y: Tensor,
+    ref64: Tensor,
+    naive: Tensor,
+    dtype: torch.dtype,
+    atol: float = OUTER_ATOL,
+    steps: float = 0.0,
 ) -> float:
     """Fail unless `y` is as accurate as the same computation done naively in its dtype.
 
     The rule is max|y - ref64| <= 1.5 * max|naive - ref64| + floor, where the floor is a few
     roundings of max(TYPICAL, max|ref64|) (see FLOOR_ROUNDINGS), and, as an outer fence that does
-    not trust the naive version, |y - ref64| <= atol + 5e-2 |ref64| everywhere.
+    not trust the naive version, |y - ref64| <= atol + 5e-2 |ref64| everywhere. `steps` is a share
+    of max(TYPICAL, max|ref64|) that is forgiven, too: what steps of a coarse rounding may make.
 
     Returns the error of `y` over what the rule allows (at most 1).
     """
@@ -46,7 +52,7 @@ def assert_close_to_ref(
     naive_error = (naive.detach().cpu().double() - ref64).abs().max().item()
     scale = max(TYPICAL, ref64.abs().max().item())
     roundings = FLOOR_ROUNDINGS[dtype] * (2 if ref64.numel() < FEW_OUTPUTS else 1)
-    floor = roundings * UNIT_ROUNDOFF[dtype] * scale
+    floor = (roundings * UNIT_ROUNDOFF[dtype] + steps) * scale
     allowed = NAIVE_FACTOR * naive_error + floor
     worst = error.max().item()
     assert worst <= allowed, _describe(

@@ -18,8 +18,9 @@ from moelora.reference import (
     naive_fused_moe_lora_gemm,
 )
 
-# A last bit of h decides to which of two numbers of e4m3 it goes, which lie up to 1/8 apart.
-FENCE = {False: 1e-2, True: 5e-2}
+# A last bit of h decides to which of two numbers of e4m3 it goes, which lie up to 1/8 apart. In a
+# layer a few may fall the other way, in a projection none.
+STEPS = {"atol": 5e-2, "steps": 1 / 16}
 every_device = pytest.mark.parametrize("device, dtype", DEVICES_AND_DTYPES)
 every_format = pytest.mark.parametrize("name", ALL_FORMATS)
 
@@ -35,7 +36,7 @@ def check_layer(p: Quantised, device: str) -> float:
     assert_unchanged(inputs, there.dense.tensors())
     if device == "cpu" and not p.is_w8a8:
         assert same_bits(y, moelora.fused_experts_lora(**p.dense.kwargs()))
-    return assert_close_to_ref(y, ref, naive, dtype, FENCE[p.is_w8a8])
+    return assert_close_to_ref(y, ref, naive, dtype, **(STEPS if p.is_w8a8 else {}))
 
 
 def check_gemm(p: Quantised, projection: str, mul_routed_weight: bool, device: str) -> float:
@@ -50,7 +51,7 @@ def check_gemm(p: Quantised, projection: str, mul_routed_weight: bool, device: s
     if device == "cpu" and not p.is_w8a8:
         dense = p.dense.gemm_kwargs(projection, mul_routed_weight)
         assert same_bits(y, moelora.fused_moe_lora_gemm(**dense))
-    return assert_close_to_ref(y, ref, naive, dtype, FENCE[p.is_w8a8])
+    return assert_close_to_ref(y, ref, naive, dtype)
 
 
 def base_rows(p: Quantised) -> torch.Tensor:
@@ -248,8 +249,9 @@ def test_number_of_threads_does_not_change_bits():
 
 
 @every_device
-def test_compile(device, dtype):
-    p = build(Spec(tokens=9, hidden=96, inter=96), ALL_FORMATS["int4_g64_zp"], dtype).to(device)
+@pytest.mark.parametrize("name", ["int4_g64_zp", "fp8_block_w8a8", "fp8_static_w8a8"])
+def test_compile(name, device, dtype):
+    p = build(Spec(tokens=9, hidden=96, inter=96), ALL_FORMATS[name], dtype).to(device)
 
     def layer(**kwargs):
         return moelora.fused_experts_lora(**kwargs).relu()
@@ -270,9 +272,10 @@ def test_compile_of_a_projection_and_its_numbers(device, dtype):
         assert same_bits(got, want)
 
 
-def test_compile_of_any_number_of_tokens():
+@pytest.mark.parametrize("name", ["mxfp4", "fp8_block_w8a8"])
+def test_compile_of_any_number_of_tokens(name):
     torch._dynamo.reset()
-    p = build(Spec(tokens=17, hidden=96, inter=96), ALL_FORMATS["mxfp4"], torch.bfloat16)
+    p = build(Spec(tokens=17, hidden=96, inter=96), ALL_FORMATS[name], torch.bfloat16)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
         moelora.fused_experts_lora, fullgraph=True, backend=counter, dynamic=True

@@ -1,4 +1,4 @@
-"""Layers and projections of four-bit weights, and their way to tiles and back."""
+"""Layers and projections of quantised weights, and their way to tiles and back."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -17,6 +17,12 @@ FORMATS = {
     "int4 of 32": (32, False),
     "int4 of 32 zeros": (32, True),
 }
+FP8 = {
+    "fp8": ("from_fp8_block", "fp8"),
+    "fp8 native": ("from_fp8_block", "native"),
+    "fp8 rows": ("from_fp8_channel", "fp8"),
+    "fp8 static": ("from_fp8_tensor", "fp8"),
+}
 WIDE = Spec(tokens=130, top_k=3, experts=5, hidden=320, inter=192, mix="half_base", bias=True)
 SPECS = {
     "whole": WIDE,
@@ -29,6 +35,8 @@ SPECS = {
 def packed(w: torch.Tensor, name: str, gate_up: str | None, seed: int):
     """Weights of the shape and dtype of `w`, of numbers that a seed draws."""
     make = torch.Generator().manual_seed(seed)
+    if name in FP8:
+        return packed_fp8(w, name, gate_up, make)
     (experts, rows, columns), (group, zeros) = w.shape, FORMATS[name]
     groups = columns // (group if group and columns % group == 0 else columns)
     options = {"gate_up": gate_up, "dtype": w.dtype}
@@ -45,6 +53,24 @@ def packed(w: torch.Tensor, name: str, gate_up: str | None, seed: int):
     points = draw(-(2**31), 2**31, experts, -(-rows // 8), groups) if zeros else None
     make_weights = moelora.QuantizedWeights.from_compressed_tensors
     return make_weights(words, scales, points, **options)
+
+
+def packed_fp8(w: torch.Tensor, name: str, gate_up: str | None, make: torch.Generator):
+    experts, rows, columns = w.shape
+    constructor, activations = FP8[name]
+    size = torch.randint(0, 127, w.shape, generator=make, dtype=torch.uint8)
+    sign = torch.randint(0, 2, w.shape, generator=make, dtype=torch.uint8) << 7
+    values = (size | sign).to(w.device).view(torch.float8_e4m3fn)
+    halves = 2 if gate_up == "concatenated" else 1
+    shape = {
+        "from_fp8_block": (experts, halves * -(-(rows // halves) // 128), -(-columns // 128)),
+        "from_fp8_channel": (experts, rows),
+        "from_fp8_tensor": (experts,),
+    }[constructor]
+    scales = (torch.rand(shape, generator=make) * 2e-4).to(w.device)
+    given = (values, scales, 0.0125) if name == "fp8 static" else (values, scales)
+    pack = getattr(moelora.QuantizedWeights, constructor)
+    return pack(*given, activations=activations, gate_up=gate_up, dtype=w.dtype)
 
 
 def calls(device: str, name: str, spec: Spec):
@@ -69,7 +95,7 @@ def calls(device: str, name: str, spec: Spec):
 def quantised(device):
     """Every format in every order of rows; w2 is of plain order."""
     for shape, spec in SPECS.items():
-        for name in FORMATS:
+        for name in (*FORMATS, *FP8):
             for word, dtype in DTYPES["cuda"].items():
                 group = f"{shape} {name} {word}"
                 yield group, partial(calls, device, name, replace(spec, dtype=dtype))
