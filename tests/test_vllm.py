@@ -12,9 +12,9 @@ from cases import EDGE_CASES, Spec, same_bits
 from conftest import needs_gpu
 from vllm_layer import Layer, base, load
 
-pytest_plugins = ["vllm_fixtures"]
-
 import moelora
+
+pytest_plugins = ["vllm_fixtures"]
 
 UNINTERLEAVE = "swigluoai_uninterleave"
 
