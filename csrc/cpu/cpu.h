@@ -133,8 +133,13 @@ void moelora_cpu_rows(const moelora_projection *projection, int64_t first, int64
 void moelora_cpu_base_rows(const moelora_projection *projection, int64_t first, int64_t m,
                            moelora_scratch *scratch);
 
+static inline size_t moelora_operands_bytes(const moelora_variant *variant, int64_t rows,
+                                            int64_t k) {
+  return moelora_times(moelora_times((size_t)rows, (size_t)k),
+                       moelora_cpu_kernels_of(variant)->operand_bytes);
+}
+
 /* gemm.c: rows of the compute dtype as operand rows, times weight[i] if given, rounded once. */
-size_t moelora_operands_bytes(const moelora_variant *variant, int64_t rows, int64_t k);
 void moelora_cpu_operands(const moelora_variant *variant, const void *x, int64_t x_stride,
                           int64_t rows, int64_t k, const float *weight, void *out,
                           const moelora_exec *exec);

@@ -132,11 +132,6 @@ void moelora_cpu_project(const moelora_projection *projection, const moelora_exe
                        project_task, &tasks);
 }
 
-size_t moelora_operands_bytes(const moelora_variant *variant, int64_t rows, int64_t k) {
-  return moelora_times(moelora_times((size_t)rows, (size_t)k),
-                       moelora_cpu_kernels_of(variant)->operand_bytes);
-}
-
 typedef struct operand_tasks {
   const moelora_variant *variant;
   const char *x;
