@@ -146,15 +146,17 @@ def cuda_archs_of(source):
 
 
 def cuda_arch_flags(source):
-    """Portable machine code for 9.0 and later is made from one PTX, that of the lowest of them: to
-    make PTX takes as long as to make machine code of it, and programmatic launches, which are all
-    that portable sources have from 9.0 on, are in each."""
+    """Portable machine code for 9.x to 11.x is made from one PTX, that of the lowest of them: to make
+    PTX takes as long as to make machine code of it, and programmatic launches, which are all that
+    portable sources have from 9.0 on, are in each. From 12.0 on SMs are smaller, and so are the
+    bounds of some kernels: these have a PTX of their own."""
     archs, ptx = cuda_archs_of(source)
     if ptx is None:
         return [f for arch in archs for f in ("-gencode", f"arch=compute_{arch},code=sm_{arch}")]
     plain = [arch.rstrip("af") for arch in archs]
-    later = [arch for arch in plain if int(arch) >= 90]
-    groups = [[arch] for arch in plain if arch not in later] + ([later] if later else [])
+    large = [arch for arch in plain if 90 <= int(arch) < 120]
+    small = [arch for arch in plain if int(arch) >= 120]
+    groups = [[arch] for arch in plain if int(arch) < 90] + [g for g in (large, small) if g]
     flags = []
     for number, group in enumerate(groups):
         codes = [f"sm_{arch}" for arch in group]

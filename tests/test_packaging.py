@@ -372,7 +372,8 @@ PORTABLE = {
     "sm_89;80": ["arch=compute_80,code=[sm_80,compute_80]", "arch=compute_89,code=sm_89"],
     "release": [
         "arch=compute_80,code=[sm_80,compute_80]",
-        "arch=compute_90,code=[sm_90,sm_100,sm_120]",
+        "arch=compute_90,code=[sm_90,sm_100]",
+        "arch=compute_120,code=sm_120",
     ],
 }
 

@@ -9,10 +9,10 @@
 
 namespace decode {
 
-/* CTAs per SM. Memory that is half as fast needs half as much in flight, and portable code a few
- * registers more. */
+/* CTAs per SM. Memory that is half as fast, that of 8.x and 12.x, needs half as much in flight, and
+ * portable code a few registers more. */
 constexpr int kMostResident = 2;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
 constexpr int kResident = 1;
 #else
 constexpr int kResident = kMostResident;
