@@ -91,10 +91,10 @@ __device__ __forceinline__ void multiply_e4m3(float *partial, uint64_t a, uint64
 
 /* Two consumers take turns: while one has the tensor cores, the other adds up what it has. */
 __device__ __forceinline__ void turn_wait(int consumer) {
-  asm volatile("barrier.cta.sync %0, 256;" ::"r"(4 + consumer) : "memory");
+  barrier_sync<256>(4 + consumer);
 }
 __device__ __forceinline__ void turn_pass(int consumer) {
-  asm volatile("barrier.cta.arrive %0, 256;" ::"r"(5 - consumer) : "memory");
+  barrier_pass<256>(5 - consumer);
 }
 
 /* d += partial times the scales of a thread's two rows and of its tokens. */
