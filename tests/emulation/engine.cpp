@@ -199,13 +199,12 @@ Cta *begin_cta(unsigned number, Cluster *cluster) {
     fiber.cta = cta;
     fiber.thread = t;
     fiber.stack = take(free_stacks, kStack);
-    /* as a call would leave it: enter() finds its stack 8 from a multiple of 16 */
+    /* As a call of enter() would leave it, under six registers: 8 from a multiple of 16. */
     void **top = (void **)(fiber.stack + kStack - 16);
-    top[0] = nullptr;
-    top[-1] = (void *)enter;
-    for (int i = 2; i <= 7; i++)
+    top[0] = (void *)enter;
+    for (int i = 1; i <= 6; i++)
       top[-i] = nullptr;
-    fiber.stack_pointer = top - 7;
+    fiber.stack_pointer = top - 6;
     ready.push_back(&fiber);
   }
   return cta;

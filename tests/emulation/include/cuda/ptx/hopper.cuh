@@ -94,6 +94,7 @@ template <int PENDING> void wgmma_wait() {
   emulation::meet(~0u, [](void *const (&)[32], uint32_t) { emulation::wait_products(PENDING); },
                   nullptr);
 }
+template <int COUNT> void settle(float *) {}
 inline uint64_t wgmma_descriptor(uint32_t address) {
   return ((uint64_t)1 << 62) | ((uint64_t)(1024 >> 4) << 32) | ((uint64_t)1 << 16) |
          (uint64_t)((address & 0x3FFFF) >> 4);
