@@ -10,6 +10,7 @@
 static const char *wanted = "";
 static uint64_t hash = 14695981039346656037u;
 static char drawn[512];
+static const moelora_layout native;
 
 static void hash_tensor(const moelora_tensor *t) {
   const unsigned char *bytes = t->data;
@@ -24,21 +25,37 @@ static moelora_exec gpu(bool invariant) {
   return (moelora_exec){.device = MOELORA_CUDA, .batch_invariant = invariant};
 }
 
-/* One or two kernels of different roles; most cases have none. */
-static void force_any(int64_t odds) {
+/* A kernel of what a case has: its dtype, and the format of its weights. */
+static bool suits(const char *name, moelora_dtype dtype, const moelora_layout *layout) {
+  static const char *words[] = {"mxfp4", "int4", "w8a16", "w8a8"};
+  const moelora_format f = layout->format;
+  const int word = f == MOELORA_NATIVE ? -1 : f == MOELORA_MXFP4 ? 0 : f < MOELORA_FP8 ? 1
+                   : layout->x == MOELORA_X_NATIVE ? 2 : 3;
+  if (!strstr(name, "_i32_") && dtype_of(name) != dtype)
+    return false;
+  if (strncmp(name, "gemm", 4) && strncmp(name, "decode", 6))
+    return true;
+  for (int i = 0; i < 4; i++)
+    if (strstr(name, words[i]))
+      return i == word;
+  return word < 0;
+}
+
+/* One or two kernels of different roles; of four cases one has none. */
+static void force_any(moelora_dtype dtype, const moelora_layout *layout) {
   static const char *names[512];
   static int count;
   const char *name;
-  for (int32_t i = 0; count == 0 && (name = moelora_variant_name(i)); i++)
+  for (int32_t i = count ? -1 : 0; i >= 0 && (name = moelora_variant_name(i)); i++)
     if (strstr(name, "_sm"))
       names[count++] = name;
   CHECK_OK(moelora_force_variant(NULL));
-  if (strcmp(wanted, "-") == 0 || (!*wanted && random_in(1, 4) > odds))
+  if (strcmp(wanted, "-") == 0 || (!*wanted && random_in(0, 3) == 0))
     return;
-  for (int tries = 0; tries < 2000; tries++) {
+  for (int tries = 0; tries < 10000; tries++) {
     char both[256];
     const char *first = names[random_in(0, count - 1)], *second = names[random_in(0, count - 1)];
-    if (!strstr(first, wanted))
+    if (!strstr(first, wanted) || !suits(first, dtype, layout) || !suits(second, dtype, layout))
       continue;
     snprintf(both, sizeof both, maybe() ? "%s" : "%s,%s", first, second);
     if (moelora_force_variant(both) == MOELORA_OK) {
@@ -93,9 +110,9 @@ static moelora_tensor like(const moelora_tensor *t) {
     give_workspace(&exec, bytes);                                                                  \
     if (bytes)                                                                                     \
       memset(exec.workspace, 0xff, bytes);                                                         \
+    CHECK_OK(call_##NAME(args, &exec));                                                            \
     if (getenv("EMULATION_VERBOSE"))                                                               \
       fprintf(stderr, "%s: %s\n", drawn, moelora_last_plan());                                     \
-    CHECK_OK(call_##NAME(args, &exec));                                                            \
     check_guards();                                                                                \
   }
 RUN(experts)
@@ -282,7 +299,7 @@ static void test_experts(uint64_t number) {
            invariant ? " invariant" : "");
   moelora_force_variant(NULL);
   run_experts(&want, serial);
-  force_any(3);
+  force_any(dtype, maybe() ? &layout13 : &layout2);
   run_experts(&args, gpu(invariant));
   char plan[512];
   snprintf(plan, sizeof plan, "%s", moelora_last_plan());
@@ -297,7 +314,7 @@ static void test_experts(uint64_t number) {
     some.adapters.token_lora_mapping = part(&args.adapters.token_lora_mapping, first, count);
     some.out = new_tensor(dtype, SIZES(count, s.hidden));
     DESCRIBE(", %lld tokens from %lld", (long long)count, (long long)first);
-    force_any(3);
+    force_any(dtype, maybe() ? &layout13 : &layout2);
     run_experts(&some, gpu(true));
     same_rows(&some.out, &args.out, first, plan);
   }
@@ -338,7 +355,7 @@ static void test_gemm(uint64_t number) {
            invariant ? " invariant" : "");
   moelora_force_variant(NULL);
   run_gemm(&want, serial);
-  force_any(3);
+  force_any(dtype, &layout);
   run_gemm(&args, gpu(invariant));
   char plan[512];
   snprintf(plan, sizeof plan, "%s", moelora_last_plan());
@@ -354,7 +371,7 @@ static void test_gemm(uint64_t number) {
     some.adapters.token_lora_mapping = part(&args.adapters.token_lora_mapping, first, count);
     some.out = new_tensor(dtype, SIZES(count, s.top_k, n));
     DESCRIBE(", %lld tokens from %lld", (long long)count, (long long)first);
-    force_any(3);
+    force_any(dtype, &layout);
     run_gemm(&some, gpu(true));
     same_rows(&some.out, &args.out, first, plan);
   }
@@ -442,7 +459,7 @@ static void test_delta(uint64_t number) {
   want.out = like(&args.out);
   moelora_tensor before = like(&args.out);
   run_delta(&want, serial);
-  force_any(3);
+  force_any(dtype, &native);
   run_delta(&args, gpu(invariant));
   char plan[512];
   snprintf(plan, sizeof plan, "%s", moelora_last_plan());
@@ -466,7 +483,7 @@ static void test_delta(uint64_t number) {
     moelora_tensor some_before = part(&before, first, count);
     some.out = like(&some_before);
     DESCRIBE(", %lld tokens from %lld", (long long)count, (long long)first);
-    force_any(3);
+    force_any(dtype, &native);
     run_delta(&some, gpu(true));
     same_rows(&some.out, &args.out, first, plan);
   }
@@ -485,7 +502,7 @@ static void test_delta(uint64_t number) {
     DESCRIBE(", halves");
     moelora_force_variant(NULL);
     run_delta(&half_want, serial);
-    force_any(3);
+    force_any(dtype, &native);
     run_delta(&half, gpu(invariant));
     compare("shrink", &half.h, &half_want.h, 2);
     hash_tensor(&half.h);
@@ -495,7 +512,7 @@ static void test_delta(uint64_t number) {
     other.out = like(&before);
     for (int i = 0; i < slices; i++)
       other.lora.a[i] = absent;
-    force_any(3);
+    force_any(dtype, &native);
     run_delta(&other, gpu(invariant));
     compare("expand", &other.out, &want.out, 2);
     hash_tensor(&other.out);
@@ -526,7 +543,7 @@ static void test_mlp(uint64_t number) {
            invariant ? " invariant" : "");
   moelora_force_variant(NULL);
   run_mlp_delta(&want, serial);
-  force_any(3);
+  force_any(dtype, &native);
   run_mlp_delta(&args, gpu(invariant));
   char plan[512];
   snprintf(plan, sizeof plan, "%s", moelora_last_plan());
@@ -542,7 +559,7 @@ static void test_mlp(uint64_t number) {
     moelora_tensor some_before = part(&before, first, count);
     some.out = like(&some_before);
     DESCRIBE(", %lld tokens from %lld", (long long)count, (long long)first);
-    force_any(3);
+    force_any(dtype, &native);
     run_mlp_delta(&some, gpu(true));
     same_rows(&some.out, &args.out, first, plan);
   }
@@ -594,7 +611,7 @@ static void test_align(uint64_t number) {
            args.num_experts, args.block_size, args.max_loras);
   moelora_force_variant(NULL);
   run_align(&want, serial);
-  force_any(3);
+  force_any(MOELORA_BF16, &native);
   run_align(&args, gpu(false));
   check_same("rows", &args.sorted_token_ids, &want.sorted_token_ids);
   check_same("experts", &args.expert_ids, &want.expert_ids);
