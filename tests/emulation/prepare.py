@@ -12,7 +12,7 @@ DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];"
 STATIC = re.compile(
     r"^( *)__shared__ (__align__\(\w+\) )?(typename [\w:]+|\w+(?:<[^;]*?>)?) ([^;]*);", re.M
 )
-LAUNCH = re.compile(r"\b(\w+)<<<(.*?)>>>", re.S)
+LAUNCH = re.compile(r"\b(\w+(?:<[^<>;()]*>)?)<<<(.*?)>>>", re.S)
 
 
 def static(match):
