@@ -1,10 +1,10 @@
-/* Random calls on the emulated GPU against the same on the CPU: layers, projections, adapters alone,
- * alignments, packing; as planned and with a kernel forced; and in batch-invariant mode a part of the
- * tokens, with another kernel, against the whole, bit for bit.
+/* Random calls on the emulated GPU against the same on the CPU: layers, projections, adapters
+ * alone, alignments, packing; as planned and with a kernel forced; and in batch-invariant mode a
+ * part of the tokens, with another kernel, against the whole, bit for bit.
  *
- *   compare KIND FIRST COUNT [NAME]    KIND: experts, gemm, delta, mlp, align, pack or all; NAME: what
- *                                      forced variants have in common, "-": none
- * Prints a hash of all outputs, for builds that should agree. */
+ *   compare KIND FIRST COUNT [NAME]    KIND: experts, gemm, delta, mlp, align, pack or all; NAME:
+ * what forced variants have in common, "-": none Prints a hash of all outputs, for builds that
+ * should agree. */
 #include "cases.h"
 
 static const char *wanted = "";
@@ -18,8 +18,7 @@ static void hash_tensor(const moelora_tensor *t) {
     hash = (hash ^ bytes[i]) * 1099511628211u;
 }
 
-#define DESCRIBE(...)                                                                              \
-  snprintf(drawn + strlen(drawn), sizeof drawn - strlen(drawn), __VA_ARGS__)
+#define DESCRIBE(...) snprintf(drawn + strlen(drawn), sizeof drawn - strlen(drawn), __VA_ARGS__)
 
 static moelora_exec gpu(bool invariant) {
   return (moelora_exec){.device = MOELORA_CUDA, .batch_invariant = invariant};
@@ -29,8 +28,11 @@ static moelora_exec gpu(bool invariant) {
 static bool suits(const char *name, moelora_dtype dtype, const moelora_layout *layout) {
   static const char *words[] = {"mxfp4", "int4", "w8a16", "w8a8"};
   const moelora_format f = layout->format;
-  const int word = f == MOELORA_NATIVE ? -1 : f == MOELORA_MXFP4 ? 0 : f < MOELORA_FP8 ? 1
-                   : layout->x == MOELORA_X_NATIVE ? 2 : 3;
+  const int word = f == MOELORA_NATIVE             ? -1
+                   : f == MOELORA_MXFP4            ? 0
+                   : f < MOELORA_FP8               ? 1
+                   : layout->x == MOELORA_X_NATIVE ? 2
+                                                   : 3;
   if (!strstr(name, "_i32_") && dtype_of(name) != dtype)
     return false;
   if (strncmp(name, "gemm", 4) && strncmp(name, "decode", 6))
@@ -235,8 +237,8 @@ static void same_rows(const moelora_tensor *got, const moelora_tensor *whole, in
                       const char *plan) {
   const size_t row = (size_t)whole->stride[0] * dtype_bytes(whole->dtype);
   for (int64_t m = 0; m < got->size[0]; m++)
-    if (memcmp((char *)got->data + (size_t)m * row,
-               (char *)whole->data + (size_t)(first + m) * row, row))
+    if (memcmp((char *)got->data + (size_t)m * row, (char *)whole->data + (size_t)(first + m) * row,
+               row))
       FAIL("%s: token %lld alone differs: %s and %s", drawn, (long long)(first + m), plan,
            moelora_last_plan());
 }
@@ -277,9 +279,8 @@ static void test_experts(uint64_t number) {
       .w2_bias = maybe() ? random_tensor(dtype, 1, SIZES(s.experts, s.hidden)) : absent,
       .routing = random_routing(s),
       .adapters = draw_adapters(s, 130),
-      .w13_lora =
-          random_in(0, 5) ? draw_lora(s, dtype, gated && maybe() ? 2 : 1, n13, s.hidden)
-                          : (moelora_lora){0},
+      .w13_lora = random_in(0, 5) ? draw_lora(s, dtype, gated && maybe() ? 2 : 1, n13, s.hidden)
+                                  : (moelora_lora){0},
       .w2_lora = random_in(0, 5) ? draw_lora(s, dtype, 1, s.hidden, s.inner) : (moelora_lora){0},
       .activation = activation,
       .apply_router_weight_on_input = s.top_k == 1 && maybe(),
@@ -289,14 +290,15 @@ static void test_experts(uint64_t number) {
     args.activation_limit = 0.5;
   moelora_experts_args want = args;
   want.out = like(&args.out);
-  snprintf(drawn, sizeof drawn,
-           " %llu: %s M=%lld k=%lld E=%lld K=%lld I=%lld act=%d formats=%d,%d x=%d,%d ranks=%lld,%lld%s",
-           (unsigned long long)number, dtype_name(dtype), (long long)s.tokens, (long long)s.top_k,
-           (long long)s.experts, (long long)s.hidden, (long long)s.inner, activation,
-           layout13.format, layout2.format, layout13.x, layout2.x,
-           (long long)(args.w13_lora.num_slices ? args.w13_lora.a[0].size[2] : 0),
-           (long long)(args.w2_lora.num_slices ? args.w2_lora.a[0].size[2] : 0),
-           invariant ? " invariant" : "");
+  snprintf(
+      drawn, sizeof drawn,
+      " %llu: %s M=%lld k=%lld E=%lld K=%lld I=%lld act=%d formats=%d,%d x=%d,%d ranks=%lld,%lld%s",
+      (unsigned long long)number, dtype_name(dtype), (long long)s.tokens, (long long)s.top_k,
+      (long long)s.experts, (long long)s.hidden, (long long)s.inner, activation, layout13.format,
+      layout2.format, layout13.x, layout2.x,
+      (long long)(args.w13_lora.num_slices ? args.w13_lora.a[0].size[2] : 0),
+      (long long)(args.w2_lora.num_slices ? args.w2_lora.a[0].size[2] : 0),
+      invariant ? " invariant" : "");
   moelora_force_variant(NULL);
   run_experts(&want, serial);
   force_any(dtype, maybe() ? &layout13 : &layout2);
@@ -348,7 +350,8 @@ static void test_gemm(uint64_t number) {
     args.x = spread_rows(args.x, s.hidden + ONE_OF(1, 8, 64));
   moelora_gemm_args want = args;
   want.out = like(&args.out);
-  snprintf(drawn, sizeof drawn, " %llu: %s M=%lld k=%lld E=%lld K=%lld N=%lld format=%d x=%d rank=%lld%s",
+  snprintf(drawn, sizeof drawn,
+           " %llu: %s M=%lld k=%lld E=%lld K=%lld N=%lld format=%d x=%d rank=%lld%s",
            (unsigned long long)number, dtype_name(dtype), (long long)s.tokens, (long long)s.top_k,
            (long long)s.experts, (long long)s.hidden, (long long)n, layout.format, layout.x,
            (long long)(args.lora.num_slices ? args.lora.a[0].size[2] : 0),
@@ -404,7 +407,8 @@ static void test_delta(uint64_t number) {
   args.out = summed && !silu ? random_tensor(dtype, 1, SIZES(s.tokens, width))
                              : random_tensor(dtype, 1, SIZES(s.tokens, s.top_k, width));
   const int64_t rank = args.lora.a[0].size[2];
-  snprintf(drawn, sizeof drawn, " %llu: %s M=%lld k=%lld E=%lld K=%lld N=%lld rank=%lld slices=%d%s%s%s%s",
+  snprintf(drawn, sizeof drawn,
+           " %llu: %s M=%lld k=%lld E=%lld K=%lld N=%lld rank=%lld slices=%d%s%s%s%s",
            (unsigned long long)number, dtype_name(dtype), (long long)s.tokens, (long long)s.top_k,
            (long long)s.experts, (long long)s.hidden, (long long)n, (long long)rank, slices,
            summed ? " summed" : "", silu ? " silu" : "", lists ? " lists" : "",
@@ -429,8 +433,8 @@ static void test_delta(uint64_t number) {
     };
     if (align.routing.expert_map.data)
       align.num_experts = (int32_t)align.routing.expert_map.size[0];
-    const int64_t blocks_of_all = moelora_align_max_blocks(
-        MOELORA_ALIGN_BASE, s.tokens * s.top_k, align.num_experts, 0, block);
+    const int64_t blocks_of_all = moelora_align_max_blocks(MOELORA_ALIGN_BASE, s.tokens * s.top_k,
+                                                           align.num_experts, 0, block);
     align.lists.sorted_token_ids = new_tensor(MOELORA_I32, SIZES(s.slots, blocks_of_all * block));
     align.lists.expert_ids = new_tensor(MOELORA_I32, SIZES(s.slots, blocks_of_all));
     align.routing.topk_weights = absent;
@@ -591,8 +595,8 @@ static void test_align(uint64_t number) {
     args.adapters.token_lora_mapping = all.token_lora_mapping;
     args.adapters.adapter_enabled = all.adapter_enabled;
   }
-  args.num_experts = args.routing.expert_map.data ? (int32_t)args.routing.expert_map.size[0]
-                                                  : (int32_t)s.experts;
+  args.num_experts =
+      args.routing.expert_map.data ? (int32_t)args.routing.expert_map.size[0] : (int32_t)s.experts;
   args.routing.topk_weights = absent;
   const int64_t blocks = moelora_align_max_blocks(mode, s.tokens * s.top_k, args.num_experts,
                                                   args.max_loras, args.block_size);
@@ -636,7 +640,7 @@ static void test_pack(uint64_t number) {
   moelora_quantized w = {.values =
                              random_ids(MOELORA_U8, 0, 255, SIZES(experts, n, fp8 ? k : k / 2))};
   if (fp8) {
-    w.block_rows = f == MOELORA_FP8_ROWS           ? random_in(1, n)
+    w.block_rows = f == MOELORA_FP8_ROWS         ? random_in(1, n)
                    : order == MOELORA_ROWS_PLAIN ? 64 * random_in(1, 2)
                                                  : n;
     w.block_columns = maybe() ? (f == MOELORA_FP8_G64 ? 64 : 128) : k;
@@ -660,9 +664,8 @@ static void test_pack(uint64_t number) {
            (long long)n, (long long)k);
   for (int i = 0; i < 2; i++) {
     const moelora_exec exec = i ? gpu(false) : serial;
-    tiles[i] = new_tensor(
-        MOELORA_U8,
-        SIZES(experts, rows, fp8 ? (k + 127) / 128 : (k + 63) / 64, moelora_tile_bytes(f)));
+    tiles[i] = new_tensor(MOELORA_U8, SIZES(experts, rows, fp8 ? (k + 127) / 128 : (k + 63) / 64,
+                                            moelora_tile_bytes(f)));
     matrix[i] = new_tensor(dtype, SIZES(experts, n, k));
     CHECK_OK(moelora_pack_quantized(&w, &layout, dtype, &tiles[i], &exec));
     CHECK_OK(moelora_unpack_quantized(&tiles[i], &layout, &matrix[i], &exec));

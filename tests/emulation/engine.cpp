@@ -224,7 +224,10 @@ void end_cta(Cta *cta) {
       std::string last;
       for (const Fiber &fiber : cta->fibers) {
         char text[120];
-        snprintf(text, sizeof text, fiber.done ? "done" : fiber.waits ? fiber.waits : "runs",
+        snprintf(text, sizeof text,
+                 fiber.done    ? "done"
+                 : fiber.waits ? fiber.waits
+                               : "runs",
                  fiber.numbers[0], fiber.numbers[1], fiber.numbers[2]);
         const std::string what = text;
         if (what != last)

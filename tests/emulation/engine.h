@@ -1,10 +1,10 @@
-/* Grids of CUDA threads without a GPU. A thread is a fiber; all fibers of the CTAs that are resident
- * at once take turns in one thread of the host, in an order drawn from a seed. What waits names what
- * it waits for, so that a deadlock can be told.
+/* Grids of CUDA threads without a GPU. A thread is a fiber; all fibers of the CTAs that are
+ * resident at once take turns in one thread of the host, in an order drawn from a seed. What waits
+ * names what it waits for, so that a deadlock can be told.
  *
- * Shared memory of a CTA is a window that addresses of 32 bits count from; it begins as NaNs. Copies
- * that the hardware makes by itself, and wgmma, happen as EMULATION_COPIES says: at once, as late as
- * allowed (when nothing else can go on, or a wait asks for them), or at any time between.
+ * Shared memory of a CTA is a window that addresses of 32 bits count from; it begins as NaNs.
+ * Copies that the hardware makes by itself, and wgmma, happen as EMULATION_COPIES says: at once, as
+ * late as allowed (when nothing else can go on, or a wait asks for them), or at any time between.
  *
  *   EMULATION_SEED=1  EMULATION_COPIES=now|late|any  EMULATION_SMS=4  EMULATION_CAPABILITY=90
  *   EMULATION_RESIDENT=4: CTAs side by side of a grid that does not ask for all of them */
@@ -72,10 +72,14 @@ void meet(uint32_t mask, Together all, void *mine);
 char *window();
 char *window_of(unsigned rank);
 unsigned cluster_rank();
-inline void *at(uint32_t address) { return window() + address; }
+inline void *at(uint32_t address) {
+  return window() + address;
+}
 char *checked(uint32_t address, uint32_t bytes);
 size_t reserve_static(size_t bytes, size_t alignment);
-inline char *dynamic_shared() { return window(); }
+inline char *dynamic_shared() {
+  return window();
+}
 /* A kernel's static variables, as a struct of its own. */
 template <class Variables> Variables &static_shared() {
   static const size_t offset = reserve_static(sizeof(Variables), alignof(Variables));

@@ -71,9 +71,12 @@ void registers_to_rows(Type type, const uint32_t (&a)[32][4], double *rows) {
 /* A swizzle moves 16 bytes within rows of 128 (64, 32) by address bits 7 and up. */
 uint32_t swizzled(uint32_t address, int swizzle) {
   switch (swizzle) {
-  case CU_TENSOR_MAP_SWIZZLE_128B: return address ^ (address >> 7 & 7) << 4;
-  case CU_TENSOR_MAP_SWIZZLE_64B: return address ^ (address >> 7 & 3) << 4;
-  case CU_TENSOR_MAP_SWIZZLE_32B: return address ^ (address >> 7 & 1) << 4;
+  case CU_TENSOR_MAP_SWIZZLE_128B:
+    return address ^ (address >> 7 & 7) << 4;
+  case CU_TENSOR_MAP_SWIZZLE_64B:
+    return address ^ (address >> 7 & 3) << 4;
+  case CU_TENSOR_MAP_SWIZZLE_32B:
+    return address ^ (address >> 7 & 1) << 4;
   }
   return address;
 }
@@ -86,7 +89,8 @@ uint32_t described(uint64_t descriptor, int row, int byte) {
   if (kind != 1 && kind != 3)
     fail("a matrix descriptor without the swizzle of 128 or 32 bytes");
   const uint32_t pitch = kind == 1 ? 128 : 32;
-  const uint32_t at = start + (uint32_t)(row / 8) * atoms + (uint32_t)(row % 8) * pitch + (uint32_t)byte;
+  const uint32_t at =
+      start + (uint32_t)(row / 8) * atoms + (uint32_t)(row % 8) * pitch + (uint32_t)byte;
   return swizzled(at, kind == 1 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_32B);
 }
 
@@ -186,111 +190,116 @@ void copy_async(uint32_t to, const void *from, int size, int bytes) {
 
 void load_matrices(uint32_t *v, int count, uint32_t at) {
   Matrices mine = {v, count, at};
-  meet(~0u,
-       [](void *const (&lanes)[32], uint32_t) {
-         const int count = ((Matrices *)lanes[0])->count;
-         for (int i = 0; i < count; i++)
-           for (int row = 0; row < 8; row++) {
-             const uint32_t at = ((Matrices *)lanes[i * 8 + row])->at;
-             if (at % 16)
-               fail("ldmatrix of a row at %u", at);
-             const char *from = checked(at, 16);
-             for (int t = 0; t < 4; t++)
-               memcpy(&((Matrices *)lanes[row * 4 + t])->v[i], from + t * 4, 4);
-           }
-       },
-       &mine);
+  meet(
+      ~0u,
+      [](void *const(&lanes)[32], uint32_t) {
+        const int count = ((Matrices *)lanes[0])->count;
+        for (int i = 0; i < count; i++)
+          for (int row = 0; row < 8; row++) {
+            const uint32_t at = ((Matrices *)lanes[i * 8 + row])->at;
+            if (at % 16)
+              fail("ldmatrix of a row at %u", at);
+            const char *from = checked(at, 16);
+            for (int t = 0; t < 4; t++)
+              memcpy(&((Matrices *)lanes[row * 4 + t])->v[i], from + t * 4, 4);
+          }
+      },
+      &mine);
 }
 
 void store_matrices_transposed(const uint32_t *v, int count, uint32_t at) {
   Matrices mine = {(uint32_t *)v, count, at};
-  meet(~0u,
-       [](void *const (&lanes)[32], uint32_t) {
-         const int count = ((Matrices *)lanes[0])->count;
-         for (int i = 0; i < count; i++)
-           for (int row = 0; row < 8; row++) {
-             const uint32_t at = ((Matrices *)lanes[i * 8 + row])->at;
-             if (at % 16)
-               fail("stmatrix of a row at %u", at);
-             uint16_t *to = (uint16_t *)checked(at, 16);
-             for (int column = 0; column < 8; column++)
-               to[column] = (uint16_t)(((Matrices *)lanes[column * 4 + row / 2])->v[i] >>
-                                       row % 2 * 16);
-           }
-       },
-       &mine);
+  meet(
+      ~0u,
+      [](void *const(&lanes)[32], uint32_t) {
+        const int count = ((Matrices *)lanes[0])->count;
+        for (int i = 0; i < count; i++)
+          for (int row = 0; row < 8; row++) {
+            const uint32_t at = ((Matrices *)lanes[i * 8 + row])->at;
+            if (at % 16)
+              fail("stmatrix of a row at %u", at);
+            uint16_t *to = (uint16_t *)checked(at, 16);
+            for (int column = 0; column < 8; column++)
+              to[column] =
+                  (uint16_t)(((Matrices *)lanes[column * 4 + row / 2])->v[i] >> row % 2 * 16);
+          }
+      },
+      &mine);
 }
 
 uint32_t transpose(uint32_t v) {
   uint32_t pair[2] = {v, 0};
-  meet(~0u,
-       [](void *const (&lanes)[32], uint32_t) {
-         for (int t = 0; t < 32; t++)
-           for (int half = 0; half < 2; half++) {
-             const int row = t % 4 * 2 + half, column = t / 4;
-             const uint32_t word = ((uint32_t *)lanes[row * 4 + column / 2])[0];
-             ((uint32_t *)lanes[t])[1] |= (word >> column % 2 * 16 & 0xffff) << half * 16;
-           }
-       },
-       pair);
+  meet(
+      ~0u,
+      [](void *const(&lanes)[32], uint32_t) {
+        for (int t = 0; t < 32; t++)
+          for (int half = 0; half < 2; half++) {
+            const int row = t % 4 * 2 + half, column = t / 4;
+            const uint32_t word = ((uint32_t *)lanes[row * 4 + column / 2])[0];
+            ((uint32_t *)lanes[t])[1] |= (word >> column % 2 * 16 & 0xffff) << half * 16;
+          }
+      },
+      pair);
   return pair[1];
 }
 
 void mma(bool is_bf16, float *d, const uint32_t *a, const uint32_t *b) {
   Mma mine = {is_bf16, d, a, b};
-  meet(~0u,
-       [](void *const (&lanes)[32], uint32_t) {
-         const Type type = ((Mma *)lanes[0])->is_bf16 ? BF16 : F16;
-         uint32_t registers[32][4];
-         double rows[16 * 16], columns[16 * 8];
-         float *d[32];
-         for (int t = 0; t < 32; t++) {
-           const Mma &lane = *(Mma *)lanes[t];
-           memcpy(registers[t], lane.a, 16);
-           d[t] = lane.d;
-           for (int i = 0; i < 4; i++) {
-             const uint16_t bits = (uint16_t)(lane.b[i / 2] >> i % 2 * 16);
-             columns[(i / 2 * 8 + t % 4 * 2 + i % 2) * 8 + t / 4] = value_of(type, &bits);
-           }
-         }
-         registers_to_rows(type, registers, rows);
-         multiply(16, 8, rows, columns, d, true);
-       },
-       &mine);
+  meet(
+      ~0u,
+      [](void *const(&lanes)[32], uint32_t) {
+        const Type type = ((Mma *)lanes[0])->is_bf16 ? BF16 : F16;
+        uint32_t registers[32][4];
+        double rows[16 * 16], columns[16 * 8];
+        float *d[32];
+        for (int t = 0; t < 32; t++) {
+          const Mma &lane = *(Mma *)lanes[t];
+          memcpy(registers[t], lane.a, 16);
+          d[t] = lane.d;
+          for (int i = 0; i < 4; i++) {
+            const uint16_t bits = (uint16_t)(lane.b[i / 2] >> i % 2 * 16);
+            columns[(i / 2 * 8 + t % 4 * 2 + i % 2) * 8 + t / 4] = value_of(type, &bits);
+          }
+        }
+        registers_to_rows(type, registers, rows);
+        multiply(16, 8, rows, columns, d, true);
+      },
+      &mine);
 }
 
 void wgmma(Type type, int n, float *d, const uint32_t *a_registers, uint64_t a, uint64_t b,
            bool add) {
   Product mine = {type, n, d, a_registers, a, b, add};
-  meet(~0u,
-       [](void *const (&lanes)[32], uint32_t) {
-         struct All {
-           float *d[32];
-           uint32_t a[32][4];
-         };
-         All all;
-         const Product p = *(Product *)lanes[0];
-         for (int t = 0; t < 32; t++) {
-           const Product &lane = *(Product *)lanes[t];
-           if (lane.a != p.a || lane.b != p.b || lane.n != p.n)
-             fail("lanes of a warp multiply different matrices");
-           all.d[t] = lane.d;
-           if (p.a_registers)
-             memcpy(all.a[t], lane.a_registers, 16);
-         }
-         const int warp = (int)(threadIdx.x / 32 % 4);
-         product([p, all, warp] {
-           const int k = p.type == E4M3 ? 32 : 16;
-           double rows[16 * 32], columns[32 * 256];
-           if (p.a_registers)
-             registers_to_rows(p.type, all.a, rows);
-           else
-             read_rows(p.type, p.a, warp * 16, 16, rows, k, 1);
-           read_rows(p.type, p.b, 0, p.n, columns, 1, p.n);
-           multiply(k, p.n, rows, columns, all.d, p.add);
-         });
-       },
-       &mine);
+  meet(
+      ~0u,
+      [](void *const(&lanes)[32], uint32_t) {
+        struct All {
+          float *d[32];
+          uint32_t a[32][4];
+        };
+        All all;
+        const Product p = *(Product *)lanes[0];
+        for (int t = 0; t < 32; t++) {
+          const Product &lane = *(Product *)lanes[t];
+          if (lane.a != p.a || lane.b != p.b || lane.n != p.n)
+            fail("lanes of a warp multiply different matrices");
+          all.d[t] = lane.d;
+          if (p.a_registers)
+            memcpy(all.a[t], lane.a_registers, 16);
+        }
+        const int warp = (int)(threadIdx.x / 32 % 4);
+        product([p, all, warp] {
+          const int k = p.type == E4M3 ? 32 : 16;
+          double rows[16 * 32], columns[32 * 256];
+          if (p.a_registers)
+            registers_to_rows(p.type, all.a, rows);
+          else
+            read_rows(p.type, p.a, warp * 16, 16, rows, k, 1);
+          read_rows(p.type, p.b, 0, p.n, columns, 1, p.n);
+          multiply(k, p.n, rows, columns, all.d, p.add);
+        });
+      },
+      &mine);
 }
 
 static void complete(uint32_t to, uint32_t bytes, uint32_t barrier, bool multicast,
@@ -309,8 +318,7 @@ static void complete(uint32_t to, uint32_t bytes, uint32_t barrier, bool multica
 void load_bytes(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier, bool multicast) {
   if (to % 16 || (uintptr_t)from % 16 || bytes % 16 || bytes == 0)
     fail("a bulk copy of %u bytes from %p to %u", bytes, from, to);
-  complete(to, bytes, barrier, multicast,
-           [=](char *memory) { memcpy(memory + to, from, bytes); });
+  complete(to, bytes, barrier, multicast, [=](char *memory) { memcpy(memory + to, from, bytes); });
 }
 
 void load_box(uint32_t to, const CUtensorMap &map, std::array<int, 5> at, uint32_t barrier,

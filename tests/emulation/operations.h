@@ -1,5 +1,5 @@
-/* Instructions that move or multiply matrices, on the engine. A step of depth of a product is summed
- * without rounding and added to the accumulator with one, in mma as in wgmma. */
+/* Instructions that move or multiply matrices, on the engine. A step of depth of a product is
+ * summed without rounding and added to the accumulator with one, in mma as in wgmma. */
 #ifndef EMULATION_OPERATIONS_H
 #define EMULATION_OPERATIONS_H
 

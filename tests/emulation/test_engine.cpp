@@ -36,7 +36,9 @@ template <bool WAITS> static void bulk() {
     to[i] = load_shared_4(i * 4);
 }
 
-static void beyond() { store_shared_4(512, 1); }
+static void beyond() {
+  store_shared_4(512, 1);
+}
 static void half_a_barrier() {
   if (threadIdx.x < 8)
     __syncthreads();
@@ -73,8 +75,8 @@ static int failures;
 static void expect(const char *what, void (*kernel)(), const char *copies, int wanted) {
   const int got = outcome(kernel, copies);
   if (got != wanted)
-    failures++, fprintf(stderr, "test_engine: %s, copies %s: %d, expected %d\n", what, copies, got,
-                        wanted);
+    failures++,
+        fprintf(stderr, "test_engine: %s, copies %s: %d, expected %d\n", what, copies, got, wanted);
 }
 
 int main() {

@@ -68,8 +68,8 @@ __device__ __forceinline__ void unpark(const DecodeParams &p, SlabProducer &s,
   const moelora_weights &w = weights_in_tiles(p, s.work.kind);
   s.from = parked.from + threadIdx.x % 32 * 16;
   s.step = w.stride_kt;
-  s.scales = offset_of_scales(w.format,
-                              tile_item_of(p, s.work.kind, s.work.index).tile % kSlabsOfTile);
+  s.scales =
+      offset_of_scales(w.format, tile_item_of(p, s.work.kind, s.work.index).tile % kSlabsOfTile);
   s.left = parked.left;
 }
 

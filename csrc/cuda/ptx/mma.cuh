@@ -213,8 +213,9 @@ __device__ __forceinline__ uint32_t load_shared_4(uint32_t at) {
   return v;
 }
 
-__device__ __forceinline__ void store_shared_2(uint32_t at, int16_t v) {
-  asm volatile("st.shared.b16 [%0], %1;" ::"r"(at), "h"(v) : "memory");
+/* OFFSET further on. */
+template <int OFFSET> __device__ __forceinline__ void store_shared_2(uint32_t at, int16_t v) {
+  asm volatile("st.shared.b16 [%0 + %2], %1;" ::"r"(at), "h"(v), "n"(OFFSET) : "memory");
 }
 /* 2 bytes, and 4 from the next word on. */
 __device__ __forceinline__ void store_shared_2_4(uint32_t at, int16_t v, int32_t next) {

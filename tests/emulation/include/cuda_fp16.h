@@ -13,7 +13,11 @@ struct alignas(4) __half2 {
 struct alignas(4) __half2_raw {
   uint16_t x, y;
 };
-inline float __half2float(__half v) { _Float16 f; memcpy(&f, &v, 2); return (float)f; }
+inline float __half2float(__half v) {
+  _Float16 f;
+  memcpy(&f, &v, 2);
+  return (float)f;
+}
 inline __half __float2half_rn(float v) {
   if (v != v)
     return {0x7fff};
@@ -22,7 +26,11 @@ inline __half __float2half_rn(float v) {
   memcpy(&h, &f, 2);
   return h;
 }
-inline uint16_t __half_as_ushort(__half v) { return v.bits; }
-inline float2 __half22float2(__half2 v) { return {__half2float(v.x), __half2float(v.y)}; }
+inline uint16_t __half_as_ushort(__half v) {
+  return v.bits;
+}
+inline float2 __half22float2(__half2 v) {
+  return {__half2float(v.x), __half2float(v.y)};
+}
 
 #endif

@@ -12,7 +12,8 @@ inline float from_e4m3(uint8_t v) {
   if ((v & 0x7f) == 0x7f)
     return __uint_as_float(0x7fffffff);
   const int exponent = v >> 3 & 15, mantissa = v & 7;
-  const float size = exponent ? ldexpf((float)(8 + mantissa), exponent - 10) : ldexpf((float)mantissa, -9);
+  const float size =
+      exponent ? ldexpf((float)(8 + mantissa), exponent - 10) : ldexpf((float)mantissa, -9);
   return v & 0x80 ? -size : size;
 }
 /* cvt.rn.satfinite */

@@ -38,7 +38,7 @@ template <class S> struct SegmentList {
       if (carries && first)
         store_shared_2_4(at, (int16_t)t, segments.packed[i]);
       if (carries && last)
-        store_shared_2(at + 2, (int16_t)(t + 1));
+        store_shared_2<2>(at, (int16_t)(t + 1));
       count += __popc(begin);
     }
     __syncwarp();

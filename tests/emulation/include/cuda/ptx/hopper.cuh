@@ -13,7 +13,9 @@ inline uint64_t *barrier_at(uint32_t barrier) {
 inline void barrier_init(uint32_t barrier, int arrivals) {
   emulation::mbarrier_init(barrier_at(barrier), arrivals);
 }
-inline void barrier_end(uint32_t barrier) { emulation::mbarrier_end(barrier_at(barrier)); }
+inline void barrier_end(uint32_t barrier) {
+  emulation::mbarrier_end(barrier_at(barrier));
+}
 inline void barrier_init_visible() {}
 inline void barrier_arrive(uint32_t barrier) {
   emulation::mbarrier_arrive(barrier_at(barrier), 0);
@@ -33,8 +35,12 @@ inline void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
   emulation::mbarrier_arrive((uint64_t *)(emulation::window_of(rank) + barrier), 0);
 }
 
-inline uint64_t evict_first_policy() { return 0; }
-inline uint64_t evict_normal_policy() { return 0; }
+inline uint64_t evict_first_policy() {
+  return 0;
+}
+inline uint64_t evict_normal_policy() {
+  return 0;
+}
 
 inline void tma_load_2d(uint32_t to, const CUtensorMap *map, int c0, int c1, uint32_t barrier) {
   emulation::load_box(to, *map, {c0, c1}, barrier, false);
@@ -64,10 +70,16 @@ inline void tma_store_2d(const CUtensorMap *map, int c0, int c1, uint32_t from) 
 template <int PENDING = 0> void tma_store_wait_read() {
   emulation::wait_group(emulation::BULK_STORES, PENDING);
 }
-inline void tma_store_wait() { emulation::wait_group(emulation::BULK_STORES, 0); }
+inline void tma_store_wait() {
+  emulation::wait_group(emulation::BULK_STORES, 0);
+}
 
-inline uint32_t cluster_rank() { return emulation::cluster_rank(); }
-inline void cluster_sync() { emulation::cluster_sync(); }
+inline uint32_t cluster_rank() {
+  return emulation::cluster_rank();
+}
+inline void cluster_sync() {
+  emulation::cluster_sync();
+}
 inline float4 load_cluster_16(uint32_t at, uint32_t rank) {
   emulation::checked(at, 16);
   float4 v;
@@ -79,20 +91,27 @@ inline void store_cluster_4(uint32_t at, uint32_t rank, uint32_t v) {
   memcpy(emulation::window_of(rank) + at, &v, 4);
 }
 
-inline bool warpgroup_any(int id, bool value) { return emulation::barrier_sync(id, 128, value); }
-template <int THREADS = 128> void warpgroup_sync(int id) { emulation::barrier_sync(id, THREADS); }
-template <int THREADS> void barrier_sync(int id) { emulation::barrier_sync(id, THREADS); }
-template <int THREADS> void barrier_pass(int id) { emulation::barrier_pass(id, THREADS); }
+inline bool warpgroup_any(int id, bool value) {
+  return emulation::barrier_sync(id, 128, value);
+}
+template <int THREADS = 128> void warpgroup_sync(int id) {
+  emulation::barrier_sync(id, THREADS);
+}
+template <int THREADS> void barrier_sync(int id) {
+  emulation::barrier_sync(id, THREADS);
+}
+template <int THREADS> void barrier_pass(int id) {
+  emulation::barrier_pass(id, THREADS);
+}
 
 inline void fence_async_proxy() {}
 inline void wgmma_fence() {}
 inline void wgmma_commit() {
-  emulation::meet(~0u, [](void *const (&)[32], uint32_t) { emulation::commit_products(); },
-                  nullptr);
+  emulation::meet(~0u, [](void *const(&)[32], uint32_t) { emulation::commit_products(); }, nullptr);
 }
 template <int PENDING> void wgmma_wait() {
-  emulation::meet(~0u, [](void *const (&)[32], uint32_t) { emulation::wait_products(PENDING); },
-                  nullptr);
+  emulation::meet(
+      ~0u, [](void *const(&)[32], uint32_t) { emulation::wait_products(PENDING); }, nullptr);
 }
 template <int COUNT> void settle(float *) {}
 inline uint64_t wgmma_descriptor(uint32_t address) {
