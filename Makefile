@@ -17,7 +17,7 @@ GPU_ARCHS = $$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/
 C_FILES = $(shell find csrc tests/c examples/c -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test build lint conformance test-c test-py test-lowest sanitize fuzz test-gpu sanitize-gpu \
-        bench-cpu bench-gpu tables docs types wheel check-wheel sdist clean
+        emulate bench-cpu bench-gpu tables docs types wheel check-wheel sdist clean
 
 # The demo runs on the CPU, so that comes first: half a minute of C. Then the CUDA kernels, where there
 # is a GPU to run them, and for its architecture alone.
@@ -122,6 +122,19 @@ sanitize-gpu:
 	$(PYTHON) tests/sanitize_gpu.py --tools memcheck,initcheck,synccheck,racecheck \
 	  --log benchmarks/results/gpu-sanitize.log
 	$(PYTHON) setup.py -q build_ext --inplace
+
+# The CUDA sources without a GPU (tests/emulation): random calls against the CPU, each with the copies
+# of the hardware at another time; new ones from EMULATE_FROM on.
+EMULATE ?= 60
+EMULATE_FROM ?= 0
+emulate:
+	$(MAKE) --no-print-directory -f tests/emulation/Makefile ARCH=900
+	$(MAKE) --no-print-directory -f tests/emulation/Makefile ARCH=800
+	build/emulation/900/test_engine
+	set -e; for copies in now late any; do \
+	  EMULATION_COPIES=$$copies build/emulation/900/compare all $(EMULATE_FROM) $(EMULATE); \
+	  EMULATION_CAPABILITY=80 EMULATION_COPIES=$$copies build/emulation/800/compare all $(EMULATE_FROM) $(EMULATE); \
+	done
 
 bench-cpu: build
 	$(PY) -m benchmarks.cpu_layer --out benchmarks/results/cpu-layer.json $(BENCH_ARGS)

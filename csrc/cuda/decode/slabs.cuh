@@ -148,21 +148,6 @@ __device__ __forceinline__ void prefetch_next(const SlabProducer &s) {
 
 /* ---- tokens ---- */
 
-/* 4 bytes, zeros if they are not `there`; the kernel itself may have written them. */
-__device__ __forceinline__ uint32_t load_4(const uint16_t *from, bool there) {
-  uint32_t v;
-  asm volatile("{\n"
-               ".reg .pred p;\n"
-               "setp.ne.b32 p, %2, 0;\n"
-               "mov.b32 %0, 0;\n"
-               "@p ld.global.b32 %0, [%1];\n"
-               "}"
-               : "=&r"(v)
-               : "l"(from), "r"((int)there)
-               : "memory");
-  return v;
-}
-
 /* A lane's share of operand B: of tokens in shared memory, where ldmatrix reads, else where it
  * reads itself. */
 struct TokenColumns {

@@ -214,6 +214,14 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+/* What was or will be an accumulator of wgmma is in its registers here: arithmetic with it is not
+ * moved across the instructions that begin or await products. */
+template <int COUNT> __device__ __forceinline__ void settle(float *d) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++)
+    asm volatile("" : "+f"(d[i])::"memory");
+}
+
 /* Descriptor of a tile of 128-byte rows in the 128-byte swizzle: 8-row atoms of 1024 bytes follow
  * each other. Adding 2 (in units of 16 bytes) moves on by 16 elements of depth. */
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {

@@ -117,6 +117,21 @@ __device__ __forceinline__ void copy_elements(uint32_t to, const T *from, int co
  * written by the kernel; the kernel itself may have written it, be it to shared memory. */
 enum class Read { ALONE, SHARED, CONSTANT, WRITTEN };
 
+/* 4 bytes, zeros if they are not `there`; the kernel itself may have written them. */
+__device__ __forceinline__ uint32_t load_4(const void *from, bool there) {
+  uint32_t v;
+  asm volatile("{\n"
+               ".reg .pred p;\n"
+               "setp.ne.b32 p, %2, 0;\n"
+               "mov.b32 %0, 0;\n"
+               "@p ld.global.b32 %0, [%1];\n"
+               "}"
+               : "=&r"(v)
+               : "l"(from), "r"((int)there)
+               : "memory");
+  return v;
+}
+
 /* 16 bytes, zeros if they are not `there`. */
 template <Read READ> __device__ __forceinline__ uint4 load_16(const void *from, bool there) {
   uint4 v;
@@ -174,6 +189,18 @@ __device__ __forceinline__ uint32_t load_shared_4(uint32_t at) {
   uint32_t v;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
   return v;
+}
+
+/* OFFSET further on. */
+template <int OFFSET> __device__ __forceinline__ void store_shared_2(uint32_t at, int16_t v) {
+  asm volatile("st.shared.b16 [%0 + %2], %1;" ::"r"(at), "h"(v), "n"(OFFSET) : "memory");
+}
+/* 2 bytes, and 4 from the next word on. */
+__device__ __forceinline__ void store_shared_2_4(uint32_t at, int16_t v, int32_t next) {
+  asm volatile("st.shared.b16 [%0], %1;\n"
+               "st.shared.b32 [%0 + 4], %2;" ::"r"(at),
+               "h"(v), "r"(next)
+               : "memory");
 }
 
 __device__ __forceinline__ void store_shared_8(uint32_t at, uint2 v) {

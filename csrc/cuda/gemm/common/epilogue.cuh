@@ -36,45 +36,8 @@ struct Activation {
       c = 1.f;
   }
 
-  /* One asm statement: given its parts, the compiler starts them for all outputs of a thread at
-   * once and runs out of registers. */
   __device__ __forceinline__ float operator()(float gate, float up) const {
-    float y;
-    asm volatile("{\n"
-                 ".reg .f32 g, u, t;\n"
-                 "min.NaN.f32 g, %1, %5;\n"
-                 "min.NaN.f32 u, %2, %5;\n"
-                 "max.NaN.f32 u, u, %6;\n"
-                 "add.f32 u, u, %7;\n"
-                 "mul.f32 t, g, g;\n"
-                 "fma.rn.f32 t, t, %4, %3;\n"
-                 "mul.f32 t, t, g;\n"
-                 "ex2.approx.ftz.f32 t, t;\n"
-                 "add.f32 t, t, 0f3F800000;\n"
-                 "rcp.approx.ftz.f32 t, t;\n"
-                 "mul.f32 u, u, g;\n"
-                 "mul.f32 %0, u, t;\n"
-                 "}"
-                 : "=f"(y)
-                 : "f"(gate), "f"(up), "f"(a), "f"(b), "f"(limit), "f"(-limit), "f"(c));
-    return y;
-  }
-
-  /* The same with the constants of silu without a limit. */
-  static __device__ __forceinline__ float silu(float gate, float up) {
-    float y;
-    asm volatile("{\n"
-                 ".reg .f32 u, t;\n"
-                 "mul.f32 t, %1, 0fBFB8AA3B;\n" // -log2(e)
-                 "ex2.approx.ftz.f32 t, t;\n"
-                 "add.f32 t, t, 0f3F800000;\n"
-                 "rcp.approx.ftz.f32 t, t;\n"
-                 "mul.f32 u, %2, %1;\n"
-                 "mul.f32 %0, u, t;\n"
-                 "}"
-                 : "=f"(y)
-                 : "f"(gate), "f"(up));
-    return y;
+    return gated_activation(gate, up, a, b, c, limit);
   }
 };
 
@@ -147,7 +110,7 @@ template <class E, EpilogueMode MODE> struct Epilogue {
         const int at = (first / 8 + i) * 4 + q;
         float v[2] = {d[0][at], d[1][at]};
         if (MODE == EpilogueMode::SILU)
-          v[0] = Activation::silu(v[0], v[1]);
+          v[0] = silu_and_mul(v[0], v[1]);
         else if (MODE == EpilogueMode::GATED || (MODE == EpilogueMode::GENERAL && g.weights.gated))
           v[0] = activation(v[0], v[1]);
         if (MODE == EpilogueMode::GENERAL && g.epilogue.weighted) {

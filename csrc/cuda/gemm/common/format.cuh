@@ -9,57 +9,17 @@
 #define MOELORA_CUDA_FORMAT_CUH
 
 #include "core/format.h"
-#include "cuda/ptx/mma.cuh"
-
-/* a b + c of two elements each, rounded once. */
-template <class T> __device__ __forceinline__ uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
-  uint32_t d;
-  if constexpr (Element<T>::is_bf16)
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  else
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
+#include "cuda/ptx/arithmetic.cuh"
 
 /* value << by, or >> -by. */
 template <int BY> __device__ __forceinline__ uint32_t shifted(uint32_t value) {
   return BY >= 0 ? value << (BY & 31) : value >> (-BY & 31);
 }
 
-/* (a & mask) | bits. Of two constants the compiler makes two instructions. */
-__device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
-  uint32_t d;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
-  return d;
-}
-
 /* Bytes of a tile of what a kernel of FORMAT was given. */
 template <moelora_format FORMAT>
 __device__ __forceinline__ uint32_t tile_bytes(moelora_format format) {
   return moelora_tile_size(FORMAT >= MOELORA_INT4 ? format : FORMAT);
-}
-
-/* The low half of a register, or its high half, in both halves. Written out, it costs nothing: the
- * multiply that takes it chooses the half. */
-template <int HALF> __device__ __forceinline__ uint32_t both_halves(uint32_t pair) {
-  uint32_t d;
-  if constexpr (HALF == 0)
-    asm("{\n"
-        ".reg .b16 low, high;\n"
-        "mov.b32 {low, high}, %1;\n"
-        "mov.b32 %0, {low, low};\n"
-        "}"
-        : "=r"(d)
-        : "r"(pair));
-  else
-    asm("{\n"
-        ".reg .b16 low, high;\n"
-        "mov.b32 {low, high}, %1;\n"
-        "mov.b32 %0, {high, high};\n"
-        "}"
-        : "=r"(d)
-        : "r"(pair));
-  return d;
 }
 
 /* Two scales of numbers of e4m3, with what these are too small by, each in its half: by their bits

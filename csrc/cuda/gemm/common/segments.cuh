@@ -36,12 +36,9 @@ template <class S> struct SegmentList {
       const uint32_t at = base + 8 * (count + __popc(begin & ((2u << lane) - 1)) - 1);
       const int t = i * 32 + lane;
       if (carries && first)
-        asm volatile("st.shared.b16 [%0], %1;\n"
-                     "st.shared.b32 [%0 + 4], %2;" ::"r"(at),
-                     "h"((int16_t)t), "r"(segments.packed[i])
-                     : "memory");
+        store_shared_2_4(at, (int16_t)t, segments.packed[i]);
       if (carries && last)
-        asm volatile("st.shared.b16 [%0 + 2], %1;" ::"r"(at), "h"((int16_t)(t + 1)) : "memory");
+        store_shared_2<2>(at, (int16_t)(t + 1));
       count += __popc(begin);
     }
     __syncwarp();

@@ -262,7 +262,7 @@ template <int N> __device__ __forceinline__ bool are_finite(const float (&d)[2][
   for (int i = 0; i < 4; i++) {
     const float *two = &d[i / 2][i % 2 * 2];
     const float least = fminf(fabsf(two[0]), fabsf(two[1])); // the finite one
-    asm("max.NaN.f32 %0, %0, %1;" : "+f"(most) : "f"(least));
+    most = max_nan(most, least);
   }
   return (threadIdx.x & 3) != 0 || most < __builtin_inff();
 }

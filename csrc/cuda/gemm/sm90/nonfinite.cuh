@@ -5,6 +5,7 @@
 #ifndef MOELORA_CUDA_SM90_NONFINITE_CUH
 #define MOELORA_CUDA_SM90_NONFINITE_CUH
 
+#include "cuda/gemm/common/epilogue.cuh"
 #include "cuda/gemm/sm90/adapters.cuh"
 
 template <class S, class T> struct NonFinite {

@@ -67,14 +67,6 @@ template <class S> struct TokenScales {
   }
 };
 
-/* What was or will be an accumulator of wgmma is in its registers here: arithmetic with it is not
- * moved across the instructions that begin or await products. */
-template <int COUNT> __device__ __forceinline__ void settle(float *d) {
-#pragma unroll
-  for (int i = 0; i < COUNT; i++)
-    asm volatile("" : "+f"(d[i])::"memory");
-}
-
 /* The 128 of depth of an m64 tile, from zero. */
 template <int N>
 __device__ __forceinline__ void multiply_e4m3(float *partial, uint64_t a, uint64_t b) {

@@ -1,0 +1,32 @@
+/* csrc/cuda/ptx/arithmetic.cuh in C. */
+#ifndef MOELORA_CUDA_PTX_ARITHMETIC_CUH
+#define MOELORA_CUDA_PTX_ARITHMETIC_CUH
+
+#include "cuda/ptx/mma.cuh"
+
+template <class T> uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
+  return emulation::fma_pair(Element<T>::is_bf16, a, b, c);
+}
+inline uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
+  return (a & mask) | bits;
+}
+template <int HALF> uint32_t both_halves(uint32_t pair) {
+  return (HALF ? pair >> 16 : pair & 0xffff) * 0x10001u;
+}
+inline float max_nan(float a, float b) {
+  return a != a || b != b ? NAN : a > b ? a : b;
+}
+inline float min_nan(float a, float b) {
+  return a != a || b != b ? NAN : a < b ? a : b;
+}
+
+inline float gated_activation(float gate, float up, float a, float b, float c, float limit) {
+  const float g = min_nan(gate, limit), u = max_nan(min_nan(up, limit), -limit) + c;
+  const float t = 1.f / (exp2f(fmaf(g * g, b, a) * g) + 1.f);
+  return u * g * t;
+}
+inline float silu_and_mul(float gate, float up) {
+  return up * gate * (1.f / (exp2f(gate * -1.4426950408889634f) + 1.f));
+}
+
+#endif

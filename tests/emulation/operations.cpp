@@ -1,0 +1,393 @@
+#include "operations.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+namespace emulation {
+namespace {
+
+float value_of(Type type, const void *at) {
+  if (type == E4M3)
+    return from_e4m3(*(const uint8_t *)at);
+  uint16_t bits;
+  memcpy(&bits, at, 2);
+  return type == BF16 ? __uint_as_float((uint32_t)bits << 16) : __half2float(__half{bits});
+}
+
+/* What is not exact becomes odd, so that rounding again rounds once. */
+double add_to_odd(double a, double b) {
+  const double sum = a + b, other = sum - a, rest = (a - (sum - other)) + (b - other);
+  if (rest == 0 || rest != rest || isinf(sum))
+    return sum;
+  uint64_t bits;
+  memcpy(&bits, &sum, 8);
+  if ((rest < 0) != (sum < 0))
+    bits--; /* towards zero, as the exact sum lies there */
+  bits |= 1;
+  double odd;
+  memcpy(&odd, &bits, 8);
+  return odd;
+}
+
+float to_float_odd(double v) {
+  float f = (float)v;
+  if (f == v || v != v || isinf(f))
+    return f;
+  uint32_t bits = __float_as_uint(f);
+  if (fabs((double)f) > fabs(v))
+    bits--;
+  return __uint_as_float(bits | 1);
+}
+
+/* d[16, n] += a[16, k] b[k, n]; lane t holds of rows t/4 and t/4 + 8 what the instructions say. */
+__attribute__((target_clones("default", "avx2", "avx512f"))) void
+multiply(int k, int n, const double *a, const double *b, float *const *d, bool add) {
+  for (int row = 0; row < 16; row++) {
+    double sums[256] = {};
+    for (int i = 0; i < k; i++) {
+      const double v = a[row * k + i];
+      for (int column = 0; column < n; column++)
+        sums[column] += v * b[i * n + column];
+    }
+    for (int column = 0; column < n; column++) {
+      float *to = &d[row % 8 * 4 + column % 8 / 2][column / 8 * 4 + row / 8 * 2 + column % 2];
+      *to = (float)(sums[column] + (add ? (double)*to : 0.));
+    }
+  }
+}
+
+/* Rows t/4, t/4 + 8 of columns 2(t%4), next, and 8 further on. */
+void registers_to_rows(Type type, const uint32_t (&a)[32][4], double *rows) {
+  for (int t = 0; t < 32; t++)
+    for (int i = 0; i < 4; i++)
+      for (int half = 0; half < 2; half++) {
+        const uint16_t bits = (uint16_t)(a[t][i] >> 16 * half);
+        rows[(t / 4 + i % 2 * 8) * 16 + i / 2 * 8 + t % 4 * 2 + half] = value_of(type, &bits);
+      }
+}
+
+/* A swizzle moves 16 bytes within rows of 128 (64, 32) by address bits 7 and up. */
+uint32_t swizzled(uint32_t address, int swizzle) {
+  switch (swizzle) {
+  case CU_TENSOR_MAP_SWIZZLE_128B:
+    return address ^ (address >> 7 & 7) << 4;
+  case CU_TENSOR_MAP_SWIZZLE_64B:
+    return address ^ (address >> 7 & 3) << 4;
+  case CU_TENSOR_MAP_SWIZZLE_32B:
+    return address ^ (address >> 7 & 1) << 4;
+  }
+  return address;
+}
+
+/* Where byte `byte` of depth of row `row` lies, of a matrix descriptor's. */
+uint32_t described(uint64_t descriptor, int row, int byte) {
+  const uint32_t start = (uint32_t)(descriptor & 0x3fff) << 4;
+  const uint32_t atoms = (uint32_t)(descriptor >> 32 & 0x3fff) << 4;
+  const int kind = (int)(descriptor >> 62);
+  if (kind != 1 && kind != 3)
+    fail("a matrix descriptor without the swizzle of 128 or 32 bytes");
+  const uint32_t pitch = kind == 1 ? 128 : 32;
+  const uint32_t at =
+      start + (uint32_t)(row / 8) * atoms + (uint32_t)(row % 8) * pitch + (uint32_t)byte;
+  return swizzled(at, kind == 1 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_32B);
+}
+
+void read_rows(Type type, uint64_t descriptor, int first, int count, double *to, int row_stride,
+               int column_stride) {
+  const int size = type == E4M3 ? 1 : 2, per_chunk = 16 / size;
+  for (int row = 0; row < count; row++)
+    for (int chunk = 0; chunk < 2; chunk++) {
+      const char *from = checked(described(descriptor, first + row, chunk * 16), 16);
+      for (int i = 0; i < per_chunk; i++)
+        to[row * row_stride + (chunk * per_chunk + i) * column_stride] =
+            value_of(type, from + i * size);
+    }
+}
+
+struct Mma {
+  bool is_bf16;
+  float *d;
+  const uint32_t *a, *b;
+};
+
+struct Matrices {
+  uint32_t *v;
+  int count;
+  uint32_t at;
+};
+
+struct Product {
+  Type type;
+  int n;
+  float *d;
+  const uint32_t *a_registers;
+  uint64_t a, b;
+  bool add;
+};
+
+bool inside(const CUtensorMap &map, const int64_t *at) {
+  for (int i = 0; i < map.rank; i++)
+    if (at[i] < 0 || at[i] >= (int64_t)map.sizes[i])
+      return false;
+  return true;
+}
+
+/* each(address in shared memory, element or NULL outside) */
+template <class Each>
+void for_box(const CUtensorMap &map, const std::array<int, 5> &corner, uint32_t shared, Each each) {
+  uint64_t count = 1;
+  for (int i = 0; i < map.rank; i++)
+    count *= map.box[i];
+  for (uint64_t element = 0; element < count; element++) {
+    int64_t at[5] = {};
+    uint64_t rest = element;
+    int64_t offset = 0;
+    for (int i = 0; i < map.rank; i++) {
+      at[i] = corner[(size_t)i] + (int64_t)(rest % map.box[i]);
+      rest /= map.box[i];
+      offset += at[i] * (int64_t)(i ? map.strides[i - 1] : map.element_bytes);
+    }
+    each(swizzled(shared + (uint32_t)element * map.element_bytes, map.swizzle),
+         inside(map, at) ? map.data + offset : nullptr);
+  }
+}
+
+uint32_t box_bytes(const CUtensorMap &map) {
+  uint32_t bytes = map.element_bytes;
+  for (int i = 0; i < map.rank; i++)
+    bytes *= map.box[i];
+  return bytes;
+}
+
+} // namespace
+
+uint32_t fma_pair(bool is_bf16, uint32_t a, uint32_t b, uint32_t c) {
+  const Type type = is_bf16 ? BF16 : F16;
+  uint32_t pair = 0;
+  for (int half = 0; half < 2; half++) {
+    const uint16_t ha = (uint16_t)(a >> 16 * half), hb = (uint16_t)(b >> 16 * half),
+                   hc = (uint16_t)(c >> 16 * half);
+    const double exact = (double)value_of(type, &ha) * (double)value_of(type, &hb);
+    const float sum = to_float_odd(add_to_odd(exact, (double)value_of(type, &hc)));
+    const uint32_t bits = is_bf16 ? __float2bfloat16_rn(sum).bits : __float2half_rn(sum).bits;
+    pair |= bits << 16 * half;
+  }
+  return pair;
+}
+
+void copy_async(uint32_t to, const void *from, int size, int bytes) {
+  if (to % (uint32_t)size || (uintptr_t)from % (uintptr_t)size || bytes < 0 || bytes > size)
+    fail("an asynchronous copy of %d of %d bytes from %p to %u", bytes, size, from, to);
+  char *at = checked(to, (uint32_t)size);
+  add_to_group(COPIES, [=] {
+    memset(at, 0, (size_t)size);
+    if (bytes)
+      memcpy(at, from, (size_t)bytes);
+  });
+}
+
+void load_matrices(uint32_t *v, int count, uint32_t at) {
+  Matrices mine = {v, count, at};
+  meet(
+      ~0u,
+      [](void *const(&lanes)[32], uint32_t) {
+        const int count = ((Matrices *)lanes[0])->count;
+        for (int i = 0; i < count; i++)
+          for (int row = 0; row < 8; row++) {
+            const uint32_t at = ((Matrices *)lanes[i * 8 + row])->at;
+            if (at % 16)
+              fail("ldmatrix of a row at %u", at);
+            const char *from = checked(at, 16);
+            for (int t = 0; t < 4; t++)
+              memcpy(&((Matrices *)lanes[row * 4 + t])->v[i], from + t * 4, 4);
+          }
+      },
+      &mine);
+}
+
+void store_matrices_transposed(const uint32_t *v, int count, uint32_t at) {
+  Matrices mine = {(uint32_t *)v, count, at};
+  meet(
+      ~0u,
+      [](void *const(&lanes)[32], uint32_t) {
+        const int count = ((Matrices *)lanes[0])->count;
+        for (int i = 0; i < count; i++)
+          for (int row = 0; row < 8; row++) {
+            const uint32_t at = ((Matrices *)lanes[i * 8 + row])->at;
+            if (at % 16)
+              fail("stmatrix of a row at %u", at);
+            uint16_t *to = (uint16_t *)checked(at, 16);
+            for (int column = 0; column < 8; column++)
+              to[column] =
+                  (uint16_t)(((Matrices *)lanes[column * 4 + row / 2])->v[i] >> row % 2 * 16);
+          }
+      },
+      &mine);
+}
+
+uint32_t transpose(uint32_t v) {
+  uint32_t pair[2] = {v, 0};
+  meet(
+      ~0u,
+      [](void *const(&lanes)[32], uint32_t) {
+        for (int t = 0; t < 32; t++)
+          for (int half = 0; half < 2; half++) {
+            const int row = t % 4 * 2 + half, column = t / 4;
+            const uint32_t word = ((uint32_t *)lanes[row * 4 + column / 2])[0];
+            ((uint32_t *)lanes[t])[1] |= (word >> column % 2 * 16 & 0xffff) << half * 16;
+          }
+      },
+      pair);
+  return pair[1];
+}
+
+void mma(bool is_bf16, float *d, const uint32_t *a, const uint32_t *b) {
+  Mma mine = {is_bf16, d, a, b};
+  meet(
+      ~0u,
+      [](void *const(&lanes)[32], uint32_t) {
+        const Type type = ((Mma *)lanes[0])->is_bf16 ? BF16 : F16;
+        uint32_t registers[32][4];
+        double rows[16 * 16], columns[16 * 8];
+        float *d[32];
+        for (int t = 0; t < 32; t++) {
+          const Mma &lane = *(Mma *)lanes[t];
+          memcpy(registers[t], lane.a, 16);
+          d[t] = lane.d;
+          for (int i = 0; i < 4; i++) {
+            const uint16_t bits = (uint16_t)(lane.b[i / 2] >> i % 2 * 16);
+            columns[(i / 2 * 8 + t % 4 * 2 + i % 2) * 8 + t / 4] = value_of(type, &bits);
+          }
+        }
+        registers_to_rows(type, registers, rows);
+        multiply(16, 8, rows, columns, d, true);
+      },
+      &mine);
+}
+
+void wgmma(Type type, int n, float *d, const uint32_t *a_registers, uint64_t a, uint64_t b,
+           bool add) {
+  Product mine = {type, n, d, a_registers, a, b, add};
+  meet(
+      ~0u,
+      [](void *const(&lanes)[32], uint32_t) {
+        struct All {
+          float *d[32];
+          uint32_t a[32][4];
+        };
+        All all;
+        const Product p = *(Product *)lanes[0];
+        for (int t = 0; t < 32; t++) {
+          const Product &lane = *(Product *)lanes[t];
+          if (lane.a != p.a || lane.b != p.b || lane.n != p.n)
+            fail("lanes of a warp multiply different matrices");
+          all.d[t] = lane.d;
+          if (p.a_registers)
+            memcpy(all.a[t], lane.a_registers, 16);
+        }
+        const int warp = (int)(threadIdx.x / 32 % 4);
+        product([p, all, warp] {
+          const int k = p.type == E4M3 ? 32 : 16;
+          double rows[16 * 32], columns[32 * 256];
+          if (p.a_registers)
+            registers_to_rows(p.type, all.a, rows);
+          else
+            read_rows(p.type, p.a, warp * 16, 16, rows, k, 1);
+          read_rows(p.type, p.b, 0, p.n, columns, 1, p.n);
+          multiply(k, p.n, rows, columns, all.d, p.add);
+        });
+      },
+      &mine);
+}
+
+static void complete(uint32_t to, uint32_t bytes, uint32_t barrier, bool multicast,
+                     std::function<void(char *)> copy) {
+  checked(to, bytes);
+  checked(barrier, 8);
+  for (unsigned rank = 0; rank < (multicast ? 2u : 1u); rank++) {
+    char *memory = multicast ? window_of(rank) : window();
+    later([=] {
+      copy(memory);
+      mbarrier_arrived((uint64_t *)(memory + barrier), bytes);
+    });
+  }
+}
+
+void load_bytes(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier, bool multicast) {
+  if (to % 16 || (uintptr_t)from % 16 || bytes % 16 || bytes == 0)
+    fail("a bulk copy of %u bytes from %p to %u", bytes, from, to);
+  complete(to, bytes, barrier, multicast, [=](char *memory) { memcpy(memory + to, from, bytes); });
+}
+
+void load_box(uint32_t to, const CUtensorMap &map, std::array<int, 5> at, uint32_t barrier,
+              bool multicast) {
+  if (to % 128)
+    fail("a box for %u", to);
+  complete(to, box_bytes(map), barrier, multicast, [=](char *memory) {
+    for_box(map, at, to, [&](uint32_t address, const char *element) {
+      if (element)
+        memcpy(memory + address, element, map.element_bytes);
+      else
+        memset(memory + address, 0, map.element_bytes);
+    });
+  });
+}
+
+void store_box(const CUtensorMap &map, int c0, int c1, uint32_t from) {
+  if (from % 128)
+    fail("a box from %u", from);
+  checked(from, box_bytes(map));
+  const char *memory = window();
+  const CUtensorMap copy = map;
+  add_to_group(BULK_STORES, [=] {
+    for_box(copy, {c0, c1}, from, [&](uint32_t address, char *element) {
+      if (element)
+        memcpy(element, memory + address, copy.element_bytes);
+    });
+  });
+  commit_group(BULK_STORES);
+}
+
+} // namespace emulation
+
+/* The limits that the driver checks. */
+static CUresult encode(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *data,
+                       const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
+                       const cuuint32_t *steps, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
+                       CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+  *map = {};
+  map->data = (char *)data;
+  map->rank = (uint8_t)rank;
+  map->element_bytes = type == CU_TENSOR_MAP_DATA_TYPE_UINT8     ? 1
+                       : type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4
+                                                                 : 2;
+  map->swizzle = (uint8_t)swizzle;
+  if (rank < 1 || rank > 5 || (uintptr_t)data % 16)
+    return CUDA_ERROR_INVALID_VALUE;
+  for (cuuint32_t i = 0; i < rank; i++) {
+    map->sizes[i] = sizes[i];
+    map->box[i] = box[i];
+    if (sizes[i] < 1 || sizes[i] > (uint64_t)1 << 32 || box[i] < 1 || box[i] > 256 || steps[i] != 1)
+      return CUDA_ERROR_INVALID_VALUE;
+    if (i > 0) {
+      map->strides[i - 1] = strides[i - 1];
+      if (strides[i - 1] % 16 || strides[i - 1] >= (uint64_t)1 << 40)
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+  }
+  const uint32_t inner = box[0] * map->element_bytes;
+  const uint32_t span = swizzle == CU_TENSOR_MAP_SWIZZLE_128B  ? 128
+                        : swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64
+                        : swizzle == CU_TENSOR_MAP_SWIZZLE_32B ? 32
+                                                               : inner;
+  return inner % 16 || inner > span ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **found, unsigned, int,
+                                             cudaDriverEntryPointQueryResult *result) {
+  *found = strcmp(name, "cuTensorMapEncodeTiled") == 0 ? (void *)encode : nullptr;
+  *result = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}

@@ -1,0 +1,38 @@
+/* Instructions that move or multiply matrices, on the engine. A step of depth of a product is
+ * summed without rounding and added to the accumulator with one, in mma as in wgmma. */
+#ifndef EMULATION_OPERATIONS_H
+#define EMULATION_OPERATIONS_H
+
+#include <cuda.h>
+#include <stdint.h>
+
+#include <array>
+
+#include "engine.h"
+
+namespace emulation {
+
+enum Type { BF16, F16, E4M3 };
+
+/* a b + c of two elements each, rounded once. */
+uint32_t fma_pair(bool is_bf16, uint32_t a, uint32_t b, uint32_t c);
+inline void check_aligned(const void *p, size_t to) {
+  if ((uintptr_t)p % to)
+    fail("%p is no multiple of %zu", p, to);
+}
+void copy_async(uint32_t to, const void *from, int size, int bytes);
+void load_matrices(uint32_t *v, int count, uint32_t at);
+void store_matrices_transposed(const uint32_t *v, int count, uint32_t at);
+uint32_t transpose(uint32_t v);
+void mma(bool is_bf16, float *d, const uint32_t *a, const uint32_t *b);
+void wgmma(Type type, int n, float *d, const uint32_t *a_registers, uint64_t a, uint64_t b,
+           bool add);
+
+void load_box(uint32_t to, const CUtensorMap &map, std::array<int, 5> at, uint32_t barrier,
+              bool multicast);
+void load_bytes(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier, bool multicast);
+void store_box(const CUtensorMap &map, int c0, int c1, uint32_t from);
+
+} // namespace emulation
+
+#endif

@@ -1,0 +1,48 @@
+"""Write csrc/cuda, without the files that wrap PTX, as C++ for the engine: shared memory and
+launches in angle brackets are all that macros cannot say. Files that stay equal keep their time.
+
+python prepare.py csrc/cuda build/emulation/cuda
+"""
+
+import re
+import sys
+from pathlib import Path
+
+DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
+STATIC = re.compile(
+    r"^( *)__shared__ (__align__\(\w+\) )?(typename [\w:]+|\w+(?:<[^;]*?>)?) ([^;]*);", re.M
+)
+LAUNCH = re.compile(r"\b(\w+(?:<[^<>;()]*>)?)<<<(.*?)>>>", re.S)
+
+
+def static(match):
+    indent, aligned, kind, names = match.groups()
+    line = match.string.count("\n", 0, match.start())
+    bare = re.findall(r"(?:^|, *)(\w+)", re.sub(r"\[[^;,]*?\](?=[,\[]|$)", "", names))
+    struct = f"Shared{line}"
+    return (
+        f"{indent}struct {struct} {{ {aligned or ''}{kind} {names}; }};"
+        f" {struct} &shared{line}_ = emulation::static_shared<{struct}>();"
+        + "".join(f" auto &{name} = shared{line}_.{name};" for name in bare)
+    )
+
+
+def prepare(text):
+    text = DYNAMIC.sub(r"\1 *const \2 = (\1 *)emulation::dynamic_shared();", text)
+    text = STATIC.sub(static, text)
+    return LAUNCH.sub(r"emulated_launch(\1, \2)", text)
+
+
+def main(source, target):
+    for path in source.rglob("*"):
+        if path.suffix not in (".cu", ".cuh", ".h", ".inc") or "ptx" in path.parts:
+            continue
+        to = target / path.relative_to(source)
+        text = prepare(path.read_text())
+        if not to.exists() or to.read_text() != text:
+            to.parent.mkdir(parents=True, exist_ok=True)
+            to.write_text(text)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
