@@ -126,7 +126,7 @@ static void test_gemm(uint64_t number) {
   run_gemm(&args, gpu(invariant));
   char plan[512];
   snprintf(plan, sizeof plan, "%s", moelora_last_plan());
-  compare("gemm", &args.out, &want.out, slack_of(&layout));
+  compare("gemm", &args.out, &want.out, 2); /* q is the same on both */
   hash_tensor(&args.out);
   if (invariant) {
     const int64_t count = random_in(1, s.tokens), first = random_in(0, s.tokens - count);

@@ -169,7 +169,9 @@ static inline moelora_tensor draw_tiles(moelora_dtype dtype, sizes s, int64_t k,
   moelora_quantized w = {0};
   if (fp8) {
     const int64_t wide = f == MOELORA_FP8_G64 ? 64 : 128;
-    w.block_rows = f == MOELORA_FP8_ROWS ? random_in(1, n) : gate_up ? n : 64 * random_in(1, 2);
+    w.block_rows = f == MOELORA_FP8_ROWS ? ONE_OF(1, random_in(1, n))
+                   : gate_up             ? n
+                                         : 64 * random_in(1, 2);
     w.block_columns = maybe() ? wide : k;
     w.values = random_ids(MOELORA_U8, 0, 251, SIZES(s.experts, n, k));
     for (int64_t i = 0; i < count_of(&w.values); i++)
@@ -197,7 +199,7 @@ static inline moelora_tensor draw_tiles(moelora_dtype dtype, sizes s, int64_t k,
 
 static inline moelora_layout draw_layout(int64_t rows, moelora_row_order order,
                                          moelora_x_format x) {
-  const int64_t kind = random_in(0, 3);
+  const int64_t kind = ONE_OF(0, 1, 2, 3, 3, 3);
   if (kind == 0)
     return (moelora_layout){0};
   moelora_layout layout = {.rows = rows, .order = order};
