@@ -140,7 +140,7 @@ template <Read READ> __device__ __forceinline__ uint2 load_8(const void *from, b
 }
 
 /* 4 bytes, zeros if they are not `there`; the kernel itself may have written them. */
-__device__ __forceinline__ uint32_t load_4(const void *from, bool there) {
+__device__ __forceinline__ uint32_t load_4(const uint16_t *from, bool there) {
   uint32_t v;
   asm volatile("{\n"
                ".reg .pred p;\n"
