@@ -1,4 +1,4 @@
-#include "engine.h"
+#include "state.h"
 
 #include <stdarg.h>
 #include <stdio.h>
@@ -6,108 +6,31 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#include <deque>
 #include <string>
 
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 
 namespace emulation {
+
+Fiber *self;
+std::vector<Fiber *> ready, yielded;
+std::vector<Waiter> waiters;
+std::vector<Operation *> operations;
+Launch launch;
+uint64_t progress;
+unsigned grid_arrivals;
+Copies copies;
+
 namespace {
 
 constexpr size_t kStack = 128 << 10;
 
-struct Cta;
-struct Cluster;
-
-struct Operation {
-  std::function<void()> what;
-};
-typedef std::vector<std::function<void()>> Group;
-
-struct Fiber {
-  void *stack_pointer = nullptr;
-  char *stack = nullptr;
-  Cta *cta = nullptr;
-  unsigned thread = 0;
-  bool done = false, result = false;
-  const char *waits = nullptr; /* a format of three numbers */
-  int64_t numbers[3];
-  Group open[KINDS];
-  std::deque<Group> groups[KINDS];
-};
-
-struct Barrier {
-  int arrived = 0;
-  bool any = false;
-  std::vector<Fiber *> waiting;
-};
-
-struct Meeting {
-  uint32_t mask, arrived;
-  Together all;
-  void *lanes[32];
-  std::vector<Fiber *> waiting;
-};
-
-struct Warp {
-  std::vector<Meeting> meetings;
-  Group open;
-  std::deque<Group> groups;
-};
-
-struct Cluster {
-  Barrier barrier;
-  std::vector<Cta *> ctas;
-};
-
-struct Cta {
-  char *memory = nullptr;
-  unsigned block = 0, alive = 0, grid_arrivals = 0;
-  Cluster *cluster = nullptr;
-  Barrier named[16];
-  std::vector<Warp> warps;
-  std::vector<Fiber> fibers;
-};
-
-struct Waiter {
-  Fiber *fiber;
-  uint64_t *barrier;
-  uint32_t parity;
-};
-
-/* Of the word: arrivals wanted and still missing, bytes still missing, the phase. */
-struct Mbarrier {
-  int64_t bytes : 23;
-  uint64_t wanted : 20, missing : 20, phase : 1;
-};
-static_assert(sizeof(Mbarrier) == 8);
-
-Fiber *self;
 void *scheduler_stack;
 const std::function<void()> *body;
-std::vector<Fiber *> ready, yielded;
-std::vector<Waiter> waiters;
-std::vector<Operation *> operations;
-unsigned grid_arrivals;
-Launch launch;
-uint64_t progress, random_state;
+uint64_t random_state;
 std::vector<char *> free_stacks, free_windows;
 size_t static_used = kDynamic;
-
-const char *setting(const char *name, const char *other) {
-  const char *value = getenv(name);
-  return value && *value ? value : other;
-}
-
-uint32_t draw(uint32_t below) {
-  random_state ^= random_state << 13;
-  random_state ^= random_state >> 7;
-  random_state ^= random_state << 17;
-  return (uint32_t)((random_state >> 32) * below >> 32);
-}
-
-enum { NOW, LATE, ANY } copies;
 
 extern "C" void emulation_switch(void **from, void *to);
 asm(".text\n"
@@ -120,6 +43,15 @@ asm(".text\n"
     "  popq %r15\n  popq %r14\n  popq %r13\n  popq %r12\n  popq %rbp\n  popq %rbx\n"
     "  ret\n");
 
+} // namespace
+
+uint32_t draw(uint32_t below) {
+  random_state ^= random_state << 13;
+  random_state ^= random_state >> 7;
+  random_state ^= random_state << 17;
+  return (uint32_t)((random_state >> 32) * below >> 32);
+}
+
 void to_scheduler() {
   emulation_switch(&self->stack_pointer, scheduler_stack);
 }
@@ -131,7 +63,7 @@ void release(std::vector<Fiber *> &waiting) {
   progress++;
 }
 
-void block(const char *what, int64_t a = 0, int64_t b = 0, int64_t c = 0) {
+void block(const char *what, int64_t a, int64_t b, int64_t c) {
   self->waits = what;
   self->numbers[0] = a, self->numbers[1] = b, self->numbers[2] = c;
   to_scheduler();
@@ -142,6 +74,13 @@ void perform(Group &group) {
   for (auto &what : group)
     what();
   group.clear();
+}
+
+namespace {
+
+const char *setting(const char *name, const char *other) {
+  const char *value = getenv(name);
+  return value && *value ? value : other;
 }
 
 void perform_operation(size_t index) {
@@ -333,138 +272,9 @@ void run_grid(const Launch &wanted, const std::function<void()> &thread) {
     fail("the grid ended before %zu waits", waiters.size());
 }
 
-void later(std::function<void()> what) {
-  if (copies == NOW)
-    what();
-  else
-    operations.push_back(new Operation{std::move(what)});
-}
-
-void add_to_group(Kind kind, std::function<void()> what) {
-  if (copies == NOW || (copies == ANY && draw(4) == 0))
-    what();
-  else
-    self->open[kind].push_back(std::move(what));
-}
-
-void commit_group(Kind kind) {
-  self->groups[kind].push_back(std::move(self->open[kind]));
-  self->open[kind].clear();
-}
-
-void wait_group(Kind kind, int pending) {
-  while ((int)self->groups[kind].size() > pending) {
-    perform(self->groups[kind].front());
-    self->groups[kind].pop_front();
-  }
-}
-
-void after_copies(std::function<void()> what) {
-  Fiber *fiber = self;
-  later([fiber, what] {
-    for (Group &group : fiber->groups[COPIES])
-      perform(group); /* who waits still counts it */
-    perform(fiber->open[COPIES]);
-    what();
-  });
-}
-
 void yield() {
   yielded.push_back(self);
   to_scheduler();
-}
-
-bool barrier_sync(int id, int count, bool value) {
-  Barrier &barrier = self->cta->named[id];
-  barrier.any |= value;
-  if (++barrier.arrived >= count) {
-    const bool any = barrier.any;
-    for (Fiber *fiber : barrier.waiting)
-      fiber->result = any;
-    barrier.arrived = 0;
-    barrier.any = false;
-    release(barrier.waiting);
-    ready.push_back(self);
-    to_scheduler();
-    return any;
-  }
-  barrier.waiting.push_back(self);
-  block("barrier %ld of %ld", id, count);
-  return self->result;
-}
-
-void barrier_pass(int id, int count) {
-  Barrier &barrier = self->cta->named[id];
-  if (++barrier.arrived >= count) {
-    for (Fiber *fiber : barrier.waiting)
-      fiber->result = barrier.any;
-    barrier.arrived = 0;
-    barrier.any = false;
-    release(barrier.waiting);
-  }
-}
-
-void cluster_sync() {
-  Barrier &barrier = self->cta->cluster->barrier;
-  if (++barrier.arrived == (int)(launch.cluster * launch.block.x)) {
-    barrier.arrived = 0;
-    release(barrier.waiting);
-    return;
-  }
-  barrier.waiting.push_back(self);
-  block("the cluster");
-}
-
-unsigned grid_arrive() {
-  barrier_sync(0, (int)launch.block.x);
-  if (self->thread == 0) {
-    grid_arrivals++;
-    progress++;
-    return ++self->cta->grid_arrivals;
-  }
-  return 0;
-}
-
-void grid_wait(unsigned token) {
-  if (!launch.cooperative)
-    fail("a wait for a grid that is not cooperative");
-  if (self->thread == 0)
-    while (grid_arrivals < token * launch.grid.x) {
-      self->waits = "the grid";
-      yield();
-      self->waits = nullptr;
-    }
-  barrier_sync(0, (int)launch.block.x);
-}
-
-void meet(uint32_t mask, Together all, void *mine) {
-  const unsigned lane = self->thread % 32;
-  Warp &warp = self->cta->warps[self->thread / 32];
-  if (!(mask >> lane & 1))
-    fail("lanes %08x meet without this one", mask);
-  Meeting *meeting = nullptr;
-  for (Meeting &m : warp.meetings)
-    if (m.mask == mask && !(m.arrived >> lane & 1))
-      meeting = &m;
-  if (!meeting) {
-    warp.meetings.emplace_back();
-    meeting = &warp.meetings.back();
-    meeting->mask = mask;
-    meeting->arrived = 0;
-    meeting->all = all;
-  }
-  if (meeting->all != all)
-    fail("lanes of a warp meet for different things");
-  meeting->arrived |= 1u << lane;
-  meeting->lanes[lane] = mine;
-  if (meeting->arrived == mask) {
-    all(meeting->lanes, mask);
-    release(meeting->waiting);
-    warp.meetings.erase(warp.meetings.begin() + (meeting - warp.meetings.data()));
-    return;
-  }
-  meeting->waiting.push_back(self);
-  block("lanes %08lx", mask);
 }
 
 char *window() {
@@ -499,90 +309,6 @@ size_t reserve_static(size_t bytes, size_t alignment) {
   for (Cta *cta : self->cta->cluster->ctas)
     memset(cta->memory + offset, 0xff, bytes);
   return offset;
-}
-
-void mbarrier_init(uint64_t *word, int arrivals) {
-  Mbarrier barrier = {};
-  barrier.wanted = barrier.missing = (uint64_t)arrivals;
-  memcpy(word, &barrier, 8);
-}
-
-void mbarrier_end(uint64_t *word) {
-  for (const Waiter &waiter : waiters)
-    if (waiter.barrier == word)
-      fail("a barrier ends while thread %u waits", waiter.fiber->thread);
-  memset(word, 0xff, 8);
-}
-
-static void settle(uint64_t *word, Mbarrier barrier) {
-  if (barrier.missing == 0 && barrier.bytes == 0) {
-    barrier.phase ^= 1;
-    barrier.missing = barrier.wanted;
-    for (size_t i = 0; i < waiters.size(); i++)
-      if (waiters[i].barrier == word && waiters[i].parity != barrier.phase) {
-        ready.push_back(waiters[i].fiber);
-        waiters[i--] = waiters.back();
-        waiters.pop_back();
-      }
-  }
-  memcpy(word, &barrier, 8);
-  progress++;
-}
-
-void mbarrier_arrive(uint64_t *word, int64_t expected_bytes) {
-  Mbarrier barrier;
-  memcpy(&barrier, word, 8);
-  if (barrier.missing == 0 || barrier.wanted == 0xfffff)
-    fail("an arrival at a barrier that has all, or is none");
-  barrier.bytes += expected_bytes;
-  barrier.missing--;
-  settle(word, barrier);
-}
-
-void mbarrier_arrived(uint64_t *word, int64_t bytes) {
-  Mbarrier barrier;
-  memcpy(&barrier, word, 8);
-  if (barrier.wanted == 0xfffff)
-    fail("bytes for a barrier that is none");
-  barrier.bytes -= bytes;
-  settle(word, barrier);
-}
-
-void mbarrier_wait(uint64_t *word, uint32_t parity) {
-  Mbarrier barrier;
-  memcpy(&barrier, word, 8);
-  if (barrier.wanted == 0xfffff)
-    fail("a wait at a barrier that is none");
-  if (barrier.phase != parity)
-    return;
-  waiters.push_back({self, word, parity});
-  block("mbarrier at %ld, parity %ld, %ld arrivals missing", (char *)word - window(), parity,
-        barrier.missing);
-}
-
-static Warp &own_warp() {
-  return self->cta->warps[self->thread / 32];
-}
-
-void product(std::function<void()> what) {
-  if (copies == NOW)
-    what();
-  else
-    own_warp().open.push_back(std::move(what));
-}
-
-void commit_products() {
-  Warp &warp = own_warp();
-  warp.groups.push_back(std::move(warp.open));
-  warp.open.clear();
-}
-
-void wait_products(int pending) {
-  Warp &warp = own_warp();
-  while ((int)warp.groups.size() > pending) {
-    perform(warp.groups.front());
-    warp.groups.pop_front();
-  }
 }
 
 } // namespace emulation

@@ -118,7 +118,7 @@ __device__ __forceinline__ void copy_elements(uint32_t to, const T *from, int co
 enum class Read { ALONE, SHARED, CONSTANT, WRITTEN };
 
 /* 4 bytes, zeros if they are not `there`; the kernel itself may have written them. */
-__device__ __forceinline__ uint32_t load_4(const void *from, bool there) {
+__device__ __forceinline__ uint32_t load_4(const uint16_t *from, bool there) {
   uint32_t v;
   asm volatile("{\n"
                ".reg .pred p;\n"

@@ -120,7 +120,7 @@ template <class V> V load_if(const void *from, bool there) {
 template <Read READ> uint4 load_16(const void *from, bool there) {
   return load_if<uint4>(from, there);
 }
-inline uint32_t load_4(const void *from, bool there) {
+inline uint32_t load_4(const uint16_t *from, bool there) {
   return load_if<uint32_t>(from, there);
 }
 template <int WORDS> void load_alone(uint32_t (&v)[WORDS], const void *from) {

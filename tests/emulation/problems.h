@@ -1,0 +1,246 @@
+/* Random problems for compare.c: larger than those of tests/c, with kernels to force that suit
+ * them, and how results are compared. */
+#ifndef EMULATION_PROBLEMS_H
+#define EMULATION_PROBLEMS_H
+
+#include "cases.h"
+
+static const char *wanted = "";
+static uint64_t hash = 14695981039346656037u;
+static char drawn[512];
+static const moelora_layout native;
+
+static inline void hash_tensor(const moelora_tensor *t) {
+  const unsigned char *bytes = t->data;
+  for (size_t i = 0; i < (size_t)count_of(t) * dtype_bytes(t->dtype); i++)
+    hash = (hash ^ bytes[i]) * 1099511628211u;
+}
+
+#define DESCRIBE(...) snprintf(drawn + strlen(drawn), sizeof drawn - strlen(drawn), __VA_ARGS__)
+
+static inline moelora_exec gpu(bool invariant) {
+  return (moelora_exec){.device = MOELORA_CUDA, .batch_invariant = invariant};
+}
+
+/* A kernel of what a case has: its dtype, and the format of its weights. */
+static inline bool suits(const char *name, moelora_dtype dtype, const moelora_layout *layout) {
+  static const char *words[] = {"mxfp4", "int4", "w8a16", "w8a8"};
+  const moelora_format f = layout->format;
+  const int word = f == MOELORA_NATIVE             ? -1
+                   : f == MOELORA_MXFP4            ? 0
+                   : f < MOELORA_FP8               ? 1
+                   : layout->x == MOELORA_X_NATIVE ? 2
+                                                   : 3;
+  if (!strstr(name, "_i32_") && dtype_of(name) != dtype)
+    return false;
+  if (strncmp(name, "gemm", 4) && strncmp(name, "decode", 6))
+    return true;
+  for (int i = 0; i < 4; i++)
+    if (strstr(name, words[i]))
+      return i == word;
+  return word < 0;
+}
+
+/* One or two kernels of different roles; of four cases one has none. */
+static inline void force_any(moelora_dtype dtype, const moelora_layout *layout) {
+  static const char *names[512];
+  static int count;
+  const char *name;
+  for (int32_t i = count ? -1 : 0; i >= 0 && (name = moelora_variant_name(i)); i++)
+    if (strstr(name, "_sm"))
+      names[count++] = name;
+  CHECK_OK(moelora_force_variant(NULL));
+  if (strcmp(wanted, "-") == 0 || (!*wanted && random_in(0, 3) == 0))
+    return;
+  for (int tries = 0; tries < 10000; tries++) {
+    char both[256];
+    const char *first = names[random_in(0, count - 1)], *second = names[random_in(0, count - 1)];
+    if (!strstr(first, wanted) || !suits(first, dtype, layout) || !suits(second, dtype, layout))
+      continue;
+    snprintf(both, sizeof both, maybe() ? "%s" : "%s,%s", first, second);
+    if (moelora_force_variant(both) == MOELORA_OK) {
+      DESCRIBE(" forced %s", both);
+      return;
+    }
+  }
+}
+
+/* Rows of what differs. `slack`: how much more than a rounding a row may be off. */
+static inline void compare(const char *what, const moelora_tensor *got, const moelora_tensor *want,
+                           double slack) {
+  const int64_t columns = got->size[got->ndim - 1], rows = count_of(got) / columns;
+  const double unit = got->dtype == MOELORA_F16 ? 0x1p-11 : 0x1p-8;
+  double largest = 0;
+  for (int64_t i = 0; i < rows * columns; i++)
+    largest = fmax(largest, fabs(read_value(want->data, want->dtype, i)));
+  for (int64_t row = 0; row < rows; row++) {
+    double error = 0, size = 0, most = 0;
+    int64_t place = 0;
+    for (int64_t i = 0; i < columns; i++) {
+      const double a = read_value(got->data, got->dtype, row * columns + i);
+      const double b = read_value(want->data, want->dtype, row * columns + i);
+      const double off = isfinite(a) ? fabs(a - b) : INFINITY;
+      if (off > most)
+        most = off, place = i;
+      error += off * off, size += b * b;
+    }
+    const double limit = slack * unit * fmax(sqrt(size / (double)columns), 0.1 * largest);
+    if (!(sqrt(error / (double)columns) <= 2 * limit) || !(most <= 12 * limit))
+      FAIL("%s%s: row %lld of %lld is off by %g of %g (rms %g of %g), most at %lld of %lld: %g, "
+           "expected %g (%s)",
+           what, drawn, (long long)row, (long long)rows, most, largest,
+           sqrt(error / (double)columns), sqrt(size / (double)columns), (long long)place,
+           (long long)columns, read_value(got->data, got->dtype, row * columns + place),
+           read_value(want->data, want->dtype, row * columns + place), moelora_last_plan());
+  }
+}
+
+static inline moelora_tensor like(const moelora_tensor *t) {
+  moelora_tensor copy = new_tensor(t->dtype, t->ndim, t->size);
+  memcpy(copy.data, t->data, (size_t)count_of(t) * dtype_bytes(t->dtype));
+  return copy;
+}
+
+#define RUN(NAME)                                                                                  \
+  static inline void run_##NAME(const moelora_##NAME##_args *args, moelora_exec exec) {            \
+    size_t bytes;                                                                                  \
+    moelora_status status = NAME##_bytes(args, &exec, &bytes);                                     \
+    if (status != MOELORA_OK)                                                                      \
+      FAIL(#NAME "%s: %s", drawn, moelora_error_message());                                        \
+    give_workspace(&exec, bytes);                                                                  \
+    if (bytes)                                                                                     \
+      memset(exec.workspace, 0xff, bytes);                                                         \
+    CHECK_OK(call_##NAME(args, &exec));                                                            \
+    if (getenv("EMULATION_VERBOSE"))                                                               \
+      fprintf(stderr, "%s: %s\n", drawn, moelora_last_plan());                                     \
+    check_guards();                                                                                \
+  }
+RUN(experts)
+RUN(gemm)
+RUN(delta)
+RUN(mlp_delta)
+RUN(align)
+RUN(align_lists)
+
+static inline int64_t one_of(const int64_t *values, int64_t count) {
+  return values[random_in(0, count - 1)];
+}
+#define ONE_OF(...)                                                                                \
+  one_of((int64_t[]){__VA_ARGS__}, sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t))
+
+static inline sizes draw_sizes(int64_t depth_of) {
+  sizes s = {.experts = random_in(1, 6)};
+  s.tokens = ONE_OF(1, random_in(2, 8), random_in(2, 8), random_in(9, 40), random_in(41, 120),
+                    random_in(121, 300));
+  s.top_k = random_in(1, s.experts < 4 ? s.experts : 4);
+  const int64_t most = s.tokens > 100 ? 256 : 512;
+  s.hidden = depth_of * random_in(1, most / depth_of);
+  s.inner = depth_of * random_in(1, most / 2 / depth_of);
+  s.slots = random_in(1, 4);
+  return s;
+}
+
+static inline int64_t draw_rank(void) {
+  return ONE_OF(random_in(1, 16), 8, 16, 32, 64, random_in(17, 128), 128);
+}
+
+static inline moelora_adapters draw_adapters(sizes s, int64_t max_rank) {
+  moelora_adapters adapters = random_adapters(s, max_rank);
+  if (random_in(0, 3) == 0) /* one for all */
+    for (int64_t m = 0; m < s.tokens; m++)
+      write_value(adapters.token_lora_mapping.data, adapters.token_lora_mapping.dtype, m, 0);
+  return adapters;
+}
+
+static inline moelora_lora draw_lora(sizes s, moelora_dtype dtype, int32_t slices, int64_t n,
+                                     int64_t k) {
+  return random_lora(s, dtype, slices, draw_rank(), n, k);
+}
+
+/* Weights of a format: random bytes of tiles, with scales that keep sums near 1. */
+static inline moelora_tensor draw_tiles(moelora_dtype dtype, sizes s, int64_t k,
+                                        const moelora_layout *layout) {
+  const moelora_format f = layout->format;
+  const int64_t n = layout->rows;
+  const bool fp8 = f >= MOELORA_FP8, gate_up = layout->order != MOELORA_ROWS_PLAIN;
+  const bool zeros = f == MOELORA_INT4_ZP || f == MOELORA_INT4_ZP_G32;
+  const bool of_32 = f == MOELORA_MXFP4 || f == MOELORA_INT4_G32 || f == MOELORA_INT4_ZP_G32;
+  const double scale = 1 / sqrt((double)k);
+  moelora_quantized w = {0};
+  if (fp8) {
+    const int64_t wide = f == MOELORA_FP8_G64 ? 64 : 128;
+    w.block_rows = f == MOELORA_FP8_ROWS ? ONE_OF(1, random_in(1, n))
+                   : gate_up             ? n
+                                         : 64 * random_in(1, 2);
+    w.block_columns = maybe() ? wide : k;
+    w.values = random_ids(MOELORA_U8, 0, 251, SIZES(s.experts, n, k));
+    for (int64_t i = 0; i < count_of(&w.values); i++)
+      ((uint8_t *)w.values.data)[i] += ((uint8_t *)w.values.data)[i] >= 126 ? 2 : 0;
+    w.scales = new_tensor(
+        MOELORA_F32, SIZES(s.experts, (n - 1) / w.block_rows + 1, (k - 1) / w.block_columns + 1));
+    for (int64_t i = 0; i < count_of(&w.scales); i++)
+      ((float *)w.scales.data)[i] = (float)(scale / 100 * (1.5 + random_unit()));
+  } else {
+    const int64_t group = of_32 ? 32 : k % 64 == 0 && maybe() ? 64 : k;
+    w.values = random_ids(MOELORA_U8, 0, 255, SIZES(s.experts, n, k / 2));
+    w.scales = f == MOELORA_MXFP4
+                   ? random_ids(MOELORA_U8, 120, 123, SIZES(s.experts, n, k / group))
+                   : random_tensor(MOELORA_F32, scale / 4, SIZES(s.experts, n, k / group));
+    if (zeros)
+      w.zeros = random_ids(MOELORA_U8, 0, 16, SIZES(s.experts, n, k / group));
+  }
+  const int64_t rows = gate_up ? (n / 2 + 63) / 64 * 2 : (n + 63) / 64;
+  moelora_tensor tiles =
+      new_tensor(MOELORA_U8, SIZES(s.experts, rows, fp8 ? (k + 127) / 128 : (k + 63) / 64,
+                                   moelora_tile_bytes(f)));
+  CHECK_OK(moelora_pack_quantized(&w, layout, dtype, &tiles, &serial));
+  return tiles;
+}
+
+static inline moelora_layout draw_layout(int64_t rows, moelora_row_order order,
+                                         moelora_x_format x) {
+  const int64_t kind = ONE_OF(0, 1, 2, 3, 3, 3);
+  if (kind == 0)
+    return (moelora_layout){0};
+  moelora_layout layout = {.rows = rows, .order = order};
+  layout.format = kind == 3 ? (moelora_format)random_in(MOELORA_FP8, MOELORA_FP8_ROWS)
+                            : (moelora_format)random_in(MOELORA_MXFP4, MOELORA_INT4_ZP_G32);
+  if (kind == 3) {
+    layout.x = x;
+    layout.x_scale = x == MOELORA_X_STATIC ? 0.01f : 0;
+  }
+  return layout;
+}
+
+static inline moelora_tensor draw_weights(moelora_dtype dtype, sizes s, int64_t n, int64_t k,
+                                          moelora_layout *layout) {
+  if (layout->format != MOELORA_NATIVE)
+    return draw_tiles(dtype, s, k, layout);
+  return random_weights(s, dtype, n, k, n % 64 == 0 && k % 64 == 0 && maybe());
+}
+
+static inline double slack_of(const moelora_layout *layout) {
+  return layout->x == MOELORA_X_NATIVE ? 2 : 10;
+}
+
+/* A part of the rows of a tensor whose first dimension is tokens (or rows of them). */
+static inline moelora_tensor part(const moelora_tensor *t, int64_t first, int64_t count) {
+  moelora_tensor p = *t;
+  if (!t->data)
+    return p;
+  p.data = (char *)t->data + (size_t)(first * t->stride[0]) * dtype_bytes(t->dtype);
+  p.size[0] = count;
+  return p;
+}
+
+static inline void same_rows(const moelora_tensor *got, const moelora_tensor *whole, int64_t first,
+                             const char *plan) {
+  const size_t row = (size_t)whole->stride[0] * dtype_bytes(whole->dtype);
+  for (int64_t m = 0; m < got->size[0]; m++)
+    if (memcmp((char *)got->data + (size_t)m * row, (char *)whole->data + (size_t)(first + m) * row,
+               row))
+      FAIL("%s: token %lld alone differs: %s and %s", drawn, (long long)(first + m), plan,
+           moelora_last_plan());
+}
+
+#endif
