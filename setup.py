@@ -146,10 +146,10 @@ def cuda_archs_of(source):
 
 
 def cuda_arch_flags(source):
-    """Portable machine code for 9.x to 11.x is made from one PTX, that of the lowest of them: to make
-    PTX takes as long as to make machine code of it, and programmatic launches, which are all that
-    portable sources have from 9.0 on, are in each. From 12.0 on SMs are smaller, and so are the
-    bounds of some kernels: these have a PTX of their own."""
+    """Portable machine code for 9.x to 11.x is made from one PTX, that of the lowest of them: to
+    make PTX takes as long as to make machine code of it, and programmatic launches, which are all
+    that portable sources have from 9.0 on, are in each. From 12.0 on SMs are smaller, and so are
+    the bounds of some kernels: these have a PTX of their own."""
     archs, ptx = cuda_archs_of(source)
     if ptx is None:
         return [f for arch in archs for f in ("-gencode", f"arch=compute_{arch},code=sm_{arch}")]
