@@ -111,7 +111,7 @@ def _compressed_reason(method: Any) -> str | None:
 
 def _fp8_options(method: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Where vLLM has no FP8 arithmetic, its Marlin kernels leave activations as they are."""
-    marlin = "MARLIN" in method.fp8_backend.name
+    marlin = method.fp8_backend is not None and "MARLIN" in method.fp8_backend.name
     return options | {"activations": "native" if marlin else "fp8"}
 
 
