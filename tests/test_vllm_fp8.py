@@ -1,19 +1,17 @@
 """FP8 layers of vLLM in moelora: what its loader fills gives what the operator gives."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import Spec, same_bits
-from vllm_quantised import KINDS, Kind, QuantisedLayer
+from vllm_quantised import Kind, QuantisedLayer
 
 import moelora
 from moelora import QuantizedWeights
 
 pytest_plugins = ["vllm_fixtures"]
-pytestmark = pytest.mark.skipif(
-    not hasattr(QuantizedWeights, "from_fp8_block"), reason="there are no FP8 weights yet"
-)
 
 SPEC = Spec(tokens=9, hidden=256, inter=128, dtype=torch.bfloat16, mix="all_different")
 FP8 = {
@@ -30,6 +28,7 @@ class Fp8Layer(QuantisedLayer):
     """`numbers` are (e4m3, scales) of w13 and w2."""
 
     backend = "TRITON"
+    kinds = {kind: Kind((method,), None) for kind, (method, _) in FP8.items()}
 
     def __init__(self, vllm, kind, spec, **config):
         self.scheme, self.block = kind, FP8[kind][1]
@@ -81,15 +80,13 @@ class Fp8Layer(QuantisedLayer):
         return QuantizedWeights.from_fp8_tensor(n.q, n.scales.squeeze(2), scale, **options)
 
 
-KINDS.update((kind, Kind((method,), None)) for kind, (method, _) in FP8.items())
-
-
+@pytest.mark.parametrize("options", [{}, {"remote": 4, "top_k": 3}, {"sharing": "outer"}])
 @pytest.mark.parametrize("backend", ["TRITON", "MARLIN"])
 @pytest.mark.parametrize("scheme", FP8)
-def test_a_layer_is_what_the_operator_gives(vllm, lines, monkeypatch, scheme, backend):
+def test_a_layer_is_what_the_operator_gives(vllm, lines, monkeypatch, scheme, backend, options):
     vllm.register()
     monkeypatch.setattr(Fp8Layer, "backend", backend)
-    layer = Fp8Layer(vllm, scheme, SPEC).step()
+    layer = Fp8Layer(vllm, scheme, replace(SPEC, **options)).step()
     assert type(layer.experts).__name__ == "QuantizedExpertsWithLoRA"
     weights = {name: layer.weights(name) for name in ("w13", "w2")}
     scalings = layer.p.lora_scalings
@@ -104,3 +101,14 @@ def test_a_layer_is_what_the_operator_gives(vllm, lines, monkeypatch, scheme, ba
     assert same_bits(got, wanted)
     assert lines == []
     assert {n for n, _ in layer.routed.named_parameters()} == {"w13_weight", "w2_weight"}
+
+
+@pytest.mark.parametrize("scheme", FP8)
+def test_base_rows_keep_their_bits(vllm, scheme):
+    vllm.register()
+    spec = replace(SPEC, mix="half_base")
+    layer = Fp8Layer(vllm, scheme, spec).step()
+    plain = Fp8Layer(vllm, scheme, replace(spec, mix="absent"))()
+    bases = layer.p.token_lora_mapping < 0
+    assert bases.any()
+    assert same_bits(layer()[bases], plain[bases])

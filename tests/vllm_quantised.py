@@ -67,9 +67,10 @@ class QuantisedLayer(Layer):
     """
 
     backend = "MARLIN"  # that vLLM would choose
+    kinds = KINDS
 
     def __init__(self, vllm: VLLM, kind: str, spec: Spec, device="cpu", **config):
-        self.kind = KINDS[kind]
+        self.kind = self.kinds[kind]
         self.changes = config.pop("changes", lambda layer: None)
         p = fitted(spec, spec.dtype).build()
         self.numbers = {

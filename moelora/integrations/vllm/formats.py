@@ -111,7 +111,7 @@ def _compressed_reason(method: Any) -> str | None:
 
 def _fp8_options(method: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Where vLLM has no FP8 arithmetic, its Marlin kernels leave activations as they are."""
-    marlin = method.fp8_backend is not None and "MARLIN" in method.fp8_backend.name
+    marlin = "MARLIN" in method.fp8_backend.name
     return options | {"activations": "native" if marlin else "fp8"}
 
 
@@ -150,8 +150,6 @@ FORMATS = {
     "fp8": Format(_fp8),
     "fp8_compressed_tensors": Format(_fp8_compressed),
 }
-if not hasattr(QuantizedWeights, "from_fp8_block"):
-    del FORMATS["fp8"], FORMATS["fp8_compressed_tensors"]
 
 
 def biases(format: Format, layer: Any, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
