@@ -114,82 +114,64 @@ def _sharded(
 
 
 def _gate_up(add_lora_w13: Callable) -> Callable:
-    def wrapped(
-        self,
-        y,
-        x,
-        lora_a_stacked,
-        lora_b_stacked,
-        topk_ids,
-        topk_weights,
-        expert_map,
-        w1,
-        w2,
-        num_tokens,
-        top_k_num,
-        max_loras,
-        adapter_enabled,
-        local_num_experts,
-        top_k,
-        num_slices,
-        fully_sharded,
-        use_tuned_config,
-        add_inputs=True,
-        token_lora_mapping=None,
-    ):
-        mapping = _mapping(self, num_tokens, token_lora_mapping)
-        if mapping is None:
-            return None, None, None, None
-        out = y.view(-1, top_k_num, y.size(-1))
-        a, b = _factors(lora_a_stacked), _factors(lora_b_stacked)
+    def wrapped(self, *args, **named):
         try:
-            if fully_sharded:
-                ids = _local_ids(topk_ids, expert_map)
-                who = topk_weights, ids, mapping, adapter_enabled, local_num_experts
-                _sharded(out, x, a, b, *who, add_inputs=add_inputs)
-            else:
-                moe_lora_gate_up_delta(
-                    x,
-                    None,
-                    topk_ids,
-                    token_lora_mapping=mapping,
-                    lora_a=a,
-                    lora_b=b,
-                    lora_ranks=_ranks(self, a),
-                    adapter_enabled=adapter_enabled,
-                    expert_map=expert_map,
-                    num_experts=local_num_experts,
-                    add_inputs=add_inputs,
-                    out=out,
-                )
+            return _add_gate_up(self, *args, **named)
         except (ValueError, NotImplementedError) as refusal:  # nothing is written yet
             say_once(f"{refusal}; {OWN_ADAPTERS}")
-            return add_lora_w13(
-                self,
-                y,
-                x,
-                lora_a_stacked,
-                lora_b_stacked,
-                topk_ids,
-                topk_weights,
-                expert_map,
-                w1,
-                w2,
-                num_tokens,
-                top_k_num,
-                max_loras,
-                adapter_enabled,
-                local_num_experts,
-                top_k,
-                num_slices,
-                fully_sharded,
-                use_tuned_config,
-                add_inputs,
-                token_lora_mapping,
-            )
-        return None, topk_ids, expert_map, mapping
+            return add_lora_w13(self, *args, **named)
 
     return wrapped
+
+
+def _add_gate_up(
+    self,
+    y,
+    x,
+    lora_a_stacked,
+    lora_b_stacked,
+    topk_ids,
+    topk_weights,
+    expert_map,
+    w1,
+    w2,
+    num_tokens,
+    top_k_num,
+    max_loras,
+    adapter_enabled,
+    local_num_experts,
+    top_k,
+    num_slices,
+    fully_sharded,
+    use_tuned_config,
+    add_inputs=True,
+    token_lora_mapping=None,
+):
+    mapping = _mapping(self, num_tokens, token_lora_mapping)
+    if mapping is None:
+        return None, None, None, None
+    out = y.view(-1, top_k_num, y.size(-1))
+    a, b = _factors(lora_a_stacked), _factors(lora_b_stacked)
+    if fully_sharded:
+        ids = _local_ids(topk_ids, expert_map)
+        who = topk_weights, ids, mapping, adapter_enabled, local_num_experts
+        _sharded(out, x, a, b, *who, add_inputs=add_inputs)
+    else:
+        moe_lora_gate_up_delta(
+            x,
+            None,
+            topk_ids,
+            token_lora_mapping=mapping,
+            lora_a=a,
+            lora_b=b,
+            lora_ranks=_ranks(self, a),
+            adapter_enabled=adapter_enabled,
+            expert_map=expert_map,
+            num_experts=local_num_experts,
+            add_inputs=add_inputs,
+            out=out,
+        )
+    return None, topk_ids, expert_map, mapping
 
 
 def _down(add_lora_w2: Callable) -> Callable:
