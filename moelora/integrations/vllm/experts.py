@@ -118,27 +118,26 @@ class TritonExpertsWithLoRA(TritonExperts):
         apply_router_weight_on_input,
     ):
         reason = self.reason_against(activation)
-        if reason is None:
-            if self._refusal is None:
-                self._refusal = self._serve(
-                    output,
-                    hidden_states,
-                    w1,
-                    w2,
-                    topk_weights,
-                    topk_ids,
-                    activation,
-                    expert_map,
-                    apply_router_weight_on_input,
-                )
+        if reason is None and self._refusal is None:
+            self._refusal = self._serve(
+                output,
+                hidden_states,
+                w1,
+                w2,
+                topk_weights,
+                topk_ids,
+                activation,
+                expert_map,
+                apply_router_weight_on_input,
+            )
             if self._refusal is None:
                 return None
-            reason = self._refusal
+        self._step_aside(reason or self._refusal)
+        if reason is None:
             problem = hidden_states.size(0), w1.size(1), hidden_states.size(1), topk_ids.size(1)
             experts = global_num_experts, w1.size(0), expert_tokens_meta
             shapes = super().workspace_shapes(*problem, *experts, activation)
             workspace13, workspace2 = (hidden_states.new_empty(shape) for shape in shapes[:2])
-        say_once(f"{reason}; {OWN_PATH}")
         return super().apply(
             output,
             hidden_states,
@@ -156,6 +155,9 @@ class TritonExpertsWithLoRA(TritonExperts):
             expert_tokens_meta,
             apply_router_weight_on_input,
         )
+
+    def _step_aside(self, reason: str) -> None:
+        say_once(f"{reason}; {OWN_PATH}")
 
     def _serve(
         self,

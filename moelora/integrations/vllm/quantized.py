@@ -43,45 +43,17 @@ class QuantizedExpertsWithLoRA(TritonExpertsWithLoRA):
 
     def set_lora_context(self, ctx) -> None:
         super().set_lora_context(ctx)
-        self._refuse(self.reason_against(self.moe_config.activation))
+        if reason := self.reason_against(self.moe_config.activation):
+            self._step_aside(reason)
 
     def moe_problem_size(self, a1, w1, w2, topk_ids):
         m, k = a1.shape
         return w1.size(0), m, self._w13.shape[1], k, topk_ids.size(1)
 
-    def apply(
-        self,
-        output,
-        hidden_states,
-        w1,
-        w2,
-        topk_weights,
-        topk_ids,
-        activation,
-        global_num_experts,
-        expert_map,
-        a1q_scale,
-        a2_scale,
-        workspace13,
-        workspace2,
-        expert_tokens_meta,
-        apply_router_weight_on_input,
-    ):
-        self._refuse(
-            self.reason_against(activation)
-            or self._serve(
-                output,
-                hidden_states,
-                replace(self._w13, data=w1),
-                replace(self._w2, data=w2),
-                topk_weights,
-                topk_ids,
-                activation,
-                expert_map,
-                apply_router_weight_on_input,
-            )
-        )
+    def _serve(self, output, hidden_states, w1, w2, *rest) -> str | None:
+        tiles = replace(self._w13, data=w1), replace(self._w2, data=w2)
+        return super()._serve(output, hidden_states, *tiles, *rest)
 
-    def _refuse(self, reason: str | None) -> None:
-        if reason is not None:
-            raise RuntimeError(f"moelora: {reason}; start vLLM with {SWITCH}=0")
+    def _step_aside(self, reason: str) -> None:
+        self._refusal = None  # of this call alone
+        raise RuntimeError(f"moelora: {reason}; start vLLM with {SWITCH}=0")
