@@ -34,6 +34,11 @@ static MOELORA_CONSTEXPR int64_t moelora_depth_tiles(moelora_format format, int6
   return (k + moelora_tile_depth(format) - 1) / moelora_tile_depth(format);
 }
 
+/* Columns that share a scale of weights and of e4m3 activations, or fewer than do. */
+static MOELORA_CONSTEXPR int32_t moelora_x_group(moelora_format format) {
+  return format == MOELORA_FP8_G64 ? 64 : 128;
+}
+
 /* Place in an FP8 tile's values of column c of row r. */
 static MOELORA_CONSTEXPR int32_t moelora_fp8_offset(int32_t r, int32_t c) {
   return r * 128 + ((c / 16) ^ (r & 7)) * 16 + c % 8 / 2 * 4 + c % 2 + c % 16 / 8 * 2;

@@ -83,8 +83,6 @@ typedef struct moelora_e4m3_rows {
   int64_t groups; /* of depth */
 } moelora_e4m3_rows;
 
-/* Columns that share a scale, of weights too. */
-int64_t moelora_x_group(const moelora_weights *w);
 moelora_e4m3_rows moelora_e4m3_take(const moelora_variant *variant, const moelora_weights *w,
                                     int64_t rows, moelora_arena *arena);
 /* Fills them from operand rows; nothing to do where `values` is NULL. */

@@ -8,20 +8,17 @@
 #include <math.h>
 #include <string.h>
 
+#include "core/format.h"
 #include "cpu/cpu.h"
 #include "cpu/e4m3.h"
 
 enum { LANES = 8, GROUP = 128 };
 
-int64_t moelora_x_group(const moelora_weights *w) {
-  return w->format == MOELORA_FP8_G64 ? 64 : GROUP;
-}
-
 moelora_e4m3_rows moelora_e4m3_take(const moelora_variant *variant, const moelora_weights *w,
                                     int64_t rows, moelora_arena *arena) {
   if (w->x == MOELORA_X_NATIVE)
     return (moelora_e4m3_rows){0};
-  const int64_t groups = moelora_ceil_div(w->k, moelora_x_group(w));
+  const int64_t groups = moelora_ceil_div(w->k, moelora_x_group(w->format));
   return (moelora_e4m3_rows){
       .values = moelora_take(arena, moelora_operands_bytes(variant, rows, w->k)),
       .scales =
@@ -79,7 +76,7 @@ static void quantise_row(void *context, int64_t index, int32_t worker) {
   const quantise_tasks *tasks = context;
   const moelora_weights *w = tasks->w;
   const moelora_cpu_kernels *kernels = tasks->kernels;
-  const int64_t group = moelora_x_group(w);
+  const int64_t group = moelora_x_group(w->format);
   const char *row = tasks->x + (size_t)(index * tasks->x_stride) * kernels->operand_bytes;
   char *to = (char *)tasks->out->values + (size_t)(index * w->k) * kernels->operand_bytes;
   float *scales = tasks->out->scales + index * tasks->out->groups;

@@ -199,7 +199,7 @@ static void multiply_e4m3(const moelora_variant *variant, const moelora_weights 
                           moelora_scratch *scratch) {
   static const float ones[2] = {1, 1};
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
-  const int64_t operand = (int64_t)kernels->operand_bytes, group = moelora_x_group(w);
+  const int64_t operand = (int64_t)kernels->operand_bytes, group = moelora_x_group(w->format);
   pass p = {.row_bytes = 128 * operand};
   for (int64_t at = rows->begin; at < rows->end; at += p.count) {
     float scales[2][MOELORA_DOT_N];

@@ -166,11 +166,11 @@ QuantizedRows take_quantized(moelora_arena *arena, const moelora_variant *varian
   if (variant->format != MOELORA_W8A8)
     return {};
   QuantizedRows q = {};
-  const size_t groups = 2 * (size_t)moelora_depth_tiles(w->format, w->k); // most: those of G64
   q.rows = (int64_t)rows;
   q.stride = moelora_depth_tiles(w->format, w->k) * moelora_tile_depth(w->format);
   q.values = moelora_take_array(arena, moelora_times(rows, (size_t)q.stride),
                                 variant->needs == MOELORA_SM90 ? 1 : 2);
+  const size_t groups = (size_t)(q.stride / moelora_x_group(w->format));
   q.scales = (float *)moelora_take_array(arena, moelora_times(rows, groups), sizeof(float));
   return q;
 }

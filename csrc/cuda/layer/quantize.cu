@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads)
   wait_for_previous_kernel();
   start_next_kernel();
   const int lane = threadIdx.x & 31, tiles = (q.k + 127) / 128;
-  const bool halves = q.format == MOELORA_FP8_G64, by_token = q.rule == MOELORA_X_TOKEN;
+  const bool halves = moelora_x_group(q.format) == 64, by_token = q.rule == MOELORA_X_TOKEN;
   const int64_t rows = q.num_rows ? *q.num_rows : q.rows;
   const int spans = by_token ? 1 : (tiles + GROUPS - 1) / GROUPS;
   const int64_t warps = (int64_t)gridDim.x * (kThreads / 32);
