@@ -3,7 +3,7 @@
  * goes through shared memory. */
 #include "cuda/backend.h"
 #include "cuda/gemm/common/format.cuh"
-#include "cuda/launch/launch.h"
+#include "cuda/launch/kernel_launch.cuh"
 
 namespace {
 
@@ -33,10 +33,6 @@ struct TileOfCta {
 int64_t tiles_of(const moelora_quantized_problem *p) {
   const moelora_weights *w = &p->tiles;
   return p->num_experts * moelora_row_tiles(w->order, w->n) * moelora_depth_tiles(w->format, w->k);
-}
-
-int ctas_for(int64_t tiles) {
-  return (int)(tiles < INT32_MAX ? tiles : INT32_MAX);
 }
 
 /* ---- packing ---- */
@@ -130,30 +126,28 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+template <class T>
+moelora_status launch_unpack(const moelora_quantized_problem *p, const moelora_exec *exec) {
+  const int64_t tiles = tiles_of(p);
+  const bool vectors =
+      moelora_is_vector_row(p->out, p->out_stride[1], p->tiles.k) && p->out_stride[0] % 8 == 0;
+  return vectors
+             ? launch_grid<unpack_fp8<T, true>>("unpack_fp8", tiles, kThreads, exec, *p, tiles)
+             : launch_grid<unpack_fp8<T, false>>("unpack_fp8", tiles, kThreads, exec, *p, tiles);
+}
+
 } // namespace
 
 moelora_status moelora_cuda_pack_fp8(const moelora_quantized_problem *p, const moelora_exec *exec) {
   const int64_t tiles = tiles_of(p);
   const bool vectors = (uintptr_t)p->values % 16 == 0 && p->values_stride[0] % 16 == 0 &&
                        p->values_stride[1] % 16 == 0 && p->tiles.k % 16 == 0;
-  const auto kernel = vectors ? pack_fp8<true> : pack_fp8<false>;
-  if (tiles == 0)
-    return MOELORA_OK;
-  kernel<<<ctas_for(tiles), kThreads, 0, (cudaStream_t)exec->stream>>>(*p, tiles);
-  return moelora_cuda_check(cudaGetLastError(), "pack_fp8");
+  return vectors ? launch_grid<pack_fp8<true>>("pack_fp8", tiles, kThreads, exec, *p, tiles)
+                 : launch_grid<pack_fp8<false>>("pack_fp8", tiles, kThreads, exec, *p, tiles);
 }
 
 moelora_status moelora_cuda_unpack_fp8(const moelora_quantized_problem *p,
                                        const moelora_exec *exec) {
-  const int64_t tiles = tiles_of(p);
-  const bool vectors =
-      moelora_is_vector_row(p->out, p->out_stride[1], p->tiles.k) && p->out_stride[0] % 8 == 0;
-  const auto kernel = p->dtype == MOELORA_BF16 ? vectors ? unpack_fp8<__nv_bfloat16, true>
-                                                         : unpack_fp8<__nv_bfloat16, false>
-                      : vectors                ? unpack_fp8<__half, true>
-                                               : unpack_fp8<__half, false>;
-  if (tiles == 0)
-    return MOELORA_OK;
-  kernel<<<ctas_for(tiles), kThreads, 0, (cudaStream_t)exec->stream>>>(*p, tiles);
-  return moelora_cuda_check(cudaGetLastError(), "unpack_fp8");
+  return p->dtype == MOELORA_BF16 ? launch_unpack<__nv_bfloat16>(p, exec)
+                                  : launch_unpack<__half>(p, exec);
 }
