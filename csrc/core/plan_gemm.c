@@ -54,26 +54,16 @@ static const shape_bound w8a8_shapes[] = {
     {INT64_MAX, {112, 2}},
 };
 
-/* Up to so many tokens, and so many rows of more than one, one launch is the faster one. */
-typedef struct few_bound {
-  moelora_format format;
-  int64_t tokens, rows;
-} few_bound;
-
-/* On an H200, by 4 to 12 % without adapters, by 2 to 8 % with some of rank 16 (of rank 64, two
- * tokens of top-8 take 5 % longer). Where experts are narrow and more rows bring more adapters, the
- * adapters at the end of each CTA decide, and seven launches win. Layers of quantised weights run
- * in one launch when that is forced: nobody has measured yet from where on it pays. */
-static const few_bound few_bounds[] = {
-    {MOELORA_NATIVE, 4, 18},
-};
+/* Up to so many tokens, and so many rows of more than one, one launch is the faster one: on an H200
+ * by 4 to 12 % without adapters, by 2 to 8 % with some of rank 16 (of rank 64, two tokens of top-8
+ * take 5 % longer). Where experts are narrow and more rows bring more adapters, the adapters at the
+ * end of each CTA decide, and seven launches win. Layers of quantised weights run in one launch
+ * when that is forced: nobody has measured yet from where on it pays. */
+enum { FEW_TOKENS = 4, FEW_ROWS = 18 };
 
 static bool is_few(moelora_format format, const moelora_routes *routes) {
-  for (size_t i = 0; i < sizeof few_bounds / sizeof *few_bounds; i++)
-    if (few_bounds[i].format == format)
-      return routes->num_tokens == 1 ||
-             (routes->num_tokens <= few_bounds[i].tokens && routes->num_rows <= few_bounds[i].rows);
-  return false;
+  return format == MOELORA_NATIVE && routes->num_tokens <= FEW_TOKENS &&
+         (routes->num_tokens == 1 || routes->num_rows <= FEW_ROWS);
 }
 
 /* What a problem lets a CUDA kernel do, from shapes, strides and pointers of everything but
