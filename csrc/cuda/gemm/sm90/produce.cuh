@@ -31,16 +31,19 @@ __device__ __forceinline__ void load_native(const CUtensorMap *map, const moelor
   }
 }
 
-/* Where the m64 tiles of quantised weights begin, found once for a tile: one lane has to start
- * copies of 2 to 8 KB as fast as memory brings them. */
+/* Where this CTA's share of a tile's m64 tiles of quantised weights begins, found once for a tile:
+ * one lane has to start copies of 2 to 8 KB as fast as memory brings them. */
 template <class S> struct QuantizedTiles {
-  const char *at[S::TILES];
+  static constexpr int SHARE = S::TILES / S::CLUSTER;
+  const char *at[SHARE];
 
   __device__ __forceinline__ void find(const moelora_gemm_launch &g, const Tile &tile) {
     if constexpr (S::FORMAT != MOELORA_NATIVE) {
+      const int first = S::CLUSTER > 1 ? (int)cluster_rank() * SHARE : 0;
 #pragma unroll
-      for (int m64 = 0; m64 < S::TILES; m64++)
-        at[m64] = quantized_tile(g, tile.expert, m64, first_output<S>(g, tile.column, m64));
+      for (int i = 0; i < SHARE; i++)
+        at[i] =
+            quantized_tile(g, tile.expert, first + i, first_output<S>(g, tile.column, first + i));
     }
   }
 };

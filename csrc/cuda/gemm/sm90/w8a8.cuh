@@ -15,21 +15,21 @@
 #include "cuda/gemm/sm90/pipeline.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
-/* This CTA's share of 128 of depth of the m64 tiles that begin at `tiles`, and of their scales. */
+/* 128 of depth of this CTA's share of m64 tiles, which begin at `tiles`, and of their scales. */
 template <class S>
 __device__ __forceinline__ void load_w8a8(const moelora_gemm_launch &g,
-                                          const char *const (&tiles)[S::TILES], int step,
-                                          const Pipeline<S> &pipeline, uint64_t policy) {
-  const int rank = S::CLUSTER > 1 ? (int)cluster_rank() : 0;
+                                          const char *const (&tiles)[S::TILES / S::CLUSTER],
+                                          int step, const Pipeline<S> &pipeline, uint64_t policy) {
+  constexpr int SHARE = S::TILES / S::CLUSTER;
+  const int first = S::CLUSTER > 1 ? (int)cluster_rank() * SHARE : 0;
   const uint32_t scales = tile_bytes<S::FORMAT>(g.weights.w.format) - MOELORA_FP8_TILE_VALUES;
   const int64_t depth = step * g.weights.w.stride_kt;
 #pragma unroll
-  for (int m64 = 0; m64 < S::TILES; m64++) {
-    const char *from = tiles[m64] + depth;
-    const uint32_t to = pipeline.weights() + m64 * kM64Bytes, behind = pipeline.weight_scales(m64);
+  for (int i = 0; i < SHARE; i++) {
+    const char *from = tiles[i] + depth;
+    const uint32_t to = pipeline.weights() + (first + i) * kM64Bytes;
+    const uint32_t behind = pipeline.weight_scales(first + i);
     if constexpr (S::CLUSTER > 1) {
-      if (m64 / (S::TILES / S::CLUSTER) != rank)
-        continue;
       bulk_load_multicast(to, from, kM64Bytes, pipeline.full(), policy);
       bulk_load_multicast(behind, from + kM64Bytes, scales, pipeline.full(), policy);
     } else {
@@ -78,19 +78,26 @@ __device__ __forceinline__ void multiply_e4m3(float *partial, uint64_t a, uint64
   wgmma_commit();
 }
 
-/* d += partial times the scales of a thread's two rows and of its tokens. */
-template <int N>
-__device__ __forceinline__ void promote(float *d, const float *partial, float low, float high,
+/* d += partial times the scales of a thread's rows and of its tokens. Rows have one scale, at
+ * `weight_scales`, or BY_ROW one each. */
+template <bool BY_ROW, int N>
+__device__ __forceinline__ void promote(float *d, const float *partial, uint32_t weight_scales,
                                         uint32_t token_scales) {
+  if (BY_ROW)
+    weight_scales += (threadIdx.x >> 5 & 3) * 64 + (threadIdx.x >> 2 & 7) * 4;
+  const float low = __uint_as_float(load_shared_4(weight_scales));
+  const float high = BY_ROW ? __uint_as_float(load_shared_4(weight_scales + 32)) : low;
   token_scales += (threadIdx.x & 3) * 8;
 #pragma unroll
   for (int i = 0; i < N / 8; i++) {
     const uint2 v = load_shared_8(token_scales + 32 * i);
-    const float x = __uint_as_float(v.x), y = __uint_as_float(v.y);
-    d[4 * i] = fmaf(partial[4 * i], low * x, d[4 * i]);
-    d[4 * i + 1] = fmaf(partial[4 * i + 1], low * y, d[4 * i + 1]);
-    d[4 * i + 2] = fmaf(partial[4 * i + 2], high * x, d[4 * i + 2]);
-    d[4 * i + 3] = fmaf(partial[4 * i + 3], high * y, d[4 * i + 3]);
+    const float2 x = {__uint_as_float(v.x), __uint_as_float(v.y)};
+    const float2 first = {low * x.x, low * x.y};
+    const float2 second = BY_ROW ? float2{high * x.x, high * x.y} : first;
+    d[4 * i] = fmaf(partial[4 * i], first.x, d[4 * i]);
+    d[4 * i + 1] = fmaf(partial[4 * i + 1], first.y, d[4 * i + 1]);
+    d[4 * i + 2] = fmaf(partial[4 * i + 2], second.x, d[4 * i + 2]);
+    d[4 * i + 3] = fmaf(partial[4 * i + 3], second.y, d[4 * i + 3]);
   }
 }
 
@@ -100,10 +107,7 @@ __device__ __forceinline__ int multiply_w8a8(float (&d)[2][S::TOKENS / 2],
                                              const moelora_gemm_launch &g, Pipeline<S> &pipeline,
                                              int consumer) {
   const int depth_steps = (g.tokens.k + kDepth - 1) / kDepth;
-  // FP8 has one scale for all rows of a tile.
-  const int row = (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7);
   const bool by_row = g.weights.w.format == MOELORA_FP8_ROWS;
-  const uint32_t at_low = by_row ? row * 4 : 0, at_high = by_row ? row * 4 + 32 : 0;
   int previous = 0;
   float partial[N / 2];
 #pragma unroll 1
@@ -114,15 +118,16 @@ __device__ __forceinline__ int multiply_w8a8(float (&d)[2][S::TOKENS / 2],
     const uint64_t b = wgmma_descriptor(pipeline.tokens());
 #pragma unroll
     for (int t = 0; t < 2; t++) {
-      const uint32_t scales = pipeline.weight_scales(2 * consumer + t);
       multiply_e4m3<N>(partial, a + t * (kM64Bytes / 16), b);
       if (S::ALIASED_BUFFERS > 0 && t == 0 && step == 1)
         release_aliased_stage(pipeline, consumer);
-      const float low = __uint_as_float(load_shared_4(scales + at_low));
-      const float high = __uint_as_float(load_shared_4(scales + at_high));
       wgmma_wait<0>();
       settle<N / 2>(partial);
-      promote<N>(d[t], partial, low, high, pipeline.token_scales());
+      const uint32_t scales = pipeline.weight_scales(2 * consumer + t);
+      if (by_row)
+        promote<true, N>(d[t], partial, scales, pipeline.token_scales());
+      else
+        promote<false, N>(d[t], partial, scales, pipeline.token_scales());
     }
     previous = pipeline.stage;
     __syncwarp(); // all lanes have read the scales
