@@ -67,6 +67,31 @@ template <class S> struct TokenScales {
   }
 };
 
+/* Two consumers take turns: while the products of an m64 tile of one are with the tensor cores, the
+ * other promotes what it has, which takes about as long (pingpong scheduling: Shah et al.,
+ * FlashAttention-3, 2024, section 3.1). */
+template <class S> struct Turns {
+  static constexpr int BARRIER = 4;
+
+  static __device__ __forceinline__ void take(int consumer) {
+    if constexpr (S::CONSUMERS == 2)
+      warpgroup_sync<256>(BARRIER + consumer);
+  }
+  static __device__ __forceinline__ void pass(int consumer) {
+    if constexpr (S::CONSUMERS == 2)
+      warpgroup_arrive<256>(BARRIER + (consumer ^ 1));
+  }
+  /* Around all tiles: the first turn is consumer 0's, who is also passed the last. */
+  static __device__ __forceinline__ void begin(int consumer) {
+    if (consumer == 1)
+      pass(consumer);
+  }
+  static __device__ __forceinline__ void end(int consumer) {
+    if (consumer == 0)
+      take(consumer);
+  }
+};
+
 /* The 128 of depth of an m64 tile, from zero. */
 template <int N>
 __device__ __forceinline__ void multiply_e4m3(float *partial, uint64_t a, uint64_t b) {
@@ -118,7 +143,9 @@ __device__ __forceinline__ int multiply_w8a8(float (&d)[2][S::TOKENS / 2],
     const uint64_t b = wgmma_descriptor(pipeline.tokens());
 #pragma unroll
     for (int t = 0; t < 2; t++) {
+      Turns<S>::take(consumer);
       multiply_e4m3<N>(partial, a + t * (kM64Bytes / 16), b);
+      Turns<S>::pass(consumer);
       if (S::ALIASED_BUFFERS > 0 && t == 0 && step == 1)
         release_aliased_stage(pipeline, consumer);
       wgmma_wait<0>();
