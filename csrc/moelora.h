@@ -259,7 +259,8 @@ typedef struct moelora_quantized {
 
 /* Brings them into tiles [E, tiles of rows, tiles of depth, bytes of a tile] uint8, for activations
  * of `dtype`, bf16 or fp16. Nobody looks here for what must not be there: MXFP4 scales above 2, NaN
- * among them; of FP8 a NaN, or a scale that is not finite or beyond 255 of either sign. */
+ * among them; INT4 scales that are not finite or beyond 65504 of either sign; of FP8 a NaN, or a
+ * scale that is not finite or beyond 255 of either sign. */
 moelora_status moelora_pack_quantized(const moelora_quantized *w, const moelora_layout *layout,
                                       moelora_dtype dtype, const moelora_tensor *tiles,
                                       const moelora_exec *exec);

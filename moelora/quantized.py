@@ -268,7 +268,8 @@ class QuantizedWeights(FromFP8):
         Raises
         ------
         ValueError
-            A shape, a dtype or a value is not as above, or a scale is not finite.
+            A shape, a dtype or a value is not as above, or a scale is not finite or beyond
+            65504 of either sign.
         TypeError
             An argument is of another type than in the signature.
         NotImplementedError
@@ -284,7 +285,7 @@ class QuantizedWeights(FromFP8):
             known = " or ".join(map(repr, readers.ZERO_OFFSETS))
             raise ValueError(f"checkpoint_format is {checkpoint_format!r}, expected {known}")
         offset = readers.ZERO_OFFSETS[checkpoint_format]
-        found = readers.gptq(qweight, scales, qzeros, g_idx, group_size, sym, offset, dtype)
+        found = readers.gptq(qweight, scales, qzeros, g_idx, group_size, sym, offset)
         return _pack(cls, found, gate_up, dtype)
 
     @classmethod
@@ -318,7 +319,8 @@ class QuantizedWeights(FromFP8):
         Raises
         ------
         ValueError
-            A shape or a dtype is not as above, or a scale is not finite.
+            A shape or a dtype is not as above, or a scale is not finite or beyond
+            65504 of either sign.
         TypeError
             An argument is of another type than in the signature.
         NotImplementedError
@@ -328,7 +330,7 @@ class QuantizedWeights(FromFP8):
         -----
         Lin et al., AWQ, 2023 (arXiv:2306.00978).
         """
-        found = readers.awq(qweight, scales, qzeros, group_size, dtype)
+        found = readers.awq(qweight, scales, qzeros, group_size)
         return _pack(cls, found, gate_up, dtype)
 
     @classmethod
@@ -365,7 +367,8 @@ class QuantizedWeights(FromFP8):
         Raises
         ------
         ValueError
-            A shape or a dtype is not as above, or a scale is not finite.
+            A shape or a dtype is not as above, or a scale is not finite or beyond
+            65504 of either sign.
         TypeError
             An argument is of another type than in the signature.
         NotImplementedError
@@ -376,7 +379,7 @@ class QuantizedWeights(FromFP8):
         Layout of the compressed-tensors library (`pack_to_int32`).
         """
         found = readers.compressed_tensors(
-            weight_packed, weight_scale, weight_zero_point, weight_shape, group_size, dtype
+            weight_packed, weight_scale, weight_zero_point, weight_shape, group_size
         )
         return _pack(cls, found, gate_up, dtype)
 

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from moelora.call import typed
-from moelora.quantized_readers import SCALES, Checkpoint, Numbers, PerExpert, Stack
+from moelora.quantized_readers import (
+    SCALES,
+    Checkpoint,
+    Numbers,
+    PerExpert,
+    Stack,
+    check_scales,
+)
 
 TILE = 64  # rows of a tile
 DEPTH = 128  # columns of a tile
@@ -253,11 +260,8 @@ def _checkpoint(
         values = weight[expert].contiguous().view(torch.uint8)
         if (values & NAN == NAN).any():
             weight.fail(expert, "has a NaN", "numbers")
-        found = scales[expert].to(torch.float32)
-        if not (found.abs() <= LARGEST_SCALE).all():
-            got = f"has a scale that is NaN, infinite or beyond {LARGEST_SCALE:g}"
-            scales.fail(expert, got, "others")
-        found = found.reshape(int(of_rows.max()) + 1, -1)
+        check_scales(scales, expert, LARGEST_SCALE)
+        found = scales[expert].to(torch.float32).reshape(int(of_rows.max()) + 1, -1)
         if taken is not None:
             found = found[taken.to(found.device)]
         return values, found.contiguous(), None

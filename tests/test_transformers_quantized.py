@@ -254,7 +254,7 @@ GPTQ_FOLDERS = {
     ),
     "infinite": (
         put(f"{LAYER}.3.down_proj.scales", lambda t: t[f"{LAYER}.3.down_proj.scales"] / 0),
-        r"experts.\*.down_proj: scales\[3\] has a scale that is NaN, or infinite",
+        r"experts.\*.down_proj: scales\[3\] has a scale that is NaN, infinite or beyond 65504",
     ),
     "bias": (
         put(f"{UP}.bias", lambda t: torch.ones(192)),

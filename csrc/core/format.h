@@ -39,6 +39,12 @@ static MOELORA_CONSTEXPR int32_t moelora_x_group(moelora_format format) {
   return format == MOELORA_FP8_G64 ? 64 : 128;
 }
 
+/* Exponent of what CUDA kernels leave out of sums over products with weights of `format`, up to the
+ * epilogue: scales that make bf16 numbers of INT4's nibbles at one go would not be finite. */
+static MOELORA_CONSTEXPR int32_t moelora_missing_exponent(moelora_format format, bool is_bf16) {
+  return format >= MOELORA_INT4 && format < MOELORA_FP8 && is_bf16 ? 24 : 0;
+}
+
 /* Place in an FP8 tile's values of column c of row r. */
 static MOELORA_CONSTEXPR int32_t moelora_fp8_offset(int32_t r, int32_t c) {
   return r * 128 + ((c / 16) ^ (r & 7)) * 16 + c % 8 / 2 * 4 + c % 2 + c % 16 / 8 * 2;

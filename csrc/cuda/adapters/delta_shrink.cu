@@ -242,6 +242,7 @@ moelora_shrink_launch whole_segments(const delta_shrink &s) {
   l.adapters.xa_slice = s.xa_stride[0];
   l.adapters.xa_stride = s.xa_stride[2];
   l.scalings = s.scalings;
+  l.unit = 1.f;
   l.xa = s.xa;
   l.by_row = true;
   return l;

@@ -135,7 +135,7 @@ template <class T, class S>
 __device__ __forceinline__ void store(const ShrinkParams &p, const BlockItem &item,
                                       const ShrinkShared<S> &shared) {
   const int rank = item.packed % kRanks, width = moelora_padded_rank(rank);
-  const float scaling = p.s.scalings ? p.s.scalings[item.packed / kRanks] : 1.f;
+  const float scaling = scaling_of(p.s, item.packed);
   const int tokens = item.high - item.low;
   const Teams<S> teams(columns_of(p.s.adapters.lora, item.packed));
   constexpr int RANK_VECTORS = S::RANKS / 8;

@@ -45,6 +45,10 @@ __device__ __forceinline__ int columns_of(const moelora_factors &lora, int packe
   return moelora_padded_rank(rank_of(lora, packed)) * lora.num_slices;
 }
 
+__device__ __forceinline__ float scaling_of(const moelora_shrink_launch &s, int packed) {
+  return s.scalings ? s.unit * s.scalings[packed / kRanks] : s.unit;
+}
+
 __host__ __device__ __forceinline__ int ceil_divide(int a, int b) {
   return (a + b - 1) / b;
 }

@@ -36,10 +36,6 @@ struct SegmentItem {
   }
 };
 
-__device__ __forceinline__ float scaling_of(const moelora_shrink_launch &s, int packed) {
-  return s.scalings ? s.scalings[packed / kRanks] : 1.f;
-}
-
 /* Slice 0 of what an item's token becomes. */
 template <class T>
 __device__ __forceinline__ T *row_of_xa(const moelora_shrink_launch &s, const SegmentItem &item,

@@ -255,6 +255,10 @@ multiply_tiles(const DecodeParams &p, const Tables &t, const WorkItem &item, int
       multiply_slabs<T, FORMAT, true>(p, t, format, span.tiles, x, producer, pipeline, d);
     else
       multiply_slabs<T, FORMAT, false>(p, t, format, span.tiles, x, producer, pipeline, d);
+    constexpr int MISSING = TileFragment<FORMAT, T>::MISSING;
+#pragma unroll
+    for (int i = 0; MISSING > 0 && i < 8; i++)
+      d[i / 4][i % 4] *= (float)(1 << MISSING);
     add_weighted(t, item.kind, span.active, d, total);
     work.block += span.tiles;
   }

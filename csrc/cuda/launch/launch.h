@@ -126,6 +126,7 @@ typedef struct moelora_shrink_launch {
   moelora_tokens tokens;
   moelora_lora_operands adapters;
   const float *scalings; /* [max_loras] or NULL */
+  float unit;            /* all of xa times that */
   void *xa;              /* what adapters.xa becomes */
   bool by_row;           /* flat row, with any strides: only shrinks of whole segments */
 } moelora_shrink_launch;

@@ -217,8 +217,11 @@ moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
         !(cut && g->adapters.lora.slice_n % 2 != 0);
     for (int32_t i = 0; i < g->adapters.lora.num_slices; i++)
       g->weights.factors_boxes = g->weights.factors_boxes && g->adapters.lora.b[i].stride_i > 0;
-    const moelora_shrink_launch s = {g->schedule,           g->tokens, g->adapters,
-                                     routes->lora_scalings, xa,        false};
+    const int missing =
+        moelora_missing_exponent(g->weights.w.format, variant->dtype == MOELORA_BF16);
+    const moelora_shrink_launch s = {
+        g->schedule, g->tokens, g->adapters, routes->lora_scalings, 1.f / (float)(1 << missing),
+        xa,          false};
     const moelora_status status = moelora_cuda_shrink(&s, shrink, exec);
     if (status != MOELORA_OK)
       return status;

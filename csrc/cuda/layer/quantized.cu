@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(UNPACK_THREADS)
       for (int j = 0; j < 4; j++) {
         const int r = warp * 16 + lane / 4 + j % 2 * 8;
         const int c = slab * 16 + lane % 4 * 2 + j / 2 * 8;
-        *(uint32_t *)(rows + r * OUT_PITCH + c * 2) = a[slab][j];
+        *(uint32_t *)(rows + r * OUT_PITCH + c * 2) = fragment.whole(a[slab][j]);
       }
     __syncthreads();
     for (int v = thread; v < kRows * 8; v += UNPACK_THREADS) {

@@ -76,9 +76,15 @@ template <class E, EpilogueMode MODE> struct Epilogue {
 
   /* What comes before `finish`, of all tokens at once: one branch skips what most layers do not
    * have, where one for each output would cost as much as the rest of a plain epilogue. */
-  template <int N>
+  template <class T, int N>
   __device__ __forceinline__ void begin(float (&d)[2][N / 2], const moelora_gemm_launch &g) const {
-    if (g.weights.w.bias) {
+    constexpr int MISSING = moelora_missing_exponent(E::FORMAT, Element<T>::is_bf16);
+    if (MISSING > 0) {
+#pragma unroll
+      for (int i = 0; i < N; i++)
+        d[i % 2][i / 2] =
+            fmaf(d[i % 2][i / 2], (float)(1 << MISSING), bias[i % 2 * 2 + i / 2 % 4 / 2]);
+    } else if (g.weights.w.bias) {
 #pragma unroll
       for (int i = 0; i < N; i++)
         d[i % 2][i / 2] += bias[i % 2 * 2 + i / 2 % 4 / 2];

@@ -131,7 +131,7 @@ template <EpilogueMode MODE, class E, class T, bool VECTORS>
 __device__ __forceinline__ void store_tile(WarpTile<E> &sum, const moelora_gemm_launch &g,
                                            const Tile &tile, int count) {
   using S = WarpTile<E>;
-  using N8Extent = Extent<8, E::TILES>;
+  using N8Extent = Extent<8, E::TILES, E::FORMAT>;
   const bool gated =
       MODE == EpilogueMode::GATED || (MODE == EpilogueMode::GENERAL && g.weights.gated);
   const int lane = threadIdx.x & 31;
@@ -148,7 +148,7 @@ __device__ __forceinline__ void store_tile(WarpTile<E> &sum, const moelora_gemm_
     uint16_t *const to = (uint16_t *)g.epilogue.out + output_offset(g, block * 8 + lane / 4, row);
 #pragma unroll
     for (int row_group = 0; row_group < S::ROW_GROUPS; row_group++) {
-      epilogues[row_group].template begin<8>(sum.d[row_group][j], g);
+      epilogues[row_group].template begin<T, 8>(sum.d[row_group][j], g);
       epilogues[row_group].template finish<8>(sum.d[row_group][j], g, block, 0);
 #pragma unroll
       for (int half = 0; half < 2; half++) {

@@ -88,7 +88,7 @@ __device__ __forceinline__ void store_tile(float (&d)[2][S::TOKENS / 2], const R
                    (GENERAL && S::TOKENS <= MOELORA_FLOAT_ROWS && g.epilogue.out_f32);
   const int halves = gated ? 1 : 2;
   const Epilogue<S, MODE> epilogue(g, header.tile, consumer, T());
-  epilogue.template begin<N>(d, g);
+  epilogue.template begin<T, N>(d, g);
   if (S::ALIASED_BUFFERS == 0)
     wait_until_read(consumer);
 #pragma unroll
@@ -438,9 +438,22 @@ struct LaunchSm90 {
 
 template <moelora_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
 struct LaunchSm90<true, FORMAT, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
-  using S = GemmShape<BLOCK_M, BLOCK_N / 128, STAGES, CLUSTER, FORMAT>;
+  // bf16 numbers without zero points take fewer instructions to make. For both ways in one kernel
+  // the compiler finds no registers.
+  template <bool ZEROS>
+  using Shape = GemmShape<BLOCK_M, BLOCK_N / 128, STAGES, CLUSTER, FORMAT, ZEROS>;
+  static constexpr bool IS_INT4 = FORMAT == MOELORA_INT4, BF16 = Element<T>::is_bf16;
+
   static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
-    constexpr bool BF16 = Element<T>::is_bf16;
+    if constexpr (IS_INT4 && BF16)
+      return moelora_has_zeros(g->weights.w.format) ? run_as<Shape<true>>(g, exec)
+                                                    : run_as<Shape<false>>(g, exec);
+    else
+      return run_as<Shape<IS_INT4>>(g, exec);
+  }
+
+  template <class S>
+  static moelora_status run_as(const moelora_gemm_launch *g, const moelora_exec *exec) {
     GemmMaps maps = {};
     if (g->epilogue.out_f32 && BLOCK_M > MOELORA_FLOAT_ROWS)
       return moelora_fail(MOELORA_UNSUPPORTED, "float32 results of blocks of %d rows", BLOCK_M);
@@ -460,18 +473,18 @@ struct LaunchSm90<true, FORMAT, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
       return status;
     if (g->epilogue.out_by_position && !g->epilogue.weighted) {
       if (!g->epilogue.out_f32)
-        return g->weights.gated ? launch<EpilogueMode::GATED>(g, maps, exec)
-                                : launch<EpilogueMode::PLAIN>(g, maps, exec);
+        return g->weights.gated ? launch<S, EpilogueMode::GATED>(g, maps, exec)
+                                : launch<S, EpilogueMode::PLAIN>(g, maps, exec);
       if constexpr (BLOCK_M <= MOELORA_FLOAT_ROWS)
         if (!g->weights.gated)
-          return launch<EpilogueMode::PLAIN_F32>(g, maps, exec);
+          return launch<S, EpilogueMode::PLAIN_F32>(g, maps, exec);
     }
     if constexpr (CLUSTER == 1 && (S::NATIVE || S::CONSUMERS == 1))
-      return launch<EpilogueMode::GENERAL>(g, maps, exec);
+      return launch<S, EpilogueMode::GENERAL>(g, maps, exec);
     return moelora_fail(MOELORA_UNSUPPORTED, "kernels for whole layers alone");
   }
 
-  template <EpilogueMode MODE>
+  template <class S, EpilogueMode MODE>
   static moelora_status launch(const moelora_gemm_launch *g, const GemmMaps &maps,
                                const moelora_exec *exec) {
     return launch_kernel<gemm_sm90<S, T, MODE>, CLUSTER>(

@@ -36,10 +36,12 @@ constexpr int kArrivals = 1;
 
 /* Tiles of one consumer are for streaming weights: two CTAs share an SM, and one fills its pipeline
  * while the other finishes a tile. */
-template <int TOKENS_, int CONSUMERS_, int STAGES_, int CLUSTER_, moelora_format FORMAT_>
+template <int TOKENS_, int CONSUMERS_, int STAGES_, int CLUSTER_, moelora_format FORMAT_,
+          bool ZEROS_ = false>
 struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   using E = Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_>;
   static constexpr int CONSUMERS = CONSUMERS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
+  static constexpr bool ZEROS = ZEROS_; // of quantised weights there may be zero points
   static constexpr int THREADS = kProducers + 128 * CONSUMERS;
   static constexpr int RESIDENT = CONSUMERS == 1 ? 2 : 1; // CTAs per SM
   // 64 of depth each, of a stage: of few tokens and quantised weights one alone is little work.
@@ -47,6 +49,7 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
       FORMAT_ == MOELORA_NATIVE || FORMAT_ == MOELORA_W8A8 || TOKENS_ > 32 ? 1 : 2;
   static constexpr int DEPTH = SPANS * kDepth;
   static constexpr int W_BYTES = weight_bytes(FORMAT_, SPANS *E::TILES);
+  static constexpr int SLOT_BYTES = moelora_most_tile_bytes(FORMAT_); // of quantised weights
   static constexpr int STAGE_BYTES = W_BYTES + SPANS * E::X_BYTES;
   static constexpr int M64_SCALES = FORMAT_ == MOELORA_W8A8 ? 64 * 4 : 0;
   static constexpr int SCALE_BYTES =

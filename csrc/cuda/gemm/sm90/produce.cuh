@@ -31,23 +31,6 @@ __device__ __forceinline__ void load_native(const CUtensorMap *map, const moelor
   }
 }
 
-/* Where this CTA's share of a tile's m64 tiles of quantised weights begins, found once for a tile:
- * one lane has to start copies of 2 to 8 KB as fast as memory brings them. */
-template <class S> struct QuantizedTiles {
-  static constexpr int SHARE = S::TILES / S::CLUSTER;
-  const char *at[SHARE];
-
-  __device__ __forceinline__ void find(const moelora_gemm_launch &g, const Tile &tile) {
-    if constexpr (S::FORMAT != MOELORA_NATIVE) {
-      const int first = S::CLUSTER > 1 ? (int)cluster_rank() * SHARE : 0;
-#pragma unroll
-      for (int i = 0; i < SHARE; i++)
-        at[i] =
-            quantized_tile(g, tile.expert, first + i, first_output<S>(g, tile.column, first + i));
-    }
-  }
-};
-
 /* An m64 tile's 64 of depth lie together. Behind the last of them x is zero, and any weights will
  * do. */
 template <class S>
@@ -61,8 +44,8 @@ __device__ __forceinline__ void load_quantized(const moelora_gemm_launch &g,
   for (int span = 0; span < S::SPANS; span++) {
     const int64_t depth = min(step * S::SPANS + span, last) * g.weights.w.stride_kt;
 #pragma unroll
-    for (int m64 = 0; m64 < S::TILES; m64++, to += bytes)
-      bulk_load(to, tiles.at[m64] + depth, bytes, pipeline.full(), policy);
+    for (int m64 = 0; m64 < S::TILES; m64++, to += S::SLOT_BYTES)
+      bulk_load(to, tiles.first(m64) + depth, bytes, pipeline.full(), policy);
   }
 }
 
@@ -81,7 +64,7 @@ __device__ __forceinline__ void load_weights(const CUtensorMap *map, const moelo
   if constexpr (S::FORMAT == MOELORA_NATIVE)
     load_native<S>(map, g, tile, step, pipeline, policy);
   else if constexpr (S::FORMAT == MOELORA_W8A8)
-    load_w8a8<S>(g, tiles.at, step, pipeline, policy);
+    load_w8a8<S>(g, tiles, step, pipeline, policy);
   else
     load_quantized<S>(g, tiles, step, pipeline, policy);
 }

@@ -1,11 +1,34 @@
-/* The base product of quantised weights. A warp makes operand A in registers, a few k16 slabs at a
- * time, while the tensor cores take those before. */
+/* Quantised weights: where their tiles lie, and their base product with x as it is. A warp makes
+ * operand A in registers, a few k16 slabs at a time, while the tensor cores take those before. */
 #ifndef MOELORA_CUDA_SM90_QUANTIZED_CUH
 #define MOELORA_CUDA_SM90_QUANTIZED_CUH
 
 #include "cuda/gemm/common/format.cuh"
 #include "cuda/gemm/sm90/pipeline.cuh"
 #include "cuda/ptx/wgmma.cuh"
+
+/* Where this CTA's share of a tile's m64 tiles of quantised weights begins, found once for a tile:
+ * one lane has to start copies of 2 to 8 KB as fast as memory brings them. */
+template <class S> struct QuantizedTiles {
+  static constexpr int SHARE = S::TILES / S::CLUSTER;
+  const char *expert;
+  uint32_t at[SHARE]; // 16 bytes
+
+  __device__ __forceinline__ void find(const moelora_gemm_launch &g, const Tile &tile) {
+    if constexpr (S::FORMAT != MOELORA_NATIVE) {
+      const int from = S::CLUSTER > 1 ? (int)cluster_rank() * SHARE : 0;
+      expert = (const char *)g.weights.w.data + tile.expert * g.weights.w.stride_e;
+#pragma unroll
+      for (int i = 0; i < SHARE; i++) {
+        const int output = first_output<S>(g, tile.column, from + i);
+        at[i] = (uint32_t)((quantized_tile(g, tile.expert, from + i, output) - expert) / 16);
+      }
+    }
+  }
+  __device__ __forceinline__ const char *first(int i) const {
+    return expert + (uint64_t)at[i] * 16;
+  }
+};
 
 /* Whether the two m64 tiles of a consumer are multiplied in turns: products of few tokens are
  * mostly latency, which two sums share. Accumulators of many tokens leave no registers for that,
@@ -38,9 +61,11 @@ template <class S, class T, int N>
 __device__ __forceinline__ int multiply_quantized(float (&d)[2][S::TOKENS / 2],
                                                   const moelora_gemm_launch &g,
                                                   Pipeline<S> &pipeline, int consumer) {
+  using F = TileFragment<S::FORMAT, T, S::ZEROS>;
   constexpr int COUNT = S::TOKENS <= 16 ? 2 : 1, TILES = kPaired<S> ? 2 : 1;
-  const int depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH, warp = threadIdx.x >> 5 & 3;
-  const uint32_t bytes = tile_bytes<S::FORMAT>(g.weights.w.format);
+  const int depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
+  const moelora_format format = g.weights.w.format;
+  const LanePlaces at = LanePlaces::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
   int previous = 0;
   uint32_t a[2][COUNT][TILES][4];
 #pragma unroll 1
@@ -49,22 +74,25 @@ __device__ __forceinline__ int multiply_quantized(float (&d)[2][S::TOKENS / 2],
     fence_async_proxy(); // cp.async wrote X through the ordinary proxy
     if (S::ALIASED_BUFFERS > 0 && step == 1)
       release_aliased_stage(pipeline, consumer);
+    const uint32_t weights = pipeline.weights() + 2 * consumer * S::SLOT_BYTES;
+    const uint64_t b = wgmma_descriptor(uniform(pipeline.tokens()));
 #pragma unroll
     for (int span = 0; span < S::SPANS; span++) {
-      const uint32_t weights = pipeline.weights() + (span * S::TILES + 2 * consumer) * bytes;
-      const uint64_t b = wgmma_descriptor(uniform(pipeline.tokens(span)));
 #pragma unroll
       for (int first = 0; first < 2; first += TILES) {
-        TileFragment<S::FORMAT, T> tiles[TILES];
+        F tiles[TILES];
 #pragma unroll
-        for (int t = 0; t < TILES; t++)
-          tiles[t].load(weights + (first + t) * bytes, warp, g.weights.w.format);
-        multiply_group<0, N>(d + first, a[0], tiles, b);
+        for (int t = 0; t < TILES; t++) {
+          const uint32_t slot = weights + (span * S::TILES + first + t) * S::SLOT_BYTES;
+          tiles[t].load(slot + at.values, slot + at.scales, slot + at.zeros, format);
+        }
+        const uint64_t tokens = b + span * (S::TOKENS * kRowBytes / 16);
+        multiply_group<0, N>(d + first, a[0], tiles, tokens);
         if constexpr (COUNT == 1)
-          multiply_group<1, N>(d + first, a[1], tiles, b);
-        multiply_group<2, N>(d + first, a[COUNT == 2], tiles, b);
+          multiply_group<1, N>(d + first, a[1], tiles, tokens);
+        multiply_group<2, N>(d + first, a[COUNT == 2], tiles, tokens);
         if constexpr (COUNT == 1)
-          multiply_group<3, N>(d + first, a[1], tiles, b);
+          multiply_group<3, N>(d + first, a[1], tiles, tokens);
         if (step > 0 && span == 0 && first == 0)
           pipeline.release(previous); // its products were awaited before the second group
       }
