@@ -3,7 +3,8 @@
 import itertools
 
 import pytest
-from test_plan import CUDA_ROWS, DTYPES, ROWS, TOKENS, answer, print_plan, quantised
+from test_plan import CUDA_ROWS, DTYPES, ROWS, TOKENS, answer, print_plan
+from test_plan_quantised import quantised
 
 FIXTURES = (answer, print_plan, quantised)
 

@@ -1,0 +1,184 @@
+"""Plans of layers with weights of four bits, for devices that need not be there."""
+
+import pytest
+from test_plan import CUDA_ROWS, DECODE_ROWS, DTYPES, ROWS, TOKENS, answer, print_plan
+
+FIXTURES = (answer, print_plan)
+
+# Formats of weights, and the kernels that are written for them.
+KERNELS = {"mxfp4": "mxfp4"} | dict.fromkeys(["int4", "int4_g32", "int4_zp", "int4_zp_g32"], "int4")
+PAIRS = [(a, b) for a in ("native", "mxfp4", "int4_zp") for b in ("native", "mxfp4", "int4")]
+
+
+@pytest.fixture(scope="module")
+def quantised(answer):
+    """(row of w13, row of w2, kernels around them) of one layer, or the message of the refusal."""
+
+    def ask(device, w13, w2, *args, **problem):
+        words = answer(device, "formats", w13, w2, *args, **problem)
+        if words.startswith("error: "):
+            return words.removeprefix("error: ")
+        variant, block_rows, staged, *around, second = words.split()
+        row, of_w2 = ROWS[variant], ROWS[second]
+        assert staged == "-" and row.block_m == int(block_rows)
+        return row, of_w2, around
+
+    return ask
+
+
+def tile(row):
+    return f"{row.block_m}x{row.block_n}x{row.block_k}_{row.family.lower()}"
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_tiles_of_quantised_weights(quantised, name, dtype):
+    """Of 128 experts and top 8, of which each gets a sixteenth of the tokens."""
+    tiles = {5: 16, 64: 16, 65: 32, 416: 32, 417: 64, 704: 64, 705: 128, 131072: 128}
+    short = f"gemm_{dtype.lower()}_{KERNELS[name]}"
+    for tokens, rows in tiles.items():
+        for capability in (80, 86, 90, 100, 120):
+            hopper = capability == 90
+            shape = f"{rows}x{256 if hopper and rows == 128 else 128}"
+            depth = 128 if hopper and rows <= 32 else 64
+            want = f"{short}_{shape}x{depth}_{'sm90' if hopper else 'sm80'}"
+            layer = {"tokens": tokens, "dtype": DTYPES[dtype]}
+            row, of_w2, _ = quantised(("cuda", capability), name, name, **layer)
+            assert row.name == of_w2.name == want
+
+
+@pytest.mark.parametrize("capability, kib", [(80, 163), (86, 99), (90, 227), (120, 99)])
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_projections_of_two_formats_share_an_alignment(answer, pair, capability, kib):
+    for tokens in TOKENS:
+        words = answer(("cuda", capability), "formats", *pair, tokens=tokens).split()
+        row, of_w2 = ROWS[words[0] if words[2] == "-" else words[2]], ROWS[words[7]]
+        for one, name in ((row, pair[0]), (of_w2, pair[1])):
+            assert one.format.lower() == KERNELS.get(name, name)
+            weights = one.block_n * one.block_k * 2
+            if name != "native":
+                values, scales = 64 * 64 // 2, 64 * 2 * (1 if name == "mxfp4" else 3)
+                weights = one.block_n * one.block_k // 64**2 * (values + scales)
+            tile = weights + one.block_m * one.block_k * 2
+            assert one.family == "SM90" or one.stages * tile <= kib * 1024, one
+        same = ("dtype", "family", "block_m", "cluster")
+        assert [getattr(row, name) for name in same] == [getattr(of_w2, name) for name in same]
+        assert row.family == ("SM90" if capability == 90 else "SM80")
+        one_launch = pair == ("native", "native") and tokens <= 2
+        assert (words[2] != "-") == one_launch
+        assert one_launch == words[0].startswith("decode")
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_few_rows_run_the_whole_layer_in_one_launch(answer, capability):
+    def first(**problem):
+        return answer(("cuda", capability), "formats", "native", "native", **problem).split()[0]
+
+    for tokens, top_k in ((1, 8), (1, 64), (2, 8), (3, 6), (4, 2)):
+        assert first(tokens=tokens, top_k=top_k) == "decode_bf16_sm80"
+    assert first(tokens=1, dtype="float16") == "decode_f16_sm80"
+    for tokens, top_k, hidden in ((3, 8, 2048), (5, 2, 2048), (1, 65, 2048), (1, 8, 2050)):
+        assert first(tokens=tokens, top_k=top_k, hidden=hidden).startswith("gemm_")
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120])
+@pytest.mark.parametrize("name", KERNELS)
+def test_quantised_layers_run_in_one_launch_if_forced(answer, name, capability):
+    def first(w2=name, **problem):
+        return answer(("cuda", capability), "formats", name, w2, **problem).split()[0]
+
+    one = f"decode_bf16_{KERNELS[name]}_sm80"
+    assert first(tokens=1).startswith("gemm_")
+    for row in DECODE_ROWS:
+        forced = {"MOELORA_FORCE_VARIANT": row.name}
+        for w2 in ("native", *KERNELS):
+            serves = row.name == one and KERNELS.get(w2, w2) == KERNELS[name]
+            assert first(w2, tokens=4, env=forced) == (one if serves else first(w2, tokens=4))
+        assert first(tokens=9, env=forced).startswith("gemm_")
+
+
+def test_a_tile_that_one_format_has_alone_is_no_choice_for_two(quantised):
+    """Hopper has 96 and 144 rows natively, 64 rows of quantised weights, 128 of all."""
+    gpu = ("cuda", 90)
+    for pair in (("native", "mxfp4"), ("int4", "native")):
+        blocks = [quantised(gpu, *pair, tokens=tokens)[0].block_m for tokens in (500, 1024, 131072)]
+        assert blocks == [128, 128, 128]
+    assert quantised(gpu, "mxfp4", "int4", tokens=500)[0].block_m == 64
+    # Of the tiles of 128 rows an sm_80 holds the wide one, an sm_86 does not.
+    assert tile(quantised(("cuda", 80), "mxfp4", "native", tokens=4096)[1]) == "128x256x64_sm80"
+    assert tile(quantised(("cuda", 86), "mxfp4", "native", tokens=4096)[1]) == "128x128x64_sm80"
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_only_kernels_of_its_format_are_forced_on_a_layer(quantised, capability):
+    gpu = ("cuda", capability)
+    usual = quantised(gpu, "mxfp4", "int4_zp", tokens=2)
+    for row in CUDA_ROWS + DECODE_ROWS:
+        env = {"MOELORA_FORCE_VARIANT": row.name}
+        got = quantised(gpu, "mxfp4", "int4_zp", tokens=2, env=env)
+        serves = row in CUDA_ROWS and row.dtype == "BF16" and row.format == "MXFP4"
+        if serves and row.family in ("SM80", f"SM{capability}"):
+            assert got[0] == row and got[1].name == row.name.replace("mxfp4", "int4")
+        else:
+            assert got == usual, row
+
+
+def test_plans_tuned_for_other_formats_do_not_serve(quantised):
+    key = ["cuda", "90", "132", "bfloat16", "128", "8", "2048", "768"]
+
+    def tuned(variant):
+        row, of_w2, _ = quantised(("cuda", 90), "mxfp4", "mxfp4", *key, f"64:{variant}", tokens=64)
+        return row.name, of_w2.name
+
+    others = "gemm_bf16_128x256x64_sm90", "decode_bf16_sm80", "gemm_bf16_int4_64x128x64_sm90"
+    for other in others:
+        assert tuned(other) == ("gemm_bf16_mxfp4_16x128x128_sm90",) * 2
+    assert tuned("gemm_bf16_mxfp4_64x128x64_sm90") == ("gemm_bf16_mxfp4_64x128x64_sm90",) * 2
+
+
+def test_adapters_and_limits_of_quantised_layers(quantised):
+    def ask(capability, **problem):
+        return quantised(("cuda", capability), "mxfp4", "int4", **problem)
+
+    for tokens in TOKENS:
+        base = ask(90, tokens=tokens)[:2]
+        assert all(ask(90, tokens=tokens, rank=rank)[:2] == base for rank in (1, 16, 256))
+        assert ask(90, tokens=tokens, env={"MOELORA_MAX_CC": "80"}) == ask(80, tokens=tokens)
+
+
+@pytest.mark.parametrize("capability, like", [(90, "128x256x64_sm90"), (80, "128x128x64_sm80")])
+def test_what_is_around_the_projections_does_not_depend_on_formats(
+    answer, quantised, capability, like
+):
+    """A shrink reads activations alone."""
+    env = {"MOELORA_FORCE_VARIANT": f"gemm_bf16_{like}"}
+    for tokens in (1024, 4096, 16384):
+        for rank in (16, 64):
+            problem = {"tokens": tokens, "rank": rank}
+            row, _, around = quantised(("cuda", capability), "mxfp4", "int4", **problem)
+            native = answer(("cuda", capability), env=env, **problem).split()
+            assert tile(row) == like
+            assert native[3:7] == around and "-" not in around
+
+
+def test_quantised_rows_that_allow_no_vectors(quantised):
+    for tokens in TOKENS:
+        row, of_w2, _ = quantised(("cuda", 90), "int4", "mxfp4", tokens=tokens, hidden=2050)
+        assert row.family == of_w2.family == "SM80" and row.block_m <= 32
+
+
+def test_formats_without_a_kernel(quantised):
+    ask = quantised
+    assert ask(("cuda", 75), "mxfp4", "mxfp4") == (
+        "no bfloat16 kernel for MXFP4 weights and CUDA compute capability 7.5"
+    )
+    assert ask(("cuda", 90), "int4_zp", "int4_zp", dtype="float32") == (
+        "no float32 kernel for INT4 weights and CUDA compute capability 9.0"
+    )
+
+
+def test_a_cpu_has_one_kernel_for_all_formats(answer):
+    for pair in PAIRS:
+        words = answer(("cpu", 7), "formats", *pair).split()
+        assert words == answer(("cpu", 7)).split()
+        assert words[7] == words[0]

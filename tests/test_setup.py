@@ -1,0 +1,340 @@
+"""The build: what setup.py and make compile, when, and what they say of it."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_packaging import ROOT, output, setup_py
+
+FIXTURES = (setup_py,)
+
+PROJECT = {
+    "pyproject.toml": '[project]\nname = "moelora"\ndynamic = ["version"]\n'
+    '[tool.setuptools]\npackages = ["moelora"]\n',
+    "moelora/__init__.py": "",
+    "csrc/moelora.h": '#define MOELORA_VERSION "1"\n',
+    "csrc/core/a.h": "#define VALUE 1\n",
+    "csrc/core/a.c": '#include "core/a.h"\nint value(void);\nint value(void) { return VALUE; }\n',
+    "csrc/cpu/device.c": "#ifdef MOELORA_WITH_CUDA\n#endif\nint device(void);\n",
+    "csrc/glue/module.c": "#include <Python.h>\nPyMODINIT_FUNC PyInit__C(void) { return NULL; }\n",
+    "csrc/glue/exports.map": "{ global: PyInit__C; local: *; };\n",
+    "csrc/cuda/align/small.cu": "",
+    "csrc/cuda/gemm/sm80/gemm.cu": "",
+    "csrc/cuda/gemm/sm90/gemm.cu": "",
+    "csrc/cuda/adapters/shrink_sm90.cu": "",
+}
+# Compiles nothing but does what setup.py relies on; tells its arguments to nvcc.log.
+NVCC = """\
+#!/bin/sh
+here=$(dirname "$0")
+case "$1" in
+  --version) echo "Cuda compilation tools, release {release}, V{release}.1"; exit;;
+  --dryrun) echo "#$ LIBRARIES=\\"-L$here\\"" >&2; exit;;
+esac
+echo "$@" >> "$here/nvcc.log"
+while [ $# -gt 0 ]; do
+  case "$1" in -c) source=$2;; -o) object=$2;; -MF) rule=$2;; esac
+  shift
+done
+echo "$object : $source" > "$rule"
+echo | cc -fPIC -x c -c - -o "$object"
+"""
+
+
+class Project:
+    """A small tree with the setup.py of this one."""
+
+    def __init__(self, root):
+        self.root = root
+        self.library = root / "moelora/_C.abi3.so"
+
+    def build(self, *command, **environment):
+        """What setup.py says, the command and the environment given."""
+        command = command or ("build_ext", "--inplace")
+        drop = ("MAX_JOBS", "CFLAGS", "NVCCFLAGS", "NVCC", "CUDA_HOME")
+        kept = {k: v for k, v in os.environ.items() if k not in drop and "MOELORA" not in k}
+        environment = {"MOELORA_CUDA": "0", **kept, **environment}
+        run = subprocess.run(
+            [sys.executable, "setup.py", "-q", *command],
+            cwd=self.root,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0, run.stderr
+        return run.stdout
+
+    def nvcc(self, release="13.0"):
+        """The environment of a build with CUDA by a stand-in for nvcc."""
+        (self.root / "bin").mkdir()
+        nvcc = self.root / "bin/nvcc"
+        nvcc.write_text(NVCC.format(release=release))
+        nvcc.chmod(0o755)
+        subprocess.run(["ar", "rcs", "bin/libcudart_static.a"], cwd=self.root, check=True)
+        return {"MOELORA_CUDA": "1", "NVCC": str(nvcc), "MAX_JOBS": "1"}
+
+    def nvcc_commands(self):
+        """{source: its arguments} since the last call."""
+        log = self.root / "bin/nvcc.log"
+        lines = [line.split() for line in log.read_text().splitlines()]
+        log.write_text("")
+        return {words[words.index("-c") + 1]: words for words in lines}
+
+
+@pytest.fixture
+def project(tmp_path):
+    root = tmp_path / "tree"
+    for name, text in PROJECT.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    shutil.copy(ROOT / "setup.py", root)
+    return Project(root)
+
+
+def test_a_build_says_what_it_does(project):
+    lines = project.build(MAX_JOBS="1").splitlines()
+    assert lines[0] == "moelora for CPU (MOELORA_CUDA=0): compiling 3 of 3 files, 1 at once"
+    assert re.fullmatch(r"\[1/3\] csrc/core/a.c: \d+\.\d s", lines[1])
+    assert [line[:5] for line in lines[1:4]] == ["[1/3]", "[2/3]", "[3/3]"]
+    assert re.fullmatch(r"moelora for CPU \(MOELORA_CUDA=0\): compiled in \d+ s", lines[4])
+    assert lines[5:] == ["moelora for CPU (MOELORA_CUDA=0): linked"]
+    before = project.library.stat()
+    assert project.build() == ""
+    assert project.library.stat().st_ino == before.st_ino, "nothing to do, but linked anew"
+
+
+def test_a_copied_tree_is_built_already(project, tmp_path):
+    environment = project.nvcc()
+    project.build(**environment)
+    project.build("build_core")
+    copied = Project(tmp_path / "copy")
+    shutil.copytree(project.root, copied.root, copy_function=shutil.copyfile)
+    (copied.root / "bin/nvcc").chmod(0o755)
+    for path in sorted(copied.root.rglob("*"), reverse=True):
+        os.utime(path)
+    environment["NVCC"] = str(copied.root / "bin/nvcc")
+    assert copied.build(**environment) == ""
+    assert copied.build("build_core") == ""
+
+
+def test_modules_that_moved_are_not_packed(project):
+    gone = project.root / "moelora/gone.py"
+    gone.write_text("")
+    project.build("build")
+    (built,) = project.root.glob("build/lib.*")
+    assert (built / "moelora/gone.py").exists()
+    gone.unlink()
+    project.build("build")
+    assert {path.name for path in built.rglob("*.*") if path.is_file()} == {
+        "__init__.py",
+        "_C.abi3.so",
+    }
+
+
+def test_objects_follow_contents(project):
+    """Of sources, headers, commands and compilers; and what was built before needs no building."""
+    project.build()
+    header = project.root / "csrc/core/a.h"
+    os.utime(header)
+    assert project.build() == ""
+    header.write_text("#define VALUE 2\n")
+    os.utime(header, (0, 0))
+    again = project.build()
+    assert "[1/1] csrc/core/a.c" in again
+    assert "linked" in again
+    assert "compiling 3 of 3" in project.build(CFLAGS="-DMORE")
+    assert "compiling" not in project.build()
+    cc = project.root / "cc"
+    for version in (1, 2):
+        cc.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo {version} && exit\nexec cc "$@"\n')
+        cc.chmod(0o755)
+        assert "compiling 3 of 3" in project.build(CC=str(cc))
+        assert project.build(CC=str(cc)) == ""
+    (project.root / "csrc/core/a.c").write_text('#include "core/b.h"\n')
+    (project.root / "csrc/core/b.h").write_text("")
+    project.build()
+    (project.root / "csrc/core/b.h").rename(header)
+    (project.root / "csrc/core/a.c").write_text('#include "core/a.h"\n')
+    assert "compiling 1 of 3" in project.build()
+
+
+def test_an_edit_under_way_is_compiled_next_time(project):
+    """A file that changes while it is compiled: its object may be of the old text."""
+    cc, source = project.root / "cc", project.root / "csrc/core/a.c"
+    cc.write_text(f'#!/bin/sh\ncc "$@" || exit\ncase "$*" in *core/a.c*) echo >> {source};; esac\n')
+    cc.chmod(0o755)
+    assert "compiling 3 of 3" in project.build(CC=str(cc))
+    assert "[1/1] csrc/core/a.c" in project.build(CC=str(cc))
+
+
+def test_warnings_show_until_they_are_gone(project):
+    source = project.root / "csrc/core/a.c"
+    source.write_text("static int unused;\n")
+    for _ in range(2):
+        assert "[1/" in project.build()
+    with pytest.raises(AssertionError, match="a.c: warnings are errors"):
+        project.build(MOELORA_WERROR="1")
+    source.write_text("")
+    project.build()
+    assert project.build(MOELORA_WERROR="1") == ""
+
+
+def test_builds_with_cuda_and_without_share_what_they_can(project):
+    environment = project.nvcc()
+    assert "compiling 3 of 3" in project.build()
+    cuda = project.build(**environment)
+    assert cuda.startswith(f"moelora for CPU and CUDA ({environment['NVCC']}): compiling 5 of 7")
+    assert "csrc/cpu/device.c" in cuda
+    assert set(project.nvcc_commands()) == {name for name in PROJECT if name.endswith(".cu")}
+    assert project.build() == "moelora for CPU (MOELORA_CUDA=0): linked\n"
+    assert "compiling" not in project.build(**environment)
+    assert "compiling" not in project.build("build_core")
+    assert "compiling" not in project.build("build_core", "--cuda", **environment)
+    archives = [project.root / f"build/{name}/libmoelora.a" for name in ("core", "core-cuda")]
+    assert [len(output("ar", "t", str(path)).split()) for path in archives] == [2, 6]
+
+
+PORTABLE = {
+    None: ["arch=compute_80,code=[sm_80,compute_80]", "arch=compute_90,code=sm_90"],
+    "90a": ["arch=compute_90,code=[sm_90,compute_90]"],
+    "80;120": ["arch=compute_80,code=[sm_80,compute_80]", "arch=compute_120,code=sm_120"],
+    "sm_89;80": ["arch=compute_80,code=[sm_80,compute_80]", "arch=compute_89,code=sm_89"],
+    "release": [
+        "arch=compute_80,code=[sm_80,compute_80]",
+        "arch=compute_90,code=[sm_90,sm_100]",
+        "arch=compute_120,code=sm_120",
+    ],
+}
+
+
+@pytest.mark.parametrize("archs", PORTABLE)
+def test_a_source_is_compiled_for_what_its_folder_says(project, archs):
+    """Portable code for the architectures asked for, that of one architecture for no other."""
+    environment = project.nvcc()
+    if archs:
+        environment["MOELORA_CUDA_ARCH"] = archs
+    project.build(**environment)
+    for source, words in project.nvcc_commands().items():
+        only = "sm90" in source
+        codes = [after for word, after in zip(words, words[1:], strict=False) if word == "-gencode"]
+        assert codes == (["arch=compute_90a,code=sm_90a"] if only else PORTABLE[archs]), source
+
+
+def test_machine_code_is_small(project):
+    """No line tables unless asked for, and the best compression that the compiler has."""
+    environment = project.nvcc()
+    project.build(**environment)
+    for words in project.nvcc_commands().values():
+        assert "--compress-mode=size" in words
+        assert "-lineinfo" not in words
+    project.build(**environment, NVCCFLAGS="-lineinfo")
+    assert all("-lineinfo" in words for words in project.nvcc_commands().values())
+    nvcc = Path(environment["NVCC"])
+    nvcc.write_text(nvcc.read_text().replace("13.0", "12.6"))
+    project.build(**environment)
+    for words in project.nvcc_commands().values():
+        assert "--compress-mode=size" not in words
+        assert " -Xfatbin -compress-all " in " ".join(words)
+
+
+def test_spare_cores_share_the_architectures_of_a_file(project):
+    environment = {**project.nvcc(), "MAX_JOBS": "8", "MOELORA_CUDA_ARCH": "80;90a;120"}
+    project.build(**environment)
+    threads = {name: "--threads 2" in " ".join(c) for name, c in project.nvcc_commands().items()}
+    assert threads == {name: "sm90" not in name for name in threads}
+    (project.root / "csrc/cuda/align/small.cu").write_text("// new\n")
+    project.build(**environment)
+    ((_, words),) = project.nvcc_commands().items()
+    assert "--threads 3" in " ".join(words)
+    assert project.build(**{**environment, "MAX_JOBS": "1"}) == ""
+
+
+def test_jobs_are_as_many_as_cores_and_memory_allow(setup_py, monkeypatch, tmp_path):
+    monkeypatch.delenv("MAX_JOBS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
+    for jobs, memory in ((6, 100 * setup_py.JOB_BYTES), (3, 3.5 * setup_py.JOB_BYTES), (1, 0)):
+        monkeypatch.setattr(setup_py, "usable_memory", lambda memory=memory: int(memory))
+        assert setup_py.num_jobs() == jobs
+    monkeypatch.setenv("MAX_JOBS", "9")
+    assert setup_py.num_jobs() == 9
+    for wrong in ("0", "-1", "many"):
+        monkeypatch.setenv("MAX_JOBS", wrong)
+        with pytest.raises(SystemExit, match=f"MAX_JOBS is '{wrong}', expected a number"):
+            setup_py.num_jobs()
+
+
+def test_usable_memory_is_the_less_of_machine_and_container(setup_py, tmp_path):
+    meminfo, limit = tmp_path / "meminfo", tmp_path / "memory.max"
+    meminfo.write_text("MemTotal:       20 kB\nMemAvailable:      10 kB\n")
+    assert setup_py.usable_memory(meminfo, limit) == 10240
+    for text, expected in (("max\n", 10240), ("4096\n", 4096), ("1000000\n", 10240)):
+        limit.write_text(text)
+        assert setup_py.usable_memory(meminfo, limit) == expected
+
+
+PTXAS = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z4gemmv' for 'sm_90a'
+ptxas info    : Function properties for _Z4gemmv
+    {stack} bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers
+"""
+
+
+def test_spills_and_serialised_products_are_found(setup_py):
+    source = Path("csrc/cuda/gemm.cu")
+    clean = setup_py.report_ptxas(source, PTXAS.format(stack=0, stores=0, loads=0))
+    assert clean == (", 1 kernels, at most 168 registers", "")
+    assert setup_py.report_ptxas(source, PTXAS.format(stack=16, stores=16, loads=40))[1] == ""
+    _, text = setup_py.report_ptxas(source, PTXAS.format(stack=24, stores=20, loads=12))
+    assert "_Z4gemmv for sm_90a" in text
+    assert "20 bytes spill stores" in text
+    assert "warning" in setup_py.report_ptxas(source, "gemm.cu(3): warning #177-D: unused")[1]
+    loss = "ptxas info    : (C7520) Potential Performance Loss: wgmma.mma_async instructions are "
+    assert "C7520" in setup_py.report_ptxas(source, loss + "serialized due to ... '_Z4gemmv'")[1]
+
+
+FIRST = "cuda=0 arch=\ndemo\n"  # the C code, and the demo on it
+THEN = "That was the demo. Now the CUDA kernels for this machine, some minutes:\n"
+
+
+@pytest.mark.parametrize(
+    ("target", "gpu", "given", "wanted"),
+    [
+        ("demo", "9.0\n9.0", {}, f"{FIRST}{THEN}cuda= arch=90a\n"),
+        ("demo", "8.0\n12.0", {}, f"{FIRST}{THEN}cuda= arch=120;80\n"),
+        (
+            "demo",
+            "9.0",
+            {"MOELORA_CUDA_ARCH": "80"},
+            f"cuda=0 arch=80\ndemo\n{THEN}cuda= arch=80\n",
+        ),
+        ("demo", "9.0", {"MOELORA_CUDA": "0"}, FIRST),
+        ("demo", "", {}, FIRST),
+        ("demo", "", {"MOELORA_CUDA": "1"}, f"{FIRST}{THEN}cuda=1 arch=\n"),
+        ("build", "", {}, "cuda= arch=\n"),
+        ("wheel", "", {}, "cuda= arch=release\n"),
+        ("wheel", "", {"MOELORA_CUDA_ARCH": "90a"}, "cuda= arch=90a\n"),
+    ],
+)
+def test_what_make_builds(tmp_path, target, gpu, given, wanted):
+    """The demo before CUDA kernels, and those only for a GPU; a wheel code of all architectures."""
+    settings = 'echo "cuda=$MOELORA_CUDA arch=$MOELORA_CUDA_ARCH"'
+    for name, text in {
+        "nvidia-smi": f"""test "$1" = -L || printf '%s\\n' '{gpu}'; test '{gpu}'""",
+        "python": 'case "$*" in *demo.py) echo demo;; '
+        f'*build_ext*|*"pip wheel"*) {settings};; esac',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    for name in (".ready", ".editable"):
+        (tmp_path / name).write_text("")
+    drop = ("MOELORA_CUDA", "MOELORA_CUDA_ARCH", "MAKEFLAGS", "MAKELEVEL")
+    environment = {k: v for k, v in os.environ.items() if k not in drop}
+    environment |= {"PATH": f"{tmp_path}:{environment['PATH']}", **given}
+    words = [f"VENV={tmp_path}", f"PY={tmp_path}/python"]
+    assert output("make", "-s", target, *words, cwd=ROOT, env=environment) == wanted
