@@ -216,9 +216,11 @@ typedef enum moelora_row_order {
  *   scales [4 warps][8][2 rows][G]              uint8 (MXFP4) or 16 bits (INT4)
  *   zeros  [4 warps][8][2 rows][G]              uint8 (ZP)
  *
- * Lane t of warp w has rows r = 16 w + t / 4 and r + 8. Of its word for slab s, nibbles i and i + 4
- * are register a_i of that instruction: columns c and c + 1 = 16 s + 2 (t % 4) of r (i = 0) and of
- * r + 8 (i = 1), columns c + 8 and c + 9 of r (i = 2) and of r + 8 (i = 3). Scales of r and r + 8
+ * Lane t of warp w has rows r = 16 w + t / 4 and r + 8. Of its word for slab s, numbers i of the
+ * low and of the high half are register a_i of that instruction: columns c and c + 1 = 16 s + 2
+ * (t % 4) of r (i = 0) and of r + 8 (i = 1), columns c + 8 and c + 9 of r (i = 2) and of r + 8 (i =
+ * 3). Number i of INT4 is nibble i of its half; sign, exponent and mantissa of those of MXFP4 are
+ * bits 15, 8, 7, 6 (i = 0); 12, 5, 4, 3; 9, 2, 1, 0; 13, 11, 10, 14 (i = 3). Scales of r and r + 8
  * are at [w][r % 8]; G is 2 for groups of 32, else 1. What a scale means depends on the dtype of
  * the activations: for bf16 an MXFP4 scale 2^(s - 127) is the byte s + 126, for fp16 s - 98, 0 if s
  * is less; an INT4 scale is rounded to it.

@@ -29,6 +29,11 @@ def numbers(name: str, shape=(2, 72, 96), seed: int = 0) -> Numbers:
 # ---- tiles ----
 
 
+# Bits of four numbers in half of a word, from the lowest on.
+NIBBLES = [range(4 * i, 4 * i + 4) for i in range(4)]
+E2M1 = [(6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (14, 10, 11, 13)]
+
+
 def tiles_of(numbers: Numbers, gate_up: str | None, dtype: torch.dtype) -> torch.Tensor:
     """Tiles made number by number, as csrc/moelora.h describes them."""
     experts, rows, columns = numbers.q.shape
@@ -55,9 +60,10 @@ def tiles_of(numbers: Numbers, gate_up: str | None, dtype: torch.dtype) -> torch
                 tile, c = data[e, i, k // 64], k % 64
                 slab, pair = c // 16, c % 8 // 2
                 lane = 4 * lane_row + pair
-                nibble = lower + 2 * (c % 16 // 8) + 4 * (c % 2)
-                byte = ((warp * 32 + lane) * 4 + slab) * 4 + nibble // 2
-                tile[byte] |= int(numbers.q[e, n, k]) << 4 * (nibble % 2)
+                first = ((warp * 32 + lane) * 4 + slab) * 4 + 2 * (c % 2)
+                number = lower + 2 * (c % 16 // 8)
+                for bit, at in enumerate((E2M1 if mxfp4 else NIBBLES)[number]):
+                    tile[first + at // 8] |= (int(numbers.q[e, n, k]) >> bit & 1) << at % 8
             for k in range(0, columns, 32 if groups == 2 else 64):
                 tile, g = data[e, i, k // 64], k % 64 // 32
                 at = ((warp * 8 + lane_row) * 2 + lower) * groups + g

@@ -109,6 +109,21 @@ static MOELORA_CONSTEXPR int32_t moelora_scale_index(int32_t groups, int32_t r, 
   return (r / 16 * 8 + r % 8) * 2 * groups + r / 8 % 2 * groups + g;
 }
 
+/* Four nibbles of e2m1 in each half of a word, to the order of bits that MXFP4 tiles have
+ * (moelora.h). */
+static MOELORA_CONSTEXPR uint32_t moelora_spread_e2m1(uint32_t nibbles) {
+  return (nibbles << 12 & 0x80008000u) | (nibbles << 6 & 0x01c001c0u) |
+         (nibbles << 5 & 0x10001000u) | (nibbles >> 1 & 0x00380038u) |
+         (nibbles >> 2 & 0x22002200u) | (nibbles >> 8 & 0x00070007u) |
+         (nibbles >> 3 & 0x0c000c00u) | (nibbles << 2 & 0x40004000u);
+}
+
+/* And back, of a word or a vector of them. */
+#define MOELORA_GATHER_E2M1(word)                                                                  \
+  (((word) >> 12 & 0x00080008u) | ((word) >> 6 & 0x00070007u) | ((word) >> 5 & 0x00800080u) |      \
+   ((word) << 1 & 0x00700070u) | ((word) << 2 & 0x88008800u) | ((word) << 8 & 0x07000700u) |       \
+   ((word) << 3 & 0x60006000u) | ((word) >> 2 & 0x10001000u))
+
 /* Tiles of gate rows, which come before as many of up rows; 0 of PLAIN order. */
 static MOELORA_CONSTEXPR int64_t moelora_half_tiles(moelora_row_order order, int64_t rows) {
   return order == MOELORA_ROWS_PLAIN ? 0 : (rows / 2 + MOELORA_PACK - 1) / MOELORA_PACK;

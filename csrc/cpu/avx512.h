@@ -4,6 +4,7 @@
 
 #include <immintrin.h>
 
+#include "core/format.h"
 #include "cpu/f16c.h"
 
 /* 6 x 4 sums, 4 weight vectors and one token vector: 29 of 32 registers. */
@@ -48,11 +49,15 @@ static inline __m512i rounded_bf16(__m512 x) {
 }
 
 /* Bytes of words [4 q][4 s][4] in the order of their columns, 16 s + 2 q + (b / 2) + 8 (b % 2). */
-static inline __m512i by_columns(const void *words) {
+static inline __m512i by_columns(moelora_format format, const void *words) {
+  typedef uint32_t lanes __attribute__((vector_size(64)));
   const __m512i slabs = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __m512i columns =
       _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
-  return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(slabs, _mm512_loadu_si512(words)), columns);
+  __m512i bits = _mm512_loadu_si512(words);
+  if (format == MOELORA_MXFP4)
+    bits = (__m512i)MOELORA_GATHER_E2M1((lanes)bits);
+  return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(slabs, bits), columns);
 }
 
 #endif

@@ -8,13 +8,13 @@
  *   operand                what operand rows are made of
  *   table                  16 operands
  *   table_bf16(values, zero, scale), table_f16     rounded (values[i] - zero) * scale, i < 16
- *   look_up(words, low, high, to_low, to_high)     64 columns of two rows
+ *   look_up(format, words, low, high, to_low, to_high)     64 columns of two rows
  *   e4m3_bf16(first, second, scale, to), e4m3_f16  32 columns of an FP8 row, which are two chunks
  * of it: rounded value scale
  *
- * Byte b of word (q, s) of `words` [4 q][4 s][4 bytes] is column 16 s + 2 q + (b / 2) + 8 (b % 2):
- * its low nibble of the first row, to be looked up in low[s / 2], its high nibble of the other, in
- * high[s / 2]. */
+ * Once those of MXFP4 are nibbles, byte b of word (q, s) of `words` [4 q][4 s][4 bytes] is column
+ * 16 s + 2 q + (b / 2) + 8 (b % 2): its low nibble of the first row, to be looked up in low[s / 2],
+ * its high nibble of the other, in high[s / 2]. */
 #include "core/format.h"
 #include "cpu/convert.h"
 
@@ -60,7 +60,7 @@ static const float nibble_values[2][16] = {
                                   zero + at + 1)                                                   \
                    : tables[row][0];                                                               \
       }                                                                                            \
-      look_up(tile + words, tables[0], tables[1], low, high);                                      \
+      look_up(format, tile + words, tables[0], tables[1], low, high);                              \
     }                                                                                              \
   }                                                                                                \
                                                                                                    \

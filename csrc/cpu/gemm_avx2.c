@@ -2,6 +2,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include "core/format.h"
 #include "cpu/f16c.h"
 #include "cpu/f32_operands.h"
 
@@ -105,12 +106,16 @@ static inline void look_up_8(__m128i bytes, const table *low, const table *high,
   _mm256_storeu_ps(to_high, entries(high, _mm256_srli_epi32(place, 4)));
 }
 
-static inline void look_up(const uint8_t *words, const table *low, const table *high,
-                           operand *to_low, operand *to_high) {
-  const __m128i *from = (const __m128i *)words;
+static inline void look_up(moelora_format format, const uint8_t *words, const table *low,
+                           const table *high, operand *to_low, operand *to_high) {
+  typedef uint32_t lanes __attribute__((vector_size(32)));
+  __m256i bits[2] = {_mm256_loadu_si256((const __m256i *)words),
+                     _mm256_loadu_si256((const __m256i *)words + 1)};
+  for (int i = 0; i < 2 && format == MOELORA_MXFP4; i++)
+    bits[i] = (__m256i)MOELORA_GATHER_E2M1((lanes)bits[i]);
   const __m128i columns = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
-  const __m128i q0 = _mm_loadu_si128(from), q1 = _mm_loadu_si128(from + 1);
-  const __m128i q2 = _mm_loadu_si128(from + 2), q3 = _mm_loadu_si128(from + 3);
+  const __m128i q0 = _mm256_castsi256_si128(bits[0]), q1 = _mm256_extracti128_si256(bits[0], 1);
+  const __m128i q2 = _mm256_castsi256_si128(bits[1]), q3 = _mm256_extracti128_si256(bits[1], 1);
   const __m128i a = _mm_unpacklo_epi32(q0, q1), b = _mm_unpackhi_epi32(q0, q1);
   const __m128i c = _mm_unpacklo_epi32(q2, q3), d = _mm_unpackhi_epi32(q2, q3);
   const __m128i slabs[4] = {_mm_unpacklo_epi64(a, c), _mm_unpackhi_epi64(a, c),

@@ -57,9 +57,9 @@ static inline void look_up_16(__m128i bytes, table low, table high, operand *to_
   _mm512_storeu_ps(to_high, _mm512_permutexvar_ps(_mm512_srli_epi32(place, 4), high));
 }
 
-static inline void look_up(const uint8_t *words, const table *low, const table *high,
-                           operand *to_low, operand *to_high) {
-  const __m512i bytes = by_columns(words);
+static inline void look_up(moelora_format format, const uint8_t *words, const table *low,
+                           const table *high, operand *to_low, operand *to_high) {
+  const __m512i bytes = by_columns(format, words);
   look_up_16(_mm512_castsi512_si128(bytes), low[0], high[0], to_low, to_high);
   look_up_16(_mm512_extracti32x4_epi32(bytes, 1), low[0], high[0], to_low + 16, to_high + 16);
   look_up_16(_mm512_extracti32x4_epi32(bytes, 2), low[1], high[1], to_low + 32, to_high + 32);

@@ -36,9 +36,9 @@ static inline void look_up_32(__m256i bytes, table low, table high, operand *to_
   _mm512_storeu_si512(to_high, _mm512_permutexvar_epi16(_mm512_srli_epi16(place, 4), high));
 }
 
-static inline void look_up(const uint8_t *words, const table *low, const table *high,
-                           operand *to_low, operand *to_high) {
-  const __m512i bytes = by_columns(words);
+static inline void look_up(moelora_format format, const uint8_t *words, const table *low,
+                           const table *high, operand *to_low, operand *to_high) {
+  const __m512i bytes = by_columns(format, words);
   look_up_32(_mm512_castsi512_si256(bytes), low[0], high[0], to_low, to_high);
   look_up_32(_mm512_extracti64x4_epi64(bytes, 1), low[1], high[1], to_low + 32, to_high + 32);
 }

@@ -47,21 +47,26 @@ typedef struct table {
 TABLE(bf16)
 TABLE(f16)
 
-static inline void look_up_word(const uint8_t *word, const operand *low, const operand *high,
-                                operand *restrict to_low, operand *restrict to_high) {
+static inline void look_up_word(moelora_format format, const uint8_t *bytes, const operand *low,
+                                const operand *high, operand *restrict to_low,
+                                operand *restrict to_high) {
   static const int columns[] = {0, 8, 1, 9};
-  for (int b = 0; b < 4; b++) {
-    to_low[columns[b]] = low[word[b] & 15];
-    to_high[columns[b]] = high[word[b] >> 4];
+  uint32_t word;
+  memcpy(&word, bytes, sizeof word);
+  if (format == MOELORA_MXFP4)
+    word = MOELORA_GATHER_E2M1(word);
+  for (int b = 0; b < 4; b++, word >>= 8) {
+    to_low[columns[b]] = low[word & 15];
+    to_high[columns[b]] = high[word >> 4 & 15];
   }
 }
 
-static inline void look_up(const uint8_t *words, const table *low, const table *high,
-                           operand *to_low, operand *to_high) {
+static inline void look_up(moelora_format format, const uint8_t *words, const table *low,
+                           const table *high, operand *to_low, operand *to_high) {
   for (int s = 0; s < 4; s++)
     for (int q = 0; q < 4; q++) {
       const int column = 16 * s + 2 * q;
-      look_up_word(words + 16 * q + 4 * s, low[s / 2].of, high[s / 2].of, to_low + column,
+      look_up_word(format, words + 16 * q + 4 * s, low[s / 2].of, high[s / 2].of, to_low + column,
                    to_high + column);
     }
 }

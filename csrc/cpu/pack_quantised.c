@@ -72,8 +72,13 @@ static void pack_nibbles(const moelora_quantized_problem *p, int64_t expert, int
     if (n >= 0)
       pack_groups(p, expert, n, r, k, tile);
   }
-  for (int32_t r = 0; r < MOELORA_PACK; r += r % 16 == 7 ? 9 : 1)
-    pack_words(rows[r], rows[r + 8], bytes, tile + moelora_words_offset(r));
+  for (int32_t r = 0; r < MOELORA_PACK; r += r % 16 == 7 ? 9 : 1) {
+    uint32_t words[16];
+    pack_words(rows[r], rows[r + 8], bytes, (uint8_t *)words);
+    for (int i = 0; i < 16 && w->format == MOELORA_MXFP4; i++)
+      words[i] = moelora_spread_e2m1(words[i]);
+    memcpy(tile + moelora_words_offset(r), words, sizeof words);
+  }
 }
 
 static void pack_fp8(const moelora_quantized_problem *p, int64_t expert, int64_t first, int64_t k,

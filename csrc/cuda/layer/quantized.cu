@@ -40,12 +40,20 @@ __device__ __forceinline__ void copy_values(const uint8_t *row, int64_t at, int6
 }
 
 /* A lane's word of a k16 slab: `a` is where its first byte lies in row r, `b` in row r + 8. */
+template <bool IS_MXFP4>
 __device__ __forceinline__ uint32_t gather_word(const uint8_t *a, const uint8_t *b) {
   // Columns c and c + 1 of r and of r + 8, then c + 8 and c + 9: each a byte, the even column low.
   const uint32_t x = a[0] | a[4] << 8, y = b[0] | b[4] << 8;
   const uint32_t even = (x & 0x0f0f) | (y & 0x0f0f) << 4;
   const uint32_t odd = (x >> 4 & 0x0f0f) | (y & 0xf0f0);
-  return even | odd << 16;
+  const uint32_t nibbles = even | odd << 16;
+  return IS_MXFP4 ? moelora_spread_e2m1(nibbles) : nibbles;
+}
+
+template <bool IS_MXFP4>
+__device__ __forceinline__ uint4 gather_words(const uint8_t *a, const uint8_t *b) {
+  return make_uint4(gather_word<IS_MXFP4>(a, b), gather_word<IS_MXFP4>(a + 8, b + 8),
+                    gather_word<IS_MXFP4>(a + 16, b + 16), gather_word<IS_MXFP4>(a + 24, b + 24));
 }
 
 /* As a tile has it. */
@@ -118,9 +126,9 @@ __global__ void __launch_bounds__(PACK_THREADS)
       const uint8_t *low =
           (const uint8_t *)rows + (warp * 16 + lane / 4) * PITCH + tile * TILE_BYTES + lane % 4;
       const uint8_t *high = low + 8 * PITCH;
-      *(uint4 *)(packed + tile * w.stride_kt + v % 128 * 16) =
-          make_uint4(gather_word(low, high), gather_word(low + 8, high + 8),
-                     gather_word(low + 16, high + 16), gather_word(low + 24, high + 24));
+      uint4 *const to = (uint4 *)(packed + tile * w.stride_kt + v % 128 * 16);
+      *to = w.format == MOELORA_MXFP4 ? gather_words<true>(low, high)
+                                      : gather_words<false>(low, high);
     }
     for (int tile = 0; tile < tiles; tile++)
       pack_groups(p, expert, first_row, (first_tile + tile) * 64, packed + tile * w.stride_kt);

@@ -1,23 +1,21 @@
 /* From a tile of quantised weights (moelora.h has its layout) to registers of operand A of
  * mma.m16n8k16 and of wgmma: bf16 or fp16 values, each rounded once.
  *
- * A nibble becomes a number by its bits alone. e2m1 has sign, exponent and mantissa where those of
- * a 16-bit float are, so that it is a subnormal or a tiny number of the float's: too small by 2^126
- * (bf16) or 2^14 (fp16), which the stored scales make up for. Nibble n of INT4 in the mantissa's
- * lowest bits of 1024 is the fp16 number 1024 + n, in the next four 1024 + 16 n; alone it is the
- * subnormal bf16 number n 2^-133 or, for exponent 1 goes on where the mantissa ends, n 2^-129. With
- * a zero point of 8 that is all: n s - 8 s is one fma, whose addend is exact. Others are subtracted
- * first. */
+ * Four bits become a number by themselves. Those of e2m1 go where a 16-bit float has its sign, the
+ * end of its exponent and the begin of its mantissa, so that it is a subnormal or a tiny number of
+ * the float's: too small by 2^126 (bf16) or 2^14 (fp16), which the stored scales make up for. Words
+ * of MXFP4 have the bits of three of four numbers as far from each other as bf16 wants them, so
+ * that a shift and a mask are enough.
+ *
+ * Nibble n of INT4 in the mantissa's lowest bits of 1024 is the fp16 number 1024 + n, in the next
+ * four 1024 + 16 n; alone it is the subnormal bf16 number n 2^-133 or, for exponent 1 goes on where
+ * the mantissa ends, n 2^-129. With a zero point of 8 that is all: n s - 8 s is one fma, whose
+ * addend is exact. Others are subtracted first. */
 #ifndef MOELORA_CUDA_FORMAT_CUH
 #define MOELORA_CUDA_FORMAT_CUH
 
 #include "core/format.h"
 #include "cuda/ptx/arithmetic.cuh"
-
-/* value << by, or >> -by. */
-template <int BY> __device__ __forceinline__ uint32_t shifted(uint32_t value) {
-  return BY >= 0 ? value << (BY & 31) : value >> (-BY & 31);
-}
 
 /* Bytes of a tile of what a kernel of FORMAT was given. */
 template <moelora_format FORMAT>
@@ -142,7 +140,7 @@ template <moelora_format FORMAT, class T, bool ZEROS = true> struct TileFragment
     a[3] = value<3, HALF>(words[SLAB], scales[1], zeros[1]);
   }
 
-  /* Nibbles I and I + 4. */
+  /* Numbers I of both halves of a word. */
   template <int I, int HALF>
   static __device__ __forceinline__ uint32_t value(uint32_t word, uint32_t scale, uint32_t zero) {
     const uint32_t s = both_halves<HALF>(scale);
@@ -157,16 +155,18 @@ template <moelora_format FORMAT, class T, bool ZEROS = true> struct TileFragment
     return multiply2(fma2<T>(number, power_of_two<T, I % 2 * -4>(), z), s);
   }
 
-  /* Sign to sign, and the mantissa's bit to the highest of the mantissa. */
+  /* Number I of each half of a word: sign to sign, and the mantissa's bit to the highest of the
+   * mantissa. */
   template <int I> static __device__ __forceinline__ uint32_t e2m1(uint32_t word) {
     if constexpr (IS_BF16) {
-      // Both ways at once, by a product: the nibble's copies do not touch, here.
-      constexpr int AT = I % 2 * 4;
-      const uint32_t nibbles = (I < 2 ? word : word >> 8) & 0x000f000fu << AT;
-      return nibbles * ((1 << 12 | 1 << 6) >> AT) & 0x81c081c0u;
+      // Copies of the last, by 2, 7 and 12 bits up, are in no other's way.
+      constexpr uint32_t COPIES = 1 << 12 | 1 << 7 | 1 << 2;
+      const uint32_t moved = I < 3 ? word << 3 * I : (word >> 10 & 0x001b001bu) * COPIES;
+      return moved & 0x81c081c0u;
+    } else if constexpr (I < 3) {
+      return (word << 3 * I & 0x80008000u) | (word << 3 * I + 3 & 0x0e000e00u);
     } else {
-      const uint32_t magnitude = shifted<9 - 4 * I>(word) & 0x0e000e00u;
-      return magnitude | (shifted<12 - 4 * I>(word) & 0x80008000u);
+      return (word << 2 & 0x80008000u) | (word & 0x0c000c00u) | (word >> 5 & 0x02000200u);
     }
   }
 };
