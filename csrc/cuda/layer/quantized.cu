@@ -40,20 +40,13 @@ __device__ __forceinline__ void copy_values(const uint8_t *row, int64_t at, int6
 }
 
 /* A lane's word of a k16 slab: `a` is where its first byte lies in row r, `b` in row r + 8. */
-template <bool IS_MXFP4>
-__device__ __forceinline__ uint32_t gather_word(const uint8_t *a, const uint8_t *b) {
+__device__ __forceinline__ uint32_t gather_word(const uint8_t *a, const uint8_t *b, bool is_mxfp4) {
   // Columns c and c + 1 of r and of r + 8, then c + 8 and c + 9: each a byte, the even column low.
   const uint32_t x = a[0] | a[4] << 8, y = b[0] | b[4] << 8;
   const uint32_t even = (x & 0x0f0f) | (y & 0x0f0f) << 4;
   const uint32_t odd = (x >> 4 & 0x0f0f) | (y & 0xf0f0);
   const uint32_t nibbles = even | odd << 16;
-  return IS_MXFP4 ? moelora_spread_e2m1(nibbles) : nibbles;
-}
-
-template <bool IS_MXFP4>
-__device__ __forceinline__ uint4 gather_words(const uint8_t *a, const uint8_t *b) {
-  return make_uint4(gather_word<IS_MXFP4>(a, b), gather_word<IS_MXFP4>(a + 8, b + 8),
-                    gather_word<IS_MXFP4>(a + 16, b + 16), gather_word<IS_MXFP4>(a + 24, b + 24));
+  return is_mxfp4 ? moelora_spread_e2m1(nibbles) : nibbles;
 }
 
 /* As a tile has it. */
@@ -98,13 +91,14 @@ __device__ __forceinline__ void pack_groups(const moelora_quantized_problem &p, 
 }
 
 template <bool VECTORS>
-__global__ void __launch_bounds__(PACK_THREADS)
+__global__ void __launch_bounds__(PACK_THREADS, 2)
     pack_quantized(const __grid_constant__ moelora_quantized_problem p) {
   __shared__ uint32_t rows[kRows * PITCH / sizeof(uint32_t)];
   const moelora_weights &w = p.tiles;
   const int64_t row_tiles = moelora_row_tiles(w.order, w.n),
                 depth_tiles = moelora_depth_tiles(w.format, w.k);
   const int64_t lines = (depth_tiles + AT_ONCE - 1) / AT_ONCE;
+  const bool is_mxfp4 = w.format == MOELORA_MXFP4;
   for (int64_t i = blockIdx.x; i < p.num_experts * row_tiles * lines; i += gridDim.x) {
     const int64_t row_tile = i / lines % row_tiles, expert = i / lines / row_tiles;
     const int64_t first_row = row_tile * kRows, first_tile = i % lines * AT_ONCE;
@@ -126,9 +120,12 @@ __global__ void __launch_bounds__(PACK_THREADS)
       const uint8_t *low =
           (const uint8_t *)rows + (warp * 16 + lane / 4) * PITCH + tile * TILE_BYTES + lane % 4;
       const uint8_t *high = low + 8 * PITCH;
-      uint4 *const to = (uint4 *)(packed + tile * w.stride_kt + v % 128 * 16);
-      *to = w.format == MOELORA_MXFP4 ? gather_words<true>(low, high)
-                                      : gather_words<false>(low, high);
+      uint32_t words[4];
+#pragma unroll
+      for (int slab = 0; slab < 4; slab++)
+        words[slab] = gather_word(low + 8 * slab, high + 8 * slab, is_mxfp4);
+      *(uint4 *)(packed + tile * w.stride_kt + v % 128 * 16) =
+          make_uint4(words[0], words[1], words[2], words[3]);
     }
     for (int tile = 0; tile < tiles; tile++)
       pack_groups(p, expert, first_row, (first_tile + tile) * 64, packed + tile * w.stride_kt);
