@@ -127,13 +127,16 @@ sanitize-gpu:
 # of the hardware at another time; new ones from EMULATE_FROM on.
 EMULATE ?= 60
 EMULATE_FROM ?= 0
+EMULATE_ARCHS ?= 900 800
 emulate:
-	$(MAKE) --no-print-directory -f tests/emulation/Makefile ARCH=900
-	$(MAKE) --no-print-directory -f tests/emulation/Makefile ARCH=800
-	build/emulation/900/test_engine
-	set -e; for copies in now late any; do \
-	  EMULATION_COPIES=$$copies build/emulation/900/compare all $(EMULATE_FROM) $(EMULATE); \
-	  EMULATION_CAPABILITY=80 EMULATION_COPIES=$$copies build/emulation/800/compare all $(EMULATE_FROM) $(EMULATE); \
+	@command -v $(CXX) > /dev/null || echo "emulate: NOT RUN, there is no C++ compiler ($(CXX))"
+	@set -e; command -v $(CXX) > /dev/null || exit 0; for arch in $(EMULATE_ARCHS); do \
+	  $(MAKE) --no-print-directory -s -j 2 -f tests/emulation/Makefile ARCH=$$arch; \
+	  build/emulation/$$arch/test_engine; \
+	  for copies in now late any; do \
+	    EMULATION_CAPABILITY=$${arch%0} EMULATION_COPIES=$$copies \
+	      build/emulation/$$arch/compare all $(EMULATE_FROM) $(EMULATE); \
+	  done; \
 	done
 
 bench-cpu: build
