@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import Spec, same_bits
-from vllm_quantised import Kind, QuantisedLayer
+from vllm_quantised import Kind, QuantisedLayer, check_base_rows
 
 import moelora
 from moelora import QuantizedWeights
@@ -105,10 +105,4 @@ def test_a_layer_is_what_the_operator_gives(vllm, lines, monkeypatch, scheme, ba
 
 @pytest.mark.parametrize("scheme", FP8)
 def test_base_rows_keep_their_bits(vllm, scheme):
-    vllm.register()
-    spec = replace(SPEC, mix="half_base")
-    layer = Fp8Layer(vllm, scheme, spec).step()
-    plain = Fp8Layer(vllm, scheme, replace(spec, mix="absent"))()
-    bases = layer.p.token_lora_mapping < 0
-    assert bases.any()
-    assert same_bits(layer()[bases], plain[bases])
+    check_base_rows(Fp8Layer, vllm, scheme, SPEC)

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import Spec, same_bits
+from cases import Spec
 from vllm_layer import load
-from vllm_quantised import KINDS, QuantisedLayer
+from vllm_quantised import KINDS, QuantisedLayer, check_base_rows
 
 pytest_plugins = ["vllm_fixtures"]
 
@@ -53,13 +53,7 @@ def test_the_rest_of_a_layer(vllm, kind, options):
 
 
 def test_base_rows_keep_their_bits(vllm, kind):
-    vllm.register()
-    spec = spec_of(kind, mix="half_base")
-    layer = QuantisedLayer(vllm, kind, spec).step()
-    plain = QuantisedLayer(vllm, kind, replace(spec, mix="absent"))()
-    bases = layer.p.token_lora_mapping < 0
-    assert bases.any()
-    assert same_bits(layer()[bases], plain[bases])
+    check_base_rows(QuantisedLayer, vllm, kind, spec_of(kind))
 
 
 def test_nothing_of_the_loader_stays(vllm, kind):

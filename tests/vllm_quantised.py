@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
-from cases import Spec
+from cases import Spec, same_bits
 from quantized_cases import Format, Numbers, by_bytes, by_words, fitted, quantise
 from torch import Tensor, nn
 from vllm_layer import VLLM, Layer, load
@@ -212,6 +212,16 @@ class QuantisedLayer(Layer):
     def __call__(self, **changes) -> Tensor:
         weights = {"w1": self.routed.w13_weight, "w2": self.routed.w2_weight}
         return super().__call__(**weights | changes)
+
+
+def check_base_rows(cls: type[QuantisedLayer], vllm: VLLM, kind: str, spec: Spec) -> None:
+    """Rows without an adapter have the bits that they have in a layer without adapters."""
+    vllm.register()
+    layer = cls(vllm, kind, replace(spec, mix="half_base")).step()
+    plain = cls(vllm, kind, replace(spec, mix="absent"))()
+    bases = layer.p.token_lora_mapping < 0
+    assert bases.any()
+    assert same_bits(layer()[bases], plain[bases])
 
 
 def write(parameter: Tensor, tensor: Tensor, halves: bool) -> None:
