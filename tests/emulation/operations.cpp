@@ -188,21 +188,28 @@ void copy_async(uint32_t to, const void *from, int size, int bytes) {
   });
 }
 
+/* Each row of 16 bytes of a warp's 8x8 matrices, once all lanes are there: use(matrix, row, bytes).
+ */
+template <class Use> static void for_each_row(void *const (&lanes)[32], const char *what, Use use) {
+  const int count = ((Matrices *)lanes[0])->count;
+  for (int i = 0; i < count; i++)
+    for (int row = 0; row < 8; row++) {
+      const uint32_t at = ((Matrices *)lanes[i * 8 + row])->at;
+      if (at % 16)
+        fail("%s of a row at %u", what, at);
+      use(i, row, checked(at, 16));
+    }
+}
+
 void load_matrices(uint32_t *v, int count, uint32_t at) {
   Matrices mine = {v, count, at};
   meet(
       ~0u,
       [](void *const(&lanes)[32], uint32_t) {
-        const int count = ((Matrices *)lanes[0])->count;
-        for (int i = 0; i < count; i++)
-          for (int row = 0; row < 8; row++) {
-            const uint32_t at = ((Matrices *)lanes[i * 8 + row])->at;
-            if (at % 16)
-              fail("ldmatrix of a row at %u", at);
-            const char *from = checked(at, 16);
-            for (int t = 0; t < 4; t++)
-              memcpy(&((Matrices *)lanes[row * 4 + t])->v[i], from + t * 4, 4);
-          }
+        for_each_row(lanes, "ldmatrix", [&](int i, int row, const char *from) {
+          for (int t = 0; t < 4; t++)
+            memcpy(&((Matrices *)lanes[row * 4 + t])->v[i], from + t * 4, 4);
+        });
       },
       &mine);
 }
@@ -212,17 +219,11 @@ void store_matrices_transposed(const uint32_t *v, int count, uint32_t at) {
   meet(
       ~0u,
       [](void *const(&lanes)[32], uint32_t) {
-        const int count = ((Matrices *)lanes[0])->count;
-        for (int i = 0; i < count; i++)
-          for (int row = 0; row < 8; row++) {
-            const uint32_t at = ((Matrices *)lanes[i * 8 + row])->at;
-            if (at % 16)
-              fail("stmatrix of a row at %u", at);
-            uint16_t *to = (uint16_t *)checked(at, 16);
-            for (int column = 0; column < 8; column++)
-              to[column] =
-                  (uint16_t)(((Matrices *)lanes[column * 4 + row / 2])->v[i] >> row % 2 * 16);
-          }
+        for_each_row(lanes, "stmatrix", [&](int i, int row, char *to) {
+          for (int column = 0; column < 8; column++)
+            ((uint16_t *)to)[column] =
+                (uint16_t)(((Matrices *)lanes[column * 4 + row / 2])->v[i] >> row % 2 * 16);
+        });
       },
       &mine);
 }

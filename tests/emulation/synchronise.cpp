@@ -171,30 +171,32 @@ static void settle(uint64_t *word, Mbarrier barrier) {
   progress++;
 }
 
-void mbarrier_arrive(uint64_t *word, int64_t expected_bytes) {
+/* The barrier at `word`; `what` somebody does to one that is none is a fault. */
+static Mbarrier load(const uint64_t *word, const char *what) {
   Mbarrier barrier;
-  memcpy(&barrier, word, 8);
-  if (barrier.missing == 0 || barrier.wanted == 0xfffff)
-    fail("an arrival at a barrier that has all, or is none");
+  memcpy(&barrier, word, sizeof barrier);
+  if (barrier.wanted == 0xfffff)
+    fail("%s a barrier that is none", what);
+  return barrier;
+}
+
+void mbarrier_arrive(uint64_t *word, int64_t expected_bytes) {
+  Mbarrier barrier = load(word, "an arrival at");
+  if (barrier.missing == 0)
+    fail("an arrival at a barrier that has all");
   barrier.bytes += expected_bytes;
   barrier.missing--;
   settle(word, barrier);
 }
 
 void mbarrier_arrived(uint64_t *word, int64_t bytes) {
-  Mbarrier barrier;
-  memcpy(&barrier, word, 8);
-  if (barrier.wanted == 0xfffff)
-    fail("bytes for a barrier that is none");
+  Mbarrier barrier = load(word, "bytes for");
   barrier.bytes -= bytes;
   settle(word, barrier);
 }
 
 void mbarrier_wait(uint64_t *word, uint32_t parity) {
-  Mbarrier barrier;
-  memcpy(&barrier, word, 8);
-  if (barrier.wanted == 0xfffff)
-    fail("a wait at a barrier that is none");
+  const Mbarrier barrier = load(word, "a wait at");
   if (barrier.phase != parity)
     return;
   waiters.push_back({self, word, parity});

@@ -64,25 +64,24 @@ template <class A, class B> constexpr auto max(A a, B b) -> decltype(a + b) {
   return (C)a > (C)b ? (C)a : (C)b;
 }
 
+/* The same bits as a number of another type. */
+template <class To, class From> To same_bits(From v) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &v, sizeof to);
+  return to;
+}
 inline float __uint_as_float(uint32_t v) {
-  float f;
-  memcpy(&f, &v, 4);
-  return f;
+  return same_bits<float>(v);
 }
 inline float __int_as_float(int32_t v) {
-  float f;
-  memcpy(&f, &v, 4);
-  return f;
+  return same_bits<float>(v);
 }
 inline uint32_t __float_as_uint(float v) {
-  uint32_t f;
-  memcpy(&f, &v, 4);
-  return f;
+  return same_bits<uint32_t>(v);
 }
 inline int32_t __float_as_int(float v) {
-  int32_t f;
-  memcpy(&f, &v, 4);
-  return f;
+  return same_bits<int32_t>(v);
 }
 inline int __popc(uint32_t v) {
   return __builtin_popcount(v);
