@@ -42,18 +42,15 @@ static moelora_status ask_overlaps(int32_t device_index, bool *overlaps) {
 
 static moelora_status device_info(int32_t device_index, moelora_device_info *info) {
   int count = 0, major = 0, minor = 0, sms = 0, l2 = 0, shared = 0;
-  moelora_status status = moelora_cuda_check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
-  if (status != MOELORA_OK)
-    return status;
+  MOELORA_TRY(moelora_cuda_check(cudaGetDeviceCount(&count), "cudaGetDeviceCount"));
   if (device_index < 0 || device_index >= count)
     return moelora_fail(MOELORA_INVALID_ARGUMENT, "exec.device_index is %d, there are %d devices",
                         device_index, count);
-  if ((status = attribute(cudaDevAttrComputeCapabilityMajor, device_index, &major)) ||
-      (status = attribute(cudaDevAttrComputeCapabilityMinor, device_index, &minor)) ||
-      (status = attribute(cudaDevAttrMultiProcessorCount, device_index, &sms)) ||
-      (status = attribute(cudaDevAttrL2CacheSize, device_index, &l2)) ||
-      (status = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_index, &shared)))
-    return status;
+  MOELORA_TRY(attribute(cudaDevAttrComputeCapabilityMajor, device_index, &major));
+  MOELORA_TRY(attribute(cudaDevAttrComputeCapabilityMinor, device_index, &minor));
+  MOELORA_TRY(attribute(cudaDevAttrMultiProcessorCount, device_index, &sms));
+  MOELORA_TRY(attribute(cudaDevAttrL2CacheSize, device_index, &l2));
+  MOELORA_TRY(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_index, &shared));
   if (major < 8)
     return moelora_fail(MOELORA_UNSUPPORTED,
                         "device %d has compute capability %d.%d, moelora needs 8.0 or newer",

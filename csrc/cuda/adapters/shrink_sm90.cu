@@ -287,18 +287,17 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 moelora_status map_factors(const moelora_shrink_launch *s, bool is_bf16, ShrinkMaps *maps) {
   const moelora_factors *lora = &s->adapters.lora;
   const cuuint32_t few[4] = {kDepth, kFewRanks, 1, 1}, many[4] = {kDepth, kManyRanks, 1, 1};
-  moelora_status status = MOELORA_OK;
-  for (int32_t i = 0; i < lora->num_slices && status == MOELORA_OK; i++) {
+  for (int32_t i = 0; i < lora->num_slices; i++) {
     const moelora_factor *a = &lora->a[i];
     const cuuint64_t row = a->stride_i * 2;
     cuuint64_t sizes[4] = {(cuuint64_t)s->tokens.k, (cuuint64_t)lora->max_rank}, strides[3] = {row};
     maps->dims.describe(i, *a, s->schedule.num_experts, s->schedule.max_loras, row, sizes + 2,
                         strides + 1);
-    status = moelora_encode_map(&maps->few[i], is_bf16, 4, a->data, sizes, strides, few);
-    if (status == MOELORA_OK && moelora_padded_rank(lora->max_rank) >= kManyRanks)
-      status = moelora_encode_map(&maps->many[i], is_bf16, 4, a->data, sizes, strides, many);
+    MOELORA_TRY(moelora_encode_map(&maps->few[i], is_bf16, 4, a->data, sizes, strides, few));
+    if (moelora_padded_rank(lora->max_rank) >= kManyRanks)
+      MOELORA_TRY(moelora_encode_map(&maps->many[i], is_bf16, 4, a->data, sizes, strides, many));
   }
-  return status;
+  return MOELORA_OK;
 }
 
 template <class T, int RANKS>
@@ -308,9 +307,7 @@ moelora_status launch(const moelora_shrink_launch &s, const moelora_shrink_plan 
   static_assert(S::TOKENS + RANKS >= 192, "rows that the third tile reads");
   static_assert(S::SHARED + sizeof(typename S::List) <= 227 * 1024, "shared memory of a CTA");
   ShrinkMaps maps = {};
-  const moelora_status status = map_factors(&s, Element<T>::is_bf16, &maps);
-  if (status != MOELORA_OK)
-    return status;
+  MOELORA_TRY(map_factors(&s, Element<T>::is_bf16, &maps));
   return launch_kernel<shrink_sm90<S, T>>("shrink_sm90", plan.work, S::THREADS, S::SHARED, exec,
                                           maps, s);
 }

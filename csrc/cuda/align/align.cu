@@ -134,10 +134,9 @@ static moelora_status run_sort(const align_sort &sort, const moelora_sort_plan &
     return align_launch_small_2(sort, exec);
   case CUDA_sort_i32_16384_sm80:
     return align_launch_small_8(sort, exec);
-  case CUDA_sort_i32_any_sm80: {
-    const moelora_status status = align_launch_count(sort, exec);
-    return status == MOELORA_OK ? align_launch_place(sort, exec) : status;
-  }
+  case CUDA_sort_i32_any_sm80:
+    MOELORA_TRY(align_launch_count(sort, exec));
+    return align_launch_place(sort, exec);
   }
   return moelora_fail(MOELORA_UNSUPPORTED, "variant %s sorts nothing", plan.variant->name);
 }
@@ -159,9 +158,7 @@ static moelora_status run_two_sorts(const moelora_align_problem *problem,
                                     const moelora_align_plan &plan, const moelora_blocks *blocks,
                                     const scratch &parts, const moelora_exec *exec) {
   align_sort tokens = describe_tokens(problem, plan.tokens, parts);
-  moelora_status status = run_sort(tokens, plan.tokens, exec);
-  if (status != MOELORA_OK)
-    return status;
+  MOELORA_TRY(run_sort(tokens, plan.tokens, exec));
   align_sort rows = describe(problem);
   apply_blocks(&rows, blocks);
   align_pad pad = {};
@@ -178,9 +175,9 @@ static moelora_status run_two_sorts(const moelora_align_problem *problem,
     rows.num_post = parts.count;
   }
   set_size(&rows, plan.rows, problem->routes.num_rows, problem->routes.num_experts, 1, parts);
-  status = run_sort(rows, plan.rows, exec);
-  if (status != MOELORA_OK || problem->mode != MOELORA_ALIGN_UNIFORM)
-    return status;
+  MOELORA_TRY(run_sort(rows, plan.rows, exec));
+  if (problem->mode != MOELORA_ALIGN_UNIFORM)
+    return MOELORA_OK;
   pad.row = parts.row;
   pad.expert = parts.expert;
   pad.adapter = parts.adapter;
@@ -200,9 +197,7 @@ static moelora_status run(const moelora_align_problem *problem, const moelora_al
                         problem->routes.num_experts, (long long)adapters - 1, ALIGN_MAX_KEYS - 1);
   scratch parts;
   take_scratch(problem, &plan, arena, &parts);
-  const moelora_status status = moelora_cuda_check_layout(arena->used, exec);
-  if (status != MOELORA_OK)
-    return status;
+  MOELORA_TRY(moelora_cuda_check_layout(arena->used, exec));
   return plan.tokens.variant ? run_two_sorts(problem, plan, blocks, parts, exec)
                              : run_one_sort(problem, plan, blocks, parts, exec);
 }
@@ -231,10 +226,9 @@ extern "C" moelora_status moelora_cuda_align(const moelora_align_problem *proble
                                              const moelora_exec *exec) {
   moelora_arena arena = {(char *)exec->workspace, 0};
   const moelora_align_problem sorted = resolved(problem, &arena);
-  moelora_status status = moelora_cuda_check_layout(arena.used, exec);
-  if (status == MOELORA_OK)
-    status = moelora_cuda_resolve(&problem->routes, &sorted.routes, NULL, NULL, true, exec);
-  return status == MOELORA_OK ? run(&sorted, *plan, NULL, &arena, exec) : status;
+  MOELORA_TRY(moelora_cuda_check_layout(arena.used, exec));
+  MOELORA_TRY(moelora_cuda_resolve(&problem->routes, &sorted.routes, NULL, NULL, true, exec));
+  return run(&sorted, *plan, NULL, &arena, exec);
 }
 
 /* ---- blocks of a layer ---- */

@@ -90,10 +90,7 @@ Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
  * another layer still hold some SMs, those that follow would get them unevenly. */
 moelora_status align(const Alignment *a, const moelora_routes *from, const moelora_align_plan *plan,
                      const moelora_exec *exec) {
-  const moelora_status status =
-      moelora_cuda_resolve(from, &a->routes, nullptr, nullptr, false, exec);
-  if (status != MOELORA_OK)
-    return status;
+  MOELORA_TRY(moelora_cuda_resolve(from, &a->routes, nullptr, nullptr, false, exec));
   return moelora_cuda_align_rows(&a->routes, &a->blocks, plan, a->scratch, exec);
 }
 
@@ -203,9 +200,7 @@ moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
                        const moelora_shrink_plan *shrink, const moelora_routes *routes, void *xa,
                        const QuantizedRows *quantized, const moelora_exec *exec) {
   moelora_tokens tokens;
-  const moelora_status made = quantize(quantized, g, variant, &tokens, exec);
-  if (made != MOELORA_OK)
-    return made;
+  MOELORA_TRY(quantize(quantized, g, variant, &tokens, exec));
   g->weights.vectors =
       moelora_is_vector_row(tokens.x, tokens.stride, tokens.k) &&
       moelora_is_vector_row(g->epilogue.out, g->epilogue.out_stride[0], g->weights.n_out) &&
@@ -222,9 +217,7 @@ moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
     const moelora_shrink_launch s = {
         g->schedule, g->tokens, g->adapters, routes->lora_scalings, 1.f / (float)(1 << missing),
         xa,          false};
-    const moelora_status status = moelora_cuda_shrink(&s, shrink, exec);
-    if (status != MOELORA_OK)
-      return status;
+    MOELORA_TRY(moelora_cuda_shrink(&s, shrink, exec));
     g->adapters.xa = xa;
   }
   g->tokens = tokens;
@@ -289,27 +282,20 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
                            const moelora_exec *exec) {
   const ExpertsLayout l = lay_out_experts(p, plan, exec->workspace);
   const moelora_routes *routes = &l.alignment.routes;
-  moelora_status status = moelora_cuda_check_layout(l.bytes, exec);
-  if (status == MOELORA_OK)
-    status = check_rank(&p->w13_lora);
-  if (status == MOELORA_OK)
-    status = check_rank(&p->w2_lora);
-  if (status == MOELORA_OK)
-    status = align(&l.alignment, &p->routes, &plan->align, exec);
-  if (status != MOELORA_OK)
-    return status;
+  MOELORA_TRY(moelora_cuda_check_layout(l.bytes, exec));
+  MOELORA_TRY(check_rank(&p->w13_lora));
+  MOELORA_TRY(check_rank(&p->w2_lora));
+  MOELORA_TRY(align(&l.alignment, &p->routes, &plan->align, exec));
 
   moelora_gemm_launch g =
       projection(&l.alignment, routes, &p->w13, &p->w13_lora, plan->near_elements);
   g.tokens.x = p->x;
   g.tokens.stride = p->x_stride;
   if (p->apply_router_weight_on_input) {
-    status = launch_kernel<scale_rows<T>>("scale_rows", blocks_for(routes->num_tokens * p->hidden),
-                                          kThreads, 0, exec, (const T *)p->x, p->x_stride,
-                                          routes->topk_weights, routes->topk_weights_stride[0],
-                                          (T *)l.x, routes->num_tokens, p->hidden);
-    if (status != MOELORA_OK)
-      return status;
+    MOELORA_TRY((launch_kernel<scale_rows<T>>(
+        "scale_rows", blocks_for(routes->num_tokens * p->hidden), kThreads, 0, exec,
+        (const T *)p->x, p->x_stride, routes->topk_weights, routes->topk_weights_stride[0],
+        (T *)l.x, routes->num_tokens, p->hidden)));
     g.tokens.x = l.x;
     g.tokens.stride = p->hidden;
   }
@@ -323,9 +309,7 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.epilogue.out = l.h;
   g.epilogue.out_by_position = true;
   g.epilogue.out_stride[0] = p->intermediate;
-  status = project(&g, plan->variant, &plan->shrink[0], routes, l.xa13, &l.x_fp8, exec);
-  if (status != MOELORA_OK)
-    return status;
+  MOELORA_TRY(project(&g, plan->variant, &plan->shrink[0], routes, l.xa13, &l.x_fp8, exec));
 
   g = projection(&l.alignment, routes, &p->w2, &p->w2_lora, plan->near_elements);
   g.schedule.tile_counter = l.alignment.blocks.tile_counters + 1;
@@ -336,9 +320,7 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.epilogue.out = l.z;
   g.epilogue.out_by_position = true;
   g.epilogue.out_stride[0] = p->hidden;
-  status = project(&g, plan->w2, &plan->shrink[1], routes, l.xa2, &l.h_fp8, exec);
-  if (status != MOELORA_OK)
-    return status;
+  MOELORA_TRY(project(&g, plan->w2, &plan->shrink[1], routes, l.xa2, &l.h_fp8, exec));
 
   moelora_sum_launch s = {};
   s.routes = *routes;
@@ -369,19 +351,13 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
                                  const moelora_exec *exec) {
   const GemmLayout l = lay_out_gemm(p, plan, exec->workspace);
   const moelora_routes *routes = &l.alignment.routes;
-  moelora_status status = moelora_cuda_check_layout(l.bytes, exec);
-  if (status == MOELORA_OK)
-    status = check_rank(&p->lora);
-  if (status == MOELORA_OK)
-    status = align(&l.alignment, &p->routes, &plan->align, exec);
-  if (status != MOELORA_OK)
-    return status;
-  status = launch_kernel<zero_skipped>("zero_skipped", blocks_for(32 * routes->num_rows), kThreads,
-                                       0, exec, (const int32_t *)routes->topk_ids.data,
-                                       (int32_t)routes->num_rows, routes->top_k, (uint16_t *)p->out,
-                                       p->out_stride[0], p->out_stride[1], p->w.n);
-  if (status != MOELORA_OK)
-    return status;
+  MOELORA_TRY(moelora_cuda_check_layout(l.bytes, exec));
+  MOELORA_TRY(check_rank(&p->lora));
+  MOELORA_TRY(align(&l.alignment, &p->routes, &plan->align, exec));
+  MOELORA_TRY(launch_kernel<zero_skipped>(
+      "zero_skipped", blocks_for(32 * routes->num_rows), kThreads, 0, exec,
+      (const int32_t *)routes->topk_ids.data, (int32_t)routes->num_rows, routes->top_k,
+      (uint16_t *)p->out, p->out_stride[0], p->out_stride[1], p->w.n));
 
   moelora_gemm_launch g = projection(&l.alignment, routes, &p->w, &p->lora, plan->near_elements);
   g.tokens.x = p->x;

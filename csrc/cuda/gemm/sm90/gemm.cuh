@@ -397,11 +397,8 @@ moelora_status map_positions(const moelora_gemm_launch *g, bool is_bf16, const v
       (cuuint64_t)columns, (cuuint64_t)(g->schedule.blocks.max_blocks * g->schedule.blocks.rows)};
   const cuuint64_t strides[1] = {(cuuint64_t)stride * 2};
   const cuuint32_t many_box[2] = {64, (cuuint32_t)many}, few_box[2] = {64, (cuuint32_t)few};
-  moelora_status status =
-      moelora_encode_map(&maps->many, is_bf16, 2, data, sizes, strides, many_box);
-  if (status == MOELORA_OK)
-    status = moelora_encode_map(&maps->few, is_bf16, 2, data, sizes, strides, few_box);
-  return status;
+  MOELORA_TRY(moelora_encode_map(&maps->many, is_bf16, 2, data, sizes, strides, many_box));
+  return moelora_encode_map(&maps->few, is_bf16, 2, data, sizes, strides, few_box);
 }
 
 /* Boxes of 16 ranks by a tile's rows, of a gated projection half of them, of each slice of B
@@ -414,18 +411,17 @@ moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, FactorMap
   const bool halved = g->weights.gated && !has_gate_up_slices(*g);
   const cuuint64_t n = lora->slice_n / (halved ? 2 : 1);
   const cuuint32_t box[5] = {16, (cuuint32_t)(g->weights.gated ? S::ROWS / 2 : S::ROWS), 1, 1, 1};
-  moelora_status status = MOELORA_OK;
-  for (int32_t i = 0; i < lora->num_slices && status == MOELORA_OK; i++) {
+  for (int32_t i = 0; i < lora->num_slices; i++) {
     const moelora_factor *b = &lora->b[i];
     const cuuint64_t row = b->stride_i * 2, alternate = halved && g->weights.interleaved;
     cuuint64_t sizes[5] = {(cuuint64_t)lora->max_rank, n, halved ? 2u : 1u};
     cuuint64_t strides[4] = {alternate ? 2 * row : row, alternate ? row : row * n};
     maps->dims.describe(i, *b, g->schedule.num_experts, g->schedule.max_loras, row, sizes + 3,
                         strides + 2);
-    status = moelora_encode_map(&maps->slice[i], is_bf16, 5, b->data, sizes, strides, box,
-                                CU_TENSOR_MAP_SWIZZLE_32B, CU_TENSOR_MAP_L2_PROMOTION_L2_64B);
+    MOELORA_TRY(moelora_encode_map(&maps->slice[i], is_bf16, 5, b->data, sizes, strides, box,
+                                   CU_TENSOR_MAP_SWIZZLE_32B, CU_TENSOR_MAP_L2_PROMOTION_L2_64B));
   }
-  return status;
+  return MOELORA_OK;
 }
 
 template <bool MINE, moelora_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES,
@@ -460,17 +456,17 @@ struct LaunchSm90<true, FORMAT, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
     if (g->tokens.divisor.value &&
         g->schedule.num_rows / g->tokens.divisor.value * (g->tokens.stride / 8) > UINT32_MAX)
       return moelora_fail(MOELORA_UNSUPPORTED, "x is larger than 64 GB");
-    moelora_status status = FORMAT == MOELORA_NATIVE ? map_weights(g, BF16, &maps.w) : MOELORA_OK;
-    if (status == MOELORA_OK && g->tokens.divisor.value == 0)
-      status = map_positions(g, BF16, g->tokens.x, g->tokens.k, g->tokens.stride, S::BOX,
-                             S::REST_BOX, &maps.x);
-    if (status == MOELORA_OK && g->epilogue.out_by_position && !g->epilogue.out_f32)
-      status = map_positions(g, BF16, g->epilogue.out, g->weights.n_out, g->epilogue.out_stride[0],
-                             kEpilogueTokens, S::REST_BOX, &maps.out);
-    if (status == MOELORA_OK && g->schedule.blocks.packed_ranks && g->weights.factors_boxes)
-      status = map_factors<S>(g, BF16, &maps.b);
-    if (status != MOELORA_OK)
-      return status;
+    if (FORMAT == MOELORA_NATIVE)
+      MOELORA_TRY(map_weights(g, BF16, &maps.w));
+    if (g->tokens.divisor.value == 0)
+      MOELORA_TRY(map_positions(g, BF16, g->tokens.x, g->tokens.k, g->tokens.stride, S::BOX,
+                                S::REST_BOX, &maps.x));
+    if (g->epilogue.out_by_position && !g->epilogue.out_f32)
+      MOELORA_TRY(map_positions(g, BF16, g->epilogue.out, g->weights.n_out,
+                                g->epilogue.out_stride[0], kEpilogueTokens, S::REST_BOX,
+                                &maps.out));
+    if (g->schedule.blocks.packed_ranks && g->weights.factors_boxes)
+      MOELORA_TRY(map_factors<S>(g, BF16, &maps.b));
     if (g->epilogue.out_by_position && !g->epilogue.weighted) {
       if (!g->epilogue.out_f32)
         return g->weights.gated ? launch<S, EpilogueMode::GATED>(g, maps, exec)
