@@ -7,7 +7,8 @@
  * The including file defines, before it includes this,
  *   operand                what operand rows are made of
  *   table                  16 operands
- *   table_bf16(values, zero, scale), table_f16     rounded (values[i] - zero) * scale, i < 16
+ *   table_bf16(values, zero, scale, exact), table_f16     (values[i] - zero) * scale, i < 16,
+ * rounded where they are not `exact` already
  *   look_up(format, words, low, high, to_low, to_high)     64 columns of two rows
  *   e4m3_bf16(first, second, scale, to), e4m3_f16  32 columns of an FP8 row, which are two chunks
  * of it: rounded value scale
@@ -28,6 +29,10 @@ static const float nibble_values[2][16] = {
 #define MXFP4_UNIT_bf16 0x1p-126f
 #define MXFP4_UNIT_f16 0x1p98f
 
+/* Whether all numbers of MXFP4 are numbers of the dtype. */
+#define MXFP4_EXACT_bf16 true
+#define MXFP4_EXACT_f16 false
+
 #define DEQUANTISE(TYPE)                                                                           \
   static inline __attribute__((always_inline)) table group_##TYPE(                                 \
       const moelora_format format, const uint8_t *scale, const uint8_t *zero) {                    \
@@ -37,7 +42,8 @@ static const float nibble_values[2][16] = {
                          ? moelora_##TYPE##_to_f32(bits)                                           \
                          : moelora_float((uint32_t)*scale << 23) * MXFP4_UNIT_##TYPE;              \
     const float from = moelora_has_zeros(format) ? *zero : moelora_is_int4(format) ? 8 : 0;        \
-    return table_##TYPE(nibble_values[moelora_is_int4(format)], from, by);                         \
+    return table_##TYPE(nibble_values[moelora_is_int4(format)], from, by,                          \
+                        MXFP4_EXACT_##TYPE && format == MOELORA_MXFP4);                            \
   }                                                                                                \
                                                                                                    \
   static inline __attribute__((always_inline)) void dequantise_format_##TYPE(                      \

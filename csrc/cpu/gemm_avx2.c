@@ -68,9 +68,11 @@ static inline __m256 rounded_f16(__m256 x) {
 }
 
 #define TABLE(TYPE)                                                                                \
-  static inline table table_##TYPE(const float *values, float zero, float scale) {                 \
-    return (table){rounded_##TYPE(products(values, zero, scale)),                                  \
-                   rounded_##TYPE(products(values + 8, zero, scale))};                             \
+  static inline table table_##TYPE(const float *values, float zero, float scale, bool exact) {     \
+    const __m256 first = products(values, zero, scale);                                            \
+    const __m256 second = products(values + 8, zero, scale);                                       \
+    return exact ? (table){first, second}                                                          \
+                 : (table){rounded_##TYPE(first), rounded_##TYPE(second)};                         \
   }
 
 TABLE(bf16)

@@ -32,13 +32,14 @@ static inline __m512 to_f16(__m512 x) {
   return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-static inline table table_bf16(const float *values, float zero, float scale) {
-  return to_bf16(products(values, zero, scale));
-}
+#define TABLE(TYPE)                                                                                \
+  static inline table table_##TYPE(const float *values, float zero, float scale, bool exact) {     \
+    const __m512 numbers = products(values, zero, scale);                                          \
+    return exact ? numbers : to_##TYPE(numbers);                                                   \
+  }
 
-static inline table table_f16(const float *values, float zero, float scale) {
-  return to_f16(products(values, zero, scale));
-}
+TABLE(bf16)
+TABLE(f16)
 
 #define E4M3(TYPE)                                                                                 \
   static inline void e4m3_##TYPE(const uint8_t *first, const uint8_t *second, float scale,         \

@@ -22,18 +22,21 @@ static inline sum multiply_add(vector a, vector b, sum s) {
 #include "cpu/dot.h"
 
 typedef uint16_t operand;
-typedef __m512i table; /* twice, as five bits of a place count */
+typedef __m512i table; /* in the high halves of its words; the low ones hold anything */
 
-static inline table table_bf16(const float *values, float zero, float scale) {
-  const __m512i rounded = rounded_bf16(products(values, zero, scale));
-  return _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+static inline table table_bf16(const float *values, float zero, float scale, bool exact) {
+  const __m512 numbers = products(values, zero, scale);
+  return exact ? _mm512_castps_si512(numbers) : rounded_bf16(numbers);
 }
 
+/* Entry n is half 2 n + 1 of a table; of each place five bits count. */
 static inline void look_up_32(__m256i bytes, table low, table high, operand *to_low,
                               operand *to_high) {
-  const __m512i place = _mm512_cvtepu8_epi16(bytes);
-  _mm512_storeu_si512(to_low, _mm512_permutexvar_epi16(place, low));
-  _mm512_storeu_si512(to_high, _mm512_permutexvar_epi16(_mm512_srli_epi16(place, 4), high));
+  const __m512i place = _mm512_cvtepu8_epi16(bytes), one = _mm512_set1_epi16(1);
+  const __m512i first = _mm512_or_si512(_mm512_slli_epi16(place, 1), one);
+  const __m512i second = _mm512_or_si512(_mm512_srli_epi16(place, 3), one);
+  _mm512_storeu_si512(to_low, _mm512_permutexvar_epi16(first, low));
+  _mm512_storeu_si512(to_high, _mm512_permutexvar_epi16(second, high));
 }
 
 static inline void look_up(moelora_format format, const uint8_t *words, const table *low,

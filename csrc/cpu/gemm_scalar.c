@@ -36,11 +36,12 @@ typedef struct table {
 } table;
 
 #define TABLE(TYPE)                                                                                \
-  static inline table table_##TYPE(const float *values, float zero, float scale) {                 \
+  static inline table table_##TYPE(const float *values, float zero, float scale, bool exact) {     \
     table made;                                                                                    \
     for (int i = 0; i < 16; i++)                                                                   \
       made.of[i] = (values[i] - zero) * scale;                                                     \
-    round_##TYPE(made.of, made.of, 16);                                                            \
+    if (!exact)                                                                                    \
+      round_##TYPE(made.of, made.of, 16);                                                          \
     return made;                                                                                   \
   }
 
