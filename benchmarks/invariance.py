@@ -15,7 +15,7 @@ one batch. Rows of the file, of which `differing` elements do not:
     against  another path instead of the same one, which no promise is about
 
 `cost` has the layer of `python -m moelora bench` in both modes. The exit status is 1 if a bit
-differs in the mode.
+differs in the mode, or nothing was compared.
 """
 
 import argparse
@@ -34,7 +34,7 @@ import moelora
 from benchmarks.grid.adapters import TILES, factors
 from benchmarks.grid.alignment import align_lists
 from benchmarks.grid.calls import DTYPES
-from benchmarks.grid.quantised import FORMATS, packed
+from benchmarks.grid.quantised import FORMATS, FP8, packed
 from benchmarks.problems import Problem, Spec
 from moelora import _C
 from moelora.bench import baselines, harness, results, shapes
@@ -177,7 +177,7 @@ def pools(device: str) -> Iterator[tuple[str, Callable[[], Pool]]]:
         for shape, spec in SHAPES.items():
             yield f"{shape} {word}", partial(own, word, replace(spec, dtype=dtype))
         yield from engines(word, replace(VLLM, dtype=dtype), replace(SGLANG, dtype=dtype))
-        for format in FORMATS if dtype != torch.float32 else ():
+        for format in (*FORMATS, *FP8) if dtype != torch.float32 else ():
             spec = replace(QUANTISED, dtype=dtype)
             yield f"{format} {word}", partial(quantised, word, format, spec)
 
@@ -229,8 +229,9 @@ class Count:
 class Prover:
     """Runs compositions of one pool, and compares their rows with those of all tokens at once."""
 
-    def __init__(self, pool: Pool, device: str, seed: int = 0):
+    def __init__(self, pool: Pool, device: str, seed: int = 0, until: float = math.inf):
         self.pool, self.device, self.rng = pool, device, random.Random(seed)
+        self.until = until  # of time.monotonic(): no composition begins later
         self.adapted = pool.problem.token_lora_mapping >= 0
         self.size = self.adapted.numel()
 
@@ -241,6 +242,8 @@ class Prover:
     def count(self, want: dict[str, Tensor], compositions: int, invariant=True) -> dict[str, Count]:
         counts = {name: Count() for name in want}
         for _ in range(compositions):
+            if time.monotonic() > self.until:
+                break
             tokens = draw(self.rng, self.size, MOST[self.device])
             index = torch.tensor(tokens, device=self.device)
             p = self.pool.compose(index)
@@ -249,11 +252,17 @@ class Prover:
         return counts
 
 
+def kernels_of(format: str) -> str:
+    """What the names of kernels call a weight format."""
+    fp8 = "w8a16" if format == "fp8 native" else "w8a8"
+    return fp8 if format in FP8 else format.split()[0]
+
+
 def forced(pool: Pool, device: str) -> list[str]:
     """Variants that plans of this pool may use: of its dtype and format, or of ids. A CPU has one
     set of instructions, and with it one row of each dtype."""
     (word,) = {n for n, d in DTYPES["cpu"].items() if d == pool.problem.spec.dtype}
-    others = {"mxfp4", "int4"} - {pool.format.split()[0]}
+    others = {"mxfp4", "int4", "w8a8", "w8a16"} - {kernels_of(pool.format)}
     return [
         name
         for name in _C.usable()
@@ -263,9 +272,9 @@ def forced(pool: Pool, device: str) -> list[str]:
     ]
 
 
-def prove(pool: Pool, name: str, device: str, compositions: int, again: int, seed: int) -> Iterator:
+def prove(prover: Prover, name: str, compositions: int, again: int) -> Iterator:
     """Rows of the file for one pool."""
-    prover = Prover(pool, device, seed)
+    pool, device = prover.pool, prover.device
 
     def rows(counts: dict[str, Count], **what) -> Iterator[dict]:
         for operator, count in counts.items():
@@ -347,17 +356,21 @@ def main(argv=None) -> int:
     parser.add_argument("--no-cost", action="store_true")
     parser.add_argument("--budget-ms", default=20.0, type=float, help="per mode and case")
     parser.add_argument("--seed", default=0, type=int)
+    parser.add_argument("--deadline-s", default=math.inf, type=float, help="compose no more then")
     parser.add_argument("--out", help="result file to write")
     args = parser.parse_args(argv)
     begin = tuple(args.only.split(","))
     wanted = [(name, make) for name, make in pools(args.device) if name.startswith(begin)]
     if not wanted:
         parser.error(f"--only is {args.only!r}: no pool's name begins so")
-    started, rows = time.monotonic(), []
+    started, rows, compositions = time.monotonic(), [], 0
     each = -(-args.compositions // len(wanted))
-    for name, make in wanted:
-        made = list(prove(make(), name, args.device, each, args.again, args.seed))
+    for i, (name, make) in enumerate(wanted):
+        now = time.monotonic()
+        until = now + max(0.0, started + args.deadline_s - now) / (len(wanted) - i)
+        made = list(prove(Prover(make(), args.device, args.seed, until), name, each, args.again))
         rows += made
+        compositions += max((row["compositions"] for row in made), default=0)
         bad = sum(row["differing"] for row in made if promised(row))
         control = sum(row["differing"] for row in made if row["mode"] == "default")
         paths = sum(row["differing"] for row in made if "against" in row)
@@ -369,7 +382,7 @@ def main(argv=None) -> int:
     held = [row for row in rows if promised(row)]
     differing = sum(row["differing"] for row in held)
     summary = {
-        "compositions": each * len(wanted),
+        "compositions": compositions,
         "calls": sum(row["compositions"] for row in held),
         "elements": sum(row["elements"] for row in held),
         "differing": differing,
@@ -386,7 +399,7 @@ def main(argv=None) -> int:
     print(summary)
     if args.out:
         results.write(args.out, rows, **summary, seconds=round(time.monotonic() - started))
-    return 1 if differing else 0
+    return 0 if compositions and not differing else 1
 
 
 if __name__ == "__main__":

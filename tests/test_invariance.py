@@ -62,6 +62,14 @@ def test_without_the_mode_they_differ():
     assert all(differing(p.count(p.reference(), 40, invariant=False)).values())
 
 
+def test_no_composition_begins_behind_the_deadline(capsys):
+    words = ["--device", "cpu", "--only", "narrow f16", "--no-cost", "--deadline-s"]
+    assert invariance.main([*words, "100", "--compositions", "3", "--again", "1"]) == 0
+    assert "'compositions': 3" in capsys.readouterr().out
+    assert invariance.main([*words, "0"]) == 1
+    assert "'compositions': 0" in capsys.readouterr().out
+
+
 def test_a_function_that_torch_has_compiled(device):
     p = Spec(tokens=300, hidden=256, inter=128, dtype=torch.bfloat16, mix="half_base").build()
     p = p.to(device)
