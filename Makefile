@@ -31,7 +31,7 @@ demo:
 # What CI holds against us, users do not see: warnings and register spills are errors here only.
 test: export MOELORA_WERROR = 1
 test: build
-	$(MAKE) --no-print-directory lint conformance test-c test-py
+	$(MAKE) --no-print-directory lint types conformance test-c test-py
 
 # torch by itself first: the other packages then find it there and cannot pull in another one.
 $(VENV)/.ready: requirements-torch.txt requirements.txt
@@ -55,7 +55,7 @@ lint: $(VENV)/.ready
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES)
 
-# mypy --strict, but for the modules that pyproject.toml names.
+# mypy --strict.
 types: $(VENV)/.ready
 	$(VENV)/bin/mypy
 

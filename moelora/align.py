@@ -1,10 +1,13 @@
 """Alignment: routed rows sorted by expert and adapter, and padded to blocks."""
 
+from typing import Literal, TypeAlias, overload
+
 import torch
 from torch import Tensor
 
 from moelora.call import absent_tensor, choose, enabled_or_absent, operators, or_absent, run, typed
 
+AlignMode: TypeAlias = Literal["uniform", "segmented"]
 ALIGN_MODES = {"uniform": 1, "segmented": 2}
 
 
@@ -59,6 +62,34 @@ def moe_align_block_size(
     )
 
 
+@overload
+def moe_lora_align_block_size(
+    topk_ids: Tensor,
+    token_lora_mapping: Tensor,
+    num_experts: int,
+    block_size: int,
+    max_loras: int,
+    *,
+    adapter_enabled: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    mode: AlignMode = "uniform",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+@overload
+def moe_lora_align_block_size(
+    topk_ids: Tensor,
+    token_lora_mapping: Tensor,
+    num_experts: int,
+    block_size: int,
+    max_loras: int,
+    max_num_tokens_padded: int | None,
+    max_num_m_blocks: int | None,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_pad: Tensor,
+    adapter_enabled: Tensor | None,
+    lora_ids: Tensor,
+    expert_map: Tensor | None = None,
+) -> None: ...
 @typed
 def moe_lora_align_block_size(
     topk_ids: Tensor,
@@ -75,7 +106,7 @@ def moe_lora_align_block_size(
     lora_ids: Tensor | None = None,
     expert_map: Tensor | None = None,
     *,
-    mode: str = "uniform",
+    mode: AlignMode = "uniform",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """Sort routed rows by (expert, adapter) and pad to whole blocks.
 

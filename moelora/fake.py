@@ -7,7 +7,7 @@ with sizes that no example has is checked when it runs.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,8 +21,10 @@ COMPUTE_DTYPES = (torch.bfloat16, torch.float16)
 ON_HOST = ("num_active_loras",)
 BASE, UNIFORM, SEGMENTED, SORTING = range(4)
 
+Shapes = TypeVar("Shapes", bound=Callable[..., Any])
 
-def max_blocks(mode, num_rows, num_experts, max_loras, block_size):
+
+def max_blocks(mode: int, num_rows: int, num_experts: int, max_loras: int, block_size: int) -> int:
     """moelora_align_max_blocks of csrc/moelora.h; sizes may be symbolic."""
     if mode == SORTING:
         return num_experts + num_rows // block_size
@@ -49,9 +51,9 @@ def _example(value: Any) -> Any:
     return value
 
 
-def _check_devices(op: Any, args: tuple) -> None:
+def _check_devices(op: Any, args: tuple[Any, ...]) -> None:
     """What meta tensors cannot say: they have one device, and the call they stand for another."""
-    first = next((value for value in args if isinstance(value, Tensor)), None)
+    first = next(value for value in args if isinstance(value, Tensor))
     for argument, value in zip(op._schema.arguments, args, strict=False):
         for tensor in value if isinstance(value, list) else [value]:
             if not isinstance(tensor, Tensor) or _is_absent(tensor):
@@ -67,12 +69,12 @@ def _is_absent(tensor: Tensor) -> bool:
     return tensor.dim() == 1 and isinstance(tensor.size(0), int) and tensor.size(0) == 0
 
 
-def _shape_function(name: str) -> Callable:
+def _shape_function(name: str) -> Callable[[Shapes], Shapes]:
     """Registers what follows as the shape function of an operator, behind the checks in C."""
     op = getattr(torch.ops.moelora_meta, name).default
 
-    def register(shapes: Callable) -> Callable:
-        def checked(*args):
+    def register(shapes: Shapes) -> Shapes:
+        def checked(*args: Any) -> Any:
             _check_devices(op, args)
             try:
                 with torch._C._DisableTorchDispatch():  # a fake tensor mode would make fakes again
@@ -88,30 +90,32 @@ def _shape_function(name: str) -> Callable:
     return register
 
 
-def _align(topk_ids: Tensor, blocks, block_size) -> tuple[Tensor, Tensor, Tensor]:
-    def ids(size):
+def _align(topk_ids: Tensor, blocks: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    def ids(size: int) -> Tensor:
         return topk_ids.new_empty((size,), dtype=torch.int32)
 
     return ids(blocks * block_size), ids(blocks), ids(1)
 
 
 @_shape_function("moe_align_block_size")
-def _(topk_ids, block_size, num_experts, expert_map):
+def _(
+    topk_ids: Tensor, block_size: int, num_experts: int, expert_map: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     blocks = max_blocks(BASE, topk_ids.numel(), num_experts, 0, block_size)
     return _align(topk_ids, blocks, block_size)
 
 
 @_shape_function("moe_lora_align_block_size")
 def _(
-    topk_ids,
-    token_lora_mapping,
-    num_experts,
-    block_size,
-    max_loras,
-    mode,
-    adapter_enabled,
-    expert_map,
-):
+    topk_ids: Tensor,
+    token_lora_mapping: Tensor,
+    num_experts: int,
+    block_size: int,
+    max_loras: int,
+    mode: int,
+    adapter_enabled: Tensor,
+    expert_map: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     blocks = max_blocks(mode, topk_ids.numel(), num_experts, max_loras, block_size)
     rows, experts, num_post = _align(topk_ids, blocks, block_size)
     lora_ids = torch.empty_like(experts if mode == UNIFORM else rows)
@@ -119,25 +123,32 @@ def _(
 
 
 @_shape_function("moe_sorting")
-def _(topk_ids, topk_weights, num_experts, block_size, out_to_zero, expert_map):
+def _(
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    num_experts: int,
+    block_size: int,
+    out_to_zero: Tensor,
+    expert_map: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     blocks = max_blocks(SORTING, topk_ids.numel(), num_experts, 0, block_size)
     rows, experts, num_post = _align(topk_ids, blocks, block_size)
     return rows, torch.empty_like(rows, dtype=torch.float32), experts, num_post
 
 
 @_shape_function("fused_moe_lora_gemm")
-def _(x, w, topk_weights, topk_ids, *others):
+def _(x: Tensor, w: Tensor, topk_weights: Tensor, topk_ids: Tensor, *others: Any) -> Tensor:
     w_format, _, w_rows = (*others[9:12], 0, 0, 0)[:3]  # left out where all are 0
     columns = w_rows if w_format else w.size(1) * (PACK if w.dim() == 5 else 1)
     return x.new_empty((topk_ids.size(0), topk_ids.size(1), columns))
 
 
 @_shape_function("fused_experts_lora")
-def _(hidden_states, *others):
+def _(hidden_states: Tensor, *others: Any) -> Tensor:
     return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
 
 
-def _writes_in_place(*args):
+def _writes_in_place(*args: Any) -> None:
     return None
 
 
@@ -151,12 +162,21 @@ for _name in (
 
 
 @_shape_function("prepack_weights")
-def _(w):
+def _(w: Tensor) -> Tensor:
     return w.new_empty((w.size(0), w.size(1) // PACK, w.size(2) // PACK, PACK, PACK))
 
 
 @_shape_function("pack_quantized")
-def _(values, scales, zeros, format, order, dtype, block_rows=0, block_columns=0):
+def _(
+    values: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    format: int,
+    order: int,
+    dtype: int,
+    block_rows: int = 0,
+    block_columns: int = 0,
+) -> Tensor:
     experts, rows, depth = values.shape
     row_tiles = 2 * -(-rows // (2 * PACK)) if order else -(-rows // PACK)
     depth_tiles = -(-depth // (2 * PACK)) if format >= FP8 else -(-depth * 2 // PACK)
@@ -164,5 +184,5 @@ def _(values, scales, zeros, format, order, dtype, block_rows=0, block_columns=0
 
 
 @_shape_function("unpack_quantized")
-def _(tiles, format, order, rows, columns, dtype):
+def _(tiles: Tensor, format: int, order: int, rows: int, columns: int, dtype: int) -> Tensor:
     return tiles.new_empty((tiles.size(0), rows, columns), dtype=COMPUTE_DTYPES[dtype])

@@ -86,7 +86,7 @@ def _data(weights: Weights) -> Tensor:
     return weights if isinstance(weights, Tensor) else weights.data
 
 
-def _layout_of(name: str, weights: Weights, x: Tensor, columns: int | None) -> tuple[int, ...]:
+def _layout_of(name: str, weights: Weights, x: Tensor, columns: int | None) -> tuple[float, ...]:
     """The layout of weights that multiply `columns` columns; zeros if they are not quantised.
 
     Tiles do not tell for which dtype and how many columns they were made.
@@ -101,7 +101,7 @@ def _layout_of(name: str, weights: Weights, x: Tensor, columns: int | None) -> t
     return weights.layout
 
 
-def _last(w: Weights, x: Tensor, batch_invariant: bool) -> tuple[int, ...]:
+def _last(w: Weights, x: Tensor, batch_invariant: bool) -> tuple[float, ...]:
     """What an operator takes behind its other arguments: nothing in most calls."""
     if isinstance(w, Tensor) and not batch_invariant:
         return ()
@@ -109,8 +109,8 @@ def _last(w: Weights, x: Tensor, batch_invariant: bool) -> tuple[int, ...]:
 
 
 def _last_of_layer(
-    w13: Weights, w2: Weights, x: Tensor, activation: str, batch_invariant: bool
-) -> tuple[int, ...]:
+    w13: Weights, w2: Weights, x: Tensor, activation: Activation, batch_invariant: bool
+) -> tuple[float, ...]:
     """The same of a layer: the layout of w13, then that of w2, whose order is known."""
     if isinstance(w13, Tensor) and isinstance(w2, Tensor) and not batch_invariant:
         return ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,12 +13,12 @@ from torch import Tensor
 from moelora import quantized_readers as readers
 from moelora.call import operators, run, typed
 from moelora.fake import COMPUTE_DTYPES
-from moelora.quantized_fp8 import ACTIVATIONS, FromFP8
+from moelora.quantized_fp8 import ACTIVATIONS, Activations, FromFP8, GateUp, XFormat
 from moelora.quantized_readers import PerExpert
 
-ORDERS = {None: 0, "concatenated": 1, "interleaved": 2}
+ORDERS: dict[GateUp | None, int] = {None: 0, "concatenated": 1, "interleaved": 2}
 MXFP4, INT4, FP8, FP8_G64, FP8_ROWS = 1, 2, 6, 7, 8
-X_FORMATS = ("native", "group", "token", "static")
+X_FORMATS: tuple[XFormat, ...] = get_args(XFormat)
 ALIGNMENT = 16  # bytes, of a tile
 FIELDS = ("format", "order", "rows", "columns", "group_size", "dtype", "x_format", "x_scale")
 
@@ -58,14 +59,14 @@ class QuantizedWeights(FromFP8):
     """
 
     data: Tensor = field(repr=False)
-    format: str
+    format: readers.Format
     group_size: int
     has_zeros: bool
-    gate_up: str | None
+    gate_up: GateUp | None
     shape: torch.Size
     dtype: torch.dtype
     row_scales: bool = False
-    x_format: str = "native"
+    x_format: XFormat = "native"
     x_scale: float = 0.0
 
     @property
@@ -164,10 +165,10 @@ class QuantizedWeights(FromFP8):
     def _pack_fp8(
         cls,
         checkpoint: readers.Checkpoint,
-        activations: str,
-        x_format: str,
+        activations: Activations,
+        x_format: XFormat,
         x_scale: float,
-        gate_up: str | None,
+        gate_up: GateUp | None,
         dtype: torch.dtype,
     ) -> QuantizedWeights:
         if activations not in ACTIVATIONS:
@@ -184,7 +185,7 @@ class QuantizedWeights(FromFP8):
         blocks: PerExpert,
         scales: PerExpert,
         *,
-        gate_up: str | None = None,
+        gate_up: GateUp | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> QuantizedWeights:
         """MXFP4 as gpt-oss has it: `value = e2m1 * 2^(scale - 127)`.
@@ -231,8 +232,8 @@ class QuantizedWeights(FromFP8):
         bits: int = 4,
         group_size: int | None = None,
         sym: bool | None = None,
-        checkpoint_format: str = "gptq",
-        gate_up: str | None = None,
+        checkpoint_format: Literal["gptq", "gptq_v2"] = "gptq",
+        gate_up: GateUp | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> QuantizedWeights:
         """INT4 as GPTQ checkpoints have it: `value = (q - zero) * scale`.
@@ -297,7 +298,7 @@ class QuantizedWeights(FromFP8):
         qzeros: PerExpert,
         *,
         group_size: int | None = None,
-        gate_up: str | None = None,
+        gate_up: GateUp | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> QuantizedWeights:
         """INT4 as AWQ checkpoints have it: `value = (q - zero) * scale`.
@@ -343,7 +344,7 @@ class QuantizedWeights(FromFP8):
         weight_shape: PerExpert | None = None,
         *,
         group_size: int | None = None,
-        gate_up: str | None = None,
+        gate_up: GateUp | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> QuantizedWeights:
         """INT4 as compressed-tensors has it in its format "pack-quantized".
@@ -385,11 +386,11 @@ class QuantizedWeights(FromFP8):
 
 
 def _pack(
-    cls: type,
+    cls: type[QuantizedWeights],
     checkpoint: readers.Checkpoint,
-    gate_up: str | None,
+    gate_up: GateUp | None,
     dtype: torch.dtype,
-    x_format: str = "native",
+    x_format: XFormat = "native",
     x_scale: float = 0.0,
 ) -> QuantizedWeights:
     if gate_up not in ORDERS:
@@ -413,13 +414,12 @@ def _pack(
         x_scale=x_scale,
     )
     layout = (*weights.layout[:2], COMPUTE_DTYPES.index(dtype), *checkpoint.block)
-    data = None
     for expert in range(experts):
-        values, scales, zeros = (t if t is None else t[None] for t in checkpoint.read(expert))
-        absent = values.new_empty(0)
+        values, scales, zeros = checkpoint.read(expert)
+        zeros = values.new_empty(0) if zeros is None else zeros[None]
         op = operators.pack_quantized.default
-        tiles = run(op, values, scales, absent if zeros is None else zeros, *layout)
-        if data is None:
+        tiles = run(op, values[None], scales[None], zeros, *layout)
+        if expert == 0:
             data = tiles.new_empty(experts, *tiles.shape[1:])
         data[expert] = tiles[0]
     return replace(weights, data=data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, TypeAlias, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -21,7 +21,12 @@ TILE = 64  # rows of a tile
 DEPTH = 128  # columns of a tile
 NAN = 0x7F  # of e4m3, without the sign
 LARGEST_SCALE = 255.0
-ACTIVATIONS = ("fp8", "native")
+
+Activations: TypeAlias = Literal["fp8", "native"]
+XFormat: TypeAlias = Literal["native", "group", "token", "static"]
+GateUp: TypeAlias = Literal["concatenated", "interleaved"]
+ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
+Made = TypeVar("Made", bound="FromFP8")
 
 
 class FromFP8:
@@ -33,17 +38,29 @@ class FromFP8:
     """
 
     @classmethod
+    def _pack_fp8(
+        cls: type[Made],
+        checkpoint: Checkpoint,
+        activations: Activations,
+        x_format: XFormat,
+        x_scale: float,
+        gate_up: GateUp | None,
+        dtype: torch.dtype,
+    ) -> Made:
+        raise NotImplementedError  # quantized.py
+
+    @classmethod
     @typed
     def from_fp8_block(
-        cls,
+        cls: type[Made],
         weight: PerExpert,
         weight_scale_inv: PerExpert,
         *,
         block: tuple[int, int] = (128, 128),
-        activations: str = "fp8",
-        gate_up: str | None = None,
+        activations: Activations = "fp8",
+        gate_up: GateUp | None = None,
         dtype: torch.dtype = torch.bfloat16,
-    ) -> Self:
+    ) -> Made:
         """FP8 as DeepSeek-V3 and Qwen3-FP8 have it: `value = e4m3 * scale of its block`.
 
         Activations get a scale for every 128 columns of a token (64 if a block is no multiple of
@@ -88,14 +105,14 @@ class FromFP8:
     @classmethod
     @typed
     def from_fp8_channel(
-        cls,
+        cls: type[Made],
         weight: PerExpert,
         weight_scale: PerExpert,
         *,
-        activations: str = "fp8",
-        gate_up: str | None = None,
+        activations: Activations = "fp8",
+        gate_up: GateUp | None = None,
         dtype: torch.dtype = torch.bfloat16,
-    ) -> Self:
+    ) -> Made:
         """FP8 with a scale for each row, as compressed-tensors has it ("float-quantized").
 
         Activations get a scale for each token: `max|x| / 448`, at least `1 / (448 * 512)`.
@@ -128,15 +145,15 @@ class FromFP8:
     @classmethod
     @typed
     def from_fp8_tensor(
-        cls,
+        cls: type[Made],
         weight: PerExpert,
         weight_scale: PerExpert,
         input_scale: PerExpert | float | None = None,
         *,
-        activations: str = "fp8",
-        gate_up: str | None = None,
+        activations: Activations = "fp8",
+        gate_up: GateUp | None = None,
         dtype: torch.dtype = torch.bfloat16,
-    ) -> Self:
+    ) -> Made:
         """FP8 with a scale for each expert, or one for its gate and one for its up rows.
 
         Activations are divided by `input_scale`, the largest if there are several. Without one,
@@ -170,7 +187,7 @@ class FromFP8:
         """
         found = read_tensor(weight, weight_scale, gate_up)
         scale = 0.0 if input_scale is None else largest_scale(input_scale)
-        kind = "token" if input_scale is None else "static"
+        kind: XFormat = "token" if input_scale is None else "static"
         return cls._pack_fp8(found, activations, kind, scale, gate_up, dtype)
 
 
@@ -178,7 +195,7 @@ class FromFP8:
 
 
 def read_block(
-    weight: PerExpert, scales: PerExpert, block: tuple[int, int], gate_up: str | None
+    weight: PerExpert, scales: PerExpert, block: tuple[int, ...], gate_up: GateUp | None
 ) -> Checkpoint:
     weight, scales = _weight(weight), Stack("weight_scale_inv", scales)
     rows, columns = weight.matrix("[N, K] for each expert")
@@ -193,27 +210,27 @@ def read_block(
         row = torch.arange(rows)
         of_rows = row // half * (halves // 2) + row % half // high
     _check(scales, weight, (int(of_rows[-1]) + 1, -(-columns // wide)))
-    return _checkpoint(weight, scales, of_rows, block, gate_up)
+    return _checkpoint(weight, scales, of_rows, (high, wide), gate_up)
 
 
-def read_channel(weight: PerExpert, scales: PerExpert, gate_up: str | None) -> Checkpoint:
+def read_channel(weight: PerExpert, scales: PerExpert, gate_up: GateUp | None) -> Checkpoint:
     weight, scales = _weight(weight), Stack("weight_scale", scales)
     rows, columns = weight.matrix("[N, K] for each expert")
     _check(scales, weight, (rows, 1) if scales[0].dim() == 2 else (rows,))
     return _checkpoint(weight, scales, torch.arange(rows), (1, columns), gate_up)
 
 
-def read_tensor(weight: PerExpert, scales: PerExpert, gate_up: str | None) -> Checkpoint:
+def read_tensor(weight: PerExpert, scales: PerExpert, gate_up: GateUp | None) -> Checkpoint:
     weight, scales = _weight(weight), Stack("weight_scale", scales)
     rows, columns = weight.matrix("[N, K] for each expert")
     row, count = torch.arange(rows), scales[0].numel()
     if count == 2 and gate_up:
         of_rows = row % 2 if gate_up == "interleaved" else row // max(1, rows // 2)
-        shape, high = (2,), max(1, rows // 2)
+        high = max(1, rows // 2)
+        _check(scales, weight, (2,))
     else:
         of_rows, high = torch.zeros_like(row), rows
-        shape = tuple(scales[0].shape) if count == 1 else (1,)
-    _check(scales, weight, shape)
+        _check(scales, weight, tuple(scales[0].shape) if count == 1 else (1,))
     return _checkpoint(weight, scales, of_rows, (high, columns), gate_up)
 
 
@@ -240,7 +257,7 @@ def _check(scales: Stack, weight: Stack, shape: tuple[int, ...]) -> None:
 
 
 def _checkpoint(
-    weight: Stack, scales: Stack, of_rows: Tensor, block: tuple[int, int], gate_up: str | None
+    weight: Stack, scales: Stack, of_rows: Tensor, block: tuple[int, int], gate_up: GateUp | None
 ) -> Checkpoint:
     """`of_rows` says which row of scales each row of the weight takes."""
     rows, columns = weight[0].shape
@@ -270,7 +287,7 @@ def _checkpoint(
     return Checkpoint("fp8", shape, min(wide, columns), False, read, row_scales, (high, wide))
 
 
-def _fill_tiles(of_rows: Tensor, gate_up: str | None) -> bool:
+def _fill_tiles(of_rows: Tensor, gate_up: GateUp | None) -> bool:
     """Whether all rows of a tile take one row of scales."""
     rows = len(of_rows)
     row, half = torch.arange(rows), max(1, rows // 2)

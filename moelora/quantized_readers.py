@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
 PerExpert: TypeAlias = Tensor | Sequence[Tensor]
 Numbers: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
+Format: TypeAlias = Literal["mxfp4", "int4", "fp8"]  # of a number
 
 BLOCK = 32  # columns that share an MXFP4 scale
 LARGEST_E8M0 = 128  # a scale of 2
@@ -26,7 +27,7 @@ ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # what is added to a stored zero
 class Checkpoint:
     """Quantised weights that are still to be packed, expert by expert."""
 
-    format: str
+    format: Format
     shape: tuple[int, int, int]
     group_size: int
     has_zeros: bool
@@ -51,7 +52,7 @@ class Stack:
     def __getitem__(self, expert: int) -> Tensor:
         return self.tensors[expert]
 
-    def fail(self, expert: int, got: str, wanted: str) -> None:
+    def fail(self, expert: int, got: str, wanted: str) -> NoReturn:
         name = self.name if self.is_tensor else f"{self.name}[{expert}]"
         raise ValueError(f"{name} {got}, expected {wanted}")
 
@@ -72,11 +73,12 @@ class Stack:
             if tensor.device != like[0].device:
                 self.fail(expert, f"is on {tensor.device}", f"{like[0].device} as {like.name}")
 
-    def matrix(self, wanted: str) -> tuple[int, ...]:
+    def matrix(self, wanted: str) -> tuple[int, int]:
         """The shape of the first expert, which has two dimensions."""
         if self[0].dim() != 2:
             self.fail(0, f"has shape {self._shape(self[0])}", wanted)
-        return tuple(self[0].shape)
+        rows, columns = self[0].shape
+        return rows, columns
 
     def _shape(self, tensor: Tensor) -> str:
         return self._text(tuple(tensor.shape))
@@ -155,12 +157,12 @@ def gptq(
     values.check(values, (depth, rows), torch.int32)
     scales.check(values, (groups, rows), *SCALES)
     group = group_of(scales, columns, groups, group_size)
-    has_zeros, zeros = False, None
+    zeros = None
     if qzeros is not None:
-        zeros = Stack("qzeros", qzeros)
-        zeros.check(values, (groups, -(-rows // 8)), torch.int32)
-        has_zeros = _differ_from_8(zeros, rows, offset)
-        if sym and has_zeros:
+        stored = Stack("qzeros", qzeros)
+        stored.check(values, (groups, -(-rows // 8)), torch.int32)
+        zeros = stored if _differ_from_8(stored, rows, offset) else None
+        if sym and zeros is not None:
             raise ValueError("qzeros has zero points other than 8, expected none, as sym is True")
     elif sym is False:
         raise ValueError("qzeros is None, expected zero points, as sym is False")
@@ -170,11 +172,11 @@ def gptq(
     def read(expert: int) -> Numbers:
         check_scales(scales, expert)
         points = None
-        if has_zeros:
+        if zeros is not None:
             points = (nibbles(words(zeros[expert]))[:, :rows] + offset).t().contiguous()
         return words(values[expert].t()), scales[expert].t().contiguous(), points
 
-    return Checkpoint("int4", (len(values), rows, columns), group, has_zeros, read)
+    return Checkpoint("int4", (len(values), rows, columns), group, zeros is not None, read)
 
 
 def _differ_from_8(zeros: Stack, rows: int, offset: int) -> bool:

@@ -5,6 +5,7 @@ I = 32, two adapters of maximum rank R = 16.
 """
 
 import math
+import types
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from checks import guarded_empty
 from delta_cases import delta_kwargs
 
 import moelora
+from moelora.call import _fits
 
 M, TOP_K, E, K, I, L, R = 5, 2, 4, 64, 32, 2, 16
 ERRORS = (ValueError, RuntimeError, TypeError)
@@ -385,6 +387,15 @@ def test_types(name, changes, message):
     }[name]()
     with pytest.raises(TypeError, match=f"^{name}: {message}"):
         getattr(moelora, name)(**{**arguments, **changes})
+
+
+def test_any_value_fits_a_type_with_parameters():
+    """Python 3.10 takes tuple[int, int] for a class, and raises if asked for instances of it."""
+
+    class Alias(types.GenericAlias):
+        __class__ = property(lambda self: type)
+
+    assert _fits((0, 1), Alias(tuple, (int, int)))
 
 
 def test_a_wrong_call_says_what_python_says():

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -36,12 +36,14 @@ from moelora.adapters.config import LoraConfig
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
+Projection: TypeAlias = Literal["gate", "up", "gate_up", "down"]
+
 _PREFIX = "base_model.model."
 _KEY = re.compile(r"(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
 _BELOW = 2  # names of a key below its layer, at most
 _WRAPPED = re.compile(r"(\.base_layer)*")
 _PROJECTION = re.compile(r"(\.(?P<expert>0|[1-9][0-9]{0,8}))?\.(?P<name>[a-z0-9_]+)")
-_PROJECTIONS = {
+_PROJECTIONS: dict[str, Projection] = {
     "gate_proj": "gate",
     "up_proj": "up",
     "down_proj": "down",
@@ -70,7 +72,7 @@ class MoELayer:
     interleaved: bool = False
     transposed: bool = False
 
-    def shape(self, projection: str) -> tuple[int, int]:
+    def shape(self, projection: Projection) -> tuple[int, int]:
         """(in, out) of a projection."""
         k, i = self.hidden_size, self.intermediate_size
         return {"gate": (k, i), "up": (k, i), "gate_up": (k, 2 * i), "down": (i, k)}[projection]
@@ -126,8 +128,8 @@ class _Place:
     """Where a key belongs."""
 
     layer: MoELayer
-    projection: str
-    side: str
+    projection: Projection
+    side: str  # A or B
     expert: int | None
     wrapped: bool
     path: str  # what rank_pattern and alpha_pattern are matched against
@@ -264,7 +266,8 @@ def _locate(key: str, names: Mapping[str, MoELayer], lora: LoraConfig) -> _Place
 
     match = _PROJECTION.fullmatch(rest)
     projection = _PROJECTIONS.get(match["name"]) if match else None
-    if projection is None or (not layer.gated and projection in ("gate", "gate_up")):
+    ungated = not layer.gated and projection in ("gate", "gate_up")
+    if match is None or projection is None or ungated:
         wanted = sorted(_PROJECTIONS) if layer.gated else ["up_proj", "down_proj"]
         raise ValueError(f"{key}: {rest.lstrip('.')} of {layer.name} is not one of {wanted}")
     expert = None if match["expert"] is None else int(match["expert"])
@@ -382,8 +385,8 @@ def _pair(sides: _Sides, layer: MoELayer) -> Pair:
 
     a, b = sides.a, sides.b
     experts = sorted(e for e in {*a, *b} if e is not None)
-    for expert in experts or [None]:
-        left, right = a.get(expert, a.get(None)), b.get(expert, b.get(None))
+    for expert in experts or (None,):
+        left, right = a.get(expert) or a[None], b.get(expert) or b[None]
         if left.rank != right.rank:
             raise ValueError(f"{left.key} has rank {left.rank}, {right.key} has rank {right.rank}")
     if experts:

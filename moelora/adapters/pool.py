@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
 
@@ -74,6 +74,18 @@ class _Staged:
     factors: dict[str, list[tuple[torch.Tensor, torch.Tensor] | None]]
 
 
+class LayerFactors(TypedDict):
+    """Keyword arguments of `fused_experts_lora`: the adapters that one layer may apply."""
+
+    w13_lora_a: torch.Tensor | tuple[torch.Tensor, ...]
+    w13_lora_b: torch.Tensor | tuple[torch.Tensor, ...]
+    w2_lora_a: torch.Tensor
+    w2_lora_b: torch.Tensor
+    lora_ranks: torch.Tensor
+    lora_scalings: torch.Tensor
+    adapter_enabled: torch.Tensor
+
+
 class AdapterPool:
     """Stacked LoRA adapters of every MoE layer of one model, by name, in `max_loras` slots.
 
@@ -115,7 +127,7 @@ class AdapterPool:
         *,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
-        w13_slices: int = 2,
+        w13_slices: Literal[1, 2] = 2,
         shared_outer: bool = False,
     ):
         names = [layer.name for layer in layers]
@@ -273,7 +285,7 @@ class AdapterPool:
                 for loaded in held:
                     loaded.users.discard(use)
 
-    def layer(self, name: str) -> dict[str, Any]:
+    def layer(self, name: str) -> LayerFactors:
         """Keyword arguments of `fused_experts_lora` for one layer, but for `token_lora_mapping`."""
         stacks = self._stacks[name]
         a, b = stacks.w13_lora_a, stacks.w13_lora_b

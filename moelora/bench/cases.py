@@ -3,11 +3,14 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
+from torch import Generator, Tensor
 
 from moelora.bench.formats import FORMATS
 from moelora.bench.shapes import Model
+from moelora.quantized import QuantizedWeights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MIXES = {
@@ -19,28 +22,35 @@ MIXES = {
 }
 ROUTINGS = ("uniform", "zipf")
 
+Checkpoint: TypeAlias = dict[str, tuple[Tensor, ...]]  # of "w13" and "w2", what its format holds
+
 
 @dataclass
 class Batch:
     """What changes from step to step: tokens, their routing, their adapters."""
 
-    x: torch.Tensor  # [M, K]
-    topk_ids: torch.Tensor  # [M, top_k] int32
-    topk_weights: torch.Tensor  # [M, top_k] float32
-    mapping: torch.Tensor  # [M] int32, -1 = none
+    x: Tensor  # [M, K]
+    topk_ids: Tensor  # [M, top_k] int32
+    topk_weights: Tensor  # [M, top_k] float32
+    mapping: Tensor  # [M] int32, -1 = none
 
 
 @dataclass
 class Factors:
     """Stacked adapters of one layer, as vLLM stacks them (gate and up apart)."""
 
-    a13: list  # slices x [L, E, R, K]
-    b13: list  # slices x [L, E, I, R]
-    a2: torch.Tensor  # [L, E, R, I]
-    b2: torch.Tensor  # [L, E, K, R]
+    a13: list[Tensor]  # slices x [L, E, R, K]
+    b13: list[Tensor]  # slices x [L, E, I, R]
+    a2: Tensor  # [L, E, R, I]
+    b2: Tensor  # [L, E, K, R]
 
 
-def normal(shape, std, generator, dtype=torch.bfloat16):
+def normal(
+    shape: tuple[int, ...],
+    std: float,
+    generator: Generator,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
     """Random values drawn in pieces, so that no float32 copy of a large stack ever exists.
 
     A CPU draws slowly: one piece is repeated there, of a length that no dimension divides, so that
@@ -60,16 +70,21 @@ def normal(shape, std, generator, dtype=torch.bfloat16):
     return out
 
 
-def draw_weights(model: Model, generator, dtype=torch.bfloat16):
+def draw_weights(
+    model: Model, generator: Generator, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor]:
     """w13 [E, 2I, K] ([E, I, K] without a gate) and w2 [E, K, I]."""
     e, k, i = model.experts, model.hidden, model.intermediate
     w13 = normal((e, model.slices * i, k), 0.02, generator, dtype)
     return w13, normal((e, k, i), 0.02, generator, dtype)
 
 
-def draw_checkpoint(model: Model, generator, dtype=torch.bfloat16) -> dict:
-    """{"w13": tensors, "w2": tensors} of quantised weights, as checkpoints hold them."""
+def draw_checkpoint(
+    model: Model, generator: Generator, dtype: torch.dtype = torch.bfloat16
+) -> Checkpoint:
+    """Quantised weights as checkpoints hold them."""
     e, k, i = model.experts, model.hidden, model.intermediate
+    assert model.format
     draw = FORMATS[model.format].draw
     return {
         "w13": draw(e, model.slices * i, k, generator, dtype),
@@ -77,14 +92,19 @@ def draw_checkpoint(model: Model, generator, dtype=torch.bfloat16) -> dict:
     }
 
 
-def pack_checkpoint(model: Model, checkpoint, dtype=torch.bfloat16):
+def pack_checkpoint(
+    model: Model, checkpoint: Checkpoint, dtype: torch.dtype = torch.bfloat16
+) -> tuple[QuantizedWeights, QuantizedWeights]:
     """w13 and w2 as QuantizedWeights."""
+    assert model.format
     pack = FORMATS[model.format].pack
     w13 = pack(*checkpoint["w13"], gate_up=model.gate_up, dtype=dtype)
     return w13, pack(*checkpoint["w2"], dtype=dtype)
 
 
-def draw_biases(model: Model, generator, dtype=torch.bfloat16):
+def draw_biases(
+    model: Model, generator: Generator, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """b13 [E, 2I] ([E, I] without a gate) and b2 [E, K]; (None, None) for a model without."""
     if not model.bias:
         return None, None
@@ -93,7 +113,13 @@ def draw_biases(model: Model, generator, dtype=torch.bfloat16):
     return b13, normal((e, k), 0.02, generator, dtype)
 
 
-def draw_factors(model: Model, adapters, rank, generator, dtype=torch.bfloat16):
+def draw_factors(
+    model: Model,
+    adapters: int,
+    rank: int,
+    generator: Generator,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Factors:
     e, k, i = model.experts, model.hidden, model.intermediate
     return Factors(
         [normal((adapters, e, rank, k), 0.02, generator, dtype) for _ in range(model.slices)],
@@ -105,13 +131,13 @@ def draw_factors(model: Model, adapters, rank, generator, dtype=torch.bfloat16):
 
 def draw_batch(
     model: Model,
-    tokens,
-    adapters,
-    generator,
-    mix="many",
-    routing="uniform",
-    dtype=torch.bfloat16,
-):
+    tokens: int,
+    adapters: int,
+    generator: Generator,
+    mix: str = "many",
+    routing: str = "uniform",
+    dtype: torch.dtype = torch.bfloat16,
+) -> Batch:
     """Softmax top-k of random logits. `routing`: "uniform"; "zipf", with a 1/rank prior over
     experts; or the file of a recorded histogram (see `read_histogram`). `mix`: one of MIXES, or the
     share of tokens without an adapter as a number."""
@@ -126,7 +152,7 @@ def draw_batch(
     )
 
 
-def _router_logits(model, tokens, routing, generator):
+def _router_logits(model: Model, tokens: int, routing: str, generator: Generator) -> Tensor:
     shape, device = (tokens, model.experts), generator.device
     if routing in ROUTINGS:
         logits = torch.randn(shape, device=device, generator=generator)
@@ -140,7 +166,7 @@ def _router_logits(model, tokens, routing, generator):
     return prior.clamp(min=1e-9).log() + noise
 
 
-def read_histogram(path, experts):
+def read_histogram(path: str | Path, experts: int) -> Tensor:
     """Shares of the experts in a JSON file: a list of counts, or {"counts": [...]}.
 
     Such a file is `torch.bincount(topk_ids.flatten(), minlength=E).tolist()` of a served model.
@@ -159,7 +185,7 @@ def read_histogram(path, experts):
     return shares / shares.sum()
 
 
-def _draw_mapping(tokens, adapters, mix, generator):
+def _draw_mapping(tokens: int, adapters: int, mix: str, generator: Generator) -> Tensor:
     device = generator.device
     none = torch.full((tokens,), -1, dtype=torch.int32, device=device)
     if mix == "none":
@@ -178,7 +204,7 @@ def _draw_mapping(tokens, adapters, mix, generator):
     return torch.where(base, none, drawn)
 
 
-def work(model: Model, batch: Batch, rank=0):
+def work(model: Model, batch: Batch, rank: int = 0) -> tuple[float, float]:
     """(flops, bytes) of one layer; rank 0 is the layer without adapters.
 
     Bytes count each touched expert once, with its biases, each touched (expert, adapter) pair once,

@@ -20,6 +20,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Collection
 from itertools import product
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from moelora import _C
 from moelora.bench import baselines, cases, compare, config, console, formats, plot, results, shapes
 from moelora.bench.harness import Bench, Situation
 from moelora.bench.machine import processor
+from moelora.bench.results import Case
 from moelora.bench.timing import GraphTimer, TurnTimer
 
 # What is measured where nothing else is said. Layers are cut to what 12 GB of memory hold on a CPU.
@@ -158,7 +160,7 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-def _settle_layers(args):
+def _settle_layers(args: argparse.Namespace) -> None:
     """`models` becomes [(key, Model)]; a format of weights limits `dtypes`."""
     format = getattr(args, "format", None)
     given = format
@@ -188,14 +190,14 @@ def _settle_layers(args):
             raise ValueError("--dtypes: quantised weights serve bf16 and fp16")
 
 
-def _numbers(option, text):
+def _numbers(option: str, text: str | int) -> list[int]:
     fields = str(text).split(",")
     if not all(field.strip().isdigit() and int(field) > 0 for field in fields):
         raise ValueError(f"{option} is {text!r}, wanted positive numbers with commas between")
     return [int(field) for field in fields]
 
 
-def _words(option, text, known):
+def _words(option: str, text: str, known: Collection[str]) -> list[str]:
     words = text.split(",")
     for word in words:
         if word not in known:
@@ -203,7 +205,7 @@ def _words(option, text, known):
     return words
 
 
-def _is_share(text):
+def _is_share(text: str) -> bool:
     try:
         return 0.0 <= float(text) <= 1.0
     except ValueError:
@@ -219,7 +221,7 @@ def tools(args: argparse.Namespace) -> tuple[GraphTimer | TurnTimer, torch.Gener
 
 
 @torch.no_grad()
-def measure(args: argparse.Namespace, console: Console) -> list[dict]:
+def measure(args: argparse.Namespace, console: Console) -> list[Case]:
     """All cases of settled `args`; the result file grows with every one."""
     started = time.monotonic()
     timer, generator = tools(args)
@@ -229,7 +231,9 @@ def measure(args: argparse.Namespace, console: Console) -> list[dict]:
     options = baselines.Options(args.patience_s, args.all_modes)
     settings = list(product(args.models, args.dtypes, args.adapters))
     total = len(settings) * len(args.tokens)
-    rows, absent, done, late = [], {}, 0, False
+    rows: list[Case] = []
+    absent: dict[str, str] = {}
+    done, late = 0, False
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         bar = progress.add_task("", total=total)
@@ -264,9 +268,9 @@ def measure(args: argparse.Namespace, console: Console) -> list[dict]:
     return rows
 
 
-def headlines(rows: list[dict]) -> list[str]:
+def headlines(rows: list[Case]) -> list[str]:
     """What adapters leave of the layer's speed, for each model, format and rank."""
-    groups: dict[str, list[dict]] = {}
+    groups: dict[str, list[Case]] = {}
     for row in rows:
         what = f"{row['model']} {row['format']}, {row['adapters']} adapters of rank {row['rank']}"
         groups.setdefault(what, []).append(row)
@@ -281,7 +285,7 @@ def headlines(rows: list[dict]) -> list[str]:
     return lines
 
 
-def show(rows: list[dict], console: Console) -> None:
+def show(rows: list[Case], console: Console) -> None:
     """One line a case, one column a baseline."""
     if not rows:
         return
@@ -299,7 +303,7 @@ def show(rows: list[dict], console: Console) -> None:
     for column in ("base", "share", "cost", "x best", *(name.replace("_", " ") for name in who)):
         table.add_column(column, justify="right")
 
-    def cell(us):
+    def cell(us: float | None) -> str:
         return "-" if us is None else f"{us / scale:.{1 if us / scale >= 10 else 2}f}"
 
     last = None

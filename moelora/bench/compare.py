@@ -2,13 +2,12 @@
 
 import argparse
 import sys
-from typing import Any, TypeAlias
+from typing import Any
 
 from rich.table import Table
 
 from moelora.bench import console, results
-
-Case: TypeAlias = dict[str, Any]  # a line of a result file
+from moelora.bench.results import Case
 
 # What tells cases of one file apart; absent fields count as None.
 IDENTITY = (

@@ -7,6 +7,7 @@ from typing import Any
 
 from moelora.bench.formats import FORMATS
 from moelora.bench.shapes import Model
+from moelora.ops import Activation
 
 # What configurations call the sizes of a layer, those that say it best first.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -17,7 +18,7 @@ INTERMEDIATE = (
     "intermediate_size",
 )
 NESTED = ("text_config", "llm_config", "ffn_config")
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -77,7 +78,7 @@ def number(path: Path, levels: Iterable[Mapping[str, Any]], names: Iterable[str]
     raise ValueError(f"{path} describes no mixture of experts: none of {', '.join(names)} is set")
 
 
-def activation(path: Path, levels: Iterable[Mapping[str, Any]]) -> str:
+def activation(path: Path, levels: Iterable[Mapping[str, Any]]) -> Activation:
     for level in levels:
         for name in ("hidden_act", "mlp_hidden_act", "hidden_activation", "ffn_act_fn"):
             value = level.get(name)

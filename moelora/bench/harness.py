@@ -1,10 +1,14 @@
 """One case: draw batches, check every baseline against float64, time them in turn, write rows."""
 
+from __future__ import annotations
+
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from moelora import _C
 from moelora.bench import cases
@@ -13,20 +17,27 @@ from moelora.bench.formats import FORMATS
 from moelora.reference import activate
 from moelora.reference.fp8 import is_w8a8, rule_of
 
+if TYPE_CHECKING:
+    from moelora.bench.baselines import Baseline
+    from moelora.bench.cases import Batch
+    from moelora.bench.machine import Peaks
+    from moelora.bench.results import Case
+    from moelora.bench.timing import GraphTimer, Key, Runs, Times, TurnTimer
+
 # Relative to the norm of the reference; baselines that merge or add adapters later round more.
 TOLERANCE = {"fp32": 2e-5, "bf16": 2e-2, "fp16": 5e-3}
 
 
-def product(w, x):
+def product(w: Tensor, x: Tensor) -> Tensor:
     """x w^T in float64 for w [N, K] of any dtype, x [n, K], a few rows of w at a time."""
     return torch.cat([x @ part.double().t() for part in w.split(4096)], dim=1)
 
 
-def reference_rows(layer: Layer, batch, tokens):
+def reference_rows(layer: Layer, batch: Batch, tokens: Iterable[int]) -> dict[int, Tensor]:
     """{rank: rows `tokens` of the layer in float64}; rank 0 is the layer without adapters."""
     stacks, dtype = layer.stacks, batch.x.dtype
     rule13, rule2 = rule_of(layer.w13, dtype), rule_of(layer.w2, dtype)
-    rows = {rank: [] for rank in (0, *stacks)}
+    rows: dict[int, list[Tensor]] = {rank: [] for rank in (0, *stacks)}
     for m in tokens:
         x, adapter = batch.x[m].double()[None], int(batch.mapping[m])
         total = x.new_zeros(len(rows), x.shape[1])
@@ -51,11 +62,11 @@ def reference_rows(layer: Layer, batch, tokens):
     return {rank: torch.stack(found) for rank, found in rows.items()}
 
 
-def relative_error(out, reference) -> float:
+def relative_error(out: Tensor, reference: Tensor) -> float:
     return float((out.double() - reference.double()).norm() / reference.double().norm())
 
 
-def rotation(device: torch.device, tokens) -> int:
+def rotation(device: torch.device, tokens: int) -> int:
     """Batches in turn: so many that the experts of a few tokens are not always the same. A CPU
     reads a buffer larger than its caches between calls instead."""
     if device.type == "cpu":
@@ -76,12 +87,19 @@ class Situation:
 class Bench:
     """All baselines of one layer; what was too slow once is not tried again."""
 
-    def __init__(self, layer: Layer, baselines: Sequence, situation: Situation, timer, budget_ms):
+    def __init__(
+        self,
+        layer: Layer,
+        baselines: Sequence[Baseline],
+        situation: Situation,
+        timer: GraphTimer | TurnTimer,
+        budget_ms: float,
+    ):
         self.layer, self.baselines, self.situation = layer, baselines, situation
         self.timer, self.budget_ms = timer, budget_ms
-        self.slow = {}  # {(who, rank): why}
+        self.slow: dict[Key, str] = {}  # why
 
-    def measure(self, tokens, generator) -> list[dict]:
+    def measure(self, tokens: int, generator: torch.Generator) -> list[Case]:
         """The rows of the result file for batches of so many tokens: one for each rank."""
         s, layer = self.situation, self.layer
         torch_dtype = cases.DTYPES[layer.dtype]
@@ -111,8 +129,8 @@ class Bench:
             for rank in layer.stacks
         ]
 
-    def runs(self, batches):
-        runs = {}
+    def runs(self, batches: Sequence[Batch]) -> Runs:
+        runs: Runs = {}
         for baseline in self.baselines:
             try:
                 runs |= baseline.runs(batches)
@@ -120,13 +138,16 @@ class Bench:
                 self.skipped[type(baseline).__name__.lower(), 0] = str(why)
         return {key: run for key, run in runs.items() if key not in self.slow}
 
-    def check(self, runs, batch):
-        """(our plan, {(who, rank): relative error}, {rank: our error over that with unpacked
-        weights, or, of activations in FP8, over vLLM's}). Drops from `runs` what cannot run or is
-        too slow, refuses what is wrong."""
+    def check(self, runs: Runs, batch: Batch) -> tuple[str, dict[Key, float], dict[int, float]]:
+        """(our plan, relative errors, {rank: our error over that with unpacked weights, or, of
+        activations in FP8, over vLLM's}). Drops from `runs` what cannot run or is too slow, refuses
+        what is wrong."""
         tokens = sorted({0, len(batch.x) // 2, len(batch.x) - 1})
         reference_of = functools.cache(lambda layer: reference_rows(layer, batch, tokens))
-        errors, nears, mine, plan = {}, {}, {}, ""
+        errors: dict[Key, float] = {}
+        nears: dict[Key, float] = {}
+        mine: dict[int, Tensor] = {}
+        plan = ""
         for key in sorted(runs, key=lambda key: (key[0] != "ours", key[1])):
             if key not in runs:
                 continue
@@ -157,14 +178,14 @@ class Bench:
                 )
         return plan, errors, self.error_ratios(nears)
 
-    def error_ratios(self, errors):
+    def error_ratios(self, errors: Mapping[Key, float]) -> dict[int, float]:
         """{rank: the larger one of with adapters and without}."""
         native = (f"ours_{self.layer.dtype}",)
         like = ("vllm_base", "vllm_lora") if is_w8a8(self.layer.w13) else native
         found = {r: errors["ours", r] / e for (who, r), e in errors.items() if who in like}
         return {r: round(max(found[r], found.get(0, 0.0)), 3) for r in found if r}
 
-    def leave_out(self, runs, key, why):
+    def leave_out(self, runs: Runs, key: Key, why: str) -> None:
         who, rank = key
         for larger in self.layer.stacks:
             if larger >= rank:
@@ -172,7 +193,9 @@ class Bench:
                 self.skipped.setdefault((who, larger), why)
                 runs.pop((who, larger), None)
 
-    def row(self, tokens, rank, runs, errors, plan):
+    def row(
+        self, tokens: int, rank: int, runs: Runs, errors: Mapping[Key, float], plan: str
+    ) -> Case:
         """What identifies the case, and what is known of it without its times."""
         s = self.situation
         return {
@@ -197,11 +220,17 @@ class Bench:
         }
 
 
-def is_ours(who) -> bool:
+def is_ours(who: str) -> bool:
     return who.startswith("ours")
 
 
-def figures(rank, times, bounds, work, peaks):
+def figures(
+    rank: int,
+    times: Mapping[Key, Times],
+    bounds: Mapping[int, float],
+    work: Sequence[float],
+    peaks: Peaks,
+) -> Case:
     """The measured part of a row."""
     mine, base = times["ours", rank], times["ours", 0]
     ours = {
@@ -216,7 +245,7 @@ def figures(rank, times, bounds, work, peaks):
     vllm = [us for who, us in adapted.items() if who.startswith("vllm_")]
     if len(vllm) > 1:
         baselines["vllm_best"] = min(vllm)
-    best = min(adapted, key=adapted.get, default=None)
+    best = min(adapted, key=adapted.__getitem__, default=None)
     return {
         **{f"{who}_us": t.median for who, t in ours.items()},
         "bound_us": round(bounds[rank], 2),

@@ -1,14 +1,22 @@
 """`moelora bench plot`: the roofline and the overhead of adapters, as pictures."""
 
+from __future__ import annotations
+
 import argparse
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from moelora.bench import chart, results
+from moelora.bench.results import Case
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
-def add_command(topics: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(topics: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = topics.add_parser("plot", help="draw the roofline and the overhead of adapters")
     add = parser.add_argument
     add("files", nargs="+", help="result files of layers")
@@ -38,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def draw(files, out) -> Path:
+def draw(files: Sequence[str], out: str) -> Path:
     """One picture of all files: on the left achieved flops over intensity under the roof, on the
     right what adapters cost over the same layer without, and what a larger number of them does
     where some case was measured with several."""
@@ -64,7 +72,7 @@ def draw(files, out) -> Path:
     return Path(out)
 
 
-def with_several_counts(rows):
+def with_several_counts(rows: Sequence[Case]) -> list[Case]:
     """The rows of cases that were measured with several numbers of adapters."""
     counts = defaultdict(set)
     for row in rows:
@@ -72,18 +80,18 @@ def with_several_counts(rows):
     return [row for row in rows if len(counts[_case(row), row["tokens"]]) > 1]
 
 
-def _case(row, *more):
+def _case(row: Case, *more: str) -> str:
     """Its name; of the fields `more`, too."""
     fields = "".join(f", {row.get(name)} {name}" for name in more)
     return f"{row['model']} {row['dtype']} rank {row['rank']}{fields}"
 
 
-def _varying(rows, field):
+def _varying(rows: Sequence[Case], field: str) -> tuple[str, ...]:
     """(field,) if it is not the same in all rows, to be named by `_case`."""
     return (field,) if len({row.get(field) for row in rows}) > 1 else ()
 
 
-def roofline(axes, rows):
+def roofline(axes: Axes, rows: Sequence[Case]) -> None:
     """Points are ours; the roof is what the machine was measured or known to reach."""
     drawn = [row for row in rows if row.get("gflop") and row.get("streaming_gb_s")]
     peaks = {(r["streaming_gb_s"], r["mm_gflop_s"]) for r in drawn if r["mm_gflop_s"]}
@@ -111,10 +119,10 @@ def roofline(axes, rows):
         axes.set_axis_off()
 
 
-def overhead(axes, rows, along):
+def overhead(axes: Axes, rows: Sequence[Case], along: Literal["tokens", "adapters"]) -> None:
     """Time with adapters over the same layer without, ours and each baseline that has both, along
     the number of `tokens` or of `adapters`."""
-    curves = defaultdict(dict)
+    curves: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     other = _varying(rows, "adapters" if along == "tokens" else "tokens")
     for row in rows:
         case = _case(row, *other)

@@ -7,11 +7,13 @@ import pathlib
 import shlex
 import subprocess
 import sys
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 import moelora
+
+Case: TypeAlias = dict[str, Any]  # a line of a result file
 
 
 def commit() -> str:
@@ -64,7 +66,7 @@ def meta() -> dict[str, Any]:
     }
 
 
-def write(path: str | pathlib.Path, cases: list[dict[str, Any]], **more: Any) -> None:
+def write(path: str | pathlib.Path, cases: list[Case], **more: Any) -> None:
     """One line a case, so that files can be compared by eye."""
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +75,7 @@ def write(path: str | pathlib.Path, cases: list[dict[str, Any]], **more: Any) ->
     path.write_text(f'{{"meta": {head},\n"cases": [\n{lines}\n]}}\n')
 
 
-def read(path: str | pathlib.Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def read(path: str | pathlib.Path) -> tuple[dict[str, Any], list[Case]]:
     """(meta, cases) of a result file; ValueError if it is not one."""
     try:
         content = json.loads(pathlib.Path(path).read_text())

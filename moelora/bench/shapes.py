@@ -1,9 +1,11 @@
 """Shapes of the MoE layers of well-known models, from their published configurations."""
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 from moelora.bench.formats import FORMATS
-from moelora.ops import ACTIVATIONS
+from moelora.ops import ACTIVATIONS, Activation
+from moelora.quantized_fp8 import GateUp
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,7 @@ class Model:
     top_k: int
     hidden: int
     intermediate: int
-    activation: str = "silu"
+    activation: Activation = "silu"
     bias: bool = False  # of both projections
     format: str | None = None  # of FORMATS; None: weights of the activations' dtype
 
@@ -25,7 +27,7 @@ class Model:
         return 1 if self.activation == "relu2" else 2
 
     @property
-    def gate_up(self) -> str | None:
+    def gate_up(self) -> GateUp | None:
         """What the rows of w13 are, as constructors of `QuantizedWeights` name it."""
         if self.slices == 1:
             return None
@@ -112,7 +114,7 @@ def custom(text: str) -> tuple[str, Model]:
     if fields[4:] and fields[4] not in ACTIVATIONS:
         raise ValueError(f"the activation of {text!r} is none of {', '.join(ACTIVATIONS)}")
     experts, top_k, hidden, intermediate = sizes
-    activation = fields[4] if fields[4:] else "silu"
+    activation = cast("Activation", fields[4]) if fields[4:] else "silu"
     model = Model("custom", experts, top_k, hidden, intermediate, activation)
     return "x".join(fields), model
 

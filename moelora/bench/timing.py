@@ -4,27 +4,47 @@ On a GPU: CUDA graphs of many calls over rotating batches, weights past the L2 c
 each replay. On a CPU: one call a turn, after a read that empties the caches.
 """
 
+from __future__ import annotations
+
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 
 from moelora.bench.machine import CpuYardsticks, Peaks, gpu_peaks
 
+if TYPE_CHECKING:
+    from moelora.bench.baselines import Layer
+    from moelora.bench.cases import Batch
+
 COLD_BYTES = 192e6  # three times the L2 of an H200
+
+Key: TypeAlias = tuple[str, int]  # who, rank; 0 is the layer without adapters
+Name = TypeVar("Name")
 
 
 @dataclass
 class Run:
     """One baseline on a case."""
 
-    call: Callable  # of a batch's index; returns the output
-    first: Callable | None = None  # the checked call instead of `call(0)`; may raise Skipped
+    call: Callable[[int], Any]  # of a batch's index; returns the output
+    # the checked call instead of `call(0)`; may raise Skipped
+    first: Callable[[], torch.Tensor] | None = None
     eager: bool = False  # it synchronises with the host, so no CUDA graph can hold it
-    of: object | None = None  # the `Layer` that it computes, where that is not the case's
+    of: Layer | None = None  # what it computes, where that is not the case's
+
+
+Runs: TypeAlias = dict[Key, Run]
+
+
+def on(batches: Sequence[Any], run: Callable[..., Any], *more: Any) -> Callable[[int], Any]:
+    """The `call` of a Run: `run(batch, *more)` of a batch's index."""
+    return lambda i: run(batches[i], *more)
 
 
 @dataclass(frozen=True)
@@ -37,7 +57,7 @@ class Times:
     turns: int
 
     @classmethod
-    def of(cls, samples: list[float]) -> "Times":
+    def of(cls, samples: list[float]) -> Times:
         ordered = sorted(samples)
         edge = len(ordered) // 10
         low, high = ordered[edge], ordered[-1 - edge]
@@ -45,7 +65,7 @@ class Times:
         return cls(round(median, 2), round(low, 2), round(high, 2), len(ordered))
 
 
-def calls_in_graph(batches: int, bytes_per_call) -> int:
+def calls_in_graph(batches: int, bytes_per_call: float) -> int:
     """So many that weights come from memory and the launch of the graph does not count."""
     return max(batches, min(48, math.ceil(COLD_BYTES / max(bytes_per_call, 1.0))))
 
@@ -53,7 +73,7 @@ def calls_in_graph(batches: int, bytes_per_call) -> int:
 class GraphTimer:
     """Captures baselines as CUDA graphs and replays them in turn."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.peaks = gpu_peaks()
         self.stream = torch.cuda.Stream()
         self.pool = torch.cuda.graph_pool_handle()
@@ -61,7 +81,7 @@ class GraphTimer:
         scratch = torch.zeros(1, device="cuda")
         self.keeper = self.capture([lambda: scratch.add_(1)])
 
-    def capture(self, calls):
+    def capture(self, calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
         """One graph of `calls` back to back, after one plain run of each."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -77,8 +97,14 @@ class GraphTimer:
                 graph.capture_end()
         return graph
 
-    def compare(self, runs: dict, batches, bytes_per_call, budget_ms) -> tuple[dict, Peaks]:
-        """{key: Times} of one call of each of `runs`, {key: Run}; and the peaks of this GPU.
+    def compare(
+        self,
+        runs: Mapping[Name, Run],
+        batches: Sequence[Batch],
+        bytes_per_call: float,
+        budget_ms: float,
+    ) -> tuple[dict[Name, Times], Peaks]:
+        """One call of each of `runs`, and the peaks of this GPU.
 
         Each graph holds `calls_in_graph`, over rotating batches.
         """
@@ -92,7 +118,7 @@ class GraphTimer:
                 except RuntimeError:  # it synchronises where nobody expected it
                     run.eager = True
             turns[key] = (rotation[0], 1) if run.eager else (graphs[-1].replay, calls)
-        samples = {key: [] for key in turns}
+        samples: dict[Name, list[float]] = {key: [] for key in turns}
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self.stream):
             spent, rounds = 0.0, 0
@@ -111,8 +137,14 @@ class GraphTimer:
             graph.reset()
         return {key: Times.of(found) for key, found in samples.items()}, self.peaks
 
-    def medians(self, calls: dict, batches, bytes_per_call, budget_ms) -> dict:
-        """{name: median microseconds} of {name: function of a batch's index}."""
+    def medians(
+        self,
+        calls: Mapping[Name, Callable[[int], Any]],
+        batches: Sequence[Batch],
+        bytes_per_call: float,
+        budget_ms: float,
+    ) -> dict[Name, float]:
+        """Median microseconds of functions of a batch's index."""
         runs = {name: Run(call) for name, call in calls.items()}
         times, _ = self.compare(runs, batches, bytes_per_call, budget_ms)
         return {name: t.median for name, t in times.items()}
@@ -129,17 +161,23 @@ class TurnTimer:
     FAR_BEHIND = 5.0
     STREAMED = 8  # up to so many tokens the layer is bound by its weights alone
 
-    def __init__(self, mm_size=2048):
+    def __init__(self, mm_size: int = 2048):
         self.yardsticks = CpuYardsticks(mm_size)
 
-    def compare(self, runs: dict, batches, bytes_per_call, budget_ms) -> tuple[dict, Peaks]:
-        """{key: Times} of one call of each of `runs`, {key: Run}; and the peaks of this machine.
-        A key is (who, rank), and "ours" is among them."""
+    def compare(
+        self,
+        runs: Mapping[Key, Run],
+        batches: Sequence[Batch],
+        bytes_per_call: float,
+        budget_ms: float,
+    ) -> tuple[dict[Key, Times], Peaks]:
+        """One call of each of `runs`, "ours" among them, and the peaks of this machine."""
         x = batches[0].x
-        waiting = {key: lambda run=run: run.call(0) for key, run in runs.items()}
+        waiting: dict[Key, Callable[[], Any]] = {k: partial(run.call, 0) for k, run in runs.items()}
         if len(x) > self.STREAMED:
             waiting["mm", 0] = self.yardsticks.mm(x.dtype)
-        samples, reads = {key: [] for key in waiting}, []
+        samples: dict[Key, list[float]] = {key: [] for key in waiting}
+        reads = []
         while waiting:
             for key, call in list(waiting.items()):
                 reads.append(self.yardsticks.read())
@@ -153,7 +191,7 @@ class TurnTimer:
         times = {key: Times.of(found) for key, found in samples.items()}
         return times, Peaks(statistics.median(reads), rate)
 
-    def has_enough(self, key, samples, budget):
+    def has_enough(self, key: Key, samples: Mapping[Key, list[float]], budget: float) -> bool:
         rounds, spent = len(samples[key]), sum(samples[key])
         enough = self.ROUNDS.start
         if spent > rounds * self.FAR_BEHIND * min(samples.get(("ours", key[1])) or [spent]):

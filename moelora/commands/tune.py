@@ -14,21 +14,29 @@ import datetime
 import math
 import os
 import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from torch import Tensor
 
 from moelora import _C, tuned
 from moelora.bench import cases, command
 from moelora.bench.baselines import Layer, Options
 from moelora.bench.baselines.ours import Ours
+from moelora.bench.cases import Batch
 from moelora.bench.harness import TOLERANCE, reference_rows, relative_error
-from moelora.bench.timing import Run, Times
+from moelora.bench.timing import GraphTimer, Key, Run, Times, TurnTimer, on
 
 SHORT = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}  # in the names of variants
 TABLE = "table"
+
+Measured: TypeAlias = dict[str, dict[int, Times]]  # of variants, by rank
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -64,11 +72,11 @@ def ran(variants: str, rank: int) -> bool:
 class Tuner:
     """The variants of one layer."""
 
-    def __init__(self, layer: Layer, timer, budget_ms: float):
+    def __init__(self, layer: Layer, timer: GraphTimer | TurnTimer, budget_ms: float):
         self.layer, self.timer, self.budget_ms = layer, timer, budget_ms
         self.ours = Ours(layer, Options())
 
-    def call(self, variant: str, batch, rank: int):
+    def call(self, variant: str, batch: Batch, rank: int) -> Tensor:
         """Our layer with these variants; TABLE is what the built-in table chooses."""
         _C.force_variant(None if variant == TABLE else variant)
         try:
@@ -76,15 +84,15 @@ class Tuner:
         finally:
             _C.force_variant(None)
 
-    def measure(self, batches, names: list[str]) -> dict[str, dict[int, Times]]:
-        """{variants: {rank: Times}} of the names that serve these batches; each is compared with
-        float64 before it is timed."""
+    def measure(self, batches: Sequence[Batch], names: list[str]) -> Measured:
+        """Times of the names that serve these batches; each is compared with float64 before it is
+        timed."""
         ranks = (0, *self.layer.stacks)
         tokens = sorted({0, len(batches[0].x) - 1})
         reference = reference_rows(self.layer, batches[0], tokens)
-        runs = {}
+        runs: dict[Key, Run] = {}
         for variant in names:
-            own = {}
+            own: dict[Key, Run] = {}
             for rank in ranks:
                 out = self.call(variant, batches[0], rank)
                 if variant != TABLE and not ran(variant, rank):
@@ -92,9 +100,7 @@ class Tuner:
                 error = relative_error(out[tokens], reference[rank])
                 if not error < TOLERANCE[self.layer.dtype]:
                     raise RuntimeError(f"{variant} is off by {error:.3g} at {len(out)} tokens")
-                own[variant, rank] = Run(
-                    lambda i, v=variant, rank=rank: self.call(v, batches[i], rank)
-                )
+                own[variant, rank] = Run(on(batches, partial(self.call, variant), rank))
             else:
                 runs |= own
         moved = cases.work(self.layer.model, batches[0])[1]
@@ -104,7 +110,7 @@ class Tuner:
             for variant in dict.fromkeys(v for v, _ in runs)
         }
 
-    def tune(self, batches) -> tuple[str, dict[str, dict[int, Times]]]:
+    def tune(self, batches: Sequence[Batch]) -> tuple[str, Measured]:
         """The best variants, and all that was measured."""
         kind = self.layer.dtype, self.layer.device.type
         usual = self.table_choice(batches[0])
@@ -122,17 +128,17 @@ class Tuner:
         measured |= others
         return found, measured if found in measured else measured | self.measure(batches, [found])
 
-    def table_choice(self, batch) -> str:
+    def table_choice(self, batch: Batch) -> str:
         self.call(TABLE, batch, 0)
         return _C.last_plan().split("w13=")[1].split()[0]
 
 
-def score(times: dict) -> float:
+def score(times: Mapping[int, Times]) -> float:
     """Geometric mean over the layer without adapters and with each rank."""
     return math.exp(sum(math.log(t.median) for t in times.values()) / len(times))
 
 
-def choose(measured: dict[str, dict], usual: str, known: str = TABLE) -> str:
+def choose(measured: Measured, usual: str, known: str = TABLE) -> str:
     """The best variant, or `usual` if nothing is better than `known` by more than noise."""
     best = min((v for v in measured if v != known), key=lambda v: score(measured[v]))
     noise = max((t.high - t.low) / 2 / t.median for t in measured[known].values())
@@ -141,7 +147,7 @@ def choose(measured: dict[str, dict], usual: str, known: str = TABLE) -> str:
 
 
 @torch.no_grad()
-def tune(args: argparse.Namespace, console: Console) -> list:
+def tune(args: argparse.Namespace, console: Console) -> list[Path]:
     """Paths of the files written, one for each model and dtype of settled `args`."""
     timer, generator = command.tools(args)
     (adapters,) = args.adapters
@@ -154,7 +160,8 @@ def tune(args: argparse.Namespace, console: Console) -> list:
                 layer = tuner = None  # before the next one is drawn
                 layer = Layer(model, dtype, args.ranks, adapters, generator)
                 tuner = Tuner(layer, timer, args.budget_ms)
-                plans, details = {}, {}
+                plans: dict[str, str] = {}
+                details: dict[str, dict[str, float]] = {}
                 for tokens in args.tokens:
                     progress.update(bar, description=f"{key} {dtype} M={tokens}")
                     batches = [
@@ -173,7 +180,12 @@ def tune(args: argparse.Namespace, console: Console) -> list:
     return written
 
 
-def describe(layer: Layer, args: argparse.Namespace, plans: dict, details: dict) -> dict:
+def describe(
+    layer: Layer,
+    args: argparse.Namespace,
+    plans: dict[str, str],
+    details: dict[str, dict[str, float]],
+) -> dict[str, Any]:
     """The content of a file of tuned plans."""
     model = layer.model
     return {
@@ -200,7 +212,7 @@ def describe(layer: Layer, args: argparse.Namespace, plans: dict, details: dict)
     }
 
 
-def show(key: str, content: dict, console: Console) -> None:
+def show(key: str, content: dict[str, Any], console: Console) -> None:
     table = Table("tokens", "variant", "us", "table us", title=f"{key} {content['dtype']}")
     for tokens, variant in content["plans"].items():
         scores = content["measured"]["score_us"][tokens]

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import peft
 import torch
@@ -32,8 +32,33 @@ from moelora.integrations.transformers.calls import (
     take_adapter_names,
 )
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from moelora.integrations.transformers.projection import Experts
+
+    class Wrapper(nn.Module):
+        """PEFT's `ParamWrapper`: what is read of it, and left on the outermost one of a layer."""
+
+        base_layer: nn.Module
+        parameter_name: str
+        num_experts: int
+        lora_A: Mapping[str, nn.Linear]
+        lora_B: Mapping[str, nn.Linear]
+        scaling: Mapping[str, float]
+        merged: bool
+        active_adapters: list[str]
+        disable_adapters: bool
+        _moelora: _Experts
+        _moelora_layer: str
+
+        def get_base_layer(self) -> Experts: ...
+
+
 # Options that concern no experts, and stay PEFT's.
 OTHER_LAYERS = ("modules_to_save", "trainable_token_indices")
+
+_data: Any = nn.Parameter.data  # torch's own descriptor
 
 
 class _Watched(nn.Parameter):
@@ -45,21 +70,22 @@ class _Watched(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        plain, alias = nn.Parameter.data.__get__(self), self.__dict__.get("_alias")
+        plain, alias = _data.__get__(self), self.__dict__.get("_alias")
         if alias is None or not alias.is_set_to(plain):
             with torch.inference_mode(False):  # where tensors have no counters
-                alias = self._alias = nn.Parameter.data.__get__(self)
+                alias = self._alias = _data.__get__(self)
         return alias.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        nn.Parameter.data.__set__(self, value)
+        _data.__set__(self, value)
         self._alias = value.detach()
 
 
 def _watch(module: nn.Module) -> list[Any]:
     """What tells one content of `module.weight` from another, now and later."""
     weight = module._parameters["weight"]  # module.weight takes its time
+    assert weight is not None
     if weight.is_inference():  # counts nothing
         with torch.inference_mode(False), torch.no_grad():
             weight = module.weight = nn.Parameter(weight.clone(), weight.requires_grad)
@@ -69,22 +95,27 @@ def _watch(module: nn.Module) -> list[Any]:
     alias = weight.__dict__.get("_alias")
     if alias is None:
         weight.data  # noqa: B018, makes it
-        alias = weight._alias
+        alias = weight.__dict__["_alias"]
     return [weight, weight._version, alias, alias._version]
 
 
-def _wrappers(outermost: nn.Module) -> Iterator[nn.Module]:
+def _is_wrapper(module: nn.Module) -> TypeGuard[Wrapper]:
+    return hasattr(module, "parameter_name")
+
+
+def _wrappers(outermost: nn.Module) -> Iterator[Wrapper]:
     """PEFT's wrappers around one experts module, one per targeted parameter."""
-    while hasattr(outermost, "parameter_name"):
+    while _is_wrapper(outermost):
         yield outermost
         outermost = outermost.base_layer
 
 
-def _stamps(wrappers: Sequence[nn.Module], name: str) -> list[Any]:
+def _stamps(wrappers: Sequence[Wrapper], name: str) -> list[Any]:
     """Of one layer, all that an adapter's part in PEFT's answer may depend on."""
     stamps: list[Any] = []
     for wrapper in wrappers:
-        a, b = (wrapper._modules[side]._modules.get(name) for side in ("lora_A", "lora_B"))
+        modules: Any = wrapper._modules
+        a, b = (modules[side]._modules.get(name) for side in ("lora_A", "lora_B"))
         if a is not None:
             scaling = wrapper.scaling[name]
             version = scaling._version if isinstance(scaling, torch.Tensor) else 0
@@ -112,7 +143,10 @@ class _Experts:
     """What serves the experts modules of an attached model; copies PEFT's factors on first use."""
 
     def __init__(
-        self, model: nn.Module, wrappers: Mapping[str, Sequence[nn.Module]], pool: AdapterPool
+        self,
+        model: peft.PeftModel | PreTrainedModel,
+        wrappers: Mapping[str, Sequence[Wrapper]],
+        pool: AdapterPool,
     ) -> None:
         self.model = model
         self.wrappers = wrappers  # by layer
@@ -123,7 +157,7 @@ class _Experts:
         self.now = _Now()
         self._mapping: tuple[Any, torch.Tensor] | None = None  # the latest one
 
-    def __getstate__(self) -> tuple:
+    def __getstate__(self) -> tuple[Any, ...]:
         """A copy of the model has an empty pool, which fills from the copied adapters.
 
         An unpickled model has to be attached again.
@@ -137,7 +171,7 @@ class _Experts:
             options,
         )
 
-    def __setstate__(self, state: tuple) -> None:
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
         model, wrappers, sizes, options = state
         _Experts.__init__(self, model, wrappers, AdapterPool(*sizes, **options))
 
@@ -145,7 +179,7 @@ class _Experts:
         self,
         forward: Callable[..., Any],
         adapter_names: Sequence[str] | None,
-        args: tuple,
+        args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """A forward pass of the model inside PEFT's."""
@@ -164,8 +198,9 @@ class _Experts:
 
     def copy(self, name: str) -> None:
         """Copies the factors of one of PEFT's adapters, as they are now, into the pool."""
-        if name not in self.model.peft_config:
-            raise ValueError(f"no adapter {name!r}; PEFT has {sorted(self.model.peft_config)}")
+        configs: Mapping[str, Any] = self.model.peft_config
+        if name not in configs:
+            raise ValueError(f"no adapter {name!r}; PEFT has {sorted(configs)}")
         stamps = {layer: _stamps(wrappers, name) for layer, wrappers in self.wrappers.items()}
         found = {
             f"{layer}.{wrapper.parameter_name}": wrapper
@@ -174,7 +209,7 @@ class _Experts:
             if name in wrapper.lora_A
         }
         if found:
-            state, config = _checkpoint(found, name, self.model.peft_config[name].to_dict())
+            state, config = _checkpoint(found, name, configs[name].to_dict())
             self.pool.add(name, state, config=config, replace=True)
         elif name in self.pool:
             self.pool.remove(name)
@@ -183,10 +218,11 @@ class _Experts:
     def slot(self, layer: str, name: str) -> int:
         """Where the pool has what PEFT has now; -1 for an adapter without factors of experts."""
         copied = self.copied.get(name)
-        current = copied is not None and _unchanged(
-            copied[layer], _stamps(self.wrappers[layer], name)
-        )
-        if not current or (name not in self.pool and any(copied.values())):
+        if (
+            copied is None
+            or not _unchanged(copied[layer], _stamps(self.wrappers[layer], name))
+            or (name not in self.pool and any(copied.values()))
+        ):
             self.copy(name)
         return self.pool.lookup(name) if name in self.pool else -1
 
@@ -241,12 +277,12 @@ class _Experts:
         return latest[1]
 
 
-def _rank(wrapper: nn.Module, name: str) -> int:
+def _rank(wrapper: Wrapper, name: str) -> int:
     return wrapper.lora_A[name].weight.shape[0] // wrapper.num_experts
 
 
 def _checkpoint(
-    wrappers: Mapping[str, nn.Module], name: str, config: dict[str, Any]
+    wrappers: Mapping[str, Wrapper], name: str, config: dict[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """One adapter as a state dict of stacked factors and its configuration.
 
@@ -278,7 +314,7 @@ def _checkpoint(
 
 
 def forward(
-    wrapper: nn.Module,
+    wrapper: Wrapper,
     hidden_states: torch.Tensor,
     *args: Any,
     adapter_names: Sequence[str] | None = None,
@@ -301,10 +337,10 @@ def forward(
         return experts(hidden_states, *args, adapters=adapters, **kwargs)
 
 
-def _base(model: nn.Module) -> nn.Module:
+def _base(model: peft.PeftModel | PreTrainedModel) -> PreTrainedModel:
     """The transformers model: the one inside PEFT's, or that into which `load_adapter` loaded."""
     if isinstance(model, peft.PeftModel):
-        return model.get_base_model()
+        return cast("PreTrainedModel", model.get_base_model())
     if not getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
             f"model is a {type(model).__name__} without adapters of PEFT, wanted a PeftModel or a "
@@ -314,7 +350,7 @@ def _base(model: nn.Module) -> nn.Module:
 
 
 def attach(
-    model: peft.PeftModel | nn.Module,
+    model: peft.PeftModel | PreTrainedModel,
     *,
     max_loras: int | None = None,
     max_rank: int | None = None,
@@ -373,7 +409,7 @@ def attach(
     for name in names[: pool.max_loras]:
         serving.copy(name)
     base.set_experts_implementation(IMPLEMENTATION)
-    base._moelora = serving
+    base.__dict__["_moelora"] = serving
     take_adapter_names(base)
     for name, (outermost, *_) in chains.items():
         outermost._moelora, outermost._moelora_layer = serving, name
@@ -381,7 +417,7 @@ def attach(
     return pool
 
 
-def detach(model: peft.PeftModel | nn.Module) -> None:
+def detach(model: peft.PeftModel | PreTrainedModel) -> None:
     """Gives the experts' adapters back to PEFT."""
     base = _base(model)
     base.__dict__.pop("_moelora", None)
@@ -392,4 +428,4 @@ def detach(model: peft.PeftModel | nn.Module) -> None:
         outermost.__dict__.pop("forward", None)
         for parameter in outermost.parameters():
             if type(parameter) is _Watched:
-                parameter.__class__ = nn.Parameter
+                parameter.__class__ = nn.Parameter  # type: ignore[assignment] # what it was

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from moelora.reference.routing import adapter_per_token, expert_per_choice
+
+if TYPE_CHECKING:
+    from moelora.align import AlignMode
 
 
 def align_max_blocks_ref(
@@ -41,7 +44,7 @@ def moe_lora_align_block_size_ref(
     block_size: int,
     max_loras: int,
     *,
-    mode: str = "uniform",
+    mode: AlignMode = "uniform",
     adapter_enabled: Tensor | None = None,
     expert_map: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -75,10 +75,10 @@ def rows_of_lists(
     for adapter in lora_ids.tolist()[:num_active]:
         if active_adapter(adapter, max_loras, enabled) < 0:
             continue
-        used = min(num_tokens_post_padded[adapter].item(), sorted_token_ids.size(1))
+        used = min(int(num_tokens_post_padded[adapter]), sorted_token_ids.size(1))
         for at in range(used):
-            expert = expert_ids[adapter, at // block_size].item()
-            row = sorted_token_ids[adapter, at].item()
+            expert = int(expert_ids[adapter, at // block_size])
+            row = int(sorted_token_ids[adapter, at])
             if 0 <= expert < num_experts and 0 <= row < num_rows:
                 rows[row] = (expert, adapter)
     return rows
@@ -178,7 +178,10 @@ def moe_lora_delta_ref(
         x, a, rows, top_k, lora_ranks=lora_ranks, lora_scalings=lora_scalings, dtype=dtype
     )
     z = expand_ref(h, b, rows, lora_ranks=lora_ranks, dtype=dtype)
-    return weighted(z, topk_weights) if mul_routed_weight else z, active_rows(rows, top_k)
+    if mul_routed_weight:
+        assert topk_weights is not None, "mul_routed_weight needs topk_weights"
+        z = weighted(z, topk_weights)
+    return z, active_rows(rows, top_k)
 
 
 def run_moe_lora_ref(

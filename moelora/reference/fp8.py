@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
 
 from moelora.reference.routing import as_tensor
 
+if TYPE_CHECKING:
+    from moelora.ops import Weights
+    from moelora.quantized import QuantizedWeights
+
 ROWS, COLUMNS, LARGEST = 64, 128, 448.0
 
 
-def is_w8a8(weights) -> bool:
+def is_w8a8(weights: Weights) -> TypeGuard[QuantizedWeights]:
+    """Whether they are quantised, and multiply activations in FP8."""
     return getattr(weights, "x_format", "native") != "native"
 
 
-def numbers_of(weights) -> Tensor:
+def numbers_of(weights: Weights) -> Tensor:
     """What a weight multiplies with: its numbers as `unpack()` rounds them, or, where x is in FP8,
     with the scales that it has, in float64."""
     if not is_w8a8(weights):
@@ -46,7 +52,7 @@ def numbers_of(weights) -> Tensor:
     return of_tiles[:, n, :columns]
 
 
-def quantised(x: Tensor, weights, dtype: torch.dtype) -> Tensor:
+def quantised(x: Tensor, weights: QuantizedWeights, dtype: torch.dtype) -> Tensor:
     """Rows (..., K) as they multiply weights in FP8: e4m3 times its scale, in float64.
 
     `x` is rounded to `dtype` first. Each number is divided by the scale of its token, or multiplied
@@ -61,7 +67,7 @@ def quantised(x: Tensor, weights, dtype: torch.dtype) -> Tensor:
     return (q * scale.double()).flatten(-2)[..., : x.size(-1)].to(device)
 
 
-def _scales(x: Tensor, weights) -> tuple[Tensor, int]:
+def _scales(x: Tensor, weights: QuantizedWeights) -> tuple[Tensor, int]:
     """Scales (..., groups, 1) and the columns of a group."""
     largest = x.nan_to_num(nan=0.0, posinf=float("inf"), neginf=-float("inf")).abs()
     if weights.x_format == "static":
@@ -75,6 +81,6 @@ def _scales(x: Tensor, weights) -> tuple[Tensor, int]:
     return padded.unflatten(-1, (-1, size)).amax(-1, keepdim=True).clamp(min=1e-10) / LARGEST, size
 
 
-def rule_of(weights, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+def rule_of(weights: Weights, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """Rows of activations -> what multiplies these weights."""
     return (lambda x: quantised(x, weights, dtype)) if is_w8a8(weights) else lambda x: x

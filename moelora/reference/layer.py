@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, overload
+
 import torch
 from torch import Tensor
 
@@ -16,12 +18,15 @@ from moelora.reference.routing import (
     pair_of,
 )
 
+if TYPE_CHECKING:
+    from moelora.ops import Activation, Weights
+
 OAI = ("swigluoai", "swigluoai_uninterleave")
 OAI_ALPHA, OAI_LIMIT = 1.702, 7.0
 
 
 def activate(
-    x: Tensor, activation: str, alpha: float | None = None, limit: float | None = None
+    x: Tensor, activation: Activation, alpha: float | None = None, limit: float | None = None
 ) -> Tensor:
     """Apply an expert's activation to the columns (last dimension) of the w13 projection.
 
@@ -46,14 +51,13 @@ def activate(
         gate, up = x[..., 0::2], x[..., 1::2]
     else:
         gate, up = x.chunk(2, dim=-1)
-    if activation in OAI:
-        alpha = OAI_ALPHA if alpha is None else alpha
-        limit = OAI_LIMIT if limit is None else limit
+    if activation in OAI and limit is None:
+        limit = OAI_LIMIT
     if limit is not None:
         limit = min(limit, torch.finfo(x.dtype).max)  # torch refuses what the dtype cannot hold
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     if activation in OAI:
-        return (up + 1) * gate * torch.sigmoid(alpha * gate)
+        return (up + 1) * gate * torch.sigmoid((OAI_ALPHA if alpha is None else alpha) * gate)
     if activation == "silu":
         return torch.nn.functional.silu(gate) * up
     if activation == "gelu":
@@ -64,6 +68,10 @@ def activate(
     )
 
 
+@overload
+def _float64(t: Tensor) -> Tensor: ...
+@overload
+def _float64(t: None) -> None: ...
 def _float64(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.detach().cpu().double()
 
@@ -99,7 +107,7 @@ def _project_row(
 
 def fused_moe_lora_gemm_ref(
     x: Tensor,
-    w: Tensor,
+    w: Weights,
     topk_weights: Tensor,
     topk_ids: Tensor,
     *,
@@ -152,8 +160,8 @@ def fused_moe_lora_gemm_ref(
 
 def fused_experts_lora_ref(
     hidden_states: Tensor,
-    w13: Tensor,
-    w2: Tensor,
+    w13: Weights,
+    w2: Weights,
     topk_weights: Tensor,
     topk_ids: Tensor,
     *,
@@ -167,7 +175,7 @@ def fused_experts_lora_ref(
     adapter_enabled: Tensor | None = None,
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
-    activation: str = "silu",
+    activation: Activation = "silu",
     activation_alpha: float | None = None,
     activation_limit: float | None = None,
     expert_map: Tensor | None = None,

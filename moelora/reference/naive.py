@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from moelora.reference.routing import (
     optional_list,
     pair_of,
 )
+
+if TYPE_CHECKING:
+    from moelora.ops import Activation, Weights
 
 
 def _naive_project(
@@ -61,7 +65,7 @@ def _naive_rows(
     return [(e, r.to(topk_ids.device)) for e, r in rows]
 
 
-def _numbers(weights) -> Tensor:
+def _numbers(weights: Weights) -> Tensor:
     """In the dtype of their product: float32 where both sides of it are in FP8."""
     numbers = numbers_of(weights)
     return numbers.float().to(weights.device) if is_w8a8(weights) else numbers
@@ -69,7 +73,7 @@ def _numbers(weights) -> Tensor:
 
 def naive_fused_moe_lora_gemm(
     x: Tensor,
-    w: Tensor,
+    w: Weights,
     topk_weights: Tensor,
     topk_ids: Tensor,
     *,
@@ -110,8 +114,8 @@ def naive_fused_moe_lora_gemm(
 
 def naive_fused_experts_lora(
     hidden_states: Tensor,
-    w13: Tensor,
-    w2: Tensor,
+    w13: Weights,
+    w2: Weights,
     topk_weights: Tensor,
     topk_ids: Tensor,
     *,
@@ -125,7 +129,7 @@ def naive_fused_experts_lora(
     adapter_enabled: Tensor | None = None,
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
-    activation: str = "silu",
+    activation: Activation = "silu",
     activation_alpha: float | None = None,
     activation_limit: float | None = None,
     expert_map: Tensor | None = None,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
-Factors = Tensor | Sequence[Tensor] | None
+if TYPE_CHECKING:
+    from moelora.ops import Weights
+
+Factors: TypeAlias = Tensor | Sequence[Tensor] | None
 
 
 def as_list(factors: Factors) -> list[Tensor]:
@@ -16,7 +19,7 @@ def as_list(factors: Factors) -> list[Tensor]:
     return [factors] if isinstance(factors, Tensor) else list(factors)
 
 
-def as_tensor(weights: Any) -> Tensor:
+def as_tensor(weights: Weights) -> Tensor:
     """Expert weights as numbers: packed and quantised ones are unpacked."""
     return weights if isinstance(weights, Tensor) else weights.unpack()
 

@@ -4,13 +4,21 @@ it, and whose `runs(batches)` gives {(who, rank): Run}; rank 0 is the layer with
 To add one, write such a class and name it in BASELINES.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from moelora.bench import cases
 from moelora.bench.shapes import Model
 from moelora.reference.fp8 import numbers_of
+
+if TYPE_CHECKING:
+    from moelora.bench.timing import Runs
+    from moelora.quantized import QuantizedWeights
 
 
 class Skipped(Exception):
@@ -28,11 +36,24 @@ class Layer:
     can hold no others.
     """
 
-    def __init__(self, model: Model, dtype, ranks, adapters, generator, same_a=False):
+    w13: torch.Tensor | QuantizedWeights
+    w2: torch.Tensor | QuantizedWeights
+    b13: torch.Tensor | None
+    b2: torch.Tensor | None
+
+    def __init__(
+        self,
+        model: Model,
+        dtype: str,
+        ranks: Iterable[int],
+        adapters: int,
+        generator: torch.Generator,
+        same_a: bool = False,
+    ):
         self.model, self.dtype, self.adapters = model, dtype, adapters
         self.device = generator.device
         torch_dtype = cases.DTYPES[dtype]
-        self.checkpoint = None  # what quantised weights were made of
+        self.checkpoint: cases.Checkpoint = {}  # what quantised weights were made of
         if model.format:
             self.checkpoint = cases.draw_checkpoint(model, generator, torch_dtype)
             self.w13, self.w2 = cases.pack_checkpoint(model, self.checkpoint, torch_dtype)
@@ -47,6 +68,12 @@ class Layer:
             for factors in self.stacks.values():
                 for a in factors.a13[1:]:
                     a.copy_(factors.a13[0])
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """w13 and w2 of a layer that is not quantised."""
+        assert isinstance(self.w13, torch.Tensor) and isinstance(self.w2, torch.Tensor)
+        return self.w13, self.w2
 
     def weights_of(self, projection: str, expert: int) -> torch.Tensor:
         """One expert's "w13" or "w2" [N, K], as numbers if it is quantised."""
@@ -65,9 +92,18 @@ class Options:
     all_modes: bool = False  # every path that a baseline has, not only the one it picks by itself
 
 
-def baselines_of(layer: Layer, names, options: Options):
+class Baseline(Protocol):
+    """A way to run a layer."""
+
+    def runs(self, batches: Sequence[cases.Batch]) -> Runs: ...
+
+
+def baselines_of(
+    layer: Layer, names: Iterable[str], options: Options
+) -> tuple[list[Baseline], dict[str, str]]:
     """([baseline], {name: why not}); ours comes first."""
-    found, absent = [], {}
+    found: list[Baseline] = []
+    absent: dict[str, str] = {}
     for name in ("ours", *names):
         try:
             reads = name in READ_QUANTISED or not layer.model.format
@@ -82,7 +118,7 @@ def baselines_of(layer: Layer, names, options: Options):
     return found, absent
 
 
-def _load(name):
+def _load(name: str) -> Any:
     """A baseline's class; its module is imported only now, as it may need packages of its own."""
     from importlib import import_module
 
@@ -128,7 +164,7 @@ DEFAULTS_OF_QUANTISED = {
 }
 
 
-def require(condition, why) -> None:
+def require(condition: object, why: str) -> None:
     """Raises Skipped(why) unless `condition` holds."""
     if not condition:
         raise Skipped(why)

@@ -1,9 +1,13 @@
 """torch's own products: its grouped GEMM, and dense ones of the same flops."""
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from moelora.bench.baselines import Layer, Options, require, require_no_biases
-from moelora.bench.timing import Run
+from moelora.bench.cases import Batch
+from moelora.bench.timing import Run, Runs
 from moelora.reference import activate
 
 
@@ -14,10 +18,10 @@ class GroupedMM:
         require(hasattr(torch, "_grouped_mm"), "this torch has no _grouped_mm")
         require_no_biases(layer)
         self.model = layer.model
-        self.w13, self.w2 = layer.w13.transpose(1, 2), layer.w2.transpose(1, 2)
+        self.w13, self.w2 = (w.transpose(1, 2) for w in layer.tensors)
         self.last = torch.arange(self.model.experts, dtype=torch.int32, device=layer.device)
 
-    def run(self, batch):
+    def run(self, batch: Batch) -> Tensor:
         ids = batch.topk_ids.flatten()
         ordered, order = ids.sort(stable=True)
         ends = torch.searchsorted(ordered, self.last, right=True).int()
@@ -28,7 +32,7 @@ class GroupedMM:
         weighted[order] = z.float() * batch.topk_weights.flatten()[order].unsqueeze(1)
         return weighted.view(*batch.topk_ids.shape, -1).sum(1).to(z.dtype)
 
-    def runs(self, batches):
+    def runs(self, batches: Sequence[Batch]) -> Runs:
         return {("torch_grouped_mm_base", 0): Run(lambda i: self.run(batches[i]))}
 
 
@@ -40,15 +44,15 @@ class Dense:
 
     def __init__(self, layer: Layer, options: Options):
         self.model = layer.model
-        self.w13, self.w2 = layer.w13[0].t(), layer.w2[0].t()
+        self.w13, self.w2 = (w[0].t() for w in layer.tensors)
 
-    def runs(self, batches):
+    def runs(self, batches: Sequence[Batch]) -> Runs:
         tokens = len(batches[0].x)
         require(tokens >= self.FEWEST, f"from {self.FEWEST} tokens on")
         rows = batches[0].x.repeat(self.model.top_k, 1)
         h = rows.new_zeros(len(rows), self.model.intermediate)
 
-        def call(i):
+        def call(i: int) -> None:
             torch.mm(rows, self.w13)
             torch.mm(h, self.w2)
 

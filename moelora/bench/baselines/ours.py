@@ -1,19 +1,30 @@
 """Our layer, and the loop that a PyTorch user would write."""
 
 import time
+from collections.abc import Sequence
 from copy import copy
+from functools import partial
+from typing import Any
+
+from torch import Tensor
 
 import moelora
 from moelora.bench.baselines import Layer, Options, TooSlow, require, synchronize
-from moelora.bench.timing import Run
+from moelora.bench.cases import Batch
+from moelora.bench.timing import Run, Runs, on
 from moelora.reference import naive_fused_experts_lora
 from moelora.reference.fp8 import is_w8a8
+from moelora.reference.routing import as_tensor
 
 
-def arguments(layer: Layer, batch, rank) -> tuple[tuple, dict]:
+def arguments(layer: Layer, batch: Batch, rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Of fused_experts_lora and of its reference; rank 0 is the layer without adapters."""
     args = batch.x, layer.w13, layer.w2, batch.topk_weights, batch.topk_ids
-    kwargs = {"activation": layer.model.activation, "w13_bias": layer.b13, "w2_bias": layer.b2}
+    kwargs: dict[str, Any] = {
+        "activation": layer.model.activation,
+        "w13_bias": layer.b13,
+        "w2_bias": layer.b2,
+    }
     if rank:
         factors = layer.stacks[rank]
         kwargs |= {
@@ -28,18 +39,18 @@ def arguments(layer: Layer, batch, rank) -> tuple[tuple, dict]:
 
 class Ours:
     name = "ours"
-    of = None  # the layer that it computes, if it is another
+    of: Layer | None = None  # the layer that it computes, if it is another
 
     def __init__(self, layer: Layer, options: Options):
         self.layer = layer
 
-    def run(self, batch, rank):
+    def run(self, batch: Batch, rank: int) -> Tensor:
         args, kwargs = arguments(self.layer, batch, rank)
         return moelora.fused_experts_lora(*args, **kwargs)
 
-    def runs(self, batches):
+    def runs(self, batches: Sequence[Batch]) -> Runs:
         return {
-            (self.name, rank): Run(lambda i, rank=rank: self.run(batches[i], rank), of=self.of)
+            (self.name, rank): Run(on(batches, self.run, rank), of=self.of)
             for rank in (*self.layer.stacks, 0)
         }
 
@@ -49,7 +60,7 @@ class Invariant(Ours):
 
     name = "ours_invariant"
 
-    def run(self, batch, rank):
+    def run(self, batch: Batch, rank: int) -> Tensor:
         args, kwargs = arguments(self.layer, batch, rank)
         return moelora.fused_experts_lora(*args, **kwargs, batch_invariant=True)
 
@@ -61,7 +72,7 @@ class Unpacked(Ours):
         require(layer.model.format, "weights are not quantised")
         self.name = f"ours_{layer.dtype}"
         self.layer = copy(layer)
-        self.layer.w13, self.layer.w2 = layer.w13.unpack(), layer.w2.unpack()
+        self.layer.w13, self.layer.w2 = as_tensor(layer.w13), as_tensor(layer.w2)
         self.of = self.layer if is_w8a8(layer.w13) else None
 
 
@@ -69,11 +80,11 @@ class Loop:
     def __init__(self, layer: Layer, options: Options):
         self.layer, self.patience_s = layer, options.patience_s
 
-    def run(self, batch, rank):
+    def run(self, batch: Batch, rank: int) -> Tensor:
         args, kwargs = arguments(self.layer, batch, rank)
         return naive_fused_experts_lora(*args, **kwargs)
 
-    def first(self, batch, rank):
+    def first(self, batch: Batch, rank: int) -> Tensor:
         started = time.perf_counter()
         out = self.run(batch, rank)
         synchronize(out)
@@ -82,11 +93,11 @@ class Loop:
             raise TooSlow(f"{seconds:.1f} s a call")
         return out
 
-    def runs(self, batches):
+    def runs(self, batches: Sequence[Batch]) -> Runs:
         return {
             ("loop", rank): Run(
-                call=lambda i, rank=rank: self.run(batches[i], rank),
-                first=lambda rank=rank: self.first(batches[0], rank),
+                call=on(batches, self.run, rank),
+                first=partial(self.first, batches[0], rank),
                 eager=True,
             )
             for rank in self.layer.stacks

@@ -1,12 +1,15 @@
 """Adapters added after the base product by kernels of their own, as engines do it: in Triton."""
 
 import importlib.util
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 import moelora
 from moelora.bench.baselines import Layer, Options, require, require_no_biases
-from moelora.bench.timing import Run
+from moelora.bench.cases import Batch
+from moelora.bench.timing import Run, Runs, on
 
 
 def block_rows(rows_per_group: float) -> int:
@@ -29,10 +32,18 @@ class Separate:
         self.kernels, self.layer = triton_kernels, layer
 
     @staticmethod
-    def check_device(layer):
+    def check_device(layer: Layer) -> None:
         require(layer.device.type == "cuda", "its kernels are for GPUs")
 
-    def project(self, x, w, alignment, batch, block, weighted):
+    def project(
+        self,
+        x: Tensor,
+        w: Tensor,
+        alignment: tuple[Tensor, Tensor, Tensor],
+        batch: Batch,
+        block: int,
+        weighted: bool,
+    ) -> Tensor:
         """[P, N] of x [M, K] or [P, K]."""
         row_ids, expert_ids, num_padded = alignment
         rows, (_, n, k) = batch.topk_ids.numel(), w.shape
@@ -45,7 +56,18 @@ class Separate:
         )
         return out
 
-    def add(self, out, x, a, b, first_col, alignment, batch, block, weighted):
+    def add(
+        self,
+        out: Tensor,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        first_col: int,
+        alignment: tuple[Tensor, Tensor, Tensor, Tensor],
+        batch: Batch,
+        block: int,
+        weighted: bool,
+    ) -> None:
         """out[:, first_col : first_col + N] += x A^T B^T, row by row."""
         row_ids, expert_ids, lora_ids, num_padded = alignment
         rows, rank, k, n = batch.topk_ids.numel(), a.shape[2], a.shape[3], b.shape[2]
@@ -63,8 +85,8 @@ class Separate:
             RANK=tile,
         )
 
-    def run(self, batch, rank):
-        model, w13, w2 = self.layer.model, self.layer.w13, self.layer.w2
+    def run(self, batch: Batch, rank: int) -> Tensor:
+        model, (w13, w2) = self.layer.model, self.layer.tensors
         rows, experts = batch.topk_ids.numel(), model.experts
         block = block_rows(rows / experts)
         base = moelora.moe_align_block_size(batch.topk_ids, block, experts)
@@ -91,9 +113,6 @@ class Separate:
         )
         return out
 
-    def runs(self, batches):
+    def runs(self, batches: Sequence[Batch]) -> Runs:
         who = {0: "separate_base"} | dict.fromkeys(self.layer.stacks, "separate")
-        return {
-            (name, rank): Run(lambda i, rank=rank: self.run(batches[i], rank))
-            for rank, name in who.items()
-        }
+        return {(name, rank): Run(on(batches, self.run, rank)) for rank, name in who.items()}

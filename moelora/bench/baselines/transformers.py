@@ -7,21 +7,31 @@ weights for that forward, so a mixed batch runs adapter by adapter over the rows
 One A serves gate and up there: hand in factors whose two A are equal.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import time
 import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moelora.bench.baselines import Layer, Options, Skipped, TooSlow, require, synchronize
-from moelora.bench.timing import Run
+from moelora.bench.cases import Batch, Factors
+from moelora.bench.shapes import Model
+from moelora.bench.timing import Run, Runs, on
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
 
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
 COPY_LIMIT = 4e9  # bytes of weights that batched_mm may gather for one forward
 
 
-def tiny(config_class, **sizes):
+def tiny(config_class: Any, **sizes: int) -> Any:
     """A config of one layer whose other parts are as small as they can be."""
     return config_class(
         num_hidden_layers=1,
@@ -32,7 +42,7 @@ def tiny(config_class, **sizes):
     )
 
 
-def model_of(model):
+def model_of(model: Model) -> tuple[Any, Any]:
     """(model class, config) whose experts module has this shape."""
     import transformers
 
@@ -68,13 +78,14 @@ class Transformers:
         with torch.device("meta"):  # attention and embeddings are never run
             self.model = model_class(config).eval()
         self.experts = self.model.model.layers[0].mlp.experts
-        self.experts.gate_up_proj = nn.Parameter(layer.w13, requires_grad=False)
-        self.experts.down_proj = nn.Parameter(layer.w2, requires_grad=False)
-        self.peft = None
+        w13, w2 = layer.tensors
+        self.experts.gate_up_proj = nn.Parameter(w13, requires_grad=False)
+        self.experts.down_proj = nn.Parameter(w2, requires_grad=False)
+        self.peft: PeftModel | None = None
         for rank, factors in layer.stacks.items():
             self.add_adapters(rank, factors)
 
-    def add_adapters(self, rank, factors):
+    def add_adapters(self, rank: int, factors: Factors) -> None:
         """Adapters "<rank>-0", "<rank>-1", ... in PEFT's own layout; scaling 1."""
         import peft
 
@@ -94,7 +105,7 @@ class Transformers:
             self.fill(down.base_layer, "gate_up_proj", adapter, factors.a13[0][i], b13)
             self.fill(down, "down_proj", adapter, factors.a2[i], factors.b2[i])
 
-    def add_empty(self, adapter, config):
+    def add_empty(self, adapter: str, config: LoraConfig) -> None:
         import peft
 
         if self.peft is None:
@@ -105,7 +116,7 @@ class Transformers:
             self.peft.add_adapter(adapter, config, low_cpu_mem_usage=True)
 
     @staticmethod
-    def fill(wrapper, parameter, adapter, a, b):
+    def fill(wrapper: Any, parameter: str, adapter: str, a: Tensor, b: Tensor) -> None:
         """a [E, R, in] and b [E, out, R] as PEFT's (R * E, in), expert slow, and (out, R * E),
         expert fast."""
         assert wrapper.parameter_name == parameter
@@ -113,12 +124,14 @@ class Transformers:
         wrapper.lora_A[adapter].weight = nn.Parameter(a, requires_grad=False)
         wrapper.lora_B[adapter].weight = nn.Parameter(b, requires_grad=False)
 
-    def base(self, batch, implementation):
+    def base(self, batch: Batch, implementation: str) -> Tensor:
         """The layer without adapters."""
         self.model.set_experts_implementation(implementation)
         return self.experts(batch.x, batch.topk_ids, batch.topk_weights)
 
-    def run(self, batch, implementation, rank, patience_s=None):
+    def run(
+        self, batch: Batch, implementation: str, rank: int, patience_s: float | None = None
+    ) -> Tensor:
         """The layer, adapter by adapter. Raises TooSlow once `patience_s` is out of reach."""
         self.model.set_experts_implementation(implementation)
         wrapped = self.model.model.layers[0].mlp.experts
@@ -129,6 +142,7 @@ class Transformers:
             rows = (batch.mapping == adapter).nonzero().squeeze(1)
             experts = self.experts if adapter < 0 else wrapped
             if adapter >= 0:
+                assert self.peft is not None
                 self.peft.set_adapter(f"{rank}-{adapter}", inference_mode=True)
             out[rows] = experts(batch.x[rows], batch.topk_ids[rows], batch.topk_weights[rows])
             synchronize(out)
@@ -137,7 +151,7 @@ class Transformers:
                 raise TooSlow(f"about {estimate:.1f} s a call, {len(adapters)} adapters in turn")
         return out
 
-    def check_copies(self, batch, implementation):
+    def check_copies(self, batch: Batch, implementation: str) -> None:
         """Raises Skipped where batched_mm would gather more weights than fit."""
         rows = int(batch.mapping.unique(return_counts=True)[1].max()) * batch.topk_ids.shape[1]
         w13 = self.experts.gate_up_proj
@@ -145,19 +159,19 @@ class Transformers:
         if implementation == "batched_mm" and copied > COPY_LIMIT:
             raise Skipped(f"gathers {copied / 1e9:.0f} GB of weights for one adapter")
 
-    def first(self, batch, implementation, rank):
+    def first(self, batch: Batch, implementation: str, rank: int) -> Tensor:
         self.check_copies(batch, implementation)
         return self.run(batch, implementation, rank, self.patience_s)
 
-    def runs(self, batches):
+    def runs(self, batches: Sequence[Batch]) -> Runs:
         runs = {
             ("grouped_mm_base", 0): Run(lambda i: self.base(batches[i], "grouped_mm"), eager=True)
         }
         for rank in self.ranks:
             for how in IMPLEMENTATIONS:
                 runs[f"{how}_peft", rank] = Run(
-                    call=lambda i, how=how, rank=rank: self.run(batches[i], how, rank),
-                    first=lambda how=how, rank=rank: self.first(batches[0], how, rank),
+                    call=on(batches, self.run, how, rank),
+                    first=partial(self.first, batches[0], how, rank),
                     eager=True,
                 )
         return runs

@@ -9,14 +9,17 @@ import importlib.util
 import os
 import pathlib
 import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from moelora.bench.baselines import Layer, Options, require
-from moelora.bench.timing import Run
+from moelora.bench.cases import Batch
+from moelora.bench.timing import Run, Runs, on
 
 
-def load():
+def load() -> Any:
     """The copy's layer module, or None where it is not there."""
     root = pathlib.Path(os.environ.get("MOELORA_PEERS", ".peers/vllm_kernels")).resolve()
     if not (root / "vk" / "vk_layer.py").exists():
@@ -49,7 +52,7 @@ class VLLM:
         require(layer.model.activation == "silu", "driven here with silu only")
         self.layer, self.all_modes = layer, options.all_modes
         self.vk = load()
-        self.installed = None
+        self.installed: Callable[..., torch.Tensor] | None = None
         if self.vk is None:
             require(importlib.util.find_spec("vllm"), "neither $MOELORA_PEERS nor vLLM is there")
             from vllm.model_executor.layers.fused_moe import fused_experts
@@ -61,13 +64,14 @@ class VLLM:
             for rank, f in layer.stacks.items()
         }
 
-    def runs(self, batches):
-        w13, w2 = self.layer.w13, self.layer.w2
-        if self.installed:
+    def runs(self, batches: Sequence[Batch]) -> Runs:
+        w13, w2 = self.layer.tensors
+        installed = self.installed
+        if installed:
 
-            def base(i):
+            def base(i: int) -> torch.Tensor:
                 b = batches[i]
-                return self.installed(b.x, w13, w2, b.topk_weights, b.topk_ids)
+                return installed(b.x, w13, w2, b.topk_weights, b.topk_ids)
 
             return {("vllm_base", 0): Run(base)}
         tokens, rows = len(batches[0].x), batches[0].topk_ids.numel()
@@ -81,7 +85,5 @@ class VLLM:
         runs = {("vllm_base", 0): Run(lambda i: theirs.run(sets[i]))}
         for rank, lora in self.loras.items():
             for mode in modes(rows, rank, self.all_modes):
-                runs[f"vllm_{mode}", rank] = Run(
-                    lambda i, lora=lora, mode=mode: theirs.run(sets[i], lora, mode)
-                )
+                runs[f"vllm_{mode}", rank] = Run(on(sets, theirs.run, lora, mode))
         return runs

@@ -11,20 +11,26 @@ import os
 import pathlib
 import sys
 import tarfile
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from moelora.bench.baselines import Layer, Options, require
-from moelora.bench.timing import Run
+from moelora.bench.cases import Batch
+from moelora.bench.timing import Run, Runs
+from moelora.ops import Activation
 
 TRITON_CACHE = pathlib.Path("/tmp/vq_triton_cache")  # packed files name it
 
 
 @functools.cache
-def load():
+def load() -> Any:
     """The copy's module of layers."""
     root = pathlib.Path(os.environ.get("MOELORA_PEERS", ".peers/vllm_quant")).resolve()
     require((root / "vk" / "vq_layer.py").exists(), "$MOELORA_PEERS has no vk/vq_layer.py")
@@ -49,13 +55,13 @@ def use_compiled(packed: pathlib.Path) -> None:
         mark.touch()
 
 
-def grown(t: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def grown(t: Tensor, rows: int, columns: int) -> Tensor:
     """`t` with zeros behind, up to so many rows and columns."""
     more = columns - t.shape[-1], rows - t.shape[-2]
     return pad(t, (0, more[0], 0, more[1])) if any(more) else t
 
 
-def computed(layer: Layer, activation: str) -> Layer | None:
+def computed(layer: Layer, activation: Activation) -> Layer | None:
     """The layer that they compute, None if it is `layer`."""
     if layer.model.activation == activation and not layer.model.bias:
         return None
@@ -70,7 +76,7 @@ class Marlin:
 
     name = "vllm"
     schemes = {"mxfp4": "mxfp4", "int4": "int4"}
-    base_activation = "silu"
+    base_activation: Activation = "silu"
 
     def __init__(self, layer: Layer, options: Options):
         model, format = layer.model, layer.model.format
@@ -80,6 +86,7 @@ class Marlin:
         require(model.activation in ("silu", "swigluoai"), "driven here with silu only")
         self.vq, self.layer = load(), layer
         self.check()
+        assert format
         self.weights = self.packed(self.schemes[format])
         columns, rows = self.weights.Hp, self.weights.Ip
         self.loras = {
@@ -93,21 +100,21 @@ class Marlin:
             for rank, f in layer.stacks.items()
         }
 
-    def check(self):
+    def check(self) -> None:
         require(self.vq.HAVE_MARLIN, f"the peer has no Marlin: {self.vq.CUDA_NOTE}")
 
-    def packed(self, scheme):
+    def packed(self, scheme: str) -> Any:
         """Their weights of our checkpoint, padded as vLLM pads them."""
         model, checkpoint = self.layer.model, self.layer.checkpoint
 
-        class Drawn(self.vq.Weights):
-            def quantised(self, expert, projection):
+        class Drawn(self.vq.Weights):  # type: ignore[misc, name-defined] # of a module found by path
+            def quantised(self, expert: int, projection: str) -> tuple[Tensor, Tensor, None]:
                 values, scales = (t[expert] for t in checkpoint[projection])
                 if (self.Hp, self.Ip) != (self.H, self.I):  # of [N, K / so many columns]
                     values, scales = (self.padded(t, projection) for t in (values, scales))
                 return values, scales, None
 
-            def padded(self, t, projection):
+            def padded(self, t: Tensor, projection: str) -> Tensor:
                 if projection == "w2":
                     return grown(t, self.Hp, t.shape[1] * self.Ip // self.I)
                 halves = t.view(2, self.I, -1)
@@ -118,7 +125,7 @@ class Marlin:
         require(model.format == "mxfp4" or padded == sizes[1:], f"padded to {padded} by vLLM")
         return Drawn(scheme, *sizes, None, self.layer.device)
 
-    def runs(self, batches):
+    def runs(self, batches: Sequence[Batch]) -> Runs:
         model, vq, width = self.layer.model, self.vq, self.weights.Hp
         tokens = len(batches[0].x)
         theirs = vq.make_layer(self.weights, tokens, model.top_k, self.layer.device)
@@ -130,13 +137,13 @@ class Marlin:
             for b in batches
         ]
 
-        def run(i, lora=None):
+        def run(i: int, lora: Any = None) -> Tensor:
             return theirs.run(sets[i], lora)[:, : model.hidden]
 
         base, adapted = (computed(self.layer, a) for a in (self.base_activation, "silu"))
         runs = {(f"{self.name}_base", 0): Run(run, of=base)}
         for rank, lora in self.loras.items():
-            runs[f"{self.name}_lora", rank] = Run(lambda i, lora=lora: run(i, lora), of=adapted)
+            runs[f"{self.name}_lora", rank] = Run(partial(run, lora=lora), of=adapted)
         return runs
 
 
@@ -148,7 +155,7 @@ class TritonKernels(Marlin):
     schemes = {"mxfp4": "mxfp4tk"}
     base_activation = "swigluoai"
 
-    def check(self):
+    def check(self) -> None:
         require(self.layer.model.activation == "swigluoai", "taken for gpt-oss only")
 
 
@@ -157,5 +164,5 @@ class TritonFP8(Marlin):
 
     schemes = {"fp8_block": "fp8"}
 
-    def check(self):
+    def check(self) -> None:
         require(self.layer.model.activation == "silu", "driven here with silu only")

@@ -119,10 +119,12 @@ class MoELoRABackend:
         **options: Any,
     ) -> Tensor:
         """The exact layer: `moelora.fused_experts_lora` with its `options`, adapters or none."""
-        arguments = {}
+        arguments: dict[str, Any] = {}
         if moe_lora_info is not None:
-            arguments = self.pool.layer(moe_lora_info.layer)
-            arguments["token_lora_mapping"] = moe_lora_info.weight_indices
+            arguments = {
+                "token_lora_mapping": moe_lora_info.weight_indices,
+                **self.pool.layer(moe_lora_info.layer),
+            }
         return fused_experts_lora(
             hidden_states, w13_weight, w2_weight, topk_weights, topk_ids, **arguments, **options
         )

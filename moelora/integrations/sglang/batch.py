@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -126,7 +127,16 @@ def prepare_moe_lora_batch_of_pool(
     )
 
 
-def moe_lora_buffers(pool: AdapterPool, layer: str) -> dict[str, Tensor]:
+class MoELoRABuffers(TypedDict):
+    """The factors of one layer, as `run_moe_lora` names them."""
+
+    gate_up_a_buffer: Tensor
+    gate_up_b_buffer: Tensor
+    down_a_buffer: Tensor
+    down_b_buffer: Tensor
+
+
+def moe_lora_buffers(pool: AdapterPool, layer: str) -> MoELoRABuffers:
     """The four buffers of one layer of a pool, as `run_moe_lora` names them.
 
     Parameters
@@ -138,7 +148,7 @@ def moe_lora_buffers(pool: AdapterPool, layer: str) -> dict[str, Tensor]:
 
     Returns
     -------
-    dict of str to Tensor
+    MoELoRABuffers
         Views of the pool's memory, which later adapters are loaded into.
 
     Raises
@@ -147,11 +157,12 @@ def moe_lora_buffers(pool: AdapterPool, layer: str) -> dict[str, Tensor]:
         The pool has `w13_slices=2`.
     """
     stacks = pool.layer(layer)
-    if not isinstance(stacks["w13_lora_a"], Tensor):
+    a, b = stacks["w13_lora_a"], stacks["w13_lora_b"]
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         raise ValueError("the pool has w13_slices=2, expected 1: gate and up share one A here")
     return {
-        "gate_up_a_buffer": stacks["w13_lora_a"],
-        "gate_up_b_buffer": stacks["w13_lora_b"],
+        "gate_up_a_buffer": a,
+        "gate_up_b_buffer": b,
         "down_a_buffer": stacks["w2_lora_a"],
         "down_b_buffer": stacks["w2_lora_b"],
     }

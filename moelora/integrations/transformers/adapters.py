@@ -7,12 +7,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from moelora.adapters import AdapterInfo, AdapterPool, MoELayer, peek
+from moelora.adapters.pool import LayerFactors
 from moelora.integrations.transformers.calls import (
     BASE,
     IMPLEMENTATION,
@@ -22,7 +23,12 @@ from moelora.integrations.transformers.calls import (
     take_adapter_names,
 )
 from moelora.integrations.transformers.experts import activation_of
-from moelora.integrations.transformers.projection import expert_weights, sizes
+from moelora.integrations.transformers.projection import expert_weights, is_experts, sizes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from moelora.integrations.transformers.projection import Experts
 
 
 class _Now(threading.local):
@@ -42,22 +48,22 @@ class _Serving:
 
     def __init__(self) -> None:
         self.pool: AdapterPool | None = None
-        self.layers: dict[str, dict[str, Any]] = {}  # arguments of the operator
+        self.layers: dict[str, LayerFactors] = {}
         self.configs: dict[str, Any] = {}  # of the experts modules
         self.now = _Now()
 
-    def __deepcopy__(self, memo: dict) -> _Serving:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Serving:
         copied = memo[id(self)] = _Serving()
         return copied
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[type[_Serving], tuple[()]]:
         return _Serving, ()
 
     def call(
         self,
         forward: Callable[..., Any],
         adapter_names: Sequence[str | None] | None,
-        args: tuple,
+        args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """A forward pass: takes `adapter_names` and spreads the rows over the pass's tokens."""
@@ -69,7 +75,11 @@ class _Serving:
         return forward(*args, **kwargs)
 
     def _pass(
-        self, slots: torch.Tensor, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+        self,
+        slots: torch.Tensor,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         shape = batch_shape(args, kwargs)
         if shape is None:
@@ -117,14 +127,14 @@ class _Serving:
         return {"token_lora_mapping": mapping, **self.layers[layer]}
 
 
-def moe_layers(model: nn.Module) -> dict[str, tuple[nn.Module, MoELayer]]:
+def moe_layers(model: nn.Module) -> dict[str, tuple[Experts, MoELayer]]:
     """The experts modules of a model that go through transformers' experts interface, by name.
 
     Modules that PEFT has wrapped have the name that they had before.
     """
     layers = {}
     for name, module in model.named_modules():
-        if not (hasattr(module, "is_transposed") and hasattr(module, "has_gate")):
+        if not is_experts(module):
             continue
         name = name.replace(".base_layer", "")
         if getattr(module, "_is_expert_parallel", False):
@@ -148,7 +158,7 @@ def moe_layers(model: nn.Module) -> dict[str, tuple[nn.Module, MoELayer]]:
 
 
 def new_pool(
-    layers: Mapping[str, tuple[nn.Module, MoELayer]],
+    layers: Mapping[str, tuple[Experts, MoELayer]],
     max_loras: int,
     max_rank: int,
     *,
@@ -173,13 +183,13 @@ def new_pool(
 
 
 def load_adapters(
-    model: nn.Module,
+    model: PreTrainedModel,
     adapters: Mapping[str, str | Path] | Iterable[str | Path],
     *,
     max_loras: int | None = None,
     max_rank: int | None = None,
     dtype: torch.dtype | None = None,
-    w13_slices: int | None = None,
+    w13_slices: Literal[1, 2] | None = None,
     shared_outer: bool | None = None,
 ) -> AdapterPool:
     """Loads PEFT adapter folders into a pool and attaches it to `model`.
@@ -207,13 +217,13 @@ def load_adapters(
     AdapterPool
         The pool; a model has one, `unload_adapters` detaches it.
     """
-    if hasattr(model, "_moelora") and model._moelora.pool is not None:
+    if getattr(getattr(model, "_moelora", None), "pool", None) is not None:
         raise RuntimeError(
             "the model has a pool already; add to that one, or unload_adapters first"
         )
-    adapters = _named(adapters)
-    if max_loras is not None and len(adapters) > max_loras:
-        raise ValueError(f"{len(adapters)} adapters do not fit into max_loras={max_loras}")
+    named = _named(adapters)
+    if max_loras is not None and len(named) > max_loras:
+        raise ValueError(f"{len(named)} adapters do not fit into max_loras={max_loras}")
     found = moe_layers(model)
     for name, (module, _) in found.items():
         if model.get_submodule(name) is not module:
@@ -223,8 +233,8 @@ def load_adapters(
             )
     specs = [layer for _, layer in found.values()]
 
-    adapters = {name: _local(folder) for name, folder in adapters.items()}
-    infos = [_peek(folder, specs) for folder in adapters.values()]
+    folders = {name: _local(folder) for name, folder in named.items()}
+    infos = [_peek(folder, specs) for folder in folders.values()]
     if w13_slices is None:
         w13_slices = 1 if infos and all(i.fused for i in infos) else 2
     if shared_outer is None:
@@ -237,13 +247,13 @@ def load_adapters(
         )
     pool = new_pool(
         found,
-        max(len(adapters), 1) if max_loras is None else max_loras,
+        max(len(folders), 1) if max_loras is None else max_loras,
         max_rank,
         dtype=dtype,
         w13_slices=w13_slices,
         shared_outer=shared_outer,
     )
-    for name, folder in adapters.items():
+    for name, folder in folders.items():
         pool.add(name, folder)
 
     model.set_experts_implementation(IMPLEMENTATION)
@@ -253,12 +263,12 @@ def load_adapters(
     serving.configs = {name: module.config for name, (module, _) in found.items()}
     for name, (module, _) in found.items():
         module._moelora, module._moelora_layer = serving, name
-    model._moelora = serving
+    model.__dict__["_moelora"] = serving
     take_adapter_names(model)
     if hasattr(type(model), "generate"):
         generate = functools.partial(_generate, model)
-        generate.__wrapped__ = model.generate  # for its signature
-        model.generate = generate
+        theirs: Any = model.generate  # for its signature
+        model.__dict__["generate"] = functools.update_wrapper(generate, theirs, (), ())
     return pool
 
 
@@ -302,7 +312,7 @@ def _named(adapters: Mapping[str, str | Path] | Iterable[str | Path]) -> dict[st
 
 
 def _generate(
-    model: nn.Module, *args: Any, adapter_names: Sequence[str | None] | None = None, **kwargs: Any
+    model: Any, *args: Any, adapter_names: Sequence[str | None] | None = None, **kwargs: Any
 ) -> Any:
     """`generate` with the argument `adapter_names`, one per row that its caller passes."""
     generate = type(model).generate
@@ -317,7 +327,7 @@ def _generate(
         return generate(model, *args, **kwargs)
 
 
-def unload_adapters(model: nn.Module) -> None:
+def unload_adapters(model: PreTrainedModel) -> None:
     """Detaches the pool from the model, which goes on as base model and refuses `adapter_names`."""
     serving = _serving(model)
     model.__dict__.pop("generate", None)
@@ -328,7 +338,7 @@ def unload_adapters(model: nn.Module) -> None:
 
 @contextmanager
 def use_adapters(
-    model: nn.Module, names: Sequence[str | None], *, expand: int = 1
+    model: PreTrainedModel, names: Sequence[str | None], *, expand: int = 1
 ) -> Iterator[None]:
     """Within the context, row i of every batch given to `model` carries adapter `names[i]`.
 
@@ -358,7 +368,7 @@ def use_adapters(
             serving.now.slots = outer
 
 
-def _serving(model: nn.Module) -> _Serving:
+def _serving(model: PreTrainedModel) -> _Serving:
     serving = model.__dict__.get("_moelora")
     if not isinstance(serving, _Serving) or serving.pool is None:
         raise no_adapters(model)

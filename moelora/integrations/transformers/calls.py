@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.integrations import use_experts_implementation
+from transformers.integrations.moe import use_experts_implementation
 
 IMPLEMENTATION = "moelora"
 BASE = "__base__"  # PEFT's name for rows without an adapter
@@ -39,7 +39,7 @@ class Serving(Protocol):
         self,
         forward: Callable[..., Any],
         adapter_names: Sequence[str | None] | None,
-        args: tuple,
+        args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """Runs `forward(*args, **kwargs)`, row i of the batch with adapter `adapter_names[i]`."""
@@ -47,15 +47,14 @@ class Serving(Protocol):
 
 def take_adapter_names(model: nn.Module) -> None:
     """Makes `model.forward` take `adapter_names`."""
-    forward = model.forward
+    forward: Any = model.forward
     while forward is not None:  # other libraries may have put theirs around ours
         if getattr(forward, "func", None) is _forward:
             return
         forward = getattr(forward, "__wrapped__", None)
     # A partial, unlike a closure, follows the model into its copies and pickles.
     taking = functools.partial(_forward, model, model.forward)
-    taking.__wrapped__ = model.forward  # for its signature
-    model.forward = taking
+    model.forward = functools.update_wrapper(taking, model.forward, (), ())  # for its signature
 
 
 def _forward(
@@ -77,7 +76,7 @@ def no_adapters(model: nn.Module) -> RuntimeError:
     return RuntimeError(f"this {type(model).__name__} has no adapters; call load_adapters first")
 
 
-def batch_shape(args: tuple, kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
+def batch_shape(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
     """(rows, tokens per row) of the batch in the arguments of a model, None if there is none."""
     inputs = (kwargs.get("input_ids"), *args[:1], kwargs.get("inputs_embeds"))
     shapes = [x.shape for x in inputs if x is not None]
@@ -108,6 +107,6 @@ def _watched(choose: Callable[..., str]) -> Callable[..., str]:
 
 
 # What both a model's constructor and `set_experts_implementation` ask.
-PreTrainedModel.get_correct_experts_implementation = _watched(
+PreTrainedModel.get_correct_experts_implementation = _watched(  # type: ignore[method-assign] # on purpose
     PreTrainedModel.get_correct_experts_implementation
 )

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import nn
 
 from moelora.integrations.transformers.adapters import moe_layers
 from moelora.integrations.transformers.calls import IMPLEMENTATION, check_implementation
 from moelora.integrations.transformers.experts import activation_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def enable(model: nn.Module) -> None:
+
+def enable(model: PreTrainedModel) -> None:
     """Has moelora run all experts of a model, or raises and leaves it as it is.
 
     `model.set_experts_implementation("moelora")` alone says nothing where a model's experts are

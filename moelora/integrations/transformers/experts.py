@@ -6,10 +6,9 @@ import threading
 import weakref
 from collections.abc import Mapping
 from itertools import product
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import moelora
@@ -17,9 +16,13 @@ from moelora.integrations.transformers.calls import IMPLEMENTATION
 from moelora.integrations.transformers.projection import expert_weights, is_quantized, up_name
 from moelora.reference import activate
 
+if TYPE_CHECKING:
+    from moelora import ops
+    from moelora.integrations.transformers.projection import Experts
+
 
 def experts_forward(
-    self: nn.Module,
+    self: Experts,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
@@ -68,15 +71,15 @@ def _refuse_gradients(*tensors: torch.Tensor | moelora.QuantizedWeights | None) 
 
 
 # Its name, alpha and limit, as fused_experts_lora takes them.
-Activation: TypeAlias = tuple[str, float | None, float | None]
+Activation: TypeAlias = "tuple[ops.Activation, float | None, float | None]"
 
-_activations: weakref.WeakKeyDictionary[nn.Module, Activation] = weakref.WeakKeyDictionary()
+_activations: weakref.WeakKeyDictionary[Experts, Activation] = weakref.WeakKeyDictionary()
 LIMITS = ("limit", "swiglu_limit")
 ALPHAS = ("alpha", "swiglu_alpha")
 
 
-@torch.compiler.assume_constant_result
-def activation_of(experts: nn.Module) -> Activation:
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # of torch
+def activation_of(experts: Experts) -> Activation:
     """The activation of `experts` in moelora's words.
 
     Class and config names do not decide what `_apply_gate` computes (clamps, offsets, layout), so
@@ -90,7 +93,7 @@ def activation_of(experts: nn.Module) -> Activation:
 
 
 @torch.no_grad()
-def _identify(experts: nn.Module) -> Activation:
+def _identify(experts: Experts) -> Activation:
     name = type(experts).__name__
     if getattr(experts, "has_post_expert_norm", False):
         raise NotImplementedError(f"{name} normalises after every expert, which moelora has not")
@@ -121,7 +124,7 @@ def _identify(experts: nn.Module) -> Activation:
     )
 
 
-def _numbers(experts: nn.Module, names: tuple[str, ...]) -> list[float]:
+def _numbers(experts: Experts, names: tuple[str, ...]) -> list[float]:
     """What the module or its config call one of `names` and an operator would take."""
     places = experts, getattr(experts, "config", None)
     found = [getattr(place, name, None) for place in places for name in names]
@@ -142,23 +145,26 @@ def _samples(limits: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(pairs, dtype=torch.float64).split(1, dim=-1)
 
 
-def _candidates(experts: nn.Module, limits: list[float], alphas: list[float]) -> list[Activation]:
+def _candidates(experts: Experts, limits: list[float], alphas: list[float]) -> list[Activation]:
     """What moelora has for such a layout, its own numbers first."""
     if not experts.has_gate:
         return [("relu2", None, None)]
     if not getattr(experts, "is_concatenated", True):
-        return [*product(("swigluoai",), (None, *alphas), (None, *limits))]
+        return [("swigluoai", *numbers) for numbers in product((None, *alphas), (None, *limits))]
     return [
-        *product(("silu",), (None,), (None, *limits)),
+        *(("silu", None, limit) for limit in (None, *limits)),
         ("gelu", None, None),
-        *product(("swigluoai_uninterleave",), (None, *alphas), (None, *limits)),
+        *(
+            ("swigluoai_uninterleave", *numbers)
+            for numbers in product((None, *alphas), (None, *limits))
+        ),
     ]
 
 
 _laying = threading.Lock()
 
 
-def _rows_first(experts: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows_first(experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
     """w13 (E, 2I, K) and w2 (E, K, I) of a module that stores them as (E, in, out): views of both.
 
     The kernels read rows of `in` numbers, so the memory of such a parameter is laid out as
@@ -174,21 +180,22 @@ def _rows_first(experts: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         return _views(experts)
 
 
-def _views(experts: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+def _views(experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
     # What is computed for one call (PEFT's parametrisations) is no parameter: that is copied.
-    up, down = (w.transpose(1, 2).contiguous() for w in expert_weights(experts))
+    weights = getattr(experts, up_name(experts)), experts.down_proj
+    up, down = (w.transpose(1, 2).contiguous() for w in weights)
     return up, down
 
 
-@torch.compiler.assume_constant_result
-def _lay_out_now(experts: nn.Module) -> bool:
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # of torch
+def _lay_out_now(experts: Experts) -> bool:
     """While a graph is traced, which then depends on the strides that it finds."""
     with _laying:
         _lay_out(experts)
     return True
 
 
-def _lay_out(experts: nn.Module) -> None:
+def _lay_out(experts: Experts) -> None:
     for name in (up_name(experts), "down_proj"):
         weight = experts._parameters.get(name)
         if weight is None or weight.transpose(1, 2).is_contiguous():

@@ -6,14 +6,18 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from moelora import QuantizedWeights
 from moelora.integrations.transformers.projection import sizes, up_name
+from moelora.quantized_fp8 import Activations, GateUp
+
+if TYPE_CHECKING:
+    from moelora.integrations.transformers.projection import Experts
 
 INDEX = "model.safetensors.index.json"
 # Tensors of experts, wherever they are: one for all of them, or one for each.
@@ -46,11 +50,11 @@ class Folder:
             names = sorted(file.name for file in self.path.glob("*.safetensors"))
         if not names:
             raise ValueError(f"{self.path} has no safetensors files, wanted at least one")
-        self._files = {}
+        self._files: dict[str, Any] = {}  # where each tensor is
         for name in names:
             if not (self.path / name).is_file():
                 raise ValueError(f"{self.path} has no file {name}, which its {INDEX} names")
-            file = safe_open(self.path / name, framework="pt")
+            file: Any = safe_open(self.path / name, framework="pt")  # which has no types
             self._files.update(dict.fromkeys(file.keys(), file))
         self.unread = set(self._files)
 
@@ -196,9 +200,9 @@ SCHEMES = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors
 def read_experts(
     folder: Folder,
     layer: str,
-    experts: nn.Module,
+    experts: Experts,
     dtype: torch.dtype,
-    activations: str | None = None,
+    activations: Activations | None = None,
 ) -> tuple[QuantizedWeights, QuantizedWeights]:
     """Both projections of one experts module, called `layer` in the checkpoint.
 
@@ -215,7 +219,7 @@ def read_experts(
     """
     method = folder.quantization.get("quant_method")
     interleaved = experts.has_gate and not getattr(experts, "is_concatenated", True)
-    gate_up = None
+    gate_up: GateUp | None = None
     if experts.has_gate:
         gate_up = "interleaved" if interleaved else "concatenated"
     up, down = sizes(experts)
@@ -250,13 +254,13 @@ def read_experts(
     return found
 
 
-def _check_activations(scheme: _Scheme, activations: str) -> None:
+def _check_activations(scheme: _Scheme, activations: Activations) -> None:
     if "weight" not in scheme.required:
         raise ValueError(f"activations is {activations!r}, wanted None: the weights are not FP8")
 
 
 def _stacked(
-    folder: Folder, name: str, shape: torch.Size, gate_up: str | None, dtype: torch.dtype
+    folder: Folder, name: str, shape: torch.Size, gate_up: GateUp | None, dtype: torch.dtype
 ) -> QuantizedWeights:
     blocks, scales = folder[f"{name}_blocks"], folder[f"{name}_scales"]
     wanted = (*shape[:2], shape[2] // 32, 16)
@@ -274,7 +278,7 @@ def _per_expert(
     names: Sequence[str],
     shape: torch.Size,
     scheme: _Scheme,
-    gate_up: str | None,
+    gate_up: GateUp | None,
     dtype: torch.dtype,
 ) -> QuantizedWeights:
     found = {}
@@ -299,7 +303,7 @@ def _joined(folder: Folder, names: Sequence[str], rows: int) -> Tensor:
     if len(tensors) == 1:
         return first
     if names[0].endswith(".weight_shape"):
-        return torch.stack([sum(t[0] for t in tensors), first[1]])
+        return torch.stack([sum((t[0] for t in tensors[1:]), first[0]), first[1]])
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.dtype != first.dtype or tensor.shape != first.shape:
             got, wanted = (f"{tuple(t.shape)} of {t.dtype}" for t in (tensor, first))

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from moelora import QuantizedWeights
+
+if TYPE_CHECKING:
+
+    class Experts(nn.Module):
+        """An experts module behind transformers' interface: what is read of it, and left on it."""
+
+        config: Any
+        has_gate: bool
+        is_transposed: bool  # parameters are (E, in, out)
+        down_proj: Any  # a parameter, or a QuantizedProjection, as gate_up_proj or up_proj
+        down_proj_bias: Tensor
+        act_fn: nn.Module
+        _is_hf_initialized: bool
+        _moelora: Any  # what serves the model; there while it has adapters
+        _moelora_layer: str
+        _moelora_quantized: bool
+
+        def _apply_gate(self, gate_up: Tensor) -> Tensor: ...
 
 
 class QuantizedProjection(nn.Module):
@@ -25,7 +44,9 @@ class QuantizedProjection(nn.Module):
         Of the activations, bfloat16 or float16.
     """
 
-    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    tiles: Tensor
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         super().__init__()
         self.shape, self.dtype = tuple(shape), dtype
         self._empty: QuantizedWeights | None = None
@@ -54,16 +75,20 @@ class QuantizedProjection(nn.Module):
         return f"{self.shape}, {kind}"
 
 
-def up_name(experts: nn.Module) -> str:
+def is_experts(module: nn.Module) -> TypeGuard[Experts]:
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+
+
+def up_name(experts: Experts) -> str:
     return "gate_up_proj" if experts.has_gate else "up_proj"
 
 
-def is_quantized(experts: nn.Module) -> bool:
+def is_quantized(experts: Experts) -> bool:
     """Whether `take_off` has been here. Looks at no weight, which torch.compile would notice."""
     return getattr(experts, "_moelora_quantized", False)
 
 
-def take_off(experts: nn.Module, dtype: torch.dtype) -> None:
+def take_off(experts: Experts, dtype: torch.dtype) -> None:
     """Puts places for weights of four bits where the parameters are."""
     shapes = sizes(experts)
     for name, shape in zip((up_name(experts), "down_proj"), shapes, strict=True):
@@ -72,16 +97,17 @@ def take_off(experts: nn.Module, dtype: torch.dtype) -> None:
     experts._moelora_quantized = True
 
 
-def sizes(experts: nn.Module) -> tuple[torch.Size, torch.Size]:
+def sizes(experts: Experts) -> tuple[torch.Size, torch.Size]:
     """Shapes of both projections' weights, (E, N, K), however the module stores them."""
-    up, down = getattr(experts, up_name(experts)), experts.down_proj
+    shapes = getattr(experts, up_name(experts)).shape, experts.down_proj.shape
     if experts.is_transposed and not is_quantized(experts):
-        return tuple(torch.Size((w.shape[0], w.shape[2], w.shape[1])) for w in (up, down))
-    return torch.Size(up.shape), torch.Size(down.shape)
+        shapes = tuple((e, n, k) for e, k, n in shapes)
+    up, down = map(torch.Size, shapes)
+    return up, down
 
 
 def expert_weights(
-    experts: nn.Module,
+    experts: Experts,
 ) -> tuple[Tensor, Tensor] | tuple[QuantizedWeights, QuantizedWeights]:
     """The weights as the module stores them, (E, in, out) if it `is_transposed`; rows first if
     they are quantised."""

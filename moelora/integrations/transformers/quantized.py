@@ -9,7 +9,8 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moelora.fake import COMPUTE_DTYPES
@@ -17,6 +18,7 @@ from moelora.integrations.transformers.adapters import moe_layers
 from moelora.integrations.transformers.calls import IMPLEMENTATION
 from moelora.integrations.transformers.folder import Folder, read_experts
 from moelora.integrations.transformers.projection import is_quantized, take_off, up_name
+from moelora.quantized_fp8 import Activations
 
 
 @register_quantization_config(IMPLEMENTATION)
@@ -24,7 +26,7 @@ class _Config(QuantizationConfigMixin):
     """Says to `from_pretrained` that `_Quantizer` prepares the model."""
 
     def __init__(self, **kwargs: Any) -> None:
-        self.quant_method = IMPLEMENTATION
+        self.quant_method = IMPLEMENTATION  # type: ignore[assignment] # not one of theirs
 
 
 @register_quantizer(IMPLEMENTATION)
@@ -47,7 +49,7 @@ def load_quantized(
     folder: str | Path,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    activations: str | None = None,
+    activations: Activations | None = None,
     model_class: type[PreTrainedModel] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
@@ -94,7 +96,7 @@ def load_quantized(
         model_class = getattr(transformers, str(names[0]), None)
         if model_class is None:
             raise ValueError(f"{folder}: architectures is {config.architectures}; pass model_class")
-    model, info = model_class.from_pretrained(
+    loaded: Any = model_class.from_pretrained(
         None,
         config=config,
         state_dict=checkpoint.plain(dtype),
@@ -104,6 +106,7 @@ def load_quantized(
         output_loading_info=True,
         **options,
     )
+    model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
         raise ValueError(
@@ -117,11 +120,11 @@ def load_quantized(
 
 
 def load_quantized_experts(
-    model: nn.Module,
+    model: PreTrainedModel,
     folder: str | Path | Folder,
     *,
     dtype: torch.dtype | None = None,
-    activations: str | None = None,
+    activations: Activations | None = None,
 ) -> None:
     """Puts a checkpoint's quantised experts in place of those of `model`, layer by layer.
 

@@ -13,7 +13,7 @@ lora_ranks, (max_loras,) int32
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,8 +56,8 @@ def arguments(ctx: Any, num_tokens: int) -> dict[str, Any]:
     }
 
 
-def _no_stale_slots(prepare_tensors: Callable) -> Callable:
-    def wrapped(self, token_lora_mapping: torch.Tensor) -> None:
+def _no_stale_slots(prepare_tensors: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(self: Any, token_lora_mapping: torch.Tensor) -> None:
         prepare_tensors(self, token_lora_mapping)
         written = 0 if self.no_lora_flag_cpu.item() else token_lora_mapping.size(0)
         self.token_lora_mapping[written:].fill_(-1)
@@ -65,13 +65,13 @@ def _no_stale_slots(prepare_tensors: Callable) -> Callable:
     return wrapped
 
 
-def _unsharded(create_lora_weights: Callable) -> Callable:
+def _unsharded(create_lora_weights: Callable[..., Any]) -> Callable[..., Any]:
     """Adapters of a layer that moelora runs are whole on every rank, as if without
     `fully_sharded_loras`: nothing is exchanged between their two factors, which meet in one
     operator. They take the memory that vLLM's own take without that option.
     """
 
-    def wrapped(self, max_loras, lora_config, model_config=None) -> None:
+    def wrapped(self: Any, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
         experts = self._moe_kernel.fused_experts
         if lora_config.fully_sharded_loras and serves(experts, self.moe_config.activation):
             lora_config = copy.copy(lora_config)
@@ -88,8 +88,8 @@ def serves(experts: Any, activation: Any) -> bool:
     return reason_against is not None and reason_against(activation) is None
 
 
-def _with_ranks(build_lora_context: Callable) -> Callable:
-    def wrapped(self):
+def _with_ranks(build_lora_context: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(self: Any) -> Any:
         ctx = build_lora_context(self)
         if not hasattr(self, "lora_ranks"):
             stack = self.w2_lora_a_stacked[0]
@@ -104,8 +104,13 @@ def _with_ranks(build_lora_context: Callable) -> Callable:
     return wrapped
 
 
-def _recording_rank(set_lora: Callable) -> Callable:
-    def wrapped(self, index: int, lora_a, lora_b) -> None:
+def _recording_rank(set_lora: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(
+        self: Any,
+        index: int,
+        lora_a: Sequence[torch.Tensor | None],
+        lora_b: Sequence[torch.Tensor | None],
+    ) -> None:
         set_lora(self, index, lora_a, lora_b)
         # Each (experts or 1, rank, columns). A slot that is reset later is disabled as well.
         if hasattr(self, "lora_ranks"):

@@ -113,8 +113,8 @@ def _sharded(
     )
 
 
-def _gate_up(add_lora_w13: Callable) -> Callable:
-    def wrapped(self, *args, **named):
+def _gate_up(add_lora_w13: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(self: Any, *args: Any, **named: Any) -> Any:
         try:
             return _add_gate_up(self, *args, **named)
         except (ValueError, NotImplementedError) as refusal:  # nothing is written yet
@@ -125,28 +125,28 @@ def _gate_up(add_lora_w13: Callable) -> Callable:
 
 
 def _add_gate_up(
-    self,
-    y,
-    x,
-    lora_a_stacked,
-    lora_b_stacked,
-    topk_ids,
-    topk_weights,
-    expert_map,
-    w1,
-    w2,
-    num_tokens,
-    top_k_num,
-    max_loras,
-    adapter_enabled,
-    local_num_experts,
-    top_k,
-    num_slices,
-    fully_sharded,
-    use_tuned_config,
-    add_inputs=True,
-    token_lora_mapping=None,
-):
+    self: Any,
+    y: Tensor,
+    x: Tensor,
+    lora_a_stacked: Sequence[Tensor],
+    lora_b_stacked: Sequence[Tensor],
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None,
+    w1: Tensor,
+    w2: Tensor,
+    num_tokens: int,
+    top_k_num: int,
+    max_loras: int,
+    adapter_enabled: Tensor,
+    local_num_experts: int,
+    top_k: int,
+    num_slices: int,
+    fully_sharded: bool,
+    use_tuned_config: bool,
+    add_inputs: bool = True,
+    token_lora_mapping: Tensor | None = None,
+) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
     mapping = _mapping(self, num_tokens, token_lora_mapping)
     if mapping is None:
         return None, None, None, None
@@ -174,35 +174,35 @@ def _add_gate_up(
     return None, topk_ids, expert_map, mapping
 
 
-def _down(add_lora_w2: Callable) -> Callable:
+def _down(add_lora_w2: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(
-        self,
-        y,
-        x,
-        lora_a_stacked,
-        lora_b_stacked,
-        topk_weights,
-        sorted_token_ids_lora,
-        expert_ids_lora,
-        num_tokens_post_padded_lora,
-        token_lora_mapping,
-        num_tokens,
-        w1,
-        w2,
-        top_k_num,
-        max_loras,
-        adapter_enabled,
-        top_k,
-        fully_sharded,
-        tp_rank,
-        use_tuned_config,
-        add_inputs=True,
-    ):
+        self: Any,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: Sequence[Tensor],
+        lora_b_stacked: Sequence[Tensor],
+        topk_weights: Tensor,
+        sorted_token_ids_lora: Tensor | None,
+        expert_ids_lora: Tensor | None,
+        num_tokens_post_padded_lora: Tensor | None,
+        token_lora_mapping: Tensor,
+        num_tokens: int,
+        w1: Tensor,
+        w2: Tensor,
+        top_k_num: int,
+        max_loras: int,
+        adapter_enabled: Tensor,
+        top_k: int,
+        fully_sharded: bool,
+        tp_rank: int,
+        use_tuned_config: bool,
+        add_inputs: bool = True,
+    ) -> None:
         lists = sorted_token_ids_lora, expert_ids_lora, num_tokens_post_padded_lora
         if all(part is None for part in lists):  # `_gate_up` found that no token has an adapter
             return
-        if sorted_token_ids_lora is None and expert_ids_lora.dim() == 2:
-            topk_ids, expert_map = lists[1:]
+        topk_ids, expert_map = lists[1:]
+        if sorted_token_ids_lora is None and topk_ids is not None and topk_ids.dim() == 2:
             a, b = _factors(lora_a_stacked), _factors(lora_b_stacked)
             experts = lora_a_stacked[0].size(1)
             try:

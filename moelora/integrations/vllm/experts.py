@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
 from moelora import fused_experts_lora
 from moelora.integrations.vllm import OWN_PATH, adapters, say_once, wrap
+
+if TYPE_CHECKING:
+    from moelora.ops import Weights
 
 # MoEActivation's values in moelora's words. vLLM's "gelu" is the exact one, moelora's the tanh
 # form.
@@ -26,7 +31,7 @@ ACTIVATIONS = {
 DROPPING = ("TritonWNA16Experts",)
 
 
-class TritonExpertsWithLoRA(TritonExperts):
+class TritonExpertsWithLoRA(TritonExperts):  # type: ignore[misc] # vLLM is not there to be read
     """`fused_experts_lora` where vLLM's Triton experts were, in engines with and without LoRA.
 
     Same place in the layer: `apply` writes the weighted sum over the chosen experts, (M, K), and
@@ -39,16 +44,16 @@ class TritonExpertsWithLoRA(TritonExperts):
     enters the accumulators of the base product unrounded.
     """
 
-    def __init__(self, moe_config, quant_config):
+    def __init__(self, moe_config: Any, quant_config: Any):
         super().__init__(moe_config, quant_config)
         self._reasons: dict[Any, str | None] = {}  # of each activation
         self._refusal: str | None = None  # the operator's own
 
-    def set_lora_context(self, ctx) -> None:
+    def set_lora_context(self, ctx: Any) -> None:
         super().set_lora_context(ctx)
         self._reasons.clear()
 
-    def reason_against(self, activation) -> str | None:
+    def reason_against(self, activation: Any) -> str | None:
         """Why a layer like this runs vLLM's own path, as far as is known without its tensors."""
         if getattr(self, "post_gemm2_hook", None) is not None:
             return "the rows before the weighted sum are wanted"
@@ -56,23 +61,25 @@ class TritonExpertsWithLoRA(TritonExperts):
             self._reasons[activation] = self._find_reason(activation)
         return self._reasons[activation]
 
-    def _find_reason(self, activation) -> str | None:
+    def _find_reason(self, activation: Any) -> str | None:
         ctx = self._lora_context
         dtype = quantisation(self)
         if dtype is not None:
             return f"the base is quantised ({dtype})"
         if activation.value not in ACTIVATIONS:
             return f"there is no activation {activation.value!r}"
-        if isinstance(arguments := self._activation(activation), str):
-            return arguments
+        try:
+            self._activation(activation)
+        except ValueError as reason:
+            return str(reason)
         if ctx is not None and ctx.fully_sharded:
             return "the adapters are fully sharded"
         if ctx is not None and activation.value == "swigluoai" and len(ctx.w13_lora_a_stacked) > 1:
             return "gate and up have adapters of their own, while their weights are interleaved"
         return None
 
-    def _activation(self, activation) -> dict[str, Any] | str:
-        """The activation as arguments of the operator, or why there is none such.
+    def _activation(self, activation: Any) -> dict[str, Any]:
+        """The activation as arguments of the operator; ValueError says why there are none such.
 
         vLLM's "swigluoai" has the numbers of gpt-oss, whatever the configs say; others clamp by
         what the quantisation's config says, and if it says nothing, the layer's.
@@ -82,7 +89,7 @@ class TritonExpertsWithLoRA(TritonExperts):
             return {"activation": ACTIVATIONS[name]}
         limit = first(quant.gemm1_clamp_limit, moe.swiglu_limit)
         if limit is not None and not limit > 0:
-            return f"the limit of {name} is {limit}"
+            raise ValueError(f"the limit of {name} is {limit}")
         if name == "silu":
             return {"activation": name, "activation_limit": limit}
         alpha = first(quant.gemm1_alpha, moe.swiglu_alpha)
@@ -90,10 +97,10 @@ class TritonExpertsWithLoRA(TritonExperts):
         if (alpha, beta) == (1, 0):  # g sigmoid(alpha g) (u + beta)
             return {"activation": "silu", "activation_limit": limit}
         if limit is None or alpha is None or beta != 1:
-            return f"{name} has limit {limit}, alpha {alpha} and beta {beta}"
+            raise ValueError(f"{name} has limit {limit}, alpha {alpha} and beta {beta}")
         return {"activation": name, "activation_alpha": alpha, "activation_limit": limit}
 
-    def workspace_shapes(self, *problem):
+    def workspace_shapes(self, *problem: Any) -> tuple[tuple[int, ...], ...]:
         """Of vLLM's workspace only the output is used: the operator's comes from torch's pool."""
         activation = problem[-1]
         shapes = super().workspace_shapes(*problem)
@@ -101,22 +108,22 @@ class TritonExpertsWithLoRA(TritonExperts):
 
     def apply(
         self,
-        output,
-        hidden_states,
-        w1,
-        w2,
-        topk_weights,
-        topk_ids,
-        activation,
-        global_num_experts,
-        expert_map,
-        a1q_scale,
-        a2_scale,
-        workspace13,
-        workspace2,
-        expert_tokens_meta,
-        apply_router_weight_on_input,
-    ):
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        a2_scale: Tensor | None,
+        workspace13: Tensor,
+        workspace2: Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
         reason = self.reason_against(activation)
         if reason is None and self._refusal is None:
             self._refusal = self._serve(
@@ -131,14 +138,14 @@ class TritonExpertsWithLoRA(TritonExperts):
                 apply_router_weight_on_input,
             )
             if self._refusal is None:
-                return None
-        self._step_aside(reason or self._refusal)
+                return
+        self._step_aside(str(reason or self._refusal))
         if reason is None:
             problem = hidden_states.size(0), w1.size(1), hidden_states.size(1), topk_ids.size(1)
             experts = global_num_experts, w1.size(0), expert_tokens_meta
             shapes = super().workspace_shapes(*problem, *experts, activation)
             workspace13, workspace2 = (hidden_states.new_empty(shape) for shape in shapes[:2])
-        return super().apply(
+        super().apply(
             output,
             hidden_states,
             w1,
@@ -159,20 +166,25 @@ class TritonExpertsWithLoRA(TritonExperts):
     def _step_aside(self, reason: str) -> None:
         say_once(f"{reason}; {OWN_PATH}")
 
+    def _weights(self, w1: Tensor, w2: Tensor) -> tuple[Weights, Weights]:
+        """What the arguments of `apply` hold."""
+        return w1, w2
+
     def _serve(
         self,
-        output,
-        hidden_states,
-        w1,
-        w2,
-        topk_weights,
-        topk_ids,
-        activation,
-        expert_map,
-        apply_router_weight_on_input,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: Any,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
     ) -> str | None:
         """Writes `output`, or returns why the operator refuses, which it does before it writes."""
-        if any(getattr(w, "_vllm_is_uva_offloaded", False) for w in (w1, w2)):
+        w13, w2 = self._weights(w1, w2)
+        if any(getattr(w, "_vllm_is_uva_offloaded", False) for w in (w13, w2)):
             return "the expert weights are in host memory"
         if apply_router_weight_on_input:  # vLLM's prepare step has multiplied hidden_states
             topk_weights = torch.ones_like(topk_weights)
@@ -181,7 +193,7 @@ class TritonExpertsWithLoRA(TritonExperts):
         try:
             fused_experts_lora(
                 hidden_states,
-                w1,
+                w13,
                 w2,
                 topk_weights,
                 topk_ids,
@@ -197,12 +209,12 @@ class TritonExpertsWithLoRA(TritonExperts):
         return None
 
 
-def first(*values):
+def first(*values: Any) -> Any:
     """The first that is not None."""
     return next((value for value in values if value is not None), None)
 
 
-def quantisation(experts) -> str | torch.dtype | None:
+def quantisation(experts: Any) -> str | torch.dtype | None:
     """The quantised dtype of weights, or of activations; None for an unquantised layer."""
     return experts.quant_config.weight_quant_dtype or experts.quant_config.quant_dtype
 
@@ -210,8 +222,8 @@ def quantisation(experts) -> str | torch.dtype | None:
 def install() -> None:
     """Give unquantised layers the class above wherever vLLM chooses its Triton experts."""
 
-    def choose(backend_to_kernel_cls):
-        def wrapped(backend):
+    def choose(backend_to_kernel_cls: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(backend: Any) -> list[type]:
             return [
                 TritonExpertsWithLoRA if cls is TritonExperts else cls
                 for cls in backend_to_kernel_cls(backend)
@@ -219,15 +231,15 @@ def install() -> None:
 
         return wrapped
 
-    def name_others(init):
-        def wrapped(self, prepare_finalize, fused_experts):
+    def name_others(init: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, prepare_finalize: Any, fused_experts: Any) -> None:
             init(self, prepare_finalize, fused_experts)
             if not isinstance(fused_experts, TritonExpertsWithLoRA):
                 dtype = quantisation(fused_experts)
                 base = "unquantised" if dtype is None else f"quantised ({dtype})"
                 name = type(fused_experts).__name__
                 say_once(f"vLLM gives {base} layers to {name}; {OWN_PATH}")
-                if name in DROPPING and getattr(fused_experts.moe_config, "is_lora_enabled", 0):
+                if name in DROPPING and getattr(fused_experts.moe_config, "is_lora_enabled", False):
                     say_once(f"vLLM's {name} IGNORES ADAPTERS: answers are the base model's")
 
         return wrapped

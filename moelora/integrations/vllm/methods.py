@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -44,11 +45,11 @@ def install() -> None:
             continue
         method = getattr(importlib.import_module(module), cls)
         if format.rounds:
-            wrap(method, "__init__", lambda init, cls=method, f=format: _deciding(init, cls, f))
+            wrap(method, "__init__", partial(_deciding, cls=method, format=format))
         wrap(
             method,
             "process_weights_after_loading",
-            lambda process, cls=method, f=format: _taking_over(process, cls, f),
+            partial(_taking_over, cls=method, format=format),
         )
 
 
@@ -90,11 +91,11 @@ def _reason(method: Any, layer: Any, format: Format) -> str | None:
     return QuantizedExpertsWithLoRA(moe, _config(layer)).reason_against(moe.activation)
 
 
-def _deciding(init: Callable, cls: type, format: Format) -> Callable:
+def _deciding(init: Callable[..., Any], cls: type[Any], format: Format) -> Callable[..., Any]:
     """Around `__init__` of a method that rounds sizes: what it chose is kept in `_moelora_theirs`,
     and put back if moelora cannot serve after all."""
 
-    def wrapped(self, *args, **kwargs) -> None:
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         if type(self) is not cls or self.experts_cls is None:
             return
@@ -121,8 +122,8 @@ def _give_back(method: Any, layer: Any, reason: str) -> None:
         )
 
 
-def _taking_over(process: Callable, cls: type, format: Format) -> Callable:
-    def wrapped(self, layer) -> None:
+def _taking_over(process: Callable[..., Any], cls: type[Any], format: Format) -> Callable[..., Any]:
+    def wrapped(self: Any, layer: Any) -> Any:
         if type(self) is not cls:
             return process(self, layer)
         decided = hasattr(self, "_moelora_theirs")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from moelora import QuantizedWeights
 from moelora.integrations.vllm import SWITCH
@@ -28,8 +30,8 @@ class QuantizedExpertsWithLoRA(TritonExpertsWithLoRA):
 
     def __init__(
         self,
-        moe_config,
-        quant_config,
+        moe_config: Any,
+        quant_config: Any,
         w13: QuantizedWeights | None = None,
         w2: QuantizedWeights | None = None,
     ):
@@ -41,18 +43,21 @@ class QuantizedExpertsWithLoRA(TritonExpertsWithLoRA):
     def expects_unquantized_inputs(self) -> bool:
         return True
 
-    def set_lora_context(self, ctx) -> None:
+    def set_lora_context(self, ctx: Any) -> None:
         super().set_lora_context(ctx)
         if reason := self.reason_against(self.moe_config.activation):
             self._step_aside(reason)
 
-    def moe_problem_size(self, a1, w1, w2, topk_ids):
+    def moe_problem_size(
+        self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor
+    ) -> tuple[int, int, int, int, int]:
+        assert self._w13
         m, k = a1.shape
         return w1.size(0), m, self._w13.shape[1], k, topk_ids.size(1)
 
-    def _serve(self, output, hidden_states, w1, w2, *rest) -> str | None:
-        tiles = replace(self._w13, data=w1), replace(self._w2, data=w2)
-        return super()._serve(output, hidden_states, *tiles, *rest)
+    def _weights(self, w1: Tensor, w2: Tensor) -> tuple[QuantizedWeights, QuantizedWeights]:
+        assert self._w13 and self._w2
+        return replace(self._w13, data=w1), replace(self._w2, data=w2)
 
     def _step_aside(self, reason: str) -> None:
         self._refusal = None  # of this call alone
