@@ -10,7 +10,7 @@ def set_batch_invariant(on: bool = True) -> None:
 
     A row of a batch-invariant call has the bits that it has alone: neither which other rows there
     are, nor how many, nor their order changes one. What is promised, and what it costs:
-    docs/mathematics.md.
+    docs/batch-invariance.md.
 
     Parameters
     ----------

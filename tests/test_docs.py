@@ -50,6 +50,18 @@ def test_what_users_import_is_documented(name):
                 assert obvious or function.__doc__, f"{name}.{method}"
 
 
+@pytest.mark.parametrize("room", ["moelora", "moelora.integrations.transformers"])
+def test_the_api_reference_has_every_public_name(room):
+    """`experts_forward` is for transformers to call."""
+    found = importlib.import_module(room)
+    public = {name: getattr(found, name) for name in found.__all__ if name != "experts_forward"}
+    wanted = {f"{value.__module__}.{n}" for n, value in public.items() if callable(value)}
+    text = (ROOT / "docs/api.md").read_text()
+    entries = re.findall(r"^::: (\S+)(?:\n    options:\n      members: \[(.*)\])?", text, re.M)
+    has = {f"{n}.{m}" if m else n for n, members in entries for m in members.split(", ")}
+    assert wanted - has == set()
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_document_every_parameter(name):
     function = getattr(moelora, name)
