@@ -325,6 +325,15 @@ def test_other_layers_run_sglangs_own_path(reason, sglang, caplog):
         moelora_sglang.MoeLoraRunner.from_layer(base_layer, is_shared_outer=False, physical_rank=16)
 
 
+def test_the_log_says_that_it_is_on(sglang, caplog):
+    with caplog.at_level(logging.INFO, "sglang.moelora"):
+        moelora_sglang.register()
+    assert caplog.messages == [
+        f"moelora: version {moelora.__version__} runs MoE layers with LoRA; "
+        "MOELORA_SGLANG=0 leaves them"
+    ]
+
+
 def test_switched_off(sglang, monkeypatch):
     monkeypatch.setenv("MOELORA_SGLANG", "0")
     HookRegistry.hooks.clear()

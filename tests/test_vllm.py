@@ -1,6 +1,7 @@
 """The vLLM drop-in, on stand-ins of vLLM's interface, and on vLLM itself where that imports."""
 
 import importlib.metadata
+import logging
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -36,6 +37,15 @@ def test_the_entry_point_is_declared():
     (name, value), *_ = groups["vllm.general_plugins"].items()
     entry = importlib.metadata.EntryPoint(name, value, "vllm.general_plugins")
     assert entry.load().__name__ == "register"
+
+
+def test_the_log_says_once_that_it_is_on(vllm, lines, caplog):
+    with caplog.at_level(logging.INFO, "vllm.moelora"):
+        vllm.register()
+        vllm.register()
+    assert lines == [
+        f"moelora: version {moelora.__version__} runs MoE layers; MOELORA_VLLM=0 leaves them"
+    ]
 
 
 def test_registering_twice_is_registering_once(vllm, lines):

@@ -7,9 +7,9 @@ To install moelora is all: SGLang loads `register` from the entry points of the 
         --moe-runner-backend lora_triton ...
 
 run `moelora.fused_experts_lora` over SGLang's own weights, adapter buffers and slots, captured CUDA
-graphs included. `MOELORA_SGLANG=0` in the environment turns it off. A layer that moelora does not
-have (quantised weights, clamped activations, biases; `reason_against` has them) runs SGLang's own
-path, and the log, `sglang.moelora`, says why, once for each reason.
+graphs included, and the log says so. `MOELORA_SGLANG=0` in the environment turns it off. A layer
+that moelora does not have (quantised weights, clamped activations, biases; `reason_against` has
+them) runs SGLang's own path, and the log, `sglang.moelora`, says why, once for each reason.
 
 `experts_with_lora` is that path by itself, for layers of other engines with such buffers, and
 `MoELoRABackend` the interface of SGLang's first design of MoE LoRA, over an `AdapterPool`.
@@ -24,6 +24,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from moelora import _C
 from moelora.integrations.sglang.backend import LayerBatchInfo, MoELoRABackend
 from moelora.integrations.sglang.layer import MoeLoraRunner, experts_with_lora, reason_against
 
@@ -80,6 +81,9 @@ def register() -> None:
     HookRegistry.register(f"{runner}.MoeLoraRunner.from_layer", from_layer, HookType.AROUND)
     HookRegistry.register(
         f"{LAYER}._initialize_moe_lora_execution", after_initialize, HookType.AFTER
+    )
+    log.info(
+        "moelora: version %s runs MoE layers with LoRA; %s=0 leaves them", _C.version(), SWITCH
     )
 
 

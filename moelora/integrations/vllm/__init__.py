@@ -3,9 +3,10 @@
 To install moelora is all: vLLM finds `register` among the entry points of the group
 `vllm.general_plugins` and calls it in every process. From then on these MoE layers run
 `moelora.fused_experts_lora`, with adapters and without: unquantised ones that vLLM gives to its
-Triton experts, and MXFP4 and INT4 ones (GPTQ, AWQ, compressed-tensors), whose weights are brought
-into moelora's tiles in place of vLLM's. `MOELORA_VLLM=0` in the environment turns it off;
-under vLLM's VLLM_BATCH_INVARIANT every call is batch invariant.
+Triton experts, and MXFP4, INT4 (GPTQ, AWQ, compressed-tensors) and FP8 ones, whose weights are
+brought into moelora's tiles in place of vLLM's. vLLM's log says so, once a process.
+`MOELORA_VLLM=0` in the environment turns it off; under vLLM's VLLM_BATCH_INVARIANT every call is
+batch invariant.
 
 A layer that is not supported runs vLLM's own path, and the log, `vllm.moelora`, says why, once for
 each reason; `TritonExpertsWithLoRA.reason_against` and `methods` have them. Its adapters still go
@@ -20,6 +21,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from moelora import _C
+
 SWITCH = "MOELORA_VLLM"
 OWN_PATH = "vLLM's own path runs"
 
@@ -27,11 +30,11 @@ log = logging.getLogger("vllm.moelora")  # below "vllm", whose handlers print it
 _said: set[str] = set()
 
 
-def say_once(message: str) -> None:
+def say_once(message: str, level: int = logging.WARNING) -> None:
     """A line in vLLM's log, the first time only."""
     if message not in _said:
         _said.add(message)
-        log.warning("moelora: %s", message)
+        log.log(level, "moelora: %s", message)
 
 
 def wrap(
@@ -56,6 +59,9 @@ def register() -> None:
             say_once(f"{problem}; {OWN_PATH}")
         else:
             _install()
+            say_once(
+                f"version {_C.version()} runs MoE layers; {SWITCH}=0 leaves them", logging.INFO
+            )
     except Exception:
         log.exception("moelora: could not register; %s", OWN_PATH)
 
