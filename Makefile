@@ -86,10 +86,12 @@ fuzz: build
 	build/sanitize/fuzz_api $$(($(FUZZ) * 50000)) $$(date +%s)000000
 	MOELORA_FUZZ=$(FUZZ) OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 tests/test_fuzz_adapters.py
 
-# Programs in C on libmoelora.a alone; tests and examples run here, the others are for pytest.
+# Programs in C on libmoelora.a alone; tests and examples run here, the others are for pytest. RUN runs
+# those of a cross compiler:
+#   make test-c CC=aarch64-linux-gnu-gcc RUN="qemu-aarch64 -L /usr/aarch64-linux-gnu"
 .PHONY: run-c
 run-c: $(CPROGRAMS:%=$(WHERE)/%)
-	@set -e; for test in $(CTESTS); do echo "$(WHERE)/$$test"; ./$(WHERE)/$$test; done
+	@set -e; for test in $(CTESTS); do echo "$(WHERE)/$$test"; $(RUN) ./$(WHERE)/$$test; done
 
 $(WHERE)/%: tests/c/%.c $(WHERE)/libmoelora.a $(wildcard tests/c/*.h)
 	$(CC) $(CTEST_FLAGS) $< -o $@ $(WHERE)/libmoelora.a -lm -lpthread

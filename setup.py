@@ -22,7 +22,6 @@ import filecmp
 import functools
 import hashlib
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -44,7 +43,6 @@ BUILD = ROOT / "build"
 CC = shlex.split(os.environ.get("CC", "cc"))
 WERROR = os.environ.get("MOELORA_WERROR") == "1"
 SANITIZE = os.environ.get("MOELORA_SANITIZE") == "1"
-X86 = platform.machine() in ("x86_64", "AMD64")
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
@@ -196,6 +194,12 @@ def identity(compiler):
     if done.returncode != 0:
         raise SystemExit(f"{shlex.join(compiler)} --version failed: {done.stderr}")
     return done.stdout
+
+
+def makes_x86():
+    """Whether CC does: a cross compiler makes code for another machine than this."""
+    target = subprocess.run([*CC, "-dumpmachine"], capture_output=True, text=True)
+    return target.stdout.startswith("x86_64")
 
 
 def num_jobs():
@@ -380,7 +384,7 @@ def sources(rooms, nvcc):
     found = []
     for room in rooms:
         found += sorted((ROOT / "csrc" / room).rglob("*.c"))
-    if not X86:
+    if not makes_x86():
         found = [s for s in found if not s.stem.endswith(tuple(ISA_FLAGS))]
     if nvcc:  # the slow ones first
         found = sorted((ROOT / "csrc/cuda").rglob("*.cu")) + found

@@ -67,9 +67,10 @@ def test_operators_document_every_parameter(name):
     function = getattr(moelora, name)
     signature = inspect.signature(function)
     returns = [] if signature.return_annotation in (None, "None") else ["Returns"]
+    text = inspect.getdoc(function)  # from Python 3.13 on __doc__ is not indented
     for section in ["Parameters", *returns, "Raises"]:
-        assert f"{section}\n    {'-' * len(section)}" in function.__doc__, section
-    described = re.split("(?:Returns|Raises)\n", function.__doc__.split("Parameters\n")[1])[0]
+        assert f"{section}\n{'-' * len(section)}" in text, section
+    described = re.split("(?:Returns|Raises)\n", text.split("Parameters\n")[1])[0]
     names = list(signature.parameters)
     for first, last in re.findall(r"\b(\w+), \.\.\., (\w+)", described):
         described += " " + " ".join(names[names.index(first) : names.index(last)])

@@ -224,6 +224,19 @@ def test_a_source_is_compiled_for_what_its_folder_says(project, archs):
         assert codes == (["arch=compute_90a,code=sm_90a"] if only else PORTABLE[archs]), source
 
 
+@pytest.mark.parametrize(
+    "target, is_x86", [("x86_64-linux-gnu", True), ("aarch64-linux-gnu", False)]
+)
+def test_x86_sources_are_for_compilers_of_x86(setup_py, monkeypatch, tmp_path, target, is_x86):
+    """Whatever this machine is: cross compilers."""
+    (tmp_path / "cc").write_text(f"#!/bin/sh\necho {target}\n")
+    (tmp_path / "cc").chmod(0o755)
+    monkeypatch.setattr(setup_py, "CC", [str(tmp_path / "cc")])
+    names = {source.stem for source in setup_py.sources(["cpu"], None)}
+    assert "gemm_scalar" in names
+    assert ("gemm_avx2" in names) == ("gemm_avx512bf16" in names) == is_x86
+
+
 def test_machine_code_is_small(project):
     """No line tables unless asked for, and the best compression that the compiler has."""
     environment = project.nvcc()
