@@ -343,7 +343,7 @@ static void run_all(moelora_device device, moelora_dtype dtype, double allowed) 
 
 int main(void) {
   fill_all();
-  printf("CPU (%s)\n", moelora_cpu_features());
+  printf("CPU (%s)\n", *moelora_cpu_features() ? moelora_cpu_features() : "scalar");
   run_all(MOELORA_CPU, MOELORA_F32, 1e-5);
 #ifdef USE_CUDA
   if (moelora_has_device(MOELORA_CUDA)) {

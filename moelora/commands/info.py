@@ -47,7 +47,7 @@ def facts() -> dict[str, str]:
         "python": f"{platform.python_version()} on {platform.platform()}",
         "torch": f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})",
         "devices": "\n".join(devices()),
-        "CPU features": _C.cpu_features(),
+        "CPU features": _C.cpu_features() or "scalar",
         "CUDA kernels": cuda,
         "environment": "\n".join(
             f"{name}={value}" for name, value in os.environ.items() if name.startswith("MOELORA_")
