@@ -1,12 +1,13 @@
 """What each kernel of a layer does with the GPU, as Nsight Compute counts it.
 
     python -m benchmarks.kernels --out benchmarks/results/h200-kernels.json
-    python -m benchmarks.kernels --cases qwen3:4096:16,mixtral:256:0
+    python -m benchmarks.kernels --cases qwen3:4096:16,mixtral:256:0,mixtral@int4:16:0
 
-A case is model:tokens:rank, with 8 adapters unless the rank is 0. Kernels run one by one here,
-with a cold L2 before the first: their times add up to more than a layer in a graph takes, where
-each starts beside its forerunner. `wgmma_issue_percent` counts wgmma instructions against the
-issue rate, not their cycles. Needs `ncu` and the right to read the GPU's counters.
+A case is model:tokens:rank or model@format:tokens:rank, with 8 adapters unless the rank is 0.
+Kernels run one by one here, with a cold L2 before the first: their times add up to more than a
+layer in a graph takes, where each starts beside its forerunner. `wgmma_issue_percent` counts wgmma
+instructions against the issue rate, not their cycles; `tensor_percent` counts cycles. Needs `ncu`
+and the right to read the GPU's counters.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import torch
 from moelora.bench import cases, results
 from moelora.bench.baselines import Layer
 from moelora.bench.baselines.ours import Ours
-from moelora.bench.shapes import MODELS
+from moelora.bench.shapes import find
 
 CASES = (
     "qwen3:16:16,qwen3:256:0,qwen3:256:16,qwen3:4096:0,qwen3:4096:16,qwen3:4096:64,"
@@ -30,6 +31,11 @@ CASES = (
 METRICS = {
     "gpu__time_duration.sum": "us",
     "sm__inst_executed_pipe_tensor_op_gmma.avg.pct_of_peak_sustained_active": "wgmma_issue_percent",
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": "tensor_percent",
+    "sm__inst_issued.avg.pct_of_peak_sustained_active": "issue_percent",
+    "sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_active": "alu_percent",
+    "sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active": "fma_percent",
+    "sm__inst_executed_pipe_lsu.avg.pct_of_peak_sustained_active": "lsu_percent",
     "dram__bytes_read.sum": "dram_read_mb",
     "dram__bytes_write.sum": "dram_write_mb",
     "lts__throughput.avg.pct_of_peak_sustained_elapsed": "l2_percent",
@@ -63,7 +69,7 @@ def run(wanted):
     for name in dict.fromkeys(model for model, _, _ in wanted):
         generator = torch.Generator("cuda").manual_seed(0)
         ranks = sorted({rank for model, _, rank in wanted if model == name and rank})
-        layer = Layer(MODELS[name], "bf16", ranks, 8, generator)
+        layer = Layer(find(name)[1], "bf16", ranks, 8, generator)
         ours = Ours(layer, None)
         for _, tokens, rank in [case for case in wanted if case[0] == name]:
             batch = cases.draw_batch(layer.model, tokens, 8, generator)
@@ -110,7 +116,7 @@ def main():
     parser.add_argument("--out", help="result file to write")
     args = parser.parse_args()
     wanted = [(m, int(tokens), int(rank)) for m, tokens, rank in map(split, args.cases.split(","))]
-    wanted.sort(key=lambda case: list(MODELS).index(case[0]))
+    wanted.sort()
     if os.environ.get(INSIDE):
         return run(wanted)
     metrics = ",".join([*METRICS, *(STALL.format(s) for s in STALLS)])
@@ -129,8 +135,10 @@ def main():
         made.append({"model": model, "tokens": tokens, "rank": rank} | row)
     for row in made:
         print(
-            f"{row['model']:9} {row['tokens']:6} r{row['rank']:<3} {row['kernel'][:44]:44}"
-            f" {row.get('us', 0):8.1f} us  wgmma {row.get('wgmma_issue_percent', 0):4.1f} %"
+            f"{row['model']:18} {row['tokens']:6} r{row['rank']:<3} {row['kernel'][:44]:44}"
+            f" {row.get('us', 0):8.1f} us  tensor {row.get('tensor_percent', 0):3.0f} %"
+            f"  issue {row.get('issue_percent', 0):3.0f} %  alu {row.get('alu_percent', 0):3.0f} %"
+            f"  fma {row.get('fma_percent', 0):3.0f} %"
             f"  {row.get('dram_gb_s', 0):5} GB/s  {row.get('dram_read_mb', 0):7.1f} MB"
             f"  L2 {row.get('l2_percent', 0):3.0f} %  {row['stalls_percent']}"
         )
@@ -140,8 +148,9 @@ def main():
 
 def split(case):
     parts = case.split(":")
-    if len(parts) != 3 or parts[0] not in MODELS:
-        raise SystemExit(f"{case!r} is not model:tokens:rank, with a model of {', '.join(MODELS)}")
+    if len(parts) != 3:
+        raise SystemExit(f"{case!r} is not model:tokens:rank")
+    find(parts[0])
     return parts
 
 
