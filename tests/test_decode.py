@@ -88,17 +88,15 @@ def dense(p: Problem | Quantised) -> Problem:
     return p.dense if isinstance(p, Quantised) else p
 
 
-def force(p: Problem | Quantised) -> None:
-    """Plans take the one launch as far as it can, beyond where it is the fastest."""
-    kernel = ""
-    if isinstance(p, Quantised):
-        kernel = "mxfp4_" if p.w13.format == "MXFP4" else "int4_"
-    _C.force_variant(f"decode_{SHORT[dense(p).spec.dtype]}_{kernel}sm80")
+def one_launch(p: Problem | Quantised) -> str:
+    """The variant that takes all of such a layer; plans without it do so where it is fastest."""
+    kernel = f"{p.w13.format}_" if isinstance(p, Quantised) else ""
+    return f"decode_{SHORT[dense(p).spec.dtype]}_{kernel}sm80"
 
 
 def run(p: Problem | Quantised, device: str, **kwargs) -> torch.Tensor:
     if device == "cuda":
-        force(p)
+        _C.force_variant(one_launch(p))
     y = moelora.fused_experts_lora(**p.to(device).kwargs(), **kwargs)
     assert device == "cpu" or "decode_" in _C.last_plan()
     return y
@@ -247,6 +245,6 @@ def test_formats_of_two_kernels_take_several_launches():
     spec = replace(SMALL, tokens=1, hidden=128, inter=64)
     for first, second in (("mxfp4", "int4_g32"), ("int4_channel", "mxfp4")):
         p = build(spec, FORMATS[first], torch.bfloat16, FORMATS[second]).to("cuda")
-        force(p)
+        _C.force_variant(one_launch(p))
         moelora.fused_experts_lora(**p.kwargs())
         assert "decode_" not in _C.last_plan()

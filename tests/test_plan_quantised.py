@@ -1,6 +1,9 @@
 """Plans of layers with weights of four bits, for devices that need not be there."""
 
 import pytest
+import test_decode
+import torch
+from quantized_cases import FORMATS, fitted
 from test_plan import CUDA_ROWS, DECODE_ROWS, DTYPES, ROWS, TOKENS, answer, print_plan
 
 FIXTURES = (answer, print_plan)
@@ -95,6 +98,26 @@ def test_quantised_layers_run_in_one_launch_if_forced(answer, name, capability):
             serves = row.name == one and KERNELS.get(w2, w2) == KERNELS[name]
             assert first(w2, tokens=4, env=forced) == (one if serves else first(w2, tokens=4))
         assert first(tokens=9, env=forced).startswith("gemm_")
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120])
+@pytest.mark.parametrize("dtype", DTYPES.values())
+@pytest.mark.parametrize("name", [test_decode.NATIVE, *FORMATS])
+def test_one_launch_serves_what_its_tests_force_it_on(answer, name, dtype, capability):
+    """The variant that test_decode.py names, on layers of the formats and sizes that it has."""
+    p = test_decode.made(test_decode.SMALL, name, getattr(torch, dtype))
+    variant, code = test_decode.one_launch(p), p.w13.layout[0] if name in FORMATS else 0
+    layout = ["native", *KERNELS][code]
+    sizes = set()
+    for spec in test_decode.SPECS.values():
+        s = spec if layout == "native" else fitted(spec, spec.dtype)
+        sizes.add((s.tokens, s.top_k, s.experts, s.hidden, s.inter))
+    for size in sizes:
+        problem = dict(zip(("tokens", "top_k", "experts", "hidden", "inter"), size, strict=True))
+        env = {"MOELORA_FORCE_VARIANT": variant}
+        gpu = ("cuda", capability)
+        words = answer(gpu, "formats", layout, layout, dtype=dtype, rank=16, env=env, **problem)
+        assert words.split()[0] == variant, problem
 
 
 def test_a_tile_that_one_format_has_alone_is_no_choice_for_two(quantised):
