@@ -3,9 +3,14 @@
 # ruff: noqa: F811  fixtures of another file
 
 import pytest
-from test_plan import QWEN3, TOKENS, answer, plan, print_plan  # noqa: F401
+from test_plan import QWEN3, TOKENS, answer, plan, print_plan, rows_of  # noqa: F401
 
 INVARIANT = {"MOELORA_BATCH_INVARIANT": "1"}
+EXPANDS = [
+    f"expand_bf16_{row[0]}"
+    for kind in ("EXPAND", "EXPAND_THIN")
+    for row in rows_of("csrc/cuda/variants.inc", kind)
+]
 LONG = {"QWEN3": QWEN3, "DEEP": {"hidden": 4096, "inter": 1408}}
 
 
@@ -58,3 +63,33 @@ def test_a_forced_shrink_that_adds_up_otherwise_is_passed_over(answer):
     assert force["MOELORA_FORCE_VARIANT"] in answer(gpu, tokens=64, rank=16, env=force)
     usual = answer(gpu, tokens=64, rank=16, env=INVARIANT)
     assert answer(gpu, tokens=64, rank=16, env=INVARIANT | force) == usual
+
+
+def neighbouring_ranks(name):
+    """A product of 16 ranks has neighbours: so do the expands of as many ranks."""
+    return name.removesuffix("_elements_sm80").removesuffix("_sm80").endswith("x16")
+
+
+@pytest.mark.parametrize("inter", [768, 772])  # vectors, and rows that allow none
+@pytest.mark.parametrize("rank", [8, 12, 16, 24, 64, 256])
+def test_every_expand_of_some_factors_adds_up_ranks_in_one_order(answer, rank, inter):
+    """Whatever the batch, and whatever is forced: of vectors some could be that are passed over."""
+
+    def expand(tokens, env):
+        return answer(
+            ("cuda", 90), "delta", tokens=tokens, rank=rank, inter=inter, env=env
+        ).split()[5]
+
+    vectors = rank % 8 == 0 and inter % 8 == 0
+    neighbours = rank <= 16 or not vectors
+    for tokens in TOKENS:
+        assert neighbouring_ranks(expand(tokens, INVARIANT)) == neighbours
+    passed_over = []
+    for name in EXPANDS:
+        force = {"MOELORA_FORCE_VARIANT": name}
+        usual, taken = (expand(1024, env) for env in (INVARIANT, INVARIANT | force))
+        assert taken in (name, usual)
+        assert neighbouring_ranks(taken) == neighbours
+        if taken != name == expand(1024, force):
+            passed_over.append(name)
+    assert bool(passed_over) == vectors

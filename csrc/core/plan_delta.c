@@ -80,8 +80,18 @@ static bool is_thin(const moelora_factors *lora, bool gated, bool vectors) {
   return vectors && !gated && lora->max_rank <= THIN_RANKS;
 }
 
-static bool expand_serves(const moelora_variant *v, const expand_load *load) {
-  if (!v || v->gated != load->gated || !(v->elements || load->vectors))
+/* A batch-invariant call may run it: ranks are added up in one of two orders, as a product takes 16
+ * neighbours or four of every eight of 32 (delta_expand.cuh). The table's choice of a step does not
+ * depend on the batch. */
+static bool sums_ranks_alike(const moelora_variant *v, const expand_load *load) {
+  const bool neighbours = !load->vectors || step_ranks(load->lora->max_rank) == 16;
+  return neighbours == (v->block_k == 16);
+}
+
+static bool expand_serves(const moelora_variant *v, const expand_load *load,
+                          const moelora_device_info *device) {
+  if (!v || v->gated != load->gated || !(v->elements || load->vectors) ||
+      (device->batch_invariant && !sums_ranks_alike(v, load)))
     return false;
   if (v->method == MOELORA_EXPAND_THIN)
     return is_thin(load->lora, load->gated, load->vectors) && load->lora->max_rank <= v->block_k;
@@ -91,7 +101,7 @@ static bool expand_serves(const moelora_variant *v, const expand_load *load) {
 static const moelora_variant *choose_expand(const expand_load *load,
                                             const moelora_device_info *device) {
   const moelora_variant *forced = moelora_forced(MOELORA_ROLE_EXPAND, load->dtype, device);
-  if (expand_serves(forced, load))
+  if (expand_serves(forced, load, device))
     return forced;
   const moelora_routes *routes = load->routes;
   const int64_t pairs = (int64_t)routes->num_experts * routes->max_loras;
