@@ -45,25 +45,28 @@ static const shape_bound quantised_shapes[] = {
     {INT64_MAX, {128, 1}},
 };
 
-/* Of FP8 weights and tokens (Qwen3-30B-A3B, Mixtral): a second accumulator leaves no room for 128
- * tokens, and 112 with twice the weight rows beat any smaller block that an expert does not fit. */
+/* Of FP8 weights and tokens (Qwen3-30B-A3B, Mixtral): second accumulators of both m64 tiles leave
+ * no room for more than 80 tokens, which with twice the weight rows beat any smaller block that an
+ * expert does not fit. */
 static const shape_bound w8a8_shapes[] = {
     {8, {16, 1}},
     {40, {32, 1}},
-    {512, {112, 1}},
-    {INT64_MAX, {112, 2}},
+    {512, {80, 1}},
+    {INT64_MAX, {80, 2}},
 };
 
 /* Up to so many tokens, and so many rows of more than one, one launch is the faster one: on an H200
  * by 4 to 12 % without adapters, by 2 to 8 % with some of rank 16 (of rank 64, two tokens of top-8
  * take 5 % longer). Where experts are narrow and more rows bring more adapters, the adapters at the
- * end of each CTA decide, and seven launches win. Layers of quantised weights run in one launch
- * when that is forced: nobody has measured yet from where on it pays. */
+ * end of each CTA decide, and seven launches win. With quantised weights, of which there are fewer
+ * bytes to stream, they decide from two tokens on; for one, one launch takes 10 to 40 % less. */
 enum { FEW_TOKENS = 4, FEW_ROWS = 18 };
 
 static bool is_few(moelora_format format, const moelora_routes *routes) {
+  if (routes->num_tokens == 1)
+    return true;
   return format == MOELORA_NATIVE && routes->num_tokens <= FEW_TOKENS &&
-         (routes->num_tokens == 1 || routes->num_rows <= FEW_ROWS);
+         routes->num_rows <= FEW_ROWS;
 }
 
 /* What a problem lets a CUDA kernel do, from shapes, strides and pointers of everything but
@@ -87,11 +90,12 @@ static shape pick_cuda_shape(int64_t rows, const access *access) {
   return bound->shape;
 }
 
-/* One tensor map covers all experts: rows that lie apart, or tiles that lie together. */
+/* One tensor map covers all experts: rows that lie apart, or tiles that lie together. Of quantised
+ * weights one copy covers tiles of neighbouring depth. */
 static bool is_tma_weights(const moelora_weights *w) {
   const int64_t tile = MOELORA_PACK * MOELORA_PACK;
   if (w->format != MOELORA_NATIVE)
-    return true;
+    return w->stride_kt == moelora_tile_size(w->format);
   if (w->packed)
     return w->stride_kt == tile && w->stride_nt == w->k / MOELORA_PACK * tile &&
            w->stride_e == w->n / MOELORA_PACK * w->stride_nt;

@@ -271,8 +271,6 @@ template <class S, class T, EpilogueMode MODE>
 __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_gemm_launch &g,
                                         Pipeline<S> &pipeline, int consumer) {
   const int lane = threadIdx.x & 31;
-  if constexpr (S::FORMAT == MOELORA_W8A8)
-    Turns<S>::begin(consumer);
   for (;;) {
     pipeline.wait_full();
     const TileHeader header = TileHeader::read(pipeline.header());
@@ -298,8 +296,6 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_g
     if (pending == PendingCheck::FIX_UP)
       NonFinite<S, T>::fix_up(g, header, consumer);
   }
-  if constexpr (S::FORMAT == MOELORA_W8A8)
-    Turns<S>::end(consumer);
   tma_store_wait();
 }
 

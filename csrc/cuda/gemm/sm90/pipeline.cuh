@@ -2,7 +2,7 @@
  * two consumer warpgroups empty, and the stage headers, by which the producer tells the consumers
  * about them.
  *
- *   STAGES x { W [SPANS][TILES] m64 tiles, X [SPANS][TOKENS] rows }      see tile.cuh
+ *   STAGES x { W [TILES][SPANS] m64 tiles, X [SPANS][TOKENS] rows }      see tile.cuh
  *   CONSUMERS x { OWN_BUFFERS epilogue tiles }             results on their way out
  *   STAGES x { header }                                    32 bytes
  *   STAGES x { full }, STAGES x { empty }                  mbarriers
@@ -62,7 +62,7 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? (NATIVE                    ? 136
                                                               : FORMAT_ == MOELORA_W8A8 ? 104
                                                                                         : 88)
-                                            : TOKENS_ > 32 ? 96
+                                            : TOKENS_ > 32 ? (FORMAT_ == MOELORA_W8A8 ? 80 : 96)
                                             : NATIVE       ? START_REGISTERS
                                                            : 88;
   static constexpr int CONSUMER_REGISTERS =

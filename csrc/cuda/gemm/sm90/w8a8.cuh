@@ -8,7 +8,8 @@
  * other weights: tokens.k and tokens.stride count pairs. The scales of a stage:
  *
  *   weights [TILES][64] float32    of FP8 the first of 64 alone, of FP8_ROWS those of rows
- *   tokens  [TOKENS] float32 */
+ *   tokens  [TOKENS] float32       of 16 tokens, the four that a thread's accumulators are of lie
+ *                                  together: 2q, 2q + 1, 2q + 8, 2q + 9 for q = 0 to 3 */
 #ifndef MOELORA_CUDA_SM90_W8A8_CUH
 #define MOELORA_CUDA_SM90_W8A8_CUH
 
@@ -38,6 +39,11 @@ __device__ __forceinline__ void load_w8a8(const moelora_gemm_launch &g,
   }
 }
 
+/* Where among a stage's token scales that of token t lies. */
+__device__ __forceinline__ int scale_place(int t) {
+  return (t & ~15) | (t >> 1 & 3) << 2 | (t >> 3 & 1) << 1 | (t & 1);
+}
+
 /* Scales of a block's tokens, by the warps that gather: a thread keeps the rows of x that its
  * tokens are in shared memory, for its registers are full of others. */
 template <class S> struct TokenScales {
@@ -60,34 +66,9 @@ template <class S> struct TokenScales {
     for (int i = 0; i < EACH; i++) {
       const int t = thread + i * kGatherers;
       if (t < count)
-        copy_async_4(pipeline.token_scales() + t * 4,
+        copy_async_4(pipeline.token_scales() + scale_place(t) * 4,
                      scales + load_shared_4(pipeline.scale_rows() + t * 4), true);
     }
-  }
-};
-
-/* Two consumers take turns: while the products of an m64 tile of one are with the tensor cores, the
- * other promotes what it has, which takes about as long (pingpong scheduling: Shah et al.,
- * FlashAttention-3, 2024, section 3.1). */
-template <class S> struct Turns {
-  static constexpr int BARRIER = 4;
-
-  static __device__ __forceinline__ void take(int consumer) {
-    if constexpr (S::CONSUMERS == 2)
-      warpgroup_sync<256>(BARRIER + consumer);
-  }
-  static __device__ __forceinline__ void pass(int consumer) {
-    if constexpr (S::CONSUMERS == 2)
-      warpgroup_arrive<256>(BARRIER + (consumer ^ 1));
-  }
-  /* Around all tiles: the first turn is consumer 0's, who is also passed the last. */
-  static __device__ __forceinline__ void begin(int consumer) {
-    if (consumer == 1)
-      pass(consumer);
-  }
-  static __device__ __forceinline__ void end(int consumer) {
-    if (consumer == 0)
-      take(consumer);
   }
 };
 
@@ -111,11 +92,13 @@ __device__ __forceinline__ void promote(float *d, const float *partial, uint32_t
     weight_scales += (threadIdx.x >> 5 & 3) * 64 + (threadIdx.x >> 2 & 7) * 4;
   const float low = __uint_as_float(load_shared_4(weight_scales));
   const float high = BY_ROW ? __uint_as_float(load_shared_4(weight_scales + 32)) : low;
-  token_scales += (threadIdx.x & 3) * 8;
+  token_scales += (threadIdx.x & 3) * 16;
+  uint4 v;
 #pragma unroll
   for (int i = 0; i < N / 8; i++) {
-    const uint2 v = load_shared_8(token_scales + 32 * i);
-    const float2 x = {__uint_as_float(v.x), __uint_as_float(v.y)};
+    if (i % 2 == 0)
+      v = load_shared_16(token_scales + i * 32);
+    const float2 x = {__uint_as_float(i % 2 ? v.z : v.x), __uint_as_float(i % 2 ? v.w : v.y)};
     const float2 first = {low * x.x, low * x.y};
     const float2 second = BY_ROW ? float2{high * x.x, high * x.y} : first;
     d[4 * i] = fmaf(partial[4 * i], first.x, d[4 * i]);
@@ -125,7 +108,36 @@ __device__ __forceinline__ void promote(float *d, const float *partial, uint32_t
   }
 }
 
-/* All of the depth. Returns the last stage, which the caller releases. */
+/* What a consumer does with a stage: its two m64 tiles. */
+template <class S, int N> struct DepthStep {
+  uint32_t weights, tokens, weight_scales, token_scales; // in shared memory
+  int stage;
+
+  __device__ __forceinline__ DepthStep(Pipeline<S> &pipeline, int consumer)
+      : weights(uniform(pipeline.weights() + 2 * consumer * kM64Bytes)),
+        tokens(uniform(pipeline.tokens())), weight_scales(pipeline.weight_scales(2 * consumer)),
+        token_scales(pipeline.token_scales()), stage(pipeline.stage) {
+    pipeline.wait_full();
+    fence_async_proxy(); // cp.async wrote X through the ordinary proxy
+    pipeline.advance();
+  }
+  __device__ __forceinline__ void begin(int t, float *partial) const {
+    multiply_e4m3<N>(partial, wgmma_descriptor(weights + t * kM64Bytes), wgmma_descriptor(tokens));
+  }
+  __device__ __forceinline__ void end(int t, float *partial, float *d, bool by_row) const {
+    settle<N / 2>(partial);
+    const uint32_t scales = weight_scales + t * S::M64_SCALES;
+    if (by_row)
+      promote<true, N>(d, partial, scales, token_scales);
+    else
+      promote<false, N>(d, partial, scales, token_scales);
+  }
+};
+
+/* All of the depth, two steps at a time: the sums of an m64 tile are promoted while the products of
+ * the next one are with the tensor cores, but for the last of both steps, since ptxas follows
+ * accumulators that are read no further than the end of a loop. Returns the last stage, which the
+ * caller releases. */
 template <class S, int N>
 __device__ __forceinline__ int multiply_w8a8(float (&d)[2][S::TOKENS / 2],
                                              const moelora_gemm_launch &g, Pipeline<S> &pipeline,
@@ -133,33 +145,43 @@ __device__ __forceinline__ int multiply_w8a8(float (&d)[2][S::TOKENS / 2],
   const int depth_steps = (g.tokens.k + kDepth - 1) / kDepth;
   const bool by_row = g.weights.w.format == MOELORA_FP8_ROWS;
   int previous = 0;
-  float partial[N / 2];
-#pragma unroll 1
-  for (int step = 0; step < depth_steps; step++) {
-    pipeline.wait_full();
-    fence_async_proxy(); // cp.async wrote X through the ordinary proxy
-    const uint64_t a = wgmma_descriptor(pipeline.weights() + consumer * 2 * kM64Bytes);
-    const uint64_t b = wgmma_descriptor(pipeline.tokens());
-#pragma unroll
-    for (int t = 0; t < 2; t++) {
-      Turns<S>::take(consumer);
-      multiply_e4m3<N>(partial, a + t * (kM64Bytes / 16), b);
-      Turns<S>::pass(consumer);
-      if (S::ALIASED_BUFFERS > 0 && t == 0 && step == 1)
-        release_aliased_stage(pipeline, consumer);
-      wgmma_wait<0>();
-      settle<N / 2>(partial);
-      const uint32_t scales = pipeline.weight_scales(2 * consumer + t);
-      if (by_row)
-        promote<true, N>(d[t], partial, scales, pipeline.token_scales());
-      else
-        promote<false, N>(d[t], partial, scales, pipeline.token_scales());
-    }
-    previous = pipeline.stage;
+  float partial[2][N / 2];
+  const auto leave = [&](const DepthStep<S, N> &step, bool is_last) {
+    previous = step.stage;
     __syncwarp(); // all lanes have read the scales
-    if (step + 1 < depth_steps)
+    if (!is_last)
       pipeline.release(previous);
-    pipeline.advance();
+  };
+  if (depth_steps % 2) {
+    const DepthStep<S, N> only(pipeline, consumer);
+    only.begin(0, partial[0]);
+    only.begin(1, partial[1]);
+    wgmma_wait<1>();
+    only.end(0, partial[0], d[0], by_row);
+    wgmma_wait<0>();
+    only.end(1, partial[1], d[1], by_row);
+    leave(only, depth_steps == 1);
+  }
+#pragma unroll 1
+  for (int i = depth_steps % 2; i < depth_steps; i += 2) {
+    const DepthStep<S, N> first(pipeline, consumer);
+    first.begin(0, partial[0]);
+    first.begin(1, partial[1]);
+    wgmma_wait<1>();
+    first.end(0, partial[0], d[0], by_row);
+    if (S::ALIASED_BUFFERS > 0 && i < 2)
+      release_aliased_stage(pipeline, consumer);
+    const DepthStep<S, N> second(pipeline, consumer);
+    second.begin(0, partial[0]);
+    wgmma_wait<1>();
+    first.end(1, partial[1], d[1], by_row);
+    second.begin(1, partial[1]);
+    leave(first, false);
+    wgmma_wait<1>();
+    second.end(0, partial[0], d[0], by_row);
+    wgmma_wait<0>();
+    second.end(1, partial[1], d[1], by_row);
+    leave(second, i + 2 == depth_steps);
   }
   settle<N / 2>(d[0]);
   settle<N / 2>(d[1]);
