@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
+# Workers of pytest-xdist share the cores; OpenMP reads this once, when torch is imported.
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    share = (os.cpu_count() or 1) // int(workers)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
+
 import pytest
 import torch
 from cases import DTYPES

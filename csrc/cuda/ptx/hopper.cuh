@@ -34,6 +34,19 @@ __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+/* In one lane of a warp that is here with all of them. The compiler knows that it is one, and
+ * starts copies without a loop over lanes. */
+__device__ __forceinline__ bool is_elected() {
+  uint32_t elected;
+  asm volatile("{\n"
+               ".reg .pred mine;\n"
+               "elect.sync _|mine, 0xffffffff;\n"
+               "selp.u32 %0, 1, 0, mine;\n"
+               "}"
+               : "=r"(elected)::"memory");
+  return elected;
+}
+
 /* A plain spin: a trap or a printf in here costs the whole kernel its registers. */
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile("{\n"

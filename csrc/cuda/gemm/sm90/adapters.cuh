@@ -109,15 +109,14 @@ __device__ __forceinline__ void load_factors(const FactorMaps *maps, const moelo
   const int boxes = g.weights.gated ? 2 : 1, output = first_output<S>(g, tile.column, 0);
   for (int j = 0; j < slabs; j++) {
     const Slab slab = cursor.next(list);
-    if ((threadIdx.x & 31) != 0)
-      continue;
-    for (int half = 0; half < boxes; half++) {
-      const int slice = gate_up ? half : slab.slice;
-      tma_load_5d(pipeline.weights() + (j * S::TILES + half * (S::TILES / 2)) * kSlabM64Bytes,
-                  &maps->slice[slice], slab.rank, output - (gate_up ? 0 : slab.slice * rows),
-                  halves == 2 ? half : 0, maps->dims.expert(slice, tile.expert),
-                  maps->dims.adapter(slice, slab.packed / kRanks), pipeline.full(), policy);
-    }
+    if (is_elected())
+      for (int half = 0; half < boxes; half++) {
+        const int slice = gate_up ? half : slab.slice;
+        tma_load_5d(pipeline.weights() + (j * S::TILES + half * (S::TILES / 2)) * kSlabM64Bytes,
+                    &maps->slice[slice], slab.rank, output - (gate_up ? 0 : slab.slice * rows),
+                    halves == 2 ? half : 0, maps->dims.expert(slice, tile.expert),
+                    maps->dims.adapter(slice, slab.packed / kRanks), pipeline.full(), policy);
+      }
   }
 }
 

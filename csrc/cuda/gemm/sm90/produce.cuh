@@ -31,21 +31,23 @@ __device__ __forceinline__ void load_native(const CUtensorMap *map, const moelor
   }
 }
 
-/* An m64 tile's 64 of depth lie together. Behind the last of them x is zero, and any weights will
- * do. */
+/* What a step has of an m64 tile lies together and comes in one copy: the lane that starts copies
+ * does nothing else, and falls behind memory if they are small. Behind the end of the depth x is
+ * zero, and any weights will do: the last once more. */
 template <class S>
 __device__ __forceinline__ void load_quantized(const moelora_gemm_launch &g,
                                                const QuantizedTiles<S> &tiles, int step,
                                                const Pipeline<S> &pipeline, uint64_t policy) {
   const uint32_t bytes = tile_bytes<S::FORMAT>(g.weights.w.format);
-  const int last = (g.tokens.k - 1) / kDepth;
-  uint32_t to = pipeline.weights();
+  const bool whole = (step + 1) * S::SPANS * kDepth < g.tokens.k + kDepth;
+  const int64_t depth = step * S::SPANS * g.weights.w.stride_kt;
 #pragma unroll
-  for (int span = 0; span < S::SPANS; span++) {
-    const int64_t depth = min(step * S::SPANS + span, last) * g.weights.w.stride_kt;
-#pragma unroll
-    for (int m64 = 0; m64 < S::TILES; m64++, to += S::SLOT_BYTES)
-      bulk_load(to, tiles.first(m64) + depth, bytes, pipeline.full(), policy);
+  for (int m64 = 0; m64 < S::TILES; m64++) {
+    const uint32_t to = pipeline.weights() + m64 * S::SPANS * S::SLOT_BYTES;
+    const char *from = tiles.first(m64) + depth;
+    bulk_load(to, from, whole ? S::SPANS * bytes : bytes, pipeline.full(), policy);
+    if (S::SPANS > 1 && !whole)
+      bulk_load(to + bytes, from, bytes, pipeline.full(), policy);
   }
 }
 
@@ -165,7 +167,7 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
         if (lane == 0)
           adapters.write(pipeline.header());
       }
-      if (lane == 0) {
+      if (is_elected()) {
         if (step == 0)
           TileHeader{tile, count}.write(pipeline.header());
         barrier_expect(pipeline.full(), step_bytes<S>(g) + S::SPANS * boxes.rows() * kRowBytes);
@@ -178,7 +180,7 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
     for (int i = 0; i < adapter_stages; i++, pipeline.advance()) {
       const int slabs = slabs_in(g, list, i);
       pipeline.wait_empty();
-      if (lane == 0) {
+      if (is_elected()) {
         SlabsHeader{slabs}.write(pipeline.header());
         barrier_expect(pipeline.full(),
                        g.weights.factors_boxes ? slabs * S::TILES * kSlabM64Bytes : 0);

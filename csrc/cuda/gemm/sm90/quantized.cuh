@@ -65,6 +65,7 @@ __device__ __forceinline__ int multiply_quantized(float (&d)[2][S::TOKENS / 2],
   constexpr int COUNT = S::TOKENS <= 16 ? 2 : 1, TILES = kPaired<S> ? 2 : 1;
   const int depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
   const moelora_format format = g.weights.w.format;
+  const uint32_t bytes = tile_bytes<S::FORMAT>(format);
   const LanePlaces at = LanePlaces::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
   int previous = 0;
   uint32_t a[2][COUNT][TILES][4];
@@ -74,7 +75,7 @@ __device__ __forceinline__ int multiply_quantized(float (&d)[2][S::TOKENS / 2],
     fence_async_proxy(); // cp.async wrote X through the ordinary proxy
     if (S::ALIASED_BUFFERS > 0 && step == 1)
       release_aliased_stage(pipeline, consumer);
-    const uint32_t weights = pipeline.weights() + 2 * consumer * S::SLOT_BYTES;
+    const uint32_t weights = pipeline.weights() + 2 * consumer * S::SPANS * S::SLOT_BYTES;
     const uint64_t b = wgmma_descriptor(uniform(pipeline.tokens()));
 #pragma unroll
     for (int span = 0; span < S::SPANS; span++) {
@@ -83,7 +84,7 @@ __device__ __forceinline__ int multiply_quantized(float (&d)[2][S::TOKENS / 2],
         F tiles[TILES];
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
-          const uint32_t slot = weights + (span * S::TILES + first + t) * S::SLOT_BYTES;
+          const uint32_t slot = weights + (first + t) * S::SPANS * S::SLOT_BYTES + span * bytes;
           tiles[t].load(slot + at.values, slot + at.scales, slot + at.zeros, format);
         }
         const uint64_t tokens = b + span * (S::TOKENS * kRowBytes / 16);

@@ -27,6 +27,9 @@ inline void barrier_arrive_after_copies(uint32_t barrier) {
   uint64_t *at = barrier_at(barrier);
   emulation::after_copies([at] { emulation::mbarrier_arrive(at, 0); });
 }
+inline bool is_elected() {
+  return threadIdx.x % 32 == 0;
+}
 inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   emulation::mbarrier_wait(barrier_at(barrier), parity);
 }
