@@ -4,9 +4,10 @@
  *   s = the scale of a group of depth, of a row, or given
  *   values[row] = e4m3(x[row] / s), scales[group, row] = s
  *
- * A warp takes GROUPS tiles of 128 columns of a row. Of 16 columns a lane has the four that it is
- * to have of a tile of weights: 2q, 2q + 1, 2q + 8 and 2q + 9, q = lane % 4. What is left over of
- * the last 128 columns is zero. */
+ * A lane has 16 neighbouring columns, so that eight lanes have a tile of 128 and a warp has four
+ * tiles: of a row that has its own scale, which the warp finds first, else of any rows. Bytes go as
+ * tiles of weights have them: for q = 0..3 columns 2q, 2q + 1, 2q + 8 and 2q + 9 of each 16. What
+ * is left over of the last 128 columns is zero. */
 #include <cuda_fp8.h>
 
 #include "core/format.h"
@@ -16,23 +17,55 @@
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int GROUPS = 4; // tiles that a warp has on their way at once
+constexpr int TILES = 4;   // that a warp has side by side
+constexpr int FLIGHTS = 2; // times those that it has on their way at once
 constexpr float MOST = 448.f;
 
-/* Elements `at` and at + 1 of a row. */
-template <class T, bool PAIRS>
-__device__ __forceinline__ float2 load_two(const T *row, int at, int k) {
-  if (PAIRS && at < k) {
-    const uint32_t two = *(const uint32_t *)(row + at);
-    const T *v = (const T *)&two;
-    return make_float2(Element<T>::to_float(v[0]), Element<T>::to_float(v[1]));
+struct Columns {
+  uint32_t two[8]; // in pairs of elements
+};
+
+struct Numbers {
+  float v[16];
+};
+
+/* The columns of this lane in a tile, zeros if that is not `there`. VECTORS: k is a multiple of 8,
+ * and rows are aligned. */
+template <class T, bool VECTORS>
+__device__ __forceinline__ Columns load_columns(const moelora_quantize_launch &q, int row, int tile,
+                                                bool there) {
+  const int at = tile * 128 + threadIdx.x % 8 * 16, left = there ? q.k - at : 0;
+  const T *x = (const T *)q.x + (row * q.x_stride + at);
+  Columns c;
+  if (VECTORS) {
+    const uint4 low = left > 0 ? ((const uint4 *)x)[0] : uint4{};
+    const uint4 high = left > 8 ? ((const uint4 *)x)[1] : uint4{};
+    c = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+  } else {
+    for (int i = 0; i < 16; i += 2) {
+      const uint32_t low = left > i ? ((const uint16_t *)x)[i] : 0;
+      const uint32_t high = left > i + 1 ? ((const uint16_t *)x)[i + 1] : 0;
+      c.two[i / 2] = low | high << 16;
+    }
   }
-  return make_float2(at < k ? Element<T>::to_float(row[at]) : 0.f,
-                     at + 1 < k ? Element<T>::to_float(row[at + 1]) : 0.f);
+  return c;
 }
 
-__device__ __forceinline__ float largest(float most, float4 v) {
-  return fmaxf(fmaxf(fmaxf(most, fabsf(v.x)), fmaxf(fabsf(v.y), fabsf(v.z))), fabsf(v.w));
+/* Of bf16 by hand: the compiler takes two instructions for that in the high half. */
+template <class T> __device__ __forceinline__ Numbers numbers_of(const Columns &c) {
+  Numbers n;
+  for (int i = 0; i < 16; i++) {
+    const uint32_t two = c.two[i / 2];
+    n.v[i] = Element<T>::is_bf16 && i % 2 ? __uint_as_float(two & 0xffff0000)
+                                          : Element<T>::to_float(((const T *)&two)[i % 2]);
+  }
+  return n;
+}
+
+__device__ __forceinline__ float largest(float most, const Numbers &n) {
+  for (int i = 0; i < 16; i++)
+    most = fmaxf(most, fabsf(n.v[i]));
+  return most;
 }
 
 /* Of LANES neighbouring lanes. */
@@ -43,10 +76,11 @@ template <int LANES> __device__ __forceinline__ float largest_of(float most) {
   return most;
 }
 
-__device__ __forceinline__ uint32_t e4m3_of(float4 v) {
-  const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(v.x, v.y), __NV_SATFINITE, __NV_E4M3);
-  const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(v.z, v.w), __NV_SATFINITE, __NV_E4M3);
-  return low | high << 16;
+/* v / by as division rounds it, given 1 / by: a product, and what it leaves of v. So it is in the
+ * code of a division, which also tests each. A `by` that is not finite is to be 0 here. */
+__device__ __forceinline__ float divided(float v, float by, float inverse) {
+  const float near = v * inverse;
+  return fmaf(-fmaf(near, by, -v), inverse, near);
 }
 
 /* Two e4m3 numbers as elements. */
@@ -56,70 +90,80 @@ template <class T> __device__ __forceinline__ uint32_t elements_of(uint32_t two)
   return pack2<T>(v.x, v.y);
 }
 
-/* The four columns of this lane in tile `tile` of a row. */
-template <class T, bool PAIRS>
-__device__ __forceinline__ float4 load_columns(const T *row, int tile, int k) {
-  const int lane = threadIdx.x & 31, at = tile * 128 + lane / 4 * 16 + lane % 4 * 2;
-  const float2 low = load_two<T, PAIRS>(row, at, k), high = load_two<T, PAIRS>(row, at + 8, k);
-  return make_float4(low.x, low.y, high.x, high.y);
-}
-
-template <class T, bool BYTES, bool PAIRS>
+template <class T, bool BYTES, bool VECTORS>
 __global__ void __launch_bounds__(kThreads)
     quantize_rows(const __grid_constant__ moelora_quantize_launch q) {
   wait_for_previous_kernel();
   start_next_kernel();
   const int lane = threadIdx.x & 31, tiles = (q.k + 127) / 128;
-  const bool halves = moelora_x_group(q.format) == 64, by_token = q.rule == MOELORA_X_TOKEN;
-  const int64_t rows = q.num_rows ? *q.num_rows : q.rows;
-  const int spans = by_token ? 1 : (tiles + GROUPS - 1) / GROUPS;
-  const int64_t warps = (int64_t)gridDim.x * (kThreads / 32);
-  for (int64_t i = (int64_t)blockIdx.x * (kThreads / 32) + threadIdx.x / 32; i < rows * spans;
-       i += warps) {
-    const int64_t row = i / spans;
-    const T *x = (const T *)q.x + row * q.x_stride;
+  const int groups = 128 / moelora_x_group(q.format); // in a tile
+  const bool by_token = q.rule == MOELORA_X_TOKEN;
+  const int rows = q.num_rows ? *q.num_rows : (int)q.rows;
+  const int warp = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
+  const int warps = gridDim.x * (kThreads / 32);
+  // A lane's tiles are `step` apart: in a row that is the warp's, or in all rows.
+  const int first = by_token ? 0 : warp * TILES, step = (by_token ? 1 : warps) * TILES;
+  const int step_rows = step / tiles, step_tiles = step % tiles;
+  const int64_t all = by_token ? tiles : (int64_t)rows * tiles;
+  for (int mine = by_token ? warp : 0; mine < (by_token ? rows : 1); mine += warps) {
+    const int end = by_token ? mine + 1 : rows;
     float scale = q.x_scale;
     if (by_token) {
       float most = 0.f;
-#pragma unroll 4
-      for (int tile = 0; tile < tiles; tile++)
-        most = largest(most, load_columns<T, PAIRS>(x, tile, q.k));
+#pragma unroll(VECTORS ? FLIGHTS : 1)
+      for (int tile = lane / 8; tile < tiles; tile += TILES)
+        most = largest(most, numbers_of<T>(load_columns<T, VECTORS>(q, mine, tile, true)));
       scale = fmaxf(largest_of<32>(most) / MOST, 1.f / (MOST * 512.f));
     }
-    const int begin = i % spans * GROUPS, end = by_token ? tiles : min(begin + GROUPS, tiles);
-    for (int first = begin; first < end; first += GROUPS) {
-      float4 v[GROUPS];
+    float inverse = 1.f / scale;
+    int row = mine + (first + lane / 8) / tiles, tile = (first + lane / 8) % tiles;
+    for (int64_t at = first; at < all; at += (int64_t)step * FLIGHTS) {
+      Columns columns[FLIGHTS];
+      int its_row[FLIGHTS], its_tile[FLIGHTS];
 #pragma unroll
-      for (int j = 0; j < GROUPS; j++)
-        v[j] = first + j < end ? load_columns<T, PAIRS>(x, first + j, q.k) : float4{};
+      for (int j = 0; j < FLIGHTS; j++) {
+        its_row[j] = row, its_tile[j] = tile;
+        columns[j] = load_columns<T, VECTORS>(q, row, tile, row < end);
+        row += step_rows, tile += step_tiles;
+        if (tile >= tiles)
+          tile -= tiles, row++;
+      }
 #pragma unroll
-      for (int j = 0; j < GROUPS; j++) {
-        const int tile = first + j;
-        if (tile >= end)
-          break;
+      for (int j = 0; j < FLIGHTS; j++) {
+        Numbers n = numbers_of<T>(columns[j]);
         if (q.rule == MOELORA_X_GROUP) {
-          float most = largest_of<16>(largest(1e-10f, v[j]));
-          if (!halves)
-            most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 16));
-          scale = most / MOST;
+          float most = largest_of<4>(largest(1e-10f, n));
+          const float other = __shfl_xor_sync(0xffffffffu, most, 4);
+          most = groups == 1 ? fmaxf(most, other) : most;
+          scale = most < INFINITY ? divided(most, MOST, 1.f / MOST) : most;
+          inverse = 1.f / scale;
         }
         if (by_token) {
-          v[j].x /= scale, v[j].y /= scale, v[j].z /= scale, v[j].w /= scale;
+          const float by = scale < INFINITY ? scale : 0.f;
+          for (int i = 0; i < 16; i++)
+            n.v[i] = divided(n.v[i], by, inverse);
         } else {
-          const float inverse = 1.f / scale;
-          v[j].x *= inverse, v[j].y *= inverse, v[j].z *= inverse, v[j].w *= inverse;
+          for (int i = 0; i < 16; i++)
+            n.v[i] *= inverse;
         }
-        const uint32_t word = e4m3_of(v[j]);
-        if (BYTES) {
-          ((uint32_t *)((uint8_t *)q.values + row * q.values_stride))[tile * 32 + lane] = word;
-        } else {
-          T *to = (T *)q.values + row * q.values_stride + tile * 128 + lane / 4 * 16 + lane % 4 * 2;
-          *(uint32_t *)to = elements_of<T>(word & 0xffff);
-          *(uint32_t *)(to + 8) = elements_of<T>(word >> 16);
+        if (its_row[j] >= end)
+          continue;
+        uint32_t two[8];
+        for (int i = 0; i < 8; i++) {
+          two[i] = __nv_cvt_float2_to_fp8x2(make_float2(n.v[2 * i], n.v[2 * i + 1]), __NV_SATFINITE,
+                                            __NV_E4M3);
+          two[i] = BYTES ? two[i] : elements_of<T>(two[i]);
         }
-        const int groups = halves ? 2 : 1;
-        if (lane % (32 / groups) == 0)
-          q.scales[(tile * groups + lane / 16) * q.rows + row] = scale;
+        if (BYTES)
+          for (int i = 0; i < 4; i++)
+            two[i] |= two[i + 4] << 16;
+        const int64_t to = its_row[j] * q.values_stride + (its_tile[j] * 128 + lane % 8 * 16);
+        uint4 *values = (uint4 *)((char *)q.values + to * (BYTES ? 1 : sizeof(T)));
+        values[0] = make_uint4(two[0], two[1], two[2], two[3]);
+        if (!BYTES)
+          values[1] = make_uint4(two[4], two[5], two[6], two[7]);
+        if (lane % (8 / groups) == 0)
+          q.scales[(its_tile[j] * groups + lane % 8 / 4) * q.rows + its_row[j]] = scale;
       }
     }
   }
@@ -127,13 +171,13 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class T, bool BYTES>
 moelora_status launch(const moelora_quantize_launch *q, const moelora_exec *exec) {
-  const bool pairs = (uintptr_t)q->x % 4 == 0 && q->x_stride % 2 == 0 && q->k % 2 == 0;
-  const int64_t spans = q->rule == MOELORA_X_TOKEN ? 1 : (q->k + 128 * GROUPS - 1) / (128 * GROUPS);
-  const int64_t work = (q->rows * spans + kThreads / 32 - 1) / (kThreads / 32);
-  return pairs ? launch_kernel<quantize_rows<T, BYTES, true>>("quantize_rows", work, kThreads, 0,
-                                                              exec, *q)
-               : launch_kernel<quantize_rows<T, BYTES, false>>("quantize_rows", work, kThreads, 0,
-                                                               exec, *q);
+  const bool vectors = (uintptr_t)q->x % 16 == 0 && q->x_stride % 8 == 0 && q->k % 8 == 0;
+  const int64_t tiles = q->rule == MOELORA_X_TOKEN && q->k ? TILES : (q->k + 127) / 128;
+  const int64_t share = kThreads / 32 * TILES, work = (q->rows * tiles + share - 1) / share;
+  return vectors ? launch_kernel<quantize_rows<T, BYTES, true>>("quantize_rows", work, kThreads, 0,
+                                                                exec, *q)
+                 : launch_kernel<quantize_rows<T, BYTES, false>>("quantize_rows", work, kThreads, 0,
+                                                                 exec, *q);
 }
 
 } // namespace
