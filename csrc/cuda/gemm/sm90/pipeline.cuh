@@ -69,8 +69,9 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
       START_REGISTERS + (START_REGISTERS - PRODUCER_REGISTERS) / CONSUMERS;
   // Token rows that one copy brings, and those of another kind that bring the last ones.
   static constexpr int BOX = TOKENS_ < 64 ? TOKENS_ : 64, REST_BOX = TOKENS_ % 32 == 0 ? 32 : 16;
-  // Widths of the token side of wgmma: from half of a full tile on, in steps.
-  static constexpr int STEP = TOKENS_ < 64 ? 8 : 16;
+  // Widths of the token side of wgmma: from half of a full tile on, in steps. Each has code of its
+  // own; where weights take much of it, fewer of them leave more of it in the instruction cache.
+  static constexpr int STEP = NATIVE && TOKENS_ < 64 ? 8 : 16;
   static constexpr int LEAST = (TOKENS_ / 2 + STEP - 1) / STEP * STEP;
   // Epilogue buffers of a consumer, an epilogue tile each: its own, and those that alias its part
   // of a pipeline stage that all have multiplied. A tile of few tokens does without those.

@@ -83,22 +83,35 @@ __device__ __forceinline__ void multiply_e4m3(float *partial, uint64_t a, uint64
   wgmma_commit();
 }
 
+/* Scales of a thread's tokens. */
+template <int N> struct ThreadScales {
+  uint4 v[(N + 15) / 16];
+
+  __device__ __forceinline__ void load(uint32_t token_scales) {
+    token_scales += (threadIdx.x & 3) * 16;
+#pragma unroll
+    for (int i = 0; i < (N + 15) / 16; i++)
+      v[i] = load_shared_16(token_scales + i * 64);
+  }
+  /* Of n8 tile i. */
+  __device__ __forceinline__ float2 operator[](int i) const {
+    const uint4 four = v[i / 2];
+    return {__uint_as_float(i % 2 ? four.z : four.x), __uint_as_float(i % 2 ? four.w : four.y)};
+  }
+};
+
 /* d += partial times the scales of a thread's rows and of its tokens. Rows have one scale, at
- * `weight_scales`, or BY_ROW one each. */
+ * `row_scales`, or BY_ROW one each. */
 template <bool BY_ROW, int N>
-__device__ __forceinline__ void promote(float *d, const float *partial, uint32_t weight_scales,
-                                        uint32_t token_scales) {
+__device__ __forceinline__ void promote(float *d, const float *partial, uint32_t row_scales,
+                                        const ThreadScales<N> &tokens) {
   if (BY_ROW)
-    weight_scales += (threadIdx.x >> 5 & 3) * 64 + (threadIdx.x >> 2 & 7) * 4;
-  const float low = __uint_as_float(load_shared_4(weight_scales));
-  const float high = BY_ROW ? __uint_as_float(load_shared_4(weight_scales + 32)) : low;
-  token_scales += (threadIdx.x & 3) * 16;
-  uint4 v;
+    row_scales += (threadIdx.x >> 5 & 3) * 64 + (threadIdx.x >> 2 & 7) * 4;
+  const float low = __uint_as_float(load_shared_4(row_scales));
+  const float high = BY_ROW ? __uint_as_float(load_shared_4(row_scales + 32)) : low;
 #pragma unroll
   for (int i = 0; i < N / 8; i++) {
-    if (i % 2 == 0)
-      v = load_shared_16(token_scales + i * 32);
-    const float2 x = {__uint_as_float(i % 2 ? v.z : v.x), __uint_as_float(i % 2 ? v.w : v.y)};
+    const float2 x = tokens[i];
     const float2 first = {low * x.x, low * x.y};
     const float2 second = BY_ROW ? float2{high * x.x, high * x.y} : first;
     d[4 * i] = fmaf(partial[4 * i], first.x, d[4 * i]);
@@ -108,80 +121,53 @@ __device__ __forceinline__ void promote(float *d, const float *partial, uint32_t
   }
 }
 
-/* What a consumer does with a stage: its two m64 tiles. */
-template <class S, int N> struct DepthStep {
-  uint32_t weights, tokens, weight_scales, token_scales; // in shared memory
-  int stage;
-
-  __device__ __forceinline__ DepthStep(Pipeline<S> &pipeline, int consumer)
-      : weights(uniform(pipeline.weights() + 2 * consumer * kM64Bytes)),
-        tokens(uniform(pipeline.tokens())), weight_scales(pipeline.weight_scales(2 * consumer)),
-        token_scales(pipeline.token_scales()), stage(pipeline.stage) {
-    pipeline.wait_full();
-    fence_async_proxy(); // cp.async wrote X through the ordinary proxy
-    pipeline.advance();
-  }
-  __device__ __forceinline__ void begin(int t, float *partial) const {
-    multiply_e4m3<N>(partial, wgmma_descriptor(weights + t * kM64Bytes), wgmma_descriptor(tokens));
-  }
-  __device__ __forceinline__ void end(int t, float *partial, float *d, bool by_row) const {
-    settle<N / 2>(partial);
-    const uint32_t scales = weight_scales + t * S::M64_SCALES;
-    if (by_row)
-      promote<true, N>(d, partial, scales, token_scales);
-    else
-      promote<false, N>(d, partial, scales, token_scales);
-  }
-};
-
-/* All of the depth, two steps at a time: the sums of an m64 tile are promoted while the products of
- * the next one are with the tensor cores, but for the last of both steps, since ptxas follows
- * accumulators that are read no further than the end of a loop. Returns the last stage, which the
- * caller releases. */
+/* All of the depth. The products of one consumer are with the tensor cores while the other
+ * promotes, and where registers allow, those of its other m64 tile as well. Returns the last stage,
+ * which the caller releases. */
 template <class S, int N>
 __device__ __forceinline__ int multiply_w8a8(float (&d)[2][S::TOKENS / 2],
                                              const moelora_gemm_launch &g, Pipeline<S> &pipeline,
                                              int consumer) {
+  constexpr int TILES = kPaired<S> ? 2 : 1;
   const int depth_steps = (g.tokens.k + kDepth - 1) / kDepth;
   const bool by_row = g.weights.w.format == MOELORA_FP8_ROWS;
   int previous = 0;
-  float partial[2][N / 2];
-  const auto leave = [&](const DepthStep<S, N> &step, bool is_last) {
-    previous = step.stage;
-    __syncwarp(); // all lanes have read the scales
-    if (!is_last)
-      pipeline.release(previous);
-  };
-  if (depth_steps % 2) {
-    const DepthStep<S, N> only(pipeline, consumer);
-    only.begin(0, partial[0]);
-    only.begin(1, partial[1]);
-    wgmma_wait<1>();
-    only.end(0, partial[0], d[0], by_row);
-    wgmma_wait<0>();
-    only.end(1, partial[1], d[1], by_row);
-    leave(only, depth_steps == 1);
-  }
+  float partial[TILES][N / 2];
 #pragma unroll 1
-  for (int i = depth_steps % 2; i < depth_steps; i += 2) {
-    const DepthStep<S, N> first(pipeline, consumer);
-    first.begin(0, partial[0]);
-    first.begin(1, partial[1]);
-    wgmma_wait<1>();
-    first.end(0, partial[0], d[0], by_row);
-    if (S::ALIASED_BUFFERS > 0 && i < 2)
-      release_aliased_stage(pipeline, consumer);
-    const DepthStep<S, N> second(pipeline, consumer);
-    second.begin(0, partial[0]);
-    wgmma_wait<1>();
-    first.end(1, partial[1], d[1], by_row);
-    second.begin(1, partial[1]);
-    leave(first, false);
-    wgmma_wait<1>();
-    second.end(0, partial[0], d[0], by_row);
-    wgmma_wait<0>();
-    second.end(1, partial[1], d[1], by_row);
-    leave(second, i + 2 == depth_steps);
+  for (int step = 0; step < depth_steps; step++) {
+    const uint32_t weights = uniform(pipeline.weights() + 2 * consumer * kM64Bytes);
+    const uint64_t b = wgmma_descriptor(uniform(pipeline.tokens()));
+    ThreadScales<N> token_scales;
+    pipeline.wait_full();
+    fence_async_proxy(); // cp.async wrote X through the ordinary proxy
+#pragma unroll
+    for (int first = 0; first < 2; first += TILES) {
+#pragma unroll
+      for (int t = 0; t < TILES; t++)
+        multiply_e4m3<N>(partial[t], wgmma_descriptor(weights + (first + t) * kM64Bytes), b);
+      if (first == 0)
+        token_scales.load(pipeline.token_scales());
+      if (S::ALIASED_BUFFERS > 0 && first == 0 && step == 1)
+        release_aliased_stage(pipeline, consumer);
+#pragma unroll
+      for (int t = 0; t < TILES; t++) {
+        if (t + 1 < TILES)
+          wgmma_wait<1>();
+        else
+          wgmma_wait<0>();
+        settle<N / 2>(partial[t]);
+        const uint32_t row_scales = pipeline.weight_scales(2 * consumer + first + t);
+        if (by_row)
+          promote<true, N>(d[first + t], partial[t], row_scales, token_scales);
+        else
+          promote<false, N>(d[first + t], partial[t], row_scales, token_scales);
+      }
+    }
+    previous = pipeline.stage;
+    __syncwarp(); // all lanes have read the scales
+    if (step + 1 < depth_steps)
+      pipeline.release(previous);
+    pipeline.advance();
   }
   settle<N / 2>(d[0]);
   settle<N / 2>(d[1]);
