@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import cpu_layer, layer
+from benchmarks import cpu_layer, layer, variants
 from moelora.__main__ import main
 from moelora.bench import cases, compare, machine, plot, results, shapes, timing
 from moelora.bench.baselines import (
@@ -488,3 +488,28 @@ def test_a_limit_is_in_the_file(bench):
     assert results.read(bench.path)[0]["max_cc"] == 80
     assert all("_sm80" in row["plan"] for row in rows)
     assert len({row["plan"] for row in rows}) > 1, "the table chooses among them"
+
+
+def test_forced_variants_stand_beside_the_plan(capsys):
+    class Clock:
+        peaks = machine.Peaks(4e12, 8e14)
+
+        def microseconds(self, call, batches, moved):
+            call(0)
+            return 10.0
+
+    args = variants.parse(["--models", "qwen3:16@int4", "--tokens", "1,3", "--ranks", "0,16"])
+    rows = list(variants.measure(args, Clock(), "cpu"))
+    assert [(row["tokens"], row["rank"]) for row in rows] == [(1, 0), (1, 16), (3, 0), (3, 16)]
+    assert all(row["us"] == 10 and row["plan"].startswith("w13=gemm_bf16") for row in rows)
+    assert rows[0]["bound_us"] < rows[2]["bound_us"]  # more experts
+    variants.show(rows[0] | {"variants_us": {"slower": 11.0, "faster": 9.0}})
+    assert capsys.readouterr().out.endswith("slower 11.0  faster 9.0*\n")
+
+
+def test_variants_that_a_load_might_want(monkeypatch):
+    names = ["gemm_bf16_16x128x64_sm90", "gemm_bf16_128x256x64_sm90", "decode_bf16_sm80", "sum_8"]
+    monkeypatch.setattr(variants._C, "usable", lambda: names)
+    assert variants.candidates(1) == ["gemm_bf16_16x128x64_sm90", "decode_bf16_sm80"]
+    assert variants.candidates(30) == ["gemm_bf16_16x128x64_sm90", "gemm_bf16_128x256x64_sm90"]
+    assert variants.candidates(100) == ["gemm_bf16_128x256x64_sm90"]

@@ -1,0 +1,137 @@
+"""A layer by every kernel variant that serves it, beside the one that the plan takes.
+
+    python -m benchmarks.variants --models qwen3@int4,mixtral@fp8_block --tokens 1,16,64,256
+    python -m benchmarks.variants --models qwen3 --ranks 0,64 --out /tmp/variants.json
+
+What the tables of csrc/core/plan_gemm.c are drawn from: forced is the tile of both projections, or
+the layer in one launch. Tiles of far more or far fewer tokens than an expert gets are left out.
+Microseconds, and the share of the bound that the plan's reach; behind a variant that is more than
+2 % faster than the plan's stands a star.
+"""
+
+import argparse
+import re
+import time
+
+import torch
+
+from benchmarks.builds import numbers
+from moelora import _C
+from moelora.bench import cases, harness, results, shapes, timing
+from moelora.bench.baselines import Layer
+from moelora.bench.baselines.ours import Ours
+from moelora.bench.formats import FORMATS
+
+FASTER = 0.98
+
+
+def parse(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default="qwen3,mixtral", type=lambda t: t.split(","))
+    parser.add_argument("--tokens", default="1,4,16,64,256,1024,4096", type=numbers)
+    parser.add_argument("--ranks", default="0,16,64", type=numbers, help="0: without adapters")
+    parser.add_argument("--adapters", default=8, type=int)
+    parser.add_argument("--budget-ms", default=4.0, type=float, help="of each variant and case")
+    parser.add_argument("--deadline-s", default=1e9, type=float, help="no case begins after this")
+    parser.add_argument("--out", help="result file to write")
+    return parser.parse_args(argv)
+
+
+def candidates(rows_per_expert: float) -> list[str]:
+    """Kernels of projections and layers that such a load might want."""
+    found = []
+    for name in _C.usable():
+        block = re.search(r"_(\d+)x", name)
+        if name.startswith("decode_") and rows_per_expert <= 4:
+            found.append(name)
+        elif name.startswith("gemm_") and block:
+            rows = int(block.group(1))
+            if rows_per_expert / 3 <= rows <= max(64, 8 * rows_per_expert):
+                found.append(name)
+    return found
+
+
+class Clock:
+    """Median microseconds of a call, in CUDA graphs."""
+
+    def __init__(self, budget_ms: float):
+        self.timer, self.budget_ms = timing.GraphTimer(), budget_ms
+        self.peaks = self.timer.peaks
+
+    def microseconds(self, call, batches, moved: float) -> float:
+        return self.timer.medians({"": call}, batches, moved, self.budget_ms)[""]
+
+
+def measure(args, clock: Clock, device: str = "cuda"):
+    """One row for each model, number of tokens and rank, as it is made."""
+    end = time.monotonic() + args.deadline_s
+    generator = torch.Generator(device).manual_seed(0)
+    for name in args.models:
+        _, model = shapes.find(name)
+        layer = Layer(model, "bf16", [r for r in args.ranks if r], args.adapters, generator)
+        ours = Ours(layer, None)
+        for tokens in args.tokens:
+            if time.monotonic() > end:
+                return
+            batches = [
+                cases.draw_batch(model, tokens, args.adapters, generator)
+                for _ in range(harness.rotation(layer.device, tokens))
+            ]
+            for rank in args.ranks:
+                yield compare(ours, batches, rank, clock) | {"model": name, "tokens": tokens}
+
+
+def compare(ours: Ours, batches, rank: int, clock: Clock) -> dict:
+    model, moved = ours.layer.model, cases.work(ours.layer.model, batches[0])[1]
+    work = [cases.work(model, batch, rank) for batch in batches]
+    flops, bytes_moved = (sum(w) / len(work) for w in zip(*work, strict=True))
+    rate = FORMATS[model.format].rate if model.format else 1.0
+    run = timing.on(batches, ours.run, rank)
+    run(0)
+    plan = _C.last_plan()
+    row = {
+        "rank": rank,
+        "plan": plan,
+        "bound_us": round(1e6 * clock.peaks.bound(flops / rate, bytes_moved), 2),
+        "us": round(clock.microseconds(run, batches, moved), 2),
+        "variants_us": {},
+    }
+    for variant in candidates(batches[0].topk_ids.numel() / model.experts):
+        if variant in plan:
+            continue
+        _C.force_variant(variant)
+        try:
+            run(0)
+            if variant in _C.last_plan():
+                us = clock.microseconds(run, batches, moved)
+                row["variants_us"][variant] = round(us, 2)
+        finally:
+            _C.force_variant(None)
+    return row
+
+
+def show(row) -> None:
+    others = "  ".join(
+        f"{name} {us:.1f}{'*' if us < FASTER * row['us'] else ''}"
+        for name, us in row["variants_us"].items()
+    )
+    print(
+        f"{row['model']:20} {row['tokens']:5} r{row['rank']:<3} {row['us']:8.1f} us "
+        f"{row['bound_us'] / row['us']:5.2f}  {row['plan'].split()[0]}   {others}",
+        flush=True,
+    )
+
+
+def main(argv=None) -> int:
+    args = parse(argv)
+    rows = []
+    for row in measure(args, Clock(args.budget_ms)):
+        rows.append(row)
+        show(row)
+    if args.out:
+        results.write(args.out, rows)
+    return 0 if rows else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
