@@ -34,7 +34,8 @@ DELTA = """projection: projection, slots: slots, bound: bound_us, delta: ours_us
     vLLM default: rivals.vllm_default, vLLM best: rivals.vllm_best"""
 MLP = "adapters: adapters, staged: ours_staged_us, all in one: ours_fused_us"
 KERNELS = """kernel: kernel, us: us, DRAM GB/s: dram_gb_s, DRAM read MB: dram_read_mb,
-    L2 %: l2_percent, L2 hits %: l2_hit_percent, wgmma issued %: wgmma_issue_percent"""
+    L2 %: l2_percent, L2 hits %: l2_hit_percent, wgmma issued %: wgmma_issue_percent,
+    tensor %: tensor_percent, issued %: issue_percent"""
 POWER = """rested: rested_us, at work: working_us, MHz: mhz, W: watts, of zeros: zeros_working_us,
     MHz of zeros: zeros_mhz, W of zeros: zeros_watts"""
 ENGINES = """engine: engine, LoRA enabled: lora_enabled, batch: batch,
@@ -50,6 +51,7 @@ TABLES = {
     "formats_all": ("h200-formats", lambda r: True, FORMATS),
     "portable": ("h200-sm80-layer", lambda r: True, LAYER),
     "kernels": ("h200-kernels", lambda r: True, KERNELS),
+    "kernels_formats": ("h200-kernels-formats", lambda r: r["us"] > 8, KERNELS),
     "one_launch": ("h200-kernels-one-launch", lambda r: True, KERNELS),
     "power": ("h200-power", lambda r: True, POWER),
     "align_all": ("h200-align", lambda r: True, ALIGN),
