@@ -138,7 +138,7 @@ template <class S>
 __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *x_maps,
                                        const FactorMaps *b_maps, const moelora_gemm_launch &g,
                                        Pipeline<S> &pipeline) {
-  const int lane = threadIdx.x & 31, depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
+  const int depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
   const uint64_t policy =
       S::TOKENS <= kStreamingTokens ? evict_first_policy() : evict_normal_policy();
   TileScheduler<S> next(g);
@@ -161,15 +161,15 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
         next.advance(g);
       if (step == idle_step<S>(depth_steps, 2) && next.more())
         packed_ranks.load(g, next.tile.block);
+      AdaptersHeader adapters = {};
+      if (step == depth_steps - 1)
+        adapters = adapters_header(list, count, adapter_stages);
       pipeline.wait_empty();
-      if (step == depth_steps - 1) {
-        const AdaptersHeader adapters = adapters_header(list, count, adapter_stages);
-        if (lane == 0)
-          adapters.write(pipeline.header());
-      }
       if (is_elected()) {
         if (step == 0)
           TileHeader{tile, count}.write(pipeline.header());
+        if (step == depth_steps - 1)
+          adapters.write(pipeline.header());
         barrier_expect(pipeline.full(), step_bytes<S>(g) + S::SPANS * boxes.rows() * kRowBytes);
         load_weights<S>(w_map, g, tile, tiles, step, pipeline, policy);
         boxes.load(x_maps, step, tile.block * S::TOKENS, pipeline);
@@ -191,7 +191,7 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
     }
   }
   pipeline.wait_empty();
-  if (lane == 0) {
+  if (is_elected()) {
     TileHeader{{-1, 0, 0}, 0}.write(pipeline.header());
     barrier_arrive(pipeline.full());
   }
