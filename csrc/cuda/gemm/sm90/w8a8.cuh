@@ -100,15 +100,11 @@ template <int N> struct ThreadScales {
   }
 };
 
-/* d += partial times the scales of a thread's rows and of its tokens. Rows have one scale, at
- * `row_scales`, or BY_ROW one each. */
+/* d += partial times the scales of a thread's rows, `low` and of BY_ROW `high`, and of its tokens.
+ */
 template <bool BY_ROW, int N>
-__device__ __forceinline__ void promote(float *d, const float *partial, uint32_t row_scales,
+__device__ __forceinline__ void promote(float *d, const float *partial, float low, float high,
                                         const ThreadScales<N> &tokens) {
-  if (BY_ROW)
-    row_scales += (threadIdx.x >> 5 & 3) * 64 + (threadIdx.x >> 2 & 7) * 4;
-  const float low = __uint_as_float(load_shared_4(row_scales));
-  const float high = BY_ROW ? __uint_as_float(load_shared_4(row_scales + 32)) : low;
 #pragma unroll
   for (int i = 0; i < N / 8; i++) {
     const float2 x = tokens[i];
@@ -131,6 +127,7 @@ __device__ __forceinline__ int multiply_w8a8(float (&d)[2][S::TOKENS / 2],
   constexpr int TILES = kPaired<S> ? 2 : 1;
   const int depth_steps = (g.tokens.k + kDepth - 1) / kDepth;
   const bool by_row = g.weights.w.format == MOELORA_FP8_ROWS;
+  const int row = by_row ? (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7) : 0;
   int previous = 0;
   float partial[TILES][N / 2];
 #pragma unroll 1
@@ -145,8 +142,15 @@ __device__ __forceinline__ int multiply_w8a8(float (&d)[2][S::TOKENS / 2],
 #pragma unroll
       for (int t = 0; t < TILES; t++)
         multiply_e4m3<N>(partial[t], wgmma_descriptor(weights + (first + t) * kM64Bytes), b);
+      float low[TILES], high[TILES]; // while the products take their time
       if (first == 0)
         token_scales.load(pipeline.token_scales());
+#pragma unroll
+      for (int t = 0; t < TILES; t++) {
+        const uint32_t scales = pipeline.weight_scales(2 * consumer + first + t) + row * 4;
+        low[t] = __uint_as_float(load_shared_4(scales));
+        high[t] = __uint_as_float(load_shared_4(scales + 32));
+      }
       if (S::ALIASED_BUFFERS > 0 && first == 0 && step == 1)
         release_aliased_stage(pipeline, consumer);
 #pragma unroll
@@ -156,11 +160,10 @@ __device__ __forceinline__ int multiply_w8a8(float (&d)[2][S::TOKENS / 2],
         else
           wgmma_wait<0>();
         settle<N / 2>(partial[t]);
-        const uint32_t row_scales = pipeline.weight_scales(2 * consumer + first + t);
         if (by_row)
-          promote<true, N>(d[first + t], partial[t], row_scales, token_scales);
+          promote<true, N>(d[first + t], partial[t], low[t], high[t], token_scales);
         else
-          promote<false, N>(d[first + t], partial[t], row_scales, token_scales);
+          promote<false, N>(d[first + t], partial[t], low[t], 0.f, token_scales);
       }
     }
     previous = pipeline.stage;
