@@ -50,7 +50,7 @@ class Part:
 
 PARTS = (
     Part("info", 60, "-m moelora info"),
-    Part("tests", 280, "-m pytest -q -m gpu -n 12 --timeout=100 -p no:cacheprovider tests"),
+    Part("tests", 280, "-m pytest -v -rfE --tb=short -m gpu -n 15 --timeout=100 tests"),
     Part("variants", 150, "-m benchmarks.variants --models {quantised} --deadline-s {deadline}"
          " --out {out}/h200-variants.json"),
     Part("builds-fp8", 110, f"{BUILDS} --models {FP8} --tokens 16,64,256,1024,4096,16384"
