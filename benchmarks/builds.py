@@ -22,8 +22,8 @@ import torch
 
 from benchmarks.processes import Build
 from moelora.bench import cases, harness, results, shapes, timing
-from moelora.bench.baselines import Layer
 from moelora.bench.baselines.ours import Ours
+from moelora.bench.layer import Layer
 
 
 class Worker:

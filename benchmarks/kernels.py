@@ -20,8 +20,8 @@ import sys
 import torch
 
 from moelora.bench import cases, results
-from moelora.bench.baselines import Layer
 from moelora.bench.baselines.ours import Ours
+from moelora.bench.layer import Layer
 from moelora.bench.shapes import find
 
 CASES = (

@@ -21,8 +21,8 @@ import torch
 
 from benchmarks.builds import numbers
 from moelora.bench import cases, results, shapes
-from moelora.bench.baselines import Layer
 from moelora.bench.baselines.ours import Ours
+from moelora.bench.layer import Layer
 from moelora.bench.timing import GraphTimer
 
 PAUSE_S, RESTED_CALLS = 0.3, 10

@@ -18,9 +18,9 @@ import torch
 from benchmarks.builds import numbers
 from moelora import _C
 from moelora.bench import cases, harness, results, shapes, timing
-from moelora.bench.baselines import Layer
 from moelora.bench.baselines.ours import Ours
 from moelora.bench.formats import FORMATS
+from moelora.bench.layer import Layer
 
 FASTER = 0.98
 

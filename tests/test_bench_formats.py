@@ -12,9 +12,10 @@ import torch
 from benchmarks import formats, tables
 from moelora.__main__ import main
 from moelora.bench import baselines, cases, compare, machine, results, shapes
-from moelora.bench.baselines import Layer, Options, baselines_of, vllm_quantised
+from moelora.bench.baselines import Options, baselines_of, vllm_quantised
 from moelora.bench.baselines.ours import Ours
 from moelora.bench.formats import FORMATS
+from moelora.bench.layer import Layer
 from moelora.bench.timing import Run
 
 TOY = shapes.Model("toy", experts=4, top_k=2, hidden=256, intermediate=128)

@@ -12,19 +12,11 @@ import torch
 from benchmarks import cpu_layer, layer, variants
 from moelora.__main__ import main
 from moelora.bench import cases, compare, machine, plot, results, shapes, timing
-from moelora.bench.baselines import (
-    ABOUT,
-    DEFAULTS,
-    Layer,
-    Options,
-    Skipped,
-    _load,
-    baselines_of,
-    require,
-)
+from moelora.bench.baselines import ABOUT, DEFAULTS, Options, Skipped, _load, baselines_of, require
 from moelora.bench.baselines.ours import Loop, Ours
 from moelora.bench.command import add_options
 from moelora.bench.harness import reference_rows, relative_error
+from moelora.bench.layer import Layer
 
 # Sizes that no vector length divides.
 TOY = shapes.Model("toy", experts=4, top_k=2, hidden=72, intermediate=40)

@@ -32,6 +32,7 @@ from rich.table import Table
 from moelora import _C
 from moelora.bench import baselines, cases, compare, config, console, formats, plot, results, shapes
 from moelora.bench.harness import Bench, Situation
+from moelora.bench.layer import Layer
 from moelora.bench.machine import processor
 from moelora.bench.results import Case
 from moelora.bench.timing import GraphTimer, TurnTimer
@@ -244,7 +245,7 @@ def measure(args: argparse.Namespace, console: Console) -> list[Case]:
             progress.update(bar, description=what)
             bench = layer = found = None  # before the next one is drawn
             same_a = "transformers" in args.baselines
-            layer = baselines.Layer(model, dtype, args.ranks, adapters, generator, same_a)
+            layer = Layer(model, dtype, args.ranks, adapters, generator, same_a)
             found, missing = baselines.baselines_of(layer, args.baselines, options)
             absent |= missing
             situation = Situation(key, args.tp, args.mix, args.routing)

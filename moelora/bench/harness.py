@@ -12,8 +12,9 @@ from torch import Tensor
 
 from moelora import _C
 from moelora.bench import cases
-from moelora.bench.baselines import Layer, Skipped, TooSlow
+from moelora.bench.baselines import Skipped, TooSlow
 from moelora.bench.formats import FORMATS
+from moelora.bench.layer import Layer
 from moelora.reference import activate
 from moelora.reference.fp8 import is_w8a8, rule_of
 

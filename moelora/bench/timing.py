@@ -19,8 +19,8 @@ import torch
 from moelora.bench.machine import CpuYardsticks, Peaks, gpu_peaks
 
 if TYPE_CHECKING:
-    from moelora.bench.baselines import Layer
     from moelora.bench.cases import Batch
+    from moelora.bench.layer import Layer
 
 COLD_BYTES = 192e6  # three times the L2 of an H200
 

@@ -27,10 +27,11 @@ from torch import Tensor
 
 from moelora import _C, tuned
 from moelora.bench import cases, command
-from moelora.bench.baselines import Layer, Options
+from moelora.bench.baselines import Options
 from moelora.bench.baselines.ours import Ours
 from moelora.bench.cases import Batch
 from moelora.bench.harness import TOLERANCE, reference_rows, relative_error
+from moelora.bench.layer import Layer
 from moelora.bench.timing import GraphTimer, Key, Run, Times, TurnTimer, on
 
 SHORT = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}  # in the names of variants

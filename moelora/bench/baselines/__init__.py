@@ -7,18 +7,16 @@ To add one, write such a class and name it in BASELINES.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from moelora.bench import cases
-from moelora.bench.shapes import Model
-from moelora.reference.fp8 import numbers_of
+from moelora.bench.layer import Layer
 
 if TYPE_CHECKING:
     from moelora.bench.timing import Runs
-    from moelora.quantized import QuantizedWeights
 
 
 class Skipped(Exception):
@@ -27,61 +25,6 @@ class Skipped(Exception):
 
 class TooSlow(Skipped):
     """It will not become faster: the larger ranks and batches of this layer are left out too."""
-
-
-class Layer:
-    """Weights and adapters of one model in one dtype, shared by all baselines.
-
-    `same_a`: gate and up get equal (but separate) shrink factors, as PEFT's `target_parameters`
-    can hold no others.
-    """
-
-    w13: torch.Tensor | QuantizedWeights
-    w2: torch.Tensor | QuantizedWeights
-    b13: torch.Tensor | None
-    b2: torch.Tensor | None
-
-    def __init__(
-        self,
-        model: Model,
-        dtype: str,
-        ranks: Iterable[int],
-        adapters: int,
-        generator: torch.Generator,
-        same_a: bool = False,
-    ):
-        self.model, self.dtype, self.adapters = model, dtype, adapters
-        self.device = generator.device
-        torch_dtype = cases.DTYPES[dtype]
-        self.checkpoint: cases.Checkpoint = {}  # what quantised weights were made of
-        if model.format:
-            self.checkpoint = cases.draw_checkpoint(model, generator, torch_dtype)
-            self.w13, self.w2 = cases.pack_checkpoint(model, self.checkpoint, torch_dtype)
-        else:
-            self.w13, self.w2 = cases.draw_weights(model, generator, torch_dtype)
-        self.b13, self.b2 = cases.draw_biases(model, generator, torch_dtype)
-        self.stacks = {
-            rank: cases.draw_factors(model, adapters, rank, generator, torch_dtype)
-            for rank in ranks
-        }
-        if same_a:
-            for factors in self.stacks.values():
-                for a in factors.a13[1:]:
-                    a.copy_(factors.a13[0])
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """w13 and w2 of a layer that is not quantised."""
-        assert isinstance(self.w13, torch.Tensor) and isinstance(self.w2, torch.Tensor)
-        return self.w13, self.w2
-
-    def weights_of(self, projection: str, expert: int) -> torch.Tensor:
-        """One expert's "w13" or "w2" [N, K], as numbers if it is quantised."""
-        w = getattr(self, projection)
-        if isinstance(w, torch.Tensor):
-            return w[expert]
-        alone = replace(w, data=w.data[expert : expert + 1], shape=torch.Size((1, *w.shape[1:])))
-        return numbers_of(alone)[0].to(self.device)
 
 
 @dataclass

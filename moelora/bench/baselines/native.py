@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moelora.bench.baselines import Layer, Options, require, require_no_biases
+from moelora.bench.baselines import Options, require, require_no_biases
 from moelora.bench.cases import Batch
+from moelora.bench.layer import Layer
 from moelora.bench.timing import Run, Runs
 from moelora.reference import activate
 

@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 import moelora
-from moelora.bench.baselines import Layer, Options, TooSlow, require, synchronize
+from moelora.bench.baselines import Options, TooSlow, require, synchronize
 from moelora.bench.cases import Batch
+from moelora.bench.layer import Layer
 from moelora.bench.timing import Run, Runs, on
 from moelora.reference import naive_fused_experts_lora
 from moelora.reference.fp8 import is_w8a8

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 import moelora
-from moelora.bench.baselines import Layer, Options, require, require_no_biases
+from moelora.bench.baselines import Options, require, require_no_biases
 from moelora.bench.cases import Batch
+from moelora.bench.layer import Layer
 from moelora.bench.timing import Run, Runs, on
 
 

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moelora.bench.baselines import Layer, Options, Skipped, TooSlow, require, synchronize
+from moelora.bench.baselines import Options, Skipped, TooSlow, require, synchronize
 from moelora.bench.cases import Batch, Factors
+from moelora.bench.layer import Layer
 from moelora.bench.shapes import Model
 from moelora.bench.timing import Run, Runs, on
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from moelora.bench.baselines import Layer, Options, require
+from moelora.bench.baselines import Options, require
 from moelora.bench.cases import Batch
+from moelora.bench.layer import Layer
 from moelora.bench.timing import Run, Runs, on
 
 

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moelora.bench.baselines import Layer, Options, require
+from moelora.bench.baselines import Options, require
 from moelora.bench.cases import Batch
+from moelora.bench.layer import Layer
 from moelora.bench.timing import Run, Runs
 from moelora.ops import Activation
 
