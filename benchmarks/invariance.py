@@ -39,6 +39,7 @@ from benchmarks.problems import Problem, Spec
 from moelora import _C
 from moelora.bench import baselines, harness, results, shapes
 from moelora.bench.command import GraphTimer
+from moelora.bench.layer import Layer
 
 MOST = {"cuda": 8192, "cpu": 96}  # tokens of a composition
 POOL = {"cuda": 640, "cpu": 48}
@@ -318,7 +319,7 @@ def cost(models: dict[str, int], tokens: tuple, ranks: list[int], budget_ms: flo
     """The layer in both modes, replays of CUDA graphs in turn."""
     timer, generator = GraphTimer(), torch.Generator("cuda").manual_seed(1234)
     for key in models:
-        stack = baselines.Layer(shapes.find(key)[1], "bf16", ranks, 8, generator)
+        stack = Layer(shapes.find(key)[1], "bf16", ranks, 8, generator)
         found, _ = baselines.baselines_of(stack, ["invariant"], baselines.Options())
         situation = harness.Situation(key, 1, "many", "uniform")
         bench = harness.Bench(stack, found, situation, timer, budget_ms)
