@@ -24,13 +24,15 @@ from moelora import AdapterPool, MoELayer
 from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
 from moelora.reference.delta import run_moe_lora_ref
 
-# What moelora is called by and calls, from python/sglang/srt of SGLang (commit 53ccafdf).
+# What moelora is called by and calls, from sglang/srt of SGLang 0.5.23, the first release with it.
 SIGNATURES = {
     "lora.moe.runner.MoeLoraRunner.from_layer": (
         "(base_layer, *, workspace=None, is_shared_outer, physical_rank)"
     ),
     "lora.moe.runner.MoeLoraRunner.run": "(self, dispatch_output, batch)",
-    "lora.layers.FusedMoEWithLoRA._initialize_moe_lora_execution": "(self, base_layer)",
+    "lora.layers.FusedMoEWithLoRA.__init__": (
+        "(self, base_layer, lora_backend, *, experts_shared_outer_loras=False, max_lora_rank=None)"
+    ),
     "layers.moe.token_dispatcher.standard.StandardCombineInput": "(hidden_states)",
     "plugins.hook_registry.HookRegistry.register": (
         "(target, hook, hook_type=<HookType.AFTER: 'after'>, *, source=None)"
@@ -64,6 +66,11 @@ class MoeLoraBatch:
     token_lora_mapping: torch.Tensor
     use_cuda_graph: bool = False
     is_prefill: bool = False
+
+
+class LoRABatchLayout(Enum):
+    DP_LOCAL = "dp_local"
+    TP_GLOBAL = "tp_global"
 
 
 class HookType(Enum):
@@ -115,20 +122,19 @@ def make_runner():
 
 def make_layer():
     class FusedMoEWithLoRA:
-        def __init__(self, base_layer, lora_backend, *, experts_shared_outer_loras, max_lora_rank):
-            self.lora_backend = lora_backend
-            self.experts_shared_outer_loras = experts_shared_outer_loras
-            self._max_lora_rank = max_lora_rank
-            self._initialize_moe_lora_execution(base_layer)
-
-        def _initialize_moe_lora_execution(self, base_layer):
+        def __init__(
+            self, base_layer, lora_backend, *, experts_shared_outer_loras=False, max_lora_rank=None
+        ):
             from sglang.srt.lora.moe.runner import MoeLoraRunner
 
+            self.lora_backend = lora_backend
+            if lora_backend.name != "triton_v2":
+                return
             self._moe_lora_runner = MoeLoraRunner.from_layer(
                 base_layer,
                 workspace=object(),
-                is_shared_outer=self.experts_shared_outer_loras,
-                physical_rank=self._max_lora_rank,
+                is_shared_outer=experts_shared_outer_loras,
+                physical_rank=max_lora_rank,
             )
 
     return FusedMoEWithLoRA
@@ -143,6 +149,7 @@ def sglang(monkeypatch):
         },
         "sglang.srt.lora.layers": {"FusedMoEWithLoRA": make_layer()},
         "sglang.srt.lora.moe.runner": {"MoeLoraRunner": make_runner()},
+        "sglang.srt.runtime_context": {"LoRABatchLayout": LoRABatchLayout},
         "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
     }
     for path in contents:
@@ -165,9 +172,7 @@ def test_signatures(sglang):
     ours = {
         "lora.moe.runner.MoeLoraRunner.from_layer": moelora_sglang.MoeLoraRunner.from_layer,
         "lora.moe.runner.MoeLoraRunner.run": moelora_sglang.MoeLoraRunner.run,
-        "lora.layers.FusedMoEWithLoRA._initialize_moe_lora_execution": (
-            make_layer()._initialize_moe_lora_execution
-        ),
+        "lora.layers.FusedMoEWithLoRA.__init__": make_layer().__init__,
         "layers.moe.token_dispatcher.standard.StandardCombineInput": StandardCombineInput,
         "plugins.hook_registry.HookRegistry.register": HookRegistry.register,
     }
@@ -183,6 +188,23 @@ def test_signatures_of_sglang():
         for part in path[first:]:
             found = getattr(found, part)
         assert signature(found) == wanted, name
+
+
+def test_layers_of_other_backends_have_no_runner(sglang):
+    layer = sglang.FusedMoEWithLoRA(None, make_lora_backend(name="csgmv"))
+    assert not hasattr(layer, "_moe_lora_runner")
+
+
+def test_true_ranks_are_those_of_all_tokens(sglang):
+    runner = moelora_sglang.MoeLoraRunner(make_base_layer(Spec().build()))
+    assert runner.true_ranks() is None
+    runner.lora_backend = make_lora_backend(lora_ranks="these")
+    assert runner.true_ranks() == "these"
+    runner.lora_backend.get_batch_info = lambda layout: None
+    assert runner.true_ranks() is None
+    del sys.modules["sglang.srt.runtime_context"]  # a release without layouts
+    runner.lora_backend.batch_info = SimpleNamespace(lora_ranks="its")
+    assert runner.true_ranks() == "its"
 
 
 def test_entry_point():
@@ -234,12 +256,21 @@ def make_base_layer(p, **config):
     )
 
 
+def make_lora_backend(lora_ranks=None, name="triton_v2"):
+    """Of the tokens of all ranks it knows the slots' ranks, of those of this one other ones."""
+    infos = {
+        LoRABatchLayout.TP_GLOBAL: SimpleNamespace(lora_ranks=lora_ranks),
+        LoRABatchLayout.DP_LOCAL: SimpleNamespace(lora_ranks="not these"),
+    }
+    local = infos[LoRABatchLayout.DP_LOCAL]
+    return SimpleNamespace(name=name, batch_info=local, get_batch_info=infos.get)
+
+
 def run(sglang, p, zeros, **config):
     """What SGLang's layer would do with a problem; without zeros beyond them ranks are needed."""
-    batch_info = SimpleNamespace(lora_ranks=None if zeros else p.lora_ranks)
     layer = sglang.FusedMoEWithLoRA(
         make_base_layer(p, **config),
-        SimpleNamespace(batch_info=batch_info),
+        make_lora_backend(None if zeros else p.lora_ranks),
         experts_shared_outer_loras=p.spec.sharing == "outer",
         max_lora_rank=p.w2_lora_a.size(2),
     )
@@ -316,9 +347,7 @@ def test_other_layers_run_sglangs_own_path(reason, sglang, caplog):
         setattr(owner, name, value)
     with caplog.at_level(logging.WARNING, "sglang.moelora"):
         for _ in range(2):
-            layer = sglang.FusedMoEWithLoRA(
-                base_layer, None, experts_shared_outer_loras=False, max_lora_rank=16
-            )
+            layer = sglang.FusedMoEWithLoRA(base_layer, make_lora_backend(), max_lora_rank=16)
             assert layer._moe_lora_runner.run(None, None) == "SGLang's own"
     assert [reason in message for message in caplog.messages] == [True]
     with pytest.raises(NotImplementedError, match=reason):

@@ -62,9 +62,10 @@ def from_layer(
 
 
 def after_initialize(result: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
-    """After `FusedMoEWithLoRA._initialize_moe_lora_execution`: where the true ranks are."""
-    if isinstance(layer._moe_lora_runner, MoeLoraRunner):
-        layer._moe_lora_runner.lora_backend = layer.lora_backend
+    """After `FusedMoEWithLoRA.__init__`: where the true ranks are."""
+    runner = getattr(layer, "_moe_lora_runner", None)  # of the lora_* backends alone
+    if isinstance(runner, MoeLoraRunner):
+        runner.lora_backend = layer.lora_backend
 
 
 def register() -> None:
@@ -79,9 +80,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{runner}.MoeLoraRunner.from_layer", from_layer, HookType.AROUND)
-    HookRegistry.register(
-        f"{LAYER}._initialize_moe_lora_execution", after_initialize, HookType.AFTER
-    )
+    HookRegistry.register(f"{LAYER}.__init__", after_initialize, HookType.AFTER)
     log.info(
         "moelora: version %s runs MoE layers with LoRA; %s=0 leaves them", _C.version(), SWITCH
     )

@@ -125,12 +125,28 @@ class MoeLoraRunner:
             topk.topk_weights,
             topk.topk_ids,
             batch,
-            lora_ranks=self.lora_backend and self.lora_backend.batch_info.lora_ranks,
+            lora_ranks=self.true_ranks(),
             activation=self.activation,
             routed_scaling_factor=self.routed_scaling_factor,
             apply_router_weight_on_input=self.apply_router_weight_on_input,
         )
         return StandardCombineInput(hidden_states=out)
+
+    def true_ranks(self) -> Tensor | None:
+        """That of each slot, (L,) int32; None where nobody knows them.
+
+        Under data-parallel attention experts meet the tokens of all ranks, and the batch that knows
+        their adapters is not that of this rank's tokens.
+        """
+        if self.lora_backend is None:
+            return None
+        try:
+            from sglang.srt.runtime_context import LoRABatchLayout
+        except ImportError:
+            info = self.lora_backend.batch_info
+        else:
+            info = self.lora_backend.get_batch_info(LoRABatchLayout.TP_GLOBAL)
+        return info and info.lora_ranks
 
 
 def reason_against(base_layer: Any) -> str | None:
