@@ -141,7 +141,14 @@ def make_layer():
 
 
 @pytest.fixture
-def sglang(monkeypatch):
+def hook_registry(monkeypatch):
+    """What the module of this name has; tests against sources have SGLang's own."""
+    monkeypatch.setattr(HookRegistry, "hooks", [])
+    return {"HookRegistry": HookRegistry, "HookType": HookType}
+
+
+@pytest.fixture
+def sglang(monkeypatch, hook_registry):
     """Stand-ins for SGLang's modules, with the plugin registered and its hooks applied."""
     contents = {
         "sglang.srt.layers.moe.token_dispatcher.standard": {
@@ -150,7 +157,7 @@ def sglang(monkeypatch):
         "sglang.srt.lora.layers": {"FusedMoEWithLoRA": make_layer()},
         "sglang.srt.lora.moe.runner": {"MoeLoraRunner": make_runner()},
         "sglang.srt.runtime_context": {"LoRABatchLayout": LoRABatchLayout},
-        "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
+        "sglang.srt.plugins.hook_registry": hook_registry,
     }
     for path in contents:
         parts = path.split(".")
@@ -160,10 +167,9 @@ def sglang(monkeypatch):
                 module.__spec__, module.__path__ = ModuleSpec(name, None), []
                 monkeypatch.setitem(sys.modules, name, module)
         vars(sys.modules[path]).update(contents[path])
-    monkeypatch.setattr(HookRegistry, "hooks", [])
     moelora_sglang._say.cache_clear()
     moelora_sglang.register()
-    HookRegistry.apply_hooks()
+    hook_registry["HookRegistry"].apply_hooks()
     return SimpleNamespace(**{name: value for c in contents.values() for name, value in c.items()})
 
 

@@ -5,12 +5,15 @@
     pip download --no-deps sglang==0.5.23 && python -m zipfile -e sglang-0.5.23*.whl DIR/0.5.23
 """
 
+import logging
 import os
 import re
+from importlib import util
 from pathlib import Path
 
 import pytest
-from test_sglang import SIGNATURES
+from cases import Spec
+from test_sglang import SIGNATURES, make_base_layer, make_lora_backend, sglang  # noqa: F401
 from vllm_sources import Sources
 
 from moelora.integrations import sglang as plugin
@@ -50,7 +53,7 @@ READ = {
         "routed_scaling_factor activation is_gated topk_output"
     ),
     "lora/backend/base_backend.py": "batch_info get_batch_info",
-    "lora/utils.py": "lora_ranks",
+    "lora/backend/triton_v2_backend.py": "lora_ranks token_slots",
     "runtime_context.py": "LoRABatchLayout TP_GLOBAL",
     "layers/moe/fused_moe_triton/layer.py": (
         "w13_weight w2_weight dispatcher with_bias moe_runner_config "
@@ -68,3 +71,31 @@ READ = {
 def test_names(release, file):
     text = (release / "sglang/srt" / file).read_text()
     assert [word for word in READ[file].split() if not re.search(rf"\b{word}\b", text)] == []
+
+
+def test_buffers_are_laid_out_as_they_are_read(release):
+    """The slices of A begin the largest rank apart, whatever an adapter's own; B is scaled."""
+    text = Sources(release).text("sglang.srt.lora.mem_pool")
+    assert "ci * max_r:ci * max_r + lora_rank" in text
+    assert "w * lora_adapter.scaling" in text
+
+
+@pytest.fixture
+def hook_registry(release):
+    path = release / "sglang/srt/plugins/hook_registry.py"  # needs the standard library alone
+    spec = util.spec_from_file_location("sglang.srt.plugins.hook_registry", path)
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return {name: getattr(module, name) for name in ("HookRegistry", "HookType")}
+
+
+def test_its_registry_applies_the_hooks(sglang, caplog):  # noqa: F811
+    """On the stand-ins: SGLang logs a traceback and goes on where it cannot."""
+    base_layer, lora_backend = make_base_layer(Spec().build()), make_lora_backend("these")
+    layer = sglang.FusedMoEWithLoRA(base_layer, lora_backend, max_lora_rank=16)
+    assert isinstance(layer._moe_lora_runner, plugin.MoeLoraRunner)
+    assert layer._moe_lora_runner.true_ranks() == "these"
+    base_layer.with_bias = True
+    layer = sglang.FusedMoEWithLoRA(base_layer, lora_backend, max_lora_rank=16)
+    assert layer._moe_lora_runner.run(None, None) == "SGLang's own"
+    assert not [record for record in caplog.get_records("setup") if record.levelno >= logging.ERROR]
