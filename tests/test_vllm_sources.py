@@ -31,7 +31,7 @@ def test_a_release_has_what_is_needed(sources, part):
 
 @pytest.mark.parametrize("name", interface.METHODS)
 def test_methods_are_known_or_not_there(sources, name):
-    """Marlin's class of compressed-tensors went into the other one between 0.26 and 0.29."""
+    """Marlin's class of compressed-tensors went into the other one in 0.27."""
     problem = interface.problem(interface.METHODS[name], sources.parameters)
     if problem is not None:
         assert name == "compressed_tensors_marlin"
