@@ -20,13 +20,8 @@ from moelora.integrations import sglang as plugin
 
 FOLDER = Path(os.environ.get("SGLANG_SOURCES", Path(__file__).parents[1] / ".peers/sglang_sources"))
 # Older releases have no such runner: there the plugin says so and leaves SGLang alone.
-RELEASES = sorted(
-    folder
-    for folder in FOLDER.glob("*")
-    if any(
-        (folder / runner.replace(".", "/")).with_suffix(".py").exists() for runner in plugin.RUNNERS
-    )
-)
+RUNNER = plugin.RUNNER.replace(".", "/") + ".py"
+RELEASES = sorted(folder for folder in FOLDER.glob("*") if (folder / RUNNER).exists())
 pytestmark = pytest.mark.skipif(not RELEASES, reason=f"no sources of SGLang in {FOLDER}")
 
 

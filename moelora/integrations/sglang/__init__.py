@@ -38,8 +38,7 @@ __all__ = [
 ]
 
 SWITCH = "MOELORA_SGLANG"
-# Where SGLang keeps its runner, newest first.
-RUNNERS = ("sglang.srt.lora.moe.runner", "sglang.srt.lora.moe.moe_lora_runner")
+RUNNER = "sglang.srt.lora.moe.runner"
 LAYER = "sglang.srt.lora.layers.FusedMoEWithLoRA"
 
 log = logging.getLogger("sglang.moelora")
@@ -73,13 +72,12 @@ def register() -> None:
     if os.environ.get(SWITCH) == "0":
         log.info("moelora: off, as %s=0 says", SWITCH)
         return
-    runner = next((name for name in RUNNERS if _exists(name)), None)
-    if runner is None:
+    if not _exists(RUNNER):
         _say("this SGLang has no MoeLoraRunner")
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(f"{runner}.MoeLoraRunner.from_layer", from_layer, HookType.AROUND)
+    HookRegistry.register(f"{RUNNER}.MoeLoraRunner.from_layer", from_layer, HookType.AROUND)
     HookRegistry.register(f"{LAYER}.__init__", after_initialize, HookType.AFTER)
     log.info(
         "moelora: version %s runs MoE layers with LoRA; %s=0 leaves them", _C.version(), SWITCH
