@@ -60,7 +60,6 @@ void yield();
 
 /* Named barriers of a CTA, of `count` threads; sync returns whether any came with `value`. */
 bool barrier_sync(int id, int count, bool value = false);
-void barrier_pass(int id, int count);
 void cluster_sync();
 unsigned grid_arrive();
 void grid_wait(unsigned token);

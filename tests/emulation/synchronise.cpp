@@ -69,17 +69,6 @@ bool barrier_sync(int id, int count, bool value) {
   return self->result;
 }
 
-void barrier_pass(int id, int count) {
-  Barrier &barrier = self->cta->named[id];
-  if (++barrier.arrived >= count) {
-    for (Fiber *fiber : barrier.waiting)
-      fiber->result = barrier.any;
-    barrier.arrived = 0;
-    barrier.any = false;
-    release(barrier.waiting);
-  }
-}
-
 void cluster_sync() {
   Barrier &barrier = self->cta->cluster->barrier;
   if (++barrier.arrived == (int)(launch.cluster * launch.block.x)) {

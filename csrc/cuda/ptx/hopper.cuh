@@ -261,11 +261,6 @@ template <int THREADS = 128> __device__ __forceinline__ void warpgroup_sync(int 
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
-/* Counts towards THREADS, too, and goes on. */
-template <int THREADS> __device__ __forceinline__ void warpgroup_arrive(int id) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
-}
-
 /* 8x8 tiles of 16-bit elements to shared memory, transposed on the way. */
 __device__ __forceinline__ void store_matrix_x4_trans(uint32_t at, uint32_t a, uint32_t b,
                                                       uint32_t c, uint32_t d) {

@@ -100,9 +100,6 @@ inline bool warpgroup_any(int id, bool value) {
 template <int THREADS = 128> void warpgroup_sync(int id) {
   emulation::barrier_sync(id, THREADS);
 }
-template <int THREADS> void warpgroup_arrive(int id) {
-  emulation::barrier_pass(id, THREADS);
-}
 
 inline void fence_async_proxy() {}
 inline void wgmma_fence() {}
