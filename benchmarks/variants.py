@@ -19,7 +19,6 @@ from benchmarks.builds import numbers
 from moelora import _C
 from moelora.bench import cases, harness, results, shapes, timing
 from moelora.bench.baselines.ours import Ours
-from moelora.bench.formats import FORMATS
 from moelora.bench.layer import Layer
 
 FASTER = 0.98
@@ -83,16 +82,14 @@ def measure(args, clock: Clock, device: str = "cuda"):
 
 def compare(ours: Ours, batches, rank: int, clock: Clock) -> dict:
     model, moved = ours.layer.model, cases.work(ours.layer.model, batches[0])[1]
-    work = [cases.work(model, batch, rank) for batch in batches]
-    flops, bytes_moved = (sum(w) / len(work) for w in zip(*work, strict=True))
-    rate = FORMATS[model.format].rate if model.format else 1.0
+    bound = harness.bound_us(model, harness.mean_work(model, batches, rank), clock.peaks)
     run = timing.on(batches, ours.run, rank)
     run(0)
     plan = _C.last_plan()
     row = {
         "rank": rank,
         "plan": plan,
-        "bound_us": round(1e6 * clock.peaks.bound(flops / rate, bytes_moved), 2),
+        "bound_us": round(bound, 2),
         "us": round(clock.microseconds(run, batches, moved), 2),
         "variants_us": {},
     }

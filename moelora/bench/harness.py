@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from moelora.bench.cases import Batch
     from moelora.bench.machine import Peaks
     from moelora.bench.results import Case
+    from moelora.bench.shapes import Model
     from moelora.bench.timing import GraphTimer, Key, Runs, Times, TurnTimer
 
 # Relative to the norm of the reference; baselines that merge or add adapters later round more.
@@ -75,6 +76,19 @@ def rotation(device: torch.device, tokens: int) -> int:
     return 32 if tokens <= 16 else 8 if tokens <= 64 else 4 if tokens <= 256 else 2
 
 
+def mean_work(model: Model, batches: Sequence[Batch], rank: int) -> tuple[float, float]:
+    """(flops, bytes) of one layer, the mean of the batches."""
+    flops, moved = zip(*(cases.work(model, batch, rank) for batch in batches), strict=True)
+    return sum(flops) / len(batches), sum(moved) / len(batches)
+
+
+def bound_us(model: Model, work: tuple[float, float], peaks: Peaks) -> float:
+    """What (flops, bytes) of one layer take at least, in microseconds."""
+    flops, moved = work
+    rate = FORMATS[model.format].rate if model.format else 1.0
+    return 1e6 * peaks.bound(flops / rate, moved)
+
+
 @dataclass
 class Situation:
     """What the batches of a layer have in common."""
@@ -113,16 +127,9 @@ class Bench:
         self.skipped = dict(self.slow)
         runs = self.runs(batches)
         plan, errors, ratios = self.check(runs, batches[0])
-        work = {
-            rank: [sum(w) / len(batches) for w in zip(*per_batch, strict=True)]
-            for rank in (0, *layer.stacks)
-            for per_batch in [[cases.work(layer.model, b, rank) for b in batches]]
-        }
+        work = {rank: mean_work(layer.model, batches, rank) for rank in (0, *layer.stacks)}
         times, peaks = self.timer.compare(runs, batches, work[0][1], self.budget_ms)
-        rate = FORMATS[layer.model.format].rate if layer.model.format else 1.0
-        bounds = {
-            rank: 1e6 * peaks.bound(flops / rate, moved) for rank, (flops, moved) in work.items()
-        }
+        bounds = {rank: bound_us(layer.model, w, peaks) for rank, w in work.items()}
         return [
             self.row(tokens, rank, runs, errors, plan)
             | ({"max_err_ratio": ratios[rank]} if rank in ratios else {})
