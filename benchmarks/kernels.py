@@ -150,7 +150,10 @@ def split(case):
     parts = case.split(":")
     if len(parts) != 3:
         raise SystemExit(f"{case!r} is not model:tokens:rank")
-    find(parts[0])
+    try:
+        find(parts[0])
+    except ValueError as why:
+        raise SystemExit(str(why)) from why
     return parts
 
 
