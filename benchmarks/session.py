@@ -25,7 +25,7 @@ HERE = pathlib.Path(moelora.__file__).parent / "_C.abi3.so"
 FP8 = "qwen3@fp8_block,mixtral@fp8_block"
 FOUR_BITS = "gpt-oss-20b@mxfp4,qwen3@int4,mixtral@int4"
 BUILDS = "-m benchmarks.builds before={before} now={here} --ranks 0,16 --turns 5 --budget-ms 2.5"
-E2E = "-m benchmarks.vllm_e2e --peers {peers}/vllm_e2e --own-kernels --layers 12"
+E2E = "-m benchmarks.vllm_e2e --peers {peers}/vllm_e2e --own-kernels --layers 12 --lora-only"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +70,11 @@ PARTS = (
     Part("delta", 130, "-m benchmarks.delta --budget-ms 4 --deadline-s {deadline}"
          " --out {out}/h200-delta.json"),
     Part("align", 60, "-m benchmarks.align --deadline-s {deadline} --out {out}/h200-align.json"),
-    Part("e2e-fp8", 300, f"{E2E} --format fp8 --budget-s 130"
+    Part("e2e-fp8", 300, f"{E2E} --format fp8 --budget-s 280"
          " --out {out}/h200-e2e-fp8.json"),
-    Part("e2e-mxfp4", 300, f"{E2E} --format mxfp4 --budget-s 130"
+    Part("e2e-mxfp4", 300, f"{E2E} --format mxfp4 --budget-s 280"
          " --out {out}/h200-e2e-mxfp4.json"),
-    Part("e2e-int4", 300, f"{E2E} --format int4 --budget-s 130"
+    Part("e2e-int4", 300, f"{E2E} --format int4 --budget-s 280"
          " --out {out}/h200-e2e-int4.json"),
     Part("sanitizers", 300, "tests/sanitize_gpu.py --tools memcheck,initcheck,synccheck"
          " --log {out}/h200-sanitize.log"),

@@ -3,7 +3,8 @@
     python -m benchmarks.vllm_gpt_oss --out /tmp/tiny-mxfp4 --layers 4 --ranks 16,64
 
 OUT and OUT-dense have the same numbers: MXFP4 is exact in bfloat16. The layers are those of
-gpt-oss-20b, biases and all; adapters have the layout of PEFT's `target_parameters`.
+gpt-oss-20b, biases and all; adapters have the layout of PEFT's `target_parameters`. With
+--only-quantised there is no OUT-dense.
 """
 
 import argparse
@@ -149,15 +150,17 @@ def main(argv=None):
     p.add_argument("--out", type=pathlib.Path, required=True)
     p.add_argument("--layers", type=int, default=4)
     p.add_argument("--ranks", default="16,16,64,64")
+    p.add_argument("--only-quantised", action="store_true", help="no OUT-dense")
     args = p.parse_args(argv)
     make = Maker("cuda" if torch.cuda.is_available() else "cpu")
-    folders = args.out, args.out.with_name(f"{args.out.name}-dense")
-    indices = [{}, {}]
+    folders = [args.out, args.out.with_name(f"{args.out.name}-dense")]
+    folders = folders[:1] if args.only_quantised else folders
+    indices = [{} for _ in folders]
     for out in folders:
         shutil.rmtree(out, ignore_errors=True)
 
     def put(name, *parts):
-        for out, index, tensors in zip(folders, indices, parts, strict=True):
+        for out, index, tensors in zip(folders, indices, parts, strict=False):
             index.update(save(out / "base", f"{name}.safetensors", tensors))
 
     ends = {
@@ -179,7 +182,7 @@ def main(argv=None):
     mxfp4 = {"quant_method": "mxfp4", "modules_to_not_convert": PLAIN}
     shape = {"hidden": HIDDEN, "inter": INTER, "experts": EXPERTS, "layers": args.layers}
     for out, index, more in zip(
-        folders, indices, ({"quantization_config": mxfp4}, {}), strict=True
+        folders, indices, ({"quantization_config": mxfp4}, {}), strict=False
     ):
         base = out / "base"
         (base / "config.json").write_text(json.dumps(config | more, indent=1))
@@ -192,7 +195,7 @@ def main(argv=None):
             "shape": shape,
         }
         (out / "manifest.json").write_text(json.dumps(manifest, indent=1))
-    print(f"made {folders[0]} and {folders[1]} on {make.device}")
+    print(f"made {' and '.join(str(f) for f in folders)} on {make.device}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 
 Reads the folder that `make_model.py` wrote (manifest.json, base, adapters) and writes OUT, whose
 experts are quantised and whose other weights are not, and OUT-dense, whose experts are the numbers
-that OUT's stand for, rounded to bfloat16. Both have the adapters of the model.
+that OUT's stand for, rounded to bfloat16. Both have the adapters of the model. --only-quantised
+leaves OUT-dense out.
 
 int4  compressed-tensors, "pack-quantized", symmetric, groups of 128
 fp8   blocks of 128 by 128, activations quantised on the way
@@ -80,10 +81,10 @@ def settings(format, layers):
 
 
 def write(source, folders, quantise, device):
-    """Every file of weights twice: as quantised, and as what that stands for."""
+    """Every file of weights, for `folders`: as quantised, and as what that stands for."""
     maps = [{} for _ in folders]
     for file in sorted(source.glob("*.safetensors")):
-        made = [{}, {}]
+        made = [{} for _ in folders]
         with safe_open(file, "pt", device=device) as tensors:
             for name in tensors.keys():
                 tensor = tensors.get_tensor(name)
@@ -91,7 +92,8 @@ def write(source, folders, quantise, device):
                     stem = name.removesuffix("weight")
                     parts, dense = quantise(tensor)
                     made[0].update({f"{stem}{n}": t.cpu() for n, t in parts.items()})
-                    made[1][name] = dense.bfloat16().cpu()
+                    for group in made[1:]:
+                        group[name] = dense.bfloat16().cpu()
                 else:
                     for group in made:
                         group[name] = tensor.cpu()
@@ -109,13 +111,15 @@ def main(argv=None):
     p.add_argument("--model", type=pathlib.Path, required=True, help="folder with manifest.json")
     p.add_argument("--format", choices=FORMATS, required=True)
     p.add_argument("--out", type=pathlib.Path, required=True)
+    p.add_argument("--only-quantised", action="store_true", help="no OUT-dense")
     args = p.parse_args(argv)
     manifest = json.loads((args.model / "manifest.json").read_text())
     source = pathlib.Path(manifest["base"])
     config = json.loads((source / "config.json").read_text())
     extra = {"quantization_config": settings(args.format, config["num_hidden_layers"])}
     folders = []
-    for out, more in ((args.out, extra), (args.out.with_name(f"{args.out.name}-dense"), {})):
+    made = [(args.out, extra), (args.out.with_name(f"{args.out.name}-dense"), {})]
+    for out, more in made[:1] if args.only_quantised else made:
         shutil.rmtree(out, ignore_errors=True)
         base = out / "base"
         shutil.copytree(source, base, ignore=shutil.ignore_patterns("*.safetensors*"))

@@ -189,6 +189,25 @@ def test_answers_of_a_wrong_model_are_told_by_their_prompts():
     assert not row["ok"]
 
 
+def test_what_rounding_may_do_is_seen_from_all_prompts():
+    near, far = reply([1, 2]), reply([1, 7], gap=2.0)
+    far["top"] = [{"1": 0.0}, {"7": 0.0, "2": -0.5}]
+    near["top"] = [{"1": 0.0}, {"2": 0.0, "7": -0.5}]
+    noisy = [reply([1], (-1.0, -1.0, -1.0)), reply([1], (-1.0, -1.0, -1.6))]
+    rows = vllm_e2e.compare("x", ["base", "a"], [[far], noisy[:1]], [[near], noisy[1:]])
+    assert [(row["near_ties"], row["ok"]) for row in rows] == [(1, True), (0, True)]
+
+
+def test_a_reference_judges_engines_that_round_activations():
+    said = {"moelora": ["base   |dlp| median 0.0800 p95 0.3   against ...", "reference check OK"]}
+    said["vllm"] = ["base   |dlp| median 0.0700 p95 0.3   against the wrong model 1.8   ok"]
+    (row,) = vllm_e2e.judge(said)
+    assert row == {"topic": "distance", "who": "base", "moelora": 0.08, "vllm": 0.07, "ok": True}
+    said["moelora"][0] = said["moelora"][0].replace("0.0800", "0.0900")
+    assert not vllm_e2e.judge(said)[0]["ok"]
+    assert vllm_e2e.judge({"moelora": said["moelora"]}) == []
+
+
 def test_adapters_that_do_nothing_are_told():
     base, moved = [reply([1])], [reply([1], (-3.0, -4.0))]
     check = {"names": ["base", "a", "b"], "alone": [base, moved, base], "mixed": [base] * 3}
@@ -210,6 +229,11 @@ def quantised_and_dense(tmp_path, format):
     vllm_quantise.main(["--model", str(tmp_path / "tiny"), "--format", format, "--out", str(out)])
     found = [load_file(f / "base" / "m.safetensors") for f in (out, tmp_path / f"{out.name}-dense")]
     config = json.loads((out / "base" / "config.json").read_text())
+    shutil.rmtree(tmp_path / f"{out.name}-dense")
+    again = ["--model", str(tmp_path / "tiny"), "--format", format, "--only-quantised"]
+    vllm_quantise.main([*again, "--out", str(out)])
+    assert load_file(out / "base" / "m.safetensors").keys() == found[0].keys()
+    assert not (tmp_path / f"{out.name}-dense").exists()
     return names, load_file(base / "m.safetensors"), *found, config["quantization_config"]
 
 
@@ -252,3 +276,8 @@ def test_gpt_oss_of_random_numbers(tmp_path, monkeypatch):
     shapes = {name.split("experts.")[1]: tuple(t.shape) for name, t in factors.items()}
     assert shapes["base_layer.lora_A.weight"] == (2 * 4, 96)
     assert shapes["lora_B.weight"] == (96, 4 * 2)
+    alone = tmp_path / "alone"
+    vllm_gpt_oss.main(["--out", str(alone), "--layers", "1", "--ranks", "4", "--only-quantised"])
+    again = load_file(alone / "base" / layer)
+    assert all(torch.equal(again[name], quantised[name]) for name in quantised)
+    assert not (tmp_path / "alone-dense").exists()
