@@ -121,14 +121,19 @@ char *take(std::vector<char *> &from, size_t bytes) {
   return memory;
 }
 
+/* What memory holds that nobody has written: NaN, or large numbers; -1, or a large one. */
+static int unwritten(const Cta *cta) {
+  return cta->block % 2 ? 0x7f : 0xff;
+}
+
 Cta *begin_cta(unsigned number, Cluster *cluster) {
   Cta *cta = new Cta;
   cta->block = number;
   cta->cluster = cluster;
   cluster->ctas.push_back(cta);
   cta->memory = take(free_windows, kWindow);
-  memset(cta->memory, 0xff, launch.shared);
-  memset(cta->memory + kDynamic, 0xff, static_used - kDynamic);
+  memset(cta->memory, unwritten(cta), launch.shared);
+  memset(cta->memory + kDynamic, unwritten(cta), static_used - kDynamic);
   const unsigned threads = launch.block.x;
   cta->warps.resize((threads + 31) / 32);
   cta->fibers.resize(threads);
@@ -307,7 +312,7 @@ size_t reserve_static(size_t bytes, size_t alignment) {
     fail("too many static variables");
   /* The CTAs that run have not filled it. */
   for (Cta *cta : self->cta->cluster->ctas)
-    memset(cta->memory + offset, 0xff, bytes);
+    memset(cta->memory + offset, unwritten(cta), bytes);
   return offset;
 }
 

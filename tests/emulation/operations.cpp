@@ -214,6 +214,19 @@ void load_matrices(uint32_t *v, int count, uint32_t at) {
       &mine);
 }
 
+void store_matrices(const uint32_t *v, int count, uint32_t at) {
+  Matrices mine = {(uint32_t *)v, count, at};
+  meet(
+      ~0u,
+      [](void *const(&lanes)[32], uint32_t) {
+        for_each_row(lanes, "stmatrix", [&](int i, int row, char *to) {
+          for (int pair = 0; pair < 4; pair++)
+            ((uint32_t *)to)[pair] = ((Matrices *)lanes[row * 4 + pair])->v[i];
+        });
+      },
+      &mine);
+}
+
 void store_matrices_transposed(const uint32_t *v, int count, uint32_t at) {
   Matrices mine = {(uint32_t *)v, count, at};
   meet(

@@ -94,8 +94,8 @@ inline void store_cluster_4(uint32_t at, uint32_t rank, uint32_t v) {
   memcpy(emulation::window_of(rank) + at, &v, 4);
 }
 
-inline bool warpgroup_any(int id, bool value) {
-  return emulation::barrier_sync(id, 128, value);
+template <int THREADS = 128> bool warpgroup_any(int id, bool value) {
+  return emulation::barrier_sync(id, THREADS, value);
 }
 template <int THREADS = 128> void warpgroup_sync(int id) {
   emulation::barrier_sync(id, THREADS);
@@ -122,6 +122,10 @@ inline uint64_t wgmma_descriptor_32(uint32_t address) {
 template <int REGISTERS> void give_registers() {}
 template <int REGISTERS> void take_registers() {}
 
+inline void store_matrix_x4(uint32_t at, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  const uint32_t v[4] = {a, b, c, d};
+  emulation::store_matrices(v, 4, at);
+}
 inline void store_matrix_x4_trans(uint32_t at, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   const uint32_t v[4] = {a, b, c, d};
   emulation::store_matrices_transposed(v, 4, at);
