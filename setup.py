@@ -165,8 +165,10 @@ def cuda_arch_flags(source):
     return flags
 
 
-# Spilled by a kernel that no main loop notices: numbers of a tile that wait for its end.
+# Spilled by a kernel that no main loop notices: numbers of a tile that wait for its end. Of FP8
+# products what producers know of a tile, too: they leave their registers to the consumers.
 SPARED_BYTES = 16
+SPARED_BYTES_OF = {"gemm_w8a8.cu": 448}
 
 
 def report_ptxas(source, text):
@@ -177,7 +179,7 @@ def report_ptxas(source, text):
         if found := re.search(r"entry function '(\w+)' for '(\w+)'", line):
             kernel = " for ".join(found.groups())
         if found := re.search(r"(\d+) bytes spill stores", line):
-            if int(found.group(1)) > SPARED_BYTES:
+            if int(found.group(1)) > SPARED_BYTES_OF.get(Path(source).name, SPARED_BYTES):
                 problems.append(f"{source}: {kernel}: {line.strip()}\n")
         elif found := re.search(r"Used (\d+) registers", line):
             registers.append(int(found.group(1)))

@@ -306,6 +306,11 @@ def test_spills_and_serialised_products_are_found(setup_py):
     _, text = setup_py.report_ptxas(source, PTXAS.format(stack=24, stores=20, loads=12))
     assert "_Z4gemmv for sm_90a" in text
     assert "20 bytes spill stores" in text
+    large = source.with_name("gemm_w8a8.cu")
+    assert setup_py.report_ptxas(large, PTXAS.format(stack=208, stores=404, loads=372))[1] == ""
+    assert (
+        "500 bytes" in setup_py.report_ptxas(large, PTXAS.format(stack=9, stores=500, loads=9))[1]
+    )
     assert "warning" in setup_py.report_ptxas(source, "gemm.cu(3): warning #177-D: unused")[1]
     loss = "ptxas info    : (C7520) Potential Performance Loss: wgmma.mma_async instructions are "
     assert "C7520" in setup_py.report_ptxas(source, loss + "serialized due to ... '_Z4gemmv'")[1]

@@ -6,7 +6,7 @@
 #ifndef MOELORA_CORE_PLANS_H
 #define MOELORA_CORE_PLANS_H
 
-#include "moelora.h"
+#include "core/format.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -77,6 +77,12 @@ typedef struct moelora_variant {
 
 /* CUDA: rows of a block up to which a projection can leave its results in float32. */
 #define MOELORA_FLOAT_ROWS 16
+
+/* Whether tokens are operand A of a Hopper GEMM's wgmma, which then takes 64 of them at a time, and
+ * otherwise n8 tiles. */
+static MOELORA_CONSTEXPR bool moelora_tokens_first(moelora_format format, int32_t block_m) {
+  return format == MOELORA_W8A8 && block_m == 128;
+}
 
 /* Depth, of 128 bytes, that no kernel of adapters cuts. */
 #define MOELORA_LINE 64

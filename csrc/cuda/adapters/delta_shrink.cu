@@ -228,7 +228,8 @@ moelora_status launch(const delta_shrink &s, const moelora_shrink_plan &plan,
 moelora_shrink_launch whole_segments(const delta_shrink &s) {
   const moelora_routes &routes = s.rows.routes;
   moelora_shrink_launch l = {};
-  l.schedule.blocks.rows = l.schedule.blocks.cluster = 1;
+  l.schedule.blocks.rows = 1;
+  l.schedule.blocks.cluster = 1;
   l.schedule.blocks.sorted_ids = (int32_t *)s.rows.row;
   l.schedule.blocks.segments = (moelora_segment *)s.rows.segments;
   l.schedule.num_rows = (int32_t)routes.num_rows;

@@ -117,7 +117,8 @@ static align_sort describe_tokens(const moelora_align_problem *problem,
 static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
   if (!blocks)
     return;
-  sort->even = sort->packs_ranks = blocks->rows > 1;
+  sort->packs_ranks = blocks->rows > 1;
+  sort->grain = blocks->rows > 1 ? blocks->grain : 0;
   sort->cluster = (uint32_t)blocks->cluster;
   sort->block_counts = blocks->counts;
   sort->positions = blocks->positions;

@@ -157,18 +157,19 @@ static __device__ __forceinline__ int32_t blocks_of(const align_sort &s, const a
   return blocks_for(s, count);
 }
 
-/* Items of each block but the last ones, where `count` of them are dealt out evenly: the fewest n8
- * tiles that fit. */
-static __device__ __forceinline__ int32_t even_share(int32_t count, int32_t blocks) {
-  return ((count + blocks - 1) / blocks + 7) & ~7;
+/* Items of each block but the last ones, where `count` of them are dealt out evenly: the fewest
+ * grains that fit. */
+static __device__ __forceinline__ int32_t even_share(const align_sort &s, int32_t count,
+                                                     int32_t blocks) {
+  return ((count + blocks - 1) / blocks + s.grain - 1) & -s.grain;
 }
 
 /* Where in its group the item goes that comes behind `place` others. */
 static __device__ __forceinline__ int32_t place_in_group(const align_sort &s, int32_t place,
                                                          int32_t count, int32_t blocks) {
-  if (!s.even || blocks == 1)
+  if (!s.grain || blocks == 1)
     return place;
-  const int32_t share = even_share(count, blocks), block = place / share;
+  const int32_t share = even_share(s, count, blocks), block = place / share;
   return block * (int32_t)s.block_size.value + place - block * share;
 }
 
@@ -240,7 +241,7 @@ static __device__ __forceinline__ int32_t position_of(const align_sort &s, const
   const align_group group = group_of(s, bins, group_of_key(s, key));
   const bool first = (uint32_t)key == group.index * s.ways;
   const int32_t place = first ? earlier : bins.total[key] + earlier;
-  if (!s.even)
+  if (!s.grain)
     return group.first + place;
   return group.first +
          place_in_group(s, place, group.count, blocks_of(s, shared, group.index, group.count));
@@ -263,8 +264,8 @@ static __device__ __forceinline__ void write_around_group(const align_sort &s, u
                                                           int32_t blocks, int32_t lane,
                                                           int32_t lanes) {
   const int32_t size = (int32_t)s.block_size.value;
-  const bool spread = s.even && blocks > 1;
-  const int32_t share = spread ? even_share(count, blocks) : size;
+  const bool spread = s.grain && blocks > 1;
+  const int32_t share = spread ? even_share(s, count, blocks) : size;
 #pragma unroll 1
   for (int32_t i = (spread ? 0 : count) + lane; i < blocks * size; i += lanes) {
     const int32_t b = (int32_t)divide((uint32_t)i, s.block_size), offset = i - b * size;
@@ -324,7 +325,7 @@ static __device__ __forceinline__ void write_segments(const align_sort &s, const
     moelora_segment segment = {pack_rank(s, (int32_t)way - 1), 0, end - begin, 0};
     if (end > begin) {
       segment.position = group.first + place_in_group(s, begin, group.count, blocks);
-      segment.share = s.even ? even_share(group.count, blocks) : group.count;
+      segment.share = s.grain ? even_share(s, group.count, blocks) : group.count;
     }
     s.segments[first + way] = segment;
   }

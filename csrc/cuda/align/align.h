@@ -19,12 +19,13 @@ struct align_sort {
   moelora_routes routes; /* resolved; expert_map says which experts are here */
   const int32_t *order;  /* [M] tokens in the order in which they come; NULL: as they are */
   uint32_t num_items;
-  bool by_expert, by_adapter;   /* what makes up a key */
-  bool emit_tokens;             /* sorted_ids get tokens, not rows */
-  bool empty_blocks;            /* experts without items get a block */
-  bool even;                    /* items of a group are dealt out evenly over its blocks */
-  uint32_t cluster;             /* 2: every group has an even number of blocks */
-  moelora_divisor top_k;        /* items per token */
+  bool by_expert, by_adapter; /* what makes up a key */
+  bool emit_tokens;           /* sorted_ids get tokens, not rows */
+  bool empty_blocks;          /* experts without items get a block */
+  int32_t grain;              /* items of a group are dealt out evenly over its blocks, so many at a
+                               * time, a power of 2; 0: they are not */
+  uint32_t cluster;           /* 2: every group has an even number of blocks */
+  moelora_divisor top_k;      /* items per token */
   moelora_divisor adapter_keys; /* max_loras + 1, or 1 */
   moelora_divisor block_size;
   uint32_t num_keys, num_groups, ways;

@@ -36,7 +36,9 @@ typedef struct moelora_segment {
  * of an expert are spread evenly, in n8 tiles, over the fewest blocks that hold them. `cluster`
  * neighbouring blocks always belong to one expert; the last of them may be empty. */
 typedef struct moelora_blocks {
-  int32_t rows, cluster; /* 1, 1: rows lie one after the other */
+  int32_t rows; /* 1, and a cluster of 1: rows lie one after the other */
+  int16_t cluster;
+  int16_t grain; /* rows of an expert are dealt out evenly over its blocks, so many at a time */
   int64_t max_blocks;
   int32_t *sorted_ids;   /* [max_blocks * rows] flat row p; P in padding */
   int32_t *expert_ids;   /* [max_blocks] */

@@ -65,7 +65,8 @@ Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
   const moelora_routes *routes = &a.routes;
   moelora_blocks *blocks = &a.blocks;
   blocks->rows = variant->block_m;
-  blocks->cluster = variant->cluster;
+  blocks->cluster = (int16_t)variant->cluster;
+  blocks->grain = moelora_tokens_first(variant->format, variant->block_m) ? 64 : 8;
   blocks->max_blocks = moelora_max_blocks(routes, blocks->rows, blocks->cluster);
   const size_t count = (size_t)blocks->max_blocks, rows = count * blocks->rows;
   blocks->sorted_ids = (int32_t *)moelora_take(arena, 4 * rows);

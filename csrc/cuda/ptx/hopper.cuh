@@ -194,17 +194,17 @@ __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t ran
                : "memory");
 }
 
-/* True if `value` is for any of the 128 threads that wait at named barrier `id`. */
-__device__ __forceinline__ bool warpgroup_any(int id, bool value) {
+/* True if `value` is for any of the THREADS threads that wait at named barrier `id`. */
+template <int THREADS = 128> __device__ __forceinline__ bool warpgroup_any(int id, bool value) {
   uint32_t any;
   asm volatile("{\n"
                ".reg .pred mine, all;\n"
                "setp.ne.u32 mine, %1, 0;\n"
-               "barrier.cta.red.or.pred all, %2, 128, mine;\n"
+               "barrier.cta.red.or.pred all, %2, %3, mine;\n"
                "selp.u32 %0, 1, 0, all;\n"
                "}"
                : "=r"(any)
-               : "r"((uint32_t)value), "r"(id)
+               : "r"((uint32_t)value), "r"(id), "n"(THREADS)
                : "memory");
   return any;
 }
@@ -261,7 +261,15 @@ template <int THREADS = 128> __device__ __forceinline__ void warpgroup_sync(int 
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
-/* 8x8 tiles of 16-bit elements to shared memory, transposed on the way. */
+/* 8x8 tiles of 16-bit elements to shared memory. */
+__device__ __forceinline__ void store_matrix_x4(uint32_t at, uint32_t a, uint32_t b, uint32_t c,
+                                                uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a),
+               "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+/* The same, transposed on the way. */
 __device__ __forceinline__ void store_matrix_x4_trans(uint32_t at, uint32_t a, uint32_t b,
                                                       uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),

@@ -25,6 +25,7 @@
 #include "cuda/gemm/sm90/nonfinite.cuh"
 #include "cuda/gemm/sm90/quantized.cuh"
 #include "cuda/gemm/sm90/tensor_map.h"
+#include "cuda/gemm/sm90/tokens_first.cuh"
 #include "cuda/gemm/common/epilogue.cuh"
 #include "cuda/gemm/common/tile_scheduler.cuh"
 #include "cuda/gemm/common/variants.cuh"
@@ -77,6 +78,10 @@ template <class S, class T, EpilogueMode MODE>
 __device__ __forceinline__ void store_tile(float (&d)[2][S::TOKENS / 2], const RowMaps *out_maps,
                                            const moelora_gemm_launch &g, const TileHeader &header,
                                            int consumer, const Pipeline<S> &pipeline) {
+  if constexpr (S::TOKENS_FIRST) {
+    store_tokens_first<S, T, MODE>(d, out_maps, g, header, consumer, pipeline);
+    return;
+  }
   constexpr int N = S::TOKENS;
   const int lane = threadIdx.x & 31;
   constexpr bool GENERAL = MODE == EpilogueMode::GENERAL;
@@ -136,7 +141,7 @@ __device__ __forceinline__ void store_tile(float (&d)[2][S::TOKENS / 2], const R
 template <class S, class T, int N>
 __device__ __forceinline__ bool
 add_adapters(float (&d)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
-             const Pipeline<S> &pipeline, int previous, int consumer, bool checks) {
+             const Pipeline<S> &pipeline, int previous, int consumer, bool active, bool checks) {
   constexpr int STRIDE = S::TILES * kSlabM64Bytes;
   // Two CTAs on an SM fill each other's gaps: there a stage is rather free soon.
   if (S::RESIDENT > 1)
@@ -146,10 +151,17 @@ add_adapters(float (&d)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
   const int first = slab_m64<S>(g, 2 * consumer) * kSlabM64Bytes;
   const int next = slab_m64<S>(g, 2 * consumer + 1) * kSlabM64Bytes - first;
   const uint32_t weights = pipeline.weights() + first;
-  const bool nonfinite = checks && NonFinite<S, T>::clear(weights, next, consumer, header.slabs);
+  bool nonfinite = checks && NonFinite<S, T>::clear(weights, next, consumer, header.slabs);
+  if (S::TOKENS_FIRST && checks) // each consumer multiplies what both have cleared
+    nonfinite = warpgroup_any<128 * S::CONSUMERS>(3, nonfinite);
   fence_async_proxy(); // cp.async, or `clear`, wrote through the ordinary proxy
   if (S::RESIDENT == 1)
     wgmma_wait<0>(), pipeline.release(previous);
+  if constexpr (S::TOKENS_FIRST) {
+    if (active)
+      add_slabs_tokens_first<S, T>(d, g, pipeline, consumer, header.slabs);
+    return nonfinite;
+  }
   const uint64_t a = wgmma_descriptor_32(weights), b = wgmma_descriptor(pipeline.tokens());
   const int step = has_gate_up_slices(g) ? 4 : 2,
             up = has_gate_up_slices(g) ? 2 : 0; // as in gemm/sm90/adapters.cuh
@@ -205,17 +217,21 @@ __device__ __forceinline__ int multiply_depth(float (&d)[2][S::TOKENS / 2],
 }
 
 /* The products of a tile, with the token side of wgmma N wide: what d has beyond is for rows that
- * nobody reads. */
+ * nobody reads. Of a consumer that is not `active` nobody reads any. */
 template <class S, class T, int N>
 __device__ __forceinline__ PendingCheck multiply(float (&d)[2][S::TOKENS / 2],
                                                  const moelora_gemm_launch &g,
-                                                 Pipeline<S> &pipeline, int consumer) {
+                                                 Pipeline<S> &pipeline, int consumer,
+                                                 bool active = true) {
 #pragma unroll
   for (int i = 0; i < N / 2; i++)
     d[0][i] = d[1][i] = 0.f;
   int previous;
   if constexpr (S::FORMAT == MOELORA_NATIVE)
     previous = multiply_depth<S, T, N>(d, g, pipeline, consumer);
+  else if constexpr (S::TOKENS_FIRST)
+    previous = active ? multiply_tokens_first<S>(d, g, pipeline, consumer)
+                      : follow_depth<S>(g, pipeline, consumer);
   else if constexpr (S::FORMAT == MOELORA_W8A8)
     previous = multiply_w8a8<S, N>(d, g, pipeline, consumer);
   else
@@ -227,7 +243,7 @@ __device__ __forceinline__ PendingCheck multiply(float (&d)[2][S::TOKENS / 2],
   bool nonfinite = false;
 #pragma unroll 1
   for (int i = 0; i < adapters.stages; i++) {
-    nonfinite |= add_adapters<S, T, N>(d, g, pipeline, previous, consumer, checks);
+    nonfinite |= add_adapters<S, T, N>(d, g, pipeline, previous, consumer, active, checks);
     previous = pipeline.stage;
     pipeline.advance();
   }
@@ -247,7 +263,9 @@ __device__ __forceinline__ PendingCheck multiply_fitting(float (&d)[2][S::TOKENS
                                                          const moelora_gemm_launch &g,
                                                          Pipeline<S> &pipeline,
                                                          const TileHeader &header, int consumer) {
-  if constexpr (N < S::TOKENS) {
+  if constexpr (S::TOKENS_FIRST) {
+    return multiply<S, T, S::TOKENS>(d, g, pipeline, consumer, consumer * 64 < header.count);
+  } else if constexpr (N < S::TOKENS) {
     if (header.count > N)
       return multiply_fitting<S, T, N + S::STEP>(d, g, pipeline, header, consumer);
   }
@@ -256,7 +274,10 @@ __device__ __forceinline__ PendingCheck multiply_fitting(float (&d)[2][S::TOKENS
 
 /* Whether each row of a tile has a finite sum among the two tokens of its first that a thread
  * holds: only lanes of the first column say so, whose tokens are real. */
-template <int N> __device__ __forceinline__ bool are_finite(const float (&d)[2][N]) {
+template <class S>
+__device__ __forceinline__ bool are_finite(const float (&d)[2][S::TOKENS / 2], int consumer) {
+  if constexpr (S::TOKENS_FIRST)
+    return are_finite_tokens_first(d, consumer);
   float most = 0.f;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -287,7 +308,7 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_g
     }
     float d[2][S::TOKENS / 2];
     const PendingCheck pending = multiply_fitting<S, T, S::LEAST>(d, g, pipeline, header, consumer);
-    if (pending == PendingCheck::CHECK_SUMS && !are_finite(d))
+    if (pending == PendingCheck::CHECK_SUMS && !are_finite<S>(d, consumer))
       pipeline.request_fixup();
     if (MODE == EpilogueMode::GATED && g.epilogue.plain_silu)
       store_tile<S, T, EpilogueMode::SILU>(d, out_maps, g, header, consumer, pipeline);

@@ -56,7 +56,10 @@ template <class S, class T> struct NonFinite {
   static __device__ __forceinline__ void fix_up(const moelora_gemm_launch &g,
                                                 const TileHeader &header, int consumer) {
     tma_store_wait(); // the finite parts come first
-    warpgroup_sync(consumer + 1);
+    if (S::TOKENS_FIRST)
+      warpgroup_sync<128 * S::CONSUMERS>(3); // of all tokens
+    else
+      warpgroup_sync(consumer + 1);
     const int i = threadIdx.x & 127, m64 = 2 * consumer + i / 64;
     const int output = first_output<S>(g, header.tile.column, m64) + i % 64;
     if (output >= g.weights.n_out)

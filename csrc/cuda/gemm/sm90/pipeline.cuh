@@ -8,7 +8,7 @@
  *   STAGES x { full }, STAGES x { empty }                  mbarriers
  *   4 x { segments }                                       of adapters, one list per producer warp
  *   { fix-up }, { sync }                                   see Pipeline::needs_fixup; an mbarrier
- *   { rows of x }, STAGES x { scales }                     of FP8 alone, see w8a8.cuh
+ *   { list of rows }, STAGES x { scales }                  of FP8 alone, see gather.cuh, w8a8.cuh
  *
  * The CTAs of a cluster work on neighbouring blocks of one expert and share its weights: each loads
  * its part and the copy engine delivers it to both, so that a stage is free when the consumers of
@@ -44,6 +44,8 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr bool ZEROS = ZEROS_; // of quantised weights there may be zero points
   static constexpr int THREADS = kProducers + 128 * CONSUMERS;
   static constexpr int RESIDENT = CONSUMERS == 1 ? 2 : 1; // CTAs per SM
+  // Which of both is operand A of wgmma, see tokens_first.cuh.
+  static constexpr bool TOKENS_FIRST = moelora_tokens_first(FORMAT_, TOKENS_);
   // 64 of depth each, of a stage: of few tokens and quantised weights one alone is little work.
   static constexpr int SPANS =
       FORMAT_ == MOELORA_NATIVE || FORMAT_ == MOELORA_W8A8 || TOKENS_ > 32 ? 1 : 2;
@@ -54,12 +56,13 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr int M64_SCALES = FORMAT_ == MOELORA_W8A8 ? 64 * 4 : 0;
   static constexpr int SCALE_BYTES =
       FORMAT_ == MOELORA_W8A8 ? E::TILES * M64_SCALES + TOKENS_ * 4 : 0;
-  static constexpr int SCALE_ROWS_BYTES = FORMAT_ == MOELORA_W8A8 ? TOKENS_ * 4 : 0;
+  static constexpr int ROW_LIST_BYTES = TOKENS_FIRST ? 12 * 12 * 4 : 0;
   // All threads start with as many registers; what producers give is what consumers can take, who
   // need more of them to make weights. Native tiles of few tokens need none.
   static constexpr bool NATIVE = FORMAT_ == MOELORA_NATIVE;
   static constexpr int START_REGISTERS = CONSUMERS == 2 ? 168 : 128;
   static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? (NATIVE                    ? 136
+                                                              : TOKENS_FIRST            ? 56
                                                               : FORMAT_ == MOELORA_W8A8 ? 104
                                                                                         : 88)
                                             : TOKENS_ > 32 ? (FORMAT_ == MOELORA_W8A8 ? 80 : 96)
@@ -69,9 +72,8 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
       START_REGISTERS + (START_REGISTERS - PRODUCER_REGISTERS) / CONSUMERS;
   // Token rows that one copy brings, and those of another kind that bring the last ones.
   static constexpr int BOX = TOKENS_ < 64 ? TOKENS_ : 64, REST_BOX = TOKENS_ % 32 == 0 ? 32 : 16;
-  // Widths of the token side of wgmma: from half of a full tile on, in steps. Each has code of its
-  // own; where weights take much of it, fewer of them leave more of it in the instruction cache.
-  static constexpr int STEP = NATIVE && TOKENS_ < 64 ? 8 : 16;
+  // Widths of the token side of wgmma: from half of a full tile on, in steps.
+  static constexpr int STEP = TOKENS_ < 64 ? 8 : 16;
   static constexpr int LEAST = (TOKENS_ / 2 + STEP - 1) / STEP * STEP;
   // Epilogue buffers of a consumer, an epilogue tile each: its own, and those that alias its part
   // of a pipeline stage that all have multiplied. A tile of few tokens does without those.
@@ -82,7 +84,7 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr int SEGMENTS_BYTES = 8 * TOKENS_;
   static constexpr int EPILOGUE_BYTES = CONSUMERS_ * OWN_BUFFERS * kEpilogueBytes;
   static constexpr int SHARED = 1024 + STAGES * (STAGE_BYTES + SCALE_BYTES + 16 + kHeaderBytes) +
-                                SCALE_ROWS_BYTES + EPILOGUE_BYTES + 4 * SEGMENTS_BYTES + 32;
+                                ROW_LIST_BYTES + EPILOGUE_BYTES + 4 * SEGMENTS_BYTES + 32;
   static_assert(TOKENS_ % REST_BOX == 0 && TOKENS_ % STEP == 0, "whole boxes, whole steps");
   static_assert(RESIDENT * (SHARED + 1024) <= 228 * 1024, "shared memory of an SM");
 };
@@ -177,9 +179,9 @@ template <class S> struct Pipeline {
     return weights() + S::W_BYTES + span * S::TOKENS * kRowBytes;
   }
   __device__ __forceinline__ uint32_t weight_scales(int m64) const {
-    return base + SCALES + S::SCALE_ROWS_BYTES + stage * S::SCALE_BYTES + m64 * S::M64_SCALES;
+    return base + SCALES + S::ROW_LIST_BYTES + stage * S::SCALE_BYTES + m64 * S::M64_SCALES;
   }
-  __device__ __forceinline__ uint32_t scale_rows() const { return base + SCALES; }
+  __device__ __forceinline__ uint32_t row_list() const { return base + SCALES; }
   __device__ __forceinline__ uint32_t token_scales() const { return weight_scales(S::TILES); }
   __device__ __forceinline__ uint32_t header() const { return header(stage); }
   __device__ __forceinline__ uint32_t header(int which) const {

@@ -9,6 +9,8 @@
 #include "cuda/gemm/sm90/gather.cuh"
 #include "cuda/gemm/sm90/w8a8.cuh"
 
+#include <type_traits>
+
 /* This CTA's share of a depth step's weights. */
 template <class S>
 __device__ __forceinline__ void load_native(const CUtensorMap *map, const moelora_gemm_launch &g,
@@ -161,15 +163,15 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
         next.advance(g);
       if (step == idle_step<S>(depth_steps, 2) && next.more())
         packed_ranks.load(g, next.tile.block);
-      AdaptersHeader adapters = {};
-      if (step == depth_steps - 1)
-        adapters = adapters_header(list, count, adapter_stages);
       pipeline.wait_empty();
+      if (step == depth_steps - 1) {
+        const AdaptersHeader adapters = adapters_header(list, count, adapter_stages);
+        if (is_elected()) // always the same lane
+          adapters.write(pipeline.header());
+      }
       if (is_elected()) {
         if (step == 0)
           TileHeader{tile, count}.write(pipeline.header());
-        if (step == depth_steps - 1)
-          adapters.write(pipeline.header());
         barrier_expect(pipeline.full(), step_bytes<S>(g) + S::SPANS * boxes.rows() * kRowBytes);
         load_weights<S>(w_map, g, tile, tiles, step, pipeline, policy);
         boxes.load(x_maps, step, tile.block * S::TOKENS, pipeline);
@@ -201,12 +203,15 @@ template <class S, class T>
 __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S> &pipeline) {
   const int thread = threadIdx.x - 32, depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
   constexpr bool SCALED = S::FORMAT == MOELORA_W8A8;
-  Gather<S::TOKENS> rows(thread);
+  constexpr bool LISTED = S::TOKENS_FIRST; // consumers have the registers
+  std::conditional_t<LISTED, ListedGather<S::TOKENS>, Gather<S::TOKENS>> rows(thread);
+  std::conditional_t<SCALED, TokenScales<S>, char> scales;
   TileScheduler<S> next(g);
   const auto find_rows = [&] {
-    if (next.more() && g.tokens.divisor.value)
-      rows.find(g.schedule.blocks, g.tokens, next.count,
-                [&](int t) { return next.tile.block * S::TOKENS + t; });
+    if constexpr (!LISTED)
+      if (next.more() && g.tokens.divisor.value)
+        rows.find(g.schedule.blocks, g.tokens, next.count,
+                  [&](int t) { return next.tile.block * S::TOKENS + t; });
   };
   find_rows();
   while (next.more()) {
@@ -214,7 +219,9 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S>
     const int count = next.count;
     rows.begin(g.tokens);
     if constexpr (SCALED)
-      TokenScales<S>::find(g, tile, count, thread, pipeline);
+      scales.find(g, tile, count, thread);
+    if constexpr (LISTED)
+      scales.list(g, count, thread, pipeline);
     SegmentList<S> list;
     list.base = pipeline.segments();
     int adapter_stages = 0;
@@ -229,11 +236,14 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S>
       if (step == idle_step<S>(depth_steps, 2))
         find_rows();
       pipeline.wait_empty();
-      if (g.tokens.divisor.value)
+      if constexpr (LISTED) {
+        if (g.tokens.divisor.value)
+          rows.copy(pipeline.tokens(), pipeline.row_list());
+      } else if (g.tokens.divisor.value)
         for (int span = 0; span < S::SPANS; span++)
           rows.copy(pipeline.tokens(span));
       if constexpr (SCALED)
-        TokenScales<S>::copy(g, step, count, thread, pipeline);
+        scales.copy(g, step, count, thread, pipeline);
       barrier_arrive_after_copies(pipeline.full());
     }
 

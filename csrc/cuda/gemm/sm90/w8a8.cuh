@@ -13,6 +13,7 @@
 #ifndef MOELORA_CUDA_SM90_W8A8_CUH
 #define MOELORA_CUDA_SM90_W8A8_CUH
 
+#include "cuda/gemm/sm90/gather.cuh"
 #include "cuda/gemm/sm90/quantized.cuh"
 
 /* 128 of depth of this CTA's share of m64 tiles, and of their scales. */
@@ -44,31 +45,42 @@ __device__ __forceinline__ int scale_place(int t) {
   return (t & ~15) | (t >> 1 & 3) << 2 | (t >> 3 & 1) << 1 | (t & 1);
 }
 
-/* Scales of a block's tokens, by the warps that gather: a thread keeps the rows of x that its
- * tokens are in shared memory, for its registers are full of others. */
+/* Scales of a block's tokens, by the warps that gather: a thread knows the rows of x that its
+ * tokens are. */
 template <class S> struct TokenScales {
   static constexpr int EACH = (S::TOKENS + kGatherers - 1) / kGatherers;
+  uint32_t row[EACH];
 
-  static __device__ __forceinline__ void find(const moelora_gemm_launch &g, const Tile &tile,
-                                              int count, int thread, const Pipeline<S> &pipeline) {
-#pragma unroll 1
-    for (int t = thread; t < count; t += kGatherers) {
-      uint32_t row[1] = {(uint32_t)(tile.block * S::TOKENS + t)};
-      find_x_rows(g.schedule.blocks, g.tokens, row);
-      store_shared_4(pipeline.scale_rows() + t * 4, row[0]);
-    }
+  __device__ __forceinline__ void find(const moelora_gemm_launch &g, const Tile &tile, int count,
+                                       int thread) {
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+      row[i] = tile.block * S::TOKENS + max(min(thread + i * kGatherers, count - 1), 0);
+    find_x_rows(g.schedule.blocks, g.tokens, row);
   }
   /* Those of a step. */
-  static __device__ __forceinline__ void copy(const moelora_gemm_launch &g, int step, int count,
-                                              int thread, const Pipeline<S> &pipeline) {
+  __device__ __forceinline__ void copy(const moelora_gemm_launch &g, int step, int count,
+                                       int thread, const Pipeline<S> &pipeline) const {
     const float *scales = g.tokens.scales + step * g.tokens.scales_stride;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       const int t = thread + i * kGatherers;
       if (t < count)
-        copy_async_4(pipeline.token_scales() + scale_place(t) * 4,
-                     scales + load_shared_4(pipeline.scale_rows() + t * 4), true);
+        copy_async_4(pipeline.token_scales() + scale_place(t) * 4, scales + row[i], true);
     }
+  }
+  /* For who gathers rows by a list of them: all threads at once. */
+  __device__ __forceinline__ void list(const moelora_gemm_launch &g, int count, int thread,
+                                       const Pipeline<S> &pipeline) const {
+    using Rows = ListedGather<S::TOKENS>;
+    warpgroup_sync<kGatherers>(4); // nobody needs the last tile's
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int t = thread + i * kGatherers;
+      if (t < Rows::ROWS * Rows::STEP)
+        Rows::put(pipeline.row_list(), t, t < count ? row[i] : Rows::NONE, g.tokens);
+    }
+    warpgroup_sync<kGatherers>(4);
   }
 };
 

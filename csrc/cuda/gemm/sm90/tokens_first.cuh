@@ -1,0 +1,210 @@
+/* Tiles of FP8 products alone count for: tokens are operand A of wgmma, 64 of them a consumer, and
+ * weight rows operand B, 128 at a time. So a thread needs the scales of two tokens, where with
+ * weights first it needs those of a quarter of the tile, and what shared memory has to deliver for
+ * a product is a fifth less: of 128 tokens by 256 rows it is busy for as long as the tensor cores.
+ *
+ * Accumulators d[2][64]: d[h][4i + q] is token 64 * consumer + 16 * warp + lane/4 + 8 (q / 2), row
+ * 8i + 2 (lane % 4) + q % 2 of m64 tiles 2h and 2h + 1, one after the other. Of a gated projection
+ * d[h][j] is gate, d[h][j + 32] up.
+ *
+ * A consumer without tokens keeps up with the pipeline and does nothing else. */
+#ifndef MOELORA_CUDA_SM90_TOKENS_FIRST_CUH
+#define MOELORA_CUDA_SM90_TOKENS_FIRST_CUH
+
+#include "cuda/gemm/common/epilogue.cuh"
+#include "cuda/gemm/sm90/w8a8.cuh"
+
+/* A thread's place in a tile. */
+struct ThreadPlace {
+  int token, row; // of its first accumulator
+
+  __device__ __forceinline__ explicit ThreadPlace(int consumer)
+      : token(consumer * 64 + (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7)),
+        row(2 * (threadIdx.x & 3)) {}
+};
+
+/* d += partial times the scales of two tokens and of the weights of two m64 tiles: one of each
+ * tile, or BY_ROW one of each row, which lie from `rows` on. */
+template <bool BY_ROW>
+__device__ __forceinline__ void promote_tokens_first(float (&d)[64], const float *partial,
+                                                     const float (&tokens)[2],
+                                                     const float (&weights)[2], uint32_t rows) {
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    float2 weight = {weights[i / 8], weights[i / 8]};
+    if (BY_ROW) {
+      const uint2 bits = load_shared_8(rows + i * 32);
+      weight = {__uint_as_float(bits.x), __uint_as_float(bits.y)};
+    }
+#pragma unroll
+    for (int q = 0; q < 4; q++)
+      d[4 * i + q] =
+          fmaf(partial[4 * i + q], (q % 2 ? weight.y : weight.x) * tokens[q / 2], d[4 * i + q]);
+  }
+}
+
+/* A consumer's share of the depth, where it has no tokens. Returns the last stage, as below. */
+template <class S>
+__device__ __forceinline__ int follow_depth(const moelora_gemm_launch &g, Pipeline<S> &pipeline,
+                                            int consumer) {
+  const int depth_steps = (g.tokens.k + kDepth - 1) / kDepth;
+  int previous = 0;
+#pragma unroll 1
+  for (int step = 0; step < depth_steps; step++) {
+    pipeline.wait_full();
+    if (step == 1)
+      release_aliased_stage(pipeline, consumer);
+    previous = pipeline.stage;
+    if (step + 1 < depth_steps)
+      pipeline.release(previous);
+    pipeline.advance();
+  }
+  return previous;
+}
+
+/* The base product: all of the depth. Returns the last stage, which the caller releases. */
+template <class S>
+__device__ __forceinline__ int multiply_tokens_first(float (&d)[2][64],
+                                                     const moelora_gemm_launch &g,
+                                                     Pipeline<S> &pipeline, int consumer) {
+  const int depth_steps = (g.tokens.k + kDepth - 1) / kDepth;
+  const bool by_row = g.weights.w.format == MOELORA_FP8_ROWS;
+  const ThreadPlace place(consumer);
+  const uint32_t token_scale = scale_place(place.token) * 4;
+  const uint32_t mine = uniform(consumer * kM64Bytes);
+  int previous = 0;
+  float partial[64], tokens[2];
+#pragma unroll 1
+  for (int step = 0; step < depth_steps; step++) {
+    const uint64_t a = wgmma_descriptor(pipeline.tokens() + mine);
+    pipeline.wait_full();
+    fence_async_proxy(); // cp.async wrote X through the ordinary proxy
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      multiply_e4m3<128>(partial, a, wgmma_descriptor(pipeline.weights() + 2 * h * kM64Bytes));
+      const uint32_t scales = pipeline.weight_scales(2 * h); // while products take their time
+      if (h == 0)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+          tokens[i] = __uint_as_float(load_shared_4(pipeline.token_scales() + token_scale + i * 8));
+      const float weights[2] = {__uint_as_float(load_shared_4(scales)),
+                                __uint_as_float(load_shared_4(scales + S::M64_SCALES))};
+      if (h == 0 && step == 1)
+        release_aliased_stage(pipeline, consumer);
+      wgmma_wait<0>();
+      settle<64>(partial);
+      if (by_row)
+        promote_tokens_first<true>(d[h], partial, tokens, weights, scales + place.row * 4);
+      else
+        promote_tokens_first<false>(d[h], partial, tokens, weights, 0);
+    }
+    previous = pipeline.stage;
+    __syncwarp(); // all lanes have read the scales
+    if (step + 1 < depth_steps)
+      pipeline.release(previous);
+    pipeline.advance();
+  }
+  settle<64>(d[0]);
+  settle<64>(d[1]);
+  return previous;
+}
+
+/* A stage of adapters: the products of its `slabs`. */
+template <class S, class T>
+__device__ __forceinline__ void
+add_slabs_tokens_first(float (&d)[2][64], const moelora_gemm_launch &g, const Pipeline<S> &pipeline,
+                       int consumer, int slabs) {
+  const bool gate_up = has_gate_up_slices(g);
+  const uint64_t a = wgmma_descriptor(pipeline.tokens() + uniform(consumer * kM64Bytes));
+  const uint64_t b = wgmma_descriptor_32(pipeline.weights());
+  const int step = gate_up ? 4 : 2, up = gate_up ? 2 : 0; // as in gemm/sm90/adapters.cuh
+#pragma unroll 1
+  for (int j = 0; j < slabs; j++) {
+    wgmma_fence();
+#pragma unroll
+    for (int m64 = 0; m64 < S::TILES; m64++)
+      Wgmma<64>::template mma<Element<T>::is_bf16>(
+          d[m64 / 2] + m64 % 2 * 32, a + step * j + m64 % 2 * up,
+          b + (j * S::TILES + slab_m64<S>(g, m64)) * (kSlabM64Bytes / 16));
+    wgmma_commit();
+    wgmma_wait<0>(); // sums that arithmetic made may not meet those that are on their way
+  }
+}
+
+/* Whether each row has a finite sum among two tokens of a tile's first. */
+__device__ __forceinline__ bool are_finite_tokens_first(const float (&d)[2][64], int consumer) {
+  if (ThreadPlace(consumer).token != 0)
+    return true;
+  float most = 0.f;
+#pragma unroll
+  for (int i = 0; i < 64; i++) {
+    const float *two = &d[i / 32][i / 2 % 16 * 4 + i % 2];
+    most = max_nan(most, fminf(fabsf(two[0]), fabsf(two[2])));
+  }
+  return most < __builtin_inff();
+}
+
+/* Adds the bias of an m64 tile. */
+template <class T>
+__device__ __forceinline__ void add_bias_tokens_first(float *d, const moelora_gemm_launch &g,
+                                                      int expert, int m64, int first) {
+  const T *bias = (const T *)g.weights.w.bias + expert * g.weights.w.bias_stride_e;
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    const int output = first + i / 2 * 8 + 2 * (threadIdx.x & 3) + i % 2;
+    if (output < g.weights.n_out) {
+      const float b = Element<T>::to_float(bias[weight_row(g, m64, output)]);
+      d[i / 2 * 4 + i % 2] += b, d[i / 2 * 4 + i % 2 + 2] += b;
+    }
+  }
+}
+
+/* From accumulators to memory, by the copy engine, 64 outputs at a time: a warp puts its 16 tokens
+ * beside those of its neighbour into an epilogue tile of 32. */
+template <class S, class T, EpilogueMode MODE>
+__device__ __forceinline__ void
+store_tokens_first(float (&d)[2][64], const RowMaps *out_maps, const moelora_gemm_launch &g,
+                   const TileHeader &header, int consumer, const Pipeline<S> &pipeline) {
+  constexpr bool GATED = MODE != EpilogueMode::PLAIN;
+  const Activation activation(g.epilogue.activation);
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+  const int token = warp % 2 * 16 + (lane & 15), from = consumer * 64;
+#pragma unroll
+  for (int i = 0; i < (GATED ? 2 : 4); i++) {
+    float *v = GATED ? d[i] : d[i / 2] + i % 2 * 32;
+    const int m64 = GATED ? 2 * i : i, first = first_output<S>(g, header.tile.column, m64);
+    if (i == 1)                              // from here on in the last stage
+      warpgroup_sync<128 * S::CONSUMERS>(3); // all have multiplied it
+    if (from >= header.count)
+      continue;
+    if (g.weights.w.bias)
+      add_bias_tokens_first<T>(v, g, header.tile.expert, m64, first);
+    if (GATED && g.weights.w.bias)
+      add_bias_tokens_first<T>(v + 32, g, header.tile.expert, m64 + 1, first);
+#pragma unroll
+    for (int j = 0; j < 32; j++) {
+      if (MODE == EpilogueMode::SILU)
+        v[j] = silu_and_mul(v[j], v[j + 32]);
+      else if (GATED)
+        v[j] = activation(v[j], v[j + 32]);
+      else if (g.epilogue.activation.kind == MOELORA_RELU2)
+        v[j] = v[j] < 0.f ? 0.f : v[j] * v[j];
+    }
+    const uint32_t buffer = pipeline.epilogue_buffer(consumer, 2 * i + warp / 2);
+#pragma unroll
+    for (int n8 = 0; n8 < 8; n8 += 2) {
+      const float *u = v + 4 * n8;
+      const int chunk = n8 + (lane >> 4);
+      store_matrix_x4(buffer + token * kRowBytes + ((chunk ^ (token & 7)) << 4),
+                      pack2<T>(u[0], u[1]), pack2<T>(u[2], u[3]), pack2<T>(u[4], u[5]),
+                      pack2<T>(u[6], u[7]));
+    }
+    fence_async_proxy();
+    warpgroup_sync(consumer + 1);
+    const int half = warp / 2 * 32;
+    if (threadIdx.x % 64 == 0 && from + half < header.count)
+      tma_store_2d(&out_maps->many, first, header.tile.block * S::TOKENS + from + half, buffer);
+  }
+}
+
+#endif
