@@ -52,6 +52,19 @@ def test_tiles_of_fp8_fit_every_gpu():
             assert row.stages * stage + slots * scales + adapters <= 99 * 1024, row
 
 
+def test_batch_invariant_calls_stay_with_one_kind_of_tensor_core_instruction(answer):
+    """Whatever is forced: mma.sync adds up FP8 products otherwise than wgmma."""
+    force = {"MOELORA_FORCE_VARIANT": "gemm_bf16_w8a8_32x128x64_sm80"}
+    both = force | {"MOELORA_BATCH_INVARIANT": "1"}
+    for tokens, pair in itertools.product((16, 1024), (("w8a8", "w8a8"), ("native", "w8a8"))):
+        forced, passed_over, portable = (
+            answer(("cuda", capability), "formats", *pair, tokens=tokens, env=env).split()[0]
+            for capability, env in ((90, force), (90, both), (80, both))
+        )
+        assert passed_over.endswith("_sm90") and portable.endswith("_sm80")
+        assert (forced == portable == force["MOELORA_FORCE_VARIANT"]) == (pair[0] == "w8a8")
+
+
 def test_fp8_rows_that_allow_no_vectors(quantised):
     for tokens, name in itertools.product(TOKENS, KERNELS):
         row, of_w2, _ = quantised(("cuda", 80), name, name, tokens=tokens, hidden=2050)

@@ -195,15 +195,24 @@ static moelora_status refuse(moelora_dtype dtype, const access *access,
   return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for this CPU", moelora_dtype_name(dtype));
 }
 
+/* mma.sync and wgmma add up FP8 products otherwise: batch-invariant calls stay with one of them. */
+static bool adds_up_alike(const moelora_variant *v, const moelora_variant *usual,
+                          const access *access, const moelora_device_info *device) {
+  const bool fp8 = access->format == MOELORA_W8A8 || access->second == MOELORA_W8A8;
+  return !(fp8 && device->device == MOELORA_CUDA && device->batch_invariant) || !usual ||
+         v->needs == usual->needs;
+}
+
 /* The forced variant if it serves, else the best of the table. */
 static moelora_status pick_variant(int64_t rows, moelora_dtype dtype, const access *access,
                                    const moelora_device_info *device,
                                    const moelora_variant **picked) {
   MOELORA_TRY(moelora_check_told());
   const bool cuda = device->device == MOELORA_CUDA;
-  *picked = forced_for(dtype, access, device);
-  if (!*picked)
-    *picked = choose(device, dtype, cuda ? pick_cuda_shape(rows, access) : (shape){0, 1}, access);
+  const moelora_variant *forced = forced_for(dtype, access, device);
+  *picked = choose(device, dtype, cuda ? pick_cuda_shape(rows, access) : (shape){0, 1}, access);
+  if (forced && adds_up_alike(forced, *picked, access, device))
+    *picked = forced;
   return *picked ? MOELORA_OK : refuse(dtype, access, device);
 }
 
@@ -310,7 +319,10 @@ static const moelora_variant *tuned_for(moelora_role role, const moelora_experts
 static const moelora_variant *prefer_tuned(const moelora_variant *tuned,
                                            const moelora_variant *picked, const access *access,
                                            const moelora_device_info *device) {
-  return tuned && !moelora_is_forced(picked) && serves(tuned, access, device) ? tuned : picked;
+  return tuned && !moelora_is_forced(picked) && serves(tuned, access, device) &&
+                 adds_up_alike(tuned, picked, access, device)
+             ? tuned
+             : picked;
 }
 
 /* All around the projections of a layer, which `gemm` serves. */
