@@ -284,21 +284,25 @@ def prove(prover: Prover, name: str, compositions: int, again: int) -> Iterator:
             head = {"pool": name, "operator": operator, "format": pool.format}
             yield head | {"mode": "invariant", "path": "own", "forced": ""} | what | count.row()
 
+    def each_forced(want: dict[str, Tensor], path: str) -> Iterator[dict]:
+        for variant in forced(pool, device):
+            _C.force_variant(variant)
+            try:
+                yield from rows(prover.count(want, again), path=path, forced=variant)
+            finally:
+                _C.force_variant(None)
+
     own = prover.reference()
     yield from rows(prover.count(own, compositions))
     yield from rows(prover.count(own, again, invariant=False), mode="default")
-    for variant in forced(pool, device):
-        _C.force_variant(variant)
-        try:
-            yield from rows(prover.count(own, again), forced=variant)
-        finally:
-            _C.force_variant(None)
+    yield from each_forced(own, "own")
     if device == "cpu":
         return
     _C.limit_capability(80)
     try:
         portable = prover.reference()
         yield from rows(prover.count(portable, compositions // 4 + 1), path="cc80")
+        yield from each_forced(portable, "cc80")
         counts = {n: Count() for n in own}
         for n, count in counts.items():
             count.add(portable[n], own[n], prover.adapted)
