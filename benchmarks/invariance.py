@@ -11,7 +11,8 @@ one batch. Rows of the file, of which `differing` elements do not:
 
     mode     invariant, or default: there they differ, or else nothing would be shown
     path     own: the kernels of this device; cc80: those of every GPU since Ampere
-    forced   a kernel variant that plans were told to use where they can; "": none
+    forced   a kernel variant that plans were told to use where they can; "": none. Those without a
+             differing bit are one row, which says how many they are
     against  another path instead of the same one, which no promise is about
 
 `cost` has the layer of `python -m moelora bench` in both modes. The exit status is 1 if a bit
@@ -315,6 +316,27 @@ def promised(row: dict) -> bool:
     return row["mode"] == "invariant" and "against" not in row
 
 
+def summed(rows: list[dict]) -> list[dict]:
+    """Rows of forced variants in which nothing differs become one of each operator and path."""
+    made: dict[tuple, dict] = {}
+    for i, row in enumerate(rows):
+        if not row["forced"] or row["differing"]:
+            made[i,] = row
+            continue
+        what = {k: v for k, v in row.items() if k not in ("compositions", "elements")}
+        one = made.setdefault(
+            tuple(v for k, v in what.items() if k != "forced"),
+            what | {"forced": 0, "compositions": 0, "elements": 0},
+        )
+        one["forced"] += 1
+        for name in ("compositions", "elements"):
+            one[name] += row[name]
+    return [
+        row | {"forced": f"{row['forced']} variants"} if isinstance(row["forced"], int) else row
+        for row in made.values()
+    ]
+
+
 # ---- cost ----
 
 
@@ -384,7 +406,7 @@ def main(argv=None) -> int:
         for row in made:
             if promised(row) and row["differing"]:
                 print(f"    {row}")
-    held = [row for row in rows if promised(row)]
+    held, rows = [row for row in rows if promised(row)], summed(rows)
     differing = sum(row["differing"] for row in held)
     summary = {
         "compositions": compositions,

@@ -17,7 +17,7 @@ from moelora.bench import results
 from moelora.bench.shapes import MODELS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/measurements.md")
+PAGES = ("README.md", "docs/measurements.md", "docs/batch-invariance.md")
 # "column: field of a case"; a column that no case has is left out.
 CASE = "model: model, tokens: tokens, rank: rank"
 LAYER = """bound: bound_us, with adapters: ours_us, vLLM with: rivals.vllm_default,
@@ -40,6 +40,8 @@ POWER = """rested: rested_us, at work: working_us, MHz: mhz, W: watts, of zeros:
     MHz of zeros: zeros_mhz, W of zeros: zeros_watts"""
 ENGINES = """engine: engine, LoRA enabled: lora_enabled, batch: batch,
     prefill tokens/s: prefill_tok_s, decode tokens/s: decode_tok_s"""
+INVARIANCE = """with adapters: ours_us, in the mode: ours_invariant_us, without: ours_base_us,
+    without in the mode: ours_invariant_base_us"""
 CPU = """dtype: dtype, bound: bound_us, with adapters: ours_us, ×: ratio,
     fastest baseline: best_rival, without: ours_base_us,
     transformers without: rivals.grouped_mm_base"""
@@ -61,6 +63,7 @@ TABLES = {
     "engines": ("h200-e2e", lambda r: r["topic"] == "speed", ENGINES),
     "engines_8_layers": ("h200-e2e-8-layers", lambda r: r["topic"] == "speed", ENGINES),
     "cpu": ("cpu-layer", lambda r: True, CPU),
+    "invariance": ("h200-invariance", lambda r: "model" in r, INVARIANCE),
 }
 
 
@@ -156,6 +159,43 @@ def delta_ranges():
     return f"The adapters' part alone, added to an existing output: {'; '.join(said)}."
 
 
+def format_ranges():
+    _, rows = load("h200-formats")
+    said = []
+    for what, formats in (("four bits", ("mxfp4", "int4")), ("FP8", ("fp8_block",))):
+        for tokens, low, high in (
+            ("1 and 4", 1, 4),
+            ("16 to 256", 16, 256),
+            ("1024", 1024, 1024),
+            ("4096 and more", 4096, 1e9),
+        ):
+            some = [r for r in rows if r["format"] in formats and low <= r["tokens"] <= high]
+            ours = statistics.geometric_mean(r["share"] for r in some)
+            theirs = statistics.geometric_mean(
+                r["bound_us"] / r["rivals"]["vllm_lora"] for r in some
+            )
+            said.append([what, tokens, f"**{ours:.2f}**", f"{theirs:.2f}"])
+    table = markdown(["weights", "tokens", "share of the bound", "vLLM's with adapters"], said)
+    faster = [r["rivals"]["vllm_lora"] / r["ours_us"] for r in rows]
+    few = [r for r in rows if r["rank"] == 16 and r["tokens"] >= 4]
+    won = sum(r["ours_us"] < r["rivals"]["vllm_base"] for r in few)
+    text = f"""Geometric means of both ranks and all models. With adapters the layer is
+        {span(faster)} times as fast as vLLM's with adapters; from 4 tokens on it is faster with
+        adapters of rank 16 than vLLM's without in {won} of {len(few)} cases."""
+    return f"{table}\n\n{wrapped(text)}"
+
+
+def invariance_found():
+    meta, rows = load("h200-invariance")
+    cost = meta["cost"]
+    more = {name: f"{100 * (value - 1):.1f} %" for name, value in cost.items()}
+    return f"""Of {meta["elements"]:,} elements in {meta["calls"]:,} calls of
+        {meta["compositions"]:,} compositions {meta["differing"]} differ in the mode; without it
+        {meta["differing_by_default"]:,} do. The mode costs {more["1-4 tokens"]} of the time of 1 to
+        4 tokens with adapters and {more["1-4 tokens, base"]} without, from 16 tokens on
+        {more["16-16384 tokens"]} and {more["16-16384 tokens, base"]} (geometric means)."""
+
+
 def cpu_ranges():
     meta, rows = load("cpu-layer")
     most = max(r["tokens"] for r in rows)
@@ -191,8 +231,16 @@ def decode_parts():
 
 
 # {name: (file, its table)}
-MADE = {"decode_parts": ("h200-kernels-decode", decode_parts)}
-SENTENCES = {f.__name__: f for f in (layer_ranges, delta_ranges, cpu_ranges)}
+MADE = {
+    "decode_parts": ("h200-kernels-decode", decode_parts),
+    "format_ranges": ("h200-formats", format_ranges),
+}
+SENTENCES = {f.__name__: f for f in (layer_ranges, delta_ranges, cpu_ranges, invariance_found)}
+
+
+def wrapped(text):
+    text = " ".join(text.split())
+    return textwrap.fill(text, 104, break_long_words=False, break_on_hyphens=False)
 
 
 def section(name):
@@ -202,8 +250,7 @@ def section(name):
         return table(*TABLES[name])
     if name in MADE:
         return MADE[name][1]()
-    text = " ".join(SENTENCES[name]().split())
-    return textwrap.fill(text, 104, break_long_words=False, break_on_hyphens=False)
+    return wrapped(SENTENCES[name]())
 
 
 def filled(text):
