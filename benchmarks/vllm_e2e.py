@@ -4,6 +4,7 @@
     python -m benchmarks.vllm_e2e --peers .peers/vllm_e2e --parallel --out ...-e2e-parallel.json
     python -m benchmarks.vllm_e2e --only speed --layers 8 --lora-only --out ...-e2e-8-layers.json
     python -m benchmarks.vllm_e2e --format int4 --out ...-e2e-int4.json
+    python -m benchmarks.vllm_e2e --only invariance --out ...-e2e-invariance.json
 
 One engine of vLLM 0.26 after the other, each in its own process (`benchmarks.vllm_engine`), on
 models of random weights with four PEFT adapters of ranks 16 and 64. moelora is found by its entry
@@ -15,6 +16,10 @@ With `--format`, experts are quantised (`benchmarks.vllm_quantise`; `mxfp4` is a
 `benchmarks.vllm_gpt_oss`) and moelora is held against vLLM
 with the same numbers: in the same format where vLLM's kernels of the packed copy can (`fp8`), and
 unquantised otherwise, unless `--own-kernels` says that the copy has them all (PTX=1).
+
+With `--only invariance` both engines run under VLLM_BATCH_INVARIANT, and rows of their MoE layers
+in a mixed batch are compared with those of each request alone, bit for bit
+(`benchmarks.vllm_bits`).
 
 Every stage has a deadline, none starts after the budget, and the result file is written after each.
 """
@@ -397,6 +402,22 @@ class Bench:
                 model = models[0 if ours else 1]
                 self.read(name, self.engine(name, model, *flags, ours=ours, seconds=180))
 
+    def invariance(self):
+        if not self.done(self.make("tiny", "--preset", "tiny")):
+            return
+        models = self.quantise("tiny")
+        if models is None:
+            return
+        for name, model in zip(("moelora", "vllm"), models, strict=True):
+            flags, run = ("--lora", "--check", "--bits"), f"{name} invariant"
+            job = self.engine(run, model, *flags, ours=name == "moelora", VLLM_BATCH_INVARIANT="1")
+            self.read(run, job)
+            row = {"topic": "bits", "run": run} | self.runs.get(run, {}).get("bits", {})
+            # Another engine's rows are counted, not promised.
+            kept = row.get("matched", 0) > 0 and row.get("differing") == 0
+            self.checks.append(row | {"ok": kept or name == "vllm"})
+        self.write()
+
     def compiled(self):
         flags = ("--lora", "--check", "--compile")
         for name in ("moelora", "vllm"):
@@ -422,7 +443,7 @@ def main(argv=None):
     p.add_argument("--budget-s", type=float, default=470, help="no stage lasts longer than this")
     p.add_argument("--layers", type=int, default=4, help="of the model that is timed")
     p.add_argument("--lora-only", action="store_true", help="time no engines without LoRA")
-    p.add_argument("--only", choices=("answers", "speed"), help="leave the other out")
+    p.add_argument("--only", choices=("answers", "speed", "invariance"), help="leave the other out")
     p.add_argument("--format", choices=("int4", "mxfp4", "fp8"), help="of experts")
     p.add_argument("--own-kernels", action="store_true", help="vLLM runs the same format, too")
     p.add_argument("--parallel", action="store_true", help="answers with two GPUs, nothing else")
@@ -431,6 +452,7 @@ def main(argv=None):
     stages = [bench.parallel]
     if not args.parallel:
         stages = [bench.answers, bench.speed, *([] if args.format else [bench.compiled])]
+        stages += [bench.invariance] if args.only == "invariance" else []
         stages = [s for s in stages if args.only in (None, s.__name__)]
     if bench.install():
         for stage in stages:

@@ -16,6 +16,8 @@ import statistics
 import sys
 import time
 
+from benchmarks.vllm_bits import Rows
+
 for name, value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -39,6 +41,7 @@ def parse(argv=None):
     p.add_argument("--out", type=pathlib.Path, required=True)
     p.add_argument("--lora", action="store_true", help="an engine with LoRA enabled")
     p.add_argument("--check", action="store_true", help="tokens and log-probabilities")
+    p.add_argument("--bits", action="store_true", help="rows of MoE layers, mixed and alone")
     p.add_argument("--speed", action="store_true", help="prefill and decode, tokens/s")
     p.add_argument("--compile", action="store_true", help="torch.compile, vLLM's default")
     p.add_argument("--tensor-parallel", type=int, default=1)
@@ -64,7 +67,9 @@ class Engine:
                 "max_lora_rank": max(ranks),
                 "lora_target_modules": ["experts"],
             }
-        if not args.compile:
+        if args.bits:  # hooks see no replays of graphs
+            options["enforce_eager"] = True
+        elif not args.compile:
             options["compilation_config"] = {
                 "mode": 0,
                 "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -144,6 +149,20 @@ def check(engine):
     }
 
 
+def bits(engine):
+    """Rows of MoE layers in a batch of all adapters and the base model, and in one of each."""
+    found = Rows()
+    layers = engine.llm.collective_rpc(lambda worker: found.attach(worker.get_model()))
+    who = [None, *engine.adapters]
+    prompts = engine.prompts([40] * len(who))
+    found.phase = "alone"
+    for prompt, adapter in zip(prompts, who, strict=True):
+        engine.generate([prompt], [adapter], max_tokens=CHECK[1])
+    found.phase = "mixed"
+    engine.generate(prompts, who, max_tokens=CHECK[1])
+    return {"layers": layers[0]} | found.compare("alone", "mixed")
+
+
 # ---- how fast ----
 
 
@@ -219,6 +238,8 @@ def main():
     print(f"engine up in {result['start_s']} s, MoE layers: {layers}")
     if args.check:
         save(check=check(engine))
+    if args.bits:
+        save(bits=bits(engine))
     if args.speed:
         speed(engine, args.reps, save)
     save(done=True)

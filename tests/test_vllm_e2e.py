@@ -12,7 +12,7 @@ import moelora
 
 pytest.importorskip("tomllib")
 
-from benchmarks import vllm_e2e, vllm_gpt_oss, vllm_quantise  # noqa: E402
+from benchmarks import vllm_bits, vllm_e2e, vllm_gpt_oss, vllm_quantise  # noqa: E402
 
 INSTALL = """\
 mkdir -p $SITE/vllm/lora
@@ -42,6 +42,12 @@ VLLM = """\
 import importlib.metadata, os, sys
 from types import SimpleNamespace as N
 
+import torch
+
+class Experts(torch.nn.Module):
+    def forward(self, hidden_states, router_logits):
+        return 2 * hidden_states
+
 def SamplingParams(**options):
     return N(**options)
 
@@ -50,6 +56,7 @@ class LLM:
         plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
         served = os.environ["MOELORA_VLLM"] == "1" and "moelora" in plugins.names
         self.name = "TritonExpertsWithLoRA" if served else "TritonExperts"
+        self.experts = Experts()
         if os.environ.get("SAY"):
             print(os.environ["SAY"])
         if options.get("enable_expert_parallel"):
@@ -57,10 +64,13 @@ class LLM:
 
     def collective_rpc(self, function):
         kernel = N(fused_experts=type(self.name, (), {})())
-        model = N(modules=lambda: [N(_moe_kernel=kernel)])
+        model = N(modules=lambda: [N(_moe_kernel=kernel)],
+                  named_modules=lambda: [("layers.0.mlp.experts", self.experts)])
         return [function(N(get_model=lambda: model))]
 
     def generate(self, prompts, sampling, use_tqdm, lora_request):
+        rows = torch.tensor([[sum(p["prompt_token_ids"]), 1.0] for p in prompts])
+        self.experts(hidden_states=rows, router_logits=rows)
         return [self.one(p["prompt_token_ids"], a, sampling.max_tokens)
                 for p, a in zip(prompts, lora_request or [None] * len(prompts))]
 
@@ -129,6 +139,19 @@ def test_engines_with_lora_alone(tmp_path, peers):
         (engine, batch) for engine in ("vllm", "moelora") for batch in ("base", "4 mixed")
     ]
     assert [row["wanted"] for row in topics(written, "target")] == [1.25]
+
+
+@pytest.mark.slow
+def test_batch_invariance(tmp_path, peers):
+    code, written, log = run(tmp_path, peers, "--only", "invariance")
+    assert code == 0, log
+    rows = topics(written, "bits")
+    assert [row["run"] for row in rows] == ["moelora invariant", "vllm invariant"]
+    for row in rows:
+        assert (row["layers"], row["rows"], row["matched"]) == (1, 5, 5)
+        assert row["differing"] == row["unmatched"] == 0
+    compared = {row["compared"] for row in topics(written, "answers")}
+    assert compared == {f"{row['run']}: mixed, each alone" for row in rows}
 
 
 def test_two_gpus_of_which_one_stage_fails(tmp_path, peers):
@@ -206,6 +229,38 @@ def test_a_reference_judges_engines_that_round_activations():
     said["moelora"][0] = said["moelora"][0].replace("0.0800", "0.0900")
     assert not vllm_e2e.judge(said)[0]["ok"]
     assert vllm_e2e.judge({"moelora": said["moelora"]}) == []
+
+
+class Experts(torch.nn.Module):
+    """Adds to rows what depends on their adapter, and if it is wrong on the batch."""
+
+    adapters, wrong = (), False
+
+    def forward(self, hidden_states, router_logits):
+        more = torch.tensor([0.5 * a for a in self.adapters], dtype=hidden_states.dtype)
+        out = hidden_states + more[:, None] + router_logits.sum(-1, keepdim=True)
+        return out + 2**-6 if self.wrong and len(out) > 1 else out
+
+
+def rows_of(model, x, adapters, rows, phase):
+    rows.phase, model.layer.experts.adapters = phase, adapters
+    model.layer.experts(hidden_states=x, router_logits=x[:, :2].float())
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_rows_of_layers_are_found_again_by_their_bits(wrong):
+    model, rows = torch.nn.Module(), vllm_bits.Rows()
+    model.layer = torch.nn.Module()
+    model.layer.experts = Experts()
+    model.layer.experts.wrong = wrong
+    assert rows.attach(model) == 1
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[1] = x[0]  # of two adapters
+    for i in range(4):
+        rows_of(model, x[i : i + 1], [i], rows, "alone")
+    rows_of(model, x[[3, 0, 4, 1, 2]], [3, 0, 4, 1, 2], rows, "mixed")
+    found = rows.compare("alone", "mixed")
+    assert found == {"rows": 5, "matched": 3, "differing": 3 * wrong, "unmatched": 1}
 
 
 def test_adapters_that_do_nothing_are_told():
