@@ -161,6 +161,19 @@ def answers(runs, same=SAME):
 # ---- comparing speeds ----
 
 
+def times_to_tokens(table):
+    """Milliseconds to the first token, and to each of those behind it."""
+    made = {}
+    for end in (name.removeprefix("decode") for name in table if name.startswith("decode")):
+        if f"first{end}" in table:
+            first, whole = (table[name + end] for name in ("first", "decode"))
+            times = [statistics.median(measured["seconds"]) for measured in (first, whole)]
+            made[f"ttft{end}_ms"] = round(1e3 * times[0], 3)
+            behind = whole["new_tokens"] - first["new_tokens"]
+            made[f"tpot{end}_ms"] = round(1e3 * (times[1] - times[0]) / behind, 4)
+    return made
+
+
 def speeds(runs):
     rows = []
     for engine, lora in [(e, lora) for lora in (False, True) for e in ("vllm", "moelora")]:
@@ -171,6 +184,7 @@ def speeds(runs):
                 row[f"{what}_tok_s"] = measured["tokens_per_s"]
                 row[f"{what}_s"] = measured["seconds"]
                 row[f"{what}_gpu_ms"] = measured["gpu_ms"]
+            row |= times_to_tokens(table)
             rows.append(row)
     return rows
 
@@ -398,6 +412,7 @@ class Bench:
             for engine in ("vllm", "moelora"):
                 name = f"{engine} speed, {'' if lora else 'no '}LoRA"
                 flags = ["--speed", *(["--lora"] if lora else [])]
+                flags += ["--sequences", self.args.sequences]
                 ours = engine == "moelora"
                 model = models[0 if ours else 1]
                 self.read(name, self.engine(name, model, *flags, ours=ours, seconds=180))
@@ -442,6 +457,7 @@ def main(argv=None):
     p.add_argument("--work", type=pathlib.Path, default=pathlib.Path("/tmp/moelora-e2e"))
     p.add_argument("--budget-s", type=float, default=470, help="no stage lasts longer than this")
     p.add_argument("--layers", type=int, default=4, help="of the model that is timed")
+    p.add_argument("--sequences", default="64", help="of decode, commas between")
     p.add_argument("--lora-only", action="store_true", help="time no engines without LoRA")
     p.add_argument("--only", choices=("answers", "speed", "invariance"), help="leave the other out")
     p.add_argument("--format", choices=("int4", "mxfp4", "fp8"), help="of experts")

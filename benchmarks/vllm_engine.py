@@ -30,9 +30,9 @@ for name, value in {
     os.environ.setdefault(name, value)
 
 PREFILL = (16, 2048)  # prompts, tokens of each
-DECODE = (64, 32, 128)  # sequences, prompt tokens, new tokens
+DECODE = (64, 32, 128)  # sequences if not told otherwise, prompt tokens, new tokens
 CHECK = (6, 16)  # prompts for each adapter, new tokens
-MAX_SEQS = 64
+GRAPHS = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256)  # batches of decode that are captured
 
 
 def parse(argv=None):
@@ -47,6 +47,12 @@ def parse(argv=None):
     p.add_argument("--tensor-parallel", type=int, default=1)
     p.add_argument("--expert-parallel", action="store_true")
     p.add_argument("--reps", type=int, default=5)
+    p.add_argument(
+        "--sequences",
+        type=lambda text: [int(n) for n in text.split(",")],
+        default=[DECODE[0]],
+        help="of decode, commas between",
+    )
     return p.parse_args(argv)
 
 
@@ -58,6 +64,7 @@ class Engine:
         manifest = json.loads((args.model / "manifest.json").read_text())
         folders = [pathlib.Path(f) for f in manifest["adapters"]] if args.lora else []
         ranks = [int(f.name.rpartition("-r")[2]) for f in folders]
+        most = max(DECODE[0], *args.sequences)
         options = {}
         if args.lora:
             options = {
@@ -73,7 +80,7 @@ class Engine:
             options["compilation_config"] = {
                 "mode": 0,
                 "cudagraph_mode": "FULL_DECODE_ONLY",
-                "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64],
+                "cudagraph_capture_sizes": [n for n in GRAPHS if n <= most],
             }
         self.llm = LLM(
             model=manifest["base"],
@@ -84,7 +91,7 @@ class Engine:
             gpu_memory_utilization=0.6,
             max_model_len=4096,
             max_num_batched_tokens=8192,
-            max_num_seqs=MAX_SEQS,
+            max_num_seqs=most,
             enable_prefix_caching=False,
             tensor_parallel_size=args.tensor_parallel,
             enable_expert_parallel=args.expert_parallel,
@@ -182,7 +189,9 @@ def gpu_milliseconds(run):
     }
 
 
-def speed(engine, reps, save):
+def speed(engine, reps, sequences, save):
+    """Of decode with N sequences also the time to the first token, where N is not the usual one
+    as `decode_N` and `first_N`."""
     import torch
 
     def measure(prompts, adapters, new, work):
@@ -200,11 +209,12 @@ def speed(engine, reps, save):
         return {
             "tokens_per_s": round(work / statistics.median(seconds)),
             "seconds": [round(s, 5) for s in seconds],
+            "new_tokens": new,
             "gpu_ms": gpu_milliseconds(lambda: run(min(new, 16))),
         }
 
     long = engine.prompts([PREFILL[1]] * PREFILL[0])
-    short = engine.prompts([DECODE[1]] * DECODE[0])
+    short = engine.prompts([DECODE[1]] * max(sequences))
     batches = {"base": [None]}
     if engine.adapters:
         batches[f"{len(engine.adapters)} mixed"] = engine.adapters
@@ -214,11 +224,12 @@ def speed(engine, reps, save):
         def spread(prompts, carried=carried):
             return [carried[i % len(carried)] for i in range(len(prompts))]
 
-        table[name] = {
-            "prefill": measure(long, spread(long), 1, PREFILL[0] * PREFILL[1]),
-            "decode": measure(short, spread(short), DECODE[2], DECODE[0] * DECODE[2]),
-        }
-        save(speed=table)
+        table[name] = {"prefill": measure(long, spread(long), 1, PREFILL[0] * PREFILL[1])}
+        for n in sequences:
+            end, some = "" if n == DECODE[0] else f"_{n}", short[:n]
+            table[name][f"decode{end}"] = measure(some, spread(some), DECODE[2], n * DECODE[2])
+            table[name][f"first{end}"] = measure(some, spread(some), 1, n)
+            save(speed=table)
 
 
 def main():
@@ -241,7 +252,7 @@ def main():
     if args.bits:
         save(bits=bits(engine))
     if args.speed:
-        speed(engine, args.reps, save)
+        speed(engine, args.reps, args.sequences, save)
     save(done=True)
     sys.stdout.flush()
     os._exit(0)  # no teardown of the engine

@@ -142,6 +142,18 @@ def test_engines_with_lora_alone(tmp_path, peers):
 
 
 @pytest.mark.slow
+def test_several_batches_of_decode(tmp_path, peers):
+    words = ("--only", "speed", "--lora-only", "--sequences", "1,64,256")
+    code, written, log = run(tmp_path, peers, *words)
+    assert code == 0, log
+    for row in topics(written, "speed"):
+        for end in ("", "_1", "_256"):
+            assert row[f"decode{end}_tok_s"] > 0 and row[f"ttft{end}_ms"] > 0
+            whole, first = (sorted(row[f"{n}{end}_s"])[2] for n in ("decode", "first"))
+            assert row[f"tpot{end}_ms"] == pytest.approx(1e3 * (whole - first) / 127, abs=1e-4)
+
+
+@pytest.mark.slow
 def test_batch_invariance(tmp_path, peers):
     code, written, log = run(tmp_path, peers, "--only", "invariance")
     assert code == 0, log
