@@ -52,6 +52,17 @@ def test_tiles_of_fp8_fit_every_gpu():
             assert row.stages * stage + slots * scales + adapters <= 99 * 1024, row
 
 
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_hopper_tiles_of_fp8_weights_and_tokens(quantised, dtype):
+    """By the rows of an expert, a sixteenth of the tokens."""
+    tiles = {1: "16x128x128", 129: "32x128x128", 417: "64x128x128", 705: "96x256x128"}
+    tiles |= {5121: "128x256x128x2"}
+    last = {128: tiles[1], 416: tiles[129], 704: tiles[417], 5120: tiles[705]}
+    for tokens, shape in (tiles | last).items():
+        row, of_w2, _ = quantised(("cuda", 90), "w8a8", "w8a8", tokens=tokens, dtype=DTYPES[dtype])
+        assert row.name == of_w2.name == f"gemm_{dtype.lower()}_w8a8_{shape}_sm90"
+
+
 def test_batch_invariant_calls_stay_with_one_kind_of_tensor_core_instruction(answer):
     """Whatever is forced: mma.sync adds up FP8 products otherwise than wgmma."""
     force = {"MOELORA_FORCE_VARIANT": "gemm_bf16_w8a8_32x128x64_sm80"}

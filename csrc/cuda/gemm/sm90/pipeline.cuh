@@ -8,7 +8,8 @@
  *   STAGES x { full }, STAGES x { empty }                  mbarriers
  *   4 x { segments }                                       of adapters, one list per producer warp
  *   { fix-up }, { sync }                                   see Pipeline::needs_fixup; an mbarrier
- *   { list of rows }, STAGES x { scales }                  of FP8 alone, see gather.cuh, w8a8.cuh
+ *   { list of rows }                                       see ListedGather
+ *   STAGES x { scales }                                    of FP8 alone, see w8a8.cuh
  *
  * The CTAs of a cluster work on neighbouring blocks of one expert and share its weights: each loads
  * its part and the copy engine delivers it to both, so that a stage is free when the consumers of
@@ -56,7 +57,7 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr int M64_SCALES = FORMAT_ == MOELORA_W8A8 ? 64 * 4 : 0;
   static constexpr int SCALE_BYTES =
       FORMAT_ == MOELORA_W8A8 ? E::TILES * M64_SCALES + TOKENS_ * 4 : 0;
-  static constexpr int ROW_LIST_BYTES = TOKENS_FIRST ? 12 * 12 * 4 : 0;
+  static constexpr int ROW_LIST_BYTES = TOKENS_FIRST ? kGatherers / 8 * (kGatherers / 8) * 4 : 0;
   // All threads start with as many registers; what producers give is what consumers can take, who
   // need more of them to make weights. Native tiles of few tokens need none.
   static constexpr bool NATIVE = FORMAT_ == MOELORA_NATIVE;
