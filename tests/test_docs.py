@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import moelora
 from benchmarks import tables
@@ -197,6 +198,16 @@ def test_every_table_is_on_a_page():
     wanted = {*tables.TABLES, *tables.MADE, *tables.SENTENCES}
     wanted |= {f"from {file}" for file, *_ in (*tables.TABLES.values(), *tables.MADE.values())}
     assert wanted == set(re.findall(r"^<!-- (\w[\w -]*) -->$", text, re.M))
+
+
+def test_the_message_in_the_page_is_the_librarys():
+    """Behind the operator's name, which Python adds."""
+    x, w13, w2 = torch.ones(3, 40), torch.ones(2, 64, 40), torch.ones(2, 41, 32)
+    routing = torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int32)
+    with pytest.raises(ValueError) as raised:
+        moelora.fused_experts_lora(x, w13, w2, *routing)
+    message = str(raised.value).removeprefix("fused_experts_lora: ")
+    assert f"`{message}`" in (ROOT / "docs/c-api.md").read_text()
 
 
 def test_the_file_of_tuned_plans_in_the_page_is_one(tmp_path):
