@@ -24,8 +24,8 @@ LAYER = """bound: bound_us, with adapters: ours_us, vLLM with: rivals.vllm_defau
     separate with: rivals.separate, ×: ratio, without: ours_base_us,
     vLLM without: rivals.vllm_base, _grouped_mm without: rivals.torch_grouped_mm_base"""
 FORMATS = """weights: format, bound: bound_us, with adapters: ours_us, ×: ratio, share: share,
-    in bf16: ours_bf16_us, Marlin with: rivals.vllm_lora, triton_kernels with: rivals.tk_lora,
-    without: ours_base_us, in bf16 without: ours_bf16_base_us, Marlin without: rivals.vllm_base,
+    in bf16: ours_bf16_us, vLLM with: rivals.vllm_lora, triton_kernels with: rivals.tk_lora,
+    without: ours_base_us, in bf16 without: ours_bf16_base_us, vLLM without: rivals.vllm_base,
     triton_kernels without: rivals.tk_base, error: max_err_ratio"""
 ALIGN = """block: block_size, segmented: ours_us, uniform: ours_uniform_us,
     vLLM per adapter: rivals.vllm_lora, by expert: ours_base_us, vLLM by expert: rivals.vllm_base,

@@ -289,7 +289,7 @@ def test_the_table_is_made_from_the_file(monkeypatch, tmp_path):
     titles, _, row = tables.section("formats_all").splitlines()
     assert titles == (
         "| model | tokens | rank | weights | bound | with adapters | × | share | in bf16 | "
-        "Marlin with | without | Marlin without | error |"
+        "vLLM with | without | vLLM without | error |"
     )
     assert row == (
         "| Qwen3-30B-A3B | 1 | 16 | int4 | 5.0 | **10.0** | 6.83 | 0.50 | 30.0 | 68.3 | 8.0 | "
