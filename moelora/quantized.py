@@ -132,7 +132,13 @@ class QuantizedWeights(FromFP8):
         KeyError
             One of both is missing.
         """
-        data, numbers = state[f"{prefix}data"], state[f"{prefix}layout"].tolist()
+        data, layout = state[f"{prefix}data"], state[f"{prefix}layout"]
+        if layout.dtype != torch.int64 or layout.dim() != 1:
+            got = f"has dtype {layout.dtype} and shape {tuple(layout.shape)}"
+            raise ValueError(f"{prefix}layout {got}, expected int64 and {len(FIELDS)} numbers")
+        if data.dim() == 0:
+            raise ValueError(f"{prefix}data has no dimensions, expected [E, ...]")
+        numbers = layout.tolist()
         if data.data_ptr() % ALIGNMENT:  # safetensors gives views of a file
             data = data.clone()
         if len(numbers) != len(FIELDS):

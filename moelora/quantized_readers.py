@@ -74,11 +74,16 @@ class Stack:
                 self.fail(expert, f"is on {tensor.device}", f"{like[0].device} as {like.name}")
 
     def matrix(self, wanted: str) -> tuple[int, int]:
-        """The shape of the first expert, which has two dimensions."""
+        """The shape of the first expert, which has two dimensions and some numbers."""
         if self[0].dim() != 2:
             self.fail(0, f"has shape {self._shape(self[0])}", wanted)
+        self.refuse_empty()
         rows, columns = self[0].shape
         return rows, columns
+
+    def refuse_empty(self) -> None:
+        if not self[0].numel():
+            self.fail(0, f"has shape {self._shape(self[0])}", "no empty dimension")
 
     def _shape(self, tensor: Tensor) -> str:
         return self._text(tuple(tensor.shape))
@@ -128,6 +133,7 @@ def mxfp4(blocks: PerExpert, scales: PerExpert) -> Checkpoint:
         rows, columns = first.size(0), first.size(1) * 2
     else:
         blocks.fail(0, f"has shape {tuple(first.shape)} for each expert", wanted)
+    blocks.refuse_empty()
     blocks.check(blocks, tuple(first.shape), torch.uint8)
     scales.check(blocks, (rows, columns // BLOCK), torch.uint8, torch.float8_e8m0fnu)
 

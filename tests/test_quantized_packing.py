@@ -263,6 +263,11 @@ def test_state_dicts_that_are_none():
             QuantizedWeights.from_state_dict({**state, "layout": layout})
     with pytest.raises(ValueError, match="layout has 5 numbers"):
         QuantizedWeights.from_state_dict({**state, "layout": state["layout"][:5]})
+    for layout in (state["layout"].float(), state["layout"][None]):
+        with pytest.raises(ValueError, match="layout has dtype .*, expected int64"):
+            QuantizedWeights.from_state_dict({**state, "layout": layout})
+    with pytest.raises(ValueError, match="data has no dimensions"):
+        QuantizedWeights.from_state_dict({**state, "data": state["data"].sum()})
 
 
 # ---- what is refused ----
@@ -304,6 +309,10 @@ BAD = [
     ("from_mxfp4", {"blocks": some_bytes(2, N, 24)}, "blocks has shape"),
     ("from_mxfp4", {"blocks": words(2, N, K // 2)}, "blocks has dtype int32, expected uint8"),
     ("from_mxfp4", {"blocks": []}, "blocks has no experts"),
+    ("from_mxfp4", {"blocks": some_bytes(2, 0, K // 2)}, "blocks has .*, expected no empty"),
+    ("from_mxfp4", {"blocks": some_bytes(2, N, 0)}, "blocks has .*, expected no empty"),
+    ("from_gptq", {"qweight": words(2, 0, N)}, r"qweight has .*, expected no empty"),
+    ("from_awq", {"qweight": words(2, K, 0)}, r"qweight has .*, expected no empty"),
     ("from_mxfp4", {"scales": some_bytes(2, N, 3)}, r"scales has shape \(2, 16, 3\), expected \(2"),
     ("from_mxfp4", {"scales": some_bytes(3, N, 2)}, "scales has 3 experts, expected 2 as blocks"),
     ("from_mxfp4", {"scales": torch.ones(2, N, 2)}, "scales has dtype float32, expected uint8 or"),
