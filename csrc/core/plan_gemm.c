@@ -42,6 +42,7 @@ static const shape_bound quantised_shapes[] = {
     {4, {16, 1}},
     {26, {32, 1}},
     {44, {64, 1}},
+    {76, {96, 1}},
     {INT64_MAX, {128, 1}},
 };
 
