@@ -91,6 +91,7 @@ void mbarrier_end(uint64_t *barrier);
 void mbarrier_arrive(uint64_t *barrier, int64_t expected_bytes);
 void mbarrier_arrived(uint64_t *barrier, int64_t bytes);
 void mbarrier_wait(uint64_t *barrier, uint32_t parity);
+bool mbarrier_test(uint64_t *barrier, uint32_t parity);
 
 /* Warpgroup products: a warp's, in the order of its calls. */
 void product(std::function<void()> what);

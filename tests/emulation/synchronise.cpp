@@ -193,6 +193,10 @@ void mbarrier_wait(uint64_t *word, uint32_t parity) {
         barrier.missing);
 }
 
+bool mbarrier_test(uint64_t *word, uint32_t parity) {
+  return load(word, "a test of").phase != parity;
+}
+
 static Warp &own_warp() {
   return self->cta->warps[self->thread / 32];
 }

@@ -59,6 +59,20 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
                : "memory");
 }
 
+/* Whether a wait would be over at once. */
+__device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile("{\n"
+               ".reg .pred done;\n"
+               "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+               "selp.u32 %0, 1, 0, done;\n"
+               "}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done;
+}
+
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -240,6 +254,11 @@ template <int COUNT> __device__ __forceinline__ void settle(float *d) {
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
   return ((uint64_t)1 << 62) | ((uint64_t)(1024 >> 4) << 32) | ((uint64_t)1 << 16) |
          (uint64_t)((address & 0x3FFFF) >> 4);
+}
+
+/* That of a place further on, in units of 16 bytes: addresses take the low half alone. */
+__device__ __forceinline__ uint64_t move_descriptor(uint64_t descriptor, uint32_t by) {
+  return (descriptor & ~(uint64_t)UINT32_MAX) | (uint32_t)((uint32_t)descriptor + by);
 }
 
 /* The same of 32-byte rows in the 32-byte swizzle, one k16 step wide: atoms of 256 bytes. */

@@ -209,6 +209,9 @@ inline uint32_t __ballot_sync(uint32_t mask, bool p) {
 inline int __any_sync(uint32_t mask, bool p) {
   return __ballot_sync(mask, p) != 0;
 }
+inline int __all_sync(uint32_t mask, bool p) {
+  return !__any_sync(mask, !p);
+}
 template <class T> T __reduce_add_sync(uint32_t mask, T v) {
   return emulation::reduce(mask, v, emulation::Add());
 }

@@ -223,6 +223,8 @@ __device__ __forceinline__ PendingCheck multiply(float (&d)[2][S::TOKENS / 2],
                                                  const moelora_gemm_launch &g,
                                                  Pipeline<S> &pipeline, int consumer,
                                                  bool active = true) {
+  if (S::ALIASED_BUFFERS > 0 && S::FORMAT == MOELORA_W8A8)
+    release_aliased_stage(pipeline, consumer); // whose loops have no time for a barrier
 #pragma unroll
   for (int i = 0; i < N / 2; i++)
     d[0][i] = d[1][i] = 0.f;
@@ -230,13 +232,15 @@ __device__ __forceinline__ PendingCheck multiply(float (&d)[2][S::TOKENS / 2],
   if constexpr (S::FORMAT == MOELORA_NATIVE)
     previous = multiply_depth<S, T, N>(d, g, pipeline, consumer);
   else if constexpr (S::TOKENS_FIRST)
-    previous = active ? multiply_tokens_first<S>(d, g, pipeline, consumer)
-                      : follow_depth<S>(g, pipeline, consumer);
+    previous = !active ? follow_depth<S>(g, pipeline, consumer)
+               : g.weights.w.format == MOELORA_FP8_ROWS
+                   ? multiply_tokens_first<S, true>(d, g, pipeline, consumer)
+                   : multiply_tokens_first<S, false>(d, g, pipeline, consumer);
   else if constexpr (S::FORMAT == MOELORA_W8A8)
     previous = multiply_w8a8<S, N>(d, g, pipeline, consumer);
   else
     previous = multiply_quantized<S, T, N>(d, g, pipeline, consumer);
-  if (S::ALIASED_BUFFERS > 0)
+  if (S::ALIASED_BUFFERS > 0 && S::FORMAT != MOELORA_W8A8)
     release_aliased_stage(pipeline, consumer); // of a tile without a second step
   const AdaptersHeader adapters = AdaptersHeader::read(pipeline.header(previous));
   const bool checks = adapters.ragged || (adapters.shared && pipeline.in_fixup());

@@ -190,6 +190,10 @@ template <class S> struct Pipeline {
   }
   __device__ __forceinline__ uint32_t full() const { return base + FULL + 8 * stage; }
   __device__ __forceinline__ void wait_full() const { barrier_wait(full(), phase); }
+  /* Whether wait_full() would be over at once: asked early, it saves a warp that wait. */
+  __device__ __forceinline__ bool is_full() const {
+    return __all_sync(0xffffffffu, barrier_test(full(), phase));
+  }
   __device__ __forceinline__ void wait_empty() const {
     barrier_wait(base + EMPTY + 8 * stage, phase ^ 1);
   }

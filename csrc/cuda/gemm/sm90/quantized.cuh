@@ -33,8 +33,7 @@ template <class S> struct QuantizedTiles {
 /* Whether the two m64 tiles of a consumer are multiplied in turns: products of few tokens are
  * mostly latency, which two sums share. Accumulators of many tokens leave no registers for that,
  * and need it less; FP8 has second ones. */
-template <class S>
-constexpr bool kPaired = S::TOKENS <= (S::FORMAT == MOELORA_W8A8 ? 64 : 96);
+template <class S> constexpr bool kPaired = S::TOKENS <= (S::FORMAT == MOELORA_W8A8 ? 64 : 96);
 
 /* Adds slabs FIRST to FIRST + COUNT - 1 of TILES m64 tiles. Operand A is made in what that of the
  * group before the last was in; the last may still be running. */

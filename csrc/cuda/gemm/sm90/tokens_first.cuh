@@ -52,8 +52,6 @@ __device__ __forceinline__ int follow_depth(const moelora_gemm_launch &g, Pipeli
 #pragma unroll 1
   for (int step = 0; step < depth_steps; step++) {
     pipeline.wait_full();
-    if (step == 1)
-      release_aliased_stage(pipeline, consumer);
     previous = pipeline.stage;
     if (step + 1 < depth_steps)
       pipeline.release(previous);
@@ -63,46 +61,53 @@ __device__ __forceinline__ int follow_depth(const moelora_gemm_launch &g, Pipeli
 }
 
 /* The base product: all of the depth. Returns the last stage, which the caller releases. */
-template <class S>
+template <class S, bool BY_ROW>
 __device__ __forceinline__ int multiply_tokens_first(float (&d)[2][64],
                                                      const moelora_gemm_launch &g,
                                                      Pipeline<S> &pipeline, int consumer) {
   const int depth_steps = (g.tokens.k + kDepth - 1) / kDepth;
-  const bool by_row = g.weights.w.format == MOELORA_FP8_ROWS;
-  const ThreadPlace place(consumer);
-  const uint32_t token_scale = scale_place(place.token) * 4;
-  const uint32_t mine = uniform(consumer * kM64Bytes);
+  const ThreadPlace thread(consumer);
+  const uint32_t token_scale = scale_place(thread.token) * 4;
   int previous = 0;
   float partial[64], tokens[2];
+  bool full = false; // the next stage, as far as is known
 #pragma unroll 1
   for (int step = 0; step < depth_steps; step++) {
-    const uint64_t a = wgmma_descriptor(pipeline.tokens() + mine);
-    pipeline.wait_full();
+    if (!full)
+      pipeline.wait_full();
     fence_async_proxy(); // cp.async wrote X through the ordinary proxy
+    const uint32_t place = uniform(pipeline.weights());
+    const uint64_t a = wgmma_descriptor(place + S::W_BYTES + consumer * kM64Bytes);
+    const uint32_t token_scales = pipeline.token_scales() + token_scale;
+    const uint32_t weight_scales = pipeline.weight_scales(0);
+    previous = pipeline.stage;
+    pipeline.advance();
+    const auto leave = [&] {
+      __syncwarp(); // all lanes have read the scales
+      if (step + 1 < depth_steps)
+        pipeline.release(previous);
+    };
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      multiply_e4m3<128>(partial, a, wgmma_descriptor(pipeline.weights() + 2 * h * kM64Bytes));
-      const uint32_t scales = pipeline.weight_scales(2 * h); // while products take their time
+      multiply_e4m3<128>(partial, a, wgmma_descriptor(place + 2 * h * kM64Bytes));
+      const uint32_t scales =
+          weight_scales + 2 * h * S::M64_SCALES; // while products take their time
       if (h == 0)
 #pragma unroll
         for (int i = 0; i < 2; i++)
-          tokens[i] = __uint_as_float(load_shared_4(pipeline.token_scales() + token_scale + i * 8));
+          tokens[i] = __uint_as_float(load_shared_4(token_scales + i * 8));
       const float weights[2] = {__uint_as_float(load_shared_4(scales)),
                                 __uint_as_float(load_shared_4(scales + S::M64_SCALES))};
-      if (h == 0 && step == 1)
-        release_aliased_stage(pipeline, consumer);
+      if (h == 1)
+        full = pipeline.is_full();
       wgmma_wait<0>();
       settle<64>(partial);
-      if (by_row)
-        promote_tokens_first<true>(d[h], partial, tokens, weights, scales + place.row * 4);
-      else
-        promote_tokens_first<false>(d[h], partial, tokens, weights, 0);
+      if (h == 1 && !BY_ROW)
+        leave();
+      promote_tokens_first<BY_ROW>(d[h], partial, tokens, weights, scales + thread.row * 4);
     }
-    previous = pipeline.stage;
-    __syncwarp(); // all lanes have read the scales
-    if (step + 1 < depth_steps)
-      pipeline.release(previous);
-    pipeline.advance();
+    if (BY_ROW)
+      leave();
   }
   settle<64>(d[0]);
   settle<64>(d[1]);

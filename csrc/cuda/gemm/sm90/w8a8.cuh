@@ -91,7 +91,7 @@ __device__ __forceinline__ void multiply_e4m3(float *partial, uint64_t a, uint64
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < 4; k++)
-    Wgmma<N>::mma_e4m3(partial, a + 2 * k, b + 2 * k, k > 0);
+    Wgmma<N>::mma_e4m3(partial, move_descriptor(a, 2 * k), move_descriptor(b, 2 * k), k > 0);
   wgmma_commit();
 }
 
@@ -142,13 +142,19 @@ __device__ __forceinline__ int multiply_w8a8(float (&d)[2][S::TOKENS / 2],
   const int row = by_row ? (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7) : 0;
   int previous = 0;
   float partial[TILES][N / 2];
+  bool full = false; // the next stage, as far as is known
 #pragma unroll 1
   for (int step = 0; step < depth_steps; step++) {
-    const uint32_t weights = uniform(pipeline.weights() + 2 * consumer * kM64Bytes);
-    const uint64_t b = wgmma_descriptor(uniform(pipeline.tokens()));
-    ThreadScales<N> token_scales;
-    pipeline.wait_full();
+    if (!full)
+      pipeline.wait_full();
     fence_async_proxy(); // cp.async wrote X through the ordinary proxy
+    const uint32_t place = uniform(pipeline.weights()), weights = place + 2 * consumer * kM64Bytes;
+    const uint64_t b = wgmma_descriptor(place + S::W_BYTES);
+    const uint32_t token_scales_at = pipeline.token_scales();
+    const uint32_t weight_scales = pipeline.weight_scales(2 * consumer) + row * 4;
+    ThreadScales<N> token_scales;
+    previous = pipeline.stage;
+    pipeline.advance();
 #pragma unroll
     for (int first = 0; first < 2; first += TILES) {
 #pragma unroll
@@ -156,15 +162,15 @@ __device__ __forceinline__ int multiply_w8a8(float (&d)[2][S::TOKENS / 2],
         multiply_e4m3<N>(partial[t], wgmma_descriptor(weights + (first + t) * kM64Bytes), b);
       float low[TILES], high[TILES]; // while the products take their time
       if (first == 0)
-        token_scales.load(pipeline.token_scales());
+        token_scales.load(token_scales_at);
 #pragma unroll
       for (int t = 0; t < TILES; t++) {
-        const uint32_t scales = pipeline.weight_scales(2 * consumer + first + t) + row * 4;
+        const uint32_t scales = weight_scales + (first + t) * S::M64_SCALES;
         low[t] = __uint_as_float(load_shared_4(scales));
         high[t] = __uint_as_float(load_shared_4(scales + 32));
       }
-      if (S::ALIASED_BUFFERS > 0 && first == 0 && step == 1)
-        release_aliased_stage(pipeline, consumer);
+      if (first == 2 - TILES)
+        full = pipeline.is_full();
 #pragma unroll
       for (int t = 0; t < TILES; t++) {
         if (t + 1 < TILES)
@@ -178,11 +184,9 @@ __device__ __forceinline__ int multiply_w8a8(float (&d)[2][S::TOKENS / 2],
           promote<false, N>(d[first + t], partial[t], low[t], 0.f, token_scales);
       }
     }
-    previous = pipeline.stage;
     __syncwarp(); // all lanes have read the scales
     if (step + 1 < depth_steps)
       pipeline.release(previous);
-    pipeline.advance();
   }
   settle<N / 2>(d[0]);
   settle<N / 2>(d[1]);

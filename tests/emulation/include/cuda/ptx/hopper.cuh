@@ -33,6 +33,9 @@ inline bool is_elected() {
 inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   emulation::mbarrier_wait(barrier_at(barrier), parity);
 }
+inline bool barrier_test(uint32_t barrier, uint32_t parity) {
+  return emulation::mbarrier_test(barrier_at(barrier), parity);
+}
 inline void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
   barrier_at(barrier);
   emulation::mbarrier_arrive((uint64_t *)(emulation::window_of(rank) + barrier), 0);
@@ -114,6 +117,9 @@ template <int COUNT> void settle(float *) {}
 inline uint64_t wgmma_descriptor(uint32_t address) {
   return ((uint64_t)1 << 62) | ((uint64_t)(1024 >> 4) << 32) | ((uint64_t)1 << 16) |
          (uint64_t)((address & 0x3FFFF) >> 4);
+}
+inline uint64_t move_descriptor(uint64_t descriptor, uint32_t by) {
+  return descriptor + by;
 }
 inline uint64_t wgmma_descriptor_32(uint32_t address) {
   return ((uint64_t)3 << 62) | ((uint64_t)(256 >> 4) << 32) | ((uint64_t)1 << 16) |
