@@ -40,17 +40,23 @@ POWER = """rested: rested_us, at work: working_us, MHz: mhz, W: watts, of zeros:
     MHz of zeros: zeros_mhz, W of zeros: zeros_watts"""
 ENGINES = """engine: engine, LoRA enabled: lora_enabled, batch: batch,
     prefill tokens/s: prefill_tok_s, decode tokens/s: decode_tok_s"""
+ENGINES_MORE = """engine: engine, LoRA enabled: lora_enabled, batch: batch,
+    prefill tokens/s: prefill_tok_s, decode of 1: decode_1_tok_s, of 16: decode_16_tok_s,
+    of 64: decode_tok_s, of 256: decode_256_tok_s, first token of 64 (ms): ttft_ms,
+    each token behind it (ms): tpot_ms"""
 INVARIANCE = """with adapters: ours_us, in the mode: ours_invariant_us, without: ours_base_us,
     without in the mode: ours_invariant_base_us"""
 CPU = """dtype: dtype, bound: bound_us, with adapters: ours_us, ×: ratio,
     fastest baseline: best_rival, without: ours_base_us,
     transformers without: rivals.grouped_mm_base"""
+FP8 = "fp8_block"
 RATIOS = "ratio", "share", "max_err_ratio"
 # {name: (file, which of its cases, columns)}
 TABLES = {
     "layer_all": ("h200-layer", lambda r: True, LAYER),
     "adapters": ("h200-adapters", lambda r: True, "adapters: adapters, " + LAYER),
-    "formats_all": ("h200-formats", lambda r: True, FORMATS),
+    "formats_all": ("h200-formats", lambda r: r["format"] != FP8, FORMATS),
+    "formats_fp8": ("h200-formats-fp8", lambda r: r["format"] == FP8, FORMATS),
     "portable": ("h200-sm80-layer", lambda r: True, LAYER),
     "kernels": ("h200-kernels", lambda r: True, KERNELS),
     "kernels_formats": ("h200-kernels-formats", lambda r: r["us"] > 8, KERNELS),
@@ -62,6 +68,8 @@ TABLES = {
     "mlp": ("h200-delta", lambda r: r["part"] == "sglang", MLP),
     "engines": ("h200-e2e", lambda r: r["topic"] == "speed", ENGINES),
     "engines_8_layers": ("h200-e2e-8-layers", lambda r: r["topic"] == "speed", ENGINES),
+    "engines_fp8": ("h200-e2e-fp8", lambda r: r["topic"] == "speed", ENGINES_MORE),
+    "engines_mxfp4": ("h200-e2e-mxfp4", lambda r: r["topic"] == "speed", ENGINES_MORE),
     "cpu": ("cpu-layer", lambda r: True, CPU),
     "invariance": ("h200-invariance", lambda r: "model" in r, INVARIANCE),
 }
@@ -160,9 +168,10 @@ def delta_ranges():
 
 
 def format_ranges():
-    _, rows = load("h200-formats")
+    rows = [r for r in load("h200-formats")[1] if r["format"] != FP8]
+    rows += [r for r in load("h200-formats-fp8")[1] if r["format"] == FP8]
     said = []
-    for what, formats in (("four bits", ("mxfp4", "int4")), ("FP8", ("fp8_block",))):
+    for what, formats in (("four bits", ("mxfp4", "int4")), ("FP8", (FP8,))):
         for tokens, low, high in (
             ("1 and 4", 1, 4),
             ("16 to 256", 16, 256),
@@ -183,6 +192,42 @@ def format_ranges():
         {span(faster)} times as fast as vLLM's with adapters; from 4 tokens on it is faster with
         adapters of rank 16 than vLLM's without in {won} of {len(few)} cases."""
     return f"{table}\n\n{wrapped(text)}"
+
+
+def engine_ranges():
+    """Tokens per second of engines with and without LoRA, of all that was measured."""
+    said = []
+    for what, layers, file in (
+        ("bf16, Qwen3-30B-A3B", 8, "h200-e2e-8-layers"),
+        ("FP8, Qwen3-30B-A3B", 12, "h200-e2e-fp8"),
+        ("MXFP4, gpt-oss-20b", 12, "h200-e2e-mxfp4"),
+    ):
+        rows = [r for r in load(file)[1] if r["topic"] == "speed"]
+        found = {(r["engine"], r["lora_enabled"], r["batch"]): r for r in rows}
+        for phase in ("prefill", "decode"):
+            base, theirs, ours = (
+                found.get(key, {}).get(f"{phase}_tok_s")
+                for key in (
+                    ("vllm", False, "base"),
+                    ("vllm", True, "4 mixed"),
+                    ("moelora", True, "4 mixed"),
+                )
+            )
+            numbers = [f"{n:,}" if n else "" for n in (base, theirs)]
+            said.append(
+                [what, str(layers), phase, *numbers, f"**{ours:,}**", f"{ours / theirs:.2f}"]
+            )
+    titles = ["experts", "layers", "tokens/s of", "vLLM without adapters", "vLLM with"]
+    return markdown([*titles, "moelora with", "moelora / vLLM with"], said)
+
+
+def engine_bits():
+    rows = [r for r in load("h200-e2e-invariance")[1] if r["topic"] == "bits"]
+    ours, theirs = (next(r for r in rows if r["run"].startswith(e)) for e in ("moelora", "vllm"))
+    return f"""Of {ours["matched"]} different rows that came to moelora's {ours["layers"]} layers in
+        both batches {ours["differing"]} had other bits, and {ours["unmatched"]} came in one alone;
+        with vLLM's LoRA kernels under its flag {theirs["differing"]} of {theirs["matched"]}, and
+        {theirs["unmatched"]} came in one alone, behind layers that differed."""
 
 
 def invariance_found():
@@ -234,8 +279,11 @@ def decode_parts():
 MADE = {
     "decode_parts": ("h200-kernels-decode", decode_parts),
     "format_ranges": ("h200-formats", format_ranges),
+    "engine_ranges": ("h200-e2e-fp8", engine_ranges),
 }
-SENTENCES = {f.__name__: f for f in (layer_ranges, delta_ranges, cpu_ranges, invariance_found)}
+SENTENCES = {
+    f.__name__: f for f in (layer_ranges, delta_ranges, cpu_ranges, invariance_found, engine_bits)
+}
 
 
 def wrapped(text):
