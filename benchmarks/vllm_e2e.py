@@ -415,7 +415,7 @@ class Bench:
                 flags += ["--sequences", self.args.sequences]
                 ours = engine == "moelora"
                 model = models[0 if ours else 1]
-                self.read(name, self.engine(name, model, *flags, ours=ours, seconds=180))
+                self.read(name, self.engine(name, model, *flags, ours=ours, seconds=300))
 
     def invariance(self):
         if not self.done(self.make("tiny", "--preset", "tiny")):
