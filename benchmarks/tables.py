@@ -41,9 +41,9 @@ POWER = """rested: rested_us, at work: working_us, MHz: mhz, W: watts, of zeros:
 ENGINES = """engine: engine, LoRA enabled: lora_enabled, batch: batch,
     prefill tokens/s: prefill_tok_s, decode tokens/s: decode_tok_s"""
 ENGINES_MORE = """engine: engine, LoRA enabled: lora_enabled, batch: batch,
-    prefill tokens/s: prefill_tok_s, decode of 1: decode_1_tok_s, of 16: decode_16_tok_s,
-    of 64: decode_tok_s, of 256: decode_256_tok_s, first token of 64 (ms): ttft_ms,
-    each token behind it (ms): tpot_ms"""
+    prefill tokens/s: prefill_tok_s, decode of 1: decode_1_tok_s,
+    decode of 16: decode_16_tok_s, decode of 64: decode_tok_s, decode of 256: decode_256_tok_s,
+    first token of 64 (ms): ttft_ms, each token behind it (ms): tpot_ms"""
 INVARIANCE = """with adapters: ours_us, in the mode: ours_invariant_us, without: ours_base_us,
     without in the mode: ours_invariant_base_us"""
 CPU = """dtype: dtype, bound: bound_us, with adapters: ours_us, ×: ratio,
@@ -86,6 +86,12 @@ def load(file):
     return results.read(path_of(file))
 
 
+def cases(name):
+    """The rows of a table of TABLES."""
+    file, wanted, _ = TABLES[name]
+    return [row for row in load(file)[1] if wanted(row)]
+
+
 def cell(row, field):
     value = row
     for name in field.split("."):
@@ -107,11 +113,12 @@ def markdown(titles, rows):
     return "\n".join("| " + " | ".join(text or "-" for text in line) + " |" for line in lines)
 
 
-def table(file, wanted, columns):
+def table(name):
+    file, _, columns = TABLES[name]
     if not path_of(file).exists():
         return AWAITED
     pairs = [column.strip().split(": ") for column in f"{CASE}, {columns}".split(",")]
-    rows = [[cell(row, field) for _, field in pairs] for row in load(file)[1] if wanted(row)]
+    rows = [[cell(row, field) for _, field in pairs] for row in cases(name)]
     kept = [i for i in range(len(pairs)) if any(row[i] for row in rows)]
     return markdown([pairs[i][0] for i in kept], [[row[i] for i in kept] for row in rows])
 
@@ -168,8 +175,7 @@ def delta_ranges():
 
 
 def format_ranges():
-    rows = [r for r in load("h200-formats")[1] if r["format"] != FP8]
-    rows += [r for r in load("h200-formats-fp8")[1] if r["format"] == FP8]
+    rows = [*cases("formats_all"), *cases("formats_fp8")]
     said = []
     for what, formats in (("four bits", ("mxfp4", "int4")), ("FP8", (FP8,))):
         for tokens, low, high in (
@@ -197,13 +203,12 @@ def format_ranges():
 def engine_ranges():
     """Tokens per second of engines with and without LoRA, of all that was measured."""
     said = []
-    for what, layers, file in (
-        ("bf16, Qwen3-30B-A3B", 8, "h200-e2e-8-layers"),
-        ("FP8, Qwen3-30B-A3B", 12, "h200-e2e-fp8"),
-        ("MXFP4, gpt-oss-20b", 12, "h200-e2e-mxfp4"),
+    for what, layers, name in (
+        ("bf16, Qwen3-30B-A3B", 8, "engines_8_layers"),
+        ("FP8, Qwen3-30B-A3B", 12, "engines_fp8"),
+        ("MXFP4, gpt-oss-20b", 12, "engines_mxfp4"),
     ):
-        rows = [r for r in load(file)[1] if r["topic"] == "speed"]
-        found = {(r["engine"], r["lora_enabled"], r["batch"]): r for r in rows}
+        found = {(r["engine"], r["lora_enabled"], r["batch"]): r for r in cases(name)}
         for phase in ("prefill", "decode"):
             base, theirs, ours = (
                 found.get(key, {}).get(f"{phase}_tok_s")
@@ -295,7 +300,7 @@ def section(name):
     if name.startswith("from "):
         return source(name.removeprefix("from "))
     if name in TABLES:
-        return table(*TABLES[name])
+        return table(name)
     if name in MADE:
         return MADE[name][1]()
     return wrapped(SENTENCES[name]())

@@ -256,15 +256,15 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
          (uint64_t)((address & 0x3FFFF) >> 4);
 }
 
-/* That of a place further on, in units of 16 bytes: addresses take the low half alone. */
-__device__ __forceinline__ uint64_t move_descriptor(uint64_t descriptor, uint32_t by) {
-  return (descriptor & ~(uint64_t)UINT32_MAX) | (uint32_t)((uint32_t)descriptor + by);
-}
-
 /* The same of 32-byte rows in the 32-byte swizzle, one k16 step wide: atoms of 256 bytes. */
 __device__ __forceinline__ uint64_t wgmma_descriptor_32(uint32_t address) {
   return ((uint64_t)3 << 62) | ((uint64_t)(256 >> 4) << 32) | ((uint64_t)1 << 16) |
          (uint64_t)((address & 0x3FFFF) >> 4);
+}
+
+/* The descriptor of a place further on, in units of 16 bytes: addresses take the low half alone. */
+__device__ __forceinline__ uint64_t move_descriptor(uint64_t descriptor, uint32_t by) {
+  return (descriptor & ~(uint64_t)UINT32_MAX) | (uint32_t)((uint32_t)descriptor + by);
 }
 
 template <int REGISTERS> __device__ __forceinline__ void give_registers() {

@@ -232,7 +232,7 @@ __device__ __forceinline__ PendingCheck multiply(float (&d)[2][S::TOKENS / 2],
   if constexpr (S::FORMAT == MOELORA_NATIVE)
     previous = multiply_depth<S, T, N>(d, g, pipeline, consumer);
   else if constexpr (S::TOKENS_FIRST)
-    previous = !active ? follow_depth<S>(g, pipeline, consumer)
+    previous = !active ? follow_depth<S>(g, pipeline)
                : g.weights.w.format == MOELORA_FP8_ROWS
                    ? multiply_tokens_first<S, true>(d, g, pipeline, consumer)
                    : multiply_tokens_first<S, false>(d, g, pipeline, consumer);

@@ -45,8 +45,7 @@ __device__ __forceinline__ void promote_tokens_first(float (&d)[64], const float
 
 /* A consumer's share of the depth, where it has no tokens. Returns the last stage, as below. */
 template <class S>
-__device__ __forceinline__ int follow_depth(const moelora_gemm_launch &g, Pipeline<S> &pipeline,
-                                            int consumer) {
+__device__ __forceinline__ int follow_depth(const moelora_gemm_launch &g, Pipeline<S> &pipeline) {
   const int depth_steps = (g.tokens.k + kDepth - 1) / kDepth;
   int previous = 0;
 #pragma unroll 1
@@ -90,8 +89,7 @@ __device__ __forceinline__ int multiply_tokens_first(float (&d)[2][64],
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       multiply_e4m3<128>(partial, a, wgmma_descriptor(place + 2 * h * kM64Bytes));
-      const uint32_t scales =
-          weight_scales + 2 * h * S::M64_SCALES; // while products take their time
+      const uint32_t scales = weight_scales + 2 * h * S::M64_SCALES; // read while products run
       if (h == 0)
 #pragma unroll
         for (int i = 0; i < 2; i++)

@@ -118,12 +118,12 @@ inline uint64_t wgmma_descriptor(uint32_t address) {
   return ((uint64_t)1 << 62) | ((uint64_t)(1024 >> 4) << 32) | ((uint64_t)1 << 16) |
          (uint64_t)((address & 0x3FFFF) >> 4);
 }
-inline uint64_t move_descriptor(uint64_t descriptor, uint32_t by) {
-  return descriptor + by;
-}
 inline uint64_t wgmma_descriptor_32(uint32_t address) {
   return ((uint64_t)3 << 62) | ((uint64_t)(256 >> 4) << 32) | ((uint64_t)1 << 16) |
          (uint64_t)((address & 0x3FFFF) >> 4);
+}
+inline uint64_t move_descriptor(uint64_t descriptor, uint32_t by) {
+  return descriptor + by;
 }
 template <int REGISTERS> void give_registers() {}
 template <int REGISTERS> void take_registers() {}
