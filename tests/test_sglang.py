@@ -24,18 +24,24 @@ from moelora import AdapterPool, MoELayer
 from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
 from moelora.reference.delta import run_moe_lora_ref
 
-# What moelora is called by and calls, from sglang/srt of SGLang 0.5.23, the first release with it.
-SIGNATURES = {
+# What moelora is called by and calls, from sglang/srt of SGLang: legacy from 0.5.13 on, the runner
+# of `triton_v2` from 0.5.23 on.
+LEGACY = {
+    "layers.moe.moe_runner.runner.MoeRunner.run": (
+        "(self, dispatch_output, quant_info, lora_info=None)"
+    ),
+    "layers.moe.token_dispatcher.standard.StandardCombineInput": "(hidden_states)",
+    "plugins.hook_registry.HookRegistry.register": (
+        "(target, hook, hook_type=<HookType.AFTER: 'after'>, *, source=None)"
+    ),
+}
+SIGNATURES = LEGACY | {
     "lora.moe.runner.MoeLoraRunner.from_layer": (
         "(base_layer, *, workspace=None, is_shared_outer, physical_rank)"
     ),
     "lora.moe.runner.MoeLoraRunner.run": "(self, dispatch_output, batch)",
     "lora.layers.FusedMoEWithLoRA.__init__": (
         "(self, base_layer, lora_backend, *, experts_shared_outer_loras=False, max_lora_rank=None)"
-    ),
-    "layers.moe.token_dispatcher.standard.StandardCombineInput": "(hidden_states)",
-    "plugins.hook_registry.HookRegistry.register": (
-        "(target, hook, hook_type=<HookType.AFTER: 'after'>, *, source=None)"
     ),
 }
 
@@ -66,6 +72,33 @@ class MoeLoraBatch:
     token_lora_mapping: torch.Tensor
     use_cuda_graph: bool = False
     is_prefill: bool = False
+
+
+@dataclass(kw_only=True)
+class LoRAInfo:
+    gate_up_lora_a_weights: torch.Tensor
+    gate_up_lora_b_weights: torch.Tensor
+    down_lora_a_weights: torch.Tensor
+    down_lora_b_weights: torch.Tensor
+    lora_ranks: torch.Tensor | None
+    token_lora_mapping: torch.Tensor | None
+    has_active_lora: bool = True
+
+
+class MoeRunnerBackend(Enum):
+    TRITON = "triton"
+    MARLIN = "marlin"
+
+    def is_triton(self):
+        return self is MoeRunnerBackend.TRITON
+
+
+class MoeRunner:
+    def __init__(self, runner_backend):
+        self.runner_backend = runner_backend
+
+    def run(self, dispatch_output, quant_info, lora_info=None):
+        return "SGLang's own"
 
 
 class LoRABatchLayout(Enum):
@@ -127,8 +160,9 @@ def make_layer():
         ):
             from sglang.srt.lora.moe.runner import MoeLoraRunner
 
-            self.lora_backend = lora_backend
+            self.base_layer, self.lora_backend = base_layer, lora_backend
             if lora_backend.name != "triton_v2":
+                self._lora_runner = MoeRunner(MoeRunnerBackend(lora_backend.runner))
                 return
             self._moe_lora_runner = MoeLoraRunner.from_layer(
                 base_layer,
@@ -179,6 +213,7 @@ def test_signatures(sglang):
         "lora.moe.runner.MoeLoraRunner.from_layer": moelora_sglang.MoeLoraRunner.from_layer,
         "lora.moe.runner.MoeLoraRunner.run": moelora_sglang.MoeLoraRunner.run,
         "lora.layers.FusedMoEWithLoRA.__init__": make_layer().__init__,
+        "layers.moe.moe_runner.runner.MoeRunner.run": moelora_sglang.LegacyRunner.run,
         "layers.moe.token_dispatcher.standard.StandardCombineInput": StandardCombineInput,
         "plugins.hook_registry.HookRegistry.register": HookRegistry.register,
     }
@@ -196,9 +231,10 @@ def test_signatures_of_sglang():
         assert signature(found) == wanted, name
 
 
-def test_layers_of_other_backends_have_no_runner(sglang):
-    layer = sglang.FusedMoEWithLoRA(None, make_lora_backend(name="csgmv"))
-    assert not hasattr(layer, "_moe_lora_runner")
+def test_legacy_layers_of_other_runners_are_left_alone(sglang, caplog):
+    layer = sglang.FusedMoEWithLoRA(None, make_lora_backend(name="csgmv", runner="marlin"))
+    assert type(layer._lora_runner) is MoeRunner and not hasattr(layer, "_moe_lora_runner")
+    assert "its runner is marlin" in caplog.text
 
 
 def test_true_ranks_are_those_of_all_tokens(sglang):
@@ -262,27 +298,44 @@ def make_base_layer(p, **config):
     )
 
 
-def make_lora_backend(lora_ranks=None, name="triton_v2"):
+def make_lora_backend(lora_ranks=None, name="triton_v2", runner="triton", use_cuda_graph=False):
     """Of the tokens of all ranks it knows the slots' ranks, of those of this one other ones."""
+    local = SimpleNamespace(lora_ranks="not these", use_cuda_graph=use_cuda_graph)
     infos = {
         LoRABatchLayout.TP_GLOBAL: SimpleNamespace(lora_ranks=lora_ranks),
-        LoRABatchLayout.DP_LOCAL: SimpleNamespace(lora_ranks="not these"),
+        LoRABatchLayout.DP_LOCAL: local,
     }
-    local = infos[LoRABatchLayout.DP_LOCAL]
-    return SimpleNamespace(name=name, batch_info=local, get_batch_info=infos.get)
+    return SimpleNamespace(name=name, runner=runner, batch_info=local, get_batch_info=infos.get)
 
 
-def run(sglang, p, zeros, **config):
+def make_info(batch, lora_ranks=None, **others) -> LoRAInfo:
+    """The same adapters as legacy backends hand them over."""
+    factors = {
+        f"{name}_weights": getattr(batch, name)
+        for name in ("gate_up_lora_a", "gate_up_lora_b", "down_lora_a", "down_lora_b")
+    }
+    mapping = {"token_lora_mapping": batch.token_lora_mapping}
+    return LoRAInfo(**factors | mapping | others, lora_ranks=lora_ranks)
+
+
+def dispatched(p):
+    topk = SimpleNamespace(topk_weights=p.topk_weights, topk_ids=p.topk_ids, router_logits=None)
+    return SimpleNamespace(hidden_states=p.hidden_states, topk_output=topk)
+
+
+def run(sglang, p, zeros, name="triton_v2", **config):
     """What SGLang's layer would do with a problem; without zeros beyond them ranks are needed."""
+    lora_ranks = None if zeros else p.lora_ranks
     layer = sglang.FusedMoEWithLoRA(
         make_base_layer(p, **config),
-        make_lora_backend(None if zeros else p.lora_ranks),
+        make_lora_backend(lora_ranks, name),
         experts_shared_outer_loras=p.spec.sharing == "outer",
         max_lora_rank=p.w2_lora_a.size(2),
     )
-    topk = SimpleNamespace(topk_weights=p.topk_weights, topk_ids=p.topk_ids, router_logits=None)
-    dispatched = SimpleNamespace(hidden_states=p.hidden_states, topk_output=topk)
-    return layer._moe_lora_runner.run(dispatched, make_batch(p, zeros))
+    batch = make_batch(p, zeros)
+    if name == "triton_v2":
+        return layer._moe_lora_runner.run(dispatched(p), batch)
+    return layer._lora_runner.run(dispatched(p), None, lora_info=make_info(batch, lora_ranks))
 
 
 SPECS = {
@@ -296,16 +349,17 @@ SPECS = {
 }
 
 
+@pytest.mark.parametrize("backend", ["triton_v2", "csgmv"])
 @pytest.mark.parametrize("zeros", [True, False], ids=["zeros", "true_ranks"])
 @pytest.mark.parametrize("name", SPECS)
-def test_layer(name, zeros, sglang, device_and_dtype):
+def test_layer(name, zeros, backend, sglang, device_and_dtype):
     device, dtype = device_and_dtype
     spec = replace(
         SPECS[name], dtype=dtype, scalings=False, tokens=1 if name == "one_token" else 29
     )
     p = spec.build()
     there = p.to(device)
-    combined = run(sglang, there, zeros)
+    combined = run(sglang, there, zeros, backend)
     assert isinstance(combined, StandardCombineInput)
     naive = naive_fused_experts_lora(**there.kwargs())
     assert_close_to_ref(combined.hidden_states, fused_experts_lora_ref(**p.kwargs()), naive, dtype)
@@ -360,6 +414,40 @@ def test_other_layers_run_sglangs_own_path(reason, sglang, caplog):
         moelora_sglang.MoeLoraRunner.from_layer(base_layer, is_shared_outer=False, physical_rank=16)
 
 
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_legacy_batch_without_adapters(graph, sglang):
+    """Runs the experts alone, but for graphs, which are replayed with adapters."""
+    p = Spec(tokens=9, scalings=False).build()
+    backend = make_lora_backend(name="triton", use_cuda_graph=graph)
+    runner = sglang.FusedMoEWithLoRA(make_base_layer(p), backend)._lora_runner
+    info = make_info(make_batch(p), p.lora_ranks, has_active_lora=False)
+    out = runner.run(dispatched(p), None, lora_info=info).hidden_states
+    without = runner.layer.experts(dispatched(p), None, None).hidden_states
+    assert torch.equal(out, without) is not graph
+
+
+@pytest.mark.parametrize(
+    ("reason", "change"),
+    [
+        ("nobody says which token", lambda info: {"token_lora_mapping": None}),
+        ("those of other tokens", lambda info: {"token_lora_mapping": info.token_lora_mapping[:3]}),
+        (
+            "of experts on other GPUs",
+            lambda info: {"down_lora_a_weights": info.down_lora_a_weights.repeat(1, 2, 1, 1)},
+        ),
+    ],
+)
+def test_other_legacy_batches_run_sglangs_own_path(reason, change, sglang, caplog):
+    p = Spec(scalings=False).build()
+    layer = sglang.FusedMoEWithLoRA(make_base_layer(p), make_lora_backend(name="triton"))
+    info = make_info(make_batch(p))
+    other = replace(info, **change(info))
+    for _ in range(2):
+        assert layer._lora_runner.run(dispatched(p), None, lora_info=other) == "SGLang's own"
+    assert [reason in message for message in caplog.messages] == [True]
+    assert layer._lora_runner.run(dispatched(p), None, lora_info=info) != "SGLang's own"
+
+
 def test_the_log_says_that_it_is_on(sglang, caplog):
     with caplog.at_level(logging.INFO, "sglang.moelora"):
         moelora_sglang.register()
@@ -376,13 +464,11 @@ def test_switched_off(sglang, monkeypatch):
     assert not HookRegistry.hooks
 
 
-def test_another_sglang_is_left_alone(sglang, monkeypatch, caplog):
+def test_a_sglang_without_the_new_runner(sglang, monkeypatch):
     monkeypatch.delitem(sys.modules, "sglang.srt.lora.moe.runner")
     HookRegistry.hooks.clear()
-    with caplog.at_level(logging.WARNING, "sglang.moelora"):
-        moelora_sglang.register()
-    assert not HookRegistry.hooks
-    assert "has no MoeLoraRunner" in caplog.text
+    moelora_sglang.register()
+    assert [target for target, _, _ in HookRegistry.hooks] == [f"{moelora_sglang.LAYER}.__init__"]
 
 
 # ---- the first design: run_moe_lora beside the base layer ----

@@ -13,15 +13,26 @@ from pathlib import Path
 
 import pytest
 from cases import Spec
-from test_sglang import SIGNATURES, make_base_layer, make_lora_backend, sglang  # noqa: F401
+from test_sglang import (  # noqa: F401
+    LEGACY,
+    SIGNATURES,
+    make_base_layer,
+    make_lora_backend,
+    sglang,
+)
 from vllm_sources import Sources
 
 from moelora.integrations import sglang as plugin
 
 FOLDER = Path(os.environ.get("SGLANG_SOURCES", Path(__file__).parents[1] / ".peers/sglang_sources"))
-# Older releases have no such runner: there the plugin says so and leaves SGLang alone.
-RUNNER = plugin.RUNNER.replace(".", "/") + ".py"
-RELEASES = sorted(folder for folder in FOLDER.glob("*") if (folder / RUNNER).exists())
+RUNNER = plugin.RUNNER.replace(".", "/") + ".py"  # of triton_v2, which releases before 0.5.23 lack
+REGISTRY = "sglang/srt/plugins/hook_registry.py"
+RELEASES = sorted(
+    folder
+    for folder in FOLDER.glob("*")
+    if (info := folder / "sglang/srt/lora/lora_moe_runners.py").exists()
+    and "has_active_lora" in info.read_text()  # since 0.5.13, which the plugin needs
+)
 pytestmark = pytest.mark.skipif(not RELEASES, reason=f"no sources of SGLang in {FOLDER}")
 
 
@@ -30,9 +41,16 @@ def release(request) -> Path:
     return request.param
 
 
+def only_where_there_is_triton_v2(release):
+    if not (release / RUNNER).exists():
+        pytest.skip("legacy backends alone")
+
+
 @pytest.mark.parametrize("path", SIGNATURES)
 def test_parameters(release, path):
     """By name, in order; of a tuple its fields."""
+    if path not in LEGACY:
+        only_where_there_is_triton_v2(release)
     module, name = re.fullmatch(r"([a-z_.]+)\.([A-Z].*)", path).groups()
     found = Sources(release).parameters(f"sglang.srt.{module}", name)
     wanted = [part.split("=")[0] for part in SIGNATURES[path].strip("()").split(", ")]
@@ -40,8 +58,8 @@ def test_parameters(release, path):
     assert found[bound:] == [part for part in wanted if part != "*"]
 
 
-# What layer.py and __init__.py read by name, and where SGLang gives it.
-READ = {
+# What the integration reads by name, and where SGLang gives it.
+READ_OF_TRITON_V2 = {
     "lora/layers.py": "_moe_lora_runner lora_backend TP_GLOBAL",
     "lora/moe/runner.py": (
         "gate_up_lora_a gate_up_lora_b down_lora_a down_lora_b token_lora_mapping "
@@ -50,6 +68,16 @@ READ = {
     "lora/backend/base_backend.py": "batch_info get_batch_info",
     "lora/backend/triton_v2_backend.py": "lora_ranks token_slots",
     "runtime_context.py": "LoRABatchLayout TP_GLOBAL",
+}
+READ = {
+    "lora/layers.py": "FusedMoEWithLoRA base_layer lora_backend _lora_runner batch_info lora_info",
+    "lora/lora_moe_runners.py": (
+        "gate_up_lora_a_weights gate_up_lora_b_weights down_lora_a_weights down_lora_b_weights "
+        "lora_ranks token_lora_mapping has_active_lora"
+    ),
+    "lora/backend/base_backend.py": "batch_info",
+    "lora/utils.py": "use_cuda_graph lora_ranks",
+    "layers/moe/moe_runner/runner.py": "runner_backend is_triton",
     "layers/moe/fused_moe_triton/layer.py": (
         "w13_weight w2_weight dispatcher with_bias moe_runner_config "
         "should_fuse_routed_scaling_factor_in_topk"
@@ -62,10 +90,20 @@ READ = {
 }
 
 
+def missing(release, file, words):
+    text = (release / "sglang/srt" / file).read_text()
+    return [word for word in words.split() if not re.search(rf"\b{word}\b", text)]
+
+
 @pytest.mark.parametrize("file", READ)
 def test_names(release, file):
-    text = (release / "sglang/srt" / file).read_text()
-    assert [word for word in READ[file].split() if not re.search(rf"\b{word}\b", text)] == []
+    assert missing(release, file, READ[file]) == []
+
+
+@pytest.mark.parametrize("file", READ_OF_TRITON_V2)
+def test_names_of_triton_v2(release, file):
+    only_where_there_is_triton_v2(release)
+    assert missing(release, file, READ_OF_TRITON_V2[file]) == []
 
 
 def test_buffers_are_laid_out_as_they_are_read(release):
@@ -77,7 +115,7 @@ def test_buffers_are_laid_out_as_they_are_read(release):
 
 @pytest.fixture
 def hook_registry(release):
-    path = release / "sglang/srt/plugins/hook_registry.py"  # needs the standard library alone
+    path = release / REGISTRY  # needs the standard library alone
     spec = util.spec_from_file_location("sglang.srt.plugins.hook_registry", path)
     module = util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -93,4 +131,8 @@ def test_its_registry_applies_the_hooks(sglang, caplog):  # noqa: F811
     base_layer.with_bias = True
     layer = sglang.FusedMoEWithLoRA(base_layer, lora_backend, max_lora_rank=16)
     assert layer._moe_lora_runner.run(None, None) == "SGLang's own"
+    layer = sglang.FusedMoEWithLoRA(
+        make_base_layer(Spec().build()), make_lora_backend(name="csgmv")
+    )
+    assert isinstance(layer._lora_runner, plugin.LegacyRunner)
     assert not [record for record in caplog.get_records("setup") if record.levelno >= logging.ERROR]

@@ -3,8 +3,9 @@
 To install moelora is all: SGLang loads `register` from the entry points of the group
 `sglang.srt.plugins` in every process. From then on the MoE layers of
 
+    python -m sglang.launch_server --enable-lora --moe-runner-backend triton ...
     python -m sglang.launch_server --enable-lora --lora-backend triton_v2 \\
-        --moe-runner-backend lora_triton ...
+        --moe-runner-backend lora_triton ...  # from 0.5.23 on
 
 run `moelora.fused_experts_lora` over SGLang's own weights, adapter buffers and slots, captured CUDA
 graphs included, and the log says so. `MOELORA_SGLANG=0` in the environment turns it off. A layer
@@ -27,9 +28,11 @@ from typing import Any
 from moelora import _C
 from moelora.integrations.sglang.backend import LayerBatchInfo, MoELoRABackend
 from moelora.integrations.sglang.layer import MoeLoraRunner, experts_with_lora, reason_against
+from moelora.integrations.sglang.legacy import LegacyRunner, reason_against_layer
 
 __all__ = [
     "LayerBatchInfo",
+    "LegacyRunner",
     "MoELoRABackend",
     "MoeLoraRunner",
     "experts_with_lora",
@@ -61,10 +64,17 @@ def from_layer(
 
 
 def after_initialize(result: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
-    """After `FusedMoEWithLoRA.__init__`: where the true ranks are."""
+    """After `FusedMoEWithLoRA.__init__`: where the true ranks are, or the runner itself."""
     runner = getattr(layer, "_moe_lora_runner", None)  # of the lora_* backends alone
     if isinstance(runner, MoeLoraRunner):
         runner.lora_backend = layer.lora_backend
+    if getattr(layer, "_lora_runner", None) is None:
+        return
+    reason = reason_against_layer(layer)
+    if reason:
+        _say(f"a MoE layer is not moelora's: {reason}")
+    else:
+        layer._lora_runner = LegacyRunner(layer, _say)
 
 
 def register() -> None:
@@ -72,12 +82,10 @@ def register() -> None:
     if os.environ.get(SWITCH) == "0":
         log.info("moelora: off, as %s=0 says", SWITCH)
         return
-    if not _exists(RUNNER):
-        _say("this SGLang has no MoeLoraRunner")
-        return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(f"{RUNNER}.MoeLoraRunner.from_layer", from_layer, HookType.AROUND)
+    if _exists(RUNNER):
+        HookRegistry.register(f"{RUNNER}.MoeLoraRunner.from_layer", from_layer, HookType.AROUND)
     HookRegistry.register(f"{LAYER}.__init__", after_initialize, HookType.AFTER)
     log.info(
         "moelora: version %s runs MoE layers with LoRA; %s=0 leaves them", _C.version(), SWITCH

@@ -34,7 +34,7 @@ def experts_with_lora(
         Experts of this rank, gate rows first; S is 2 with a gate, 1 without.
     topk_weights, topk_ids : Tensor, shape (T, top_k)
         Experts of each token by their local ids; others, such as -1, are skipped.
-    batch : MoeLoraBatch, or any object with its tensors
+    batch : MoeLoraBatch, or any object with its tensors, or None for the experts alone
         With L slots of R ranks; an expert dimension of 1 is one factor shared by all experts
         (`experts_shared_outer_loras`), and scalings are already in the B factors:
         `gate_up_lora_a` (L, E or 1, S R, H), where the up rows begin at row R;
@@ -61,22 +61,27 @@ def experts_with_lora(
     NotImplementedError
         This build or this device has no kernel for it.
     """
-    slices = 1 if activation == "relu2" else 2
     if routed_scaling_factor not in (None, 1.0):
         topk_weights = topk_weights.float() * routed_scaling_factor
+    adapters: dict[str, Any] = {}
+    if batch is not None:
+        slices = 1 if activation == "relu2" else 2
+        adapters = {
+            "token_lora_mapping": batch.token_lora_mapping,
+            # Views: the slices of one pair lie below each other in SGLang's buffers.
+            "w13_lora_a": batch.gate_up_lora_a.chunk(slices, dim=2),
+            "w13_lora_b": batch.gate_up_lora_b.chunk(slices, dim=2),
+            "w2_lora_a": batch.down_lora_a,
+            "w2_lora_b": batch.down_lora_b,
+            "lora_ranks": lora_ranks,
+        }
     return fused_experts_lora(
         hidden_states,
         w13_weight,
         w2_weight,
         topk_weights,
         topk_ids,
-        token_lora_mapping=batch.token_lora_mapping,
-        # Views: the slices of one pair lie below each other in SGLang's buffers.
-        w13_lora_a=batch.gate_up_lora_a.chunk(slices, dim=2),
-        w13_lora_b=batch.gate_up_lora_b.chunk(slices, dim=2),
-        w2_lora_a=batch.down_lora_a,
-        w2_lora_b=batch.down_lora_b,
-        lora_ranks=lora_ranks,
+        **adapters,
         activation=activation,
         apply_router_weight_on_input=apply_router_weight_on_input,
         out=out,
@@ -115,6 +120,10 @@ class MoeLoraRunner:
 
     def run(self, dispatch_output: Any, batch: Any) -> Any:
         """The layer between dispatch and combine."""
+        return self.experts(dispatch_output, batch, self.true_ranks())
+
+    def experts(self, dispatch_output: Any, batch: Any, lora_ranks: Tensor | None) -> Any:
+        """`experts_with_lora` of what was dispatched, as the dispatcher combines it."""
         from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 
         topk = dispatch_output.topk_output
@@ -125,7 +134,7 @@ class MoeLoraRunner:
             topk.topk_weights,
             topk.topk_ids,
             batch,
-            lora_ranks=self.true_ranks(),
+            lora_ranks=lora_ranks,
             activation=self.activation,
             routed_scaling_factor=self.routed_scaling_factor,
             apply_router_weight_on_input=self.apply_router_weight_on_input,

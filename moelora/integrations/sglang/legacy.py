@@ -1,0 +1,80 @@
+"""MoE layers of SGLang's legacy LoRA backends (`triton`, `csgmv`): all there are before 0.5.23."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from moelora.integrations.sglang.layer import MoeLoraRunner, reason_against
+
+
+class Adapters(NamedTuple):
+    """A layer's adapters by the names that `experts_with_lora` reads."""
+
+    gate_up_lora_a: Tensor
+    gate_up_lora_b: Tensor
+    down_lora_a: Tensor
+    down_lora_b: Tensor
+    token_lora_mapping: Tensor
+
+    @classmethod
+    def of(cls, info: Any) -> Adapters:
+        """Those of SGLang's `LoRAInfo`."""
+        return cls(
+            info.gate_up_lora_a_weights,
+            info.gate_up_lora_b_weights,
+            info.down_lora_a_weights,
+            info.down_lora_b_weights,
+            info.token_lora_mapping,
+        )
+
+
+class LegacyRunner:
+    """One layer, with the interface of the `MoeRunner` that SGLang makes for it with LoRA.
+
+    Parameters
+    ----------
+    layer : FusedMoEWithLoRA
+        Whose `_lora_runner` this is to be.
+    say : callable
+        Takes the reason, where a batch runs SGLang's own path.
+    """
+
+    def __init__(self, layer: Any, say: Callable[[str], Any]) -> None:
+        self.own = layer._lora_runner
+        self.layer = MoeLoraRunner(layer.base_layer)
+        self.lora_backend = layer.lora_backend
+        self.say = say
+
+    def run(self, dispatch_output: Any, quant_info: Any, lora_info: Any = None) -> Any:
+        """The layer between dispatch and combine."""
+        reason = self.reason_against(dispatch_output, lora_info)
+        if reason:
+            self.say(f"a batch is not moelora's: {reason}")
+            return self.own.run(dispatch_output, quant_info, lora_info=lora_info)
+        # A captured graph is replayed with adapters, whatever it was captured with.
+        if lora_info.has_active_lora or self.lora_backend.batch_info.use_cuda_graph:
+            return self.layer.experts(dispatch_output, Adapters.of(lora_info), lora_info.lora_ranks)
+        return self.layer.experts(dispatch_output, None, None)
+
+    def reason_against(self, dispatch_output: Any, info: Any) -> str | None:
+        """Why moelora cannot run this batch, or None."""
+        experts = self.layer.base_layer.w13_weight.size(0)
+        mapping = getattr(info, "token_lora_mapping", None)  # since 0.5.13
+        if mapping is None:
+            return "nobody says which token carries which adapter"
+        if mapping.size(0) != dispatch_output.hidden_states.size(0):
+            return "its adapters are those of other tokens"
+        if any(factor.size(1) not in (1, experts) for factor in Adapters.of(info)[:4]):
+            return "its adapters are of experts on other GPUs, too"
+        return None
+
+
+def reason_against_layer(layer: Any) -> str | None:
+    """Why moelora cannot run SGLang's `FusedMoEWithLoRA` layer, or None."""
+    backend = layer._lora_runner.runner_backend
+    if not backend.is_triton():
+        return f"its runner is {backend.value}"
+    return reason_against(layer.base_layer)
