@@ -118,7 +118,7 @@ __device__ __forceinline__ void gather_x(const moelora_shrink_launch &s,
   find(0);
   const int depth_steps = ceil_divide(s.tokens.k, kDepth);
   for (int number = 0; number < items; number++) {
-    gather.begin(s.tokens);
+    gather.begin(s.tokens, threadIdx.x - 32);
     for (int step = 0; step < depth_steps; step++, pipeline.advance()) {
       if (step == min((int)S::STAGES, depth_steps - 1))
         find(number + 1);

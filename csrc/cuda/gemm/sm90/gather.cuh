@@ -5,95 +5,109 @@
 
 #include "cuda/gemm/sm90/pipeline.cuh"
 
-/* A thread's share of a stage: chunk `chunk` of token rows `first` + STEP i. */
-struct GatherShare {
-  static constexpr int STEP = kGatherers / 8;
+/* A thread's share of a stage: of token rows `first` + STEP i the 16-byte chunks `lane`, `lane` +
+ * LANES, ... */
+template <int TOKENS, int LANES> struct GatherShare {
+  static constexpr int STEP = kGatherers / LANES, ROWS = (TOKENS + STEP - 1) / STEP;
+  static constexpr int CHUNKS = 8 / LANES;
   static constexpr uint32_t NONE = 0xffffffffu; // instead of a row
-  static_assert(STEP % 8 == 4, "every other row has the same place in the swizzle");
+  static_assert(STEP % 4 == 0, "every other row has the same place in the swizzle");
 
-  int chunk, first, left; // left: of the depth, from this chunk on
-  uint32_t to[2];         // in a stage, of even and of odd i
-  const uint16_t *x;      // at this depth
+  uint32_t token[ROWS]; // where rows of x begin, in 16 bytes
+  int first, left;      // left: of the depth, from the first chunk on
+  uint32_t to[2];       // in a stage, of even and of odd i
+  const uint16_t *x;    // at this depth
 
-  __device__ __forceinline__ explicit GatherShare(int thread)
-      : chunk(thread & 7), first(thread / 8) {
+  __device__ __forceinline__ explicit GatherShare(int thread) : first(thread / LANES) {
 #pragma unroll
     for (int odd = 0; odd < 2; odd++)
-      to[odd] = (uint32_t)(first * kRowBytes + ((chunk ^ ((first + 4 * odd) & 7)) << 4));
+      to[odd] =
+          (uint32_t)(first * kRowBytes + ((thread % LANES ^ ((first + STEP * odd) & 7)) << 4));
   }
-  __device__ __forceinline__ void begin(const moelora_tokens &tokens) {
-    left = tokens.k - chunk * 8;
-    x = (const uint16_t *)tokens.x + (left > 0 ? chunk * 8 : 0); // what is not read is mapped
+  /* From here on `copy` is about the rows that `token` has. */
+  __device__ __forceinline__ void begin(const moelora_tokens &tokens, int thread) {
+    left = tokens.k - thread % LANES * 8;
+    x = (const uint16_t *)tokens.x + (left > 0 ? thread % LANES * 8 : 0); // what is read is mapped
   }
-  /* The next 64 of depth, of the rows of x that begin at `token`, in 16 bytes. */
-  template <int ROWS>
-  __device__ __forceinline__ void copy_rows(uint32_t stage, const uint32_t *token) {
-    uint32_t at[2] = {stage + to[0], stage + to[1]};
-    asm volatile("" : "+l"(x), "+r"(at[0]), "+r"(at[1])); // found once, not for every row
+  /* The next 64 of depth. */
+  __device__ __forceinline__ void copy(uint32_t stage) {
+    constexpr int EVEN = STEP % 8 == 0 ? 1 : 2; // all of them
+    uint32_t at[CHUNKS][EVEN];
+#pragma unroll
+    for (int j = 0; j < CHUNKS; j++)
+#pragma unroll
+      for (int odd = 0; odd < EVEN; odd++) {
+        at[j][odd] = stage + (to[odd] ^ j * LANES << 4);
+        asm volatile("" : "+r"(at[j][odd])); // found once, not for every row
+      }
+    asm volatile("" : "+l"(x));
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
-      if (token[i] != NONE)
-        copy_async_16(at[i % 2] + i * STEP * kRowBytes, row_address(x, token[i], 16),
-                      left > 0 ? 16 : 0);
+      if (token[i] != NONE) {
+        const uint16_t *from = row_address(x, token[i], 16);
+#pragma unroll
+        for (int j = 0; j < CHUNKS; j++)
+          copy_async_16(at[j][i % EVEN] + i * STEP * kRowBytes, from + j * LANES * 8,
+                        left > j * LANES * 8 ? 16 : 0);
+      }
     x += left > kDepth ? kDepth : 0;
     left -= kDepth;
   }
 };
 
 /* Rows of a block are found while something else streams, and kept. */
-template <int TOKENS> struct Gather : GatherShare {
-  static constexpr int ROWS = (TOKENS + STEP - 1) / STEP;
+template <int TOKENS, int LANES = 8> struct Gather : GatherShare<TOKENS, LANES> {
+  using Share = GatherShare<TOKENS, LANES>;
+  using Share::first;
+  using Share::token;
 
-  uint32_t token[ROWS]; // where rows of x begin, in 16 bytes
-  uint32_t next[ROWS];  // and those that come next
+  uint32_t next[Share::ROWS]; // rows that come next
 
-  __device__ __forceinline__ explicit Gather(int thread) : GatherShare(thread) {}
+  using Share::Share;
 
   /* Of `count` tokens at position_of(token). */
   template <class PositionOf>
   __device__ __forceinline__ void find(const moelora_blocks &blocks, const moelora_tokens &tokens,
                                        int count, PositionOf position_of) {
 #pragma unroll
-    for (int i = 0; i < ROWS; i++)
-      next[i] = position_of(max(min(first + STEP * i, count - 1), 0));
+    for (int i = 0; i < Share::ROWS; i++)
+      next[i] = position_of(max(min(first + Share::STEP * i, count - 1), 0));
     find_x_rows(blocks, tokens, next);
 #pragma unroll
-    for (int i = 0; i < ROWS; i++)
-      next[i] = first + STEP * i < count ? next[i] * (uint32_t)(tokens.stride / 8) : NONE;
+    for (int i = 0; i < Share::ROWS; i++)
+      next[i] =
+          first + Share::STEP * i < count ? next[i] * (uint32_t)(tokens.stride / 8) : Share::NONE;
   }
 
   /* From here on `copy` is about what was found. */
-  __device__ __forceinline__ void begin(const moelora_tokens &tokens) {
+  __device__ __forceinline__ void begin(const moelora_tokens &tokens, int thread) {
 #pragma unroll
-    for (int i = 0; i < ROWS; i++)
+    for (int i = 0; i < Share::ROWS; i++)
       token[i] = next[i];
-    GatherShare::begin(tokens);
+    Share::begin(tokens, thread);
   }
-  __device__ __forceinline__ void copy(uint32_t stage) { copy_rows<ROWS>(stage, token); }
 };
 
-/* Where there are no registers to keep rows in they are listed in shared memory, those of a share
- * together: at `list` [STEP][STEP], that of token first + STEP i at [first][i]. */
-template <int TOKENS> struct ListedGather : GatherShare {
-  static constexpr int ROWS = (TOKENS + STEP - 1) / STEP;
-  static_assert(ROWS <= STEP && STEP % 4 == 0, "a list of whole 16 bytes");
+/* Where there are no registers to find rows in, others find them and list them in shared memory. */
+template <int TOKENS> struct ListedGather : GatherShare<TOKENS, 4> {
+  using Share = GatherShare<TOKENS, 4>;
+  using Share::first;
+  using Share::token;
+  static_assert(Share::STEP == kListedAtOnce, "a list of all that is read");
 
-  __device__ __forceinline__ explicit ListedGather(int thread) : GatherShare(thread) {}
+  using Share::Share;
 
-  /* That of one token; NONE: there is none. */
-  static __device__ __forceinline__ void put(uint32_t list, int token, uint32_t row,
+  /* Where row x of token t begins, or NONE, at place t of the list. */
+  static __device__ __forceinline__ void put(uint32_t list, int t, uint32_t row,
                                              const moelora_tokens &tokens) {
-    store_shared_4(list + (token % STEP * STEP + token / STEP) * 4,
-                   row == NONE ? NONE : row * (uint32_t)(tokens.stride / 8));
+    store_shared_4(list + t * 4,
+                   row == Share::NONE ? Share::NONE : row * (uint32_t)(tokens.stride / 8));
   }
-  __device__ __forceinline__ void copy(uint32_t stage, uint32_t list) {
-    uint32_t token[STEP];
+  __device__ __forceinline__ void begin(const moelora_tokens &tokens, int thread, uint32_t list) {
 #pragma unroll
-    for (int i = 0; i < STEP; i += 4) {
-      const uint4 four = load_shared_16(list + (first * STEP + i) * 4);
-      token[i] = four.x, token[i + 1] = four.y, token[i + 2] = four.z, token[i + 3] = four.w;
-    }
-    copy_rows<ROWS>(stage, token);
+    for (int i = 0; i < Share::ROWS; i++)
+      token[i] = load_shared_4(list + (first + Share::STEP * i) * 4);
+    Share::begin(tokens, thread);
   }
 };
 

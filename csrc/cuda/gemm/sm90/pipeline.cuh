@@ -21,6 +21,7 @@
 #include "cuda/gemm/common/tile.cuh"
 
 constexpr int kProducers = 128, kGatherers = 96; // threads
+constexpr int kListedAtOnce = kGatherers / 4;    // rows that ListedGather copies at once
 constexpr int kEpilogueTokens = 32;
 constexpr int kEpilogueBytes = kEpilogueTokens * kRowBytes; // 64 outputs of 32 tokens
 constexpr int kHeaderBytes = 32;
@@ -57,7 +58,8 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr int M64_SCALES = FORMAT_ == MOELORA_W8A8 ? 64 * 4 : 0;
   static constexpr int SCALE_BYTES =
       FORMAT_ == MOELORA_W8A8 ? E::TILES * M64_SCALES + TOKENS_ * 4 : 0;
-  static constexpr int ROW_LIST_BYTES = TOKENS_FIRST ? kGatherers / 8 * (kGatherers / 8) * 4 : 0;
+  static constexpr int ROW_LIST_BYTES =
+      TOKENS_FIRST ? (TOKENS_ + kListedAtOnce - 1) / kListedAtOnce * kListedAtOnce * 4 : 0;
   // All threads start with as many registers; what producers give is what consumers can take, who
   // need more of them to make weights. Native tiles of few tokens need none.
   static constexpr bool NATIVE = FORMAT_ == MOELORA_NATIVE;

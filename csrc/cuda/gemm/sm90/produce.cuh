@@ -205,11 +205,15 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S>
   constexpr bool SCALED = S::FORMAT == MOELORA_W8A8;
   constexpr bool LISTED = S::TOKENS_FIRST; // consumers have the registers
   std::conditional_t<LISTED, ListedGather<S::TOKENS>, Gather<S::TOKENS>> rows(thread);
-  std::conditional_t<SCALED, TokenScales<S>, char> scales;
+  std::conditional_t<SCALED, TokenScales<S>, int> scales(thread);
   TileScheduler<S> next(g);
   const auto find_rows = [&] {
+    if (!next.more())
+      return;
+    if constexpr (SCALED)
+      scales.find(g, next.tile, next.count, thread);
     if constexpr (!LISTED)
-      if (next.more() && g.tokens.divisor.value)
+      if (g.tokens.divisor.value)
         rows.find(g.schedule.blocks, g.tokens, next.count,
                   [&](int t) { return next.tile.block * S::TOKENS + t; });
   };
@@ -217,35 +221,41 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S>
   while (next.more()) {
     const Tile tile = next.tile;
     const int count = next.count;
-    rows.begin(g.tokens);
     if constexpr (SCALED)
-      scales.find(g, tile, count, thread);
-    if constexpr (LISTED)
-      scales.list(g, count, thread, pipeline);
+      scales.begin(g);
+    if constexpr (!LISTED) {
+      rows.begin(g.tokens, thread);
+    } else if (g.tokens.divisor.value) {
+      scales.list(g, thread, pipeline);
+      rows.begin(g.tokens, thread, pipeline.row_list());
+    }
     SegmentList<S> list;
     list.base = pipeline.segments();
-    int adapter_stages = 0;
-    for (int step = 0; step < depth_steps; step++, pipeline.advance()) {
-      if (step == idle_step<S>(depth_steps, 0)) {
-        PackedRanks<S> packed_ranks;
-        packed_ranks.load(g, tile.block);
-        adapter_stages = packed_ranks.find(g, tile, list);
-      }
-      if (step == idle_step<S>(depth_steps, 1))
-        next.advance(g);
-      if (step == idle_step<S>(depth_steps, 2))
-        find_rows();
-      pipeline.wait_empty();
-      if constexpr (LISTED) {
+    int adapter_stages = 0, step = 0;
+    const auto copy_until = [&](int end) {
+      pipeline.stage = (int)uniform(pipeline.stage);
+#pragma unroll 1
+      for (; step < end; step++, pipeline.advance()) {
+        pipeline.wait_empty();
         if (g.tokens.divisor.value)
-          rows.copy(pipeline.tokens(), pipeline.row_list());
-      } else if (g.tokens.divisor.value)
-        for (int span = 0; span < S::SPANS; span++)
-          rows.copy(pipeline.tokens(span));
-      if constexpr (SCALED)
-        scales.copy(g, step, count, thread, pipeline);
-      barrier_arrive_after_copies(pipeline.full());
-    }
+          for (int span = 0; span < S::SPANS; span++)
+            rows.copy(pipeline.tokens(span));
+        if constexpr (SCALED)
+          scales.copy(g, pipeline);
+        barrier_arrive_after_copies(pipeline.full());
+      }
+    };
+    copy_until(idle_step<S>(depth_steps, 0));
+    PackedRanks<S> packed_ranks;
+    packed_ranks.load(g, tile.block);
+    adapter_stages = packed_ranks.find(g, tile, list);
+    if (S::ALIASED_BUFFERS == 0)
+      copy_until(idle_step<S>(depth_steps, 1));
+    next.advance(g);
+    if (S::ALIASED_BUFFERS == 0)
+      copy_until(idle_step<S>(depth_steps, 2));
+    find_rows();
+    copy_until(depth_steps);
 
     if (adapter_stages > 0)
       wait_for_previous_kernel(); // it is the shrink

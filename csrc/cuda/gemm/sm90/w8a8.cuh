@@ -45,40 +45,58 @@ __device__ __forceinline__ int scale_place(int t) {
   return (t & ~15) | (t >> 1 & 3) << 2 | (t >> 3 & 1) << 1 | (t & 1);
 }
 
-/* Scales of a block's tokens, by the warps that gather: a thread knows the rows of x that its
- * tokens are. */
+/* Scales of a block's tokens, by the warps that gather: a thread knows the rows of x that tokens
+ * `thread` + kGatherers i are. They are found while the tile before streams. */
 template <class S> struct TokenScales {
   static constexpr int EACH = (S::TOKENS + kGatherers - 1) / kGatherers;
-  uint32_t row[EACH];
+  static constexpr uint32_t NONE = 0xffffffffu; // instead of a row
+  static_assert(kGatherers % 16 == 0, "a thread's tokens lie alike among 16");
+
+  uint32_t row[EACH], next[EACH];
+  uint32_t to;         // of the first token
+  const float *scales; // of the step
+
+  __device__ __forceinline__ explicit TokenScales(int thread)
+      : to((uint32_t)(scale_place(thread) * 4)) {
+    asm volatile("" : "+r"(to)); // not found anew
+  }
 
   __device__ __forceinline__ void find(const moelora_gemm_launch &g, const Tile &tile, int count,
                                        int thread) {
 #pragma unroll
     for (int i = 0; i < EACH; i++)
-      row[i] = tile.block * S::TOKENS + max(min(thread + i * kGatherers, count - 1), 0);
-    find_x_rows(g.schedule.blocks, g.tokens, row);
-  }
-  /* Those of a step. */
-  __device__ __forceinline__ void copy(const moelora_gemm_launch &g, int step, int count,
-                                       int thread, const Pipeline<S> &pipeline) const {
-    const float *scales = g.tokens.scales + step * g.tokens.scales_stride;
+      next[i] = tile.block * S::TOKENS + max(min(thread + i * kGatherers, count - 1), 0);
+    find_x_rows(g.schedule.blocks, g.tokens, next);
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      const int t = thread + i * kGatherers;
-      if (t < count)
-        copy_async_4(pipeline.token_scales() + scale_place(t) * 4, scales + row[i], true);
-    }
+    for (int i = 0; i < EACH; i++)
+      if (thread + i * kGatherers >= count)
+        next[i] = NONE;
+  }
+  /* From here on `copy` is about what was found. */
+  __device__ __forceinline__ void begin(const moelora_gemm_launch &g) {
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+      row[i] = next[i];
+    scales = g.tokens.scales;
+  }
+  /* Those of the next step. */
+  __device__ __forceinline__ void copy(const moelora_gemm_launch &g, const Pipeline<S> &pipeline) {
+    const uint32_t at = pipeline.token_scales() + to;
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+      if (row[i] != NONE)
+        copy_async_4(at + i * kGatherers * 4, row_address(scales, row[i], 4), true);
+    scales += g.tokens.scales_stride;
   }
   /* For who gathers rows by a list of them: all threads at once. */
-  __device__ __forceinline__ void list(const moelora_gemm_launch &g, int count, int thread,
+  __device__ __forceinline__ void list(const moelora_gemm_launch &g, int thread,
                                        const Pipeline<S> &pipeline) const {
-    using Rows = ListedGather<S::TOKENS>;
     warpgroup_sync<kGatherers>(4); // nobody needs the last tile's
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       const int t = thread + i * kGatherers;
-      if (t < Rows::ROWS * Rows::STEP)
-        Rows::put(pipeline.row_list(), t, t < count ? row[i] : Rows::NONE, g.tokens);
+      if (t * 4 < S::ROW_LIST_BYTES)
+        ListedGather<S::TOKENS>::put(pipeline.row_list(), t, row[i], g.tokens);
     }
     warpgroup_sync<kGatherers>(4);
   }
