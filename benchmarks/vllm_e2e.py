@@ -28,112 +28,22 @@ import argparse
 import json
 import os
 import pathlib
-import re
 import shutil
-import signal
-import statistics
-import subprocess
 import sys
 import time
 
-import tomllib
-
+from benchmarks.answers import SAME, adapters_act, compare, distances, judge
+from benchmarks.jobs import ROOT, Job, write_entry_points
+from benchmarks.serving import speed_row
 from moelora.bench import results
 from moelora.integrations.vllm import OWN_PATH, SWITCH
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 RANKS = "16,16,64,64"
 OURS = ("TritonExpertsWithLoRA", "QuantizedExpertsWithLoRA")
-TIE = 0.3  # a gap of log-probabilities that rounding may bridge, as kernels differ with batch size
-SAME = 0.1  # median difference of prompts' log-probabilities between two correct engines
-WORSE = 1.25  # moelora's median distance from float32, in vLLM's: FP8 rounds activations, too
 TARGETS = [
     ("prefill", ("moelora", "4 mixed", True), ("vllm", "base", False), 1.0),
     ("decode", ("moelora", "4 mixed", True), ("vllm", "4 mixed", True), 1.25),
 ]
-
-
-# ---- comparing answers ----
-
-
-def differences(a, b):
-    """|difference| of the log-probabilities of two replies' prompts."""
-    return [abs(x - y) for x, y in zip(a["prompt"], b["prompt"], strict=True)]
-
-
-def first_gap(a, b):
-    """Where two greedy replies part: how close their two tokens were. None if they do not."""
-    for step, (x, y) in enumerate(zip(a["tokens"], b["tokens"], strict=True)):
-        if x != y:
-            tops = [r["top"][step] for r in (a, b)]
-            gaps = [abs(t[str(x)] - t[str(y)]) for t in tops if str(x) in t and str(y) in t]
-            return min(gaps, default=float("inf"))
-    return None
-
-
-def compare(what, names, ours, theirs, same=SAME):
-    """One row for the base and each adapter: `ours` and `theirs` are [who][prompt] replies. What
-    rounding may do to a log-probability is seen from all prompts together."""
-    offs = [
-        [d for x, y in zip(a, b, strict=True) for d in differences(x, y)]
-        for a, b in zip(ours, theirs, strict=True)
-    ]
-    tie = max(TIE, *(d for off in offs for d in off))
-    rows = []
-    for name, a, b, off in zip(names, ours, theirs, offs, strict=True):
-        gaps = [g for x, y in zip(a, b, strict=True) if (g := first_gap(x, y)) is not None]
-        ties = sum(gap <= tie for gap in gaps)
-        rows.append(
-            {
-                "topic": "answers",
-                "compared": what,
-                "who": name,
-                "requests": len(a),
-                "same_tokens": len(a) - len(gaps),
-                "near_ties": ties,
-                "worst_gap": round(max(gaps, default=0.0), 4),
-                "prompt_median": round(statistics.median(off), 5),
-                "prompt_max": round(max(off), 4),
-                "ok": ties == len(gaps) and statistics.median(off) < same,
-            }
-        )
-    return rows
-
-
-def adapters_act(what, check):
-    """An adapter must move the log-probabilities by far more than batching does."""
-    names, alone, mixed = check["names"], check["alone"], check["mixed"]
-    rows = []
-    for name, row, other in list(zip(names, alone, mixed, strict=True))[1:]:
-        moved, noise = (
-            statistics.median(d for a, b in zip(row, r, strict=True) for d in differences(a, b))
-            for r in (alone[0], other)
-        )
-        ok = moved > 10 * max(noise, 1e-4)
-        rows.append({"topic": "acts", "compared": what, "who": name, "moved": moved, "ok": ok})
-    return rows
-
-
-def distances(said):
-    """Median distances from the reference, by who, as hf_check.py prints them."""
-    found = [re.match(r"(\S+)\s+\|dlp\| median ([0-9.]+)", line) for line in said]
-    return {match[1]: float(match[2]) for match in found if match}
-
-
-def judge(said):
-    """Rows that hold moelora's distances from the reference against vLLM's; {run: lines}."""
-    ours, theirs = (distances(said.get(name, ())) for name in ("moelora", "vllm"))
-    return [
-        {
-            "topic": "distance",
-            "who": who,
-            "moelora": ours[who],
-            "vllm": theirs[who],
-            "ok": ours[who] <= WORSE * theirs[who],
-        }
-        for who in ours
-        if who in theirs
-    ]
 
 
 def answers(runs, same=SAME):
@@ -161,31 +71,13 @@ def answers(runs, same=SAME):
 # ---- comparing speeds ----
 
 
-def times_to_tokens(table):
-    """Milliseconds to the first token, and to each of those behind it."""
-    made = {}
-    for end in (name.removeprefix("decode") for name in table if name.startswith("decode")):
-        if f"first{end}" in table:
-            first, whole = (table[name + end] for name in ("first", "decode"))
-            times = [statistics.median(measured["seconds"]) for measured in (first, whole)]
-            made[f"ttft{end}_ms"] = round(1e3 * times[0], 3)
-            behind = whole["new_tokens"] - first["new_tokens"]
-            made[f"tpot{end}_ms"] = round(1e3 * (times[1] - times[0]) / behind, 4)
-    return made
-
-
 def speeds(runs):
     rows = []
     for engine, lora in [(e, lora) for lora in (False, True) for e in ("vllm", "moelora")]:
         run = runs.get(f"{engine} speed, {'' if lora else 'no '}LoRA", {})
         for batch, table in run.get("speed", {}).items():
             row = {"topic": "speed", "engine": engine, "lora_enabled": lora, "batch": batch}
-            for what, measured in table.items():
-                row[f"{what}_tok_s"] = measured["tokens_per_s"]
-                row[f"{what}_s"] = measured["seconds"]
-                row[f"{what}_gpu_ms"] = measured["gpu_ms"]
-            row |= times_to_tokens(table)
-            rows.append(row)
+            rows.append(row | speed_row(table))
     return rows
 
 
@@ -208,40 +100,6 @@ def targets(rows):
 
 
 # ---- running engines ----
-
-
-class Job:
-    """A command in a process group of its own, with a log and a deadline."""
-
-    def __init__(self, name, command, folder, seconds, **environment):
-        self.name, self.log = name, folder / f"{name.replace(' ', '-').replace(',', '')}.log"
-        self.seconds, self.start = seconds, time.monotonic()
-        with open(self.log, "w") as log:
-            self.process = subprocess.Popen(
-                [str(c) for c in command],
-                cwd=ROOT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def wait(self):
-        """What became of it: {"stage", "seconds", "end"}; nothing of it runs on."""
-        left = self.seconds - (time.monotonic() - self.start)
-        try:
-            code = self.process.wait(max(left, 0.1))
-            end = "ok" if code == 0 else f"exit status {code}"
-        except subprocess.TimeoutExpired:
-            end = f"stopped after {self.seconds:.0f} s"
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self.process.wait()
-        seconds = round(time.monotonic() - self.start, 1)
-        print(f"{self.name}: {end}, {seconds} s", flush=True)
-        return {"stage": self.name, "seconds": seconds, "end": end}
 
 
 class Bench:
@@ -318,15 +176,7 @@ class Bench:
     def install(self):
         """vLLM into `site`, and moelora's entry point where vLLM looks for it."""
         script = self.args.peers / "install_chunk.sh"
-        with open(ROOT / "pyproject.toml", "rb") as file:
-            groups = tomllib.load(file)["project"]["entry-points"]
-        info = self.work / "plugin" / "moelora-0.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: moelora\nVersion: 0\n")
-        lines = []
-        for group, entries in groups.items():
-            lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
-        (info / "entry_points.txt").write_text("\n".join([*lines, ""]))
+        write_entry_points(self.work / "plugin")
         return self.done(self.job("unpack", ["bash", script, "1"], 90, SITE=str(self.site)))
 
     def same_format(self):

@@ -12,10 +12,12 @@ import json
 import os
 import pathlib
 import random
-import statistics
 import sys
 import time
 
+import torch
+
+from benchmarks.serving import CHECK, DECODE, check, speed
 from benchmarks.vllm_bits import Rows
 
 for name, value in {
@@ -29,9 +31,6 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
-PREFILL = (16, 2048)  # prompts, tokens of each
-DECODE = (64, 32, 128)  # sequences if not told otherwise, prompt tokens, new tokens
-CHECK = (6, 16)  # prompts for each adapter, new tokens
 GRAPHS = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256)  # batches of decode that are captured
 
 
@@ -104,14 +103,28 @@ class Engine:
 
     def prompts(self, lengths):
         draw = self.random.randrange
-        return [{"prompt_token_ids": [draw(3, self.vocab) for _ in range(n)]} for n in lengths]
+        return [[draw(3, self.vocab) for _ in range(n)] for n in lengths]
 
-    def generate(self, prompts, adapters, **sampling):
+    @property
+    def names(self):
+        return [adapter.lora_name for adapter in self.adapters]
+
+    def run(self, prompts, adapters, **sampling):
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **sampling)
         adapters = adapters if any(adapters) else None
+        prompts = [{"prompt_token_ids": ids} for ids in prompts]
         return self.llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
+
+    def generate(self, prompts, adapters, new):
+        self.run(prompts, adapters, max_tokens=new)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def replies(self, prompts, adapters, new):
+        options = {"max_tokens": new, "logprobs": 20, "prompt_logprobs": 0}
+        return [reply(output) for output in self.run(prompts, adapters, **options)]
 
 
 def moe_layers(worker):
@@ -136,26 +149,6 @@ def reply(output):
     return {"prompt": prompt, "tokens": list(output.outputs[0].token_ids), "top": top}
 
 
-def check(engine):
-    """Replies of the base model and of each adapter alone, and of all of them in one batch."""
-    count, new = CHECK
-    prompts = engine.prompts(24 + 13 * i for i in range(count))
-    who = [None, *engine.adapters]
-    options = {"max_tokens": new, "logprobs": 20, "prompt_logprobs": 0}
-    alone = [engine.generate(prompts, [a] * count, **options) for a in who]
-    order = [(i, j) for j in range(count) for i in range(len(who))]
-    outputs = engine.generate([prompts[j] for _, j in order], [who[i] for i, _ in order], **options)
-    mixed = [[None] * count for _ in who]
-    for (i, j), output in zip(order, outputs, strict=True):
-        mixed[i][j] = reply(output)
-    return {
-        "names": ["base", *(a.lora_name for a in engine.adapters)],
-        "prompts": [p["prompt_token_ids"] for p in prompts],
-        "alone": [[reply(o) for o in row] for row in alone],
-        "mixed": mixed,
-    }
-
-
 def bits(engine):
     """Rows of MoE layers in a batch of all adapters and the base model, and in one of each."""
     found = Rows()
@@ -164,13 +157,10 @@ def bits(engine):
     prompts = engine.prompts([40] * len(who))
     found.phase = "alone"
     for prompt, adapter in zip(prompts, who, strict=True):
-        engine.generate([prompt], [adapter], max_tokens=CHECK[1])
+        engine.generate([prompt], [adapter], CHECK[1])
     found.phase = "mixed"
-    engine.generate(prompts, who, max_tokens=CHECK[1])
+    engine.generate(prompts, who, CHECK[1])
     return {"layers": layers[0]} | found.compare("alone", "mixed")
-
-
-# ---- how fast ----
 
 
 def gpu_milliseconds(run):
@@ -187,49 +177,6 @@ def gpu_milliseconds(run):
         "total": round(sum(ms for ms, _ in kernels), 2),
         "top": [[round(ms, 3), name[:100]] for ms, name in kernels[:12]],
     }
-
-
-def speed(engine, reps, sequences, save):
-    """Of decode with N sequences also the time to the first token, where N is not the usual one
-    as `decode_N` and `first_N`."""
-    import torch
-
-    def measure(prompts, adapters, new, work):
-        def run(new=new):
-            engine.generate(prompts, adapters, max_tokens=new)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-
-        run()  # loads adapters, compiles what is compiled late
-        seconds = []
-        for _ in range(reps):
-            start = time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - start)
-        return {
-            "tokens_per_s": round(work / statistics.median(seconds)),
-            "seconds": [round(s, 5) for s in seconds],
-            "new_tokens": new,
-            "gpu_ms": gpu_milliseconds(lambda: run(min(new, 16))),
-        }
-
-    long = engine.prompts([PREFILL[1]] * PREFILL[0])
-    short = engine.prompts([DECODE[1]] * max(sequences))
-    batches = {"base": [None]}
-    if engine.adapters:
-        batches[f"{len(engine.adapters)} mixed"] = engine.adapters
-    table = {}
-    for name, carried in batches.items():
-
-        def spread(prompts, carried=carried):
-            return [carried[i % len(carried)] for i in range(len(prompts))]
-
-        table[name] = {"prefill": measure(long, spread(long), 1, PREFILL[0] * PREFILL[1])}
-        for n in sequences:
-            end, some = "" if n == DECODE[0] else f"_{n}", short[:n]
-            table[name][f"decode{end}"] = measure(some, spread(some), DECODE[2], n * DECODE[2])
-            table[name][f"first{end}"] = measure(some, spread(some), 1, n)
-            save(speed=table)
 
 
 def main():
@@ -252,7 +199,7 @@ def main():
     if args.bits:
         save(bits=bits(engine))
     if args.speed:
-        speed(engine, args.reps, args.sequences, save)
+        speed(engine, args.reps, args.sequences, save, gpu_milliseconds)
     save(done=True)
     sys.stdout.flush()
     os._exit(0)  # no teardown of the engine

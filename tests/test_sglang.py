@@ -202,6 +202,7 @@ def sglang(monkeypatch, hook_registry):
                 monkeypatch.setitem(sys.modules, name, module)
         vars(sys.modules[path]).update(contents[path])
     moelora_sglang._say.cache_clear()
+    moelora_sglang._announce.cache_clear()
     moelora_sglang.register()
     hook_registry["HookRegistry"].apply_hooks()
     return SimpleNamespace(**{name: value for c in contents.values() for name, value in c.items()})
@@ -448,9 +449,15 @@ def test_other_legacy_batches_run_sglangs_own_path(reason, change, sglang, caplo
     assert layer._lora_runner.run(dispatched(p), None, lora_info=info) != "SGLang's own"
 
 
-def test_the_log_says_that_it_is_on(sglang, caplog):
+@pytest.mark.parametrize("name", ["triton_v2", "csgmv"])
+def test_the_log_says_that_it_is_on(name, sglang, caplog):
+    """Once, with the first layer: SGLang has no log yet when it loads plugins."""
+    p = Spec(scalings=False).build()
     with caplog.at_level(logging.INFO, "sglang.moelora"):
         moelora_sglang.register()
+        assert caplog.messages == []
+        for _ in range(2):
+            sglang.FusedMoEWithLoRA(make_base_layer(p), make_lora_backend(name=name))
     assert caplog.messages == [
         f"moelora: version {moelora.__version__} runs MoE layers with LoRA; "
         "MOELORA_SGLANG=0 leaves them"

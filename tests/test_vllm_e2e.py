@@ -12,7 +12,7 @@ import moelora
 
 pytest.importorskip("tomllib")
 
-from benchmarks import vllm_bits, vllm_e2e, vllm_gpt_oss, vllm_quantise  # noqa: E402
+from benchmarks import answers, jobs, vllm_bits, vllm_e2e, vllm_gpt_oss, vllm_quantise  # noqa: E402
 
 INSTALL = """\
 mkdir -p $SITE/vllm/lora
@@ -195,10 +195,10 @@ def test_no_stage_starts_after_the_budget(tmp_path, peers):
 
 
 def test_a_stage_is_stopped_at_its_deadline(tmp_path):
-    job = vllm_e2e.Job("sleeper", [shutil.which("sleep"), 60], tmp_path, 0.2)
+    job = jobs.Job("sleeper", [shutil.which("sleep"), 60], tmp_path, 0.2)
     assert job.wait()["end"] == "stopped after 0 s"
     assert job.process.returncode == -9
-    assert vllm_e2e.Job("python", [sys.executable, "-c", ""], tmp_path, 30).wait()["end"] == "ok"
+    assert jobs.Job("python", [sys.executable, "-c", ""], tmp_path, 30).wait()["end"] == "ok"
 
 
 def reply(tokens, prompt=(-1.0, -2.0), gap=1.0):
@@ -211,15 +211,15 @@ def test_answers_that_part_where_they_were_close_are_near_ties():
     close["top"] = [{"1": 0.0}, {"7": 0.0, "2": -0.2}]
     far["top"] = [{"1": 0.0}, {"7": 0.0, "2": -2.0}]
     other = reply([1, 2], gap=2.0)
-    (row,) = vllm_e2e.compare("x", ["base"], [[same, close]], [[same, same]])
+    (row,) = answers.compare("x", ["base"], [[same, close]], [[same, same]])
     assert (row["same_tokens"], row["near_ties"], row["ok"]) == (1, 1, True)
     assert row["worst_gap"] == 0.2
-    (row,) = vllm_e2e.compare("x", ["base"], [[same, far]], [[same, other]])
+    (row,) = answers.compare("x", ["base"], [[same, far]], [[same, other]])
     assert (row["same_tokens"], row["near_ties"], row["ok"]) == (1, 0, False)
 
 
 def test_answers_of_a_wrong_model_are_told_by_their_prompts():
-    (row,) = vllm_e2e.compare("x", ["base"], [[reply([1], (-1.0, -2.5))]], [[reply([1])]])
+    (row,) = answers.compare("x", ["base"], [[reply([1], (-1.0, -2.5))]], [[reply([1])]])
     assert row["prompt_median"] == 0.25
     assert not row["ok"]
 
@@ -229,18 +229,18 @@ def test_what_rounding_may_do_is_seen_from_all_prompts():
     far["top"] = [{"1": 0.0}, {"7": 0.0, "2": -0.5}]
     near["top"] = [{"1": 0.0}, {"2": 0.0, "7": -0.5}]
     noisy = [reply([1], (-1.0, -1.0, -1.0)), reply([1], (-1.0, -1.0, -1.6))]
-    rows = vllm_e2e.compare("x", ["base", "a"], [[far], noisy[:1]], [[near], noisy[1:]])
+    rows = answers.compare("x", ["base", "a"], [[far], noisy[:1]], [[near], noisy[1:]])
     assert [(row["near_ties"], row["ok"]) for row in rows] == [(1, True), (0, True)]
 
 
 def test_a_reference_judges_engines_that_round_activations():
     said = {"moelora": ["base   |dlp| median 0.0800 p95 0.3   against ...", "reference check OK"]}
     said["vllm"] = ["base   |dlp| median 0.0700 p95 0.3   against the wrong model 1.8   ok"]
-    (row,) = vllm_e2e.judge(said)
+    (row,) = answers.judge(said)
     assert row == {"topic": "distance", "who": "base", "moelora": 0.08, "vllm": 0.07, "ok": True}
     said["moelora"][0] = said["moelora"][0].replace("0.0800", "0.0900")
-    assert not vllm_e2e.judge(said)[0]["ok"]
-    assert vllm_e2e.judge({"moelora": said["moelora"]}) == []
+    assert not answers.judge(said)[0]["ok"]
+    assert answers.judge({"moelora": said["moelora"]}) == []
 
 
 class Experts(torch.nn.Module):
@@ -279,7 +279,7 @@ def test_adapters_that_do_nothing_are_told():
     base, moved = [reply([1])], [reply([1], (-3.0, -4.0))]
     check = {"names": ["base", "a", "b"], "alone": [base, moved, base], "mixed": [base] * 3}
     check["mixed"] = [base, moved, base]
-    assert [row["ok"] for row in vllm_e2e.adapters_act("x", check)] == [True, False]
+    assert [row["ok"] for row in answers.adapters_act("x", check)] == [True, False]
 
 
 def quantised_and_dense(tmp_path, format):

@@ -52,6 +52,14 @@ def _say(reason: str) -> None:
     log.warning("moelora: %s; SGLang's own path runs", reason)
 
 
+@functools.cache
+def _announce() -> None:
+    """At the first layer: SGLang has no log yet when it loads plugins."""
+    log.info(
+        "moelora: version %s runs MoE layers with LoRA; %s=0 leaves them", _C.version(), SWITCH
+    )
+
+
 def from_layer(
     original: Callable[..., Any], cls: type, base_layer: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -60,6 +68,7 @@ def from_layer(
     if reason:
         _say(f"a MoE layer is not moelora's: {reason}")
         return original(cls, base_layer, *args, **kwargs)
+    _announce()
     return MoeLoraRunner(base_layer)
 
 
@@ -74,6 +83,7 @@ def after_initialize(result: Any, layer: Any, *args: Any, **kwargs: Any) -> None
     if reason:
         _say(f"a MoE layer is not moelora's: {reason}")
     else:
+        _announce()
         layer._lora_runner = LegacyRunner(layer, _say)
 
 
@@ -87,9 +97,6 @@ def register() -> None:
     if _exists(RUNNER):
         HookRegistry.register(f"{RUNNER}.MoeLoraRunner.from_layer", from_layer, HookType.AROUND)
     HookRegistry.register(f"{LAYER}.__init__", after_initialize, HookType.AFTER)
-    log.info(
-        "moelora: version %s runs MoE layers with LoRA; %s=0 leaves them", _C.version(), SWITCH
-    )
 
 
 def _exists(module: str) -> bool:

@@ -1,0 +1,93 @@
+"""Replies of two engines, or of one in two batches: the same, but for what rounding does.
+
+A reply is {"prompt": log-probabilities of its prompt's tokens from the second on, "tokens": greedy
+ones, "top": at each step, log-probabilities of the best tokens by id}. Where greedy replies part,
+two tokens must have been so close that rounding could turn them round.
+"""
+
+import re
+import statistics
+
+TIE = 0.3  # a gap of log-probabilities that rounding may bridge, as kernels differ with batch size
+SAME = 0.1  # median difference of prompts' log-probabilities between two correct engines
+WORSE = 1.25  # moelora's median distance from float32, in its rival's: FP8 rounds activations, too
+
+
+def differences(a, b):
+    """|difference| of the log-probabilities of two replies' prompts."""
+    return [abs(x - y) for x, y in zip(a["prompt"], b["prompt"], strict=True)]
+
+
+def first_gap(a, b):
+    """Where two greedy replies part: how close their two tokens were. None if they do not."""
+    for step, (x, y) in enumerate(zip(a["tokens"], b["tokens"], strict=True)):
+        if x != y:
+            tops = [r["top"][step] for r in (a, b)]
+            gaps = [abs(t[str(x)] - t[str(y)]) for t in tops if str(x) in t and str(y) in t]
+            return min(gaps, default=float("inf"))
+    return None
+
+
+def compare(what, names, ours, theirs, same=SAME):
+    """One row for the base and each adapter: `ours` and `theirs` are [who][prompt] replies. What
+    rounding may do to a log-probability is seen from all prompts together."""
+    offs = [
+        [d for x, y in zip(a, b, strict=True) for d in differences(x, y)]
+        for a, b in zip(ours, theirs, strict=True)
+    ]
+    tie = max(TIE, *(d for off in offs for d in off))
+    rows = []
+    for name, a, b, off in zip(names, ours, theirs, offs, strict=True):
+        gaps = [g for x, y in zip(a, b, strict=True) if (g := first_gap(x, y)) is not None]
+        ties = sum(gap <= tie for gap in gaps)
+        rows.append(
+            {
+                "topic": "answers",
+                "compared": what,
+                "who": name,
+                "requests": len(a),
+                "same_tokens": len(a) - len(gaps),
+                "near_ties": ties,
+                "worst_gap": round(max(gaps, default=0.0), 4),
+                "prompt_median": round(statistics.median(off), 5),
+                "prompt_max": round(max(off), 4),
+                "ok": ties == len(gaps) and statistics.median(off) < same,
+            }
+        )
+    return rows
+
+
+def adapters_act(what, check):
+    """An adapter must move the log-probabilities by far more than batching does."""
+    names, alone, mixed = check["names"], check["alone"], check["mixed"]
+    rows = []
+    for name, row, other in list(zip(names, alone, mixed, strict=True))[1:]:
+        moved, noise = (
+            statistics.median(d for a, b in zip(row, r, strict=True) for d in differences(a, b))
+            for r in (alone[0], other)
+        )
+        ok = moved > 10 * max(noise, 1e-4)
+        rows.append({"topic": "acts", "compared": what, "who": name, "moved": moved, "ok": ok})
+    return rows
+
+
+def distances(said):
+    """Median distances from the reference, by who, as hf_check.py prints them."""
+    found = [re.match(r"(\S+)\s+\|dlp\| median ([0-9.]+)", line) for line in said]
+    return {match[1]: float(match[2]) for match in found if match}
+
+
+def judge(said, rival="vllm"):
+    """Rows that hold moelora's distances from the reference against a rival's; {run: lines}."""
+    ours, theirs = (distances(said.get(name, ())) for name in ("moelora", rival))
+    return [
+        {
+            "topic": "distance",
+            "who": who,
+            "moelora": ours[who],
+            rival: theirs[who],
+            "ok": ours[who] <= WORSE * theirs[who],
+        }
+        for who in ours
+        if who in theirs
+    ]

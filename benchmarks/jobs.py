@@ -1,0 +1,66 @@
+"""Commands with deadlines, and a folder by which engines find moelora's plugins."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import time
+
+import tomllib
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+class Job:
+    """A command in a process group of its own, with a log and a deadline."""
+
+    def __init__(self, name, command, folder, seconds, **environment):
+        self.name, self.log = name, folder / f"{name.replace(' ', '-').replace(',', '')}.log"
+        self.seconds, self.start = seconds, time.monotonic()
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                [str(c) for c in command],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def left(self):
+        """Seconds to its deadline."""
+        return self.seconds - (time.monotonic() - self.start)
+
+    def wait(self):
+        """What became of it, as `stop` says it."""
+        try:
+            code = self.process.wait(max(self.left(), 0.1))
+            end = "ok" if code == 0 else f"exit status {code}"
+        except subprocess.TimeoutExpired:
+            end = f"stopped after {self.seconds:.0f} s"
+        return self.stop(end)
+
+    def stop(self, end):
+        """{"stage", "seconds", "end"}; nothing of it runs on."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+        seconds = round(time.monotonic() - self.start, 1)
+        print(f"{self.name}: {end}, {seconds} s", flush=True)
+        return {"stage": self.name, "seconds": seconds, "end": end}
+
+
+def write_entry_points(folder):
+    """What an installed moelora tells of its plugins, for engines that have `folder` on their
+    path."""
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        groups = tomllib.load(file)["project"]["entry-points"]
+    info = folder / "moelora-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: moelora\nVersion: 0\n")
+    lines = []
+    for group, entries in groups.items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
+    (info / "entry_points.txt").write_text("\n".join([*lines, ""]))

@@ -1,0 +1,292 @@
+"""A real SGLang server, with moelora and without: the same answers, and tokens per second.
+
+    python -m benchmarks.sglang_e2e --layers 12 --out benchmarks/results/h200-e2e-sglang.json
+
+One server after the other over one model of random weights with four PEFT adapters of ranks 16 and
+64, asked over HTTP: SGLang without LoRA, with its own MoE LoRA in both of its ways, and with
+moelora, which it finds by its entry point as after `pip install`. float32 transformers with merged
+adapters judge the answers. `--peers` is a folder with `make_model.py` and `hf_check.py`; SGLang is
+the one that is installed. Needs one GPU and Python 3.11.
+
+Every stage has a deadline, none starts after the budget, and the result file is written after each.
+"""
+
+import argparse
+import json
+import pathlib
+import random
+import shutil
+import sys
+import time
+import urllib.error
+import urllib.request
+from importlib import metadata
+
+from benchmarks.answers import adapters_act, compare, distances, judge
+from benchmarks.jobs import ROOT, Job, write_entry_points
+from benchmarks.serving import DECODE, check, speed, speed_row
+from moelora.bench import results
+from moelora.integrations.sglang import SWITCH
+
+RANKS = "16,16,64,64"
+OWN_PATH, SERVED = "SGLang's own path runs", "runs MoE layers with LoRA"
+LORA = ("--enable-lora", "--lora-backend", "triton")
+SERVERS = {  # {name: (its flags, whether moelora is on)}
+    "sglang, no LoRA": ((), False),
+    "sglang": (LORA, False),
+    "sglang, virtual experts": ((*LORA, "--lora-use-virtual-experts"), False),
+    "moelora": (LORA, True),
+}
+CHECKED = ("sglang", "moelora")
+TARGETS = [  # of moelora with adapters
+    ("prefill", "sglang, no LoRA", "base", 1.0),
+    ("decode", "sglang", "4 mixed", 1.3),
+    ("decode", "sglang, virtual experts", "4 mixed", 1.3),
+]
+
+
+class Client:
+    """A server's adapters, as `benchmarks.serving` asks for them."""
+
+    def __init__(self, manifest, port, lora):
+        self.url, self.vocab = f"http://127.0.0.1:{port}", manifest["vocab"]
+        self.adapters = [pathlib.Path(f).name for f in manifest["adapters"]] if lora else []
+        self.names, self.random = self.adapters, random.Random(1)
+
+    def prompts(self, lengths):
+        draw = self.random.randrange
+        return [[draw(3, self.vocab) for _ in range(n)] for n in lengths]
+
+    def is_up(self):
+        try:
+            return urllib.request.urlopen(f"{self.url}/health", timeout=2).status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def ask(self, prompts, adapters, new, **options):
+        asked = {
+            "input_ids": prompts,
+            "sampling_params": {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": new},
+            **({"lora_path": adapters} if any(adapters) else {}),
+            **options,
+        }
+        request = urllib.request.Request(
+            f"{self.url}/generate", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.load(answer)
+
+    def generate(self, prompts, adapters, new):
+        self.ask(prompts, adapters, new)
+
+    def replies(self, prompts, adapters, new):
+        options = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 20}
+        return [reply(one) for one in self.ask(prompts, adapters, new, **options)]
+
+
+def reply(one):
+    """A request's result, as plain numbers."""
+    meta = one["meta_info"]
+    return {
+        "prompt": [lp for lp, *_ in meta["input_token_logprobs"][1:]],
+        "tokens": [token for _, token, *_ in meta["output_token_logprobs"]],
+        "top": [{str(t): lp for lp, t, *_ in step} for step in meta["output_top_logprobs"]],
+    }
+
+
+class Bench:
+    """Stages in order, what came of them, and the file that says so."""
+
+    def __init__(self, args):
+        self.args, self.start, self.work = args, time.monotonic(), args.work
+        shutil.rmtree(self.work, ignore_errors=True)
+        self.work.mkdir(parents=True)
+        write_entry_points(self.work / "plugin")
+        self.stages, self.runs, self.checks, self.said = [], {}, [], {}
+
+    def job(self, name, command, seconds, **environment):
+        """Starts a stage, if there is time for it."""
+        left = self.args.budget_s - (time.monotonic() - self.start)
+        if left < min(seconds, 30):
+            self.stages.append({"stage": name, "seconds": 0, "end": "no time left"})
+            return None
+        path = [ROOT, self.work / "plugin", *sys.path]
+        environment["PYTHONPATH"] = ":".join(str(p) for p in path if str(p))
+        return Job(name, command, self.work, min(seconds, left), **environment)
+
+    def done(self, job):
+        if job is not None:
+            self.stages.append(job.wait())
+        return job is not None and self.stages[-1]["end"] == "ok"
+
+    def model(self):
+        command = [sys.executable, self.args.peers / "make_model.py", "--out", self.work / "model"]
+        command += ["--preset", self.args.preset, "--layers", self.args.layers]
+        if not self.done(self.job("make model", [*command, "--adapters", RANKS], 120)):
+            return None
+        return json.loads((self.work / "model/manifest.json").read_text())
+
+    def server(self, name, manifest):
+        flags, ours = SERVERS[name]
+        folders = manifest["adapters"] if flags else []
+        most = max(self.args.sequences)
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", manifest["base"]]
+        command += ["--port", self.args.port, "--skip-tokenizer-init", "--disable-radix-cache"]
+        command += ["--mem-fraction-static", "0.6", "--cuda-graph-max-bs-decode", most]
+        command += ["--max-running-requests", most, "--chunked-prefill-size", "8192"]
+        command += ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
+        command += ["--grammar-backend", "none", "--moe-runner-backend", "triton", *flags]
+        if folders:
+            command += ["--max-loras-per-batch", len(folders) + 1, "--lora-paths"]
+            command += [f"{pathlib.Path(f).name}={f}" for f in folders]
+        job = self.job(name, command, 240, **{SWITCH: "1" if ours else "0"})
+        if job is None:
+            return
+        client = Client(manifest, self.args.port, bool(flags))
+        run = self.runs[name] = {}
+        try:
+            while not client.is_up() and job.process.poll() is None and job.left() > 0:
+                time.sleep(0.5)
+            run["start_s"] = round(time.monotonic() - job.start, 1)
+            if name in CHECKED:
+                run["check"] = check(client)
+            speed(client, self.args.reps, self.args.sequences, run.update)
+            end = "ok"
+        except (OSError, KeyError, ValueError) as why:
+            end = f"{type(why).__name__}: {why}"
+        self.stages.append(job.stop(end))
+        log = job.log.read_text(errors="replace")
+        served = SERVED in log and OWN_PATH not in log
+        self.checks.append({"topic": "layers", "run": name, "served": served, "ok": served == ours})
+        self.write()
+
+    def references(self):
+        """transformers in fp32 with adapters merged, against the prompts of both, side by side."""
+        jobs = {}
+        for name in CHECKED:
+            found = self.runs.get(name, {}).get("check")
+            if found is None:
+                continue
+            alone, lps = found["alone"], self.work / f"lps-{name}.json"
+            replies = {
+                "names": found["names"],
+                "target": "experts",
+                "prompts": found["prompts"],
+                "lps": [[r["prompt"] for r in row] for row in alone],
+            }
+            lps.write_text(json.dumps(replies))
+            command = [sys.executable, self.args.peers / "hf_check.py"]
+            command += ["--tol", "0.3", "--model", self.work / "model", "--lps", lps]
+            jobs[name] = self.job(f"reference of {name}", command, 150)
+        for name, job in jobs.items():
+            ok = self.done(job)
+            if job is not None:
+                self.said[name] = said = job.log.read_text().splitlines()[-6:]
+                self.checks.append({"topic": "reference", "run": name, "said": said, "ok": ok})
+        self.write()
+
+    def rows(self):
+        rows = [
+            {"topic": "speed", "engine": name, "batch": batch} | speed_row(table)
+            for name, run in self.runs.items()
+            for batch, table in run.get("speed", {}).items()
+        ]
+        checks = {name: run["check"] for name, run in self.runs.items() if "check" in run}
+        found = targets(rows)
+        for name, made in checks.items():
+            names = made["names"]
+            found += compare(f"{name}: mixed, each alone", names, made["mixed"], made["alone"])
+            found += adapters_act(name, made)
+        if len(checks) == 2:
+            a, b = checks["moelora"], checks["sglang"]
+            far = [max(distances(said).values(), default=0.0) for said in self.said.values()]
+            same = max(0.1, sum(far)) if len(far) == 2 else 0.1
+            found += compare("moelora, sglang", a["names"], a["alone"], b["alone"], same)
+            found += compare("moelora, sglang: mixed", a["names"], a["mixed"], b["mixed"], same)
+        return rows + found + judge(self.said, "sglang") + self.checks
+
+    def write(self):
+        rows = self.rows()
+        results.write(
+            self.args.out,
+            rows,
+            stages=self.stages,
+            sglang=version("sglang"),
+            start_s={name: run.get("start_s") for name, run in self.runs.items()},
+        )
+        with open(self.args.out.with_suffix(".log"), "w") as log:
+            for path in sorted(self.work.glob("*.log"), key=lambda p: p.stat().st_mtime):
+                lines = path.read_text(errors="replace").splitlines()
+                log.write("\n".join([f"==== {path.stem}", *lines[:3], *lines[3:][-60:], ""]))
+        return rows
+
+
+def version(name):
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def targets(rows):
+    def find(what, engine, batch):
+        for row in rows:
+            if (row["engine"], row["batch"]) == (engine, batch):
+                return row.get(f"{what}_tok_s")
+
+    made = []
+    for what, engine, batch, wanted in TARGETS:
+        a, b = find(what, "moelora", "4 mixed"), find(what, engine, batch)
+        if a and b:
+            ratio = round(a / b, 3)
+            name = f"{what}, moelora 4 mixed / {engine} {batch}"
+            row = {"topic": "target", "what": name, "ratio": ratio, "wanted": wanted}
+            made.append(row | {"ok": ratio >= wanted})
+    return made
+
+
+def parse(argv=None):
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p.add_argument("--peers", type=pathlib.Path, default=ROOT / ".peers/vllm_e2e")
+    p.add_argument("--out", type=pathlib.Path, required=True)
+    p.add_argument("--work", type=pathlib.Path, default=pathlib.Path("/tmp/moelora-sglang"))
+    p.add_argument("--budget-s", type=float, default=470, help="no stage lasts longer than this")
+    p.add_argument("--preset", default="a3b", help="of make_model.py")
+    p.add_argument("--layers", type=int, default=12)
+    p.add_argument(
+        "--sequences",
+        type=lambda text: [int(n) for n in text.split(",")],
+        default=[1, 16, DECODE[0]],
+        help="of decode, commas between",
+    )
+    p.add_argument("--reps", type=int, default=5)
+    p.add_argument("--port", type=int, default=30211)
+    p.add_argument(
+        "--servers", type=lambda text: text.split(";"), default=list(SERVERS), help="; between"
+    )
+    return p.parse_args(argv)
+
+
+def main(argv=None):
+    bench = Bench(parse(argv))
+    manifest = bench.model()
+    if manifest is not None:
+        for name in bench.args.servers:
+            bench.server(name, manifest)
+        bench.references()
+    rows = bench.write()
+    for row in rows:
+        if row["topic"] == "speed":
+            print("{engine:24} {batch:8}".format(**row), end=" ")
+            decode = {
+                k: v for k, v in row.items() if k.startswith("decode") and k.endswith("tok_s")
+            }
+            print(f"prefill {row['prefill_tok_s']:>9,} tok/s ", decode)
+        elif row["topic"] != "reference":
+            print(*(f"{k} {v}" for k, v in row.items() if k != "topic"), sep=" | ")
+    good = [row["ok"] for row in rows if row["topic"] not in ("speed", "target")]
+    return 0 if all(good) and all(stage["end"] == "ok" for stage in bench.stages) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
