@@ -112,7 +112,7 @@ __device__ __forceinline__ void gather_x(const moelora_shrink_launch &s,
     if (number == items)
       return;
     const SegmentItem item = list.items[number];
-    gather.find(s.schedule.blocks, s.tokens, item.tokens,
+    gather.find(s.schedule.blocks, s.tokens, item.tokens, threadIdx.x - 32,
                 [&](int t) { return item.position_of(s, t); });
   };
   find(0);

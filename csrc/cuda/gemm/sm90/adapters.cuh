@@ -151,9 +151,10 @@ template <class S, class T, int THREADS>
 __device__ __forceinline__ void copy_xa(const moelora_gemm_launch &g, const Tile &tile,
                                         const SegmentList<S> &list, int slabs, SlabIterator &cursor,
                                         int tokens, const Pipeline<S> &pipeline, int thread) {
-  constexpr int STEP = THREADS / 8;
+  constexpr int STEP = THREADS / 8, ROWS = (S::TOKENS + STEP - 1) / STEP;
+  static_assert(STEP % 4 == 0, "every other row has the same place in the swizzle");
   const bool gate_up = has_gate_up_slices(g);
-  const int chunk = thread & 7, slot = gate_up ? chunk / 4 : chunk / 2;
+  const int chunk = thread & 7, slot = gate_up ? chunk / 4 : chunk / 2, first = thread / 8;
   Slab mine = {};
   for (int j = 0; j < slabs; j++) {
     const Slab slab = cursor.next(list);
@@ -162,14 +163,22 @@ __device__ __forceinline__ void copy_xa(const moelora_gemm_launch &g, const Tile
   }
   if (slot >= slabs)
     return;
-  const int slice = gate_up ? chunk / 2 & 1 : mine.slice, stride = (int)g.adapters.xa_stride;
-  const T *xa = (const T *)g.adapters.xa + (int64_t)tile.block * S::TOKENS * stride +
+  const int slice = gate_up ? chunk / 2 & 1 : mine.slice;
+  const uint32_t stride = (uint32_t)(g.adapters.xa_stride * sizeof(T));
+  const T *xa = (const T *)g.adapters.xa +
+                ((int64_t)tile.block * S::TOKENS + first) * g.adapters.xa_stride +
                 slice * g.adapters.xa_slice + mine.rank + (chunk & 1) * 8;
-#pragma unroll 4
-  for (int t = thread / 8; t < tokens; t += STEP) {
-    const bool carries = t >= mine.low && t < mine.high;
-    copy_async_16(pipeline.tokens() + t * kRowBytes + ((chunk ^ (t & 7)) << 4),
-                  xa + (carries ? t : mine.low) * stride, carries ? 16 : 0);
+  const uint32_t row = pipeline.tokens() + first * kRowBytes, segment = mine.high - mine.low;
+  const uint32_t at[2] = {row + ((chunk ^ (first & 7)) << 4),
+                          row + ((chunk ^ ((first + STEP) & 7)) << 4)};
+  int low = mine.low - first, left = tokens - first;
+  asm volatile("" : "+l"(xa), "+r"(low), "+r"(left)); // found once, not for every row
+#pragma unroll
+  for (int i = 0; i < ROWS; i++) {
+    if (i * STEP >= left)
+      break;
+    copy_async_16(at[i % 2] + i * STEP * kRowBytes, row_address(xa, i * STEP, stride),
+                  (uint32_t)(i * STEP - low) < segment ? 16 : 0);
   }
 }
 

@@ -5,50 +5,35 @@
 
 #include "cuda/gemm/sm90/pipeline.cuh"
 
-/* A thread's share of a stage: of token rows `first` + STEP i the 16-byte chunks `lane`, `lane` +
- * LANES, ... */
-template <int TOKENS, int LANES> struct GatherShare {
-  static constexpr int STEP = kGatherers / LANES, ROWS = (TOKENS + STEP - 1) / STEP;
-  static constexpr int CHUNKS = 8 / LANES;
+/* Four lanes copy a row, two 16-byte chunks each, with one address for both. A thread's share of a
+ * stage: chunks lane and lane + 4 of token rows thread / 4 + STEP i, for lane = thread % 4. */
+template <int TOKENS> struct GatherShare {
+  static constexpr int STEP = kGatherers / 4, ROWS = (TOKENS + STEP - 1) / STEP;
   static constexpr uint32_t NONE = 0xffffffffu; // instead of a row
-  static_assert(STEP % 4 == 0, "every other row has the same place in the swizzle");
+  static_assert(STEP % 8 == 0, "rows of a share have the same place in the swizzle");
 
   uint32_t token[ROWS]; // where rows of x begin, in 16 bytes
-  int first, left;      // left: of the depth, from the first chunk on
-  uint32_t to[2];       // in a stage, of even and of odd i
+  uint32_t to;          // in a stage, of the first chunk
+  int left;             // of the depth, from the first chunk on
   const uint16_t *x;    // at this depth
 
-  __device__ __forceinline__ explicit GatherShare(int thread) : first(thread / LANES) {
-#pragma unroll
-    for (int odd = 0; odd < 2; odd++)
-      to[odd] =
-          (uint32_t)(first * kRowBytes + ((thread % LANES ^ ((first + STEP * odd) & 7)) << 4));
-  }
+  __device__ __forceinline__ explicit GatherShare(int thread)
+      : to((uint32_t)(thread / 4 * kRowBytes + ((thread % 4 ^ (thread / 4 & 7)) << 4))) {}
   /* From here on `copy` is about the rows that `token` has. */
   __device__ __forceinline__ void begin(const moelora_tokens &tokens, int thread) {
-    left = tokens.k - thread % LANES * 8;
-    x = (const uint16_t *)tokens.x + (left > 0 ? thread % LANES * 8 : 0); // what is read is mapped
+    left = tokens.k - thread % 4 * 8;
+    x = (const uint16_t *)tokens.x + (left > 0 ? thread % 4 * 8 : 0); // what is read is mapped
   }
   /* The next 64 of depth. */
   __device__ __forceinline__ void copy(uint32_t stage) {
-    constexpr int EVEN = STEP % 8 == 0 ? 1 : 2; // all of them
-    uint32_t at[CHUNKS][EVEN];
-#pragma unroll
-    for (int j = 0; j < CHUNKS; j++)
-#pragma unroll
-      for (int odd = 0; odd < EVEN; odd++) {
-        at[j][odd] = stage + (to[odd] ^ j * LANES << 4);
-        asm volatile("" : "+r"(at[j][odd])); // found once, not for every row
-      }
-    asm volatile("" : "+l"(x));
+    uint32_t low = stage + to, high = low ^ 64;
+    asm volatile("" : "+l"(x), "+r"(low), "+r"(high)); // found once, not for every row
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
       if (token[i] != NONE) {
         const uint16_t *from = row_address(x, token[i], 16);
-#pragma unroll
-        for (int j = 0; j < CHUNKS; j++)
-          copy_async_16(at[j][i % EVEN] + i * STEP * kRowBytes, from + j * LANES * 8,
-                        left > j * LANES * 8 ? 16 : 0);
+        copy_async_16(low + i * STEP * kRowBytes, from, left > 0 ? 16 : 0);
+        copy_async_16(high + i * STEP * kRowBytes, from + 32, left > 32 ? 16 : 0);
       }
     x += left > kDepth ? kDepth : 0;
     left -= kDepth;
@@ -56,9 +41,8 @@ template <int TOKENS, int LANES> struct GatherShare {
 };
 
 /* Rows of a block are found while something else streams, and kept. */
-template <int TOKENS, int LANES = 8> struct Gather : GatherShare<TOKENS, LANES> {
-  using Share = GatherShare<TOKENS, LANES>;
-  using Share::first;
+template <int TOKENS> struct Gather : GatherShare<TOKENS> {
+  using Share = GatherShare<TOKENS>;
   using Share::token;
 
   uint32_t next[Share::ROWS]; // rows that come next
@@ -68,15 +52,16 @@ template <int TOKENS, int LANES = 8> struct Gather : GatherShare<TOKENS, LANES> 
   /* Of `count` tokens at position_of(token). */
   template <class PositionOf>
   __device__ __forceinline__ void find(const moelora_blocks &blocks, const moelora_tokens &tokens,
-                                       int count, PositionOf position_of) {
+                                       int count, int thread, PositionOf position_of) {
+    const int first = thread / 4;
 #pragma unroll
     for (int i = 0; i < Share::ROWS; i++)
       next[i] = position_of(max(min(first + Share::STEP * i, count - 1), 0));
     find_x_rows(blocks, tokens, next);
 #pragma unroll
     for (int i = 0; i < Share::ROWS; i++)
-      next[i] =
-          first + Share::STEP * i < count ? next[i] * (uint32_t)(tokens.stride / 8) : Share::NONE;
+      next[i] = first + Share::STEP * i < count ? next[i] * (uint32_t)(tokens.stride / 8)
+                                                : Share::NONE;
   }
 
   /* From here on `copy` is about what was found. */
@@ -89,9 +74,8 @@ template <int TOKENS, int LANES = 8> struct Gather : GatherShare<TOKENS, LANES> 
 };
 
 /* Where there are no registers to find rows in, others find them and list them in shared memory. */
-template <int TOKENS> struct ListedGather : GatherShare<TOKENS, 4> {
-  using Share = GatherShare<TOKENS, 4>;
-  using Share::first;
+template <int TOKENS> struct ListedGather : GatherShare<TOKENS> {
+  using Share = GatherShare<TOKENS>;
   using Share::token;
   static_assert(Share::STEP == kListedAtOnce, "a list of all that is read");
 
@@ -106,7 +90,7 @@ template <int TOKENS> struct ListedGather : GatherShare<TOKENS, 4> {
   __device__ __forceinline__ void begin(const moelora_tokens &tokens, int thread, uint32_t list) {
 #pragma unroll
     for (int i = 0; i < Share::ROWS; i++)
-      token[i] = load_shared_4(list + (first + Share::STEP * i) * 4);
+      token[i] = load_shared_4(list + (thread / 4 + Share::STEP * i) * 4);
     Share::begin(tokens, thread);
   }
 };

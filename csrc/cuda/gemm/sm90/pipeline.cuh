@@ -178,6 +178,15 @@ template <class S> struct Pipeline {
     return base + SEGMENTS + (threadIdx.x >> 5) * S::SEGMENTS_BYTES;
   }
   __device__ __forceinline__ uint32_t weights() const { return base + stage * S::STAGE_BYTES; }
+  /* The same, known for the same in all of a warp: by votes, which take less time than a shuffle.
+   */
+  __device__ __forceinline__ uint32_t uniform_weights() const {
+    uint32_t at = base;
+#pragma unroll
+    for (int bit = 1; bit < S::STAGES; bit *= 2)
+      at += __all_sync(0xffffffffu, stage & bit) ? bit * S::STAGE_BYTES : 0;
+    return at;
+  }
   __device__ __forceinline__ uint32_t tokens(int span = 0) const {
     return weights() + S::W_BYTES + span * S::TOKENS * kRowBytes;
   }

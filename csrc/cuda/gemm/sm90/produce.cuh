@@ -214,7 +214,7 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S>
       scales.find(g, next.tile, next.count, thread);
     if constexpr (!LISTED)
       if (g.tokens.divisor.value)
-        rows.find(g.schedule.blocks, g.tokens, next.count,
+        rows.find(g.schedule.blocks, g.tokens, next.count, thread,
                   [&](int t) { return next.tile.block * S::TOKENS + t; });
   };
   find_rows();

@@ -72,10 +72,10 @@ __device__ __forceinline__ int multiply_tokens_first(float (&d)[2][64],
   bool full = false; // the next stage, as far as is known
 #pragma unroll 1
   for (int step = 0; step < depth_steps; step++) {
+    const uint32_t place = pipeline.uniform_weights();
     if (!full)
       pipeline.wait_full();
     fence_async_proxy(); // cp.async wrote X through the ordinary proxy
-    const uint32_t place = uniform(pipeline.weights());
     const uint64_t a = wgmma_descriptor(place + S::W_BYTES + consumer * kM64Bytes);
     const uint32_t token_scales = pipeline.token_scales() + token_scale;
     const uint32_t weight_scales = pipeline.weight_scales(0);
@@ -112,26 +112,37 @@ __device__ __forceinline__ int multiply_tokens_first(float (&d)[2][64],
   return previous;
 }
 
-/* A stage of adapters: the products of its `slabs`. */
-template <class S, class T>
-__device__ __forceinline__ void
-add_slabs_tokens_first(float (&d)[2][64], const moelora_gemm_launch &g, const Pipeline<S> &pipeline,
-                       int consumer, int slabs) {
+/* The products of COUNT slabs of adapters. */
+template <class S, class T, int COUNT>
+__device__ __forceinline__ void multiply_slabs(float (&d)[2][64], const moelora_gemm_launch &g,
+                                               uint64_t a, uint64_t b) {
   const bool gate_up = has_gate_up_slices(g);
-  const uint64_t a = wgmma_descriptor(pipeline.tokens() + uniform(consumer * kM64Bytes));
-  const uint64_t b = wgmma_descriptor_32(pipeline.weights());
   const int step = gate_up ? 4 : 2, up = gate_up ? 2 : 0; // as in gemm/sm90/adapters.cuh
-#pragma unroll 1
-  for (int j = 0; j < slabs; j++) {
-    wgmma_fence();
+  wgmma_fence();
+#pragma unroll
+  for (int j = 0; j < COUNT; j++)
 #pragma unroll
     for (int m64 = 0; m64 < S::TILES; m64++)
       Wgmma<64>::template mma<Element<T>::is_bf16>(
           d[m64 / 2] + m64 % 2 * 32, a + step * j + m64 % 2 * up,
           b + (j * S::TILES + slab_m64<S>(g, m64)) * (kSlabM64Bytes / 16));
-    wgmma_commit();
-    wgmma_wait<0>(); // sums that arithmetic made may not meet those that are on their way
-  }
+  wgmma_commit();
+  wgmma_wait<0>(); // sums that arithmetic made may not meet those that are on their way
+}
+
+/* A stage of adapters: its `slabs`, two at once. */
+template <class S, class T>
+__device__ __forceinline__ void
+add_slabs_tokens_first(float (&d)[2][64], const moelora_gemm_launch &g, const Pipeline<S> &pipeline,
+                       int consumer, int slabs) {
+  const int step = has_gate_up_slices(g) ? 4 : 2;
+  uint64_t a = wgmma_descriptor(pipeline.tokens() + uniform(consumer * kM64Bytes));
+  uint64_t b = wgmma_descriptor_32(pipeline.weights());
+#pragma unroll 1
+  for (; slabs > 1; slabs -= 2, a += 2 * step, b += 2 * S::TILES * (kSlabM64Bytes / 16))
+    multiply_slabs<S, T, 2>(d, g, a, b);
+  if (slabs > 0)
+    multiply_slabs<S, T, 1>(d, g, a, b);
 }
 
 /* Whether each row has a finite sum among two tokens of a tile's first. */

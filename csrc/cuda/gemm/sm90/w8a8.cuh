@@ -163,10 +163,11 @@ __device__ __forceinline__ int multiply_w8a8(float (&d)[2][S::TOKENS / 2],
   bool full = false; // the next stage, as far as is known
 #pragma unroll 1
   for (int step = 0; step < depth_steps; step++) {
+    const uint32_t place = pipeline.uniform_weights();
+    const uint32_t weights = place + 2 * consumer * kM64Bytes;
     if (!full)
       pipeline.wait_full();
     fence_async_proxy(); // cp.async wrote X through the ordinary proxy
-    const uint32_t place = uniform(pipeline.weights()), weights = place + 2 * consumer * kM64Bytes;
     const uint64_t b = wgmma_descriptor(place + S::W_BYTES);
     const uint32_t token_scales_at = pipeline.token_scales();
     const uint32_t weight_scales = pipeline.weight_scales(2 * consumer) + row * 4;
