@@ -5,35 +5,51 @@
 
 #include "cuda/gemm/sm90/pipeline.cuh"
 
-/* Four lanes copy a row, two 16-byte chunks each, with one address for both. A thread's share of a
- * stage: chunks lane and lane + 4 of token rows thread / 4 + STEP i, for lane = thread % 4. */
-template <int TOKENS> struct GatherShare {
-  static constexpr int STEP = kGatherers / 4, ROWS = (TOKENS + STEP - 1) / STEP;
+/* A thread's share of a stage, where LANES threads copy a row: chunks `lane`, `lane` + LANES, ...
+ * of token rows thread / LANES + STEP i, for lane = thread % LANES. Eight read whole lines; four
+ * have half the rows to find the addresses of. */
+template <int TOKENS, int LANES> struct GatherShare {
+  static constexpr int STEP = kGatherers / LANES, ROWS = (TOKENS + STEP - 1) / STEP;
+  static constexpr int CHUNKS = 8 / LANES, PLACES = STEP % 8 == 0 ? 1 : 2;
   static constexpr uint32_t NONE = 0xffffffffu; // instead of a row
-  static_assert(STEP % 8 == 0, "rows of a share have the same place in the swizzle");
+  static_assert(STEP % 4 == 0, "every other row has the same place in the swizzle");
 
   uint32_t token[ROWS]; // where rows of x begin, in 16 bytes
-  uint32_t to;          // in a stage, of the first chunk
+  uint32_t to[PLACES];  // in a stage, of the first chunk of row i % PLACES
   int left;             // of the depth, from the first chunk on
   const uint16_t *x;    // at this depth
 
-  __device__ __forceinline__ explicit GatherShare(int thread)
-      : to((uint32_t)(thread / 4 * kRowBytes + ((thread % 4 ^ (thread / 4 & 7)) << 4))) {}
+  __device__ __forceinline__ explicit GatherShare(int thread) {
+    const int first = thread / LANES, lane = thread % LANES;
+#pragma unroll
+    for (int i = 0; i < PLACES; i++)
+      to[i] = (uint32_t)(first * kRowBytes + ((lane ^ ((first + STEP * i) & 7)) << 4));
+  }
   /* From here on `copy` is about the rows that `token` has. */
   __device__ __forceinline__ void begin(const moelora_tokens &tokens, int thread) {
-    left = tokens.k - thread % 4 * 8;
-    x = (const uint16_t *)tokens.x + (left > 0 ? thread % 4 * 8 : 0); // what is read is mapped
+    const int lane = thread % LANES;
+    left = tokens.k - lane * 8;
+    x = (const uint16_t *)tokens.x + (left > 0 ? lane * 8 : 0); // what is read is mapped
   }
   /* The next 64 of depth. */
   __device__ __forceinline__ void copy(uint32_t stage) {
-    uint32_t low = stage + to, high = low ^ 64;
-    asm volatile("" : "+l"(x), "+r"(low), "+r"(high)); // found once, not for every row
+    uint32_t at[CHUNKS][PLACES];
+#pragma unroll
+    for (int j = 0; j < CHUNKS; j++)
+#pragma unroll
+      for (int i = 0; i < PLACES; i++) {
+        at[j][i] = stage + (to[i] ^ j * LANES << 4);
+        asm volatile("" : "+r"(at[j][i])); // found once, not for every row
+      }
+    asm volatile("" : "+l"(x));
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
       if (token[i] != NONE) {
         const uint16_t *from = row_address(x, token[i], 16);
-        copy_async_16(low + i * STEP * kRowBytes, from, left > 0 ? 16 : 0);
-        copy_async_16(high + i * STEP * kRowBytes, from + 32, left > 32 ? 16 : 0);
+#pragma unroll
+        for (int j = 0; j < CHUNKS; j++)
+          copy_async_16(at[j][i % PLACES] + i * STEP * kRowBytes, from + j * LANES * 8,
+                        left > j * LANES * 8 ? 16 : 0);
       }
     x += left > kDepth ? kDepth : 0;
     left -= kDepth;
@@ -41,8 +57,8 @@ template <int TOKENS> struct GatherShare {
 };
 
 /* Rows of a block are found while something else streams, and kept. */
-template <int TOKENS> struct Gather : GatherShare<TOKENS> {
-  using Share = GatherShare<TOKENS>;
+template <int TOKENS, int LANES = 8> struct Gather : GatherShare<TOKENS, LANES> {
+  using Share = GatherShare<TOKENS, LANES>;
   using Share::token;
 
   uint32_t next[Share::ROWS]; // rows that come next
@@ -53,15 +69,15 @@ template <int TOKENS> struct Gather : GatherShare<TOKENS> {
   template <class PositionOf>
   __device__ __forceinline__ void find(const moelora_blocks &blocks, const moelora_tokens &tokens,
                                        int count, int thread, PositionOf position_of) {
-    const int first = thread / 4;
+    const int first = thread / LANES;
 #pragma unroll
     for (int i = 0; i < Share::ROWS; i++)
       next[i] = position_of(max(min(first + Share::STEP * i, count - 1), 0));
     find_x_rows(blocks, tokens, next);
 #pragma unroll
     for (int i = 0; i < Share::ROWS; i++)
-      next[i] = first + Share::STEP * i < count ? next[i] * (uint32_t)(tokens.stride / 8)
-                                                : Share::NONE;
+      next[i] =
+          first + Share::STEP * i < count ? next[i] * (uint32_t)(tokens.stride / 8) : Share::NONE;
   }
 
   /* From here on `copy` is about what was found. */
@@ -74,8 +90,8 @@ template <int TOKENS> struct Gather : GatherShare<TOKENS> {
 };
 
 /* Where there are no registers to find rows in, others find them and list them in shared memory. */
-template <int TOKENS> struct ListedGather : GatherShare<TOKENS> {
-  using Share = GatherShare<TOKENS>;
+template <int TOKENS> struct ListedGather : GatherShare<TOKENS, 4> {
+  using Share = GatherShare<TOKENS, 4>;
   using Share::token;
   static_assert(Share::STEP == kListedAtOnce, "a list of all that is read");
 

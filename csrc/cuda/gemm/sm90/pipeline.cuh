@@ -71,6 +71,7 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
                                             : TOKENS_ > 32 ? (FORMAT_ == MOELORA_W8A8 ? 80 : 96)
                                             : NATIVE       ? START_REGISTERS
                                                            : 88;
+  static constexpr int GATHER_LANES = NATIVE || (FORMAT_ == MOELORA_W8A8 && !TOKENS_FIRST) ? 8 : 4;
   static constexpr int CONSUMER_REGISTERS =
       START_REGISTERS + (START_REGISTERS - PRODUCER_REGISTERS) / CONSUMERS;
   // Token rows that one copy brings, and those of another kind that bring the last ones.

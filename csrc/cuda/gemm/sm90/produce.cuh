@@ -204,7 +204,8 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S>
   const int thread = threadIdx.x - 32, depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
   constexpr bool SCALED = S::FORMAT == MOELORA_W8A8;
   constexpr bool LISTED = S::TOKENS_FIRST; // consumers have the registers
-  std::conditional_t<LISTED, ListedGather<S::TOKENS>, Gather<S::TOKENS>> rows(thread);
+  std::conditional_t<LISTED, ListedGather<S::TOKENS>, Gather<S::TOKENS, S::GATHER_LANES>> rows(
+      thread);
   std::conditional_t<SCALED, TokenScales<S>, int> scales(thread);
   TileScheduler<S> next(g);
   const auto find_rows = [&] {
