@@ -44,6 +44,9 @@ ENGINES_MORE = """engine: engine, LoRA enabled: lora_enabled, batch: batch,
     prefill tokens/s: prefill_tok_s, decode of 1: decode_1_tok_s,
     decode of 16: decode_16_tok_s, decode of 64: decode_tok_s, decode of 256: decode_256_tok_s,
     first token of 64 (ms): ttft_ms, each token behind it (ms): tpot_ms"""
+SGLANG = """server: engine, batch: batch, prefill tokens/s: prefill_tok_s,
+    decode of 1: decode_1_tok_s, decode of 16: decode_16_tok_s, decode of 64: decode_tok_s,
+    first token of 64 (ms): ttft_ms, each token behind it (ms): tpot_ms"""
 INVARIANCE = """with adapters: ours_us, in the mode: ours_invariant_us, without: ours_base_us,
     without in the mode: ours_invariant_base_us"""
 CPU = """dtype: dtype, bound: bound_us, with adapters: ours_us, ×: ratio,
@@ -70,6 +73,7 @@ TABLES = {
     "engines_8_layers": ("h200-e2e-8-layers", lambda r: r["topic"] == "speed", ENGINES),
     "engines_fp8": ("h200-e2e-fp8", lambda r: r["topic"] == "speed", ENGINES_MORE),
     "engines_mxfp4": ("h200-e2e-mxfp4", lambda r: r["topic"] == "speed", ENGINES_MORE),
+    "engines_sglang": ("h200-e2e-sglang", lambda r: r["topic"] == "speed", SGLANG),
     "cpu": ("cpu-layer", lambda r: True, CPU),
     "invariance": ("h200-invariance", lambda r: "model" in r, INVARIANCE),
 }
@@ -226,6 +230,29 @@ def engine_ranges():
     return markdown([*titles, "moelora with", "moelora / vLLM with"], said)
 
 
+def sglang_ranges():
+    speeds = {(r["engine"], r["batch"]): r for r in cases("engines_sglang")}
+    ours = speeds["moelora", "4 mixed"]
+    made = {
+        what: [
+            ours[f"{what}_tok_s"] / speeds[key][f"{what}_tok_s"]
+            for key in (
+                ("sglang, virtual experts", "4 mixed"),
+                ("sglang", "4 mixed"),
+                ("sglang, no LoRA", "base"),
+            )
+        ]
+        for what in ("prefill", "decode")
+    }
+    virtual, usual, without = (
+        f"{a:.2f} and {b:.2f} times" for a, b in zip(*made.values(), strict=True)
+    )
+    return f"""A real SGLang server, over HTTP, with twelve bf16 layers and the same adapters: with
+        moelora prefill of {ours["prefill_tok_s"]:,} and decode of {ours["decode_tok_s"]:,}
+        tokens/s, {virtual} SGLang's own with `--lora-use-virtual-experts`, {usual} its own without
+        it, {without} SGLang's without LoRA."""
+
+
 def engine_bits():
     rows = [r for r in load("h200-e2e-invariance")[1] if r["topic"] == "bits"]
     ours, theirs = (next(r for r in rows if r["run"].startswith(e)) for e in ("moelora", "vllm"))
@@ -288,7 +315,9 @@ MADE = {
     "engine_ranges": ("h200-e2e-fp8", engine_ranges),
     "engine_bits": ("h200-e2e-invariance", engine_bits),
 }
-SENTENCES = {f.__name__: f for f in (layer_ranges, delta_ranges, cpu_ranges, invariance_found)}
+SENTENCES = {
+    f.__name__: f for f in (layer_ranges, delta_ranges, cpu_ranges, invariance_found, sglang_ranges)
+}
 
 
 def wrapped(text):
