@@ -58,8 +58,7 @@ RATIOS = "ratio", "share", "max_err_ratio"
 TABLES = {
     "layer_all": ("h200-layer", lambda r: True, LAYER),
     "adapters": ("h200-adapters", lambda r: True, "adapters: adapters, " + LAYER),
-    "formats_all": ("h200-formats", lambda r: r["format"] != FP8, FORMATS),
-    "formats_fp8": ("h200-formats-fp8", lambda r: r["format"] == FP8, FORMATS),
+    "formats_all": ("h200-formats", lambda r: True, FORMATS),
     "portable": ("h200-sm80-layer", lambda r: True, LAYER),
     "kernels": ("h200-kernels", lambda r: True, KERNELS),
     "kernels_formats": ("h200-kernels-formats", lambda r: r["us"] > 8, KERNELS),
@@ -179,7 +178,7 @@ def delta_ranges():
 
 
 def format_ranges():
-    rows = [*cases("formats_all"), *cases("formats_fp8")]
+    rows = cases("formats_all")
     said = []
     for what, formats in (("four bits", ("mxfp4", "int4")), ("FP8", (FP8,))):
         for tokens, low, high in (
