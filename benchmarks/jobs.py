@@ -52,6 +52,14 @@ class Job:
         return {"stage": self.name, "seconds": seconds, "end": end}
 
 
+def write_logs(folder, out):
+    """The first and the last lines of every job's log, the oldest first."""
+    with open(out, "w") as log:
+        for path in sorted(folder.glob("*.log"), key=lambda p: p.stat().st_mtime):
+            lines = path.read_text(errors="replace").splitlines()
+            log.write("\n".join([f"==== {path.stem}", *lines[:3], *lines[3:][-60:], ""]))
+
+
 def write_entry_points(folder):
     """What an installed moelora tells of its plugins, for engines that have `folder` on their
     path."""

@@ -25,7 +25,7 @@ import urllib.request
 from importlib import metadata
 
 from benchmarks.answers import adapters_act, compare, distances, judge
-from benchmarks.jobs import ROOT, Job, write_entry_points
+from benchmarks.jobs import ROOT, Job, write_entry_points, write_logs
 from benchmarks.serving import DECODE, check, speed, speed_row
 from moelora.bench import results
 from moelora.integrations.sglang import SWITCH
@@ -235,10 +235,7 @@ class Bench:
             sglang=version("sglang"),
             start_s={name: run.get("start_s") for name, run in self.runs.items()},
         )
-        with open(self.args.out.with_suffix(".log"), "w") as log:
-            for path in sorted(self.work.glob("*.log"), key=lambda p: p.stat().st_mtime):
-                lines = path.read_text(errors="replace").splitlines()
-                log.write("\n".join([f"==== {path.stem}", *lines[:3], *lines[3:][-60:], ""]))
+        write_logs(self.work, self.args.out.with_suffix(".log"))
         return rows
 
 
@@ -297,10 +294,8 @@ def main(argv=None):
     for row in rows:
         if row["topic"] == "speed":
             print("{engine:24} {batch:8}".format(**row), end=" ")
-            decode = {
-                k: v for k, v in row.items() if k.startswith("decode") and k.endswith("tok_s")
-            }
-            print(f"prefill {row['prefill_tok_s']:>9,} tok/s ", decode)
+            rates = {k: v for k, v in row.items() if k.endswith("_tok_s") and "first" not in k}
+            print(*(f"{k.removesuffix('_tok_s')} {v:>8,} tok/s" for k, v in rates.items()))
         elif row["topic"] != "reference":
             print(*(f"{k} {v}" for k, v in row.items() if k != "topic"), sep=" | ")
     good = [row["ok"] for row in rows if row["topic"] not in ("speed", "target")]

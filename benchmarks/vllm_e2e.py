@@ -33,7 +33,7 @@ import sys
 import time
 
 from benchmarks.answers import SAME, adapters_act, compare, distances, judge
-from benchmarks.jobs import ROOT, Job, write_entry_points
+from benchmarks.jobs import ROOT, Job, write_entry_points, write_logs
 from benchmarks.serving import speed_row
 from moelora.bench import results
 from moelora.integrations.vllm import OWN_PATH, SWITCH
@@ -160,10 +160,7 @@ class Bench:
         rows = speeds(self.runs)
         rows += targets(rows) + answers(self.runs, self.same()) + judge(self.said) + self.checks
         results.write(self.args.out, rows, stages=self.stages)
-        with open(self.args.out.with_suffix(".log"), "w") as log:
-            for path in sorted(self.work.glob("*.log"), key=lambda p: p.stat().st_mtime):
-                lines = path.read_text(errors="replace").splitlines()
-                log.write("\n".join([f"==== {path.stem}", *lines[:3], *lines[3:][-60:], ""]))
+        write_logs(self.work, self.args.out.with_suffix(".log"))
         return rows
 
     def same(self):

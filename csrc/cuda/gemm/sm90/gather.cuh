@@ -5,13 +5,14 @@
 
 #include "cuda/gemm/sm90/pipeline.cuh"
 
+constexpr uint32_t kNoRow = 0xffffffffu; // of a token that is not there
+
 /* A thread's share of a stage, where LANES threads copy a row: chunks `lane`, `lane` + LANES, ...
  * of token rows thread / LANES + STEP i, for lane = thread % LANES. Eight read whole lines; four
  * have half the rows to find the addresses of. */
 template <int TOKENS, int LANES> struct GatherShare {
   static constexpr int STEP = kGatherers / LANES, ROWS = (TOKENS + STEP - 1) / STEP;
   static constexpr int CHUNKS = 8 / LANES, PLACES = STEP % 8 == 0 ? 1 : 2;
-  static constexpr uint32_t NONE = 0xffffffffu; // instead of a row
   static_assert(STEP % 4 == 0, "every other row has the same place in the swizzle");
 
   uint32_t token[ROWS]; // where rows of x begin, in 16 bytes
@@ -44,7 +45,7 @@ template <int TOKENS, int LANES> struct GatherShare {
     asm volatile("" : "+l"(x));
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
-      if (token[i] != NONE) {
+      if (token[i] != kNoRow) {
         const uint16_t *from = row_address(x, token[i], 16);
 #pragma unroll
         for (int j = 0; j < CHUNKS; j++)
@@ -76,8 +77,7 @@ template <int TOKENS, int LANES = 8> struct Gather : GatherShare<TOKENS, LANES> 
     find_x_rows(blocks, tokens, next);
 #pragma unroll
     for (int i = 0; i < Share::ROWS; i++)
-      next[i] =
-          first + Share::STEP * i < count ? next[i] * (uint32_t)(tokens.stride / 8) : Share::NONE;
+      next[i] = first + Share::STEP * i < count ? next[i] * (uint32_t)(tokens.stride / 8) : kNoRow;
   }
 
   /* From here on `copy` is about what was found. */
@@ -97,11 +97,10 @@ template <int TOKENS> struct ListedGather : GatherShare<TOKENS, 4> {
 
   using Share::Share;
 
-  /* Where row x of token t begins, or NONE, at place t of the list. */
+  /* Where row x of token t begins, or kNoRow, at place t of the list. */
   static __device__ __forceinline__ void put(uint32_t list, int t, uint32_t row,
                                              const moelora_tokens &tokens) {
-    store_shared_4(list + t * 4,
-                   row == Share::NONE ? Share::NONE : row * (uint32_t)(tokens.stride / 8));
+    store_shared_4(list + t * 4, row == kNoRow ? kNoRow : row * (uint32_t)(tokens.stride / 8));
   }
   __device__ __forceinline__ void begin(const moelora_tokens &tokens, int thread, uint32_t list) {
 #pragma unroll

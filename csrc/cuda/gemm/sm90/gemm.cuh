@@ -22,9 +22,9 @@
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/gemm/sm90/produce.cuh"
+#include "cuda/gemm/sm90/maps.cuh"
 #include "cuda/gemm/sm90/nonfinite.cuh"
 #include "cuda/gemm/sm90/quantized.cuh"
-#include "cuda/gemm/sm90/tensor_map.h"
 #include "cuda/gemm/sm90/tokens_first.cuh"
 #include "cuda/gemm/common/epilogue.cuh"
 #include "cuda/gemm/common/tile_scheduler.cuh"
@@ -379,70 +379,6 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
   if constexpr (S::CLUSTER > 1)
     cluster_sync();
 #endif
-}
-
-/* ---- host ---- */
-
-struct GemmMaps {
-  CUtensorMap w;
-  RowMaps x, out;
-  FactorMaps b;
-};
-
-/* Boxes of 64 rows by 64 of depth. Row-major weights are [E, half, n, K], where half tells gate
- * from up whether they follow or alternate; packed ones [E * N/64, K/64, 64, 64]. Rows and depth
- * past the end read as zeros. */
-moelora_status map_weights(const moelora_gemm_launch *g, bool is_bf16, CUtensorMap *map) {
-  const moelora_weights *w = &g->weights.w;
-  const cuuint64_t experts = w->stride_e ? g->schedule.num_experts : 1, row = w->stride_n * 2;
-  const cuuint64_t half = g->weights.interleaved ? row : row * g->weights.n_out;
-  const cuuint64_t n = g->weights.n_out, halves = g->weights.gated ? 2 : 1;
-  cuuint64_t sizes[4] = {(cuuint64_t)w->k, n, halves, experts};
-  cuuint64_t strides[3] = {g->weights.interleaved ? 2 * row : row, half,
-                           w->stride_e ? (cuuint64_t)w->stride_e * 2 : half * halves};
-  if (w->packed) {
-    const cuuint64_t tile = 64 * 64 * 2, depth = w->k / 64;
-    const cuuint64_t packed_sizes[4] = {64, 64, depth, experts * (w->n / 64)};
-    const cuuint64_t packed_strides[3] = {64 * 2, tile, tile * depth};
-    memcpy(sizes, packed_sizes, sizeof sizes);
-    memcpy(strides, packed_strides, sizeof strides);
-  }
-  const cuuint32_t box[4] = {64, 64, 1, 1};
-  return moelora_encode_map(map, is_bf16, 4, w->data, sizes, strides, box);
-}
-
-/* Boxes of 64 columns by `many` and by `few` rows of a matrix that lies by position. */
-moelora_status map_positions(const moelora_gemm_launch *g, bool is_bf16, const void *data,
-                             int64_t columns, int64_t stride, int many, int few, RowMaps *maps) {
-  const cuuint64_t sizes[2] = {
-      (cuuint64_t)columns, (cuuint64_t)(g->schedule.blocks.max_blocks * g->schedule.blocks.rows)};
-  const cuuint64_t strides[1] = {(cuuint64_t)stride * 2};
-  const cuuint32_t many_box[2] = {64, (cuuint32_t)many}, few_box[2] = {64, (cuuint32_t)few};
-  MOELORA_TRY(moelora_encode_map(&maps->many, is_bf16, 2, data, sizes, strides, many_box));
-  return moelora_encode_map(&maps->few, is_bf16, 2, data, sizes, strides, few_box);
-}
-
-/* Boxes of 16 ranks by a tile's rows, of a gated projection half of them, of each slice of B
- * [max_loras, E, half, n, ranks]. Of a gated projection with one slice `half` tells gate from up,
- * as in map_weights; so it does where two slices cut across rows that alternate. What lies beside a
- * box may be beyond the true rank: little of it is fetched along. */
-template <class S>
-moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, FactorMaps *maps) {
-  const moelora_factors *lora = &g->adapters.lora;
-  const bool halved = g->weights.gated && !has_gate_up_slices(*g);
-  const cuuint64_t n = lora->slice_n / (halved ? 2 : 1);
-  const cuuint32_t box[5] = {16, (cuuint32_t)(g->weights.gated ? S::ROWS / 2 : S::ROWS), 1, 1, 1};
-  for (int32_t i = 0; i < lora->num_slices; i++) {
-    const moelora_factor *b = &lora->b[i];
-    const cuuint64_t row = b->stride_i * 2, alternate = halved && g->weights.interleaved;
-    cuuint64_t sizes[5] = {(cuuint64_t)lora->max_rank, n, halved ? 2u : 1u};
-    cuuint64_t strides[4] = {alternate ? 2 * row : row, alternate ? row : row * n};
-    maps->dims.describe(i, *b, g->schedule.num_experts, g->schedule.max_loras, row, sizes + 3,
-                        strides + 2);
-    MOELORA_TRY(moelora_encode_map(&maps->slice[i], is_bf16, 5, b->data, sizes, strides, box,
-                                   CU_TENSOR_MAP_SWIZZLE_32B, CU_TENSOR_MAP_L2_PROMOTION_L2_64B));
-  }
-  return MOELORA_OK;
 }
 
 template <bool MINE, moelora_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES,

@@ -179,8 +179,7 @@ template <class S> struct Pipeline {
     return base + SEGMENTS + (threadIdx.x >> 5) * S::SEGMENTS_BYTES;
   }
   __device__ __forceinline__ uint32_t weights() const { return base + stage * S::STAGE_BYTES; }
-  /* The same, known for the same in all of a warp: by votes, which take less time than a shuffle.
-   */
+  /* The same, known alike in all of a warp: by votes, which take less time than a shuffle. */
   __device__ __forceinline__ uint32_t uniform_weights() const {
     uint32_t at = base;
 #pragma unroll

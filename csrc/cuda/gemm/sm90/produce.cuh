@@ -232,7 +232,7 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S>
     }
     SegmentList<S> list;
     list.base = pipeline.segments();
-    int adapter_stages = 0, step = 0;
+    int step = 0;
     const auto copy_until = [&](int end) {
       pipeline.stage = (int)uniform(pipeline.stage);
 #pragma unroll 1
@@ -249,7 +249,7 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S>
     copy_until(idle_step<S>(depth_steps, 0));
     PackedRanks<S> packed_ranks;
     packed_ranks.load(g, tile.block);
-    adapter_stages = packed_ranks.find(g, tile, list);
+    const int adapter_stages = packed_ranks.find(g, tile, list);
     if (S::ALIASED_BUFFERS == 0)
       copy_until(idle_step<S>(depth_steps, 1));
     next.advance(g);

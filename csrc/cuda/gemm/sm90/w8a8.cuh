@@ -49,7 +49,6 @@ __device__ __forceinline__ int scale_place(int t) {
  * `thread` + kGatherers i are. They are found while the tile before streams. */
 template <class S> struct TokenScales {
   static constexpr int EACH = (S::TOKENS + kGatherers - 1) / kGatherers;
-  static constexpr uint32_t NONE = 0xffffffffu; // instead of a row
   static_assert(kGatherers % 16 == 0, "a thread's tokens lie alike among 16");
 
   uint32_t row[EACH], next[EACH];
@@ -70,7 +69,7 @@ template <class S> struct TokenScales {
 #pragma unroll
     for (int i = 0; i < EACH; i++)
       if (thread + i * kGatherers >= count)
-        next[i] = NONE;
+        next[i] = kNoRow;
   }
   /* From here on `copy` is about what was found. */
   __device__ __forceinline__ void begin(const moelora_gemm_launch &g) {
@@ -84,7 +83,7 @@ template <class S> struct TokenScales {
     const uint32_t at = pipeline.token_scales() + to;
 #pragma unroll
     for (int i = 0; i < EACH; i++)
-      if (row[i] != NONE)
+      if (row[i] != kNoRow)
         copy_async_4(at + i * kGatherers * 4, row_address(scales, row[i], 4), true);
     scales += g.tokens.scales_stride;
   }
