@@ -5,6 +5,7 @@ ones, "top": at each step, log-probabilities of the best tokens by id}. Where gr
 two tokens must have been so close that rounding could turn them round.
 """
 
+import json
 import re
 import statistics
 
@@ -71,6 +72,33 @@ def adapters_act(what, check):
     return rows
 
 
+def compare_batches(name, check):
+    """An engine's mixed batch with each alone, and what its adapters do."""
+    rows = compare(f"{name}: mixed, each alone", check["names"], check["mixed"], check["alone"])
+    return rows + adapters_act(name, check)
+
+
+def compare_engines(ours, theirs, checks, same=SAME):
+    """Two engines by name, on both kinds of batches; no rows where one has no replies."""
+    if ours not in checks or theirs not in checks:
+        return []
+    a, b = checks[ours], checks[theirs]
+    rows = compare(f"{ours}, {theirs}", a["names"], a["alone"], b["alone"], same)
+    return rows + compare(f"{ours}, {theirs}: mixed", a["names"], a["mixed"], b["mixed"], same)
+
+
+def write_replies(path, check):
+    """What hf_check.py holds against its reference."""
+    replies = {
+        "names": check["names"],
+        "target": "experts",
+        "prompts": check["prompts"],
+        "lps": [[r["prompt"] for r in row] for row in check["alone"]],
+        "tokens": [[r["tokens"] for r in row] for row in check["alone"]],
+    }
+    path.write_text(json.dumps(replies))
+
+
 def distances(said):
     """Median distances from the reference, by who, as hf_check.py prints them."""
     found = [re.match(r"(\S+)\s+\|dlp\| median ([0-9.]+)", line) for line in said]
@@ -91,3 +119,9 @@ def judge(said, rival="vllm"):
         for who in ours
         if who in theirs
     ]
+
+
+def same_by(said):
+    """Two correct engines differ by no more than both together from the reference."""
+    far = [max(distances(lines).values(), default=0.0) for lines in said.values()]
+    return max(SAME, sum(far)) if len(far) == 2 else SAME

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import time
@@ -50,6 +51,45 @@ class Job:
         seconds = round(time.monotonic() - self.start, 1)
         print(f"{self.name}: {end}, {seconds} s", flush=True)
         return {"stage": self.name, "seconds": seconds, "end": end}
+
+
+class Stages:
+    """Jobs in order and what came of them; none starts after the budget.
+
+    `args` has `work`, a folder that is emptied, and `budget_s`.
+    """
+
+    def __init__(self, args):
+        self.args, self.work, self.start = args, args.work, time.monotonic()
+        shutil.rmtree(self.work, ignore_errors=True)
+        self.work.mkdir(parents=True)
+        self.stages = []
+
+    def left(self):
+        return self.args.budget_s - (time.monotonic() - self.start)
+
+    def job(self, name, command, seconds, **environment):
+        """Starts a stage, if there is time for it."""
+        if self.left() < min(seconds, 30):
+            self.stages.append({"stage": name, "seconds": 0, "end": "no time left"})
+            return None
+        return Job(name, command, self.work, min(seconds, self.left()), **environment)
+
+    def done(self, job):
+        if job is None:
+            return False
+        self.stages.append(job.wait())
+        return self.stages[-1]["end"] == "ok"
+
+    def report(self, rows, describe):
+        """Prints rows, those of speeds as `describe` says them; returns the exit status."""
+        for row in rows:
+            if row["topic"] == "speed":
+                print(describe(row))
+            elif row["topic"] != "reference":
+                print(*(f"{k} {v}" for k, v in row.items() if k != "topic"), sep=" | ")
+        good = [row["ok"] for row in rows if row["topic"] not in ("speed", "target")]
+        return 0 if all(good) and all(stage["end"] == "ok" for stage in self.stages) else 1
 
 
 def write_logs(folder, out):

@@ -94,3 +94,22 @@ def speed_row(table):
         row[f"{what}_s"] = measured["seconds"]
         row[f"{what}_gpu_ms"] = measured["gpu_ms"]
     return row | times_to_tokens(table)
+
+
+def targets(rows, wanted):
+    """Rows of what is wanted, as far as it was measured: each (phase, name, the fields of our row,
+    those of theirs, ratio)."""
+
+    def find(phase, fields):
+        for row in rows:
+            if fields.items() <= row.items():
+                return row.get(f"{phase}_tok_s")
+
+    made = []
+    for phase, name, ours, theirs, least in wanted:
+        a, b = find(phase, ours), find(phase, theirs)
+        if a and b:
+            ratio = round(a / b, 3)
+            row = {"topic": "target", "what": f"{phase}, {name}", "ratio": ratio, "wanted": least}
+            made.append(row | {"ok": ratio >= least})
+    return made

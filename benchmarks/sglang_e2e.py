@@ -15,6 +15,7 @@ Every stage has a deadline, none starts after the budget, and the result file is
 
 import argparse
 import json
+import os
 import pathlib
 import random
 import shutil
@@ -24,9 +25,9 @@ import urllib.error
 import urllib.request
 from importlib import metadata
 
-from benchmarks.answers import adapters_act, compare, distances, judge
-from benchmarks.jobs import ROOT, Job, write_entry_points, write_logs
-from benchmarks.serving import DECODE, check, speed, speed_row
+from benchmarks.answers import compare_batches, compare_engines, judge, same_by, write_replies
+from benchmarks.jobs import ROOT, Stages, write_entry_points, write_logs
+from benchmarks.serving import DECODE, check, speed, speed_row, targets
 from moelora.bench import results
 from moelora.integrations.sglang import SWITCH
 
@@ -40,10 +41,14 @@ SERVERS = {  # {name: (its flags, whether moelora is on)}
     "moelora": (LORA, True),
 }
 CHECKED = ("sglang", "moelora")
-TARGETS = [  # of moelora with adapters
-    ("prefill", "sglang, no LoRA", "base", 1.0),
-    ("decode", "sglang", "4 mixed", 1.3),
-    ("decode", "sglang, virtual experts", "4 mixed", 1.3),
+OURS_MIXED = {"engine": "moelora", "batch": "4 mixed"}
+TARGETS = [
+    (phase, f"moelora 4 mixed / {' '.join(theirs.values())}", OURS_MIXED, theirs, least)
+    for phase, theirs, least in (
+        ("prefill", {"engine": "sglang, no LoRA", "batch": "base"}, 1.0),
+        ("decode", {"engine": "sglang", "batch": "4 mixed"}, 1.3),
+        ("decode", {"engine": "sglang, virtual experts", "batch": "4 mixed"}, 1.3),
+    )
 ]
 
 
@@ -96,30 +101,18 @@ def reply(one):
     }
 
 
-class Bench:
-    """Stages in order, what came of them, and the file that says so."""
+class Bench(Stages):
+    """The servers, what came of them, and the file that says so."""
 
     def __init__(self, args):
-        self.args, self.start, self.work = args, time.monotonic(), args.work
-        shutil.rmtree(self.work, ignore_errors=True)
-        self.work.mkdir(parents=True)
+        super().__init__(args)
         write_entry_points(self.work / "plugin")
-        self.stages, self.runs, self.checks, self.said = [], {}, [], {}
+        self.runs, self.checks, self.said = {}, [], {}
 
     def job(self, name, command, seconds, **environment):
-        """Starts a stage, if there is time for it."""
-        left = self.args.budget_s - (time.monotonic() - self.start)
-        if left < min(seconds, 30):
-            self.stages.append({"stage": name, "seconds": 0, "end": "no time left"})
-            return None
         path = [ROOT, self.work / "plugin", *sys.path]
-        environment["PYTHONPATH"] = ":".join(str(p) for p in path if str(p))
-        return Job(name, command, self.work, min(seconds, left), **environment)
-
-    def done(self, job):
-        if job is not None:
-            self.stages.append(job.wait())
-        return job is not None and self.stages[-1]["end"] == "ok"
+        environment["PYTHONPATH"] = os.pathsep.join(str(p) for p in path if str(p))
+        return super().job(name, command, seconds, **environment)
 
     def model(self, *options):
         """The manifest of a model and its adapters; None if there was no time for it."""
@@ -188,14 +181,8 @@ class Bench:
             found = self.runs.get(name, {}).get("check")
             if found is None:
                 continue
-            alone, lps = found["alone"], self.work / f"lps-{name}.json"
-            replies = {
-                "names": found["names"],
-                "target": "experts",
-                "prompts": found["prompts"],
-                "lps": [[r["prompt"] for r in row] for row in alone],
-            }
-            lps.write_text(json.dumps(replies))
+            lps = self.work / f"lps-{name}.json"
+            write_replies(lps, found)
             command = [sys.executable, self.args.peers / "hf_check.py"]
             command += ["--model", self.work / "model", "--lps", lps]
             jobs[name] = self.job(f"reference of {name}", command, 150)
@@ -213,17 +200,10 @@ class Bench:
             for batch, table in self.runs.get(name, {}).get("speed", {}).items()
         ]
         checks = {name: run["check"] for name, run in self.runs.items() if "check" in run}
-        found = targets(rows)
+        found = targets(rows, TARGETS)
         for name, made in checks.items():
-            names = made["names"]
-            found += compare(f"{name}: mixed, each alone", names, made["mixed"], made["alone"])
-            found += adapters_act(name, made)
-        if len(checks) == 2:
-            a, b = checks["moelora"], checks["sglang"]
-            far = [max(distances(said).values(), default=0.0) for said in self.said.values()]
-            same = max(0.1, sum(far)) if len(far) == 2 else 0.1
-            found += compare("moelora, sglang", a["names"], a["alone"], b["alone"], same)
-            found += compare("moelora, sglang: mixed", a["names"], a["mixed"], b["mixed"], same)
+            found += compare_batches(name, made)
+        found += compare_engines("moelora", "sglang", checks, same_by(self.said))
         return rows + found + judge(self.said, "sglang") + self.checks
 
     def write(self):
@@ -244,23 +224,6 @@ def version(name):
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def targets(rows):
-    def find(what, engine, batch):
-        for row in rows:
-            if (row["engine"], row["batch"]) == (engine, batch):
-                return row.get(f"{what}_tok_s")
-
-    made = []
-    for what, engine, batch, wanted in TARGETS:
-        a, b = find(what, "moelora", "4 mixed"), find(what, engine, batch)
-        if a and b:
-            ratio = round(a / b, 3)
-            name = f"{what}, moelora 4 mixed / {engine} {batch}"
-            row = {"topic": "target", "what": name, "ratio": ratio, "wanted": wanted}
-            made.append(row | {"ok": ratio >= wanted})
-    return made
 
 
 def parse(argv=None):
@@ -290,16 +253,13 @@ def main(argv=None):
     for stage in (bench.answers, bench.speed):
         if bench.args.only in (None, stage.__name__):
             stage()
-    rows = bench.write()
-    for row in rows:
-        if row["topic"] == "speed":
-            print("{engine:24} {batch:8}".format(**row), end=" ")
-            rates = {k: v for k, v in row.items() if k.endswith("_tok_s") and "first" not in k}
-            print(*(f"{k.removesuffix('_tok_s')} {v:>8,} tok/s" for k, v in rates.items()))
-        elif row["topic"] != "reference":
-            print(*(f"{k} {v}" for k, v in row.items() if k != "topic"), sep=" | ")
-    good = [row["ok"] for row in rows if row["topic"] not in ("speed", "target")]
-    return 0 if all(good) and all(stage["end"] == "ok" for stage in bench.stages) else 1
+    return bench.report(bench.write(), describe)
+
+
+def describe(row):
+    rates = {k: v for k, v in row.items() if k.endswith("_tok_s") and "first" not in k}
+    said = " ".join(f"{k.removesuffix('_tok_s')} {v:>8,} tok/s" for k, v in rates.items())
+    return "{engine:24} {batch:8} ".format(**row) + said
 
 
 if __name__ == "__main__":

@@ -28,21 +28,29 @@ import argparse
 import json
 import os
 import pathlib
-import shutil
 import sys
-import time
 
-from benchmarks.answers import SAME, adapters_act, compare, distances, judge
-from benchmarks.jobs import ROOT, Job, write_entry_points, write_logs
-from benchmarks.serving import speed_row
+from benchmarks.answers import (
+    SAME,
+    compare_batches,
+    compare_engines,
+    judge,
+    same_by,
+    write_replies,
+)
+from benchmarks.jobs import ROOT, Stages, write_entry_points, write_logs
+from benchmarks.serving import speed_row, targets
 from moelora.bench import results
 from moelora.integrations.vllm import OWN_PATH, SWITCH
 
 RANKS = "16,16,64,64"
 OURS = ("TritonExpertsWithLoRA", "QuantizedExpertsWithLoRA")
+OURS_MIXED = {"engine": "moelora", "batch": "4 mixed", "lora_enabled": True}
+VLLM_MIXED = OURS_MIXED | {"engine": "vllm"}
+VLLM_BASE = {"engine": "vllm", "batch": "base", "lora_enabled": False}
 TARGETS = [
-    ("prefill", ("moelora", "4 mixed", True), ("vllm", "base", False), 1.0),
-    ("decode", ("moelora", "4 mixed", True), ("vllm", "4 mixed", True), 1.25),
+    ("prefill", "moelora 4 mixed / vllm base, no LoRA", OURS_MIXED, VLLM_BASE, 1.0),
+    ("decode", "moelora 4 mixed / vllm 4 mixed, LoRA", OURS_MIXED, VLLM_MIXED, 1.25),
 ]
 
 
@@ -51,9 +59,7 @@ def answers(runs, same=SAME):
     checks = {name: run["check"] for name, run in runs.items() if "check" in run}
     rows = []
     for name, check in checks.items():
-        names = check["names"]
-        rows += compare(f"{name}: mixed, each alone", names, check["mixed"], check["alone"])
-        rows += adapters_act(name, check)
+        rows += compare_batches(name, check)
     for name, other in [
         ("moelora", "vllm"),
         ("moelora compiled", "moelora"),
@@ -61,10 +67,7 @@ def answers(runs, same=SAME):
         ("moelora tensor parallel", "moelora"),
         ("moelora expert parallel", "moelora"),
     ]:
-        if name in checks and other in checks:
-            a, b = checks[name], checks[other]
-            rows += compare(f"{name}, {other}", a["names"], a["alone"], b["alone"], same)
-            rows += compare(f"{name}, {other}: mixed", a["names"], a["mixed"], b["mixed"], same)
+        rows += compare_engines(name, other, checks, same)
     return rows
 
 
@@ -81,53 +84,16 @@ def speeds(runs):
     return rows
 
 
-def targets(rows):
-    def find(what, engine, batch, lora):
-        for row in rows:
-            if (row["engine"], row["batch"], row["lora_enabled"]) == (engine, batch, lora):
-                return row[f"{what}_tok_s"]
-
-    made = []
-    for what, ours, theirs, wanted in TARGETS:
-        a, b = find(what, *ours), find(what, *theirs)
-        if a and b:
-            lora = "LoRA" if theirs[2] else "no LoRA"
-            name = f"{what}, moelora {ours[1]} / vllm {theirs[1]}, {lora}"
-            ratio = round(a / b, 3)
-            made.append({"topic": "target", "what": name, "ratio": ratio, "wanted": wanted})
-            made[-1]["ok"] = ratio >= wanted
-    return made
-
-
 # ---- running engines ----
 
 
-class Bench:
-    """Stages in order, what came of them, and the file that says so."""
+class Bench(Stages):
+    """The engines of vLLM, what came of them, and the file that says so."""
 
     def __init__(self, args):
-        self.args, self.start = args, time.monotonic()
-        self.work = args.work
-        shutil.rmtree(self.work, ignore_errors=True)
-        self.work.mkdir(parents=True)
+        super().__init__(args)
         self.site = self.work / "site"
-        self.stages, self.runs, self.checks, self.said = [], {}, [], {}
-
-    def left(self):
-        return self.args.budget_s - (time.monotonic() - self.start)
-
-    def job(self, name, command, seconds, **environment):
-        """Starts a stage, if there is time for it."""
-        if self.left() < min(seconds, 30):
-            self.stages.append({"stage": name, "seconds": 0, "end": "no time left"})
-            return None
-        return Job(name, command, self.work, min(seconds, self.left()), **environment)
-
-    def done(self, job):
-        if job is None:
-            return False
-        self.stages.append(job.wait())
-        return self.stages[-1]["end"] == "ok"
+        self.runs, self.checks, self.said = {}, [], {}
 
     def engine(self, name, model, *flags, seconds=120, ours=True, **environment):
         """Starts an engine; `read` takes its result."""
@@ -158,15 +124,11 @@ class Bench:
 
     def write(self):
         rows = speeds(self.runs)
-        rows += targets(rows) + answers(self.runs, self.same()) + judge(self.said) + self.checks
+        rows += targets(rows, TARGETS) + answers(self.runs, same_by(self.said))
+        rows += judge(self.said) + self.checks
         results.write(self.args.out, rows, stages=self.stages)
         write_logs(self.work, self.args.out.with_suffix(".log"))
         return rows
-
-    def same(self):
-        """Two correct engines differ by no more than both together from the reference."""
-        far = [max(distances(said).values(), default=0.0) for said in self.said.values()]
-        return max(SAME, sum(far)) if len(far) == 2 else SAME
 
     # -- stages --
 
@@ -215,16 +177,8 @@ class Bench:
         check = self.runs.get(name, {}).get("check")
         if check is None or self.args.format == "mxfp4":  # the script knows Qwen3-MoE alone
             return None
-        alone = check["alone"]
         lps = self.work / f"lps-{name}.json"
-        replies = {
-            "names": check["names"],
-            "target": "experts",
-            "prompts": check["prompts"],
-            "lps": [[r["prompt"] for r in row] for row in alone],
-            "tokens": [[r["tokens"] for r in row] for row in alone],
-        }
-        lps.write_text(json.dumps(replies))
+        write_replies(lps, check)
         script = self.args.peers / "hf_check.py"
         dense = "tiny" if self.args.format is None else f"tiny-{self.args.format}-dense"
         model = ["--model", self.work / dense, "--lps", lps]
@@ -320,16 +274,14 @@ def main(argv=None):
     if bench.install():
         for stage in stages:
             stage()
-    rows = bench.write()
-    for row in rows:
-        if row["topic"] == "speed":
-            print("{engine:8} LoRA {lora_enabled!s:5} {batch:8}".format(**row), end=" ")
-            print(f"prefill {row['prefill_tok_s']:>9,} tok/s", end="  ")
-            print(f"decode {row.get('decode_tok_s', 0):>8,} tok/s")
-        elif row["topic"] != "reference":
-            print(*(f"{k} {v}" for k, v in row.items() if k != "topic"), sep=" | ")
-    good = [row["ok"] for row in rows if row["topic"] not in ("speed", "target")]
-    return 0 if all(good) and all(stage["end"] == "ok" for stage in bench.stages) else 1
+    return bench.report(bench.write(), describe)
+
+
+def describe(row):
+    return (
+        "{engine:8} LoRA {lora_enabled!s:5} {batch:8} ".format(**row)
+        + f"prefill {row['prefill_tok_s']:>9,} tok/s  decode {row.get('decode_tok_s', 0):>8,} tok/s"
+    )
 
 
 if __name__ == "__main__":

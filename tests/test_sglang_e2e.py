@@ -3,19 +3,11 @@
 import json
 
 import pytest
+from e2e import MAKE_MODEL, topics
 
 pytest.importorskip("tomllib")
 
 from benchmarks import sglang_e2e  # noqa: E402
-
-MAKE_MODEL = """\
-import json, pathlib, sys
-out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
-out.mkdir(parents=True)
-adapters = [str(out / f"lora{i}-r{r}") for i, r in enumerate((16, 16, 64, 64), 1)]
-manifest = {"base": str(out / "base"), "adapters": adapters, "vocab": 100}
-(out / "manifest.json").write_text(json.dumps(manifest))
-"""
 
 HF_CHECK = """\
 import json, sys
@@ -91,10 +83,6 @@ def run(tmp_path, peers, *options):
     arguments = ["--peers", peers, "--out", out, "--work", tmp_path / "work", "--reps", 2]
     code = sglang_e2e.main([str(a) for a in (*arguments, "--port", 30345, *options)])
     return code, json.loads(out.read_text()), out.with_suffix(".log").read_text()
-
-
-def topics(written, topic):
-    return [row for row in written["cases"] if row["topic"] == topic]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from e2e import MAKE_MODEL, topics
 from safetensors.torch import load_file, save_file
 
 import moelora
@@ -21,15 +22,6 @@ touch $SITE/vllm/lora/__init__.py
 echo 'from types import SimpleNamespace
 def LoRARequest(name, number, path):
     return SimpleNamespace(lora_name=name, lora_int_id=number)' > $SITE/vllm/lora/request.py
-"""
-
-MAKE_MODEL = """\
-import json, pathlib, sys
-out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
-out.mkdir(parents=True)
-adapters = [str(out / f"lora{i}-r{r}") for i, r in enumerate((16, 16, 64, 64), 1)]
-manifest = {"base": str(out / "base"), "adapters": adapters, "vocab": 100, "shape": {}}
-(out / "manifest.json").write_text(json.dumps(manifest))
 """
 
 HF_CHECK = """\
@@ -100,10 +92,6 @@ def run(tmp_path, peers, *options):
     arguments = ["--peers", peers, "--out", out, "--work", tmp_path / "work", *options]
     code = vllm_e2e.main([str(a) for a in arguments])
     return code, json.loads(out.read_text()), out.with_suffix(".log").read_text()
-
-
-def topics(written, topic):
-    return [row for row in written["cases"] if row["topic"] == topic]
 
 
 @pytest.mark.slow
