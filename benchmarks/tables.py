@@ -69,7 +69,7 @@ TABLES = {
     "slots": ("h200-delta", lambda r: r["part"] == "slots", DELTA),
     "mlp": ("h200-delta", lambda r: r["part"] == "sglang", MLP),
     "engines": ("h200-e2e", lambda r: r["topic"] == "speed", ENGINES),
-    "engines_8_layers": ("h200-e2e-8-layers", lambda r: r["topic"] == "speed", ENGINES),
+    "engines_12_layers": ("h200-e2e-12-layers", lambda r: r["topic"] == "speed", ENGINES),
     "engines_fp8": ("h200-e2e-fp8", lambda r: r["topic"] == "speed", ENGINES_MORE),
     "engines_mxfp4": ("h200-e2e-mxfp4", lambda r: r["topic"] == "speed", ENGINES_MORE),
     "engines_sglang": ("h200-e2e-sglang", lambda r: r["topic"] == "speed", SGLANG),
@@ -207,7 +207,7 @@ def engine_ranges():
     """Tokens per second of engines with and without LoRA, of all that was measured."""
     said = []
     for what, layers, name in (
-        ("bf16, Qwen3-30B-A3B", 8, "engines_8_layers"),
+        ("bf16, Qwen3-30B-A3B", 12, "engines_12_layers"),
         ("FP8, Qwen3-30B-A3B", 12, "engines_fp8"),
         ("MXFP4, gpt-oss-20b", 12, "engines_mxfp4"),
     ):
