@@ -1,7 +1,7 @@
 """vLLM end to end, with moelora and without: the same answers, and tokens per second.
 
     python -m benchmarks.vllm_e2e --peers .peers/vllm_e2e --out benchmarks/results/h200-e2e.json
-    python -m benchmarks.vllm_e2e --peers .peers/vllm_e2e --parallel --out ...-e2e-parallel.json
+    python -m benchmarks.vllm_e2e --parallel --only speed --layers 12 --out ...-e2e-parallel.json
     python -m benchmarks.vllm_e2e --only speed --layers 12 --out ...-e2e-12-layers.json
     python -m benchmarks.vllm_e2e --format int4 --out ...-e2e-int4.json
     python -m benchmarks.vllm_e2e --only invariance --out ...-e2e-invariance.json
@@ -10,7 +10,8 @@ One engine of vLLM 0.26 after the other, each in its own process (`benchmarks.vl
 models of random weights with four PEFT adapters of ranks 16 and 64. moelora is found by its entry
 point, as after `pip install`, and `MOELORA_VLLM=0` makes the engines to compare with. `--peers` is
 a folder with vLLM packed for a machine without a network, `install_chunk.sh`, `make_model.py` and
-`hf_check.py`. Needs one GPU (two with `--parallel`) and Python 3.11.
+`hf_check.py`. Needs one GPU and Python 3.11; with `--parallel` two GPUs, which share a layer's
+experts, or each of them, by vLLM's own exchange over NCCL.
 
 With `--format`, experts are quantised (`benchmarks.vllm_quantise`; `mxfp4` is a gpt-oss of
 `benchmarks.vllm_gpt_oss`) and moelora is held against vLLM
@@ -52,6 +53,21 @@ TARGETS = [
     ("prefill", "moelora 4 mixed / vllm base, no LoRA", OURS_MIXED, VLLM_BASE, 1.0),
     ("decode", "moelora 4 mixed / vllm 4 mixed, LoRA", OURS_MIXED, VLLM_MIXED, 1.25),
 ]
+TWO = ("--tensor-parallel", "2")
+PARALLEL = {
+    "tensor": TWO,
+    "expert": (*TWO, "--expert-parallel"),
+    "fully sharded": (*TWO, "--fully-sharded"),
+}
+
+
+def all_targets(rows):
+    """Those of one GPU, or of each way of two."""
+    made = []
+    for way in (None, *PARALLEL):
+        said = [(phase, f"{way}: {what}" if way else what, *more) for phase, what, *more in TARGETS]
+        made += targets([row for row in rows if row.get("parallel") == way], said)
+    return made
 
 
 def answers(runs, same=SAME):
@@ -66,6 +82,7 @@ def answers(runs, same=SAME):
         ("vllm compiled", "vllm"),  # how far vLLM is from itself
         ("moelora tensor parallel", "moelora"),
         ("moelora expert parallel", "moelora"),
+        ("moelora fully sharded parallel", "moelora"),
     ]:
         rows += compare_engines(name, other, checks, same)
     return rows
@@ -75,12 +92,11 @@ def answers(runs, same=SAME):
 
 
 def speeds(runs):
+    """Rows of all timed runs, engines without LoRA first."""
     rows = []
-    for engine, lora in [(e, lora) for lora in (False, True) for e in ("vllm", "moelora")]:
-        run = runs.get(f"{engine} speed, {'' if lora else 'no '}LoRA", {})
+    for run in sorted(runs.values(), key=lambda run: run.get("engine", {}).get("lora_enabled", 0)):
         for batch, table in run.get("speed", {}).items():
-            row = {"topic": "speed", "engine": engine, "lora_enabled": lora, "batch": batch}
-            rows.append(row | speed_row(table))
+            rows.append({"topic": "speed", **run["engine"], "batch": batch} | speed_row(table))
     return rows
 
 
@@ -111,11 +127,11 @@ class Bench(Stages):
     def result_file(self, name):
         return self.work / f"{name.replace(' ', '-').replace(',', '')}.json"
 
-    def read(self, name, job):
+    def read(self, name, job, **more):
         """Whatever the engine had written, even if it did not end well."""
         self.done(job)
         if self.result_file(name).exists():
-            self.runs[name] = run = json.loads(self.result_file(name).read_text())
+            self.runs[name] = run = json.loads(self.result_file(name).read_text()) | more
             layers = ", ".join(sorted(set(run["layers"])))
             served = layers in OURS and OWN_PATH not in job.log.read_text(errors="replace")
             row = {"topic": "layers", "run": name, "experts": layers, "served": served}
@@ -124,7 +140,7 @@ class Bench(Stages):
 
     def write(self):
         rows = speeds(self.runs)
-        rows += targets(rows, TARGETS) + answers(self.runs, same_by(self.said))
+        rows += all_targets(rows) + answers(self.runs, same_by(self.said))
         rows += judge(self.said) + self.checks
         results.write(self.args.out, rows, stages=self.stages)
         write_logs(self.work, self.args.out.with_suffix(".log"))
@@ -202,21 +218,40 @@ class Bench(Stages):
             self.said[name] = said = reference.log.read_text().splitlines()[-6:]
             self.checks.append({"topic": "reference", "run": name, "said": said, "ok": ok})
 
-    def speed(self):
+    def timed_models(self):
+        """The names of the model that is timed, for moelora and for vLLM's own engine."""
         layers = ("--layers", str(self.args.layers))
         if not self.done(self.make("a3b", "--preset", "a3b", *layers)):
-            return
-        models = self.quantise("a3b")
+            return None
+        return self.quantise("a3b")
+
+    def time(self, engine, models, lora, *flags, **way):
+        ours = engine == "moelora"
+        name = " ".join([engine, *way.values(), "speed, LoRA" if lora else "speed, no LoRA"])
+        flags = ["--speed", *(["--lora"] if lora else []), *flags]
+        flags += ["--sequences", self.args.sequences, "--reps", self.args.reps]
+        job = self.engine(
+            name, models[0 if ours else 1], *flags, ours=ours, seconds=180 if way else 300
+        )
+        self.read(name, job, engine={"engine": engine, "lora_enabled": lora, **way})
+
+    def speed(self):
+        models = self.timed_models()
         if models is None:
             return
         for lora in (True,) if self.args.lora_only else (True, False):
             for engine in ("vllm", "moelora"):
-                name = f"{engine} speed, {'' if lora else 'no '}LoRA"
-                flags = ["--speed", *(["--lora"] if lora else [])]
-                flags += ["--sequences", self.args.sequences]
-                ours = engine == "moelora"
-                model = models[0 if ours else 1]
-                self.read(name, self.engine(name, model, *flags, ours=ours, seconds=300))
+                self.time(engine, models, lora)
+
+    def parallel_speed(self):
+        models = self.timed_models()
+        if models is None:
+            return
+        for way, flags in PARALLEL.items():
+            for engine in ("vllm", "moelora"):
+                self.time(engine, models, True, *flags, parallel=way)
+            if way == "tensor" and not self.args.lora_only:
+                self.time("vllm", models, False, *flags, parallel=way)
 
     def invariance(self):
         if not self.done(self.make("tiny", "--preset", "tiny")):
@@ -241,14 +276,14 @@ class Bench(Stages):
                 job = self.engine(f"{name} compiled", "tiny", *flags, ours=name == "moelora")
                 self.read(f"{name} compiled", job)
 
-    def parallel(self):
+    def parallel_answers(self):
         if not self.done(self.make("tiny", "--preset", "tiny")):
             return
-        check, two = ("--lora", "--check"), ("--tensor-parallel", "2")
+        check = ("--lora", "--check")
         self.read("moelora", self.engine("moelora", "tiny", *check, CUDA_VISIBLE_DEVICES="0"))
-        for name, more in [("tensor", ()), ("expert", ("--expert-parallel",))]:
-            name = f"moelora {name} parallel"
-            self.read(name, self.engine(name, "tiny", *check, *two, *more))
+        for way, flags in PARALLEL.items():
+            name = f"moelora {way} parallel"
+            self.read(name, self.engine(name, "tiny", *check, *flags))
 
 
 def main(argv=None):
@@ -263,14 +298,19 @@ def main(argv=None):
     p.add_argument("--only", choices=("answers", "speed", "invariance"), help="leave the other out")
     p.add_argument("--format", choices=("int4", "mxfp4", "fp8"), help="of experts")
     p.add_argument("--own-kernels", action="store_true", help="vLLM runs the same format, too")
-    p.add_argument("--parallel", action="store_true", help="answers with two GPUs, nothing else")
+    p.add_argument("--parallel", action="store_true", help="two GPUs, in each of three ways")
+    p.add_argument("--reps", type=int, default=5, help="of each measurement, of which the median")
     args = p.parse_args(argv)
     bench = Bench(args)
-    stages = [bench.parallel]
-    if not args.parallel:
-        stages = [bench.answers, bench.speed, *([] if args.format else [bench.compiled])]
-        stages += [bench.invariance] if args.only == "invariance" else []
-        stages = [s for s in stages if args.only in (None, s.__name__)]
+    if args.parallel:
+        stages = {"answers": bench.parallel_answers, "speed": bench.parallel_speed}
+    else:
+        stages = {"answers": bench.answers, "speed": bench.speed}
+        if args.format is None:
+            stages["compiled"] = bench.compiled
+    if args.only == "invariance":
+        stages = {"invariance": bench.invariance}
+    stages = [stage for name, stage in stages.items() if args.only in (None, name)]
     if bench.install():
         for stage in stages:
             stage()

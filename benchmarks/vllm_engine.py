@@ -45,6 +45,7 @@ def parse(argv=None):
     p.add_argument("--compile", action="store_true", help="torch.compile, vLLM's default")
     p.add_argument("--tensor-parallel", type=int, default=1)
     p.add_argument("--expert-parallel", action="store_true")
+    p.add_argument("--fully-sharded", action="store_true", help="adapters, over all ranks")
     p.add_argument("--reps", type=int, default=5)
     p.add_argument(
         "--sequences",
@@ -72,6 +73,7 @@ class Engine:
                 "max_cpu_loras": len(folders),
                 "max_lora_rank": max(ranks),
                 "lora_target_modules": ["experts"],
+                "fully_sharded_loras": args.fully_sharded,
             }
         if args.bits:  # hooks see no replays of graphs
             options["enforce_eager"] = True
@@ -199,7 +201,8 @@ def main():
     if args.bits:
         save(bits=bits(engine))
     if args.speed:
-        speed(engine, args.reps, args.sequences, save, gpu_milliseconds)
+        alone = args.tensor_parallel == 1  # kernels of other processes are not seen from here
+        speed(engine, args.reps, args.sequences, save, gpu_milliseconds if alone else None)
     save(done=True)
     sys.stdout.flush()
     os._exit(0)  # no teardown of the engine

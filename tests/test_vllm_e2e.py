@@ -154,8 +154,30 @@ def test_batch_invariance(tmp_path, peers):
     assert compared == {f"{row['run']}: mixed, each alone" for row in rows}
 
 
+@pytest.mark.slow
+def test_speeds_of_two_gpus(tmp_path, peers):
+    code, written, log = run(tmp_path, peers, "--parallel", "--only", "speed", "--reps", "2")
+    assert code == 1 and "no experts here" in log  # with expert parallelism
+    rows = topics(written, "speed")
+    assert [(r["parallel"], r["engine"], r["lora_enabled"], r["batch"]) for r in rows] == [
+        ("tensor", "vllm", False, "base"),
+        *(
+            (way, engine, True, batch)
+            for way in ("tensor", "fully sharded")
+            for engine in ("vllm", "moelora")
+            for batch in ("base", "4 mixed")
+        ),
+    ]
+    assert all(len(row["decode_s"]) == 2 and row["decode_gpu_ms"] is None for row in rows)
+    assert [row["what"].split(",")[0] for row in topics(written, "target")] == [
+        "prefill",
+        "decode",
+        "decode",
+    ]
+
+
 def test_two_gpus_of_which_one_stage_fails(tmp_path, peers):
-    code, written, log = run(tmp_path, peers, "--parallel")
+    code, written, log = run(tmp_path, peers, "--parallel", "--only", "answers")
     assert code == 1
     assert all(row["ok"] for row in written["cases"])
     assert {row["compared"] for row in topics(written, "answers")} == {
@@ -163,15 +185,19 @@ def test_two_gpus_of_which_one_stage_fails(tmp_path, peers):
         "moelora tensor parallel: mixed, each alone",
         "moelora tensor parallel, moelora",
         "moelora tensor parallel, moelora: mixed",
+        "moelora fully sharded parallel: mixed, each alone",
+        "moelora fully sharded parallel, moelora",
+        "moelora fully sharded parallel, moelora: mixed",
     }
-    assert written["meta"]["stages"][-1]["stage"] == "moelora expert parallel"
-    assert written["meta"]["stages"][-1]["end"] == "exit status 1"
+    ends = {stage["stage"]: stage["end"] for stage in written["meta"]["stages"]}
+    assert ends.pop("moelora expert parallel") == "exit status 1"
+    assert set(ends.values()) == {"ok"} and "moelora fully sharded parallel" in ends
     assert "no experts here" in log
 
 
 def test_a_layer_that_fell_back_is_found(tmp_path, peers, monkeypatch):
     monkeypatch.setenv("SAY", "moelora: no reason; vLLM's own path runs")
-    code, written, _ = run(tmp_path, peers, "--parallel")
+    code, written, _ = run(tmp_path, peers, "--parallel", "--only", "answers")
     assert code == 1
     assert not any(row["ok"] for row in topics(written, "layers"))
 
