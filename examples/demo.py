@@ -6,6 +6,7 @@ which can serve only one adapter at a time.
 """
 
 import argparse
+import os
 import statistics
 import time
 import warnings
@@ -13,6 +14,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+
+# libgomp reads it as torch loads it. Threads that wait spin otherwise, and keep busy cores from
+# those they wait for: the demo then takes minutes.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import matplotlib
 import torch
