@@ -203,9 +203,32 @@ def format_ranges():
     return f"{table}\n\n{wrapped(text)}"
 
 
+def quantised_layers():
+    """Of four bits and of FP8, how much faster than the fastest of vLLM's with adapters."""
+    rows = cases("formats_all")
+    found = {
+        what: [r["ratio"] for r in rows if (r["format"] == FP8) == fp8]
+        for what, fp8 in (("MXFP4 and INT4", False), ("FP8", True))
+    }
+    said = [
+        f"{statistics.geometric_mean(some):.2f} times as fast with {what} ({span(some)})"
+        for what, some in found.items()
+    ]
+    return f"""A layer of quantised experts with adapters is {" and ".join(said)} as the fastest of
+        vLLM's layers with them: geometric means over 1 to {max(r["tokens"] for r in rows)}
+        tokens."""
+
+
 def engine_ranges():
     """Tokens per second of engines with and without LoRA, of all that was measured."""
     said = []
+    titles = ["engine", "experts", "layers", "tokens/s of", "its own without adapters"]
+
+    def row(engine, experts, layers, phase, base, theirs, ours):
+        numbers = [f"{n:,}" if n else "" for n in (base, theirs)]
+        told = [engine, experts, str(layers), phase, *numbers]
+        said.append([*told, f"**{ours:,}**", f"{ours / theirs:.2f}"])
+
     for what, layers, name in (
         ("bf16, Qwen3-30B-A3B", 12, "engines_12_layers"),
         ("FP8, Qwen3-30B-A3B", 12, "engines_fp8"),
@@ -221,12 +244,20 @@ def engine_ranges():
                     ("moelora", True, "4 mixed"),
                 )
             )
-            numbers = [f"{n:,}" if n else "" for n in (base, theirs)]
-            said.append(
-                [what, str(layers), phase, *numbers, f"**{ours:,}**", f"{ours / theirs:.2f}"]
+            row("vLLM 0.26", what, layers, phase, base, theirs, ours)
+    meta, _ = load("h200-e2e-sglang")
+    found = {(r["engine"], r["batch"]): r for r in cases("engines_sglang")}
+    for phase in ("prefill", "decode"):
+        speeds = (
+            found[key][f"{phase}_tok_s"]
+            for key in (
+                ("sglang, no LoRA", "base"),
+                ("sglang, virtual experts", "4 mixed"),  # the faster of its two ways
+                ("moelora", "4 mixed"),
             )
-    titles = ["experts", "layers", "tokens/s of", "vLLM without adapters", "vLLM with"]
-    return markdown([*titles, "moelora with", "moelora / vLLM with"], said)
+        )
+        row(f"SGLang {meta['sglang']}", "bf16, Qwen3-30B-A3B", 12, phase, *speeds)
+    return markdown([*titles, "its own with", "moelora with", "moelora / its own with"], said)
 
 
 def sglang_ranges():
@@ -315,7 +346,15 @@ MADE = {
     "engine_bits": ("h200-e2e-invariance", engine_bits),
 }
 SENTENCES = {
-    f.__name__: f for f in (layer_ranges, delta_ranges, cpu_ranges, invariance_found, sglang_ranges)
+    f.__name__: f
+    for f in (
+        layer_ranges,
+        delta_ranges,
+        cpu_ranges,
+        invariance_found,
+        quantised_layers,
+        sglang_ranges,
+    )
 }
 
 

@@ -40,9 +40,12 @@ def draw(file: str, out: str, rank: int) -> Path:
         axes.tick_params("x", labelrotation=60, labelsize=8)
         axes.grid(axis="y", alpha=0.3)
     every[0].set(ylabel="time (lower is better)\nvLLM without adapters = 1", ylim=(0, None))
-    adapters = {row["adapters"] for rows in panels.values() for row in rows}
-    number = ", ".join(map(str, sorted(adapters)))
-    figure.suptitle(f"One MoE layer, {number} adapters of rank {rank}, {meta['device']}")
+    number, dtypes = (
+        ", ".join(sorted({str(row[name]) for rows in panels.values() for row in rows}))
+        for name in ("adapters", "dtype")
+    )
+    title = f"One {dtypes} MoE layer, {number} adapters of rank {rank}, {meta['device']}"
+    figure.suptitle(title)
     figure.legend(*every[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.savefig(out, dpi=120, metadata={"Software": None} if out.endswith(".png") else None)
     return Path(out)
