@@ -45,8 +45,8 @@ def parse(argv):
 def main(argv=None):
     args = parse(sys.argv[1:] if argv is None else argv)
     where = console()
-    rows = command.measure(args, where)
-    command.show(rows, where)
+    rows, remarks = command.measure(args, where)
+    command.show(rows, remarks, where)
     for row in rows:
         for what, goal in goals(row).items():
             case = f"{row['model']} {row['dtype']} M={row['tokens']} rank {row['rank']}"

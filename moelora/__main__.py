@@ -1,32 +1,40 @@
 """The command `moelora <command>`, also `python -m moelora <command>`."""
 
 import argparse
+import importlib
 import sys
 
 from moelora import __version__
 
 EXTRAS = {"rich": "cli", "matplotlib": "plot", "transformers": "hf", "peft": "hf"}
+COMMANDS = {  # {name: the module that adds it}
+    "info": "moelora.commands.info",
+    "bench": "moelora.bench.command",
+    "tune": "moelora.commands.tune",
+    "replay": "moelora.commands.replay",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; the exit status."""
-    try:
-        from moelora.bench import command as bench
-        from moelora.commands import info, replay, tune
-    except ModuleNotFoundError as error:
-        package = (error.name or "").split(".")[0]
-        if package in ("", "moelora"):
-            raise
-        print(f"moelora needs {package}: pip install {_what_brings(package)}", file=sys.stderr)
-        return 2
     parser = argparse.ArgumentParser(prog="moelora", description="moelora's commands")
     parser.add_argument("--version", action="version", version=f"moelora {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    info.add_command(commands)
-    bench.add_command(commands)
-    tune.add_command(commands)
-    replay.add_command(commands)
-    args = parser.parse_args(argv)
+    for name, module in COMMANDS.items():
+        try:
+            importlib.import_module(module).add_command(commands)
+        except ModuleNotFoundError as error:
+            package = (error.name or "").split(".")[0]
+            if package in ("", "moelora"):
+                raise
+            needs = f"needs {package}: pip install {_what_brings(package)}"
+            commands.add_parser(name, help=needs, add_help=False).set_defaults(needs=needs)
+    args, more = parser.parse_known_args(argv)
+    if "needs" in args:
+        print(f"moelora {args.needs}", file=sys.stderr)
+        return 2
+    if more:
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
     status: int = args.run(args)
     return status
 

@@ -231,8 +231,8 @@ def test_vllm_shares_what_needs_no_padding(monkeypatch):
 def test_the_short_form_asks_for_the_same(monkeypatch, tmp_path):
     out = str(tmp_path / "f.json")
     asked = []
-    monkeypatch.setattr("moelora.bench.command.measure", lambda args, console: asked.append(args))
-    monkeypatch.setattr("moelora.bench.command.show", lambda rows, console: None)
+    monkeypatch.setattr("moelora.bench.command.measure", lambda args, _: (asked.append(args), []))
+    monkeypatch.setattr("moelora.bench.command.show", lambda rows, remarks, console: None)
     monkeypatch.setenv("MOELORA_PEERS", "elsewhere")
     results.write(out, [case(max_err_ratio=1.5)])
     words = ["--device", "cpu", "--peers", "there", "--deadline-s", "130", "--out", out]

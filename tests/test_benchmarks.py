@@ -62,7 +62,9 @@ def test_every_baseline_agrees_and_is_written(bench, capsys):
             low, high = row["spread_us"][who]
             assert low <= us <= high
         assert (row["mm_gflop_s"] is None) == (row["tokens"] == 1)
-    assert "us per layer" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.index("with adapters ") < out.index("us per layer")
+    assert "M: tokens; bound: " in " ".join(out.split())
 
 
 @pytest.mark.parametrize("activation", ["swigluoai", "swigluoai_uninterleave", "relu2"])
@@ -70,7 +72,8 @@ def test_other_activations_leave_out_who_cannot(bench, capsys, activation):
     status, rows = bench("--dtypes", "fp32", shape=f"{SHAPE},{activation}", tokens="3")
     assert status == 0
     assert all(row["rivals"].keys() == {"loop"} for row in rows)
-    assert "not measured: transformers: driven here with silu only" in capsys.readouterr().out
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "not measured: transformers: driven here with silu only" in last
 
 
 @pytest.mark.parametrize("mix", [*cases.MIXES, "0.25"])
@@ -102,8 +105,8 @@ def test_the_panel_of_counts_has_only_what_was_measured_with_several():
 def test_a_limit_holds_for_one_command(monkeypatch):
     limits = []
     monkeypatch.setattr("moelora._C.limit_capability", limits.append)
-    monkeypatch.setattr("moelora.bench.command.measure", lambda args, console: limits.append("now"))
-    monkeypatch.setattr("moelora.bench.command.show", lambda rows, console: None)
+    monkeypatch.setattr("moelora.bench.command.measure", lambda *_: ([limits.append("now")], []))
+    monkeypatch.setattr("moelora.bench.command.show", lambda rows, remarks, console: None)
     monkeypatch.delenv("MOELORA_MAX_CC", raising=False)
     words = layer.command(["--max-cc", "80"])
     assert main(["bench", "--device", "cpu", *words[words.index("--max-cc") :]]) == 0
@@ -289,7 +292,7 @@ def test_the_short_form_asks_for_the_same(monkeypatch, capsys):
     assert "--all-modes" not in asked
     assert "--all-modes" in layer.command(["--baselines", "best"])
     assert layer.command(["--base-share", "0.5"])[6] == "0.5"
-    monkeypatch.setattr("moelora.bench.command.measure", lambda args, console: [])
+    monkeypatch.setattr("moelora.bench.command.measure", lambda args, console: ([], []))
     monkeypatch.setattr("moelora._C.has_cuda", lambda: True)
     assert main(asked) == 0
 

@@ -45,6 +45,46 @@ def test_without_rich_the_operators_work_and_commands_say_what_is_missing():
     assert done.stderr == "moelora needs rich: pip install 'moelora[cli]'\n"
 
 
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["replay", "--help"]])
+def test_without_rich_what_needs_no_table_works(words):
+    done = python(WITHOUT.format(package="rich") + f"sys.exit(main({words}))")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("moelora " + _C.version() in done.stdout) == (words == ["--version"])
+    if words == ["--help"]:
+        assert re.search(r"\n +bench +needs rich: pip install 'moelora\[cli\]'\n", done.stdout)
+
+
+def test_without_rich_a_dump_is_replayed(tmp_path):
+    code = WITHOUT.format(package="rich") + (
+        "import os, torch\n"
+        "x = torch.ones(2, 8)\n"
+        "try: moelora.fused_experts_lora(x, x, x, x, x)\n"
+        "except Exception: pass\n"
+        f"(file,) = (entry.path for entry in os.scandir({str(tmp_path)!r}))\n"
+        "sys.exit(main(['replay', '--device', 'cpu', file]))"
+    )
+    command = [sys.executable, "-c", code]
+    env = {**os.environ, "MOELORA_DUMP": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 1, done.stderr
+    assert "raises now: " in done.stdout
+
+
+@pytest.mark.parametrize("words", [["bench", "--help"], ["tune", "--models", "qwen3"], ["bench"]])
+def test_without_rich_other_commands_say_so_whatever_they_are_asked(words):
+    done = python(WITHOUT.format(package="rich") + f"sys.exit(main({words}))")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "moelora needs rich: pip install 'moelora[cli]'\n"
+
+
+@pytest.mark.parametrize("words", [["info", "--what"], ["bench", "compare", "a", "b", "c"]])
+def test_unknown_words_are_refused(words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    assert f"unrecognized arguments: {words[-1]}" in capsys.readouterr().err
+
+
 def test_without_safetensors_only_reading_adapters_fails(tmp_path):
     (tmp_path / "adapter_model.safetensors").touch()
     code = WITHOUT.format(package="safetensors") + (
@@ -75,7 +115,10 @@ def test_info_ends_with_a_block_for_a_bug_report(capsys):
     assert _C.__file__ not in block
 
 
-@pytest.mark.parametrize("command", [["bench"], ["bench", "plot"], ["bench", "compare"], ["tune"]])
+COMMANDS = (["bench"], ["bench", "plot"], ["bench", "compare"], ["tune"], ["replay"])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_says_what_is_taken_where_nothing_is_said(command, capsys):
     """Every option that takes a value; one without a default says what its absence means."""
     with pytest.raises(SystemExit):

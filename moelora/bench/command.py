@@ -122,7 +122,7 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
     about = f"time per baseline or variant, and case ({usual('budget_ms')})"
     add("--budget-ms", type=float, help=about)
     add("--threads", type=int, help="CPU: torch's number of threads (default: torch's)")
-    about = "CPU: size of the torch.mm yardstick (default: %(default)s)"
+    about = "CPU: size of the torch.mm that gives the bound its rate (default: %(default)s)"
     add("--mm-size", default=2048, type=int, help=about)
 
 
@@ -222,8 +222,9 @@ def tools(args: argparse.Namespace) -> tuple[GraphTimer | TurnTimer, torch.Gener
 
 
 @torch.no_grad()
-def measure(args: argparse.Namespace, console: Console) -> list[Case]:
-    """All cases of settled `args`; the result file grows with every one."""
+def measure(args: argparse.Namespace, console: Console) -> tuple[list[Case], list[str]]:
+    """All cases of settled `args`, and what was not measured; the result file grows with every
+    case."""
     started = time.monotonic()
     timer, generator = tools(args)
     about = processor() if args.device == "cpu" else {}
@@ -262,11 +263,9 @@ def measure(args: argparse.Namespace, console: Console) -> list[Case]:
                 if late:
                     break
             if late:
-                console.print(f"deadline: {done} of {total} cases done", highlight=False)
                 break
-    for name, why in absent.items():
-        console.print(f"not measured: {name}: {why}", highlight=False)
-    return rows
+    remarks = [f"not measured: {name}: {why}" for name, why in absent.items()]
+    return rows, remarks + ([f"deadline: {done} of {total} cases done"] if late else [])
 
 
 def headlines(rows: list[Case]) -> list[str]:
@@ -286,15 +285,24 @@ def headlines(rows: list[Case]) -> list[str]:
     return lines
 
 
-def show(rows: list[Case], console: Console) -> None:
-    """One line a case, one column a baseline."""
-    if not rows:
-        return
+CAPTION = """M: tokens; bound: the least time that bytes and flops need; share: bound / time;
++-: half of what the middle 80 % of the turns span; base: ours without adapters; cost: of adapters
+over base; x best: the fastest baseline with adapters, over ours"""
+
+
+def show(rows: list[Case], remarks: list[str], console: Console) -> None:
+    """The headlines, one line a case with one column a baseline, and what is not there."""
     for line in headlines(rows):
         console.print(line, highlight=False)
+    if rows:
+        console.print(table_of(rows))
+    for line in remarks:
+        console.print(line, highlight=False)
+
+
+def table_of(rows: list[Case]) -> Table:
     unit, scale = ("ms", 1e3) if rows[0]["ours_us"] > 5e3 else ("us", 1.0)
-    caption = "cost: of adapters over base; x best: the fastest baseline with adapters"
-    table = Table(title=f"{unit} per layer", caption=caption)
+    table = Table(title=f"{unit} per layer", caption=" ".join(CAPTION.split()))
     who = list(dict.fromkeys(name for row in rows for name in row["rivals"]))
     beside = [row.get(f"ours_{row['dtype']}_us") for row in rows]
     unpacked = ["unpacked"] if any(beside) else []
@@ -323,7 +331,7 @@ def show(rows: list[Case], console: Console) -> None:
             f"{row['ratio']:.2f}" if row["ratio"] else "-",
             *(cell(row["rivals"].get(name)) for name in who),
         )
-    console.print(table)
+    return table
 
 
 def show_lists(console: Console) -> None:
@@ -359,7 +367,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"moelora bench: {error}", file=sys.stderr)
         return 2
     try:
-        show(measure(args, where), where)
+        show(*measure(args, where), where)
     finally:
         if args.variant:
             _C.force_variant(None)

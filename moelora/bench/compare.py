@@ -25,8 +25,8 @@ def add_command(topics: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help="flag what became slower between two files",
         description="Exit status 0: nothing is slower; 1: something is, or no case in common.",
     )
-    parser.add_argument("before")
-    parser.add_argument("after")
+    parser.add_argument("before", help="result file of the older build")
+    parser.add_argument("after", help="result file of the newer one, of the same cases")
     parser.add_argument(
         "--noise", default=0.03, type=float, help="least change that counts (default: %(default)s)"
     )

@@ -13,7 +13,9 @@ from moelora import _C, trace
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("replay", help="repeat a call that MOELORA_DUMP wrote")
     parser.add_argument("file", help="what MOELORA_DUMP left")
-    parser.add_argument("--device", choices=["cuda", "cpu"], help="cuda where it can be used")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], help="(default: cuda where it can be used)"
+    )
     parser.set_defaults(run=run)
 
 
