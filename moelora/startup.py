@@ -26,8 +26,8 @@ def explain(error: ImportError) -> ImportError:
         )
     return ImportError(
         f"moelora's extension does not load with torch {torch.__version__}: {error}. It calls "
-        "torch's stable C ABI and libc: build it anew on this machine "
-        "(pip install --no-build-isolation --no-binary moelora moelora), and report this message"
+        "torch's stable C ABI and libc: build it anew on this machine (in a checkout of moelora, "
+        "pip install --no-build-isolation .), and report this message"
     )
 
 

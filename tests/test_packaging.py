@@ -145,6 +145,7 @@ def test_why_the_extension_does_not_load():
     symbol = startup.explain(ImportError("_C.abi3.so: undefined symbol: aoti_torch_gone"))
     assert "undefined symbol: aoti_torch_gone" in str(symbol)
     assert torch.__version__ in str(symbol)
+    assert "pip install --no-build-isolation .)" in str(symbol)
 
 
 def test_the_bounds_of_the_extra_are_what_is_tried():
