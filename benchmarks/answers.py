@@ -11,7 +11,7 @@ import statistics
 
 TIE = 0.3  # a gap of log-probabilities that rounding may bridge, as kernels differ with batch size
 SAME = 0.1  # median difference of prompts' log-probabilities between two correct engines
-WORSE = 1.25  # moelora's median distance from float32, in its rival's: FP8 rounds activations, too
+WORSE = 1.25  # moelora's median distance in its baseline's: FP8 rounds activations, too
 
 
 def differences(a, b):
@@ -105,15 +105,15 @@ def distances(said):
     return {match[1]: float(match[2]) for match in found if match}
 
 
-def judge(said, rival="vllm"):
-    """Rows that hold moelora's distances from the reference against a rival's; {run: lines}."""
-    ours, theirs = (distances(said.get(name, ())) for name in ("moelora", rival))
+def judge(said, baseline="vllm"):
+    """Rows that hold moelora's distances from the reference against a baseline's; {run: lines}."""
+    ours, theirs = (distances(said.get(name, ())) for name in ("moelora", baseline))
     return [
         {
             "topic": "distance",
             "who": who,
             "moelora": ours[who],
-            rival: theirs[who],
+            baseline: theirs[who],
             "ok": ours[who] <= WORSE * theirs[who],
         }
         for who in ours

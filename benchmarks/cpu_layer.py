@@ -1,4 +1,4 @@
-"""The MoE layer on a CPU, and which of our goals it misses: what cpu-layer.json is written by.
+"""The MoE layer on a CPU, and which of `goals` it misses: what cpu-layer.json is written by.
 
     python -m benchmarks.cpu_layer --out benchmarks/results/cpu-layer.json
     python -m benchmarks.cpu_layer --quick
@@ -21,7 +21,8 @@ COMPUTED = 512  # from here on by arithmetic alone
 
 
 def goals(row):
-    """{what: goal} that this row misses."""
+    """{what: goal} that this row misses: no baseline is faster, shares of the bound, and what
+    adapters may cost."""
     features = _C.cpu_features()
     low = row["dtype"] == "bf16" and ("avx512_bf16" in features or "amx" in features)
     wanted = {"x best": (row["ratio"], 1.0)} if row["ratio"] else {}

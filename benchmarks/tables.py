@@ -105,6 +105,8 @@ def cell(row, field):
         return f"{whole.name} ({row['experts']} experts)" if cut else whole.name
     if field == "kernel":
         return f"`{value.rstrip(', ')}`"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if not isinstance(value, float):
         return "" if value is None else str(value)
     text = f"{value:.2f}" if field in RATIOS else f"{value:.{0 if value > 99.9 else 1}f}"
