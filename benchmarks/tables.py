@@ -68,7 +68,6 @@ TABLES = {
     "delta": ("h200-delta", lambda r: r["part"] == "grid", DELTA),
     "slots": ("h200-delta", lambda r: r["part"] == "slots", DELTA),
     "mlp": ("h200-delta", lambda r: r["part"] == "sglang", MLP),
-    "engines": ("h200-e2e", lambda r: r["topic"] == "speed", ENGINES),
     "engines_12_layers": ("h200-e2e-12-layers", lambda r: r["topic"] == "speed", ENGINES),
     "engines_fp8": ("h200-e2e-fp8", lambda r: r["topic"] == "speed", ENGINES_MORE),
     "engines_mxfp4": ("h200-e2e-mxfp4", lambda r: r["topic"] == "speed", ENGINES_MORE),
