@@ -88,10 +88,9 @@ def compare_engines(ours, theirs, checks, same=SAME):
 
 
 def write_replies(path, check):
-    """What hf_check.py holds against its reference."""
+    """What `benchmarks.engine_reference` holds against transformers."""
     replies = {
         "names": check["names"],
-        "target": "experts",
         "prompts": check["prompts"],
         "lps": [[r["prompt"] for r in row] for row in check["alone"]],
         "tokens": [[r["tokens"] for r in row] for row in check["alone"]],
@@ -100,7 +99,7 @@ def write_replies(path, check):
 
 
 def distances(said):
-    """Median distances from the reference, by who, as hf_check.py prints them."""
+    """Median distances from the reference, by who, as `benchmarks.engine_reference` says them."""
     found = [re.match(r"(\S+)\s+\|dlp\| median ([0-9.]+)", line) for line in said]
     return {match[1]: float(match[2]) for match in found if match}
 

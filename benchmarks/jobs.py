@@ -59,6 +59,9 @@ class Stages:
     `args` has `work`, a folder that is emptied, and `budget_s`.
     """
 
+    make_model = "-m", "benchmarks.engine_model"  # words for Python
+    hold_against = "-m", "benchmarks.engine_reference"
+
     def __init__(self, args):
         self.args, self.work, self.start = args, args.work, time.monotonic()
         shutil.rmtree(self.work, ignore_errors=True)

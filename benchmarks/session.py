@@ -76,7 +76,7 @@ PARTS = (
          " --out {out}/h200-e2e-mxfp4.json"),
     Part("e2e-int4", 300, f"{E2E} --format int4 --budget-s 280"
          " --out {out}/h200-e2e-int4.json"),
-    Part("e2e-sglang", 480, "-m benchmarks.sglang_e2e --peers {peers}/vllm_e2e --only speed"
+    Part("e2e-sglang", 480, "-m benchmarks.sglang_e2e --only speed"
          " --budget-s 460 --out {out}/h200-e2e-sglang.json"),
     Part("e2e-invariance", 160, "-m benchmarks.vllm_e2e --peers {peers}/vllm_e2e"
          " --only invariance --budget-s 140 --out {out}/h200-e2e-invariance.json"),

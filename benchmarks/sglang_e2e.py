@@ -7,8 +7,7 @@ One server after the other over a model of random weights with four PEFT adapter
 64, asked over HTTP: SGLang without LoRA, with its own MoE LoRA in both of its ways, and with
 moelora, which it finds by its entry point as after `pip install`. Answers are of four layers, for
 more of random weights make other numbers of a rounding; float32 transformers with merged adapters
-judge them. `--peers` is a folder with `make_model.py` and `hf_check.py`; SGLang is the one that is
-installed. Needs one GPU and Python 3.11.
+judge them. SGLang is the one that is installed. Needs one GPU and Python 3.11.
 
 Every stage has a deadline, none starts after the budget, and the result file is written after each.
 """
@@ -118,7 +117,7 @@ class Bench(Stages):
         """The manifest of a model and its adapters; None if there was no time for it."""
         out = self.work / "model"
         shutil.rmtree(out, ignore_errors=True)
-        command = [sys.executable, self.args.peers / "make_model.py", "--out", out, *options]
+        command = [sys.executable, *self.make_model, "--out", out, *options]
         if not self.done(self.job("make model", [*command, "--adapters", RANKS], 120)):
             return None
         return json.loads((out / "manifest.json").read_text())
@@ -183,7 +182,7 @@ class Bench(Stages):
                 continue
             lps = self.work / f"lps-{name}.json"
             write_replies(lps, found)
-            command = [sys.executable, self.args.peers / "hf_check.py"]
+            command = [sys.executable, *self.hold_against]
             command += ["--model", self.work / "model", "--lps", lps]
             jobs[name] = self.job(f"reference of {name}", command, 150)
         for name, job in jobs.items():
@@ -228,7 +227,6 @@ def version(name):
 
 def parse(argv=None):
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    p.add_argument("--peers", type=pathlib.Path, default=ROOT / ".peers/vllm_e2e")
     p.add_argument("--out", type=pathlib.Path, required=True)
     p.add_argument("--work", type=pathlib.Path, default=pathlib.Path("/tmp/moelora-sglang"))
     p.add_argument("--budget-s", type=float, default=470, help="no stage lasts longer than this")

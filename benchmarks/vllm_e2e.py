@@ -1,6 +1,6 @@
 """vLLM end to end, with moelora and without: the same answers, and tokens per second.
 
-    python -m benchmarks.vllm_e2e --peers .peers/vllm_e2e --out benchmarks/results/h200-e2e.json
+    python -m benchmarks.vllm_e2e --only answers --out benchmarks/results/h200-e2e-answers.json
     python -m benchmarks.vllm_e2e --parallel --only speed --layers 12 --out ...-e2e-parallel.json
     python -m benchmarks.vllm_e2e --only speed --layers 12 --out ...-e2e-12-layers.json
     python -m benchmarks.vllm_e2e --format int4 --out ...-e2e-int4.json
@@ -8,10 +8,10 @@
 
 One engine of vLLM 0.26 after the other, each in its own process (`benchmarks.vllm_engine`), on
 models of random weights with four PEFT adapters of ranks 16 and 64. moelora is found by its entry
-point, as after `pip install`, and `MOELORA_VLLM=0` makes the engines to compare with. `--peers` is
-a folder with vLLM packed for a machine without a network, `install_chunk.sh`, `make_model.py` and
-`hf_check.py`. Needs one GPU and Python 3.11; with `--parallel` two GPUs, which share a layer's
-experts, or each of them, by vLLM's own exchange over NCCL.
+point, as after `pip install`, and `MOELORA_VLLM=0` makes the engines to compare with. vLLM is the
+one that is installed; on a machine without a network `--peers` is a folder with a packed one, whose
+`install_chunk.sh` unpacks it into `$SITE`. Needs one GPU and Python 3.11; with `--parallel` two
+GPUs, which share a layer's experts, or each of them, by vLLM's own exchange over NCCL.
 
 With `--format`, experts are quantised (`benchmarks.vllm_quantise`; `mxfp4` is a gpt-oss of
 `benchmarks.vllm_gpt_oss`) and moelora is held against vLLM
@@ -26,6 +26,7 @@ Every stage has a deadline, none starts after the budget, and the result file is
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import pathlib
@@ -149,9 +150,11 @@ class Bench(Stages):
     # -- stages --
 
     def install(self):
-        """vLLM into `site`, and moelora's entry point where vLLM looks for it."""
-        script = self.args.peers / "install_chunk.sh"
+        """A packed vLLM into `site`, and moelora's entry point where vLLM looks for it."""
         write_entry_points(self.work / "plugin")
+        if self.args.peers is None:
+            return True
+        script = self.args.peers / "install_chunk.sh"
         return self.done(self.job("unpack", ["bash", script, "1"], 90, SITE=str(self.site)))
 
     def same_format(self):
@@ -169,7 +172,7 @@ class Bench(Stages):
             command += ["--layers", layers, "--out", self.work / f"{model}-mxfp4"]
             command += self.only_quantised(model)
             return self.job(f"make {model}", command, 120)
-        command = [sys.executable, self.args.peers / "make_model.py", "--out", self.work / model]
+        command = [sys.executable, *self.make_model, "--out", self.work / model]
         return self.job(f"make {model}", [*command, *options, "--adapters", RANKS], 120)
 
     def quantise(self, model):
@@ -191,15 +194,15 @@ class Bench(Stages):
     def reference(self, name):
         """transformers in fp32 with adapters merged, against a run's prompts."""
         check = self.runs.get(name, {}).get("check")
-        if check is None or self.args.format == "mxfp4":  # the script knows Qwen3-MoE alone
+        if check is None or self.args.format == "mxfp4":  # it knows Qwen3-MoE alone
             return None
         lps = self.work / f"lps-{name}.json"
         write_replies(lps, check)
-        script = self.args.peers / "hf_check.py"
         dense = "tiny" if self.args.format is None else f"tiny-{self.args.format}-dense"
         model = ["--model", self.work / dense, "--lps", lps]
         tolerance = ["--tol", "0.5" if self.args.format == "fp8" else str(SAME)]
-        return self.job(f"reference of {name}", [sys.executable, script, *tolerance, *model], 90)
+        command = [sys.executable, *self.hold_against, *tolerance, *model]
+        return self.job(f"reference of {name}", command, 90)
 
     def answers(self):
         if not self.done(self.make("tiny", "--preset", "tiny")):
@@ -288,7 +291,7 @@ class Bench(Stages):
 
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    p.add_argument("--peers", type=pathlib.Path, default=ROOT / ".peers/vllm_e2e")
+    p.add_argument("--peers", type=pathlib.Path, help="a packed vLLM (default: the installed one)")
     p.add_argument("--out", type=pathlib.Path, required=True)
     p.add_argument("--work", type=pathlib.Path, default=pathlib.Path("/tmp/moelora-e2e"))
     p.add_argument("--budget-s", type=float, default=470, help="no stage lasts longer than this")
@@ -301,6 +304,8 @@ def main(argv=None):
     p.add_argument("--parallel", action="store_true", help="two GPUs, in each of three ways")
     p.add_argument("--reps", type=int, default=5, help="of each measurement, of which the median")
     args = p.parse_args(argv)
+    if args.peers is None and not importlib.util.find_spec("vllm"):
+        p.error("vLLM is not installed here; --peers names a folder with a packed one")
     bench = Bench(args)
     if args.parallel:
         stages = {"answers": bench.parallel_answers, "speed": bench.parallel_speed}

@@ -8,13 +8,14 @@ gpt-oss-20b, biases and all; adapters have the layout of PEFT's `target_paramete
 """
 
 import argparse
-import json
 import math
 import pathlib
 import shutil
 
 import torch
-from safetensors.torch import save_file
+
+from benchmarks import engine_model
+from benchmarks.engine_model import describe, save, save_adapter
 
 HIDDEN, INTER, EXPERTS, TOP_K, HEADS, KV_HEADS, HEAD = 2880, 2880, 32, 4, 64, 8, 64
 VOCAB = 4096
@@ -31,15 +32,7 @@ ROPE = {
 PLAIN = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
 
-class Maker:
-    def __init__(self, device):
-        self.device = device
-        self.random = torch.Generator(device).manual_seed(0)
-
-    def normal(self, *shape, std):
-        t = torch.randn(*shape, generator=self.random, device=self.device)
-        return (t * std).bfloat16()
-
+class Maker(engine_model.Maker):
     def mxfp4(self, rows, columns):
         """Blocks, scales, and the numbers (E, rows, columns), of variance near 1 / columns."""
         shape = (EXPERTS, rows, columns // 32)
@@ -96,7 +89,6 @@ class Maker:
                 a = self.normal(EXPERTS * rank, columns, std=1 / math.sqrt(columns))
                 b = self.normal(rows, rank * EXPERTS, std=0.25 / math.sqrt(rank))
                 tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = a, b
-        save(folder, "adapter_model.safetensors", tensors)
         config = {
             "peft_type": "LORA",
             "r": rank,
@@ -105,14 +97,7 @@ class Maker:
             "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
             "bias": "none",
         }
-        (folder / "adapter_config.json").write_text(json.dumps(config))
-
-
-def save(folder, name, tensors):
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {key: t.cpu().contiguous() for key, t in tensors.items()}
-    save_file(tensors, folder / name, metadata={"format": "pt"})
-    return dict.fromkeys(tensors, name)
+        save_adapter(folder, tensors, config)
 
 
 def settings(layers):
@@ -184,17 +169,7 @@ def main(argv=None):
     for out, index, more in zip(
         folders, indices, ({"quantization_config": mxfp4}, {}), strict=False
     ):
-        base = out / "base"
-        (base / "config.json").write_text(json.dumps(config | more, indent=1))
-        weight_map = {"metadata": {}, "weight_map": index}
-        (base / "model.safetensors.index.json").write_text(json.dumps(weight_map))
-        manifest = {
-            "base": str(base),
-            "adapters": [str(a) for a in adapters],
-            "vocab": VOCAB,
-            "shape": shape,
-        }
-        (out / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        describe(out, config | more, index, adapters, shape)
     print(f"made {' and '.join(str(f) for f in folders)} on {make.device}")
 
 

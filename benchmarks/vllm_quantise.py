@@ -2,7 +2,7 @@
 
     python -m benchmarks.vllm_quantise --model /tmp/tiny --format int4 --out /tmp/tiny-int4
 
-Reads the folder that `make_model.py` wrote (manifest.json, base, adapters) and writes OUT, whose
+Reads a folder of `benchmarks.engine_model` (manifest.json, base, adapters) and writes OUT, whose
 experts are quantised and whose other weights are not, and OUT-dense, whose experts are the numbers
 that OUT's stand for, rounded to bfloat16. Both have the adapters of the model. --only-quantised
 leaves OUT-dense out.

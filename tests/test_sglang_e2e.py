@@ -3,13 +3,14 @@
 import json
 
 import pytest
-from e2e import MAKE_MODEL, topics
 
 pytest.importorskip("tomllib")
 
+from e2e import pretend, topics  # noqa: E402
+
 from benchmarks import sglang_e2e  # noqa: E402
 
-HF_CHECK = """\
+REFERENCE = """\
 import json, sys
 assert json.load(open(sys.argv[-1]))["names"][0] == "base"
 print("base  |dlp| median 0.0100 p95 0.2   against the wrong model 1.0 ok")
@@ -65,29 +66,25 @@ ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
 @pytest.fixture
-def peers(tmp_path, monkeypatch):
-    folder = tmp_path / "peers"
-    folder.mkdir()
-    (folder / "make_model.py").write_text(MAKE_MODEL)
-    (folder / "hf_check.py").write_text(HF_CHECK)
+def server(tmp_path, monkeypatch):
+    pretend(monkeypatch, tmp_path, REFERENCE)
     package = tmp_path / "site/sglang"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "launch_server.py").write_text(SERVER)
     monkeypatch.syspath_prepend(tmp_path / "site")
-    return folder
 
 
-def run(tmp_path, peers, *options):
+def run(tmp_path, *options):
     out = tmp_path / "out.json"
-    arguments = ["--peers", peers, "--out", out, "--work", tmp_path / "work", "--reps", 2]
+    arguments = ["--out", out, "--work", tmp_path / "work", "--reps", 2]
     code = sglang_e2e.main([str(a) for a in (*arguments, "--port", 30345, *options)])
     return code, json.loads(out.read_text()), out.with_suffix(".log").read_text()
 
 
 @pytest.mark.slow
-def test_all_servers(tmp_path, peers):
-    code, written, log = run(tmp_path, peers)
+def test_all_servers(tmp_path, server):
+    code, written, log = run(tmp_path)
     assert code == 0, log
     assert {stage["end"] for stage in written["meta"]["stages"]} == {"ok"}
     assert [(r["engine"], r["batch"]) for r in topics(written, "speed")] == [
@@ -111,20 +108,18 @@ def test_all_servers(tmp_path, peers):
     ]
 
 
-def test_a_layer_that_fell_back_is_found(tmp_path, peers, monkeypatch):
+def test_a_layer_that_fell_back_is_found(tmp_path, server, monkeypatch):
     monkeypatch.setenv("SAY", "moelora: no reason; SGLang's own path runs")
-    code, written, _ = run(
-        tmp_path, peers, "--only", "speed", "--servers", "moelora", "--sequences", "1"
-    )
+    code, written, _ = run(tmp_path, "--only", "speed", "--servers", "moelora", "--sequences", "1")
     assert code == 1
     assert [row["ok"] for row in topics(written, "layers")] == [False]
 
 
-def test_a_server_that_does_not_start_costs_its_own_figures(tmp_path, peers, monkeypatch):
+def test_a_server_that_does_not_start_costs_its_own_figures(tmp_path, server, monkeypatch):
     monkeypatch.setenv("FAIL", "--lora-use-virtual-experts")
     servers = "sglang, virtual experts;sglang, no LoRA"
     words = ("--only", "speed", "--servers", servers, "--sequences", "1")
-    code, written, log = run(tmp_path, peers, *words)
+    code, written, log = run(tmp_path, *words)
     assert code == 1
     assert [row["engine"] for row in topics(written, "speed")] == ["sglang, no LoRA"]
     assert "no such thing" in log
@@ -132,8 +127,8 @@ def test_a_server_that_does_not_start_costs_its_own_figures(tmp_path, peers, mon
     assert "refused" in first["end"] and second["end"] == "ok"
 
 
-def test_no_stage_starts_after_the_budget(tmp_path, peers):
-    code, written, _ = run(tmp_path, peers, "--budget-s", "0")
+def test_no_stage_starts_after_the_budget(tmp_path, server):
+    code, written, _ = run(tmp_path, "--budget-s", "0")
     assert code == 1
     none = {"stage": "make model", "seconds": 0, "end": "no time left"}
     assert written["meta"]["stages"] == [none, none]

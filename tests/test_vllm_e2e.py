@@ -2,16 +2,18 @@
 
 import json
 import shutil
+import subprocess
 import sys
 
 import pytest
 import torch
-from e2e import MAKE_MODEL, topics
 from safetensors.torch import load_file, save_file
 
 import moelora
 
 pytest.importorskip("tomllib")
+
+from e2e import pretend, topics  # noqa: E402
 
 from benchmarks import answers, jobs, vllm_bits, vllm_e2e, vllm_gpt_oss, vllm_quantise  # noqa: E402
 
@@ -24,7 +26,7 @@ def LoRARequest(name, number, path):
     return SimpleNamespace(lora_name=name, lora_int_id=number)' > $SITE/vllm/lora/request.py
 """
 
-HF_CHECK = """\
+REFERENCE = """\
 import json, sys
 assert json.load(open(sys.argv[-1]))["names"][0] == "base"
 print("reference check OK")
@@ -77,12 +79,11 @@ class LLM:
 
 
 @pytest.fixture
-def peers(tmp_path):
+def peers(tmp_path, monkeypatch):
     folder = tmp_path / "peers"
     folder.mkdir()
     (folder / "install_chunk.sh").write_text(INSTALL)
-    (folder / "make_model.py").write_text(MAKE_MODEL)
-    (folder / "hf_check.py").write_text(HF_CHECK)
+    pretend(monkeypatch, folder, REFERENCE)
     (folder / "vllm.py").write_text(VLLM)
     return folder
 
@@ -200,6 +201,22 @@ def test_a_layer_that_fell_back_is_found(tmp_path, peers, monkeypatch):
     code, written, _ = run(tmp_path, peers, "--parallel", "--only", "answers")
     assert code == 1
     assert not any(row["ok"] for row in topics(written, "layers"))
+
+
+def test_an_installed_vllm_is_not_unpacked(tmp_path, peers, monkeypatch, capsys):
+    site, out = tmp_path / "installed", tmp_path / "out.json"
+    words = ["--only", "answers", "--out", str(out), "--work", str(tmp_path / "work")]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        vllm_e2e.main(words)
+    assert "vLLM is not installed here" in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    subprocess.run(["bash", peers / "install_chunk.sh"], env={"SITE": str(site)}, check=True)
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    assert vllm_e2e.main(words) == 0
+    written = json.loads(out.read_text())
+    stages = [stage["stage"] for stage in written["meta"]["stages"]]
+    assert stages == ["make tiny", "moelora", "vllm", "reference of moelora"]
 
 
 def test_no_stage_starts_after_the_budget(tmp_path, peers):

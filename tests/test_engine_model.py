@@ -1,0 +1,97 @@
+"""The model that engines are measured with, and what their answers are held against."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hf_models import transformers  # skips where there is none
+
+from benchmarks import answers, engine_model, engine_reference
+from moelora.integrations.transformers import load_adapters, use_adapters
+
+PROMPTS = [[5 + 3 * i + j * j % 89 for j in range(12 + i)] for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(folder of a model with one layer and two adapters, its manifest)."""
+    out = tmp_path_factory.mktemp("engine") / "model"
+    words = ["--preset", "micro", "--layers", "1", "--adapters", "4,8", "--out", str(out)]
+    engine_model.main(words)
+    return out, json.loads((out / "manifest.json").read_text())
+
+
+def load(manifest):
+    return transformers.AutoModelForCausalLM.from_pretrained(manifest["base"], dtype=torch.float32)
+
+
+def test_a_model_is_what_its_manifest_says(made):
+    out, manifest = made
+    assert manifest["adapters"] == [str(out / "lora1-r4"), str(out / "lora2-r8")]
+    assert manifest["shape"]["layers"] == 1 and manifest["shape"]["hidden"] == 64
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        manifest["base"], dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    assert (model.config.num_hidden_layers, model.config.vocab_size) == (1, manifest["vocab"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(manifest["base"])
+    assert tokenizer("<7> <4095>")["input_ids"] == [7, 4095] and tokenizer.eos_token_id == 2
+
+
+def test_numbers_have_the_sizes_that_keep_answers_apart(made):
+    _, manifest = made
+    model = load(manifest)
+    logits = model(torch.tensor([PROMPTS[0]])).logits
+    assert 2 < logits.std() < 4
+    base = engine_reference.weight_of(model, 0, 1, "down").clone()
+    with engine_reference.merged(model, Path(manifest["adapters"][1])):
+        delta = engine_reference.weight_of(model, 0, 1, "down") - base
+    assert torch.equal(engine_reference.weight_of(model, 0, 1, "down"), base)
+    assert delta.std() / base.std() == pytest.approx(engine_model.DELTA, rel=0.2)
+
+
+def test_the_same_words_make_the_same_model(made, tmp_path):
+    out, _ = made
+    words = ["--preset", "micro", "--layers", "1", "--adapters", "4,8"]
+    engine_model.main([*words, "--out", str(tmp_path / "again")])
+    for file in sorted(out.rglob("*.safetensors")):
+        assert (tmp_path / "again" / file.relative_to(out)).read_bytes() == file.read_bytes()
+
+
+def replies(made, wrong=0.0):
+    """What moelora's layers answer, as a check of `benchmarks.serving`."""
+    _, manifest = made
+    model = load(manifest)
+    pool = load_adapters(model, manifest["adapters"])
+    alone = []
+    for name in (None, *pool.names()):
+        rows = []
+        for prompt in PROMPTS:
+            with use_adapters(model, [name]):
+                (logprobs,) = engine_reference.prompt_logprobs(model, [prompt])
+            rows.append({"prompt": [lp + wrong for lp in logprobs], "tokens": []})
+        alone.append(rows)
+    return {"names": ["base", *pool.names()], "prompts": PROMPTS, "alone": alone}
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.2])
+def test_answers_are_held_against_merged_adapters(made, tmp_path, capsys, wrong):
+    answers.write_replies(tmp_path / "lps.json", replies(made, wrong))
+    capsys.readouterr()
+    words = ["--model", str(made[0]), "--lps", str(tmp_path / "lps.json")]
+    assert engine_reference.main(words) == (1 if wrong else 0)
+    *_, base, first, second, last = capsys.readouterr().out.splitlines()
+    assert last == f"reference check {'FAILED' if wrong else 'OK'}"
+    found = answers.distances([base, first, second])
+    assert found == pytest.approx(dict.fromkeys(("base", "lora1-r4", "lora2-r8"), wrong), abs=1e-3)
+    ends = [line.split()[-1] for line in (base, first, second)]
+    assert ends == ["BAD" if wrong else "ok"] * 3
+
+
+def test_adapters_of_the_wrong_name_are_told(made, tmp_path):
+    check = replies(made)
+    check["alone"][1:] = check["alone"][:0:-1]
+    answers.write_replies(tmp_path / "lps.json", check)
+    words = ["--model", str(made[0]), "--lps", str(tmp_path / "lps.json")]
+    assert engine_reference.main(words) == 1
