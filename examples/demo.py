@@ -332,7 +332,7 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
 
     console, began = Console(), time.monotonic()
-    console.print("About a minute on two CPU cores; loading the model ...")
+    console.print("About a minute on two CPU cores, two beside other work; loading the model ...")
     dtype = getattr(torch, args.dtype)
     served = Served(dtype)
     oracle = Oracle("grouped_mm", dtype)
