@@ -263,6 +263,18 @@ def test_channels_and_tensors(device, dtype):
     assert (native.x_format, native.x_scale) == ("native", 0.0)
 
 
+def test_activations_in_bf16_are_native_ones():
+    q, channels = numbers("fp8_channel", (2, 128, 160)).q, torch.rand(2, 128) + 0.5
+    for make, *scales in (
+        (QuantizedWeights.from_fp8_block, torch.rand(2, 1, 2) + 0.5),
+        (QuantizedWeights.from_fp8_channel, channels),
+        (QuantizedWeights.from_fp8_tensor, channels[:, 0], 0.5),
+    ):
+        native, bf16 = (make(q, *scales, activations=said) for said in ("native", "bf16"))
+        assert torch.equal(bf16.data, native.data)
+        assert bf16.layout == native.layout
+
+
 @every_format
 @pytest.mark.parametrize("gate_up", [None, "concatenated"])
 def test_state_dict(name, gate_up, tmp_path):
@@ -317,7 +329,12 @@ BAD = [
         {"block": (32, 64), "weight_scale_inv": torch.ones(2, 2, 2)},
         r"block is \(32, 64\), expected columns that are a multiple of 128, as rows of a tile",
     ),
-    ("from_fp8_block", {"activations": "bf16"}, "activations is 'bf16', expected 'fp8' or"),
+    ("from_fp8_block", {"activations": "int8"}, "is 'int8', expected 'fp8' or 'native' or 'bf16'"),
+    (
+        "from_fp8_block",
+        {"activations": "bf16", "dtype": torch.float16},
+        "activations is 'bf16' and dtype is torch.float16, expected dtype torch.bfloat16, or activ",
+    ),
     ("from_fp8_block", {"gate_up": "both"}, "gate_up is 'both', expected one of None"),
     ("from_fp8_block", {"dtype": torch.float32}, "dtype is torch.float32, expected torch.bfloat16"),
     ("from_fp8_channel", {"weight_scale": torch.ones(2, N - 1)}, "weight_scale has shape"),

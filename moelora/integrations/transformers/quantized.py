@@ -66,7 +66,7 @@ def load_quantized(
         each expert. All other weights must be plain, or FP8: those are dequantised.
     dtype : torch.dtype
         bfloat16 or float16, of the model and of the activations that its experts take.
-    activations : {"fp8", "native"}, optional
+    activations : {"fp8", "native", "bf16"}, optional
         Of FP8 experts: what multiplies them (`QuantizedWeights.from_fp8_block`). By default FP8 if
         the folder says that activations are quantised, as most do.
     model_class : type, optional
@@ -140,7 +140,7 @@ def load_quantized_experts(
         As of `load_quantized`.
     dtype : torch.dtype, optional
         bfloat16 or float16, by default that of the experts' parameters.
-    activations : {"fp8", "native"}, optional
+    activations : {"fp8", "native", "bf16"}, optional
         As of `load_quantized`.
 
     Raises
