@@ -96,8 +96,8 @@ def test_every_number_of_e4m3(scale, device, dtype):
 
 
 def engines_rule(x: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """vLLM's per_token_group_quant_fp8, dynamic per-token and static scaled_fp8_quant on a GPU:
-    values of e4m3 as float32, and scales spread over columns, of rows (M, K)."""
+    """per_token_group_quant_fp8, dynamic per-token and static scaled_fp8_quant of vLLM 0.33 on a
+    GPU: values of e4m3 as float32, and scales spread over columns, of rows (M, K)."""
     x = x.float()
     if name == "fp8_static_w8a8":
         scale = torch.full_like(x, INPUT_SCALE)
