@@ -52,6 +52,9 @@ INVARIANCE = """with adapters: ours_us, in the mode: ours_invariant_us, without:
 CPU = """dtype: dtype, bound: bound_us, with adapters: ours_us, ×: ratio,
     fastest baseline: best_rival, without: ours_base_us,
     transformers without: rivals.grouped_mm_base"""
+CPU_FORMATS = """weights: format, bound: bound_us, with adapters: ours_us, in bf16: ours_bf16_us,
+    unpacked in the call: ours_unpacking_us, without: ours_base_us,
+    in bf16 without: ours_bf16_base_us, unpacked in the call without: ours_unpacking_base_us"""
 FP8 = "fp8_block"
 RATIOS = "ratio", "share", "max_err_ratio"
 # {name: (file, which of its cases, columns)}
@@ -74,6 +77,7 @@ TABLES = {
     "engines_mxfp4": ("h200-e2e-mxfp4", lambda r: r["topic"] == "speed", ENGINES_MORE),
     "engines_sglang": ("h200-e2e-sglang", lambda r: r["topic"] == "speed", SGLANG),
     "cpu": ("cpu-layer", lambda r: True, CPU),
+    "cpu_formats": ("cpu-formats", lambda r: True, CPU_FORMATS),
     "invariance": ("h200-invariance", lambda r: "model" in r, INVARIANCE),
 }
 
@@ -282,6 +286,28 @@ def cpu_ranges():
         transformers with PEFT; at {most} tokens rank 16 costs {span(cost, 0)} %."""
 
 
+def cpu_format_ranges():
+    """Our times over those of bf16 on unpacked weights: unpacked in the call, and before."""
+    if not path_of("cpu-formats").exists():
+        return AWAITED
+    meta, rows = load("cpu-formats")
+    said = []
+    for what, formats in (("four bits", ("mxfp4", "int4")), ("FP8", (FP8,))):
+        some = [r for r in rows if r["format"] in formats]
+        within, before = (
+            [r[f"ours{add}_us"] / r[f"ours_{who}{add}_us"] for r in some for add in ("", "_base")]
+            for who in ("unpacking", "bf16")
+        )
+        longer = [
+            f"more in {sum(t > 1 for t in found)} of {len(found)}" for found in (within, before)
+        ]
+        said.append(f"""weights of {what} take {span(within)} of the time of `unpack()` and the bf16
+            layer ({longer[0]} cases), {span(before)} of that of the bf16 layer alone
+            ({longer[1]})""")
+    return f"""On {meta["cores"]} CPU cores ({meta["cpu_features"][-1]}), with adapters and without,
+        {"; ".join(said)}."""
+
+
 def decode_parts():
     """Each kind of kernel of a decode step: its time, and behind the slash its bytes' at the
     memory's rate."""
@@ -315,7 +341,11 @@ MADE = {
     "engine_bits": ("h200-e2e-invariance", engine_bits),
 }
 SENTENCES = {
-    f.__name__: f for f in (layer_ranges, delta_ranges, cpu_ranges, invariance_found, sglang_ranges)
+    f.__name__: f
+    for f in (
+        *(layer_ranges, delta_ranges, cpu_ranges, cpu_format_ranges),
+        *(invariance_found, sglang_ranges),
+    )
 }
 
 
