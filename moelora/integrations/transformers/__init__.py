@@ -27,7 +27,6 @@ Adapters that PEFT has loaded, with factors of other layers beside those of the 
 
 from moelora.integrations.transformers.adapters import (
     load_adapters,
-    moe_layers,
     new_pool,
     unload_adapters,
     use_adapters,
@@ -35,6 +34,7 @@ from moelora.integrations.transformers.adapters import (
 from moelora.integrations.transformers.calls import BASE, IMPLEMENTATION
 from moelora.integrations.transformers.enable import enable
 from moelora.integrations.transformers.experts import experts_forward
+from moelora.integrations.transformers.layers import moe_layers
 from moelora.integrations.transformers.quantized import load_quantized, load_quantized_experts
 
 __all__ = [

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
 
 from moelora.adapters import AdapterInfo, AdapterPool, MoELayer, peek
 from moelora.adapters.pool import LayerFactors
@@ -23,7 +22,8 @@ from moelora.integrations.transformers.calls import (
     take_adapter_names,
 )
 from moelora.integrations.transformers.experts import activation_of
-from moelora.integrations.transformers.projection import expert_weights, is_experts, sizes
+from moelora.integrations.transformers.layers import moe_layers
+from moelora.integrations.transformers.projection import expert_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -125,36 +125,6 @@ class _Serving:
                 f"of the model had {tokens}; call the model that was given to use_adapters"
             )
         return {"token_lora_mapping": mapping, **self.layers[layer]}
-
-
-def moe_layers(model: nn.Module) -> dict[str, tuple[Experts, MoELayer]]:
-    """The experts modules of a model that go through transformers' experts interface, by name.
-
-    Modules that PEFT has wrapped have the name that they had before.
-    """
-    layers = {}
-    for name, module in model.named_modules():
-        if not is_experts(module):
-            continue
-        name = name.replace(".base_layer", "")
-        if getattr(module, "_is_expert_parallel", False):
-            raise NotImplementedError(
-                f"{name} is expert parallel; its adapters are not sharded yet"
-            )
-        _, (experts, hidden, intermediate) = sizes(module)
-        layer = MoELayer(
-            name,
-            experts,
-            hidden,
-            intermediate,
-            gated=module.has_gate,
-            interleaved=module.has_gate and not getattr(module, "is_concatenated", True),
-            transposed=module.is_transposed,
-        )
-        layers[name] = (module, layer)
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no experts behind transformers' interface")
-    return layers
 
 
 def new_pool(

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from moelora.integrations.transformers.adapters import moe_layers
 from moelora.integrations.transformers.calls import IMPLEMENTATION, check_implementation
 from moelora.integrations.transformers.experts import activation_of
+from moelora.integrations.transformers.layers import moe_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,9 +14,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moelora.fake import COMPUTE_DTYPES
-from moelora.integrations.transformers.adapters import moe_layers
 from moelora.integrations.transformers.calls import IMPLEMENTATION
 from moelora.integrations.transformers.folder import Folder, read_experts
+from moelora.integrations.transformers.layers import moe_layers
 from moelora.integrations.transformers.projection import is_quantized, take_off, up_name
 from moelora.quantized_fp8 import Activations
 
