@@ -86,30 +86,3 @@ def test_adapters_of_attention_are_sent_to_peft(tmp_path):
     folder = save_adapter(model, tmp_path / "a", 1, target_modules=["q_proj"])
     with pytest.raises(ValueError, match=r"q_proj.* moelora\.integrations\.peft\.attach"):
         moelora_hf.load_adapters(model, [folder])
-
-
-def test_an_adapter_of_the_hub(tmp_path, monkeypatch):
-    import huggingface_hub
-
-    model = make_model(qwen3)
-    folder = save_adapter(model, tmp_path / "a", 1)
-    asked = []
-
-    def snapshot_download(name, allow_patterns):
-        asked.append((name, allow_patterns))
-        return str(folder)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    pool = moelora_hf.load_adapters(model, ["org/law"])
-    assert asked == [("org/law", ["adapter_*"])]
-    assert pool.names() == ["law"]
-
-
-def test_neither_a_folder_nor_on_the_hub(tmp_path, monkeypatch):
-    model = make_model(qwen3)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(FileNotFoundError, match="org/there-is-none is no folder, and not on the"):
-        moelora_hf.load_adapters(model, ["org/there-is-none"])
-    with pytest.raises(FileNotFoundError):
-        moelora_hf.load_adapters(model, [tmp_path / "there-is-none"])

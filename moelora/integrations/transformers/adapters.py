@@ -22,6 +22,7 @@ from moelora.integrations.transformers.calls import (
     take_adapter_names,
 )
 from moelora.integrations.transformers.experts import activation_of
+from moelora.integrations.transformers.hub import local_folder
 from moelora.integrations.transformers.layers import moe_layers
 from moelora.integrations.transformers.projection import expert_weights
 
@@ -203,7 +204,7 @@ def load_adapters(
             )
     specs = [layer for _, layer in found.values()]
 
-    folders = {name: _local(folder) for name, folder in named.items()}
+    folders = {name: local_folder(folder, ["adapter_*"]) for name, folder in named.items()}
     infos = [_peek(folder, specs) for folder in folders.values()]
     if w13_slices is None:
         w13_slices = 1 if infos and all(i.fused for i in infos) else 2
@@ -240,21 +241,6 @@ def load_adapters(
         theirs: Any = model.generate  # for its signature
         model.__dict__["generate"] = functools.update_wrapper(generate, theirs, (), ())
     return pool
-
-
-def _local(source: str | Path) -> Path:
-    """A folder as it is; what is none, and can be the id of a repository, from the Hub."""
-    folder = Path(source).expanduser()
-    if folder.exists() or isinstance(source, Path) or str(source).count("/") != 1:
-        return folder
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-    from huggingface_hub.errors import RepositoryNotFoundError as NotThere
-
-    try:
-        return Path(snapshot_download(str(source), allow_patterns=["adapter_*"]))
-    except (HFValidationError, LocalEntryNotFoundError, NotThere) as error:
-        raise FileNotFoundError(f"{source} is no folder, and not on the Hub: {error}") from None
 
 
 def _peek(folder: Path, specs: Sequence[MoELayer]) -> AdapterInfo:

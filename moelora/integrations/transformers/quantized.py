@@ -16,6 +16,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moelora.fake import COMPUTE_DTYPES
 from moelora.integrations.transformers.calls import IMPLEMENTATION
 from moelora.integrations.transformers.folder import Folder, read_experts
+from moelora.integrations.transformers.hub import local_folder
 from moelora.integrations.transformers.layers import moe_layers
 from moelora.integrations.transformers.projection import is_quantized, take_off, up_name
 from moelora.quantized_fp8 import Activations
@@ -61,9 +62,10 @@ def load_quantized(
     Parameters
     ----------
     folder : str or Path
-        A local folder with config.json and safetensors files: MXFP4 experts as of gpt-oss, or one
-        GPTQ, AWQ, compressed-tensors ("pack-quantized", "float-quantized") or FP8 tensor set for
-        each expert. All other weights must be plain, or FP8: those are dequantised.
+        A folder with config.json and safetensors files, or its id on the Hub ("org/name"): MXFP4
+        experts as of gpt-oss, or one GPTQ, AWQ, compressed-tensors ("pack-quantized",
+        "float-quantized") or FP8 tensor set for each expert. All other weights must be plain, or
+        FP8: those are dequantised.
     dtype : torch.dtype
         bfloat16 or float16, of the model and of the activations that its experts take.
     activations : {"fp8", "native", "bf16"}, optional
@@ -86,8 +88,10 @@ def load_quantized(
         is quantised, too.
     NotImplementedError
         As of `load_quantized_experts`.
+    FileNotFoundError
+        `folder` is no folder, and not on the Hub.
     """
-    checkpoint = Folder(folder)
+    checkpoint = _checkpoint(folder)
     config = AutoConfig.from_pretrained(checkpoint.path)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # transformers' own ways with it
@@ -152,8 +156,10 @@ def load_quantized_experts(
         Another quantisation method or setting, or experts that moelora cannot run.
     RuntimeError
         The model has adapters; they come after its weights.
+    FileNotFoundError
+        `folder` is no folder, and not on the Hub.
     """
-    folder = folder if isinstance(folder, Folder) else Folder(folder)
+    folder = folder if isinstance(folder, Folder) else _checkpoint(folder)
     if getattr(model, "_moelora", None) is not None:
         raise RuntimeError("the model has adapters already; load them after its weights")
     for name, (module, _) in moe_layers(model).items():
@@ -167,6 +173,11 @@ def load_quantized_experts(
         for own, found in zip((up_name(module), "down_proj"), weights, strict=True):
             getattr(module, own).weights = found.to(device)
     model.set_experts_implementation(IMPLEMENTATION)
+
+
+def _checkpoint(source: str | Path) -> Folder:
+    # Folders within a repository have the same weights once more, for other programs: gpt-oss's.
+    return Folder(local_folder(source, ["*.json", "*.safetensors"], ignore_patterns=["*/*"]))
 
 
 def _device(model: nn.Module, name: str) -> torch.device:
