@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from hf_models import MODELS, make_model, qwen3, save_adapter, tokens, transformers
+from hf_models import MODELS, gpt_oss, make_model, qwen3, save_adapter, tokens, transformers
+from transformers.integrations import mxfp4
 
 import moelora.integrations.transformers as moelora_hf
 from benchmarks import architectures
@@ -59,6 +60,21 @@ def test_a_model_of_which_some_experts_are_not_reached():
     before = model.config._experts_implementation
     with pytest.raises(NotImplementedError, match=r"mlp\.experts of Qwen3MoeForCausalLM do not go"):
         moelora_hf.enable(model)
+    assert model.config._experts_implementation == before
+
+
+@pytest.mark.parametrize("call", ["enable", "load_adapters"])
+def test_experts_that_transformers_has_swizzled(call):
+    model = make_model(gpt_oss)
+    for layer in model.model.layers:
+        layer.mlp.experts = mxfp4.Mxfp4GptOssExperts(model.config)
+    before = model.config._experts_implementation
+    message = r"0\.mlp\.experts is Mxfp4GptOssExperts, whose .* triton_kernels, .*load_quantized"
+    with pytest.raises(NotImplementedError, match=message):
+        if call == "enable":
+            moelora_hf.enable(model)
+        else:
+            moelora_hf.load_adapters(model, {}, max_loras=1, max_rank=4)
     assert model.config._experts_implementation == before
 
 

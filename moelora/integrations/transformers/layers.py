@@ -16,10 +16,17 @@ if TYPE_CHECKING:
 def moe_layers(model: nn.Module) -> dict[str, tuple[Experts, MoELayer]]:
     """The experts modules of a model that go through transformers' experts interface, by name.
 
-    Modules that PEFT has wrapped have the name that they had before.
+    Modules that PEFT has wrapped have the name that they had before. Raises ValueError if there are
+    none, NotImplementedError for experts that cannot be reached.
     """
     layers = {}
     for name, module in model.named_modules():
+        if type(module).__name__ == "Mxfp4GptOssExperts":
+            raise NotImplementedError(
+                f"{name} is Mxfp4GptOssExperts, whose weights transformers has swizzled for "
+                "triton_kernels, which alone reads them; give the checkpoint's folder to "
+                "moelora.integrations.transformers.load_quantized"
+            )
         if not is_experts(module):
             continue
         name = name.replace(".base_layer", "")
