@@ -22,9 +22,14 @@ from moelora.integrations.transformers.calls import (
     take_adapter_names,
 )
 from moelora.integrations.transformers.experts import activation_of
+from moelora.integrations.transformers.fp8 import pack_loaded
 from moelora.integrations.transformers.hub import local_folder
 from moelora.integrations.transformers.layers import moe_layers
-from moelora.integrations.transformers.projection import expert_weights
+from moelora.integrations.transformers.projection import (
+    expert_weights,
+    is_loaded_fp8,
+    not_packed,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -140,7 +145,9 @@ def new_pool(
 
     Raises NotImplementedError for experts that moelora cannot run or that are on several devices.
     """
-    for module, _ in layers.values():
+    for name, (module, _) in layers.items():
+        if is_loaded_fp8(module):
+            raise NotImplementedError(not_packed(name))
         activation_of(module)
     weights = [expert_weights(module)[1] for module, _ in layers.values()]
     devices = {w.device for w in weights}
@@ -170,6 +177,7 @@ def load_adapters(
     model : transformers.PreTrainedModel
         Its experts implementation becomes `"moelora"`, and calls of it and of its `generate` take
         `adapter_names`: one name per row of the batch, "__base__" or None for the base model.
+        Experts that transformers has loaded in FP8 are packed, as by `enable`.
     adapters : mapping or iterable
         Name -> folder with `adapter_config.json` and `adapter_model.safetensors`, or its id on the
         Hub ("org/name"); or these alone, whose last part becomes the adapter's name. All factors
@@ -205,6 +213,7 @@ def load_adapters(
     specs = [layer for _, layer in found.values()]
 
     folders = {name: local_folder(folder, ["adapter_*"]) for name, folder in named.items()}
+    pack_loaded(model, found)
     infos = [_peek(folder, specs) for folder in folders.values()]
     if w13_slices is None:
         w13_slices = 1 if infos and all(i.fused for i in infos) else 2

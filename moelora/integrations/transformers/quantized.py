@@ -9,41 +9,15 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moelora.fake import COMPUTE_DTYPES
 from moelora.integrations.transformers.calls import IMPLEMENTATION
 from moelora.integrations.transformers.folder import Folder, read_experts
 from moelora.integrations.transformers.hub import local_folder
 from moelora.integrations.transformers.layers import moe_layers
-from moelora.integrations.transformers.projection import is_quantized, take_off, up_name
+from moelora.integrations.transformers.projection import put_on
+from moelora.integrations.transformers.quantizer import Config, refuse_saving
 from moelora.quantized_fp8 import Activations
-
-
-@register_quantization_config(IMPLEMENTATION)
-class _Config(QuantizationConfigMixin):
-    """Says to `from_pretrained` that `_Quantizer` prepares the model."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        self.quant_method = IMPLEMENTATION  # type: ignore[assignment] # not one of theirs
-
-
-@register_quantizer(IMPLEMENTATION)
-class _Quantizer(HfQuantizer):
-    """Takes the experts' parameters off a model before `from_pretrained` gives them memory."""
-
-    requires_calibration = False
-    is_trainable = False
-
-    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        return False
-
-    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        for module, _ in moe_layers(model).values():
-            take_off(module, module.down_proj.dtype)
-            module._is_hf_initialized = True  # nothing here is to be made up
 
 
 def load_quantized(
@@ -105,7 +79,7 @@ def load_quantized(
         config=config,
         state_dict=checkpoint.plain(dtype),
         dtype=dtype,
-        quantization_config=_Config(),
+        quantization_config=Config(),
         experts_implementation=IMPLEMENTATION,
         output_loading_info=True,
         **options,
@@ -166,12 +140,10 @@ def load_quantized_experts(
         kind = dtype or module.down_proj.dtype
         if kind not in COMPUTE_DTYPES:
             raise ValueError(f"dtype of {name} is {kind}, wanted torch.bfloat16 or torch.float16")
-        weights = read_experts(folder, name, module, kind, activations)
-        if not is_quantized(module):
-            take_off(module, kind)
+        up, down = read_experts(folder, name, module, kind, activations)
         device = _device(model, name)
-        for own, found in zip((up_name(module), "down_proj"), weights, strict=True):
-            getattr(module, own).weights = found.to(device)
+        refuse_saving(model)
+        put_on(module, (up.to(device), down.to(device)))
     model.set_experts_implementation(IMPLEMENTATION)
 
 
