@@ -2,6 +2,7 @@
 
     python -m benchmarks.vllm_e2e --peers .peers/vllm_e2e --out benchmarks/results/h200-e2e.json
     python -m benchmarks.vllm_e2e --parallel --only speed --layers 12 --out ...-e2e-parallel.json
+    python -m benchmarks.vllm_e2e --parallel --only answers --out ...-e2e-answers-parallel.json
     python -m benchmarks.vllm_e2e --only speed --layers 12 --out ...-e2e-12-layers.json
     python -m benchmarks.vllm_e2e --format int4 --out ...-e2e-int4.json
     python -m benchmarks.vllm_e2e --only invariance --out ...-e2e-invariance.json
