@@ -108,7 +108,7 @@ def test_one_gpu(tmp_path, peers):
         *(("moelora", True, b) for b in ("base", "4 mixed")),
     ]
     assert all(row["prefill_tok_s"] > 0 and row["decode_tok_s"] > 0 for row in rows)
-    assert [row["wanted"] for row in topics(written, "target")] == [1.0, 1.25]
+    assert [row["wanted"] for row in topics(written, "target")] == [1.0, 1.4, 0.92, 1.3]
     assert topics(written, "reference")[0]["said"] == ["reference check OK"]
     served = {row["run"]: row["served"] for row in topics(written, "layers")}
     for how in ("", " compiled"):
@@ -126,7 +126,17 @@ def test_engines_with_lora_alone(tmp_path, peers):
     assert [(r["engine"], r["batch"]) for r in topics(written, "speed")] == [
         (engine, batch) for engine in ("vllm", "moelora") for batch in ("base", "4 mixed")
     ]
-    assert [row["wanted"] for row in topics(written, "target")] == [1.25]
+    assert [row["wanted"] for row in topics(written, "target")] == [1.4, 1.3]
+
+
+def test_targets_are_those_of_the_format():
+    speed = {"prefill_tok_s": 130, "decode_tok_s": 120}
+    rows = [fields | speed for fields in (vllm_e2e.OURS_MIXED, vllm_e2e.VLLM_BASE)]
+    rows.append(vllm_e2e.VLLM_MIXED | {"prefill_tok_s": 100, "decode_tok_s": 100})
+    found = [(row["ratio"], row["wanted"], row["ok"]) for row in vllm_e2e.all_targets(rows, "int4")]
+    assert found == [(1.3, 1.3, True), (1.2, 1.25, False)]
+    found = [(row["ratio"], row["wanted"], row["ok"]) for row in vllm_e2e.all_targets(rows)]
+    assert found == [(1.0, 1.0, True), (1.3, 1.4, False), (1.0, 0.92, True), (1.2, 1.3, False)]
 
 
 @pytest.mark.slow
@@ -169,10 +179,13 @@ def test_speeds_of_two_gpus(tmp_path, peers):
         ),
     ]
     assert all(len(row["decode_s"]) == 2 and row["decode_gpu_ms"] is None for row in rows)
-    assert [row["what"].split(",")[0] for row in topics(written, "target")] == [
-        "prefill",
-        "decode",
-        "decode",
+    assert [(row["what"].split(",")[0], row["wanted"]) for row in topics(written, "target")] == [
+        ("prefill", 1.0),
+        ("prefill", 1.4),
+        ("decode", 0.92),
+        ("decode", 1.3),
+        ("prefill", 1.4),
+        ("decode", 1.3),
     ]
 
 
