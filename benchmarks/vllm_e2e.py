@@ -16,7 +16,7 @@ experts, or each of them, by vLLM's own exchange over NCCL.
 
 With `--format`, experts are quantised (`benchmarks.vllm_quantise`; `mxfp4` is a gpt-oss of
 `benchmarks.vllm_gpt_oss`) and moelora is held against vLLM
-with the same numbers: in the same format where vLLM's kernels of the packed copy can (`fp8`), and
+with the same numbers: in the same format where vLLM's kernels of the packed copy can (FP8), and
 unquantised otherwise, unless `--own-kernels` says that the copy has them all (PTX=1).
 
 With `--only invariance` both engines run under VLLM_BATCH_INVARIANT, and rows of their MoE layers
@@ -42,10 +42,12 @@ from benchmarks.answers import (
 )
 from benchmarks.jobs import ROOT, Stages, write_entry_points, write_logs
 from benchmarks.serving import speed_row, targets
+from benchmarks.vllm_quantise import FORMATS
 from moelora.bench import results
 from moelora.integrations.vllm import OWN_PATH, SWITCH
 
 RANKS = "16,16,64,64"
+FP8 = [format for format in FORMATS if format.startswith("fp8")]
 OURS = ("TritonExpertsWithLoRA", "QuantizedExpertsWithLoRA")
 OURS_MIXED = {"engine": "moelora", "batch": "4 mixed", "lora_enabled": True}
 VLLM_MIXED = OURS_MIXED | {"engine": "vllm"}
@@ -169,7 +171,7 @@ class Bench(Stages):
 
     def same_format(self):
         """Whether vLLM's own engine reads what moelora's does."""
-        return self.args.format in (None, "fp8") or self.args.own_kernels
+        return self.args.format in (None, *FP8) or self.args.own_kernels
 
     def only_quantised(self, model):
         """Nobody reads what a large model's numbers stand for, where vLLM reads the numbers."""
@@ -211,7 +213,7 @@ class Bench(Stages):
         script = self.args.peers / "hf_check.py"
         dense = "tiny" if self.args.format is None else f"tiny-{self.args.format}-dense"
         model = ["--model", self.work / dense, "--lps", lps]
-        tolerance = ["--tol", "0.5" if self.args.format == "fp8" else str(SAME)]
+        tolerance = ["--tol", "0.5" if self.args.format in FP8 else str(SAME)]
         return self.job(f"reference of {name}", [sys.executable, script, *tolerance, *model], 90)
 
     def answers(self):
@@ -223,7 +225,7 @@ class Bench(Stages):
         for name, model in zip(("moelora", "vllm"), models, strict=True):
             job = self.engine(name, model, "--lora", "--check", ours=name == "moelora")
             self.read(name, job)
-        for name in ("moelora", "vllm") if self.args.format == "fp8" else ("moelora",):
+        for name in ("moelora", "vllm") if self.args.format in FP8 else ("moelora",):
             reference = self.reference(name)
             if reference is None:
                 continue
@@ -309,7 +311,7 @@ def main(argv=None):
     p.add_argument("--sequences", default="64", help="of decode, commas between")
     p.add_argument("--lora-only", action="store_true", help="time no engines without LoRA")
     p.add_argument("--only", choices=("answers", "speed", "invariance"), help="leave the other out")
-    p.add_argument("--format", choices=("int4", "mxfp4", "fp8"), help="of experts")
+    p.add_argument("--format", choices=(*FORMATS, "mxfp4"), help="of experts")
     p.add_argument("--own-kernels", action="store_true", help="vLLM runs the same format, too")
     p.add_argument("--parallel", action="store_true", help="two GPUs, in each of three ways")
     p.add_argument("--reps", type=int, default=5, help="of each measurement, of which the median")
