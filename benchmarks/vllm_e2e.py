@@ -206,15 +206,17 @@ class Bench(Stages):
     def reference(self, name):
         """transformers in fp32 with adapters merged, against a run's prompts."""
         check = self.runs.get(name, {}).get("check")
-        if check is None or self.args.format == "mxfp4":  # the script knows Qwen3-MoE alone
+        if check is None:
             return None
         lps = self.work / f"lps-{name}.json"
         write_replies(lps, check)
-        script = self.args.peers / "hf_check.py"
+        script = [self.args.peers / "hf_check.py"]
+        if self.args.format == "mxfp4":  # that script knows Qwen3-MoE alone
+            script = ["-m", "benchmarks.vllm_gpt_oss_check"]
         dense = "tiny" if self.args.format is None else f"tiny-{self.args.format}-dense"
         model = ["--model", self.work / dense, "--lps", lps]
         tolerance = ["--tol", "0.5" if self.args.format in FP8 else str(SAME)]
-        return self.job(f"reference of {name}", [sys.executable, script, *tolerance, *model], 90)
+        return self.job(f"reference of {name}", [sys.executable, *script, *tolerance, *model], 90)
 
     def answers(self):
         if not self.done(self.make("tiny", "--preset", "tiny")):

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import moelora
-from benchmarks import vllm_gpt_oss, vllm_quantise
+from benchmarks import answers, vllm_gpt_oss, vllm_gpt_oss_check, vllm_quantise
 
 
 def quantised_and_dense(tmp_path, format):
@@ -81,10 +81,15 @@ def test_other_fp8_checkpoints_are_what_their_dense_ones_say(tmp_path, format, s
     assert torch.equal(quantised[gate], plain[gate])
 
 
-def test_gpt_oss_of_random_numbers(tmp_path, monkeypatch):
+@pytest.fixture
+def small_gpt_oss(monkeypatch):
     sizes = {"HIDDEN": 96, "INTER": 64, "EXPERTS": 2, "HEADS": 4, "KV_HEADS": 2, "HEAD": 8}
     for name, size in sizes.items():
         monkeypatch.setattr(vllm_gpt_oss, name, size)
+    return monkeypatch
+
+
+def test_gpt_oss_of_random_numbers(tmp_path, small_gpt_oss):
     out = tmp_path / "oss"
     vllm_gpt_oss.main(["--out", str(out), "--layers", "1", "--ranks", "4"])
     layer = "layer-00.safetensors"
@@ -104,3 +109,52 @@ def test_gpt_oss_of_random_numbers(tmp_path, monkeypatch):
     again = load_file(alone / "base" / layer)
     assert all(torch.equal(again[name], quantised[name]) for name in quantised)
     assert not (tmp_path / "alone-dense").exists()
+
+
+@torch.no_grad()
+def with_peft(manifest, prompts):
+    """Log-probabilities of the base model and of each adapter, by transformers and PEFT."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    found = []
+    for adapter in (None, *manifest["adapters"]):
+        how = {"dtype": torch.float32, "attn_implementation": "eager"}
+        model = transformers.AutoModelForCausalLM.from_pretrained(manifest["base"], **how).eval()
+        if adapter:
+            config = peft.PeftConfig.from_pretrained(adapter)
+            config.target_modules = []  # vLLM asks for experts there, PEFT has no layer for them
+            model = peft.PeftModel.from_pretrained(model, adapter, config=config).eval()
+        rows = [torch.log_softmax(model(torch.tensor([p])).logits[0], -1) for p in prompts]
+        found.append(
+            [
+                [row[i, token].item() for i, token in enumerate(prompt[1:])]
+                for row, prompt in zip(rows, prompts, strict=True)
+            ]
+        )
+    return found
+
+
+def test_the_reference_of_gpt_oss_is_that_of_peft(tmp_path, small_gpt_oss, capsys):
+    small_gpt_oss.setattr(vllm_gpt_oss, "EXPERTS", 4)
+    small_gpt_oss.setattr(vllm_gpt_oss, "TOP_K", 2)
+    small_gpt_oss.setattr(vllm_gpt_oss, "VOCAB", 64)
+    out, lps = tmp_path / "oss", tmp_path / "lps.json"
+    vllm_gpt_oss.main(["--out", str(out), "--layers", "2", "--ranks", "4,8"])
+    manifest = json.loads((tmp_path / "oss-dense" / "manifest.json").read_text())
+    make = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 64, (n,), generator=make).tolist() for n in (9, 14)]
+    names = ["base", *(a.rpartition("/")[2] for a in manifest["adapters"])]
+    exact = with_peft(manifest, prompts)
+
+    def check(lines):
+        lps.write_text(json.dumps({"names": names, "prompts": prompts, "lps": lines}))
+        words = ["--model", str(tmp_path / "oss-dense"), "--lps", str(lps)]
+        capsys.readouterr()
+        return vllm_gpt_oss_check.main(words), capsys.readouterr().out.splitlines()
+
+    status, said = check(exact)
+    assert (status, said[-1]) == (0, "reference check OK")
+    far = answers.distances(said)
+    assert list(far) == names and max(far.values()) < 1e-4
+    status, said = check([exact[0], exact[2], exact[1]])
+    assert (status, said[-1]) == (1, "reference check FAILED")
+    assert [line.split()[-1] for line in said[-4:-1]] == ["ok", "BAD", "BAD"]
