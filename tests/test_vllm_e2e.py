@@ -257,6 +257,44 @@ def test_what_rounding_may_do_is_seen_from_all_prompts():
     assert [(row["near_ties"], row["ok"]) for row in rows] == [(1, True), (0, True)]
 
 
+def test_one_position_far_off_makes_no_near_ties():
+    near, far = reply([1, 2], [-1.0] * 400), reply([1, 7], [-1.0] * 400, gap=2.0)
+    far["top"] = [{"1": 0.0}, {"7": 0.0, "2": -0.5}]
+    near["top"] = [{"1": 0.0}, {"2": 0.0, "7": -0.5}]
+    far["prompt"][:4] = [-6.0] * 4  # a hundredth
+    (row,) = answers.compare("x", ["base"], [[far]], [[near]])
+    assert (row["near_ties"], row["near_tie"], row["ok"]) == (0, answers.TIE, False)
+    far["prompt"][4] = -1.6
+    (row,) = answers.compare("x", ["base"], [[far]], [[near]])
+    assert (row["near_ties"], row["near_tie"], row["ok"]) == (1, 0.6, True)
+
+
+def test_few_replies_may_part_from_a_wider_gap():
+    """As many as there would be, were every hundredth step beyond a near-tie."""
+
+    def parting(step, steps=16):
+        """Two replies that part there, from far; `steps` says they do not."""
+        ours, theirs = reply([1] * steps), reply([1] * steps)
+        for side, token in ((ours, 7), (theirs, 8)):
+            if step < steps:
+                side["tokens"][step] = token
+                side["top"][step] = {"7": -2.0 * (token != 7), "8": -2.0 * (token != 8)}
+        return ours, theirs
+
+    def verdict(*steps):
+        ours, theirs = zip(*map(parting, steps), strict=True)
+        (row,) = answers.compare("x", ["a"], [list(ours)], [list(theirs)])
+        wide = sum(step < 16 for step in steps)
+        assert row["near_ties"] == 0 and row["same_tokens"] == len(steps) - wide
+        assert row["steps"] == sum(min(step + 1, 16) for step in steps)
+        return row["ok"]
+
+    assert verdict(3, 16, 16, 16, 16, 16) and verdict(3, 9, 16, 16, 16, 16)
+    assert not verdict(0, 0, 0, 0, 0, 0) and not verdict(1, 2, 3, 4, 5, 6)
+    assert not verdict(3)
+    assert [answers.by_chance(n) for n in (5, 6, 35, 36, 82, 83)] == [0, 1, 1, 2, 2, 3]
+
+
 def test_a_reference_judges_engines_that_round_activations():
     said = {"moelora": ["base   |dlp| median 0.0800 p95 0.3   against ...", "reference check OK"]}
     said["vllm"] = ["base   |dlp| median 0.0700 p95 0.3   against the wrong model 1.8   ok"]
