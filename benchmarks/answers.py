@@ -1,15 +1,25 @@
 """Replies of two engines, or of one in two batches: the same, but for what rounding does.
 
 A reply is {"prompt": log-probabilities of its prompt's tokens from the second on, "tokens": greedy
-ones, "top": at each step, log-probabilities of the best tokens by id}. Where greedy replies part,
-two tokens must have been so close that rounding could turn them round.
+ones, "top": at each step, log-probabilities of the best tokens by id}.
+
+Where greedy replies part, two tokens must have been so close that rounding could turn them round:
+the smaller of their gaps in the two replies is no more than what rounding did to one of both
+log-probabilities. How much that is, prompts tell, whose tokens are the same for both engines: all
+but a hundredth of their positions, those of the base model and of all adapters together, differ by
+no more than a near-tie, which TIE is at least. One position that is far off makes no others
+near-ties. As the last hundredth may be a step of a reply, too, so many of the compared steps of
+each row may part from a wider gap as chance explains: one of six, two of 36, three of 83.
 """
 
 import json
+import math
 import re
 import statistics
 
 TIE = 0.3  # a gap of log-probabilities that rounding may bridge, as kernels differ with batch size
+BEYOND = 0.01  # the share of log-probabilities that rounding may move by more than a near-tie
+CHANCE = 0.05  # how often so many may be beyond it that correct engines are called wrong
 SAME = 0.1  # median difference of prompts' log-probabilities between two correct engines
 WORSE = 1.25  # moelora's median distance in its baseline's: FP8 rounds activations, too
 
@@ -29,18 +39,42 @@ def first_gap(a, b):
     return None
 
 
+def steps_compared(a, b):
+    """Those of two replies up to the first that differs, which is one of them."""
+    for step, (x, y) in enumerate(zip(a["tokens"], b["tokens"], strict=True)):
+        if x != y:
+            return step + 1
+    return len(a["tokens"])
+
+
+def near_tie(differences):
+    """What all but the share BEYOND of them do not exceed: of less than a hundred, the largest."""
+    inner = math.ceil((1 - BEYOND) * len(differences))
+    return max(TIE, sorted(differences)[inner - 1])
+
+
+def by_chance(steps):
+    """How many of them may be beyond a near-tie; more are in fewer than the share CHANCE of
+    cases, if each is with the probability BEYOND."""
+    most, more = 0, 1 - (1 - BEYOND) ** steps
+    while more > CHANCE:
+        most += 1
+        more -= math.comb(steps, most) * BEYOND**most * (1 - BEYOND) ** (steps - most)
+    return most
+
+
 def compare(what, names, ours, theirs, same=SAME):
-    """One row for the base and each adapter: `ours` and `theirs` are [who][prompt] replies. What
-    rounding may do to a log-probability is seen from all prompts together."""
+    """One row for the base and each adapter: `ours` and `theirs` are [who][prompt] replies."""
     offs = [
         [d for x, y in zip(a, b, strict=True) for d in differences(x, y)]
         for a, b in zip(ours, theirs, strict=True)
     ]
-    tie = max(TIE, *(d for off in offs for d in off))
+    tie = near_tie([d for off in offs for d in off])
     rows = []
     for name, a, b, off in zip(names, ours, theirs, offs, strict=True):
         gaps = [g for x, y in zip(a, b, strict=True) if (g := first_gap(x, y)) is not None]
         ties = sum(gap <= tie for gap in gaps)
+        steps = sum(steps_compared(x, y) for x, y in zip(a, b, strict=True))
         rows.append(
             {
                 "topic": "answers",
@@ -49,10 +83,12 @@ def compare(what, names, ours, theirs, same=SAME):
                 "requests": len(a),
                 "same_tokens": len(a) - len(gaps),
                 "near_ties": ties,
+                "near_tie": round(tie, 4),
+                "steps": steps,
                 "worst_gap": round(max(gaps, default=0.0), 4),
                 "prompt_median": round(statistics.median(off), 5),
                 "prompt_max": round(max(off), 4),
-                "ok": ties == len(gaps) and statistics.median(off) < same,
+                "ok": len(gaps) - ties <= by_chance(steps) and statistics.median(off) < same,
             }
         )
     return rows

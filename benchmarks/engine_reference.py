@@ -85,7 +85,8 @@ def judge(name, wanted, got, other, tolerance):
     ), right
 
 
-def main(argv=None):
+def main(argv=None, merged=merged, **how):
+    """With `merged` of another model's adapters, and how transformers is to load it."""
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--model", type=pathlib.Path, required=True, help="folder with manifest.json")
     p.add_argument("--lps", type=pathlib.Path, required=True, help="what the engine gave")
@@ -97,7 +98,7 @@ def main(argv=None):
     folders = {f.name: f for f in map(pathlib.Path, manifest["adapters"])}
     given = json.loads(args.lps.read_text())
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(manifest["base"], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(manifest["base"], dtype=torch.float32, **how)
     model = model.to(device).eval()
     print(f"reference: transformers, adapters merged in float32 on {device}")
     all_right = True

@@ -52,7 +52,10 @@ INVARIANCE = """with adapters: ours_us, in the mode: ours_invariant_us, without:
 CPU = """dtype: dtype, bound: bound_us, with adapters: ours_us, ×: ratio,
     fastest baseline: best_rival, without: ours_base_us,
     transformers without: rivals.grouped_mm_base"""
-FP8 = "fp8_block"
+CPU_FORMATS = """weights: format, bound: bound_us, with adapters: ours_us, in bf16: ours_bf16_us,
+    unpacked in the call: ours_unpacking_us, without: ours_base_us,
+    in bf16 without: ours_bf16_base_us, unpacked in the call without: ours_unpacking_base_us"""
+FP8, MIXED = "fp8_block", "4 mixed"
 RATIOS = "ratio", "share", "max_err_ratio"
 # {name: (file, which of its cases, columns)}
 TABLES = {
@@ -71,13 +74,15 @@ TABLES = {
     "engines_12_layers": ("h200-e2e-12-layers", lambda r: r["topic"] == "speed", ENGINES),
     "engines_fp8": ("h200-e2e-fp8", lambda r: r["topic"] == "speed", ENGINES_MORE),
     "engines_mxfp4": ("h200-e2e-mxfp4", lambda r: r["topic"] == "speed", ENGINES_MORE),
+    "engines_int4": ("h200-e2e-int4", lambda r: r["topic"] == "speed", ENGINES_MORE),
     "engines_sglang": ("h200-e2e-sglang", lambda r: r["topic"] == "speed", SGLANG),
     "cpu": ("cpu-layer", lambda r: True, CPU),
+    "cpu_formats": ("cpu-formats", lambda r: True, CPU_FORMATS),
     "invariance": ("h200-invariance", lambda r: "model" in r, INVARIANCE),
 }
 
 
-AWAITED = "*Not measured yet.*"  # a table whose file is not there
+AWAITED = "*Not measured yet.*"  # a table whose file, or its rows in it, are not there
 
 
 def path_of(file):
@@ -88,10 +93,15 @@ def load(file):
     return results.read(path_of(file))
 
 
+def rows_of(file):
+    """None before it was measured."""
+    return load(file)[1] if path_of(file).exists() else []
+
+
 def cases(name):
     """The rows of a table of TABLES."""
     file, wanted, _ = TABLES[name]
-    return [row for row in load(file)[1] if wanted(row)]
+    return [row for row in rows_of(file) if wanted(row)]
 
 
 def cell(row, field):
@@ -118,11 +128,11 @@ def markdown(titles, rows):
 
 
 def table(name):
-    file, _, columns = TABLES[name]
-    if not path_of(file).exists():
-        return AWAITED
+    _, _, columns = TABLES[name]
     pairs = [column.strip().split(": ") for column in f"{CASE}, {columns}".split(",")]
     rows = [[cell(row, field) for _, field in pairs] for row in cases(name)]
+    if not rows:
+        return AWAITED
     kept = [i for i in range(len(pairs)) if any(row[i] for row in rows)]
     return markdown([pairs[i][0] for i in kept], [[row[i] for i in kept] for row in rows])
 
@@ -220,45 +230,74 @@ def quantised_layers():
         tokens."""
 
 
+def rate(rows, phase, engine, lora, batch):
+    """Tokens per second of an engine; None where it was not timed."""
+    for row in rows:
+        if (row["engine"], row["lora_enabled"], row["batch"]) == (engine, lora, batch):
+            return row.get(f"{phase}_tok_s")
+
+
+def thousands(*numbers):
+    return [f"{n:,}" if n else "" for n in numbers]
+
+
+def over(a, b):
+    return f"{a / b:.2f}" if a and b else ""
+
+
 def engine_ranges():
     """Tokens per second of engines with and without LoRA, of all that was measured."""
     said = []
     titles = ["engine", "experts", "layers", "tokens/s of", "its own without adapters"]
 
     def row(engine, experts, layers, phase, base, theirs, ours):
-        numbers = [f"{n:,}" if n else "" for n in (base, theirs)]
-        told = [engine, experts, str(layers), phase, *numbers]
-        said.append([*told, f"**{ours:,}**", f"{ours / theirs:.2f}"])
+        told = [engine, experts, str(layers), phase, *thousands(base, theirs)]
+        said.append([*told, f"**{ours:,}**", over(ours, theirs)])
 
     for what, layers, name in (
         ("bf16, Qwen3-30B-A3B", 12, "engines_12_layers"),
         ("FP8, Qwen3-30B-A3B", 12, "engines_fp8"),
         ("MXFP4, gpt-oss-20b", 12, "engines_mxfp4"),
+        ("INT4, Qwen3-30B-A3B", 12, "engines_int4"),
     ):
-        found = {(r["engine"], r["lora_enabled"], r["batch"]): r for r in cases(name)}
         for phase in ("prefill", "decode"):
-            base, theirs, ours = (
-                found.get(key, {}).get(f"{phase}_tok_s")
-                for key in (
-                    ("vllm", False, "base"),
-                    ("vllm", True, "4 mixed"),
-                    ("moelora", True, "4 mixed"),
-                )
-            )
-            row("vLLM 0.26", what, layers, phase, base, theirs, ours)
-    meta, _ = load("h200-e2e-sglang")
-    found = {(r["engine"], r["batch"]): r for r in cases("engines_sglang")}
-    for phase in ("prefill", "decode"):
-        speeds = (
-            found[key][f"{phase}_tok_s"]
+            base = rate(cases(name), phase, "vllm", False, "base")
+            theirs, ours = (rate(cases(name), phase, e, True, MIXED) for e in ("vllm", "moelora"))
+            if ours and theirs:
+                row("vLLM 0.26", what, layers, phase, base, theirs, ours)
+    speeds = {(r["engine"], r["batch"]): r for r in cases("engines_sglang")}
+    for phase in ("prefill", "decode") if speeds else ():
+        numbers = (
+            speeds[key][f"{phase}_tok_s"]
             for key in (
                 ("sglang, no LoRA", "base"),
-                ("sglang, virtual experts", "4 mixed"),  # the faster of its two ways
-                ("moelora", "4 mixed"),
+                ("sglang, virtual experts", MIXED),  # the faster of its two ways
+                ("moelora", MIXED),
             )
         )
-        row(f"SGLang {meta['sglang']}", "bf16, Qwen3-30B-A3B", 12, phase, *speeds)
+        release = load("h200-e2e-sglang")[0]["sglang"]
+        row(f"SGLang {release}", "bf16, Qwen3-30B-A3B", 12, phase, *numbers)
     return markdown([*titles, "its own with", "moelora with", "moelora / its own with"], said)
+
+
+def engines_parallel():
+    """Tokens per second of two GPUs, in each way that they share a layer."""
+    speeds = [row for row in rows_of("h200-e2e-parallel") if row["topic"] == "speed"]
+    said = []
+    for way in dict.fromkeys(row["parallel"] for row in speeds):
+        rows = [row for row in speeds if row["parallel"] == way]
+        for phase in ("prefill", "decode"):
+            none, *theirs = (
+                rate(rows, phase, "vllm", *more)
+                for more in ((False, "base"), (True, "base"), (True, MIXED))
+            )
+            idle, ours = (rate(rows, phase, "moelora", True, batch) for batch in ("base", MIXED))
+            numbers = thousands(none, *theirs, idle)
+            numbers += [f"**{ours:,}**" if ours else "", over(ours, theirs[1]), over(ours, none)]
+            said.append([way, phase, *numbers])
+    titles = ["way", "tokens/s of", "vLLM without LoRA", "vLLM, no adapters", "vLLM, 4 adapters"]
+    titles += ["moelora, no adapters", "moelora, 4 adapters", "moelora / vLLM, 4 adapters"]
+    return markdown([*titles, "moelora, 4 adapters / vLLM without LoRA"], said) if said else AWAITED
 
 
 def sglang_ranges():
@@ -314,6 +353,28 @@ def cpu_ranges():
         transformers with PEFT; at {most} tokens rank 16 costs {span(cost, 0)} %."""
 
 
+def cpu_format_ranges():
+    """Our times over those of bf16 on unpacked weights: unpacked in the call, and before."""
+    if not path_of("cpu-formats").exists():
+        return AWAITED
+    meta, rows = load("cpu-formats")
+    said = []
+    for what, formats in (("four bits", ("mxfp4", "int4")), ("FP8", (FP8,))):
+        some = [r for r in rows if r["format"] in formats]
+        within, before = (
+            [r[f"ours{add}_us"] / r[f"ours_{who}{add}_us"] for r in some for add in ("", "_base")]
+            for who in ("unpacking", "bf16")
+        )
+        longer = [
+            f"more in {sum(t > 1 for t in found)} of {len(found)}" for found in (within, before)
+        ]
+        said.append(f"""weights of {what} take {span(within)} of the time of `unpack()` and the bf16
+            layer ({longer[0]} cases), {span(before)} of that of the bf16 layer alone
+            ({longer[1]})""")
+    return f"""On {meta["cores"]} CPU cores ({meta["cpu_features"][-1]}), with adapters and without,
+        {"; ".join(said)}."""
+
+
 def decode_parts():
     """Each kind of kernel of a decode step: its time, and behind the slash its bytes' at the
     memory's rate."""
@@ -344,17 +405,14 @@ MADE = {
     "decode_parts": ("h200-kernels-decode", decode_parts),
     "format_ranges": ("h200-formats", format_ranges),
     "engine_ranges": ("h200-e2e-fp8", engine_ranges),
+    "engines_parallel": ("h200-e2e-parallel", engines_parallel),
     "engine_bits": ("h200-e2e-invariance", engine_bits),
 }
 SENTENCES = {
     f.__name__: f
     for f in (
-        layer_ranges,
-        delta_ranges,
-        cpu_ranges,
-        invariance_found,
-        quantised_layers,
-        sglang_ranges,
+        *(layer_ranges, delta_ranges, cpu_ranges, cpu_format_ranges),
+        *(invariance_found, quantised_layers, sglang_ranges),
     )
 }
 

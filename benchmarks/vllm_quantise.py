@@ -7,8 +7,15 @@ experts are quantised and whose other weights are not, and OUT-dense, whose expe
 that OUT's stand for, rounded to bfloat16. Both have the adapters of the model. --only-quantised
 leaves OUT-dense out.
 
-int4  compressed-tensors, "pack-quantized", symmetric, groups of 128
-fp8   blocks of 128 by 128, activations quantised on the way
+int4         compressed-tensors, "pack-quantized", symmetric, groups of 128
+gptq         symmetric, groups of 128, in the order of the columns
+awq          as AutoAWQ has it, with zero points, groups of 128
+fp8          blocks of 128 by 128
+fp8_channel  compressed-tensors, "float-quantized", a scale for each row
+fp8_tensor   a scale for each projection of each expert
+
+Activations of all kinds of FP8 are quantised on the way, nothing about them is in the checkpoint.
+Scales of four bits are numbers of bfloat16 as well as of float16, so that no engine rounds them.
 """
 
 import argparse
@@ -21,20 +28,73 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 GROUP = 128
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+LEAST = 2.0**-14  # the smallest scale: float16 has fewer bits below
+
+
+def words(q, order=range(8)):
+    """Eight numbers of the last dimension in an int32, number order[i] in its nibble i."""
+    eights = q.unflatten(-1, (-1, 8)).to(torch.int64)
+    packed = sum(eights[..., k] << 4 * i for i, k in enumerate(order))
+    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+
+
+def four_bits(weight, zero_points=False):
+    """Numbers of 0 to 15 (N, K), scales and zero points of groups (N, G), and what they mean."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    if zero_points:
+        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        scales = ((high - low) / 15).clamp(min=LEAST).bfloat16()
+        zeros = (-low / scales.float()).round().clamp(0, 15)
+    else:
+        scales = (groups.abs().amax(-1) / 7).clamp(min=LEAST).bfloat16()
+        zeros = torch.full_like(scales.float(), 8)
+    q = ((groups / scales.float()[..., None]).round() + zeros[..., None]).clamp(0, 15)
+    dense = (q - zeros[..., None]) * scales.float()[..., None]
+    return q.flatten(1), scales, zeros, dense.flatten(1)
 
 
 def int4(weight):
     """Tensors of the checkpoint by name, and what they stand for."""
-    rows, columns = weight.shape
-    groups = weight.float().unflatten(1, (-1, GROUP))
-    scales = (groups.abs().amax(-1) / 7).clamp(min=1e-8).bfloat16()
-    q = (groups / scales.float()[..., None]).round().clamp(-8, 7).flatten(1).to(torch.int32)
-    eights = (q + 8).unflatten(1, (-1, 8)).to(torch.int64)
-    words = sum(eights[..., i] << 4 * i for i in range(8))
-    words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-    dense = (q.unflatten(1, (-1, GROUP)) * scales.float()[..., None]).flatten(1)
-    shape = torch.tensor([rows, columns], dtype=torch.int64)
-    return {"weight_packed": words, "weight_scale": scales, "weight_shape": shape}, dense
+    q, scales, _, dense = four_bits(weight)
+    shape = torch.tensor(weight.shape, dtype=torch.int64)
+    return {"weight_packed": words(q), "weight_scale": scales, "weight_shape": shape}, dense
+
+
+def gptq(weight):
+    q, scales, zeros, dense = four_bits(weight)
+    return {
+        "qweight": words(q).t(),
+        "qzeros": words(zeros.t() - 1),  # version 1 of the format adds it again
+        "scales": scales.t().half(),
+        "g_idx": torch.arange(weight.size(1), dtype=torch.int32) // GROUP,
+    }, dense
+
+
+def awq(weight):
+    q, scales, zeros, dense = four_bits(weight, zero_points=True)
+    return {
+        "qweight": words(q.t(), AWQ_ORDER),
+        "qzeros": words(zeros.t(), AWQ_ORDER),
+        "scales": scales.t().half(),
+    }, dense
+
+
+def e4m3(weight, dim):
+    """Numbers, one scale for all of `dim`, and what they stand for."""
+    scales = (weight.float().abs().amax(dim, keepdim=True) / 448).clamp(min=1e-10).bfloat16()
+    q = (weight.float() / scales.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return q, scales, q.float() * scales.float()
+
+
+def fp8_channel(weight):
+    q, scales, dense = e4m3(weight, 1)
+    return {"weight": q, "weight_scale": scales}, dense
+
+
+def fp8_tensor(weight):
+    q, scale, dense = e4m3(weight, (0, 1))
+    return {"weight": q, "weight_scale": scale.reshape(())}, dense
 
 
 def fp8(weight):
@@ -45,28 +105,42 @@ def fp8(weight):
     return {"weight": q.flatten(0, 1).flatten(1), "weight_scale_inv": scales}, dense
 
 
-FORMATS = {"int4": int4, "fp8": fp8}
+FORMATS = {f.__name__: f for f in (int4, gptq, awq, fp8, fp8_channel, fp8_tensor)}
+PLAIN = ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]  # as compressed-tensors says it
+
+
+def compressed(format, weights, inputs=None):
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "config_groups": {"group_0": group},
+        "ignore": PLAIN,
+        "quantization_status": "compressed",
+    }
 
 
 def settings(format, layers):
     """`quantization_config`: experts alone."""
+    grouped = {"bits": 4, "group_size": GROUP}
     if format == "int4":
-        weights = {
-            "num_bits": 4,
-            "type": "int",
-            "symmetric": True,
-            "strategy": "group",
-            "group_size": GROUP,
-            "dynamic": False,
-        }
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
-        return {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "config_groups": {"group_0": group},
-            "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
-            "quantization_status": "compressed",
-        }
+        weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False}
+        weights |= {"strategy": "group", "group_size": GROUP}
+        return compressed("pack-quantized", weights)
+    if format == "gptq":
+        plain = {f"-:{name}": {} for name in ("lm_head", r".*self_attn\..*", r".*mlp\.gate$")}
+        order = {"sym": True, "desc_act": False, "checkpoint_format": "gptq", "dynamic": plain}
+        return {"quant_method": "gptq"} | grouped | order
+    if format == "awq":
+        kind = {"zero_point": True, "version": "gemm"}
+        plain = ["lm_head", "self_attn", "mlp.gate"]  # whatever has one of these in its name
+        return {"quant_method": "awq"} | grouped | kind | {"modules_to_not_convert": plain}
+    if format == "fp8_channel":
+        number = {"num_bits": 8, "type": "float", "symmetric": True}
+        weights = number | {"strategy": "channel", "dynamic": False}
+        return compressed(
+            "float-quantized", weights, number | {"strategy": "token", "dynamic": True}
+        )
     plain = [
         f"model.layers.{i}.{name}"
         for i in range(layers)
@@ -75,7 +149,7 @@ def settings(format, layers):
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
-        "weight_block_size": [GROUP, GROUP],
+        **({"weight_block_size": [GROUP, GROUP]} if format == "fp8" else {}),
         "modules_to_not_convert": ["lm_head", *plain],
     }
 

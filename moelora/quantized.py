@@ -180,7 +180,10 @@ class QuantizedWeights(FromFP8):
         if activations not in ACTIVATIONS:
             known = " or ".join(map(repr, ACTIVATIONS))
             raise ValueError(f"activations is {activations!r}, expected {known}")
-        if activations == "native":
+        if activations == "bf16" and dtype == torch.float16:
+            wanted = "dtype torch.bfloat16, or activations 'native'"
+            raise ValueError(f"activations is 'bf16' and dtype is {dtype}, expected {wanted}")
+        if activations != "fp8":
             x_format, x_scale = "native", 0.0
         return _pack(cls, checkpoint, gate_up, dtype, x_format, x_scale)
 

@@ -22,7 +22,7 @@ DEPTH = 128  # columns of a tile
 NAN = 0x7F  # of e4m3, without the sign
 LARGEST_SCALE = 255.0
 
-Activations: TypeAlias = Literal["fp8", "native"]
+Activations: TypeAlias = Literal["fp8", "native", "bf16"]
 XFormat: TypeAlias = Literal["native", "group", "token", "static"]
 GateUp: TypeAlias = Literal["concatenated", "interleaved"]
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
@@ -34,7 +34,7 @@ class FromFP8:
 
     All of them take `activations`. "fp8" (W8A8): what is multiplied becomes e4m3 too, with scales
     of its own, as engines compute it; adapters take it as it is. "native" (W8A16): it stays in
-    `dtype`, and weights are rounded to that, once.
+    `dtype`, and weights are rounded to that, once. "bf16" is that for a `dtype` of bfloat16.
     """
 
     @classmethod
@@ -78,8 +78,8 @@ class FromFP8:
         block : (int, int)
             Rows and columns of a block. Columns are a multiple of 64; of 128 where blocks of rows
             begin within a tile of 64 rows.
-        activations : {"fp8", "native"}
-            What multiplies them: `x` in FP8 as well, or as it is.
+        activations : {"fp8", "native", "bf16"}
+            What multiplies them: `x` in FP8 as well, or as it is, which "bf16" says of bfloat16.
         gate_up : {None, "concatenated", "interleaved"}
             Of a gated `w13`: whether gate rows come before up rows, or alternate with them. None
             for any other weight.
@@ -89,7 +89,7 @@ class FromFP8:
         Raises
         ------
         ValueError
-            A shape, a dtype or a value is not as above.
+            A shape, a dtype or a value is not as above, or `activations` is "bf16" and `dtype` not.
         TypeError
             An argument is of another type than in the signature.
         NotImplementedError

@@ -52,6 +52,10 @@ FP8_FORMATS = {
     "fp8_static_w8a8": Format("fp8_static", None, activations="fp8"),
 }
 ALL_FORMATS = {**FORMATS, **FP8_FORMATS}
+NATIVE = "native"  # a form of weights beside those formats
+# A last bit of h decides to which of two numbers of e4m3 it goes, which lie up to 1/8 apart. In a
+# layer a few may fall the other way, in a projection none.
+STEPS = {"atol": 5e-2, "steps": 1 / 16}
 INPUT_SCALE = 0.0125  # that cuts off a few of the largest of x
 
 
@@ -231,3 +235,23 @@ def build(
     w2 = quantise(p.w2, format2, spec.seed + 1)
     dense = replace(p, w13=w13.dequantised(dtype), w2=w2.dequantised(dtype))
     return Quantised(dense, w13.pack(dtype, gate_up), w2.pack(dtype), w13.pack(dtype))
+
+
+def made(spec: Spec, form: str, dtype: torch.dtype) -> Problem | Quantised:
+    """Quantised weights ask for sizes that are multiples of 32."""
+    if form == NATIVE:
+        return replace(spec, dtype=dtype).build()
+    return build(spec, ALL_FORMATS[form], dtype)
+
+
+def dense(p: Problem | Quantised) -> Problem:
+    return p.dense if isinstance(p, Quantised) else p
+
+
+def with_dense(p: Problem | Quantised, d: Problem) -> Problem | Quantised:
+    """Everything but quantised weights as in `d`."""
+    return replace(p, dense=d) if isinstance(p, Quantised) else d
+
+
+def is_w8a8(p: Problem | Quantised) -> bool:
+    return isinstance(p, Quantised) and p.is_w8a8

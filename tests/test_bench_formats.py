@@ -46,7 +46,8 @@ def test_quantised_layers_are_measured_beside_their_unpacked_weights(bench, form
     assert [(row["tokens"], row["format"], row["dtype"]) for row in rows] == [
         (tokens, format, "bf16") for tokens in (1, 5)
     ]
-    ours = {"ours", "ours_base", "ours_bf16", "ours_bf16_base"}
+    who = "ours", "ours_bf16", "ours_unpacking"
+    ours = {*who, *(f"{name}_base" for name in who)}
     for row in rows:
         assert row["relative_error"].keys() == row["spread_us"].keys() == ours
         assert all(row[f"{name}_us"] > 0 for name in ours)
@@ -251,7 +252,10 @@ def test_the_short_form_asks_for_the_same(monkeypatch, tmp_path):
     ]
     assert (args.dtypes, args.ranks, args.adapters) == (["bf16"], [16, 64], [8])
     assert (args.deadline_s, args.out, args.max_cc) == (130, out, 80)
-    assert args.baselines == ["unpacked"]
+    assert args.baselines == ["unpacked", "unpacking"]
+    assert [model.experts for _, model in args.models] == [8, 16, 16, 4, 16, 4]
+    assert (args.tokens, args.budget_ms) == ([1, 8, 64, 512], 300)
+    assert formats.parse([]).tokens.endswith(",16384")
     assert formats.main(["--device", "cpu", "--models", "qwen4"]) == 2
 
 
@@ -296,3 +300,23 @@ def test_the_table_is_made_from_the_file(monkeypatch, tmp_path):
         "28.9 | 1.00 |"
     )
     assert "`benchmarks/results/h200-formats.json`" in tables.section("from h200-formats")
+
+
+def test_what_a_cpu_saves_is_said_from_the_file(monkeypatch, tmp_path):
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    for name in ("cpu_format_ranges", "cpu_formats", "from cpu-formats"):
+        assert tables.section(name) == tables.AWAITED
+    more = {"ours_bf16_base_us": 10.0, "ours_unpacking_us": 50.0, "ours_unpacking_base_us": 16.0}
+    rows = [case(**more), case(format="fp8_block", **more | {"ours_bf16_us": 8.0})]
+    about = {"cores": 2, "cpu_features": ["avx2"]}
+    results.write(tables.path_of("cpu-formats"), rows, **about)
+    assert " ".join(tables.section("cpu_format_ranges").split()) == (
+        "On 2 CPU cores (avx2), with adapters and without, weights of four bits take 0.20 to 0.50 "
+        "of the time of `unpack()` and the bf16 layer (more in 0 of 2 cases), 0.33 to 0.80 of that "
+        "of the bf16 layer alone (more in 0 of 2); weights of FP8 take 0.20 to 0.50 of the time of "
+        "`unpack()` and the bf16 layer (more in 0 of 2 cases), 0.80 to 1.25 of that of the bf16 "
+        "layer alone (more in 1 of 2)."
+    )
+    titles, _, row, _ = tables.section("cpu_formats").splitlines()
+    assert "| in bf16 | unpacked in the call | without |" in titles
+    assert "| int4 | 5.0 | **10.0** | 30.0 | 50.0 | 8.0 | 10.0 | 16.0 |" in row

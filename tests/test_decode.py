@@ -7,14 +7,14 @@ import torch
 from cases import ACTIVATIONS, DTYPES, OAI, Problem, Spec, same_bits
 from checks import assert_close_to_ref, guarded_empty
 from conftest import CUDA_DTYPES, needs_gpu, on_gpu
-from quantized_cases import FORMATS, Quantised, build
+from quantized_cases import FORMATS, NATIVE, Quantised, build, dense, made
 
 import moelora
 from moelora import _C
 from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "f16"}
-NATIVE, QUANTISED = "native", "quantised"
+QUANTISED = "quantised"  # one of FORMATS
 
 
 def each(*forms: str):
@@ -72,20 +72,9 @@ def as_planned():
     _C.force_variant(None)
 
 
-def made(spec: Spec, form: str, dtype: torch.dtype) -> Problem | Quantised:
-    """Quantised weights ask for sizes that are multiples of 32."""
-    if form == NATIVE:
-        return replace(spec, dtype=dtype).build()
-    return build(spec, FORMATS[form], dtype)
-
-
 def any_form(form: str, number: int) -> str:
     """Of "quantised" a format, another one for the next number."""
     return list(FORMATS)[number % len(FORMATS)] if form == QUANTISED else form
-
-
-def dense(p: Problem | Quantised) -> Problem:
-    return p.dense if isinstance(p, Quantised) else p
 
 
 def one_launch(p: Problem | Quantised) -> str:

@@ -1,8 +1,11 @@
 """FP8 weights: tiles byte by byte, activations bit by bit, checkpoints, and what is refused."""
 
+import os
+
 import pytest
 import torch
 from cases import Spec, same_bits
+from conftest import needs_gpu
 from quantized_cases import (
     DEVICES_AND_DTYPES,
     FP8_FORMATS,
@@ -96,8 +99,8 @@ def test_every_number_of_e4m3(scale, device, dtype):
 
 
 def engines_rule(x: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """vLLM's per_token_group_quant_fp8, dynamic per-token and static scaled_fp8_quant on a GPU:
-    values of e4m3 as float32, and scales spread over columns, of rows (M, K)."""
+    """per_token_group_quant_fp8, dynamic per-token and static scaled_fp8_quant of vLLM 0.33 on a
+    GPU: values of e4m3 as float32, and scales spread over columns, of rows (M, K)."""
     x = x.float()
     if name == "fp8_static_w8a8":
         scale = torch.full_like(x, INPUT_SCALE)
@@ -137,17 +140,78 @@ def once(x: torch.Tensor, w: QuantizedWeights) -> torch.Tensor:
     return moelora.fused_moe_lora_gemm(x, w, ids.float(), ids)[:, 0]
 
 
+def rows_to_quantise(columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Of all sizes; the last ones lie between two numbers, so that the last bit of a scale, or of
+    its inverse, decides which one they become."""
+    make = torch.Generator().manual_seed(4)
+    size = torch.tensor([1.0, 100.0, 1e-3, 1e-6, 0.0, 3.0])
+    x = torch.randn(90, columns, generator=make) * size.repeat(15)[:, None]
+    x[7, :64] = x[7, 5]  # a group of one size
+    x[8] = torch.linspace(0, 1, columns)
+    found = torch.arange(127, dtype=torch.uint8).view(E4M3).float()
+    between = ((found[1:] + found[:-1]) / 2).repeat(-(-columns // 126))[:columns]
+    between[::64] = 448
+    scales = torch.tensor([1, 1.25, 1.5, 1.75])
+    return torch.cat([x, scales[:, None] * between]).to(dtype)
+
+
 @every_device
 @pytest.mark.parametrize("columns", [320, 200])
 @pytest.mark.parametrize("name", W8A8)
 def test_activations_become_the_numbers_of_engines(name, columns, device, dtype):
-    make = torch.Generator().manual_seed(4)
-    size = torch.tensor([1.0, 100.0, 1e-3, 1e-6, 0.0, 3.0])
-    x = (torch.randn(90, columns, generator=make) * size.repeat(15)[:, None]).to(dtype)
-    x[7, :64] = x[7, 5]  # a group of one size
-    x[8] = torch.linspace(0, 1, columns).to(dtype)
+    x = rows_to_quantise(columns, dtype)
     values, scales = engines_rule(x, name)
     got = once(x.to(device), identity(name, columns, dtype).to(device))
+    assert torch.equal(got.cpu().float(), (values * scales).to(dtype).float())
+
+
+@pytest.fixture(scope="module")
+def vllm_ops():
+    """Of the library that VQ_CUDA_SO names, built from vLLM's sources, or of an installed vLLM."""
+    if library := os.environ.get("VQ_CUDA_SO"):
+        torch.ops.load_library(library)
+    else:
+        pytest.importorskip("vllm._custom_ops", exc_type=ImportError)
+    return torch.ops._C
+
+
+def quantised_by_vllm(ops, x: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `engines_rule` gives them."""
+    kind = name.split("_")[1]
+    operator = {
+        "static": "static_scaled_fp8_quant",
+        "channel": "dynamic_per_token_scaled_fp8_quant",
+        "tensor": "dynamic_per_token_scaled_fp8_quant",
+    }.get(kind, "per_token_group_fp8_quant")
+    if not hasattr(ops, operator):
+        pytest.skip(f"there is no torch.ops._C.{operator}")
+    call, q = getattr(ops, operator), torch.empty_like(x, dtype=E4M3)
+    if kind == "static":
+        scale = torch.tensor([INPUT_SCALE], device=x.device)
+        call(q, x, scale, None)
+    elif kind in ("channel", "tensor"):
+        scale = torch.empty(len(x), 1, device=x.device)
+        call(q, x, scale, None)
+    else:
+        group = 64 if kind == "b64" else 128
+        scale = torch.empty(len(x), x.size(1) // group, device=x.device)
+        call(x, q, scale, group, 1e-10, -448.0, 448.0, False, False, False)
+        scale = scale.repeat_interleave(group, 1)
+    return q.cpu().float(), scale.cpu().expand_as(q)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", W8A8)
+def test_activations_become_the_numbers_of_vllm(name, dtype, vllm_ops):
+    """By its own kernels; of the rule that other tests go by the scales are the same bits, too."""
+    x = rows_to_quantise(384, dtype)
+    values, scales = quantised_by_vllm(vllm_ops, x.cuda(), name)
+    by_rule = engines_rule(x, name)
+    assert same_bits(values, by_rule[0])
+    assert same_bits(scales, by_rule[1])
+    got = once(x.cuda(), identity(name, 384, dtype).to("cuda"))
     assert torch.equal(got.cpu().float(), (values * scales).to(dtype).float())
 
 
@@ -263,6 +327,18 @@ def test_channels_and_tensors(device, dtype):
     assert (native.x_format, native.x_scale) == ("native", 0.0)
 
 
+def test_activations_in_bf16_are_native_ones():
+    q, channels = numbers("fp8_channel", (2, 128, 160)).q, torch.rand(2, 128) + 0.5
+    for make, *scales in (
+        (QuantizedWeights.from_fp8_block, torch.rand(2, 1, 2) + 0.5),
+        (QuantizedWeights.from_fp8_channel, channels),
+        (QuantizedWeights.from_fp8_tensor, channels[:, 0], 0.5),
+    ):
+        native, bf16 = (make(q, *scales, activations=said) for said in ("native", "bf16"))
+        assert torch.equal(bf16.data, native.data)
+        assert bf16.layout == native.layout
+
+
 @every_format
 @pytest.mark.parametrize("gate_up", [None, "concatenated"])
 def test_state_dict(name, gate_up, tmp_path):
@@ -317,7 +393,12 @@ BAD = [
         {"block": (32, 64), "weight_scale_inv": torch.ones(2, 2, 2)},
         r"block is \(32, 64\), expected columns that are a multiple of 128, as rows of a tile",
     ),
-    ("from_fp8_block", {"activations": "bf16"}, "activations is 'bf16', expected 'fp8' or"),
+    ("from_fp8_block", {"activations": "int8"}, "is 'int8', expected 'fp8' or 'native' or 'bf16'"),
+    (
+        "from_fp8_block",
+        {"activations": "bf16", "dtype": torch.float16},
+        "activations is 'bf16' and dtype is torch.float16, expected dtype torch.bfloat16, or activ",
+    ),
     ("from_fp8_block", {"gate_up": "both"}, "gate_up is 'both', expected one of None"),
     ("from_fp8_block", {"dtype": torch.float32}, "dtype is torch.float32, expected torch.bfloat16"),
     ("from_fp8_channel", {"weight_scale": torch.ones(2, N - 1)}, "weight_scale has shape"),

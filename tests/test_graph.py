@@ -9,8 +9,10 @@ import torch
 from cases import Problem, Spec, same_bits
 from checks import assert_close_to_ref
 from conftest import needs_gpu
+from quantized_cases import NATIVE, STEPS, Quantised, dense, is_w8a8, made, with_dense
 
 import moelora
+from moelora import _C
 from moelora.reference import (
     fused_experts_lora_ref,
     fused_moe_lora_gemm_ref,
@@ -21,6 +23,9 @@ from moelora.reference import (
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
 DTYPES = (torch.bfloat16, torch.float16)
+ONE_LAUNCH = (NATIVE, "mxfp4", "int4_g32_zp")  # of one token
+FORMS = (*ONE_LAUNCH, "fp8_block_w8a8")
+every_form = pytest.mark.parametrize("form", FORMS)
 SLOTS, RANK = 4, 32
 # What a serving engine overwrites between two replays.
 CHANGING = (
@@ -52,7 +57,9 @@ class Captured:
         return copies if isinstance(self.out, tuple) else copies[0]
 
 
-def layer_problem(tokens: int, dtype: torch.dtype, top_k: int = 2) -> Problem:
+def layer_problem(
+    tokens: int, dtype: torch.dtype, top_k: int = 2, form: str = NATIVE
+) -> Problem | Quantised:
     """All factors are finite, so that any slot may later have any rank and be on or off."""
     spec = Spec(
         tokens=tokens,
@@ -62,9 +69,10 @@ def layer_problem(tokens: int, dtype: torch.dtype, top_k: int = 2) -> Problem:
         inter=136,
         ranks=(RANK,) * SLOTS,
         mix="many",
-        dtype=dtype,
     )
-    return replace(spec.build(), adapter_enabled=torch.ones(SLOTS, dtype=torch.bool))
+    p = made(spec, form, dtype)
+    every = torch.ones(SLOTS, dtype=torch.bool)
+    return with_dense(p, replace(dense(p), adapter_enabled=every))
 
 
 def variations(p: Problem):
@@ -110,42 +118,54 @@ def overwrite(there: Problem, p: Problem) -> None:
         getattr(there, name).copy_(getattr(p, name))
 
 
+def check_layer(y: torch.Tensor, p: Problem | Quantised) -> None:
+    naive = naive_fused_experts_lora(**(p if is_w8a8(p) else dense(p)).kwargs())
+    steps = STEPS if is_w8a8(p) else {}
+    assert_close_to_ref(y, fused_experts_lora_ref(**p.kwargs()), naive, y.dtype, **steps)
+
+
+def check_projection(y: torch.Tensor, p: Problem | Quantised, projection: str) -> None:
+    like = p if is_w8a8(p) else dense(p)
+    naive = naive_fused_moe_lora_gemm(**like.gemm_kwargs(projection))
+    ref = fused_moe_lora_gemm_ref(**p.gemm_kwargs(projection))
+    assert_close_to_ref(y, ref, naive, y.dtype)
+
+
+@every_form
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 4, 7, 33, 300])
-def test_layer(tokens, dtype):
-    first = layer_problem(tokens, dtype)
+def test_layer(tokens, dtype, form):
+    first = layer_problem(tokens, dtype, form=form)
     there = first.to("cuda")
     captured = Captured(lambda: moelora.fused_experts_lora(**there.kwargs()))
-    for name, p in variations(first):
-        overwrite(there, p)
+    if tokens == 1:
+        assert ("decode_" in _C.last_plan()) == (form in ONE_LAUNCH)
+    for name, values in variations(dense(first)):
+        overwrite(dense(there), values)
+        p = with_dense(first, values)
         y = captured.replay()
         assert same_bits(y, moelora.fused_experts_lora(**p.to("cuda").kwargs())), name
         try:
-            assert_close_to_ref(
-                y,
-                fused_experts_lora_ref(**p.kwargs()),
-                naive_fused_experts_lora(**p.kwargs()),
-                dtype,
-            )
+            check_layer(y, p)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
 
 
+@every_form
 @pytest.mark.parametrize("projection", ["w13", "w2"])
-@pytest.mark.parametrize("tokens", [3, 70])
-def test_projection(tokens, projection):
-    first = layer_problem(tokens, torch.bfloat16)
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+def test_projection(tokens, projection, form):
+    first = layer_problem(tokens, torch.bfloat16, form=form)
     there = first.to("cuda")
     captured = Captured(lambda: moelora.fused_moe_lora_gemm(**there.gemm_kwargs(projection)))
-    for name, p in variations(first):
-        overwrite(there, p)
+    for name, values in variations(dense(first)):
+        overwrite(dense(there), values)
+        p = with_dense(first, values)
         y = captured.replay()
         eager = moelora.fused_moe_lora_gemm(**p.to("cuda").gemm_kwargs(projection))
         assert same_bits(y, eager), name
-        arguments = p.gemm_kwargs(projection)
-        ref = fused_moe_lora_gemm_ref(**arguments)
         try:
-            assert_close_to_ref(y, ref, naive_fused_moe_lora_gemm(**arguments), torch.bfloat16)
+            check_projection(y, p, projection)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
 
@@ -194,10 +214,12 @@ def test_alignment(tokens, top_k, experts, slots, mode):
 
 def test_two_streams_at_once():
     """Results of calls that overlap on the GPU are those of the same calls one by one."""
-    sizes = ((260, 2), (61, 4), (4, 2), (1, 4))
-    problems = [layer_problem(t, torch.bfloat16, k).to("cuda") for t, k in sizes]
+    sizes = [(260, 2, NATIVE), (61, 4, NATIVE), (4, 2, NATIVE), (1, 4, NATIVE)]
+    sizes += [(1, 4, "mxfp4"), (61, 4, "fp8_block_w8a8")]
+    problems = [layer_problem(t, torch.bfloat16, k, form).to("cuda") for t, k, form in sizes]
+    sorts = [dense(p).align_kwargs(16) for p in problems]
     alone = [moelora.fused_experts_lora(**p.kwargs()) for p in problems]
-    sorted_alone = [moelora.moe_lora_align_block_size(**p.align_kwargs(16)) for p in problems]
+    sorted_alone = [moelora.moe_lora_align_block_size(**arguments) for arguments in sorts]
     streams = [torch.cuda.Stream() for _ in problems]
     torch.cuda.synchronize()
     together = []
@@ -205,7 +227,7 @@ def test_two_streams_at_once():
         for i, (stream, p) in enumerate(zip(streams, problems, strict=True)):
             with torch.cuda.stream(stream):
                 y = moelora.fused_experts_lora(**p.kwargs())
-                together.append((i, y, moelora.moe_lora_align_block_size(**p.align_kwargs(16))))
+                together.append((i, y, moelora.moe_lora_align_block_size(**sorts[i])))
     torch.cuda.synchronize()
     for i, y, aligned in together:
         assert same_bits(y, alone[i])
@@ -234,12 +256,13 @@ def test_work_is_queued_on_the_current_stream():
 
 def test_calls_do_not_synchronise():
     """The host is back from a call while the stream that it went to is still busy."""
-    p = layer_problem(33, torch.bfloat16).to("cuda")
+    p, *quantised = (layer_problem(33, torch.bfloat16, form=form).to("cuda") for form in FORMS)
     weights = torch.randn(4, 128, 128, device="cuda", dtype=torch.bfloat16)
 
     def every_operator():
-        moelora.fused_experts_lora(**p.kwargs())
-        moelora.fused_moe_lora_gemm(**p.gemm_kwargs())
+        for problem in (p, *quantised):
+            moelora.fused_experts_lora(**problem.kwargs())
+            moelora.fused_moe_lora_gemm(**problem.gemm_kwargs())
         moelora.moe_align_block_size(p.topk_ids, 16, 8)
         moelora.moe_lora_align_block_size(**p.align_kwargs(16))
         moelora.moe_sorting(p.topk_ids, p.topk_weights, 8, 16)

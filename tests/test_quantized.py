@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import ACTIVATIONS, EDGE_CASES, Spec, random_specs, same_bits
 from checks import assert_close_to_ref, assert_unchanged, guarded_empty
-from quantized_cases import ALL_FORMATS, DEVICES_AND_DTYPES, Quantised, build
+from quantized_cases import ALL_FORMATS, DEVICES_AND_DTYPES, STEPS, Quantised, build
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import moelora
@@ -18,9 +18,6 @@ from moelora.reference import (
     naive_fused_moe_lora_gemm,
 )
 
-# A last bit of h decides to which of two numbers of e4m3 it goes, which lie up to 1/8 apart. In a
-# layer a few may fall the other way, in a projection none.
-STEPS = {"atol": 5e-2, "steps": 1 / 16}
 every_device = pytest.mark.parametrize("device, dtype", DEVICES_AND_DTYPES)
 every_format = pytest.mark.parametrize("name", ALL_FORMATS)
 

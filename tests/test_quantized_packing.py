@@ -1,5 +1,6 @@
 """From checkpoints to tiles and back: every layout bit by bit, state dicts, and what is refused."""
 
+import numpy
 import pytest
 import torch
 from cases import same_bits
@@ -12,12 +13,14 @@ from quantized_cases import (
     by_words,
     quantise,
 )
+from vllm_sources import RELEASES, Sources, needs_sources
 
 from moelora import QuantizedWeights
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 every_device = pytest.mark.parametrize("device, dtype", DEVICES_AND_DTYPES)
 every_format = pytest.mark.parametrize("name", FORMATS)
+every_int4 = pytest.mark.parametrize("name", [name for name in FORMATS if name != "mxfp4"])
 GATE_UP = (None, "concatenated", "interleaved")
 
 
@@ -157,7 +160,7 @@ def test_mxfp4(flat, device, dtype):
 
 @every_device
 @pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
-@pytest.mark.parametrize("name", ["int4_g32", "int4_g64_zp", "int4_g32_zp", "int4_channel"])
+@every_int4
 def test_gptq(name, version, device, dtype):
     given = numbers(name, (2, 72, 128))
     qweight = by_words(given.q).transpose(1, 2).contiguous().to(device)
@@ -220,7 +223,7 @@ def test_gptq_by_hand():
 
 
 @every_device
-@pytest.mark.parametrize("name", ["int4_g32", "int4_g64_zp", "int4_g32_zp", "int4_channel"])
+@every_int4
 def test_compressed_tensors(name, device, dtype):
     given = numbers(name, (2, 76, 128))
     packed = by_words(given.q).to(device)
@@ -233,6 +236,54 @@ def test_compressed_tensors(name, device, dtype):
         *(packed, given.scales.bfloat16().to(device), zeros, shape),
     )
     assert same_bits(weights.unpack().cpu(), given.dequantised(dtype))
+
+
+# ---- packed by others ----
+
+
+@every_int4
+def test_words_of_compressed_tensors(name):
+    """By the library itself: 76 rows leave its last word of zero points half empty."""
+    theirs = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    given = numbers(name, (2, 76, 128))
+
+    def packed(q, dim):
+        return [theirs.pack_to_int32((e - 8).to(torch.int8), 4, packed_dim=dim) for e in q]
+
+    zeros = None if given.zeros is None else packed(given.zeros, 0)
+    weights = QuantizedWeights.from_compressed_tensors(packed(given.q, 1), [*given.scales], zeros)
+    assert same_bits(weights.unpack(), given.dequantised(torch.bfloat16))
+
+
+@pytest.fixture(params=RELEASES, ids=lambda path: path.name)
+def packers(request):
+    """gptq_pack, awq_pack and pack_cols of a release of vLLM, by which it makes its own tests."""
+    return Sources(request.param).functions(
+        "vllm.model_executor.layers.quantization.utils.quant_utils",
+        *("gptq_pack", "awq_pack", "pack_cols", "pack_rows", "get_pack_factor"),
+        numpy=numpy,
+        torch=torch,
+    )[:3]
+
+
+@needs_sources
+@every_int4
+def test_words_of_vllm(name, packers):
+    gptq_pack, awq_pack, pack_cols = packers
+    given = numbers(name, (2, 72, 128))
+    scales = given.scales.transpose(1, 2).contiguous()
+    zeros = torch.full_like(given.scales, 8).long() if given.zeros is None else given.zeros
+    q, zeros = (t.transpose(1, 2).contiguous() for t in (given.q, zeros))
+
+    def packed(pack, numbers):
+        return [pack(e, 4, *e.shape) for e in numbers]
+
+    want = given.dequantised(torch.bfloat16)
+    stored = packed(pack_cols, zeros - 1)
+    gptq = QuantizedWeights.from_gptq(packed(gptq_pack, q), scales, stored)
+    assert same_bits(gptq.unpack(), want)
+    awq = QuantizedWeights.from_awq(packed(awq_pack, q), scales, packed(awq_pack, zeros))
+    assert same_bits(awq.unpack(), want)
 
 
 # ---- state dicts ----

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from hf_models import MODELS, make_model, qwen3, save_adapter, tokens, transformers
+from hf_models import MODELS, gpt_oss, make_model, qwen3, save_adapter, tokens, transformers
+from transformers.integrations import mxfp4
 
 import moelora.integrations.transformers as moelora_hf
 from benchmarks import architectures
@@ -62,6 +63,21 @@ def test_a_model_of_which_some_experts_are_not_reached():
     assert model.config._experts_implementation == before
 
 
+@pytest.mark.parametrize("call", ["enable", "load_adapters"])
+def test_experts_that_transformers_has_swizzled(call):
+    model = make_model(gpt_oss)
+    for layer in model.model.layers:
+        layer.mlp.experts = mxfp4.Mxfp4GptOssExperts(model.config)
+    before = model.config._experts_implementation
+    message = r"0\.mlp\.experts is Mxfp4GptOssExperts, whose .* triton_kernels, .*load_quantized"
+    with pytest.raises(NotImplementedError, match=message):
+        if call == "enable":
+            moelora_hf.enable(model)
+        else:
+            moelora_hf.load_adapters(model, {}, max_loras=1, max_rank=4)
+    assert model.config._experts_implementation == before
+
+
 def test_an_activation_that_is_not_there():
     model = make_model(qwen3)
     for module, _ in moelora_hf.moe_layers(model).values():
@@ -86,30 +102,3 @@ def test_adapters_of_attention_are_sent_to_peft(tmp_path):
     folder = save_adapter(model, tmp_path / "a", 1, target_modules=["q_proj"])
     with pytest.raises(ValueError, match=r"q_proj.* moelora\.integrations\.peft\.attach"):
         moelora_hf.load_adapters(model, [folder])
-
-
-def test_an_adapter_of_the_hub(tmp_path, monkeypatch):
-    import huggingface_hub
-
-    model = make_model(qwen3)
-    folder = save_adapter(model, tmp_path / "a", 1)
-    asked = []
-
-    def snapshot_download(name, allow_patterns):
-        asked.append((name, allow_patterns))
-        return str(folder)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    pool = moelora_hf.load_adapters(model, ["org/law"])
-    assert asked == [("org/law", ["adapter_*"])]
-    assert pool.names() == ["law"]
-
-
-def test_neither_a_folder_nor_on_the_hub(tmp_path, monkeypatch):
-    model = make_model(qwen3)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(FileNotFoundError, match="org/there-is-none is no folder, and not on the"):
-        moelora_hf.load_adapters(model, ["org/there-is-none"])
-    with pytest.raises(FileNotFoundError):
-        moelora_hf.load_adapters(model, [tmp_path / "there-is-none"])

@@ -7,15 +7,12 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-
-import moelora
 
 pytest.importorskip("tomllib")
 
 from e2e import pretend, topics  # noqa: E402
 
-from benchmarks import answers, jobs, vllm_bits, vllm_e2e, vllm_gpt_oss, vllm_quantise  # noqa: E402
+from benchmarks import answers, jobs, vllm_bits, vllm_e2e  # noqa: E402
 
 INSTALL = """\
 mkdir -p $SITE/vllm/lora
@@ -109,7 +106,7 @@ def test_one_gpu(tmp_path, peers):
         *(("moelora", True, b) for b in ("base", "4 mixed")),
     ]
     assert all(row["prefill_tok_s"] > 0 and row["decode_tok_s"] > 0 for row in rows)
-    assert [row["wanted"] for row in topics(written, "target")] == [1.0, 1.25]
+    assert [row["wanted"] for row in topics(written, "target")] == [1.0, 1.4, 0.92, 1.3]
     assert topics(written, "reference")[0]["said"] == ["reference check OK"]
     served = {row["run"]: row["served"] for row in topics(written, "layers")}
     for how in ("", " compiled"):
@@ -127,7 +124,17 @@ def test_engines_with_lora_alone(tmp_path, peers):
     assert [(r["engine"], r["batch"]) for r in topics(written, "speed")] == [
         (engine, batch) for engine in ("vllm", "moelora") for batch in ("base", "4 mixed")
     ]
-    assert [row["wanted"] for row in topics(written, "target")] == [1.25]
+    assert [row["wanted"] for row in topics(written, "target")] == [1.4, 1.3]
+
+
+def test_targets_are_those_of_the_format():
+    speed = {"prefill_tok_s": 130, "decode_tok_s": 120}
+    rows = [fields | speed for fields in (vllm_e2e.OURS_MIXED, vllm_e2e.VLLM_BASE)]
+    rows.append(vllm_e2e.VLLM_MIXED | {"prefill_tok_s": 100, "decode_tok_s": 100})
+    found = [(row["ratio"], row["wanted"], row["ok"]) for row in vllm_e2e.all_targets(rows, "int4")]
+    assert found == [(1.3, 1.3, True), (1.2, 1.25, False)]
+    found = [(row["ratio"], row["wanted"], row["ok"]) for row in vllm_e2e.all_targets(rows)]
+    assert found == [(1.0, 1.0, True), (1.3, 1.4, False), (1.0, 0.92, True), (1.2, 1.3, False)]
 
 
 @pytest.mark.slow
@@ -170,10 +177,13 @@ def test_speeds_of_two_gpus(tmp_path, peers):
         ),
     ]
     assert all(len(row["decode_s"]) == 2 and row["decode_gpu_ms"] is None for row in rows)
-    assert [row["what"].split(",")[0] for row in topics(written, "target")] == [
-        "prefill",
-        "decode",
-        "decode",
+    assert [(row["what"].split(",")[0], row["wanted"]) for row in topics(written, "target")] == [
+        ("prefill", 1.0),
+        ("prefill", 1.4),
+        ("decode", 0.92),
+        ("decode", 1.3),
+        ("prefill", 1.4),
+        ("decode", 1.3),
     ]
 
 
@@ -264,6 +274,44 @@ def test_what_rounding_may_do_is_seen_from_all_prompts():
     assert [(row["near_ties"], row["ok"]) for row in rows] == [(1, True), (0, True)]
 
 
+def test_one_position_far_off_makes_no_near_ties():
+    near, far = reply([1, 2], [-1.0] * 400), reply([1, 7], [-1.0] * 400, gap=2.0)
+    far["top"] = [{"1": 0.0}, {"7": 0.0, "2": -0.5}]
+    near["top"] = [{"1": 0.0}, {"2": 0.0, "7": -0.5}]
+    far["prompt"][:4] = [-6.0] * 4  # a hundredth
+    (row,) = answers.compare("x", ["base"], [[far]], [[near]])
+    assert (row["near_ties"], row["near_tie"], row["ok"]) == (0, answers.TIE, False)
+    far["prompt"][4] = -1.6
+    (row,) = answers.compare("x", ["base"], [[far]], [[near]])
+    assert (row["near_ties"], row["near_tie"], row["ok"]) == (1, 0.6, True)
+
+
+def test_few_replies_may_part_from_a_wider_gap():
+    """As many as there would be, were every hundredth step beyond a near-tie."""
+
+    def parting(step, steps=16):
+        """Two replies that part there, from far; `steps` says they do not."""
+        ours, theirs = reply([1] * steps), reply([1] * steps)
+        for side, token in ((ours, 7), (theirs, 8)):
+            if step < steps:
+                side["tokens"][step] = token
+                side["top"][step] = {"7": -2.0 * (token != 7), "8": -2.0 * (token != 8)}
+        return ours, theirs
+
+    def verdict(*steps):
+        ours, theirs = zip(*map(parting, steps), strict=True)
+        (row,) = answers.compare("x", ["a"], [list(ours)], [list(theirs)])
+        wide = sum(step < 16 for step in steps)
+        assert row["near_ties"] == 0 and row["same_tokens"] == len(steps) - wide
+        assert row["steps"] == sum(min(step + 1, 16) for step in steps)
+        return row["ok"]
+
+    assert verdict(3, 16, 16, 16, 16, 16) and verdict(3, 9, 16, 16, 16, 16)
+    assert not verdict(0, 0, 0, 0, 0, 0) and not verdict(1, 2, 3, 4, 5, 6)
+    assert not verdict(3)
+    assert [answers.by_chance(n) for n in (5, 6, 35, 36, 82, 83)] == [0, 1, 1, 2, 2, 3]
+
+
 def test_a_reference_judges_engines_that_round_activations():
     said = {"moelora": ["base   |dlp| median 0.0800 p95 0.3   against ...", "reference check OK"]}
     said["vllm"] = ["base   |dlp| median 0.0700 p95 0.3   against the wrong model 1.8   ok"]
@@ -311,71 +359,3 @@ def test_adapters_that_do_nothing_are_told():
     check = {"names": ["base", "a", "b"], "alone": [base, moved, base], "mixed": [base] * 3}
     check["mixed"] = [base, moved, base]
     assert [row["ok"] for row in answers.adapters_act("x", check)] == [True, False]
-
-
-def quantised_and_dense(tmp_path, format):
-    base = tmp_path / "tiny" / "base"
-    base.mkdir(parents=True)
-    make = torch.Generator().manual_seed(0)
-    names = ["model.layers.0.mlp.experts.0.up_proj.weight", "model.layers.0.mlp.gate.weight"]
-    save_file(
-        {n: torch.randn(256, 128, generator=make).bfloat16() for n in names}, base / "m.safetensors"
-    )
-    (base / "config.json").write_text(json.dumps({"num_hidden_layers": 1}))
-    (tmp_path / "tiny" / "manifest.json").write_text(json.dumps({"base": str(base)}))
-    out = tmp_path / f"tiny-{format}"
-    vllm_quantise.main(["--model", str(tmp_path / "tiny"), "--format", format, "--out", str(out)])
-    found = [load_file(f / "base" / "m.safetensors") for f in (out, tmp_path / f"{out.name}-dense")]
-    config = json.loads((out / "base" / "config.json").read_text())
-    shutil.rmtree(tmp_path / f"{out.name}-dense")
-    again = ["--model", str(tmp_path / "tiny"), "--format", format, "--only-quantised"]
-    vllm_quantise.main([*again, "--out", str(out)])
-    assert load_file(out / "base" / "m.safetensors").keys() == found[0].keys()
-    assert not (tmp_path / f"{out.name}-dense").exists()
-    return names, load_file(base / "m.safetensors"), *found, config["quantization_config"]
-
-
-def test_int4_checkpoints_are_what_their_dense_ones_say(tmp_path):
-    (expert, gate), plain, quantised, dense, config = quantised_and_dense(tmp_path, "int4")
-    assert config["format"] == "pack-quantized"
-    stem = expert.removesuffix("weight")
-    packed, scale = (quantised[f"{stem}weight_{n}"][None] for n in ("packed", "scale"))
-    weights = moelora.QuantizedWeights.from_compressed_tensors(packed, scale)
-    assert torch.equal(weights.unpack()[0], dense[expert])
-    error = (dense[expert] - plain[expert]).float().norm() / plain[expert].float().norm()
-    assert 0 < error < 0.15
-    assert torch.equal(quantised[gate], plain[gate]) and torch.equal(dense[gate], plain[gate])
-
-
-def test_fp8_checkpoints_are_what_their_dense_ones_say(tmp_path):
-    (expert, _), _, quantised, dense, config = quantised_and_dense(tmp_path, "fp8")
-    assert config["weight_block_size"] == [128, 128]
-    scales = quantised[expert.replace("weight", "weight_scale_inv")]
-    assert scales.shape == (2, 1)
-    wanted = quantised[expert].float() * scales.repeat_interleave(128, 0)
-    assert torch.equal(wanted.bfloat16(), dense[expert])
-
-
-def test_gpt_oss_of_random_numbers(tmp_path, monkeypatch):
-    sizes = {"HIDDEN": 96, "INTER": 64, "EXPERTS": 2, "HEADS": 4, "KV_HEADS": 2, "HEAD": 8}
-    for name, size in sizes.items():
-        monkeypatch.setattr(vllm_gpt_oss, name, size)
-    out = tmp_path / "oss"
-    vllm_gpt_oss.main(["--out", str(out), "--layers", "1", "--ranks", "4"])
-    layer = "layer-00.safetensors"
-    quantised, dense = (load_file(f / "base" / layer) for f in (out, tmp_path / "oss-dense"))
-    for name in ("gate_up_proj", "down_proj"):
-        stem = f"model.layers.0.mlp.experts.{name}"
-        parts = quantised[f"{stem}_blocks"], quantised[f"{stem}_scales"]
-        weights = moelora.QuantizedWeights.from_mxfp4(*parts)
-        assert torch.equal(weights.unpack(), dense[stem].transpose(1, 2))
-    (adapter,) = json.loads((out / "manifest.json").read_text())["adapters"]
-    factors = load_file(f"{adapter}/adapter_model.safetensors")
-    shapes = {name.split("experts.")[1]: tuple(t.shape) for name, t in factors.items()}
-    assert shapes["base_layer.lora_A.weight"] == (2 * 4, 96)
-    assert shapes["lora_B.weight"] == (96, 4 * 2)
-    alone = tmp_path / "alone"
-    vllm_gpt_oss.main(["--out", str(alone), "--layers", "1", "--ranks", "4", "--only-quantised"])
-    again = load_file(alone / "base" / layer)
-    assert all(torch.equal(again[name], quantised[name]) for name in quantised)
-    assert not (tmp_path / "alone-dense").exists()

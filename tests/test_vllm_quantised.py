@@ -168,6 +168,47 @@ def test_scales_above_two(own, lines, kind):
         QuantisedLayer(own, kind, spec_of(kind), changes=spoil)
 
 
+class WithoutKernels(QuantisedLayer):
+    """vLLM has none that are batch invariant and take adapters, or any at all."""
+
+    backend = None
+    REFUSAL = "No MXFP4 MoE backend supports the deployment configuration."
+
+    @classmethod
+    def of(cls, vllm, kind, spec, **options):
+        def refuse(config):
+            raise NotImplementedError(cls.REFUSAL)
+
+        for name in ("select_mxfp4_moe_backend", "select_deepseek_v4_mxfp4_moe_backend"):
+            vllm.set("vllm.model_executor.layers.quantization.mxfp4", name, refuse)
+        vllm.register()
+        return cls(vllm, kind, spec, **options)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "mxfp4"])
+def test_what_vllm_has_no_kernels_for_is_served(vllm, lines, kind):
+    layer = WithoutKernels.of(vllm, kind, spec_of(kind, hidden=160, inter=96)).step()
+    assert type(layer.experts).__name__ == OURS
+    layer.check(layer())
+    assert lines == []
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "mxfp4"])
+def test_what_nobody_has_kernels_for_is_refused(vllm, kind):
+    with pytest.raises(NotImplementedError, match=WithoutKernels.REFUSAL) as raised:
+        WithoutKernels.of(vllm, kind, spec_of(kind), moe_backend="marlin")
+    assert str(raised.value.__cause__) == "moelora: moe_backend='marlin' is asked for"
+    with pytest.raises(NotImplementedError, match=WithoutKernels.REFUSAL):
+        WithoutKernels(vllm, kind, spec_of(kind), subclass=True)
+
+    def spoil(layer):
+        layer.w2_weight_scale.data[0, 0, 0] = 129
+
+    with pytest.raises(NotImplementedError, match=WithoutKernels.REFUSAL) as raised:
+        WithoutKernels(vllm, kind, spec_of(kind), changes=spoil)
+    assert "has the e8m0 byte 129" in str(raised.value.__cause__)
+
+
 def test_an_activation_that_is_not_there(own, lines, kind):
     spec = spec_of(kind, activation="silu" if kind == "gpt_oss" else "swigluoai")
     reason = "silu with rows of gate and up in turns"

@@ -1,22 +1,13 @@
-"""The interface tables against the sources of vLLM's releases, without importing them.
-
-`VLLM_SOURCES` names a folder with one unpacked source distribution for each release in it:
-
-    pip download --no-deps --no-binary :all: --no-build-isolation vllm==0.26.0    # or by hand
-"""
+"""The interface tables against the sources of vLLM's releases, without importing them."""
 
 import ast
-import os
-from pathlib import Path
 
 import pytest
-from vllm_sources import Sources
+from vllm_sources import RELEASES, Sources, needs_sources
 
 from moelora.integrations.vllm import interface
 
-FOLDER = Path(os.environ.get("VLLM_SOURCES", Path(__file__).parents[1] / ".peers/vllm_sources"))
-RELEASES = sorted(p.parent.parent for p in FOLDER.glob("*/vllm/__init__.py"))
-pytestmark = pytest.mark.skipif(not RELEASES, reason=f"no sources of vLLM in {FOLDER}")
+pytestmark = needs_sources
 
 
 @pytest.fixture(params=RELEASES, ids=lambda path: path.name)

@@ -46,6 +46,9 @@ class VLLM:
         for place, names in ((p, n) for part in parts for p, n in part.replaced.items()):
             self._put_back(place, names)
             self._put_back(place, ["Mxfp4MoEMethod.__init__"] if place.endswith(".mxfp4") else [])
+        for needed in self.interface.METHODS.values():
+            for place, names in needed.called.items():
+                self._put_back(place, [name for name in names if name.startswith("select_")])
 
     def _put_back(self, place, names):
         """When the test is over."""

@@ -66,7 +66,7 @@ class QuantisedLayer(Layer):
     `maybe_roundup_sizes` asks for, which may be larger.
     """
 
-    backend = "MARLIN"  # that vLLM would choose
+    backend: str | None = "MARLIN"  # that vLLM would choose; None leaves its choice as it is
     kinds = KINDS
 
     def __init__(self, vllm: VLLM, kind: str, spec: Spec, device="cpu", **config):
@@ -138,7 +138,8 @@ class QuantisedLayer(Layer):
                 vllm.set(other, world, lambda: 1)
         if self.subclass:
             cls = type("Subclass", (cls,), {})
-        for select in [n for n in dir(module) if n.startswith("select_")]:
+        chosen_here = [n for n in dir(module) if n.startswith("select_") and self.backend]
+        for select in chosen_here:
             backend = next((getattr(module, n) for n in BACKENDS if hasattr(module, n)), None)
             backend = backend or load(f"{ORACLE}.fp8").Fp8MoeBackend
             chosen = getattr(backend, self.backend)

@@ -1,10 +1,23 @@
-"""The parameters of vLLM's functions, read from its sources without importing them."""
+"""What vLLM's sources say, without importing them: parameters of functions, and small functions.
+
+`VLLM_SOURCES` names a folder with one unpacked source distribution for each release in it:
+
+    pip download --no-deps --no-binary :all: --no-build-isolation vllm==0.26.0    # or by hand
+"""
 
 from __future__ import annotations
 
 import ast
+import os
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+
+import pytest
+
+FOLDER = Path(os.environ.get("VLLM_SOURCES", Path(__file__).parents[1] / ".peers/vllm_sources"))
+RELEASES = sorted(p.parent.parent for p in FOLDER.glob("*/vllm/__init__.py"))
+needs_sources = pytest.mark.skipif(not RELEASES, reason=f"no sources of vLLM in {FOLDER}")
 
 
 class Sources:
@@ -86,3 +99,11 @@ class Sources:
 
     def text(self, module: str) -> str:
         return ast.unparse(self.tree(module))
+
+    def functions(self, module: str, *names: str, **needed) -> list[Callable]:
+        """Functions of a module that call each other and `needed`, and nothing else of it."""
+        nodes = [node for node in self.tree(module).body if getattr(node, "name", None) in names]
+        made = dict(needed)
+        # annotations stay text, as in this file: they may name what is not there
+        exec(compile(ast.Module(nodes, []), module, "exec"), made)
+        return [made[name] for name in names]

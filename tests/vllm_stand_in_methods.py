@@ -48,9 +48,12 @@ class _Method:
 
 
 class GptOssMxfp4MoEMethod(_Method):
+    select = "select_mxfp4_moe_backend"
+
     def __init__(self, moe):
         super().__init__(moe)
-        self.mxfp4_backend, self.experts_cls = select_mxfp4_moe_backend(moe)
+        select = getattr(sys.modules[f"{QUANT}.mxfp4"], self.select)  # a name of that module
+        self.mxfp4_backend, self.experts_cls = select(moe)
 
     def maybe_roundup_sizes(self, hidden_size, intermediate_size, act_dtype, parallel_config):
         if self.mxfp4_backend is Mxfp4MoeBackend.EMULATION:
@@ -76,14 +79,15 @@ class GptOssMxfp4MoEMethod(_Method):
 
 
 class Mxfp4MoEMethod(GptOssMxfp4MoEMethod):
-    pass
+    select = "select_deepseek_v4_mxfp4_moe_backend"
 
 
-def select_mxfp4_moe_backend(moe):
+def select_mxfp4_moe_backend(config):
     return Mxfp4MoeBackend.MARLIN, OtherExperts
 
 
-select_deepseek_v4_mxfp4_moe_backend = select_mxfp4_moe_backend
+def select_deepseek_v4_mxfp4_moe_backend(config):
+    return Mxfp4MoeBackend.MARLIN, OtherExperts
 
 
 class AutoGPTQMoEMethod(_Method):

@@ -304,9 +304,12 @@ def table_of(rows: list[Case]) -> Table:
     unit, scale = ("ms", 1e3) if rows[0]["ours_us"] > 5e3 else ("us", 1.0)
     table = Table(title=f"{unit} per layer", caption=" ".join(CAPTION.split()))
     who = list(dict.fromkeys(name for row in rows for name in row["rivals"]))
-    beside = [row.get(f"ours_{row['dtype']}_us") for row in rows]
-    unpacked = ["unpacked"] if any(beside) else []
-    ours = "ours", "+-", "share", *unpacked
+    beside = {
+        "unpacked": [row.get(f"ours_{row['dtype']}_us") for row in rows],
+        "unpacking": [row.get("ours_unpacking_us") for row in rows],
+    }
+    beside = {name: times for name, times in beside.items() if any(times)}
+    ours = "ours", "+-", "share", *beside
     for column in ("model", "weights", "M", "rank", "adapters", "bound", *ours):
         table.add_column(column, justify="right")
     for column in ("base", "share", "cost", "x best", *(name.replace("_", " ") for name in who)):
@@ -316,7 +319,7 @@ def table_of(rows: list[Case]) -> Table:
         return "-" if us is None else f"{us / scale:.{1 if us / scale >= 10 else 2}f}"
 
     last = None
-    for row, native in zip(rows, beside, strict=True):
+    for i, row in enumerate(rows):
         if last not in (None, (row["model"], row["format"])):
             table.add_section()
         last = row["model"], row["format"]
@@ -325,7 +328,7 @@ def table_of(rows: list[Case]) -> Table:
             *(*last, *(str(row[name]) for name in ("tokens", "rank", "adapters"))),
             *(cell(row["bound_us"]), cell(row["ours_us"])),
             f"{50 * (high - low) / row['ours_us']:.0f} %",
-            *(f"{row['share']:.2f}", *(cell(native) for _ in unpacked)),
+            *(f"{row['share']:.2f}", *(cell(times[i]) for times in beside.values())),
             *(cell(row["ours_base_us"]), f"{row['share_base']:.2f}"),
             f"{100 * row['overhead']:+.0f} %",
             f"{row['ratio']:.2f}" if row["ratio"] else "-",

@@ -73,6 +73,7 @@ BASELINES = {
     "ours": "ours:Ours",
     "invariant": "ours:Invariant",
     "unpacked": "ours:Unpacked",
+    "unpacking": "ours:Unpacking",
     "loop": "ours:Loop",
     "separate": "separate:Separate",
     "vllm": "vllm:VLLM",
@@ -83,10 +84,14 @@ BASELINES = {
     "triton_kernels": "vllm_quantised:TritonKernels",
     "triton_fp8": "vllm_quantised:TritonFP8",
 }
-READ_QUANTISED = ("ours", "invariant", "unpacked", "marlin", "triton_kernels", "triton_fp8")
+READ_QUANTISED = (
+    *("ours", "invariant", "unpacked", "unpacking"),
+    *("marlin", "triton_kernels", "triton_fp8"),
+)
 ABOUT = {
     "invariant": "ours in the batch-invariant mode",
     "unpacked": "ours on quantised weights that were unpacked before",
+    "unpacking": "ours on quantised weights that every call unpacks",
     "loop": "experts one by one in PyTorch: index_select, mm, two more products per adapter",
     "separate": "Triton: a base grouped GEMM, then shrink and expand kernels",
     "vllm": "vLLM's own kernels, from $MOELORA_PEERS or an installed vLLM",
@@ -103,7 +108,7 @@ DEFAULTS = {
 }
 DEFAULTS_OF_QUANTISED = {
     "cuda": ["unpacked", "marlin", "triton_kernels", "triton_fp8"],
-    "cpu": ["unpacked"],
+    "cpu": ["unpacked", "unpacking"],
 }
 
 

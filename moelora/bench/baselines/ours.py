@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -75,6 +76,25 @@ class Unpacked(Ours):
         self.layer = copy(layer)
         self.layer.w13, self.layer.w2 = as_tensor(layer.w13), as_tensor(layer.w2)
         self.of = self.layer if is_w8a8(layer.w13) else None
+
+
+class Unpacking(Ours):
+    """Weights that every call unpacks, all of them: what one does without kernels for a format."""
+
+    name = "ours_unpacking"
+
+    def __init__(self, layer: Layer, options: Options):
+        require(layer.model.format, "weights are not quantised")
+        self.layer = layer
+        if is_w8a8(layer.w13) and is_w8a8(layer.w2):
+            self.layer = self.of = copy(layer)
+            for name in ("w13", "w2"):
+                as_it_is = replace(getattr(layer, name), x_format="native", x_scale=0.0)
+                setattr(self.layer, name, as_it_is)
+
+    def run(self, batch: Batch, rank: int) -> Tensor:
+        (x, w13, w2, *routing), kwargs = arguments(self.layer, batch, rank)
+        return moelora.fused_experts_lora(x, as_tensor(w13), as_tensor(w2), *routing, **kwargs)
 
 
 class Loop:

@@ -17,9 +17,12 @@ Expert weights that a model stores as (E, in, out), gpt-oss's, are laid out anew
 first call: parameters keep identity, shape and values, but are no longer contiguous, which bare
 `safetensors.torch.save_file(model.state_dict(), ...)` refuses; `save_pretrained` takes care of it.
 
-Experts of four bits stay so (docs/weight-formats.md has what is covered):
+Quantised experts stay so (docs/weight-formats.md has what is covered):
 
-    model = moelora_hf.load_quantized("gpt-oss-20b")
+    model = moelora_hf.load_quantized("openai/gpt-oss-20b")
+
+Those that transformers itself has loaded in FP8 `enable` and `load_adapters` put into tiles, for
+good. Those that it has swizzled, of MXFP4, nobody else can read: both raise.
 
 Adapters that PEFT has loaded, with factors of other layers beside those of the experts, are for
 `moelora.integrations.peft`.
@@ -27,7 +30,6 @@ Adapters that PEFT has loaded, with factors of other layers beside those of the 
 
 from moelora.integrations.transformers.adapters import (
     load_adapters,
-    moe_layers,
     new_pool,
     unload_adapters,
     use_adapters,
@@ -35,6 +37,7 @@ from moelora.integrations.transformers.adapters import (
 from moelora.integrations.transformers.calls import BASE, IMPLEMENTATION
 from moelora.integrations.transformers.enable import enable
 from moelora.integrations.transformers.experts import experts_forward
+from moelora.integrations.transformers.layers import moe_layers
 from moelora.integrations.transformers.quantized import load_quantized, load_quantized_experts
 
 __all__ = [

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
 
 from moelora.adapters import AdapterInfo, AdapterPool, MoELayer, peek
 from moelora.adapters.pool import LayerFactors
@@ -23,7 +22,14 @@ from moelora.integrations.transformers.calls import (
     take_adapter_names,
 )
 from moelora.integrations.transformers.experts import activation_of
-from moelora.integrations.transformers.projection import expert_weights, is_experts, sizes
+from moelora.integrations.transformers.fp8 import pack_loaded
+from moelora.integrations.transformers.hub import local_folder
+from moelora.integrations.transformers.layers import moe_layers
+from moelora.integrations.transformers.projection import (
+    expert_weights,
+    is_loaded_fp8,
+    not_packed,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -127,36 +133,6 @@ class _Serving:
         return {"token_lora_mapping": mapping, **self.layers[layer]}
 
 
-def moe_layers(model: nn.Module) -> dict[str, tuple[Experts, MoELayer]]:
-    """The experts modules of a model that go through transformers' experts interface, by name.
-
-    Modules that PEFT has wrapped have the name that they had before.
-    """
-    layers = {}
-    for name, module in model.named_modules():
-        if not is_experts(module):
-            continue
-        name = name.replace(".base_layer", "")
-        if getattr(module, "_is_expert_parallel", False):
-            raise NotImplementedError(
-                f"{name} is expert parallel; its adapters are not sharded yet"
-            )
-        _, (experts, hidden, intermediate) = sizes(module)
-        layer = MoELayer(
-            name,
-            experts,
-            hidden,
-            intermediate,
-            gated=module.has_gate,
-            interleaved=module.has_gate and not getattr(module, "is_concatenated", True),
-            transposed=module.is_transposed,
-        )
-        layers[name] = (module, layer)
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no experts behind transformers' interface")
-    return layers
-
-
 def new_pool(
     layers: Mapping[str, tuple[Experts, MoELayer]],
     max_loras: int,
@@ -169,7 +145,9 @@ def new_pool(
 
     Raises NotImplementedError for experts that moelora cannot run or that are on several devices.
     """
-    for module, _ in layers.values():
+    for name, (module, _) in layers.items():
+        if is_loaded_fp8(module):
+            raise NotImplementedError(not_packed(name))
         activation_of(module)
     weights = [expert_weights(module)[1] for module, _ in layers.values()]
     devices = {w.device for w in weights}
@@ -199,6 +177,7 @@ def load_adapters(
     model : transformers.PreTrainedModel
         Its experts implementation becomes `"moelora"`, and calls of it and of its `generate` take
         `adapter_names`: one name per row of the batch, "__base__" or None for the base model.
+        Experts that transformers has loaded in FP8 are packed, as by `enable`.
     adapters : mapping or iterable
         Name -> folder with `adapter_config.json` and `adapter_model.safetensors`, or its id on the
         Hub ("org/name"); or these alone, whose last part becomes the adapter's name. All factors
@@ -233,7 +212,8 @@ def load_adapters(
             )
     specs = [layer for _, layer in found.values()]
 
-    folders = {name: _local(folder) for name, folder in named.items()}
+    folders = {name: local_folder(folder, ["adapter_*"]) for name, folder in named.items()}
+    pack_loaded(model, found)
     infos = [_peek(folder, specs) for folder in folders.values()]
     if w13_slices is None:
         w13_slices = 1 if infos and all(i.fused for i in infos) else 2
@@ -270,21 +250,6 @@ def load_adapters(
         theirs: Any = model.generate  # for its signature
         model.__dict__["generate"] = functools.update_wrapper(generate, theirs, (), ())
     return pool
-
-
-def _local(source: str | Path) -> Path:
-    """A folder as it is; what is none, and can be the id of a repository, from the Hub."""
-    folder = Path(source).expanduser()
-    if folder.exists() or isinstance(source, Path) or str(source).count("/") != 1:
-        return folder
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-    from huggingface_hub.errors import RepositoryNotFoundError as NotThere
-
-    try:
-        return Path(snapshot_download(str(source), allow_patterns=["adapter_*"]))
-    except (HFValidationError, LocalEntryNotFoundError, NotThere) as error:
-        raise FileNotFoundError(f"{source} is no folder, and not on the Hub: {error}") from None
 
 
 def _peek(folder: Path, specs: Sequence[MoELayer]) -> AdapterInfo:

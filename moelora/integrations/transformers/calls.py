@@ -21,6 +21,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import use_experts_implementation
 
+from moelora.integrations.transformers.projection import is_loaded_fp8, not_packed
+
 IMPLEMENTATION = "moelora"
 BASE = "__base__"  # PEFT's name for rows without an adapter
 
@@ -98,6 +100,9 @@ def _watched(choose: Callable[..., str]) -> Callable[..., str]:
     def get_correct_experts_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -> str:
         implementation = choose(self, *args, **kwargs)
         if implementation == IMPLEMENTATION:
+            for name, module in self.named_modules():
+                if is_loaded_fp8(module):  # packing is for good: `enable` does it, who sets may not
+                    raise RuntimeError(not_packed(name))
             for module in self.modules():
                 if isinstance(module, PreTrainedModel):
                     take_adapter_names(module)

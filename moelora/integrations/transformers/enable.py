@@ -6,30 +6,41 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from moelora.integrations.transformers.adapters import moe_layers
 from moelora.integrations.transformers.calls import IMPLEMENTATION, check_implementation
 from moelora.integrations.transformers.experts import activation_of
+from moelora.integrations.transformers.fp8 import pack_loaded
+from moelora.integrations.transformers.layers import moe_layers
+from moelora.integrations.transformers.projection import is_loaded_fp8
+from moelora.quantized_fp8 import Activations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def enable(model: PreTrainedModel) -> None:
+def enable(model: PreTrainedModel, *, activations: Activations | None = None) -> None:
     """Has moelora run all experts of a model, or raises and leaves it as it is.
 
     `model.set_experts_implementation("moelora")` alone says nothing where a model's experts are
     code of their own, which never asks for an implementation, and finds out about an activation in
     the first call.
 
+    Experts that transformers has loaded in FP8 become tiles, for good: beside the model there are
+    never more than the tiles of one layer and one expert.
+
     Parameters
     ----------
     model : transformers.PreTrainedModel
+    activations : {"fp8", "native"}, optional
+        Of FP8 experts: what multiplies them (`QuantizedWeights.from_fp8_block`); by default FP8.
 
     Raises
     ------
     NotImplementedError
         Some experts do not go through transformers' experts interface, or compute something that
         moelora has not; the message names them.
+    ValueError
+        FP8 weights are NaN or have scales that the format has not; `activations` is given and
+        there are none, or they are packed already.
     """
     try:
         layers = moe_layers(model)
@@ -45,10 +56,13 @@ def enable(model: PreTrainedModel) -> None:
     if not layers:
         raise NotImplementedError(f"{name} has no experts behind transformers' experts interface")
     for name, (module, _) in layers.items():
+        if is_loaded_fp8(module):
+            continue  # pack_loaded asks more of them
         try:
             activation_of(module)
         except NotImplementedError as error:
             raise NotImplementedError(f"{name}: {error}") from None
+    pack_loaded(model, layers, activations)
     model.set_experts_implementation(IMPLEMENTATION)
     for name, (module, _) in layers.items():
         check_implementation(name, module.config)

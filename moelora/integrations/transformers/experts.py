@@ -13,7 +13,12 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import moelora
 from moelora.integrations.transformers.calls import IMPLEMENTATION
-from moelora.integrations.transformers.projection import expert_weights, is_quantized, up_name
+from moelora.integrations.transformers.projection import (
+    expert_weights,
+    is_loaded_fp8,
+    is_quantized,
+    up_name,
+)
 from moelora.reference import activate
 
 if TYPE_CHECKING:
@@ -99,6 +104,8 @@ def _identify(experts: Experts) -> Activation:
         raise NotImplementedError(f"{name} normalises after every expert, which moelora has not")
     up, down = expert_weights(experts)
     for parameter, weight in ((up_name(experts), up), ("down_proj", down)):
+        if is_loaded_fp8(experts):
+            continue  # until they are packed
         if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise NotImplementedError(
                 f"{name}.{parameter} is {weight.dtype}, which moelora has not"

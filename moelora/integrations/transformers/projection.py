@@ -1,4 +1,4 @@
-"""Where the weights of an experts module are: parameters, or four bits in their place."""
+"""Where the weights of an experts module are: parameters, or quantised ones in their place."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         down_proj: Any  # a parameter, or a QuantizedProjection, as gate_up_proj or up_proj
         down_proj_bias: Tensor
         act_fn: nn.Module
+        block_size: Sequence[int] | None  # of FP8, as the next
+        activation_scheme: str
         _is_hf_initialized: bool
         _moelora: Any  # what serves the model; there while it has adapters
         _moelora_layer: str
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class QuantizedProjection(nn.Module):
-    """What an experts module has in place of a parameter: the same weights in four bits.
+    """What an experts module has in place of a parameter: the same weights, quantised.
 
     Its tiles are a buffer, so that they move between devices and are copied with the model. They
     are in no state dict: a checkpoint of them would be none of transformers'.
@@ -66,13 +68,16 @@ class QuantizedProjection(nn.Module):
 
     def __getitem__(self, expert: object) -> NoReturn:
         raise RuntimeError(
-            "these experts have weights of four bits, which other implementations cannot read; "
+            "these experts have weights in tiles, which other implementations cannot read; "
             'call model.set_experts_implementation("moelora")'
         )
 
     def extra_repr(self) -> str:
         kind = "no weights yet" if self._empty is None else self._empty.format
         return f"{self.shape}, {kind}"
+
+
+OF_FP8 = ("_scale_inv", "_activation_scale")  # what parameters beside the weights end in
 
 
 def is_experts(module: nn.Module) -> TypeGuard[Experts]:
@@ -88,13 +93,35 @@ def is_quantized(experts: Experts) -> bool:
     return getattr(experts, "_moelora_quantized", False)
 
 
+def is_loaded_fp8(module: nn.Module) -> TypeGuard[Experts]:
+    """Whether experts are FP8 as transformers loads them (`FP8Experts`)."""
+    return is_experts(module) and f"{up_name(module)}_scale_inv" in module._parameters
+
+
+def not_packed(name: str) -> str:
+    return (
+        f"{name} has weights of FP8 as transformers loads them, which moelora runs from tiles of "
+        "its own; call moelora.integrations.transformers.enable(model), which packs them"
+    )
+
+
 def take_off(experts: Experts, dtype: torch.dtype) -> None:
-    """Puts places for weights of four bits where the parameters are."""
+    """Puts places for quantised weights where the parameters are; scales of FP8 go, too."""
     shapes = sizes(experts)
     for name, shape in zip((up_name(experts), "down_proj"), shapes, strict=True):
         delattr(experts, name)
         setattr(experts, name, QuantizedProjection(shape, dtype))
+    for name in [name for name in experts._parameters if name.endswith(OF_FP8)]:
+        delattr(experts, name)
     experts._moelora_quantized = True
+
+
+def put_on(experts: Experts, weights: tuple[QuantizedWeights, QuantizedWeights]) -> None:
+    """Both projections in place of what the module has."""
+    if not is_quantized(experts):
+        take_off(experts, weights[1].dtype)
+    for name, found in zip((up_name(experts), "down_proj"), weights, strict=True):
+        getattr(experts, name).weights = found
 
 
 def sizes(experts: Experts) -> tuple[torch.Size, torch.Size]:

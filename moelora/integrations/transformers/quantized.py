@@ -9,40 +9,15 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moelora.fake import COMPUTE_DTYPES
-from moelora.integrations.transformers.adapters import moe_layers
 from moelora.integrations.transformers.calls import IMPLEMENTATION
 from moelora.integrations.transformers.folder import Folder, read_experts
-from moelora.integrations.transformers.projection import is_quantized, take_off, up_name
+from moelora.integrations.transformers.hub import local_folder
+from moelora.integrations.transformers.layers import moe_layers
+from moelora.integrations.transformers.projection import put_on
+from moelora.integrations.transformers.quantizer import Config, refuse_saving
 from moelora.quantized_fp8 import Activations
-
-
-@register_quantization_config(IMPLEMENTATION)
-class _Config(QuantizationConfigMixin):
-    """Says to `from_pretrained` that `_Quantizer` prepares the model."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        self.quant_method = IMPLEMENTATION  # type: ignore[assignment] # not one of theirs
-
-
-@register_quantizer(IMPLEMENTATION)
-class _Quantizer(HfQuantizer):
-    """Takes the experts' parameters off a model before `from_pretrained` gives them memory."""
-
-    requires_calibration = False
-    is_trainable = False
-
-    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        return False
-
-    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        for module, _ in moe_layers(model).values():
-            take_off(module, module.down_proj.dtype)
-            module._is_hf_initialized = True  # nothing here is to be made up
 
 
 def load_quantized(
@@ -61,12 +36,13 @@ def load_quantized(
     Parameters
     ----------
     folder : str or Path
-        A local folder with config.json and safetensors files: MXFP4 experts as of gpt-oss, or one
-        GPTQ, AWQ, compressed-tensors ("pack-quantized", "float-quantized") or FP8 tensor set for
-        each expert. All other weights must be plain, or FP8: those are dequantised.
+        A folder with config.json and safetensors files, or its id on the Hub ("org/name"): MXFP4
+        experts as of gpt-oss, or one GPTQ, AWQ, compressed-tensors ("pack-quantized",
+        "float-quantized") or FP8 tensor set for each expert. All other weights must be plain, or
+        FP8: those are dequantised.
     dtype : torch.dtype
         bfloat16 or float16, of the model and of the activations that its experts take.
-    activations : {"fp8", "native"}, optional
+    activations : {"fp8", "native", "bf16"}, optional
         Of FP8 experts: what multiplies them (`QuantizedWeights.from_fp8_block`). By default FP8 if
         the folder says that activations are quantised, as most do.
     model_class : type, optional
@@ -86,8 +62,10 @@ def load_quantized(
         is quantised, too.
     NotImplementedError
         As of `load_quantized_experts`.
+    FileNotFoundError
+        `folder` is no folder, and not on the Hub.
     """
-    checkpoint = Folder(folder)
+    checkpoint = _checkpoint(folder)
     config = AutoConfig.from_pretrained(checkpoint.path)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # transformers' own ways with it
@@ -101,7 +79,7 @@ def load_quantized(
         config=config,
         state_dict=checkpoint.plain(dtype),
         dtype=dtype,
-        quantization_config=_Config(),
+        quantization_config=Config(),
         experts_implementation=IMPLEMENTATION,
         output_loading_info=True,
         **options,
@@ -140,7 +118,7 @@ def load_quantized_experts(
         As of `load_quantized`.
     dtype : torch.dtype, optional
         bfloat16 or float16, by default that of the experts' parameters.
-    activations : {"fp8", "native"}, optional
+    activations : {"fp8", "native", "bf16"}, optional
         As of `load_quantized`.
 
     Raises
@@ -152,21 +130,26 @@ def load_quantized_experts(
         Another quantisation method or setting, or experts that moelora cannot run.
     RuntimeError
         The model has adapters; they come after its weights.
+    FileNotFoundError
+        `folder` is no folder, and not on the Hub.
     """
-    folder = folder if isinstance(folder, Folder) else Folder(folder)
+    folder = folder if isinstance(folder, Folder) else _checkpoint(folder)
     if getattr(model, "_moelora", None) is not None:
         raise RuntimeError("the model has adapters already; load them after its weights")
     for name, (module, _) in moe_layers(model).items():
         kind = dtype or module.down_proj.dtype
         if kind not in COMPUTE_DTYPES:
             raise ValueError(f"dtype of {name} is {kind}, wanted torch.bfloat16 or torch.float16")
-        weights = read_experts(folder, name, module, kind, activations)
-        if not is_quantized(module):
-            take_off(module, kind)
+        up, down = read_experts(folder, name, module, kind, activations)
         device = _device(model, name)
-        for own, found in zip((up_name(module), "down_proj"), weights, strict=True):
-            getattr(module, own).weights = found.to(device)
+        refuse_saving(model)
+        put_on(module, (up.to(device), down.to(device)))
     model.set_experts_implementation(IMPLEMENTATION)
+
+
+def _checkpoint(source: str | Path) -> Folder:
+    # Folders within a repository have the same weights once more, for other programs: gpt-oss's.
+    return Folder(local_folder(source, ["*.json", "*.safetensors"], ignore_patterns=["*/*"]))
 
 
 def _device(model: nn.Module, name: str) -> torch.device:

@@ -30,6 +30,7 @@ class Format:
     reason(method): why weights of this method are not read, as far as its configuration tells.
     interleaved: whether gate and up rows of w13 come in turns.
     rounds: whether the method rounds a layer's sizes up for the kernels that it chose.
+    chooses: the function of that method's module that chose them, and raises where there are none.
     loaded_biases: whether biases are there though the checkpoint may have none.
     """
 
@@ -37,6 +38,7 @@ class Format:
     reason: Callable[[Any], str | None] = lambda method: None
     interleaved: bool = False
     rounds: bool = False
+    chooses: str = ""
     loaded_biases: bool = False
 
 
@@ -141,8 +143,8 @@ def _fp8_compressed(
 
 
 FORMATS = {
-    "gpt_oss": Format(_mxfp4, interleaved=True, rounds=True),
-    "mxfp4": Format(_mxfp4, rounds=True),
+    "gpt_oss": Format(_mxfp4, interleaved=True, rounds=True, chooses="select_mxfp4_moe_backend"),
+    "mxfp4": Format(_mxfp4, rounds=True, chooses="select_deepseek_v4_mxfp4_moe_backend"),
     "gptq": Format(_gptq, _gptq_reason, loaded_biases=True),
     "awq": Format(_awq, _awq_reason),
     "compressed_tensors": Format(_compressed, _compressed_reason),

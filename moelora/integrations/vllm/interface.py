@@ -130,12 +130,20 @@ def _method(module: str, name: str, init: str) -> Interface:
 
 # Methods of quantised layers, by the names under which moelora.integrations.vllm.methods has them.
 METHODS = {
-    "gpt_oss": _method(f"{_QUANT}.mxfp4", "GptOssMxfp4MoEMethod", "self moe"),
+    "gpt_oss": Interface(
+        replaced=_method(f"{_QUANT}.mxfp4", "GptOssMxfp4MoEMethod", "self moe").replaced,
+        called={f"{_QUANT}.mxfp4": {"select_mxfp4_moe_backend": "config"}},
+    ),
     "mxfp4": Interface(
         replaced={
             f"{_QUANT}.mxfp4": {"Mxfp4MoEMethod.process_weights_after_loading": "self layer"}
         },
-        called={f"{_QUANT}.mxfp4": {"Mxfp4MoEMethod.__init__": "self moe"}},
+        called={
+            f"{_QUANT}.mxfp4": {
+                "Mxfp4MoEMethod.__init__": "self moe",
+                "select_deepseek_v4_mxfp4_moe_backend": "config",
+            }
+        },
     ),
     "gptq": _method(f"{_QUANT}.auto_gptq", "AutoGPTQMoEMethod", "self quant_config moe"),
     "awq": _method(f"{_QUANT}.auto_awq", "AutoAWQMoEMethod", "self quant_config moe"),

@@ -7,7 +7,9 @@ freed. vLLM processes one layer after the other, so that beside the model as loa
 more than the tiles of one layer and one expert on its way.
 
 Methods of MXFP4 round a layer's sizes up for their kernels when they are made; whether moelora
-serves is decided there, and then only whole blocks of 32 are asked for.
+serves is decided there, and then only whole blocks of 32 are asked for. vLLM may have no kernels
+for such a layer at all, batch invariant ones for instance: its refusal is held back until that is
+decided, and raised if moelora does not serve either.
 """
 
 from __future__ import annotations
@@ -43,9 +45,11 @@ def install() -> None:
         if problem := interface.problem(needed):
             say_once(f"{problem}; {OWN_PATH} for layers of {cls}")
             continue
-        method = getattr(importlib.import_module(module), cls)
+        place = importlib.import_module(module)
+        method = getattr(place, cls)
         if format.rounds:
             wrap(method, "__init__", partial(_deciding, cls=method, format=format))
+            wrap(place, format.chooses, partial(_choosing, place=place))
         wrap(
             method,
             "process_weights_after_loading",
@@ -91,6 +95,19 @@ def _reason(method: Any, layer: Any, format: Format) -> str | None:
     return QuantizedExpertsWithLoRA(moe, _config(layer)).reason_against(moe.activation)
 
 
+def _choosing(choose: Callable[..., Any], place: Any) -> Callable[..., Any]:
+    """Around vLLM's choice of kernels, which only the `__init__` of `_deciding` calls by that name:
+    a refusal takes the place of the experts class."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return choose(*args, **kwargs)
+        except NotImplementedError as refusal:
+            return place.Mxfp4MoeBackend.EMULATION, refusal
+
+    return wrapped
+
+
 def _deciding(init: Callable[..., Any], cls: type[Any], format: Format) -> Callable[..., Any]:
     """Around `__init__` of a method that rounds sizes: what it chose is kept in `_moelora_theirs`,
     and put back if moelora cannot serve after all."""
@@ -98,8 +115,10 @@ def _deciding(init: Callable[..., Any], cls: type[Any], format: Format) -> Calla
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         if type(self) is not cls or self.experts_cls is None:
+            _raise_refusal(self, f"{type(self).__name__} is not known")
             return
         if reason := _reason(self, None, format):
+            _raise_refusal(self, reason)
             say_once(f"{reason}; {OWN_PATH}")
             return
         self._moelora_theirs = self.mxfp4_backend, self.experts_cls
@@ -109,11 +128,18 @@ def _deciding(init: Callable[..., Any], cls: type[Any], format: Format) -> Calla
     return wrapped
 
 
+def _raise_refusal(method: Any, reason: str) -> None:
+    """vLLM's own, which `_choosing` held back, and ours."""
+    if isinstance(method.experts_cls, NotImplementedError):
+        raise method.experts_cls from ValueError(f"moelora: {reason}")
+
+
 def _give_back(method: Any, layer: Any, reason: str) -> None:
     """What `_deciding` took, if vLLM's own kernels take the sizes that the layer has by now."""
     moe = method.moe
     sizes = layer.hidden_size, layer.intermediate_size_per_partition
     method.mxfp4_backend, method.experts_cls = method._moelora_theirs
+    _raise_refusal(method, reason)
     wanted = method.maybe_roundup_sizes(*sizes, moe.in_dtype, moe.moe_parallel_config)
     if tuple(wanted) != sizes:
         raise ValueError(

@@ -1,0 +1,36 @@
+"""Folders by their names on the Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def local_folder(source: str | Path, files: list[str], **options: Any) -> Path:
+    """A folder as it is; what is none, and can be the id of a repository, from the Hub.
+
+    Parameters
+    ----------
+    source : str or Path
+        A folder, or "org/name".
+    files : list of str
+        Patterns of what is wanted of a repository.
+    **options
+        For `huggingface_hub.snapshot_download`.
+
+    Raises
+    ------
+    FileNotFoundError
+        `source` looks like an id, but the Hub has no such repository or cannot be reached.
+    """
+    folder = Path(source).expanduser()
+    if folder.exists() or isinstance(source, Path) or str(source).count("/") != 1:
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import RepositoryNotFoundError as NotThere
+
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=files, **options))
+    except (HFValidationError, LocalEntryNotFoundError, NotThere) as error:
+        raise FileNotFoundError(f"{source} is no folder, and not on the Hub: {error}") from None

@@ -1,0 +1,50 @@
+"""The experts modules of a model, and what a pool has to know of each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from moelora.adapters import MoELayer
+from moelora.integrations.transformers.projection import is_experts, sizes
+
+if TYPE_CHECKING:
+    from moelora.integrations.transformers.projection import Experts
+
+
+def moe_layers(model: nn.Module) -> dict[str, tuple[Experts, MoELayer]]:
+    """The experts modules of a model that go through transformers' experts interface, by name.
+
+    Modules that PEFT has wrapped have the name that they had before. Raises ValueError if there are
+    none, NotImplementedError for experts that cannot be reached.
+    """
+    layers = {}
+    for name, module in model.named_modules():
+        if type(module).__name__ == "Mxfp4GptOssExperts":
+            raise NotImplementedError(
+                f"{name} is Mxfp4GptOssExperts, whose weights transformers has swizzled for "
+                "triton_kernels, which alone reads them; give the checkpoint's folder to "
+                "moelora.integrations.transformers.load_quantized"
+            )
+        if not is_experts(module):
+            continue
+        name = name.replace(".base_layer", "")
+        if getattr(module, "_is_expert_parallel", False):
+            raise NotImplementedError(
+                f"{name} is expert parallel; its adapters are not sharded yet"
+            )
+        _, (experts, hidden, intermediate) = sizes(module)
+        layer = MoELayer(
+            name,
+            experts,
+            hidden,
+            intermediate,
+            gated=module.has_gate,
+            interleaved=module.has_gate and not getattr(module, "is_concatenated", True),
+            transposed=module.is_transposed,
+        )
+        layers[name] = (module, layer)
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no experts behind transformers' interface")
+    return layers
