@@ -20,7 +20,7 @@ template <int RANKS_> struct ShrinkShape {
   static constexpr int TOKENS = 160, RANKS = RANKS_;
   static constexpr int CONSUMERS = 2, CLUSTER = 1;
   static constexpr int STAGES = RANKS == 128 ? 6 : RANKS == 64 ? 7 : 9;
-  static constexpr int THREADS = kProducers + 128 * CONSUMERS;
+  static constexpr int GATHERERS = kGatherers, THREADS = kProducers + 128 * CONSUMERS;
   static constexpr int W_BYTES = TOKENS * kRowBytes; // of the M side
   static constexpr int STAGE_BYTES = W_BYTES + RANKS * kRowBytes;
   static constexpr int EPILOGUE_BYTES = 0;

@@ -62,12 +62,14 @@ template <class E, EpilogueMode MODE> struct Epilogue {
                                       T)
       : activation(g.epilogue.activation) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+    bias[0] = bias[1] = bias[2] = bias[3] = 0.f;
+    if (!g.weights.w.bias)
+      return;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const int m64 = 2 * row_group + j / 2;
       const int output = first_output<E>(g, tile.column, m64) + warp * 16 + lane / 4 + 8 * (j % 2);
-      bias[j] = 0.f;
-      if (g.weights.w.bias && output < g.weights.n_out)
+      if (output < g.weights.n_out)
         bias[j] = Element<T>::to_float(
             ((const T *)g.weights.w
                  .bias)[tile.expert * g.weights.w.bias_stride_e + weight_row(g, m64, output)]);
@@ -130,25 +132,30 @@ template <class E, EpilogueMode MODE> struct Epilogue {
 };
 
 /* One m64 tile's results for up to 32 tokens from `from` on in float32: eight lanes hold eight
- * neighbouring outputs of a token, a whole sector. Lane t holds the flat row of token from + t,
- * which counts only where results do not lie by position. */
-template <class E, int N>
+ * neighbouring outputs of a token, a whole sector. Where results do not lie by position, lane t
+ * holds the flat row of token from + t. */
+template <class E, int N, bool BY_POSITION>
 __device__ __forceinline__ void store_f32(const float (&d)[N / 2], const moelora_gemm_launch &g,
                                           int first, int from, int block, int count, int32_t rows) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, token = (lane & 3) * 2;
+  const int output = first + warp * 16 + lane / 4, left = count - from - token;
+  const int64_t stride = g.epilogue.out_stride[0];
+  const bool inside[2] = {output < g.weights.n_out, output + 8 < g.weights.n_out};
+  float *const out = (float *)g.epilogue.out + output;
+  float *const to = out + (block * E::TOKENS + from + token) * stride;
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    if (from + 8 * i >= N)
+  for (int i = 0; i < 8; i++) {
+    const int t = i / 2 * 8 + i % 2, at = (from + t) / 8 * 4 + i % 2;
+    if (from + t >= N)
       break;
-#pragma unroll
-    for (int q = 0; q < 4; q++) {
-      const int output = first + warp * 16 + lane / 4 + 8 * (q / 2);
-      const int t = i * 8 + (lane & 3) * 2 + q % 2;
-      const int row = __shfl_sync(0xffffffffu, rows, t);
-      if (from + t < count && output < g.weights.n_out)
-        ((float *)g.epilogue.out)[output_offset(g, block * E::TOKENS + from + t, row) + output] =
-            d[(from / 8 + i) * 4 + q];
-    }
+    float *row = to + t * stride;
+    if (!BY_POSITION)
+      row = out + output_offset(g, block * E::TOKENS + from + t + token,
+                                __shfl_sync(0xffffffffu, rows, t + token));
+    if (t < left && inside[0])
+      row[0] = d[at];
+    if (t < left && inside[1])
+      row[8] = d[at + 2];
   }
 }
 

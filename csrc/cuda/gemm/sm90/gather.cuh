@@ -1,5 +1,5 @@
-/* Rows of x into the stages of a Hopper kernel's pipeline, wherever they lie: by cp.async of three
- * warps, 64 of depth at a time, rows of 128 bytes as in tile.cuh. */
+/* Rows of x into the stages of a Hopper kernel's pipeline, wherever they lie: by cp.async of one
+ * warp or three, 64 of depth at a time, rows of 128 bytes as in tile.cuh. */
 #ifndef MOELORA_CUDA_SM90_GATHER_CUH
 #define MOELORA_CUDA_SM90_GATHER_CUH
 
@@ -10,8 +10,8 @@ constexpr uint32_t kNoRow = 0xffffffffu; // of a token that is not there
 /* A thread's share of a stage, where LANES threads copy a row: chunks `lane`, `lane` + LANES, ...
  * of token rows thread / LANES + STEP i, for lane = thread % LANES. Eight read whole lines; four
  * have half the rows to find the addresses of. */
-template <int TOKENS, int LANES> struct GatherShare {
-  static constexpr int STEP = kGatherers / LANES, ROWS = (TOKENS + STEP - 1) / STEP;
+template <int TOKENS, int LANES, int GATHERERS = kGatherers> struct GatherShare {
+  static constexpr int STEP = GATHERERS / LANES, ROWS = (TOKENS + STEP - 1) / STEP;
   static constexpr int CHUNKS = 8 / LANES, PLACES = STEP % 8 == 0 ? 1 : 2;
   static_assert(STEP % 4 == 0, "every other row has the same place in the swizzle");
 
@@ -58,8 +58,9 @@ template <int TOKENS, int LANES> struct GatherShare {
 };
 
 /* Rows of a block are found while something else streams, and kept. */
-template <int TOKENS, int LANES = 8> struct Gather : GatherShare<TOKENS, LANES> {
-  using Share = GatherShare<TOKENS, LANES>;
+template <int TOKENS, int LANES = 8, int GATHERERS = kGatherers>
+struct Gather : GatherShare<TOKENS, LANES, GATHERERS> {
+  using Share = GatherShare<TOKENS, LANES, GATHERERS>;
   using Share::token;
 
   uint32_t next[Share::ROWS]; // rows that come next

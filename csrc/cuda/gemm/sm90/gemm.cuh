@@ -94,7 +94,7 @@ __device__ __forceinline__ void store_tile(float (&d)[2][S::TOKENS / 2], const R
   const int halves = gated ? 1 : 2;
   const Epilogue<S, MODE> epilogue(g, header.tile, consumer, T());
   epilogue.template begin<T, N>(d, g);
-  if (S::ALIASED_BUFFERS == 0)
+  if (!f32 && S::ALIASED_BUFFERS == 0)
     wait_until_read(consumer);
 #pragma unroll
   for (int c = 0; c < N; c += kEpilogueTokens) {
@@ -112,8 +112,9 @@ __device__ __forceinline__ void store_tile(float (&d)[2][S::TOKENS / 2], const R
       if (half == halves)
         break;
       if (f32)
-        store_f32<S, N>(d[half], g, first_output<S>(g, header.tile.column, 2 * consumer + half), c,
-                        header.tile.block, header.count, rows);
+        store_f32<S, N, !GENERAL>(d[half], g,
+                                  first_output<S>(g, header.tile.column, 2 * consumer + half), c,
+                                  header.tile.block, header.count, rows);
       else
         write_epilogue_tile<T, N>(d[half], c, pipeline.epilogue_buffer(consumer, index + half));
     }
@@ -238,6 +239,8 @@ __device__ __forceinline__ PendingCheck multiply(float (&d)[2][S::TOKENS / 2],
                    : multiply_tokens_first<S, false>(d, g, pipeline, consumer);
   else if constexpr (S::FORMAT == MOELORA_W8A8)
     previous = multiply_w8a8<S, N>(d, g, pipeline, consumer);
+  else if constexpr (S::RESIDENT == 3)
+    previous = multiply_few<S, T, N>(d, g, pipeline);
   else
     previous = multiply_quantized<S, T, N>(d, g, pipeline, consumer);
   if (S::ALIASED_BUFFERS > 0 && S::FORMAT != MOELORA_W8A8)
@@ -350,11 +353,12 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
   if (!g.schedule.blocks.packed_ranks)
     wait_for_previous_kernel();
   start_next_kernel();
+  constexpr int PRODUCER = S::FIRST_PRODUCER / 128, FIRST_CONSUMER = PRODUCER == 0 ? 1 : 0;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
-  if (warpgroup == 0) {
+  if (warpgroup == PRODUCER) {
     if constexpr (S::CONSUMER_REGISTERS > S::START_REGISTERS)
       give_registers<S::PRODUCER_REGISTERS>();
-    if (__shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == 0) {
+    if (__shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == S::FIRST_PRODUCER / 32) {
 #pragma unroll 1
       do {
         stream<S>(&w_map, &x_maps, &b_maps, g, pipeline);
@@ -370,7 +374,7 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
       take_registers<S::CONSUMER_REGISTERS>();
 #pragma unroll 1
     do {
-      consume<S, T, MODE>(&out_maps, g, pipeline, warpgroup - 1);
+      consume<S, T, MODE>(&out_maps, g, pipeline, warpgroup - FIRST_CONSUMER);
     } while (has_another_pass(g, pipeline));
   }
   // Whoever waits for this kernel relies on the one before it, too.

@@ -6,7 +6,7 @@
  *   CONSUMERS x { OWN_BUFFERS epilogue tiles }             results on their way out
  *   STAGES x { header }                                    32 bytes
  *   STAGES x { full }, STAGES x { empty }                  mbarriers
- *   4 x { segments }                                       of adapters, one list per producer warp
+ *   PRODUCERS / 32 x { segments }                          of adapters, one list per producer warp
  *   { fix-up }, { sync }                                   see Pipeline::needs_fixup; an mbarrier
  *   { list of rows }                                       see ListedGather
  *   STAGES x { scales }                                    of FP8 alone, see w8a8.cuh
@@ -37,15 +37,23 @@ constexpr int kArrivals = 1;
 #endif
 
 /* Tiles of one consumer are for streaming weights: two CTAs share an SM, and one fills its pipeline
- * while the other finishes a tile. */
+ * while the other finishes a tile. Of up to 16 tokens and four bits, to make numbers takes a warp
+ * longer than their bytes take to come: there three share it, of six warps each, whose registers
+ * stay with them. Two of these warps are enough to copy few tokens. */
 template <int TOKENS_, int CONSUMERS_, int STAGES_, int CLUSTER_, moelora_format FORMAT_,
           bool ZEROS_ = false>
 struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   using E = Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_>;
   static constexpr int CONSUMERS = CONSUMERS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
   static constexpr bool ZEROS = ZEROS_; // of quantised weights there may be zero points
-  static constexpr int THREADS = kProducers + 128 * CONSUMERS;
-  static constexpr int RESIDENT = CONSUMERS == 1 ? 2 : 1; // CTAs per SM
+  static constexpr bool FOUR_BITS = FORMAT_ == MOELORA_MXFP4 || FORMAT_ == MOELORA_INT4;
+  static constexpr int RESIDENT = CONSUMERS == 2               ? 1
+                                  : FOUR_BITS && TOKENS_ <= 16 ? 3
+                                                               : 2; // CTAs per SM
+  // wgmma wants its warps from a multiple of four on: behind them come producers of two warps.
+  static constexpr int PRODUCERS = RESIDENT == 3 ? 64 : kProducers, GATHERERS = PRODUCERS - 32;
+  static constexpr int FIRST_PRODUCER = RESIDENT == 3 ? 128 * CONSUMERS : 0;
+  static constexpr int THREADS = PRODUCERS + 128 * CONSUMERS;
   // Which of both is operand A of wgmma, see tokens_first.cuh.
   static constexpr bool TOKENS_FIRST = moelora_tokens_first(FORMAT_, TOKENS_);
   // 64 of depth each, of a stage: of few tokens and quantised weights one alone is little work.
@@ -63,14 +71,14 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   // All threads start with as many registers; what producers give is what consumers can take, who
   // need more of them to make weights. Native tiles of few tokens need none.
   static constexpr bool NATIVE = FORMAT_ == MOELORA_NATIVE;
-  static constexpr int START_REGISTERS = CONSUMERS == 2 ? 168 : 128;
+  static constexpr int START_REGISTERS = RESIDENT == 1 ? 168 : RESIDENT == 2 ? 128 : 96;
   static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? (NATIVE                    ? 136
                                                               : TOKENS_FIRST            ? 56
                                                               : FORMAT_ == MOELORA_W8A8 ? 104
                                                                                         : 88)
                                             : TOKENS_ > 32 ? (FORMAT_ == MOELORA_W8A8 ? 80 : 96)
-                                            : NATIVE       ? START_REGISTERS
-                                                           : 88;
+                                            : NATIVE || RESIDENT == 3 ? START_REGISTERS
+                                                                      : 88;
   static constexpr int GATHER_LANES = NATIVE || (FORMAT_ == MOELORA_W8A8 && !TOKENS_FIRST) ? 8 : 4;
   static constexpr int CONSUMER_REGISTERS =
       START_REGISTERS + (START_REGISTERS - PRODUCER_REGISTERS) / CONSUMERS;
@@ -84,11 +92,13 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr int OWN_BUFFERS = 2;
   static constexpr int ALIASED_BUFFERS =
       TOKENS_ <= kEpilogueTokens ? 0 : STAGE_BYTES / CONSUMERS_ / kEpilogueBytes;
+  static constexpr int OWN_BYTES = TOKENS_ < kEpilogueTokens ? TOKENS_ * kRowBytes : kEpilogueBytes;
   // Up to 1023 bytes go to the alignment that the swizzle needs.
   static constexpr int SEGMENTS_BYTES = 8 * TOKENS_;
-  static constexpr int EPILOGUE_BYTES = CONSUMERS_ * OWN_BUFFERS * kEpilogueBytes;
+  static constexpr int EPILOGUE_BYTES = CONSUMERS_ * OWN_BUFFERS * OWN_BYTES;
   static constexpr int SHARED = 1024 + STAGES * (STAGE_BYTES + SCALE_BYTES + 16 + kHeaderBytes) +
-                                ROW_LIST_BYTES + EPILOGUE_BYTES + 4 * SEGMENTS_BYTES + 32;
+                                ROW_LIST_BYTES + EPILOGUE_BYTES + PRODUCERS / 32 * SEGMENTS_BYTES +
+                                32;
   static_assert(TOKENS_ % REST_BOX == 0 && TOKENS_ % STEP == 0, "whole boxes, whole steps");
   static_assert(RESIDENT * (SHARED + 1024) <= 228 * 1024, "shared memory of an SM");
 };
@@ -104,7 +114,7 @@ template <class S> struct Pipeline {
   static constexpr uint32_t FULL = HEADERS + S::STAGES * kHeaderBytes;
   static constexpr uint32_t EMPTY = FULL + 8 * S::STAGES;
   static constexpr uint32_t SEGMENTS = EMPTY + 8 * S::STAGES;
-  static constexpr uint32_t FIXUP = SEGMENTS + 4 * S::SEGMENTS_BYTES;
+  static constexpr uint32_t FIXUP = SEGMENTS + S::PRODUCERS / 32 * S::SEGMENTS_BYTES;
   static constexpr uint32_t SYNC = FIXUP + 8;
   static constexpr uint32_t SCALES = (SYNC + 8 + 15) / 16 * 16;
   uint32_t base;
@@ -116,7 +126,7 @@ template <class S> struct Pipeline {
       : base((shared_address(shared) + 1023) & ~1023u) {}
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < S::STAGES; i++) {
-      barrier_init(base + FULL + 8 * i, kGatherers + 1);
+      barrier_init(base + FULL + 8 * i, S::GATHERERS + 1);
       barrier_init(base + EMPTY + 8 * i, kArrivals * 4 * S::CONSUMERS * S::CLUSTER);
     }
     barrier_init_visible();
@@ -172,11 +182,11 @@ template <class S> struct Pipeline {
     if (more >= 0 && more < S::ALIASED_BUFFERS)
       return base + aliased * S::STAGE_BYTES +
              (consumer * S::ALIASED_BUFFERS + more) * kEpilogueBytes;
-    return base + EPILOGUE + (consumer * S::OWN_BUFFERS + (more & 1)) * kEpilogueBytes;
+    return base + EPILOGUE + (consumer * S::OWN_BUFFERS + (more & 1)) * S::OWN_BYTES;
   }
   /* The list of this producer warp. */
   __device__ __forceinline__ uint32_t segments() const {
-    return base + SEGMENTS + (threadIdx.x >> 5) * S::SEGMENTS_BYTES;
+    return base + SEGMENTS + ((threadIdx.x - S::FIRST_PRODUCER) >> 5) * S::SEGMENTS_BYTES;
   }
   __device__ __forceinline__ uint32_t weights() const { return base + stage * S::STAGE_BYTES; }
   /* The same, known alike in all of a warp: by votes, which take less time than a shuffle. */

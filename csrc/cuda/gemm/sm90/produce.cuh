@@ -1,6 +1,6 @@
 /* The producer warpgroup of a Hopper GEMM. Its first warp feeds the copy engine: weights, factors,
- * and token rows where they lie by position. The other three gather by cp.async: token rows where
- * they do not, and shrink results. */
+ * and token rows where they lie by position. The others, one or three, gather by cp.async: token
+ * rows where they do not, and shrink results. */
 #ifndef MOELORA_CUDA_SM90_PRODUCE_CUH
 #define MOELORA_CUDA_SM90_PRODUCE_CUH
 
@@ -201,11 +201,13 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
 
 template <class S, class T>
 __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S> &pipeline) {
-  const int thread = threadIdx.x - 32, depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
+  const int thread = threadIdx.x - S::FIRST_PRODUCER - 32,
+            depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
   constexpr bool SCALED = S::FORMAT == MOELORA_W8A8;
   constexpr bool LISTED = S::TOKENS_FIRST; // consumers have the registers
-  std::conditional_t<LISTED, ListedGather<S::TOKENS>, Gather<S::TOKENS, S::GATHER_LANES>> rows(
-      thread);
+  std::conditional_t<LISTED, ListedGather<S::TOKENS>,
+                     Gather<S::TOKENS, S::GATHER_LANES, S::GATHERERS>>
+      rows(thread);
   std::conditional_t<SCALED, TokenScales<S>, int> scales(thread);
   TileScheduler<S> next(g);
   const auto find_rows = [&] {
@@ -265,8 +267,8 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S>
       const int slabs = slabs_in(g, list, i);
       pipeline.wait_empty();
       if (!g.weights.factors_boxes)
-        copy_factors<S, T, kGatherers>(g, tile, list, slabs, cursor, pipeline, thread);
-      copy_xa<S, T, kGatherers>(g, tile, list, slabs, cursor, count, pipeline, thread);
+        copy_factors<S, T, S::GATHERERS>(g, tile, list, slabs, cursor, pipeline, thread);
+      copy_xa<S, T, S::GATHERERS>(g, tile, list, slabs, cursor, count, pipeline, thread);
       barrier_arrive_after_copies(pipeline.full());
     }
   }

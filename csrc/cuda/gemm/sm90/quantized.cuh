@@ -1,10 +1,15 @@
 /* Quantised weights: where their tiles lie, and their base product with x as it is. A warp makes
- * operand A in registers, a few k16 slabs at a time, while the tensor cores take those before. */
+ * operand A in registers, a few k16 slabs at a time, while the tensor cores take those before: by
+ * wgmma, or for up to 16 tokens by mma.sync, whose operands and sums lie alike. wgmma takes some
+ * 150 cycles for each 16 of depth however few tokens there are, and until then nobody may touch its
+ * registers; of the other's products there are many on their way, and the compiler mixes them with
+ * what makes their numbers. For more tokens the tensor cores have no time left for those. */
 #ifndef MOELORA_CUDA_SM90_QUANTIZED_CUH
 #define MOELORA_CUDA_SM90_QUANTIZED_CUH
 
 #include "cuda/gemm/common/format.cuh"
 #include "cuda/gemm/sm90/pipeline.cuh"
+#include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
 /* Where this CTA's share of a tile's m64 tiles of quantised weights begins, found once for a tile:
@@ -35,40 +40,101 @@ template <class S> struct QuantizedTiles {
  * and need it less; FP8 has second ones. */
 template <class S> constexpr bool kPaired = S::TOKENS <= (S::FORMAT == MOELORA_W8A8 ? 64 : 96);
 
-/* Adds slabs FIRST to FIRST + COUNT - 1 of TILES m64 tiles. Operand A is made in what that of the
- * group before the last was in; the last may still be running. */
-template <int FIRST, int N, int COUNT, int TILES, int D, class F>
-__device__ __forceinline__ void multiply_group(float (*d)[D], uint32_t (&a)[COUNT][TILES][4],
+/* Where a lane reads the tokens of 16 of depth in a stage, two n8 tiles by one instruction: those
+ * of slab K at `^ K << 5`. */
+__device__ __forceinline__ uint32_t few_tokens_offset() {
+  const int lane = threadIdx.x & 31, row = lane & 7;
+  return ((lane >> 4) * 8 + row) * kRowBytes + ((lane >> 3 & 1 ^ row) << 4);
+}
+
+/* Adds slab K of both m64 tiles, with N tokens at `tokens`. */
+template <int K, int N, class T, class F, int D>
+__device__ __forceinline__ void multiply_slab(float (&d)[2][D], const F (&tiles)[2],
+                                              uint32_t tokens) {
+  uint32_t b[(N + 8) / 16][4], a[2][4];
+#pragma unroll
+  for (int j = 0; j < N / 8; j += 2) {
+    const uint32_t at = (tokens ^ K << 5) + j * 8 * kRowBytes;
+    if (j + 1 < N / 8) {
+      load_matrix_x4(b[j / 2], at);
+    } else {
+      uint32_t last[2];
+      load_matrix_x2(last, at);
+      b[j / 2][0] = last[0], b[j / 2][1] = last[1];
+    }
+  }
+  tiles[0].template dequantize<K>(a[0]);
+  tiles[1].template dequantize<K>(a[1]);
+#pragma unroll
+  for (int j = 0; j < N / 8; j++)
+#pragma unroll
+    for (int t = 0; t < 2; t++)
+      mma_16816<T>(&d[t][j * 4], a[t], &b[j / 2][j % 2 * 2]);
+}
+
+/* All of the depth, by mma.sync. Returns the last stage, which nobody has left. */
+template <class S, class T, int N>
+__device__ __forceinline__ int multiply_few(float (&d)[2][S::TOKENS / 2],
+                                            const moelora_gemm_launch &g, Pipeline<S> &pipeline) {
+  using F = TileFragment<S::FORMAT, T, S::ZEROS>;
+  const int depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
+  const moelora_format format = g.weights.w.format;
+  const uint32_t bytes = tile_bytes<S::FORMAT>(format), offset = few_tokens_offset();
+  const LanePlaces at = LanePlaces::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
+  for (int step = 1;; step++) {
+    pipeline.wait_full();
+#pragma unroll
+    for (int span = 0; span < S::SPANS; span++) {
+      F tiles[2];
+#pragma unroll
+      for (int t = 0; t < 2; t++) {
+        const uint32_t slot = pipeline.weights() + t * S::SPANS * S::SLOT_BYTES + span * bytes;
+        tiles[t].load(slot + at.values, slot + at.scales, slot + at.zeros, format);
+      }
+      const uint32_t tokens = pipeline.tokens(span) + offset;
+      multiply_slab<0, N, T>(d, tiles, tokens);
+      multiply_slab<1, N, T>(d, tiles, tokens);
+      multiply_slab<2, N, T>(d, tiles, tokens);
+      multiply_slab<3, N, T>(d, tiles, tokens);
+    }
+    const int stage = pipeline.stage;
+    pipeline.advance();
+    if (step == depth_steps)
+      return stage;
+    __syncwarp(); // all lanes have read it
+    pipeline.release(stage);
+  }
+}
+
+/* Adds slab K of TILES m64 tiles. Operand A is made in what that of the slab before the last was
+ * in; the last may still be running. */
+template <int K, int N, int TILES, int D, class F>
+__device__ __forceinline__ void multiply_group(float (*d)[D], uint32_t (&a)[TILES][4],
                                                const F *tiles, uint64_t b) {
   wgmma_wait<1>();
 #pragma unroll
-  for (int t = 0; t < TILES; t++) {
-    tiles[t].template dequantize<FIRST>(a[0][t]);
-    if constexpr (COUNT > 1)
-      tiles[t].template dequantize<FIRST + 1>(a[1][t]);
-  }
+  for (int t = 0; t < TILES; t++)
+    tiles[t].template dequantize<K>(a[t]);
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < COUNT; i++)
-#pragma unroll
-    for (int t = 0; t < TILES; t++)
-      Wgmma<N>::template mma_registers<F::IS_BF16>(d[t], a[i][t], b + 2 * (FIRST + i));
+  for (int t = 0; t < TILES; t++)
+    Wgmma<N>::template mma_registers<F::IS_BF16>(d[t], a[t], b + 2 * K);
   wgmma_commit();
 }
 
-/* All of the depth. Returns the last stage, which wgmma may still read. */
+/* All of the depth, by wgmma. Returns the last stage, which that may still read. */
 template <class S, class T, int N>
 __device__ __forceinline__ int multiply_quantized(float (&d)[2][S::TOKENS / 2],
                                                   const moelora_gemm_launch &g,
                                                   Pipeline<S> &pipeline, int consumer) {
   using F = TileFragment<S::FORMAT, T, S::ZEROS>;
-  constexpr int COUNT = S::TOKENS <= 16 ? 2 : 1, TILES = kPaired<S> ? 2 : 1;
+  constexpr int TILES = kPaired<S> ? 2 : 1;
   const int depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
   const moelora_format format = g.weights.w.format;
   const uint32_t bytes = tile_bytes<S::FORMAT>(format);
   const LanePlaces at = LanePlaces::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
   int previous = 0;
-  uint32_t a[2][COUNT][TILES][4];
+  uint32_t a[2][TILES][4];
 #pragma unroll 1
   for (int step = 0; step < depth_steps; step++) {
     pipeline.wait_full();
@@ -89,11 +155,9 @@ __device__ __forceinline__ int multiply_quantized(float (&d)[2][S::TOKENS / 2],
         }
         const uint64_t tokens = b + span * (S::TOKENS * kRowBytes / 16);
         multiply_group<0, N>(d + first, a[0], tiles, tokens);
-        if constexpr (COUNT == 1)
-          multiply_group<1, N>(d + first, a[1], tiles, tokens);
-        multiply_group<2, N>(d + first, a[COUNT == 2], tiles, tokens);
-        if constexpr (COUNT == 1)
-          multiply_group<3, N>(d + first, a[1], tiles, tokens);
+        multiply_group<1, N>(d + first, a[1], tiles, tokens);
+        multiply_group<2, N>(d + first, a[0], tiles, tokens);
+        multiply_group<3, N>(d + first, a[1], tiles, tokens);
         if (step > 0 && span == 0 && first == 0)
           pipeline.release(previous); // its products were awaited before the second group
       }
