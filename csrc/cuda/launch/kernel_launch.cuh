@@ -121,6 +121,21 @@ moelora_status launch_kernel(const char *name, int64_t work, int threads, size_t
   return launch_waves<KERNEL, CLUSTER>(1, name, work, threads, shared_bytes, exec, args...);
 }
 
+/* The same behind a kernel that leaves its SMs one by one: the first ones free would take as many
+ * blocks as they can hold, and where these are not enough for all SMs, the last ones none. Then
+ * nothing starts before all are free. */
+template <auto KERNEL, class... Args>
+moelora_status launch_spread(const char *name, int64_t work, int threads, size_t shared_bytes,
+                             const moelora_exec *exec, Args... args) {
+  int64_t resident = 0;
+  const cudaError_t error = resident_blocks<KERNEL>(threads, shared_bytes, exec, &resident);
+  if (error != cudaSuccess)
+    return moelora_cuda_check(error, name);
+  if (work > 0 && work < resident)
+    return launch_blocks<KERNEL, 1, false>(name, work, threads, shared_bytes, exec, args...);
+  return launch_kernel<KERNEL>(name, work, threads, shared_bytes, exec, args...);
+}
+
 /* Queues KERNEL(args...) on at most `per_sm` blocks per SM and at most `work`, all of them resident
  * from the start, so that they may wait for each other. Not started before its predecessor ends.
  * fits: false, and nothing is queued, where the context has fewer SMs than the device, as a green

@@ -444,9 +444,15 @@ struct LaunchSm90<true, FORMAT, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
   template <class S, EpilogueMode MODE>
   static moelora_status launch(const moelora_gemm_launch *g, const GemmMaps &maps,
                                const moelora_exec *exec) {
+    const int64_t tiles = g->schedule.blocks.max_blocks * tile_columns<S>(*g);
+    if constexpr (S::RESIDENT > 1) {
+      // Behind the other projection, not behind a shrink or a sort.
+      if (g->tokens.divisor.value == 0 && !g->schedule.blocks.packed_ranks)
+        return launch_spread<gemm_sm90<S, T, MODE>>("gemm_sm90", tiles, S::THREADS, S::SHARED, exec,
+                                                    maps.w, maps.x, maps.out, maps.b, *g);
+    }
     return launch_kernel<gemm_sm90<S, T, MODE>, CLUSTER>(
-        "gemm_sm90", g->schedule.blocks.max_blocks * tile_columns<S>(*g), S::THREADS, S::SHARED,
-        exec, maps.w, maps.x, maps.out, maps.b, *g);
+        "gemm_sm90", tiles, S::THREADS, S::SHARED, exec, maps.w, maps.x, maps.out, maps.b, *g);
   }
 };
 
