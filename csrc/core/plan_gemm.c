@@ -39,7 +39,7 @@ static const shape_bound native_shapes[] = {
 /* Of quantised weights, which are made anew for each block: that is what an expert in two blocks
  * costs, and more than wider instructions do (gpt-oss-20b, Qwen3-30B-A3B, Mixtral-8x7B). */
 static const shape_bound quantised_shapes[] = {
-    {4, {16, 1}}, {26, {32, 1}}, {44, {64, 1}}, {76, {96, 1}}, {INT64_MAX, {128, 1}},
+    {8, {16, 1}}, {26, {32, 1}}, {44, {64, 1}}, {76, {96, 1}}, {INT64_MAX, {128, 1}},
 };
 
 /* Of FP8 weights and tokens (Qwen3-30B-A3B, Mixtral): with weights as operand A a second
