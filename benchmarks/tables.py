@@ -282,7 +282,7 @@ def engine_ranges():
 
 def engines_parallel():
     """Tokens per second of two GPUs, in each way that they share a layer."""
-    speeds = [row for row in rows_of("h200-e2e-parallel") if row["topic"] == "speed"]
+    speeds = [row for row in rows_of("h100-e2e-parallel") if row["topic"] == "speed"]
     said = []
     for way in dict.fromkeys(row["parallel"] for row in speeds):
         rows = [row for row in speeds if row["parallel"] == way]
@@ -405,7 +405,7 @@ MADE = {
     "decode_parts": ("h200-kernels-decode", decode_parts),
     "format_ranges": ("h200-formats", format_ranges),
     "engine_ranges": ("h200-e2e-fp8", engine_ranges),
-    "engines_parallel": ("h200-e2e-parallel", engines_parallel),
+    "engines_parallel": ("h100-e2e-parallel", engines_parallel),
     "engine_bits": ("h200-e2e-invariance", engine_bits),
 }
 SENTENCES = {

@@ -74,12 +74,12 @@ def test_an_engine_of_sglang_stands_beside_the_faster_of_its_ways(write):
 
 def test_two_gpus_have_a_row_for_each_way_and_phase(write):
     assert tables.section("engines_parallel") == tables.AWAITED
-    write("h200-e2e-parallel", ANSWERS)
+    write("h100-e2e-parallel", ANSWERS)
     assert tables.section("engines_parallel") == tables.AWAITED
     none = speed("vllm", False, "base", 1600, 160, parallel="tensor")
     tensor = [row | {"parallel": "tensor"} for row in LORA]
     expert = [row | {"parallel": "expert"} for row in LORA[:2]]
-    write("h200-e2e-parallel", none, *tensor, *expert)
+    write("h100-e2e-parallel", none, *tensor, *expert)
     assert cells(tables.section("engines_parallel")) == [
         ["tensor", "prefill", "1,600", "1,100", "1,000", "2,500", "**2,000**", "2.00", "1.25"],
         ["tensor", "decode", "160", "110", "100", "250", "**150**", "1.50", "0.94"],
