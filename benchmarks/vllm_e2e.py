@@ -106,9 +106,16 @@ def answers(runs, same=SAME):
 
 
 def speeds(runs):
-    """Rows of all timed runs, engines without LoRA first."""
+    """Rows of all timed runs: engines without LoRA first, vLLM before moelora."""
+    ways = [None, *PARALLEL]
+
+    def order(run):
+        engine = run["engine"]
+        way = ways.index(engine.get("parallel"))
+        return engine["lora_enabled"], way, engine["engine"] == "moelora"
+
     rows = []
-    for run in sorted(runs.values(), key=lambda run: run.get("engine", {}).get("lora_enabled", 0)):
+    for run in sorted((run for run in runs.values() if "engine" in run), key=order):
         for batch, table in run.get("speed", {}).items():
             rows.append({"topic": "speed", **run["engine"], "batch": batch} | speed_row(table))
     return rows
@@ -260,7 +267,7 @@ class Bench(Stages):
         if models is None:
             return
         for lora in (True,) if self.args.lora_only else (True, False):
-            for engine in ("vllm", "moelora"):
+            for engine in ("moelora", "vllm"):  # whose kernels the driver may have to compile
                 self.time(engine, models, lora)
 
     def parallel_speed(self):
