@@ -40,41 +40,37 @@ template <class S> struct QuantizedTiles {
  * and need it less; FP8 has second ones. */
 template <class S> constexpr bool kPaired = S::TOKENS <= (S::FORMAT == MOELORA_W8A8 ? 64 : 96);
 
-/* N tokens of 64 of depth, as operand B of mma.sync: n8 tile j of slab k at [(N / 8) k + j]. All of
- * it is asked for at once, before numbers are made. */
-template <int N> struct FewTokens {
-  uint32_t b[N / 2][2];
+/* Where a lane reads the tokens of 16 of depth in a stage, two n8 tiles by one instruction: those
+ * of slab K at `^ K << 5`. */
+__device__ __forceinline__ uint32_t few_tokens_offset() {
+  const int lane = threadIdx.x & 31, row = lane & 7;
+  return ((lane >> 4) * 8 + row) * kRowBytes + ((lane >> 3 & 1 ^ row) << 4);
+}
 
-  /* Where in a stage a lane reads the first two of them. */
-  static __device__ __forceinline__ uint32_t offset() {
-    const int lane = threadIdx.x & 31, row = lane & 7, half = lane >> 3;
-    if (N == 8) // two slabs by one instruction
-      return row * kRowBytes + ((half ^ row) << 4);
-    return ((half >> 1) * 8 + row) * kRowBytes + (((half & 1) ^ row) << 4); // two n8 tiles
-  }
-  __device__ __forceinline__ void load(uint32_t at) {
-    static_assert(N == 8 || N == 16, "one instruction brings four 8x8 matrices");
+/* Adds slab K of both m64 tiles, with N tokens at `tokens`. */
+template <int K, int N, class T, class F, int D>
+__device__ __forceinline__ void multiply_slab(float (&d)[2][D], const F (&tiles)[2],
+                                              uint32_t tokens) {
+  uint32_t b[(N + 8) / 16][4], a[2][4];
 #pragma unroll
-    for (int i = 0; i < N / 4; i++) {
-      uint32_t four[4];
-      load_matrix_x4(four, at ^ i * (N == 8 ? 64 : 32));
-      b[2 * i][0] = four[0], b[2 * i][1] = four[1];
-      b[2 * i + 1][0] = four[2], b[2 * i + 1][1] = four[3];
+  for (int j = 0; j < N / 8; j += 2) {
+    const uint32_t at = (tokens ^ K << 5) + j * 8 * kRowBytes;
+    if (j + 1 < N / 8) {
+      load_matrix_x4(b[j / 2], at);
+    } else {
+      uint32_t last[2];
+      load_matrix_x2(last, at);
+      b[j / 2][0] = last[0], b[j / 2][1] = last[1];
     }
   }
-  /* Adds slab K of both m64 tiles. */
-  template <int K, class T, class F, int D>
-  __device__ __forceinline__ void multiply(float (&d)[2][D], const F (&tiles)[2]) const {
-    uint32_t a[2][4];
-    tiles[0].template dequantize<K>(a[0]);
-    tiles[1].template dequantize<K>(a[1]);
+  tiles[0].template dequantize<K>(a[0]);
+  tiles[1].template dequantize<K>(a[1]);
 #pragma unroll
-    for (int j = 0; j < N / 8; j++)
+  for (int j = 0; j < N / 8; j++)
 #pragma unroll
-      for (int t = 0; t < 2; t++)
-        mma_16816<T>(&d[t][j * 4], a[t], b[N / 8 * K + j]);
-  }
-};
+    for (int t = 0; t < 2; t++)
+      mma_16816<T>(&d[t][j * 4], a[t], &b[j / 2][j % 2 * 2]);
+}
 
 /* All of the depth, by mma.sync. Returns the last stage, which nobody has left. */
 template <class S, class T, int N>
@@ -83,24 +79,23 @@ __device__ __forceinline__ int multiply_few(float (&d)[2][S::TOKENS / 2],
   using F = TileFragment<S::FORMAT, T, S::ZEROS>;
   const int depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
   const moelora_format format = g.weights.w.format;
-  const uint32_t bytes = tile_bytes<S::FORMAT>(format), offset = FewTokens<N>::offset();
+  const uint32_t bytes = tile_bytes<S::FORMAT>(format), offset = few_tokens_offset();
   const LanePlaces at = LanePlaces::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
   for (int step = 1;; step++) {
     pipeline.wait_full();
 #pragma unroll
     for (int span = 0; span < S::SPANS; span++) {
       F tiles[2];
-      FewTokens<N> tokens;
 #pragma unroll
       for (int t = 0; t < 2; t++) {
         const uint32_t slot = pipeline.weights() + t * S::SPANS * S::SLOT_BYTES + span * bytes;
         tiles[t].load(slot + at.values, slot + at.scales, slot + at.zeros, format);
       }
-      tokens.load(pipeline.tokens(span) + offset);
-      tokens.template multiply<0, T>(d, tiles);
-      tokens.template multiply<1, T>(d, tiles);
-      tokens.template multiply<2, T>(d, tiles);
-      tokens.template multiply<3, T>(d, tiles);
+      const uint32_t tokens = pipeline.tokens(span) + offset;
+      multiply_slab<0, N, T>(d, tiles, tokens);
+      multiply_slab<1, N, T>(d, tiles, tokens);
+      multiply_slab<2, N, T>(d, tiles, tokens);
+      multiply_slab<3, N, T>(d, tiles, tokens);
     }
     const int stage = pipeline.stage;
     pipeline.advance();
