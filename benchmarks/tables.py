@@ -188,9 +188,9 @@ def delta_ranges():
     return f"The adapters' part alone, added to an existing output: {'; '.join(said)}."
 
 
-def format_ranges():
-    rows = cases("formats_all")
-    said = []
+def format_shares():
+    """(weights, tokens, shares of the bound with adapters: ours, vLLM's), geometric means."""
+    made = []
     for what, formats in (("four bits", ("mxfp4", "int4")), ("FP8", (FP8,))):
         for tokens, low, high in (
             ("1 and 4", 1, 4),
@@ -198,12 +198,19 @@ def format_ranges():
             ("1024", 1024, 1024),
             ("4096 and more", 4096, 1e9),
         ):
-            some = [r for r in rows if r["format"] in formats and low <= r["tokens"] <= high]
-            ours = statistics.geometric_mean(r["share"] for r in some)
-            theirs = statistics.geometric_mean(
-                r["bound_us"] / r["rivals"]["vllm_lora"] for r in some
-            )
-            said.append([what, tokens, f"**{ours:.2f}**", f"{theirs:.2f}"])
+            some = [
+                (r["share"], r["bound_us"] / r["rivals"]["vllm_lora"])
+                for r in cases("formats_all")
+                if r["format"] in formats and low <= r["tokens"] <= high
+            ]
+            ours, theirs = map(statistics.geometric_mean, zip(*some, strict=True))
+            made.append((what, tokens, f"**{ours:.2f}**", f"{theirs:.2f}"))
+    return made
+
+
+def format_ranges():
+    rows = cases("formats_all")
+    said = format_shares()
     table = markdown(["weights", "tokens", "share of the bound", "vLLM's with adapters"], said)
     faster = [r["rivals"]["vllm_lora"] / r["ours_us"] for r in rows]
     few = [r for r in rows if r["rank"] == 16 and r["tokens"] >= 4]
@@ -225,9 +232,16 @@ def quantised_layers():
         f"{statistics.geometric_mean(some):.2f} times as fast with {what} ({span(some)})"
         for what, some in found.items()
     ]
-    return f"""A layer of quantised experts with adapters is {" and ".join(said)} as the fastest of
+    text = f"""A layer of quantised experts with adapters is {" and ".join(said)} as the fastest of
         vLLM's layers with them: geometric means over 1 to {max(r["tokens"] for r in rows)}
-        tokens."""
+        tokens. Shares of the [upper bound](docs/benchmarks.md#the-upper-bound) that it reaches, and
+        vLLM's:"""
+    shares = {}
+    for what, tokens, *both in format_shares():
+        shares.setdefault(what, {})[tokens] = " / ".join(both)
+    titles = ["tokens", *shares["FP8"]]
+    table = markdown(titles, [[what, *row.values()] for what, row in shares.items()])
+    return f"{wrapped(text)}\n\n{table}"
 
 
 def rate(rows, phase, engine, lora, batch):
@@ -404,6 +418,7 @@ def decode_parts():
 MADE = {
     "decode_parts": ("h200-kernels-decode", decode_parts),
     "format_ranges": ("h200-formats", format_ranges),
+    "quantised_layers": ("h200-formats", quantised_layers),
     "engine_ranges": ("h200-e2e-fp8", engine_ranges),
     "engines_parallel": ("h100-e2e-parallel", engines_parallel),
     "engine_bits": ("h200-e2e-invariance", engine_bits),
@@ -412,7 +427,7 @@ SENTENCES = {
     f.__name__: f
     for f in (
         *(layer_ranges, delta_ranges, cpu_ranges, cpu_format_ranges),
-        *(invariance_found, quantised_layers, sglang_ranges),
+        *(invariance_found, sglang_ranges),
     )
 }
 
