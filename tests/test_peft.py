@@ -96,7 +96,10 @@ def test_what_concerns_no_experts_stays_with_peft(options, tmp_path):
 
 
 @torch.no_grad()
-def test_a_model_that_loaded_its_adapters_itself(tmp_path):
+def test_a_model_that_loaded_its_adapters_itself(tmp_path, monkeypatch):
+    # transformers 5.7 exchanges A and B in this for all models to come.
+    wrapper = peft.tuners.lora.layer.ParamWrapper
+    monkeypatch.setattr(wrapper, "update_layer", wrapper.update_layer)
     model = make_model(mixtral)
     ids = tokens()
     folders = save_adapters(model, tmp_path, "ab")
