@@ -29,22 +29,26 @@ def differences(a, b):
     return [abs(x - y) for x, y in zip(a["prompt"], b["prompt"], strict=True)]
 
 
+def parting(a, b):
+    """The first step at which two greedy replies have different tokens. None if they have not."""
+    pairs = zip(a["tokens"], b["tokens"], strict=True)
+    return next((step for step, (x, y) in enumerate(pairs) if x != y), None)
+
+
 def first_gap(a, b):
     """Where two greedy replies part: how close their two tokens were. None if they do not."""
-    for step, (x, y) in enumerate(zip(a["tokens"], b["tokens"], strict=True)):
-        if x != y:
-            tops = [r["top"][step] for r in (a, b)]
-            gaps = [abs(t[str(x)] - t[str(y)]) for t in tops if str(x) in t and str(y) in t]
-            return min(gaps, default=float("inf"))
-    return None
+    step = parting(a, b)
+    if step is None:
+        return None
+    x, y = (str(r["tokens"][step]) for r in (a, b))
+    tops = [r["top"][step] for r in (a, b)]
+    return min((abs(t[x] - t[y]) for t in tops if x in t and y in t), default=float("inf"))
 
 
 def steps_compared(a, b):
     """Those of two replies up to the first that differs, which is one of them."""
-    for step, (x, y) in enumerate(zip(a["tokens"], b["tokens"], strict=True)):
-        if x != y:
-            return step + 1
-    return len(a["tokens"])
+    step = parting(a, b)
+    return len(a["tokens"]) if step is None else step + 1
 
 
 def near_tie(differences):

@@ -19,6 +19,14 @@ import torch
 from safetensors.torch import save_file
 
 VOCAB = 4096
+COMMON = {  # settings of every model
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+}
 DELTA = 0.5  # of an adapter, over what it is added to, by standard deviation
 
 
@@ -128,12 +136,7 @@ def settings(s):
         "max_position_embeddings": 16384,
         "rope_theta": 1000000.0,
         "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "pad_token_id": 1,
+        **COMMON,
     }
 
 

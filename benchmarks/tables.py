@@ -94,7 +94,7 @@ def load(file):
 
 
 def rows_of(file):
-    """None before it was measured."""
+    """Empty before it was measured."""
     return load(file)[1] if path_of(file).exists() else []
 
 

@@ -15,10 +15,9 @@ import shutil
 import torch
 
 from benchmarks import engine_model
-from benchmarks.engine_model import describe, save, save_adapter
+from benchmarks.engine_model import COMMON, VOCAB, describe, save, save_adapter
 
 HIDDEN, INTER, EXPERTS, TOP_K, HEADS, KV_HEADS, HEAD = 2880, 2880, 32, 4, 64, 8, 64
-VOCAB = 4096
 VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 ROPE = {
     "rope_type": "yarn",
@@ -121,12 +120,7 @@ def settings(layers):
         "rope_theta": ROPE["rope_theta"],
         "rms_norm_eps": 1e-5,
         "swiglu_limit": 7.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "pad_token_id": 1,
+        **COMMON,
     }
 
 

@@ -213,8 +213,8 @@ def load_adapters(
     specs = [layer for _, layer in found.values()]
 
     folders = {name: local_folder(folder, ["adapter_*"]) for name, folder in named.items()}
-    pack_loaded(model, found)
     infos = [_peek(folder, specs) for folder in folders.values()]
+    pack_loaded(model, found)  # for good, so behind what may still refuse the folders
     if w13_slices is None:
         w13_slices = 1 if infos and all(i.fused for i in infos) else 2
     if shared_outer is None:

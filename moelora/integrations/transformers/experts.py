@@ -103,9 +103,8 @@ def _identify(experts: Experts) -> Activation:
     if getattr(experts, "has_post_expert_norm", False):
         raise NotImplementedError(f"{name} normalises after every expert, which moelora has not")
     up, down = expert_weights(experts)
-    for parameter, weight in ((up_name(experts), up), ("down_proj", down)):
-        if is_loaded_fp8(experts):
-            continue  # until they are packed
+    stored = ((up_name(experts), up), ("down_proj", down))
+    for parameter, weight in () if is_loaded_fp8(experts) else stored:  # FP8 is still to be packed
         if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise NotImplementedError(
                 f"{name}.{parameter} is {weight.dtype}, which moelora has not"
