@@ -37,7 +37,7 @@ def tile(row):
 @pytest.mark.parametrize("name", KERNELS)
 def test_tiles_of_quantised_weights(quantised, name, dtype):
     """Of 128 experts and top 8, of which each gets a sixteenth of the tokens."""
-    tiles = {5: 16, 128: 16, 129: 32, 416: 32, 417: 64, 704: 64, 705: 96, 1216: 96, 1217: 128}
+    tiles = {5: 16, 128: 16, 129: 32, 416: 32, 417: 64, 704: 64, 705: 96, 1312: 96, 1313: 128}
     tiles |= {131072: 128}
     short = f"gemm_{dtype.lower()}_{KERNELS[name]}"
     for tokens, most in tiles.items():
@@ -45,7 +45,7 @@ def test_tiles_of_quantised_weights(quantised, name, dtype):
             hopper = capability == 90
             rows = most if hopper or most != 96 else 128
             shape = f"{rows}x{256 if hopper and rows > 64 else 128}"
-            depth = 128 if hopper and rows <= 32 else 64
+            depth = 128 if hopper else 64
             want = f"{short}_{shape}x{depth}_{'sm90' if hopper else 'sm80'}"
             layer = {"tokens": tokens, "dtype": DTYPES[dtype]}
             row, of_w2, _ = quantised(("cuda", capability), name, name, **layer)
@@ -159,10 +159,10 @@ def test_plans_tuned_for_other_formats_do_not_serve(quantised):
         row, of_w2, _ = quantised(("cuda", 90), "mxfp4", "mxfp4", *key, f"64:{variant}", tokens=64)
         return row.name, of_w2.name
 
-    others = "gemm_bf16_128x256x64_sm90", "decode_bf16_sm80", "gemm_bf16_int4_64x128x64_sm90"
+    others = "gemm_bf16_128x256x64_sm90", "decode_bf16_sm80", "gemm_bf16_int4_64x128x128_sm90"
     for other in others:
         assert tuned(other) == ("gemm_bf16_mxfp4_16x128x128_sm90",) * 2
-    assert tuned("gemm_bf16_mxfp4_64x128x64_sm90") == ("gemm_bf16_mxfp4_64x128x64_sm90",) * 2
+    assert tuned("gemm_bf16_mxfp4_64x128x128_sm90") == ("gemm_bf16_mxfp4_64x128x128_sm90",) * 2
 
 
 def test_adapters_and_limits_of_quantised_layers(quantised):
@@ -175,19 +175,22 @@ def test_adapters_and_limits_of_quantised_layers(quantised):
         assert ask(90, tokens=tokens, env={"MOELORA_MAX_CC": "80"}) == ask(80, tokens=tokens)
 
 
-@pytest.mark.parametrize("capability, like", [(90, "128x256x64_sm90"), (80, "128x128x64_sm80")])
+@pytest.mark.parametrize(
+    "capability, of_format, native",
+    [(90, "128x256x128_sm90", "128x256x64_sm90"), (80, "128x128x64_sm80", "128x128x64_sm80")],
+)
 def test_what_is_around_the_projections_does_not_depend_on_formats(
-    answer, quantised, capability, like
+    answer, quantised, capability, of_format, native
 ):
     """A shrink reads activations alone."""
-    env = {"MOELORA_FORCE_VARIANT": f"gemm_bf16_{like}"}
+    env = {"MOELORA_FORCE_VARIANT": f"gemm_bf16_{native}"}
     for tokens in (2048, 4096, 16384):
         for rank in (16, 64):
             problem = {"tokens": tokens, "rank": rank}
             row, _, around = quantised(("cuda", capability), "mxfp4", "int4", **problem)
-            native = answer(("cuda", capability), env=env, **problem).split()
-            assert tile(row) == like
-            assert native[3:7] == around and "-" not in around
+            words = answer(("cuda", capability), env=env, **problem).split()
+            assert tile(row) == of_format
+            assert words[3:7] == around and "-" not in around
 
 
 def test_quantised_rows_that_allow_no_vectors(quantised):

@@ -239,7 +239,7 @@ __device__ __forceinline__ PendingCheck multiply(float (&d)[2][S::TOKENS / 2],
                    : multiply_tokens_first<S, false>(d, g, pipeline, consumer);
   else if constexpr (S::FORMAT == MOELORA_W8A8)
     previous = multiply_w8a8<S, N>(d, g, pipeline, consumer);
-  else if constexpr (S::RESIDENT == 3)
+  else if constexpr (S::FEW)
     previous = multiply_few<S, T, N>(d, g, pipeline);
   else
     previous = multiply_quantized<S, T, N>(d, g, pipeline, consumer);

@@ -47,18 +47,17 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr int CONSUMERS = CONSUMERS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
   static constexpr bool ZEROS = ZEROS_; // of quantised weights there may be zero points
   static constexpr bool FOUR_BITS = FORMAT_ == MOELORA_MXFP4 || FORMAT_ == MOELORA_INT4;
-  static constexpr int RESIDENT = CONSUMERS == 2               ? 1
-                                  : FOUR_BITS && TOKENS_ <= 16 ? 3
-                                                               : 2; // CTAs per SM
+  static constexpr bool FEW = FOUR_BITS && TOKENS_ <= 16;
+  static constexpr int RESIDENT = CONSUMERS == 2 ? 1 : FEW ? 3 : 2; // CTAs per SM
   // wgmma wants its warps from a multiple of four on: behind them come producers of two warps.
-  static constexpr int PRODUCERS = RESIDENT == 3 ? 64 : kProducers, GATHERERS = PRODUCERS - 32;
-  static constexpr int FIRST_PRODUCER = RESIDENT == 3 ? 128 * CONSUMERS : 0;
+  static constexpr int PRODUCERS = FEW ? 64 : kProducers, GATHERERS = PRODUCERS - 32;
+  static constexpr int FIRST_PRODUCER = FEW ? 128 * CONSUMERS : 0;
   static constexpr int THREADS = PRODUCERS + 128 * CONSUMERS;
   // Which of both is operand A of wgmma, see tokens_first.cuh.
   static constexpr bool TOKENS_FIRST = moelora_tokens_first(FORMAT_, TOKENS_);
-  // 64 of depth each, of a stage: of few tokens and quantised weights one alone is little work.
-  static constexpr int SPANS =
-      FORMAT_ == MOELORA_NATIVE || FORMAT_ == MOELORA_W8A8 || TOKENS_ > 32 ? 1 : 2;
+  // 64 of depth each, of a stage: where warps make numbers of them, to wait for each alone takes a
+  // tenth of their time.
+  static constexpr int SPANS = FORMAT_ == MOELORA_NATIVE || FORMAT_ == MOELORA_W8A8 ? 1 : 2;
   static constexpr int DEPTH = SPANS * kDepth;
   static constexpr int W_BYTES = weight_bytes(FORMAT_, SPANS *E::TILES);
   static constexpr int SLOT_BYTES = moelora_most_tile_bytes(FORMAT_); // of quantised weights
@@ -72,13 +71,13 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   // need more of them to make weights. Native tiles of few tokens need none.
   static constexpr bool NATIVE = FORMAT_ == MOELORA_NATIVE;
   static constexpr int START_REGISTERS = RESIDENT == 1 ? 168 : RESIDENT == 2 ? 128 : 96;
-  static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? (NATIVE                    ? 136
-                                                              : TOKENS_FIRST            ? 56
-                                                              : FORMAT_ == MOELORA_W8A8 ? 104
-                                                                                        : 88)
-                                            : TOKENS_ > 32 ? (FORMAT_ == MOELORA_W8A8 ? 80 : 96)
-                                            : NATIVE || RESIDENT == 3 ? START_REGISTERS
-                                                                      : 88;
+  static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2  ? (NATIVE          ? 136
+                                                               : TOKENS_FIRST  ? 56
+                                                               : TOKENS_ <= 96 ? 104
+                                                                               : 88)
+                                            : TOKENS_ > 32  ? (FORMAT_ == MOELORA_W8A8 ? 80 : 96)
+                                            : NATIVE || FEW ? START_REGISTERS
+                                                            : 88;
   static constexpr int GATHER_LANES = NATIVE || (FORMAT_ == MOELORA_W8A8 && !TOKENS_FIRST) ? 8 : 4;
   static constexpr int CONSUMER_REGISTERS =
       START_REGISTERS + (START_REGISTERS - PRODUCER_REGISTERS) / CONSUMERS;

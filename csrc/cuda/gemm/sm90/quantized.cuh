@@ -51,25 +51,19 @@ __device__ __forceinline__ uint32_t few_tokens_offset() {
 template <int K, int N, class T, class F, int D>
 __device__ __forceinline__ void multiply_slab(float (&d)[2][D], const F (&tiles)[2],
                                               uint32_t tokens) {
-  uint32_t b[(N + 8) / 16][4], a[2][4];
-#pragma unroll
-  for (int j = 0; j < N / 8; j += 2) {
-    const uint32_t at = (tokens ^ K << 5) + j * 8 * kRowBytes;
-    if (j + 1 < N / 8) {
-      load_matrix_x4(b[j / 2], at);
-    } else {
-      uint32_t last[2];
-      load_matrix_x2(last, at);
-      b[j / 2][0] = last[0], b[j / 2][1] = last[1];
-    }
-  }
+  static_assert(N == 8 || N == 16, "what one instruction loads");
+  uint32_t b[N / 4], a[2][4];
+  if constexpr (N == 16)
+    load_matrix_x4(b, tokens ^ K << 5);
+  else
+    load_matrix_x2(b, tokens ^ K << 5);
   tiles[0].template dequantize<K>(a[0]);
   tiles[1].template dequantize<K>(a[1]);
 #pragma unroll
   for (int j = 0; j < N / 8; j++)
 #pragma unroll
     for (int t = 0; t < 2; t++)
-      mma_16816<T>(&d[t][j * 4], a[t], &b[j / 2][j % 2 * 2]);
+      mma_16816<T>(&d[t][j * 4], a[t], &b[j * 2]);
 }
 
 /* All of the depth, by mma.sync. Returns the last stage, which nobody has left. */
@@ -138,7 +132,8 @@ __device__ __forceinline__ int multiply_quantized(float (&d)[2][S::TOKENS / 2],
 #pragma unroll 1
   for (int step = 0; step < depth_steps; step++) {
     pipeline.wait_full();
-    fence_async_proxy(); // cp.async wrote X through the ordinary proxy
+    if (g.tokens.divisor.value)
+      fence_async_proxy(); // cp.async wrote X through the ordinary proxy
     if (S::ALIASED_BUFFERS > 0 && step == 1)
       release_aliased_stage(pipeline, consumer);
     const uint32_t weights = pipeline.weights() + 2 * consumer * S::SPANS * S::SLOT_BYTES;
