@@ -206,6 +206,7 @@ typedef struct moelora_quantize_launch {
   const void *x; /* [rows, k] */
   int64_t x_stride, rows;
   const int32_t *num_rows; /* [1], of these; NULL: all */
+  bool early; /* all this is older than the kernel before, beside which rows are read */
   int32_t k;
   moelora_dtype dtype;
   bool bytes;

@@ -157,6 +157,7 @@ struct QuantizedRows {
   void *values; // NULL: they do not
   float *scales;
   int64_t rows, stride;
+  bool early; // x is the caller's
 };
 
 QuantizedRows take_quantized(moelora_arena *arena, const moelora_variant *variant,
@@ -181,14 +182,21 @@ moelora_status quantize(const QuantizedRows *q, const moelora_gemm_launch *g,
   if (!q->values)
     return MOELORA_OK;
   const bool bytes = variant->needs == MOELORA_SM90;
-  const moelora_quantize_launch launch = {
-      g->tokens.x,    g->tokens.stride,
-      q->rows,        g->tokens.divisor.value ? nullptr : g->schedule.blocks.num_post,
-      g->tokens.k,    variant->dtype,
-      bytes,          g->weights.w.format,
-      g->weights.w.x, g->weights.w.x_scale,
-      q->values,      q->stride,
-      q->scales};
+  const moelora_quantize_launch launch = {g->tokens.x,
+                                          g->tokens.stride,
+                                          q->rows,
+                                          g->tokens.divisor.value ? nullptr
+                                                                  : g->schedule.blocks.num_post,
+                                          q->early,
+                                          g->tokens.k,
+                                          variant->dtype,
+                                          bytes,
+                                          g->weights.w.format,
+                                          g->weights.w.x,
+                                          g->weights.w.x_scale,
+                                          q->values,
+                                          q->stride,
+                                          q->scales};
   tokens->x = q->values;
   tokens->stride = bytes ? q->stride / 2 : q->stride; // bytes go in pairs
   tokens->k = bytes ? (int32_t)q->stride / 2 : g->tokens.k;
@@ -247,6 +255,7 @@ GemmLayout lay_out_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *
   l.xa = take_xa(&arena, &l.alignment, &p->lora);
   l.quantized = take_quantized(&arena, plan->variant, &p->w,
                                (size_t)(p->x_per_row ? p->routes.num_rows : p->routes.num_tokens));
+  l.quantized.early = true;
   l.bytes = arena.used;
   return l;
 }
@@ -273,6 +282,7 @@ ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_ex
   l.xa2 = take_xa(&arena, &l.alignment, &p->w2_lora);
   l.z = moelora_take_array(&arena, moelora_times(rows, hidden), plan->partial_f32 ? 4 : 2);
   l.x_fp8 = take_quantized(&arena, plan->variant, &p->w13, (size_t)p->routes.num_tokens);
+  l.x_fp8.early = !p->apply_router_weight_on_input; // which scales x first
   l.h_fp8 = take_quantized(&arena, plan->w2, &p->w2, rows);
   l.bytes = arena.used;
   return l;

@@ -93,7 +93,8 @@ template <class T> __device__ __forceinline__ uint32_t elements_of(uint32_t two)
 template <class T, bool BYTES, bool VECTORS>
 __global__ void __launch_bounds__(kThreads)
     quantize_rows(const __grid_constant__ moelora_quantize_launch q) {
-  wait_for_previous_kernel();
+  if (!q.early)
+    wait_for_previous_kernel();
   start_next_kernel();
   const int lane = threadIdx.x & 31, tiles = (q.k + 127) / 128;
   const int groups = 128 / moelora_x_group(q.format); // in a tile
@@ -167,6 +168,9 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   }
+  // Whoever waits for this kernel relies on the one before it, too.
+  if (q.early)
+    wait_for_previous_kernel();
 }
 
 template <class T, bool BYTES>
