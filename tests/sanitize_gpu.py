@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 FAILED = 9
-QUANTISED = {"mxfp4", "int4"}  # formats in names of variants
+QUANTISED = {"mxfp4", "int4", "w8a16", "w8a8"}  # formats in names of variants
 LIMITS = {"initcheck": {"MOELORA_MAX_CC": "80"}}  # environment of a tool, see above
 
 
@@ -167,9 +167,12 @@ def check_rows() -> int:
         p, few = (replace(spec, tokens=tokens).build().to("cuda") for tokens in (40, 21))
         layer, few_rows = (grid.layers.layer(q)["layer"] for q in (p, few))
         vllm, sglang = grid.adapters.vllm(p, "w13", 16), grid.adapters.sglang(p)
+        formats = (*grid.quantised.FORMATS, *grid.quantised.FP8)
         of_role = {
-            "gemm": [
-                dict(grid.quantised.calls("cuda", f, spec))["layer"] for f in grid.quantised.FORMATS
+            "gemm": [dict(grid.quantised.calls("cuda", f, spec))["layer"] for f in formats],
+            "decode": [
+                dict(grid.quantised.calls("cuda", f, replace(spec, tokens=1)))["layer"]
+                for f in grid.quantised.FORMATS
             ],
             "sort": [layer, few_rows],
             "shrink": [layer, vllm["shrink"]],
