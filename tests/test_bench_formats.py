@@ -317,6 +317,9 @@ def test_what_a_cpu_saves_is_said_from_the_file(monkeypatch, tmp_path):
         "`unpack()` and the bf16 layer (more in 0 of 2 cases), 0.80 to 1.25 of that of the bf16 "
         "layer alone (more in 1 of 2)."
     )
+    results.write(tables.path_of("cpu-formats"), rows[:1], **about)
+    assert "FP8" not in tables.section("cpu_format_ranges")
+    results.write(tables.path_of("cpu-formats"), rows, **about)
     titles, _, row, _ = tables.section("cpu_formats").splitlines()
     assert "| in bf16 | unpacked in the call | without |" in titles
     assert "| int4 | 5.0 | **10.0** | 30.0 | 50.0 | 8.0 | 10.0 | 16.0 |" in row
