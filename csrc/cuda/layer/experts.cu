@@ -182,21 +182,21 @@ moelora_status quantize(const QuantizedRows *q, const moelora_gemm_launch *g,
   if (!q->values)
     return MOELORA_OK;
   const bool bytes = variant->needs == MOELORA_SM90;
-  const moelora_quantize_launch launch = {g->tokens.x,
-                                          g->tokens.stride,
-                                          q->rows,
-                                          g->tokens.divisor.value ? nullptr
-                                                                  : g->schedule.blocks.num_post,
-                                          q->early,
-                                          g->tokens.k,
-                                          variant->dtype,
-                                          bytes,
-                                          g->weights.w.format,
-                                          g->weights.w.x,
-                                          g->weights.w.x_scale,
-                                          q->values,
-                                          q->stride,
-                                          q->scales};
+  moelora_quantize_launch launch = {};
+  launch.x = g->tokens.x;
+  launch.x_stride = g->tokens.stride;
+  launch.rows = q->rows;
+  launch.num_rows = g->tokens.divisor.value ? nullptr : g->schedule.blocks.num_post;
+  launch.early = q->early;
+  launch.k = g->tokens.k;
+  launch.dtype = variant->dtype;
+  launch.bytes = bytes;
+  launch.format = g->weights.w.format;
+  launch.rule = g->weights.w.x;
+  launch.x_scale = g->weights.w.x_scale;
+  launch.values = q->values;
+  launch.values_stride = q->stride;
+  launch.scales = q->scales;
   tokens->x = q->values;
   tokens->stride = bytes ? q->stride / 2 : q->stride; // bytes go in pairs
   tokens->k = bytes ? (int32_t)q->stride / 2 : g->tokens.k;
