@@ -56,6 +56,7 @@ CPU_FORMATS = """weights: format, bound: bound_us, with adapters: ours_us, in bf
     unpacked in the call: ours_unpacking_us, without: ours_base_us,
     in bf16 without: ours_bf16_base_us, unpacked in the call without: ours_unpacking_base_us"""
 FP8, MIXED = "fp8_block", "4 mixed"
+WEIGHTS = {"four bits": ("mxfp4", "int4"), "FP8": (FP8,)}
 RATIOS = "ratio", "share", "max_err_ratio"
 # {name: (file, which of its cases, columns)}
 TABLES = {
@@ -191,7 +192,7 @@ def delta_ranges():
 def format_shares():
     """(weights, tokens, shares of the bound with adapters: ours, vLLM's), geometric means."""
     made = []
-    for what, formats in (("four bits", ("mxfp4", "int4")), ("FP8", (FP8,))):
+    for what, formats in WEIGHTS.items():
         for tokens, low, high in (
             ("1 and 4", 1, 4),
             ("16 to 256", 16, 256),
@@ -373,7 +374,7 @@ def cpu_format_ranges():
         return AWAITED
     meta, rows = load("cpu-formats")
     said = []
-    for what, formats in (("four bits", ("mxfp4", "int4")), ("FP8", (FP8,))):
+    for what, formats in WEIGHTS.items():
         some = [r for r in rows if r["format"] in formats]
         if not some:  # of a run of fewer models
             continue

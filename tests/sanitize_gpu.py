@@ -153,6 +153,13 @@ def assert_close(there, here, dtype):
     torch.testing.assert_close(there.cpu(), here, rtol=tolerance, atol=tolerance)
 
 
+def quantised_layers(formats, spec):
+    """A call of each."""
+    from benchmarks import grid
+
+    return [dict(grid.quantised.calls("cuda", name, spec))["layer"] for name in formats]
+
+
 def check_rows() -> int:
     """Every other row of the table, beside what the table's own choice makes of the same call."""
     from cases import Spec
@@ -167,13 +174,10 @@ def check_rows() -> int:
         p, few = (replace(spec, tokens=tokens).build().to("cuda") for tokens in (40, 21))
         layer, few_rows = (grid.layers.layer(q)["layer"] for q in (p, few))
         vllm, sglang = grid.adapters.vllm(p, "w13", 16), grid.adapters.sglang(p)
-        formats = (*grid.quantised.FORMATS, *grid.quantised.FP8)
+        four_bits, fp8 = grid.quantised.FORMATS, grid.quantised.FP8
         of_role = {
-            "gemm": [dict(grid.quantised.calls("cuda", f, spec))["layer"] for f in formats],
-            "decode": [
-                dict(grid.quantised.calls("cuda", f, replace(spec, tokens=1)))["layer"]
-                for f in grid.quantised.FORMATS
-            ],
+            "gemm": quantised_layers((*four_bits, *fp8), spec),
+            "decode": quantised_layers(four_bits, replace(spec, tokens=1)),
             "sort": [layer, few_rows],
             "shrink": [layer, vllm["shrink"]],
             "expand": [vllm["expand"], sglang["gate_up_b"]],
