@@ -83,6 +83,7 @@ __device__ __forceinline__ AdaptersHeader adapters_header(const SegmentList<S> &
     return {0, false, false};
   const Slab first = list.at(0);
   bool ragged = false;
+#pragma unroll 1
   for (int i = threadIdx.x & 31; i < list.count; i += 32)
     ragged |= list.at(i).packed % kSlabDepth != 0;
   return {stages, list.count > 1 || first.low > 0 || first.high < tokens,
@@ -97,7 +98,7 @@ __device__ __forceinline__ int slabs_in(const moelora_gemm_launch &g, const Segm
   return max(0, min(per_stage, list.slabs - stage * per_stage));
 }
 
-/* A stage's rows of B, by the copy engine. */
+/* A stage's rows of B, by the copy engine; one lane. */
 template <class S>
 __device__ __forceinline__ void load_factors(const FactorMaps *maps, const moelora_gemm_launch &g,
                                              const Tile &tile, const SegmentList<S> &list,
@@ -107,16 +108,17 @@ __device__ __forceinline__ void load_factors(const FactorMaps *maps, const moelo
   const int halves = g.weights.gated && !gate_up ? 2 : 1,
             rows = (int)g.adapters.lora.slice_n / halves;
   const int boxes = g.weights.gated ? 2 : 1, output = first_output<S>(g, tile.column, 0);
+#pragma unroll 1
   for (int j = 0; j < slabs; j++) {
     const Slab slab = cursor.next(list);
-    if (is_elected())
-      for (int half = 0; half < boxes; half++) {
-        const int slice = gate_up ? half : slab.slice;
-        tma_load_5d(pipeline.weights() + (j * S::TILES + half * (S::TILES / 2)) * kSlabM64Bytes,
-                    &maps->slice[slice], slab.rank, output - (gate_up ? 0 : slab.slice * rows),
-                    halves == 2 ? half : 0, maps->dims.expert(slice, tile.expert),
-                    maps->dims.adapter(slice, slab.packed / kRanks), pipeline.full(), policy);
-      }
+#pragma unroll 1
+    for (int half = 0; half < boxes; half++) {
+      const int slice = gate_up ? half : slab.slice;
+      tma_load_5d(pipeline.weights() + (j * S::TILES + half * (S::TILES / 2)) * kSlabM64Bytes,
+                  &maps->slice[slice], slab.rank, output - (gate_up ? 0 : slab.slice * rows),
+                  halves == 2 ? half : 0, maps->dims.expert(slice, tile.expert),
+                  maps->dims.adapter(slice, slab.packed / kRanks), pipeline.full(), policy);
+    }
   }
 }
 

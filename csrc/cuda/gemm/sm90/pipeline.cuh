@@ -230,6 +230,10 @@ template <class S> struct Pipeline {
     if (++stage == S::STAGES)
       stage = 0, phase ^= 1;
   }
+  __device__ __forceinline__ void advance(int stages) {
+    const int times = (stage + stages) / S::STAGES;
+    stage += stages - times * S::STAGES, phase ^= times & 1;
+  }
 };
 
 /* Until the copy engine has read what this consumer's warps stored, but for the last PENDING stores

@@ -38,19 +38,18 @@ __device__ __forceinline__ void load_native(const CUtensorMap *map, const moelor
  * zero, and any weights will do: the last once more. */
 template <class S>
 __device__ __forceinline__ void load_quantized(const moelora_gemm_launch &g,
-                                               const QuantizedTiles<S> &tiles, int step,
+                                               QuantizedTiles<S> &tiles, int step,
                                                const Pipeline<S> &pipeline, uint64_t policy) {
   const uint32_t bytes = tile_bytes<S::FORMAT>(g.weights.w.format);
   const bool whole = (step + 1) * S::SPANS * kDepth < g.tokens.k + kDepth;
-  const int64_t depth = step * S::SPANS * g.weights.w.stride_kt;
 #pragma unroll
   for (int m64 = 0; m64 < S::TILES; m64++) {
     const uint32_t to = pipeline.weights() + m64 * S::SPANS * S::SLOT_BYTES;
-    const char *from = tiles.first(m64) + depth;
-    bulk_load(to, from, whole ? S::SPANS * bytes : bytes, pipeline.full(), policy);
+    bulk_load(to, tiles.at[m64], whole ? S::SPANS * bytes : bytes, pipeline.full(), policy);
     if (S::SPANS > 1 && !whole)
-      bulk_load(to + bytes, from, bytes, pipeline.full(), policy);
+      bulk_load(to + bytes, tiles.at[m64], bytes, pipeline.full(), policy);
   }
+  tiles.advance(g, S::SPANS);
 }
 
 /* Bytes of weights, and of their scales, that a step brings to this CTA. */
@@ -62,13 +61,12 @@ template <class S> __device__ __forceinline__ uint32_t step_bytes(const moelora_
 
 template <class S>
 __device__ __forceinline__ void load_weights(const CUtensorMap *map, const moelora_gemm_launch &g,
-                                             const Tile &tile, const QuantizedTiles<S> &tiles,
-                                             int step, const Pipeline<S> &pipeline,
-                                             uint64_t policy) {
+                                             const Tile &tile, QuantizedTiles<S> &tiles, int step,
+                                             const Pipeline<S> &pipeline, uint64_t policy) {
   if constexpr (S::FORMAT == MOELORA_NATIVE)
     load_native<S>(map, g, tile, step, pipeline, policy);
   else if constexpr (S::FORMAT == MOELORA_W8A8)
-    load_w8a8<S>(g, tiles, step, pipeline, policy);
+    load_w8a8<S>(g, tiles, pipeline, policy);
   else
     load_quantized<S>(g, tiles, step, pipeline, policy);
 }
@@ -113,11 +111,14 @@ template <class S> struct TokenBoxes {
   __device__ __forceinline__ int rows() const { return boxes * S::BOX + rest * S::REST_BOX; }
   __device__ __forceinline__ void load(const RowMaps *maps, int step, int row,
                                        const Pipeline<S> &pipeline) const {
+#pragma unroll
     for (int span = 0; span < S::SPANS; span++) {
       const int k = (step * S::SPANS + span) * kDepth;
       const uint32_t to = pipeline.tokens(span);
+#pragma unroll 1
       for (int i = 0; i < boxes; i++)
         tma_load_2d(to + i * S::BOX * kRowBytes, &maps->many, k, row + i * S::BOX, pipeline.full());
+#pragma unroll 1
       for (int i = 0, at = boxes * S::BOX; i < rest; i++, at += S::REST_BOX)
         tma_load_2d(to + at * kRowBytes, &maps->few, k, row + at, pipeline.full());
     }
@@ -155,40 +156,45 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
     tiles.find(g, tile);
     SegmentList<S> list;
     list.base = pipeline.segments();
-    int adapter_stages = 0;
-    for (int step = 0; step < depth_steps; step++, pipeline.advance()) {
-      if (step == idle_step<S>(depth_steps, 0))
-        adapter_stages = packed_ranks.find(g, tile, list);
-      if (step == idle_step<S>(depth_steps, 1))
-        next.advance(g);
-      if (step == idle_step<S>(depth_steps, 2) && next.more())
-        packed_ranks.load(g, next.tile.block);
-      pipeline.wait_empty();
-      if (step == depth_steps - 1) {
-        const AdaptersHeader adapters = adapters_header(list, count, adapter_stages);
-        if (is_elected()) // always the same lane
-          adapters.write(pipeline.header());
-      }
-      if (is_elected()) {
-        if (step == 0)
-          TileHeader{tile, count}.write(pipeline.header());
-        barrier_expect(pipeline.full(), step_bytes<S>(g) + S::SPANS * boxes.rows() * kRowBytes);
-        load_weights<S>(w_map, g, tile, tiles, step, pipeline, policy);
-        boxes.load(x_maps, step, tile.block * S::TOKENS, pipeline);
+    AdaptersHeader adapters = {};
+#pragma unroll 1
+    for (int part = 0, step = 0; step < depth_steps; part++) {
+      const int end = part < 3 ? idle_step<S>(depth_steps, part) : depth_steps;
+      if (is_elected()) { // always the same: one lane does all that is done for each step
+        Pipeline<S> at = pipeline;
+#pragma unroll 1
+        for (int i = step; i < end; i++, at.advance()) {
+          at.wait_empty();
+          if (i == 0)
+            TileHeader{tile, count}.write(at.header());
+          if (i == depth_steps - 1)
+            adapters.write(at.header());
+          barrier_expect(at.full(), step_bytes<S>(g) + S::SPANS * boxes.rows() * kRowBytes);
+          load_weights<S>(w_map, g, tile, tiles, i, at, policy);
+          boxes.load(x_maps, i, tile.block * S::TOKENS, at);
+        }
       }
       __syncwarp();
+      pipeline.advance(end - step);
+      step = end;
+      if (part == 0)
+        adapters = adapters_header(list, count, packed_ranks.find(g, tile, list));
+      if (part == 1)
+        next.advance(g);
+      if (part == 2 && next.more())
+        packed_ranks.load(g, next.tile.block);
     }
     SlabIterator cursor;
-    for (int i = 0; i < adapter_stages; i++, pipeline.advance()) {
+    for (int i = 0; i < adapters.stages; i++, pipeline.advance()) {
       const int slabs = slabs_in(g, list, i);
       pipeline.wait_empty();
       if (is_elected()) {
         SlabsHeader{slabs}.write(pipeline.header());
         barrier_expect(pipeline.full(),
                        g.weights.factors_boxes ? slabs * S::TILES * kSlabM64Bytes : 0);
+        if (g.weights.factors_boxes)
+          load_factors<S>(b_maps, g, tile, list, slabs, cursor, pipeline, policy);
       }
-      if (g.weights.factors_boxes)
-        load_factors<S>(b_maps, g, tile, list, slabs, cursor, pipeline, policy);
       __syncwarp();
     }
   }

@@ -12,26 +12,26 @@
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
-/* Where this CTA's share of a tile's m64 tiles of quantised weights begins, found once for a tile:
- * one lane has to start copies of 2 to 8 KB as fast as memory brings them. */
+/* Where this CTA's share of a tile's m64 tiles of quantised weights lies, at the step to come: one
+ * lane has to start copies of 2 to 8 KB as fast as memory brings them. */
 template <class S> struct QuantizedTiles {
   static constexpr int SHARE = S::TILES / S::CLUSTER;
-  const char *expert;
-  uint32_t at[SHARE]; // 16 bytes
+  const char *at[SHARE];
 
   __device__ __forceinline__ void find(const moelora_gemm_launch &g, const Tile &tile) {
     if constexpr (S::FORMAT != MOELORA_NATIVE) {
       const int from = S::CLUSTER > 1 ? (int)cluster_rank() * SHARE : 0;
-      expert = (const char *)g.weights.w.data + tile.expert * g.weights.w.stride_e;
 #pragma unroll
       for (int i = 0; i < SHARE; i++) {
         const int output = first_output<S>(g, tile.column, from + i);
-        at[i] = (uint32_t)((quantized_tile(g, tile.expert, from + i, output) - expert) / 16);
+        at[i] = quantized_tile(g, tile.expert, from + i, output);
       }
     }
   }
-  __device__ __forceinline__ const char *first(int i) const {
-    return expert + (uint64_t)at[i] * 16;
+  __device__ __forceinline__ void advance(const moelora_gemm_launch &g, int tiles) {
+#pragma unroll
+    for (int i = 0; i < SHARE; i++)
+      at[i] += tiles * g.weights.w.stride_kt;
   }
 };
 

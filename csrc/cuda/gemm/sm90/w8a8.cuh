@@ -19,15 +19,14 @@
 /* 128 of depth of this CTA's share of m64 tiles, and of their scales. */
 template <class S>
 __device__ __forceinline__ void load_w8a8(const moelora_gemm_launch &g,
-                                          const QuantizedTiles<S> &tiles, int step,
-                                          const Pipeline<S> &pipeline, uint64_t policy) {
+                                          QuantizedTiles<S> &tiles, const Pipeline<S> &pipeline,
+                                          uint64_t policy) {
   constexpr int SHARE = S::TILES / S::CLUSTER;
   const int first = S::CLUSTER > 1 ? (int)cluster_rank() * SHARE : 0;
   const uint32_t scales = tile_bytes<S::FORMAT>(g.weights.w.format) - MOELORA_FP8_TILE_VALUES;
-  const int64_t depth = step * g.weights.w.stride_kt;
 #pragma unroll
   for (int i = 0; i < SHARE; i++) {
-    const char *from = tiles.first(i) + depth;
+    const char *from = tiles.at[i];
     const uint32_t to = pipeline.weights() + (first + i) * kM64Bytes;
     const uint32_t behind = pipeline.weight_scales(first + i);
     if constexpr (S::CLUSTER > 1) {
@@ -38,6 +37,7 @@ __device__ __forceinline__ void load_w8a8(const moelora_gemm_launch &g,
       bulk_load(behind, from + kM64Bytes, scales, pipeline.full(), policy);
     }
   }
+  tiles.advance(g, 1);
 }
 
 /* Where among a stage's token scales that of token t lies. */
