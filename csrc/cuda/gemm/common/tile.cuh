@@ -125,16 +125,6 @@ template <int LANES> struct Segments {
     }
   }
 
-  /* From packed ranks that are there already. */
-  __device__ __forceinline__ const Segments &of(const int32_t (&packed_ranks)[LANES],
-                                                int max_rank) {
-#pragma unroll
-    for (int i = 0; i < LANES; i++)
-      packed[i] = packed_ranks[i];
-    find(max_rank);
-    return *this;
-  }
-
   __device__ __forceinline__ void find(int max_rank) {
 #pragma unroll
     for (int i = 0; i < LANES; i++)

@@ -11,6 +11,7 @@
 #include "cuda/gemm/common/segments.cuh"
 #include "cuda/gemm/sm90/pipeline.cuh"
 #include "cuda/gemm/sm90/tensor_map.h"
+#include "cuda/ptx/mma.cuh"
 
 constexpr int kSlabM64Bytes = 64 * 32;
 
@@ -38,42 +39,34 @@ template <class S> __device__ __forceinline__ int slab_m64(const moelora_gemm_la
   return g.weights.gated ? (m64 & 1) * (S::TILES / 2) + m64 / 2 : m64;
 }
 
-/* The adapters of this CTA's block and of its neighbour's, lane by lane. */
-template <class S> struct PackedRanks {
-  int32_t own[S::LANES], other[S::LANES];
-
-  __device__ __forceinline__ void load(const moelora_gemm_launch &g, int block) {
-    if (!g.schedule.blocks.packed_ranks)
-      return;
-#pragma unroll
-    for (int i = 0; i < S::LANES; i++) {
-      const int t = i * 32 + (threadIdx.x & 31);
-      const int32_t *packed_ranks = g.schedule.blocks.packed_ranks + t;
-      own[i] = t < S::TOKENS ? packed_ranks[(int64_t)block * S::TOKENS] : -1;
-      if (S::CLUSTER > 1)
-        other[i] = t < S::TOKENS ? packed_ranks[(int64_t)(block ^ 1) * S::TOKENS] : -1;
-    }
+/* Lists the segments of this CTA's block; returns the adapter stages that the cluster needs, whose
+ * other block may need more. */
+template <class S>
+__device__ __forceinline__ int find_adapters(const moelora_gemm_launch &g, const Tile &tile,
+                                             SegmentList<S> &list) {
+  list.slabs = 0;
+  if (!g.schedule.blocks.packed_ranks)
+    return 0;
+  const auto read = [&](Segments<S::LANES> &segments, int block) {
+    segments.read(g.schedule.blocks.packed_ranks, (int64_t)block * S::TOKENS, S::TOKENS);
+  };
+  Segments<S::LANES> segments, beside;
+  read(segments, tile.block);
+  if (S::CLUSTER > 1)
+    read(beside, tile.block ^ 1);
+  int most = 0;
+  if (S::CLUSTER > 1) {
+    beside.find(g.adapters.lora.max_rank);
+    most = list.slabs_of(beside);
   }
-
-  /* Lists this CTA's segments; returns the adapter stages that the cluster needs. */
-  __device__ __forceinline__ int find(const moelora_gemm_launch &g, const Tile &tile,
-                                      SegmentList<S> &list) const {
-    list.slabs = 0;
-    if (!g.schedule.blocks.packed_ranks)
-      return 0;
-    Segments<S::LANES> segments;
-    int most = 0;
-    if (S::CLUSTER > 1)
-      most = list.slabs_of(segments.of(other, g.adapters.lora.max_rank));
-    segments.of(own, g.adapters.lora.max_rank);
-    __syncwarp(); // all lanes have read the last tile's list
-    list.find(g, tile, segments);
-    const int slices = __popc(list.slices), per_stage = slabs_per_stage<S>(g);
-    most = max(most, list.slabs) * slices;
-    list.slabs *= slices;
-    return (most + per_stage - 1) / per_stage;
-  }
-};
+  segments.find(g.adapters.lora.max_rank);
+  __syncwarp(); // all lanes have read the last tile's list
+  list.find(g, tile, segments);
+  const int slices = __popc(list.slices), per_stage = slabs_per_stage<S>(g);
+  most = max(most, list.slabs) * slices;
+  list.slabs *= slices;
+  return (most + per_stage - 1) / per_stage;
+}
 
 /* What the consumers are told, of a tile with `tokens` in use; a warp. */
 template <class S>
@@ -182,6 +175,39 @@ __device__ __forceinline__ void copy_xa(const moelora_gemm_launch &g, const Tile
     copy_async_16(at[i % 2] + i * STEP * kRowBytes, row_address(xa, i * STEP, stride),
                   (uint32_t)(i * STEP - low) < segment ? 16 : 0);
   }
+}
+
+/* Where a lane reads the tokens of 16 of depth in a stage, two n8 tiles by one instruction: those
+ * of slab K at `^ K << 5`. */
+__device__ __forceinline__ uint32_t token_offset() {
+  const int lane = threadIdx.x & 31, row = lane & 7;
+  return ((lane >> 4) * 8 + row) * kRowBytes + ((lane >> 3 & 1 ^ row) << 4);
+}
+
+/* The products of a stage's `slabs` with N tokens, by mma.sync: of so few, wgmma is mostly latency.
+ * Both have the same bits. */
+template <class S, class T, int N>
+__device__ __forceinline__ void add_slabs(float (&d)[2][S::TOKENS / 2],
+                                          const moelora_gemm_launch &g, const Pipeline<S> &pipeline,
+                                          int consumer, int slabs) {
+  const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5 & 3) * 16 + (lane & 15);
+  uint32_t factors = pipeline.weights() + row * 32 + ((lane >> 4 ^ (row >> 2 & 1)) << 4);
+  const uint32_t tokens = pipeline.tokens() + token_offset();
+  const bool gate_up = has_gate_up_slices(g);
+#pragma unroll 1
+  for (int j = 0; j < slabs; j++, factors += S::TILES * kSlabM64Bytes)
+#pragma unroll
+    for (int t = 0; t < 2; t++) {
+      const uint32_t at = tokens ^ (gate_up ? 2 * j + t : j) << 5;
+      uint32_t a[4], b[(N + 8) / 16][4];
+      load_matrix_x4(a, factors + slab_m64<S>(g, 2 * consumer + t) * kSlabM64Bytes);
+#pragma unroll
+      for (int i = 0; i < (N + 8) / 16; i++)
+        load_matrix_x4(b[i], at + i * 16 * kRowBytes);
+#pragma unroll
+      for (int n8 = 0; n8 < N / 8; n8++)
+        mma_16816<T>(&d[t][n8 * 4], a, &b[n8 / 2][n8 % 2 * 2]);
+    }
 }
 
 #endif

@@ -155,6 +155,11 @@ add_adapters(float (&d)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
   bool nonfinite = checks && NonFinite<S, T>::clear(weights, next, consumer, header.slabs);
   if (S::TOKENS_FIRST && checks) // each consumer multiplies what both have cleared
     nonfinite = warpgroup_any<128 * S::CONSUMERS>(3, nonfinite);
+  if constexpr (S::TOKENS <= 32) {
+    add_slabs<S, T, N>(d, g, pipeline, consumer, header.slabs);
+    __syncwarp(); // all lanes have read them
+    return nonfinite;
+  }
   fence_async_proxy(); // cp.async, or `clear`, wrote through the ordinary proxy
   if (S::RESIDENT == 1)
     wgmma_wait<0>(), pipeline.release(previous);

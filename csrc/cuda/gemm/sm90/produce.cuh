@@ -125,29 +125,36 @@ template <class S> struct TokenBoxes {
   }
 };
 
-/* Steps of a tile at which its producers have time for what comes next. They wait longest for the
- * stage that the last tile's epilogue buffers alias; where none does, a little at every step. */
-template <class S> __device__ __forceinline__ int idle_step(int depth_steps, int part) {
-  return min(S::ALIASED_BUFFERS > 0 ? S::STAGES - 1 : 1 + part, depth_steps - 1);
-}
+/* Producers go through a tile in parts, each of some steps; behind the first of them they look for
+ * what comes next. They wait longest for the stage that the last tile's epilogue buffers alias:
+ * where there is one, they do all that there; where none is, a little at every step. */
+template <class S> struct TileParts {
+  static constexpr bool AT_ONCE = S::ALIASED_BUFFERS > 0;
+  // Behind which part there is time for adapters, for the tile to come, for its rows.
+  static constexpr int ADAPTERS = 0, TILE = AT_ONCE ? 0 : 1, ROWS = AT_ONCE ? 0 : 2;
+
+  /* The step behind a part, the last of which is number `last`. */
+  static __device__ __forceinline__ int end(int part, int last, int depth_steps) {
+    return part < last ? min(AT_ONCE ? S::STAGES - 1 : 1 + part, depth_steps - 1) : depth_steps;
+  }
+};
 
 /* Tiles of up to so many tokens nearly always hold all tokens of an expert: its weights and factors
  * are read once, and L2 is told so. Of both or of neither: factors that stay while weights stream
  * by cost more than the hint brings. */
 constexpr int kStreamingTokens = 128;
 
-/* What comes next is loaded while a tile streams. */
+/* Weights, factors, and x where it lies by position. One lane starts all copies of a part: to keep
+ * up with memory it has some hundred cycles for each. */
 template <class S>
 __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *x_maps,
                                        const FactorMaps *b_maps, const moelora_gemm_launch &g,
                                        Pipeline<S> &pipeline) {
+  using Parts = TileParts<S>;
   const int depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
   const uint64_t policy =
       S::TOKENS <= kStreamingTokens ? evict_first_policy() : evict_normal_policy();
   TileScheduler<S> next(g);
-  PackedRanks<S> packed_ranks;
-  if (next.more())
-    packed_ranks.load(g, next.tile.block);
   while (next.more()) {
     const Tile tile = next.tile;
     const int count = next.count;
@@ -159,8 +166,8 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
     AdaptersHeader adapters = {};
 #pragma unroll 1
     for (int part = 0, step = 0; step < depth_steps; part++) {
-      const int end = part < 3 ? idle_step<S>(depth_steps, part) : depth_steps;
-      if (is_elected()) { // always the same: one lane does all that is done for each step
+      const int end = Parts::end(part, Parts::TILE + 1, depth_steps);
+      if (is_elected()) { // always the same
         Pipeline<S> at = pipeline;
 #pragma unroll 1
         for (int i = step; i < end; i++, at.advance()) {
@@ -177,12 +184,10 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
       __syncwarp();
       pipeline.advance(end - step);
       step = end;
-      if (part == 0)
-        adapters = adapters_header(list, count, packed_ranks.find(g, tile, list));
-      if (part == 1)
+      if (part == Parts::ADAPTERS)
+        adapters = adapters_header(list, count, find_adapters(g, tile, list));
+      if (part == Parts::TILE)
         next.advance(g);
-      if (part == 2 && next.more())
-        packed_ranks.load(g, next.tile.block);
     }
     SlabIterator cursor;
     for (int i = 0; i < adapters.stages; i++, pipeline.advance()) {
@@ -207,6 +212,7 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
 
 template <class S, class T>
 __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S> &pipeline) {
+  using Parts = TileParts<S>;
   const int thread = threadIdx.x - S::FIRST_PRODUCER - 32,
             depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
   constexpr bool SCALED = S::FORMAT == MOELORA_W8A8;
@@ -240,31 +246,29 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S>
     }
     SegmentList<S> list;
     list.base = pipeline.segments();
-    int step = 0;
-    const auto copy_until = [&](int end) {
+    int adapter_stages = 0;
+#pragma unroll 1
+    for (int part = 0, step = 0; step < depth_steps; part++) {
+      const int end = Parts::end(part, Parts::ROWS + 1, depth_steps);
       pipeline.stage = (int)uniform(pipeline.stage);
 #pragma unroll 1
       for (; step < end; step++, pipeline.advance()) {
         pipeline.wait_empty();
         if (g.tokens.divisor.value)
+#pragma unroll
           for (int span = 0; span < S::SPANS; span++)
             rows.copy(pipeline.tokens(span));
         if constexpr (SCALED)
           scales.copy(g, pipeline);
         barrier_arrive_after_copies(pipeline.full());
       }
-    };
-    copy_until(idle_step<S>(depth_steps, 0));
-    PackedRanks<S> packed_ranks;
-    packed_ranks.load(g, tile.block);
-    const int adapter_stages = packed_ranks.find(g, tile, list);
-    if (S::ALIASED_BUFFERS == 0)
-      copy_until(idle_step<S>(depth_steps, 1));
-    next.advance(g);
-    if (S::ALIASED_BUFFERS == 0)
-      copy_until(idle_step<S>(depth_steps, 2));
-    find_rows();
-    copy_until(depth_steps);
+      if (part == Parts::ADAPTERS)
+        adapter_stages = find_adapters(g, tile, list);
+      if (part == Parts::TILE)
+        next.advance(g);
+      if (part == Parts::ROWS)
+        find_rows();
+    }
 
     if (adapter_stages > 0)
       wait_for_previous_kernel(); // it is the shrink

@@ -8,7 +8,7 @@
 #define MOELORA_CUDA_SM90_QUANTIZED_CUH
 
 #include "cuda/gemm/common/format.cuh"
-#include "cuda/gemm/sm90/pipeline.cuh"
+#include "cuda/gemm/sm90/adapters.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
@@ -40,13 +40,6 @@ template <class S> struct QuantizedTiles {
  * and need it less; FP8 has second ones. */
 template <class S> constexpr bool kPaired = S::TOKENS <= (S::FORMAT == MOELORA_W8A8 ? 64 : 96);
 
-/* Where a lane reads the tokens of 16 of depth in a stage, two n8 tiles by one instruction: those
- * of slab K at `^ K << 5`. */
-__device__ __forceinline__ uint32_t few_tokens_offset() {
-  const int lane = threadIdx.x & 31, row = lane & 7;
-  return ((lane >> 4) * 8 + row) * kRowBytes + ((lane >> 3 & 1 ^ row) << 4);
-}
-
 /* Adds slab K of both m64 tiles, with N tokens at `tokens`. */
 template <int K, int N, class T, class F, int D>
 __device__ __forceinline__ void multiply_slab(float (&d)[2][D], const F (&tiles)[2],
@@ -73,7 +66,7 @@ __device__ __forceinline__ int multiply_few(float (&d)[2][S::TOKENS / 2],
   using F = TileFragment<S::FORMAT, T, S::ZEROS>;
   const int depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
   const moelora_format format = g.weights.w.format;
-  const uint32_t bytes = tile_bytes<S::FORMAT>(format), offset = few_tokens_offset();
+  const uint32_t bytes = tile_bytes<S::FORMAT>(format), offset = token_offset();
   const LanePlaces at = LanePlaces::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
   for (int step = 1;; step++) {
     pipeline.wait_full();

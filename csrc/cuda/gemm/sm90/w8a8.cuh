@@ -18,9 +18,8 @@
 
 /* 128 of depth of this CTA's share of m64 tiles, and of their scales. */
 template <class S>
-__device__ __forceinline__ void load_w8a8(const moelora_gemm_launch &g,
-                                          QuantizedTiles<S> &tiles, const Pipeline<S> &pipeline,
-                                          uint64_t policy) {
+__device__ __forceinline__ void load_w8a8(const moelora_gemm_launch &g, QuantizedTiles<S> &tiles,
+                                          const Pipeline<S> &pipeline, uint64_t policy) {
   constexpr int SHARE = S::TILES / S::CLUSTER;
   const int first = S::CLUSTER > 1 ? (int)cluster_rank() * SHARE : 0;
   const uint32_t scales = tile_bytes<S::FORMAT>(g.weights.w.format) - MOELORA_FP8_TILE_VALUES;
