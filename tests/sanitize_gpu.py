@@ -18,8 +18,10 @@ import os
 import subprocess
 import sys
 import time
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -153,11 +155,19 @@ def assert_close(there, here, dtype):
     torch.testing.assert_close(there.cpu(), here, rtol=tolerance, atol=tolerance)
 
 
-def quantised_layers(formats, spec):
-    """A call of each."""
+def quantised_layers(role, spec):
+    """Calls for the rows of a role and a format, which a row's name has."""
     from benchmarks import grid
 
-    return [dict(grid.quantised.calls("cuda", name, spec))["layer"] for name in formats]
+    formats = {name: name.split()[0] for name in grid.quantised.FORMATS}
+    if role == "gemm":
+        for name, (_, activations) in grid.quantised.FP8.items():
+            formats[name] = "w8a16" if activations == "native" else "w8a8"
+    calls = {}
+    for name, word in formats.items():
+        run = dict(grid.quantised.calls("cuda", name, spec))["layer"]
+        calls.setdefault(f"{role}_{word}", []).append(run)
+    return calls
 
 
 def check_rows() -> int:
@@ -174,10 +184,9 @@ def check_rows() -> int:
         p, few = (replace(spec, tokens=tokens).build().to("cuda") for tokens in (40, 21))
         layer, few_rows = (grid.layers.layer(q)["layer"] for q in (p, few))
         vllm, sglang = grid.adapters.vllm(p, "w13", 16), grid.adapters.sglang(p)
-        four_bits, fp8 = grid.quantised.FORMATS, grid.quantised.FP8
-        of_role = {
-            "gemm": quantised_layers((*four_bits, *fp8), spec),
-            "decode": quantised_layers(four_bits, replace(spec, tokens=1)),
+        runs = {
+            **quantised_layers("gemm", spec),
+            **quantised_layers("decode", replace(spec, tokens=1)),
             "sort": [layer, few_rows],
             "shrink": [layer, vllm["shrink"]],
             "expand": [vllm["expand"], sglang["gate_up_b"]],
@@ -185,12 +194,13 @@ def check_rows() -> int:
             "mlp": [sglang["at once"]],
             "sum": [layer],
         }
-        usual = {role: [run() for run in runs] for role, runs in of_role.items()}
+        usual = {kind: [run() for run in of_kind] for kind, of_kind in runs.items()}
         names = [n for n in grid.rows("cuda", dtype, *grid.BASE) if QUANTISED & set(n.split("_"))]
         for name in dict.fromkeys(names + grid.rows("cuda", dtype, *grid.AROUND, *grid.ALONE)):
-            role, served = name.split("_")[0], False
+            words, served = name.split("_"), False
+            kind = "_".join([words[0], *(QUANTISED & set(words))])
             _C.force_variant(name)
-            for run, want in zip(of_role[role], usual[role], strict=True):
+            for run, want in zip(runs[kind], usual[kind], strict=True):
                 got = run()
                 if name in _C.last_plan().replace("=", " ").split():
                     print(f"{name}: {spec}", flush=True)
@@ -349,37 +359,41 @@ def first_line(*command: str) -> str:
     return lines[-1] if lines else "?"
 
 
+def follow(tool: str, out: TextIO) -> tuple[int, list[str]]:
+    """Runs the checks under a tool: its exit status and last lines. What it says goes to `out`."""
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FAILED)]
+    command += [sys.executable, str(Path(__file__).resolve())]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", **LIMITS.get(tool, {})}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    last: deque[str] = deque(maxlen=5)
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as running:
+        for line in running.stdout:
+            last.append(line.rstrip().replace(f"{ROOT}/", ""))
+            print(last[-1], file=out)
+    return running.returncode, list(last)
+
+
 def run_tools(tools: list[str], log: Path) -> int:
     import torch
 
     from moelora.bench import results
 
-    meta = results.meta()
-    lines = [f"{key}: {value}" for key, value in meta.items()]
-    lines.append(f"compute-sanitizer: {first_line('compute-sanitizer', '--version')}")
-    lines.append(f"capability: {torch.cuda.get_device_capability()}")
     failed = 0
     log.parent.mkdir(parents=True, exist_ok=True)
-    for tool in tools:
-        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FAILED)]
-        command += [sys.executable, str(Path(__file__).resolve())]
-        print(f"== {tool}", flush=True)
-        started = time.monotonic()
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", **LIMITS.get(tool, {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        failed += done.returncode != 0
-        lines += ["", f"== {tool}: exit status {done.returncode}, "]
-        lines[-1] += f"{time.monotonic() - started:.0f} s"
-        lines.append(done.stdout.rstrip().replace(f"{ROOT}/", ""))
-        # written after each tool, so that a time limit costs only what it cut off
-        log.write_text("\n".join(lines) + "\n")
-        print("\n".join(done.stdout.splitlines()[-6:]), flush=True)
+    # Line by line, so that a time limit costs only what it cut off.
+    with log.open("w", buffering=1) as out:
+        for key, value in results.meta().items():
+            print(f"{key}: {value}", file=out)
+        print(f"compute-sanitizer: {first_line('compute-sanitizer', '--version')}", file=out)
+        print(f"capability: {torch.cuda.get_device_capability()}", file=out)
+        for tool in tools:
+            print(f"\n== {tool}", file=out)
+            started = time.monotonic()
+            code, last = follow(tool, out)
+            failed += code != 0
+            end = f"== {tool}: exit status {code}, {time.monotonic() - started:.0f} s"
+            print(end, file=out)
+            print("\n".join([*last, end]), flush=True)
     print(f"{len(tools) - failed} of {len(tools)} tools found nothing; {log}")
     return failed
 
