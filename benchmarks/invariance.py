@@ -35,7 +35,7 @@ import moelora
 from benchmarks.grid.adapters import TILES, factors
 from benchmarks.grid.alignment import align_lists
 from benchmarks.grid.calls import DTYPES
-from benchmarks.grid.quantised import FORMATS, FP8, packed
+from benchmarks.grid.quantised import FORMATS, FP8, KERNELS, kernels_of, packed
 from benchmarks.problems import Problem, Spec
 from moelora import _C
 from moelora.bench import baselines, harness, results, shapes
@@ -254,17 +254,11 @@ class Prover:
         return counts
 
 
-def kernels_of(format: str) -> str:
-    """What the names of kernels call a weight format."""
-    fp8 = "w8a16" if format == "fp8 native" else "w8a8"
-    return fp8 if format in FP8 else format.split()[0]
-
-
 def forced(pool: Pool, device: str) -> list[str]:
     """Variants that plans of this pool may use: of its dtype and format, or of ids. A CPU has one
     set of instructions, and with it one row of each dtype."""
     (word,) = {n for n, d in DTYPES["cpu"].items() if d == pool.problem.spec.dtype}
-    others = {"mxfp4", "int4", "w8a8", "w8a16"} - {kernels_of(pool.format)}
+    others = KERNELS - {kernels_of(pool.format)}
     return [
         name
         for name in _C.usable()

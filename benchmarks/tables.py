@@ -226,8 +226,8 @@ def quantised_layers():
     """Of four bits and of FP8, how much faster than the fastest of vLLM's with adapters."""
     rows = cases("formats_all")
     found = {
-        what: [r["ratio"] for r in rows if (r["format"] == FP8) == fp8]
-        for what, fp8 in (("MXFP4 and INT4", False), ("FP8", True))
+        what: [r["ratio"] for r in rows if r["format"] in formats]
+        for what, formats in zip(("MXFP4 and INT4", "FP8"), WEIGHTS.values(), strict=True)
     }
     said = [
         f"{statistics.geometric_mean(some):.2f} times as fast with {what} ({span(some)})"

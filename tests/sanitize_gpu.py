@@ -26,7 +26,6 @@ from typing import TextIO
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 FAILED = 9
-QUANTISED = {"mxfp4", "int4", "w8a16", "w8a8"}  # formats in names of variants
 LIMITS = {"initcheck": {"MOELORA_MAX_CC": "80"}}  # environment of a tool, see above
 
 
@@ -155,18 +154,14 @@ def assert_close(there, here, dtype):
     torch.testing.assert_close(there.cpu(), here, rtol=tolerance, atol=tolerance)
 
 
-def quantised_layers(role, spec):
-    """Calls for the rows of a role and a format, which a row's name has."""
-    from benchmarks import grid
+def quantised_layers(role, formats, spec):
+    """Calls for the rows of a role and a format, by both words of a row's name."""
+    from benchmarks.grid import quantised
 
-    formats = {name: name.split()[0] for name in grid.quantised.FORMATS}
-    if role == "gemm":
-        for name, (_, activations) in grid.quantised.FP8.items():
-            formats[name] = "w8a16" if activations == "native" else "w8a8"
     calls = {}
-    for name, word in formats.items():
-        run = dict(grid.quantised.calls("cuda", name, spec))["layer"]
-        calls.setdefault(f"{role}_{word}", []).append(run)
+    for name in formats:
+        run = dict(quantised.calls("cuda", name, spec))["layer"]
+        calls.setdefault(f"{role}_{quantised.kernels_of(name)}", []).append(run)
     return calls
 
 
@@ -184,9 +179,10 @@ def check_rows() -> int:
         p, few = (replace(spec, tokens=tokens).build().to("cuda") for tokens in (40, 21))
         layer, few_rows = (grid.layers.layer(q)["layer"] for q in (p, few))
         vllm, sglang = grid.adapters.vllm(p, "w13", 16), grid.adapters.sglang(p)
+        four_bits, fp8 = grid.quantised.FORMATS, grid.quantised.FP8
         runs = {
-            **quantised_layers("gemm", spec),
-            **quantised_layers("decode", replace(spec, tokens=1)),
+            **quantised_layers("gemm", (*four_bits, *fp8), spec),
+            **quantised_layers("decode", four_bits, replace(spec, tokens=1)),
             "sort": [layer, few_rows],
             "shrink": [layer, vllm["shrink"]],
             "expand": [vllm["expand"], sglang["gate_up_b"]],
@@ -195,10 +191,11 @@ def check_rows() -> int:
             "sum": [layer],
         }
         usual = {kind: [run() for run in of_kind] for kind, of_kind in runs.items()}
-        names = [n for n in grid.rows("cuda", dtype, *grid.BASE) if QUANTISED & set(n.split("_"))]
+        formats = grid.quantised.KERNELS
+        names = [n for n in grid.rows("cuda", dtype, *grid.BASE) if formats & set(n.split("_"))]
         for name in dict.fromkeys(names + grid.rows("cuda", dtype, *grid.AROUND, *grid.ALONE)):
             words, served = name.split("_"), False
-            kind = "_".join([words[0], *(QUANTISED & set(words))])
+            kind = "_".join([words[0], *(formats & set(words))])
             _C.force_variant(name)
             for run, want in zip(runs[kind], usual[kind], strict=True):
                 got = run()
@@ -388,6 +385,7 @@ def run_tools(tools: list[str], log: Path) -> int:
         print(f"capability: {torch.cuda.get_device_capability()}", file=out)
         for tool in tools:
             print(f"\n== {tool}", file=out)
+            print(f"== {tool}", flush=True)
             started = time.monotonic()
             code, last = follow(tool, out)
             failed += code != 0

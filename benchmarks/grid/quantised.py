@@ -23,6 +23,15 @@ FP8 = {
     "fp8 rows": ("from_fp8_channel", "fp8"),
     "fp8 static": ("from_fp8_tensor", "fp8"),
 }
+
+
+def kernels_of(name: str) -> str:
+    """What the names of kernels call a format."""
+    fp8 = "w8a16" if name == "fp8 native" else "w8a8"
+    return fp8 if name in FP8 else name.split()[0]
+
+
+KERNELS = {kernels_of(name) for name in (*FORMATS, *FP8)}
 WIDE = Spec(tokens=130, top_k=3, experts=5, hidden=320, inter=192, mix="half_base", bias=True)
 SPECS = {
     "whole": WIDE,

@@ -52,10 +52,9 @@ __device__ __forceinline__ int find_adapters(const moelora_gemm_launch &g, const
   };
   Segments<S::LANES> segments, beside;
   read(segments, tile.block);
-  if (S::CLUSTER > 1)
-    read(beside, tile.block ^ 1);
   int most = 0;
   if (S::CLUSTER > 1) {
+    read(beside, tile.block ^ 1);
     beside.find(g.adapters.lora.max_rank);
     most = list.slabs_of(beside);
   }
