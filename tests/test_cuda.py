@@ -85,6 +85,10 @@ SHRINKS = {
         inter=24, experts=8, tokens=9000, ranks=(8, 24, 16), mix="disabled", remote=4, slices=1
     ),
     "more_items_than_fit": Spec(inter=8, experts=2, tokens=2200, hidden=8, ranks=(4000,)),
+    "more_listed_items_than_fit": Spec(inter=8, experts=600, tokens=1000, hidden=8, ranks=(4000,)),
+    "more_pairs_than_are_listed": Spec(
+        inter=24, experts=520, tokens=9000, hidden=72, ranks=(16, 9) * 4
+    ),
     "long_segments_deep": Spec(inter=24, experts=2, tokens=6500, hidden=4104, ranks=(16, 7)),
     "long_segments_wide_deep": Spec(inter=24, experts=2, tokens=6500, hidden=4104, ranks=(40, 8)),
 }

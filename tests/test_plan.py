@@ -278,6 +278,22 @@ def test_kernels_around_the_projections(answer, tokens, rank):
     assert words[6] == "sum_bf16_8_sm80"
 
 
+@pytest.mark.parametrize(
+    "tokens, rank, experts, listed",
+    [
+        (8, 64, 128, "0 0"),  # the sort lists no segments
+        (256, 16, 128, "0 0"),  # two rows of a pair
+        (256, 64, 128, "1 1"),  # enough where A is wide
+        (1024, 16, 128, "1 1"),
+        (4096, 16, 128, "1 0"),  # the other's segments are long
+        (4096, 16, 512, "0 0"),  # to look through all pairs takes longer
+    ],
+)
+def test_who_shares_items_of_listed_segments(answer, tokens, rank, experts, listed):
+    problem = {"tokens": tokens, "rank": rank, "experts": experts}
+    assert answer(("cuda", 90), "listed", **problem) == listed
+
+
 def test_a_layer_without_adapters_shrinks_nothing(answer):
     assert answer(("cuda", 90), tokens=64).split()[4:6] == ["-", "-"]
     assert answer(("cpu", 0), tokens=64, rank=16).split()[3:7] == ["-"] * 4

@@ -64,6 +64,7 @@ typedef struct moelora_shrink_load {
   bool vectors; /* x and A allow 16-byte accesses */
   bool boxes;   /* and tensor maps cover A, 32 bits the offsets of rows of x */
   bool listed;  /* the sort lists segments, and kernels of whole segments can store their results */
+  int64_t keys; /* that it lists, empty ones too */
   const moelora_variant *tuned; /* the row to take if it can serve; NULL: none */
   /* in blocks of a GEMM */
   int64_t max_blocks;

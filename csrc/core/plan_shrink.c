@@ -20,6 +20,7 @@ enum {
   SUMMED_RANKS = 64,      /* of whole segments: registers for two sums, see shrink_staged.cuh */
   HALF_ROWS = 16,         /* more wait for memory: a GEMM behind them can have the registers */
   BLOCK_SHARES = 8,       /* of a block, for every tile of ranks */
+  LISTED_KEYS = 4096,     /* that CTAs look through for their share of items */
   LOADS_OF_SPLIT = 48,    /* of a lane: with no more, the depth is not split further */
   NARROW_LONG_ROWS = 320, /* of an expert, in windows, from which narrow segments are long */
   LONG_WINDOW_ROWS = 8,   /* for each SM, in windows */
@@ -164,16 +165,20 @@ moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
   part = part < v->block_m ? part : v->block_m;
   const int64_t shares = BLOCK_SHARES * moelora_divide_up(columns, v->block_n),
                 blocks = load->max_blocks;
+  const int64_t items = segments + rows / part;
+  const bool listed = load->listed && load->keys <= LISTED_KEYS && rows >= thin * segments;
   /* As many blocks as all CTAs together have items of. */
-  const int64_t group = (int64_t)device->num_units * v->ctas * blocks / (segments + rows / part);
+  const int64_t group = (int64_t)device->num_units * v->ctas * blocks / items;
   const bool fat = rows >= FAT_SEGMENT * segments;
   return (moelora_shrink_plan){.variant = v,
                                .part = (int32_t)part,
                                .shares = (int32_t)shares,
                                .group = (int32_t)(fat && group < blocks ? group + 1 : blocks),
+                               .listed = listed,
                                .few = few,
                                .splits = 1,
-                               .work = blocks * shares};
+                               .work = listed ? items * moelora_divide_up(columns, v->block_n)
+                                              : blocks * shares};
 }
 
 /* ---- windows ---- */

@@ -119,6 +119,7 @@ typedef struct moelora_shrink_plan {
   int32_t part;                   /* tokens of an item, at most */
   int32_t shares;                 /* work units of a block, or CTAs that share a window */
   int32_t group;                  /* blocks that CTAs which run together work on */
+  bool listed;                    /* CTAs share evenly what segments the sort has listed */
   bool few;                       /* of blocks: one look of all CTAs finds everything */
   int32_t splits;                 /* CTAs of a cluster, which share the depth */
   int32_t window;                 /* rows */
