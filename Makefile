@@ -121,7 +121,7 @@ test-gpu:
 # (csrc/cuda/gemm/sm90/pipeline.cuh); with -lineinfo the reports name source lines.
 sanitize-gpu:
 	NVCCFLAGS="-lineinfo -DMOELORA_RACECHECK" $(PYTHON) setup.py -q build_ext --inplace
-	$(PYTHON) tests/sanitize_gpu.py --tools memcheck,initcheck,synccheck,racecheck \
+	$(PYTHON) tests/sanitize_gpu.py --tools memcheck,initcheck,synccheck,racecheck --jobs 8 \
 	  --log benchmarks/results/gpu-sanitize.log
 	$(PYTHON) setup.py -q build_ext --inplace
 

@@ -81,7 +81,7 @@ PARTS = (
     Part("e2e-invariance", 160, "-m benchmarks.vllm_e2e --peers {peers}/vllm_e2e"
          " --only invariance --budget-s 140 --out {out}/h200-e2e-invariance.json"),
     Part("sanitizers", 300, "tests/sanitize_gpu.py --tools memcheck,initcheck,synccheck"
-         " --log {out}/h200-sanitize.log"),
+         " --jobs 8 --log {out}/h200-sanitize.log"),
 )  # fmt: skip
 
 

@@ -3,9 +3,10 @@
     python tests/sanitize_gpu.py                           # run and check the calls
     python tests/sanitize_gpu.py --tools memcheck,racecheck,initcheck,synccheck --log FILE
 
-The second form runs the first under each tool, torch's caching allocator off so that every tensor
-and workspace is an allocation of its own with bounds that memcheck knows to the byte. It fails if
-any tool found anything, and writes what ran, where and with which versions to FILE.
+The second form runs the first under each tool, in --jobs processes that share the problems, with
+torch's caching allocator off so that every tensor and workspace is an allocation of its own with
+bounds that memcheck knows to the byte. It fails if any tool found anything, and writes what ran,
+where and with which versions to FILE.
 
 initcheck does not see what a Hopper GEMM stores through the copy engine: what reads it would be
 reported. It runs the portable kernels only, which leave the same memory to each other.
@@ -18,15 +19,27 @@ import os
 import subprocess
 import sys
 import time
-from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 FAILED = 9
 LIMITS = {"initcheck": {"MOELORA_MAX_CC": "80"}}  # environment of a tool, see above
+
+
+@dataclass
+class Share:
+    """Of the problems, every `of`-th from number `index` on."""
+
+    index: int = 0
+    of: int = 1
+    number: int = -1
+
+    def takes(self) -> bool:
+        """Whether the next problem belongs to it."""
+        self.number += 1
+        return self.number % self.of == self.index
 
 
 def alignments():
@@ -99,9 +112,9 @@ def layers(dtype):
     yield replace(plain, mix="absent", top_k=1, weight_on_input=True)
 
 
-def check_layers() -> int:
+def check_layers(share: Share) -> int:
     from checks import assert_close_to_ref
-    from quantized_cases import FORMATS, build
+    from quantized_cases import ALL_FORMATS, build
 
     import moelora
     from benchmarks import grid
@@ -122,7 +135,9 @@ def check_layers() -> int:
             continue
         _C.force_variant(name)
         for spec in layers(dtype):
-            made = build(spec, FORMATS[form], dtype) if form else spec.build()
+            if not share.takes():
+                continue
+            made = build(spec, ALL_FORMATS[form], dtype) if form else spec.build()
             there, p = made.to("cuda"), made.dense if form else made
             print(f"{name}: {spec}", flush=True)
             arguments = there.kwargs()
@@ -165,7 +180,7 @@ def quantised_layers(role, formats, spec):
     return calls
 
 
-def check_rows() -> int:
+def check_rows(share: Share) -> int:
     """Every other row of the table, beside what the table's own choice makes of the same call."""
     from cases import Spec
 
@@ -194,6 +209,8 @@ def check_rows() -> int:
         formats = grid.quantised.KERNELS
         names = [n for n in grid.rows("cuda", dtype, *grid.BASE) if formats & set(n.split("_"))]
         for name in dict.fromkeys(names + grid.rows("cuda", dtype, *grid.AROUND, *grid.ALONE)):
+            if not share.takes():
+                continue
             words, served = name.split("_"), False
             kind = "_".join([words[0], *(formats & set(words))])
             _C.force_variant(name)
@@ -210,7 +227,7 @@ def check_rows() -> int:
     return count
 
 
-def check_long_segments() -> int:
+def check_long_segments(share: Share) -> int:
     """Shrinks that only many rows take, of the layer and of the delta."""
     import torch
     from cases import Spec
@@ -219,6 +236,7 @@ def check_long_segments() -> int:
 
     plain = Spec(dtype=torch.bfloat16, tokens=17500, hidden=72, inter=8, experts=2)
     specs = [replace(plain, ranks=ranks) for ranks in ((8, 5), (24, 32), (64, 33))]
+    specs = [spec for spec in specs if share.takes()]
     for spec in specs:
         p = spec.build()
         print(f"long segments: {spec}", flush=True)
@@ -229,7 +247,7 @@ def check_long_segments() -> int:
     return len(specs)
 
 
-def check_deltas() -> int:
+def check_deltas(share: Share) -> int:
     """Both deltas, vLLM's lists and halves, and SGLang's operators, beside the CPU's results."""
     import torch
     from cases import Spec
@@ -274,7 +292,7 @@ def check_deltas() -> int:
     count = 0
     for dtype in (torch.bfloat16, torch.float16):
         for spec in layers(dtype):
-            if spec.mix == "absent":
+            if spec.mix == "absent" or not share.takes():
                 continue
             p = spec.build()
             there = p.to("cuda")
@@ -285,6 +303,8 @@ def check_deltas() -> int:
             count += 1
         plain = Spec(dtype=dtype, tokens=21, hidden=136, inter=72, ranks=(17, 17), pass_ranks=False)
         for spec in (plain, replace(plain, sharing="expanded", tokens=90, mix="out_of_range")):
+            if not share.takes():
+                continue
             p = spec.build()
             there = p.to("cuda")
             for naive in (False, True):
@@ -293,6 +313,8 @@ def check_deltas() -> int:
                     assert_close(vllm(there, which, naive), vllm(p, which, naive), dtype)
                 count += 1
         for spec in (replace(plain, slices=1), replace(plain, slices=1, tokens=90, top_k=3)):
+            if not share.takes():
+                continue
             p = spec.build()
             there = p.to("cuda")
             for fused in (False, True):
@@ -321,31 +343,37 @@ def align_lists(device, ids, mapping, enabled, experts, slots):
     return made
 
 
-def check_packing() -> int:
+def check_packing(share: Share) -> int:
     import torch
 
     import moelora
 
+    count = 0
     wide = torch.randn(3, 128, 64 + 5)
     for dtype in (torch.bfloat16, torch.float32):
         for w in (torch.randn(2, 64, 192).to(dtype), wide.to(dtype)[:, :, 3:67]):
+            if not share.takes():
+                continue
             there = w.to("cuda") if w.is_contiguous() else wide.to(dtype).to("cuda")[:, :, 3:67]
             print(f"prepack_weights: {tuple(w.shape)} {dtype}", flush=True)
             assert torch.equal(moelora.prepack_weights(there).unpack().cpu(), w)
-    return 4
+            count += 1
+    return count
 
 
-def check_all() -> None:
+def check_all(share: Share) -> None:
     import torch
 
     count = 0
     for name, call in alignments():
+        if not share.takes():
+            continue
         print(name, flush=True)
         for i, (got, expected) in enumerate(zip(call("cuda"), call("cpu"), strict=True)):
             assert torch.equal(got.cpu(), expected), f"{name}: output {i}"
         count += 1
-    count += check_packing() + check_rows() + check_long_segments() + check_deltas()
-    count += check_layers()
+    for check in (check_packing, check_rows, check_long_segments, check_deltas, check_layers):
+        count += check(share)
     torch.cuda.synchronize()
     print(f"{count} problems, all right")
 
@@ -356,54 +384,73 @@ def first_line(*command: str) -> str:
     return lines[-1] if lines else "?"
 
 
-def follow(tool: str, out: TextIO) -> tuple[int, list[str]]:
-    """Runs the checks under a tool: its exit status and last lines. What it says goes to `out`."""
+def follow(tool: str, jobs: int, log: Path) -> tuple[list[int], str]:
+    """Runs the checks under a tool: exit statuses of its processes, and all that they said. Until
+    the last has ended it stands in files beside the log, line by line: a time limit costs only what
+    it cut off."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FAILED)]
-    command += [sys.executable, str(Path(__file__).resolve())]
+    command += [sys.executable, str(Path(__file__).resolve()), "--share"]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", **LIMITS.get(tool, {})}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    last: deque[str] = deque(maxlen=5)
-    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as running:
-        for line in running.stdout:
-            last.append(line.rstrip().replace(f"{ROOT}/", ""))
-            print(last[-1], file=out)
-    return running.returncode, list(last)
+    said = [log.with_name(f"{log.name}.{tool}.{job}") for job in range(jobs)]
+    running = []
+    for job, path in enumerate(said):
+        with path.open("w") as out:
+            words = [*command, f"{job}/{jobs}"]
+            running.append(
+                subprocess.Popen(
+                    words, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT
+                )
+            )
+    codes = [process.wait() for process in running]
+    text = "".join(path.read_text().replace(f"{ROOT}/", "") for path in said)
+    for path in said:
+        path.unlink()
+    return codes, text
 
 
-def run_tools(tools: list[str], log: Path) -> int:
+def run_tools(tools: list[str], jobs: int, log: Path) -> int:
     import torch
 
     from moelora.bench import results
 
     failed = 0
     log.parent.mkdir(parents=True, exist_ok=True)
-    # Line by line, so that a time limit costs only what it cut off.
     with log.open("w", buffering=1) as out:
         for key, value in results.meta().items():
             print(f"{key}: {value}", file=out)
         print(f"compute-sanitizer: {first_line('compute-sanitizer', '--version')}", file=out)
         print(f"capability: {torch.cuda.get_device_capability()}", file=out)
         for tool in tools:
-            print(f"\n== {tool}", file=out)
-            print(f"== {tool}", flush=True)
             started = time.monotonic()
-            code, last = follow(tool, out)
-            failed += code != 0
-            end = f"== {tool}: exit status {code}, {time.monotonic() - started:.0f} s"
-            print(end, file=out)
-            print("\n".join([*last, end]), flush=True)
+            codes, text = follow(tool, jobs, log)
+            failed += any(codes)
+            statuses = ", ".join(map(str, codes))
+            end = f"== {tool}: exit status {statuses}, {time.monotonic() - started:.0f} s"
+            print(f"\n{end}\n{text}", file=out)
+            print(*text.splitlines()[-5:], end, sep="\n", flush=True)
     print(f"{len(tools) - failed} of {len(tools)} tools found nothing; {log}")
     return failed
+
+
+def share_of(text: str) -> Share:
+    index, of = map(int, text.split("/"))
+    if not 0 <= index < of:
+        raise argparse.ArgumentTypeError(f"wanted I/N with I from 0 to N - 1, got {text}")
+    return Share(index, of)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tools", help="comma-separated tools of compute-sanitizer to run under")
+    parser.add_argument("--jobs", default=1, type=int, help="processes of a tool")
     parser.add_argument("--log", default="build/sanitize-gpu.log", type=Path)
+    parser.add_argument(
+        "--share", default=Share(), type=share_of, help="I/N: every N-th, from I on"
+    )
     args = parser.parse_args()
     if args.tools:
-        return run_tools(args.tools.split(","), args.log)
-    check_all()
+        return run_tools(args.tools.split(","), args.jobs, args.log)
+    check_all(args.share)
     return 0
 
 

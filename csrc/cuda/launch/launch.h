@@ -205,8 +205,11 @@ moelora_status moelora_cuda_shrink_sm90(const moelora_shrink_launch *s,
 typedef struct moelora_quantize_launch {
   const void *x; /* [rows, k] */
   int64_t x_stride, rows;
-  const int32_t *num_rows; /* [1], of these; NULL: all */
-  bool early; /* all this is older than the kernel before, beside which rows are read */
+  /* Rows by position, of which blocks use some, as in moelora_blocks, which is older than the
+   * kernel before; NULL: all rows are used. */
+  const int32_t *num_post, *counts;
+  moelora_divisor block; /* by its rows */
+  bool early;            /* all this is older than the kernel before, beside which rows are read */
   int32_t k;
   moelora_dtype dtype;
   bool bytes;

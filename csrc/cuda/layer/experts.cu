@@ -186,7 +186,11 @@ moelora_status quantize(const QuantizedRows *q, const moelora_gemm_launch *g,
   launch.x = g->tokens.x;
   launch.x_stride = g->tokens.stride;
   launch.rows = q->rows;
-  launch.num_rows = g->tokens.divisor.value ? nullptr : g->schedule.blocks.num_post;
+  if (g->tokens.divisor.value == 0) {
+    launch.num_post = g->schedule.blocks.num_post;
+    launch.counts = g->schedule.blocks.counts;
+    launch.block = moelora_divisor_of((uint32_t)g->schedule.blocks.rows);
+  }
   launch.early = q->early;
   launch.k = g->tokens.k;
   launch.dtype = variant->dtype;

@@ -90,16 +90,24 @@ template <class T> __device__ __forceinline__ uint32_t elements_of(uint32_t two)
   return pack2<T>(v.x, v.y);
 }
 
+/* Nobody has written rows that no block uses. */
+__device__ __forceinline__ bool is_used(const moelora_quantize_launch &q, int row) {
+  if (!q.counts)
+    return true;
+  const int block = (int)divide((uint32_t)row, q.block);
+  return row - block * (int)q.block.value < q.counts[block];
+}
+
 template <class T, bool BYTES, bool VECTORS>
 __global__ void __launch_bounds__(kThreads)
     quantize_rows(const __grid_constant__ moelora_quantize_launch q) {
+  const int rows = q.num_post ? *q.num_post : (int)q.rows;
   if (!q.early)
     wait_for_previous_kernel();
   start_next_kernel();
   const int lane = threadIdx.x & 31, tiles = (q.k + 127) / 128;
   const int groups = 128 / moelora_x_group(q.format); // in a tile
   const bool by_token = q.rule == MOELORA_X_TOKEN;
-  const int rows = q.num_rows ? *q.num_rows : (int)q.rows;
   const int warp = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
   const int warps = gridDim.x * (kThreads / 32);
   // A lane's tiles are `step` apart: in a row that is the warp's, or in all rows.
@@ -107,12 +115,12 @@ __global__ void __launch_bounds__(kThreads)
   const int step_rows = step / tiles, step_tiles = step % tiles;
   const int64_t all = by_token ? tiles : (int64_t)rows * tiles;
   for (int mine = by_token ? warp : 0; mine < (by_token ? rows : 1); mine += warps) {
-    const int end = by_token ? mine + 1 : rows;
+    const int end = by_token ? mine + is_used(q, mine) : rows;
     float scale = q.x_scale;
     if (by_token) {
       float most = 0.f;
 #pragma unroll(VECTORS ? FLIGHTS : 1)
-      for (int tile = lane / 8; tile < tiles; tile += TILES)
+      for (int tile = lane / 8; tile < tiles && mine < end; tile += TILES)
         most = largest(most, numbers_of<T>(load_columns<T, VECTORS>(q, mine, tile, true)));
       scale = fmaxf(largest_of<32>(most) / MOST, 1.f / (MOST * 512.f));
     }
@@ -121,10 +129,12 @@ __global__ void __launch_bounds__(kThreads)
     for (int64_t at = first; at < all; at += (int64_t)step * FLIGHTS) {
       Columns columns[FLIGHTS];
       int its_row[FLIGHTS], its_tile[FLIGHTS];
+      bool used[FLIGHTS];
 #pragma unroll
       for (int j = 0; j < FLIGHTS; j++) {
         its_row[j] = row, its_tile[j] = tile;
-        columns[j] = load_columns<T, VECTORS>(q, row, tile, row < end);
+        used[j] = row < end && (by_token || is_used(q, row));
+        columns[j] = load_columns<T, VECTORS>(q, row, tile, used[j]);
         row += step_rows, tile += step_tiles;
         if (tile >= tiles)
           tile -= tiles, row++;
@@ -147,7 +157,7 @@ __global__ void __launch_bounds__(kThreads)
           for (int i = 0; i < 16; i++)
             n.v[i] *= inverse;
         }
-        if (its_row[j] >= end)
+        if (!used[j])
           continue;
         uint32_t two[8];
         for (int i = 0; i < 8; i++) {
