@@ -176,6 +176,7 @@ __global__ void __launch_bounds__(kThinThreads, kThinCtas<STEPS>)
     const int each = all / workers, more = all % workers;
     const int line = number * each + min(number, more);
     next = {work_unit, line / tiles, line % tiles, each + (number < more)};
+    __syncwarp();
 #pragma unroll 1
     while (next.left > 0) {
       const Next at = next;
@@ -186,6 +187,7 @@ __global__ void __launch_bounds__(kThinThreads, kThinCtas<STEPS>)
       int count = min(tiles - at.tile, at.left);
       __syncwarp(); // all lanes have read it
       next = {at.work_unit, at.item + 1, 0, at.left - count};
+      __syncwarp();
       int slice = at.tile / slice_tiles;
       int first = (at.tile - slice * slice_tiles) * B::COLUMNS;
       const T *factor = nullptr;

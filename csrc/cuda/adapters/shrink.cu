@@ -126,7 +126,9 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT / S::WARPS)
   const int blocks = p.few ? (int)p.s.schedule.blocks.max_blocks
                            : *p.s.schedule.blocks.num_post / p.s.schedule.blocks.rows;
   for (int work_unit = blockIdx.x; work_unit < blocks * p.shares; work_unit += ctas * S::WARPS) {
-    list.find(p, blocks, work_unit + warp * ctas);
+    const int found = list.find(p, blocks, work_unit + warp * ctas);
+    if (threadIdx.x % 32 == 0)
+      list.found[warp] = found;
     __syncthreads();
 #pragma unroll 1
     for (int w = 0; w < S::WARPS; w++)

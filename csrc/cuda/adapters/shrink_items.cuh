@@ -86,13 +86,12 @@ template <class S> struct ShrinkItems {
     return all <= cta ? 0 : ceil_divide(all - cta, ctas);
   }
 
-  /* Writes the items of a work unit and counts them; a warp. */
-  __device__ __forceinline__ void find(const ShrinkParams &p, int blocks, int work_unit) {
+  /* Writes the items of a work unit and returns how many there are; a warp. */
+  __device__ __forceinline__ int find(const ShrinkParams &p, int blocks, int work_unit) {
     const moelora_shrink_launch &s = p.s;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = s.schedule.blocks.rows;
-    found[warp] = 0;
     if (work_unit >= blocks * p.shares)
-      return;
+      return 0;
     const int before = work_unit / (p.group * p.shares) * p.group; // blocks of the groups before
     const int height = min(p.group, blocks - before), rest = work_unit - before * p.shares;
     const int block = before + rest % height, share = rest / height;
@@ -122,19 +121,18 @@ template <class S> struct ShrinkItems {
       for (int j = (share + p.shares - first % p.shares) % p.shares; j < cut.items();
            j += p.shares) {
         const int at = low + j / cut.chunks * cut.tokens;
-        items[warp][(first + j) / p.shares] = {expert,
-                                               packed,
-                                               position,
-                                               at,
-                                               rows,
-                                               magic,
-                                               min(cut.tokens, high - at),
-                                               j % cut.chunks * S::RANKS};
+        items[warp][(first + j) / p.shares] = SegmentItem{expert,
+                                                          packed,
+                                                          position,
+                                                          at,
+                                                          rows,
+                                                          magic,
+                                                          min(cut.tokens, high - at),
+                                                          j % cut.chunks * S::RANKS};
       }
       count += __shfl_sync(0xffffffffu, end, 31);
     }
-    if (lane == 0)
-      found[warp] = (count - share + p.shares - 1) / p.shares;
+    return (count - share + p.shares - 1) / p.shares;
   }
 
 private:
