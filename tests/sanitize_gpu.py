@@ -34,12 +34,14 @@ class Share:
 
     index: int = 0
     of: int = 1
-    number: int = -1
+    number: int = -1  # of the last problem that any share was asked about
 
-    def takes(self) -> bool:
-        """Whether the next problem belongs to it."""
-        self.number += 1
-        return self.number % self.of == self.index
+    def take(self, problems):
+        """Those of the problems to come that belong to it."""
+        for problem in problems:
+            self.number += 1
+            if self.number % self.of == self.index:
+                yield problem
 
 
 def alignments():
@@ -134,9 +136,7 @@ def check_layers(share: Share) -> int:
         if "_w8a8_" in name:  # tests/test_quantized.py has its reference
             continue
         _C.force_variant(name)
-        for spec in layers(dtype):
-            if not share.takes():
-                continue
+        for spec in share.take(layers(dtype)):
             made = build(spec, ALL_FORMATS[form], dtype) if form else spec.build()
             there, p = made.to("cuda"), made.dense if form else made
             print(f"{name}: {spec}", flush=True)
@@ -208,9 +208,8 @@ def check_rows(share: Share) -> int:
         usual = {kind: [run() for run in of_kind] for kind, of_kind in runs.items()}
         formats = grid.quantised.KERNELS
         names = [n for n in grid.rows("cuda", dtype, *grid.BASE) if formats & set(n.split("_"))]
-        for name in dict.fromkeys(names + grid.rows("cuda", dtype, *grid.AROUND, *grid.ALONE)):
-            if not share.takes():
-                continue
+        names += grid.rows("cuda", dtype, *grid.AROUND, *grid.ALONE)
+        for name in share.take(dict.fromkeys(names)):
             words, served = name.split("_"), False
             kind = "_".join([words[0], *(formats & set(words))])
             _C.force_variant(name)
@@ -235,16 +234,17 @@ def check_long_segments(share: Share) -> int:
     from delta_cases import delta_kwargs, delta_operator
 
     plain = Spec(dtype=torch.bfloat16, tokens=17500, hidden=72, inter=8, experts=2)
-    specs = [replace(plain, ranks=ranks) for ranks in ((8, 5), (24, 32), (64, 33))]
-    specs = [spec for spec in specs if share.takes()]
-    for spec in specs:
+    count = 0
+    for ranks in share.take(((8, 5), (24, 32), (64, 33))):
+        spec = replace(plain, ranks=ranks)
         p = spec.build()
         print(f"long segments: {spec}", flush=True)
         assert_gemm_is_the_cpus(p, "cuda")
         run = delta_operator("w13")
         there, here = (run(**delta_kwargs(q, "w13")) for q in (p.to("cuda"), p))
         assert_close(there, here, spec.dtype)
-    return len(specs)
+        count += 1
+    return count
 
 
 def check_deltas(share: Share) -> int:
@@ -291,9 +291,8 @@ def check_deltas(share: Share) -> int:
 
     count = 0
     for dtype in (torch.bfloat16, torch.float16):
-        for spec in layers(dtype):
-            if spec.mix == "absent" or not share.takes():
-                continue
+        adapted = (spec for spec in layers(dtype) if spec.mix != "absent")
+        for spec in share.take(adapted):
             p = spec.build()
             there = p.to("cuda")
             print(f"delta: {spec}", flush=True)
@@ -302,9 +301,8 @@ def check_deltas(share: Share) -> int:
                     assert_close(routed(there, which, summed), routed(p, which, summed), dtype)
             count += 1
         plain = Spec(dtype=dtype, tokens=21, hidden=136, inter=72, ranks=(17, 17), pass_ranks=False)
-        for spec in (plain, replace(plain, sharing="expanded", tokens=90, mix="out_of_range")):
-            if not share.takes():
-                continue
+        expanded = replace(plain, sharing="expanded", tokens=90, mix="out_of_range")
+        for spec in share.take((plain, expanded)):
             p = spec.build()
             there = p.to("cuda")
             for naive in (False, True):
@@ -312,9 +310,8 @@ def check_deltas(share: Share) -> int:
                 for which in ("w13", "w2"):
                     assert_close(vllm(there, which, naive), vllm(p, which, naive), dtype)
                 count += 1
-        for spec in (replace(plain, slices=1), replace(plain, slices=1, tokens=90, top_k=3)):
-            if not share.takes():
-                continue
+        plain = replace(plain, slices=1)
+        for spec in share.take((plain, replace(plain, tokens=90, top_k=3))):
             p = spec.build()
             there = p.to("cuda")
             for fused in (False, True):
@@ -351,9 +348,8 @@ def check_packing(share: Share) -> int:
     count = 0
     wide = torch.randn(3, 128, 64 + 5)
     for dtype in (torch.bfloat16, torch.float32):
-        for w in (torch.randn(2, 64, 192).to(dtype), wide.to(dtype)[:, :, 3:67]):
-            if not share.takes():
-                continue
+        weights = (torch.randn(2, 64, 192).to(dtype), wide.to(dtype)[:, :, 3:67])
+        for w in share.take(weights):
             there = w.to("cuda") if w.is_contiguous() else wide.to(dtype).to("cuda")[:, :, 3:67]
             print(f"prepack_weights: {tuple(w.shape)} {dtype}", flush=True)
             assert torch.equal(moelora.prepack_weights(there).unpack().cpu(), w)
@@ -365,9 +361,7 @@ def check_all(share: Share) -> None:
     import torch
 
     count = 0
-    for name, call in alignments():
-        if not share.takes():
-            continue
+    for name, call in share.take(alignments()):
         print(name, flush=True)
         for i, (got, expected) in enumerate(zip(call("cuda"), call("cpu"), strict=True)):
             assert torch.equal(got.cpu(), expected), f"{name}: output {i}"

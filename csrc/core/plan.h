@@ -61,10 +61,10 @@ typedef struct moelora_shrink_load {
   int64_t segments;      /* pairs that may have some of them */
   int64_t columns;       /* rows of A: of all slices, each padded to 16 */
   int64_t depth;
-  bool vectors; /* x and A allow 16-byte accesses */
-  bool boxes;   /* and tensor maps cover A, 32 bits the offsets of rows of x */
-  bool listed;  /* the sort lists segments, and kernels of whole segments can store their results */
-  int64_t keys; /* that it lists, empty ones too */
+  bool vectors;   /* x and A allow 16-byte accesses */
+  bool boxes;     /* and tensor maps cover A, 32 bits the offsets of rows of x */
+  int64_t listed; /* segments, empty ones too, that the sort lists for kernels that can store what
+                   * becomes of whole ones; 0: none */
   const moelora_variant *tuned; /* the row to take if it can serve; NULL: none */
   /* in blocks of a GEMM */
   int64_t max_blocks;

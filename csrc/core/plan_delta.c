@@ -250,7 +250,7 @@ static moelora_shrink_load begin_shrink(const moelora_routes *routes, moelora_dt
                               .rows = routes->num_rows,
                               .segments = (int64_t)routes->num_experts * routes->max_loras,
                               .columns = moelora_padded_columns(lora),
-                              .listed = plan->align.segments > 0,
+                              .listed = plan->align.segments,
                               .order = plan->order,
                               .routes = routes};
   if (load.segments > load.rows || load.order == MOELORA_BY_ROUTE)
@@ -293,7 +293,8 @@ moelora_status moelora_plan_delta(const moelora_delta_problem *p, const moelora_
      * one stride. Not by the number of slots, for another shrink sums in another order. */
     const bool exact = p->xa && (routes->lora_ranks || p->lora.max_rank % 16 != 0);
     const bool one_stride = !p->xa || p->xa_stride[1] == routes->top_k * p->xa_stride[2];
-    load.listed = load.listed && xa_vectors && one_stride && !exact;
+    if (!xa_vectors || !one_stride || exact)
+      load.listed = 0;
     plan->shrink[0] = moelora_plan_shrink_windows(&load, device);
   }
   if (p->out) {

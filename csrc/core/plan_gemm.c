@@ -254,8 +254,7 @@ static moelora_shrink_plan plan_shrink(const moelora_routes *routes, const proje
                  moelora_are_vector_factors(lora->a, lora->num_slices),
       .boxes = moelora_are_boxes(
           lora, x->rows_each ? routes->num_rows / x->rows_each : blocks * gemm->block_m, x->stride),
-      .listed = align->segments > 0,
-      .keys = align->segments,
+      .listed = align->segments,
       .tuned = tuned,
       .max_blocks = blocks,
       .by_position = x->rows_each == 0};

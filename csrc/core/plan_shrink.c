@@ -166,7 +166,7 @@ moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
   const int64_t shares = BLOCK_SHARES * moelora_divide_up(columns, v->block_n),
                 blocks = load->max_blocks;
   const int64_t items = segments + rows / part;
-  const bool listed = load->listed && load->keys <= LISTED_KEYS && rows >= thin * segments;
+  const bool listed = load->listed > 0 && load->listed <= LISTED_KEYS && rows >= thin * segments;
   /* As many blocks as all CTAs together have items of. */
   const int64_t group = (int64_t)device->num_units * v->ctas * blocks / items;
   const bool fat = rows >= FAT_SEGMENT * segments;

@@ -65,8 +65,8 @@ __device__ __forceinline__ void store(const ShrinkParams &p, const SegmentItem &
       continue;
     float sum[8] = {};
     add_spans<S>(sum, sums, row, at);
-    T *to = (T *)p.s.xa + item.position_of(p.s, token) * p.s.adapters.xa_stride;
-    *(uint4 *)(to + slice * p.s.adapters.xa_slice + r) = round_ranks<T>(sum, scaling, r, rank);
+    T *to = row_of_xa<T>(p.s, item, token) + slice * p.s.adapters.xa_slice + r;
+    *(uint4 *)to = round_ranks<T>(sum, scaling, r, rank);
   }
 }
 
