@@ -98,6 +98,16 @@ typedef struct moelora_lora_operands {
   moelora_factors lora;        /* num_slices == 0: none */
 } moelora_lora_operands;
 
+/* Rows by position in e4m3, for Hopper's kernels of FP8 (moelora_quantize_launch has the layout). */
+typedef struct moelora_e4m3_rows {
+  void *values; /* [, stride] bytes; NULL: none are wanted */
+  int64_t stride;
+  float *scales; /* [groups of 128, scales_stride] */
+  int64_t scales_stride;
+  moelora_x_format rule; /* of groups, or */
+  float scale;           /* this one */
+} moelora_e4m3_rows;
+
 /* What becomes of an accumulator. */
 typedef struct moelora_epilogue {
   int32_t top_k;
@@ -108,6 +118,10 @@ typedef struct moelora_epilogue {
   bool out_by_position; /* rows out_stride[0] apart */
   void *out; /* else row p at (p / top_k) * out_stride[0] + (p % top_k) * out_stride[1] */
   int64_t out_stride[2];
+  /* out as the next projection wants it, from Hopper's kernels of FP8 with 256 weight rows; out
+   * itself is written if somebody reads it */
+  moelora_e4m3_rows e4m3;
+  bool out_unread;
 } moelora_epilogue;
 
 /* One grouped projection:

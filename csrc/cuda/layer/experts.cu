@@ -1,6 +1,6 @@
 /* One projection, and the layer: the order of launches and what lies in the workspace.
  *
- *   resolve, align, [scale x], [x in FP8], shrink13, w13 + expand + activation,
+ *   resolve, align, [scale x], [x in FP8], shrink13, w13 + expand + activation [+ h in FP8],
  *                              [h in FP8], shrink2, w2 + expand, sum
  *
  * or, for a handful of tokens, all of it in decode.cu.
@@ -158,6 +158,7 @@ struct QuantizedRows {
   float *scales;
   int64_t rows, stride;
   bool early; // x is the caller's
+  bool made;  // by the kernel that made x
 };
 
 QuantizedRows take_quantized(moelora_arena *arena, const moelora_variant *variant,
@@ -174,14 +175,9 @@ QuantizedRows take_quantized(moelora_arena *arena, const moelora_variant *varian
   return q;
 }
 
-/* Fills them from a projection's tokens, and returns what its kernel takes instead of these. */
+/* Fills them from a projection's tokens. */
 moelora_status quantize(const QuantizedRows *q, const moelora_gemm_launch *g,
-                        const moelora_variant *variant, moelora_tokens *tokens,
-                        const moelora_exec *exec) {
-  *tokens = g->tokens;
-  if (!q->values)
-    return MOELORA_OK;
-  const bool bytes = variant->needs == MOELORA_SM90;
+                        const moelora_variant *variant, const moelora_exec *exec) {
   moelora_quantize_launch launch = {};
   launch.x = g->tokens.x;
   launch.x_stride = g->tokens.stride;
@@ -194,26 +190,49 @@ moelora_status quantize(const QuantizedRows *q, const moelora_gemm_launch *g,
   launch.early = q->early;
   launch.k = g->tokens.k;
   launch.dtype = variant->dtype;
-  launch.bytes = bytes;
+  launch.bytes = variant->needs == MOELORA_SM90;
   launch.format = g->weights.w.format;
   launch.rule = g->weights.w.x;
   launch.x_scale = g->weights.w.x_scale;
   launch.values = q->values;
   launch.values_stride = q->stride;
   launch.scales = q->scales;
-  tokens->x = q->values;
-  tokens->stride = bytes ? q->stride / 2 : q->stride; // bytes go in pairs
-  tokens->k = bytes ? (int32_t)q->stride / 2 : g->tokens.k;
-  tokens->scales = q->scales;
-  tokens->scales_stride = q->rows;
   return moelora_cuda_quantize_rows(&launch, exec);
+}
+
+/* What a projection's kernel takes instead of its tokens. */
+moelora_tokens quantized_tokens(const QuantizedRows *q, const moelora_tokens *from,
+                                const moelora_variant *variant) {
+  moelora_tokens tokens = *from;
+  const bool bytes = variant->needs == MOELORA_SM90;
+  tokens.x = q->values;
+  tokens.stride = bytes ? q->stride / 2 : q->stride; // bytes go in pairs
+  tokens.k = bytes ? (int32_t)q->stride / 2 : from->k;
+  tokens.scales = q->scales;
+  tokens.scales_stride = q->rows;
+  return tokens;
+}
+
+/* Rows that the projection before, of `variant`, makes of its `columns` outputs. */
+moelora_e4m3_rows made_rows(const QuantizedRows *q, const moelora_variant *variant,
+                            const moelora_weights *w, int64_t columns) {
+  const bool makes = q->values && variant->format == MOELORA_W8A8 &&
+                     variant->needs == MOELORA_SM90 && variant->block_n == 256 &&
+                     columns % 128 == 0 && w->x != MOELORA_X_TOKEN;
+  if (!makes)
+    return {};
+  return {q->values, q->stride, q->scales, q->rows, w->x, w->x_scale};
 }
 
 moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
                        const moelora_shrink_plan *shrink, const moelora_routes *routes, void *xa,
                        const QuantizedRows *quantized, const moelora_exec *exec) {
-  moelora_tokens tokens;
-  MOELORA_TRY(quantize(quantized, g, variant, &tokens, exec));
+  moelora_tokens tokens = g->tokens;
+  if (quantized->values) {
+    if (!quantized->made)
+      MOELORA_TRY(quantize(quantized, g, variant, exec));
+    tokens = quantized_tokens(quantized, &g->tokens, variant);
+  }
   g->weights.vectors =
       moelora_is_vector_row(tokens.x, tokens.stride, tokens.k) &&
       moelora_is_vector_row(g->epilogue.out, g->epilogue.out_stride[0], g->weights.n_out) &&
@@ -295,7 +314,7 @@ ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_ex
 template <class T>
 moelora_status run_experts(const moelora_experts_problem *p, const moelora_experts_plan *plan,
                            const moelora_exec *exec) {
-  const ExpertsLayout l = lay_out_experts(p, plan, exec->workspace);
+  ExpertsLayout l = lay_out_experts(p, plan, exec->workspace);
   const moelora_routes *routes = &l.alignment.routes;
   MOELORA_TRY(moelora_cuda_check_layout(l.bytes, exec));
   MOELORA_TRY(check_rank(&p->w13_lora));
@@ -324,6 +343,11 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.epilogue.out = l.h;
   g.epilogue.out_by_position = true;
   g.epilogue.out_stride[0] = p->intermediate;
+  if (g.weights.gated)
+    g.epilogue.e4m3 = made_rows(&l.h_fp8, plan->variant, &p->w2, p->intermediate);
+  l.h_fp8.made = g.epilogue.e4m3.values != nullptr;
+  g.epilogue.out_unread =
+      l.h_fp8.made && !(l.alignment.blocks.packed_ranks && p->w2_lora.num_slices > 0);
   MOELORA_TRY(project(&g, plan->variant, &plan->shrink[0], routes, l.xa13, &l.x_fp8, exec));
 
   g = projection(&l.alignment, routes, &p->w2, &p->w2_lora, plan->near_elements);

@@ -5,29 +5,17 @@
  *   values[row] = e4m3(x[row] / s), scales[group, row] = s
  *
  * A lane has 16 neighbouring columns, so that eight lanes have a tile of 128 and a warp has four
- * tiles: of a row that has its own scale, which the warp finds first, else of any rows. Bytes go as
- * tiles of weights have them: for q = 0..3 columns 2q, 2q + 1, 2q + 8 and 2q + 9 of each 16. What
- * is left over of the last 128 columns is zero. */
-#include <cuda_fp8.h>
-
+ * tiles: of a row that has its own scale, which the warp finds first, else of any rows. What is
+ * left over of the last 128 columns is zero. */
 #include "core/format.h"
+#include "cuda/gemm/common/e4m3.cuh"
 #include "cuda/launch/kernel_launch.cuh"
-#include "cuda/ptx/mma.cuh"
 
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int TILES = 4;   // that a warp has side by side
 constexpr int FLIGHTS = 2; // times those that it has on their way at once
-constexpr float MOST = 448.f;
-
-struct Columns {
-  uint32_t two[8]; // in pairs of elements
-};
-
-struct Numbers {
-  float v[16];
-};
 
 /* The columns of this lane in a tile, zeros if that is not `there`. VECTORS: k is a multiple of 8,
  * and rows are aligned. */
@@ -49,38 +37,6 @@ __device__ __forceinline__ Columns load_columns(const moelora_quantize_launch &q
     }
   }
   return c;
-}
-
-/* Of bf16 by hand: the compiler takes two instructions for that in the high half. */
-template <class T> __device__ __forceinline__ Numbers numbers_of(const Columns &c) {
-  Numbers n;
-  for (int i = 0; i < 16; i++) {
-    const uint32_t two = c.two[i / 2];
-    n.v[i] = Element<T>::is_bf16 && i % 2 ? __uint_as_float(two & 0xffff0000)
-                                          : Element<T>::to_float(((const T *)&two)[i % 2]);
-  }
-  return n;
-}
-
-__device__ __forceinline__ float largest(float most, const Numbers &n) {
-  for (int i = 0; i < 16; i++)
-    most = fmaxf(most, fabsf(n.v[i]));
-  return most;
-}
-
-/* Of LANES neighbouring lanes. */
-template <int LANES> __device__ __forceinline__ float largest_of(float most) {
-#pragma unroll
-  for (int step = LANES / 2; step > 0; step /= 2)
-    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
-  return most;
-}
-
-/* v / by as division rounds it, given 1 / by: a product, and what it leaves of v. So it is in the
- * code of a division, which also tests each. A `by` that is not finite is to be 0 here. */
-__device__ __forceinline__ float divided(float v, float by, float inverse) {
-  const float near = v * inverse;
-  return fmaf(-fmaf(near, by, -v), inverse, near);
 }
 
 /* Two e4m3 numbers as elements. */
@@ -122,7 +78,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll(VECTORS ? FLIGHTS : 1)
       for (int tile = lane / 8; tile < tiles && mine < end; tile += TILES)
         most = largest(most, numbers_of<T>(load_columns<T, VECTORS>(q, mine, tile, true)));
-      scale = fmaxf(largest_of<32>(most) / MOST, 1.f / (MOST * 512.f));
+      scale = fmaxf(largest_of<32>(most) / kMostE4m3, 1.f / (kMostE4m3 * 512.f));
     }
     float inverse = 1.f / scale;
     int row = mine + (first + lane / 8) / tiles, tile = (first + lane / 8) % tiles;
@@ -143,10 +99,9 @@ __global__ void __launch_bounds__(kThreads)
       for (int j = 0; j < FLIGHTS; j++) {
         Numbers n = numbers_of<T>(columns[j]);
         if (q.rule == MOELORA_X_GROUP) {
-          float most = largest_of<4>(largest(1e-10f, n));
+          const float most = largest_of<4>(largest(1e-10f, n));
           const float other = __shfl_xor_sync(0xffffffffu, most, 4);
-          most = groups == 1 ? fmaxf(most, other) : most;
-          scale = most < INFINITY ? divided(most, MOST, 1.f / MOST) : most;
+          scale = group_scale(groups == 1 ? fmaxf(most, other) : most);
           inverse = 1.f / scale;
         }
         if (by_token) {
@@ -159,20 +114,17 @@ __global__ void __launch_bounds__(kThreads)
         }
         if (!used[j])
           continue;
-        uint32_t two[8];
-        for (int i = 0; i < 8; i++) {
-          two[i] = __nv_cvt_float2_to_fp8x2(make_float2(n.v[2 * i], n.v[2 * i + 1]), __NV_SATFINITE,
-                                            __NV_E4M3);
-          two[i] = BYTES ? two[i] : elements_of<T>(two[i]);
-        }
-        if (BYTES)
-          for (int i = 0; i < 4; i++)
-            two[i] |= two[i + 4] << 16;
         const int64_t to = its_row[j] * q.values_stride + (its_tile[j] * 128 + lane % 8 * 16);
-        uint4 *values = (uint4 *)((char *)q.values + to * (BYTES ? 1 : sizeof(T)));
-        values[0] = make_uint4(two[0], two[1], two[2], two[3]);
-        if (!BYTES)
+        if constexpr (BYTES) {
+          *(uint4 *)((char *)q.values + to) = e4m3_bytes(n);
+        } else {
+          uint32_t two[8];
+          for (int i = 0; i < 8; i++)
+            two[i] = elements_of<T>(e4m3_pair(n, i));
+          uint4 *values = (uint4 *)((T *)q.values + to);
+          values[0] = make_uint4(two[0], two[1], two[2], two[3]);
           values[1] = make_uint4(two[4], two[5], two[6], two[7]);
+        }
         if (lane % (8 / groups) == 0)
           q.scales[(its_tile[j] * groups + lane % 8 / 4) * q.rows + its_row[j]] = scale;
       }

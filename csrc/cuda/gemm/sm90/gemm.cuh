@@ -21,6 +21,7 @@
 
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/wgmma.cuh"
+#include "cuda/gemm/sm90/e4m3_rows.cuh"
 #include "cuda/gemm/sm90/produce.cuh"
 #include "cuda/gemm/sm90/maps.cuh"
 #include "cuda/gemm/sm90/nonfinite.cuh"
@@ -92,6 +93,9 @@ __device__ __forceinline__ void store_tile(float (&d)[2][S::TOKENS / 2], const R
   const bool f32 = MODE == EpilogueMode::PLAIN_F32 ||
                    (GENERAL && S::TOKENS <= MOELORA_FLOAT_ROWS && g.epilogue.out_f32);
   const int halves = gated ? 1 : 2;
+  constexpr bool E4M3 = S::FORMAT == MOELORA_W8A8 && S::CONSUMERS == 2 &&
+                        (MODE == EpilogueMode::GATED || MODE == EpilogueMode::SILU);
+  static_assert(!E4M3 || N <= BUFFERS * kEpilogueTokens, "all of a tile is there at once");
   const Epilogue<S, MODE> epilogue(g, header.tile, consumer, T());
   epilogue.template begin<T, N>(d, g);
   if (!f32 && S::ALIASED_BUFFERS == 0)
@@ -130,11 +134,20 @@ __device__ __forceinline__ void store_tile(float (&d)[2][S::TOKENS / 2], const R
       const uint32_t buffer = pipeline.epilogue_buffer(consumer, index + half);
       if (!by_position)
         store_rows<S, T>(g, first, c, header, rows, buffer);
-      else if (threadIdx.x % 128 == (index + half) % 4 * 32) // the warps take turns
+      else if (threadIdx.x % 128 == (index + half) % 4 * 32 && // the warps take turns
+               !(E4M3 && g.epilogue.out_unread))
         tma_store_2d(c + kEpilogueTokens <= S::TOKENS ? &out_maps->many : &out_maps->few, first,
                      header.tile.block * S::TOKENS + c, buffer);
     }
   }
+  if constexpr (E4M3)
+    if (g.epilogue.e4m3.values) {
+      warpgroup_sync<128 * S::CONSUMERS>(3); // each has half of a group
+      store_e4m3<S, T, 128 * S::CONSUMERS>(g, header.tile, 0, header.count, [&](int half, int i) {
+        return pipeline.epilogue_buffer(half, i);
+      });
+      warpgroup_sync<128 * S::CONSUMERS>(3); // before buffers are used again, or rows mended
+    }
 }
 
 /* Adds the stage at hand, and leaves stage `previous`. Returns true if it checks and something in B

@@ -5,6 +5,7 @@
 #ifndef MOELORA_CUDA_SM90_NONFINITE_CUH
 #define MOELORA_CUDA_SM90_NONFINITE_CUH
 
+#include "cuda/gemm/common/e4m3.cuh"
 #include "cuda/gemm/common/epilogue.cuh"
 #include "cuda/gemm/sm90/adapters.cuh"
 
@@ -90,6 +91,9 @@ template <class S, class T> struct NonFinite {
         ((float *)g.epilogue.out)[at] = __int_as_float(0x7fffffff);
       else
         ((T *)g.epilogue.out)[at] = Element<T>::round(__int_as_float(0x7fffffff));
+      const moelora_e4m3_rows &e4m3 = g.epilogue.e4m3;
+      if (S::FORMAT == MOELORA_W8A8 && e4m3.values)
+        ((uint8_t *)e4m3.values)[position * e4m3.stride + e4m3_place(output)] = kNanE4m3;
     }
   }
 };

@@ -12,6 +12,7 @@
 #define MOELORA_CUDA_SM90_TOKENS_FIRST_CUH
 
 #include "cuda/gemm/common/epilogue.cuh"
+#include "cuda/gemm/sm90/e4m3_rows.cuh"
 #include "cuda/gemm/sm90/w8a8.cuh"
 
 /* A thread's place in a tile. */
@@ -216,9 +217,13 @@ store_tokens_first(float (&d)[2][64], const RowMaps *out_maps, const moelora_gem
     fence_async_proxy();
     warpgroup_sync(consumer + 1);
     const int half = warp / 2 * 32;
-    if (threadIdx.x % 64 == 0 && from + half < header.count)
+    if (threadIdx.x % 64 == 0 && from + half < header.count && !(GATED && g.epilogue.out_unread))
       tma_store_2d(&out_maps->many, first, header.tile.block * S::TOKENS + from + half, buffer);
   }
+  if (GATED && g.epilogue.e4m3.values)
+    store_e4m3<S, T, 128>(g, header.tile, from, min(header.count, from + 64), [&](int half, int i) {
+      return pipeline.epilogue_buffer(consumer, 2 * half + i % 2);
+    });
 }
 
 #endif

@@ -1,0 +1,76 @@
+/* From elements to e4m3, 16 neighbouring columns of a row to a lane, so that eight lanes have a
+ * tile of 128. Bytes of 16 columns go as tiles of weights have them: for q = 0..3 columns 2q, 2q +
+ * 1, 2q + 8 and 2q + 9. */
+#ifndef MOELORA_CUDA_E4M3_CUH
+#define MOELORA_CUDA_E4M3_CUH
+
+#include <cuda_fp8.h>
+
+#include "cuda/ptx/mma.cuh"
+
+constexpr float kMostE4m3 = 448.f;
+constexpr uint8_t kNanE4m3 = 0x7f;
+
+/* Where among the bytes of a row that of a column is. */
+__device__ __forceinline__ int e4m3_place(int column) {
+  return (column & ~15) | (column >> 1 & 3) << 2 | (column >> 3 & 1) << 1 | (column & 1);
+}
+
+struct Columns {
+  uint32_t two[8]; // in pairs of elements
+};
+
+struct Numbers {
+  float v[16];
+};
+
+/* Of bf16 by hand: the compiler takes two instructions for that in the high half. */
+template <class T> __device__ __forceinline__ Numbers numbers_of(const Columns &c) {
+  Numbers n;
+  for (int i = 0; i < 16; i++) {
+    const uint32_t two = c.two[i / 2];
+    n.v[i] = Element<T>::is_bf16 && i % 2 ? __uint_as_float(two & 0xffff0000)
+                                          : Element<T>::to_float(((const T *)&two)[i % 2]);
+  }
+  return n;
+}
+
+__device__ __forceinline__ float largest(float most, const Numbers &n) {
+  for (int i = 0; i < 16; i++)
+    most = fmaxf(most, fabsf(n.v[i]));
+  return most;
+}
+
+/* Of LANES neighbouring lanes. */
+template <int LANES> __device__ __forceinline__ float largest_of(float most) {
+#pragma unroll
+  for (int step = LANES / 2; step > 0; step /= 2)
+    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
+  return most;
+}
+
+/* v / by as division rounds it, given 1 / by: a product, and what it leaves of v. So it is in the
+ * code of a division, which also tests each. A `by` that is not finite is to be 0 here. */
+__device__ __forceinline__ float divided(float v, float by, float inverse) {
+  const float near = v * inverse;
+  return fmaf(-fmaf(near, by, -v), inverse, near);
+}
+
+/* The scale of a group whose largest magnitude is `most`. */
+__device__ __forceinline__ float group_scale(float most) {
+  return most < __builtin_inff() ? divided(most, kMostE4m3, 1.f / kMostE4m3) : most;
+}
+
+/* Numbers 2i and 2i + 1, in the low half. */
+__device__ __forceinline__ uint32_t e4m3_pair(const Numbers &n, int i) {
+  return __nv_cvt_float2_to_fp8x2(make_float2(n.v[2 * i], n.v[2 * i + 1]), __NV_SATFINITE,
+                                  __NV_E4M3);
+}
+
+__device__ __forceinline__ uint4 e4m3_bytes(const Numbers &n) {
+  return make_uint4(
+      e4m3_pair(n, 0) | e4m3_pair(n, 4) << 16, e4m3_pair(n, 1) | e4m3_pair(n, 5) << 16,
+      e4m3_pair(n, 2) | e4m3_pair(n, 6) << 16, e4m3_pair(n, 3) | e4m3_pair(n, 7) << 16);
+}
+
+#endif
