@@ -256,10 +256,10 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
          (uint64_t)((address & 0x3FFFF) >> 4);
 }
 
-/* The same of 32-byte rows in the 32-byte swizzle, one k16 step wide: atoms of 256 bytes. */
-__device__ __forceinline__ uint64_t wgmma_descriptor_32(uint32_t address) {
-  return ((uint64_t)3 << 62) | ((uint64_t)(256 >> 4) << 32) | ((uint64_t)1 << 16) |
-         (uint64_t)((address & 0x3FFFF) >> 4);
+/* The same of rows of `steps` k16 steps, 1, 2 or 4, in the swizzle of as many bytes. */
+__device__ __forceinline__ uint64_t wgmma_descriptor_of(uint32_t address, int steps) {
+  const uint32_t high = (uint32_t)(3 - steps / 2) << 30 | (uint32_t)steps * (256 >> 4);
+  return ((uint64_t)high << 32) | ((uint64_t)1 << 16) | (uint64_t)((address & 0x3FFFF) >> 4);
 }
 
 /* The descriptor of a place further on, in units of 16 bytes: addresses take the low half alone. */

@@ -1,10 +1,12 @@
 /* Adapters as more depth of a Hopper GEMM's tile. A stage of the pipeline holds a few k16 slabs:
  *
  *   W  [slab][TILES][64]    rows of B of 32 bytes, 32-byte swizzle
+ *   or [TILES][64]          rows of 64 or 128 bytes, in the swizzle of as many
  *   X  [TOKENS]             shrink results in rows of 128 bytes as in tile.cuh
  *
- * Of a gated projection, rows of gate come before those of up. Where a token does not carry the
- * adapter, there are zeros. */
+ * The copy engine is slow with narrow rows: a stage that is full with the ranks of one segment has
+ * wide ones. Of a gated projection, rows of gate come before those of up. Where a token does not
+ * carry the adapter, there are zeros. */
 #ifndef MOELORA_CUDA_SM90_ADAPTERS_CUH
 #define MOELORA_CUDA_SM90_ADAPTERS_CUH
 
@@ -17,10 +19,11 @@ constexpr int kSlabM64Bytes = 64 * 32;
 
 /* Slabs in a stage: what W holds, and X. There, slab j lies in chunks 2j and 2j + 1; the two slices
  * of one that covers gate and up follow each other, in chunks 4j to 4j + 3. */
-template <class S> __device__ __forceinline__ int slabs_per_stage(const moelora_gemm_launch &g) {
+template <class S>
+__host__ __device__ __forceinline__ int slabs_per_stage(const moelora_gemm_launch &g) {
   constexpr int MOST = S::W_BYTES / (S::TILES * kSlabM64Bytes);
-  static_assert(MOST >= 1, "a slab fits the weight half of a stage");
-  return has_gate_up_slices(g) ? (MOST < 2 ? MOST : 2) : MOST < 4 ? MOST : 4;
+  static_assert(MOST >= 2, "slabs of wide rows fit the weight half of a stage");
+  return has_gate_up_slices(g) || MOST < 4 ? 2 : 4;
 }
 
 /* Tensor maps of a matrix that lies by position: boxes of many of its rows and of few. */
@@ -28,15 +31,40 @@ struct RowMaps {
   CUtensorMap many, few;
 };
 
-/* Tensor maps of the slices of B: [max_loras, E, halves, rows, ranks], see map_factors. */
+/* Tensor maps of the slices of B: [max_loras, E, halves, rows, ranks], in boxes of one slab and of
+ * those of a whole stage; see map_factors. */
 struct FactorMaps {
-  CUtensorMap slice[MOELORA_MAX_SLICES];
+  CUtensorMap slice[MOELORA_MAX_SLICES], wide[MOELORA_MAX_SLICES];
   StackDims dims;
 };
 
 /* Place of an m64 tile in a slab. */
 template <class S> __device__ __forceinline__ int slab_m64(const moelora_gemm_launch &g, int m64) {
   return g.weights.gated ? (m64 & 1) * (S::TILES / 2) + m64 / 2 : m64;
+}
+
+/* How the rows of B lie in a stage. */
+template <class S> struct SlabLayout {
+  int width; // slabs side by side in a row: 1, or all of the stage
+
+  /* From the begin of the stage: an m64 tile, by its place in a slab; a slab of it. */
+  __device__ __forceinline__ uint32_t m64(int place) const { return place * kSlabM64Bytes * width; }
+  __device__ __forceinline__ uint32_t slab(int j) const {
+    return j * (width == 1 ? S::TILES * kSlabM64Bytes : 32);
+  }
+  __device__ __forceinline__ uint64_t descriptor(uint32_t address) const {
+    return wgmma_descriptor_of(address, width);
+  }
+};
+
+/* Whether the next `slabs` are the ranks of one segment, and all that a stage holds. */
+template <class S>
+__device__ __forceinline__ bool is_wide(const moelora_gemm_launch &g, const SegmentList<S> &list,
+                                        int slabs, SlabIterator cursor) {
+  if (slabs < slabs_per_stage<S>(g))
+    return false;
+  const Slab first = cursor.next(list);
+  return first.packed % kRanks - first.rank > (slabs - 1) * kSlabDepth;
 }
 
 /* Lists the segments of this CTA's block; returns the adapter stages that the cluster needs, whose
@@ -94,21 +122,25 @@ __device__ __forceinline__ int slabs_in(const moelora_gemm_launch &g, const Segm
 template <class S>
 __device__ __forceinline__ void load_factors(const FactorMaps *maps, const moelora_gemm_launch &g,
                                              const Tile &tile, const SegmentList<S> &list,
-                                             int slabs, SlabIterator &cursor,
+                                             const SlabsHeader &header, SlabIterator &cursor,
                                              const Pipeline<S> &pipeline, uint64_t policy) {
+  const SlabLayout<S> layout = {header.width};
   const bool gate_up = has_gate_up_slices(g);
   const int halves = g.weights.gated && !gate_up ? 2 : 1,
             rows = (int)g.adapters.lora.slice_n / halves;
   const int boxes = g.weights.gated ? 2 : 1, output = first_output<S>(g, tile.column, 0);
 #pragma unroll 1
-  for (int j = 0; j < slabs; j++) {
+  for (int j = 0; j < header.slabs; j++) {
     const Slab slab = cursor.next(list);
+    if ((j & (header.width - 1)) != 0)
+      continue;
 #pragma unroll 1
     for (int half = 0; half < boxes; half++) {
       const int slice = gate_up ? half : slab.slice;
-      tma_load_5d(pipeline.weights() + (j * S::TILES + half * (S::TILES / 2)) * kSlabM64Bytes,
-                  &maps->slice[slice], slab.rank, output - (gate_up ? 0 : slab.slice * rows),
-                  halves == 2 ? half : 0, maps->dims.expert(slice, tile.expert),
+      tma_load_5d(pipeline.weights() + layout.slab(j) + layout.m64(half * (S::TILES / 2)),
+                  header.width > 1 ? &maps->wide[slice] : &maps->slice[slice], slab.rank,
+                  output - (gate_up ? 0 : slab.slice * rows), halves == 2 ? half : 0,
+                  maps->dims.expert(slice, tile.expert),
                   maps->dims.adapter(slice, slab.packed / kRanks), pipeline.full(), policy);
     }
   }
@@ -188,18 +220,23 @@ __device__ __forceinline__ uint32_t token_offset() {
 template <class S, class T, int N>
 __device__ __forceinline__ void add_slabs(float (&d)[2][S::TOKENS / 2],
                                           const moelora_gemm_launch &g, const Pipeline<S> &pipeline,
-                                          int consumer, int slabs) {
+                                          int consumer, const SlabsHeader &header) {
+  const SlabLayout<S> layout = {header.width};
   const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5 & 3) * 16 + (lane & 15);
-  uint32_t factors = pipeline.weights() + row * 32 + ((lane >> 4 ^ (row >> 2 & 1)) << 4);
+  // The swizzle: a row of `width` slabs begins in chunk `first`, and has twice as many of them.
+  const int first = row >> (2 - header.width / 2) & (2 * header.width - 1);
+  const uint32_t factors =
+      pipeline.weights() + row * 32 * header.width + ((lane >> 4 ^ first) << 4);
   const uint32_t tokens = pipeline.tokens() + token_offset();
   const bool gate_up = has_gate_up_slices(g);
 #pragma unroll 1
-  for (int j = 0; j < slabs; j++, factors += S::TILES * kSlabM64Bytes)
+  for (int j = 0; j < header.slabs; j++) {
+    const uint32_t slab = header.width == 1 ? factors + layout.slab(j) : factors ^ layout.slab(j);
 #pragma unroll
     for (int t = 0; t < 2; t++) {
       const uint32_t at = tokens ^ (gate_up ? 2 * j + t : j) << 5;
       uint32_t a[4], b[(N + 8) / 16][4];
-      load_matrix_x4(a, factors + slab_m64<S>(g, 2 * consumer + t) * kSlabM64Bytes);
+      load_matrix_x4(a, slab + layout.m64(slab_m64<S>(g, 2 * consumer + t)));
 #pragma unroll
       for (int i = 0; i < (N + 8) / 16; i++)
         load_matrix_x4(b[i], at + i * 16 * kRowBytes);
@@ -207,6 +244,7 @@ __device__ __forceinline__ void add_slabs(float (&d)[2][S::TOKENS / 2],
       for (int n8 = 0; n8 < N / 8; n8++)
         mma_16816<T>(&d[t][n8 * 4], a, &b[n8 / 2][n8 % 2 * 2]);
     }
+  }
 }
 
 #endif

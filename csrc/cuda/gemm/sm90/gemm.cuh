@@ -156,20 +156,20 @@ template <class S, class T, int N>
 __device__ __forceinline__ bool
 add_adapters(float (&d)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
              const Pipeline<S> &pipeline, int previous, int consumer, bool active, bool checks) {
-  constexpr int STRIDE = S::TILES * kSlabM64Bytes;
   // Two CTAs on an SM fill each other's gaps: there a stage is rather free soon.
   if (S::RESIDENT > 1)
     wgmma_wait<0>(), pipeline.release(previous);
   pipeline.wait_full();
   const SlabsHeader header = SlabsHeader::read(pipeline.header());
-  const int first = slab_m64<S>(g, 2 * consumer) * kSlabM64Bytes;
-  const int next = slab_m64<S>(g, 2 * consumer + 1) * kSlabM64Bytes - first;
+  const SlabLayout<S> layout = {header.width};
+  const int first = layout.m64(slab_m64<S>(g, 2 * consumer));
+  const int next = layout.m64(slab_m64<S>(g, 2 * consumer + 1)) - first;
   const uint32_t weights = pipeline.weights() + first;
-  bool nonfinite = checks && NonFinite<S, T>::clear(weights, next, consumer, header.slabs);
+  bool nonfinite = checks && NonFinite<S, T>::clear(weights, next, consumer, header);
   if (S::TOKENS_FIRST && checks) // each consumer multiplies what both have cleared
     nonfinite = warpgroup_any<128 * S::CONSUMERS>(3, nonfinite);
   if constexpr (S::TOKENS <= 32) {
-    add_slabs<S, T, N>(d, g, pipeline, consumer, header.slabs);
+    add_slabs<S, T, N>(d, g, pipeline, consumer, header);
     __syncwarp(); // all lanes have read them
     return nonfinite;
   }
@@ -178,18 +178,18 @@ add_adapters(float (&d)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
     wgmma_wait<0>(), pipeline.release(previous);
   if constexpr (S::TOKENS_FIRST) {
     if (active)
-      add_slabs_tokens_first<S, T>(d, g, pipeline, consumer, header.slabs);
+      add_slabs_tokens_first<S, T>(d, g, pipeline, consumer, header);
     return nonfinite;
   }
-  const uint64_t a = wgmma_descriptor_32(weights), b = wgmma_descriptor(pipeline.tokens());
+  const uint64_t a = layout.descriptor(weights), b = wgmma_descriptor(pipeline.tokens());
   const int step = has_gate_up_slices(g) ? 4 : 2,
             up = has_gate_up_slices(g) ? 2 : 0; // as in gemm/sm90/adapters.cuh
 #pragma unroll 1
   for (int j = 0; j < header.slabs; j++) {
     wgmma_fence();
-    Wgmma<N>::template mma<Element<T>::is_bf16>(d[0], a + j * (STRIDE / 16), b + step * j);
-    Wgmma<N>::template mma<Element<T>::is_bf16>(d[1], a + (j * STRIDE + next) / 16,
-                                                b + step * j + up);
+    const uint64_t slab = a + layout.slab(j) / 16;
+    Wgmma<N>::template mma<Element<T>::is_bf16>(d[0], slab, b + step * j);
+    Wgmma<N>::template mma<Element<T>::is_bf16>(d[1], slab + next / 16, b + step * j + up);
     wgmma_commit();
     if (S::FORMAT == MOELORA_W8A8)
       wgmma_wait<0>(); // sums that arithmetic made may not meet those that are on their way

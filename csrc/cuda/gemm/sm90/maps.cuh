@@ -46,16 +46,19 @@ moelora_status map_positions(const moelora_gemm_launch *g, bool is_bf16, const v
   return moelora_encode_map(&maps->few, is_bf16, 2, data, sizes, strides, few_box);
 }
 
-/* Boxes of 16 ranks by a tile's rows, of a gated projection half of them, of each slice of B
- * [max_loras, E, half, n, ranks]. Of a gated projection with one slice `half` tells gate from up,
- * as in map_weights; so it does where two slices cut across rows that alternate. What lies beside a
- * box may be beyond the true rank: little of it is fetched along. */
+/* Boxes of 16 ranks, and of those of a whole stage, by a tile's rows, of a gated projection half of
+ * them, of each slice of B [max_loras, E, half, n, ranks]. Of a gated projection with one slice
+ * `half` tells gate from up, as in map_weights; so it does where two slices cut across rows that
+ * alternate. What lies beside a box may be beyond the true rank: little of it is fetched along. */
 template <class S>
 moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, FactorMaps *maps) {
   const moelora_factors *lora = &g->adapters.lora;
   const bool halved = g->weights.gated && !has_gate_up_slices(*g);
   const cuuint64_t n = lora->slice_n / (halved ? 2 : 1);
-  const cuuint32_t box[5] = {16, (cuuint32_t)(g->weights.gated ? S::ROWS / 2 : S::ROWS), 1, 1, 1};
+  const cuuint32_t rows = (cuuint32_t)(g->weights.gated ? S::ROWS / 2 : S::ROWS);
+  const cuuint32_t width = (cuuint32_t)slabs_per_stage<S>(*g);
+  const cuuint32_t box[5] = {kSlabDepth, rows, 1, 1, 1};
+  const cuuint32_t wide_box[5] = {width * kSlabDepth, rows, 1, 1, 1};
   for (int32_t i = 0; i < lora->num_slices; i++) {
     const moelora_factor *b = &lora->b[i];
     const cuuint64_t row = b->stride_i * 2, alternate = halved && g->weights.interleaved;
@@ -65,6 +68,12 @@ moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, FactorMap
                         strides + 2);
     MOELORA_TRY(moelora_encode_map(&maps->slice[i], is_bf16, 5, b->data, sizes, strides, box,
                                    CU_TENSOR_MAP_SWIZZLE_32B, CU_TENSOR_MAP_L2_PROMOTION_L2_64B));
+    if (lora->max_rank <= (int32_t)((width - 1) * kSlabDepth))
+      continue; // no adapter fills a stage
+    MOELORA_TRY(
+        moelora_encode_map(&maps->wide[i], is_bf16, 5, b->data, sizes, strides, wide_box,
+                           width == 2 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_128B));
   }
   return MOELORA_OK;
 }

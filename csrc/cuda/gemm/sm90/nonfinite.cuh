@@ -21,19 +21,21 @@ template <class S, class T> struct NonFinite {
     return v & ~((signs(v) >> 15) * 0xffffu);
   }
 
-  /* This thread's part of chunk i of the consumer's rows of a stage, of two m64 tiles `next` apart.
-   */
-  static __device__ __forceinline__ uint32_t chunk(uint32_t weights, int next, int i) {
-    return weights + i / 2 * (S::TILES * kSlabM64Bytes) + (i & 1) * next + (threadIdx.x & 127) * 16;
+  /* This thread's part of chunk i of the consumer's rows of a stage, of two m64 tiles `next` apart,
+   * in either layout. */
+  static __device__ __forceinline__ uint32_t chunk(uint32_t weights, int next, int i, int width) {
+    return weights + i / 2 * (width == 1 ? S::TILES * kSlabM64Bytes : kSlabM64Bytes) +
+           (i & 1) * next + (threadIdx.x & 127) * 16;
   }
 
   /* Zeros where they were in the consumer's rows of a stage; true if there were any. */
   static __device__ __forceinline__ bool clear(uint32_t weights, int next, int consumer,
-                                               int slabs) {
+                                               const SlabsHeader &header) {
+    const int slabs = header.slabs, width = header.width;
     uint32_t zeros[2] = {0, 0}; // times what is finite
 #pragma unroll 2
     for (int i = 0; i < 2 * slabs; i++) {
-      const uint4 v = load_shared_16(chunk(weights, next, i));
+      const uint4 v = load_shared_16(chunk(weights, next, i, width));
       zeros[0] = Element<T>::add_times_zero(zeros[0], v.x);
       zeros[1] = Element<T>::add_times_zero(zeros[1], v.y);
       zeros[0] = Element<T>::add_times_zero(zeros[0], v.z);
@@ -43,7 +45,7 @@ template <class S, class T> struct NonFinite {
       return false;
 #pragma unroll 1
     for (int i = 0; i < 2 * slabs; i++) {
-      const uint32_t at = chunk(weights, next, i);
+      const uint32_t at = chunk(weights, next, i, width);
       const uint4 v = load_shared_16(at);
       store_shared_16(at, make_uint4(cleared(v.x), cleared(v.y), cleared(v.z), cleared(v.w)));
     }

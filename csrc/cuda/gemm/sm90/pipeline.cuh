@@ -285,13 +285,16 @@ struct AdaptersHeader {
   }
 };
 
-/* With an adapter stage: how many slabs it holds. */
+/* With an adapter stage: how many slabs it holds, and how many of them a row of B has. */
 struct SlabsHeader {
-  int slabs;
+  int slabs, width;
 
-  __device__ __forceinline__ void write(uint32_t at) const { store_shared_4(at + 16, slabs); }
+  __device__ __forceinline__ void write(uint32_t at) const {
+    store_shared_4(at + 16, slabs | width << 16);
+  }
   static __device__ __forceinline__ SlabsHeader read(uint32_t at) {
-    return {(int)uniform(load_shared_4(at + 16))};
+    const uint32_t v = uniform(load_shared_4(at + 16));
+    return {(int)(v & 0xffff), (int)(v >> 16)};
   }
 };
 

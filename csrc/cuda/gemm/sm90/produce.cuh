@@ -194,11 +194,13 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
       const int slabs = slabs_in(g, list, i);
       pipeline.wait_empty();
       if (is_elected()) {
-        SlabsHeader{slabs}.write(pipeline.header());
+        const bool wide = g.weights.factors_boxes && is_wide(g, list, slabs, cursor);
+        const SlabsHeader header = {slabs, wide ? slabs : 1};
+        header.write(pipeline.header());
         barrier_expect(pipeline.full(),
                        g.weights.factors_boxes ? slabs * S::TILES * kSlabM64Bytes : 0);
         if (g.weights.factors_boxes)
-          load_factors<S>(b_maps, g, tile, list, slabs, cursor, pipeline, policy);
+          load_factors<S>(b_maps, g, tile, list, header, cursor, pipeline, policy);
       }
       __syncwarp();
     }

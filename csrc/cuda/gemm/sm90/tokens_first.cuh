@@ -116,7 +116,8 @@ __device__ __forceinline__ int multiply_tokens_first(float (&d)[2][64],
 /* The products of COUNT slabs of adapters. */
 template <class S, class T, int COUNT>
 __device__ __forceinline__ void multiply_slabs(float (&d)[2][64], const moelora_gemm_launch &g,
-                                               uint64_t a, uint64_t b) {
+                                               const SlabLayout<S> &layout, uint64_t a,
+                                               uint64_t b) {
   const bool gate_up = has_gate_up_slices(g);
   const int step = gate_up ? 4 : 2, up = gate_up ? 2 : 0; // as in gemm/sm90/adapters.cuh
   wgmma_fence();
@@ -126,7 +127,7 @@ __device__ __forceinline__ void multiply_slabs(float (&d)[2][64], const moelora_
     for (int m64 = 0; m64 < S::TILES; m64++)
       Wgmma<64>::template mma<Element<T>::is_bf16>(
           d[m64 / 2] + m64 % 2 * 32, a + step * j + m64 % 2 * up,
-          b + (j * S::TILES + slab_m64<S>(g, m64)) * (kSlabM64Bytes / 16));
+          b + (layout.slab(j) + layout.m64(slab_m64<S>(g, m64))) / 16);
   wgmma_commit();
   wgmma_wait<0>(); // sums that arithmetic made may not meet those that are on their way
 }
@@ -135,15 +136,17 @@ __device__ __forceinline__ void multiply_slabs(float (&d)[2][64], const moelora_
 template <class S, class T>
 __device__ __forceinline__ void
 add_slabs_tokens_first(float (&d)[2][64], const moelora_gemm_launch &g, const Pipeline<S> &pipeline,
-                       int consumer, int slabs) {
+                       int consumer, const SlabsHeader &header) {
+  const SlabLayout<S> layout = {header.width};
   const int step = has_gate_up_slices(g) ? 4 : 2;
   uint64_t a = wgmma_descriptor(pipeline.tokens() + uniform(consumer * kM64Bytes));
-  uint64_t b = wgmma_descriptor_32(pipeline.weights());
+  uint64_t b = layout.descriptor(pipeline.weights());
+  int slabs = header.slabs;
 #pragma unroll 1
-  for (; slabs > 1; slabs -= 2, a += 2 * step, b += 2 * S::TILES * (kSlabM64Bytes / 16))
-    multiply_slabs<S, T, 2>(d, g, a, b);
+  for (; slabs > 1; slabs -= 2, a += 2 * step, b += layout.slab(2) / 16)
+    multiply_slabs<S, T, 2>(d, g, layout, a, b);
   if (slabs > 0)
-    multiply_slabs<S, T, 1>(d, g, a, b);
+    multiply_slabs<S, T, 1>(d, g, layout, a, b);
 }
 
 /* Whether each row has a finite sum among two tokens of a tile's first. */
