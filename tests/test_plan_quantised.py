@@ -38,12 +38,12 @@ def tile(row):
 def test_tiles_of_quantised_weights(quantised, name, dtype):
     """Of 128 experts and top 8, of which each gets a sixteenth of the tokens."""
     tiles = {5: 16, 128: 16, 129: 32, 416: 32, 417: 64, 704: 64, 705: 96, 1312: 96, 1313: 128}
-    tiles |= {131072: 128}
+    tiles |= {1792: 128, 1793: 144, 131072: 144}
     short = f"gemm_{dtype.lower()}_{KERNELS[name]}"
     for tokens, most in tiles.items():
         for capability in (80, 86, 90, 100, 120):
             hopper = capability == 90
-            rows = most if hopper or most != 96 else 128
+            rows = most if hopper or most < 96 else 128
             shape = f"{rows}x{256 if hopper and rows > 64 else 128}"
             depth = 128 if hopper else 64
             want = f"{short}_{shape}x{depth}_{'sm90' if hopper else 'sm80'}"
@@ -127,7 +127,7 @@ def test_one_launch_serves_what_its_tests_force_it_on(answer, name, dtype, capab
 
 
 def test_a_tile_that_one_format_has_alone_is_no_choice_for_two(quantised):
-    """Hopper has 144 rows natively, 64 rows of quantised weights, 96 and 128 of both."""
+    """Hopper has 144 rows natively in a cluster, quantised without; 96 and 128 of both."""
     gpu = ("cuda", 90)
     for pair in (("native", "mxfp4"), ("int4", "native")):
         blocks = [quantised(gpu, *pair, tokens=tokens)[0].block_m for tokens in (500, 1024, 131072)]
@@ -177,7 +177,7 @@ def test_adapters_and_limits_of_quantised_layers(quantised):
 
 @pytest.mark.parametrize(
     "capability, of_format, native",
-    [(90, "128x256x128_sm90", "128x256x64_sm90"), (80, "128x128x64_sm80", "128x128x64_sm80")],
+    [(90, "144x256x128_sm90", "144x256x64_sm90"), (80, "128x128x64_sm80", "128x128x64_sm80")],
 )
 def test_what_is_around_the_projections_does_not_depend_on_formats(
     answer, quantised, capability, of_format, native

@@ -37,20 +37,21 @@ static const shape_bound native_shapes[] = {
 };
 
 /* Of quantised weights, which are made anew for each block: that is what an expert in two blocks
- * costs, and more than wider instructions do (gpt-oss-20b, Qwen3-30B-A3B, Mixtral-8x7B). */
+ * costs, and more than wider instructions do (gpt-oss-20b, Qwen3-30B-A3B, Mixtral-8x7B). With 144
+ * tokens nearly every expert of 128 rows on average has one block, and one of 256 has two. */
 static const shape_bound quantised_shapes[] = {
-    {8, {16, 1}}, {26, {32, 1}}, {44, {64, 1}}, {82, {96, 1}}, {INT64_MAX, {128, 1}},
+    {8, {16, 1}},  {26, {32, 1}},   {44, {64, 1}},
+    {82, {96, 1}}, {112, {128, 1}}, {INT64_MAX, {144, 1}},
 };
 
 /* Of FP8 weights and tokens (Qwen3-30B-A3B, Mixtral): with weights as operand A a second
  * accumulator and scales leave no room for more than 96 tokens. Where these are operand A, 128 take
  * a fifth less time, but come 64 at a time and leave more to be done behind a tile's depth: that
- * pays where a cluster of two, 256 tokens, holds nearly every expert, and where products alone
- * count. Where two tiles of 96 hold one, they share what they read of its weights. Of 32 tokens an
- * expert on average some have more. */
+ * pays where two tiles of 96 no longer hold nearly every expert. Where they do, they share what
+ * they read of its weights. Of 32 tokens an expert on average some have more. */
 static const shape_bound w8a8_shapes[] = {
-    {8, {16, 1}},   {26, {32, 1}},   {44, {64, 1}},  {88, {96, 1}},
-    {176, {96, 2}}, {224, {128, 2}}, {320, {96, 1}}, {INT64_MAX, {128, 2}},
+    {8, {16, 1}},  {26, {32, 1}},  {44, {64, 1}},
+    {88, {96, 1}}, {176, {96, 2}}, {INT64_MAX, {128, 2}},
 };
 
 /* Up to so many tokens, and so many rows of more than one, one launch is the faster one: on an H200

@@ -71,10 +71,11 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   // need more of them to make weights. Native tiles of few tokens need none.
   static constexpr bool NATIVE = FORMAT_ == MOELORA_NATIVE;
   static constexpr int START_REGISTERS = RESIDENT == 1 ? 168 : RESIDENT == 2 ? 128 : 96;
-  static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2  ? (NATIVE          ? 136
-                                                               : TOKENS_FIRST  ? 56
-                                                               : TOKENS_ <= 96 ? 104
-                                                                               : 88)
+  static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2  ? (NATIVE           ? 136
+                                                               : TOKENS_FIRST   ? 56
+                                                               : TOKENS_ <= 96  ? 104
+                                                               : TOKENS_ <= 128 ? 88
+                                                                                : 72)
                                             : TOKENS_ > 32  ? (FORMAT_ == MOELORA_W8A8 ? 80 : 96)
                                             : NATIVE || FEW ? START_REGISTERS
                                                             : 88;

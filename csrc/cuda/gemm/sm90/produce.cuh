@@ -139,10 +139,10 @@ template <class S> struct TileParts {
   }
 };
 
-/* Tiles of up to so many tokens nearly always hold all tokens of an expert: its weights and factors
- * are read once, and L2 is told so. Of both or of neither: factors that stay while weights stream
- * by cost more than the hint brings. */
-constexpr int kStreamingTokens = 128;
+/* Tiles that nearly always hold all tokens of an expert: its weights and factors are read once, and
+ * L2 is told so. Of both or of neither: factors that stay while weights stream by cost more than
+ * the hint brings. */
+template <class S> constexpr bool kStreaming = S::TOKENS <= 128 || S::CLUSTER == 1;
 
 /* Weights, factors, and x where it lies by position. One lane starts all copies of a part: to keep
  * up with memory it has some hundred cycles for each. */
@@ -152,8 +152,7 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
                                        Pipeline<S> &pipeline) {
   using Parts = TileParts<S>;
   const int depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
-  const uint64_t policy =
-      S::TOKENS <= kStreamingTokens ? evict_first_policy() : evict_normal_policy();
+  const uint64_t policy = kStreaming<S> ? evict_first_policy() : evict_normal_policy();
   TileScheduler<S> next(g);
   while (next.more()) {
     const Tile tile = next.tile;
