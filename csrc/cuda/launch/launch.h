@@ -98,7 +98,7 @@ typedef struct moelora_lora_operands {
   moelora_factors lora;        /* num_slices == 0: none */
 } moelora_lora_operands;
 
-/* Rows by position in e4m3, for Hopper's kernels of FP8 (moelora_quantize_launch has the layout). */
+/* Rows by position in e4m3, for Hopper's kernels of FP8; moelora_quantize_launch has the layout. */
 typedef struct moelora_e4m3_rows {
   void *values; /* [, stride] bytes; NULL: none are wanted */
   int64_t stride;
