@@ -384,7 +384,9 @@ def follow(tool: str, jobs: int, log: Path) -> tuple[list[int], str]:
     it cut off."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FAILED)]
     command += [sys.executable, str(Path(__file__).resolve()), "--share"]
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", **LIMITS.get(tool, {})}
+    threads = {"OMP_NUM_THREADS": "1"} if jobs > 1 else {}  # of the references in float64
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", **threads}
+    environment |= LIMITS.get(tool, {})
     said = [log.with_name(f"{log.name}.{tool}.{job}") for job in range(jobs)]
     running = []
     for job, path in enumerate(said):
