@@ -416,6 +416,9 @@ EDGE_CASES: dict[str, Spec] = {
     "disabled_adapters": Spec(mix="disabled", tokens=12, ranks=(8, 4, 16)),
     "disabled_adapters_vllm_length": Spec(mix="disabled", tokens=12, ranks=(8, 4, 16), seed=1),
     "mixed_ranks": Spec(mix="all_different", tokens=10, ranks=(1, 256, 3, 64, 17), hidden=72),
+    "ranks_of_nearly_whole_stages": Spec(
+        mix="all_different", tokens=30, experts=2, ranks=(50, 64, 49, 24), hidden=72
+    ),
     "rank_zero": Spec(mix="all_different", tokens=6, ranks=(0, 8)),
     "spare_rank": Spec(ranks=(8, 5), spare_rank=11, tokens=8),
     "ranks_absent": Spec(ranks=(8, 8), pass_ranks=False),
