@@ -176,15 +176,18 @@ def test_adapters_and_limits_of_quantised_layers(quantised):
 
 
 @pytest.mark.parametrize(
-    "capability, of_format, native",
-    [(90, "144x256x128_sm90", "144x256x64_sm90"), (80, "128x128x64_sm80", "128x128x64_sm80")],
+    "capability, of_format, native, sizes",
+    [
+        (90, "128x256x128_sm90", "128x256x64_sm90", (1313, 1600, 1792)),
+        (80, "128x128x64_sm80", "128x128x64_sm80", (2048, 4096, 16384)),
+    ],
 )
 def test_what_is_around_the_projections_does_not_depend_on_formats(
-    answer, quantised, capability, of_format, native
+    answer, quantised, capability, of_format, native, sizes
 ):
     """A shrink reads activations alone."""
     env = {"MOELORA_FORCE_VARIANT": f"gemm_bf16_{native}"}
-    for tokens in (2048, 4096, 16384):
+    for tokens in sizes:
         for rank in (16, 64):
             problem = {"tokens": tokens, "rank": rank}
             row, _, around = quantised(("cuda", capability), "mxfp4", "int4", **problem)
