@@ -149,15 +149,13 @@ moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
   const int64_t thin = columns <= NARROW ? THIN_SEGMENT : THIN_SEGMENT / 2;
   /* Items large enough to read little twice, and enough of them for all CTAs. */
   int64_t part = segments + rows / MANY_TOKENS < ctas ? FEW_TOKENS : MANY_TOKENS;
-  int32_t ranks = columns <= NARROW ? 32 : 64;
-  if (!load->vectors || columns <= 16 || segments + rows / FEW_TOKENS < ctas ||
-      rows < thin * segments) {
-    /* Two warps for each part of the depth share a wide A of few rows of x, if that leaves no CTA
-     * idle. */
-    const bool pairs = load->vectors && spans == 4 && columns > NARROW &&
-                       segments * (columns / 32) >= device->num_units * (RESIDENT_WARPS / 8);
-    ranks = pairs ? 32 : 16;
-  }
+  const bool enough = load->vectors && columns > 16 && segments + rows / FEW_TOKENS >= ctas &&
+                      rows >= thin * segments;
+  /* Two warps for each part of the depth share a wide A of few rows of x, if that leaves no CTA
+   * idle. */
+  const bool pairs = load->vectors && spans == 4 && columns > NARROW &&
+                     segments * (columns / 32) >= device->num_units * (RESIDENT_WARPS / 8);
+  const int32_t ranks = enough ? (columns <= NARROW ? 32 : 64) : pairs ? 32 : 16;
   const bool few = load->vectors && ranks == 16 && rows * columns / 16 <= ctas;
   const moelora_variant *usual =
       are_long_blocks(load, device)

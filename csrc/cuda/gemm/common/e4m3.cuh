@@ -11,9 +11,9 @@
 constexpr float kMostE4m3 = 448.f;
 constexpr uint8_t kNanE4m3 = 0x7f;
 
-/* Where among the bytes of a row that of a column is. */
-__device__ __forceinline__ int e4m3_place(int column) {
-  return (column & ~15) | (column >> 1 & 3) << 2 | (column >> 3 & 1) << 1 | (column & 1);
+/* Where number i is, of numbers that go so. */
+__device__ __forceinline__ int quad_place(int i) {
+  return (i & ~15) | (i >> 1 & 3) << 2 | (i >> 3 & 1) << 1 | (i & 1);
 }
 
 struct Columns {

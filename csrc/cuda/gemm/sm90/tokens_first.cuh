@@ -67,7 +67,7 @@ __device__ __forceinline__ int multiply_tokens_first(float (&d)[2][64],
                                                      Pipeline<S> &pipeline, int consumer) {
   const int depth_steps = (g.tokens.k + kDepth - 1) / kDepth;
   const ThreadPlace thread(consumer);
-  const uint32_t token_scale = scale_place(thread.token) * 4;
+  const uint32_t token_scale = quad_place(thread.token) * 4;
   int previous = 0;
   float partial[64], tokens[2];
   bool full = false; // the next stage, as far as is known

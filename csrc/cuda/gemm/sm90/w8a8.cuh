@@ -13,6 +13,7 @@
 #ifndef MOELORA_CUDA_SM90_W8A8_CUH
 #define MOELORA_CUDA_SM90_W8A8_CUH
 
+#include "cuda/gemm/common/e4m3.cuh"
 #include "cuda/gemm/sm90/gather.cuh"
 #include "cuda/gemm/sm90/quantized.cuh"
 
@@ -39,11 +40,6 @@ __device__ __forceinline__ void load_w8a8(const moelora_gemm_launch &g, Quantize
   tiles.advance(g, 1);
 }
 
-/* Where among a stage's token scales that of token t lies. */
-__device__ __forceinline__ int scale_place(int t) {
-  return (t & ~15) | (t >> 1 & 3) << 2 | (t >> 3 & 1) << 1 | (t & 1);
-}
-
 /* Scales of a block's tokens, by the warps that gather: a thread knows the rows of x that tokens
  * `thread` + kGatherers i are. They are found while the tile before streams. */
 template <class S> struct TokenScales {
@@ -55,7 +51,7 @@ template <class S> struct TokenScales {
   const float *scales; // of the step
 
   __device__ __forceinline__ explicit TokenScales(int thread)
-      : to((uint32_t)(scale_place(thread) * 4)) {
+      : to((uint32_t)(quad_place(thread) * 4)) {
     asm volatile("" : "+r"(to)); // not found anew
   }
 
