@@ -292,15 +292,17 @@ def test_h_is_the_same_from_an_epilogue_as_from_a_kernel(name, case):
     if not set(tiles) <= set(_C.usable()):
         pytest.skip("tiles of Hopper")
     p = build(H_BY_TILES[case], FP8_FORMATS[name], torch.bfloat16).to("cuda")
-    for value in (None, "nan", "inf"):
-        if value and p.dense.w13_lora_b:
+    for value in (None, "nan", "inf") if p.dense.w13_lora_b else (None,):
+        if value:
             p.dense.w13_lora_b[0][0, :, 5, 0] = float(value)
         outputs = []
-        for tile in tiles:
-            _C.force_variant(tile)
-            outputs.append(moelora.fused_experts_lora(**p.kwargs()))
-            assert tile in _C.last_plan()
-        _C.force_variant(None)
+        try:
+            for tile in tiles:
+                _C.force_variant(tile)
+                outputs.append(moelora.fused_experts_lora(**p.kwargs()))
+                assert tile in _C.last_plan()
+        finally:
+            _C.force_variant(None)
         assert all(same_bits(out, outputs[0]) for out in outputs), value
 
 
