@@ -109,30 +109,35 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT / S::WARPS)
     wait_for_previous_kernel();
     start_next_kernel();
   }
-  if (p.listed) {
-    for (int listed = 0, all = 1; listed < all; listed += ShrinkItems<S>::LISTED) {
-      all = list.list(p, listed);
-      if (early && listed == 0) {
+  // Blocks that are not in use hold nothing to find.
+  const int blocks = p.listed ? 0
+                     : p.few  ? (int)p.s.schedule.blocks.max_blocks
+                              : *p.s.schedule.blocks.num_post / p.s.schedule.blocks.rows;
+  constexpr int LISTED = ShrinkItems<S>::LISTED;
+  for (int turn = 0, count = LISTED;; turn++) {
+    int lists = S::WARPS;
+    if (p.listed) {
+      if (count < LISTED)
+        break;
+      lists = 1;
+      count = min(list.list(p, turn * LISTED) - turn * LISTED, LISTED);
+      if (early && turn == 0) {
         wait_for_previous_kernel();
         start_next_kernel();
       }
-      run_items<T, S, VECTORS>(p, list.items[0], min(all - listed, ShrinkItems<S>::LISTED),
-                               shared.sums);
+    } else {
+      const int work_unit = blockIdx.x + turn * ctas * S::WARPS;
+      if (work_unit >= blocks * p.shares)
+        break;
+      const int found = list.find(p, blocks, work_unit + warp * ctas);
+      if (threadIdx.x % 32 == 0)
+        list.found[warp] = found;
       __syncthreads();
     }
-    return;
-  }
-  // Blocks that are not in use hold nothing to find.
-  const int blocks = p.few ? (int)p.s.schedule.blocks.max_blocks
-                           : *p.s.schedule.blocks.num_post / p.s.schedule.blocks.rows;
-  for (int work_unit = blockIdx.x; work_unit < blocks * p.shares; work_unit += ctas * S::WARPS) {
-    const int found = list.find(p, blocks, work_unit + warp * ctas);
-    if (threadIdx.x % 32 == 0)
-      list.found[warp] = found;
-    __syncthreads();
+    // One call for both: what multiplies is most of the kernel.
 #pragma unroll 1
-    for (int w = 0; w < S::WARPS; w++)
-      run_items<T, S, VECTORS>(p, list.items[w], list.found[w], shared.sums);
+    for (int w = 0; w < lists; w++)
+      run_items<T, S, VECTORS>(p, list.items[w], p.listed ? count : list.found[w], shared.sums);
     __syncthreads();
   }
 }

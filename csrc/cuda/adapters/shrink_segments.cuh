@@ -2,10 +2,11 @@
  *
  * Segments are laid end to end, each as long as what it reads: its rows of x and, for every TOKENS
  * of them, its rows of A. Every CTA takes an equal part of that length. A segment that lies in
- * several parts is cut between rows, in sixteens; what a part has of it is cut evenly into items of
- * up to TOKENS rows. Where CTAs are many to a segment, each takes an equal part of one segment
- * instead, and reads no second A. How rows are cut changes no bit: each is multiplied by itself,
- * over all of the depth, in the same order. */
+ * several parts is cut between rows, in sixteens, or, if twice as many rows of A as of x would be
+ * read twice, goes to one of them; what a part has of it is cut evenly into items of up to TOKENS
+ * rows. Where CTAs are many to a segment, each takes an equal part of one segment instead, and
+ * reads no second A. How rows are cut changes no bit: each is multiplied by itself, over all of the
+ * depth, in the same order. */
 #ifndef MOELORA_CUDA_SHRINK_SEGMENTS_CUH
 #define MOELORA_CUDA_SHRINK_SEGMENTS_CUH
 
@@ -80,6 +81,7 @@ __device__ __forceinline__ Value sum_before(Value value, Value (&warp_sum)[WARPS
 template <class L> struct SegmentLength {
   int columns = 0, chunks = 0;
   int64_t rows = 0;
+  bool whole = false; // not cut
 
   __device__ __forceinline__ SegmentLength(const moelora_shrink_launch &s, int2 packed_and_count,
                                            int ctas = 0) {
@@ -88,6 +90,7 @@ template <class L> struct SegmentLength {
       return;
     columns = columns_of(s.adapters.lora, packed);
     chunks = ceil_divide(columns, L::RANKS);
+    whole = ctas == 0 && count <= L::TOKENS && columns >= 2 * count;
     rows = ctas ? ctas : (int64_t)count * chunks + (int64_t)ceil_divide(count, L::TOKENS) * columns;
   }
 
@@ -97,6 +100,8 @@ template <class L> struct SegmentLength {
       return 0;
     if (cut >= begin + rows)
       return count;
+    if (whole)
+      return 2 * (cut - begin) < rows ? 0 : count;
     return (int)((cut - begin) * count / rows / kCut) * kCut;
   }
 };
