@@ -276,6 +276,10 @@ H_BY_TILES = {
         tokens=300, hidden=256, inter=384, activation="swigluoai", bias=True, mix="many"
     ),
     "half a group": Spec(tokens=300, hidden=256, inter=192, mix="many"),
+    "odd blocks, odd columns": Spec(
+        tokens=450, hidden=640, inter=384, experts=3, top_k=2, ranks=(16, 40), mix="many"
+    ),
+    "blocks without a pair": Spec(tokens=200, hidden=640, inter=384, experts=8, mix="many"),
 }
 
 

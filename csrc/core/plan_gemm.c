@@ -243,7 +243,7 @@ static moelora_shrink_plan plan_shrink(const moelora_routes *routes, const proje
   if (!routes->token_lora_mapping.data || lora->num_slices == 0)
     return (moelora_shrink_plan){0};
   const int64_t pairs = (int64_t)routes->num_experts * routes->max_loras;
-  const int64_t blocks = moelora_max_blocks(routes, gemm->block_m, gemm->cluster);
+  const int64_t blocks = moelora_max_blocks(routes, gemm->block_m, moelora_blocks_together(gemm));
   const moelora_shrink_load load = {
       .dtype = gemm->dtype,
       .family = (moelora_family)gemm->needs,
@@ -300,7 +300,7 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
   const moelora_variant *v = plan->variant;
   const projection_x x = {problem->x, problem->x_stride, problem->x_per_row ? 1 : routes->top_k};
   plan->near_elements = near_elements_of(device);
-  moelora_plan_blocks(routes, v->block_m, v->cluster, device, NULL, &plan->align);
+  moelora_plan_blocks(routes, v->block_m, moelora_blocks_together(v), device, NULL, &plan->align);
   plan->shrink =
       plan_shrink(routes, &x, problem->w.k, &problem->lora, v, &plan->align, NULL, device);
   return MOELORA_OK;
@@ -335,7 +335,7 @@ static void plan_around(const moelora_experts_problem *p, const moelora_variant 
   const projection_x x = {scaled ? NULL : p->x, scaled ? p->hidden : p->x_stride, routes->top_k};
   const projection_x h = {NULL, p->intermediate, 0};
   plan->near_elements = near_elements_of(device);
-  moelora_plan_blocks(routes, gemm->block_m, gemm->cluster, device,
+  moelora_plan_blocks(routes, gemm->block_m, moelora_blocks_together(gemm), device,
                       tuned_for(MOELORA_ROLE_SORT, p, device, seen), &plan->align);
   plan->shrink[0] =
       plan_shrink(routes, &x, p->hidden, &p->w13_lora, gemm, &plan->align, tuned_shrink, device);

@@ -84,6 +84,13 @@ static MOELORA_CONSTEXPR bool moelora_tokens_first(moelora_format format, int32_
   return format == MOELORA_W8A8 && block_m == 128;
 }
 
+/* Neighbouring blocks that have to be one expert's, the last of which may be empty, for a cluster
+ * of CTAs that share its weights. Where tokens come 64 at a time they fill all blocks but an
+ * expert's last one, which both CTAs take if it has no neighbour. */
+static inline int32_t moelora_blocks_together(const moelora_variant *v) {
+  return moelora_tokens_first(v->format, v->block_m) ? 1 : v->cluster;
+}
+
 /* Depth, of 128 bytes, that no kernel of adapters cuts. */
 #define MOELORA_LINE 64
 

@@ -121,6 +121,7 @@ static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
   sort->grain = blocks->rows > 1 ? blocks->grain : 0;
   sort->cluster = (uint32_t)blocks->cluster;
   sort->block_counts = blocks->counts;
+  sort->block_pairs = blocks->pairs;
   sort->positions = blocks->positions;
   sort->segments = blocks->segments;
   sort->tile_counters = blocks->tile_counters;

@@ -274,6 +274,7 @@ static __device__ __forceinline__ void write_around_group(const align_sort &s, u
   }
   if (!s.expert_ids)
     return;
+  const auto items_of = [&](int32_t b) { return min(max(count - b * share, 0), share); };
   const int32_t expert = s.ways == 1 ? (int32_t)divide(group, s.adapter_keys) : (int32_t)group;
   const int32_t adapter = (int32_t)group - expert * (int32_t)s.adapter_keys.value - s.by_adapter;
 #pragma unroll 1
@@ -282,7 +283,9 @@ static __device__ __forceinline__ void write_around_group(const align_sort &s, u
     if (s.block_loras)
       s.block_loras[block + b] = s.by_adapter ? adapter : -1;
     if (s.block_counts)
-      s.block_counts[block + b] = min(max(count - b * share, 0), share);
+      s.block_counts[block + b] = items_of(b);
+    if (s.block_pairs)
+      s.block_pairs[block + b] = b & 1 ? -items_of(b - 1) : items_of(b + 1);
   }
 }
 

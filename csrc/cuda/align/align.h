@@ -43,6 +43,7 @@ struct align_sort {
   int32_t *expert_ids;       /* [max_blocks] */
   int32_t *block_loras;      /* [max_blocks] */
   int32_t *block_counts;     /* [max_blocks] items of a block; only of even groups */
+  int32_t *block_pairs;      /* [max_blocks] as in moelora_blocks */
   int32_t *row_loras;        /* [max_blocks * block_size] */
   bool packs_ranks;          /* row_loras get packed ranks */
   moelora_segment *segments; /* [num_keys]; several keys to a group */

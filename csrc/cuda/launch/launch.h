@@ -43,6 +43,9 @@ typedef struct moelora_blocks {
   int32_t *sorted_ids;   /* [max_blocks * rows] flat row p; P in padding */
   int32_t *expert_ids;   /* [max_blocks] */
   int32_t *counts;       /* [max_blocks] */
+  int32_t *pairs;        /* [max_blocks] an expert's blocks are pairs, but for the last one if they
+                          * are odd: the rows of the block behind that is this one's pair, or those
+                          * of the block before, negative; 0: there is none; NULL: nobody asks */
   int32_t *packed_ranks; /* [max_blocks * rows], -1 = base or padding; NULL: no adapters. Adapters
                           * alone in blocks of one row */
   int32_t *positions;    /* [P] of each flat row, -1 if it is skipped; NULL: not asked for */

@@ -65,13 +65,15 @@ Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
   const moelora_routes *routes = &a.routes;
   moelora_blocks *blocks = &a.blocks;
   blocks->rows = variant->block_m;
-  blocks->cluster = (int16_t)variant->cluster;
+  blocks->cluster = (int16_t)moelora_blocks_together(variant);
   blocks->grain = moelora_tokens_first(variant->format, variant->block_m) ? 64 : 8;
   blocks->max_blocks = moelora_max_blocks(routes, blocks->rows, blocks->cluster);
   const size_t count = (size_t)blocks->max_blocks, rows = count * blocks->rows;
   blocks->sorted_ids = (int32_t *)moelora_take(arena, 4 * rows);
   blocks->expert_ids = (int32_t *)moelora_take(arena, 4 * count);
   blocks->counts = (int32_t *)moelora_take(arena, 4 * count);
+  blocks->pairs =
+      blocks->cluster < variant->cluster ? (int32_t *)moelora_take(arena, 4 * count) : nullptr;
   blocks->packed_ranks =
       routes->token_lora_mapping.data ? (int32_t *)moelora_take(arena, 4 * rows) : nullptr;
   blocks->positions =

@@ -11,6 +11,7 @@
 #define MOELORA_CUDA_SM90_ADAPTERS_CUH
 
 #include "cuda/gemm/common/segments.cuh"
+#include "cuda/gemm/common/tile_scheduler.cuh"
 #include "cuda/gemm/sm90/pipeline.cuh"
 #include "cuda/gemm/sm90/tensor_map.h"
 #include "cuda/ptx/mma.cuh"
@@ -70,7 +71,7 @@ __device__ __forceinline__ bool is_wide(const moelora_gemm_launch &g, const Segm
 /* Lists the segments of this CTA's block; returns the adapter stages that the cluster needs, whose
  * other block may need more. */
 template <class S>
-__device__ __forceinline__ int find_adapters(const moelora_gemm_launch &g, const Tile &tile,
+__device__ __forceinline__ int find_adapters(const moelora_gemm_launch &g, const ClusterTile &tile,
                                              SegmentList<S> &list) {
   list.slabs = 0;
   if (!g.schedule.blocks.packed_ranks)
@@ -82,7 +83,7 @@ __device__ __forceinline__ int find_adapters(const moelora_gemm_launch &g, const
   read(segments, tile.block);
   int most = 0;
   if (S::CLUSTER > 1) {
-    read(beside, tile.block ^ 1);
+    read(beside, tile.beside);
     beside.find(g.adapters.lora.max_rank);
     most = list.slabs_of(beside);
   }

@@ -289,7 +289,7 @@ __device__ __forceinline__ PendingCheck multiply_fitting(float (&d)[2][S::TOKENS
                                                          Pipeline<S> &pipeline,
                                                          const TileHeader &header, int consumer) {
   if constexpr (S::TOKENS_FIRST) {
-    return multiply<S, T, S::TOKENS>(d, g, pipeline, consumer, consumer * 64 < header.count);
+    return multiply<S, T, S::TOKENS>(d, g, pipeline, consumer, consumer * 64 < header.multiplied);
   } else if constexpr (N < S::TOKENS) {
     if (header.count > N)
       return multiply_fitting<S, T, N + S::STEP>(d, g, pipeline, header, consumer);
@@ -333,7 +333,8 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_g
     }
     float d[2][S::TOKENS / 2];
     const PendingCheck pending = multiply_fitting<S, T, S::LEAST>(d, g, pipeline, header, consumer);
-    if (pending == PendingCheck::CHECK_SUMS && !are_finite<S>(d, consumer))
+    const bool used = !S::TOKENS_FIRST || consumer * 64 < header.count;
+    if (pending == PendingCheck::CHECK_SUMS && used && !are_finite<S>(d, consumer))
       pipeline.request_fixup();
     if (MODE == EpilogueMode::GATED && g.epilogue.plain_silu)
       store_tile<S, T, EpilogueMode::SILU>(d, out_maps, g, header, consumer, pipeline);
@@ -462,7 +463,9 @@ struct LaunchSm90<true, FORMAT, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
   template <class S, EpilogueMode MODE>
   static moelora_status launch(const moelora_gemm_launch *g, const GemmMaps &maps,
                                const moelora_exec *exec) {
-    const int64_t tiles = g->schedule.blocks.max_blocks * tile_columns<S>(*g);
+    const int columns = tile_columns<S>(*g);
+    const int64_t tiles =
+        g->schedule.blocks.max_blocks * (S::ODD_BLOCKS ? 2 * columns_each(columns) : columns);
     if constexpr (S::RESIDENT > 1) {
       // Behind the other projection, not behind a shrink or a sort.
       if (g->tokens.divisor.value == 0 && !g->schedule.blocks.packed_ranks)

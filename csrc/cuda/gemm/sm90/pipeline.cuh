@@ -55,6 +55,8 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr int THREADS = PRODUCERS + 128 * CONSUMERS;
   // Which of both is operand A of wgmma, see tokens_first.cuh.
   static constexpr bool TOKENS_FIRST = moelora_tokens_first(FORMAT_, TOKENS_);
+  // An expert's blocks are not all in pairs, see tile_of_pair.
+  static constexpr bool ODD_BLOCKS = TOKENS_FIRST && CLUSTER_ > 1;
   // 64 of depth each, of a stage: where warps make numbers of them, to wait for each alone takes a
   // tenth of their time.
   static constexpr int SPANS = FORMAT_ == MOELORA_NATIVE || FORMAT_ == MOELORA_W8A8 ? 1 : 2;
@@ -255,18 +257,19 @@ __device__ __forceinline__ void release_aliased_stage(Pipeline<S> &pipeline, int
   pipeline.aliased = -1;
 }
 
-/* With the first stage of a tile: the tile, and the rows in use. Behind the last tile comes a stage
- * with block -1. */
+/* With the first stage of a tile: the tile, the rows in use, and those that consumers multiply, of
+ * which some may be anything. Behind the last tile comes a stage with block -1. */
 struct TileHeader {
   Tile tile;
-  int count;
+  int count, multiplied;
 
   __device__ __forceinline__ void write(uint32_t at) const {
-    store_shared_16(at, make_uint4(tile.block, tile.column, tile.expert, count));
+    store_shared_16(at, make_uint4(tile.block, tile.column, tile.expert, count | multiplied << 16));
   }
   static __device__ __forceinline__ TileHeader read(uint32_t at) {
     const uint4 v = load_shared_16(at);
-    return {{(int)uniform(v.x), (int)v.y, (int)v.z}, (int)uniform(v.w)};
+    const uint32_t rows = uniform(v.w);
+    return {{(int)uniform(v.x), (int)v.y, (int)v.z}, (int)(rows & 0xffff), (int)(rows >> 16)};
   }
 };
 

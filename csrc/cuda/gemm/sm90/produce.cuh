@@ -60,9 +60,9 @@ template <class S> __device__ __forceinline__ uint32_t step_bytes(const moelora_
 }
 
 template <class S>
-__device__ __forceinline__ void load_weights(const CUtensorMap *map, const moelora_gemm_launch &g,
-                                             const Tile &tile, QuantizedTiles<S> &tiles, int step,
-                                             const Pipeline<S> &pipeline, uint64_t policy) {
+__device__ __forceinline__ void
+load_weights(const CUtensorMap *map, const moelora_gemm_launch &g, const ClusterTile &tile,
+             QuantizedTiles<S> &tiles, int step, const Pipeline<S> &pipeline, uint64_t policy) {
   if constexpr (S::FORMAT == MOELORA_NATIVE)
     load_native<S>(map, g, tile, step, pipeline, policy);
   else if constexpr (S::FORMAT == MOELORA_W8A8)
@@ -74,8 +74,8 @@ __device__ __forceinline__ void load_weights(const CUtensorMap *map, const moelo
 /* The tile scheduler: the tiles of this CTA, one after the other. */
 template <class S> struct TileScheduler {
   int index;
-  Tile tile; // block -1 behind the last
-  int count; // rows in use
+  ClusterTile tile; // block -1 behind the last
+  int count;        // rows in use
 
   __device__ __forceinline__ explicit TileScheduler(const moelora_gemm_launch &g)
       : index(blockIdx.x / S::CLUSTER) {
@@ -88,14 +88,21 @@ template <class S> struct TileScheduler {
   }
   __device__ __forceinline__ void load(const moelora_gemm_launch &g) {
     const int columns = tile_columns<S>(g);
-    const int clusters = *g.schedule.blocks.num_post / (S::TOKENS * S::CLUSTER);
+    const int blocks = *g.schedule.blocks.num_post / S::TOKENS;
+    const int rank = S::CLUSTER > 1 ? (int)cluster_rank() : 0;
     tile.block = -1;
-    if (index >= clusters * columns)
-      return;
-    tile = tile_at<S, S::CLUSTER>(g, index, columns, clusters);
-    if (S::CLUSTER > 1)
-      tile.block += (int)cluster_rank();
-    count = g.schedule.blocks.counts[tile.block];
+    if constexpr (S::ODD_BLOCKS) {
+      for (; index < blocks * columns_each(columns); index += gridDim.x / S::CLUSTER) {
+        tile = tile_of_pair<S>(g, index, columns, blocks, rank, &count);
+        if (tile.column < columns)
+          return;
+        tile.block = -1;
+      }
+    } else if (index < blocks / S::CLUSTER * columns) {
+      const Tile first = tile_at<S, S::CLUSTER>(g, index, columns, blocks / S::CLUSTER);
+      tile = {{first.block + rank, first.column, first.expert}, first.block + 1 - rank};
+      count = g.schedule.blocks.counts[tile.block];
+    }
   }
 };
 
@@ -144,6 +151,14 @@ template <class S> struct TileParts {
  * the hint brings. */
 template <class S> constexpr bool kStreaming = S::TOKENS <= 128 || S::CLUSTER == 1;
 
+/* Where tokens are operand A each consumer takes 64, and one without any leaves the tensor cores to
+ * the others. Not so where both CTAs of a cluster have the same tokens: if it multiplies whatever
+ * its half of the stage holds, w2 takes a tenth less time. */
+template <class S>
+__device__ __forceinline__ int rows_multiplied(const ClusterTile &tile, int count) {
+  return S::ODD_BLOCKS && tile.is_shared() ? S::TOKENS : count;
+}
+
 /* Weights, factors, and x where it lies by position. One lane starts all copies of a part: to keep
  * up with memory it has some hundred cycles for each. */
 template <class S>
@@ -155,7 +170,7 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
   const uint64_t policy = kStreaming<S> ? evict_first_policy() : evict_normal_policy();
   TileScheduler<S> next(g);
   while (next.more()) {
-    const Tile tile = next.tile;
+    const ClusterTile tile = next.tile;
     const int count = next.count;
     const TokenBoxes<S> boxes(g.tokens.divisor.value ? 0 : count);
     QuantizedTiles<S> tiles;
@@ -172,7 +187,7 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
         for (int i = step; i < end; i++, at.advance()) {
           at.wait_empty();
           if (i == 0)
-            TileHeader{tile, count}.write(at.header());
+            TileHeader{tile, count, rows_multiplied<S>(tile, count)}.write(at.header());
           if (i == depth_steps - 1)
             adapters.write(at.header());
           barrier_expect(at.full(), step_bytes<S>(g) + S::SPANS * boxes.rows() * kRowBytes);
@@ -206,7 +221,7 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
   }
   pipeline.wait_empty();
   if (is_elected()) {
-    TileHeader{{-1, 0, 0}, 0}.write(pipeline.header());
+    TileHeader{{-1, 0, 0}, 0, 0}.write(pipeline.header());
     barrier_arrive(pipeline.full());
   }
 }
@@ -235,7 +250,7 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S>
   };
   find_rows();
   while (next.more()) {
-    const Tile tile = next.tile;
+    const ClusterTile tile = next.tile;
     const int count = next.count;
     if constexpr (SCALED)
       scales.begin(g);

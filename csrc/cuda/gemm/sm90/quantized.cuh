@@ -15,23 +15,29 @@
 /* Where this CTA's share of a tile's m64 tiles of quantised weights lies, at the step to come: one
  * lane has to start copies of 2 to 8 KB as fast as memory brings them. */
 template <class S> struct QuantizedTiles {
-  static constexpr int SHARE = S::TILES / S::CLUSTER;
-  const char *at[SHARE];
+  static constexpr int SHARE = S::TILES / S::CLUSTER, MOST = S::ODD_BLOCKS ? S::TILES : SHARE;
+  const char *at[MOST]; // NULL behind the share
 
-  __device__ __forceinline__ void find(const moelora_gemm_launch &g, const Tile &tile) {
+  __device__ __forceinline__ void find(const moelora_gemm_launch &g, const ClusterTile &tile) {
     if constexpr (S::FORMAT != MOELORA_NATIVE) {
-      const int from = S::CLUSTER > 1 ? (int)cluster_rank() * SHARE : 0;
+      const bool all = S::CLUSTER == 1 || (S::ODD_BLOCKS && tile.is_shared());
+      const int from = all ? 0 : (int)cluster_rank() * SHARE;
 #pragma unroll
-      for (int i = 0; i < SHARE; i++) {
+      for (int i = 0; i < MOST; i++) {
         const int output = first_output<S>(g, tile.column, from + i);
-        at[i] = quantized_tile(g, tile.expert, from + i, output);
+        at[i] = i < SHARE || all ? quantized_tile(g, tile.expert, from + i, output) : nullptr;
       }
     }
   }
+  /* The share is all of the tile: nothing comes from the cluster's other CTA. */
+  __device__ __forceinline__ bool are_all() const {
+    return S::CLUSTER == 1 || (S::ODD_BLOCKS && at[MOST - 1]);
+  }
   __device__ __forceinline__ void advance(const moelora_gemm_launch &g, int tiles) {
+    const bool all = are_all();
 #pragma unroll
-    for (int i = 0; i < SHARE; i++)
-      at[i] += tiles * g.weights.w.stride_kt;
+    for (int i = 0; i < MOST; i++)
+      at[i] += i < SHARE || all ? tiles * g.weights.w.stride_kt : 0;
   }
 };
 

@@ -199,13 +199,14 @@ store_tokens_first(float (&d)[2][64], const RowMaps *out_maps, const moelora_gem
       add_bias_tokens_first<T>(v, g, header.tile.expert, m64, first);
     if (GATED && g.weights.w.bias)
       add_bias_tokens_first<T>(v + 32, g, header.tile.expert, m64 + 1, first);
+    if (GATED) {
 #pragma unroll
-    for (int j = 0; j < 32; j++) {
-      if (MODE == EpilogueMode::SILU)
-        v[j] = silu_and_mul(v[j], v[j + 32]);
-      else if (GATED)
-        v[j] = activation(v[j], v[j + 32]);
-      else if (g.epilogue.activation.kind == MOELORA_RELU2)
+      for (int j = 0; j < 32; j++)
+        v[j] = MODE == EpilogueMode::SILU ? silu_and_mul(v[j], v[j + 32])
+                                          : activation(v[j], v[j + 32]);
+    } else if (g.epilogue.activation.kind == MOELORA_RELU2) {
+#pragma unroll
+      for (int j = 0; j < 32; j++)
         v[j] = v[j] < 0.f ? 0.f : v[j] * v[j];
     }
     const uint32_t buffer = pipeline.epilogue_buffer(consumer, 2 * i + warp / 2);
