@@ -56,9 +56,9 @@ def test_tiles_of_fp8_fit_every_gpu():
 def test_hopper_tiles_of_fp8_weights_and_tokens(quantised, dtype):
     """By the rows of an expert, a sixteenth of the tokens."""
     tiles = {1: "16x128x128", 129: "32x128x128", 417: "64x128x128", 705: "96x256x128"}
-    tiles |= {1409: "96x256x128x2", 2817: "128x256x128x2"}
-    last = {128: tiles[1], 416: tiles[129], 704: tiles[417], 1408: tiles[705]}
-    last |= {2816: tiles[1409], 131072: tiles[2817]}
+    tiles |= {1281: "128x256x128x2", 1729: "96x256x128x2", 2817: "128x256x128x2"}
+    last = {128: tiles[1], 416: tiles[129], 704: tiles[417], 1280: tiles[705]}
+    last |= {1728: tiles[1281], 2816: tiles[1729], 131072: tiles[2817]}
     for tokens, shape in (tiles | last).items():
         row, of_w2, _ = quantised(("cuda", 90), "w8a8", "w8a8", tokens=tokens, dtype=DTYPES[dtype])
         assert row.name == of_w2.name == f"gemm_{dtype.lower()}_w8a8_{shape}_sm90"

@@ -47,11 +47,12 @@ static const shape_bound quantised_shapes[] = {
 /* Of FP8 weights and tokens (Qwen3-30B-A3B, Mixtral): with weights as operand A a second
  * accumulator and scales leave no room for more than 96 tokens. Where these are operand A, 128 take
  * a fifth less time, but come 64 at a time and leave more to be done behind a tile's depth: that
- * pays where two tiles of 96 no longer hold nearly every expert. Where they do, they share what
- * they read of its weights. Of 32 tokens an expert on average some have more. */
+ * pays where one tile holds most experts, whatever few rows others have beyond, or two tiles of 96
+ * no longer hold nearly every expert. Where they do, they share what they read of its weights. Of
+ * 32 tokens an expert on average some have more. */
 static const shape_bound w8a8_shapes[] = {
-    {8, {16, 1}},  {26, {32, 1}},  {44, {64, 1}},
-    {88, {96, 1}}, {176, {96, 2}}, {INT64_MAX, {128, 2}},
+    {8, {16, 1}},    {26, {32, 1}},  {44, {64, 1}},         {80, {96, 1}},
+    {108, {128, 2}}, {176, {96, 2}}, {INT64_MAX, {128, 2}},
 };
 
 /* Up to so many tokens, and so many rows of more than one, one launch is the faster one: on an H200
