@@ -148,7 +148,8 @@ template <class S> struct TileParts {
 
 /* Tiles that nearly always hold all tokens of an expert: its weights and factors are read once, and
  * L2 is told so. Of both or of neither: factors that stay while weights stream by cost more than
- * the hint brings. */
+ * the hint brings. Of the largest tiles those of native weights go without, those of quantised
+ * weights, where it makes no difference, do not. */
 template <class S> constexpr bool kStreaming = S::TOKENS <= 128 || S::CLUSTER == 1;
 
 /* Where tokens are operand A each consumer takes 64, and one without any leaves the tensor cores to
