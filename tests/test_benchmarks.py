@@ -8,6 +8,7 @@ import json
 
 import pytest
 import torch
+from conftest import needs_gpu
 
 from benchmarks import cpu_layer, layer, variants
 from moelora.__main__ import main
@@ -451,6 +452,7 @@ def test_turns_of_a_gpu(monkeypatch):
 
 
 @pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2"])
 def test_baselines_of_a_gpu(bench, activation):
     wanted = ["grouped_mm", "dense", "loop"]
@@ -472,6 +474,7 @@ def test_baselines_of_a_gpu(bench, activation):
 
 
 @pytest.mark.gpu
+@needs_gpu
 def test_a_limit_is_in_the_file(bench):
     status, rows = bench(
         *("--max-cc", "80", "--baselines", "none", "--adapters", "1,2"),
