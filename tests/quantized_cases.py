@@ -149,6 +149,11 @@ def to_fp8(w: Tensor, format: Format, halves: bool) -> EightBits:
     return replace(made, q=(w.float() / made.spread()).clamp(-448, 448).to(torch.float8_e4m3fn))
 
 
+def fp8_numbers(name: str, shape=(2, 128, 160), halves: bool = False, seed: int = 0) -> EightBits:
+    make = torch.Generator().manual_seed(seed)
+    return to_fp8(torch.randn(shape, generator=make), FP8_FORMATS[name], halves)
+
+
 def by_bytes(q: Tensor) -> Tensor:
     """Two numbers of the last dimension in a byte, the first in the low nibble."""
     return (q[..., 0::2] | q[..., 1::2] << 4).to(torch.uint8)
