@@ -125,6 +125,7 @@ static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
   sort->positions = blocks->positions;
   sort->segments = blocks->segments;
   sort->tile_counters = blocks->tile_counters;
+  sort->num_counters = blocks->num_counters;
 }
 
 static moelora_status run_sort(const align_sort &sort, const moelora_sort_plan &plan,

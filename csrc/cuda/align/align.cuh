@@ -304,8 +304,9 @@ static __device__ __forceinline__ void write_around_groups(const align_sort &s, 
   }
   if (me == 0 && s.num_post)
     *s.num_post = (int32_t)rows;
-  if (s.tile_counters && me < MOELORA_PROJECTIONS)
-    s.tile_counters[me] = 0;
+#pragma unroll 1
+  for (int64_t i = me; s.tile_counters && i < s.num_counters; i += step)
+    s.tile_counters[i] = 0;
 }
 
 /* adapter * kRanks + true rank; -1 where that is 0. */

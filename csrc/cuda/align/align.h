@@ -50,7 +50,8 @@ struct align_sort {
   int32_t *positions;        /* [num_items] where item i went, -1 if it is skipped */
   float *sorted_weights;     /* [max_blocks * block_size] */
   int32_t *num_post;         /* [1] */
-  int32_t *tile_counters;    /* [MOELORA_PROJECTIONS] get zeros */
+  int32_t *tile_counters;    /* [num_counters] get zeros */
+  int64_t num_counters;
   int64_t max_blocks;
   int32_t padding; /* sorted_ids of rows that are none */
   void *zero;

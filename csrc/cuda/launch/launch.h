@@ -31,6 +31,9 @@ typedef struct moelora_segment {
 /* Projections over one alignment, at most. */
 #define MOELORA_PROJECTIONS 2
 
+/* Tiles of a projection that become halves, at most; see TileScheduler. */
+#define MOELORA_MOST_HALVED 128
+
 /* Routed rows dealt to blocks of one expert each, in the order of their adapters. Block b holds
  * counts[b] rows from position b * rows on; what follows up to (b + 1) * rows is padding. The rows
  * of an expert are spread evenly, in n8 tiles, over the fewest blocks that hold them. `cluster`
@@ -54,7 +57,8 @@ typedef struct moelora_blocks {
    * without an adapter before them; NULL: not asked for */
   moelora_segment *segments;
   int32_t *num_post;      /* [1], positions in use */
-  int32_t *tile_counters; /* [MOELORA_PROJECTIONS], zeros; NULL: not asked for */
+  int32_t *tile_counters; /* [num_counters], zeros; NULL: not asked for */
+  int64_t num_counters;
 } moelora_blocks;
 
 /* What a launch over blocks of rows is made of. Kernels take these parts, and the launches made of
@@ -64,7 +68,7 @@ typedef struct moelora_blocks {
 /* Which rows there are, and in which order tiles of them come. */
 typedef struct moelora_schedule {
   moelora_blocks blocks;
-  int32_t *tile_counter; /* [1] zero, from which CTAs draw tiles */
+  int32_t *tile_counter; /* zeros: from the first CTAs draw tiles; see TileScheduler */
   int32_t num_rows;      /* P */
   int32_t num_experts;
   int32_t max_loras;

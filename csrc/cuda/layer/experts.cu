@@ -54,13 +54,30 @@ int64_t blocks_for(int64_t threads) {
 struct Alignment {
   moelora_routes routes; // resolved
   moelora_blocks blocks;
+  int32_t *tile_counters[MOELORA_PROJECTIONS]; // among those of `blocks`
   void *scratch;
 };
 
+/* A projection: its kernel, and the rows of its weights. */
+struct Projected {
+  const moelora_variant *variant;
+  int64_t rows;
+};
+
+/* What the tiles of a projection are drawn from: a counter, and of large Hopper tiles, behind it,
+ * the number of the one that follows each of them. */
+size_t counters_of(const Projected &p, size_t blocks) {
+  if (p.variant->needs != MOELORA_SM90 || p.variant->block_n < 256)
+    return 1;
+  const int64_t columns = (p.rows + p.variant->block_n - 1) / p.variant->block_n;
+  return moelora_times(blocks + MOELORA_MOST_HALVED + 1, (size_t)columns);
+}
+
 Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
-                         const moelora_variant *variant, const moelora_align_plan *plan,
+                         const Projected *projections, int count, const moelora_align_plan *plan,
                          bool summed, bool weighted) {
   Alignment a;
+  const moelora_variant *variant = projections[0].variant;
   a.routes = moelora_cuda_take_routes(from, false, arena);
   const moelora_routes *routes = &a.routes;
   moelora_blocks *blocks = &a.blocks;
@@ -68,19 +85,27 @@ Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
   blocks->cluster = (int16_t)moelora_blocks_together(variant);
   blocks->grain = moelora_tokens_first(variant->format, variant->block_m) ? 64 : 8;
   blocks->max_blocks = moelora_max_blocks(routes, blocks->rows, blocks->cluster);
-  const size_t count = (size_t)blocks->max_blocks, rows = count * blocks->rows;
+  const size_t most = (size_t)blocks->max_blocks, rows = most * blocks->rows;
   blocks->sorted_ids = (int32_t *)moelora_take(arena, 4 * rows);
-  blocks->expert_ids = (int32_t *)moelora_take(arena, 4 * count);
-  blocks->counts = (int32_t *)moelora_take(arena, 4 * count);
+  blocks->expert_ids = (int32_t *)moelora_take(arena, 4 * most);
+  blocks->counts = (int32_t *)moelora_take(arena, 4 * most);
   blocks->pairs =
-      blocks->cluster < variant->cluster ? (int32_t *)moelora_take(arena, 4 * count) : nullptr;
+      blocks->cluster < variant->cluster ? (int32_t *)moelora_take(arena, 4 * most) : nullptr;
   blocks->packed_ranks =
       routes->token_lora_mapping.data ? (int32_t *)moelora_take(arena, 4 * rows) : nullptr;
   blocks->positions =
       summed ? (int32_t *)moelora_take(arena, 4 * (size_t)routes->num_rows) : nullptr;
   blocks->weights = weighted ? (float *)moelora_take(arena, 4 * rows) : nullptr;
   blocks->num_post = (int32_t *)moelora_take(arena, 4);
-  blocks->tile_counters = (int32_t *)moelora_take(arena, 4 * MOELORA_PROJECTIONS);
+  size_t counters = 0;
+  for (int i = 0; i < count; i++) {
+    const size_t needed = counters_of(projections[i], most);
+    counters = needed > counters ? needed : counters;
+  }
+  blocks->num_counters = (int64_t)moelora_times((size_t)count, counters);
+  blocks->tile_counters = (int32_t *)moelora_take_array(arena, (size_t)blocks->num_counters, 4);
+  for (int i = 0; i < count; i++)
+    a.tile_counters[i] = blocks->tile_counters + i * counters;
   const size_t segments = (size_t)plan->segments;
   blocks->segments =
       segments ? (moelora_segment *)moelora_take(arena, segments * sizeof(moelora_segment))
@@ -117,7 +142,7 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
   moelora_gemm_launch g = {};
   g.schedule.near_elements = near_elements;
   g.schedule.blocks = a->blocks;
-  g.schedule.tile_counter = a->blocks.tile_counters;
+  g.schedule.tile_counter = a->tile_counters[0];
   g.schedule.num_rows = (int32_t)routes->num_rows;
   g.schedule.num_experts = routes->num_experts;
   g.epilogue.top_k = routes->top_k;
@@ -275,8 +300,9 @@ struct GemmLayout {
 GemmLayout lay_out_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *plan, void *base) {
   moelora_arena arena = {(char *)base, 0};
   GemmLayout l;
+  const Projected projected = {plan->variant, p->w.n};
   l.alignment =
-      take_alignment(&arena, &p->routes, plan->variant, &plan->align, false, p->mul_routed_weight);
+      take_alignment(&arena, &p->routes, &projected, 1, &plan->align, false, p->mul_routed_weight);
   l.xa = take_xa(&arena, &l.alignment, &p->lora);
   l.quantized = take_quantized(&arena, plan->variant, &p->w,
                                (size_t)(p->x_per_row ? p->routes.num_rows : p->routes.num_tokens));
@@ -297,7 +323,9 @@ ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_ex
                               void *base) {
   moelora_arena arena = {(char *)base, 0};
   ExpertsLayout l;
-  l.alignment = take_alignment(&arena, &p->routes, plan->variant, &plan->align, true, false);
+  const Projected projected[MOELORA_PROJECTIONS] = {{plan->variant, p->w13.n}, {plan->w2, p->w2.n}};
+  l.alignment =
+      take_alignment(&arena, &p->routes, projected, MOELORA_PROJECTIONS, &plan->align, true, false);
   const size_t rows = positions(&l.alignment), hidden = (size_t)p->hidden;
   l.x = p->apply_router_weight_on_input
             ? moelora_take_array(&arena, moelora_times((size_t)p->routes.num_tokens, hidden), 2)
@@ -353,7 +381,7 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   MOELORA_TRY(project(&g, plan->variant, &plan->shrink[0], routes, l.xa13, &l.x_fp8, exec));
 
   g = projection(&l.alignment, routes, &p->w2, &p->w2_lora, plan->near_elements);
-  g.schedule.tile_counter = l.alignment.blocks.tile_counters + 1;
+  g.schedule.tile_counter = l.alignment.tile_counters[1];
   g.tokens.x = l.h;
   g.tokens.stride = p->intermediate;
   g.tokens.divisor = moelora_divisor_of(0);

@@ -68,7 +68,7 @@ template <class E, EpilogueMode MODE> struct Epilogue {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const int m64 = 2 * row_group + j / 2;
-      const int output = first_output<E>(g, tile.column, m64) + warp * 16 + lane / 4 + 8 * (j % 2);
+      const int output = first_output<E>(g, tile, m64) + warp * 16 + lane / 4 + 8 * (j % 2);
       if (output < g.weights.n_out)
         bias[j] = Element<T>::to_float(
             ((const T *)g.weights.w

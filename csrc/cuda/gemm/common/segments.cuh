@@ -52,7 +52,7 @@ template <class S> struct SegmentList {
     uint32_t overlapped = 0;
     for (int slice = 0; slice < g.adapters.lora.num_slices; slice++)
       for (int m64 = 0; m64 < S::TILES; m64++)
-        overlapped |= (uint32_t)m64_overlaps_slice<S>(g, tile.column, m64, slice) << slice;
+        overlapped |= (uint32_t)m64_overlaps_slice<S>(g, tile, m64, slice) << slice;
     return overlapped;
   }
 

@@ -44,16 +44,22 @@ template <int TOKENS_, int TILES_, moelora_format FORMAT_ = MOELORA_NATIVE> stru
   static constexpr int LANES = (TOKENS + 31) / 32; // tokens that one lane of a warp looks after
   static constexpr int W_BYTES = weight_bytes(FORMAT, TILES), X_BYTES = TOKENS * kRowBytes;
   static constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
+  static constexpr bool HALF_TILES = false; // there are tiles of half as many rows
 };
 
+/* A half tile has the first half of a column's m64 tiles (1) or the second (2), as its tiles 0, 1
+ * and so on; a whole one has half 0. */
 struct Tile {
-  int32_t block, column, expert;
+  int32_t block, column, expert, half;
 };
 
 /* Output that row 0 of an m64 tile stands for; its row r stands for output first + r. */
 template <class E>
-__device__ __forceinline__ int first_output(const moelora_gemm_launch &g, int column, int m64) {
-  return g.weights.gated ? column * (E::ROWS / 2) + m64 / 2 * 64 : column * E::ROWS + m64 * 64;
+__device__ __forceinline__ int first_output(const moelora_gemm_launch &g, const Tile &tile,
+                                            int m64) {
+  if (g.weights.gated)
+    return tile.column * (E::ROWS / 2) + m64 / 2 * 64;
+  return tile.column * E::ROWS + (E::HALF_TILES && tile.half == 2 ? E::ROWS / 2 : 0) + m64 * 64;
 }
 
 /* Row of w (and of its bias and factors) that makes an output in an m64 tile. */
@@ -157,9 +163,9 @@ template <int LANES> struct Segments {
 };
 
 template <class E>
-__device__ __forceinline__ bool m64_overlaps_slice(const moelora_gemm_launch &g, int column,
+__device__ __forceinline__ bool m64_overlaps_slice(const moelora_gemm_launch &g, const Tile &tile,
                                                    int m64, int slice) {
-  const int output = first_output<E>(g, column, m64);
+  const int output = first_output<E>(g, tile, m64);
   if (output >= g.weights.n_out)
     return false;
   const int64_t begin = weight_row(g, m64, output);

@@ -22,7 +22,7 @@ __device__ __forceinline__ Tile tile_at(const moelora_gemm_launch &g, int index,
   const int height = min(GROUP, clusters - first);
   const int rest = index % (GROUP * columns);
   const bool full = height == GROUP; // the usual case, without division
-  Tile t;
+  Tile t = {};
   t.column = full ? rest / GROUP : rest / height;
   t.block = (first + (full ? rest % GROUP : rest % height)) * CLUSTER;
   t.expert = g.schedule.blocks.expert_ids[t.block];
@@ -68,11 +68,11 @@ __device__ __forceinline__ ClusterTile tile_of_pair(const moelora_gemm_launch &g
   const int pair = g.schedule.blocks.pairs[t.block];
   *count = g.schedule.blocks.counts[t.block];
   if (pair == 0) // of an odd number of columns both have the last one, and the same results
-    return {{t.block, min(2 * t.column + rank, columns - 1), t.expert}, t.block};
+    return {{t.block, min(2 * t.column + rank, columns - 1), t.expert, 0}, t.block};
   const int second = pair < 0, first = t.block - second;
   if (rank != second)
     *count = abs(pair);
-  return {{first + rank, t.column + second * each, t.expert}, first + 1 - rank};
+  return {{first + rank, t.column + second * each, t.expert, 0}, first + 1 - rank};
 }
 
 /* The tile scheduler's tile `index`, over all columns of a few blocks of one expert, then of the
@@ -91,7 +91,7 @@ __device__ __forceinline__ Tile tile_of_expert(const moelora_gemm_launch &g, int
   const int share = (count + groups - 1) / groups; // blocks of each group but the last
   const int skipped = before / share * share, first = block - before + skipped;
   const int height = min(share, count - skipped), rest = index - first * columns;
-  return {first + rest % height, rest / height, g.schedule.blocks.expert_ids[block]};
+  return {first + rest % height, rest / height, g.schedule.blocks.expert_ids[block], 0};
 }
 
 #endif

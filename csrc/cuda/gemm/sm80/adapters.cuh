@@ -60,9 +60,9 @@ template <class E, int STAGES> struct TileAdapters {
     list.find(g, tile, segments);
     const int lane = threadIdx.x & 31, slice = lane / E::TILES;
     const bool all = has_gate_up_slices(g) || g.adapters.lora.num_slices == 1;
-    overlaps = __ballot_sync(
-        0xffffffffu, all || (slice < g.adapters.lora.num_slices &&
-                             m64_overlaps_slice<E>(g, tile.column, lane % E::TILES, slice)));
+    overlaps =
+        __ballot_sync(0xffffffffu, all || (slice < g.adapters.lora.num_slices &&
+                                           m64_overlaps_slice<E>(g, tile, lane % E::TILES, slice)));
     if (lane == 0)
       store_shared_16(
           at, make_uint4((uint32_t)(list.slabs * __popc(list.slices)), list.slices, overlaps, 0));
@@ -134,7 +134,7 @@ __device__ __forceinline__ void load_factors(const moelora_gemm_launch &g, const
     const int slice = gate_up ? half : slab.slice;
     const moelora_factor &b = g.adapters.lora.b[slice];
     const T *from = factor_row<T>(b, slab.packed / kRanks, tile.expert, 0) + column;
-    const int output = first_output<E>(g, tile.column, half);
+    const int output = first_output<E>(g, tile, half);
     const int first = gate_up ? output : (int)weight_row(g, half, output) - slice * width;
 #pragma unroll(VECTORS ? E::TILES / 2 : 1)
     for (int row_group = 0; row_group < E::TILES / 2; row_group++) {

@@ -154,7 +154,7 @@ __device__ __forceinline__ void store_tile(WarpTile<E> &sum, const moelora_gemm_
       for (int half = 0; half < 2; half++) {
         if (half == 1 && gated)
           break;
-        const int first = first_output<E>(g, tile.column, 2 * row_group + half);
+        const int first = first_output<E>(g, tile, 2 * row_group + half);
         const float (&d)[4] = sum.d[row_group][j][half];
         if (E::TOKENS <= MOELORA_FLOAT_ROWS && g.epilogue.out_f32)
           store_f32<N8Extent, 8, MODE == EpilogueMode::PLAIN_F32>(

@@ -42,7 +42,7 @@ struct WeightLoader {
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
       const int m64 = i * STEP / 64, r = i * STEP % 64 + (int)threadIdx.x / 8;
-      const int output = first_output<E>(g, tile.column, m64) + r;
+      const int output = first_output<E>(g, tile, m64) + r;
       // Nobody looks at outputs behind the last one: any row will do.
       const uint32_t n = (uint32_t)weight_row(g, m64, min(output, g.weights.n_out - 1));
       row[i] = (n / 64 * g.weights.w.stride_nt + n % 64 * g.weights.w.stride_n) / OFFSET_ELEMENTS;
@@ -98,7 +98,7 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
       const int m64 = i < VALUES ? part_of_values(i) / TILE_PARTS : tile_of_scales();
       const int chunk = i < VALUES ? chunk_of_values(part_of_values(i) % TILE_PARTS)
                                    : SCALES_AT / 16 + (int)(threadIdx.x & 31);
-      const int output = first_output<E>(g, tile.column, m64);
+      const int output = first_output<E>(g, tile, m64);
       chunks[i] = (uint32_t)((quantized_tile(g, 0, m64, output) - data) / 16) + chunk;
     }
   }

@@ -129,7 +129,7 @@ __device__ __forceinline__ void load_factors(const FactorMaps *maps, const moelo
   const bool gate_up = has_gate_up_slices(g);
   const int halves = g.weights.gated && !gate_up ? 2 : 1,
             rows = (int)g.adapters.lora.slice_n / halves;
-  const int boxes = g.weights.gated ? 2 : 1, output = first_output<S>(g, tile.column, 0);
+  const int boxes = g.weights.gated ? 2 : 1, output = first_output<S>(g, tile, 0);
 #pragma unroll 1
   for (int j = 0; j < header.slabs; j++) {
     const Slab slab = cursor.next(list);
@@ -158,7 +158,7 @@ copy_factors(const moelora_gemm_launch &g, const Tile &tile, const SegmentList<S
     for (int i = thread; i < S::TILES * 128; i += THREADS) {
       const int m64 = i / 128, r = i / 2 % 64, chunk = i & 1;
       const int slice = has_gate_up_slices(g) ? m64 & 1 : slab.slice;
-      const int output = first_output<S>(g, tile.column, m64) + r;
+      const int output = first_output<S>(g, tile, m64) + r;
       const int64_t n = weight_row(g, m64, output) - slice * g.adapters.lora.slice_n;
       const int column = slab.rank + chunk * 8;
       const int ranks = max(0, min(8, slab.packed % kRanks - column));

@@ -116,9 +116,8 @@ __device__ __forceinline__ void store_tile(float (&d)[2][S::TOKENS / 2], const R
       if (half == halves)
         break;
       if (f32)
-        store_f32<S, N, !GENERAL>(d[half], g,
-                                  first_output<S>(g, header.tile.column, 2 * consumer + half), c,
-                                  header.tile.block, header.count, rows);
+        store_f32<S, N, !GENERAL>(d[half], g, first_output<S>(g, header.tile, 2 * consumer + half),
+                                  c, header.tile.block, header.count, rows);
       else
         write_epilogue_tile<T, N>(d[half], c, pipeline.epilogue_buffer(consumer, index + half));
     }
@@ -130,7 +129,7 @@ __device__ __forceinline__ void store_tile(float (&d)[2][S::TOKENS / 2], const R
     for (int half = 0; half < 2; half++) {
       if (half == halves)
         break;
-      const int first = first_output<S>(g, header.tile.column, 2 * consumer + half);
+      const int first = first_output<S>(g, header.tile, 2 * consumer + half);
       const uint32_t buffer = pipeline.epilogue_buffer(consumer, index + half);
       if (!by_position)
         store_rows<S, T>(g, first, c, header, rows, buffer);
@@ -153,17 +152,18 @@ __device__ __forceinline__ void store_tile(float (&d)[2][S::TOKENS / 2], const R
 /* Adds the stage at hand, and leaves stage `previous`. Returns true if it checks and something in B
  * was neither finite nor added. */
 template <class S, class T, int N>
-__device__ __forceinline__ bool
-add_adapters(float (&d)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
-             const Pipeline<S> &pipeline, int previous, int consumer, bool active, bool checks) {
+__device__ __forceinline__ bool add_adapters(float (&d)[2][S::TOKENS / 2],
+                                             const moelora_gemm_launch &g,
+                                             const Pipeline<S> &pipeline, int previous,
+                                             int consumer, bool active, bool half, bool checks) {
   // Two CTAs on an SM fill each other's gaps: there a stage is rather free soon.
   if (S::RESIDENT > 1)
     wgmma_wait<0>(), pipeline.release(previous);
   pipeline.wait_full();
   const SlabsHeader header = SlabsHeader::read(pipeline.header());
   const SlabLayout<S> layout = {header.width};
-  const int first = layout.m64(slab_m64<S>(g, 2 * consumer));
-  const int next = layout.m64(slab_m64<S>(g, 2 * consumer + 1)) - first;
+  const int first = layout.m64(slab_m64<S>(g, half ? consumer : 2 * consumer));
+  const int next = half ? 0 : layout.m64(slab_m64<S>(g, 2 * consumer + 1)) - first;
   const uint32_t weights = pipeline.weights() + first;
   bool nonfinite = checks && NonFinite<S, T>::clear(weights, next, consumer, header);
   if (S::TOKENS_FIRST && checks) // each consumer multiplies what both have cleared
@@ -177,8 +177,10 @@ add_adapters(float (&d)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
   if (S::RESIDENT == 1)
     wgmma_wait<0>(), pipeline.release(previous);
   if constexpr (S::TOKENS_FIRST) {
-    if (active)
-      add_slabs_tokens_first<S, T>(d, g, pipeline, consumer, header);
+    if (active && half)
+      add_slabs_tokens_first<S, T, S::HALF_TILES>(d, g, pipeline, consumer, header);
+    else if (active)
+      add_slabs_tokens_first<S, T, false>(d, g, pipeline, consumer, header);
     return nonfinite;
   }
   const uint64_t a = layout.descriptor(weights), b = wgmma_descriptor(pipeline.tokens());
@@ -241,7 +243,7 @@ template <class S, class T, int N>
 __device__ __forceinline__ PendingCheck multiply(float (&d)[2][S::TOKENS / 2],
                                                  const moelora_gemm_launch &g,
                                                  Pipeline<S> &pipeline, int consumer,
-                                                 bool active = true) {
+                                                 bool active = true, bool half = false) {
   if (S::ALIASED_BUFFERS > 0 && S::FORMAT == MOELORA_W8A8)
     release_aliased_stage(pipeline, consumer); // whose loops have no time for a barrier
 #pragma unroll
@@ -252,9 +254,8 @@ __device__ __forceinline__ PendingCheck multiply(float (&d)[2][S::TOKENS / 2],
     previous = multiply_depth<S, T, N>(d, g, pipeline, consumer);
   else if constexpr (S::TOKENS_FIRST)
     previous = !active ? follow_depth<S>(g, pipeline)
-               : g.weights.w.format == MOELORA_FP8_ROWS
-                   ? multiply_tokens_first<S, true>(d, g, pipeline, consumer)
-                   : multiply_tokens_first<S, false>(d, g, pipeline, consumer);
+               : half  ? multiply_tokens_first<S, S::HALF_TILES>(d, g, pipeline, consumer)
+                       : multiply_tokens_first<S, false>(d, g, pipeline, consumer);
   else if constexpr (S::FORMAT == MOELORA_W8A8)
     previous = multiply_w8a8<S, N>(d, g, pipeline, consumer);
   else if constexpr (S::FEW)
@@ -268,7 +269,7 @@ __device__ __forceinline__ PendingCheck multiply(float (&d)[2][S::TOKENS / 2],
   bool nonfinite = false;
 #pragma unroll 1
   for (int i = 0; i < adapters.stages; i++) {
-    nonfinite |= add_adapters<S, T, N>(d, g, pipeline, previous, consumer, active, checks);
+    nonfinite |= add_adapters<S, T, N>(d, g, pipeline, previous, consumer, active, half, checks);
     previous = pipeline.stage;
     pipeline.advance();
   }
@@ -289,7 +290,8 @@ __device__ __forceinline__ PendingCheck multiply_fitting(float (&d)[2][S::TOKENS
                                                          Pipeline<S> &pipeline,
                                                          const TileHeader &header, int consumer) {
   if constexpr (S::TOKENS_FIRST) {
-    return multiply<S, T, S::TOKENS>(d, g, pipeline, consumer, consumer * 64 < header.multiplied);
+    return multiply<S, T, S::TOKENS>(d, g, pipeline, consumer, consumer * 64 < header.multiplied,
+                                     S::HALF_TILES && header.tile.half);
   } else if constexpr (N < S::TOKENS) {
     if (header.count > N)
       return multiply_fitting<S, T, N + S::STEP>(d, g, pipeline, header, consumer);
@@ -463,16 +465,18 @@ struct LaunchSm90<true, FORMAT, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
   template <class S, EpilogueMode MODE>
   static moelora_status launch(const moelora_gemm_launch *g, const GemmMaps &maps,
                                const moelora_exec *exec) {
+    constexpr bool HALVES = MODE == EpilogueMode::PLAIN && S::TOKENS_FIRST;
+    using K = std::conditional_t<HALVES, WithHalfTiles<S>, S>;
     const int columns = tile_columns<S>(*g);
-    const int64_t tiles =
-        g->schedule.blocks.max_blocks * (S::ODD_BLOCKS ? 2 * columns_each(columns) : columns);
+    const int64_t tiles = (HALVES ? 2 : 1) * g->schedule.blocks.max_blocks *
+                          (S::ODD_BLOCKS ? 2 * columns_each(columns) : columns);
     if constexpr (S::RESIDENT > 1) {
       // Behind the other projection, not behind a shrink or a sort.
       if (g->tokens.divisor.value == 0 && !g->schedule.blocks.packed_ranks)
         return launch_spread<gemm_sm90<S, T, MODE>>("gemm_sm90", tiles, S::THREADS, S::SHARED, exec,
                                                     maps.w, maps.x, maps.out, maps.b, *g);
     }
-    return launch_kernel<gemm_sm90<S, T, MODE>, CLUSTER>(
+    return launch_kernel<gemm_sm90<K, T, MODE>, CLUSTER>(
         "gemm_sm90", tiles, S::THREADS, S::SHARED, exec, maps.w, maps.x, maps.out, maps.b, *g);
   }
 };

@@ -57,6 +57,7 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr bool TOKENS_FIRST = moelora_tokens_first(FORMAT_, TOKENS_);
   // An expert's blocks are not all in pairs, see tile_of_pair.
   static constexpr bool ODD_BLOCKS = TOKENS_FIRST && CLUSTER_ > 1;
+  static constexpr bool DRAWN = CONSUMERS == 2; // tiles, see TileScheduler
   // 64 of depth each, of a stage: where warps make numbers of them, to wait for each alone takes a
   // tenth of their time.
   static constexpr int SPANS = FORMAT_ == MOELORA_NATIVE || FORMAT_ == MOELORA_W8A8 ? 1 : 2;
@@ -104,6 +105,17 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static_assert(TOKENS_ % REST_BOX == 0 && TOKENS_ % STEP == 0, "whole boxes, whole steps");
   static_assert(RESIDENT * (SHARED + 1024) <= 228 * 1024, "shared memory of an SM");
 };
+
+/* The same, whose last tiles are halves: of projections that are not gated. */
+template <class S> struct WithHalfTiles : S {
+  static_assert(S::TOKENS_FIRST, "m64 tiles are multiplied pair by pair");
+  static constexpr bool HALF_TILES = true;
+};
+
+/* The m64 tile that a consumer looks after, the first of two in a whole tile. */
+template <class S> __device__ __forceinline__ int own_m64(const Tile &tile, int consumer) {
+  return S::HALF_TILES && tile.half ? consumer : 2 * consumer;
+}
 
 /* What every lane read alike, so that the compiler, too, knows it for the same in all of a warp. */
 __device__ __forceinline__ uint32_t uniform(uint32_t value) {
@@ -264,12 +276,15 @@ struct TileHeader {
   int count, multiplied;
 
   __device__ __forceinline__ void write(uint32_t at) const {
-    store_shared_16(at, make_uint4(tile.block, tile.column, tile.expert, count | multiplied << 16));
+    store_shared_16(at, make_uint4(tile.block, tile.column, tile.expert,
+                                   count | multiplied << 8 | tile.half << 16));
   }
   static __device__ __forceinline__ TileHeader read(uint32_t at) {
     const uint4 v = load_shared_16(at);
     const uint32_t rows = uniform(v.w);
-    return {{(int)uniform(v.x), (int)v.y, (int)v.z}, (int)(rows & 0xffff), (int)(rows >> 16)};
+    return {{(int)uniform(v.x), (int)v.y, (int)v.z, (int)(rows >> 16)},
+            (int)(rows & 0xff),
+            (int)(rows >> 8 & 0xff)};
   }
 };
 

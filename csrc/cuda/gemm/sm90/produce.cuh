@@ -19,7 +19,7 @@ __device__ __forceinline__ void load_native(const CUtensorMap *map, const moelor
   constexpr int SHARE = S::TILES / S::CLUSTER;
   const int rank = S::CLUSTER > 1 ? (int)cluster_rank() : 0;
   for (int i = 0; i < SHARE; i++) {
-    const int m64 = rank * SHARE + i, output = first_output<S>(g, tile.column, m64);
+    const int m64 = rank * SHARE + i, output = first_output<S>(g, tile, m64);
     const uint32_t to = pipeline.weights() + m64 * kM64Bytes;
     int c[4] = {step * kDepth, output, g.weights.gated ? m64 & 1 : 0, tile.expert};
     if (g.weights.w.packed) {
@@ -53,10 +53,12 @@ __device__ __forceinline__ void load_quantized(const moelora_gemm_launch &g,
 }
 
 /* Bytes of weights, and of their scales, that a step brings to this CTA. */
-template <class S> __device__ __forceinline__ uint32_t step_bytes(const moelora_gemm_launch &g) {
-  return S::FORMAT == MOELORA_NATIVE
-             ? S::W_BYTES
-             : S::SPANS * S::TILES * tile_bytes<S::FORMAT>(g.weights.w.format);
+template <class S>
+__device__ __forceinline__ uint32_t step_bytes(const moelora_gemm_launch &g, const Tile &tile) {
+  const uint32_t bytes = S::FORMAT == MOELORA_NATIVE
+                             ? S::W_BYTES
+                             : S::SPANS * S::TILES * tile_bytes<S::FORMAT>(g.weights.w.format);
+  return bytes >> (S::HALF_TILES && tile.half);
 }
 
 template <class S>
@@ -71,36 +73,81 @@ __device__ __forceinline__ void load_weights(const CUtensorMap *map, const moelo
     load_quantized<S>(g, tiles, step, pipeline, policy);
 }
 
-/* The tile scheduler: the tiles of this CTA, one after the other. */
+/* The tile scheduler: the tiles of this CTA, one after the other. Small ones are this cluster's by
+ * its place. Of large ones only the first is, and the others are drawn: g.schedule.tile_counter
+ * says how many have been, and behind it, for each tile, which one the same cluster has next. There
+ * all producers of a cluster find it, and in the fix-up pass they find it again. One lane draws
+ * when a tile begins: earlier, clusters that start first would take more than they have time for.
+ */
 template <class S> struct TileScheduler {
   int index;
   ClusterTile tile; // block -1 behind the last
   int count;        // rows in use
+  bool draws;       // this lane does
 
-  __device__ __forceinline__ explicit TileScheduler(const moelora_gemm_launch &g)
-      : index(blockIdx.x / S::CLUSTER) {
-    load(g);
+  __device__ __forceinline__ TileScheduler(const moelora_gemm_launch &g, bool draws_)
+      : index(blockIdx.x / S::CLUSTER), draws(draws_) {
+    find(g);
   }
   __device__ __forceinline__ bool more() const { return tile.block >= 0; }
-  __device__ __forceinline__ void advance(const moelora_gemm_launch &g) {
-    index += gridDim.x / S::CLUSTER;
-    load(g);
+  /* Of the first tile copies come first: `advance` draws. */
+  __device__ __forceinline__ void begin(const moelora_gemm_launch &g) const {
+    if (S::DRAWN && index >= clusters())
+      draw(g);
   }
-  __device__ __forceinline__ void load(const moelora_gemm_launch &g) {
+  __device__ __forceinline__ void advance(const moelora_gemm_launch &g) {
+    if (S::DRAWN && index < clusters())
+      draw(g);
+    follow(g);
+    find(g);
+  }
+
+private:
+  static __device__ __forceinline__ int clusters() { return gridDim.x / S::CLUSTER; }
+
+  __device__ __forceinline__ void draw(const moelora_gemm_launch &g) const {
+    if (draws)
+      ((volatile int32_t *)g.schedule.tile_counter)[1 + index] =
+          clusters() + atomicAdd(g.schedule.tile_counter, 1);
+  }
+  __device__ __forceinline__ void follow(const moelora_gemm_launch &g) {
+    if constexpr (!S::DRAWN) {
+      index += clusters();
+      return;
+    }
+    const volatile int32_t *next = g.schedule.tile_counter + 1 + index;
+    do
+      index = *next;
+    while (index == 0);
+  }
+  /* The tile at `index`, or the first one that there is behind it. */
+  __device__ __forceinline__ void find(const moelora_gemm_launch &g) {
     const int columns = tile_columns<S>(g);
     const int blocks = *g.schedule.blocks.num_post / S::TOKENS;
     const int rank = S::CLUSTER > 1 ? (int)cluster_rank() : 0;
-    if constexpr (S::ODD_BLOCKS) {
-      for (; index < blocks * columns_each(columns); index += gridDim.x / S::CLUSTER) {
-        tile = tile_of_pair<S>(g, index, columns, blocks, rank, &count);
-        if (tile.column < columns)
-          return;
+    const int all = S::ODD_BLOCKS ? blocks * columns_each(columns) : blocks / S::CLUSTER * columns;
+    // The last ones become halves: as many as keep all clusters busy for half of a tile's time.
+    const int halved = S::HALF_TILES ? min(min(all, clusters() / 2), MOELORA_MOST_HALVED) : 0;
+    for (; index < all + halved; follow(g)) {
+      const int behind = index - (all - halved), at = behind < 0 ? index : index - (behind + 1) / 2;
+      if constexpr (S::ODD_BLOCKS) {
+        tile = tile_of_pair<S>(g, at, columns, blocks, rank, &count);
+      } else {
+        const Tile first = tile_at<S, S::CLUSTER>(g, at, columns, blocks / S::CLUSTER);
+        tile = {{first.block + rank, first.column, first.expert, 0}, first.block + 1 - rank};
+        count = g.schedule.blocks.counts[tile.block];
       }
-    } else if (index < blocks / S::CLUSTER * columns) {
-      const Tile first = tile_at<S, S::CLUSTER>(g, index, columns, blocks / S::CLUSTER);
-      tile = {{first.block + rank, first.column, first.expert}, first.block + 1 - rank};
-      count = g.schedule.blocks.counts[tile.block];
-      return;
+      if constexpr (S::HALF_TILES) {
+        tile.half = behind < 0 ? 0 : 1 + behind % 2;
+        if (behind < 0 && first_output<S>(g, tile, S::TILES / 2) >= g.weights.n_out)
+          tile.half = 1; // there is no more of it
+      }
+      // Where the CTAs of a cluster have a column each, they go in step.
+      const bool is_there = tile.is_shared() || first_output<S>(g, tile, 0) < g.weights.n_out;
+      if ((!S::ODD_BLOCKS || tile.column < columns) && (!S::HALF_TILES || is_there))
+        return;
+      if (S::DRAWN)
+        draw(g);
     }
     tile.block = -1;
   }
@@ -169,8 +216,12 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
   using Parts = TileParts<S>;
   const int depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
   const uint64_t policy = kStreaming<S> ? evict_first_policy() : evict_normal_policy();
-  TileScheduler<S> next(g);
+  const bool in_fixup = pipeline.in_fixup(); // all lanes ask
+  const bool draws = S::DRAWN && !in_fixup && threadIdx.x == S::FIRST_PRODUCER &&
+                     (S::CLUSTER == 1 || cluster_rank() == 0);
+  TileScheduler<S> next(g, draws);
   while (next.more()) {
+    next.begin(g);
     const ClusterTile tile = next.tile;
     const int count = next.count;
     const TokenBoxes<S> boxes(g.tokens.divisor.value ? 0 : count);
@@ -191,7 +242,7 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
             TileHeader{tile, count, rows_multiplied<S>(tile, count)}.write(at.header());
           if (i == depth_steps - 1)
             adapters.write(at.header());
-          barrier_expect(at.full(), step_bytes<S>(g) + S::SPANS * boxes.rows() * kRowBytes);
+          barrier_expect(at.full(), step_bytes<S>(g, tile) + S::SPANS * boxes.rows() * kRowBytes);
           load_weights<S>(w_map, g, tile, tiles, i, at, policy);
           boxes.load(x_maps, i, tile.block * S::TOKENS, at);
         }
@@ -222,7 +273,7 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
   }
   pipeline.wait_empty();
   if (is_elected()) {
-    TileHeader{{-1, 0, 0}, 0, 0}.write(pipeline.header());
+    TileHeader{{-1, 0, 0, 0}, 0, 0}.write(pipeline.header());
     barrier_arrive(pipeline.full());
   }
 }
@@ -238,7 +289,7 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S>
                      Gather<S::TOKENS, S::GATHER_LANES, S::GATHERERS>>
       rows(thread);
   std::conditional_t<SCALED, TokenScales<S>, int> scales(thread);
-  TileScheduler<S> next(g);
+  TileScheduler<S> next(g, false);
   const auto find_rows = [&] {
     if (!next.more())
       return;

@@ -16,28 +16,26 @@
  * lane has to start copies of 2 to 8 KB as fast as memory brings them. */
 template <class S> struct QuantizedTiles {
   static constexpr int SHARE = S::TILES / S::CLUSTER, MOST = S::ODD_BLOCKS ? S::TILES : SHARE;
-  const char *at[MOST]; // NULL behind the share
+  const char *at[MOST];
+  int count;    // of the share
+  bool are_all; // the share is all of the tile: nothing comes from the cluster's other CTA
 
   __device__ __forceinline__ void find(const moelora_gemm_launch &g, const ClusterTile &tile) {
+    are_all = S::CLUSTER == 1 || (S::ODD_BLOCKS && tile.is_shared());
+    count = (are_all ? S::TILES : SHARE) >> (S::HALF_TILES && tile.half);
     if constexpr (S::FORMAT != MOELORA_NATIVE) {
-      const bool all = S::CLUSTER == 1 || (S::ODD_BLOCKS && tile.is_shared());
-      const int from = all ? 0 : (int)cluster_rank() * SHARE;
 #pragma unroll
       for (int i = 0; i < MOST; i++) {
-        const int output = first_output<S>(g, tile.column, from + i);
-        at[i] = i < SHARE || all ? quantized_tile(g, tile.expert, from + i, output) : nullptr;
+        const int m64 = first() + i;
+        at[i] = quantized_tile(g, tile.expert, m64, first_output<S>(g, tile, m64));
       }
     }
   }
-  /* The share is all of the tile: nothing comes from the cluster's other CTA. */
-  __device__ __forceinline__ bool are_all() const {
-    return S::CLUSTER == 1 || (S::ODD_BLOCKS && at[MOST - 1]);
-  }
+  __device__ __forceinline__ int first() const { return are_all ? 0 : (int)cluster_rank() * count; }
   __device__ __forceinline__ void advance(const moelora_gemm_launch &g, int tiles) {
-    const bool all = are_all();
 #pragma unroll
     for (int i = 0; i < MOST; i++)
-      at[i] += i < SHARE || all ? tiles * g.weights.w.stride_kt : 0;
+      at[i] += tiles * g.weights.w.stride_kt;
   }
 };
 

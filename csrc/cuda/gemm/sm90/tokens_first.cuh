@@ -61,10 +61,11 @@ __device__ __forceinline__ int follow_depth(const moelora_gemm_launch &g, Pipeli
 }
 
 /* The base product: all of the depth. Returns the last stage, which the caller releases. */
-template <class S, bool BY_ROW>
+template <class S, bool HALF, bool BY_ROW>
 __device__ __forceinline__ int multiply_tokens_first(float (&d)[2][64],
                                                      const moelora_gemm_launch &g,
                                                      Pipeline<S> &pipeline, int consumer) {
+  constexpr int PAIRS = HALF ? 1 : 2; // of m64 tiles
   const int depth_steps = (g.tokens.k + kDepth - 1) / kDepth;
   const ThreadPlace thread(consumer);
   const uint32_t token_scale = quad_place(thread.token) * 4;
@@ -88,7 +89,7 @@ __device__ __forceinline__ int multiply_tokens_first(float (&d)[2][64],
         pipeline.release(previous);
     };
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
+    for (int h = 0; h < PAIRS; h++) {
       multiply_e4m3<128>(partial, a, wgmma_descriptor(place + 2 * h * kM64Bytes));
       const uint32_t scales = weight_scales + 2 * h * S::M64_SCALES; // read while products run
       if (h == 0)
@@ -97,11 +98,11 @@ __device__ __forceinline__ int multiply_tokens_first(float (&d)[2][64],
           tokens[i] = __uint_as_float(load_shared_4(token_scales + i * 8));
       const float weights[2] = {__uint_as_float(load_shared_4(scales)),
                                 __uint_as_float(load_shared_4(scales + S::M64_SCALES))};
-      if (h == 1)
+      if (h == PAIRS - 1)
         full = pipeline.is_full();
       wgmma_wait<0>();
       settle<64>(partial);
-      if (h == 1 && !BY_ROW)
+      if (h == PAIRS - 1 && !BY_ROW)
         leave();
       promote_tokens_first<BY_ROW>(d[h], partial, tokens, weights, scales + thread.row * 4);
     }
@@ -113,8 +114,17 @@ __device__ __forceinline__ int multiply_tokens_first(float (&d)[2][64],
   return previous;
 }
 
+template <class S, bool HALF>
+__device__ __forceinline__ int multiply_tokens_first(float (&d)[2][64],
+                                                     const moelora_gemm_launch &g,
+                                                     Pipeline<S> &pipeline, int consumer) {
+  return g.weights.w.format == MOELORA_FP8_ROWS
+             ? multiply_tokens_first<S, HALF, true>(d, g, pipeline, consumer)
+             : multiply_tokens_first<S, HALF, false>(d, g, pipeline, consumer);
+}
+
 /* The products of COUNT slabs of adapters. */
-template <class S, class T, int COUNT>
+template <class S, class T, int COUNT, bool HALF>
 __device__ __forceinline__ void multiply_slabs(float (&d)[2][64], const moelora_gemm_launch &g,
                                                const SlabLayout<S> &layout, uint64_t a,
                                                uint64_t b) {
@@ -124,7 +134,7 @@ __device__ __forceinline__ void multiply_slabs(float (&d)[2][64], const moelora_
 #pragma unroll
   for (int j = 0; j < COUNT; j++)
 #pragma unroll
-    for (int m64 = 0; m64 < S::TILES; m64++)
+    for (int m64 = 0; m64 < (HALF ? S::TILES / 2 : S::TILES); m64++)
       Wgmma<64>::template mma<Element<T>::is_bf16>(
           d[m64 / 2] + m64 % 2 * 32, a + step * j + m64 % 2 * up,
           b + (layout.slab(j) + layout.m64(slab_m64<S>(g, m64))) / 16);
@@ -133,7 +143,7 @@ __device__ __forceinline__ void multiply_slabs(float (&d)[2][64], const moelora_
 }
 
 /* A stage of adapters: its `slabs`, two at once. */
-template <class S, class T>
+template <class S, class T, bool HALF>
 __device__ __forceinline__ void
 add_slabs_tokens_first(float (&d)[2][64], const moelora_gemm_launch &g, const Pipeline<S> &pipeline,
                        int consumer, const SlabsHeader &header) {
@@ -144,9 +154,9 @@ add_slabs_tokens_first(float (&d)[2][64], const moelora_gemm_launch &g, const Pi
   int slabs = header.slabs;
 #pragma unroll 1
   for (; slabs > 1; slabs -= 2, a += 2 * step, b += layout.slab(2) / 16)
-    multiply_slabs<S, T, 2>(d, g, layout, a, b);
+    multiply_slabs<S, T, 2, HALF>(d, g, layout, a, b);
   if (slabs > 0)
-    multiply_slabs<S, T, 1>(d, g, layout, a, b);
+    multiply_slabs<S, T, 1, HALF>(d, g, layout, a, b);
 }
 
 /* Whether each row has a finite sum among two tokens of a tile's first. */
@@ -190,7 +200,9 @@ store_tokens_first(float (&d)[2][64], const RowMaps *out_maps, const moelora_gem
 #pragma unroll
   for (int i = 0; i < (GATED ? 2 : 4); i++) {
     float *v = GATED ? d[i] : d[i / 2] + i % 2 * 32;
-    const int m64 = GATED ? 2 * i : i, first = first_output<S>(g, header.tile.column, m64);
+    const int m64 = GATED ? 2 * i : i, first = first_output<S>(g, header.tile, m64);
+    if (S::HALF_TILES && header.tile.half && i == 2)
+      break;
     if (i == 1)                              // from here on in the last stage
       warpgroup_sync<128 * S::CONSUMERS>(3); // all have multiplied it
     if (from >= header.count)

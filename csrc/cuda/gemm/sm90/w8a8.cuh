@@ -21,18 +21,16 @@
 template <class S>
 __device__ __forceinline__ void load_w8a8(const moelora_gemm_launch &g, QuantizedTiles<S> &tiles,
                                           const Pipeline<S> &pipeline, uint64_t policy) {
-  using Tiles = QuantizedTiles<S>;
-  const bool all = tiles.are_all();
-  const int first = all ? 0 : (int)cluster_rank() * Tiles::SHARE;
+  const int first = tiles.first();
   const uint32_t scales = tile_bytes<S::FORMAT>(g.weights.w.format) - MOELORA_FP8_TILE_VALUES;
 #pragma unroll
-  for (int i = 0; i < Tiles::MOST; i++) {
-    if (i >= Tiles::SHARE && !all)
+  for (int i = 0; i < QuantizedTiles<S>::MOST; i++) {
+    if (i >= tiles.count)
       break;
     const char *from = tiles.at[i];
     const uint32_t to = pipeline.weights() + (first + i) * kM64Bytes;
     const uint32_t behind = pipeline.weight_scales(first + i);
-    if (all) {
+    if (tiles.are_all) {
       bulk_load(to, from, kM64Bytes, pipeline.full(), policy);
       bulk_load(behind, from + kM64Bytes, scales, pipeline.full(), policy);
     } else if constexpr (S::CLUSTER > 1) {
