@@ -12,7 +12,8 @@ from cases import Problem, Spec
 from conftest import on_gpu
 from torch import Tensor
 
-from moelora import QuantizedWeights
+import moelora
+from moelora import _C, QuantizedWeights
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 HALVES = (torch.bfloat16, torch.float16)
@@ -247,6 +248,19 @@ def made(spec: Spec, form: str, dtype: torch.dtype) -> Problem | Quantised:
     if form == NATIVE:
         return replace(spec, dtype=dtype).build()
     return build(spec, ALL_FORMATS[form], dtype)
+
+
+def by_variants(names: list[str], p: Problem | Quantised) -> list[Tensor]:
+    """A layer's outputs with each of some kernels, which must serve it."""
+    outputs = []
+    try:
+        for name in names:
+            _C.force_variant(name)
+            outputs.append(moelora.fused_experts_lora(**p.kwargs()))
+            assert name in _C.last_plan()
+    finally:
+        _C.force_variant(None)
+    return outputs
 
 
 def dense(p: Problem | Quantised) -> Problem:
