@@ -66,38 +66,44 @@ __device__ __forceinline__ int columns_in(const moelora_shrink_launch &s, const 
   return min(columns_of(s.adapters.lora, item.packed) - item.first, S::RANKS);
 }
 
-/* Rows of A of the listed items; a warp. */
+/* Rows of A of the listed items; a warp. One lane starts all copies of an item: what it does for
+ * each is what bounds a shrink of few tokens. */
 template <class S>
 __device__ __forceinline__ void stream_a(const ShrinkMaps *maps, const moelora_shrink_launch &s,
                                          const typename S::List &list, int items,
                                          Pipeline<S> &pipeline) {
   const uint64_t policy = evict_first_policy();
+  const int depth_steps = ceil_divide(s.tokens.k, kDepth);
   for (int number = 0; number < items; number++) {
     const SegmentItem item = list.items[number];
     const int columns = columns_in<S>(s, item),
               width = moelora_padded_rank(rank_of(s.adapters.lora, item.packed));
     const int first_slice = item.first / width, first_r = item.first - first_slice * width;
-    for (int k = 0; k < s.tokens.k; k += kDepth, pipeline.advance()) {
-      pipeline.wait_empty();
-      if ((threadIdx.x & 31) == 0) {
-        if (k == 0)
-          write_header(pipeline, item);
-        barrier_expect(pipeline.full(), columns * kRowBytes);
-        for (int column = 0, slice = first_slice, r = first_r; column < columns;) {
-          const bool many = min(width - r, columns - column) >= kManyRanks;
+    const int adapter = item.packed / kRanks;
+    if (is_elected()) {
+      Pipeline<S> at = pipeline;
+#pragma unroll 1
+      for (int step = 0; step < depth_steps; step++, at.advance()) {
+        at.wait_empty();
+        if (step == 0)
+          write_header(at, item);
+        barrier_expect(at.full(), columns * kRowBytes);
+        uint32_t to = rows_of_a(at);
+#pragma unroll 1
+        for (int left = columns, slice = first_slice, r = first_r; left > 0;) {
+          const bool many = min(width - r, left) >= kManyRanks;
           const int ranks = many ? kManyRanks : kFewRanks;
-          tma_load_4d(rows_of_a(pipeline) + column * kRowBytes,
-                      many ? &maps->many[slice] : &maps->few[slice], k, r,
-                      maps->dims.expert(slice, item.expert),
-                      maps->dims.adapter(slice, item.packed / kRanks), pipeline.full(), policy);
-          column += ranks;
-          r += ranks;
+          tma_load_4d(to, many ? &maps->many[slice] : &maps->few[slice], step * kDepth, r,
+                      maps->dims.expert(slice, item.expert), maps->dims.adapter(slice, adapter),
+                      at.full(), policy);
+          to += ranks * kRowBytes, left -= ranks, r += ranks;
           if (r == width)
             r = 0, slice++;
         }
       }
-      __syncwarp();
     }
+    __syncwarp();
+    pipeline.advance(depth_steps);
   }
 }
 
