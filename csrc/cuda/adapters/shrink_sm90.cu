@@ -66,8 +66,8 @@ __device__ __forceinline__ int columns_in(const moelora_shrink_launch &s, const 
   return min(columns_of(s.adapters.lora, item.packed) - item.first, S::RANKS);
 }
 
-/* Rows of A of the listed items; a warp. One lane starts all copies of an item: what it does for
- * each is what bounds a shrink of few tokens. */
+/* Rows of A of the listed items; a warp. One lane starts all copies of an item, as where weights
+ * stream: with few tokens there is little time for each. */
 template <class S>
 __device__ __forceinline__ void stream_a(const ShrinkMaps *maps, const moelora_shrink_launch &s,
                                          const typename S::List &list, int items,

@@ -162,7 +162,7 @@ __device__ __forceinline__ bool add_adapters(float (&d)[2][S::TOKENS / 2],
   pipeline.wait_full();
   const SlabsHeader header = SlabsHeader::read(pipeline.header());
   const SlabLayout<S> layout = {header.width};
-  const int first = layout.m64(slab_m64<S>(g, half ? consumer : 2 * consumer));
+  const int first = layout.m64(slab_m64<S>(g, own_m64(half, consumer)));
   const int next = half ? 0 : layout.m64(slab_m64<S>(g, 2 * consumer + 1)) - first;
   const uint32_t weights = pipeline.weights() + first;
   bool nonfinite = checks && NonFinite<S, T>::clear(weights, next, consumer, header);
@@ -291,7 +291,7 @@ __device__ __forceinline__ PendingCheck multiply_fitting(float (&d)[2][S::TOKENS
                                                          const TileHeader &header, int consumer) {
   if constexpr (S::TOKENS_FIRST) {
     return multiply<S, T, S::TOKENS>(d, g, pipeline, consumer, consumer * 64 < header.multiplied,
-                                     S::HALF_TILES && header.tile.half);
+                                     is_half<S>(header.tile));
   } else if constexpr (N < S::TOKENS) {
     if (header.count > N)
       return multiply_fitting<S, T, N + S::STEP>(d, g, pipeline, header, consumer);

@@ -63,9 +63,10 @@ template <class S, class T> struct NonFinite {
       warpgroup_sync<128 * S::CONSUMERS>(3); // of all tokens
     else
       warpgroup_sync(consumer + 1);
-    const int i = threadIdx.x & 127, m64 = own_m64<S>(header.tile, consumer) + i / 64;
+    const bool half = is_half<S>(header.tile);
+    const int i = threadIdx.x & 127, m64 = own_m64(half, consumer) + i / 64;
     const int output = first_output<S>(g, header.tile, m64) + i % 64;
-    if (output >= g.weights.n_out || (S::HALF_TILES && header.tile.half && i >= 64))
+    if (output >= g.weights.n_out || (half && i >= 64))
       return;
     const int64_t row = weight_row(g, m64, output);
     const int slice = (int)(row / g.adapters.lora.slice_n);

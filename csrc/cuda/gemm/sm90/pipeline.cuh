@@ -112,9 +112,13 @@ template <class S> struct WithHalfTiles : S {
   static constexpr bool HALF_TILES = true;
 };
 
+template <class S> __device__ __forceinline__ bool is_half(const Tile &tile) {
+  return S::HALF_TILES && tile.half;
+}
+
 /* The m64 tile that a consumer looks after, the first of two in a whole tile. */
-template <class S> __device__ __forceinline__ int own_m64(const Tile &tile, int consumer) {
-  return S::HALF_TILES && tile.half ? consumer : 2 * consumer;
+__device__ __forceinline__ int own_m64(bool half, int consumer) {
+  return half ? consumer : 2 * consumer;
 }
 
 /* What every lane read alike, so that the compiler, too, knows it for the same in all of a warp. */

@@ -58,7 +58,7 @@ __device__ __forceinline__ uint32_t step_bytes(const moelora_gemm_launch &g, con
   const uint32_t bytes = S::FORMAT == MOELORA_NATIVE
                              ? S::W_BYTES
                              : S::SPANS * S::TILES * tile_bytes<S::FORMAT>(g.weights.w.format);
-  return bytes >> (S::HALF_TILES && tile.half);
+  return bytes >> is_half<S>(tile);
 }
 
 template <class S>
@@ -92,11 +92,11 @@ template <class S> struct TileScheduler {
   __device__ __forceinline__ bool more() const { return tile.block >= 0; }
   /* Of the first tile copies come first: `advance` draws. */
   __device__ __forceinline__ void begin(const moelora_gemm_launch &g) const {
-    if (S::DRAWN && index >= clusters())
+    if (index >= clusters())
       draw(g);
   }
   __device__ __forceinline__ void advance(const moelora_gemm_launch &g) {
-    if (S::DRAWN && index < clusters())
+    if (index < clusters())
       draw(g);
     follow(g);
     find(g);
@@ -106,7 +106,7 @@ private:
   static __device__ __forceinline__ int clusters() { return gridDim.x / S::CLUSTER; }
 
   __device__ __forceinline__ void draw(const moelora_gemm_launch &g) const {
-    if (draws)
+    if (S::DRAWN && draws)
       ((volatile int32_t *)g.schedule.tile_counter)[1 + index] =
           clusters() + atomicAdd(g.schedule.tile_counter, 1);
   }
@@ -146,8 +146,7 @@ private:
       const bool is_there = tile.is_shared() || first_output<S>(g, tile, 0) < g.weights.n_out;
       if ((!S::ODD_BLOCKS || tile.column < columns) && (!S::HALF_TILES || is_there))
         return;
-      if (S::DRAWN)
-        draw(g);
+      draw(g);
     }
     tile.block = -1;
   }
@@ -217,8 +216,8 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
   const int depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
   const uint64_t policy = kStreaming<S> ? evict_first_policy() : evict_normal_policy();
   const bool in_fixup = pipeline.in_fixup(); // all lanes ask
-  const bool draws = S::DRAWN && !in_fixup && threadIdx.x == S::FIRST_PRODUCER &&
-                     (S::CLUSTER == 1 || cluster_rank() == 0);
+  const bool draws =
+      !in_fixup && threadIdx.x == S::FIRST_PRODUCER && (S::CLUSTER == 1 || cluster_rank() == 0);
   TileScheduler<S> next(g, draws);
   while (next.more()) {
     next.begin(g);

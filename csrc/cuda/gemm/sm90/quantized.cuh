@@ -21,9 +21,9 @@ template <class S> struct QuantizedTiles {
   bool are_all; // the share is all of the tile: nothing comes from the cluster's other CTA
 
   __device__ __forceinline__ void find(const moelora_gemm_launch &g, const ClusterTile &tile) {
-    are_all = S::CLUSTER == 1 || (S::ODD_BLOCKS && tile.is_shared());
-    count = (are_all ? S::TILES : SHARE) >> (S::HALF_TILES && tile.half);
     if constexpr (S::FORMAT != MOELORA_NATIVE) {
+      are_all = S::CLUSTER == 1 || (S::ODD_BLOCKS && tile.is_shared());
+      count = (are_all ? S::TILES : SHARE) >> is_half<S>(tile);
 #pragma unroll
       for (int i = 0; i < MOST; i++) {
         const int m64 = first() + i;

@@ -201,7 +201,7 @@ store_tokens_first(float (&d)[2][64], const RowMaps *out_maps, const moelora_gem
   for (int i = 0; i < (GATED ? 2 : 4); i++) {
     float *v = GATED ? d[i] : d[i / 2] + i % 2 * 32;
     const int m64 = GATED ? 2 * i : i, first = first_output<S>(g, header.tile, m64);
-    if (S::HALF_TILES && header.tile.half && i == 2)
+    if (is_half<S>(header.tile) && i == 2)
       break;
     if (i == 1)                              // from here on in the last stage
       warpgroup_sync<128 * S::CONSUMERS>(3); // all have multiplied it
