@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from cases import Problem, Spec
 from conftest import on_gpu
@@ -251,7 +252,9 @@ def made(spec: Spec, form: str, dtype: torch.dtype) -> Problem | Quantised:
 
 
 def by_variants(names: list[str], p: Problem | Quantised) -> list[Tensor]:
-    """A layer's outputs with each of some kernels, which must serve it."""
+    """A layer's outputs with each of some kernels of Hopper, which must serve it."""
+    if not set(names) <= set(_C.usable()):
+        pytest.skip("tiles of Hopper")
     outputs = []
     try:
         for name in names:
@@ -274,3 +277,21 @@ def with_dense(p: Problem | Quantised, d: Problem) -> Problem | Quantised:
 
 def is_w8a8(p: Problem | Quantised) -> bool:
     return isinstance(p, Quantised) and p.is_w8a8
+
+
+def refusal_tests(good: dict[str, dict], bad: list[tuple[str, dict, str]], shape: tuple):
+    """Two tests: constructors take `good` arguments, and of a `bad` change name the tensor."""
+
+    @pytest.mark.parametrize("name", good)
+    def is_right(name):
+        assert getattr(QuantizedWeights, name)(**good[name]).shape == shape
+
+    ids = [f"{name}-{i}" for i, (name, *_) in enumerate(bad)]
+
+    @pytest.mark.parametrize("case", range(len(bad)), ids=ids)
+    def names_its_tensor(case):
+        name, changes, message = bad[case]
+        with pytest.raises(ValueError, match=message):
+            getattr(QuantizedWeights, name)(**{**good[name], **changes})
+
+    return is_right, names_its_tensor

@@ -3,7 +3,13 @@
 import pytest
 import torch
 from cases import same_bits
-from quantized_cases import DEVICES_AND_DTYPES, FP8_FORMATS, EightBits, fp8_numbers
+from quantized_cases import (
+    DEVICES_AND_DTYPES,
+    FP8_FORMATS,
+    EightBits,
+    fp8_numbers,
+    refusal_tests,
+)
 
 from moelora import QuantizedWeights
 
@@ -150,16 +156,10 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", GOOD)
-def test_what_the_refused_are_made_from_is_right(name):
-    assert getattr(QuantizedWeights, name)(**GOOD[name]).shape == (2, N, K)
-
-
-@pytest.mark.parametrize("case", range(len(BAD)), ids=[f"{n}-{i}" for i, (n, *_) in enumerate(BAD)])
-def test_bad_checkpoints_name_their_tensor(case):
-    name, changes, message = BAD[case]
-    with pytest.raises(ValueError, match=message):
-        getattr(QuantizedWeights, name)(**{**GOOD[name], **changes})
+(
+    test_what_the_refused_are_made_from_is_right,
+    test_bad_checkpoints_name_their_tensor,
+) = refusal_tests(GOOD, BAD, (2, N, K))
 
 
 @pytest.mark.parametrize("arguments, message", [

@@ -12,6 +12,7 @@ from quantized_cases import (
     by_bytes,
     by_words,
     quantise,
+    refusal_tests,
 )
 from vllm_sources import RELEASES, Sources, needs_sources
 
@@ -407,16 +408,10 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", GOOD)
-def test_what_the_refused_are_made_from_is_right(name):
-    assert getattr(QuantizedWeights, name)(**GOOD[name]).shape == (2, N, K)
-
-
-@pytest.mark.parametrize("case", range(len(BAD)), ids=[f"{n}-{i}" for i, (n, *_) in enumerate(BAD)])
-def test_bad_checkpoints_name_their_tensor(case):
-    name, changes, message = BAD[case]
-    with pytest.raises(ValueError, match=message):
-        getattr(QuantizedWeights, name)(**{**GOOD[name], **changes})
+(
+    test_what_the_refused_are_made_from_is_right,
+    test_bad_checkpoints_name_their_tensor,
+) = refusal_tests(GOOD, BAD, (2, N, K))
 
 
 def test_arguments_of_other_types():
