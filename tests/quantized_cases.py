@@ -279,6 +279,13 @@ def is_w8a8(p: Problem | Quantised) -> bool:
     return isinstance(p, Quantised) and p.is_w8a8
 
 
+def through_a_file(weights: QuantizedWeights, path) -> QuantizedWeights:
+    """Of the state dict that a checkpoint file, made on the spot, brings back."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_file(weights.state_dict("experts.w13."), path)
+    return QuantizedWeights.from_state_dict(safetensors.load_file(path), "experts.w13.")
+
+
 def refusal_tests(good: dict[str, dict], bad: list[tuple[str, dict, str]], shape: tuple):
     """Two tests: constructors take `good` arguments, and of a `bad` change name the tensor."""
 

@@ -9,6 +9,7 @@ from quantized_cases import (
     EightBits,
     fp8_numbers,
     refusal_tests,
+    through_a_file,
 )
 
 from moelora import QuantizedWeights
@@ -88,11 +89,8 @@ def test_activations_in_bf16_are_native_ones():
 @pytest.mark.parametrize("name", FP8_FORMATS)
 @pytest.mark.parametrize("gate_up", [None, "concatenated"])
 def test_state_dict(name, gate_up, tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
     weights = fp8_numbers(name).pack(torch.float16, gate_up)
-    safetensors.save_file(weights.state_dict("experts.w13."), tmp_path / "weights.safetensors")
-    state = safetensors.load_file(tmp_path / "weights.safetensors")
-    again = QuantizedWeights.from_state_dict(state, "experts.w13.")
+    again = through_a_file(weights, tmp_path / "weights.safetensors")
     assert torch.equal(again.data, weights.data)
     for field in ("format", "group_size", "gate_up", "shape", "dtype", "layout", "row_scales"):
         assert getattr(again, field) == getattr(weights, field)

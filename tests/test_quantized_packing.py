@@ -13,6 +13,7 @@ from quantized_cases import (
     by_words,
     quantise,
     refusal_tests,
+    through_a_file,
 )
 from vllm_sources import RELEASES, Sources, needs_sources
 
@@ -293,11 +294,8 @@ def test_words_of_vllm(name, packers):
 @every_format
 @pytest.mark.parametrize("gate_up", GATE_UP)
 def test_state_dict(name, gate_up, tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
     weights = numbers(name).pack(torch.float16, gate_up)
-    safetensors.save_file(weights.state_dict("experts.w13."), tmp_path / "weights.safetensors")
-    state = safetensors.load_file(tmp_path / "weights.safetensors")
-    again = QuantizedWeights.from_state_dict(state, "experts.w13.")
+    again = through_a_file(weights, tmp_path / "weights.safetensors")
     assert torch.equal(again.data, weights.data)
     for field in ("format", "group_size", "has_zeros", "gate_up", "shape", "dtype", "layout"):
         assert getattr(again, field) == getattr(weights, field)
