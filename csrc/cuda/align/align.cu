@@ -4,6 +4,7 @@
  * All sort resolved routes (resolve.cu), so that all CTAs and all launches see the same ids. A
  * launch overlaps with the one before it by programmatic dependent launch where the GPU has it. */
 #include "cuda/align/align.h"
+#include "cuda/align/resolve.cuh"
 #include "cuda/backend.h"
 #include "cuda/variant_ids.h"
 
@@ -128,11 +129,17 @@ static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
   sort->num_counters = blocks->num_counters;
 }
 
+/* from: routes that are to be resolved before; NULL: they are. */
 static moelora_status run_sort(const align_sort &sort, const moelora_sort_plan &plan,
-                               const moelora_exec *exec) {
+                               const moelora_routes *from, const moelora_exec *exec) {
+  if (plan.variant->id == CUDA_sort_i32_64_sm80) {
+    const ResolveParams tables =
+        from ? describe_resolve(from, &sort.routes, NULL, NULL) : ResolveParams{};
+    return align_launch_tiny(sort, from ? &tables : NULL, exec);
+  }
+  if (from)
+    MOELORA_TRY(moelora_cuda_resolve(from, &sort.routes, NULL, NULL, false, exec));
   switch (plan.variant->id) {
-  case CUDA_sort_i32_64_sm80:
-    return align_launch_tiny(sort, exec);
   case CUDA_sort_i32_2048_sm80:
     return align_launch_small_2(sort, exec);
   case CUDA_sort_i32_16384_sm80:
@@ -146,7 +153,8 @@ static moelora_status run_sort(const align_sort &sort, const moelora_sort_plan &
 
 static moelora_status run_one_sort(const moelora_align_problem *problem,
                                    const moelora_align_plan &plan, const moelora_blocks *blocks,
-                                   const scratch &parts, const moelora_exec *exec) {
+                                   const scratch &parts, const moelora_routes *from,
+                                   const moelora_exec *exec) {
   align_sort sort = describe(problem);
   apply_blocks(&sort, blocks);
   const int64_t adapters = adapter_keys_of(problem);
@@ -154,14 +162,15 @@ static moelora_status run_one_sort(const moelora_align_problem *problem,
   sort.adapter_keys = moelora_divisor_of((uint32_t)adapters);
   set_size(&sort, plan.rows, problem->routes.num_rows, problem->routes.num_experts * adapters,
            problem->mode == MOELORA_ALIGN_SEGMENTED ? adapters : 1, parts);
-  return run_sort(sort, plan.rows, exec);
+  return run_sort(sort, plan.rows, from, exec);
 }
 
 static moelora_status run_two_sorts(const moelora_align_problem *problem,
                                     const moelora_align_plan &plan, const moelora_blocks *blocks,
-                                    const scratch &parts, const moelora_exec *exec) {
+                                    const scratch &parts, const moelora_routes *from,
+                                    const moelora_exec *exec) {
   align_sort tokens = describe_tokens(problem, plan.tokens, parts);
-  MOELORA_TRY(run_sort(tokens, plan.tokens, exec));
+  MOELORA_TRY(run_sort(tokens, plan.tokens, from, exec));
   align_sort rows = describe(problem);
   apply_blocks(&rows, blocks);
   align_pad pad = {};
@@ -178,7 +187,7 @@ static moelora_status run_two_sorts(const moelora_align_problem *problem,
     rows.num_post = parts.count;
   }
   set_size(&rows, plan.rows, problem->routes.num_rows, problem->routes.num_experts, 1, parts);
-  MOELORA_TRY(run_sort(rows, plan.rows, exec));
+  MOELORA_TRY(run_sort(rows, plan.rows, NULL, exec));
   if (problem->mode != MOELORA_ALIGN_UNIFORM)
     return MOELORA_OK;
   pad.row = parts.row;
@@ -192,7 +201,7 @@ static moelora_status run_two_sorts(const moelora_align_problem *problem,
 
 static moelora_status run(const moelora_align_problem *problem, const moelora_align_plan &plan,
                           const moelora_blocks *blocks, moelora_arena *arena,
-                          const moelora_exec *exec) {
+                          const moelora_routes *from, const moelora_exec *exec) {
   const int64_t adapters = adapter_keys_of(problem);
   if (problem->routes.num_experts >= ALIGN_MAX_KEYS || adapters > ALIGN_MAX_KEYS)
     return moelora_fail(MOELORA_UNSUPPORTED,
@@ -201,8 +210,8 @@ static moelora_status run(const moelora_align_problem *problem, const moelora_al
   scratch parts;
   take_scratch(problem, &plan, arena, &parts);
   MOELORA_TRY(moelora_cuda_check_layout(arena->used, exec));
-  return plan.tokens.variant ? run_two_sorts(problem, plan, blocks, parts, exec)
-                             : run_one_sort(problem, plan, blocks, parts, exec);
+  return plan.tokens.variant ? run_two_sorts(problem, plan, blocks, parts, from, exec)
+                             : run_one_sort(problem, plan, blocks, parts, from, exec);
 }
 
 /* The problem over routes that lie in front of a sort's scratch memory. */
@@ -231,7 +240,7 @@ extern "C" moelora_status moelora_cuda_align(const moelora_align_problem *proble
   const moelora_align_problem sorted = resolved(problem, &arena);
   MOELORA_TRY(moelora_cuda_check_layout(arena.used, exec));
   MOELORA_TRY(moelora_cuda_resolve(&problem->routes, &sorted.routes, NULL, NULL, true, exec));
-  return run(&sorted, *plan, NULL, &arena, exec);
+  return run(&sorted, *plan, NULL, &arena, NULL, exec);
 }
 
 /* ---- blocks of a layer ---- */
@@ -253,7 +262,8 @@ extern "C" size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes
   return arena.used;
 }
 
-extern "C" moelora_status moelora_cuda_align_rows(const moelora_routes *routes,
+extern "C" moelora_status moelora_cuda_align_rows(const moelora_routes *from,
+                                                  const moelora_routes *routes,
                                                   const moelora_blocks *blocks,
                                                   const moelora_align_plan *plan, void *workspace,
                                                   const moelora_exec *exec) {
@@ -268,7 +278,7 @@ extern "C" moelora_status moelora_cuda_align_rows(const moelora_routes *routes,
   problem.sorted_weights = blocks->weights;
   problem.num_tokens_post_padded = blocks->num_post;
   moelora_arena arena = {(char *)workspace, 0};
-  return run(&problem, *plan, blocks, &arena, exec);
+  return run(&problem, *plan, blocks, &arena, from, exec);
 }
 
 /* ---- rows one after the other ---- */
@@ -301,5 +311,5 @@ extern "C" moelora_status moelora_cuda_sort_rows(const moelora_routes *routes,
                                  .packed_ranks = sorted->adapter,
                                  .segments = sorted->segments,
                                  .num_post = sorted->count};
-  return moelora_cuda_align_rows(routes, &blocks, plan, sorted->scratch, exec);
+  return moelora_cuda_align_rows(NULL, routes, &blocks, plan, sorted->scratch, exec);
 }

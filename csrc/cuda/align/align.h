@@ -66,7 +66,10 @@ struct align_pad {
   align_sort out;                        /* block size and outputs */
 };
 
-moelora_status align_launch_tiny(const align_sort &sort, const moelora_exec *exec);
+struct ResolveParams;
+/* tables: what to resolve first, behind the end of the kernel before; NULL: nothing. */
+moelora_status align_launch_tiny(const align_sort &sort, const ResolveParams *tables,
+                                 const moelora_exec *exec);
 /* With 2 or 8 loads of a thread in flight. */
 moelora_status align_launch_small_2(const align_sort &sort, const moelora_exec *exec);
 moelora_status align_launch_small_8(const align_sort &sort, const moelora_exec *exec);

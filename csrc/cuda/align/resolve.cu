@@ -1,15 +1,6 @@
-/* The caller's tables, read once: ids of experts and adapters as every later kernel of the call
- * finds them, whatever other streams write into the originals meanwhile.
- *
- *   expert[p]    local expert of flat row p, -1: skipped
- *   adapter[m]   adapter of token m that is there and enabled, -1: none
- *   ranks[l], scalings[l], expert_map[g]   as they are
- *   lists        lora_ids as adapters that are there and enabled, -1: none; their counts as they
- * are
- *
- * A thread takes every so many of each. */
+/* resolve.cuh as a kernel of its own: a thread takes every so many of each table. */
+#include "cuda/align/resolve.cuh"
 #include "cuda/launch/kernel_launch.cuh"
-#include "cuda/launch/routes.cuh"
 #include "cuda/ptx/pdl.cuh"
 
 namespace {
@@ -17,50 +8,15 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int64_t kMaxBlocks = 1024; // a wave of the largest GPUs: a row or two to a thread
 
-struct Resolve {
-  moelora_routes from;
-  moelora_list_blocks lists; // NULL lora_ids: none
-  moelora_divisor top_k;
-  int32_t *expert, *adapter, *ranks, *expert_map; // NULL: not asked for
-  float *scalings;
-  int32_t *list_ids, *list_counts;
-};
-
-/* to[i] = from[i], of which each element is read once. */
-template <class Value>
-__device__ __forceinline__ void copy(Value *to, const Value *from, int64_t count, int64_t begin,
-                                     int64_t step) {
-  for (int64_t i = begin; to && i < count; i += step)
-    to[i] = from[i];
-}
-
-__global__ void __launch_bounds__(kThreads) resolve(const __grid_constant__ Resolve p) {
-  const moelora_routes &from = p.from;
-  const int64_t begin = blockIdx.x * kThreads + threadIdx.x, step = gridDim.x * kThreads;
+__global__ void __launch_bounds__(kThreads) resolve(const __grid_constant__ ResolveParams p) {
   wait_for_previous_kernel();
   start_next_kernel();
-  for (int64_t row = begin; p.expert && row < from.num_rows; row += step) {
-    const uint32_t token = divide((uint32_t)row, p.top_k);
-    const uint32_t choice = (uint32_t)row - token * p.top_k.value;
-    int64_t id[1] = {
-        load_id(from.topk_ids, token * from.topk_ids.stride[0] + choice * from.topk_ids.stride[1])};
-    local_experts(from, id);
-    p.expert[row] = (int32_t)id[0];
-  }
-  for (int64_t token = begin; p.adapter && token < from.num_tokens; token += step) {
-    int64_t id[1] = {load_id(from.token_lora_mapping, token * from.token_lora_mapping.stride[0])};
-    active_adapters(from, id);
-    p.adapter[token] = (int32_t)id[0];
-  }
-  copy(p.ranks, from.lora_ranks, from.max_loras, begin, step);
-  copy(p.scalings, from.lora_scalings, from.max_loras, begin, step);
-  copy(p.expert_map, from.expert_map, from.num_global, begin, step);
-  copy(p.list_counts, (const int32_t *)p.lists.num_tokens_post_padded, from.max_loras, begin, step);
-  for (int64_t i = begin; p.list_ids && i < p.lists.num_active; i += step) {
-    int32_t id[1] = {p.lists.lora_ids[i]};
-    active_adapters(from, id);
-    p.list_ids[i] = id[0];
-  }
+  const int64_t begin = blockIdx.x * kThreads + threadIdx.x, step = gridDim.x * kThreads;
+  for (int64_t row = begin; p.expert && row < p.from.num_rows; row += step)
+    resolve_expert(p, row);
+  for (int64_t token = begin; p.adapter && token < p.from.num_tokens; token += step)
+    resolve_adapter(p, token);
+  resolve_others(p, begin, step);
 }
 
 } // namespace
@@ -99,11 +55,10 @@ extern "C" moelora_list_blocks moelora_cuda_take_lists(const moelora_list_blocks
   return to;
 }
 
-extern "C" moelora_status moelora_cuda_resolve(const moelora_routes *from, const moelora_routes *to,
-                                               const moelora_list_blocks *from_lists,
-                                               const moelora_list_blocks *to_lists, bool overlaps,
-                                               const moelora_exec *exec) {
-  Resolve p = {};
+ResolveParams describe_resolve(const moelora_routes *from, const moelora_routes *to,
+                               const moelora_list_blocks *from_lists,
+                               const moelora_list_blocks *to_lists) {
+  ResolveParams p = {};
   p.from = *from;
   p.top_k = moelora_divisor_of((uint32_t)from->top_k);
   p.expert = from->topk_ids.data ? (int32_t *)to->topk_ids.data : nullptr;
@@ -111,14 +66,23 @@ extern "C" moelora_status moelora_cuda_resolve(const moelora_routes *from, const
   p.ranks = from->lora_ranks ? (int32_t *)to->lora_ranks : nullptr;
   p.scalings = from->lora_scalings ? (float *)to->lora_scalings : nullptr;
   p.expert_map = (int32_t *)to->expert_map;
-  int64_t most = from->num_rows > from->max_loras ? from->num_rows : from->max_loras;
   if (from_lists) {
     p.lists = *from_lists;
     p.list_ids = (int32_t *)to_lists->lora_ids;
     if (to_lists->num_tokens_post_padded != from_lists->num_tokens_post_padded)
       p.list_counts = to_lists->num_tokens_post_padded;
-    most = most > from_lists->num_active ? most : from_lists->num_active;
   }
+  return p;
+}
+
+extern "C" moelora_status moelora_cuda_resolve(const moelora_routes *from, const moelora_routes *to,
+                                               const moelora_list_blocks *from_lists,
+                                               const moelora_list_blocks *to_lists, bool overlaps,
+                                               const moelora_exec *exec) {
+  const ResolveParams p = describe_resolve(from, to, from_lists, to_lists);
+  int64_t most = from->num_rows > from->max_loras ? from->num_rows : from->max_loras;
+  if (from_lists && most < from_lists->num_active)
+    most = from_lists->num_active;
   const int64_t wanted = (most + kThreads - 1) / kThreads;
   const int64_t blocks = wanted < 1 ? 1 : wanted < kMaxBlocks ? wanted : kMaxBlocks;
   return overlaps ? launch_blocks<resolve>("resolve", blocks, kThreads, 0, exec, p)

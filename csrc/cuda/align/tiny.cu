@@ -1,8 +1,10 @@
 /* Sorts of a few items in one launch: every item is compared with every other one, so that there
  * are no bins to clear, to count and to scan. Every CTA does that; the first one places the items,
  * all of them share what lies around. An item has four lanes, each of which compares it with a
- * quarter of the others. */
+ * quarter of the others. Where the caller's tables are to be read first, a single CTA does it all:
+ * there is as little around as a launch takes. */
 #include "cuda/align/align.cuh"
+#include "cuda/align/resolve.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 
 constexpr int LANES = 4, THREADS = LANES * ALIGN_TINY_ITEMS; /* LANES: of a quad_sum() */
@@ -17,16 +19,51 @@ struct tiny_shared {
   alignas(16) int32_t blocks[ALIGN_TINY_ITEMS]; /* 0, then */
   int32_t count[ALIGN_TINY_ITEMS];
   int32_t block[ALIGN_TINY_ITEMS];
+  int32_t expert[ALIGN_TINY_ITEMS], adapter[ALIGN_TINY_ITEMS]; /* of rows and tokens, resolved */
 };
 
-static __global__ void __launch_bounds__(THREADS) align_tiny(const __grid_constant__ align_sort s) {
+/* Reads the caller's tables: some threads those of rows, some those of tokens, some all others. */
+static __device__ __forceinline__ void resolve(const align_sort &s, const ResolveParams &tables,
+                                               tiny_shared &shared) {
+  constexpr int32_t EACH = ALIGN_TINY_ITEMS;
+  static_assert(THREADS > 2 * EACH, "some threads are left");
+  const int32_t thread = (int32_t)threadIdx.x;
+  if (thread < EACH) {
+    if (thread < (int32_t)s.num_items)
+      shared.expert[thread] = resolve_expert(tables, thread);
+  } else if (thread < 2 * EACH) {
+    if (tables.adapter && thread - EACH < s.routes.num_tokens)
+      shared.adapter[thread - EACH] = resolve_adapter(tables, thread - EACH);
+  } else {
+    resolve_others(tables, thread - 2 * EACH, THREADS - 2 * EACH);
+  }
+}
+
+/* As load_keys() finds it. */
+static __device__ __forceinline__ int32_t resolved_key(const align_sort &s,
+                                                       const tiny_shared &shared, int32_t item) {
+  if (item >= (int32_t)s.num_items || shared.expert[item] < 0)
+    return -1;
+  const int32_t adapter = s.by_adapter ? shared.adapter[divide((uint32_t)item, s.top_k)] + 1 : 0;
+  return shared.expert[item] * (int32_t)s.adapter_keys.value + adapter;
+}
+
+template <bool RESOLVES>
+static __global__ void __launch_bounds__(THREADS)
+    align_tiny(const __grid_constant__ align_sort s, const __grid_constant__ ResolveParams tables) {
   __shared__ tiny_shared shared;
   const int32_t me = (int32_t)threadIdx.x / LANES, lane = (int32_t)threadIdx.x % LANES;
   const int32_t items = (int32_t)s.num_items;
   wait_for_previous_kernel();
   start_next_kernel();
   int32_t key[1];
-  load_keys(s, (uint32_t)me, s.num_items, key);
+  if constexpr (RESOLVES) {
+    resolve(s, tables, shared);
+    __syncthreads();
+    key[0] = resolved_key(s, shared, me);
+  } else {
+    load_keys(s, (uint32_t)me, s.num_items, key);
+  }
   const int32_t mine = key[0] * ALIGN_TINY_ITEMS + me;
   if (lane == 0)
     shared.item[me] = mine;
@@ -86,6 +123,10 @@ static __global__ void __launch_bounds__(THREADS) align_tiny(const __grid_consta
                       (int64_t)gridDim.x * THREADS);
 }
 
-moelora_status align_launch_tiny(const align_sort &sort, const moelora_exec *exec) {
-  return launch_blocks<align_tiny>("align_tiny", CTAS, THREADS, 0, exec, sort);
+moelora_status align_launch_tiny(const align_sort &sort, const ResolveParams *tables,
+                                 const moelora_exec *exec) {
+  return tables ? launch_blocks<align_tiny<true>, 1, false>("align_tiny", 1, THREADS, 0, exec, sort,
+                                                            *tables)
+                : launch_blocks<align_tiny<false>>("align_tiny", CTAS, THREADS, 0, exec, sort,
+                                                   ResolveParams{});
 }

@@ -189,12 +189,13 @@ moelora_status moelora_cuda_resolve(const moelora_routes *from, const moelora_ro
                                     const moelora_list_blocks *to_lists, bool overlaps,
                                     const moelora_exec *exec);
 
-/* align.cu: fills the blocks. `routes` are resolved. */
+/* align.cu: fills the blocks. `routes` are resolved; of `from`, where that is not NULL, behind the
+ * end of the kernel before. */
 size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes,
                                          const moelora_align_plan *plan);
-moelora_status moelora_cuda_align_rows(const moelora_routes *routes, const moelora_blocks *blocks,
-                                       const moelora_align_plan *plan, void *workspace,
-                                       const moelora_exec *exec);
+moelora_status moelora_cuda_align_rows(const moelora_routes *from, const moelora_routes *routes,
+                                       const moelora_blocks *blocks, const moelora_align_plan *plan,
+                                       void *workspace, const moelora_exec *exec);
 
 /* Routed rows one after the other, by expert, then adapter; `count` of P entries are rows. */
 typedef struct moelora_sorted_rows {

@@ -118,8 +118,7 @@ Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
  * another layer still hold some SMs, those that follow would get them unevenly. */
 moelora_status align(const Alignment *a, const moelora_routes *from, const moelora_align_plan *plan,
                      const moelora_exec *exec) {
-  MOELORA_TRY(moelora_cuda_resolve(from, &a->routes, nullptr, nullptr, false, exec));
-  return moelora_cuda_align_rows(&a->routes, &a->blocks, plan, a->scratch, exec);
+  return moelora_cuda_align_rows(from, &a->routes, &a->blocks, plan, a->scratch, exec);
 }
 
 /* Rows of what lies by position. */

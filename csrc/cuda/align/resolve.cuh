@@ -1,0 +1,68 @@
+/* The caller's tables, read once: ids of experts and adapters as every later kernel of the call
+ * finds them, whatever other streams write into the originals meanwhile.
+ *
+ *   expert[p]    local expert of flat row p, -1: skipped
+ *   adapter[m]   adapter of token m that is there and enabled, -1: none
+ *   ranks[l], scalings[l], expert_map[g]   as they are
+ *   lists        lora_ids as adapters that are there and enabled, -1: none; their counts as they
+ * are */
+#ifndef MOELORA_CUDA_RESOLVE_CUH
+#define MOELORA_CUDA_RESOLVE_CUH
+
+#include "cuda/launch/launch.h"
+#include "cuda/launch/routes.cuh"
+
+struct ResolveParams {
+  moelora_routes from;
+  moelora_list_blocks lists; // NULL lora_ids: none
+  moelora_divisor top_k;
+  int32_t *expert, *adapter, *ranks, *expert_map; // NULL: not asked for
+  float *scalings;
+  int32_t *list_ids, *list_counts;
+};
+
+/* to[i] = from[i], of which each element is read once. */
+template <class Value>
+static __device__ __forceinline__ void copy_table(Value *to, const Value *from, int64_t count,
+                                                  int64_t begin, int64_t step) {
+  for (int64_t i = begin; to && i < count; i += step)
+    to[i] = from[i];
+}
+
+static __device__ __forceinline__ int32_t resolve_expert(const ResolveParams &p, int64_t row) {
+  const uint32_t token = divide((uint32_t)row, p.top_k);
+  const uint32_t choice = (uint32_t)row - token * p.top_k.value;
+  const moelora_ids &ids = p.from.topk_ids;
+  int64_t id[1] = {load_id(ids, token * ids.stride[0] + choice * ids.stride[1])};
+  local_experts(p.from, id);
+  return p.expert[row] = (int32_t)id[0];
+}
+
+static __device__ __forceinline__ int32_t resolve_adapter(const ResolveParams &p, int64_t token) {
+  int64_t id[1] = {load_id(p.from.token_lora_mapping, token * p.from.token_lora_mapping.stride[0])};
+  active_adapters(p.from, id);
+  return p.adapter[token] = (int32_t)id[0];
+}
+
+/* All tables but those two, every `step`-th element from `begin` on. */
+static __device__ __forceinline__ void resolve_others(const ResolveParams &p, int64_t begin,
+                                                      int64_t step) {
+  const moelora_routes &from = p.from;
+  copy_table(p.ranks, from.lora_ranks, from.max_loras, begin, step);
+  copy_table(p.scalings, from.lora_scalings, from.max_loras, begin, step);
+  copy_table(p.expert_map, from.expert_map, from.num_global, begin, step);
+  copy_table(p.list_counts, (const int32_t *)p.lists.num_tokens_post_padded, from.max_loras, begin,
+             step);
+  for (int64_t i = begin; p.list_ids && i < p.lists.num_active; i += step) {
+    int32_t id[1] = {p.lists.lora_ids[i]};
+    active_adapters(from, id);
+    p.list_ids[i] = id[0];
+  }
+}
+
+/* From the caller's routes and lists to those that lie in the workspace; lists may be NULL. */
+ResolveParams describe_resolve(const moelora_routes *from, const moelora_routes *to,
+                               const moelora_list_blocks *from_lists,
+                               const moelora_list_blocks *to_lists);
+
+#endif
