@@ -20,6 +20,8 @@ enum {
   SUMMED_RANKS = 64,      /* of whole segments: registers for two sums, see shrink_staged.cuh */
   HALF_ROWS = 16,         /* more wait for memory: a GEMM behind them can have the registers */
   BLOCK_SHARES = 8,       /* of a block, for every tile of ranks */
+  THIN_SHARES = 2,        /* of a block that has a row or two: CTAs for more would only be in the
+                           * way of those of the GEMM behind them */
   LISTED_KEYS = 4096,     /* that CTAs look through for their share of items */
   LOADS_OF_SPLIT = 48,    /* of a lane: with no more, the depth is not split further */
   NARROW_LONG_ROWS = 320, /* of an expert, in windows, from which narrow segments are long */
@@ -166,8 +168,9 @@ moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
     return plan_segments(v, load, device);
 
   part = part < v->block_m ? part : v->block_m;
-  const int64_t shares = BLOCK_SHARES * moelora_divide_up(columns, v->block_n),
-                blocks = load->max_blocks;
+  const int64_t blocks = load->max_blocks;
+  const int64_t shares =
+      (few && blocks >= rows ? THIN_SHARES : BLOCK_SHARES) * moelora_divide_up(columns, v->block_n);
   const int64_t items = segments + rows / part;
   const bool listed = load->listed > 0 && load->listed <= LISTED_KEYS && rows >= thin * segments;
   /* As many blocks as all CTAs together have items of. */

@@ -19,6 +19,12 @@ template <class S> struct ShrinkShared {
   ShrinkItems<S> list;
 };
 
+/* The kernel behind this one relies on all that is before it. */
+__device__ __forceinline__ void wait_and_start_next() {
+  wait_for_previous_kernel();
+  start_next_kernel();
+}
+
 /* Where the operands of an item lie, tokens from `low` on. */
 struct BlockOperands {
   const moelora_shrink_launch &s;
@@ -36,8 +42,10 @@ struct BlockOperands {
                 rank_of(s.adapters.lora, item.packed), column, columns, k);
   }
 
+  /* Rows of A are on their way: x may still be in the making. */
   template <class T, int N> __device__ __forceinline__ void find_x(const T *(&x)[N], int k) const {
     uint32_t row[N];
+    wait_and_start_next();
 #pragma unroll
     for (int n = 0; n < N; n++)
       row[n] = item.position_of(s, min(low + n * 8 + (int)threadIdx.x % 32 / 4, item.tokens - 1));
@@ -104,11 +112,8 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT / S::WARPS)
   ShrinkItems<S> &list = shared.list;
   const int warp = threadIdx.x / 32, ctas = gridDim.x;
   // Where x lies by position the kernel before is the one that makes it, and segments are older.
-  const bool early = p.listed && !p.s.tokens.divisor.value;
-  if (!early) {
-    wait_for_previous_kernel();
-    start_next_kernel();
-  }
+  if (p.s.tokens.divisor.value || !(p.listed || p.few))
+    wait_and_start_next();
   // Blocks that are not in use hold nothing to find.
   const int blocks = p.listed ? 0
                      : p.few  ? (int)p.s.schedule.blocks.max_blocks
@@ -121,10 +126,6 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT / S::WARPS)
         break;
       lists = 1;
       count = min(list.list(p, turn * LISTED) - turn * LISTED, LISTED);
-      if (early && turn == 0) {
-        wait_for_previous_kernel();
-        start_next_kernel();
-      }
     } else {
       const int work_unit = blockIdx.x + turn * ctas * S::WARPS;
       if (work_unit >= blocks * p.shares)
@@ -140,6 +141,7 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT / S::WARPS)
       run_items<T, S, VECTORS>(p, list.items[w], p.listed ? count : list.found[w], shared.sums);
     __syncthreads();
   }
+  wait_and_start_next(); // who had nothing to do
 }
 
 template <class T, class S, bool VECTORS>
