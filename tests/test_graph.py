@@ -139,7 +139,8 @@ def test_layer(tokens, dtype, form):
     there = first.to("cuda")
     captured = Captured(lambda: moelora.fused_experts_lora(**there.kwargs()))
     if tokens == 1:
-        assert ("decode_" in _C.last_plan()) == (form in ONE_LAUNCH)
+        hopper = torch.cuda.get_device_capability() == (9, 0)
+        assert ("decode_" in _C.last_plan()) == (form in (FORMS[:1] if hopper else ONE_LAUNCH))
     for name, values in variations(dense(first)):
         overwrite(dense(there), values)
         p = with_dense(first, values)

@@ -70,7 +70,8 @@ def test_projections_of_two_formats_share_an_alignment(answer, pair, capability,
         assert [getattr(row, name) for name in same] == [getattr(of_w2, name) for name in same]
         assert row.family == ("SM90" if capability == 90 else "SM80")
         alike = KERNELS.get(pair[0], pair[0]) == KERNELS.get(pair[1], pair[1])
-        one_launch = alike and tokens <= (2 if pair[0] == "native" else 1)
+        few = 2 if pair[0] == "native" else 0 if capability == 90 else 1
+        one_launch = alike and tokens <= few
         assert (words[2] != "-") == one_launch
         assert one_launch == words[0].startswith("decode")
 
@@ -92,11 +93,17 @@ def test_few_rows_run_the_whole_layer_in_one_launch(answer, capability):
 def test_one_token_of_quantised_weights_is_one_launch_and_more_are_if_forced(
     answer, name, capability
 ):
+    """But for Hopper, whose kernels are faster, where they can take the weights."""
+
     def first(w2=name, **problem):
         return answer(("cuda", capability), "formats", name, w2, **problem).split()[0]
 
     one = f"decode_bf16_{KERNELS[name]}_sm80"
-    assert first(tokens=1) == one
+    if capability == 90:
+        assert first(tokens=1).endswith("_16x128x128_sm90")
+        assert first(tokens=1, env={"MOELORA_MAX_CC": "80"}) == one
+    else:
+        assert first(tokens=1) == one
     assert first(tokens=2).startswith("gemm_") and first("native", tokens=1).startswith("gemm_")
     for row in DECODE_ROWS:
         forced = {"MOELORA_FORCE_VARIANT": row.name}
@@ -216,3 +223,26 @@ def test_a_cpu_has_one_kernel_for_all_formats(answer):
         words = answer(("cpu", 7), "formats", *pair).split()
         assert words == answer(("cpu", 7)).split()
         assert words[7] == words[0]
+
+
+MIXTRAL = {"experts": 8, "top_k": 2, "hidden": 4096, "inter": 14336}
+GPT_OSS = {"experts": 32, "top_k": 4, "hidden": 2880, "inter": 2880}
+
+
+@pytest.mark.parametrize("name", ["native", "w8a8", *KERNELS])
+def test_a_long_depth_of_few_tiles_is_split(answer, name):
+    """Into parts that fill the chip: how many, and how many times 128 each is. Qwen3's is short."""
+
+    def splits(capability=90, **problem):
+        told = ("splits", "formats", name, name)
+        return tuple(map(int, answer(("cuda", capability), *told, **problem).split()))
+
+    forced = {"MOELORA_FORCE_VARIANT": "gemm_bf16_16x128x64_sm90"} if name == "native" else {}
+    more = name in KERNELS  # CTAs on an SM
+    for tokens, want in {1: 4, 2: 3 if more else 2, 4: 2 if more else 1, 16: 1}.items():
+        assert splits(tokens=tokens, env=forced, **MIXTRAL) == (want, -(-112 // want))
+    assert splits(tokens=1, env=forced, **GPT_OSS) == (2, 12)
+    assert splits(tokens=4, env=forced, **GPT_OSS) == splits(tokens=4096, **GPT_OSS) == (1, 23)
+    assert splits(tokens=1, env=forced) == (1, 6)
+    for whole in ({"capability": 80}, {"env": forced | {"MOELORA_BATCH_INVARIANT": "1"}}):
+        assert splits(tokens=1, **MIXTRAL, **whole) == (1, 112)

@@ -47,6 +47,10 @@ const moelora_variant *moelora_plan_sum(moelora_dtype dtype, bool vectors,
                                         const moelora_variant *tuned,
                                         const moelora_device_info *device);
 
+/* plan_delta.c: pairs that the rows make on average if each is as likely to carry any of `adapters`
+ * as to go to any expert. */
+double moelora_expected_pairs(const moelora_routes *routes, int32_t adapters);
+
 /* plan_sort.c: how rows are sorted into blocks of one expert, of which `cluster` neighbours always
  * belong together. tuned: the row to take if it can serve; NULL: none. */
 void moelora_plan_blocks(const moelora_routes *routes, int32_t rows, int32_t cluster,

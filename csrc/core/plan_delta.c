@@ -31,9 +31,7 @@ enum {
 
 /* ---- rows ---- */
 
-/* Pairs that the rows make on average if each is as likely to carry any of `adapters` as to go to
- * any expert. */
-static double expected_pairs(const moelora_routes *routes, int32_t adapters) {
+double moelora_expected_pairs(const moelora_routes *routes, int32_t adapters) {
   const double pool = (double)routes->num_experts * adapters;
   return pool > 0 ? pool * (1.0 - exp(-(double)routes->num_rows / pool)) : 0.0;
 }
@@ -52,7 +50,7 @@ static double pair_bytes(const moelora_factors *lora, int64_t k, bool shrinks, b
  * together. */
 static moelora_delta_order order_for(const moelora_routes *routes, double bytes_of_pair) {
   const double repeated =
-      (double)routes->num_rows - expected_pairs(routes, likely_adapters(routes));
+      (double)routes->num_rows - moelora_expected_pairs(routes, likely_adapters(routes));
   if (routes->num_rows <= MOELORA_WINDOW_ROWS &&
       (int64_t)routes->num_experts * routes->max_loras <= MOELORA_WINDOW_PAIRS)
     return repeated * bytes_of_pair > GROUP_BYTES ? MOELORA_GROUPED : MOELORA_BY_ROUTE;
@@ -143,7 +141,7 @@ static moelora_expand_plan plan_expand(const expand_load *load, const moelora_de
   const int64_t ctas = (int64_t)device->num_units * v->ctas;
   if (v->method == MOELORA_EXPAND_STAGED) {
     const double rows = (double)load->routes->num_rows;
-    const double pairs = expected_pairs(load->routes, likely_adapters(load->routes));
+    const double pairs = moelora_expected_pairs(load->routes, likely_adapters(load->routes));
     while (plan.part > MIN_PART &&
            fmax(rows / plan.part, pairs) * (double)tiles < (double)(EXPAND_ITEMS * ctas * v->warps))
       plan.part /= 2;
@@ -278,7 +276,7 @@ moelora_status moelora_plan_delta(const moelora_delta_problem *p, const moelora_
   const bool out_vectors = p->sum_top_k || are_vector_strides(p->out, p->out_stride, 2);
   const bool whole = !gated || p->lora.num_slices != 1 || p->lora.slice_n % 16 == 0;
   const bool expand_vectors = is_vector_expand(&p->lora) && xa_vectors && out_vectors && whole;
-  plan->parts = p->lora.num_slices * expected_pairs(routes, LIKELY_ADAPTERS);
+  plan->parts = p->lora.num_slices * moelora_expected_pairs(routes, LIKELY_ADAPTERS);
   plan->one = choose_one(p, plan->order, gated, vectors && expand_vectors, plan->parts, device);
   if (plan->one)
     return MOELORA_OK;

@@ -55,19 +55,8 @@ static const shape_bound w8a8_shapes[] = {
     {108, {128, 2}}, {176, {96, 2}}, {INT64_MAX, {128, 2}},
 };
 
-/* Up to so many tokens, and so many rows of more than one, one launch is the faster one: on an H200
- * by 4 to 12 % without adapters, by 2 to 8 % with some of rank 16 (of rank 64, two tokens of top-8
- * take 5 % longer). Where experts are narrow and more rows bring more adapters, the adapters at the
- * end of each CTA decide, and seven launches win. With quantised weights, of which there are fewer
- * bytes to stream, they decide from two tokens on; for one, one launch takes 10 to 40 % less. */
-enum { FEW_TOKENS = 4, FEW_ROWS = 18 };
-
-static bool is_few(moelora_format format, const moelora_routes *routes) {
-  if (routes->num_tokens == 1)
-    return true;
-  return format == MOELORA_NATIVE && routes->num_tokens <= FEW_TOKENS &&
-         routes->num_rows <= FEW_ROWS;
-}
+/* Multiples of MOELORA_SPLIT_DEPTH of a part of a tile, at least. */
+enum { LEAST_SPLIT = 10 };
 
 /* What a problem lets a CUDA kernel do, from shapes, strides and pointers of everything but
  * adapters: 16-byte accesses, boxes of 64 weight rows by TMA, the whole layer in one launch. */
@@ -79,6 +68,21 @@ typedef struct access {
   moelora_format second; /* that of w2, where it is a layer */
   bool halves;           /* some FP8 scales are of 64 of depth, for which Hopper has no kernel */
 } access;
+
+/* Up to so many tokens, and so many rows of more than one, one launch is the faster one: on an H200
+ * by 4 to 12 % without adapters, by 2 to 8 % with some of rank 16 (of rank 64, two tokens of top-8
+ * take 5 % longer). Where experts are narrow and more rows bring more adapters, the adapters at the
+ * end of each CTA decide, and seven launches win. With quantised weights, of which there are fewer
+ * bytes to stream, they decide from two tokens on, with Hopper's kernels for them from one. */
+enum { FEW_TOKENS = 4, FEW_ROWS = 18 };
+
+static bool is_few(const moelora_routes *routes, const access *access,
+                   const moelora_device_info *device) {
+  if (access->format != MOELORA_NATIVE)
+    return routes->num_tokens == 1 && !(access->tma && moelora_family_of(device) == MOELORA_SM90);
+  return routes->num_tokens == 1 ||
+         (routes->num_tokens <= FEW_TOKENS && routes->num_rows <= FEW_ROWS);
+}
 
 static shape pick_cuda_shape(int64_t rows, const access *access) {
   const bool native = access->format == MOELORA_NATIVE && access->second == MOELORA_NATIVE;
@@ -325,6 +329,25 @@ static const moelora_variant *prefer_tuned(const moelora_variant *tuned,
              : picked;
 }
 
+/* Split-K of w2, of blocks of `gemm`: where a long depth makes tiles that are fewer than the CTAs
+ * that Hopper holds, each is cut into as many parts as fill these. */
+static void plan_splits(const moelora_experts_problem *p, const moelora_variant *gemm,
+                        const moelora_device_info *device, moelora_experts_plan *plan) {
+  const int64_t depth = moelora_divide_up(p->intermediate, MOELORA_SPLIT_DEPTH);
+  int64_t splits = 1;
+  if (plan->partial_f32 && gemm->needs == MOELORA_SM90 && device->device == MOELORA_CUDA) {
+    const double tiles =
+        moelora_expected_pairs(&p->routes, 1) * (double)moelora_divide_up(p->hidden, gemm->block_n);
+    const double held = device->num_units * moelora_float_ctas(plan->w2->format);
+    splits = tiles > 0 && held / tiles < MOELORA_MOST_SPLITS ? (int64_t)(held / tiles)
+                                                             : MOELORA_MOST_SPLITS;
+    splits = splits < depth / LEAST_SPLIT ? splits : depth / LEAST_SPLIT;
+  }
+  splits = splits > 1 ? splits : 1;
+  plan->split_tiles = (int32_t)moelora_divide_up(depth, splits);
+  plan->splits = (int32_t)moelora_divide_up(depth, plan->split_tiles);
+}
+
 /* All around the projections of a layer, which `gemm` serves. */
 static void plan_around(const moelora_experts_problem *p, const moelora_variant *gemm,
                         const moelora_device_info *device, const moelora_device_info *seen,
@@ -366,7 +389,7 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                   !problem->apply_router_weight_on_input &&
                   problem->routes.num_tokens <= MOELORA_DECODE_TOKENS &&
                   problem->routes.num_rows <= MOELORA_DECODE_ROWS;
-  access.few = access.decode && is_few(access.format, &problem->routes);
+  access.few = access.decode && is_few(&problem->routes, &access, device);
   const moelora_variant *picked;
   const int64_t rows = moelora_rows_per_expert(&problem->routes);
   MOELORA_TRY(pick_variant(rows, problem->dtype, &access, device, &picked));
@@ -387,6 +410,7 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
    * few; elsewhere their traffic would cost a twentieth to a fifth of the layer. */
   plan->partial_f32 = device->device == MOELORA_CPU ||
                       (last->block_m <= MOELORA_FLOAT_ROWS && !device->batch_invariant);
+  plan_splits(problem, last, device, plan);
   if (device->device == MOELORA_CUDA)
     plan_around(problem, last, device, &seen, plan);
   return MOELORA_OK;

@@ -78,6 +78,16 @@ typedef struct moelora_variant {
 /* CUDA: rows of a block up to which a projection can leave its results in float32. */
 #define MOELORA_FLOAT_ROWS 16
 
+/* CTAs of an SM that Hopper GEMMs with blocks of so few rows leave room for: of four bits, to make
+ * numbers takes a warp longer than their bytes take to come. */
+static MOELORA_CONSTEXPR int32_t moelora_float_ctas(moelora_format format) {
+  return format == MOELORA_MXFP4 || format == MOELORA_INT4 ? 3 : 2;
+}
+
+/* Split-K: parts of a tile's depth, at most, and what all kernels take in whole steps of it. */
+#define MOELORA_MOST_SPLITS 4
+#define MOELORA_SPLIT_DEPTH 128
+
 /* Whether tokens are operand A of a Hopper GEMM's wgmma, which then takes 64 of them at a time, and
  * otherwise n8 tiles. */
 static MOELORA_CONSTEXPR bool moelora_tokens_first(moelora_format format, int32_t block_m) {
@@ -162,6 +172,8 @@ typedef struct moelora_experts_plan {
   const moelora_variant *staged;
   bool partial_f32; /* rows of w2 wait for the top-k sum in float32, else in the compute dtype */
   /* CUDA */
+  int32_t splits, split_tiles; /* split-K: parts of w2's depth that the sum adds up, and how many
+                                * times MOELORA_SPLIT_DEPTH each but the last has */
   int32_t near_elements;
   moelora_align_plan align;
   moelora_shrink_plan shrink[2]; /* of w13, of w2 */

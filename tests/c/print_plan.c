@@ -11,8 +11,9 @@
  * needed are -, as they all are on a CPU; W2 is the projection's own, beside VARIANT or STAGED.
  * With arguments `formats W13 W2` before all others the weights are quantised: native, mxfp4, int4,
  * int4_g32, int4_zp, int4_zp_g32, fp8, fp8_g64, fp8_rows, or w8a8: fp8, and x, too. With a first
- * argument `listed` the answer is 1 or 0 for each shrink: whether it goes by listed segments. With
- * `delta` the lines are deltas of x [M, K] to [M, TOP_K, I], and the answer is
+ * argument `listed` the answer is 1 or 0 for each shrink: whether it goes by listed segments; with
+ * `splits` into how many parts the depth of w2 is cut, and of how many multiples of 128 each is.
+ * With `delta` the lines are deltas of x [M, K] to [M, TOP_K, I], and the answer is
  *
  *   ONE ORDER SORT SHRINK SPLITS EXPAND WAVES
  *
@@ -143,10 +144,12 @@ static void print_delta(const moelora_experts_problem *layer, const moelora_devi
 int main(int argc, char **argv) {
   const bool deltas = argc > 1 && strcmp(argv[1], "delta") == 0;
   const bool listed = argc > 1 && strcmp(argv[1], "listed") == 0;
-  const bool quantised = argc > 3 && strcmp(argv[1], "formats") == 0;
-  const moelora_format w13 = quantised ? parse_format(argv[2]) : MOELORA_NATIVE;
-  const moelora_format w2 = quantised ? parse_format(argv[3]) : MOELORA_NATIVE;
-  for (int i = 1 + deltas + listed + 3 * quantised; i + 9 <= argc; i += 9)
+  const bool splits = argc > 1 && strcmp(argv[1], "splits") == 0;
+  const int told = 1 + deltas + listed + splits;
+  const bool quantised = argc > told + 2 && strcmp(argv[told], "formats") == 0;
+  const moelora_format w13 = quantised ? parse_format(argv[told + 1]) : MOELORA_NATIVE;
+  const moelora_format w2 = quantised ? parse_format(argv[told + 2]) : MOELORA_NATIVE;
+  for (int i = told + 3 * quantised; i + 9 <= argc; i += 9)
     add_tuned_plan(argv + i);
   char dtype[16], kind[8];
   long long tokens, top_k, experts, global, hidden, inner, rank;
@@ -202,6 +205,8 @@ int main(int argc, char **argv) {
     const bool planned = moelora_plan_experts(&problem, &device, &plan) == MOELORA_OK;
     if (planned && listed)
       printf("%d %d\n", plan.shrink[0].listed, plan.shrink[1].listed);
+    else if (planned && splits)
+      printf("%d %d\n", plan.splits, plan.split_tiles);
     else if (planned)
       printf("%s %d %s %s %s %s %s %s\n", plan.variant->name, plan.variant->block_m,
              name_of(plan.staged), name_of(plan.align.rows.variant),

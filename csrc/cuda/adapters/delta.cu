@@ -124,6 +124,7 @@ moelora_status project(const moelora_delta_problem *p, const DeltaLayout *l, int
     return MOELORA_OK;
 
   moelora_sum_launch sum = {};
+  sum.splits = 1;
   sum.routes = *routes;
   sum.z = l->z.data;
   sum.z_stride = l->z.stride;

@@ -136,6 +136,24 @@ moelora_status launch_spread(const char *name, int64_t work, int threads, size_t
   return launch_kernel<KERNEL>(name, work, threads, shared_bytes, exec, args...);
 }
 
+/* Or blocks of Hopper start at once, each with so much shared memory that an SM has room for no
+ * more than its share of them: beside a kernel of few blocks. */
+template <auto KERNEL, class... Args>
+moelora_status launch_even(const char *name, int64_t work, int threads, size_t shared_bytes,
+                           const moelora_exec *exec, Args... args) {
+  constexpr size_t OF_SM = 228 * 1024, MOST = OF_SM / 2;
+  int64_t resident = 0;
+  cudaError_t error = resident_blocks<KERNEL>(threads, shared_bytes, exec, &resident);
+  const int64_t sms = moelora_cuda_num_sms(exec->device_index), share = (work + sms - 1) / sms;
+  if (error != cudaSuccess || work == 0 || share * sms >= resident)
+    return launch_kernel<KERNEL>(name, work, threads, shared_bytes, exec, args...);
+  // The same whatever the share: another thread may be about to launch.
+  error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)MOST);
+  if (error != cudaSuccess)
+    return moelora_cuda_check(error, name);
+  return launch_blocks<KERNEL>(name, work, threads, OF_SM / (size_t)(share + 1), exec, args...);
+}
+
 /* Queues KERNEL(args...) on at most `per_sm` blocks per SM and at most `work`, all of them resident
  * from the start, so that they may wait for each other. Not started before its predecessor ends.
  * fits: false, and nothing is queued, where the context has fewer SMs than the device, as a green

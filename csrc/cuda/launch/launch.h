@@ -123,6 +123,9 @@ typedef struct moelora_epilogue {
   bool weighted;
   bool out_f32;
   bool out_by_position; /* rows out_stride[0] apart */
+  /* Split-K, of out_f32 by position: parts of MOELORA_SPLIT_DEPTH times so much of the depth, the
+   * last of what is left, whose results lie one after the other, max_blocks of blocks apart */
+  int16_t splits, split_tiles;
   void *out; /* else row p at (p / top_k) * out_stride[0] + (p % top_k) * out_stride[1] */
   int64_t out_stride[2];
   /* out as the next projection wants it, from Hopper's kernels of FP8 with 256 weight rows; out
@@ -161,6 +164,8 @@ typedef struct moelora_sum_launch {
   const void *z;         /* [, z_stride] */
   int64_t z_stride;
   bool z_f32;
+  int32_t splits;     /* z is in so many parts, */
+  int64_t split_rows; /* so many rows apart */
   /* of a layer: where the rows of z are that weights belong to */
   const int32_t *positions; /* [P] of each flat row, -1: skipped; NULL: z is [P], of adapters */
   const float *weights;     /* [M, top_k]; NULL: 1 */

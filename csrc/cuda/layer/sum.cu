@@ -65,27 +65,43 @@ __device__ __forceinline__ void add_columns(float (&sum)[WIDTH], const Z *from, 
   }
 }
 
+/* All rows of a token, and all parts of each; false: there are none. */
+template <class Rows, int WIDTH, bool SPLIT, class Z>
+__device__ __forceinline__ bool add_rows(float (&sum)[WIDTH], const moelora_sum_launch &s,
+                                         int64_t m, const Z *z) {
+  const int top_k = s.routes.top_k;
+  bool any = Rows::EVERY_TOKEN;
+#pragma unroll 4
+  for (int j = 0; j < top_k; j++) {
+    const int64_t row = Rows::find(s, m * top_k + j);
+    const float weight = Rows::weight(s, m, j);
+    if (row < 0)
+      continue;
+    any = true;
+    const Z *from = z + row * s.z_stride;
+#pragma unroll
+    for (int split = 0; split < (SPLIT ? MOELORA_MOST_SPLITS : 1); split++)
+      if (!SPLIT || split < s.splits)
+        add_columns(sum, from + split * s.split_rows * s.z_stride, weight);
+  }
+  return any;
+}
+
 template <class Rows, class T, class Z, int WIDTH>
 __global__ void __launch_bounds__(kThreads, kLightResident)
     sum_rows(const __grid_constant__ moelora_sum_launch s) {
   wait_for_previous_kernel();
   start_next_kernel();
-  const int32_t chunks = (s.columns + WIDTH - 1) / WIDTH, top_k = s.routes.top_k;
+  const int32_t chunks = (s.columns + WIDTH - 1) / WIDTH;
   const int64_t count = s.routes.num_tokens * chunks;
   for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < count;
        i += (int64_t)gridDim.x * kThreads) {
     const int64_t m = i / chunks, column = i % chunks * WIDTH;
     float sum[WIDTH] = {};
-    bool any = Rows::EVERY_TOKEN;
-#pragma unroll 4
-    for (int j = 0; j < top_k; j++) {
-      const int64_t row = Rows::find(s, m * top_k + j);
-      const float weight = Rows::weight(s, m, j);
-      if (row < 0)
-        continue;
-      any = true;
-      add_columns(sum, (const Z *)s.z + row * s.z_stride + column, weight);
-    }
+    const Z *z = (const Z *)s.z + column;
+    constexpr bool MAY_SPLIT = Rows::EVERY_TOKEN && sizeof(Z) == 4;
+    const bool any = MAY_SPLIT && s.splits > 1 ? add_rows<Rows, WIDTH, MAY_SPLIT>(sum, s, m, z)
+                                               : add_rows<Rows, WIDTH, false>(sum, s, m, z);
     if (!any)
       continue;
     T *to = (T *)s.out + m * s.out_stride + column;

@@ -63,7 +63,7 @@ template <class E, EpilogueMode MODE> struct Epilogue {
       : activation(g.epilogue.activation) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
     bias[0] = bias[1] = bias[2] = bias[3] = 0.f;
-    if (!g.weights.w.bias)
+    if (!g.weights.w.bias || !is_last_split<E>(g, tile))
       return;
 #pragma unroll
     for (int j = 0; j < 4; j++) {

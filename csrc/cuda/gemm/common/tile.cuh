@@ -45,13 +45,28 @@ template <int TOKENS_, int TILES_, moelora_format FORMAT_ = MOELORA_NATIVE> stru
   static constexpr int W_BYTES = weight_bytes(FORMAT, TILES), X_BYTES = TOKENS * kRowBytes;
   static constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
   static constexpr bool HALF_TILES = false; // there are tiles of half as many rows
+  static constexpr bool SPLIT_K = false;    // there are tiles of a part of the depth
 };
 
 /* A half tile has the first half of a column's m64 tiles (1) or the second (2), as its tiles 0, 1
- * and so on; a whole one has half 0. */
+ * and so on; a whole one has half 0. With split-K a tile has one of epilogue.splits
+ * parts of the depth. */
 struct Tile {
-  int32_t block, column, expert, half;
+  int32_t block, column, expert, half, split;
 };
+
+/* Of a tile's parts, which adds what comes once: bias and adapters. */
+template <class E>
+__device__ __forceinline__ bool is_last_split(const moelora_gemm_launch &g, const Tile &tile) {
+  return !E::SPLIT_K || tile.split + 1 == g.epilogue.splits;
+}
+
+/* The block whose results lie where those of a tile do: split-K leaves those of all parts one after
+ * the other. */
+template <class E>
+__device__ __forceinline__ int out_block(const moelora_gemm_launch &g, const Tile &tile) {
+  return tile.block + (E::SPLIT_K ? tile.split * (int)g.schedule.blocks.max_blocks : 0);
+}
 
 /* Output that row 0 of an m64 tile stands for; its row r stands for output first + r. */
 template <class E>

@@ -117,7 +117,7 @@ __device__ __forceinline__ void store_tile(float (&d)[2][S::TOKENS / 2], const R
         break;
       if (f32)
         store_f32<S, N, !GENERAL>(d[half], g, first_output<S>(g, header.tile, 2 * consumer + half),
-                                  c, header.tile.block, header.count, rows);
+                                  c, out_block<S>(g, header.tile), header.count, rows);
       else
         write_epilogue_tile<T, N>(d[half], c, pipeline.epilogue_buffer(consumer, index + half));
     }
@@ -210,8 +210,7 @@ enum class PendingCheck {
 template <class S, class T, int N>
 __device__ __forceinline__ int multiply_depth(float (&d)[2][S::TOKENS / 2],
                                               const moelora_gemm_launch &g, Pipeline<S> &pipeline,
-                                              int consumer) {
-  const int depth_steps = (g.tokens.k + kDepth - 1) / kDepth;
+                                              int consumer, int depth_steps) {
   int previous = 0;
 #pragma unroll 1
   for (int step = 0; step < depth_steps; step++) {
@@ -238,12 +237,16 @@ __device__ __forceinline__ int multiply_depth(float (&d)[2][S::TOKENS / 2],
 }
 
 /* The products of a tile, with the token side of wgmma N wide: what d has beyond is for rows that
- * nobody reads. Of a consumer that is not `active` nobody reads any. */
+ * nobody reads. */
 template <class S, class T, int N>
 __device__ __forceinline__ PendingCheck multiply(float (&d)[2][S::TOKENS / 2],
                                                  const moelora_gemm_launch &g,
-                                                 Pipeline<S> &pipeline, int consumer,
-                                                 bool active = true, bool half = false) {
+                                                 Pipeline<S> &pipeline, const TileHeader &header,
+                                                 int consumer) {
+  // Of a consumer that is not nobody reads any.
+  const bool active = !S::TOKENS_FIRST || consumer * 64 < header.multiplied;
+  const bool half = is_half<S>(header.tile);
+  const int depth_steps = DepthSteps::of<S>(g, header.tile, all_depth_steps<S>(g)).count;
   if (S::ALIASED_BUFFERS > 0 && S::FORMAT == MOELORA_W8A8)
     release_aliased_stage(pipeline, consumer); // whose loops have no time for a barrier
 #pragma unroll
@@ -251,17 +254,17 @@ __device__ __forceinline__ PendingCheck multiply(float (&d)[2][S::TOKENS / 2],
     d[0][i] = d[1][i] = 0.f;
   int previous;
   if constexpr (S::FORMAT == MOELORA_NATIVE)
-    previous = multiply_depth<S, T, N>(d, g, pipeline, consumer);
+    previous = multiply_depth<S, T, N>(d, g, pipeline, consumer, depth_steps);
   else if constexpr (S::TOKENS_FIRST)
     previous = !active ? follow_depth<S>(g, pipeline)
                : half  ? multiply_tokens_first<S, S::HALF_TILES>(d, g, pipeline, consumer)
                        : multiply_tokens_first<S, false>(d, g, pipeline, consumer);
   else if constexpr (S::FORMAT == MOELORA_W8A8)
-    previous = multiply_w8a8<S, N>(d, g, pipeline, consumer);
+    previous = multiply_w8a8<S, N>(d, g, pipeline, consumer, depth_steps);
   else if constexpr (S::FEW)
-    previous = multiply_few<S, T, N>(d, g, pipeline);
+    previous = multiply_few<S, T, N>(d, g, pipeline, depth_steps);
   else
-    previous = multiply_quantized<S, T, N>(d, g, pipeline, consumer);
+    previous = multiply_quantized<S, T, N>(d, g, pipeline, consumer, depth_steps);
   if (S::ALIASED_BUFFERS > 0 && S::FORMAT != MOELORA_W8A8)
     release_aliased_stage(pipeline, consumer); // of a tile without a second step
   const AdaptersHeader adapters = AdaptersHeader::read(pipeline.header(previous));
@@ -290,13 +293,12 @@ __device__ __forceinline__ PendingCheck multiply_fitting(float (&d)[2][S::TOKENS
                                                          Pipeline<S> &pipeline,
                                                          const TileHeader &header, int consumer) {
   if constexpr (S::TOKENS_FIRST) {
-    return multiply<S, T, S::TOKENS>(d, g, pipeline, consumer, consumer * 64 < header.multiplied,
-                                     is_half<S>(header.tile));
+    return multiply<S, T, S::TOKENS>(d, g, pipeline, header, consumer);
   } else if constexpr (N < S::TOKENS) {
     if (header.count > N)
       return multiply_fitting<S, T, N + S::STEP>(d, g, pipeline, header, consumer);
   }
-  return multiply<S, T, N>(d, g, pipeline, consumer);
+  return multiply<S, T, N>(d, g, pipeline, header, consumer);
 }
 
 /* Whether each row of a tile has a finite sum among the two tokens of its first that a thread
@@ -466,17 +468,30 @@ struct LaunchSm90<true, FORMAT, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
   static moelora_status launch(const moelora_gemm_launch *g, const GemmMaps &maps,
                                const moelora_exec *exec) {
     constexpr bool HALVES = MODE == EpilogueMode::PLAIN && S::TOKENS_FIRST;
-    using K = std::conditional_t<HALVES, WithHalfTiles<S>, S>;
+    if constexpr (MODE == EpilogueMode::PLAIN_F32)
+      if (g->epilogue.splits > 1)
+        return launch_shape<WithSplitK<S>, MODE>(g, g->epilogue.splits, maps, exec);
+    return launch_shape<std::conditional_t<HALVES, WithHalfTiles<S>, S>, MODE>(g, HALVES ? 2 : 1,
+                                                                               maps, exec);
+  }
+
+  /* parts: that a tile may be in. */
+  template <class S, EpilogueMode MODE>
+  static moelora_status launch_shape(const moelora_gemm_launch *g, int parts, const GemmMaps &maps,
+                                     const moelora_exec *exec) {
     const int columns = tile_columns<S>(*g);
-    const int64_t tiles = (HALVES ? 2 : 1) * g->schedule.blocks.max_blocks *
+    const int64_t tiles = parts * g->schedule.blocks.max_blocks *
                           (S::ODD_BLOCKS ? 2 * columns_each(columns) : columns);
-    if constexpr (S::RESIDENT > 1) {
+    if constexpr (S::FEW)
+      if (g->schedule.blocks.packed_ranks) // behind a shrink
+        return launch_even<gemm_sm90<S, T, MODE>>("gemm_sm90", tiles, S::THREADS, S::SHARED, exec,
+                                                  maps.w, maps.x, maps.out, maps.b, *g);
+    if constexpr (S::RESIDENT > 1)
       // Behind the other projection, not behind a shrink or a sort.
       if (g->tokens.divisor.value == 0 && !g->schedule.blocks.packed_ranks)
         return launch_spread<gemm_sm90<S, T, MODE>>("gemm_sm90", tiles, S::THREADS, S::SHARED, exec,
                                                     maps.w, maps.x, maps.out, maps.b, *g);
-    }
-    return launch_kernel<gemm_sm90<K, T, MODE>, CLUSTER>(
+    return launch_kernel<gemm_sm90<S, T, MODE>, CLUSTER>(
         "gemm_sm90", tiles, S::THREADS, S::SHARED, exec, maps.w, maps.x, maps.out, maps.b, *g);
   }
 };

@@ -87,7 +87,7 @@ template <class S, class T> struct NonFinite {
       if (!nonfinite)
         continue;
       const int64_t at =
-          output_offset(g, (int)position,
+          output_offset(g, out_block<S>(g, header.tile) * S::TOKENS + t,
                         g.epilogue.out_by_position ? 0 : g.schedule.blocks.sorted_ids[position]) +
           output;
       if (g.epilogue.out_f32)

@@ -48,7 +48,10 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr bool ZEROS = ZEROS_; // of quantised weights there may be zero points
   static constexpr bool FOUR_BITS = FORMAT_ == MOELORA_MXFP4 || FORMAT_ == MOELORA_INT4;
   static constexpr bool FEW = FOUR_BITS && TOKENS_ <= 16;
-  static constexpr int RESIDENT = CONSUMERS == 2 ? 1 : FEW ? 3 : 2; // CTAs per SM
+  static constexpr int RESIDENT = // CTAs per SM
+      CONSUMERS == 2                  ? 1
+      : TOKENS_ <= MOELORA_FLOAT_ROWS ? moelora_float_ctas(FORMAT_)
+                                      : 2;
   // wgmma wants its warps from a multiple of four on: behind them come producers of two warps.
   static constexpr int PRODUCERS = FEW ? 64 : kProducers, GATHERERS = PRODUCERS - 32;
   static constexpr int FIRST_PRODUCER = FEW ? 128 * CONSUMERS : 0;
@@ -62,6 +65,7 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   // tenth of their time.
   static constexpr int SPANS = FORMAT_ == MOELORA_NATIVE || FORMAT_ == MOELORA_W8A8 ? 1 : 2;
   static constexpr int DEPTH = SPANS * kDepth;
+  static constexpr int ELEMENTS = FORMAT_ == MOELORA_W8A8 ? 2 * DEPTH : DEPTH; // of x, of a step
   static constexpr int W_BYTES = weight_bytes(FORMAT_, SPANS *E::TILES);
   static constexpr int SLOT_BYTES = moelora_most_tile_bytes(FORMAT_); // of quantised weights
   static constexpr int STAGE_BYTES = W_BYTES + SPANS * E::X_BYTES;
@@ -110,6 +114,29 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
 template <class S> struct WithHalfTiles : S {
   static_assert(S::TOKENS_FIRST, "m64 tiles are multiplied pair by pair");
   static constexpr bool HALF_TILES = true;
+};
+
+/* The same with split-K: of a projection whose results are summed anyway, in float32. */
+template <class S> struct WithSplitK : S {
+  static constexpr bool SPLIT_K = true;
+};
+
+template <class S> __device__ __forceinline__ int all_depth_steps(const moelora_gemm_launch &g) {
+  return (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
+}
+
+/* Steps of depth, of the part that a tile has of `all`. */
+struct DepthSteps {
+  int first, count;
+
+  template <class S>
+  static __device__ __forceinline__ DepthSteps of(const moelora_gemm_launch &g, const Tile &tile,
+                                                  int all) {
+    if (!S::SPLIT_K)
+      return {0, all};
+    const int each = g.epilogue.split_tiles * (MOELORA_SPLIT_DEPTH / S::ELEMENTS);
+    return {tile.split * each, min(each, all - tile.split * each)};
+  }
 };
 
 template <class S> __device__ __forceinline__ bool is_half(const Tile &tile) {
@@ -281,12 +308,12 @@ struct TileHeader {
 
   __device__ __forceinline__ void write(uint32_t at) const {
     store_shared_16(at, make_uint4(tile.block, tile.column, tile.expert,
-                                   count | multiplied << 8 | tile.half << 16));
+                                   count | multiplied << 8 | tile.half << 16 | tile.split << 24));
   }
   static __device__ __forceinline__ TileHeader read(uint32_t at) {
     const uint4 v = load_shared_16(at);
     const uint32_t rows = uniform(v.w);
-    return {{(int)uniform(v.x), (int)v.y, (int)v.z, (int)(rows >> 16)},
+    return {{(int)uniform(v.x), (int)v.y, (int)v.z, (int)(rows >> 16 & 0xff), (int)(rows >> 24)},
             (int)(rows & 0xff),
             (int)(rows >> 8 & 0xff)};
   }

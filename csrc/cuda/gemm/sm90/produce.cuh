@@ -124,17 +124,20 @@ private:
   __device__ __forceinline__ void find(const moelora_gemm_launch &g) {
     const int columns = tile_columns<S>(g);
     const int blocks = *g.schedule.blocks.num_post / S::TOKENS;
+    const int splits = S::SPLIT_K ? g.epilogue.splits : 1;
     const int rank = S::CLUSTER > 1 ? (int)cluster_rank() : 0;
     const int all = S::ODD_BLOCKS ? blocks * columns_each(columns) : blocks / S::CLUSTER * columns;
     // The last ones become halves: as many as keep all clusters busy for half of a tile's time.
     const int halved = S::HALF_TILES ? min(min(all, clusters() / 2), MOELORA_MOST_HALVED) : 0;
-    for (; index < all + halved; follow(g)) {
-      const int behind = index - (all - halved), at = behind < 0 ? index : index - (behind + 1) / 2;
+    for (; index < all * splits + halved; follow(g)) {
+      const int behind = index - (all - halved);
+      const int split = S::SPLIT_K ? index / all : 0;
+      const int at = !S::HALF_TILES || behind < 0 ? index - split * all : index - (behind + 1) / 2;
       if constexpr (S::ODD_BLOCKS) {
         tile = tile_of_pair<S>(g, at, columns, blocks, rank, &count);
       } else {
         const Tile first = tile_at<S, S::CLUSTER>(g, at, columns, blocks / S::CLUSTER);
-        tile = {{first.block + rank, first.column, first.expert, 0}, first.block + 1 - rank};
+        tile = {{first.block + rank, first.column, first.expert, 0, split}, first.block + 1 - rank};
         count = g.schedule.blocks.counts[tile.block];
       }
       if constexpr (S::HALF_TILES) {
@@ -213,7 +216,7 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
                                        const FactorMaps *b_maps, const moelora_gemm_launch &g,
                                        Pipeline<S> &pipeline) {
   using Parts = TileParts<S>;
-  const int depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
+  const int depth_steps = all_depth_steps<S>(g);
   const uint64_t policy = kStreaming<S> ? evict_first_policy() : evict_normal_policy();
   const bool in_fixup = pipeline.in_fixup(); // all lanes ask
   const bool draws =
@@ -223,15 +226,18 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
     next.begin(g);
     const ClusterTile tile = next.tile;
     const int count = next.count;
+    const DepthSteps depth = DepthSteps::of<S>(g, tile, depth_steps);
     const TokenBoxes<S> boxes(g.tokens.divisor.value ? 0 : count);
     QuantizedTiles<S> tiles;
     tiles.find(g, tile);
+    if (S::SPLIT_K)
+      tiles.advance(g, depth.first * S::SPANS);
     SegmentList<S> list;
     list.base = pipeline.segments();
     AdaptersHeader adapters = {};
 #pragma unroll 1
-    for (int part = 0, step = 0; step < depth_steps; part++) {
-      const int end = Parts::end(part, Parts::TILE + 1, depth_steps);
+    for (int part = 0, step = 0; step < depth.count; part++) {
+      const int end = Parts::end(part, Parts::TILE + 1, depth.count);
       if (is_elected()) { // always the same
         Pipeline<S> at = pipeline;
 #pragma unroll 1
@@ -239,11 +245,11 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
           at.wait_empty();
           if (i == 0)
             TileHeader{tile, count, rows_multiplied<S>(tile, count)}.write(at.header());
-          if (i == depth_steps - 1)
+          if (i == depth.count - 1)
             adapters.write(at.header());
           barrier_expect(at.full(), step_bytes<S>(g, tile) + S::SPANS * boxes.rows() * kRowBytes);
-          load_weights<S>(w_map, g, tile, tiles, i, at, policy);
-          boxes.load(x_maps, i, tile.block * S::TOKENS, at);
+          load_weights<S>(w_map, g, tile, tiles, depth.first + i, at, policy);
+          boxes.load(x_maps, depth.first + i, tile.block * S::TOKENS, at);
         }
       }
       __syncwarp();
@@ -280,8 +286,7 @@ __device__ __forceinline__ void stream(const CUtensorMap *w_map, const RowMaps *
 template <class S, class T>
 __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S> &pipeline) {
   using Parts = TileParts<S>;
-  const int thread = threadIdx.x - S::FIRST_PRODUCER - 32,
-            depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
+  const int thread = threadIdx.x - S::FIRST_PRODUCER - 32, depth_steps = all_depth_steps<S>(g);
   constexpr bool SCALED = S::FORMAT == MOELORA_W8A8;
   constexpr bool LISTED = S::TOKENS_FIRST; // consumers have the registers
   std::conditional_t<LISTED, ListedGather<S::TOKENS>,
@@ -303,8 +308,9 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S>
   while (next.more()) {
     const ClusterTile tile = next.tile;
     const int count = next.count;
+    const DepthSteps depth = DepthSteps::of<S>(g, tile, depth_steps);
     if constexpr (SCALED)
-      scales.begin(g);
+      scales.begin(g, depth.first);
     if constexpr (!LISTED) {
       rows.begin(g.tokens, thread);
     } else if (g.tokens.divisor.value) {
@@ -315,8 +321,8 @@ __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S>
     list.base = pipeline.segments();
     int adapter_stages = 0;
 #pragma unroll 1
-    for (int part = 0, step = 0; step < depth_steps; part++) {
-      const int end = Parts::end(part, Parts::ROWS + 1, depth_steps);
+    for (int part = 0, step = 0; step < depth.count; part++) {
+      const int end = Parts::end(part, Parts::ROWS + 1, depth.count);
       pipeline.stage = (int)uniform(pipeline.stage);
 #pragma unroll 1
       for (; step < end; step++, pipeline.advance()) {

@@ -66,9 +66,9 @@ __device__ __forceinline__ void multiply_slab(float (&d)[2][D], const F (&tiles)
 /* All of the depth, by mma.sync. Returns the last stage, which nobody has left. */
 template <class S, class T, int N>
 __device__ __forceinline__ int multiply_few(float (&d)[2][S::TOKENS / 2],
-                                            const moelora_gemm_launch &g, Pipeline<S> &pipeline) {
+                                            const moelora_gemm_launch &g, Pipeline<S> &pipeline,
+                                            int depth_steps) {
   using F = TileFragment<S::FORMAT, T, S::ZEROS>;
-  const int depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
   const moelora_format format = g.weights.w.format;
   const uint32_t bytes = tile_bytes<S::FORMAT>(format), offset = token_offset();
   const LanePlaces at = LanePlaces::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
@@ -115,12 +115,11 @@ __device__ __forceinline__ void multiply_group(float (*d)[D], uint32_t (&a)[TILE
 
 /* All of the depth, by wgmma. Returns the last stage, which that may still read. */
 template <class S, class T, int N>
-__device__ __forceinline__ int multiply_quantized(float (&d)[2][S::TOKENS / 2],
-                                                  const moelora_gemm_launch &g,
-                                                  Pipeline<S> &pipeline, int consumer) {
+__device__ __forceinline__ int
+multiply_quantized(float (&d)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
+                   Pipeline<S> &pipeline, int consumer, int depth_steps) {
   using F = TileFragment<S::FORMAT, T, S::ZEROS>;
   constexpr int TILES = kPaired<S> ? 2 : 1;
-  const int depth_steps = (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
   const moelora_format format = g.weights.w.format;
   const uint32_t bytes = tile_bytes<S::FORMAT>(format);
   const LanePlaces at = LanePlaces::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);

@@ -67,12 +67,12 @@ template <class S> struct TokenScales {
       if (thread + i * kGatherers >= count)
         next[i] = kNoRow;
   }
-  /* From here on `copy` is about what was found. */
-  __device__ __forceinline__ void begin(const moelora_gemm_launch &g) {
+  /* From here on `copy` is about what was found, from step `first` on. */
+  __device__ __forceinline__ void begin(const moelora_gemm_launch &g, int first) {
 #pragma unroll
     for (int i = 0; i < EACH; i++)
       row[i] = next[i];
-    scales = g.tokens.scales;
+    scales = g.tokens.scales + first * g.tokens.scales_stride;
   }
   /* Those of the next step. */
   __device__ __forceinline__ void copy(const moelora_gemm_launch &g, const Pipeline<S> &pipeline) {
@@ -148,9 +148,8 @@ __device__ __forceinline__ void promote(float *d, const float *partial, float lo
 template <class S, int N>
 __device__ __forceinline__ int multiply_w8a8(float (&d)[2][S::TOKENS / 2],
                                              const moelora_gemm_launch &g, Pipeline<S> &pipeline,
-                                             int consumer) {
+                                             int consumer, int depth_steps) {
   constexpr int TILES = kPaired<S> ? 2 : 1;
-  const int depth_steps = (g.tokens.k + kDepth - 1) / kDepth;
   const bool by_row = g.weights.w.format == MOELORA_FP8_ROWS;
   const int row = by_row ? (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7) : 0;
   int previous = 0;
