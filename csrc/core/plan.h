@@ -36,20 +36,18 @@ bool moelora_is_forced(const moelora_variant *variant);
 const moelora_variant *moelora_tuned_variant(const moelora_experts_problem *problem,
                                              const moelora_device_info *device, moelora_role role);
 
-/* plan_gemm.c: the routed rows that an expert of this rank gets on average, at least 1; the row of
- * a CPU; the row that sums over top_k, where `vectors` says that the output allows 16-byte
- * accesses.
+/* plan_gemm.c: the routed rows that an expert of this rank gets on average, at least 1; the pairs
+ * that rows make on average if each is as likely to carry any of `adapters` as to go to any expert;
+ * the row of a CPU; the row that sums over top_k, where `vectors` says that the output allows
+ * 16-byte accesses.
  */
 int64_t moelora_rows_per_expert(const moelora_routes *routes);
+double moelora_expected_pairs(const moelora_routes *routes, int32_t adapters);
 moelora_status moelora_plan_cpu(moelora_dtype dtype, const moelora_device_info *device,
                                 const moelora_variant **picked);
 const moelora_variant *moelora_plan_sum(moelora_dtype dtype, bool vectors,
                                         const moelora_variant *tuned,
                                         const moelora_device_info *device);
-
-/* plan_delta.c: pairs that the rows make on average if each is as likely to carry any of `adapters`
- * as to go to any expert. */
-double moelora_expected_pairs(const moelora_routes *routes, int32_t adapters);
 
 /* plan_sort.c: how rows are sorted into blocks of one expert, of which `cluster` neighbours always
  * belong together. tuned: the row to take if it can serve; NULL: none. */

@@ -31,11 +31,6 @@ enum {
 
 /* ---- rows ---- */
 
-double moelora_expected_pairs(const moelora_routes *routes, int32_t adapters) {
-  const double pool = (double)routes->num_experts * adapters;
-  return pool > 0 ? pool * (1.0 - exp(-(double)routes->num_rows / pool)) : 0.0;
-}
-
 static int32_t likely_adapters(const moelora_routes *routes) {
   return routes->max_loras < LIKELY_ADAPTERS ? routes->max_loras : LIKELY_ADAPTERS;
 }

@@ -1,6 +1,8 @@
 /* From a problem and a device to the kernels of a projection or a layer. Those of the base product
  * depend on shapes, dtype and device, never on adapters: a base row must meet the same kernel
  * whatever the batch carries. */
+#include <math.h>
+
 #include "core/check.h"
 #include "core/format.h"
 #include "core/plan.h"
@@ -10,6 +12,11 @@ int64_t moelora_rows_per_expert(const moelora_routes *routes) {
   int64_t everywhere =
       routes->num_global > routes->num_experts ? routes->num_global : routes->num_experts;
   return routes->num_rows > everywhere ? moelora_divide_up(routes->num_rows, everywhere) : 1;
+}
+
+double moelora_expected_pairs(const moelora_routes *routes, int32_t adapters) {
+  const double pool = (double)routes->num_experts * adapters;
+  return pool > 0 ? pool * (1.0 - exp(-(double)routes->num_rows / pool)) : 0.0;
 }
 
 /* The shape of a CUDA kernel that suits a load. */
@@ -330,12 +337,13 @@ static const moelora_variant *prefer_tuned(const moelora_variant *tuned,
 }
 
 /* Split-K of w2, of blocks of `gemm`: where a long depth makes tiles that are fewer than the CTAs
- * that Hopper holds, each is cut into as many parts as fill these. */
+ * that Hopper holds, each is cut into as many parts as fill these. Launches count in 16 bits. */
 static void plan_splits(const moelora_experts_problem *p, const moelora_variant *gemm,
                         const moelora_device_info *device, moelora_experts_plan *plan) {
   const int64_t depth = moelora_divide_up(p->intermediate, MOELORA_SPLIT_DEPTH);
   int64_t splits = 1;
-  if (plan->partial_f32 && gemm->needs == MOELORA_SM90 && device->device == MOELORA_CUDA) {
+  if (plan->partial_f32 && gemm->needs == MOELORA_SM90 && device->device == MOELORA_CUDA &&
+      depth <= INT16_MAX) {
     const double tiles =
         moelora_expected_pairs(&p->routes, 1) * (double)moelora_divide_up(p->hidden, gemm->block_n);
     const double held = device->num_units * moelora_float_ctas(plan->w2->format);

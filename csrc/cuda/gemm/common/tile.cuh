@@ -49,13 +49,12 @@ template <int TOKENS_, int TILES_, moelora_format FORMAT_ = MOELORA_NATIVE> stru
 };
 
 /* A half tile has the first half of a column's m64 tiles (1) or the second (2), as its tiles 0, 1
- * and so on; a whole one has half 0. With split-K a tile has one of epilogue.splits
- * parts of the depth. */
+ * and so on; a whole one has half 0. With split-K a tile has part `split` of the depth. */
 struct Tile {
   int32_t block, column, expert, half, split;
 };
 
-/* Of a tile's parts, which adds what comes once: bias and adapters. */
+/* A tile of the last part of the depth, which adds what comes once: bias and adapters. */
 template <class E>
 __device__ __forceinline__ bool is_last_split(const moelora_gemm_launch &g, const Tile &tile) {
   return !E::SPLIT_K || tile.split + 1 == g.epilogue.splits;

@@ -243,7 +243,7 @@ __device__ __forceinline__ PendingCheck multiply(float (&d)[2][S::TOKENS / 2],
                                                  const moelora_gemm_launch &g,
                                                  Pipeline<S> &pipeline, const TileHeader &header,
                                                  int consumer) {
-  // Of a consumer that is not nobody reads any.
+  // Nobody reads any sums of a consumer that is not.
   const bool active = !S::TOKENS_FIRST || consumer * 64 < header.multiplied;
   const bool half = is_half<S>(header.tile);
   const int depth_steps = DepthSteps::of<S>(g, header.tile, all_depth_steps<S>(g)).count;
@@ -475,7 +475,7 @@ struct LaunchSm90<true, FORMAT, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
                                                                                maps, exec);
   }
 
-  /* parts: that a tile may be in. */
+  /* parts: into which a tile may be cut. */
   template <class S, EpilogueMode MODE>
   static moelora_status launch_shape(const moelora_gemm_launch *g, int parts, const GemmMaps &maps,
                                      const moelora_exec *exec) {

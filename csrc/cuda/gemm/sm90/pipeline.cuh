@@ -125,7 +125,7 @@ template <class S> __device__ __forceinline__ int all_depth_steps(const moelora_
   return (g.tokens.k + S::DEPTH - 1) / S::DEPTH;
 }
 
-/* Steps of depth, of the part that a tile has of `all`. */
+/* The steps of depth that a tile has, of `all`. */
 struct DepthSteps {
   int first, count;
 
