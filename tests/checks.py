@@ -126,3 +126,13 @@ def assert_unchanged(before: dict[str, Tensor], after: dict[str, Tensor]) -> Non
     for name, value in before.items():
         same = torch.equal(value.nan_to_num(1e4), after[name].nan_to_num(1e4))
         assert same, f"input {name} was changed"
+
+
+def beside_other_work(count):
+    """Numbers of calls, while work of another stream takes SMs of the GPU from some of them."""
+    square, side = torch.ones(2048, 2048, device="cuda"), torch.cuda.Stream()
+    for i in range(count):
+        if i % 3 == 0:
+            with torch.cuda.stream(side):
+                torch.mm(square, square)
+        yield i

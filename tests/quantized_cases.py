@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from cases import Problem, Spec
+from checks import assert_close_to_ref
 from conftest import on_gpu
 from torch import Tensor
 
 import moelora
 from moelora import _C, QuantizedWeights
+from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 HALVES = (torch.bfloat16, torch.float16)
@@ -266,6 +268,15 @@ def by_variants(names: list[str], p: Problem | Quantised) -> list[Tensor]:
     return outputs
 
 
+KERNELS = {"native": "", "mxfp4": "mxfp4_", "int4": "int4_", "fp8": "w8a8_"}
+
+
+def hopper_kernel(form: str, size: str, dtype: torch.dtype) -> str:
+    """The GEMM of Hopper with tiles of a size, for weights of a form."""
+    kind = "bf16" if dtype == torch.bfloat16 else "f16"
+    return f"gemm_{kind}_{KERNELS[form.split('_')[0]]}{size}_sm90"
+
+
 def dense(p: Problem | Quantised) -> Problem:
     return p.dense if isinstance(p, Quantised) else p
 
@@ -277,6 +288,14 @@ def with_dense(p: Problem | Quantised, d: Problem) -> Problem | Quantised:
 
 def is_w8a8(p: Problem | Quantised) -> bool:
     return isinstance(p, Quantised) and p.is_w8a8
+
+
+def check_layer(y: Tensor, p: Problem | Quantised, there: Problem | Quantised | None = None):
+    """`there` is p on the device that the yardstick is computed on; None: on that of p."""
+    like = there or p
+    naive = naive_fused_experts_lora(**(like if is_w8a8(p) else dense(like)).kwargs())
+    steps = STEPS if is_w8a8(p) else {}
+    assert_close_to_ref(y, fused_experts_lora_ref(**p.kwargs()), naive, y.dtype, **steps)
 
 
 def through_a_file(weights: QuantizedWeights, path) -> QuantizedWeights:

@@ -6,21 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import Spec, same_bits
-from checks import assert_close_to_ref
+from checks import beside_other_work
 from conftest import CUDA_DTYPES, needs_gpu
-from quantized_cases import NATIVE, STEPS, by_variants, dense, is_w8a8, made
-
-from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
+from quantized_cases import NATIVE, by_variants, check_layer, dense, hopper_kernel, made
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
-FORMS = {
-    NATIVE: "16x128x64",
-    "mxfp4": "mxfp4_16x128x128",
-    "int4_g32": "int4_16x128x128",
-    "int4_g64_zp": "int4_16x128x128",
-    "fp8_block_w8a8": "w8a8_16x128x128",
-    "fp8_channel_w8a8": "w8a8_16x128x128",
-}
+FORMS = (NATIVE, "mxfp4", "int4_g32", "int4_g64_zp", "fp8_block_w8a8", "fp8_channel_w8a8")
 # Two parts, of which the second lacks a step and a half; four, the last of 8 of 11 steps.
 DEPTHS = (2624, 5248)
 SPEC = Spec(tokens=4, hidden=192, experts=4, top_k=2, ranks=(16, 40), mix="half_base", bias=True)
@@ -30,8 +21,8 @@ every_depth = pytest.mark.parametrize("inter", DEPTHS)
 
 
 def layer(p, form, dtype):
-    kind = "bf16" if dtype == torch.bfloat16 else "f16"
-    (y,) = by_variants([f"gemm_{kind}_{FORMS[form]}_sm90"], p)
+    size = "16x128x64" if form == NATIVE else "16x128x128"
+    (y,) = by_variants([hopper_kernel(form, size, dtype)], p)
     return y
 
 
@@ -41,11 +32,9 @@ def layer(p, form, dtype):
 def test_values(form, dtype, inter):
     for tokens in (1, 4):
         p = made(replace(SPEC, tokens=tokens, inter=inter), form, dtype)
-        ref = fused_experts_lora_ref(**p.kwargs())
         there = p.to("cuda")
-        naive = naive_fused_experts_lora(**(there if is_w8a8(p) else dense(there)).kwargs())
         y = layer(there, form, dtype)
-        assert_close_to_ref(y, ref, naive, dtype, **(STEPS if is_w8a8(p) else {}))
+        check_layer(y, p, there)
         assert same_bits(y, layer(there, form, dtype))
 
 
@@ -54,9 +43,8 @@ def test_values(form, dtype, inter):
 @every_form
 def test_base_rows_keep_their_bits(form, dtype, inter):
     p = made(replace(SPEC, inter=inter), form, dtype).to("cuda")
-    base = replace(p, dense=p.dense.base()) if form != NATIVE else p.base()
     rows = dense(p).token_lora_mapping == -1
-    mixed, without = layer(p, form, dtype), layer(base, form, dtype)
+    mixed, without = layer(p, form, dtype), layer(p.base(), form, dtype)
     assert same_bits(mixed[rows], without[rows])
     assert rows.any() and not same_bits(mixed[~rows], without[~rows])
 
@@ -90,10 +78,6 @@ def test_nobody_reads_what_is_not_there_yet(form, inter):
         wants.append(layer(p, form, torch.bfloat16))
         torch.cuda.synchronize()
     assert not same_bits(*wants)
-    square, side = torch.ones(2048, 2048, device="cuda"), torch.cuda.Stream()
-    for i in range(100):
-        if i % 3 == 0:
-            with torch.cuda.stream(side):
-                torch.mm(square, square)
+    for i in beside_other_work(100):
         dense(p).hidden_states.copy_(inputs[i % 2])
         assert same_bits(layer(p, form, torch.bfloat16), wants[i % 2])

@@ -4,8 +4,9 @@ which are halves with FP8, have the bits of whole ones."""
 import pytest
 import torch
 from cases import Spec, same_bits
+from checks import beside_other_work
 from conftest import CUDA_DTYPES, needs_gpu
-from quantized_cases import NATIVE, by_variants, dense, made
+from quantized_cases import NATIVE, by_variants, dense, hopper_kernel, made
 
 import moelora
 
@@ -21,7 +22,6 @@ TILES = {
     "fp8_channel_w8a8": ("64x128x128", "128x256x128x2"),
 }
 KERNELS = [(form, size) for form, sizes in TILES.items() for size in sizes[1:]]
-NAMES = {"mxfp4": "mxfp4_", "int4": "int4_", "fp8": "w8a8_", "native": ""}
 TOKENS, EXPERTS = 330, 2
 # Rounds of tiles, and outputs that the last column of them lacks.
 CASES = {
@@ -30,11 +30,6 @@ CASES = {
     "some": (0.3, 128),
     "most": (0.8, 192),
 }
-
-
-def kernel(form: str, size: str, dtype: torch.dtype) -> str:
-    kind = "bf16" if dtype == torch.bfloat16 else "f16"
-    return f"gemm_{kind}_{NAMES[form.split('_')[0]]}{size}_sm90"
 
 
 def hidden_of(case: str, size: str) -> int:
@@ -51,7 +46,7 @@ def hidden_of(case: str, size: str) -> int:
 @pytest.mark.parametrize("form, size", KERNELS)
 def test_drawn_tiles_have_the_bits_of_others(form, size, case, dtype):
     """With a bias, with adapters, and in the fix-up pass for rows of B in either half of a tile."""
-    names = [kernel(form, s, dtype) for s in (TILES[form][0], size)]
+    names = [hopper_kernel(form, s, dtype) for s in (TILES[form][0], size)]
     hidden = hidden_of(case, size)
     sizes = {"hidden": hidden, "inter": 128, "experts": EXPERTS, "tokens": TOKENS, "top_k": 1}
     for mix, bias in (("absent", True), ("many", False)):
@@ -71,9 +66,5 @@ def test_who_draws_a_tile_changes_no_bit(form):
     spec = Spec(tokens=1500, hidden=4096, inter=512, experts=6, ranks=(16, 40), mix="many")
     p = made(spec, form, torch.bfloat16).to("cuda")
     want = moelora.fused_experts_lora(**p.kwargs())
-    square, side = torch.ones(2048, 2048, device="cuda"), torch.cuda.Stream()
-    for i in range(60):
-        if i % 3 == 0:
-            with torch.cuda.stream(side):
-                torch.mm(square, square)
+    for _ in beside_other_work(60):
         assert same_bits(moelora.fused_experts_lora(**p.kwargs()), want)

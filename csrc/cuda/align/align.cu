@@ -1,10 +1,9 @@
 /* Alignment on the host: which launches a plan's sorts are, and their workspace. UNIFORM blocks
  * whose rows took two sorts are padded by another launch.
  *
- * All sort resolved routes (resolve.cu), so that all CTAs and all launches see the same ids. A
+ * All sort resolved routes (resolve.cuh), so that all CTAs and all launches see the same ids. A
  * launch overlaps with the one before it by programmatic dependent launch where the GPU has it. */
 #include "cuda/align/align.h"
-#include "cuda/align/resolve.cuh"
 #include "cuda/backend.h"
 #include "cuda/variant_ids.h"
 
@@ -132,14 +131,11 @@ static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
 /* from: routes that are to be resolved before; NULL: they are. */
 static moelora_status run_sort(const align_sort &sort, const moelora_sort_plan &plan,
                                const moelora_routes *from, const moelora_exec *exec) {
-  if (plan.variant->id == CUDA_sort_i32_64_sm80) {
-    const ResolveParams tables =
-        from ? describe_resolve(from, &sort.routes, NULL, NULL) : ResolveParams{};
-    return align_launch_tiny(sort, from ? &tables : NULL, exec);
-  }
-  if (from)
+  if (from && plan.variant->id != CUDA_sort_i32_64_sm80)
     MOELORA_TRY(moelora_cuda_resolve(from, &sort.routes, NULL, NULL, false, exec));
   switch (plan.variant->id) {
+  case CUDA_sort_i32_64_sm80:
+    return align_launch_tiny(sort, from, exec);
   case CUDA_sort_i32_2048_sm80:
     return align_launch_small_2(sort, exec);
   case CUDA_sort_i32_16384_sm80:

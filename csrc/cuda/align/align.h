@@ -66,9 +66,8 @@ struct align_pad {
   align_sort out;                        /* block size and outputs */
 };
 
-struct ResolveParams;
-/* tables: what to resolve first, behind the end of the kernel before; NULL: nothing. */
-moelora_status align_launch_tiny(const align_sort &sort, const ResolveParams *tables,
+/* from: routes to resolve first, behind the end of the kernel before; NULL: they are resolved. */
+moelora_status align_launch_tiny(const align_sort &sort, const moelora_routes *from,
                                  const moelora_exec *exec);
 /* With 2 or 8 loads of a thread in flight. */
 moelora_status align_launch_small_2(const align_sort &sort, const moelora_exec *exec);

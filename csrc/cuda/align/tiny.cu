@@ -123,10 +123,12 @@ static __global__ void __launch_bounds__(THREADS)
                       (int64_t)gridDim.x * THREADS);
 }
 
-moelora_status align_launch_tiny(const align_sort &sort, const ResolveParams *tables,
+moelora_status align_launch_tiny(const align_sort &sort, const moelora_routes *from,
                                  const moelora_exec *exec) {
-  return tables ? launch_blocks<align_tiny<true>, 1, false>("align_tiny", 1, THREADS, 0, exec, sort,
-                                                            *tables)
-                : launch_blocks<align_tiny<false>>("align_tiny", CTAS, THREADS, 0, exec, sort,
-                                                   ResolveParams{});
+  if (!from)
+    return launch_blocks<align_tiny<false>>("align_tiny", CTAS, THREADS, 0, exec, sort,
+                                            ResolveParams{});
+  return launch_blocks<align_tiny<true>, 1, false>(
+      "align_tiny", 1, THREADS, 0, exec, sort,
+      describe_resolve(from, &sort.routes, nullptr, nullptr));
 }
