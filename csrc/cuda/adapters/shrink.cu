@@ -111,8 +111,8 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT / S::WARPS)
   ShrinkShared<S> &shared = *(ShrinkShared<S> *)memory;
   ShrinkItems<S> &list = shared.list;
   const int warp = threadIdx.x / 32, ctas = gridDim.x;
-  // Where x lies by position the kernel before is the one that makes it, and segments are older.
-  if (p.s.tokens.divisor.value || !(p.listed || p.few))
+  // Where x lies by position the kernel before is the one that makes it, and blocks are older.
+  if (p.s.tokens.divisor.value)
     wait_and_start_next();
   // Blocks that are not in use hold nothing to find.
   const int blocks = p.listed ? 0
