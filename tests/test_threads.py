@@ -145,6 +145,33 @@ def test_errors_belong_to_their_thread(device):
     run_threads(work)
 
 
+def test_sorts_of_all_sizes_at_once(device):
+    """Those of many keys need more shared memory than a launch gets unasked."""
+    sizes = (3800, 1950, 2700, 32)  # of experts, with two keys each
+
+    def sort(experts):
+        generator = torch.Generator().manual_seed(experts)
+        ids = torch.rand(200, experts, generator=generator).topk(8).indices.to(torch.int32)
+        mapping = torch.randint(-1, 1, (200,), dtype=torch.int32, generator=generator)
+        return [
+            t.cpu()
+            for t in moelora.moe_lora_align_block_size(
+                ids.to(device), mapping.to(device), experts, 16, 1, mode="segmented"
+            )
+        ]
+
+    want = {experts: sort(experts) for experts in sizes}
+
+    def work(number):
+        experts = sizes[number % len(sizes)]
+        stream = torch.cuda.Stream() if device == "cuda" else None
+        with torch.cuda.stream(stream):
+            for _ in range(ROUNDS):
+                assert all(map(torch.equal, sort(experts), want[experts]))
+
+    run_threads(work)
+
+
 def test_the_last_plan_belongs_to_its_thread():
     dtypes = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 

@@ -14,20 +14,37 @@ inline cudaLaunchAttribute cluster_of(unsigned blocks) {
   return attribute;
 }
 
+/* KERNEL may have as much dynamic shared memory as a CTA of the device can. Asked for once for each
+ * device, and the same whatever a launch needs: another thread may be about to start a larger one.
+ */
+template <auto KERNEL> cudaError_t allow_all_shared(const moelora_exec *exec) {
+  static bool allowed[MOELORA_MAX_DEVICES];
+  bool *done = &allowed[exec->device_index];
+  if (*done)
+    return cudaSuccess;
+  int most = 0;
+  cudaFuncAttributes attributes;
+  cudaError_t error = cudaFuncGetAttributes(&attributes, KERNEL);
+  if (error == cudaSuccess)
+    error =
+        cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, exec->device_index);
+  if (error == cudaSuccess)
+    error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 most - (int)attributes.sharedSizeBytes);
+  *done = error == cudaSuccess;
+  return error;
+}
+
 /* Blocks of KERNEL, in clusters of CLUSTER, that the device of `exec` holds at once: clusters lie
- * within a group of SMs, and do not fill each of these. Asked once for each device, where the
- * kernel also gets its shared memory; races write the same values. */
+ * within a group of SMs, and do not fill each of these. Asked once for each device; races write the
+ * same values. */
 template <auto KERNEL, int CLUSTER = 1>
 cudaError_t resident_blocks(int threads, size_t shared_bytes, const moelora_exec *exec,
                             int64_t *blocks) {
   static int32_t cache[MOELORA_MAX_DEVICES];
   int32_t *known = &cache[exec->device_index];
   if (*known == 0) {
-    cudaFuncAttributes attributes;
-    cudaError_t error = cudaFuncGetAttributes(&attributes, KERNEL);
-    if (error == cudaSuccess && (size_t)attributes.maxDynamicSharedSizeBytes < shared_bytes)
-      error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   (int)shared_bytes);
+    cudaError_t error = allow_all_shared<KERNEL>(exec);
     int count = 0;
     if (error == cudaSuccess && CLUSTER > 1) {
       cudaLaunchAttribute cluster = cluster_of(CLUSTER);
@@ -90,12 +107,8 @@ moelora_status launch_grid(const char *name, int64_t work, int threads, const mo
 template <auto KERNEL, class... Args>
 moelora_status launch_sized(const char *name, int64_t blocks, int threads, size_t shared_bytes,
                             const moelora_exec *exec, Args... args) {
-  if (shared_bytes > (40 << 10)) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes);
-    if (error != cudaSuccess)
-      return moelora_cuda_check(error, name);
-  }
+  if (shared_bytes > (40 << 10))
+    MOELORA_TRY(moelora_cuda_check(allow_all_shared<KERNEL>(exec), name));
   return launch_blocks<KERNEL>(name, blocks, threads, shared_bytes, exec, args...);
 }
 
@@ -141,16 +154,13 @@ moelora_status launch_spread(const char *name, int64_t work, int threads, size_t
 template <auto KERNEL, class... Args>
 moelora_status launch_even(const char *name, int64_t work, int threads, size_t shared_bytes,
                            const moelora_exec *exec, Args... args) {
-  constexpr size_t OF_SM = 228 * 1024, MOST = OF_SM / 2;
+  constexpr size_t OF_SM = 228 * 1024;
   int64_t resident = 0;
-  cudaError_t error = resident_blocks<KERNEL>(threads, shared_bytes, exec, &resident);
+  const cudaError_t error = resident_blocks<KERNEL>(threads, shared_bytes, exec, &resident);
   const int64_t sms = moelora_cuda_num_sms(exec->device_index), share = (work + sms - 1) / sms;
   if (error != cudaSuccess || work == 0 || share * sms >= resident)
     return launch_kernel<KERNEL>(name, work, threads, shared_bytes, exec, args...);
-  // The same whatever the share: another thread may be about to launch.
-  error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)MOST);
-  if (error != cudaSuccess)
-    return moelora_cuda_check(error, name);
+  MOELORA_TRY(moelora_cuda_check(allow_all_shared<KERNEL>(exec), name));
   return launch_blocks<KERNEL>(name, work, threads, OF_SM / (size_t)(share + 1), exec, args...);
 }
 

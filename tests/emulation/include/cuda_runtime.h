@@ -273,7 +273,8 @@ enum cudaDeviceAttr {
   cudaDevAttrMaxSharedMemoryPerBlockOptin
 };
 struct cudaFuncAttributes {
-  int ptxVersion, maxDynamicSharedSizeBytes;
+  int ptxVersion;
+  size_t sharedSizeBytes;
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum cudaLaunchAttributeID {
@@ -352,7 +353,7 @@ inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr name, int) 
   return cudaSuccess;
 }
 template <class F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *to, F) {
-  *to = {emulation::capability(), 48 << 10};
+  *to = {emulation::capability(), 0};
   return cudaSuccess;
 }
 template <class F> cudaError_t cudaFuncSetAttribute(F, cudaFuncAttribute, int bytes) {
