@@ -1,5 +1,5 @@
 /* Hopper: weights of the activations' dtype. */
-#include "cuda/gemm/sm90/gemm.cuh"
+#include "cuda/gemm/sm90/launch.cuh"
 
 moelora_status moelora_cuda_gemm_sm90(const moelora_gemm_launch *g, const moelora_variant *variant,
                                       const moelora_exec *exec) {

@@ -19,17 +19,14 @@
 #ifndef MOELORA_CUDA_SM90_GEMM_CUH
 #define MOELORA_CUDA_SM90_GEMM_CUH
 
-#include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/gemm/sm90/e4m3_rows.cuh"
 #include "cuda/gemm/sm90/produce.cuh"
-#include "cuda/gemm/sm90/maps.cuh"
 #include "cuda/gemm/sm90/nonfinite.cuh"
 #include "cuda/gemm/sm90/quantized.cuh"
 #include "cuda/gemm/sm90/tokens_first.cuh"
 #include "cuda/gemm/common/epilogue.cuh"
 #include "cuda/gemm/common/tile_scheduler.cuh"
-#include "cuda/gemm/common/variants.cuh"
 
 namespace {
 
@@ -407,94 +404,6 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
     cluster_sync();
 #endif
 }
-
-template <bool MINE, moelora_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES,
-          int CLUSTER>
-struct LaunchSm90 {
-  static moelora_status run(const moelora_gemm_launch *, const moelora_exec *) {
-    return moelora_fail(MOELORA_UNSUPPORTED, "not an sm_90 kernel of this weight format");
-  }
-};
-
-template <moelora_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
-struct LaunchSm90<true, FORMAT, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
-  // bf16 numbers without zero points take fewer instructions to make. For both ways in one kernel
-  // the compiler finds no registers.
-  template <bool ZEROS>
-  using Shape = GemmShape<BLOCK_M, BLOCK_N / 128, STAGES, CLUSTER, FORMAT, ZEROS>;
-  static constexpr bool IS_INT4 = FORMAT == MOELORA_INT4, BF16 = Element<T>::is_bf16;
-
-  static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
-    if constexpr (IS_INT4 && BF16)
-      return moelora_has_zeros(g->weights.w.format) ? run_as<Shape<true>>(g, exec)
-                                                    : run_as<Shape<false>>(g, exec);
-    else
-      return run_as<Shape<IS_INT4>>(g, exec);
-  }
-
-  template <class S>
-  static moelora_status run_as(const moelora_gemm_launch *g, const moelora_exec *exec) {
-    GemmMaps maps = {};
-    if (g->epilogue.out_f32 && BLOCK_M > MOELORA_FLOAT_ROWS)
-      return moelora_fail(MOELORA_UNSUPPORTED, "float32 results of blocks of %d rows", BLOCK_M);
-    if (g->tokens.divisor.value &&
-        g->schedule.num_rows / g->tokens.divisor.value * (g->tokens.stride / 8) > UINT32_MAX)
-      return moelora_fail(MOELORA_UNSUPPORTED, "x is larger than 64 GB");
-    if (FORMAT == MOELORA_NATIVE)
-      MOELORA_TRY(map_weights(g, BF16, &maps.w));
-    if (g->tokens.divisor.value == 0)
-      MOELORA_TRY(map_positions(g, BF16, g->tokens.x, g->tokens.k, g->tokens.stride, S::BOX,
-                                S::REST_BOX, &maps.x));
-    if (g->epilogue.out_by_position && !g->epilogue.out_f32)
-      MOELORA_TRY(map_positions(g, BF16, g->epilogue.out, g->weights.n_out,
-                                g->epilogue.out_stride[0], kEpilogueTokens, S::REST_BOX,
-                                &maps.out));
-    if (g->schedule.blocks.packed_ranks && g->weights.factors_boxes)
-      MOELORA_TRY(map_factors<S>(g, BF16, &maps.b));
-    if (g->epilogue.out_by_position && !g->epilogue.weighted) {
-      if (!g->epilogue.out_f32)
-        return g->weights.gated ? launch<S, EpilogueMode::GATED>(g, maps, exec)
-                                : launch<S, EpilogueMode::PLAIN>(g, maps, exec);
-      if constexpr (BLOCK_M <= MOELORA_FLOAT_ROWS)
-        if (!g->weights.gated)
-          return launch<S, EpilogueMode::PLAIN_F32>(g, maps, exec);
-    }
-    if constexpr (CLUSTER == 1 && (S::NATIVE || S::CONSUMERS == 1))
-      return launch<S, EpilogueMode::GENERAL>(g, maps, exec);
-    return moelora_fail(MOELORA_UNSUPPORTED, "kernels for whole layers alone");
-  }
-
-  template <class S, EpilogueMode MODE>
-  static moelora_status launch(const moelora_gemm_launch *g, const GemmMaps &maps,
-                               const moelora_exec *exec) {
-    constexpr bool HALVES = MODE == EpilogueMode::PLAIN && S::TOKENS_FIRST;
-    if constexpr (MODE == EpilogueMode::PLAIN_F32)
-      if (g->epilogue.splits > 1)
-        return launch_shape<WithSplitK<S>, MODE>(g, g->epilogue.splits, maps, exec);
-    return launch_shape<std::conditional_t<HALVES, WithHalfTiles<S>, S>, MODE>(g, HALVES ? 2 : 1,
-                                                                               maps, exec);
-  }
-
-  /* parts: into which a tile may be cut. */
-  template <class S, EpilogueMode MODE>
-  static moelora_status launch_shape(const moelora_gemm_launch *g, int parts, const GemmMaps &maps,
-                                     const moelora_exec *exec) {
-    const int columns = tile_columns<S>(*g);
-    const int64_t tiles = parts * g->schedule.blocks.max_blocks *
-                          (S::ODD_BLOCKS ? 2 * columns_each(columns) : columns);
-    if constexpr (S::FEW)
-      if (g->schedule.blocks.packed_ranks) // behind a shrink
-        return launch_even<gemm_sm90<S, T, MODE>>("gemm_sm90", tiles, S::THREADS, S::SHARED, exec,
-                                                  maps.w, maps.x, maps.out, maps.b, *g);
-    if constexpr (S::RESIDENT > 1)
-      // Behind the other projection, not behind a shrink or a sort.
-      if (g->tokens.divisor.value == 0 && !g->schedule.blocks.packed_ranks)
-        return launch_spread<gemm_sm90<S, T, MODE>>("gemm_sm90", tiles, S::THREADS, S::SHARED, exec,
-                                                    maps.w, maps.x, maps.out, maps.b, *g);
-    return launch_kernel<gemm_sm90<S, T, MODE>, CLUSTER>(
-        "gemm_sm90", tiles, S::THREADS, S::SHARED, exec, maps.w, maps.x, maps.out, maps.b, *g);
-  }
-};
 
 } // namespace
 

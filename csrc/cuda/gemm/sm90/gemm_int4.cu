@@ -1,5 +1,5 @@
 /* Hopper: weights of all formats of INT4. */
-#include "cuda/gemm/sm90/gemm.cuh"
+#include "cuda/gemm/sm90/launch.cuh"
 
 moelora_status moelora_cuda_gemm_sm90_int4(const moelora_gemm_launch *g,
                                            const moelora_variant *variant,

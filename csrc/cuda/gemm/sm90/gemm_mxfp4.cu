@@ -1,5 +1,5 @@
 /* Hopper: MXFP4 weights. */
-#include "cuda/gemm/sm90/gemm.cuh"
+#include "cuda/gemm/sm90/launch.cuh"
 
 moelora_status moelora_cuda_gemm_sm90_mxfp4(const moelora_gemm_launch *g,
                                             const moelora_variant *variant,
