@@ -31,7 +31,8 @@ demo:
 # What CI holds against us, users do not see: warnings and register spills are errors here only.
 test: export MOELORA_WERROR = 1
 test: build
-	$(MAKE) --no-print-directory lint types conformance test-c test-py
+	$(MAKE) --no-print-directory -j 2 lint types conformance test-c
+	$(MAKE) --no-print-directory test-py
 
 # torch by itself first: the other packages then find it there and cannot pull in another one.
 $(VENV)/.ready: requirements-torch.txt requirements.txt
