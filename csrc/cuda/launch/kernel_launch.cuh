@@ -36,8 +36,8 @@ template <auto KERNEL> cudaError_t allow_all_shared(const moelora_exec *exec) {
 }
 
 /* Blocks of KERNEL, in clusters of CLUSTER, that the device of `exec` holds at once: clusters lie
- * within a group of SMs, and do not fill each of these. Asked once for each device; races write the
- * same values. */
+ * within a group of SMs, and do not fill each of these. Asked once for each device, behind
+ * allow_all_shared(); races write the same values. */
 template <auto KERNEL, int CLUSTER = 1>
 cudaError_t resident_blocks(int threads, size_t shared_bytes, const moelora_exec *exec,
                             int64_t *blocks) {
@@ -160,7 +160,6 @@ moelora_status launch_even(const char *name, int64_t work, int threads, size_t s
   const int64_t sms = moelora_cuda_num_sms(exec->device_index), share = (work + sms - 1) / sms;
   if (error != cudaSuccess || work == 0 || share * sms >= resident)
     return launch_kernel<KERNEL>(name, work, threads, shared_bytes, exec, args...);
-  MOELORA_TRY(moelora_cuda_check(allow_all_shared<KERNEL>(exec), name));
   return launch_blocks<KERNEL>(name, work, threads, OF_SM / (size_t)(share + 1), exec, args...);
 }
 
