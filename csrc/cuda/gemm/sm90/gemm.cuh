@@ -90,7 +90,7 @@ __device__ __forceinline__ void store_tile(float (&d)[2][S::TOKENS / 2], const R
   const bool f32 = MODE == EpilogueMode::PLAIN_F32 ||
                    (GENERAL && S::TOKENS <= MOELORA_FLOAT_ROWS && g.epilogue.out_f32);
   const int halves = gated ? 1 : 2;
-  constexpr bool E4M3 = S::FORMAT == MOELORA_W8A8 && S::CONSUMERS == 2 &&
+  constexpr bool E4M3 = S::Format::IS_W8A8 && S::CONSUMERS == 2 &&
                         (MODE == EpilogueMode::GATED || MODE == EpilogueMode::SILU);
   static_assert(!E4M3 || N <= BUFFERS * kEpilogueTokens, "all of a tile is there at once");
   const Epilogue<S, MODE> epilogue(g, header.tile, consumer, T());
@@ -190,7 +190,7 @@ __device__ __forceinline__ bool add_adapters(float (&d)[2][S::TOKENS / 2],
     Wgmma<N>::template mma<Element<T>::is_bf16>(d[0], slab, b + step * j);
     Wgmma<N>::template mma<Element<T>::is_bf16>(d[1], slab + next / 16, b + step * j + up);
     wgmma_commit();
-    if (S::FORMAT == MOELORA_W8A8)
+    if (S::Format::IS_W8A8)
       wgmma_wait<0>(); // sums that arithmetic made may not meet those that are on their way
   }
   return nonfinite;
@@ -244,25 +244,25 @@ __device__ __forceinline__ PendingCheck multiply(float (&d)[2][S::TOKENS / 2],
   const bool active = !S::TOKENS_FIRST || consumer * 64 < header.multiplied;
   const bool half = is_half<S>(header.tile);
   const int depth_steps = DepthSteps::of<S>(g, header.tile, all_depth_steps<S>(g)).count;
-  if (S::ALIASED_BUFFERS > 0 && S::FORMAT == MOELORA_W8A8)
+  if (S::ALIASED_BUFFERS > 0 && S::Format::IS_W8A8)
     release_aliased_stage(pipeline, consumer); // whose loops have no time for a barrier
 #pragma unroll
   for (int i = 0; i < N / 2; i++)
     d[0][i] = d[1][i] = 0.f;
   int previous;
-  if constexpr (S::FORMAT == MOELORA_NATIVE)
+  if constexpr (S::Format::IS_NATIVE)
     previous = multiply_depth<S, T, N>(d, g, pipeline, consumer, depth_steps);
   else if constexpr (S::TOKENS_FIRST)
     previous = !active ? follow_depth<S>(g, pipeline)
                : half  ? multiply_tokens_first<S, S::HALF_TILES>(d, g, pipeline, consumer)
                        : multiply_tokens_first<S, false>(d, g, pipeline, consumer);
-  else if constexpr (S::FORMAT == MOELORA_W8A8)
+  else if constexpr (S::Format::IS_W8A8)
     previous = multiply_w8a8<S, N>(d, g, pipeline, consumer, depth_steps);
   else if constexpr (S::FEW)
     previous = multiply_few<S, T, N>(d, g, pipeline, depth_steps);
   else
     previous = multiply_quantized<S, T, N>(d, g, pipeline, consumer, depth_steps);
-  if (S::ALIASED_BUFFERS > 0 && S::FORMAT != MOELORA_W8A8)
+  if (S::ALIASED_BUFFERS > 0 && !S::Format::IS_W8A8)
     release_aliased_stage(pipeline, consumer); // of a tile without a second step
   const AdaptersHeader adapters = AdaptersHeader::read(pipeline.header(previous));
   const bool checks = adapters.ragged || (adapters.shared && pipeline.in_fixup());

@@ -40,13 +40,13 @@ constexpr int kArrivals = 1;
  * while the other finishes a tile. Of up to 16 tokens and four bits, to make numbers takes a warp
  * longer than their bytes take to come: there three share it, of six warps each, whose registers
  * stay with them. Two of these warps are enough to copy few tokens. */
-template <int TOKENS_, int CONSUMERS_, int STAGES_, int CLUSTER_, moelora_format FORMAT_,
+template <int TOKENS_, int CONSUMERS_, int STAGES_, int CLUSTER_, moelora_kernel_format FORMAT_,
           bool ZEROS_ = false>
 struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   using E = Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_>;
   static constexpr int CONSUMERS = CONSUMERS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
   static constexpr bool ZEROS = ZEROS_; // of quantised weights there may be zero points
-  static constexpr bool FOUR_BITS = FORMAT_ == MOELORA_MXFP4 || FORMAT_ == MOELORA_INT4;
+  static constexpr bool FOUR_BITS = E::Format::IS_FOUR_BITS;
   static constexpr bool FEW = FOUR_BITS && TOKENS_ <= 16;
   static constexpr int RESIDENT = // CTAs per SM
       CONSUMERS == 2                  ? 1
@@ -63,30 +63,29 @@ struct GemmShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr bool DRAWN = CONSUMERS == 2; // tiles, see TileScheduler
   // 64 of depth each, of a stage: where warps make numbers of them, to wait for each alone takes a
   // tenth of their time.
-  static constexpr int SPANS = FORMAT_ == MOELORA_NATIVE || FORMAT_ == MOELORA_W8A8 ? 1 : 2;
+  static constexpr int SPANS = E::Format::IS_DEQUANTIZED ? 2 : 1;
   static constexpr int DEPTH = SPANS * kDepth;
-  static constexpr int ELEMENTS = FORMAT_ == MOELORA_W8A8 ? 2 * DEPTH : DEPTH; // of x, of a step
-  static constexpr int W_BYTES = weight_bytes(FORMAT_, SPANS *E::TILES);
-  static constexpr int SLOT_BYTES = moelora_most_tile_bytes(FORMAT_); // of quantised weights
+  static constexpr int ELEMENTS = E::Format::IS_W8A8 ? 2 * DEPTH : DEPTH; // of x, of a step
+  static constexpr int W_BYTES = weight_bytes<FORMAT_>(SPANS * E::TILES);
+  static constexpr int SLOT_BYTES = E::Format::MOST_TILE_BYTES; // of quantised weights
   static constexpr int STAGE_BYTES = W_BYTES + SPANS * E::X_BYTES;
-  static constexpr int M64_SCALES = FORMAT_ == MOELORA_W8A8 ? 64 * 4 : 0;
-  static constexpr int SCALE_BYTES =
-      FORMAT_ == MOELORA_W8A8 ? E::TILES * M64_SCALES + TOKENS_ * 4 : 0;
+  static constexpr int M64_SCALES = E::Format::IS_W8A8 ? 64 * 4 : 0;
+  static constexpr int SCALE_BYTES = E::Format::IS_W8A8 ? E::TILES * M64_SCALES + TOKENS_ * 4 : 0;
   static constexpr int ROW_LIST_BYTES =
       TOKENS_FIRST ? (TOKENS_ + kListedAtOnce - 1) / kListedAtOnce * kListedAtOnce * 4 : 0;
   // All threads start with as many registers; what producers give is what consumers can take, who
   // need more of them to make weights. Native tiles of few tokens need none.
-  static constexpr bool NATIVE = FORMAT_ == MOELORA_NATIVE;
+  static constexpr bool NATIVE = E::Format::IS_NATIVE;
   static constexpr int START_REGISTERS = RESIDENT == 1 ? 168 : RESIDENT == 2 ? 128 : 96;
   static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2  ? (NATIVE           ? 136
                                                                : TOKENS_FIRST   ? 56
                                                                : TOKENS_ <= 96  ? 104
                                                                : TOKENS_ <= 128 ? 88
                                                                                 : 72)
-                                            : TOKENS_ > 32  ? (FORMAT_ == MOELORA_W8A8 ? 80 : 96)
+                                            : TOKENS_ > 32  ? (E::Format::IS_W8A8 ? 80 : 96)
                                             : NATIVE || FEW ? START_REGISTERS
                                                             : 88;
-  static constexpr int GATHER_LANES = NATIVE || (FORMAT_ == MOELORA_W8A8 && !TOKENS_FIRST) ? 8 : 4;
+  static constexpr int GATHER_LANES = NATIVE || (E::Format::IS_W8A8 && !TOKENS_FIRST) ? 8 : 4;
   static constexpr int CONSUMER_REGISTERS =
       START_REGISTERS + (START_REGISTERS - PRODUCER_REGISTERS) / CONSUMERS;
   // Token rows that one copy brings, and those of another kind that bring the last ones.

@@ -40,7 +40,7 @@ template <class S>
 __device__ __forceinline__ void load_quantized(const moelora_gemm_launch &g,
                                                QuantizedTiles<S> &tiles, int step,
                                                const Pipeline<S> &pipeline, uint64_t policy) {
-  const uint32_t bytes = tile_bytes<S::FORMAT>(g.weights.w.format);
+  const uint32_t bytes = S::Format::tile_bytes(g.weights.w.format);
   const bool whole = (step + 1) * S::SPANS * kDepth < g.tokens.k + kDepth;
 #pragma unroll
   for (int m64 = 0; m64 < S::TILES; m64++) {
@@ -55,9 +55,9 @@ __device__ __forceinline__ void load_quantized(const moelora_gemm_launch &g,
 /* Bytes of weights, and of their scales, that a step brings to this CTA. */
 template <class S>
 __device__ __forceinline__ uint32_t step_bytes(const moelora_gemm_launch &g, const Tile &tile) {
-  const uint32_t bytes = S::FORMAT == MOELORA_NATIVE
+  const uint32_t bytes = S::Format::IS_NATIVE
                              ? S::W_BYTES
-                             : S::SPANS * S::TILES * tile_bytes<S::FORMAT>(g.weights.w.format);
+                             : S::SPANS * S::TILES * S::Format::tile_bytes(g.weights.w.format);
   return bytes >> is_half<S>(tile);
 }
 
@@ -65,9 +65,9 @@ template <class S>
 __device__ __forceinline__ void load_weights(const CUtensorMap *map, const moelora_gemm_launch &g,
                                              const Tile &tile, QuantizedTiles<S> &tiles, int step,
                                              const Pipeline<S> &pipeline, uint64_t policy) {
-  if constexpr (S::FORMAT == MOELORA_NATIVE)
+  if constexpr (S::Format::IS_NATIVE)
     load_native<S>(map, g, tile, step, pipeline, policy);
-  else if constexpr (S::FORMAT == MOELORA_W8A8)
+  else if constexpr (S::Format::IS_W8A8)
     load_w8a8<S>(g, tiles, pipeline, policy);
   else
     load_quantized<S>(g, tiles, step, pipeline, policy);
@@ -287,7 +287,7 @@ template <class S, class T>
 __device__ __forceinline__ void gather(const moelora_gemm_launch &g, Pipeline<S> &pipeline) {
   using Parts = TileParts<S>;
   const int thread = threadIdx.x - S::FIRST_PRODUCER - 32, depth_steps = all_depth_steps<S>(g);
-  constexpr bool SCALED = S::FORMAT == MOELORA_W8A8;
+  constexpr bool SCALED = S::Format::IS_W8A8;
   constexpr bool LISTED = S::TOKENS_FIRST; // consumers have the registers
   std::conditional_t<LISTED, ListedGather<S::TOKENS>,
                      Gather<S::TOKENS, S::GATHER_LANES, S::GATHERERS>>

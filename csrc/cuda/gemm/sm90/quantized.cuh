@@ -21,7 +21,7 @@ template <class S> struct QuantizedTiles {
   bool are_all; // the share is all of the tile: nothing comes from the cluster's other CTA
 
   __device__ __forceinline__ void find(const moelora_gemm_launch &g, const ClusterTile &tile) {
-    if constexpr (S::FORMAT != MOELORA_NATIVE) {
+    if constexpr (!S::Format::IS_NATIVE) {
       are_all = S::CLUSTER == 1 || (S::ODD_BLOCKS && tile.is_shared());
       count = (are_all ? S::TILES : SHARE) >> is_half<S>(tile);
 #pragma unroll
@@ -42,7 +42,7 @@ template <class S> struct QuantizedTiles {
 /* Whether the two m64 tiles of a consumer are multiplied in turns: products of few tokens are
  * mostly latency, which two sums share. Accumulators of many tokens leave no registers for that,
  * and need it less; FP8 has second ones. */
-template <class S> constexpr bool kPaired = S::TOKENS <= (S::FORMAT == MOELORA_W8A8 ? 64 : 96);
+template <class S> constexpr bool kPaired = S::TOKENS <= (S::Format::IS_W8A8 ? 64 : 96);
 
 /* Adds slab K of both m64 tiles, with N tokens at `tokens`. */
 template <int K, int N, class T, class F, int D>
@@ -70,7 +70,7 @@ __device__ __forceinline__ int multiply_few(float (&d)[2][S::TOKENS / 2],
                                             int depth_steps) {
   using F = TileFragment<S::FORMAT, T, S::ZEROS>;
   const moelora_format format = g.weights.w.format;
-  const uint32_t bytes = tile_bytes<S::FORMAT>(format), offset = token_offset();
+  const uint32_t bytes = S::Format::tile_bytes(format), offset = token_offset();
   const LanePlaces at = LanePlaces::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
   for (int step = 1;; step++) {
     pipeline.wait_full();
@@ -121,7 +121,7 @@ multiply_quantized(float (&d)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
   using F = TileFragment<S::FORMAT, T, S::ZEROS>;
   constexpr int TILES = kPaired<S> ? 2 : 1;
   const moelora_format format = g.weights.w.format;
-  const uint32_t bytes = tile_bytes<S::FORMAT>(format);
+  const uint32_t bytes = S::Format::tile_bytes(format);
   const LanePlaces at = LanePlaces::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
   int previous = 0;
   uint32_t a[2][TILES][4];

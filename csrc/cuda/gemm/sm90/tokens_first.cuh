@@ -118,7 +118,7 @@ template <class S, bool HALF>
 __device__ __forceinline__ int multiply_tokens_first(float (&d)[2][64],
                                                      const moelora_gemm_launch &g,
                                                      Pipeline<S> &pipeline, int consumer) {
-  return g.weights.w.format == MOELORA_FP8_ROWS
+  return moelora_has_row_scales(g.weights.w.format)
              ? multiply_tokens_first<S, HALF, true>(d, g, pipeline, consumer)
              : multiply_tokens_first<S, HALF, false>(d, g, pipeline, consumer);
 }

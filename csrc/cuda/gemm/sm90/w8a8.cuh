@@ -22,7 +22,7 @@ template <class S>
 __device__ __forceinline__ void load_w8a8(const moelora_gemm_launch &g, QuantizedTiles<S> &tiles,
                                           const Pipeline<S> &pipeline, uint64_t policy) {
   const int first = tiles.first();
-  const uint32_t scales = tile_bytes<S::FORMAT>(g.weights.w.format) - MOELORA_FP8_TILE_VALUES;
+  const uint32_t scales = S::Format::tile_bytes(g.weights.w.format) - MOELORA_FP8_TILE_VALUES;
 #pragma unroll
   for (int i = 0; i < QuantizedTiles<S>::MOST; i++) {
     if (i >= tiles.count)
@@ -150,7 +150,7 @@ __device__ __forceinline__ int multiply_w8a8(float (&d)[2][S::TOKENS / 2],
                                              const moelora_gemm_launch &g, Pipeline<S> &pipeline,
                                              int consumer, int depth_steps) {
   constexpr int TILES = kPaired<S> ? 2 : 1;
-  const bool by_row = g.weights.w.format == MOELORA_FP8_ROWS;
+  const bool by_row = moelora_has_row_scales(g.weights.w.format);
   const int row = by_row ? (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7) : 0;
   int previous = 0;
   float partial[TILES][N / 2];
