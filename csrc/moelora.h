@@ -67,7 +67,8 @@ typedef enum moelora_dtype {
 typedef enum moelora_device { MOELORA_CPU = 0, MOELORA_CUDA } moelora_device;
 
 /* A view of memory on the device of the call; strides count elements. `data == NULL` with
- * `ndim == 0` says that an optional tensor is absent. */
+ * `ndim == 0` says that an optional tensor is absent; otherwise only a tensor without elements may
+ * have no data. */
 typedef struct moelora_tensor {
   void *data;
   moelora_dtype dtype;

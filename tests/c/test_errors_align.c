@@ -81,7 +81,8 @@ static void test_align_errors(void) {
   a = base, a.routing.topk_ids.stride[0] = INT64_MAX / 2;
   INVALID("topk_ids has strides that reach beyond the address space");
   a = base, a.routing.topk_ids.data = NULL;
-  INVALID("topk_ids has elements but its data pointer is NULL");
+  INVALID("topk_ids has elements but its data is NULL, expected memory on the device of the call: "
+          "bring it back if it was freed or offloaded");
   a = base, a.routing.topk_ids.data = (char *)a.routing.topk_ids.data + 4;
   a.routing.topk_ids.dtype = MOELORA_I64;
   char text[160];
