@@ -236,6 +236,11 @@ typedef struct moelora_device_info {
  * The *_workspace functions are exact and depend on nothing but problem and plan. */
 typedef struct moelora_backend {
   const char *name;
+  moelora_status (*count_devices)(int32_t *count);
+  /* Makes a device that of the calling thread, whose device before is `outer`, and takes it back.
+   * Everything below runs in between. */
+  moelora_status (*enter)(int32_t device_index, int32_t *outer);
+  moelora_status (*leave)(int32_t device_index, int32_t outer);
   moelora_status (*device_info)(int32_t device_index, moelora_device_info *info);
   size_t (*align_workspace)(const moelora_align_problem *problem, const moelora_align_plan *plan);
   moelora_status (*align)(const moelora_align_problem *problem, const moelora_align_plan *plan,
@@ -319,6 +324,8 @@ moelora_status moelora_check_delta(const moelora_delta_args *args, moelora_delta
 moelora_status moelora_check_mlp_delta(const moelora_mlp_delta_args *args,
                                        moelora_mlp_delta_problem *problem);
 
+/* device.c: threads that a call on a CPU may use, each with scratch of its own; 1 elsewhere. */
+int32_t moelora_workers(const moelora_exec *exec);
 /* device.c: what was found out about a device for the call at hand; never NULL. */
 const moelora_device_info *moelora_known_device(moelora_device device, int32_t index);
 
