@@ -335,6 +335,12 @@ void moelora_clear_error(void);
 moelora_status moelora_fail(moelora_status status, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
+/* status.c: what a backend says where it and the plan disagree, which no arguments can bring about:
+ * a variant that is not one of a launcher's; a layout of more than was asked for. Launchers have no
+ * other refusals: what cannot run is refused by a check or a plan, before anything is queued. */
+moelora_status moelora_no_kernel(const char *variant, const char *why);
+moelora_status moelora_check_layout(size_t used, const moelora_exec *exec);
+
 #define MOELORA_TRY(CALL)                                                                          \
   do {                                                                                             \
     moelora_status status_ = (CALL);                                                               \
@@ -385,6 +391,22 @@ static inline bool moelora_is_vector_row(const void *data, int64_t stride, int64
 static inline bool moelora_is_vector_weights(const moelora_weights *w) {
   return moelora_is_vector_row(w->data, w->stride_n, w->k) && w->stride_e % 8 == 0 &&
          w->stride_nt % 8 == 0 && w->stride_kt % 8 == 0 && w->n % 8 == 0;
+}
+
+/* Elements of 16 bits that a tensor map can step over: less than 2^40 bytes. */
+static inline bool moelora_is_map_stride(int64_t stride) {
+  return stride < (int64_t)1 << 39;
+}
+
+/* A tensor map covers each factor, where they allow 16-byte accesses: boxes lie within `rows` rows.
+ */
+static inline bool moelora_are_map_factors(const moelora_factor *factors, int32_t count,
+                                           int64_t rows) {
+  bool all = true;
+  for (int32_t i = 0; i < count; i++)
+    all = all && factors[i].stride_i > 0 && moelora_is_map_stride(factors[i].stride_i * rows) &&
+          moelora_is_map_stride(factors[i].stride_e) && moelora_is_map_stride(factors[i].stride_l);
+  return all;
 }
 
 static inline bool moelora_are_vector_factors(const moelora_factor *factors, int32_t count) {

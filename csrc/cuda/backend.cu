@@ -11,13 +11,6 @@ extern "C" moelora_status moelora_cuda_check(cudaError_t error, const char *what
                       cudaGetErrorString(error));
 }
 
-extern "C" moelora_status moelora_cuda_check_layout(size_t used, const moelora_exec *exec) {
-  if (used <= exec->workspace_bytes)
-    return MOELORA_OK;
-  return moelora_fail(MOELORA_WORKSPACE_TOO_SMALL, "%zu bytes were laid out in a workspace of %zu",
-                      used, exec->workspace_bytes);
-}
-
 static moelora_status attribute(cudaDeviceAttr name, int32_t device, int *value) {
   return moelora_cuda_check(cudaDeviceGetAttribute(value, name, device), "cudaDeviceGetAttribute");
 }
