@@ -14,7 +14,7 @@ CTESTS := $(basename $(notdir $(wildcard tests/c/test_*.c examples/c/*.c)))
 # Of the GPUs here, as setup.py names them; nothing, its default, where there are none.
 GPU_ARCHS = $$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/null | \
   sort -u | sed 's/\.//; s/^90$$/90a/' | paste -sd ';' -)
-C_FILES = $(shell find csrc tests/c examples/c -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
+C_FILES = $(shell find csrc tests/c tests/cuda examples/c -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test build lint conformance test-c test-py test-lowest sanitize fuzz test-gpu sanitize-gpu \
         emulate bench-cpu bench-gpu tables docs types wheel check-wheel sdist clean

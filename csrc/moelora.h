@@ -67,7 +67,8 @@ typedef enum moelora_dtype {
 typedef enum moelora_device { MOELORA_CPU = 0, MOELORA_CUDA } moelora_device;
 
 /* A view of memory on the device of the call; strides count elements. `data == NULL` with
- * `ndim == 0` says that an optional tensor is absent. */
+ * `ndim == 0` says that an optional tensor is absent; otherwise only a tensor without elements may
+ * have no data. */
 typedef struct moelora_tensor {
   void *data;
   moelora_dtype dtype;
@@ -82,12 +83,12 @@ typedef void (*moelora_task)(void *context, int64_t begin, int64_t end);
 /* Where and with what an operator runs. */
 typedef struct moelora_exec {
   moelora_device device;
-  int32_t device_index; /* CUDA ordinal; unused on the CPU */
-  void *stream;         /* cudaStream_t; NULL is the default stream */
+  int32_t device_index; /* CUDA ordinal, current or not; unused on the CPU */
+  void *stream;         /* cudaStream_t of that device; NULL is its default stream */
   void *workspace;      /* 256-byte aligned, at least moelora_call.workspace_bytes; on `device` */
   size_t workspace_bytes;
   /* CPU only: runs `task` over [0, count), split at will over threads, and returns when all of it
-   * is done. NULL runs serially. */
+   * is done. NULL runs serially. Each thread has scratch of its own in the workspace. */
   void (*parallel_for)(int64_t count, moelora_task task, void *context);
   int32_t num_threads; /* how many threads parallel_for spreads over; 0 counts as 1 */
   /* Read by moelora_prepare_*: the bits of a row depend on nothing else in the batch, nor on how
@@ -105,9 +106,11 @@ typedef struct moelora_call {
   uint64_t state[MOELORA_CALL_BYTES / sizeof(uint64_t)];
 } moelora_call;
 
-/* Runs a prepared call, or queues it. `exec` names the device (and threads) that it was prepared
- * for, and the workspace. Fails with MOELORA_WORKSPACE_TOO_SMALL, MOELORA_INVALID_ARGUMENT or
- * MOELORA_DEVICE_ERROR. */
+/* Runs a prepared call, or queues it. `exec` names the device that it was prepared for, at most as
+ * many threads (1 without a parallel_for), and the workspace. A call that moelora_prepare_* refused
+ * is an error; one that has nothing to do is not. Where device_index is not the calling thread's
+ * current device, it is made current by cudaSetDevice, and the other one again before the return.
+ * Fails with MOELORA_WORKSPACE_TOO_SMALL, MOELORA_INVALID_ARGUMENT or MOELORA_DEVICE_ERROR. */
 moelora_status moelora_run(const moelora_call *call, const moelora_exec *exec);
 
 /* Stacked LoRA factors of one projection. Slice i covers output columns [i*N, (i+1)*N) in memory

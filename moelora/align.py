@@ -187,7 +187,7 @@ def moe_lora_align_block_size(
             block_size,
             max_loras,
             enabled_or_absent(adapter_enabled, absent),
-            lora_ids if lora_ids.dtype is torch.int32 else lora_ids.to(torch.int32),
+            or_absent(lora_ids, absent, torch.int32),
             or_absent(expert_map, absent, torch.int32),
         )
     return run(

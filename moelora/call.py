@@ -19,6 +19,7 @@ from torch.compiler import is_compiling
 
 from moelora import _C, autograd, trace
 from moelora._C import error_number
+from moelora.storage import holds
 
 # moelora_status of csrc/moelora.h; everything else stays a RuntimeError.
 ERRORS = {1: ValueError, 2: NotImplementedError}
@@ -114,7 +115,11 @@ def absent_tensor(like: Tensor) -> Tensor:
 def or_absent(tensor: Tensor | None, absent: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if tensor is None:
         return absent
-    return tensor if dtype is None or tensor.dtype is dtype else tensor.to(dtype)
+    if dtype is None or tensor.dtype is dtype:
+        return tensor
+    if not is_compiling() and type(tensor) in _PLAIN and not holds(tensor):
+        return tensor  # torch would read a freed storage; the compiled operator refuses it by name
+    return tensor.to(dtype)
 
 
 def enabled_or_absent(adapter_enabled: Tensor | None, absent: Tensor) -> Tensor:

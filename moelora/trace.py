@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from moelora import _C
+from moelora.storage import holds, reach
 
 MAX_DUMPS = 8  # of one process: an error that repeats should not fill a disk
 DUMP_MIB = 4096  # of one process: a layer of a large model, once
@@ -184,6 +185,8 @@ def _packed(value: Any) -> Any:
         return [_packed(item) for item in value]
     if not isinstance(value, Tensor):
         return value
+    if not holds(value):
+        raise ValueError(f"the storage of {_text(value)} was freed")
     elements = _elements(value).cpu().contiguous()
     if elements.untyped_storage().nbytes() != elements.nbytes:
         elements = elements.clone()
@@ -200,8 +203,7 @@ def _unpacked(value: Any) -> Any:
 
 def _laid_out(elements: Tensor, shape: list[int], strides: list[int], device: str) -> Tensor:
     """A tensor of these strides from its elements; what lies between them is zero."""
-    length = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    flat = elements.new_zeros(length if elements.numel() else 0, device=device)
+    flat = elements.new_zeros(reach(shape, strides), device=device)
     tensor = flat.as_strided(shape, strides)
     _elements(tensor).copy_(elements)
     return tensor

@@ -236,6 +236,11 @@ typedef struct moelora_device_info {
  * The *_workspace functions are exact and depend on nothing but problem and plan. */
 typedef struct moelora_backend {
   const char *name;
+  moelora_status (*count_devices)(int32_t *count);
+  /* Makes a device that of the calling thread, whose device before is `outer`, and takes it back.
+   * Everything below runs in between. */
+  moelora_status (*enter)(int32_t device_index, int32_t *outer);
+  moelora_status (*leave)(int32_t device_index, int32_t outer);
   moelora_status (*device_info)(int32_t device_index, moelora_device_info *info);
   size_t (*align_workspace)(const moelora_align_problem *problem, const moelora_align_plan *plan);
   moelora_status (*align)(const moelora_align_problem *problem, const moelora_align_plan *plan,
@@ -319,6 +324,8 @@ moelora_status moelora_check_delta(const moelora_delta_args *args, moelora_delta
 moelora_status moelora_check_mlp_delta(const moelora_mlp_delta_args *args,
                                        moelora_mlp_delta_problem *problem);
 
+/* device.c: threads that a call on a CPU may use, each with scratch of its own; 1 elsewhere. */
+int32_t moelora_workers(const moelora_exec *exec);
 /* device.c: what was found out about a device for the call at hand; never NULL. */
 const moelora_device_info *moelora_known_device(moelora_device device, int32_t index);
 
@@ -327,6 +334,12 @@ void moelora_clear_error(void);
 /* Records the message of this thread and returns `status`. */
 moelora_status moelora_fail(moelora_status status, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
+
+/* status.c: what a backend says where it and the plan disagree, which no arguments can bring about:
+ * a variant that is not one of a launcher's; a layout of more than was asked for. Launchers have no
+ * other refusals: what cannot run is refused by a check or a plan, before anything is queued. */
+moelora_status moelora_no_kernel(const char *variant, const char *why);
+moelora_status moelora_check_layout(size_t used, const moelora_exec *exec);
 
 #define MOELORA_TRY(CALL)                                                                          \
   do {                                                                                             \
@@ -378,6 +391,22 @@ static inline bool moelora_is_vector_row(const void *data, int64_t stride, int64
 static inline bool moelora_is_vector_weights(const moelora_weights *w) {
   return moelora_is_vector_row(w->data, w->stride_n, w->k) && w->stride_e % 8 == 0 &&
          w->stride_nt % 8 == 0 && w->stride_kt % 8 == 0 && w->n % 8 == 0;
+}
+
+/* Elements of 16 bits that a tensor map can step over: less than 2^40 bytes. */
+static inline bool moelora_is_map_stride(int64_t stride) {
+  return stride < (int64_t)1 << 39;
+}
+
+/* A tensor map covers each factor, where they allow 16-byte accesses: boxes lie within `rows` rows.
+ */
+static inline bool moelora_are_map_factors(const moelora_factor *factors, int32_t count,
+                                           int64_t rows) {
+  bool all = true;
+  for (int32_t i = 0; i < count; i++)
+    all = all && factors[i].stride_i > 0 && moelora_is_map_stride(factors[i].stride_i * rows) &&
+          moelora_is_map_stride(factors[i].stride_e) && moelora_is_map_stride(factors[i].stride_l);
+  return all;
 }
 
 static inline bool moelora_are_vector_factors(const moelora_factor *factors, int32_t count) {

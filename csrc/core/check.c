@@ -81,8 +81,7 @@ static bool is_empty(const moelora_tensor *tensor) {
   return false;
 }
 
-/* Bytes from the first element to the end of the last one; -1 beyond MOELORA_MAX_BYTES. */
-static int64_t span_bytes(const moelora_tensor *tensor) {
+int64_t moelora_span_bytes(const moelora_tensor *tensor) {
   if (is_empty(tensor))
     return 0;
   int64_t last = 0;
@@ -115,10 +114,13 @@ moelora_status moelora_check_large_view(moelora_arg arg, int32_t ndim, const cha
                     "%s.stride(%d) is %lld, expected 0 or more", moelora_label_of(arg).text, i,
                     (long long)t->stride[i]);
   }
-  MOELORA_REQUIRE(span_bytes(t) >= 0, "%s has strides that reach beyond the address space",
+  MOELORA_REQUIRE(moelora_span_bytes(t) >= 0, "%s has strides that reach beyond the address space",
                   moelora_label_of(arg).text);
-  MOELORA_REQUIRE(t->data || is_empty(t), "%s has elements but its data pointer is NULL",
-                  moelora_label_of(arg).text);
+  MOELORA_REQUIRE(
+      t->data || is_empty(t),
+      "%s has elements but its data is NULL, expected memory on the device of the call: "
+      "bring it back if it was freed or offloaded",
+      moelora_label_of(arg).text);
   MOELORA_REQUIRE((uintptr_t)t->data % moelora_dtype_bytes(t->dtype) == 0,
                   "%s starts at %p, expected a multiple of the %zu bytes of %s",
                   moelora_label_of(arg).text, t->data, moelora_dtype_bytes(t->dtype),
@@ -239,8 +241,8 @@ moelora_status moelora_check_disjoint(moelora_arg out, moelora_arg other) {
   const moelora_tensor *a = out.tensor, *b = other.tensor;
   if (moelora_is_absent(a) || moelora_is_absent(b))
     return MOELORA_OK;
-  uintptr_t a_begin = (uintptr_t)a->data, a_end = a_begin + (uintptr_t)span_bytes(a);
-  uintptr_t b_begin = (uintptr_t)b->data, b_end = b_begin + (uintptr_t)span_bytes(b);
+  uintptr_t a_begin = (uintptr_t)a->data, a_end = a_begin + (uintptr_t)moelora_span_bytes(a);
+  uintptr_t b_begin = (uintptr_t)b->data, b_end = b_begin + (uintptr_t)moelora_span_bytes(b);
   bool apart = a_begin == a_end || b_begin == b_end || a_end <= b_begin || b_end <= a_begin;
   MOELORA_REQUIRE(apart || side_by_side(a, b), "%s shares memory with %s",
                   moelora_label_of(out).text, moelora_label_of(other).text);

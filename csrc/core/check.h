@@ -57,6 +57,9 @@ moelora_label moelora_label_source(moelora_source source);
 const char *moelora_dtype_name(moelora_dtype dtype);
 const char *moelora_format_name(moelora_format format);
 bool moelora_is_absent(const moelora_tensor *tensor);
+/* Bytes from the first element to the end of the last one; -1 beyond MOELORA_MAX_BYTES. Strides are
+ * not negative. */
+int64_t moelora_span_bytes(const moelora_tensor *tensor);
 
 /* Dimensions, sizes up to INT32_MAX, strides that are not negative and keep every element
  * addressable, a data pointer aligned to its elements. `layout` describes the expected dimensions,

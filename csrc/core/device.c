@@ -25,6 +25,23 @@ static const moelora_backend *backend_of(moelora_device device) {
   return NULL;
 }
 
+static moelora_status ask_device(const moelora_backend *backend, int32_t index,
+                                 moelora_device_info *info) {
+  int32_t count = 0, outer = 0;
+  MOELORA_TRY(backend->count_devices(&count));
+  MOELORA_REQUIRE(index < count, "exec.device_index is %d, there are %d devices", index, count);
+  MOELORA_TRY(backend->enter(index, &outer));
+  const moelora_status asked = backend->device_info(index, info);
+  const moelora_status left = backend->leave(index, outer);
+  MOELORA_TRY(asked);
+  MOELORA_TRY(left);
+  if (info->device == MOELORA_CUDA && info->compute_capability < 80)
+    return moelora_fail(MOELORA_UNSUPPORTED,
+                        "device %d has compute capability %d.%d, moelora needs 8.0 or newer", index,
+                        info->compute_capability / 10, info->compute_capability % 10);
+  return MOELORA_OK;
+}
+
 static moelora_status device_info(const moelora_backend *backend, moelora_device device,
                                   int32_t index, moelora_device_info *info) {
   cached_info *slot = &cache[device][index];
@@ -32,7 +49,7 @@ static moelora_status device_info(const moelora_backend *backend, moelora_device
     pthread_mutex_lock(&cache_lock);
     moelora_status status = MOELORA_OK;
     if (!slot->known) {
-      status = backend->device_info(index, &slot->info);
+      status = ask_device(backend, index, &slot->info);
       atomic_store_explicit(&slot->known, status == MOELORA_OK, memory_order_release);
     }
     pthread_mutex_unlock(&cache_lock);
@@ -44,6 +61,12 @@ static moelora_status device_info(const moelora_backend *backend, moelora_device
 
 const moelora_device_info *moelora_known_device(moelora_device device, int32_t index) {
   return &cache[device][index].info;
+}
+
+int32_t moelora_workers(const moelora_exec *exec) {
+  return exec->device == MOELORA_CPU && exec->parallel_for && exec->num_threads > 1
+             ? exec->num_threads
+             : 1;
 }
 
 moelora_status moelora_find_device(const moelora_exec *exec, const moelora_backend **backend,
@@ -59,7 +82,7 @@ moelora_status moelora_find_device(const moelora_exec *exec, const moelora_backe
   MOELORA_TRY(device_info(*backend, exec->device, index, info));
   info->batch_invariant = exec->batch_invariant || moelora_is_batch_invariant();
   if (exec->device == MOELORA_CPU)
-    info->num_units = exec->parallel_for && exec->num_threads > 1 ? exec->num_threads : 1;
+    info->num_units = moelora_workers(exec);
   return MOELORA_OK;
 }
 

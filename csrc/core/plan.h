@@ -55,6 +55,9 @@ void moelora_plan_blocks(const moelora_routes *routes, int32_t rows, int32_t clu
                          const moelora_device_info *device, const moelora_variant *tuned,
                          moelora_align_plan *plan);
 
+/* plan_sort.c: refuses more experts or adapters than a GPU sorts by. */
+moelora_status moelora_check_sort(moelora_align_mode mode, const moelora_routes *routes);
+
 /* What a shrink depends on. */
 typedef struct moelora_shrink_load {
   moelora_dtype dtype;

@@ -243,7 +243,7 @@ static moelora_shrink_load begin_shrink(const moelora_routes *routes, moelora_dt
                               .rows = routes->num_rows,
                               .segments = (int64_t)routes->num_experts * routes->max_loras,
                               .columns = moelora_padded_columns(lora),
-                              .listed = plan->align.segments,
+                              .listed = lora->max_rank < MOELORA_RANKS ? plan->align.segments : 0,
                               .order = plan->order,
                               .routes = routes};
   if (load.segments > load.rows || load.order == MOELORA_BY_ROUTE)
@@ -256,6 +256,10 @@ moelora_status moelora_plan_delta(const moelora_delta_problem *p, const moelora_
   MOELORA_TRY(begin(p->dtype, device, plan));
   if (device->device == MOELORA_CPU)
     return MOELORA_OK;
+  if (p->silu_and_mul && p->lora.num_slices != 1 && p->lora.num_slices % 2 != 0)
+    return moelora_fail(MOELORA_UNSUPPORTED,
+                        "silu_and_mul of %d slices: the GPU kernels take 1 or an even number",
+                        p->lora.num_slices);
   const moelora_routes *routes = &p->routes;
   if (p->lists.sorted_token_ids)
     plan->order = MOELORA_LISTED;
@@ -275,6 +279,8 @@ moelora_status moelora_plan_delta(const moelora_delta_problem *p, const moelora_
   plan->one = choose_one(p, plan->order, gated, vectors && expand_vectors, plan->parts, device);
   if (plan->one)
     return MOELORA_OK;
+  if (plan->order == MOELORA_SORTED)
+    MOELORA_TRY(moelora_check_sort(MOELORA_ALIGN_SEGMENTED, routes));
   if (p->x) {
     moelora_shrink_load load = begin_shrink(routes, p->dtype, &p->lora, plan);
     load.depth = p->k;
@@ -342,6 +348,8 @@ moelora_status moelora_plan_mlp_delta(const moelora_mlp_delta_problem *p,
   plan_order(routes,
              pair_bytes(lora[0], depth[0], true, true) + pair_bytes(lora[1], depth[1], true, true),
              device, plan);
+  if (plan->order == MOELORA_SORTED)
+    MOELORA_TRY(moelora_check_sort(MOELORA_ALIGN_SEGMENTED, routes));
   plan->waiting_f32 = waits_in_f32(routes, p->hidden, device);
   plan->sum = choose_sum(p->out, p->out_stride, p->hidden, p->dtype, device);
   for (int32_t i = 0; i < 2; i++) { /* the second of rows that lie in the workspace */

@@ -69,8 +69,10 @@ enum { LEAST_SPLIT = 10 };
  * adapters: 16-byte accesses, boxes of 64 weight rows by TMA, the whole layer in one launch. */
 typedef struct access {
   bool vectors, tma, decode;
-  bool few;              /* tokens and rows, so that one launch is better than several */
-  bool layer;            /* a whole layer, whose results lie as its kernels like them */
+  bool few;       /* tokens and rows, so that one launch is better than several */
+  bool layer;     /* a whole layer, whose results lie as its kernels like them */
+  int64_t x_rows; /* of x, so far apart; FP8 ones lie in the workspace */
+  int64_t x_stride, k;
   moelora_format format; /* of weights, for which a kernel is written */
   moelora_format second; /* that of w2, where it is a layer */
   bool halves;           /* some FP8 scales are of 64 of depth, for which Hopper has no kernel */
@@ -103,14 +105,16 @@ static shape pick_cuda_shape(int64_t rows, const access *access) {
 
 /* One tensor map covers all experts: rows that lie apart, or tiles that lie together. Of quantised
  * weights one copy covers tiles of neighbouring depth. */
-static bool is_tma_weights(const moelora_weights *w) {
+static bool is_tma_weights(const moelora_weights *w, int32_t num_experts) {
   const int64_t tile = MOELORA_PACK * MOELORA_PACK;
   if (w->format != MOELORA_NATIVE)
     return w->stride_kt == moelora_tile_size(w->format);
   if (w->packed)
     return w->stride_kt == tile && w->stride_nt == w->k / MOELORA_PACK * tile &&
-           w->stride_e == w->n / MOELORA_PACK * w->stride_nt;
-  return w->stride_e > 0 && w->stride_n > 0;
+           w->stride_e == w->n / MOELORA_PACK * w->stride_nt &&
+           num_experts * (w->n / MOELORA_PACK) <= UINT32_MAX;
+  return w->stride_e > 0 && w->stride_n > 0 && moelora_is_map_stride(w->stride_e) &&
+         moelora_is_map_stride(w->stride_n * w->n);
 }
 
 /* Nearest to the wanted block, a larger one before a smaller one; of these the wanted cluster. */
@@ -144,6 +148,16 @@ static bool takes_any_output(const moelora_variant *v) {
   return v->cluster == 1 && (v->format == MOELORA_NATIVE || v->block_n == 128);
 }
 
+/* Hopper's kernels count all 16 bytes of an x that they gather in 32 bits, portable ones the
+ * elements from row to row. */
+static bool reaches_rows(const moelora_variant *v, const access *access) {
+  const bool sm90 = v->needs == MOELORA_SM90;
+  int64_t stride = access->x_stride;
+  if (v->format == MOELORA_W8A8)
+    stride = moelora_divide_up(access->k, 128) * (sm90 ? 64 : 128);
+  return sm90 ? access->x_rows * (stride / 8) <= UINT32_MAX : stride <= INT32_MAX;
+}
+
 /* Element by element, the tiles above 32 rows would spill registers: they have no such kernel. */
 static bool serves(const moelora_variant *v, const access *access,
                    const moelora_device_info *device) {
@@ -153,6 +167,8 @@ static bool serves(const moelora_variant *v, const access *access,
     return false;
   if (v->role == MOELORA_ROLE_LAYER)
     return access->decode;
+  if (!reaches_rows(v, access))
+    return false;
   if (v->needs == MOELORA_SM90)
     return access->tma && !access->halves && (access->layer || takes_any_output(v));
   return access->vectors || v->block_m <= 32;
@@ -194,6 +210,10 @@ static const moelora_variant *forced_for(moelora_dtype dtype, const access *acce
 
 static moelora_status refuse(moelora_dtype dtype, const access *access,
                              const moelora_device_info *device) {
+  if (device->device == MOELORA_CUDA && dtype != MOELORA_F32 && access->x_stride > INT32_MAX)
+    return moelora_fail(
+        MOELORA_UNSUPPORTED, "rows of %s are %lld elements apart: the GPU kernels take at most %d",
+        access->layer ? "hidden_states" : "x", (long long)access->x_stride, INT32_MAX);
   if (device->device == MOELORA_CUDA && access->format != MOELORA_NATIVE)
     return moelora_fail(MOELORA_UNSUPPORTED,
                         "no %s kernel for %s weights and CUDA compute capability %d.%d",
@@ -231,6 +251,17 @@ moelora_status moelora_plan_cpu(moelora_dtype dtype, const moelora_device_info *
                                 const moelora_variant **picked) {
   const access any = {.vectors = true};
   return pick_variant(1, dtype, &any, device, picked);
+}
+
+/* What every kernel of a layer or a projection, and the sort before it, has room for. */
+static moelora_status check_room(const moelora_routes *routes, const moelora_factors *lora,
+                                 const moelora_device_info *device) {
+  if (device->device == MOELORA_CPU)
+    return MOELORA_OK;
+  if (lora->num_slices > 0 && lora->max_rank >= MOELORA_RANKS)
+    return moelora_fail(MOELORA_UNSUPPORTED, "rank %d: the GPU kernels take ranks below %d",
+                        lora->max_rank, MOELORA_RANKS);
+  return moelora_check_sort(MOELORA_ALIGN_SEGMENTED, routes);
 }
 
 /* ---- what goes with a projection ---- */
@@ -297,14 +328,18 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                                  const moelora_device_info *device, moelora_gemm_plan *plan) {
   const moelora_routes *routes = &problem->routes;
   access access = {.layer = false,
-                   .format = moelora_kernel_format(problem->w.format, problem->w.x)};
+                   .format = moelora_kernel_format(problem->w.format, problem->w.x),
+                   .x_rows = problem->x_per_row ? routes->num_rows : routes->num_tokens,
+                   .x_stride = problem->x_stride,
+                   .k = problem->w.k};
   access.vectors = moelora_is_vector_weights(&problem->w) &&
                    moelora_is_vector_row(problem->x, problem->x_stride, problem->w.k) &&
                    moelora_is_vector_row(problem->out, problem->out_stride[0], problem->w.n) &&
                    problem->out_stride[1] % 8 == 0;
-  access.tma = access.vectors && is_tma_weights(&problem->w);
+  access.tma = access.vectors && is_tma_weights(&problem->w, routes->num_experts);
   access.halves = problem->w.format == MOELORA_FP8_G64;
   *plan = (moelora_gemm_plan){0};
+  MOELORA_TRY(check_room(routes, &problem->lora, device));
   MOELORA_TRY(pick_variant(moelora_rows_per_expert(routes), problem->dtype, &access, device,
                            &plan->variant));
   if (device->device == MOELORA_CPU)
@@ -380,14 +415,20 @@ static void plan_around(const moelora_experts_problem *p, const moelora_variant 
 moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                                     const moelora_device_info *device, moelora_experts_plan *plan) {
   const moelora_activation activation = problem->activation.kind;
+  const int32_t experts = problem->routes.num_experts;
   access access = {.layer = true,
-                   .format = moelora_kernel_format(problem->w13.format, problem->w13.x)};
+                   .format = moelora_kernel_format(problem->w13.format, problem->w13.x),
+                   .x_rows = problem->routes.num_tokens,
+                   .x_stride =
+                       problem->apply_router_weight_on_input ? problem->hidden : problem->x_stride,
+                   .k = problem->hidden};
   access.second = moelora_kernel_format(problem->w2.format, problem->w2.x);
   access.vectors = moelora_is_vector_weights(&problem->w13) &&
                    moelora_is_vector_weights(&problem->w2) &&
                    moelora_is_vector_row(problem->x, problem->x_stride, problem->hidden);
   /* A box of packed rows is one tile: all of it gate rows or all of it up rows. */
-  access.tma = access.vectors && is_tma_weights(&problem->w13) && is_tma_weights(&problem->w2) &&
+  access.tma = access.vectors && is_tma_weights(&problem->w13, experts) &&
+               is_tma_weights(&problem->w2, experts) &&
                !(problem->w13.packed && moelora_is_gated(activation) &&
                  (moelora_is_interleaved(activation) || problem->intermediate % 64 != 0));
   access.halves = problem->w13.format == MOELORA_FP8_G64 || problem->w2.format == MOELORA_FP8_G64;
@@ -400,6 +441,8 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
   access.few = access.decode && is_few(&problem->routes, &access, device);
   const moelora_variant *picked;
   const int64_t rows = moelora_rows_per_expert(&problem->routes);
+  MOELORA_TRY(check_room(&problem->routes, &problem->w13_lora, device));
+  MOELORA_TRY(check_room(&problem->routes, &problem->w2_lora, device));
   MOELORA_TRY(pick_variant(rows, problem->dtype, &access, device, &picked));
   const moelora_device_info seen = moelora_limited(device);
   *plan = (moelora_experts_plan){0};
@@ -411,6 +454,8 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
     last = forced_for(problem->dtype, &access, device);
     if (!last)
       last = choose(&seen, problem->dtype, pick_cuda_shape(rows, &access), &access);
+    if (!last)
+      return refuse(problem->dtype, &access, device);
     plan->staged = last;
   }
   plan->w2 = of_format(last, access.second, device);

@@ -42,10 +42,7 @@ static const long_segment long_portable = {40, 128}, /* of a depth below LONG_DE
                                                       * drains */
 
 bool moelora_are_boxes(const moelora_factors *lora, int64_t rows, int64_t stride) {
-  for (int32_t i = 0; i < lora->num_slices; i++)
-    if (lora->a[i].stride_i <= 0)
-      return false;
-  return rows * (stride / 8) < UINT32_MAX;
+  return moelora_are_map_factors(lora->a, lora->num_slices, 1) && rows * (stride / 8) < UINT32_MAX;
 }
 
 static const moelora_variant *find(const moelora_shrink_load *load, moelora_method method,

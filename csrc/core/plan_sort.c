@@ -91,6 +91,15 @@ int64_t moelora_adapter_keys(moelora_align_mode mode, const moelora_routes *rout
              : 1;
 }
 
+moelora_status moelora_check_sort(moelora_align_mode mode, const moelora_routes *routes) {
+  const int64_t adapters = moelora_adapter_keys(mode, routes);
+  if (routes->num_experts < MOELORA_SORT_KEYS && adapters <= MOELORA_SORT_KEYS)
+    return MOELORA_OK;
+  return moelora_fail(MOELORA_UNSUPPORTED,
+                      "%d experts and %lld adapters: CUDA alignment takes at most %d of either",
+                      routes->num_experts, (long long)adapters - 1, MOELORA_SORT_KEYS - 1);
+}
+
 static void plan_alignment(const alignment *a, const moelora_device_info *device,
                            const moelora_variant *tuned, moelora_align_plan *plan) {
   *plan = (moelora_align_plan){0};
@@ -116,6 +125,7 @@ moelora_status moelora_plan_align(const moelora_align_problem *problem,
   MOELORA_TRY(moelora_check_told());
   if (device->device == MOELORA_CPU)
     return MOELORA_OK;
+  MOELORA_TRY(moelora_check_sort(problem->mode, &problem->routes));
   const alignment a = {problem->mode, &problem->routes, problem->max_blocks * problem->block_size,
                        problem->out_to_zero && problem->out_to_zero_bytes > 0};
   plan_alignment(&a, device, NULL, plan);
@@ -129,6 +139,7 @@ moelora_status moelora_plan_align_lists(const moelora_align_lists_problem *probl
   MOELORA_TRY(moelora_check_told());
   if (device->device == MOELORA_CPU)
     return MOELORA_OK;
+  MOELORA_TRY(moelora_check_sort(MOELORA_ALIGN_SEGMENTED, &problem->routes));
   moelora_plan_blocks(&problem->routes, 1, 1, device, NULL, plan);
   plan->segments = 0; /* lists are made from rows */
   return MOELORA_OK;

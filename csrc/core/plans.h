@@ -111,6 +111,10 @@ static inline int32_t moelora_blocks_together(const moelora_variant *v) {
 #define MOELORA_SORT_GROUP 128
 #define MOELORA_SORT_KEYS 7680
 
+/* Above every rank of a layer or a projection on a GPU, so that adapter and true rank share a word:
+ * a packed rank is adapter * MOELORA_RANKS + rank. */
+#define MOELORA_RANKS 4096
+
 /* Routed rows that windows sorted where they are loaded, and kernels of both halves, take at most,
  * and pairs that the smallest window has bins for, and one behind them. */
 #define MOELORA_WINDOW_ROWS 512

@@ -38,13 +38,23 @@ static moelora_status check_addressable(size_t workspace, const moelora_routes *
 
 /* ---- the six operators: check, plan, ask the backend for the size of the workspace ---- */
 
-/* Checked and planned. `launch` is NULL where there is nothing to do. */
+/* What became of a call. Memory that no moelora_prepare_* has seen is unlikely to hold the last
+ * two.
+ */
+typedef enum call_state {
+  CALL_REFUSED = 0,
+  CALL_EMPTY = 0x6d6f6501, /* nothing to do */
+  CALL_READY = 0x6d6f6502,
+} call_state;
+
+/* Checked and planned. */
 typedef struct prepared {
+  call_state state;
   const moelora_backend *backend;
   moelora_device_info device;
   /* What the workspace was sized for. */
   moelora_device kind;
-  int32_t device_index, num_threads;
+  int32_t device_index, workers;
   moelora_status (*launch)(const struct prepared *call, const moelora_exec *exec);
   union {
     struct {
@@ -71,6 +81,8 @@ typedef struct prepared {
       moelora_mlp_delta_problem problem;
       moelora_delta_plan plan;
     } mlp_delta;
+    moelora_pack_problem pack;
+    moelora_quantized_problem quantized;
   } of;
 } prepared;
 
@@ -80,21 +92,28 @@ _Static_assert(_Alignof(prepared) <= _Alignof(moelora_call), "a call is where it
 static moelora_status begin(const void *args, const moelora_exec *exec, moelora_call *call,
                             prepared **prepared) {
   moelora_clear_error();
+  if (call) {
+    call->workspace_bytes = 0;
+    *prepared = (void *)call->state;
+    (*prepared)->state = CALL_REFUSED;
+  }
   MOELORA_REQUIRE(args && exec, "args or exec is NULL");
   MOELORA_REQUIRE(call, "call is NULL");
   MOELORA_REQUIRE(exec->num_threads >= 0, "exec.num_threads is %d, expected 0 or more",
                   exec->num_threads);
-  call->workspace_bytes = 0;
-  *prepared = (void *)call->state;
-  (*prepared)->launch = NULL;
   (*prepared)->kind = exec->device;
   (*prepared)->device_index = exec->device_index;
-  (*prepared)->num_threads = exec->num_threads;
+  (*prepared)->workers = moelora_workers(exec);
   return moelora_find_device(exec, &(*prepared)->backend, &(*prepared)->device);
 }
 
 static moelora_status unsupported(const prepared *call, const char *name) {
   return moelora_fail(MOELORA_UNSUPPORTED, "%s is not supported on %s", name, call->backend->name);
+}
+
+static moelora_status nothing_to_do(prepared *p) {
+  p->state = CALL_EMPTY;
+  return MOELORA_OK;
 }
 
 /* Settles the size of the workspace and what runs. */
@@ -104,6 +123,7 @@ static moelora_status finish(moelora_call *call, prepared *p, size_t workspace,
   MOELORA_TRY(check_addressable(workspace, routes, sizes, count));
   call->workspace_bytes = workspace;
   p->launch = launch;
+  p->state = CALL_READY;
   return MOELORA_OK;
 }
 
@@ -141,7 +161,7 @@ moelora_status moelora_prepare_gemm(const moelora_gemm_args *args, const moelora
   moelora_gemm_plan *plan = &p->of.gemm.plan;
   MOELORA_TRY(moelora_check_gemm(args, problem));
   if (problem->routes.num_rows == 0)
-    return MOELORA_OK;
+    return nothing_to_do(p);
   if (!p->backend->gemm)
     return unsupported(p, "moelora_gemm");
   MOELORA_TRY(moelora_plan_gemm(problem, &p->device, plan));
@@ -164,7 +184,7 @@ moelora_status moelora_prepare_experts(const moelora_experts_args *args, const m
   moelora_experts_plan *plan = &p->of.experts.plan;
   MOELORA_TRY(moelora_check_experts(args, problem));
   if (problem->routes.num_rows == 0)
-    return MOELORA_OK;
+    return nothing_to_do(p);
   if (!p->backend->experts)
     return unsupported(p, "moelora_experts");
   MOELORA_TRY(moelora_plan_experts(problem, &p->device, plan));
@@ -217,7 +237,7 @@ moelora_status moelora_prepare_delta(const moelora_delta_args *args, const moelo
                        ? problem->lists.num_active > 0
                        : problem->routes.token_lora_mapping.data != NULL;
   if (!any || problem->routes.num_rows == 0)
-    return MOELORA_OK;
+    return nothing_to_do(p);
   if (!p->backend->delta)
     return unsupported(p, "moelora_delta");
   MOELORA_TRY(moelora_plan_delta(problem, &p->device, plan));
@@ -242,7 +262,7 @@ moelora_status moelora_prepare_mlp_delta(const moelora_mlp_delta_args *args,
   moelora_delta_plan *plan = &p->of.mlp_delta.plan;
   MOELORA_TRY(moelora_check_mlp_delta(args, problem));
   if (!problem->routes.token_lora_mapping.data || problem->routes.num_rows == 0)
-    return MOELORA_OK;
+    return nothing_to_do(p);
   if (!p->backend->mlp_delta)
     return unsupported(p, "moelora_mlp_delta");
   MOELORA_TRY(moelora_plan_mlp_delta(problem, &p->device, plan));
@@ -263,9 +283,10 @@ static moelora_status check_same_device(const prepared *p, const moelora_exec *e
   MOELORA_REQUIRE(exec->device == p->kind && exec->device_index == p->device_index,
                   "exec is device %d, index %d; the call was prepared for device %d, index %d",
                   (int)exec->device, exec->device_index, (int)p->kind, p->device_index);
-  MOELORA_REQUIRE(exec->num_threads == p->num_threads,
-                  "exec.num_threads is %d, the call was prepared for %d", exec->num_threads,
-                  p->num_threads);
+  MOELORA_REQUIRE(moelora_workers(exec) <= p->workers,
+                  "exec.parallel_for runs %d threads, the call was prepared for %d: give "
+                  "moelora_prepare_* the parallel_for and num_threads of moelora_run",
+                  moelora_workers(exec), p->workers);
   return MOELORA_OK;
 }
 
@@ -279,34 +300,52 @@ static moelora_status check_workspace(const moelora_exec *exec, size_t want) {
   return MOELORA_OK;
 }
 
+static moelora_status launch_on_device(const prepared *p, const moelora_exec *exec) {
+  int32_t outer = 0;
+  MOELORA_TRY(p->backend->enter(exec->device_index, &outer));
+  const moelora_status launched = p->launch(p, exec);
+  const moelora_status left = p->backend->leave(exec->device_index, outer);
+  return launched != MOELORA_OK ? launched : left;
+}
+
 moelora_status moelora_run(const moelora_call *call, const moelora_exec *exec) {
   moelora_clear_error();
   MOELORA_REQUIRE(call && exec, "call or exec is NULL");
   const prepared *p = (const void *)call->state;
-  if (!p->launch)
+  if (p->state == CALL_EMPTY)
     return MOELORA_OK;
+  MOELORA_REQUIRE(p->state == CALL_READY,
+                  "the call is not prepared: moelora_prepare_* was not called, or refused it");
   MOELORA_TRY(check_same_device(p, exec));
   MOELORA_TRY(check_workspace(exec, call->workspace_bytes));
-  return p->launch(p, exec);
+  return launch_on_device(p, exec);
 }
 
-/* ---- packing ---- */
+/* ---- packing: prepared and run at once, without a workspace ---- */
+
+static moelora_status launch_pack(const prepared *call, const moelora_exec *exec) {
+  return call->backend->pack(&call->of.pack, exec);
+}
 
 moelora_status moelora_pack_weights(const moelora_tensor *w, const moelora_tensor *out,
                                     const moelora_exec *exec) {
   moelora_call call;
   prepared *p = NULL;
-  moelora_pack_problem problem;
   MOELORA_TRY(begin(w, exec, &call, &p));
   MOELORA_REQUIRE(out, "out is NULL");
-  MOELORA_TRY(moelora_check_pack(w, out, &problem));
+  MOELORA_TRY(moelora_check_pack(w, out, &p->of.pack));
   if (!p->backend->pack)
     return unsupported(p, "moelora_pack_weights");
-  return p->backend->pack(&problem, exec);
+  p->launch = launch_pack;
+  return launch_on_device(p, exec);
 }
 
 int32_t moelora_tile_bytes(moelora_format format) {
   return format > MOELORA_NATIVE && format <= MOELORA_FP8_ROWS ? moelora_tile_size(format) : 0;
+}
+
+static moelora_status launch_pack_quantized(const prepared *call, const moelora_exec *exec) {
+  return call->backend->pack_quantized(&call->of.quantized, exec);
 }
 
 moelora_status moelora_pack_quantized(const moelora_quantized *w, const moelora_layout *layout,
@@ -314,24 +353,28 @@ moelora_status moelora_pack_quantized(const moelora_quantized *w, const moelora_
                                       const moelora_exec *exec) {
   moelora_call call;
   prepared *p = NULL;
-  moelora_quantized_problem problem;
   MOELORA_TRY(begin(w, exec, &call, &p));
   MOELORA_REQUIRE(tiles, "tiles is NULL");
-  MOELORA_TRY(moelora_check_pack_quantized(w, layout, dtype, tiles, &problem));
+  MOELORA_TRY(moelora_check_pack_quantized(w, layout, dtype, tiles, &p->of.quantized));
   if (!p->backend->pack_quantized)
     return unsupported(p, "moelora_pack_quantized");
-  return p->backend->pack_quantized(&problem, exec);
+  p->launch = launch_pack_quantized;
+  return launch_on_device(p, exec);
+}
+
+static moelora_status launch_unpack_quantized(const prepared *call, const moelora_exec *exec) {
+  return call->backend->unpack_quantized(&call->of.quantized, exec);
 }
 
 moelora_status moelora_unpack_quantized(const moelora_tensor *tiles, const moelora_layout *layout,
                                         const moelora_tensor *out, const moelora_exec *exec) {
   moelora_call call;
   prepared *p = NULL;
-  moelora_quantized_problem problem;
   MOELORA_TRY(begin(tiles, exec, &call, &p));
   MOELORA_REQUIRE(out, "out is NULL");
-  MOELORA_TRY(moelora_check_unpack_quantized(tiles, layout, out, &problem));
+  MOELORA_TRY(moelora_check_unpack_quantized(tiles, layout, out, &p->of.quantized));
   if (!p->backend->unpack_quantized)
     return unsupported(p, "moelora_unpack_quantized");
-  return p->backend->unpack_quantized(&problem, exec);
+  p->launch = launch_unpack_quantized;
+  return launch_on_device(p, exec);
 }

@@ -10,6 +10,21 @@ const moelora_cpu_kernels *moelora_cpu_kernels_of(const moelora_variant *variant
   return kernels[variant->id];
 }
 
+static moelora_status count_devices(int32_t *count) {
+  *count = 1;
+  return MOELORA_OK;
+}
+
+static moelora_status enter(int32_t device_index, int32_t *outer) {
+  *outer = device_index;
+  return MOELORA_OK;
+}
+
+static moelora_status leave(int32_t device_index, int32_t outer) {
+  (void)device_index, (void)outer;
+  return MOELORA_OK;
+}
+
 static moelora_status device_info(int32_t device_index, moelora_device_info *info) {
   (void)device_index;
   *info = (moelora_device_info){
@@ -22,6 +37,9 @@ static moelora_status device_info(int32_t device_index, moelora_device_info *inf
 
 const moelora_backend moelora_cpu_backend = {
     .name = "cpu",
+    .count_devices = count_devices,
+    .enter = enter,
+    .leave = leave,
     .device_info = device_info,
     .align_workspace = moelora_cpu_align_workspace,
     .align = moelora_cpu_align,

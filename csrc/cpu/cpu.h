@@ -23,10 +23,9 @@ static inline int64_t moelora_ceil_div(int64_t a, int64_t b) {
 uint32_t moelora_cpu_isa(void);
 
 /* parallel.c: task(context, i, worker) for every i in [0, count), handed out one by one; `worker`
- * is in [0, moelora_cpu_workers(exec)) and names the scratch that the task may use. `elements` is
+ * is in [0, moelora_workers(exec)) and names the scratch that the task may use. `elements` is
  * about what all tasks read, and limits how many threads are worth waking. */
 typedef void (*moelora_cpu_task)(void *context, int64_t index, int32_t worker);
-int32_t moelora_cpu_workers(const moelora_exec *exec);
 void moelora_cpu_parallel(const moelora_exec *exec, int64_t count, double elements,
                           moelora_cpu_task task, void *context);
 

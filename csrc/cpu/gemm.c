@@ -121,7 +121,7 @@ void moelora_cpu_project(const moelora_projection *projection, const moelora_exe
   }
   /* Rows are split only where experts and columns give too few tasks to balance the workers: each
    * chunk streams the weights again. */
-  int64_t wanted = 4 * (int64_t)moelora_cpu_workers(exec);
+  int64_t wanted = 4 * (int64_t)moelora_workers(exec);
   int64_t splits = moelora_ceil_div(wanted, moelora_max(1, active * tasks.column_blocks));
   tasks.rows_per_chunk = block_m * moelora_ceil_div(moelora_ceil_div(longest, splits), block_m);
   tasks.row_chunks = moelora_ceil_div(longest, tasks.rows_per_chunk);

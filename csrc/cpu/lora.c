@@ -89,7 +89,7 @@ void moelora_cpu_shrink(const moelora_projection *projection, const moelora_exec
   const moelora_factors *lora = projection->lora;
   const int64_t rows = projection->sorted->num_rows;
   /* A few tasks per worker, and never more rows than a tile. */
-  int64_t chunk = moelora_ceil_div(rows, 4 * (int64_t)moelora_cpu_workers(exec));
+  int64_t chunk = moelora_ceil_div(rows, 4 * (int64_t)moelora_workers(exec));
   chunk = moelora_max(1, moelora_min(chunk, projection->variant->block_m));
   shrink_tasks tasks = {projection, chunk};
   moelora_cpu_parallel(exec, moelora_ceil_div(rows, chunk) * lora->num_slices,

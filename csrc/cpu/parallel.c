@@ -11,10 +11,6 @@ typedef struct handout {
   void *context;
 } handout;
 
-int32_t moelora_cpu_workers(const moelora_exec *exec) {
-  return exec->parallel_for && exec->num_threads > 1 ? exec->num_threads : 1;
-}
-
 static void work(void *context, int64_t begin, int64_t end) {
   handout *tasks = context;
   for (int64_t worker = begin; worker < end; worker++) {
@@ -33,7 +29,7 @@ void moelora_cpu_parallel(const moelora_exec *exec, int64_t count, double elemen
                           moelora_cpu_task task, void *context) {
   handout tasks = {.count = count, .task = task, .context = context};
   atomic_init(&tasks.next, 0);
-  int64_t workers = moelora_min(moelora_cpu_workers(exec), count);
+  int64_t workers = moelora_min(moelora_workers(exec), count);
   if (elements < (double)workers * ELEMENTS_PER_WORKER)
     workers = (int64_t)(elements / ELEMENTS_PER_WORKER);
   if (workers > 1)

@@ -10,7 +10,7 @@
 moelora_scratch *moelora_scratch_take(const moelora_variant *variant, const moelora_exec *exec,
                                       moelora_arena *arena) {
   const size_t rows = (size_t)variant->block_m, columns = (size_t)variant->block_n;
-  const int32_t workers = moelora_cpu_workers(exec);
+  const int32_t workers = moelora_workers(exec);
   moelora_scratch *all = moelora_take_array(arena, (size_t)workers, sizeof *all);
   for (int32_t i = 0; i < workers; i++) {
     moelora_scratch one = {

@@ -11,13 +11,6 @@ extern "C" moelora_status moelora_cuda_check(cudaError_t error, const char *what
                       cudaGetErrorString(error));
 }
 
-extern "C" moelora_status moelora_cuda_check_layout(size_t used, const moelora_exec *exec) {
-  if (used <= exec->workspace_bytes)
-    return MOELORA_OK;
-  return moelora_fail(MOELORA_WORKSPACE_TOO_SMALL, "%zu bytes were laid out in a workspace of %zu",
-                      used, exec->workspace_bytes);
-}
-
 static moelora_status attribute(cudaDeviceAttr name, int32_t device, int *value) {
   return moelora_cuda_check(cudaDeviceGetAttribute(value, name, device), "cudaDeviceGetAttribute");
 }
@@ -26,42 +19,48 @@ static __global__ void loaded_code() {}
 
 /* A device may be new enough for dependent launches while the code it runs is not: portable code on
  * a GPU newer than this build has no griddepcontrol.wait in it, and must never be started early. */
-static moelora_status ask_overlaps(int32_t device_index, bool *overlaps) {
-  int current = 0;
+static moelora_status ask_overlaps(bool *overlaps) {
   cudaFuncAttributes code = {};
-  cudaError_t error = cudaGetDevice(&current);
-  if (error == cudaSuccess && current != device_index)
-    error = cudaSetDevice(device_index);
-  if (error == cudaSuccess)
-    error = cudaFuncGetAttributes(&code, loaded_code);
-  if (current != device_index)
-    cudaSetDevice(current);
+  const cudaError_t error = cudaFuncGetAttributes(&code, loaded_code);
   *overlaps = code.ptxVersion >= 90;
   return moelora_cuda_check(error, "cudaFuncGetAttributes");
 }
 
+static moelora_status count_devices(int32_t *count) {
+  int devices = 0;
+  MOELORA_TRY(moelora_cuda_check(cudaGetDeviceCount(&devices), "cudaGetDeviceCount"));
+  *count = devices;
+  return MOELORA_OK;
+}
+
+/* Kernels run, and functions are configured, on the current device, whatever the stream is. */
+static moelora_status enter(int32_t device_index, int32_t *outer) {
+  int current = 0;
+  MOELORA_TRY(moelora_cuda_check(cudaGetDevice(&current), "cudaGetDevice"));
+  *outer = current;
+  return current == device_index ? MOELORA_OK
+                                 : moelora_cuda_check(cudaSetDevice(device_index), "cudaSetDevice");
+}
+
+static moelora_status leave(int32_t device_index, int32_t outer) {
+  return outer == device_index ? MOELORA_OK
+                               : moelora_cuda_check(cudaSetDevice(outer), "cudaSetDevice");
+}
+
 static moelora_status device_info(int32_t device_index, moelora_device_info *info) {
-  int count = 0, major = 0, minor = 0, sms = 0, l2 = 0, shared = 0;
-  MOELORA_TRY(moelora_cuda_check(cudaGetDeviceCount(&count), "cudaGetDeviceCount"));
-  if (device_index < 0 || device_index >= count)
-    return moelora_fail(MOELORA_INVALID_ARGUMENT, "exec.device_index is %d, there are %d devices",
-                        device_index, count);
+  int major = 0, minor = 0, sms = 0, l2 = 0, shared = 0;
   MOELORA_TRY(attribute(cudaDevAttrComputeCapabilityMajor, device_index, &major));
   MOELORA_TRY(attribute(cudaDevAttrComputeCapabilityMinor, device_index, &minor));
   MOELORA_TRY(attribute(cudaDevAttrMultiProcessorCount, device_index, &sms));
   MOELORA_TRY(attribute(cudaDevAttrL2CacheSize, device_index, &l2));
   MOELORA_TRY(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_index, &shared));
-  if (major < 8)
-    return moelora_fail(MOELORA_UNSUPPORTED,
-                        "device %d has compute capability %d.%d, moelora needs 8.0 or newer",
-                        device_index, major, minor);
   *info = {};
   info->device = MOELORA_CUDA;
   info->compute_capability = major * 10 + minor;
   info->num_units = sms;
   info->l2_bytes = l2;
   info->shared_bytes = shared;
-  return ask_overlaps(device_index, &info->overlaps);
+  return ask_overlaps(&info->overlaps);
 }
 
 extern "C" int32_t moelora_cuda_num_sms(int32_t device_index) {
@@ -74,6 +73,9 @@ extern "C" bool moelora_cuda_can_overlap(int32_t device_index) {
 
 extern "C" const moelora_backend moelora_cuda_backend = {
     "cuda",
+    count_devices,
+    enter,
+    leave,
     device_info,
     moelora_cuda_align_workspace,
     moelora_cuda_align,

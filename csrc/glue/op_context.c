@@ -5,6 +5,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "core/check.h"
+
 static _Thread_local op_error last_error;
 
 const op_error *op_last_error(void) {
@@ -98,7 +100,7 @@ static const char *foreign_dtype_name(int32_t code) {
   return "of another library";
 }
 
-/* Where tensors without elements point: NULL would say that they are absent. */
+/* Where tensors without elements point, and no others: NULL would say that they are absent. */
 static char no_elements[256] __attribute__((aligned(256)));
 
 /* Meta tensors lie this far apart, so that none seems to share memory with another. */
@@ -119,6 +121,27 @@ static const char *device_name(int32_t type) {
                                                  : "another device type";
 }
 
+/* The view `tensor` of `handle` lies within its storage, which whoever owns it may have freed or
+ * shrunk: then torch has NULL for its data, or an address that is not its own. */
+static void check_storage(moelora_op_context *ctx, moelora_arg arg, AtenTensorHandle handle,
+                          bool has_data) {
+  const int64_t span = moelora_span_bytes(arg.tensor);
+  int64_t bytes = 0, offset = 0;
+  if (span <= 0) { /* no elements, or the core says what is wrong */
+    return;
+  }
+  aoti_torch_get_storage_size(handle, &bytes);
+  aoti_torch_get_storage_offset(handle, &offset);
+  const int64_t element = (int64_t)moelora_dtype_bytes(arg.tensor->dtype);
+  if (!has_data || bytes < span || offset > (bytes - span) / element) {
+    op_fail(ctx, MOELORA_INVALID_ARGUMENT,
+            "%s has elements up to byte %" PRId64 " of a storage of %" PRId64
+            " bytes: it was freed or shrunk, as by FSDP or offloading; expected a tensor whose "
+            "storage holds its elements: gather or load it before the call",
+            moelora_label_of(arg).text, offset * element + span, bytes);
+  }
+}
+
 static void check_device(moelora_op_context *ctx, const char *name, AtenTensorHandle handle) {
   int32_t type = -1, index = -1;
   aoti_torch_get_device_type(handle, &type);
@@ -136,8 +159,9 @@ static void check_device(moelora_op_context *ctx, const char *name, AtenTensorHa
   }
 }
 
-static moelora_tensor view(moelora_op_context *ctx, const char *name, StableIValue value,
-                           bool optional) {
+/* `index` >= 0: an entry of the list `name`. */
+static moelora_tensor view(moelora_op_context *ctx, const char *name, int32_t index,
+                           StableIValue value, bool optional) {
   AtenTensorHandle handle = (AtenTensorHandle)(uintptr_t)value;
   moelora_tensor tensor = {.name = name};
   if (ctx->num_handles == OP_MAX_HANDLES) {
@@ -187,6 +211,9 @@ static moelora_tensor view(moelora_op_context *ctx, const char *name, StableIVal
   tensor.ndim = (int32_t)ndim;
   memcpy(tensor.size, sizes, (size_t)ndim * sizeof *sizes);
   memcpy(tensor.stride, strides, (size_t)ndim * sizeof *strides);
+  if (!op_is_meta(ctx)) {
+    check_storage(ctx, (moelora_arg){name, index, &tensor}, handle, tensor.data != NULL);
+  }
   if (!tensor.data) {
     tensor.data = no_elements;
   }
@@ -194,11 +221,11 @@ static moelora_tensor view(moelora_op_context *ctx, const char *name, StableIVal
 }
 
 moelora_tensor op_tensor(moelora_op_context *ctx, const char *name, StableIValue value) {
-  return view(ctx, name, value, false);
+  return view(ctx, name, -1, value, false);
 }
 
 moelora_tensor op_optional(moelora_op_context *ctx, const char *name, StableIValue value) {
-  return view(ctx, name, value, true);
+  return view(ctx, name, -1, value, true);
 }
 
 int32_t op_tensors(moelora_op_context *ctx, const char *name, StableIValue value,
@@ -215,7 +242,7 @@ int32_t op_tensors(moelora_op_context *ctx, const char *name, StableIValue value
     StableIValue item = 0;
     torch_list_get_item(list, i, &item);
     if (i < MOELORA_MAX_SLICES) {
-      out[i] = op_tensor(ctx, name, item);
+      out[i] = view(ctx, name, (int32_t)i, item, false);
     } else {
       aoti_torch_delete_tensor_object((AtenTensorHandle)(uintptr_t)item);
     }
@@ -282,8 +309,12 @@ int32_t op_host_int(moelora_op_context *ctx, const char *name, StableIValue valu
   } else if (numel && !is_64 && code != aoti_torch_dtype_int32()) {
     op_fail(ctx, MOELORA_INVALID_ARGUMENT, "%s has another dtype than int32 or int64", name);
   } else if (numel) {
+    const moelora_tensor one = {.dtype = is_64 ? MOELORA_I64 : MOELORA_I32};
     aoti_torch_get_data_ptr(handle, &data);
-    wide = is_64 ? *(const int64_t *)data : *(const int32_t *)data;
+    check_storage(ctx, (moelora_arg){name, -1, &one}, handle, data != NULL);
+    if (ctx->status == MOELORA_OK) {
+      wide = is_64 ? *(const int64_t *)data : *(const int32_t *)data;
+    }
   }
   aoti_torch_delete_tensor_object(handle);
   return op_int(ctx, name, (StableIValue)wide);

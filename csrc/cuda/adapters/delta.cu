@@ -61,7 +61,7 @@ DeltaLayout lay_out(const moelora_delta_problem *p, int count, const moelora_del
 moelora_status find_rows(const moelora_delta_problem *p, const DeltaLayout *l,
                          const moelora_delta_plan *plan, const moelora_exec *exec) {
   const bool listed = plan->order == MOELORA_LISTED;
-  MOELORA_TRY(moelora_cuda_check_layout(l->bytes, exec));
+  MOELORA_TRY(moelora_check_layout(l->bytes, exec));
   if (l->written)
     MOELORA_TRY(moelora_cuda_check(
         cudaMemsetAsync(l->written, 0, (size_t)l->routes.num_rows, (cudaStream_t)exec->stream),
@@ -158,10 +158,6 @@ extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
                                              const moelora_exec *exec) {
   if (!has_rows(p))
     return MOELORA_OK;
-  if (p->silu_and_mul && p->lora.num_slices != 1 && p->lora.num_slices % 2 != 0)
-    return moelora_fail(MOELORA_UNSUPPORTED,
-                        "silu_and_mul of %d slices: the GPU kernels take 1 or an even number",
-                        p->lora.num_slices);
   const DeltaLayout l = lay_out(p, 1, plan, exec->workspace);
   MOELORA_TRY(find_rows(p, &l, plan, exec));
   return project(p, &l, 0, plan, exec);

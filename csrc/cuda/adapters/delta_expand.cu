@@ -270,5 +270,5 @@ extern "C" moelora_status delta_launch_expand(const delta_expand *expand,
 #undef LAUNCH_THIN
 #undef LAUNCH
   }
-  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s expands nothing", plan->variant->name);
+  return moelora_no_kernel(plan->variant->name, "expands nothing");
 }

@@ -211,5 +211,5 @@ extern "C" moelora_status delta_launch_mlp(const moelora_mlp_delta_problem *p,
 #include "cuda/variants.inc"
 #undef LAUNCH
   }
-  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s is no MLP", variant->name);
+  return moelora_no_kernel(variant->name, "is no MLP");
 }

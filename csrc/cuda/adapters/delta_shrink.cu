@@ -273,5 +273,5 @@ extern "C" moelora_status delta_launch_shrink(const delta_shrink *s,
 #undef LAUNCH_WINDOWS
 #undef LAUNCH_BLOCKS
   }
-  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s shrinks no windows", plan->variant->name);
+  return moelora_no_kernel(plan->variant->name, "shrinks no windows");
 }

@@ -220,5 +220,5 @@ extern "C" moelora_status delta_launch_thin(const delta_shrink *shrink, const de
 #include "cuda/variants.inc"
 #undef LAUNCH
   }
-  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s is no delta", plan->one->name);
+  return moelora_no_kernel(plan->one->name, "is no delta");
 }

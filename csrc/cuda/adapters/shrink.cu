@@ -173,5 +173,5 @@ moelora_status moelora_cuda_shrink(const moelora_shrink_launch *s, const moelora
 #undef LAUNCH_BLOCKS
 #undef LAUNCH_WINDOWS
   }
-  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s shrinks no blocks", plan->variant->name);
+  return moelora_no_kernel(plan->variant->name, "shrinks no blocks");
 }

@@ -83,5 +83,5 @@ moelora_status moelora_cuda_shrink_segments(const moelora_shrink_launch *s,
 #undef LAUNCH_SM80
 #undef LAUNCH_SM90
   }
-  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s shrinks no segments", plan->variant->name);
+  return moelora_no_kernel(plan->variant->name, "shrinks no segments");
 }

@@ -335,5 +335,5 @@ moelora_status moelora_cuda_shrink_sm90(const moelora_shrink_launch *s,
 #undef LAUNCH_SM90
 #undef LAUNCH_SM80
   }
-  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s shrinks no segments", plan->variant->name);
+  return moelora_no_kernel(plan->variant->name, "shrinks no segments");
 }

@@ -144,7 +144,7 @@ static moelora_status run_sort(const align_sort &sort, const moelora_sort_plan &
     MOELORA_TRY(align_launch_count(sort, exec));
     return align_launch_place(sort, exec);
   }
-  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s sorts nothing", plan.variant->name);
+  return moelora_no_kernel(plan.variant->name, "sorts nothing");
 }
 
 static moelora_status run_one_sort(const moelora_align_problem *problem,
@@ -198,14 +198,9 @@ static moelora_status run_two_sorts(const moelora_align_problem *problem,
 static moelora_status run(const moelora_align_problem *problem, const moelora_align_plan &plan,
                           const moelora_blocks *blocks, moelora_arena *arena,
                           const moelora_routes *from, const moelora_exec *exec) {
-  const int64_t adapters = adapter_keys_of(problem);
-  if (problem->routes.num_experts >= ALIGN_MAX_KEYS || adapters > ALIGN_MAX_KEYS)
-    return moelora_fail(MOELORA_UNSUPPORTED,
-                        "%d experts and %lld adapters: CUDA alignment takes at most %d of either",
-                        problem->routes.num_experts, (long long)adapters - 1, ALIGN_MAX_KEYS - 1);
   scratch parts;
   take_scratch(problem, &plan, arena, &parts);
-  MOELORA_TRY(moelora_cuda_check_layout(arena->used, exec));
+  MOELORA_TRY(moelora_check_layout(arena->used, exec));
   return plan.tokens.variant ? run_two_sorts(problem, plan, blocks, parts, from, exec)
                              : run_one_sort(problem, plan, blocks, parts, from, exec);
 }
@@ -234,7 +229,7 @@ extern "C" moelora_status moelora_cuda_align(const moelora_align_problem *proble
                                              const moelora_exec *exec) {
   moelora_arena arena = {(char *)exec->workspace, 0};
   const moelora_align_problem sorted = resolved(problem, &arena);
-  MOELORA_TRY(moelora_cuda_check_layout(arena.used, exec));
+  MOELORA_TRY(moelora_check_layout(arena.used, exec));
   MOELORA_TRY(moelora_cuda_resolve(&problem->routes, &sorted.routes, NULL, NULL, true, exec));
   return run(&sorted, *plan, NULL, &arena, NULL, exec);
 }
@@ -264,9 +259,6 @@ extern "C" moelora_status moelora_cuda_align_rows(const moelora_routes *from,
                                                   const moelora_align_plan *plan, void *workspace,
                                                   const moelora_exec *exec) {
   moelora_align_problem problem = rows_problem(routes, blocks->rows);
-  if (blocks->packed_ranks && routes->max_loras > INT32_MAX / kRanks)
-    return moelora_fail(MOELORA_UNSUPPORTED, "%d adapters: the GPU kernels take at most %d",
-                        routes->max_loras, INT32_MAX / kRanks);
   problem.max_blocks = blocks->max_blocks;
   problem.sorted_token_ids = blocks->sorted_ids;
   problem.expert_ids = blocks->expert_ids;

@@ -125,7 +125,7 @@ extern "C" moelora_status moelora_cuda_align_lists(const moelora_align_lists_pro
   if (problem->lists.num_active == 0)
     return MOELORA_OK;
   const ListsLayout l = lay_out(problem, plan, exec->workspace);
-  MOELORA_TRY(moelora_cuda_check_layout(l.bytes, exec));
+  MOELORA_TRY(moelora_check_layout(l.bytes, exec));
   MOELORA_TRY(
       moelora_cuda_resolve(&problem->routes, &l.routes, &problem->lists, &l.lists, true, exec));
   MOELORA_TRY(moelora_cuda_sort_rows(&l.routes, &l.sorted, plan, exec));
@@ -137,9 +137,9 @@ extern "C" moelora_status moelora_cuda_align_lists(const moelora_align_lists_pro
   lists.adapter = l.sorted.adapter;
   lists.count = l.sorted.count;
   /* Each part finds the layout by itself, which is worth a few thousand rows. */
-  const int64_t parts = problem->lists.rows / 4096;
-  lists.parts = (int32_t)(parts < 1 ? 1 : parts < 32 ? parts : 32);
-  return launch_sized<fill_lists>("align_lists", problem->lists.num_active * lists.parts,
-                                  ALIGN_THREADS, 3 * sizeof(int32_t) * problem->routes.num_experts,
-                                  exec, lists);
+  const int64_t active = problem->lists.num_active, parts = problem->lists.rows / 4096;
+  const int64_t most = active <= INT32_MAX / 32 ? 32 : 1;
+  lists.parts = (int32_t)(parts < 1 ? 1 : parts < most ? parts : most);
+  return launch_sized<fill_lists>("align_lists", active * lists.parts, ALIGN_THREADS,
+                                  3 * sizeof(int32_t) * problem->routes.num_experts, exec, lists);
 }

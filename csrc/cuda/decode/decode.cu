@@ -207,7 +207,7 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem, const
   using namespace decode;
   const moelora_experts_problem &p = *problem;
   const DecodeLayout l = lay_out(problem, exec->workspace, exec);
-  MOELORA_TRY(moelora_cuda_check_layout(l.bytes, exec));
+  MOELORA_TRY(moelora_check_layout(l.bytes, exec));
   DecodeParams params = {};
   params.p = p;
   params.gated = moelora_is_gated(p.activation.kind);

@@ -12,9 +12,9 @@
 extern "C" {
 #endif
 
-/* Above every rank, so that adapter and true rank share a word: a packed rank is adapter * kRanks +
- * rank. */
-constexpr int32_t kRanks = 4096;
+/* A packed rank is adapter * kRanks + rank. */
+constexpr int32_t kRanks = MOELORA_RANKS;
+static_assert(MOELORA_SORT_KEYS <= INT32_MAX / kRanks, "every adapter that a sort knows has one");
 
 /* Ranks that a slice of shrink results takes: 16 of them never belong to two slices. */
 static inline __host__ __device__ int32_t moelora_padded_rank(int32_t rank) {
@@ -291,9 +291,6 @@ moelora_status moelora_cuda_experts(const moelora_experts_problem *problem,
 /* backend.cu: MOELORA_OK, or the failure of a CUDA call with its name, on which the error is
  * cleared so that the next call works. */
 moelora_status moelora_cuda_check(cudaError_t error, const char *what);
-/* What is laid out in the workspace of a call is what was asked for: an error that nobody should
- * see, in place of writes behind it. */
-moelora_status moelora_cuda_check_layout(size_t used, const moelora_exec *exec);
 int32_t moelora_cuda_num_sms(int32_t device_index);
 /* True if the code that is loaded there knows programmatic dependent launch. */
 bool moelora_cuda_can_overlap(int32_t device_index);

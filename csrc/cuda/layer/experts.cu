@@ -267,9 +267,9 @@ moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
     const bool cut = g->weights.gated && g->weights.interleaved && g->adapters.lora.num_slices == 2;
     g->weights.factors_boxes =
         moelora_are_vector_factors(g->adapters.lora.b, g->adapters.lora.num_slices) &&
+        moelora_are_map_factors(g->adapters.lora.b, g->adapters.lora.num_slices,
+                                g->adapters.lora.slice_n) &&
         !(cut && g->adapters.lora.slice_n % 2 != 0);
-    for (int32_t i = 0; i < g->adapters.lora.num_slices; i++)
-      g->weights.factors_boxes = g->weights.factors_boxes && g->adapters.lora.b[i].stride_i > 0;
     const int missing =
         moelora_missing_exponent(g->weights.w.format, variant->dtype == MOELORA_BF16);
     const moelora_shrink_launch s = {
@@ -280,13 +280,6 @@ moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
   }
   g->tokens = tokens;
   return launcher_of(variant)(g, variant, exec);
-}
-
-moelora_status check_rank(const moelora_factors *lora) {
-  if (lora->num_slices > 0 && lora->max_rank >= kRanks)
-    return moelora_fail(MOELORA_UNSUPPORTED, "rank %d: the GPU kernels take ranks below %d",
-                        lora->max_rank, kRanks);
-  return MOELORA_OK;
 }
 
 struct GemmLayout {
@@ -346,9 +339,7 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
                            const moelora_exec *exec) {
   ExpertsLayout l = lay_out_experts(p, plan, exec->workspace);
   const moelora_routes *routes = &l.alignment.routes;
-  MOELORA_TRY(moelora_cuda_check_layout(l.bytes, exec));
-  MOELORA_TRY(check_rank(&p->w13_lora));
-  MOELORA_TRY(check_rank(&p->w2_lora));
+  MOELORA_TRY(moelora_check_layout(l.bytes, exec));
   MOELORA_TRY(align(&l.alignment, &p->routes, &plan->align, exec));
 
   moelora_gemm_launch g =
@@ -424,8 +415,7 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
                                  const moelora_exec *exec) {
   const GemmLayout l = lay_out_gemm(p, plan, exec->workspace);
   const moelora_routes *routes = &l.alignment.routes;
-  MOELORA_TRY(moelora_cuda_check_layout(l.bytes, exec));
-  MOELORA_TRY(check_rank(&p->lora));
+  MOELORA_TRY(moelora_check_layout(l.bytes, exec));
   MOELORA_TRY(align(&l.alignment, &p->routes, &plan->align, exec));
   MOELORA_TRY(launch_kernel<zero_skipped>(
       "zero_skipped", blocks_for(32 * routes->num_rows), kThreads, 0, exec,

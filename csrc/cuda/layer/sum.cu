@@ -153,5 +153,5 @@ moelora_status moelora_cuda_sum(const moelora_sum_launch *s, const moelora_varia
 #include "cuda/variants.inc"
 #undef LAUNCH
   }
-  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s sums nothing", variant->name);
+  return moelora_no_kernel(variant->name, "sums nothing");
 }

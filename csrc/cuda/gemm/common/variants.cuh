@@ -1,7 +1,6 @@
 /* From a variant's id to the kernel of one family and one weight format:
  * launch_variant<FAMILY, FORMAT, Launch> calls
- * Launch<MINE, FORMAT, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER>::run(g, exec), where MINE is false for
- * rows of another family or format. */
+ * Launch<FORMAT, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER>::run(g, exec). */
 #ifndef MOELORA_CUDA_VARIANTS_CUH
 #define MOELORA_CUDA_VARIANTS_CUH
 
@@ -15,18 +14,19 @@ using BF16 = __nv_bfloat16;
 using F16 = __half;
 
 template <moelora_family FAMILY, moelora_format FORMAT,
-          template <bool, moelora_format, class, int, int, int, int> class Launch>
+          template <moelora_format, class, int, int, int, int> class Launch>
 moelora_status launch_variant(const moelora_gemm_launch *g, const moelora_variant *variant,
                               const moelora_exec *exec) {
   switch (variant->id) {
 #define MOELORA_CUDA_GEMM(NAME, DTYPE, ROW_FORMAT, ROW_FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,  \
                           CLUSTER)                                                                 \
   case CUDA_##NAME:                                                                                \
-    return Launch < FAMILY == MOELORA_##ROW_FAMILY && FORMAT == MOELORA_##ROW_FORMAT, FORMAT,      \
-           DTYPE, BLOCK_M, BLOCK_N, STAGES, CLUSTER > ::run(g, exec);
+    if constexpr (FAMILY == MOELORA_##ROW_FAMILY && FORMAT == MOELORA_##ROW_FORMAT)                \
+      return Launch<FORMAT, DTYPE, BLOCK_M, BLOCK_N, STAGES, CLUSTER>::run(g, exec);               \
+    break;
 #include "cuda/variants.inc"
   }
-  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s has no kernel", variant->name);
+  return moelora_no_kernel(variant->name, "is not of this family and weight format");
 }
 
 } // namespace

@@ -272,16 +272,9 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
   }
 }
 
-template <bool MINE, moelora_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES,
-          int CLUSTER>
+template <moelora_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
 struct LaunchSm80 {
-  static moelora_status run(const moelora_gemm_launch *, const moelora_exec *) {
-    return moelora_fail(MOELORA_UNSUPPORTED, "not an sm_80 kernel of this weight format");
-  }
-};
-
-template <moelora_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES>
-struct LaunchSm80<true, FORMAT, T, BLOCK_M, BLOCK_N, STAGES, 1> {
+  static_assert(CLUSTER == 1, "portable");
   using E = StageExtent<BLOCK_M, BLOCK_N / 64, FORMAT>;
 
   template <bool VECTORS>
@@ -289,22 +282,17 @@ struct LaunchSm80<true, FORMAT, T, BLOCK_M, BLOCK_N, STAGES, 1> {
     constexpr int SHARED =
         STAGES * E::STAGE_BYTES + E::SLOTS * E::SLOT_BYTES + TileAdapters<E, STAGES>::BYTES;
     static_assert(SHARED <= 166912, "163 KB of shared memory on sm_80");
+    static_assert(SHARED <= kPortableShared || STAGES * E::STAGE_BYTES > kPortableShared,
+                  "what the plan counts, stages, says where a kernel runs");
     static_assert(!E::IS_W8A8 || STAGES < E::SLOTS, "scales stay a step longer than values");
     return launch_kernel<gemm_sm80<E, T, STAGES, VECTORS>>(
         "gemm_sm80", g->schedule.blocks.max_blocks * tile_columns<E>(*g), WarpTile<E>::THREADS,
         SHARED, exec, *g);
   }
   static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
-    if (g->tokens.stride > INT32_MAX)
-      return moelora_fail(MOELORA_UNSUPPORTED, "rows of x are %lld elements apart",
-                          (long long)g->tokens.stride);
-    if (g->epilogue.out_f32 && BLOCK_M > MOELORA_FLOAT_ROWS)
-      return moelora_fail(MOELORA_UNSUPPORTED, "float32 results of blocks of %d rows", BLOCK_M);
     if constexpr (BLOCK_M <= kFewTokens)
       if (!g->weights.vectors)
         return run_as<false>(g, exec);
-    if (!g->weights.vectors)
-      return moelora_fail(MOELORA_UNSUPPORTED, "blocks of %d rows need 16-byte alignment", BLOCK_M);
     return run_as<true>(g, exec);
   }
 };

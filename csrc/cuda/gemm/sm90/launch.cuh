@@ -9,16 +9,8 @@
 
 namespace {
 
-template <bool MINE, moelora_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES,
-          int CLUSTER>
-struct LaunchSm90 {
-  static moelora_status run(const moelora_gemm_launch *, const moelora_exec *) {
-    return moelora_fail(MOELORA_UNSUPPORTED, "not an sm_90 kernel of this weight format");
-  }
-};
-
 template <moelora_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
-struct LaunchSm90<true, FORMAT, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
+struct LaunchSm90 {
   // bf16 numbers without zero points take fewer instructions to make. For both ways in one kernel
   // the compiler finds no registers.
   template <bool ZEROS>
@@ -36,11 +28,6 @@ struct LaunchSm90<true, FORMAT, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
   template <class S>
   static moelora_status run_as(const moelora_gemm_launch *g, const moelora_exec *exec) {
     GemmMaps maps = {};
-    if (g->epilogue.out_f32 && BLOCK_M > MOELORA_FLOAT_ROWS)
-      return moelora_fail(MOELORA_UNSUPPORTED, "float32 results of blocks of %d rows", BLOCK_M);
-    if (g->tokens.divisor.value &&
-        g->schedule.num_rows / g->tokens.divisor.value * (g->tokens.stride / 8) > UINT32_MAX)
-      return moelora_fail(MOELORA_UNSUPPORTED, "x is larger than 64 GB");
     if (FORMAT == MOELORA_NATIVE)
       MOELORA_TRY(map_weights(g, BF16, &maps.w));
     if (g->tokens.divisor.value == 0)
@@ -62,7 +49,7 @@ struct LaunchSm90<true, FORMAT, T, BLOCK_M, BLOCK_N, STAGES, CLUSTER> {
     }
     if constexpr (S::GENERAL_EPILOGUE)
       return launch<S, EpilogueMode::GENERAL>(g, maps, exec);
-    return moelora_fail(MOELORA_UNSUPPORTED, "kernels for whole layers alone");
+    return moelora_no_kernel("gemm_sm90", "writes whole layers alone");
   }
 
   template <class S, EpilogueMode MODE>

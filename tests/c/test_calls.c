@@ -1,0 +1,144 @@
+/* Prepared calls as values: what running one depends on, and which cannot be run. */
+#include "cases.h"
+
+enum { M = 40, TOP_K = 2, E = 4, K = 160, N = 512 };
+
+static moelora_gemm_args gemm_args(void) {
+  return (moelora_gemm_args){
+      .x = random_tensor(MOELORA_F32, 1, SIZES(M, K)),
+      .w = random_tensor(MOELORA_F32, 1, SIZES(E, N, K)),
+      .routing = {.topk_ids = random_ids(MOELORA_I32, 0, E - 1, SIZES(M, TOP_K))},
+      .out = new_tensor(MOELORA_F32, SIZES(M, TOP_K, N)),
+  };
+}
+
+/* What is planned differently later is of no concern to a prepared call. */
+static void test_a_call_is_a_value(void) {
+  moelora_gemm_args args = gemm_args();
+  moelora_exec exec = serial;
+  moelora_call call, copy;
+  CHECK_FAILS(moelora_prepare_gemm(&args, &exec, NULL), MOELORA_INVALID_ARGUMENT, "call is NULL");
+  CHECK_FAILS(moelora_run(NULL, &exec), MOELORA_INVALID_ARGUMENT, "call or exec is NULL");
+  CHECK_OK(moelora_prepare_gemm(&args, &exec, &call));
+  give_workspace(&exec, call.workspace_bytes);
+  copy = call;
+  memset(&args, 0xff, sizeof args); /* read by prepare alone */
+  CHECK_OK(moelora_force_variant(moelora_variant_name(0)));
+  CHECK_OK(moelora_run(&call, &exec));
+  CHECK_OK(moelora_force_variant(NULL));
+  CHECK_OK(moelora_run(&copy, &exec));
+  exec.device_index = 1;
+  CHECK_FAILS(moelora_run(&call, &exec), MOELORA_INVALID_ARGUMENT,
+              "exec is device 0, index 1; the call was prepared for device 0, index 0");
+  release_all();
+}
+
+/* Each thread has its part of the workspace: more threads than it was sized for would write behind
+ * it. How many there are follows from parallel_for and num_threads together. */
+static void test_threads_are_those_of_the_workspace(void) {
+  const moelora_gemm_args args = gemm_args();
+  const moelora_exec alone = {.device = MOELORA_CPU, .num_threads = 32};
+  const moelora_exec many = {
+      .device = MOELORA_CPU, .num_threads = 32, .parallel_for = parallel_for};
+  moelora_exec exec = alone;
+  moelora_call call;
+  CHECK_OK(moelora_prepare_gemm(&args, &exec, &call));
+  give_workspace(&exec, call.workspace_bytes);
+  const size_t least = call.workspace_bytes;
+  exec.parallel_for = parallel_for;
+  CHECK_FAILS(moelora_run(&call, &exec), MOELORA_INVALID_ARGUMENT,
+              "exec.parallel_for runs 32 threads, the call was prepared for 1: give "
+              "moelora_prepare_* the parallel_for and num_threads of moelora_run");
+  exec.parallel_for = NULL;
+  CHECK_OK(moelora_run(&call, &exec));
+  const moelora_tensor want = new_tensor(MOELORA_F32, SIZES(M, TOP_K, N));
+  memcpy(want.data, args.out.data, (size_t)count_of(&want) * sizeof(float));
+
+  /* Fewer need less. */
+  exec = many;
+  CHECK_OK(moelora_prepare_gemm(&args, &exec, &call));
+  CHECK(call.workspace_bytes > least);
+  give_workspace(&exec, call.workspace_bytes);
+  const int32_t threads[] = {32, THREADS, 1, 0};
+  for (int i = 0; i < 5; i++) {
+    exec.num_threads = i < 4 ? threads[i] : 32;
+    exec.parallel_for = i < 4 ? parallel_for : NULL;
+    memset(args.out.data, 0, (size_t)count_of(&want) * sizeof(float));
+    CHECK_OK(moelora_run(&call, &exec));
+    CHECK(same_bytes(&args.out, &want));
+  }
+  exec = many, exec.num_threads = 33;
+  CHECK_FAILS(moelora_run(&call, &exec), MOELORA_INVALID_ARGUMENT,
+              "exec.parallel_for runs 33 threads, the call was prepared for 32: give "
+              "moelora_prepare_* the parallel_for and num_threads of moelora_run");
+  release_all();
+}
+
+#define CHECK_UNPREPARED(CALL)                                                                     \
+  CHECK_FAILS(moelora_run(CALL, &exec), MOELORA_INVALID_ARGUMENT,                                  \
+              "the call is not prepared: moelora_prepare_* was not called, or refused it")
+
+/* A refused call is not an empty one. */
+static void test_a_refused_call_cannot_run(void) {
+  const moelora_gemm_args good = gemm_args();
+  moelora_gemm_args args = good;
+  moelora_exec exec = threaded;
+  give_workspace(&exec, 1 << 20);
+  moelora_call call = {0};
+  CHECK_UNPREPARED(&call);
+  memset(&call, 0xa5, sizeof call);
+  CHECK_UNPREPARED(&call);
+
+  for (int before = 0; before < 3;
+       before++) { /* refused at first, after a good call, an empty one */
+    args = good;
+    if (before == 2)
+      args.x.size[0] = args.routing.topk_ids.size[0] = args.out.size[0] = 0;
+    if (before)
+      CHECK_OK(moelora_prepare_gemm(&args, &exec, &call));
+    args = good, args.x.size[1] = K - 1;
+    CHECK(moelora_prepare_gemm(&args, &exec, &call) == MOELORA_INVALID_ARGUMENT);
+    CHECK_UNPREPARED(&call);
+  }
+  CHECK_OK(moelora_prepare_gemm(&good, &exec, &call));
+  CHECK(moelora_prepare_gemm(NULL, &exec, &call) == MOELORA_INVALID_ARGUMENT);
+  CHECK_UNPREPARED(&call);
+  CHECK_OK(moelora_prepare_gemm(&good, &exec, &call));
+  CHECK(moelora_prepare_gemm(&good, NULL, &call) == MOELORA_INVALID_ARGUMENT);
+  CHECK_UNPREPARED(&call);
+  exec.device = (moelora_device)7;
+  CHECK(moelora_prepare_gemm(&good, &exec, &call) == MOELORA_INVALID_ARGUMENT);
+  CHECK_UNPREPARED(&call);
+  release_all();
+}
+
+static void test_an_empty_call_runs(void) {
+  moelora_gemm_args args = gemm_args();
+  args.x.size[0] = args.routing.topk_ids.size[0] = args.out.size[0] = 0;
+  moelora_call call;
+  CHECK_OK(moelora_prepare_gemm(&args, &serial, &call));
+  CHECK_INT(call.workspace_bytes, 0);
+  CHECK_OK(moelora_run(&call, &serial));
+  moelora_delta_args nobody = {
+      .num_experts = E,
+      .x = args.x,
+      .routing = args.routing,
+      .lora = {.num_slices = 1,
+               .a = {random_tensor(MOELORA_F32, 1, SIZES(1, E, 4, K))},
+               .b = {random_tensor(MOELORA_F32, 1, SIZES(1, E, N, 4))}},
+      .out = args.out,
+  };
+  nobody.x.size[0] = nobody.routing.topk_ids.size[0] = nobody.out.size[0] = M;
+  CHECK_OK(moelora_prepare_delta(&nobody, &serial, &call));
+  CHECK_OK(moelora_run(&call, &serial));
+  release_all();
+}
+
+int main(void) {
+  test_a_call_is_a_value();
+  test_threads_are_those_of_the_workspace();
+  test_a_refused_call_cannot_run();
+  test_an_empty_call_runs();
+  printf("test_calls: calls run as they were prepared\n");
+  return 0;
+}

@@ -1,0 +1,303 @@
+/* What GPU kernels have no room for is known to the plan: it takes a kernel that has, or refuses
+ * the call before anything is queued. Plans need no GPU. */
+#include "core/format.h"
+#include "core/plan.h"
+#include "harness.h"
+
+enum { K = 1024, N = 512, RANK = 16 };
+#define MAX_RANK (MOELORA_RANKS - 1)
+
+/* Any memory will do: a plan reads addresses for their alignment. */
+static _Alignas(256) char memory[256];
+
+static const moelora_device_info hopper = {.device = MOELORA_CUDA,
+                                           .compute_capability = 90,
+                                           .num_units = 132,
+                                           .l2_bytes = 50 << 20,
+                                           .shared_bytes = 227 << 10,
+                                           .overlaps = true};
+static const moelora_device_info cpu = {.device = MOELORA_CPU, .num_units = 1};
+
+static moelora_routes routes_of(int64_t tokens, int32_t top_k, int32_t experts, int32_t slots) {
+  return (moelora_routes){.num_tokens = tokens,
+                          .top_k = top_k,
+                          .num_rows = tokens * top_k,
+                          .num_experts = experts,
+                          .max_loras = slots,
+                          .token_lora_mapping = {.data = slots ? memory : NULL}};
+}
+
+static moelora_weights native_of(int64_t n, int64_t k) {
+  return (moelora_weights){.data = memory,
+                           .n = n,
+                           .k = k,
+                           .stride_e = n * k,
+                           .stride_n = k,
+                           .stride_nt = MOELORA_PACK * k,
+                           .stride_kt = MOELORA_PACK};
+}
+
+static moelora_weights fp8_of(int64_t n, int64_t k) {
+  const int64_t tile = moelora_tile_size(MOELORA_FP8);
+  const int64_t row = moelora_depth_tiles(MOELORA_FP8, k) * tile;
+  return (moelora_weights){.data = memory,
+                           .n = n,
+                           .k = k,
+                           .stride_e = moelora_row_tiles(MOELORA_ROWS_PLAIN, n) * row,
+                           .stride_nt = row,
+                           .stride_kt = tile,
+                           .format = MOELORA_FP8,
+                           .x = MOELORA_X_GROUP};
+}
+
+static moelora_factors factors_of(int32_t slices, int32_t rank, int64_t n, int64_t k) {
+  moelora_factors f = {.num_slices = slices, .max_rank = rank, .slice_n = n / slices};
+  for (int32_t i = 0; i < slices; i++) {
+    f.a[i] = (moelora_factor){memory, rank * k, rank * k, k};
+    f.b[i] = (moelora_factor){memory, rank * f.slice_n, rank * f.slice_n, rank};
+  }
+  return f;
+}
+
+static moelora_gemm_problem gemm_of(int64_t tokens, int64_t x_stride) {
+  return (moelora_gemm_problem){.routes = routes_of(tokens, 2, 8, 0),
+                                .dtype = MOELORA_BF16,
+                                .x = memory,
+                                .x_stride = x_stride,
+                                .w = native_of(N, K),
+                                .out = memory,
+                                .out_stride = {2 * N, N}};
+}
+
+static moelora_experts_problem experts_of(int64_t tokens, int64_t x_stride) {
+  return (moelora_experts_problem){.routes = routes_of(tokens, 1, 8, 0),
+                                   .dtype = MOELORA_BF16,
+                                   .hidden = K,
+                                   .intermediate = N / 2,
+                                   .x = memory,
+                                   .x_stride = x_stride,
+                                   .w13 = native_of(N, K),
+                                   .w2 = native_of(K, N / 2),
+                                   .activation = {MOELORA_SILU, 1, INFINITY},
+                                   .out = memory,
+                                   .out_stride = K};
+}
+
+#define CHECK_PLANNED(CALL)                                                                        \
+  do {                                                                                             \
+    moelora_clear_error();                                                                         \
+    CHECK_OK(CALL);                                                                                \
+  } while (0)
+
+static moelora_family gemm_family(const moelora_gemm_problem *p) {
+  moelora_gemm_plan plan;
+  CHECK_PLANNED(moelora_plan_gemm(p, &hopper, &plan));
+  return (moelora_family)plan.variant->needs;
+}
+
+static moelora_family layer_family(const moelora_experts_problem *p) {
+  moelora_experts_plan plan;
+  CHECK_PLANNED(moelora_plan_experts(p, &hopper, &plan));
+  CHECK_INT(plan.w2->needs, plan.variant->needs);
+  return (moelora_family)plan.variant->needs;
+}
+
+#define CHECK_REFUSED(CALL, MESSAGE) CHECK_FAILS(CALL, MOELORA_UNSUPPORTED, MESSAGE)
+
+/* Hopper's kernels number the 16 bytes of an x that they gather in 32 bits: up to 64 GiB, from the
+ * first row to the last. The portable ones keep the distance of two rows in 32 bits. */
+static void test_rows_of_x_far_apart(void) {
+  const int64_t far = INT64_C(1) << 30; /* elements: 2 GiB */
+  moelora_gemm_plan plan;
+  moelora_gemm_problem p = gemm_of(31, far);
+  CHECK_INT(gemm_family(&p), MOELORA_SM90);
+  p = gemm_of(32, far);
+  CHECK_INT(gemm_family(&p), MOELORA_SM80);
+  p = gemm_of(16, far), p.x_per_row = true; /* 32 rows */
+  CHECK_INT(gemm_family(&p), MOELORA_SM80);
+  p = gemm_of(32, far);
+  CHECK_OK(moelora_force_variant("gemm_bf16_96x128x64_sm90"));
+  CHECK_INT(gemm_family(&p), MOELORA_SM80);
+  CHECK_OK(moelora_force_variant(NULL));
+  p = gemm_of(15, 2 * far);
+  CHECK_INT(gemm_family(&p), MOELORA_SM90);
+  p = gemm_of(16, 2 * far);
+  CHECK_REFUSED(moelora_plan_gemm(&p, &hopper, &plan),
+                "rows of x are 2147483648 elements apart: the GPU kernels take at most 2147483647");
+  p = gemm_of(15, 2 * far);
+  const moelora_device_info ada = {.device = MOELORA_CUDA,
+                                   .compute_capability = 89,
+                                   .num_units = 128,
+                                   .l2_bytes = 50 << 20,
+                                   .shared_bytes = 99 << 10};
+  CHECK_REFUSED(moelora_plan_gemm(&p, &ada, &plan),
+                "rows of x are 2147483648 elements apart: the GPU kernels take at most 2147483647");
+  p = gemm_of(16, 2 * far);
+  CHECK_PLANNED(moelora_plan_gemm(&p, &cpu, &plan));
+  p.w = fp8_of(N, K); /* x in e4m3 lies in the workspace */
+  CHECK_INT(gemm_family(&p), MOELORA_SM90);
+}
+
+static void test_hidden_states_far_apart(void) {
+  const int64_t far = INT64_C(1) << 30;
+  moelora_experts_plan plan;
+  moelora_experts_problem p = experts_of(31, far);
+  CHECK_INT(layer_family(&p), MOELORA_SM90);
+  p = experts_of(32, far);
+  CHECK_INT(layer_family(&p), MOELORA_SM80);
+  p.apply_router_weight_on_input = true; /* they are scaled into the workspace */
+  CHECK_INT(layer_family(&p), MOELORA_SM90);
+  const char *message = "rows of hidden_states are 4294967296 elements apart: the GPU kernels take "
+                        "at most 2147483647";
+  p = experts_of(32, 4 * far);
+  CHECK_REFUSED(moelora_plan_experts(&p, &hopper, &plan), message);
+  /* One launch needs those of several, too: a context may have too few SMs for it. */
+  p = experts_of(2, 4 * far);
+  CHECK_PLANNED(moelora_plan_experts(&p, &hopper, &plan));
+  CHECK_INT(plan.variant->role, MOELORA_ROLE_LAYER);
+  CHECK_INT(plan.staged->needs, MOELORA_SM90);
+  CHECK_OK(moelora_limit_capability(80));
+  CHECK_REFUSED(moelora_plan_experts(&p, &hopper, &plan), message);
+  CHECK_OK(moelora_limit_capability(0));
+}
+
+/* The driver encodes no tensor map with strides of 2^40 bytes. */
+static void test_strides_of_tensor_maps(void) {
+  const int64_t most = INT64_C(1) << 39; /* elements of 16 bits */
+  moelora_gemm_problem p = gemm_of(64, K);
+  p.w.stride_e = most - 8;
+  CHECK_INT(gemm_family(&p), MOELORA_SM90);
+  p.w.stride_e = most;
+  CHECK_INT(gemm_family(&p), MOELORA_SM80);
+  p = gemm_of(64, K);
+  p.w.stride_n = most / N;
+  CHECK_INT(gemm_family(&p), MOELORA_SM80);
+
+  moelora_factors f = factors_of(1, RANK, N, K);
+  CHECK(moelora_are_boxes(&f, 64, K) && moelora_are_map_factors(f.b, 1, N));
+  f.a[0].stride_l = f.b[0].stride_l = most;
+  CHECK(!moelora_are_boxes(&f, 64, K) && !moelora_are_map_factors(f.b, 1, N));
+  f = factors_of(1, RANK, N, K);
+  f.a[0].stride_e = f.b[0].stride_e = most;
+  CHECK(!moelora_are_boxes(&f, 64, K) && !moelora_are_map_factors(f.b, 1, N));
+  f = factors_of(1, RANK, N, K);
+  f.a[0].stride_i = most, f.b[0].stride_i = most / N;
+  CHECK(!moelora_are_boxes(&f, 64, K) && !moelora_are_map_factors(f.b, 1, N));
+  f.a[0].stride_i = f.b[0].stride_i = 0;
+  CHECK(!moelora_are_boxes(&f, 64, K) && !moelora_are_map_factors(f.b, 1, N));
+}
+
+static void test_ranks(void) {
+  moelora_gemm_plan plan;
+  moelora_experts_plan layer;
+  moelora_gemm_problem p = gemm_of(64, K);
+  p.routes = routes_of(64, 2, 8, 4);
+  p.lora = factors_of(1, MAX_RANK, N, K);
+  CHECK_PLANNED(moelora_plan_gemm(&p, &hopper, &plan));
+  p.lora = factors_of(1, MAX_RANK + 1, N, K);
+  CHECK_REFUSED(moelora_plan_gemm(&p, &hopper, &plan),
+                "rank 4096: the GPU kernels take ranks below 4096");
+  CHECK_PLANNED(moelora_plan_gemm(&p, &cpu, &plan));
+  for (int i = 0; i < 2; i++) {
+    moelora_experts_problem e = experts_of(64, K);
+    e.routes = routes_of(64, 1, 8, 4);
+    if (i)
+      e.w2_lora = factors_of(1, MAX_RANK + 1, K, N / 2);
+    else
+      e.w13_lora = factors_of(2, MAX_RANK + 1, N, K);
+    CHECK_REFUSED(moelora_plan_experts(&e, &hopper, &layer),
+                  "rank 4096: the GPU kernels take ranks below 4096");
+  }
+  /* Adapters alone: what sorts list as a packed rank they find for themselves. */
+  moelora_delta_problem d = {.routes = routes_of(4096, 2, 8, 4),
+                             .dtype = MOELORA_BF16,
+                             .lora = factors_of(1, MAX_RANK, N, K),
+                             .k = K,
+                             .columns = N,
+                             .x = memory,
+                             .x_stride = K,
+                             .out = memory,
+                             .out_stride = {2 * N, N}};
+  moelora_delta_plan delta;
+  CHECK_PLANNED(moelora_plan_delta(&d, &hopper, &delta));
+  CHECK_INT(delta.shrink[0].variant->method, MOELORA_SHRINK_SEGMENTS);
+  d.lora = factors_of(1, MAX_RANK + 1, N, K);
+  CHECK_PLANNED(moelora_plan_delta(&d, &hopper, &delta));
+  CHECK_INT(delta.shrink[0].variant->method, MOELORA_SHRINK_WINDOWS);
+
+  d.lora = factors_of(3, RANK, 3 * N, K), d.silu_and_mul = true;
+  CHECK_REFUSED(moelora_plan_delta(&d, &hopper, &delta),
+                "silu_and_mul of 3 slices: the GPU kernels take 1 or an even number");
+  CHECK_PLANNED(moelora_plan_delta(&d, &cpu, &delta));
+}
+
+/* Every operator that sorts. */
+static void test_keys(void) {
+  static const struct {
+    int32_t experts, slots;
+    const char *message;
+  } cases[] = {
+      {MOELORA_SORT_KEYS - 1, 0, NULL},
+      {MOELORA_SORT_KEYS, 0,
+       "7680 experts and 0 adapters: CUDA alignment takes at most 7679 of either"},
+      {8, MOELORA_SORT_KEYS - 1, NULL},
+      {8, MOELORA_SORT_KEYS,
+       "8 experts and 7680 adapters: CUDA alignment takes at most 7679 of either"},
+  };
+  enum { M = 4096 };
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    const moelora_routes routes = routes_of(M, 1, cases[i].experts, cases[i].slots);
+    moelora_align_problem align = {
+        .mode = MOELORA_ALIGN_UNIFORM, .routes = routes, .block_size = 16, .max_blocks = M};
+    moelora_align_lists_problem lists = {.routes = routes, .lists = {.block_size = 16}};
+    moelora_gemm_problem gemm = gemm_of(M, K);
+    moelora_experts_problem layer = experts_of(M, K);
+    gemm.routes = layer.routes = routes;
+    moelora_align_plan align_plan, lists_plan;
+    moelora_gemm_plan gemm_plan;
+    moelora_experts_plan layer_plan;
+    const moelora_status statuses[] = {
+        moelora_plan_align(&align, &hopper, &align_plan),
+        moelora_plan_align_lists(&lists, &hopper, &lists_plan),
+        moelora_plan_gemm(&gemm, &hopper, &gemm_plan),
+        moelora_plan_experts(&layer, &hopper, &layer_plan),
+    };
+    for (size_t j = 0; j < sizeof statuses / sizeof *statuses; j++)
+      CHECK_INT(statuses[j], cases[i].message ? MOELORA_UNSUPPORTED : MOELORA_OK);
+    if (cases[i].message && strcmp(moelora_error_message(), cases[i].message) != 0)
+      FAIL("got '%s', expected '%s'", moelora_error_message(), cases[i].message);
+  }
+  const char *message = "8 experts and 7680 adapters: CUDA alignment takes at most 7679 of either";
+  moelora_delta_problem d = {.routes = routes_of(M, 1, 8, MOELORA_SORT_KEYS),
+                             .dtype = MOELORA_BF16,
+                             .lora = factors_of(1, RANK, N, K),
+                             .k = K,
+                             .columns = N,
+                             .x = memory,
+                             .x_stride = K,
+                             .out = memory,
+                             .out_stride = {N, N}};
+  moelora_mlp_delta_problem mlp = {.routes = routes_of(M, 1, 8, MOELORA_SORT_KEYS),
+                                   .dtype = MOELORA_BF16,
+                                   .hidden = K,
+                                   .intermediate = N / 2,
+                                   .x = memory,
+                                   .x_stride = K,
+                                   .gate_up = factors_of(2, RANK, N, K),
+                                   .down = factors_of(1, RANK, K, N / 2),
+                                   .out = memory,
+                                   .out_stride = K};
+  moelora_delta_plan plan;
+  CHECK_REFUSED(moelora_plan_delta(&d, &hopper, &plan), message);
+  CHECK_REFUSED(moelora_plan_mlp_delta(&mlp, &hopper, &plan), message);
+}
+
+int main(void) {
+  test_rows_of_x_far_apart();
+  test_hidden_states_far_apart();
+  test_strides_of_tensor_maps();
+  test_ranks();
+  test_keys();
+  printf("test_limits: plans know what kernels have room for\n");
+  return 0;
+}

@@ -1,0 +1,108 @@
+"""Tensors whose storage was freed or shrunk, as FSDP and offloading leave them.
+
+torch gives such a tensor its shape still, and the address 0 or one that is not its own. Every
+operator refuses it by name, before anything is written. The C interface: tests/c/test_freed.c.
+"""
+
+import pytest
+import torch
+from cases import same_bits
+from glue_cases import DEVICES, E, I, K, inputs, op_calls, operator
+
+import moelora
+from moelora import trace
+
+REFUSED = "has elements up to byte .* of a storage of .* bytes: it was freed or shrunk"
+# Elements before the first one, and what is left of the storage's bytes.
+STORAGES = {
+    "freed": (0, lambda nbytes: 0),
+    "freed, with an offset": (3, lambda nbytes: 0),
+    "one byte short": (0, lambda nbytes: nbytes - 1),
+    "as long as its elements, with an offset": (1, None),
+}
+
+
+def without_storage(t, kind="freed"):
+    """A tensor like `t` whose storage does not hold its elements any more."""
+    offset, left = STORAGES[kind]
+    flat = torch.zeros(offset + t.numel(), dtype=t.dtype, device=t.device)
+    result = flat[offset:].view(t.shape)
+    storage = result.untyped_storage()
+    storage.resize_(left(storage.nbytes()) if left else t.numel() * t.element_size())
+    return result
+
+
+def with_one_replaced(args, replace):
+    """(place, index in a list or None, arguments) for each tensor that has elements."""
+    for at, value in enumerate(args):
+        entries = value if isinstance(value, list) else [value]
+        for i, t in enumerate(entries):
+            if isinstance(t, torch.Tensor) and t.numel():
+                new = replace(t)
+                if isinstance(value, list):
+                    yield at, i, (*args[:at], [*value[:i], new, *value[i + 1 :]], *args[at + 1 :])
+                else:
+                    yield at, None, (*args[:at], new, *args[at + 1 :])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", STORAGES)
+def test_every_operator_refuses_every_argument(device, kind):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    for name, args in op_calls(device, dtype):
+        arguments = operator(name)._schema.arguments
+        written = [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
+        before = {i: args[i].clone() for i in written}
+        for at, index, wrong in with_one_replaced(args, lambda t: without_storage(t, kind)):
+            entry = arguments[at].name + ("" if index is None else rf"\[{index}\]")
+            with pytest.raises(RuntimeError, match=f"{entry} {REFUSED}"):
+                operator(name)(*wrong)
+            for i in set(written) - {at}:
+                assert same_bits(args[i], before[i]), f"{name}: {arguments[i].name} was written"
+
+
+@pytest.mark.parametrize("name", ["topk_weights", "lora_ranks", "lora_scalings", "adapter_enabled"])
+def test_a_table_of_another_dtype(name):
+    """torch's own cast would read what is not there."""
+    given = inputs()
+    other = torch.int64 if name in ("lora_ranks", "adapter_enabled") else torch.float16
+    given[name] = without_storage(given[name].to(other))
+    with pytest.raises(ValueError, match=name):
+        moelora.fused_experts_lora(**given)
+
+
+def test_weights_in_tiles():
+    given = inputs(dtype=torch.bfloat16)
+    tiles = moelora.prepack_weights(given["w13"])
+    tiles.data.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=f"w13 {REFUSED}"):
+        moelora.fused_experts_lora(**{**given, "w13": tiles})
+
+
+def test_the_meta_device_has_no_storage_to_free():
+    given = inputs(device="meta")
+    given["w13"] = without_storage(given["w13"])
+    assert moelora.fused_experts_lora(**given).is_meta
+
+
+def test_the_rest_of_a_storage_may_be_gone():
+    """A view needs what it addresses, not what lies behind it."""
+    given = inputs()
+    want = moelora.fused_experts_lora(**given)
+    wide = torch.cat([given["w13"], torch.ones(1, 2 * I, K)])
+    given["w13"] = wide[:E]
+    wide.untyped_storage().resize_(E * 2 * I * K * 4)
+    assert same_bits(moelora.fused_experts_lora(**given), want)
+
+
+def test_a_dump_of_a_freed_tensor(monkeypatch, tmp_path, capsys):
+    """The call raises what it raises; nothing reads the tensor."""
+    monkeypatch.setattr(trace, "settings", trace.Settings(dump=str(tmp_path)))
+    monkeypatch.setattr(trace, "active", True)
+    monkeypatch.setattr(trace, "_dumps", iter([0]))
+    given = inputs()
+    given["w2"] = without_storage(given["w2"])
+    with pytest.raises(ValueError, match=f"w2 {REFUSED}"):
+        moelora.fused_experts_lora(**given)
+    assert not list(tmp_path.iterdir())
+    assert "the storage of fp32[4,64,64]@cpu was freed" in capsys.readouterr().err
