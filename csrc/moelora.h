@@ -174,22 +174,11 @@ moelora_status moelora_prepare_align(const moelora_align_args *args, const moelo
 
 /* ---- quantised weights ---- */
 
-/* How the numbers of a weight are stored. */
+/* How the numbers of a weight are stored: MOELORA_NATIVE, which is 0, MOELORA_MXFP4, MOELORA_INT4
+ * and so on. formats.inc has a row for each, which says what it is. */
 typedef enum moelora_format {
-  MOELORA_NATIVE = 0, /* in the dtype of the activations */
-  /* e2m1, times a power of two for every 32 of depth of a row (OCP Microscaling Formats 1.0) */
-  MOELORA_MXFP4,
-  /* (q - 8) scale, and (q - zero) scale, for 0 <= q < 16; a scale and a zero belong to a group of
-   * 32 of depth (G32), else to 64 or more of a row */
-  MOELORA_INT4,
-  MOELORA_INT4_G32,
-  MOELORA_INT4_ZP,
-  MOELORA_INT4_ZP_G32,
-  /* e4m3 times a float32 scale, of every 64 rows by 128 of depth; by 64 of depth (G64); of a row's
-   * 128 of depth (ROWS) */
-  MOELORA_FP8,
-  MOELORA_FP8_G64,
-  MOELORA_FP8_ROWS,
+#define MOELORA_FORMAT_OF(KERNEL, NAME, ...) MOELORA_##NAME,
+#include "formats.inc"
 } moelora_format;
 
 /* What multiplies FP8 weights. Adapters always take x, and h, as they are. */

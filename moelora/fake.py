@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from moelora import autograd
+from moelora.formats import FORMATS
 
 PACK = 64
-TILE_BYTES = (0, 2176, 2176, 2304, 2240, 2432, 8208, 8208, 8448)  # moelora_tile_bytes
-FP8 = 6  # and all formats behind it
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16)
 ON_HOST = ("num_active_loras",)
 BASE, UNIFORM, SEGMENTED, SORTING = range(4)
@@ -179,8 +178,9 @@ def _(
 ) -> Tensor:
     experts, rows, depth = values.shape
     row_tiles = 2 * -(-rows // (2 * PACK)) if order else -(-rows // PACK)
-    depth_tiles = -(-depth // (2 * PACK)) if format >= FP8 else -(-depth * 2 // PACK)
-    return values.new_empty((experts, row_tiles, depth_tiles, TILE_BYTES[format]))
+    of = FORMATS[format]
+    depth_tiles = -(-depth * (8 // of.bits) // of.tile_columns)
+    return values.new_empty((experts, row_tiles, depth_tiles, of.tile_bytes))
 
 
 @_shape_function("unpack_quantized")

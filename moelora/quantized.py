@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -13,11 +13,11 @@ from torch import Tensor
 from moelora import quantized_readers as readers
 from moelora.call import operators, run, typed
 from moelora.fake import COMPUTE_DTYPES
+from moelora.formats import FORMATS, code_of
 from moelora.quantized_fp8 import ACTIVATIONS, Activations, FromFP8, GateUp, XFormat
 from moelora.quantized_readers import PerExpert
 
 ORDERS: dict[GateUp | None, int] = {None: 0, "concatenated": 1, "interleaved": 2}
-MXFP4, INT4, FP8, FP8_G64, FP8_ROWS = 1, 2, 6, 7, 8
 X_FORMATS: tuple[XFormat, ...] = get_args(XFormat)
 ALIGNMENT = 16  # bytes, of a tile
 FIELDS = ("format", "order", "rows", "columns", "group_size", "dtype", "x_format", "x_scale")
@@ -86,12 +86,14 @@ class QuantizedWeights(FromFP8):
         return self._code(), ORDERS[self.gate_up], self.shape[1], x_format, x_scale
 
     def _code(self) -> int:
-        if self.format == "int4":
-            return INT4 + (self.group_size == 32) + 2 * self.has_zeros
+        return code_of(self.format, self._group_columns(), self.has_zeros, self.row_scales)
+
+    def _group_columns(self) -> int:
+        """Columns of a tile that share a scale: all of its row, or as many as a group has."""
         if self.format == "fp8":
             narrow = self.group_size % 128 != 0 and self.group_size < self.shape[2]
-            return FP8_ROWS if self.row_scales else FP8_G64 if narrow else FP8
-        return MXFP4
+            return 64 if narrow and not self.row_scales else 128
+        return 32 if self.group_size == 32 else 64
 
     def to(self, device: torch.device | str) -> QuantizedWeights:
         """These weights on another device."""
@@ -144,18 +146,19 @@ class QuantizedWeights(FromFP8):
         if len(numbers) != len(FIELDS):
             raise ValueError(f"{prefix}layout has {len(numbers)} numbers, expected {FIELDS}")
         code, order, rows, columns, group_size, dtype, x_format, bits = numbers
-        known = MXFP4 <= code <= FP8_ROWS and 0 <= order < len(ORDERS) and dtype in (0, 1)
+        known = 0 < code < len(FORMATS) and 0 <= order < len(ORDERS) and dtype in (0, 1)
         if not (known and 0 <= x_format < len(X_FORMATS) and 0 <= bits < 2**31):
             raise ValueError(f"{prefix}layout is {numbers}, expected {FIELDS} in their ranges")
+        of = FORMATS[code]
         weights = cls(
             data=data,
-            format="fp8" if code >= FP8 else "int4" if code >= INT4 else "mxfp4",
+            format=cast(readers.Format, of.kernel),
             group_size=group_size,
-            has_zeros=INT4 + 2 <= code < FP8,
+            has_zeros=of.has_zeros,
             gate_up=list(ORDERS)[order],
             shape=torch.Size((len(data), rows, columns)),
             dtype=COMPUTE_DTYPES[dtype],
-            row_scales=code == FP8_ROWS,
+            row_scales=of.row_scales,
             x_format=X_FORMATS[x_format],
             x_scale=struct.unpack("<f", struct.pack("<i", bits))[0],
         )

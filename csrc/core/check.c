@@ -25,27 +25,19 @@ const char *moelora_dtype_name(moelora_dtype dtype) {
 }
 
 const char *moelora_format_name(moelora_format format) {
-  switch (format) {
-  case MOELORA_NATIVE:
-    return "native";
-  case MOELORA_MXFP4:
-    return "MXFP4";
-  case MOELORA_INT4:
-    return "INT4";
-  case MOELORA_INT4_G32:
-    return "INT4 (groups of 32)";
-  case MOELORA_INT4_ZP:
-    return "INT4 (zero points)";
-  case MOELORA_INT4_ZP_G32:
-    return "INT4 (zero points, groups of 32)";
-  case MOELORA_FP8:
-    return "FP8";
-  case MOELORA_FP8_G64:
-    return "FP8 (groups of 64)";
-  case MOELORA_FP8_ROWS:
-    return "FP8 (scales of rows)";
-  }
-  return format == MOELORA_W8A8 ? "FP8 with activations in FP8" : "unknown";
+  static const char *const names[] = {
+#define MOELORA_FORMAT_OF(KERNEL, NAME, TEXT, ...) TEXT,
+#include "formats.inc"
+  };
+  return moelora_is_format(format) ? names[format] : "unknown";
+}
+
+const char *moelora_kernel_name(moelora_kernel_format kernel) {
+  static const char *const names[] = {
+#define MOELORA_KERNEL(NAME, TEXT, FORMAT) TEXT,
+#include "formats.inc"
+  };
+  return kernel == MOELORA_KERNEL_NONE ? "unknown" : names[kernel];
 }
 
 bool moelora_is_absent(const moelora_tensor *tensor) {

@@ -56,6 +56,7 @@ moelora_label moelora_label_source(moelora_source source);
 
 const char *moelora_dtype_name(moelora_dtype dtype);
 const char *moelora_format_name(moelora_format format);
+const char *moelora_kernel_name(moelora_kernel_format kernel);
 bool moelora_is_absent(const moelora_tensor *tensor);
 /* Bytes from the first element to the end of the last one; -1 beyond MOELORA_MAX_BYTES. Strides are
  * not negative. */

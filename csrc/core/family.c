@@ -76,8 +76,9 @@ moelora_family moelora_family_of(const moelora_device_info *device) {
 /* What the tile of an sm_80 kernel keeps in shared memory. */
 static int32_t pipeline_bytes(const moelora_variant *v) {
   const int32_t tiles = v->block_n / MOELORA_PACK * (v->block_k / MOELORA_PACK);
-  const int32_t weights = v->format == MOELORA_NATIVE ? v->block_n * v->block_k * 2
-                                                      : tiles * moelora_step_bytes(v->format);
+  const int32_t weights = moelora_is_native_kernel(v->format)
+                              ? v->block_n * v->block_k * 2
+                              : tiles * moelora_step_bytes(v->format);
   return v->stages * (weights + v->block_m * v->block_k * 2);
 }
 

@@ -73,9 +73,9 @@ typedef struct access {
   bool layer;     /* a whole layer, whose results lie as its kernels like them */
   int64_t x_rows; /* of x, so far apart; FP8 ones lie in the workspace */
   int64_t x_stride, k;
-  moelora_format format; /* of weights, for which a kernel is written */
-  moelora_format second; /* that of w2, where it is a layer */
-  bool halves;           /* some FP8 scales are of 64 of depth, for which Hopper has no kernel */
+  moelora_kernel_format format;
+  moelora_kernel_format second; /* that of w2, where it is a layer */
+  bool halves; /* some FP8 scales are of 64 of depth, for which Hopper has no kernel */
 } access;
 
 /* Up to so many tokens, and so many rows of more than one, one launch is the faster one: on an H200
@@ -87,17 +87,18 @@ enum { FEW_TOKENS = 4, FEW_ROWS = 18 };
 
 static bool is_few(const moelora_routes *routes, const access *access,
                    const moelora_device_info *device) {
-  if (access->format != MOELORA_NATIVE)
+  if (!moelora_is_native_kernel(access->format))
     return routes->num_tokens == 1 && !(access->tma && moelora_family_of(device) == MOELORA_SM90);
   return routes->num_tokens == 1 ||
          (routes->num_tokens <= FEW_TOKENS && routes->num_rows <= FEW_ROWS);
 }
 
 static shape pick_cuda_shape(int64_t rows, const access *access) {
-  const bool native = access->format == MOELORA_NATIVE && access->second == MOELORA_NATIVE;
-  const shape_bound *bound = native                           ? native_shapes
-                             : access->format == MOELORA_W8A8 ? w8a8_shapes
-                                                              : quantised_shapes;
+  const bool native =
+      moelora_is_native_kernel(access->format) && moelora_is_native_kernel(access->second);
+  const shape_bound *bound = native                                   ? native_shapes
+                             : moelora_is_e4m3_kernel(access->format) ? w8a8_shapes
+                                                                      : quantised_shapes;
   while (rows > bound->rows)
     bound++;
   return bound->shape;
@@ -107,7 +108,7 @@ static shape pick_cuda_shape(int64_t rows, const access *access) {
  * weights one copy covers tiles of neighbouring depth. */
 static bool is_tma_weights(const moelora_weights *w, int32_t num_experts) {
   const int64_t tile = MOELORA_PACK * MOELORA_PACK;
-  if (w->format != MOELORA_NATIVE)
+  if (moelora_is_quantized(w->format))
     return w->stride_kt == moelora_tile_size(w->format);
   if (w->packed)
     return w->stride_kt == tile && w->stride_nt == w->k / MOELORA_PACK * tile &&
@@ -129,7 +130,7 @@ static bool is_nearer(const moelora_variant *v, const moelora_variant *best, sha
 
 /* The row that differs from `v` in nothing but the weight format, and runs on the device; NULL:
  * there is none. */
-static const moelora_variant *of_format(const moelora_variant *v, moelora_format format,
+static const moelora_variant *of_format(const moelora_variant *v, moelora_kernel_format format,
                                         const moelora_device_info *device) {
   const moelora_variant *other;
   if (v->device == MOELORA_CPU || v->format == format)
@@ -145,7 +146,7 @@ static const moelora_variant *of_format(const moelora_variant *v, moelora_format
 /* Results of a layer lie as its kernels like them. The largest of Hopper know no others: those that
  * share weights in a cluster, and those that make weights in registers. */
 static bool takes_any_output(const moelora_variant *v) {
-  return v->cluster == 1 && (v->format == MOELORA_NATIVE || v->block_n == 128);
+  return v->cluster == 1 && (moelora_is_native_kernel(v->format) || v->block_n == 128);
 }
 
 /* Hopper's kernels count all 16 bytes of an x that they gather in 32 bits, portable ones the
@@ -153,7 +154,7 @@ static bool takes_any_output(const moelora_variant *v) {
 static bool reaches_rows(const moelora_variant *v, const access *access) {
   const bool sm90 = v->needs == MOELORA_SM90;
   int64_t stride = access->x_stride;
-  if (v->format == MOELORA_W8A8)
+  if (moelora_is_e4m3_kernel(v->format))
     stride = moelora_divide_up(access->k, 128) * (sm90 ? 64 : 128);
   return sm90 ? access->x_rows * (stride / 8) <= UINT32_MAX : stride <= INT32_MAX;
 }
@@ -214,10 +215,10 @@ static moelora_status refuse(moelora_dtype dtype, const access *access,
     return moelora_fail(
         MOELORA_UNSUPPORTED, "rows of %s are %lld elements apart: the GPU kernels take at most %d",
         access->layer ? "hidden_states" : "x", (long long)access->x_stride, INT32_MAX);
-  if (device->device == MOELORA_CUDA && access->format != MOELORA_NATIVE)
+  if (device->device == MOELORA_CUDA && !moelora_is_native_kernel(access->format))
     return moelora_fail(MOELORA_UNSUPPORTED,
                         "no %s kernel for %s weights and CUDA compute capability %d.%d",
-                        moelora_dtype_name(dtype), moelora_format_name(access->format),
+                        moelora_dtype_name(dtype), moelora_kernel_name(access->format),
                         device->compute_capability / 10, device->compute_capability % 10);
   if (device->device == MOELORA_CUDA)
     return moelora_fail(MOELORA_UNSUPPORTED, "no %s kernel for CUDA compute capability %d.%d",
@@ -229,7 +230,7 @@ static moelora_status refuse(moelora_dtype dtype, const access *access,
 /* mma.sync and wgmma add up FP8 products otherwise: batch-invariant calls stay with one of them. */
 static bool adds_up_alike(const moelora_variant *v, const moelora_variant *usual,
                           const access *access, const moelora_device_info *device) {
-  const bool fp8 = access->format == MOELORA_W8A8 || access->second == MOELORA_W8A8;
+  const bool fp8 = moelora_is_e4m3_kernel(access->format) || moelora_is_e4m3_kernel(access->second);
   return !(fp8 && device->device == MOELORA_CUDA && device->batch_invariant) || !usual ||
          v->needs == usual->needs;
 }
@@ -328,7 +329,7 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                                  const moelora_device_info *device, moelora_gemm_plan *plan) {
   const moelora_routes *routes = &problem->routes;
   access access = {.layer = false,
-                   .format = moelora_kernel_format(problem->w.format, problem->w.x),
+                   .format = moelora_kernel_format_of(problem->w.format, problem->w.x),
                    .x_rows = problem->x_per_row ? routes->num_rows : routes->num_tokens,
                    .x_stride = problem->x_stride,
                    .k = problem->w.k};
@@ -337,7 +338,7 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                    moelora_is_vector_row(problem->out, problem->out_stride[0], problem->w.n) &&
                    problem->out_stride[1] % 8 == 0;
   access.tma = access.vectors && is_tma_weights(&problem->w, routes->num_experts);
-  access.halves = problem->w.format == MOELORA_FP8_G64;
+  access.halves = moelora_x_group(problem->w.format) == 64;
   *plan = (moelora_gemm_plan){0};
   MOELORA_TRY(check_room(routes, &problem->lora, device));
   MOELORA_TRY(pick_variant(moelora_rows_per_expert(routes), problem->dtype, &access, device,
@@ -417,12 +418,12 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
   const moelora_activation activation = problem->activation.kind;
   const int32_t experts = problem->routes.num_experts;
   access access = {.layer = true,
-                   .format = moelora_kernel_format(problem->w13.format, problem->w13.x),
+                   .format = moelora_kernel_format_of(problem->w13.format, problem->w13.x),
                    .x_rows = problem->routes.num_tokens,
                    .x_stride =
                        problem->apply_router_weight_on_input ? problem->hidden : problem->x_stride,
                    .k = problem->hidden};
-  access.second = moelora_kernel_format(problem->w2.format, problem->w2.x);
+  access.second = moelora_kernel_format_of(problem->w2.format, problem->w2.x);
   access.vectors = moelora_is_vector_weights(&problem->w13) &&
                    moelora_is_vector_weights(&problem->w2) &&
                    moelora_is_vector_row(problem->x, problem->x_stride, problem->hidden);
@@ -431,7 +432,8 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                is_tma_weights(&problem->w2, experts) &&
                !(problem->w13.packed && moelora_is_gated(activation) &&
                  (moelora_is_interleaved(activation) || problem->intermediate % 64 != 0));
-  access.halves = problem->w13.format == MOELORA_FP8_G64 || problem->w2.format == MOELORA_FP8_G64;
+  access.halves =
+      moelora_x_group(problem->w13.format) == 64 || moelora_x_group(problem->w2.format) == 64;
   /* One kernel takes both projections, natively in rows. */
   access.decode = !device->batch_invariant && access.vectors && access.format == access.second &&
                   !problem->w13.packed && !problem->w2.packed &&

@@ -56,8 +56,8 @@ typedef struct moelora_variant {
   moelora_dtype dtype; /* int32: of ids, beside tensors of any dtype */
   moelora_role role;
   moelora_method method;
-  moelora_format format; /* CUDA: of weights; INT4 stands for all formats of INT4 */
-  int32_t needs;         /* CPU: one moelora_isa; CUDA: a moelora_family */
+  moelora_kernel_format format; /* CUDA */
+  int32_t needs;                /* CPU: one moelora_isa; CUDA: a moelora_family */
   int32_t id;
   /* Of one tile: rows (tokens; of a sort all that it takes), output columns (of a shrink ranks),
    * depth (of an expand ranks). */
@@ -80,8 +80,8 @@ typedef struct moelora_variant {
 
 /* CTAs of an SM that Hopper GEMMs with blocks of so few rows leave room for: of four bits, to make
  * numbers takes a warp longer than their bytes take to come. */
-static MOELORA_CONSTEXPR int32_t moelora_float_ctas(moelora_format format) {
-  return format == MOELORA_MXFP4 || format == MOELORA_INT4 ? 3 : 2;
+static MOELORA_CONSTEXPR int32_t moelora_float_ctas(moelora_kernel_format format) {
+  return moelora_is_four_bits(moelora_format_of_kernel(format)) ? 3 : 2;
 }
 
 /* Split-K: parts of a tile's depth, at most, and what all kernels take in whole steps of it. */
@@ -90,8 +90,8 @@ static MOELORA_CONSTEXPR int32_t moelora_float_ctas(moelora_format format) {
 
 /* Whether tokens are operand A of a Hopper GEMM's wgmma, which then takes 64 of them at a time, and
  * otherwise n8 tiles. */
-static MOELORA_CONSTEXPR bool moelora_tokens_first(moelora_format format, int32_t block_m) {
-  return format == MOELORA_W8A8 && block_m == 128;
+static MOELORA_CONSTEXPR bool moelora_tokens_first(moelora_kernel_format format, int32_t block_m) {
+  return moelora_is_e4m3_kernel(format) && block_m == 128;
 }
 
 /* Neighbouring blocks that have to be one expert's, the last of which may be empty, for a cluster

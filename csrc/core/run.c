@@ -341,7 +341,7 @@ moelora_status moelora_pack_weights(const moelora_tensor *w, const moelora_tenso
 }
 
 int32_t moelora_tile_bytes(moelora_format format) {
-  return format > MOELORA_NATIVE && format <= MOELORA_FP8_ROWS ? moelora_tile_size(format) : 0;
+  return moelora_is_format(format) ? moelora_tile_size(format) : 0;
 }
 
 static moelora_status launch_pack_quantized(const prepared *call, const moelora_exec *exec) {

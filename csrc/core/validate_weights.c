@@ -59,7 +59,7 @@ static const char *order_name(moelora_row_order order) {
 static moelora_status check_x_format(const moelora_layout *layout, const char *name) {
   MOELORA_REQUIRE(layout->x >= MOELORA_X_NATIVE && layout->x <= MOELORA_X_STATIC,
                   "%s.x is %d, expected a moelora_x_format", name, (int)layout->x);
-  MOELORA_REQUIRE(layout->x == MOELORA_X_NATIVE || moelora_is_fp8(layout->format),
+  MOELORA_REQUIRE(layout->x == MOELORA_X_NATIVE || moelora_takes_e4m3(layout->format),
                   "%s.x is %d, expected 0: x as it is, as its format is %s", name, (int)layout->x,
                   moelora_format_name(layout->format));
   if (layout->x == MOELORA_X_STATIC)
@@ -73,12 +73,12 @@ static moelora_status check_x_format(const moelora_layout *layout, const char *n
 }
 
 static moelora_status check_layout(const moelora_layout *layout, const char *name) {
-  MOELORA_REQUIRE(layout->format >= MOELORA_NATIVE && layout->format <= MOELORA_FP8_ROWS,
-                  "%s.format is %d, expected a moelora_format", name, (int)layout->format);
+  MOELORA_REQUIRE(moelora_is_format(layout->format), "%s.format is %d, expected a moelora_format",
+                  name, (int)layout->format);
   MOELORA_REQUIRE(layout->order >= MOELORA_ROWS_PLAIN && layout->order <= MOELORA_ROWS_INTERLEAVED,
                   "%s.order is %d, expected a moelora_row_order", name, (int)layout->order);
   MOELORA_TRY(check_x_format(layout, name));
-  if (layout->format == MOELORA_NATIVE) {
+  if (!moelora_is_quantized(layout->format)) {
     MOELORA_REQUIRE(layout->order == MOELORA_ROWS_PLAIN && layout->rows == 0,
                     "%s has order %s and %lld rows, expected zeros, as its format is native", name,
                     order_name(layout->order), (long long)layout->rows);
@@ -158,7 +158,7 @@ moelora_status moelora_check_weights(moelora_weights_arg *arg, moelora_weights *
                                      int32_t *num_experts) {
   const moelora_tensor *t = arg->tensor.tensor, *x = arg->x.tensor;
   MOELORA_TRY(check_layout(arg->layout, arg->layout_name));
-  if (arg->layout->format == MOELORA_NATIVE) {
+  if (!moelora_is_quantized(arg->layout->format)) {
     MOELORA_TRY(check_native(arg->tensor, weights));
     MOELORA_TRY(moelora_check_dtype(arg->tensor, x->dtype, arg->x.name));
     arg->n = moelora_size_of(arg->tensor, 1);
@@ -178,7 +178,7 @@ moelora_status moelora_check_weights(moelora_weights_arg *arg, moelora_weights *
 }
 
 moelora_arg moelora_dtype_source(const moelora_weights_arg *arg) {
-  return arg->layout->format == MOELORA_NATIVE ? arg->tensor : arg->x;
+  return !moelora_is_quantized(arg->layout->format) ? arg->tensor : arg->x;
 }
 
 /* ---- packing ---- */
@@ -227,7 +227,8 @@ static moelora_status check_quantised(const moelora_layout *layout, moelora_dtyp
 
 static moelora_status check_quantised_layout(const moelora_layout *layout) {
   MOELORA_REQUIRE(layout, "layout is NULL");
-  MOELORA_REQUIRE(layout->format != MOELORA_NATIVE, "layout.format is native, expected another");
+  MOELORA_REQUIRE(moelora_is_quantized(layout->format),
+                  "layout.format is native, expected another");
   return check_layout(layout, "layout");
 }
 
@@ -267,7 +268,7 @@ static moelora_status check_nibbles(const moelora_quantized *w, const moelora_la
                   (long long)w->block_rows, (long long)w->block_columns,
                   moelora_format_name(layout->format));
   MOELORA_TRY(check_groups(scales, values, w->values.size, problem->scales_stride));
-  if (layout->format == MOELORA_MXFP4)
+  if (moelora_has_e8m0_scales(layout->format))
     MOELORA_TRY(moelora_check_dtype(scales, MOELORA_U8, NULL));
   else
     MOELORA_TRY(moelora_check_compute_dtype(scales));
@@ -307,7 +308,7 @@ static moelora_status check_blocks(const moelora_quantized *w, const moelora_lay
                                    moelora_arg values, moelora_quantized_problem *problem) {
   const moelora_arg scales = MOELORA_ARG("scales", &w->scales);
   const int64_t rows = w->block_rows, columns = w->block_columns, k = w->values.size[2];
-  const int64_t part = layout->format == MOELORA_FP8_G64 ? 64 : 128;
+  const int64_t part = moelora_x_group(layout->format);
   MOELORA_REQUIRE(rows >= 1, "block_rows is %lld, expected at least 1", (long long)rows);
   MOELORA_REQUIRE(columns >= 1 && (columns % part == 0 || columns >= k),
                   "block_columns is %lld for K = %lld, expected a multiple of %lld, or all",
@@ -320,7 +321,7 @@ static moelora_status check_blocks(const moelora_quantized *w, const moelora_lay
                                  moelora_words("layout.rows / block_rows, rounded up,")));
   MOELORA_TRY(moelora_check_size(scales, 2, (k - 1) / columns + 1,
                                  moelora_words("K / block_columns, rounded up,")));
-  if (layout->format != MOELORA_FP8_ROWS && rows > 1)
+  if (!moelora_has_row_scales(layout->format) && rows > 1)
     MOELORA_TRY(check_tile_rows(layout, rows));
   problem->scales_stride[0] = moelora_stride(&w->scales, 0);
   problem->scales_stride[1] = moelora_stride(&w->scales, 1);

@@ -46,7 +46,7 @@ static const moelora_variant variants[] = {
    .device = MOELORA_CUDA,                                                                         \
    .dtype = MOELORA_##DTYPE,                                                                       \
    .role = MOELORA_ROLE_GEMM,                                                                      \
-   .format = MOELORA_##FORMAT,                                                                     \
+   .format = MOELORA_KERNEL_##FORMAT,                                                              \
    .needs = MOELORA_##FAMILY,                                                                      \
    .id = CUDA_##NAME,                                                                              \
    .block_m = BLOCK_M,                                                                             \
@@ -56,8 +56,9 @@ static const moelora_variant variants[] = {
    .cluster = CLUSTER},
 /* An item is 16 weight rows by 8 tokens; a warp has 256 of its depth in flight, in tiles 768. */
 #define MOELORA_CUDA_DECODE(NAME, DTYPE, FORMAT, FAMILY)                                           \
-  ROW(NAME, DTYPE, FAMILY, LAYER, .format = MOELORA_##FORMAT, .block_m = MOELORA_DECODE_TOKENS,    \
-      .block_n = 16, .block_k = MOELORA_##FORMAT == MOELORA_NATIVE ? 256 : 768, .cluster = 1),
+  ROW(NAME, DTYPE, FAMILY, LAYER, .format = MOELORA_KERNEL_##FORMAT,                               \
+      .block_m = MOELORA_DECODE_TOKENS, .block_n = 16,                                             \
+      .block_k = MOELORA_KERNEL_##FORMAT == MOELORA_KERNEL_NATIVE ? 256 : 768, .cluster = 1),
 #define MOELORA_CUDA_SORT(STEM, ITEMS)                                                             \
   ROW(sort_i32_##STEM, I32, SM80, SORT, .block_m = ITEMS, .cluster = 1),
 #define MOELORA_CUDA_SHRINK(STEM, METHOD, TILES, TEAMS, SPANS, TOKENS, CTAS, ELEMENTS)             \

@@ -70,7 +70,7 @@ void moelora_cpu_fp8_row(const moelora_cpu_kernels *kernels, const moelora_weigh
 static inline moelora_weights moelora_expert_weights(const moelora_weights *w, moelora_dtype dtype,
                                                      int64_t expert) {
   moelora_weights one = *w;
-  const size_t unit = w->format == MOELORA_NATIVE ? moelora_dtype_bytes(dtype) : 1;
+  const size_t unit = moelora_is_quantized(w->format) ? 1 : moelora_dtype_bytes(dtype);
   one.data = (const char *)w->data + (size_t)(expert * w->stride_e) * unit;
   return one;
 }

@@ -67,9 +67,10 @@ static inline void look_up(moelora_format format, const uint8_t *words, const ta
   look_up_16(_mm512_extracti32x4_epi32(bytes, 3), low[1], high[1], to_low + 48, to_high + 48);
 }
 
+#define TYPE bf16
 #include "cpu/dequantise.h"
-DEQUANTISE(bf16)
-DEQUANTISE(f16)
+#define TYPE f16
+#include "cpu/dequantise.h"
 
 const moelora_cpu_kernels moelora_gemm_f32_avx512 = F32_OPERANDS(f32, NULL, NULL, NULL);
 const moelora_cpu_kernels moelora_gemm_bf16_avx512 =

@@ -61,8 +61,8 @@ static inline void e4m3_bf16(const uint8_t *first, const uint8_t *second, float 
                         _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits[i], 16)));
 }
 
+#define TYPE bf16
 #include "cpu/dequantise.h"
-DEQUANTISE(bf16)
 
 const moelora_cpu_kernels moelora_gemm_bf16_avx512bf16 = {
     .operand_bytes = sizeof(uint16_t),

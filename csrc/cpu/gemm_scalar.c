@@ -54,7 +54,7 @@ static inline void look_up_word(moelora_format format, const uint8_t *bytes, con
   static const int columns[] = {0, 8, 1, 9};
   uint32_t word;
   memcpy(&word, bytes, sizeof word);
-  if (format == MOELORA_MXFP4)
+  if (moelora_is_e2m1(format))
     word = MOELORA_GATHER_E2M1(word);
   for (int b = 0; b < 4; b++, word >>= 8) {
     to_low[columns[b]] = low[word & 15];
@@ -84,9 +84,10 @@ static inline void look_up(moelora_format format, const uint8_t *words, const ta
 E4M3(bf16)
 E4M3(f16)
 
+#define TYPE bf16
 #include "cpu/dequantise.h"
-DEQUANTISE(bf16)
-DEQUANTISE(f16)
+#define TYPE f16
+#include "cpu/dequantise.h"
 
 const moelora_cpu_kernels moelora_gemm_f32_scalar = F32_OPERANDS(f32, NULL, NULL, NULL);
 const moelora_cpu_kernels moelora_gemm_bf16_scalar =

@@ -34,7 +34,7 @@ static float read_scale(const moelora_quantized_problem *p, int64_t at) {
 
 static void pack_scale(const moelora_quantized_problem *p, int64_t at, uint8_t *to) {
   const bool bf16 = p->dtype == MOELORA_BF16;
-  if (p->tiles.format == MOELORA_MXFP4) {
+  if (moelora_has_e8m0_scales(p->tiles.format)) {
     const int scale = ((const uint8_t *)p->scales)[at] + (bf16 ? 126 : -98);
     *to = (uint8_t)(scale > 0 ? scale : 0);
     return;
@@ -75,7 +75,7 @@ static void pack_nibbles(const moelora_quantized_problem *p, int64_t expert, int
   for (int32_t r = 0; r < MOELORA_PACK; r += r % 16 == 7 ? 9 : 1) {
     uint32_t words[16];
     pack_words(rows[r], rows[r + 8], bytes, (uint8_t *)words);
-    for (int i = 0; i < 16 && w->format == MOELORA_MXFP4; i++)
+    for (int i = 0; i < 16 && moelora_is_e2m1(w->format); i++)
       words[i] = moelora_spread_e2m1(words[i]);
     memcpy(tile + moelora_words_offset(r), words, sizeof words);
   }
@@ -84,7 +84,7 @@ static void pack_nibbles(const moelora_quantized_problem *p, int64_t expert, int
 static void pack_fp8(const moelora_quantized_problem *p, int64_t expert, int64_t first, int64_t k,
                      uint8_t *tile) {
   const moelora_weights *w = &p->tiles;
-  const bool of_rows = w->format == MOELORA_FP8_ROWS;
+  const bool of_rows = moelora_has_row_scales(w->format);
   const float *scales = (const float *)p->scales + expert * p->scales_stride[0];
   float *to = (float *)(tile + MOELORA_FP8_TILE_VALUES); /* of columns, or of rows */
   for (int32_t r = 0; r < MOELORA_PACK; r++) {

@@ -143,7 +143,7 @@ static void columns_of_pass(pass *p, const tile_rows *rows, int64_t at) {
 /* The scales of row r of a tile, of both halves of its depth. */
 static void read_scales(const moelora_weights *w, const char *tile, int64_t r, float scale[2]) {
   const char *scales = tile + MOELORA_FP8_TILE_VALUES;
-  if (w->format == MOELORA_FP8_ROWS) {
+  if (moelora_has_row_scales(w->format)) {
     memcpy(scale, scales + r * (int64_t)sizeof *scale, sizeof *scale);
     scale[1] = scale[0];
   } else {

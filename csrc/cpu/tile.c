@@ -57,7 +57,7 @@ void moelora_cpu_tile(const moelora_variant *variant, const moelora_weights *w, 
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
   const moelora_dtype dtype = variant->dtype;
   const size_t bytes = moelora_dtype_bytes(dtype), operand = kernels->operand_bytes;
-  if (w->format != MOELORA_NATIVE) {
+  if (moelora_is_quantized(w->format)) {
     moelora_cpu_quantised_tile(variant, w, begin, end, m, c, ldc, scratch);
     return;
   }

@@ -2,6 +2,7 @@
 #define Py_LIMITED_API 0x030a0000
 #include <Python.h>
 
+#include "core/format.h"
 #include "core/log.h"
 #include "glue/op_context.h"
 
@@ -132,6 +133,32 @@ static PyObject *py_has_cuda(PyObject *self, PyObject *unused) {
   return PyBool_FromLong(moelora_has_device(MOELORA_CUDA));
 }
 
+/* Rows of formats.inc, in the order of their enumerators, and what a tile of each is. */
+static PyObject *py_formats(PyObject *self, PyObject *unused) {
+  (void)self, (void)unused;
+  static const struct {
+    const char *name, *kernel;
+    int group_rows, group_columns, has_zeros;
+  } rows[] = {
+#define MOELORA_FORMAT_OF(KERNEL, NAME, TEXT, VALUES, ROWS, COLUMNS, SCALE, ZEROS, X_KERNEL)       \
+  {#NAME, #KERNEL, ROWS, COLUMNS, ZEROS},
+#include "formats.inc"
+  };
+  PyObject *list = PyList_New(0);
+  for (int i = 0; list && i < MOELORA_FORMATS; i++) {
+    const moelora_format format = (moelora_format)i;
+    PyObject *item = Py_BuildValue("ssiiiiii", rows[i].name, rows[i].kernel, rows[i].group_rows,
+                                   rows[i].group_columns, rows[i].has_zeros,
+                                   moelora_is_four_bits(format) ? 4 : 8, moelora_tile_depth(format),
+                                   moelora_tile_size(format));
+    if (!item || PyList_Append(list, item) < 0) {
+      Py_CLEAR(list);
+    }
+    Py_XDECREF(item);
+  }
+  return list;
+}
+
 static PyMethodDef methods[] = {
     {"version", py_version, METH_NOARGS, "Version of the compiled library."},
     {"variants", py_variants, METH_NOARGS, "Names of all kernel variants compiled in."},
@@ -158,6 +185,9 @@ static PyMethodDef methods[] = {
      "True if MOELORA_LOG asks for the arguments of every call."},
     {"cpu_features", py_cpu_features, METH_NOARGS, "CPU features that dispatch looks at."},
     {"has_cuda", py_has_cuda, METH_NOARGS, "True if CUDA kernels are compiled in and can run."},
+    {"formats", py_formats, METH_NOARGS,
+     "Weight formats: (name, kernel, rows and columns that share a scale, zero points, bits, "
+     "columns and bytes of a tile) of each, in the order of their codes."},
     {NULL, NULL, 0, NULL},
 };
 

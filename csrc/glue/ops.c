@@ -12,7 +12,7 @@ static int64_t size_of(const moelora_tensor *tensor, int32_t dim) {
 /* Rows of output that `w` stands for: [E, N, K], packed [E, N/64, K/64, 64, 64], or tiles, which
  * cannot hold more than they have room for. */
 static int64_t weight_rows(const moelora_tensor *w, const moelora_layout *layout) {
-  const bool tiles = layout->format != MOELORA_NATIVE;
+  const bool tiles = moelora_is_quantized(layout->format);
   const int64_t rows = size_of(w, 1) * (tiles || w->ndim == 5 ? MOELORA_PACK : 1);
   return tiles && layout->rows < rows ? layout->rows > 0 ? layout->rows : 0 : rows;
 }

@@ -41,21 +41,29 @@ static moelora_dtype parse_dtype(const char *name) {
   exit(2);
 }
 
-static moelora_format parse_format(const char *name) {
-  static const char *const names[] = {"native",      "mxfp4", "int4",    "int4_g32", "int4_zp",
-                                      "int4_zp_g32", "fp8",   "fp8_g64", "fp8_rows", "w8a8"};
-  for (int i = 0; i < 10; i++)
+/* The format of a weight and what multiplies it. */
+typedef struct operands {
+  moelora_format format;
+  moelora_x_format x;
+} operands;
+
+static operands parse_format(const char *name) {
+  static const char *const names[MOELORA_FORMATS] = {
+      "native", "mxfp4", "int4", "int4_g32", "int4_zp", "int4_zp_g32", "fp8", "fp8_g64", "fp8_rows",
+  };
+  if (strcmp(name, "w8a8") == 0)
+    return (operands){MOELORA_FP8, MOELORA_X_GROUP};
+  for (int i = 0; i < MOELORA_FORMATS; i++)
     if (strcmp(name, names[i]) == 0)
-      return (moelora_format)i;
+      return (operands){(moelora_format)i, MOELORA_X_NATIVE};
   fprintf(stderr, "format %s\n", name);
   exit(2);
 }
 
 /* Contiguous weights of n rows of depth k. */
-static moelora_weights weights_of(moelora_format of_kernel, moelora_row_order order, int64_t n,
-                                  int64_t k, const void *data) {
-  const bool w8a8 = of_kernel == MOELORA_W8A8;
-  const moelora_format format = w8a8 ? MOELORA_FP8 : of_kernel;
+static moelora_weights weights_of(operands of, moelora_row_order order, int64_t n, int64_t k,
+                                  const void *data) {
+  const moelora_format format = of.format;
   if (format == MOELORA_NATIVE)
     return (moelora_weights){.data = data,
                              .n = n,
@@ -75,7 +83,7 @@ static moelora_weights weights_of(moelora_format of_kernel, moelora_row_order or
                            .format = format,
                            .order = order,
                            .half_tiles = moelora_half_tiles(order, n),
-                           .x = w8a8 ? MOELORA_X_GROUP : MOELORA_X_NATIVE};
+                           .x = of.x};
 }
 
 static void add_tuned_plan(char **words) {
@@ -147,8 +155,8 @@ int main(int argc, char **argv) {
   const bool splits = argc > 1 && strcmp(argv[1], "splits") == 0;
   const int told = 1 + deltas + listed + splits;
   const bool quantised = argc > told + 2 && strcmp(argv[told], "formats") == 0;
-  const moelora_format w13 = quantised ? parse_format(argv[told + 1]) : MOELORA_NATIVE;
-  const moelora_format w2 = quantised ? parse_format(argv[told + 2]) : MOELORA_NATIVE;
+  const operands w13 = quantised ? parse_format(argv[told + 1]) : (operands){0};
+  const operands w2 = quantised ? parse_format(argv[told + 2]) : (operands){0};
   for (int i = told + 3 * quantised; i + 9 <= argc; i += 9)
     add_tuned_plan(argv + i);
   char dtype[16], kind[8];

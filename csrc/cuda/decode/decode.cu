@@ -30,6 +30,7 @@
 #include "cuda/decode/expand.cuh"
 #include "cuda/decode/grid.cuh"
 #include "cuda/launch/kernel_launch.cuh"
+#include "cuda/variant_ids.h"
 
 namespace decode {
 namespace {
@@ -195,6 +196,16 @@ DecodeLayout lay_out(const moelora_experts_problem *p, void *base, const moelora
 }
 
 } // namespace
+
+moelora_status launch_NATIVE(const DecodeParams &params, int64_t work, const moelora_exec *exec,
+                             bool *fits) {
+  return params.p.dtype == MOELORA_BF16
+             ? launch_cooperative<decode_layer<__nv_bfloat16>>(
+                   "decode_layer", work, kThreads, kStagedBytes, kResident, exec, fits, params)
+             : launch_cooperative<decode_layer<__half>>(
+                   "decode_layer", work, kThreads, kStagedBytes, kResident, exec, fits, params);
+}
+
 } // namespace decode
 
 size_t moelora_cuda_decode_workspace(const moelora_experts_problem *problem,
@@ -202,7 +213,8 @@ size_t moelora_cuda_decode_workspace(const moelora_experts_problem *problem,
   return decode::lay_out(problem, nullptr, exec).bytes;
 }
 
-moelora_status moelora_cuda_decode(const moelora_experts_problem *problem, const moelora_exec *exec,
+moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
+                                   const moelora_variant *variant, const moelora_exec *exec,
                                    bool *fits) {
   using namespace decode;
   const moelora_experts_problem &p = *problem;
@@ -212,8 +224,7 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem, const
   params.p = p;
   params.gated = moelora_is_gated(p.activation.kind);
   params.interleaved = moelora_is_interleaved(p.activation.kind);
-  const moelora_format format = moelora_kernel_format(p.w13.format, p.w13.x);
-  const int64_t outputs = params.gated && format == MOELORA_NATIVE ? 8 : 16;
+  const int64_t outputs = params.gated && !moelora_is_quantized(p.w13.format) ? 8 : 16;
   params.tiles13 = (int32_t)((p.intermediate + outputs - 1) / outputs);
   params.most_shrinks13 =
       (int32_t)(p.routes.num_rows * p.w13_lora.num_slices * ((p.w13_lora.max_rank + 15) / 16));
@@ -235,13 +246,11 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem, const
   const int64_t items =
       active_experts * params.tiles13 > columns ? active_experts * params.tiles13 : columns;
   const int64_t work = items < kMostCtas ? items : kMostCtas;
-  if (format == MOELORA_MXFP4)
-    return launch_mxfp4(params, work, exec, fits);
-  if (format == MOELORA_INT4)
-    return launch_int4(params, work, exec, fits);
-  return p.dtype == MOELORA_BF16
-             ? launch_cooperative<decode_layer<__nv_bfloat16>>(
-                   "decode_layer", work, kThreads, kStagedBytes, kResident, exec, fits, params)
-             : launch_cooperative<decode_layer<__half>>(
-                   "decode_layer", work, kThreads, kStagedBytes, kResident, exec, fits, params);
+  switch (variant->id) {
+#define MOELORA_CUDA_DECODE(NAME, DTYPE, FORMAT, FAMILY)                                           \
+  case CUDA_##NAME:                                                                                \
+    return launch_##FORMAT(params, work, exec, fits);
+#include "cuda/variants.inc"
+  }
+  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s is no whole layer", variant->name);
 }

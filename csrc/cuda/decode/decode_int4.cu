@@ -3,9 +3,9 @@
 
 namespace decode {
 
-moelora_status launch_int4(const DecodeParams &params, int64_t work, const moelora_exec *exec,
+moelora_status launch_INT4(const DecodeParams &params, int64_t work, const moelora_exec *exec,
                            bool *fits) {
-  return launch_tiles<MOELORA_INT4>(params, work, exec, fits);
+  return launch_tiles<MOELORA_KERNEL_INT4>(params, work, exec, fits);
 }
 
 } // namespace decode

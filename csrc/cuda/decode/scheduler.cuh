@@ -26,11 +26,12 @@ struct DecodeParams {
   uint16_t *xa[2];                 // [P, num_slices * padded rank]; of w13, of w2
 };
 
-/* decode_mxfp4.cu, decode_int4.cu: queues the kernel of a format on at most `work` CTAs. */
-moelora_status launch_mxfp4(const DecodeParams &params, int64_t work, const moelora_exec *exec,
-                            bool *fits);
-moelora_status launch_int4(const DecodeParams &params, int64_t work, const moelora_exec *exec,
-                           bool *fits);
+/* launch_<FORMAT>, of decode.cu and a file for each kernel format of tiles: queues its kernel on at
+ * most `work` CTAs. */
+#define MOELORA_CUDA_DECODE(NAME, DTYPE, FORMAT, FAMILY)                                           \
+  moelora_status launch_##FORMAT(const DecodeParams &params, int64_t work,                         \
+                                 const moelora_exec *exec, bool *fits);
+#include "cuda/variants.inc"
 
 /* Where a warp is: the blocks [block, end) of an item that it has yet to begin. */
 struct WorkIterator {

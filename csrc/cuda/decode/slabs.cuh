@@ -19,9 +19,9 @@ namespace decode {
 constexpr int kStages = 12;
 constexpr int kSlabsOfTile = 4, kSlabValues = MOELORA_TILE_VALUES / kSlabsOfTile;
 
-template <moelora_format FORMAT>
-constexpr int kSlabBytes = moelora_most_tile_bytes(FORMAT) / kSlabsOfTile;
-template <moelora_format FORMAT> constexpr int kPipelineBytes = kStages * kSlabBytes<FORMAT>;
+template <moelora_kernel_format FORMAT>
+constexpr int kSlabBytes = FormatTraits<FORMAT>::MOST_TILE_BYTES / kSlabsOfTile;
+template <moelora_kernel_format FORMAT> constexpr int kPipelineBytes = kStages * kSlabBytes<FORMAT>;
 
 /* Where a warp's slabs come from; where they go is where the last one that it multiplied was. */
 struct SlabProducer {
@@ -111,7 +111,7 @@ __device__ __forceinline__ void produce(const DecodeParams &p, const Tables &t, 
 }
 
 /* A warp's stages, and which one is next. */
-template <moelora_format FORMAT> struct SlabPipeline {
+template <moelora_kernel_format FORMAT> struct SlabPipeline {
   uint32_t first, stage;
 
   __device__ __forceinline__ void advance() {
@@ -122,7 +122,7 @@ template <moelora_format FORMAT> struct SlabPipeline {
 };
 
 /* From the first item of W13 on. */
-template <moelora_format FORMAT>
+template <moelora_kernel_format FORMAT>
 __device__ __forceinline__ void fill(const DecodeParams &p, const Tables &t, SlabProducer &s,
                                      SlabPipeline<FORMAT> &pipeline) {
   s.work = {t.items[W13] > (int)blockIdx.x ? W13 : W2, (int)blockIdx.x, 0, 0};
@@ -193,13 +193,13 @@ __device__ __forceinline__ void load_columns(TokenColumns &x, uint32_t (&b)[2][4
 
 /* d += the slabs of a span, which are the next in the pipeline. Tokens that are not STAGED are
  * loaded a slab ahead. */
-template <class T, moelora_format FORMAT, bool STAGED>
+template <class T, moelora_kernel_format FORMAT, bool STAGED>
 __device__ __forceinline__ void multiply_slabs(const DecodeParams &p, const Tables &t,
                                                moelora_format format, int slabs, TokenColumns &x,
                                                SlabProducer &producer,
                                                SlabPipeline<FORMAT> &pipeline, float (&d)[2][4]) {
   const int lane = threadIdx.x % 32, groups = moelora_tile_groups(format);
-  const int scales = kSlabValues + lane / 4 * 2 * groups * moelora_scale_bytes(FORMAT);
+  const int scales = kSlabValues + lane / 4 * 2 * groups * FormatTraits<FORMAT>::SCALE_BYTES;
   const int zeros = kSlabValues + 32 * groups + lane / 4 * 2 * groups;
   uint32_t b[2][4], next[2][4];
   if (!STAGED)
@@ -235,7 +235,7 @@ __device__ __forceinline__ void multiply_slabs(const DecodeParams &p, const Tabl
 }
 
 /* total = this warp's share of the product of an item. */
-template <class T, moelora_format FORMAT>
+template <class T, moelora_kernel_format FORMAT>
 __device__ __forceinline__ void
 multiply_tiles(const DecodeParams &p, const Tables &t, const WorkItem &item, int index,
                const TokenRows &tokens, const uint16_t *staged, SlabProducer &producer,

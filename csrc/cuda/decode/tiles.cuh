@@ -44,7 +44,7 @@ __device__ __forceinline__ void multiply_shrink(const DecodeParams &p, const Tab
   add_weighted(t, work.kind, span.active, d, total);
 }
 
-template <class T, moelora_format FORMAT>
+template <class T, moelora_kernel_format FORMAT>
 __global__ void __launch_bounds__(kThreads, kResident)
     decode_tiles(const __grid_constant__ DecodeParams p) {
   __shared__ Tables t;
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
 constexpr int kMostStagedBytes = 36 * 1024, kLargeShared = 160 * 1024;
 
 /* The kernel of a kernel format. */
-template <moelora_format FORMAT>
+template <moelora_kernel_format FORMAT>
 moelora_status launch_tiles(DecodeParams params, int64_t work, const moelora_exec *exec,
                             bool *fits) {
   const bool large =

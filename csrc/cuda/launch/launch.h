@@ -256,26 +256,19 @@ moelora_status moelora_cuda_quantize_rows(const moelora_quantize_launch *q,
 moelora_status moelora_cuda_sum(const moelora_sum_launch *s, const moelora_variant *variant,
                                 const moelora_exec *exec);
 
-/* gemm/sm80, gemm/sm90: a file for each kernel format of weights. */
-#define MOELORA_DECLARE_GEMM(NAME)                                                                 \
-  moelora_status NAME(const moelora_gemm_launch *g, const moelora_variant *variant,                \
-                      const moelora_exec *exec);
-MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm80)
-MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm80_mxfp4)
-MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm80_int4)
-MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm80_w8a16)
-MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm80_w8a8)
-MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm90)
-MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm90_mxfp4)
-MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm90_int4)
-MOELORA_DECLARE_GEMM(moelora_cuda_gemm_sm90_w8a8)
-#undef MOELORA_DECLARE_GEMM
+/* gemm/sm80, gemm/sm90: moelora_cuda_gemm_<FAMILY>_<FORMAT>, a file for each kernel format that has
+ * rows of the family in variants.inc. */
+#define MOELORA_CUDA_GEMM(NAME, DTYPE, FORMAT, FAMILY, ...)                                        \
+  moelora_status moelora_cuda_gemm_##FAMILY##_##FORMAT(                                            \
+      const moelora_gemm_launch *g, const moelora_variant *variant, const moelora_exec *exec);
+#include "cuda/variants.inc"
 
 /* decode.cu: the whole layer in one launch. */
 size_t moelora_cuda_decode_workspace(const moelora_experts_problem *problem,
                                      const moelora_exec *exec);
 /* fits: false, and nothing is queued, where its CTAs cannot all be resident. */
-moelora_status moelora_cuda_decode(const moelora_experts_problem *problem, const moelora_exec *exec,
+moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
+                                   const moelora_variant *variant, const moelora_exec *exec,
                                    bool *fits);
 
 /* experts.cu: slots of the backend's table */

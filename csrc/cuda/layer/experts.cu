@@ -11,6 +11,7 @@
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/gemm/common/tile.cuh"
+#include "cuda/variant_ids.h"
 
 namespace {
 
@@ -161,21 +162,16 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
   return g;
 }
 
-/* The kernels of a variant's family and weight format. */
-auto launcher_of(const moelora_variant *variant) {
-  const bool sm90 = variant->needs == MOELORA_SM90;
-  switch ((int)variant->format) {
-  case MOELORA_MXFP4:
-    return sm90 ? moelora_cuda_gemm_sm90_mxfp4 : moelora_cuda_gemm_sm80_mxfp4;
-  case MOELORA_INT4:
-    return sm90 ? moelora_cuda_gemm_sm90_int4 : moelora_cuda_gemm_sm80_int4;
-  case MOELORA_FP8:
-    return moelora_cuda_gemm_sm80_w8a16;
-  case MOELORA_W8A8:
-    return sm90 ? moelora_cuda_gemm_sm90_w8a8 : moelora_cuda_gemm_sm80_w8a8;
-  default:
-    return sm90 ? moelora_cuda_gemm_sm90 : moelora_cuda_gemm_sm80;
+/* The kernels of a variant's family and kernel format. */
+moelora_status launch_gemm(const moelora_gemm_launch *g, const moelora_variant *variant,
+                           const moelora_exec *exec) {
+  switch (variant->id) {
+#define MOELORA_CUDA_GEMM(NAME, DTYPE, FORMAT, FAMILY, ...)                                        \
+  case CUDA_##NAME:                                                                                \
+    return moelora_cuda_gemm_##FAMILY##_##FORMAT(g, variant, exec);
+#include "cuda/variants.inc"
   }
+  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s is no projection", variant->name);
 }
 
 /* x of a projection whose weights want it in FP8. */
@@ -189,7 +185,7 @@ struct QuantizedRows {
 
 QuantizedRows take_quantized(moelora_arena *arena, const moelora_variant *variant,
                              const moelora_weights *w, size_t rows) {
-  if (variant->format != MOELORA_W8A8)
+  if (!moelora_is_e4m3_kernel(variant->format))
     return {};
   QuantizedRows q = {};
   q.rows = (int64_t)rows;
@@ -242,7 +238,7 @@ moelora_tokens quantized_tokens(const QuantizedRows *q, const moelora_tokens *fr
 /* Rows that the projection before, of `variant`, makes of its `columns` outputs. */
 moelora_e4m3_rows made_rows(const QuantizedRows *q, const moelora_variant *variant,
                             const moelora_weights *w, int64_t columns) {
-  const bool makes = q->values && variant->format == MOELORA_W8A8 &&
+  const bool makes = q->values && moelora_is_e4m3_kernel(variant->format) &&
                      variant->needs == MOELORA_SM90 && variant->block_n == 256 &&
                      columns % 128 == 0 && w->x != MOELORA_X_TOKEN;
   if (!makes)
@@ -279,7 +275,7 @@ moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
     g->adapters.xa = xa;
   }
   g->tokens = tokens;
-  return launcher_of(variant)(g, variant, exec);
+  return launch_gemm(g, variant, exec);
 }
 
 struct GemmLayout {
@@ -465,7 +461,7 @@ moelora_status moelora_cuda_experts(const moelora_experts_problem *problem,
   if (!plan->staged)
     return run_staged(problem, plan, exec);
   bool fits = true;
-  const moelora_status status = moelora_cuda_decode(problem, exec, &fits);
+  const moelora_status status = moelora_cuda_decode(problem, plan->variant, exec, &fits);
   if (fits)
     return status;
   const moelora_experts_plan staged = staged_plan(plan);

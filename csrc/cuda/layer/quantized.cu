@@ -40,19 +40,19 @@ __device__ __forceinline__ void copy_values(const uint8_t *row, int64_t at, int6
 }
 
 /* A lane's word of a k16 slab: `a` is where its first byte lies in row r, `b` in row r + 8. */
-__device__ __forceinline__ uint32_t gather_word(const uint8_t *a, const uint8_t *b, bool is_mxfp4) {
+__device__ __forceinline__ uint32_t gather_word(const uint8_t *a, const uint8_t *b, bool is_e2m1) {
   // Columns c and c + 1 of r and of r + 8, then c + 8 and c + 9: each a byte, the even column low.
   const uint32_t x = a[0] | a[4] << 8, y = b[0] | b[4] << 8;
   const uint32_t even = (x & 0x0f0f) | (y & 0x0f0f) << 4;
   const uint32_t odd = (x >> 4 & 0x0f0f) | (y & 0xf0f0);
   const uint32_t nibbles = even | odd << 16;
-  return is_mxfp4 ? moelora_spread_e2m1(nibbles) : nibbles;
+  return is_e2m1 ? moelora_spread_e2m1(nibbles) : nibbles;
 }
 
 /* As a tile has it. */
 __device__ __forceinline__ uint16_t packed_scale(const moelora_quantized_problem &p, int64_t at) {
   const bool bf16 = p.dtype == MOELORA_BF16;
-  if (p.tiles.format == MOELORA_MXFP4)
+  if (moelora_has_e8m0_scales(p.tiles.format))
     return (uint16_t)max(0, ((const uint8_t *)p.scales)[at] + (bf16 ? 126 : -98));
   const float scale = p.scale_dtype == MOELORA_F32 ? ((const float *)p.scales)[at]
                       : p.scale_dtype == MOELORA_BF16
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(PACK_THREADS, 2)
   const int64_t row_tiles = moelora_row_tiles(w.order, w.n),
                 depth_tiles = moelora_depth_tiles(w.format, w.k);
   const int64_t lines = (depth_tiles + AT_ONCE - 1) / AT_ONCE;
-  const bool is_mxfp4 = w.format == MOELORA_MXFP4;
+  const bool is_e2m1 = moelora_is_e2m1(w.format);
   for (int64_t i = blockIdx.x; i < p.num_experts * row_tiles * lines; i += gridDim.x) {
     const int64_t row_tile = i / lines % row_tiles, expert = i / lines / row_tiles;
     const int64_t first_row = row_tile * kRows, first_tile = i % lines * AT_ONCE;
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(PACK_THREADS, 2)
       uint32_t words[4];
 #pragma unroll
       for (int slab = 0; slab < 4; slab++)
-        words[slab] = gather_word(low + 8 * slab, high + 8 * slab, is_mxfp4);
+        words[slab] = gather_word(low + 8 * slab, high + 8 * slab, is_e2m1);
       *(uint4 *)(packed + tile * w.stride_kt + v % 128 * 16) =
           make_uint4(words[0], words[1], words[2], words[3]);
     }
@@ -137,10 +137,10 @@ __global__ void __launch_bounds__(PACK_THREADS, 2)
 constexpr int UNPACK_THREADS = 128;
 constexpr int OUT_PITCH = kRows * 2 + 16; // bytes: eight rows are in different banks
 
-template <moelora_format FORMAT, class T, bool VECTORS>
+template <moelora_kernel_format FORMAT, class T, bool VECTORS>
 __global__ void __launch_bounds__(UNPACK_THREADS)
     unpack_quantized(const __grid_constant__ moelora_quantized_problem p) {
-  __shared__ __align__(16) uint8_t tile[moelora_most_tile_bytes(FORMAT)];
+  __shared__ __align__(16) uint8_t tile[FormatTraits<FORMAT>::MOST_TILE_BYTES];
   __shared__ __align__(16) uint8_t rows[kRows * OUT_PITCH];
   const moelora_weights &w = p.tiles;
   const int64_t row_tiles = moelora_row_tiles(w.order, w.n),
@@ -187,16 +187,19 @@ __global__ void __launch_bounds__(UNPACK_THREADS)
   }
 }
 
-template <moelora_format FORMAT, class T>
+template <moelora_kernel_format FORMAT, class T>
 moelora_status launch_unpack(const moelora_quantized_problem *p, bool vectors,
                              const moelora_exec *exec) {
-  const moelora_weights &w = p->tiles;
-  const int64_t work =
-      p->num_experts * moelora_row_tiles(w.order, w.n) * moelora_depth_tiles(w.format, w.k);
-  const auto launch =
-      vectors ? launch_grid<unpack_quantized<FORMAT, T, true>, moelora_quantized_problem>
-              : launch_grid<unpack_quantized<FORMAT, T, false>, moelora_quantized_problem>;
-  return launch("unpack_quantized", work, UNPACK_THREADS, exec, *p);
+  if constexpr (FormatTraits<FORMAT>::IS_FOUR_BITS) {
+    const moelora_weights &w = p->tiles;
+    const int64_t work =
+        p->num_experts * moelora_row_tiles(w.order, w.n) * moelora_depth_tiles(w.format, w.k);
+    const auto launch =
+        vectors ? launch_grid<unpack_quantized<FORMAT, T, true>, moelora_quantized_problem>
+                : launch_grid<unpack_quantized<FORMAT, T, false>, moelora_quantized_problem>;
+    return launch("unpack_quantized", work, UNPACK_THREADS, exec, *p);
+  }
+  return moelora_fail(MOELORA_UNSUPPORTED, "not a format of four bits");
 }
 
 } // namespace
@@ -224,9 +227,13 @@ extern "C" moelora_status moelora_cuda_unpack_quantized(const moelora_quantized_
   const bool bf16 = p->dtype == MOELORA_BF16;
   const bool vectors =
       moelora_is_vector_row(p->out, p->out_stride[1], w->k) && p->out_stride[0] % 8 == 0;
-  if (w->format == MOELORA_MXFP4)
-    return (bf16 ? launch_unpack<MOELORA_MXFP4, __nv_bfloat16>
-                 : launch_unpack<MOELORA_MXFP4, __half>)(p, vectors, exec);
-  return (bf16 ? launch_unpack<MOELORA_INT4, __nv_bfloat16>
-               : launch_unpack<MOELORA_INT4, __half>)(p, vectors, exec);
+  switch (moelora_kernel_format_of(w->format, MOELORA_X_NATIVE)) {
+#define MOELORA_KERNEL(NAME, ...)                                                                  \
+  case MOELORA_KERNEL_##NAME:                                                                      \
+    return (bf16 ? launch_unpack<MOELORA_KERNEL_##NAME, __nv_bfloat16>                             \
+                 : launch_unpack<MOELORA_KERNEL_##NAME, __half>)(p, vectors, exec);
+#include "formats.inc"
+  default:
+    return moelora_fail(MOELORA_UNSUPPORTED, "not a format");
+  }
 }

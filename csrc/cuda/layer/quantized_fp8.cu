@@ -52,7 +52,7 @@ __device__ __forceinline__ uint4 read_chunk(const uint8_t *from, int64_t left) {
 /* Scales of a tile: of both halves of its depth, or of its rows. */
 __device__ __forceinline__ void pack_scales(const moelora_quantized_problem &p,
                                             const TileOfCta &tile, float *to) {
-  const bool of_rows = p.tiles.format == MOELORA_FP8_ROWS;
+  const bool of_rows = moelora_has_row_scales(p.tiles.format);
   const int i = threadIdx.x;
   if (i >= (of_rows ? kRows : 4))
     return;
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kThreads)
       if (n < 0 || k >= w.k)
         continue;
       const uint4 words = *(const uint4 *)(from + moelora_fp8_offset(r, chunk * kChunk));
-      const float scale = scales[w.format == MOELORA_FP8_ROWS ? r : chunk / 4];
+      const float scale = scales[moelora_has_row_scales(w.format) ? r : chunk / 4];
       const uint32_t by = e4m3_scales<T>(scale, scale);
       const uint32_t numbers[8] = {e4m3<T, 0, 0>(words.x, by), e4m3<T, 0, 0>(words.y, by),
                                    e4m3<T, 0, 0>(words.z, by), e4m3<T, 0, 0>(words.w, by),

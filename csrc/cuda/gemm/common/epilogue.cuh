@@ -80,7 +80,7 @@ template <class E, EpilogueMode MODE> struct Epilogue {
    * have, where one for each output would cost as much as the rest of a plain epilogue. */
   template <class T, int N>
   __device__ __forceinline__ void begin(float (&d)[2][N / 2], const moelora_gemm_launch &g) const {
-    constexpr int MISSING = moelora_missing_exponent(E::FORMAT, Element<T>::is_bf16);
+    constexpr int MISSING = E::Format::template MISSING_EXPONENT<T>;
     if (MISSING > 0) {
 #pragma unroll
       for (int i = 0; i < N; i++)

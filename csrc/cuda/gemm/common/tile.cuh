@@ -30,19 +30,20 @@ constexpr int kRowBytes = 128;
 constexpr int kM64Bytes = 64 * kRowBytes;
 
 /* Bytes of the weight half of a stage: X behind it keeps the alignment that its swizzle needs. */
-static MOELORA_CONSTEXPR int weight_bytes(moelora_format format, int tiles) {
-  return format == MOELORA_NATIVE || format == MOELORA_W8A8
-             ? tiles * kM64Bytes
-             : (tiles * moelora_most_tile_bytes(format) + 1023) / 1024 * 1024;
+template <moelora_kernel_format FORMAT> constexpr int weight_bytes(int tiles) {
+  using F = FormatTraits<FORMAT>;
+  return F::IS_DEQUANTIZED ? (tiles * F::MOST_TILE_BYTES + 1023) / 1024 * 1024 : tiles * kM64Bytes;
 }
 
 /* Extents of a CTA's tile. */
-template <int TOKENS_, int TILES_, moelora_format FORMAT_ = MOELORA_NATIVE> struct Extent {
+template <int TOKENS_, int TILES_, moelora_kernel_format FORMAT_ = MOELORA_KERNEL_NATIVE>
+struct Extent {
   static constexpr int TOKENS = TOKENS_, TILES = TILES_;
-  static constexpr moelora_format FORMAT = FORMAT_;
+  static constexpr moelora_kernel_format FORMAT = FORMAT_;
+  using Format = FormatTraits<FORMAT>;
   static constexpr int ROWS = 64 * TILES;
   static constexpr int LANES = (TOKENS + 31) / 32; // tokens that one lane of a warp looks after
-  static constexpr int W_BYTES = weight_bytes(FORMAT, TILES), X_BYTES = TOKENS * kRowBytes;
+  static constexpr int W_BYTES = weight_bytes<FORMAT>(TILES), X_BYTES = TOKENS * kRowBytes;
   static constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
   static constexpr bool HALF_TILES = false; // there are tiles of half as many rows
   static constexpr bool SPLIT_K = false;    // there are tiles of a part of the depth

@@ -13,15 +13,15 @@ namespace {
 using BF16 = __nv_bfloat16;
 using F16 = __half;
 
-template <moelora_family FAMILY, moelora_format FORMAT,
-          template <moelora_format, class, int, int, int, int> class Launch>
+template <moelora_family FAMILY, moelora_kernel_format FORMAT,
+          template <moelora_kernel_format, class, int, int, int, int> class Launch>
 moelora_status launch_variant(const moelora_gemm_launch *g, const moelora_variant *variant,
                               const moelora_exec *exec) {
   switch (variant->id) {
 #define MOELORA_CUDA_GEMM(NAME, DTYPE, ROW_FORMAT, ROW_FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,  \
                           CLUSTER)                                                                 \
   case CUDA_##NAME:                                                                                \
-    if constexpr (FAMILY == MOELORA_##ROW_FAMILY && FORMAT == MOELORA_##ROW_FORMAT)                \
+    if constexpr (FAMILY == MOELORA_##ROW_FAMILY && FORMAT == MOELORA_KERNEL_##ROW_FORMAT)         \
       return Launch<FORMAT, DTYPE, BLOCK_M, BLOCK_N, STAGES, CLUSTER>::run(g, exec);               \
     break;
 #include "cuda/variants.inc"

@@ -1,7 +1,8 @@
 /* sm_80 and up: weights of the activations' dtype. */
 #include "cuda/gemm/sm80/gemm.cuh"
 
-moelora_status moelora_cuda_gemm_sm80(const moelora_gemm_launch *g, const moelora_variant *variant,
-                                      const moelora_exec *exec) {
-  return launch_variant<MOELORA_SM80, MOELORA_NATIVE, LaunchSm80>(g, variant, exec);
+moelora_status moelora_cuda_gemm_SM80_NATIVE(const moelora_gemm_launch *g,
+                                             const moelora_variant *variant,
+                                             const moelora_exec *exec) {
+  return launch_variant<MOELORA_SM80, MOELORA_KERNEL_NATIVE, LaunchSm80>(g, variant, exec);
 }

@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
   }
 }
 
-template <moelora_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
+template <moelora_kernel_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
 struct LaunchSm80 {
   static_assert(CLUSTER == 1, "portable");
   using E = StageExtent<BLOCK_M, BLOCK_N / 64, FORMAT>;
@@ -284,7 +284,8 @@ struct LaunchSm80 {
     static_assert(SHARED <= 166912, "163 KB of shared memory on sm_80");
     static_assert(SHARED <= kPortableShared || STAGES * E::STAGE_BYTES > kPortableShared,
                   "what the plan counts, stages, says where a kernel runs");
-    static_assert(!E::IS_W8A8 || STAGES < E::SLOTS, "scales stay a step longer than values");
+    static_assert(!E::Format::IS_W8A8 || STAGES < E::SLOTS,
+                  "scales stay a step longer than values");
     return launch_kernel<gemm_sm80<E, T, STAGES, VECTORS>>(
         "gemm_sm80", g->schedule.blocks.max_blocks * tile_columns<E>(*g), WarpTile<E>::THREADS,
         SHARED, exec, *g);

@@ -1,8 +1,8 @@
 /* sm_80 and up: weights of all formats of INT4. */
 #include "cuda/gemm/sm80/gemm.cuh"
 
-moelora_status moelora_cuda_gemm_sm80_int4(const moelora_gemm_launch *g,
+moelora_status moelora_cuda_gemm_SM80_INT4(const moelora_gemm_launch *g,
                                            const moelora_variant *variant,
                                            const moelora_exec *exec) {
-  return launch_variant<MOELORA_SM80, MOELORA_INT4, LaunchSm80>(g, variant, exec);
+  return launch_variant<MOELORA_SM80, MOELORA_KERNEL_INT4, LaunchSm80>(g, variant, exec);
 }

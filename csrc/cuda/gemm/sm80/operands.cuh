@@ -24,8 +24,7 @@ __device__ __forceinline__ uint32_t row_chunk() {
 }
 
 /* The weights of a tile, rows of them: a thread copies its chunk of every STEP-th. */
-template <class E, class T, bool VECTORS, bool NATIVE = E::FORMAT == MOELORA_NATIVE>
-struct WeightLoader {
+template <class E, class T, bool VECTORS, bool NATIVE = E::Format::IS_NATIVE> struct WeightLoader {
   static constexpr int STEP = WarpTile<E>::THREADS / 8;
   static constexpr int PIECES = E::ROWS / STEP;
   static_assert(64 % STEP == 0, "all threads copy as many rows");
@@ -82,9 +81,9 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
   static constexpr int PART_BYTES = 128 * 16, TILE_PARTS = E::VALUES / PART_BYTES; // of a tile
   static constexpr int AT_ONCE = WarpTile<E>::THREADS / 128;                       // parts
   static constexpr int VALUES = E::TILES * TILE_PARTS / AT_ONCE, PIECES = VALUES + 1;
-  static constexpr int SCALES_AT = E::IS_FP8 ? MOELORA_FP8_TILE_VALUES : E::VALUES; // in a tile
+  static constexpr int SCALES_AT = E::Format::TILE_VALUES; // in a tile
   static_assert(E::TILES * TILE_PARTS % AT_ONCE == 0 && E::TILES <= WarpTile<E>::THREADS / 32 &&
-                    moelora_most_tile_bytes(E::FORMAT) - SCALES_AT <= 32 * 16,
+                    E::Format::MOST_TILE_BYTES - SCALES_AT <= 32 * 16,
                 "a warp for the scales of each tile");
 
   const char *weights;     // of the expert
@@ -112,7 +111,7 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
   /* Which chunk of a tile this thread's of a part is; of FP8 in the first half of the depth. */
   static __device__ __forceinline__ int chunk_of_values(int part) {
     const int at = part * 128 + (threadIdx.x & 127);
-    if constexpr (!E::IS_FP8)
+    if constexpr (!E::Format::IS_FP8)
       return at;
     const int row = at / 4, chunk = at ^ row >> 1 & 3;
     return row * 8 + (chunk & 3 ^ row & 7);
@@ -125,14 +124,14 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
     int half;
   };
   __device__ __forceinline__ Source source(const moelora_gemm_launch &g, int step) const {
-    if constexpr (!E::IS_FP8)
+    if constexpr (!E::Format::IS_FP8)
       return {weights + step * g.weights.w.stride_kt, 0};
     return {weights + step / 2 * g.weights.w.stride_kt, step % 2 ? second_half() : 0};
   }
   static __device__ __forceinline__ void advance(Source &from, const moelora_gemm_launch &g) {
-    if (!E::IS_FP8 || from.half)
+    if (!E::Format::IS_FP8 || from.half)
       from.tile += g.weights.w.stride_kt;
-    if (E::IS_FP8)
+    if (E::Format::IS_FP8)
       from.half = second_half() - from.half;
   }
   __device__ __forceinline__ Source readable(Source from, int) const { return from; }
@@ -146,14 +145,14 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
   };
   static __device__ __forceinline__ Place place(const moelora_gemm_launch &g) {
     const int thread = threadIdx.x, part = part_of_values(0), behind = (thread & 31) * 16;
-    const int scales = E::IS_W8A8  ? tile_of_scales() * kFp8Scales
-                       : E::IS_FP8 ? E::ALL_VALUES + tile_of_scales() * kFp8Scales
-                                   : tile_of_scales() * E::TILE_BYTES + E::VALUES;
+    const int scales = E::Format::IS_W8A8  ? tile_of_scales() * kFp8Scales
+                       : E::Format::IS_FP8 ? E::ALL_VALUES + tile_of_scales() * kFp8Scales
+                                           : tile_of_scales() * E::TILE_BYTES + E::VALUES;
     return {(uint32_t)(part / TILE_PARTS * E::TILE_BYTES + part % TILE_PARTS * PART_BYTES +
                        (thread & 127) * 16),
             (uint32_t)(scales + behind),
             tile_of_scales() < E::TILES &&
-                SCALES_AT + behind < moelora_tile_size(g.weights.w.format)};
+                SCALES_AT + behind < (int)E::Format::tile_bytes(g.weights.w.format)};
   }
 
   /* Scales go to `slot`. */
@@ -190,7 +189,7 @@ template <class E, class T, bool VECTORS> struct OperandLoader {
       token[i] = x_row<E>(g, tile.block, t, block_row<E>(g, tile.block, t));
     }
     const int t = threadIdx.x;
-    if constexpr (E::IS_W8A8)
+    if constexpr (E::Format::IS_W8A8)
       scaled = t < E::TOKENS ? x_row<E>(g, tile.block, t, block_row<E>(g, tile.block, t)) : -1;
   }
 
@@ -228,7 +227,7 @@ template <class E, class T, bool VECTORS> struct OperandLoader {
   __device__ __forceinline__ void copy(const moelora_gemm_launch &g, const Source &from,
                                        uint32_t stage, uint32_t slots, const Place &to,
                                        bool wanted) const {
-    const uint32_t slot = E::IS_W8A8 ? slots + from.step % E::SLOTS * E::SLOT_BYTES : stage;
+    const uint32_t slot = E::Format::IS_W8A8 ? slots + from.step % E::SLOTS * E::SLOT_BYTES : stage;
     // Behind the end of a row zeros are written and nothing is read, but from a mapped address.
     const auto w = weights.readable(from.w, from.left);
     const T *x = from.left > 0 ? from.x : (const T *)g.tokens.x;
@@ -242,8 +241,9 @@ template <class E, class T, bool VECTORS> struct OperandLoader {
         copy_chunk<VECTORS>(stage + to.x + E::W_BYTES + i * STEP * kRowBytes,
                             row_address(x, token[i], 2 * (uint32_t)g.tokens.stride), from.left,
                             wanted && token[i] >= 0);
-    if constexpr (E::IS_W8A8 && PART == PARTS - 1) {
-      const int64_t group = g.weights.w.format == MOELORA_FP8_G64 ? from.step : from.step / 2;
+    if constexpr (E::Format::IS_W8A8 && PART == PARTS - 1) {
+      const int64_t group =
+          moelora_x_group(g.weights.w.format) == kDepth ? from.step : from.step / 2;
       copy_async_4(slot + E::ALL_SCALES + 4 * threadIdx.x,
                    g.tokens.scales + group * g.tokens.scales_stride + scaled,
                    wanted && scaled >= 0);

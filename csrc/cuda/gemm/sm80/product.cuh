@@ -28,20 +28,20 @@ constexpr int kFp8Scales = 256;
  *
  * The scales of W8A8, and behind them float32 [TOKENS] those of the tokens, are wanted longer than
  * the values: they have SLOTS slots of their own behind all stages. */
-template <int TOKENS_, int TILES_, moelora_format FORMAT_>
+template <int TOKENS_, int TILES_, moelora_kernel_format FORMAT_>
 struct StageExtent : Extent<TOKENS_, TILES_, FORMAT_> {
   using E = Extent<TOKENS_, TILES_, FORMAT_>;
-  static constexpr bool IS_FP8 = FORMAT_ >= MOELORA_FP8, IS_W8A8 = FORMAT_ == MOELORA_W8A8;
-  static constexpr int VALUES = IS_FP8 ? MOELORA_FP8_TILE_VALUES / 2 : MOELORA_TILE_VALUES;
-  static constexpr int TILE_BYTES = FORMAT_ == MOELORA_NATIVE ? kM64Bytes
-                                    : IS_FP8                  ? VALUES
-                                                              : moelora_most_tile_bytes(FORMAT_);
+  using F = FormatTraits<FORMAT_>;
+  static constexpr int VALUES = F::TILE_VALUES / (F::TILE_DEPTH / kDepth);
+  static constexpr int TILE_BYTES = F::IS_NATIVE ? kM64Bytes
+                                    : F::IS_FP8  ? VALUES
+                                                 : F::MOST_TILE_BYTES;
   static constexpr int ALL_VALUES = TILES_ * VALUES, ALL_SCALES = TILES_ * kFp8Scales;
-  static constexpr int W_BYTES = IS_W8A8  ? ALL_VALUES
-                                 : IS_FP8 ? ALL_VALUES + ALL_SCALES
-                                          : E::W_BYTES;
+  static constexpr int W_BYTES = F::IS_W8A8  ? ALL_VALUES
+                                 : F::IS_FP8 ? ALL_VALUES + ALL_SCALES
+                                             : E::W_BYTES;
   static constexpr int STAGE_BYTES = W_BYTES + E::X_BYTES;
-  static constexpr int SLOTS = IS_W8A8 ? 8 : 0, SLOT_BYTES = ALL_SCALES + 4 * TOKENS_;
+  static constexpr int SLOTS = F::IS_W8A8 ? 8 : 0, SLOT_BYTES = ALL_SCALES + 4 * TOKENS_;
 };
 
 /* Accumulators of a warp. */
@@ -69,9 +69,9 @@ template <class E> struct WarpTile {
 
 /* The weights of 16 of depth: 16 rows of each m64 tile. One set is multiplied while the other is
  * made. */
-template <class E, class T, moelora_format FORMAT = E::FORMAT> struct WeightFragments;
+template <class E, class T, moelora_kernel_format FORMAT = E::FORMAT> struct WeightFragments;
 
-template <class E, class T> struct WeightFragments<E, T, MOELORA_NATIVE> {
+template <class E, class T> struct WeightFragments<E, T, MOELORA_KERNEL_NATIVE> {
   uint32_t a[2][E::TILES][4];
 
   /* Where in a stage this lane reads the first 16 of depth; the k-th are at `^ k << 5`. */
@@ -90,7 +90,7 @@ template <class E, class T> struct WeightFragments<E, T, MOELORA_NATIVE> {
 };
 
 /* Of weights of four bits, from what a lane has of whole tiles. */
-template <class E, class T, moelora_format FORMAT> struct WeightFragments {
+template <class E, class T, moelora_kernel_format FORMAT> struct WeightFragments {
   uint32_t a[2][E::TILES][4];
   TileFragment<E::FORMAT, T> tiles[E::TILES];
 
@@ -112,7 +112,7 @@ template <class E, class T, moelora_format FORMAT> struct WeightFragments {
 /* Of a tile's scales a lane's, of its rows r and r + 8, in half `half` of the depth. */
 __device__ __forceinline__ float2 load_fp8_scales(uint32_t scales, moelora_format format,
                                                   int half) {
-  const bool rows = format == MOELORA_FP8_ROWS;
+  const bool rows = moelora_has_row_scales(format);
   const int row = (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x & 31) / 4;
   const uint32_t at = scales + 4 * (rows ? row : half);
   return {__uint_as_float(load_shared_4(at)), __uint_as_float(load_shared_4(at + (rows ? 32 : 0)))};
@@ -137,7 +137,7 @@ template <class E, class T> struct Fp8Fragments {
     for (int m64 = 0; m64 < E::TILES; m64++) {
       if constexpr (K % 2 == 0)
         load_matrix_x4(words[m64], (stage + offset ^ K << 4) + m64 * E::TILE_BYTES);
-      if constexpr (E::IS_W8A8) {
+      if constexpr (E::Format::IS_W8A8) {
         scales[m64] = e4m3_scales<T>(1.f, 1.f);
       } else if constexpr (K == 0) {
         const float2 of_rows =
@@ -154,8 +154,10 @@ template <class E, class T> struct Fp8Fragments {
   }
 };
 
-template <class E, class T> struct WeightFragments<E, T, MOELORA_FP8> : Fp8Fragments<E, T> {};
-template <class E, class T> struct WeightFragments<E, T, MOELORA_W8A8> : Fp8Fragments<E, T> {};
+template <class E, class T>
+struct WeightFragments<E, T, MOELORA_KERNEL_FP8> : Fp8Fragments<E, T> {};
+template <class E, class T>
+struct WeightFragments<E, T, MOELORA_KERNEL_W8A8> : Fp8Fragments<E, T> {};
 
 /* Operands of 16 of depth: the weights, and the first n8 tiles of a warp's tokens. */
 template <class E, class T> struct Fragments : WeightFragments<E, T> {

@@ -12,7 +12,7 @@
 #include "cuda/gemm/sm80/product.cuh"
 
 /* Where products go. */
-template <class E, bool IS_W8A8 = E::IS_W8A8> struct Partial {
+template <class E, bool IS_W8A8 = E::Format::IS_W8A8> struct Partial {
   __device__ __forceinline__ WarpTile<E> &of(WarpTile<E> &sum) { return sum; }
   __device__ __forceinline__ void clear() {}
   template <int WIDTH>
@@ -32,7 +32,7 @@ template <class E> struct Partial<E, true> : WarpTile<E> {
   __device__ __forceinline__ void promote(S &sum, const moelora_gemm_launch &g, uint32_t slots,
                                           int step) {
     const moelora_format format = g.weights.w.format;
-    if (step % 2 == 0 && format != MOELORA_FP8_G64 && step != (g.tokens.k - 1) / kDepth)
+    if (step % 2 == 0 && moelora_x_group(format) > kDepth && step != (g.tokens.k - 1) / kDepth)
       return;
     slots += step % E::SLOTS * E::SLOT_BYTES;
     float2 of_rows[E::TILES];

@@ -110,7 +110,7 @@ template <class S, class T> struct WeightMajorAdapters {
       Wgmma<N>::template mma<Element<T>::is_bf16>(rAcc[1], slab + stage.next / 16,
                                                   b + xa.slab * j + xa.up);
       wgmma_commit();
-      if (S::FP8)
+      if (S::Format::IS_W8A8)
         wgmma_wait<0>(); // promotion has written the accumulators: no product may be in flight
     }
     return stage.nonfinite;

@@ -29,11 +29,11 @@ constexpr int dequantize_producer_registers(int tokens, int consumers) {
   return tokens <= 96 ? 104 : tokens <= 128 ? 88 : 72;
 }
 
-template <int TOKENS, int CONSUMERS, int STAGES, moelora_format FORMAT_, bool ZEROS_>
+template <int TOKENS, int CONSUMERS, int STAGES, moelora_kernel_format FORMAT_, bool ZEROS_>
 struct DequantizeShape : KernelShape<TOKENS, CONSUMERS, STAGES, 1, FORMAT_>,
                          RegisterBudget<dequantize_producer_registers(TOKENS, CONSUMERS), CONSUMERS> {
   static constexpr bool ZEROS = ZEROS_; // there may be zero points
-  static constexpr int SPANS = kFourBitSpans, ELEMENTS = SPANS * kDepth;
+  static constexpr int SPANS = kFourBitSpans;
   static constexpr int GATHER_LANES = 4;
   static constexpr int TILES_AT_ONCE = TOKENS <= 96 ? 2 : 1;
 
@@ -63,7 +63,7 @@ template <class S, class T> struct DequantizeMainloop {
     wgmma_fence();
 #pragma unroll
     for (int t = 0; t < TILES; t++)
-      Wgmma<N>::template mma_registers<Fragment::IS_BF16>(rAcc[t], rA[t], b + 2 * K);
+      Wgmma<N>::template mma_registers<Element<T>::is_bf16>(rAcc[t], rA[t], b + 2 * K);
     wgmma_commit();
   }
 
@@ -83,7 +83,7 @@ template <class S, class T> struct DequantizeMainloop {
 
     // The k steps.
     const moelora_format format = g.weights.w.format;
-    const uint32_t bytes = tile_bytes<S::FORMAT>(format);
+    const uint32_t bytes = S::Format::tile_bytes(format);
     const LanePlaces at = LanePlaces::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
     int previous = 0;
     uint32_t rA[2][TILES][4];

@@ -21,12 +21,12 @@
 template <class S, class T> struct FewRowsMainloop;
 
 /* Two producer warps are enough for few tokens; all warps keep the registers of the launch. */
-template <int TOKENS, int STAGES, moelora_format FORMAT_, bool ZEROS_>
+template <int TOKENS, int STAGES, moelora_kernel_format FORMAT_, bool ZEROS_>
 struct FewRowsShape : KernelShape<TOKENS, 1, STAGES, 1, FORMAT_, 2> {
   static constexpr bool FEW_ROWS = true, REALLOCATES = false;
   static constexpr bool ZEROS = ZEROS_; // there may be zero points
   static constexpr int RESIDENT = moelora_float_ctas(FORMAT_);
-  static constexpr int SPANS = kFourBitSpans, ELEMENTS = SPANS * kDepth;
+  static constexpr int SPANS = kFourBitSpans;
   static constexpr int GATHER_LANES = 4;
 
   using Stage = FourBitStage<TOKENS, 2, FORMAT_>;
@@ -76,7 +76,7 @@ template <class S, class T> struct FewRowsMainloop {
 
     // The k steps.
     const moelora_format format = g.weights.w.format;
-    const uint32_t bytes = tile_bytes<S::FORMAT>(format), offset = token_offset();
+    const uint32_t bytes = S::Format::tile_bytes(format), offset = token_offset();
     const LanePlaces at = LanePlaces::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
     int previous;
     for (int step = 1;; step++) {

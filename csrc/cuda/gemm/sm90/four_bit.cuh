@@ -10,8 +10,8 @@
 constexpr int kFourBitSpans = 2;
 
 /* sW: tile of span s of m64 tile i at 2 i SLOT_BYTES + s times the tile's bytes. */
-template <int TOKENS, int TILES, moelora_format FORMAT> struct FourBitStage {
-  static constexpr int SLOT_BYTES = moelora_most_tile_bytes(FORMAT);
+template <int TOKENS, int TILES, moelora_kernel_format FORMAT> struct FourBitStage {
+  static constexpr int SLOT_BYTES = FormatTraits<FORMAT>::MOST_TILE_BYTES;
 
   uint8_t sW[(TILES * kFourBitSpans * SLOT_BYTES + 1023) / 1024 * 1024]; // weights and scales
   SwizzledRow sX[kFourBitSpans][TOKENS];                                 // token rows
@@ -27,7 +27,7 @@ template <class S> struct FourBitLoads : WeightTiles<S> {
   __device__ __forceinline__ void load(const CUtensorMap *, const moelora_gemm_launch &g,
                                        const Tile &, int step, const SharedMemory<S> &smem,
                                        const GemmPipeline<S> &pipeline, uint64_t policy) {
-    const uint32_t bytes = tile_bytes<S::FORMAT>(g.weights.w.format);
+    const uint32_t bytes = S::Format::tile_bytes(g.weights.w.format);
     const bool whole = (step + 1) * S::SPANS * kDepth < g.tokens.k + kDepth;
 #pragma unroll
     for (int m64 = 0; m64 < S::TILES; m64++) {

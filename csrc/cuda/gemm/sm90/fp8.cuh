@@ -63,7 +63,7 @@ template <class S> struct Fp8Loads : WeightTiles<S> {
                                        const Tile &, int, const SharedMemory<S> &smem,
                                        const GemmPipeline<S> &pipeline, uint64_t policy) {
     const int first = this->first(), stage = pipeline.stage;
-    const uint32_t scales = tile_bytes<S::FORMAT>(g.weights.w.format) - MOELORA_FP8_TILE_VALUES;
+    const uint32_t scales = S::Format::tile_bytes(g.weights.w.format) - MOELORA_FP8_TILE_VALUES;
 #pragma unroll
     for (int i = 0; i < WeightTiles<S>::MOST; i++) {
       if (i >= this->count)

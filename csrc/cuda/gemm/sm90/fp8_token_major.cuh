@@ -36,11 +36,10 @@ template <class S> struct Fp8TokenMajorStorage {
 };
 
 template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER>
-struct Fp8TokenMajorShape : KernelShape<TOKENS, CONSUMERS, STAGES, CLUSTER, MOELORA_W8A8>,
+struct Fp8TokenMajorShape : KernelShape<TOKENS, CONSUMERS, STAGES, CLUSTER, MOELORA_KERNEL_W8A8>,
                             RegisterBudget<56, CONSUMERS> {
   static_assert(TOKENS == 64 * CONSUMERS && CONSUMERS == 2, "64 tokens a consumer");
-  static constexpr bool FP8 = true, SWAP_AB = false, UNPAIRED_BLOCKS = CLUSTER > 1;
-  static constexpr int ELEMENTS = 2 * kDepth;
+  static constexpr bool SWAP_AB = false, UNPAIRED_BLOCKS = CLUSTER > 1;
 
   using Stage = Fp8Stage<TOKENS, 2 * CONSUMERS>;
   template <class S> using Storage = Fp8TokenMajorStorage<S>;
@@ -209,7 +208,7 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
   static __device__ __forceinline__ int multiply_k_steps(float (&rAcc)[2][64],
                                                          const moelora_gemm_launch &g,
                                                          Consumer<S> &consumer) {
-    return g.weights.w.format == MOELORA_FP8_ROWS
+    return moelora_has_row_scales(g.weights.w.format)
                ? multiply_k_steps<HALF, true>(rAcc, g, consumer)
                : multiply_k_steps<HALF, false>(rAcc, g, consumer);
   }

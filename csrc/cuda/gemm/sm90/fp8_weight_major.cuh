@@ -32,11 +32,9 @@ template <class S> struct Fp8WeightMajorStorage {
 };
 
 template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER>
-struct Fp8WeightMajorShape : KernelShape<TOKENS, CONSUMERS, STAGES, CLUSTER, MOELORA_W8A8>,
+struct Fp8WeightMajorShape : KernelShape<TOKENS, CONSUMERS, STAGES, CLUSTER, MOELORA_KERNEL_W8A8>,
                              RegisterBudget<fp8_weight_major_producer_registers(TOKENS, CONSUMERS), CONSUMERS> {
   static_assert(TOKENS <= 96, "registers of both accumulators");
-  static constexpr bool FP8 = true;
-  static constexpr int ELEMENTS = 2 * kDepth;
   static constexpr int GATHER_LANES = 8;
   static constexpr int TILES_AT_ONCE = TOKENS <= 64 ? 2 : 1;
 
@@ -105,7 +103,7 @@ template <class S, class T> struct Fp8WeightMajorMainloop {
       rAcc[0][i] = rAcc[1][i] = 0.f;
 
     // The k steps.
-    const bool by_row = g.weights.w.format == MOELORA_FP8_ROWS;
+    const bool by_row = moelora_has_row_scales(g.weights.w.format);
     const int row = by_row ? (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7) : 0;
     int previous = 0;
     float rPartial[TILES][N / 2];

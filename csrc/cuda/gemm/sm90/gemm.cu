@@ -1,7 +1,8 @@
 /* Hopper: weights of the activations' dtype. */
 #include "cuda/gemm/sm90/launch.cuh"
 
-moelora_status moelora_cuda_gemm_sm90(const moelora_gemm_launch *g, const moelora_variant *variant,
-                                      const moelora_exec *exec) {
-  return launch_variant<MOELORA_SM90, MOELORA_NATIVE, LaunchSm90>(g, variant, exec);
+moelora_status moelora_cuda_gemm_SM90_NATIVE(const moelora_gemm_launch *g,
+                                             const moelora_variant *variant,
+                                             const moelora_exec *exec) {
+  return launch_variant<MOELORA_SM90, MOELORA_KERNEL_NATIVE, LaunchSm90>(g, variant, exec);
 }

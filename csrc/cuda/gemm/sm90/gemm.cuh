@@ -32,20 +32,21 @@
 namespace {
 
 /* The shape, and with it the main loop, of a weight format, a tile and a cluster. */
-template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER, moelora_format FORMAT, bool ZEROS>
+template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER, moelora_kernel_format FORMAT, bool ZEROS>
 constexpr auto select_shape() {
-  if constexpr (FORMAT == MOELORA_NATIVE)
+  using Format = FormatTraits<FORMAT>;
+  if constexpr (Format::IS_NATIVE)
     return NativeShape<TOKENS, CONSUMERS, STAGES, CLUSTER>();
   else if constexpr (moelora_tokens_first(FORMAT, TOKENS))
     return Fp8TokenMajorShape<TOKENS, CONSUMERS, STAGES, CLUSTER>();
-  else if constexpr (FORMAT == MOELORA_W8A8)
+  else if constexpr (Format::IS_W8A8)
     return Fp8WeightMajorShape<TOKENS, CONSUMERS, STAGES, CLUSTER>();
   else if constexpr (TOKENS <= 16)
     return FewRowsShape<TOKENS, STAGES, FORMAT, ZEROS>();
   else
     return DequantizeShape<TOKENS, CONSUMERS, STAGES, FORMAT, ZEROS>();
 }
-template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER, moelora_format FORMAT, bool ZEROS>
+template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER, moelora_kernel_format FORMAT, bool ZEROS>
 using GemmShape = decltype(select_shape<TOKENS, CONSUMERS, STAGES, CLUSTER, FORMAT, ZEROS>());
 
 /* The products of a tile, with the narrowest N from N on that holds its tokens. */

@@ -1,8 +1,8 @@
 /* Hopper: weights of all formats of INT4. */
 #include "cuda/gemm/sm90/launch.cuh"
 
-moelora_status moelora_cuda_gemm_sm90_int4(const moelora_gemm_launch *g,
+moelora_status moelora_cuda_gemm_SM90_INT4(const moelora_gemm_launch *g,
                                            const moelora_variant *variant,
                                            const moelora_exec *exec) {
-  return launch_variant<MOELORA_SM90, MOELORA_INT4, LaunchSm90>(g, variant, exec);
+  return launch_variant<MOELORA_SM90, MOELORA_KERNEL_INT4, LaunchSm90>(g, variant, exec);
 }

@@ -13,7 +13,7 @@
 constexpr int kEpilogueTokens = 32;                         // of an epilogue tile
 constexpr int kEpilogueBytes = kEpilogueTokens * kRowBytes; // 64 outputs of each
 
-template <int TOKENS_, int CONSUMERS_, int STAGES_, int CLUSTER_, moelora_format FORMAT_,
+template <int TOKENS_, int CONSUMERS_, int STAGES_, int CLUSTER_, moelora_kernel_format FORMAT_,
           int PRODUCER_WARPS = 4>
 struct KernelShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   // Consumer warpgroups: each owns a row group, the accumulators of two m64 tiles.
@@ -29,8 +29,8 @@ struct KernelShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   // while the other finishes a tile.
   static constexpr int RESIDENT = CONSUMERS == 2 ? 1 : 2;
 
-  // Depth of a stage: rows of 64 16-bit elements of x, and elements that these stand for.
-  static constexpr int SPANS = 1, ELEMENTS = kDepth;
+  // Depth of a stage, in rows of 128 bytes of x.
+  static constexpr int SPANS = 1;
 
   // TMA boxes of x: as many of BOX rows as are full, then of REST_BOX.
   static constexpr int BOX = TOKENS_ < 64 ? TOKENS_ : 64, REST_BOX = TOKENS_ % 32 == 0 ? 32 : 16;
@@ -45,7 +45,6 @@ struct KernelShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr int OWN_BUFFERS = 2;
 
   // Traits that the shapes of kernels hide.
-  static constexpr bool FP8 = false;             // weights and tokens are e4m3, with scales
   static constexpr bool SWAP_AB = true;          // operand A is weights, operand B tokens
   static constexpr bool UNPAIRED_BLOCKS = false; // both CTAs of a cluster may share a block
   static constexpr bool FEW_ROWS = false;        // mma.sync for up to 16 tokens

@@ -9,26 +9,26 @@
 
 namespace {
 
-template <moelora_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
+template <moelora_kernel_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
 struct LaunchSm90 {
   // bf16 numbers without zero points take fewer instructions to make. For both ways in one kernel
   // the compiler finds no registers.
   template <bool ZEROS>
   using Shape = GemmShape<BLOCK_M, BLOCK_N / 128, STAGES, CLUSTER, FORMAT, ZEROS>;
-  static constexpr bool IS_INT4 = FORMAT == MOELORA_INT4, BF16 = Element<T>::is_bf16;
+  static constexpr bool HAS_ZEROS = FormatTraits<FORMAT>::HAS_ZEROS, BF16 = Element<T>::is_bf16;
 
   static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
-    if constexpr (IS_INT4 && BF16)
+    if constexpr (HAS_ZEROS && BF16)
       return moelora_has_zeros(g->weights.w.format) ? run_as<Shape<true>>(g, exec)
                                                     : run_as<Shape<false>>(g, exec);
     else
-      return run_as<Shape<IS_INT4>>(g, exec);
+      return run_as<Shape<HAS_ZEROS>>(g, exec);
   }
 
   template <class S>
   static moelora_status run_as(const moelora_gemm_launch *g, const moelora_exec *exec) {
     GemmMaps maps = {};
-    if (FORMAT == MOELORA_NATIVE)
+    if (FormatTraits<FORMAT>::IS_NATIVE)
       MOELORA_TRY(map_weights(g, BF16, &maps.w));
     if (g->tokens.divisor.value == 0)
       MOELORA_TRY(map_positions(g, BF16, g->tokens.x, g->tokens.k, g->tokens.stride, S::BOX,

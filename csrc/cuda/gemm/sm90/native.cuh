@@ -25,7 +25,7 @@ constexpr int native_producer_registers(int tokens, int consumers) {
 }
 
 template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER>
-struct NativeShape : KernelShape<TOKENS, CONSUMERS, STAGES, CLUSTER, MOELORA_NATIVE>,
+struct NativeShape : KernelShape<TOKENS, CONSUMERS, STAGES, CLUSTER, MOELORA_KERNEL_NATIVE>,
                      RegisterBudget<native_producer_registers(TOKENS, CONSUMERS), CONSUMERS> {
   static constexpr int GATHER_LANES = 8; // of a row of x
   static constexpr bool GENERAL_EPILOGUE = CLUSTER == 1;

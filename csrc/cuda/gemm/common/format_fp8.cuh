@@ -1,0 +1,24 @@
+/* Numbers of e4m3: bf16 or fp16 values, each rounded once. */
+#ifndef MOELORA_CUDA_FORMAT_FP8_CUH
+#define MOELORA_CUDA_FORMAT_FP8_CUH
+
+#include "cuda/gemm/common/format.cuh"
+
+/* Two scales of numbers of e4m3, with what these are too small by, each in its half: by their bits
+ * alone, sign to sign, exponent and mantissa behind it, they are 2^120 (bf16) or 2^8 (fp16) too
+ * small, subnormals as well. */
+template <class T> __device__ __forceinline__ uint32_t e4m3_scales(float low, float high) {
+  constexpr float UNIT = Element<T>::is_bf16 ? 0x1p120f : 0x1p8f;
+  return pack2<T>(low * UNIT, high * UNIT);
+}
+
+/* Bytes 2 HALF and 2 HALF + 1 of a word of e4m3, times scale SCALE, rounded once. */
+template <class T, int HALF, int SCALE>
+__device__ __forceinline__ uint32_t e4m3(uint32_t word, uint32_t scales) {
+  constexpr bool IS_BF16 = Element<T>::is_bf16;
+  const uint32_t bytes = __byte_perm(word, 0, HALF == 0 ? 0x1404 : 0x3424);
+  const uint32_t magnitude = bytes >> (IS_BF16 ? 4 : 1) & (IS_BF16 ? 0x07f007f0u : 0x3f803f80u);
+  return multiply2<T>(and_or(bytes, 0x80008000u, magnitude), both_halves<SCALE>(scales));
+}
+
+#endif

@@ -1,0 +1,50 @@
+"""Weight formats as the compiled part has them: the rows of csrc/formats.inc."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moelora import _C
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """A moelora_format: its place in `FORMATS` is its code, in operators and in state dicts."""
+
+    name: str
+    kernel: str  # formats of one have the same kind of numbers: `QuantizedWeights.format`
+    group_rows: int  # of a tile, by `group_columns` of it, share a scale
+    group_columns: int
+    has_zeros: bool
+    bits: int  # of a number
+    tile_columns: int
+    tile_bytes: int
+
+    @property
+    def row_scales(self) -> bool:
+        """Whether rows of a tile of FP8 have scales of their own."""
+        return self.bits == 8 and self.group_rows == 1
+
+
+FORMATS = tuple(
+    WeightFormat(name, kernel.lower(), rows, columns, bool(zeros), *tile)
+    for name, kernel, rows, columns, zeros, *tile in _C.formats()
+)
+CODES = {
+    (f.kernel, f.group_columns, f.has_zeros, f.row_scales): code for code, f in enumerate(FORMATS)
+}
+
+
+def code_of(kernel: str, group_columns: int, has_zeros: bool, row_scales: bool) -> int:
+    """The code of the format of which all this is true.
+
+    Raises
+    ------
+    ValueError
+        There is none.
+    """
+    key = kernel, group_columns, has_zeros, row_scales
+    if key not in CODES:
+        has = "zero points" if has_zeros else "scales of rows" if row_scales else "no zero points"
+        raise ValueError(f"no format of {kernel} has {has} and a scale for {group_columns} columns")
+    return CODES[key]
