@@ -1,6 +1,13 @@
 #ifndef MOELORA_CUDA_WARP_CUH
 #define MOELORA_CUDA_WARP_CUH
 
+#include <stdint.h>
+
+/* A value that all lanes hold, in a form that the compiler knows to be the same in all of them. */
+__device__ __forceinline__ uint32_t uniform(uint32_t value) {
+  return __shfl_sync(0xffffffffu, value, 0);
+}
+
 /* The sum over the lanes of a warp up to and with each; all of them come here. */
 template <class Value> __device__ __forceinline__ Value warp_inclusive_sum(Value value) {
   const int lane = threadIdx.x % 32;

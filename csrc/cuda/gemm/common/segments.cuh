@@ -12,8 +12,13 @@ struct Slab {
   int slice, rank;
 };
 
-/* The segments of one block, listed in shared memory by one warp: int16 low and high, int32 packed.
- */
+/* A segment in shared memory. */
+struct ListedSegment {
+  int16_t low, high; // tokens
+  int32_t packed;
+};
+
+/* The segments of one block, listed in shared memory by one warp. */
 template <class S> struct SegmentList {
   uint32_t base;
   int count, slabs; // segments; slabs of all of them

@@ -1,5 +1,5 @@
 /* A tile of the grouped GEMM kernels: its extents, which rows and outputs belong to it, and the
- * segments of adapters among its tokens. tile_scheduler.cuh orders tiles, epilogue.cuh takes their
+ * segments of adapters among its tokens. tile_order.cuh orders tiles, epilogue.cuh takes their
  * accumulators to memory.
  *
  * All kernels but those of sm90/tokens_first.cuh multiply with operands swapped: weight rows are

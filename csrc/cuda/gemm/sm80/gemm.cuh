@@ -2,7 +2,7 @@
  *
  *   out[p] = act( w[e] x[p] + B[l, e] xa[p] + bias[e] ) * weight
  *
- * A CTA takes tiles in the order of the tile scheduler (tile_scheduler.cuh). All its threads copy
+ * A CTA takes tiles in the order of tile_order.cuh. All its threads copy
  * ahead into a pipeline of STAGES stages and multiply behind; first the depth of the base product,
  * then the adapter stages. Results go from registers to memory while the first stages of the next
  * tile are on their way. The depth is summed in steps of 16 in order, whatever the tile, so that
@@ -16,7 +16,7 @@
 #include "cuda/gemm/sm80/operands.cuh"
 #include "cuda/gemm/sm80/promotion.cuh"
 #include "cuda/gemm/common/epilogue.cuh"
-#include "cuda/gemm/common/tile_scheduler.cuh"
+#include "cuda/gemm/common/tile_order.cuh"
 #include "cuda/gemm/common/variants.cuh"
 
 namespace {

@@ -47,7 +47,7 @@ struct LaunchSm90 {
         if (!g->weights.gated)
           return launch<S, EpilogueMode::PLAIN_F32>(g, maps, exec);
     }
-    if constexpr (CLUSTER == 1 && (S::NATIVE || S::CONSUMERS == 1))
+    if constexpr (S::GENERAL_EPILOGUE)
       return launch<S, EpilogueMode::GENERAL>(g, maps, exec);
     return moelora_no_kernel("gemm_sm90", "writes whole layers alone");
   }
@@ -55,7 +55,7 @@ struct LaunchSm90 {
   template <class S, EpilogueMode MODE>
   static moelora_status launch(const moelora_gemm_launch *g, const GemmMaps &maps,
                                const moelora_exec *exec) {
-    constexpr bool HALVES = MODE == EpilogueMode::PLAIN && S::TOKENS_FIRST;
+    constexpr bool HALVES = MODE == EpilogueMode::PLAIN && !S::SWAP_AB;
     if constexpr (MODE == EpilogueMode::PLAIN_F32)
       if (g->epilogue.splits > 1)
         return launch_shape<WithSplitK<S>, MODE>(g, g->epilogue.splits, maps, exec);
@@ -69,18 +69,18 @@ struct LaunchSm90 {
                                      const moelora_exec *exec) {
     const int columns = tile_columns<S>(*g);
     const int64_t tiles = parts * g->schedule.blocks.max_blocks *
-                          (S::ODD_BLOCKS ? 2 * columns_each(columns) : columns);
-    if constexpr (S::FEW)
+                          (S::UNPAIRED_BLOCKS ? 2 * columns_each(columns) : columns);
+    if constexpr (S::FEW_ROWS)
       if (g->schedule.blocks.packed_ranks) // behind a shrink
-        return launch_even<gemm_sm90<S, T, MODE>>("gemm_sm90", tiles, S::THREADS, S::SHARED, exec,
+        return launch_even<gemm_sm90<S, T, MODE>>("gemm_sm90", tiles, S::THREADS, kSharedBytes<S>, exec,
                                                   maps.w, maps.x, maps.out, maps.b, *g);
     if constexpr (S::RESIDENT > 1)
       // Behind the other projection, not behind a shrink or a sort.
       if (g->tokens.divisor.value == 0 && !g->schedule.blocks.packed_ranks)
-        return launch_spread<gemm_sm90<S, T, MODE>>("gemm_sm90", tiles, S::THREADS, S::SHARED, exec,
+        return launch_spread<gemm_sm90<S, T, MODE>>("gemm_sm90", tiles, S::THREADS, kSharedBytes<S>, exec,
                                                     maps.w, maps.x, maps.out, maps.b, *g);
     return launch_kernel<gemm_sm90<S, T, MODE>, CLUSTER>(
-        "gemm_sm90", tiles, S::THREADS, S::SHARED, exec, maps.w, maps.x, maps.out, maps.b, *g);
+        "gemm_sm90", tiles, S::THREADS, kSharedBytes<S>, exec, maps.w, maps.x, maps.out, maps.b, *g);
   }
 };
 

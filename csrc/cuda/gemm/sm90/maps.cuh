@@ -2,7 +2,7 @@
 #ifndef MOELORA_CUDA_SM90_MAPS_CUH
 #define MOELORA_CUDA_SM90_MAPS_CUH
 
-#include "cuda/gemm/sm90/adapters.cuh"
+#include "cuda/gemm/sm90/adapter_layout.cuh"
 #include "cuda/gemm/sm90/tensor_map.h"
 
 namespace {

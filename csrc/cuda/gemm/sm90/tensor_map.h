@@ -1,4 +1,4 @@
-/* Tensor maps of the copy engine. */
+/* Tensor maps, the descriptors of TMA. */
 #ifndef MOELORA_CUDA_TENSOR_MAP_H
 #define MOELORA_CUDA_TENSOR_MAP_H
 
@@ -29,6 +29,18 @@ struct StackDims {
   __device__ __forceinline__ int adapter(int slice, int l) const {
     return adapters >> slice & 1 ? l : 0;
   }
+};
+
+/* Tensor maps of a matrix that lies by position: boxes of many of its rows and of few. */
+struct RowMaps {
+  CUtensorMap many, few;
+};
+
+/* Tensor maps of the slices of B: [max_loras, E, halves, rows, ranks], in boxes of one slab and of
+ * those of a whole stage; see map_factors. */
+struct FactorMaps {
+  CUtensorMap slice[MOELORA_MAX_SLICES], wide[MOELORA_MAX_SLICES];
+  StackDims dims;
 };
 
 /* Describes a tensor of `rank` dimensions of bf16 or fp16, innermost first: `sizes` and `box` count

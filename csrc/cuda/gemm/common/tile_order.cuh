@@ -1,6 +1,6 @@
-/* Which tile comes when: CTAs that run together share what they read in L2. */
-#ifndef MOELORA_CUDA_TILE_SCHEDULER_CUH
-#define MOELORA_CUDA_TILE_SCHEDULER_CUH
+/* The order of a projection's tiles: CTAs that run together share what they read in L2. */
+#ifndef MOELORA_CUDA_TILE_ORDER_CUH
+#define MOELORA_CUDA_TILE_ORDER_CUH
 
 #include "cuda/gemm/common/tile.cuh"
 
@@ -10,8 +10,7 @@ template <class E> __host__ __device__ inline int tile_columns(const moelora_gem
   return (g.weights.n_out + outputs - 1) / outputs;
 }
 
-/* The tile scheduler's tile `index`, over clusters of CLUSTER blocks; `block` is the cluster's
- * first. */
+/* Tile `index` of the order over clusters of CLUSTER blocks; `block` is the cluster's first. */
 template <class E, int CLUSTER = 1>
 __device__ __forceinline__ Tile tile_at(const moelora_gemm_launch &g, int index, int columns,
                                         int clusters) {
@@ -44,40 +43,9 @@ __device__ __forceinline__ int blocks_alike(const moelora_gemm_launch &g, int fr
   }
 }
 
-/* A tile of one CTA of a cluster, and the block that its neighbour has: its own, where the two
- * share no weights but a block, and have a column each. */
-struct ClusterTile : Tile {
-  int32_t beside;
-
-  __device__ __forceinline__ bool is_shared() const { return beside == block; }
-};
-
-/* Columns that the blocks of a pair have each, where a cluster is a pair's for as many columns as
- * both have, and a block's without a pair for two columns at once. */
-__host__ __device__ inline int columns_each(int columns) {
-  return (columns + 1) / 2;
-}
-
-/* The tile scheduler's tile `index` of CTA `rank` of a cluster of two, and its `count` of rows,
- * over blocks that are pairs or alone. Behind the last column there is nothing to do. */
-template <class E>
-__device__ __forceinline__ ClusterTile tile_of_pair(const moelora_gemm_launch &g, int index,
-                                                    int columns, int blocks, int rank, int *count) {
-  const int each = columns_each(columns);
-  const Tile t = tile_at<E>(g, index, each, blocks);
-  const int pair = g.schedule.blocks.pairs[t.block];
-  *count = g.schedule.blocks.counts[t.block];
-  if (pair == 0) // of an odd number of columns both have the last one, and the same results
-    return {{t.block, min(2 * t.column + rank, columns - 1), t.expert, 0}, t.block};
-  const int second = pair < 0, first = t.block - second;
-  if (rank != second)
-    *count = abs(pair);
-  return {{first + rank, t.column + second * each, t.expert, 0}, first + 1 - rank};
-}
-
-/* The tile scheduler's tile `index`, over all columns of a few blocks of one expert, then of the
- * next ones: CTAs that run together share weights (blocks) and token rows (columns) in L2. It takes
- * a warp, and time that only large tiles have. */
+/* Tile `index` of the order over all columns of a few blocks of one expert, then of the next ones:
+ * CTAs that run together share weights (blocks) and token rows (columns) in L2. It takes a warp,
+ * and time that only large tiles have. */
 template <class E>
 __device__ __forceinline__ Tile tile_of_expert(const moelora_gemm_launch &g, int index, int columns,
                                                int blocks) {

@@ -1,0 +1,143 @@
+/* Grouped GEMM for Hopper with weights of four bits: bulk copies, dequantization in registers,
+ * wgmma with operand A in registers.
+ *
+ *   TMA warp        W(0)  W(1)  ...                quantized tiles of step i
+ *   gather warps    X(0)  X(1)  ...                token rows of step i
+ *   consumers       dequantize slab 0 | slab 1 | slab 2 | slab 3 | ...
+ *                             wgmma 0 .. | 1 ..   | 2 ..   | 3 ..       one in flight meanwhile
+ *
+ * A k16 slab of operand A is dequantized into one of two sets of registers while wgmma reads the
+ * other. Up to 96 tokens the two m64 tiles of a consumer are multiplied together, which gives a
+ * slab's latency two accumulators; accumulators of more tokens leave no registers for that. A step
+ * is 128 of depth. Accumulators rAcc[2][TOKENS / 2], see tile.cuh. */
+#ifndef MOELORA_CUDA_SM90_DEQUANTIZE_CUH
+#define MOELORA_CUDA_SM90_DEQUANTIZE_CUH
+
+#include "cuda/gemm/sm90/adapter_stage.cuh"
+#include "cuda/gemm/sm90/epilogue.cuh"
+#include "cuda/gemm/sm90/four_bit.cuh"
+#include "cuda/gemm/sm90/producer.cuh"
+#include "cuda/ptx/wgmma.cuh"
+
+template <class S, class T> struct DequantizeMainloop;
+
+/* Dequantization needs registers beside the accumulators, which producers give; what they know of a
+ * tile they may spill. */
+constexpr int dequantize_producer_registers(int tokens, int consumers) {
+  if (consumers == 1)
+    return tokens > 32 ? 96 : 88;
+  return tokens <= 96 ? 104 : tokens <= 128 ? 88 : 72;
+}
+
+template <int TOKENS, int CONSUMERS, int STAGES, moelora_kernel_format FORMAT_, bool ZEROS_>
+struct DequantizeShape : KernelShape<TOKENS, CONSUMERS, STAGES, 1, FORMAT_>,
+                         RegisterBudget<dequantize_producer_registers(TOKENS, CONSUMERS), CONSUMERS> {
+  static constexpr bool ZEROS = ZEROS_; // there may be zero points
+  static constexpr int SPANS = kFourBitSpans;
+  static constexpr int GATHER_LANES = 4;
+  static constexpr int TILES_AT_ONCE = TOKENS <= 96 ? 2 : 1;
+
+  using Stage = FourBitStage<TOKENS, 2 * CONSUMERS, FORMAT_>;
+  template <class S> using Storage = SharedStorage<S>;
+  template <class S, class T> using Mainloop = DequantizeMainloop<S, T>;
+};
+
+template <class S, class T> struct DequantizeMainloop {
+  static constexpr int TILES = S::TILES_AT_ONCE;
+  using Fragment = TileFragment<S::FORMAT, T, S::ZEROS>;
+  using WeightLoads = FourBitLoads<S>;
+  using Rows = TokenRows<S>;
+  using Scales = NoTokenScales<S>;
+  template <EpilogueMode MODE> using Epilogue = WeightMajorEpilogue<S, T, MODE>;
+
+  /* Adds k16 slab K of TILES m64 tiles: dequantizes it into rA, whose last products but one are
+   * done, while the last ones are in flight. */
+  template <int K, int N>
+  static __device__ __forceinline__ void wgmma_slab(float (*rAcc)[S::TOKENS / 2],
+                                                    uint32_t (&rA)[TILES][4], const Fragment *rW,
+                                                    uint64_t b) {
+    wgmma_wait<1>();
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+      rW[t].template dequantize<K>(rA[t]);
+    wgmma_fence();
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+      Wgmma<N>::template mma_registers<Element<T>::is_bf16>(rAcc[t], rA[t], b + 2 * K);
+    wgmma_commit();
+  }
+
+  /* Consumer: the products of a tile with N tokens. */
+  template <int N>
+  static __device__ __forceinline__ PendingCheck multiply(float (&rAcc)[2][S::TOKENS / 2],
+                                                          const moelora_gemm_launch &g,
+                                                          Consumer<S> &consumer,
+                                                          const TileHeader &header) {
+    GemmPipeline<S> &pipeline = consumer.pipeline;
+    const int k_steps = KSteps::of<S>(g, header.tile, all_k_steps<S>(g)).count;
+
+    // Clear the accumulators.
+#pragma unroll
+    for (int i = 0; i < N / 2; i++)
+      rAcc[0][i] = rAcc[1][i] = 0.f;
+
+    // The k steps.
+    const moelora_format format = g.weights.w.format;
+    const uint32_t bytes = S::Format::tile_bytes(format);
+    const LanePlaces at = LanePlaces::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
+    int previous = 0;
+    uint32_t rA[2][TILES][4];
+#pragma unroll 1
+    for (int step = 0; step < k_steps; step++) {
+      // Wait for the stage.
+      pipeline.wait_full();
+      if (g.tokens.divisor.value)
+        fence_async_proxy(); // cp.async wrote sX through the generic proxy
+
+      // The outputs of the last tile have been stored by now.
+      if (Consumer<S>::ALIASED_BUFFERS > 0 && step == 1)
+        consumer.release_aliased_stage();
+
+      const uint32_t sW =
+          consumer.smem.sW(pipeline.stage) + 2 * consumer.index * S::SPANS * S::Stage::SLOT_BYTES;
+      const uint64_t b = wgmma_descriptor(uniform(consumer.smem.sX(pipeline.stage)));
+#pragma unroll
+      for (int span = 0; span < S::SPANS; span++) {
+#pragma unroll
+        for (int first = 0; first < 2; first += TILES) {
+          // Load this lane's values, scales and zero points.
+          Fragment rW[TILES];
+#pragma unroll
+          for (int t = 0; t < TILES; t++) {
+            const uint32_t slot = sW + (first + t) * S::SPANS * S::Stage::SLOT_BYTES + span * bytes;
+            rW[t].load(slot + at.values, slot + at.scales, slot + at.zeros, format);
+          }
+
+          // Dequantize a slab, issue its wgmmas.
+          const uint64_t tokens = b + span * (S::TOKENS * kRowBytes / 16);
+          wgmma_slab<0, N>(rAcc + first, rA[0], rW, tokens);
+          wgmma_slab<1, N>(rAcc + first, rA[1], rW, tokens);
+          wgmma_slab<2, N>(rAcc + first, rA[0], rW, tokens);
+          wgmma_slab<3, N>(rAcc + first, rA[1], rW, tokens);
+
+          // The wgmmas of the step before were awaited by slab 1: release its stage.
+          if (step > 0 && span == 0 && first == 0)
+            pipeline.release(previous);
+        }
+      }
+      previous = pipeline.stage;
+      pipeline.advance();
+    }
+    if (Consumer<S>::ALIASED_BUFFERS > 0)
+      consumer.release_aliased_stage(); // of a tile of one step
+
+    // The adapter stages.
+    return add_adapters<WeightMajorAdapters<S, T>, N>(rAcc, g, consumer, header, previous);
+  }
+
+  static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][S::TOKENS / 2], int) {
+    return are_rows_finite<S>(rAcc);
+  }
+};
+
+#endif

@@ -1,0 +1,136 @@
+/* The epilogue where weight rows are operand A: from accumulators through epilogue tiles to global
+ * memory, 32 tokens at a time. Where outputs lie by position TMA stores whole boxes, which end
+ * within the block, while the next tile is multiplied. */
+#ifndef MOELORA_CUDA_SM90_EPILOGUE_CUH
+#define MOELORA_CUDA_SM90_EPILOGUE_CUH
+
+#include "cuda/gemm/common/epilogue.cuh"
+#include "cuda/gemm/sm90/consumer.cuh"
+#include "cuda/gemm/sm90/epilogue_e4m3.cuh"
+#include "cuda/gemm/sm90/tensor_map.h"
+
+/* Rounds an m64 tile's outputs of up to 32 tokens from c on and transposes them into an epilogue
+ * tile: a token's 64 outputs are a swizzled row of 128 bytes. */
+template <class T, int N>
+__device__ __forceinline__ void write_epilogue_tile(const float (&rAcc)[N / 2], int c,
+                                                    uint32_t sOut) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+#pragma unroll
+  for (int i = 0; i < kEpilogueTokens / 8; i += 2) {
+    const int j = c / 8 + i;
+    if (j >= N / 8)
+      break;
+    const int token = 8 * (i + (lane >> 4)) + (lane & 7);
+    const int chunk = warp * 2 + (lane >> 3 & 1);
+    const uint32_t at = sOut + token * kRowBytes + ((chunk ^ (token & 7)) << 4);
+    const float *v = &rAcc[4 * j];
+    if (j + 1 < N / 8)
+      store_matrix_x4_trans(at, pack2<T>(v[0], v[1]), pack2<T>(v[2], v[3]), pack2<T>(v[4], v[5]),
+                            pack2<T>(v[6], v[7]));
+    else
+      store_matrix_x2_trans(at, pack2<T>(v[0], v[1]), pack2<T>(v[2], v[3]));
+  }
+}
+
+/* Stores an epilogue tile by flat row: a warp writes whole 128-byte lines. */
+template <class S, class T>
+__device__ __forceinline__ void store_rows(const moelora_gemm_launch &g, int first, int c,
+                                           const TileHeader &header, int32_t rows, uint32_t sOut) {
+  const int thread = threadIdx.x & 127;
+#pragma unroll
+  for (int i = 0; i < kEpilogueTokens / 16; i++) {
+    const int token = i * 16 + thread / 8, chunk = thread & 7;
+    const int row = __shfl_sync(0xffffffffu, rows, token);
+    if (c + token < header.count && first + chunk * 8 < g.weights.n_out)
+      *(uint4 *)((T *)g.epilogue.out + output_offset(g, 0, row) + first + chunk * 8) =
+          load_shared_16(sOut + token * kRowBytes + ((chunk ^ (token & 7)) << 4));
+  }
+}
+
+/* One body for tiles of all N: little code fits the instruction cache beside the main loops. */
+template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
+  static constexpr int N = S::TOKENS, BUFFERS = Consumer<S>::BUFFERS;
+  static constexpr bool GENERAL = MODE == EpilogueMode::GENERAL;
+  static constexpr bool IS_GATED = MODE == EpilogueMode::GATED || MODE == EpilogueMode::SILU;
+  static constexpr bool STORES_E4M3 = S::Format::IS_W8A8 && S::CONSUMERS == 2 && IS_GATED;
+  static_assert(!STORES_E4M3 || N <= BUFFERS * kEpilogueTokens, "a buffer for all of a tile");
+
+  static __device__ __forceinline__ void store(float (&rAcc)[2][N / 2], const RowMaps *out_maps,
+                                               const moelora_gemm_launch &g,
+                                               const TileHeader &header,
+                                               const Consumer<S> &consumer) {
+    const int lane = threadIdx.x & 31;
+    const bool gated = GENERAL ? g.weights.gated : IS_GATED;
+    const bool by_position = !GENERAL || g.epilogue.out_by_position;
+    const bool f32 = MODE == EpilogueMode::PLAIN_F32 ||
+                     (GENERAL && S::TOKENS <= MOELORA_FLOAT_ROWS && g.epilogue.out_f32);
+    const int halves = gated ? 1 : 2; // m64 tiles of outputs
+
+    // Bias, and what all tokens have in common.
+    const Epilogue<S, MODE> epilogue(g, header.tile, consumer.index, T());
+    epilogue.template begin<T, N>(rAcc, g);
+    if (!f32 && Consumer<S>::ALIASED_BUFFERS == 0)
+      consumer.wait_stores_read();
+
+#pragma unroll
+    for (int c = 0; c < N; c += kEpilogueTokens) {
+      if (c > 0 && c >= header.count)
+        break;
+
+      // Activation and routing weight.
+      epilogue.template finish<N>(rAcc, g, header.tile.block, c);
+      const int32_t rows = by_position ? 0 : block_row<S>(g, header.tile.block, c + lane);
+
+      // Wait for epilogue buffers: the aliased stage, or a store from an own buffer.
+      const int buffer = c / kEpilogueTokens * halves, end = buffer + halves;
+      if (!f32 && buffer <= S::OWN_BUFFERS && end > S::OWN_BUFFERS)
+        consumer.sync_all(); // all have multiplied the stage
+      if (!f32 && end > BUFFERS)
+        consumer.template wait_stores_read<Consumer<S>::ALIASED_BUFFERS / 4>();
+
+      // To shared memory, or in float32 to global memory.
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        if (half == halves)
+          break;
+        if (f32)
+          store_f32<S, N, !GENERAL>(rAcc[half], g,
+                                    first_output<S>(g, header.tile, 2 * consumer.index + half), c,
+                                    out_block<S>(g, header.tile), header.count, rows);
+        else
+          write_epilogue_tile<T, N>(rAcc[half], c, consumer.sOut(consumer.index, buffer + half));
+      }
+      if (f32)
+        continue;
+
+      // From shared memory to global memory: the warps take turns to issue the TMA stores.
+      fence_async_proxy();
+      consumer.sync();
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        if (half == halves)
+          break;
+        const int first = first_output<S>(g, header.tile, 2 * consumer.index + half);
+        const uint32_t sOut = consumer.sOut(consumer.index, buffer + half);
+        if (!by_position)
+          store_rows<S, T>(g, first, c, header, rows, sOut);
+        else if (threadIdx.x % 128 == (buffer + half) % 4 * 32 &&
+                 !(STORES_E4M3 && g.epilogue.out_unread))
+          tma_store_2d(c + kEpilogueTokens <= S::TOKENS ? &out_maps->many : &out_maps->few, first,
+                       header.tile.block * S::TOKENS + c, sOut);
+      }
+    }
+
+    // The same outputs in e4m3: each consumer has half of a group.
+    if constexpr (STORES_E4M3)
+      if (g.epilogue.e4m3.values) {
+        consumer.sync_all();
+        store_e4m3<S, T, 128 * S::CONSUMERS>(g, header.tile, 0, header.count, [&](int half, int i) {
+          return consumer.sOut(half, i);
+        });
+        consumer.sync_all(); // before buffers are reused, or outputs fixed up
+      }
+  }
+};
+
+#endif

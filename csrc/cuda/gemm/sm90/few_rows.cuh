@@ -1,0 +1,123 @@
+/* Grouped GEMM for Hopper of up to 16 tokens with weights of four bits: bulk copies, dequantization
+ * in registers, mma.sync.
+ *
+ *   TMA warp        W(0) W(1) W(2)  ...   quantized tiles of step i
+ *   gather warp     X(0) X(1) X(2)  ...   token rows of step i
+ *   consumer             0    1     ...   per k16 slab: dequantize operand A, then mma.sync
+ *
+ * With so few tokens dequantization is the bound, not memory. wgmma would take its latency for each
+ * k16 slab, and its registers could not be written meanwhile; mma.sync has many products in flight,
+ * among which the compiler schedules the dequantization. Both round alike. Three CTAs of six warps
+ * share an SM and hide each other's latency. A step is 128 of depth. */
+#ifndef MOELORA_CUDA_SM90_FEW_ROWS_CUH
+#define MOELORA_CUDA_SM90_FEW_ROWS_CUH
+
+#include "cuda/gemm/sm90/adapter_stage.cuh"
+#include "cuda/gemm/sm90/epilogue.cuh"
+#include "cuda/gemm/sm90/four_bit.cuh"
+#include "cuda/gemm/sm90/producer.cuh"
+#include "cuda/ptx/mma.cuh"
+
+template <class S, class T> struct FewRowsMainloop;
+
+/* Two producer warps are enough for few tokens; all warps keep the registers of the launch. */
+template <int TOKENS, int STAGES, moelora_kernel_format FORMAT_, bool ZEROS_>
+struct FewRowsShape : KernelShape<TOKENS, 1, STAGES, 1, FORMAT_, 2> {
+  static constexpr bool FEW_ROWS = true, REALLOCATES = false;
+  static constexpr bool ZEROS = ZEROS_; // there may be zero points
+  static constexpr int RESIDENT = moelora_float_ctas(FORMAT_);
+  static constexpr int SPANS = kFourBitSpans;
+  static constexpr int GATHER_LANES = 4;
+
+  using Stage = FourBitStage<TOKENS, 2, FORMAT_>;
+  template <class S> using Storage = SharedStorage<S>;
+  template <class S, class T> using Mainloop = FewRowsMainloop<S, T>;
+};
+
+template <class S, class T> struct FewRowsMainloop {
+  using Fragment = TileFragment<S::FORMAT, T, S::ZEROS>;
+  using WeightLoads = FourBitLoads<S>;
+  using Rows = TokenRows<S>;
+  using Scales = NoTokenScales<S>;
+  template <EpilogueMode MODE> using Epilogue = WeightMajorEpilogue<S, T, MODE>;
+
+  /* Adds k16 slab K of both m64 tiles, with N tokens at sX. */
+  template <int K, int N>
+  static __device__ __forceinline__ void mma_slab(float (&rAcc)[2][S::TOKENS / 2],
+                                                  const Fragment (&rW)[2], uint32_t sX) {
+    static_assert(N == 8 || N == 16, "what one ldmatrix loads");
+    uint32_t rX[N / 4], rA[2][4];
+    if constexpr (N == 16)
+      load_matrix_x4(rX, sX ^ K << 5);
+    else
+      load_matrix_x2(rX, sX ^ K << 5);
+    rW[0].template dequantize<K>(rA[0]);
+    rW[1].template dequantize<K>(rA[1]);
+#pragma unroll
+    for (int j = 0; j < N / 8; j++)
+#pragma unroll
+      for (int t = 0; t < 2; t++)
+        mma_16816<T>(&rAcc[t][j * 4], rA[t], &rX[j * 2]);
+  }
+
+  /* Consumer: the products of a tile with N tokens. */
+  template <int N>
+  static __device__ __forceinline__ PendingCheck multiply(float (&rAcc)[2][S::TOKENS / 2],
+                                                          const moelora_gemm_launch &g,
+                                                          Consumer<S> &consumer,
+                                                          const TileHeader &header) {
+    GemmPipeline<S> &pipeline = consumer.pipeline;
+    const int k_steps = KSteps::of<S>(g, header.tile, all_k_steps<S>(g)).count;
+
+    // Clear the accumulators.
+#pragma unroll
+    for (int i = 0; i < N / 2; i++)
+      rAcc[0][i] = rAcc[1][i] = 0.f;
+
+    // The k steps.
+    const moelora_format format = g.weights.w.format;
+    const uint32_t bytes = S::Format::tile_bytes(format), offset = token_offset();
+    const LanePlaces at = LanePlaces::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
+    int previous;
+    for (int step = 1;; step++) {
+      // Wait for the stage.
+      pipeline.wait_full();
+
+#pragma unroll
+      for (int span = 0; span < S::SPANS; span++) {
+        // Load this lane's values, scales and zero points of both m64 tiles.
+        Fragment rW[2];
+#pragma unroll
+        for (int t = 0; t < 2; t++) {
+          const uint32_t sW = consumer.smem.sW(pipeline.stage) +
+                              t * S::SPANS * S::Stage::SLOT_BYTES + span * bytes;
+          rW[t].load(sW + at.values, sW + at.scales, sW + at.zeros, format);
+        }
+
+        // Dequantize and multiply, slab by slab.
+        const uint32_t sX = consumer.smem.sX(pipeline.stage, span) + offset;
+        mma_slab<0, N>(rAcc, rW, sX);
+        mma_slab<1, N>(rAcc, rW, sX);
+        mma_slab<2, N>(rAcc, rW, sX);
+        mma_slab<3, N>(rAcc, rW, sX);
+      }
+
+      // Release the stage; the last one after the adapter stages.
+      previous = pipeline.stage;
+      pipeline.advance();
+      if (step == k_steps)
+        break;
+      __syncwarp(); // all lanes have read it
+      pipeline.release(previous);
+    }
+
+    // The adapter stages.
+    return add_adapters<WeightMajorAdapters<S, T>, N>(rAcc, g, consumer, header, previous);
+  }
+
+  static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][S::TOKENS / 2], int) {
+    return are_rows_finite<S>(rAcc);
+  }
+};
+
+#endif

@@ -1,0 +1,191 @@
+/* The non-finite fix-up pass, for infinities and NaNs in a factor B.
+ *
+ * An adapter stage multiplies all tokens of a block, with zeros for those that do not carry the
+ * adapter. Zero times a finite number adds exactly nothing, but a row of B that is not finite makes
+ * the accumulators of all tokens NaN. To look for such rows in every stage would be slow, so
+ * consumers check the accumulators of two tokens of each tile. If neither is finite, the CTA goes
+ * over its tiles once more, in the fix-up pass: there consumers clear what is not finite in B
+ * before they multiply, and afterwards write NaN to the outputs of those rows, for the tokens that
+ * carry the adapter and for no others.
+ *
+ * At ranks that an adapter does not have B may hold anything: such stages are cleared at once. */
+#ifndef MOELORA_CUDA_SM90_FIXUP_CUH
+#define MOELORA_CUDA_SM90_FIXUP_CUH
+
+#include "cuda/gemm/common/e4m3.cuh"
+#include "cuda/gemm/common/epilogue.cuh"
+#include "cuda/gemm/sm90/adapter_layout.cuh"
+#include "cuda/gemm/sm90/consumer.cuh"
+#include "cuda/ptx/arithmetic.cuh"
+
+/* Whether there is a fix-up pass, and whether this is it. */
+template <class S> struct FixupPass {
+  static constexpr uint32_t STATE = offsetof(SharedStorage<S>, fixup.state),
+                            BARRIER = offsetof(SharedStorage<S>, fixup.barrier);
+  static constexpr uint32_t REQUESTED = 1, RUNNING = 2; // states; 0: neither
+  uint32_t base;
+
+  __device__ __forceinline__ explicit FixupPass(const SharedMemory<S> &smem) : base(smem.base) {}
+
+  /* One thread. */
+  __device__ __forceinline__ void init() const {
+    store_shared_4(base + STATE, 0);
+    barrier_init(base + BARRIER, kArrivals * S::THREADS / 32);
+    barrier_init_visible();
+  }
+  /* A consumer has found a tile without finite accumulators. */
+  __device__ __forceinline__ void request() const {
+    if constexpr (S::CLUSTER == 1)
+      store_shared_4(base + STATE, REQUESTED);
+    for (int rank = 0; S::CLUSTER > 1 && rank < S::CLUSTER; rank++)
+      store_cluster_4(base + STATE, rank, REQUESTED);
+  }
+  __device__ __forceinline__ bool is_running() const {
+    return uniform(load_shared_4(base + STATE)) == RUNNING;
+  }
+  /* All threads of the cluster, after the last tile. True if the pass was requested: then it is
+   * running, and `position`, this thread's pipeline or consumer, is at the first stage again. */
+  template <class Position> __device__ __forceinline__ bool start(Position &position) const {
+    sync(0);
+    if (uniform(load_shared_4(base + STATE)) == 0)
+      return false;
+    if (threadIdx.x == 0) {
+      const GemmPipeline<S> pipeline(base);
+      pipeline.invalidate();
+      pipeline.init(S::GATHERERS + 1, 4 * S::CONSUMERS);
+      store_shared_4(base + STATE, RUNNING);
+    }
+    sync(1);
+    position.restart();
+    return true;
+  }
+
+private:
+  /* Producers and consumers arrive from different code, for which __syncthreads() is undefined. */
+  __device__ __forceinline__ void sync(uint32_t parity) const {
+    __syncwarp();
+    if constexpr (S::CLUSTER > 1) {
+      cluster_sync();
+      return;
+    }
+    if ((threadIdx.x & 31) < kArrivals)
+      barrier_arrive(base + BARRIER);
+    barrier_wait(base + BARRIER, parity);
+    __syncwarp();
+  }
+};
+
+/* The pending check: what a tile's products leave to be done. */
+enum class PendingCheck {
+  NOTHING,
+  CHECK_ACCUMULATORS, // B was not looked at
+  FIX_UP,             // B held something that was cleared
+};
+
+/* Whether each row of a tile has a finite accumulator among the two tokens of the tile's first that
+ * a thread holds. Only lanes of the first column answer: their tokens are not padding. */
+template <class S>
+__device__ __forceinline__ bool are_rows_finite(const float (&rAcc)[2][S::TOKENS / 2]) {
+  float most = 0.f;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float *two = &rAcc[i / 2][i % 2 * 2];
+    const float least = fminf(fabsf(two[0]), fabsf(two[1])); // the finite one
+    most = max_nan(most, least);
+  }
+  return (threadIdx.x & 3) != 0 || most < __builtin_inff();
+}
+
+template <class S, class T> struct NonFinite {
+  static constexpr uint32_t EXPONENT = Element<T>::is_bf16 ? 0x7f807f80u : 0x7c007c00u;
+  static constexpr uint32_t EXPONENT_ONE = Element<T>::is_bf16 ? 0x00800080u : 0x04000400u;
+
+  /* Sign bits of those of two elements that are not finite: an exponent of all ones carries. */
+  static __device__ __forceinline__ uint32_t signs(uint32_t v) {
+    return (v & EXPONENT) + EXPONENT_ONE & 0x80008000u;
+  }
+  static __device__ __forceinline__ uint32_t cleared(uint32_t v) {
+    return v & ~((signs(v) >> 15) * 0xffffu);
+  }
+
+  /* This thread's part of chunk i of a consumer's rows of B in a stage, those of two m64 tiles
+   * `next` bytes apart, in either layout of slabs. */
+  static __device__ __forceinline__ uint32_t chunk(uint32_t sB, int next, int i, int width) {
+    return sB + i / 2 * (width == 1 ? S::TILES * kSlabM64Bytes : kSlabM64Bytes) + (i & 1) * next +
+           (threadIdx.x & 127) * 16;
+  }
+
+  /* Clears what is not finite in the consumer's rows of B in a stage; true if something was. */
+  static __device__ __forceinline__ bool clear(uint32_t sB, int next, int consumer,
+                                               const SlabsHeader &header) {
+    const int slabs = header.slabs, width = header.width;
+    uint32_t zeros[2] = {0, 0}; // plus 0 B: stays zero while B is finite
+#pragma unroll 2
+    for (int i = 0; i < 2 * slabs; i++) {
+      const uint4 v = load_shared_16(chunk(sB, next, i, width));
+      zeros[0] = Element<T>::add_times_zero(zeros[0], v.x);
+      zeros[1] = Element<T>::add_times_zero(zeros[1], v.y);
+      zeros[0] = Element<T>::add_times_zero(zeros[0], v.z);
+      zeros[1] = Element<T>::add_times_zero(zeros[1], v.w);
+    }
+    if (!uniform(warpgroup_any(kConsumerBarrier + consumer, (zeros[0] | zeros[1]) != 0)))
+      return false;
+#pragma unroll 1
+    for (int i = 0; i < 2 * slabs; i++) {
+      const uint32_t at = chunk(sB, next, i, width);
+      const uint4 v = load_shared_16(at);
+      store_shared_16(at, make_uint4(cleared(v.x), cleared(v.y), cleared(v.z), cleared(v.w)));
+    }
+    fence_async_proxy();
+    warpgroup_sync(kConsumerBarrier + consumer);
+    return true;
+  }
+
+  /* Writes NaN to the outputs of rows of B that are not finite, for the tokens that carry the
+   * adapter. Thread i of the consumer has row i of its m64 tiles. */
+  static __device__ __forceinline__ void poison_outputs(const moelora_gemm_launch &g,
+                                                        const TileHeader &header, int consumer) {
+    tma_store_wait(); // the finite outputs come first
+    if (!S::SWAP_AB)
+      Consumer<S>::sync_all(); // those of all tokens
+    else
+      warpgroup_sync(kConsumerBarrier + consumer);
+    const bool half = is_half<S>(header.tile);
+    const int i = threadIdx.x & 127, m64 = first_m64(half, consumer) + i / 64;
+    const int output = first_output<S>(g, header.tile, m64) + i % 64;
+    if (output >= g.weights.n_out || (half && i >= 64))
+      return;
+    const int64_t row = weight_row(g, m64, output);
+    const int slice = (int)(row / g.adapters.lora.slice_n);
+    int32_t known = -1;
+    bool nonfinite = false;
+    for (int t = 0; t < header.count; t++) {
+      const int64_t position = (int64_t)header.tile.block * S::TOKENS + t;
+      const int32_t packed = g.schedule.blocks.packed_ranks[position];
+      if (packed != known) {
+        const uint16_t *gB =
+            factor_row<uint16_t>(g.adapters.lora.b[slice], packed / kRanks, header.tile.expert,
+                                 row - slice * g.adapters.lora.slice_n);
+        nonfinite = false;
+        for (int r = 0; packed >= 0 && r < min(packed % kRanks, g.adapters.lora.max_rank); r++)
+          nonfinite |= signs(gB[r]) != 0;
+        known = packed;
+      }
+      if (!nonfinite)
+        continue;
+      const int64_t at =
+          output_offset(g, out_block<S>(g, header.tile) * S::TOKENS + t,
+                        g.epilogue.out_by_position ? 0 : g.schedule.blocks.sorted_ids[position]) +
+          output;
+      if (g.epilogue.out_f32)
+        ((float *)g.epilogue.out)[at] = __int_as_float(0x7fffffff);
+      else
+        ((T *)g.epilogue.out)[at] = Element<T>::round(__int_as_float(0x7fffffff));
+      const moelora_e4m3_rows &e4m3 = g.epilogue.e4m3;
+      if (S::Format::IS_W8A8 && e4m3.values)
+        ((uint8_t *)e4m3.values)[position * e4m3.stride + quad_place(output)] = kNanE4m3;
+    }
+  }
+};
+
+#endif

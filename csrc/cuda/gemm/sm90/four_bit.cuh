@@ -1,0 +1,43 @@
+/* Weights of four bits: their pipeline stage, and the producer's copies into it. A stage has 128 of
+ * depth, two tiles of quantized weights side by side: with 64 consumers would spend much of their
+ * time on barriers. */
+#ifndef MOELORA_CUDA_SM90_FOUR_BIT_CUH
+#define MOELORA_CUDA_SM90_FOUR_BIT_CUH
+
+#include "cuda/gemm/common/format.cuh"
+#include "cuda/gemm/sm90/weight_tiles.cuh"
+
+constexpr int kFourBitSpans = 2;
+
+/* sW: tile of span s of m64 tile i at 2 i SLOT_BYTES + s times the tile's bytes. */
+template <int TOKENS, int TILES, moelora_kernel_format FORMAT> struct FourBitStage {
+  static constexpr int SLOT_BYTES = FormatTraits<FORMAT>::MOST_TILE_BYTES;
+
+  uint8_t sW[(TILES * kFourBitSpans * SLOT_BYTES + 1023) / 1024 * 1024]; // weights and scales
+  SwizzledRow sX[kFourBitSpans][TOKENS];                                 // token rows
+};
+
+/* What a step has of an m64 tile is contiguous and comes in one copy: the lane that issues copies
+ * does nothing else, and falls behind memory if they are small. Past the end of the depth x is zero
+ * and weights may be anything: the last tile once more. */
+template <class S> struct FourBitLoads : WeightTiles<S> {
+  static __device__ __forceinline__ uint32_t bytes(const moelora_gemm_launch &g, const Tile &tile) {
+    return weight_tile_bytes<S>(g, tile);
+  }
+  __device__ __forceinline__ void load(const CUtensorMap *, const moelora_gemm_launch &g,
+                                       const Tile &, int step, const SharedMemory<S> &smem,
+                                       const GemmPipeline<S> &pipeline, uint64_t policy) {
+    const uint32_t bytes = S::Format::tile_bytes(g.weights.w.format);
+    const bool whole = (step + 1) * S::SPANS * kDepth < g.tokens.k + kDepth;
+#pragma unroll
+    for (int m64 = 0; m64 < S::TILES; m64++) {
+      const uint32_t sW = smem.sW(pipeline.stage) + m64 * S::SPANS * S::Stage::SLOT_BYTES;
+      bulk_load(sW, this->gW[m64], whole ? S::SPANS * bytes : bytes, pipeline.full(), policy);
+      if (S::SPANS > 1 && !whole)
+        bulk_load(sW + bytes, this->gW[m64], bytes, pipeline.full(), policy);
+    }
+    this->advance(g, S::SPANS);
+  }
+};
+
+#endif

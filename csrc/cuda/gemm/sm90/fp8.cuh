@@ -1,0 +1,143 @@
+/* Weights and tokens in e4m3: what the weight-major and the token-major kernel have in common.
+ *
+ * wgmma accumulates products of e4m3 with fewer bits than float32 has, so that long sums would lose
+ * accuracy (DeepSeek-V3 Technical Report, 2024, section 3.3.2). Every 128 of depth therefore go to
+ * an accumulator of their own, rPartial, which is promoted: multiplied by the scales of weights and
+ * tokens and added to rAcc in float32.
+ *
+ * Weights are tiles as moelora.h has them, tokens rows of e4m3 in the same order of columns. Both
+ * are addressed as pairs of 16 bits, so that a stage of 128 of depth has 64 of these, as with other
+ * formats: tokens.k and tokens.stride count pairs. */
+#ifndef MOELORA_CUDA_SM90_FP8_CUH
+#define MOELORA_CUDA_SM90_FP8_CUH
+
+#include "cuda/gemm/common/e4m3.cuh"
+#include "cuda/gemm/common/format.cuh"
+#include "cuda/gemm/sm90/weight_tiles.cuh"
+#include "cuda/ptx/wgmma.cuh"
+
+/* Operands of a stage, both in rows of 128 e4m3. */
+template <int TOKENS, int TILES> struct Fp8Stage {
+  SwizzledRow sW[TILES][64];   // m64 tiles of weight rows
+  SwizzledRow sX[1][TOKENS];   // token rows
+};
+
+/* And their scales. Formats with one scale per tile use the first of 64. Of 16 tokens, the four
+ * that a thread's accumulators belong to are side by side: 2q, 2q + 1, 2q + 8, 2q + 9. */
+template <int TOKENS, int TILES> struct Fp8Scales {
+  float sWScale[TILES][64], sXScale[TOKENS];
+};
+template <class S> using ScalesOf = Fp8Scales<S::TOKENS, S::TILES>;
+
+constexpr int kM64ScaleBytes = 64 * 4;
+
+/* Addresses of scales: the kernel's Storage has them as member `scales`, one for each stage. */
+template <class S>
+__device__ __forceinline__ uint32_t sWScale(const SharedMemory<S> &smem, int stage, int m64) {
+  return smem.base + (uint32_t)offsetof(typename S::template Storage<S>, scales) +
+         stage * (int)sizeof(ScalesOf<S>) + m64 * kM64ScaleBytes;
+}
+template <class S>
+__device__ __forceinline__ uint32_t sXScale(const SharedMemory<S> &smem, int stage) {
+  return sWScale<S>(smem, stage, S::TILES);
+}
+
+/* Address of the stage at hand, uniform in a warp by votes, which take less time than a shuffle. */
+template <class S>
+__device__ __forceinline__ uint32_t uniform_stage(const SharedMemory<S> &smem,
+                                                  const GemmPipeline<S> &pipeline) {
+  uint32_t at = smem.base;
+#pragma unroll
+  for (int bit = 1; bit < S::STAGES; bit *= 2)
+    at += __all_sync(0xffffffffu, pipeline.stage & bit) ? bit * SharedMemory<S>::STAGE_BYTES : 0;
+  return at;
+}
+
+/* Producer: the weights of a k step and their scales. The CTAs of a cluster load a share of the m64
+ * tiles each and multicast it, unless they have the same block and a column each. */
+template <class S> struct Fp8Loads : WeightTiles<S> {
+  static __device__ __forceinline__ uint32_t bytes(const moelora_gemm_launch &g, const Tile &tile) {
+    return weight_tile_bytes<S>(g, tile);
+  }
+  __device__ __forceinline__ void load(const CUtensorMap *, const moelora_gemm_launch &g,
+                                       const Tile &, int, const SharedMemory<S> &smem,
+                                       const GemmPipeline<S> &pipeline, uint64_t policy) {
+    const int first = this->first(), stage = pipeline.stage;
+    const uint32_t scales = S::Format::tile_bytes(g.weights.w.format) - MOELORA_FP8_TILE_VALUES;
+#pragma unroll
+    for (int i = 0; i < WeightTiles<S>::MOST; i++) {
+      if (i >= this->count)
+        break;
+      const char *gW = this->gW[i];
+      const uint32_t sW = smem.sW(stage) + (first + i) * kM64Bytes;
+      const uint32_t sScale = sWScale<S>(smem, stage, first + i);
+      if (this->are_all) {
+        bulk_load(sW, gW, kM64Bytes, pipeline.full(), policy);
+        bulk_load(sScale, gW + kM64Bytes, scales, pipeline.full(), policy);
+      } else if constexpr (S::CLUSTER > 1) {
+        bulk_load_multicast(sW, gW, kM64Bytes, pipeline.full(), policy);
+        bulk_load_multicast(sScale, gW + kM64Bytes, scales, pipeline.full(), policy);
+      }
+    }
+    this->advance(g, 1);
+  }
+};
+
+/* Producer: scales of a block's tokens, by the gather warps. A thread has the rows of x of tokens
+ * `thread` + kGatherers i, which are found while the tile before streams. */
+template <class S> struct TokenScales {
+  static constexpr int EACH = (S::TOKENS + kGatherers - 1) / kGatherers;
+  static_assert(kGatherers % 16 == 0, "a thread's tokens have the same place among 16");
+
+  uint32_t row[EACH], next[EACH];
+  uint32_t to;          // offset of the first token's scale
+  const float *gXScale; // of the next k step
+
+  __device__ __forceinline__ explicit TokenScales(int thread)
+      : to((uint32_t)(quad_place(thread) * 4)) {
+    asm volatile("" : "+r"(to)); // kept in a register
+  }
+
+  /* Finds the rows of the next tile. */
+  __device__ __forceinline__ void find(const moelora_gemm_launch &g, const Tile &tile, int count,
+                                       int thread) {
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+      next[i] = tile.block * S::TOKENS + max(min(thread + i * kGatherers, count - 1), 0);
+    find_x_rows(g.schedule.blocks, g.tokens, next);
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+      if (thread + i * kGatherers >= count)
+        next[i] = kNoRow;
+  }
+  /* From here on `copy` is about the rows that were found, from k step `first` on. */
+  __device__ __forceinline__ void begin(const moelora_gemm_launch &g, int first) {
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+      row[i] = next[i];
+    gXScale = g.tokens.scales + first * g.tokens.scales_stride;
+  }
+  /* Those of the next k step. */
+  __device__ __forceinline__ void copy(const moelora_gemm_launch &g, const SharedMemory<S> &smem,
+                                       int stage) {
+    const uint32_t at = sXScale<S>(smem, stage) + to;
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+      if (row[i] != kNoRow)
+        copy_async_4(at + i * kGatherers * 4, row_address(gXScale, row[i], 4), true);
+    gXScale += g.tokens.scales_stride;
+  }
+};
+
+/* Consumer: issues the wgmmas of a stage's 128 of depth into rPartial, from zero. */
+template <int N>
+__device__ __forceinline__ void wgmma_e4m3(float *rPartial, uint64_t a, uint64_t b) {
+  settle<N / 2>(rPartial);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4; k++)
+    Wgmma<N>::mma_e4m3(rPartial, move_descriptor(a, 2 * k), move_descriptor(b, 2 * k), k > 0);
+  wgmma_commit();
+}
+
+#endif

@@ -1,0 +1,407 @@
+/* Grouped GEMM for Hopper with FP8 weights and FP8 tokens, tokens as operand A: for tiles of 128
+ * tokens. Bulk copies, wgmma of e4m3, promotion to float32.
+ *
+ *   TMA warp        W(0) W(1) W(2)  ...       weights of step i and their scales, multicast
+ *   gather warps    X(0) X(1) X(2)  ...       token rows of step i and their scales
+ *   consumer 0      wgmma 0a | promote 0a | wgmma 0b | promote 0b | wgmma 1a | ...   64 tokens
+ *   consumer 1           | wgmma 0a | promote 0a | wgmma 0b | ...                    64 tokens
+ *                   a, b: the two pairs of m64 tiles, N = 128 weight rows each
+ *
+ * A thread needs the scales of two tokens, where with weight rows as operand A it needs those of a
+ * quarter of the tile; and shared memory delivers less per product: with 128 tokens by 256 rows its
+ * bandwidth is the bound.
+ *
+ * Accumulators rAcc[2][64]: rAcc[h][4i + q] is token 64 * consumer + 16 * warp + lane/4 + 8 (q / 2)
+ * and row 8i + 2 (lane % 4) + q % 2 of m64 tiles 2h and 2h + 1, one after the other. Of a gated
+ * projection rAcc[h][j] is gate, rAcc[h][j + 32] up.
+ *
+ * A consumer without tokens keeps up with the pipeline and multiplies nothing. */
+#ifndef MOELORA_CUDA_SM90_FP8_TOKEN_MAJOR_CUH
+#define MOELORA_CUDA_SM90_FP8_TOKEN_MAJOR_CUH
+
+#include "cuda/gemm/common/epilogue.cuh"
+#include "cuda/gemm/sm90/adapter_stage.cuh"
+#include "cuda/gemm/sm90/epilogue_e4m3.cuh"
+#include "cuda/gemm/sm90/fp8.cuh"
+#include "cuda/gemm/sm90/producer.cuh"
+
+template <class S, class T> struct Fp8TokenMajorMainloop;
+
+/* The rows of x of a block, in shared memory: producers have no registers for them. */
+constexpr int kListedAtOnce = kGatherers / 4; // rows that the gather warps copy at once
+template <class S> struct Fp8TokenMajorStorage {
+  SharedStorage<S> gemm;
+  alignas(16) uint32_t rows[(S::TOKENS + kListedAtOnce - 1) / kListedAtOnce * kListedAtOnce];
+  alignas(16) ScalesOf<S> scales[S::STAGES];
+};
+
+template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER>
+struct Fp8TokenMajorShape : KernelShape<TOKENS, CONSUMERS, STAGES, CLUSTER, MOELORA_KERNEL_W8A8>,
+                            RegisterBudget<56, CONSUMERS> {
+  static_assert(TOKENS == 64 * CONSUMERS && CONSUMERS == 2, "64 tokens a consumer");
+  static constexpr bool SWAP_AB = false, UNPAIRED_BLOCKS = CLUSTER > 1;
+
+  using Stage = Fp8Stage<TOKENS, 2 * CONSUMERS>;
+  template <class S> using Storage = Fp8TokenMajorStorage<S>;
+  template <class S, class T> using Mainloop = Fp8TokenMajorMainloop<S, T>;
+};
+
+/* The shape whose last tiles are halves, for projections that are not gated. */
+template <class S> struct WithHalfTiles : S {
+  static_assert(!S::SWAP_AB, "m64 tiles are multiplied pair by pair");
+  static constexpr bool HALF_TILES = true;
+};
+
+/* Producer: token rows by cp.async. Threads have found rows for the scales that they copy; they list
+ * them for those that copy the rows. */
+template <class S> struct ListedTokenRows {
+  using Rows = GatherShare<S::TOKENS, 4>;
+  static constexpr int LIST_BYTES = sizeof(Fp8TokenMajorStorage<S>::rows);
+  static_assert(Rows::STEP == kListedAtOnce, "a list of all that is read");
+  Rows rows;
+
+  __device__ __forceinline__ explicit ListedTokenRows(int thread) : rows(thread) {}
+
+  __device__ __forceinline__ void find(const moelora_gemm_launch &, const Tile &, int, int) {}
+
+  __device__ __forceinline__ void begin(const moelora_gemm_launch &g, const TokenScales<S> &scales,
+                                        int thread, const SharedMemory<S> &smem) {
+    if (g.tokens.divisor.value) {
+      const uint32_t sRows = smem.base + (uint32_t)offsetof(Fp8TokenMajorStorage<S>, rows);
+      list(g.tokens, scales, sRows, thread);
+#pragma unroll
+      for (int i = 0; i < Rows::ROWS; i++)
+        rows.token[i] = load_shared_4(sRows + (thread / 4 + Rows::STEP * i) * 4);
+      rows.begin(g.tokens, thread);
+    }
+  }
+  __device__ __forceinline__ void copy(const moelora_gemm_launch &g, const SharedMemory<S> &smem,
+                                       int stage) {
+    if (g.tokens.divisor.value)
+      rows.copy(smem.sX(stage));
+  }
+
+private:
+  /* Writes where the row of each token begins, in units of 16 bytes, or kNoRow; all threads. */
+  static __device__ __forceinline__ void list(const moelora_tokens &tokens,
+                                              const TokenScales<S> &scales, uint32_t sRows,
+                                              int thread) {
+    warpgroup_sync<kGatherers>(kGatherBarrier); // all have read the list of the last tile
+#pragma unroll
+    for (int i = 0; i < TokenScales<S>::EACH; i++) {
+      const int t = thread + i * kGatherers;
+      const uint32_t row = scales.row[i];
+      if (t * 4 < LIST_BYTES)
+        store_shared_4(sRows + t * 4,
+                       row == kNoRow ? kNoRow : row * (uint32_t)(tokens.stride / 8));
+    }
+    warpgroup_sync<kGatherers>(kGatherBarrier);
+  }
+};
+
+/* A thread's place in a tile. */
+struct ThreadPlace {
+  int token, row; // of its first accumulator
+
+  __device__ __forceinline__ explicit ThreadPlace(int consumer)
+      : token(consumer * 64 + (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7)),
+        row(2 * (threadIdx.x & 3)) {}
+};
+
+template <class S, class T> struct Fp8TokenMajorEpilogue;
+
+template <class S, class T> struct Fp8TokenMajorMainloop {
+  using WeightLoads = Fp8Loads<S>;
+  using Rows = ListedTokenRows<S>;
+  using Scales = TokenScales<S>;
+  template <EpilogueMode MODE>
+  using Epilogue = typename Fp8TokenMajorEpilogue<S, T>::template Mode<MODE>;
+
+  /* Consumer: the products of a tile. */
+  template <int N>
+  static __device__ __forceinline__ PendingCheck multiply(float (&rAcc)[2][64],
+                                                          const moelora_gemm_launch &g,
+                                                          Consumer<S> &consumer,
+                                                          const TileHeader &header) {
+    const bool active = consumer.index * 64 < header.multiplied, half = is_half<S>(header.tile);
+
+    // The outputs of the last tile: the loop below has no time for a barrier.
+    consumer.release_aliased_stage();
+
+    // Clear the accumulators.
+#pragma unroll
+    for (int i = 0; i < 64; i++)
+      rAcc[0][i] = rAcc[1][i] = 0.f;
+
+    // The k steps.
+    const int previous = !active ? skip_k_steps(g, consumer.pipeline)
+                         : half  ? multiply_k_steps<S::HALF_TILES>(rAcc, g, consumer)
+                                 : multiply_k_steps<false>(rAcc, g, consumer);
+
+    // The adapter stages.
+    return add_adapters<Fp8TokenMajorMainloop, N>(rAcc, g, consumer, header, previous);
+  }
+
+  /* The k steps of a whole or half tile. Returns the last stage, which is not released. */
+  template <bool HALF, bool BY_ROW>
+  static __device__ __forceinline__ int multiply_k_steps(float (&rAcc)[2][64],
+                                                         const moelora_gemm_launch &g,
+                                                         Consumer<S> &consumer) {
+    constexpr int PAIRS = HALF ? 1 : 2; // of m64 tiles
+    GemmPipeline<S> &pipeline = consumer.pipeline;
+    const int k_steps = (g.tokens.k + kDepth - 1) / kDepth;
+    const ThreadPlace thread(consumer.index);
+    const uint32_t token_scale = quad_place(thread.token) * 4;
+    int previous = 0;
+    float rPartial[64], tokens[2];
+    bool full = false; // the next stage, as far as is known
+#pragma unroll 1
+    for (int step = 0; step < k_steps; step++) {
+      // Wait for the stage.
+      const uint32_t stage = uniform_stage(consumer.smem, pipeline);
+      if (!full)
+        pipeline.wait_full();
+      fence_async_proxy(); // cp.async wrote sX through the generic proxy
+      const uint64_t a = wgmma_descriptor(stage + (uint32_t)offsetof(typename S::Stage, sX) +
+                                          consumer.index * kM64Bytes);
+      const uint32_t token_scales = sXScale<S>(consumer.smem, pipeline.stage) + token_scale;
+      const uint32_t weight_scales = sWScale<S>(consumer.smem, pipeline.stage, 0);
+      previous = pipeline.stage;
+      pipeline.advance();
+      const auto release = [&] {
+        __syncwarp(); // all lanes have read the scales
+        if (step + 1 < k_steps)
+          pipeline.release(previous);
+      };
+
+#pragma unroll
+      for (int h = 0; h < PAIRS; h++) {
+        // Issue the wgmmas of a pair of m64 tiles.
+        wgmma_e4m3<128>(rPartial, a, wgmma_descriptor(stage + 2 * h * kM64Bytes));
+
+        // In their latency, load the scales and look whether the next stage is full.
+        const uint32_t scales = weight_scales + 2 * h * kM64ScaleBytes;
+        if (h == 0)
+#pragma unroll
+          for (int i = 0; i < 2; i++)
+            tokens[i] = __uint_as_float(load_shared_4(token_scales + i * 8));
+        const float weights[2] = {__uint_as_float(load_shared_4(scales)),
+                                  __uint_as_float(load_shared_4(scales + kM64ScaleBytes))};
+        if (h == PAIRS - 1)
+          full = pipeline.is_full();
+
+        // Promote. Scales by row are read meanwhile, so that the stage is released afterwards.
+        wgmma_wait<0>();
+        settle<64>(rPartial);
+        if (h == PAIRS - 1 && !BY_ROW)
+          release();
+        promote<BY_ROW>(rAcc[h], rPartial, tokens, weights, scales + thread.row * 4);
+      }
+      if (BY_ROW)
+        release();
+    }
+    settle<64>(rAcc[0]);
+    settle<64>(rAcc[1]);
+    return previous;
+  }
+  template <bool HALF>
+  static __device__ __forceinline__ int multiply_k_steps(float (&rAcc)[2][64],
+                                                         const moelora_gemm_launch &g,
+                                                         Consumer<S> &consumer) {
+    return moelora_has_row_scales(g.weights.w.format)
+               ? multiply_k_steps<HALF, true>(rAcc, g, consumer)
+               : multiply_k_steps<HALF, false>(rAcc, g, consumer);
+  }
+
+  /* The k steps of a consumer without tokens. Returns the last stage, which is not released. */
+  static __device__ __forceinline__ int skip_k_steps(const moelora_gemm_launch &g,
+                                                     GemmPipeline<S> &pipeline) {
+    const int k_steps = (g.tokens.k + kDepth - 1) / kDepth;
+    int previous = 0;
+#pragma unroll 1
+    for (int step = 0; step < k_steps; step++) {
+      pipeline.wait_full();
+      previous = pipeline.stage;
+      if (step + 1 < k_steps)
+        pipeline.release(previous);
+      pipeline.advance();
+    }
+    return previous;
+  }
+
+  /* rAcc += rPartial times the scales of two tokens and of the weights of two m64 tiles: one per
+   * tile, or BY_ROW one per row, which are at `rows`. */
+  template <bool BY_ROW>
+  static __device__ __forceinline__ void promote(float (&rAcc)[64], const float *rPartial,
+                                                 const float (&tokens)[2],
+                                                 const float (&weights)[2], uint32_t rows) {
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      float2 weight = {weights[i / 8], weights[i / 8]};
+      if (BY_ROW) {
+        const uint2 bits = load_shared_8(rows + i * 32);
+        weight = {__uint_as_float(bits.x), __uint_as_float(bits.y)};
+      }
+#pragma unroll
+      for (int q = 0; q < 4; q++)
+        rAcc[4 * i + q] = fmaf(rPartial[4 * i + q], (q % 2 ? weight.y : weight.x) * tokens[q / 2],
+                               rAcc[4 * i + q]);
+    }
+  }
+
+  /* Adds the adapter stage at hand, and releases stage `previous`. Returns true if something in B
+   * was cleared. */
+  template <int N>
+  static __device__ __forceinline__ bool add_stage(float (&rAcc)[2][64],
+                                                   const moelora_gemm_launch &g,
+                                                   const Consumer<S> &consumer,
+                                                   const TileHeader &header, int previous,
+                                                   bool clears) {
+    const bool active = consumer.index * 64 < header.multiplied, half = is_half<S>(header.tile);
+    const AdapterStage<S, T> stage = AdapterStage<S, T>::wait(g, consumer, half, clears);
+    bool nonfinite = stage.nonfinite;
+    if (clears) // each consumer multiplies what both have cleared
+      nonfinite = warpgroup_any<128 * S::CONSUMERS>(kAllConsumersBarrier, nonfinite);
+    fence_async_proxy(); // cp.async, or `clear`, wrote through the generic proxy
+    wgmma_wait<0>(), consumer.pipeline.release(previous);
+    if (active && half)
+      add_slabs<S::HALF_TILES>(rAcc, g, consumer, stage.header);
+    else if (active)
+      add_slabs<false>(rAcc, g, consumer, stage.header);
+    return nonfinite;
+  }
+
+  /* The slabs of a stage, two at once. */
+  template <bool HALF>
+  static __device__ __forceinline__ void add_slabs(float (&rAcc)[2][64],
+                                                   const moelora_gemm_launch &g,
+                                                   const Consumer<S> &consumer,
+                                                   const SlabsHeader &header) {
+    const SlabLayout<S> layout = {header.width};
+    const int step = has_gate_up_slices(g) ? 4 : 2;
+    const int stage = consumer.pipeline.stage;
+    uint64_t a = wgmma_descriptor(consumer.smem.sX(stage) + uniform(consumer.index * kM64Bytes));
+    uint64_t b = layout.descriptor(consumer.smem.sW(stage));
+    int slabs = header.slabs;
+#pragma unroll 1
+    for (; slabs > 1; slabs -= 2, a += 2 * step, b += layout.slab(2) / 16)
+      wgmma_slabs<2, HALF>(rAcc, g, layout, a, b);
+    if (slabs > 0)
+      wgmma_slabs<1, HALF>(rAcc, g, layout, a, b);
+  }
+  template <int COUNT, bool HALF>
+  static __device__ __forceinline__ void wgmma_slabs(float (&rAcc)[2][64],
+                                                     const moelora_gemm_launch &g,
+                                                     const SlabLayout<S> &layout, uint64_t a,
+                                                     uint64_t b) {
+    const XaLayout xa(has_gate_up_slices(g));
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < COUNT; j++)
+#pragma unroll
+      for (int m64 = 0; m64 < (HALF ? S::TILES / 2 : S::TILES); m64++)
+        Wgmma<64>::template mma<Element<T>::is_bf16>(
+            rAcc[m64 / 2] + m64 % 2 * 32, a + xa.slab * j + m64 % 2 * xa.up,
+            b + (layout.slab(j) + layout.m64(slab_m64<S>(g, m64))) / 16);
+    wgmma_commit();
+    wgmma_wait<0>(); // promotion has written the accumulators: no product may be in flight
+  }
+
+  /* Whether each row has a finite accumulator among two tokens of a tile's first. */
+  static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][64], int consumer) {
+    if (ThreadPlace(consumer).token != 0)
+      return true;
+    float most = 0.f;
+#pragma unroll
+    for (int i = 0; i < 64; i++) {
+      const float *two = &rAcc[i / 32][i / 2 % 16 * 4 + i % 2];
+      most = max_nan(most, fminf(fabsf(two[0]), fabsf(two[2])));
+    }
+    return most < __builtin_inff();
+  }
+};
+
+/* The epilogue: from accumulators through epilogue tiles to global memory, 64 outputs at a time. A
+ * warp puts its 16 tokens beside those of its neighbor into an epilogue tile of 32. */
+template <class S, class T> struct Fp8TokenMajorEpilogue {
+  template <EpilogueMode MODE> struct Mode {
+    static constexpr bool GATED = MODE != EpilogueMode::PLAIN;
+
+    static __device__ __forceinline__ void store(float (&rAcc)[2][64], const RowMaps *out_maps,
+                                                 const moelora_gemm_launch &g,
+                                                 const TileHeader &header,
+                                                 const Consumer<S> &consumer) {
+      const Activation activation(g.epilogue.activation);
+      const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+      const int token = warp % 2 * 16 + (lane & 15), from = consumer.index * 64;
+#pragma unroll
+      for (int i = 0; i < (GATED ? 2 : 4); i++) {
+        float *v = GATED ? rAcc[i] : rAcc[i / 2] + i % 2 * 32;
+        const int m64 = GATED ? 2 * i : i, first = first_output<S>(g, header.tile, m64);
+        if (is_half<S>(header.tile) && i == 2)
+          break;
+        if (i == 1)              // from here on buffers alias the last stage:
+          consumer.sync_all();   // all have multiplied it
+        if (from >= header.count)
+          continue;
+
+        // Bias and activation.
+        if (g.weights.w.bias)
+          add_bias(v, g, header.tile.expert, m64, first);
+        if (GATED && g.weights.w.bias)
+          add_bias(v + 32, g, header.tile.expert, m64 + 1, first);
+        if (GATED) {
+#pragma unroll
+          for (int j = 0; j < 32; j++)
+            v[j] = MODE == EpilogueMode::SILU ? silu_and_mul(v[j], v[j + 32])
+                                              : activation(v[j], v[j + 32]);
+        } else if (g.epilogue.activation.kind == MOELORA_RELU2) {
+#pragma unroll
+          for (int j = 0; j < 32; j++)
+            v[j] = v[j] < 0.f ? 0.f : v[j] * v[j];
+        }
+
+        // To shared memory.
+        const uint32_t sOut = consumer.sOut(consumer.index, 2 * i + warp / 2);
+#pragma unroll
+        for (int n8 = 0; n8 < 8; n8 += 2) {
+          const float *u = v + 4 * n8;
+          const int chunk = n8 + (lane >> 4);
+          store_matrix_x4(sOut + token * kRowBytes + ((chunk ^ (token & 7)) << 4),
+                          pack2<T>(u[0], u[1]), pack2<T>(u[2], u[3]), pack2<T>(u[4], u[5]),
+                          pack2<T>(u[6], u[7]));
+        }
+
+        // From there to global memory by TMA.
+        fence_async_proxy();
+        consumer.sync();
+        const int half = warp / 2 * 32;
+        if (threadIdx.x % 64 == 0 && from + half < header.count &&
+            !(GATED && g.epilogue.out_unread))
+          tma_store_2d(&out_maps->many, first, header.tile.block * S::TOKENS + from + half, sOut);
+      }
+
+      // The same outputs in e4m3.
+      if (GATED && g.epilogue.e4m3.values)
+        store_e4m3<S, T, 128>(
+            g, header.tile, from, min(header.count, from + 64),
+            [&](int half, int i) { return consumer.sOut(consumer.index, 2 * half + i % 2); });
+    }
+  };
+
+  /* Adds the bias of an m64 tile. */
+  static __device__ __forceinline__ void add_bias(float *v, const moelora_gemm_launch &g,
+                                                  int expert, int m64, int first) {
+    const T *gBias = (const T *)g.weights.w.bias + expert * g.weights.w.bias_stride_e;
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      const int output = first + i / 2 * 8 + 2 * (threadIdx.x & 3) + i % 2;
+      if (output < g.weights.n_out) {
+        const float b = Element<T>::to_float(gBias[weight_row(g, m64, output)]);
+        v[i / 2 * 4 + i % 2] += b, v[i / 2 * 4 + i % 2 + 2] += b;
+      }
+    }
+  }
+};
+
+#endif

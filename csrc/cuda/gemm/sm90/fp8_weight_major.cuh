@@ -1,0 +1,179 @@
+/* Grouped GEMM for Hopper with FP8 weights and FP8 tokens, weight rows as operand A (swap_ab): bulk
+ * copies, wgmma of e4m3, promotion to float32.
+ *
+ *   TMA warp        W(0) W(1) W(2)  ...       weights of step i and their scales
+ *   gather warps    X(0) X(1) X(2)  ...       token rows of step i and their scales
+ *   consumer 0      wgmma 0 | promote 0 | wgmma 1 | promote 1 | ...
+ *   consumer 1           | wgmma 0 | promote 0 | wgmma 1 | ...     one keeps the tensor cores busy
+ *                                                                  while the other promotes
+ *
+ * Up to 64 tokens a consumer has both of its m64 tiles in flight at once; of more tokens there are
+ * no registers for a second rPartial. A step is 128 of depth. Accumulators rAcc[2][TOKENS / 2], see
+ * tile.cuh. */
+#ifndef MOELORA_CUDA_SM90_FP8_WEIGHT_MAJOR_CUH
+#define MOELORA_CUDA_SM90_FP8_WEIGHT_MAJOR_CUH
+
+#include "cuda/gemm/sm90/adapter_stage.cuh"
+#include "cuda/gemm/sm90/epilogue.cuh"
+#include "cuda/gemm/sm90/fp8.cuh"
+#include "cuda/gemm/sm90/producer.cuh"
+
+template <class S, class T> struct Fp8WeightMajorMainloop;
+
+/* rPartial needs registers beside the accumulators, which producers give; what they know of a tile
+ * they may spill. */
+constexpr int fp8_weight_major_producer_registers(int tokens, int consumers) {
+  return consumers == 2 ? 104 : tokens > 32 ? 80 : 88;
+}
+
+template <class S> struct Fp8WeightMajorStorage {
+  SharedStorage<S> gemm;
+  alignas(16) ScalesOf<S> scales[S::STAGES];
+};
+
+template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER>
+struct Fp8WeightMajorShape : KernelShape<TOKENS, CONSUMERS, STAGES, CLUSTER, MOELORA_KERNEL_W8A8>,
+                             RegisterBudget<fp8_weight_major_producer_registers(TOKENS, CONSUMERS), CONSUMERS> {
+  static_assert(TOKENS <= 96, "registers of both accumulators");
+  static constexpr int GATHER_LANES = 8;
+  static constexpr int TILES_AT_ONCE = TOKENS <= 64 ? 2 : 1;
+
+  using Stage = Fp8Stage<TOKENS, 2 * CONSUMERS>;
+  template <class S> using Storage = Fp8WeightMajorStorage<S>;
+  template <class S, class T> using Mainloop = Fp8WeightMajorMainloop<S, T>;
+};
+
+/* Scales of a thread's tokens. */
+template <int N> struct ThreadScales {
+  uint4 v[(N + 15) / 16];
+
+  __device__ __forceinline__ void load(uint32_t sScale) {
+    sScale += (threadIdx.x & 3) * 16;
+#pragma unroll
+    for (int i = 0; i < (N + 15) / 16; i++)
+      v[i] = load_shared_16(sScale + i * 64);
+  }
+  /* Of n8 tile i. */
+  __device__ __forceinline__ float2 operator[](int i) const {
+    const uint4 four = v[i / 2];
+    return {__uint_as_float(i % 2 ? four.z : four.x), __uint_as_float(i % 2 ? four.w : four.y)};
+  }
+};
+
+/* rAcc += rPartial times the scales of a thread's two rows, `low` and `high` (BY_ROW; else `low`
+ * for both), and of its tokens. */
+template <bool BY_ROW, int N>
+__device__ __forceinline__ void promote(float *rAcc, const float *rPartial, float low, float high,
+                                        const ThreadScales<N> &tokens) {
+#pragma unroll
+  for (int i = 0; i < N / 8; i++) {
+    const float2 x = tokens[i];
+    const float2 first = {low * x.x, low * x.y};
+    const float2 second = BY_ROW ? float2{high * x.x, high * x.y} : first;
+    rAcc[4 * i] = fmaf(rPartial[4 * i], first.x, rAcc[4 * i]);
+    rAcc[4 * i + 1] = fmaf(rPartial[4 * i + 1], first.y, rAcc[4 * i + 1]);
+    rAcc[4 * i + 2] = fmaf(rPartial[4 * i + 2], second.x, rAcc[4 * i + 2]);
+    rAcc[4 * i + 3] = fmaf(rPartial[4 * i + 3], second.y, rAcc[4 * i + 3]);
+  }
+}
+
+template <class S, class T> struct Fp8WeightMajorMainloop {
+  using WeightLoads = Fp8Loads<S>;
+  using Rows = TokenRows<S>;
+  using Scales = TokenScales<S>;
+  template <EpilogueMode MODE> using Epilogue = WeightMajorEpilogue<S, T, MODE>;
+
+  /* Consumer: the products of a tile with N tokens. */
+  template <int N>
+  static __device__ __forceinline__ PendingCheck multiply(float (&rAcc)[2][S::TOKENS / 2],
+                                                          const moelora_gemm_launch &g,
+                                                          Consumer<S> &consumer,
+                                                          const TileHeader &header) {
+    constexpr int TILES = S::TILES_AT_ONCE;
+    GemmPipeline<S> &pipeline = consumer.pipeline;
+    const int k_steps = KSteps::of<S>(g, header.tile, all_k_steps<S>(g)).count;
+
+    // The outputs of the last tile: the loop below has no time for a barrier.
+    if (Consumer<S>::ALIASED_BUFFERS > 0)
+      consumer.release_aliased_stage();
+
+    // Clear the accumulators.
+#pragma unroll
+    for (int i = 0; i < N / 2; i++)
+      rAcc[0][i] = rAcc[1][i] = 0.f;
+
+    // The k steps.
+    const bool by_row = moelora_has_row_scales(g.weights.w.format);
+    const int row = by_row ? (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7) : 0;
+    int previous = 0;
+    float rPartial[TILES][N / 2];
+    bool full = false; // the next stage, as far as is known
+#pragma unroll 1
+    for (int step = 0; step < k_steps; step++) {
+      // Wait for the stage.
+      const uint32_t stage = uniform_stage(consumer.smem, pipeline);
+      const uint32_t sW = stage + 2 * consumer.index * kM64Bytes;
+      if (!full)
+        pipeline.wait_full();
+      fence_async_proxy(); // cp.async wrote sX through the generic proxy
+      const uint64_t b = wgmma_descriptor(stage + (uint32_t)offsetof(typename S::Stage, sX));
+      const uint32_t token_scales_at = sXScale<S>(consumer.smem, pipeline.stage);
+      const uint32_t weight_scales =
+          sWScale<S>(consumer.smem, pipeline.stage, 2 * consumer.index) + row * 4;
+      ThreadScales<N> token_scales;
+      previous = pipeline.stage;
+      pipeline.advance();
+
+#pragma unroll
+      for (int first = 0; first < 2; first += TILES) {
+        // Issue the wgmmas of TILES m64 tiles.
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+          wgmma_e4m3<N>(rPartial[t], wgmma_descriptor(sW + (first + t) * kM64Bytes), b);
+
+        // In their latency, load the scales and look whether the next stage is full.
+        float low[TILES], high[TILES];
+        if (first == 0)
+          token_scales.load(token_scales_at);
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+          const uint32_t scales = weight_scales + (first + t) * kM64ScaleBytes;
+          low[t] = __uint_as_float(load_shared_4(scales));
+          high[t] = __uint_as_float(load_shared_4(scales + 32));
+        }
+        if (first == 2 - TILES)
+          full = pipeline.is_full();
+
+        // Promote each tile as its wgmmas are done.
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+          if (t + 1 < TILES)
+            wgmma_wait<1>();
+          else
+            wgmma_wait<0>();
+          settle<N / 2>(rPartial[t]);
+          if (by_row)
+            promote<true, N>(rAcc[first + t], rPartial[t], low[t], high[t], token_scales);
+          else
+            promote<false, N>(rAcc[first + t], rPartial[t], low[t], 0.f, token_scales);
+        }
+      }
+
+      // Release the stage; the last one after the adapter stages.
+      __syncwarp(); // all lanes have read the scales
+      if (step + 1 < k_steps)
+        pipeline.release(previous);
+    }
+    settle<N / 2>(rAcc[0]);
+    settle<N / 2>(rAcc[1]);
+
+    // The adapter stages.
+    return add_adapters<WeightMajorAdapters<S, T>, N>(rAcc, g, consumer, header, previous);
+  }
+
+  static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][S::TOKENS / 2], int) {
+    return are_rows_finite<S>(rAcc);
+  }
+};
+
+#endif

@@ -1,0 +1,132 @@
+/* Grouped GEMM for Hopper with weights of the dtype of x: TMA, wgmma with both operands in shared
+ * memory, warp specialization.
+ *
+ *   TMA warp        W(0) W(1) W(2) W(3)  ...   weights of step i: an m64 tile per box
+ *   gather warps    X(0) X(1) X(2) X(3)  ...   token rows of step i
+ *   consumers            0    1    2     ...   wgmma of step i, in flight beside that of step i - 1,
+ *                              ^0   ^1         whose stage is then released
+ *
+ * Weights are operand A, tokens operand B (swap_ab): M is 64 weight rows, N the narrowest that holds
+ * the tokens of the tile. A step is 64 of depth. Accumulators rAcc[2][TOKENS / 2], see tile.cuh. */
+#ifndef MOELORA_CUDA_SM90_NATIVE_CUH
+#define MOELORA_CUDA_SM90_NATIVE_CUH
+
+#include "cuda/gemm/sm90/adapter_stage.cuh"
+#include "cuda/gemm/sm90/epilogue.cuh"
+#include "cuda/gemm/sm90/producer.cuh"
+#include "cuda/ptx/wgmma.cuh"
+
+template <class S, class T> struct NativeMainloop;
+
+/* Producers keep the rows of x that they gather in registers. Tiles of up to 32 tokens need no more
+ * registers than the launch gives. */
+constexpr int native_producer_registers(int tokens, int consumers) {
+  return consumers == 2 ? 136 : tokens > 32 ? 96 : 128;
+}
+
+template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER>
+struct NativeShape : KernelShape<TOKENS, CONSUMERS, STAGES, CLUSTER, MOELORA_KERNEL_NATIVE>,
+                     RegisterBudget<native_producer_registers(TOKENS, CONSUMERS), CONSUMERS> {
+  static constexpr int GATHER_LANES = 8; // of a row of x
+  static constexpr bool GENERAL_EPILOGUE = CLUSTER == 1;
+
+  struct Stage {
+    SwizzledRow sW[2 * CONSUMERS][64]; // m64 tiles of weight rows
+    SwizzledRow sX[1][TOKENS];         // token rows
+  };
+  template <class S> using Storage = SharedStorage<S>;
+  template <class S, class T> using Mainloop = NativeMainloop<S, T>;
+};
+
+template <class S, class T> struct NativeMainloop {
+  using Rows = TokenRows<S>;
+  using Scales = NoTokenScales<S>;
+  template <EpilogueMode MODE> using Epilogue = WeightMajorEpilogue<S, T, MODE>;
+
+  /* Producer: the weights of a k step. The CTAs of a cluster load an equal share of the m64 tiles
+   * each and multicast it to both. */
+  struct WeightLoads {
+    __device__ __forceinline__ void begin(const moelora_gemm_launch &, const ClusterTile &, int) {}
+
+    static __device__ __forceinline__ uint32_t bytes(const moelora_gemm_launch &, const Tile &) {
+      return sizeof(S::Stage::sW);
+    }
+    __device__ __forceinline__ void load(const CUtensorMap *map, const moelora_gemm_launch &g,
+                                         const Tile &tile, int step, const SharedMemory<S> &smem,
+                                         const GemmPipeline<S> &pipeline, uint64_t policy) {
+      constexpr int SHARE = S::TILES / S::CLUSTER;
+      const int rank = S::CLUSTER > 1 ? (int)cluster_rank() : 0;
+      for (int i = 0; i < SHARE; i++) {
+        const int m64 = rank * SHARE + i, output = first_output<S>(g, tile, m64);
+        const uint32_t sW = smem.sW(pipeline.stage) + m64 * kM64Bytes;
+        int c[4] = {step * kDepth, output, g.weights.gated ? m64 & 1 : 0, tile.expert};
+        if (g.weights.w.packed) {
+          c[0] = c[1] = 0, c[2] = step;
+          c[3] = (int)((tile.expert * g.weights.w.n + weight_row(g, m64, output)) / 64);
+        }
+        if (S::CLUSTER > 1)
+          tma_load_4d_multicast(sW, map, c[0], c[1], c[2], c[3], pipeline.full(), policy);
+        else
+          tma_load_4d(sW, map, c[0], c[1], c[2], c[3], pipeline.full(), policy);
+      }
+    }
+  };
+
+  /* Consumer: the products of a tile with N tokens. Accumulators past N belong to padding. */
+  template <int N>
+  static __device__ __forceinline__ PendingCheck multiply(float (&rAcc)[2][S::TOKENS / 2],
+                                                          const moelora_gemm_launch &g,
+                                                          Consumer<S> &consumer,
+                                                          const TileHeader &header) {
+    GemmPipeline<S> &pipeline = consumer.pipeline;
+    const int k_steps = KSteps::of<S>(g, header.tile, all_k_steps<S>(g)).count;
+
+    // Clear the accumulators.
+#pragma unroll
+    for (int i = 0; i < N / 2; i++)
+      rAcc[0][i] = rAcc[1][i] = 0.f;
+
+    // The k steps.
+    int previous = 0;
+#pragma unroll 1
+    for (int step = 0; step < k_steps; step++) {
+      // Wait for the stage.
+      pipeline.wait_full();
+      fence_async_proxy(); // cp.async wrote sX through the generic proxy
+
+      // Issue the wgmmas of the consumer's two m64 tiles.
+      wgmma_fence();
+      const uint64_t a =
+          wgmma_descriptor(consumer.smem.sW(pipeline.stage) + consumer.index * 2 * kM64Bytes);
+      const uint64_t b = wgmma_descriptor(consumer.smem.sX(pipeline.stage));
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        Wgmma<N>::template mma<Element<T>::is_bf16>(rAcc[0], a + 2 * k, b + 2 * k);
+        Wgmma<N>::template mma<Element<T>::is_bf16>(rAcc[1], a + kM64Bytes / 16 + 2 * k, b + 2 * k);
+      }
+      wgmma_commit();
+
+      // The outputs of the last tile have been stored by now.
+      if (Consumer<S>::ALIASED_BUFFERS > 0 && step == 1)
+        consumer.release_aliased_stage();
+
+      // The wgmmas of the step before are done: release its stage.
+      wgmma_wait<1>();
+      if (step > 0)
+        pipeline.release(previous);
+      previous = pipeline.stage;
+      pipeline.advance();
+    }
+    if (Consumer<S>::ALIASED_BUFFERS > 0)
+      consumer.release_aliased_stage(); // of a tile of one step
+
+    // The adapter stages.
+    return add_adapters<WeightMajorAdapters<S, T>, N>(rAcc, g, consumer, header, previous);
+  }
+
+  static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][S::TOKENS / 2], int) {
+    return are_rows_finite<S>(rAcc);
+  }
+};
+
+#endif

@@ -1,0 +1,44 @@
+/* The producer's view of quantized weights: where this CTA's share of a tile's m64 tiles lies in
+ * global memory, at the next k step. One lane has to issue copies of 2 to 8 KB as fast as memory
+ * delivers them. */
+#ifndef MOELORA_CUDA_SM90_WEIGHT_TILES_CUH
+#define MOELORA_CUDA_SM90_WEIGHT_TILES_CUH
+
+#include "cuda/gemm/sm90/shared_storage.cuh"
+#include "cuda/gemm/sm90/tile_scheduler.cuh"
+
+template <class S> struct WeightTiles {
+  static constexpr int SHARE = S::TILES / S::CLUSTER, MOST = S::UNPAIRED_BLOCKS ? S::TILES : SHARE;
+  const char *gW[MOST];
+  int count;    // of the share
+  bool are_all; // the share is the whole tile: nothing comes from the cluster's other CTA
+
+  /* From k step `step` of a tile on. */
+  __device__ __forceinline__ void begin(const moelora_gemm_launch &g, const ClusterTile &tile,
+                                        int step) {
+    are_all = S::CLUSTER == 1 || (S::UNPAIRED_BLOCKS && tile.is_shared());
+    count = (are_all ? S::TILES : SHARE) >> is_half<S>(tile);
+#pragma unroll
+    for (int i = 0; i < MOST; i++) {
+      const int m64 = first() + i;
+      gW[i] = quantized_tile(g, tile.expert, m64, first_output<S>(g, tile, m64));
+    }
+    if (S::SPLIT_K)
+      advance(g, step * S::SPANS);
+  }
+  __device__ __forceinline__ int first() const { return are_all ? 0 : (int)cluster_rank() * count; }
+  __device__ __forceinline__ void advance(const moelora_gemm_launch &g, int spans) {
+#pragma unroll
+    for (int i = 0; i < MOST; i++)
+      gW[i] += spans * g.weights.w.stride_kt;
+  }
+};
+
+/* Bytes of weights, with their scales, that a k step brings to this CTA. */
+template <class S>
+__device__ __forceinline__ uint32_t weight_tile_bytes(const moelora_gemm_launch &g, const Tile &tile) {
+  const uint32_t bytes = S::SPANS * S::TILES * S::Format::tile_bytes(g.weights.w.format);
+  return bytes >> is_half<S>(tile);
+}
+
+#endif
