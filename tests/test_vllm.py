@@ -4,7 +4,6 @@ import importlib.metadata
 import logging
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
