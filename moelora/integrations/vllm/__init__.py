@@ -8,10 +8,10 @@ brought into moelora's tiles in place of vLLM's. vLLM's log says so, once a proc
 `MOELORA_VLLM=0` in the environment turns it off; under vLLM's VLLM_BATCH_INVARIANT every call is
 batch invariant.
 
-Where this build has no CUDA kernels, or no GPU can run them, vLLM is left alone, and the log says
-so. A layer that is not supported runs vLLM's own path, and the log, `vllm.moelora`, says why, once for
-each reason; `TritonExpertsWithLoRA.reason_against` and `methods` have them. Its adapters still go
-through moelora's deltas.
+Where this build has no CUDA kernels, or no GPU can run them, vLLM is left alone, and the log,
+`vllm.moelora`, says so. A layer that is not supported runs vLLM's own path, and the log says why,
+once for each reason; `TritonExpertsWithLoRA.reason_against` and `methods` have them. Its adapters
+still go through moelora's deltas.
 """
 
 from __future__ import annotations
