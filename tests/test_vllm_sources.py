@@ -65,7 +65,7 @@ def test_what_is_read_of_a_method_is_there(sources, name):
 
 
 def test_how_a_release_quantises_activations(sources):
-    """Whether it divides by a scale or multiplies by its inverse: docs/weight-formats.md says it."""
+    """Whether it divides by a scale or takes its inverse, as docs/weight-formats.md says."""
 
     def body(file, function):
         (path,) = sources.folder.glob(f"csrc/**/w8a8/fp8/{file}")
