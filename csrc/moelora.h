@@ -185,9 +185,10 @@ typedef enum moelora_format {
 typedef enum moelora_x_format {
   /* x as it is (W8A16), by numbers that are rounded once; the only one of all other formats */
   MOELORA_X_NATIVE = 0,
-  /* W8A8: q = e4m3(x / s) for a float32 scale s, to nearest even; what is beyond 448 becomes 448,
-   * a NaN stays one and counts in no maximum. The sum of every 128 of depth (64 of FP8_G64) of
-   * products of e4m3 is multiplied by both scales. h is rounded to its dtype first. */
+  /* W8A8: q = e4m3(x (1/s)) or e4m3(x / s), as below, for a float32 scale s and a float32 1/s; to
+   * nearest even; what is beyond 448 becomes 448, a NaN stays one and counts in no maximum. The sum
+   * of every 128 of depth (64 of FP8_G64) of products of e4m3 is multiplied by both scales. h is
+   * rounded to its dtype first. */
   MOELORA_X_GROUP, /* s of every 128 (64) of depth of a token: max(|x|, 1e-10) / 448; q = x (1/s) */
   MOELORA_X_TOKEN, /* s of every token: max|x| / 448, at least 1 / (448 * 512); q = x / s */
   MOELORA_X_STATIC, /* s is the layout's x_scale; q = x (1/s) */

@@ -63,8 +63,9 @@ class FromFP8:
     ) -> Made:
         """FP8 as DeepSeek-V3 and Qwen3-FP8 have it: `value = e4m3 * scale of its block`.
 
-        Activations get a scale for every 128 columns of a token (64 if a block is no multiple of
-        128 wide): `max(|x|, 1e-10) / 448`.
+        Activations get a scale `s = max(|x|, 1e-10) / 448` for every 128 columns of a token, or
+        every 64 if `K` is larger than the columns of a block, and these no multiple of 128; they
+        become `e4m3(x * (1 / s))`.
 
         Parameters
         ----------
@@ -115,7 +116,8 @@ class FromFP8:
     ) -> Made:
         """FP8 with a scale for each row, as compressed-tensors has it ("float-quantized").
 
-        Activations get a scale for each token: `max|x| / 448`, at least `1 / (448 * 512)`.
+        Activations get a scale `s` for each token, `max|x| / 448`, at least `1 / (448 * 512)`, and
+        become `e4m3(x / s)`.
 
         Parameters
         ----------
@@ -156,9 +158,9 @@ class FromFP8:
     ) -> Made:
         """FP8 with a scale for each expert, or one for its gate and one for its up rows.
 
-        Activations are divided by `input_scale`, the largest if there are several. Without one,
-        they get a scale for each token, as of `from_fp8_channel`: a scale of a whole batch would
-        let a token depend on its neighbours.
+        Activations become `e4m3(x * (1 / input_scale))`, of the largest if there are several.
+        Without one, they get a scale for each token, as of `from_fp8_channel`: a scale of a whole
+        batch would let a token depend on its neighbours.
 
         Parameters
         ----------

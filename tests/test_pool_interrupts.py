@@ -35,6 +35,8 @@ def interrupted(call, number):
         return trace
 
     before = sys.gettrace()
+    # Python 3.12 reports instructions only if a frame asked for them before settrace.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
         call()

@@ -123,7 +123,7 @@ def test_adapter_names(model, tmp_path):
     with pytest.raises(KeyError, match="no adapter 'd' is loaded"):
         model(ids, adapter_names=["d"] * 5)
     moelora_hf.unload_adapters(model)
-    with pytest.raises(ValueError, match="adapter_names"):
+    with pytest.raises(RuntimeError, match="no adapters; call load_adapters first"):
         model.generate(ids, **options)
 
 

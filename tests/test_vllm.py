@@ -4,14 +4,13 @@ import importlib.metadata
 import logging
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 import vllm_stand_in
 from cases import EDGE_CASES, Spec, same_bits
 from conftest import needs_gpu
-from vllm_layer import Layer, base, load
+from vllm_layer import Layer, base, load, platform
 
 import moelora
 
@@ -101,18 +100,41 @@ def test_a_missing_field_is_named(vllm, monkeypatch):
 
 
 def test_other_platforms_are_left_alone(vllm, lines):
-    vllm.set("vllm.platforms", "current_platform", SimpleNamespace(is_cuda=lambda: False))
+    vllm.set("vllm.platforms", "current_platform", platform(cuda=False))
     vllm.plugin.register()
     assert left_alone(vllm)
     assert lines == ["moelora: the platform is not CUDA; vLLM's own path runs"]
 
 
+@pytest.mark.parametrize(
+    "with_cuda, capability, why",
+    [
+        (0, 90, "this build of moelora has no CUDA kernels"),
+        (1, 75, "there is no GPU of compute capability 8.0 or newer"),
+    ],
+)
+def test_without_kernels_or_a_gpu_it_is_left_alone(
+    vllm, lines, monkeypatch, with_cuda, capability, why
+):
+    monkeypatch.setattr("moelora._C.WITH_CUDA", with_cuda)
+    monkeypatch.setattr("moelora._C.has_cuda", lambda: pytest.fail("that initializes CUDA"))
+    vllm.set("vllm.platforms", "current_platform", platform(capability=capability))
+    for _ in range(2):
+        vllm.plugin.register()
+    assert left_alone(vllm)
+    (line,) = lines
+    assert why in line
+    assert line.endswith("; vLLM's own path runs")
+
+
 def test_the_engine_survives_a_failure(vllm, lines):
     vllm.monkeypatch.delattr(vllm.LoRAKernelMeta, "prepare_tensors")
     vllm.monkeypatch.setattr(vllm.TritonExperts, "apply", None)
+    vllm.monkeypatch.setattr("moelora._C.WITH_CUDA", 1)
     vllm.plugin.register()
     assert vllm.chosen() is vllm.TritonExperts
-    assert len(lines) == 1
+    (line,) = lines
+    assert "no CUDA kernels" not in line
 
 
 # ---- results ----

@@ -29,6 +29,13 @@ def drop(names, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
 
 
+def platform(cuda: bool = True, capability: int = 90):
+    """vLLM's `current_platform`, as far as registering asks it."""
+    return SimpleNamespace(
+        is_cuda=lambda: cuda, has_device_capability=lambda wanted: capability >= wanted
+    )
+
+
 class VLLM:
     """vLLM's classes by name, and the drop-in that was imported beside them."""
 
@@ -67,8 +74,8 @@ class VLLM:
     def register(self):
         """As the engine would, on a machine with CUDA; then vLLM's kernels are replaced."""
         with self.monkeypatch.context() as patch:
-            cuda = SimpleNamespace(is_cuda=lambda: True)
-            patch.setattr(load("vllm.platforms"), "current_platform", cuda)
+            patch.setattr(load("vllm.platforms"), "current_platform", platform())
+            patch.setattr("moelora._C.WITH_CUDA", 1)
             self.plugin.register()
         self.monkeypatch.setattr(self.TritonExperts, "apply", self._own_path())
         return self

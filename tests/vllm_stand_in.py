@@ -399,5 +399,7 @@ def modules(version: str) -> dict[str, ModuleType]:
             setattr(made[place], name, value)
     made["vllm"].__version__ = version
     made["vllm.envs"].VLLM_BATCH_INVARIANT = False
-    made["vllm.platforms"].current_platform = SimpleNamespace(is_cuda=lambda: True)
+    made["vllm.platforms"].current_platform = SimpleNamespace(
+        is_cuda=lambda: True, has_device_capability=lambda wanted: True
+    )
     return made

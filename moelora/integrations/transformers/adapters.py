@@ -80,6 +80,10 @@ class _Serving:
             return self._pass(self.now.slots, forward, args, kwargs)
         return forward(*args, **kwargs)
 
+    def carries(self) -> bool:
+        """Whether this thread is inside `use_adapters`."""
+        return self.now.slots is not None
+
     def _pass(
         self,
         slots: torch.Tensor,
