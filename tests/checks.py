@@ -150,6 +150,6 @@ class largest_allocation(TorchDispatchMode):  # noqa: N801, a context manager
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
         return out
