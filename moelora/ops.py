@@ -18,11 +18,13 @@ from moelora.call import (
     choose,
     enabled_or_absent,
     factor_list,
+    ids_or_absent,
     number_or_absent,
     operators,
     or_absent,
     run,
     typed,
+    weights_or_absent,
 )
 from moelora.fake import PACK
 from moelora.quantized import QuantizedWeights
@@ -193,7 +195,8 @@ def fused_moe_lora_gemm(
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
     TypeError
-        An argument is of another type than in the signature.
+        An argument is of another type than in the signature, or a table of ids, ranks or switches
+        is not of integers.
     RuntimeError
         An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError
@@ -209,16 +212,16 @@ def fused_moe_lora_gemm(
     args = (
         x,
         _data(w),
-        or_absent(topk_weights, absent, torch.float32),
+        weights_or_absent("topk_weights", topk_weights, absent),
         topk_ids,
         or_absent(token_lora_mapping, absent),
         factor_list(lora_a),
         factor_list(lora_b),
-        or_absent(lora_ranks, absent, torch.int32),
-        or_absent(lora_scalings, absent, torch.float32),
+        ids_or_absent("lora_ranks", lora_ranks, absent),
+        weights_or_absent("lora_scalings", lora_scalings, absent),
         enabled_or_absent(adapter_enabled, absent),
         or_absent(bias, absent),
-        or_absent(expert_map, absent, torch.int32),
+        ids_or_absent("expert_map", expert_map, absent),
         mul_routed_weight,
     )
     last = _last(w, x, batch_invariant)
@@ -333,7 +336,8 @@ def fused_experts_lora(
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
     TypeError
-        An argument is of another type than in the signature.
+        An argument is of another type than in the signature, or a table of ids, ranks or switches
+        is not of integers.
     RuntimeError
         An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError
@@ -358,22 +362,22 @@ def fused_experts_lora(
         hidden_states,
         _data(w13),
         _data(w2),
-        or_absent(topk_weights, absent, torch.float32),
+        weights_or_absent("topk_weights", topk_weights, absent),
         topk_ids,
         or_absent(token_lora_mapping, absent),
         factor_list(w13_lora_a),
         factor_list(w13_lora_b),
         factor_list(w2_lora_a),
         factor_list(w2_lora_b),
-        or_absent(lora_ranks, absent, torch.int32),
-        or_absent(lora_scalings, absent, torch.float32),
+        ids_or_absent("lora_ranks", lora_ranks, absent),
+        weights_or_absent("lora_scalings", lora_scalings, absent),
         enabled_or_absent(adapter_enabled, absent),
         or_absent(w13_bias, absent),
         or_absent(w2_bias, absent),
         choose("activation", activation, ACTIVATIONS),
         number_or_absent("activation_alpha", activation_alpha),
         number_or_absent("activation_limit", activation_limit),
-        or_absent(expert_map, absent, torch.int32),
+        ids_or_absent("expert_map", expert_map, absent),
         apply_router_weight_on_input,
     )
     last = _last_of_layer(w13, w2, hidden_states, activation, batch_invariant)

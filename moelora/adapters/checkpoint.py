@@ -24,6 +24,7 @@ version in adapter_config.json decides, and without one the checkpoint is refuse
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -52,6 +53,8 @@ _PROJECTIONS: dict[str, Projection] = {
     "w3": "up",
     "w2": "down",
 }
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # of safetensors
 
 
 @dataclass(frozen=True)
@@ -100,27 +103,9 @@ class Pair:
 class AdapterInfo:
     """What can be said of a checkpoint without reading its tensors."""
 
-    max_rank: int
+    max_rank: int  # of the factors that are there
     fused: bool  # gate and up share one A
     shared_outer: bool  # A of gate and up and B of down are shared by all experts
-
-
-@dataclass
-class _Factor:
-    """One tensor of a checkpoint and what its place in the configuration says about it."""
-
-    key: str
-    tensor: torch.Tensor
-    rank: int
-    scaling: float
-
-
-@dataclass
-class _Sides:
-    """What was found for one projection, by expert; None stands for all experts at once."""
-
-    a: dict[int | None, _Factor] = field(default_factory=dict)
-    b: dict[int | None, _Factor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -134,6 +119,14 @@ class _Place:
     wrapped: bool
     path: str  # what rank_pattern and alpha_pattern are matched against
 
+    def shapes(self, rank: int) -> list[tuple[int, ...]]:
+        """Of a factor, in the forms that it may have; those of `target_parameters` apart."""
+        wide, tall = self.layer.shape(self.projection)
+        matrix = (rank, wide) if self.side == "A" else (tall, rank)
+        if self.expert is not None:
+            return [matrix]
+        return [(self.layer.num_experts, *matrix), (1, *matrix), matrix]
+
     def wrapped_shape(self, rank: int, exchanged: bool) -> tuple[int, int]:
         """Of a factor of `target_parameters`."""
         sizes = self.layer.shape(self.projection)
@@ -142,9 +135,86 @@ class _Place:
         return (stacked, wide) if self.side == "A" else (tall, stacked)
 
 
+@dataclass(frozen=True)
+class _Factor:
+    """One tensor of a checkpoint, not read yet, and what the configuration says about it."""
+
+    key: str
+    place: _Place
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rank: int
+    scaling: float
+    exchanged: bool  # in and out, of target_parameters
+
+    @property
+    def side(self) -> str:
+        """Which factor of the product it is, whatever PEFT called it."""
+        return {"A": "B", "B": "A"}[self.place.side] if self.exchanged else self.place.side
+
+
+@dataclass
+class _Sides:
+    """What was found for one projection, by expert; None stands for all experts at once."""
+
+    a: dict[int | None, _Factor] = field(default_factory=dict)
+    b: dict[int | None, _Factor] = field(default_factory=dict)
+
+
+class _File:
+    """The tensors of an open safetensors file."""
+
+    def __init__(self, file: Any):
+        self._file = file
+
+    def keys(self) -> list[str]:
+        keys: list[str] = self._file.keys()
+        return keys
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._file.get_slice(key).get_shape())
+
+    def dtype(self, key: str) -> torch.dtype | str:
+        name = self._file.get_slice(key).get_dtype()
+        return _DTYPES.get(name, name)
+
+    def tensor(self, key: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._file.get_tensor(key)
+        return tensor
+
+
+class _State:
+    """Those of a state dict."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor]):
+        for key, tensor in state.items():
+            if not isinstance(key, str):
+                raise ValueError(f"key {key!r} of the state dict is a {type(key).__name__}")
+            if not isinstance(tensor, torch.Tensor):
+                raise ValueError(f"{key} is a {type(tensor).__name__}, wanted a tensor")
+            if tensor.layout is not torch.strided or tensor.is_meta:
+                raise ValueError(f"{key} is a sparse or a meta tensor, wanted a plain one")
+        self._state = state
+
+    def keys(self) -> list[str]:
+        return list(self._state)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._state[key].shape)
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self._state[key].dtype
+
+    def tensor(self, key: str) -> torch.Tensor:
+        return self._state[key].detach().cpu()
+
+
+_Tensors: TypeAlias = _File | _State
+
+
 @contextmanager
-def open_weights(folder: Path) -> Iterator[Any]:
-    """The tensors of a checkpoint, as an object with `keys()` and `get_tensor(key)`."""
+def open_weights(folder: Path) -> Iterator[_File]:
+    """The tensors of a checkpoint."""
     try:
         from safetensors import SafetensorError, safe_open
     except ModuleNotFoundError:
@@ -157,66 +227,49 @@ def open_weights(folder: Path) -> Iterator[Any]:
         raise FileNotFoundError(f"{folder} holds no {WEIGHTS_FILE}{hint}")
     try:
         with safe_open(path, framework="pt", device="cpu") as weights:
-            yield weights
+            yield _File(weights)
     except SafetensorError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-
-
-class _State:
-    """A state dict with the interface of an open safetensors file."""
-
-    def __init__(self, state: Mapping[str, torch.Tensor]):
-        for key in state:
-            if not isinstance(key, str):
-                raise ValueError(f"key {key!r} of the state dict is a {type(key).__name__}")
-        self._state = state
-
-    def keys(self) -> Sequence[str]:
-        return list(self._state)
-
-    def get_tensor(self, key: str) -> torch.Tensor:
-        tensor = self._state[key]
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{key} is a {type(tensor).__name__}, wanted a tensor")
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            raise ValueError(f"{key} is a sparse or a meta tensor, wanted a plain one")
-        return tensor.detach().cpu()
 
 
 def load(
     source: str | Path | Mapping[str, torch.Tensor],
     config: Mapping[str, Any] | None,
     layers: Sequence[MoELayer],
+    max_rank: int,
 ) -> dict[str, dict[str, Pair]]:
-    """Reads and checks a whole adapter: layer name -> projection -> pair."""
+    """Reads and checks a whole adapter: layer name -> projection -> pair.
+
+    Ranks are padded to the largest of a projection; a factor of more than `max_rank` is refused
+    before any tensor is read.
+    """
     if isinstance(source, Mapping):
         if config is None:
             raise ValueError("a state dict needs config=, the content of adapter_config.json")
-        return _read(_State(source), LoraConfig.parse(config), layers)
+        return _read(_State(source), LoraConfig.parse(config), layers, max_rank)
     if config is not None:
         raise ValueError("config= is for state dicts; a folder has its own adapter_config.json")
     folder = _folder(source)
     lora = LoraConfig.read(folder)
     with open_weights(folder) as weights:
-        return _read(weights, lora, layers)
+        return _read(weights, lora, layers, max_rank)
 
 
 def peek(folder: str | Path, layers: Sequence[MoELayer]) -> AdapterInfo:
     """Reads the configuration and the header of a checkpoint, enough to size a pool for it."""
     folder = _folder(folder)
     lora = LoraConfig.read(folder)
-    fused, shared = True, True
+    fused, shared, rank = True, True, 0
     with open_weights(folder) as weights:
-        names = _layer_names(layers)
-        for key in weights.keys():  # noqa: SIM118, not a dict
-            place = _locate(key, names, lora)
+        for factor in _survey(weights, lora, layers):
+            place, shape = factor.place, factor.shape
+            rank = max(rank, factor.rank)
             if place.projection in ("gate", "up"):
                 fused = fused and not place.layer.gated
             if (place.side == "A") != (place.projection == "down"):
-                shape = weights.get_slice(key).get_shape()
                 alone = len(shape) == 2 or shape[0] == 1
                 shared = shared and place.expert is None and not place.wrapped and alone
-    return AdapterInfo(lora.max_rank, fused, shared)
+    return AdapterInfo(rank, fused, shared)
 
 
 def _folder(source: str | Path) -> Path:
@@ -258,7 +311,8 @@ def _locate(key: str, names: Mapping[str, MoELayer], lora: LoraConfig) -> _Place
         if depth >= len(targeted):
             raise ValueError(
                 f"{key} wraps parameter {depth + 1} of {layer.name}, but target_parameters "
-                f"{list(lora.target_parameters)} name {len(targeted)} of {list(layer.parameters)}"
+                f"{reprlib.repr(sorted(lora.target_parameters))} name {len(targeted)} of "
+                f"{list(layer.parameters)}"
             )
         parameter = targeted[len(targeted) - 1 - depth]
         projection = _PROJECTIONS[parameter]
@@ -276,38 +330,60 @@ def _locate(key: str, names: Mapping[str, MoELayer], lora: LoraConfig) -> _Place
     return _Place(layer, projection, side, expert, False, path)
 
 
-def _read(weights: Any, lora: LoraConfig, layers: Sequence[MoELayer]) -> dict[str, dict[str, Pair]]:
+def _survey(weights: _Tensors, lora: LoraConfig, layers: Sequence[MoELayer]) -> list[_Factor]:
+    """All factors of a checkpoint, with their shapes and dtypes checked, before any is read."""
     names = _layer_names(layers)
+    places = {key: _locate(key, names, lora) for key in sorted(weights.keys())}
+    shapes = {key: weights.shape(key) for key in places}
+    wrapped = {key: shapes[key] for key, place in places.items() if place.wrapped}
+    exchanged = bool(wrapped) and _exchanged(wrapped, places, lora)
+    factors = []
+    for key, place in places.items():
+        dtype = weights.dtype(key)
+        if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES.values():
+            raise ValueError(f"{key}: dtype is {dtype}, wanted float32, bfloat16 or float16")
+        rank, scaling = lora.rank_and_scaling(place.path)
+        shape = shapes[key]
+        forms = place.shapes(rank)
+        if not place.wrapped and shape not in forms:
+            text = " or ".join(str(form) for form in dict.fromkeys(forms))
+            raise ValueError(f"{key}: shape is {shape}, wanted {text}")
+        exchange = place.wrapped and exchanged
+        factors.append(_Factor(key, place, shape, dtype, rank, scaling, exchange))
+    if not factors:
+        raise ValueError("the checkpoint holds no tensors")
+    return factors
+
+
+def _read(
+    weights: _Tensors, lora: LoraConfig, layers: Sequence[MoELayer], max_rank: int
+) -> dict[str, dict[str, Pair]]:
     found: dict[tuple[str, str], _Sides] = {}
-    places: dict[tuple[str, str], MoELayer] = {}
-    located = {key: _locate(key, names, lora) for key in sorted(weights.keys())}
-    tensors = {key: weights.get_tensor(key) for key in located}
-    wrapped = {key: tuple(tensors[key].shape) for key, place in located.items() if place.wrapped}
-    exchanged = bool(wrapped) and _exchanged(wrapped, located, lora)
-    for key, place in located.items():
-        factor = _factor(key, tensors.pop(key), place, lora, exchanged)
-        index = (place.layer.name, place.projection)
-        places[index] = place.layer
-        sides = found.setdefault(index, _Sides())
-        side = sides.a if (place.side == "A") != (place.wrapped and exchanged) else sides.b
+    for factor in _survey(weights, lora, layers):
+        place = factor.place
+        check_rank(factor.key, factor.rank, max_rank)
+        sides = found.setdefault((place.layer.name, place.projection), _Sides())
+        side = sides.a if factor.side == "A" else sides.b
         taken = side.get(place.expert)
         if taken is None and (place.expert is None) != (None in side) and side:
             taken = next(iter(side.values()))
         if taken is not None:
-            raise ValueError(f"{key} and {taken.key} are the same factor")
+            raise ValueError(f"{factor.key} and {taken.key} are the same factor")
         side[place.expert] = factor
-    if not found:
-        raise ValueError("the checkpoint holds no tensors")
-
+    for (name, projection), sides in found.items():
+        if projection == "gate_up" and {(name, "gate"), (name, "up")} & found.keys():
+            key = next(iter([*sides.a.values(), *sides.b.values()])).key
+            raise ValueError(f"{key}: {name} has factors of gate_up_proj and of gate or up alone")
     adapter: dict[str, dict[str, Pair]] = {}
     for (name, projection), sides in found.items():
-        pairs = adapter.setdefault(name, {})
-        pairs[projection] = _pair(sides, places[name, projection])
-    for (name, projection), sides in found.items():
-        if projection == "gate_up" and {"gate", "up"} & adapter[name].keys():
-            key = next(iter(sides.a.values())).key
-            raise ValueError(f"{key}: {name} has factors of gate_up_proj and of gate or up alone")
+        adapter.setdefault(name, {})[projection] = _pair(sides, weights)
     return adapter
+
+
+def check_rank(what: str, rank: int, max_rank: int) -> None:
+    """Padding to all experts and slots takes memory by the rank: so it is looked at before."""
+    if rank > max_rank:
+        raise ValueError(f"{what} has rank {rank}, but max_rank of the pool is {max_rank}")
 
 
 def _exchanged(
@@ -336,36 +412,19 @@ def _exchanged(
     return exchanged
 
 
-def _factor(
-    key: str, tensor: torch.Tensor, place: _Place, lora: LoraConfig, exchanged: bool
-) -> _Factor:
-    """Checks one tensor and gives it the shape (E or 1, r, in) or (E or 1, out, r)."""
-    rank, scaling = lora.rank_and_scaling(place.path)
-    experts = place.layer.num_experts
-    wide, tall = place.layer.shape(place.projection)
-    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"{key}: dtype is {tensor.dtype}, wanted float32, bfloat16 or float16")
-
-    matrix = (rank, wide) if place.side == "A" else (tall, rank)
-    if place.expert is not None:
-        wanted = [matrix]
-    else:
-        wanted = [(experts, *matrix), (1, *matrix), matrix]
-    if not place.wrapped and tuple(tensor.shape) not in wanted:
-        forms = " or ".join(str(w) for w in dict.fromkeys(wanted))
-        raise ValueError(f"{key}: shape is {tuple(tensor.shape)}, wanted {forms}")
+def _tensor(factor: _Factor, weights: _Tensors) -> torch.Tensor:
+    """Reads a factor and gives it the shape (E or 1, r, in) or (E or 1, out, r)."""
+    place, tensor = factor.place, weights.tensor(factor.key)
     if not torch.isfinite(tensor).all():
-        raise ValueError(f"{key} holds NaN or Inf")
-
+        raise ValueError(f"{factor.key} holds NaN or Inf")
+    experts = place.layer.num_experts
     if place.wrapped and place.side == "A":
-        tensor = tensor.reshape(experts, rank, -1)
+        tensor = tensor.reshape(experts, factor.rank, -1)
     elif place.wrapped:
-        tensor = tensor.reshape(-1, rank, experts).permute(2, 0, 1)
+        tensor = tensor.reshape(-1, factor.rank, experts).permute(2, 0, 1)
     elif tensor.dim() == 2:
         tensor = tensor.unsqueeze(0)
-    if place.wrapped and exchanged:
-        tensor = tensor.transpose(1, 2)
-    return _Factor(key, tensor, rank, scaling)
+    return tensor.transpose(1, 2) if factor.exchanged else tensor
 
 
 def _partner(key: str) -> str:
@@ -374,9 +433,10 @@ def _partner(key: str) -> str:
     return key[:-end] + {"A": "B", "B": "A"}[key[-end]] + ".weight"
 
 
-def _pair(sides: _Sides, layer: MoELayer) -> Pair:
+def _pair(sides: _Sides, weights: _Tensors) -> Pair:
     """Joins the factors of one projection; experts that the adapter leaves out become zero."""
     every = [*sides.a.values(), *sides.b.values()]
+    layer = every[0].place.layer
     for here, there in ((sides.a, sides.b), (sides.b, sides.a)):
         for expert, factor in here.items():
             if expert in there or (there and (expert is None or None in there)):
@@ -400,25 +460,22 @@ def _pair(sides: _Sides, layer: MoELayer) -> Pair:
     else:
         scalings = [a[None].scaling]
     rank = max(f.rank for f in every)
-    dtype = every[0].tensor.dtype
-    if any(f.tensor.dtype != dtype for f in every):
+    dtype = every[0].dtype
+    if any(factor.dtype != dtype for factor in every):
         dtype = torch.float32
-    return Pair(
-        _stack(a, layer.num_experts, 1, rank, dtype),
-        _stack(b, layer.num_experts, 2, rank, dtype),
-        scalings,
-    )
 
+    def stacked(factors: dict[int | None, _Factor], rank_dim: int) -> torch.Tensor:
+        """One tensor (E or 1, ...) of all experts, ranks padded with zeros to the largest."""
+        if None in factors:
+            return _tensor(factors[None], weights).to(dtype)
+        stack = torch.empty(0)
+        for expert, factor in factors.items():
+            tensor = _tensor(factor, weights)[0]
+            if not stack.numel():
+                shape = [layer.num_experts, *tensor.shape]
+                shape[rank_dim] = rank
+                stack = torch.zeros(shape, dtype=dtype)
+            stack[expert].narrow(rank_dim - 1, 0, factor.rank).copy_(tensor)
+        return stack
 
-def _stack(
-    factors: dict[int | None, _Factor], experts: int, rank_dim: int, rank: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """One tensor (E or 1, ...) of all experts, ranks padded with zeros to the largest."""
-    if None in factors:
-        return factors[None].tensor.to(dtype)
-    shape = list(next(iter(factors.values())).tensor.shape)
-    shape[0], shape[rank_dim] = experts, rank
-    stacked = torch.zeros(shape, dtype=dtype)
-    for expert, factor in factors.items():
-        stacked[expert].narrow(rank_dim - 1, 0, factor.rank).copy_(factor.tensor[0])
-    return stacked
+    return Pair(stacked(a, 1), stacked(b, 2), scalings)

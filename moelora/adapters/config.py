@@ -80,7 +80,7 @@ class LoraConfig:
     use_rslora: bool
     rank_pattern: Patterns[int]
     alpha_pattern: Patterns[float]
-    target_parameters: tuple[str, ...]
+    target_parameters: frozenset[str]
     peft_version: str | None
 
     @classmethod
@@ -123,7 +123,7 @@ class LoraConfig:
             use_rslora=_flag("use_rslora", raw.get("use_rslora")),
             rank_pattern=_patterns(raw, "rank_pattern", _rank),
             alpha_pattern=_patterns(raw, "alpha_pattern", _alpha),
-            target_parameters=_names(raw, "target_parameters"),
+            target_parameters=frozenset(_names(raw, "target_parameters")),
             peft_version=_version(raw.get("peft_version")),
         )
 
@@ -135,7 +135,8 @@ class LoraConfig:
 
     def targets_parameter(self, path: str) -> bool:
         """True if `target_parameters` names the parameter at `path`."""
-        return any(path == t or path.endswith("." + t) for t in self.target_parameters)
+        ends = (path[n + 1 :] for n, c in enumerate(path) if c == ".")
+        return path in self.target_parameters or any(e in self.target_parameters for e in ends)
 
     def exchanges_in_and_out(self, transposed: bool) -> bool | None:
         """Whether the PEFT that wrote this stored `target_parameters` factors with in and out
@@ -155,10 +156,6 @@ class LoraConfig:
             return None if transposed else True
         return version < (0, 19, 0) and not transposed
 
-    @property
-    def max_rank(self) -> int:
-        return max([self.r, *self.rank_pattern.values()])
-
 
 def _patterns(raw: Mapping[str, Any], name: str, checked: Callable[[str, Any], V]) -> Patterns[V]:
     value = raw.get(name) or {}
@@ -168,7 +165,7 @@ def _patterns(raw: Mapping[str, Any], name: str, checked: Callable[[str, Any], V
         if not isinstance(key, str):
             raise ValueError(f"{name} key {_short(key)} is a {type(key).__name__}, wanted a string")
     try:
-        return Patterns({k: checked(k, v) for k, v in value.items()})
+        return Patterns({k: checked(k, v) for k, v in value.items()}, name)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 

@@ -201,7 +201,7 @@ class AdapterPool:
         with self._lock:
             self._check_add(name, replace)
         try:
-            adapter = checkpoint.load(source, config, list(self.layers.values()))
+            adapter = checkpoint.load(source, config, list(self.layers.values()), self.max_rank)
             staged = self._stage(adapter)
         except ValueError as error:
             raise ValueError(f"adapter {name!r}: {error}") from None
@@ -387,6 +387,9 @@ class AdapterPool:
             layer = self.layers[name]
             if fold:
                 pairs = {projection: _folded(pair) for projection, pair in pairs.items()}
+            if self._slices(layer) == 1 and layer.gated and "gate_up" not in pairs:
+                joined = sum(pair.rank for p, pair in pairs.items() if p in ("gate", "up"))
+                checkpoint.check_rank(f"{name}.gate_up_proj", joined, self.max_rank)
             chosen = [*_w13_slices(layer, pairs, self._slices(layer)), _factors(pairs.get("down"))]
             factors[name] = []
             for place, factor in zip(self._places(layer), chosen, strict=True):
@@ -412,11 +415,6 @@ class AdapterPool:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Checks a pair against its stacks and converts it to the pool's dtype."""
         projection, *stacks = place
-        rank = factor[0].size(1)
-        if rank > self.max_rank:
-            raise ValueError(
-                f"{layer}.{projection} has rank {rank}, but max_rank of the pool is {self.max_rank}"
-            )
         fitted = []
         for side, tensor, stack in zip("AB", factor, stacks, strict=True):
             if tensor.size(0) > stack.size(1):
