@@ -28,18 +28,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 
 from moelora.adapters.config import LoraConfig
+from moelora.adapters.layers import (
+    Adapter,
+    AdapterInfo,
+    LinearLayer,
+    LinearPair,
+    MoELayer,
+    Pair,
+    Projection,
+)
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
-Projection: TypeAlias = Literal["gate", "up", "gate_up", "down"]
-
 _PREFIX = "base_model.model."
 _KEY = re.compile(r"(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
+_LINEAR_KEY = re.compile(r"(?P<path>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(\.weight)?")
 _BELOW = 2  # names of a key below its layer, at most
 _WRAPPED = re.compile(r"(\.base_layer)*")
 _PROJECTION = re.compile(r"(\.(?P<expert>0|[1-9][0-9]{0,8}))?\.(?P<name>[a-z0-9_]+)")
@@ -52,57 +60,6 @@ _PROJECTIONS: dict[str, Projection] = {
     "w3": "up",
     "w2": "down",
 }
-
-
-@dataclass(frozen=True)
-class MoELayer:
-    """What the adapters of one MoE layer must fit.
-
-    `name` is the module path of the experts, e.g. `model.layers.0.mlp.experts`. `interleaved` says
-    that rows of w13 alternate between gate and up (gpt-oss) instead of gate rows then up rows.
-    `transposed` says that the model keeps its parameters as (E, in, out), as those with interleaved
-    rows do; it matters for square factors of old versions of PEFT alone.
-    """
-
-    name: str
-    num_experts: int
-    hidden_size: int
-    intermediate_size: int
-    gated: bool = True
-    interleaved: bool = False
-    transposed: bool = False
-
-    def shape(self, projection: Projection) -> tuple[int, int]:
-        """(in, out) of a projection."""
-        k, i = self.hidden_size, self.intermediate_size
-        return {"gate": (k, i), "up": (k, i), "gate_up": (k, 2 * i), "down": (i, k)}[projection]
-
-    @property
-    def parameters(self) -> tuple[str, str]:
-        """The 3D parameters of the experts, in the order of registration."""
-        return ("gate_up_proj" if self.gated else "up_proj", "down_proj")
-
-
-@dataclass
-class Pair:
-    """The factors of one projection: A (E or 1, r, in), B (E or 1, out, r), scaling per expert."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    scalings: list[float]  # one per expert, or one for all
-
-    @property
-    def rank(self) -> int:
-        return self.a.size(1)
-
-
-@dataclass(frozen=True)
-class AdapterInfo:
-    """What can be said of a checkpoint without reading its tensors."""
-
-    max_rank: int
-    fused: bool  # gate and up share one A
-    shared_outer: bool  # A of gate and up and B of down are shared by all experts
 
 
 @dataclass
@@ -187,36 +144,47 @@ def load(
     source: str | Path | Mapping[str, torch.Tensor],
     config: Mapping[str, Any] | None,
     layers: Sequence[MoELayer],
-) -> dict[str, dict[str, Pair]]:
-    """Reads and checks a whole adapter: layer name -> projection -> pair."""
+    linears: Sequence[LinearLayer] = (),
+) -> Adapter:
+    """Reads and checks a whole adapter of a model with these layers.
+
+    A factor of anything else is refused by name, so that nothing of an adapter is ever dropped.
+    """
     if isinstance(source, Mapping):
         if config is None:
             raise ValueError("a state dict needs config=, the content of adapter_config.json")
-        return _read(_State(source), LoraConfig.parse(config), layers)
+        return _read(_State(source), LoraConfig.parse(config), layers, linears)
     if config is not None:
         raise ValueError("config= is for state dicts; a folder has its own adapter_config.json")
     folder = _folder(source)
     lora = LoraConfig.read(folder)
     with open_weights(folder) as weights:
-        return _read(weights, lora, layers)
+        return _read(weights, lora, layers, linears)
 
 
-def peek(folder: str | Path, layers: Sequence[MoELayer]) -> AdapterInfo:
+def peek(
+    folder: str | Path, layers: Sequence[MoELayer], linears: Sequence[LinearLayer] = ()
+) -> AdapterInfo:
     """Reads the configuration and the header of a checkpoint, enough to size a pool for it."""
     folder = _folder(folder)
     lora = LoraConfig.read(folder)
-    fused, shared = True, True
+    fused, shared, rank = True, True, 0
+    ranks = {}
     with open_weights(folder) as weights:
-        names = _layer_names(layers)
+        names, plain = _layer_names(layers), {linear.name: linear for linear in linears}
         for key in weights.keys():  # noqa: SIM118, not a dict
+            if (linear := _linear(key, plain)) is not None:
+                ranks[linear[0].name], _ = lora.rank_and_scaling(linear[0].name)
+                continue
             place = _locate(key, names, lora)
+            rank = max(rank, lora.rank_and_scaling(place.path)[0])
             if place.projection in ("gate", "up"):
                 fused = fused and not place.layer.gated
             if (place.side == "A") != (place.projection == "down"):
                 shape = weights.get_slice(key).get_shape()
                 alone = len(shape) == 2 or shape[0] == 1
                 shared = shared and place.expert is None and not place.wrapped and alone
-    return AdapterInfo(lora.max_rank, fused, shared)
+    return AdapterInfo(rank, fused, shared, ranks)
 
 
 def _folder(source: str | Path) -> Path:
@@ -276,11 +244,60 @@ def _locate(key: str, names: Mapping[str, MoELayer], lora: LoraConfig) -> _Place
     return _Place(layer, projection, side, expert, False, path)
 
 
-def _read(weights: Any, lora: LoraConfig, layers: Sequence[MoELayer]) -> dict[str, dict[str, Pair]]:
-    names = _layer_names(layers)
-    found: dict[tuple[str, str], _Sides] = {}
-    places: dict[tuple[str, str], MoELayer] = {}
-    located = {key: _locate(key, names, lora) for key in sorted(weights.keys())}
+def _linear(key: str, linears: Mapping[str, LinearLayer]) -> tuple[LinearLayer, str] | None:
+    """The linear layer or embedding that a key belongs to, and its side, A or B."""
+    match = _LINEAR_KEY.fullmatch(key.removeprefix(_PREFIX))
+    linear = linears.get(match["path"]) if match else None
+    if match is None or linear is None or linear.embedding != (match["embedding"] is not None):
+        return None
+    return linear, match["side"]
+
+
+def _read_linears(
+    weights: Any, lora: LoraConfig, keys: Mapping[str, tuple[LinearLayer, str]]
+) -> dict[str, LinearPair]:
+    found: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
+    pairs = {}
+    for key, (linear, side) in keys.items():
+        rank, _ = lora.rank_and_scaling(linear.name)
+        tensor = weights.get_tensor(key)
+        wanted = (rank, linear.in_features) if side == "A" else (linear.out_features, rank)
+        _check_dtype(key, tensor)
+        if tuple(tensor.shape) != wanted:
+            raise ValueError(f"{key}: shape is {tuple(tensor.shape)}, wanted {wanted}")
+        _check_finite(key, tensor)
+        found.setdefault(linear.name, {})[side] = key, tensor
+    for name, sides in found.items():
+        if len(sides) < 2:
+            (side, (key, _)) = next(iter(sides.items()))
+            raise ValueError(f"{key} has no lora_{'B' if side == 'A' else 'A'} beside it")
+        pairs[name] = LinearPair(sides["A"][1], sides["B"][1], lora.rank_and_scaling(name)[1])
+    return pairs
+
+
+def _check_dtype(key: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{key}: dtype is {tensor.dtype}, wanted float32, bfloat16 or float16")
+
+
+def _check_finite(key: str, tensor: torch.Tensor) -> None:
+    if not torch.isfinite(tensor).all():
+        raise ValueError(f"{key} holds NaN or Inf")
+
+
+def _read(
+    weights: Any, lora: LoraConfig, layers: Sequence[MoELayer], linears: Sequence[LinearLayer]
+) -> Adapter:
+    names, plain = _layer_names(layers), {linear.name: linear for linear in linears}
+    of_linears = {
+        key: place for key in sorted(weights.keys()) if (place := _linear(key, plain)) is not None
+    }
+    pairs_of_linears = _read_linears(weights, lora, of_linears)
+    found: dict[tuple[str, Projection], _Sides] = {}
+    places: dict[tuple[str, Projection], MoELayer] = {}
+    located = {
+        key: _locate(key, names, lora) for key in sorted(weights.keys()) if key not in of_linears
+    }
     tensors = {key: weights.get_tensor(key) for key in located}
     wrapped = {key: tuple(tensors[key].shape) for key, place in located.items() if place.wrapped}
     exchanged = bool(wrapped) and _exchanged(wrapped, located, lora)
@@ -296,10 +313,10 @@ def _read(weights: Any, lora: LoraConfig, layers: Sequence[MoELayer]) -> dict[st
         if taken is not None:
             raise ValueError(f"{key} and {taken.key} are the same factor")
         side[place.expert] = factor
-    if not found:
+    if not found and not pairs_of_linears:
         raise ValueError("the checkpoint holds no tensors")
 
-    adapter: dict[str, dict[str, Pair]] = {}
+    adapter: dict[str, dict[Projection, Pair]] = {}
     for (name, projection), sides in found.items():
         pairs = adapter.setdefault(name, {})
         pairs[projection] = _pair(sides, places[name, projection])
@@ -307,7 +324,7 @@ def _read(weights: Any, lora: LoraConfig, layers: Sequence[MoELayer]) -> dict[st
         if projection == "gate_up" and {"gate", "up"} & adapter[name].keys():
             key = next(iter(sides.a.values())).key
             raise ValueError(f"{key}: {name} has factors of gate_up_proj and of gate or up alone")
-    return adapter
+    return Adapter(adapter, pairs_of_linears)
 
 
 def _exchanged(
@@ -343,9 +360,7 @@ def _factor(
     rank, scaling = lora.rank_and_scaling(place.path)
     experts = place.layer.num_experts
     wide, tall = place.layer.shape(place.projection)
-    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"{key}: dtype is {tensor.dtype}, wanted float32, bfloat16 or float16")
-
+    _check_dtype(key, tensor)
     matrix = (rank, wide) if place.side == "A" else (tall, rank)
     if place.expert is not None:
         wanted = [matrix]
@@ -354,8 +369,7 @@ def _factor(
     if not place.wrapped and tuple(tensor.shape) not in wanted:
         forms = " or ".join(str(w) for w in dict.fromkeys(wanted))
         raise ValueError(f"{key}: shape is {tuple(tensor.shape)}, wanted {forms}")
-    if not torch.isfinite(tensor).all():
-        raise ValueError(f"{key} holds NaN or Inf")
+    _check_finite(key, tensor)
 
     if place.wrapped and place.side == "A":
         tensor = tensor.reshape(experts, rank, -1)

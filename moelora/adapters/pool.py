@@ -30,7 +30,7 @@ from typing import Any, Literal, TypedDict
 import torch
 
 from moelora.adapters import checkpoint
-from moelora.adapters.checkpoint import MoELayer, Pair
+from moelora.adapters.layers import MoELayer, Pair, Projection
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -201,7 +201,7 @@ class AdapterPool:
         with self._lock:
             self._check_add(name, replace)
         try:
-            adapter = checkpoint.load(source, config, list(self.layers.values()))
+            adapter = checkpoint.load(source, config, list(self.layers.values())).experts
             staged = self._stage(adapter)
         except ValueError as error:
             raise ValueError(f"adapter {name!r}: {error}") from None
@@ -376,7 +376,7 @@ class AdapterPool:
             f"no slot for adapter {name!r}: all {self.max_loras} are pinned or in use"
         )
 
-    def _stage(self, adapter: Mapping[str, Mapping[str, Pair]]) -> _Staged:
+    def _stage(self, adapter: Mapping[str, Mapping[Projection, Pair]]) -> _Staged:
         scalings = {
             s for pairs in adapter.values() for pair in pairs.values() for s in pair.scalings
         }
@@ -466,7 +466,7 @@ def _folded(pair: Pair) -> Pair:
 
 
 def _w13_slices(
-    layer: MoELayer, pairs: Mapping[str, Pair], slices: int
+    layer: MoELayer, pairs: Mapping[Projection, Pair], slices: int
 ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
     """The pairs of gate and up as the stacks want them: one factor pair per slice."""
     if not layer.gated:
@@ -479,7 +479,8 @@ def _w13_slices(
         return [(fused.a, gate), (fused.a, up)]
     if fused is not None:
         return [(fused.a, fused.b)]
-    halves = [(n, pairs[p]) for n, p in enumerate(("gate", "up")) if p in pairs]
+    both: tuple[Projection, ...] = ("gate", "up")
+    halves = [(n, pairs[p]) for n, p in enumerate(both) if p in pairs]
     return [_joined(layer, halves)] if halves else [None]
 
 
