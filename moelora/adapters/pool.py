@@ -30,6 +30,7 @@ from typing import Any, Literal, TypedDict
 import torch
 
 from moelora.adapters import checkpoint
+from moelora.adapters.columns import Layout
 from moelora.adapters.layers import MoELayer, Pair, Projection
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -163,6 +164,7 @@ class AdapterPool:
         source: str | Path | Mapping[str, torch.Tensor],
         *,
         config: Mapping[str, Any] | None = None,
+        layout: Layout | None = None,
         pin: bool = False,
         replace: bool = False,
     ) -> int:
@@ -179,6 +181,9 @@ class AdapterPool:
             A PEFT folder (`adapter_config.json`, `adapter_model.safetensors`), or the tensors.
         config : mapping, optional
             The content of `adapter_config.json` that goes with a state dict.
+        layout : {"rank_major", "grouped_by_expert"}, optional
+            How columns of `lora_B` of `target_parameters` lie, where nothing in the adapter says
+            so: older adapters of Unsloth are grouped by expert.
         pin : bool
             Never evict it.
         replace : bool
@@ -201,7 +206,8 @@ class AdapterPool:
         with self._lock:
             self._check_add(name, replace)
         try:
-            adapter = checkpoint.load(source, config, list(self.layers.values())).experts
+            layers = list(self.layers.values())
+            adapter = checkpoint.load(source, config, layers, layout=layout).experts
             staged = self._stage(adapter)
         except ValueError as error:
             raise ValueError(f"adapter {name!r}: {error}") from None
