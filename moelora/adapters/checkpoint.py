@@ -14,14 +14,14 @@ from typing import Any, TypeAlias
 
 import torch
 
-from moelora.adapters import columns, experts, linears
+from moelora.adapters import columns, expert_pairs, linear_pairs
 from moelora.adapters.columns import Layout
 from moelora.adapters.config import LoraConfig
-from moelora.adapters.experts import ExpertPairs
-from moelora.adapters.factors import Factor, check_dtype, check_finite, check_shape
+from moelora.adapters.expert_pairs import ExpertPairs
+from moelora.adapters.factors import Factor, check_dtype, check_rank, check_shape
 from moelora.adapters.keys import Key, module_of, parse
 from moelora.adapters.layers import Adapter, AdapterInfo, LinearLayer, MoELayer
-from moelora.adapters.linears import LinearPairs
+from moelora.adapters.linear_pairs import LinearPairs
 from moelora.adapters.places import ExpertPlace, LinearPlace, Modules, Place
 from moelora.adapters.weights import State, Weights, open_weights
 
@@ -36,6 +36,8 @@ def load(
     layers: Sequence[MoELayer],
     linears: Sequence[LinearLayer] = (),
     *,
+    max_rank: int | None = None,
+    max_linear_rank: int | None = None,
     layout: Layout | None = None,
     own: Own | None = None,
 ) -> Adapter:
@@ -50,6 +52,8 @@ def load(
     layers : sequence of MoELayer
     linears : sequence of LinearLayer
         All other layers that may have factors; by default none, so that they are refused.
+    max_rank, max_linear_rank : int, optional
+        Largest rank of factors of `layers` and of `linears` that is taken.
     layout : {"rank_major", "grouped_by_expert"}, optional
         How columns of `lora_B` of stacks of experts lie, where nothing in the adapter says so.
     own : callable, optional
@@ -64,17 +68,20 @@ def load(
         key or file.
     """
     columns.check(layout)
+    limits = (max_rank, max_linear_rank)
     if isinstance(source, Mapping):
         if config is None:
             raise ValueError("a state dict needs config=, the content of adapter_config.json")
         lora = LoraConfig.parse(config)
-        return _Reader(State(source), lora, Modules(lora, layers, linears), layout).read(own)
+        reader = _Reader(State(source), lora, Modules(lora, layers, linears), layout)
+        return reader.read(limits, own)
     if config is not None:
         raise ValueError("config= is for state dicts; a folder has its own adapter_config.json")
     folder = _folder(source)
     lora = LoraConfig.read(folder)
     with open_weights(folder) as weights:
-        return _Reader(weights, lora, Modules(lora, layers, linears), layout).read(own)
+        reader = _Reader(weights, lora, Modules(lora, layers, linears), layout)
+        return reader.read(limits, own)
 
 
 def peek(
@@ -103,7 +110,7 @@ def _folder(source: str | Path) -> Path:
 
 
 class _Reader:
-    """One adapter: its keys are located when it is made, its tensors read one by one."""
+    """One adapter: all that its header tells is checked when it is made, tensors are read last."""
 
     def __init__(
         self, weights: Weights, lora: LoraConfig, modules: Modules, layout: Layout | None
@@ -114,8 +121,9 @@ class _Reader:
         self._places: list[Place] = []
         self._ranks: dict[str, int] = {}
         self._scalings: dict[str, float] = {}
-        self._layouts: dict[str, Layout] = {}  # by parameter
+        self._dtypes: dict[str, torch.dtype] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._layouts: dict[str, Layout] = {}  # by parameter
         adapters: dict[str | None, Key] = {}
         for text in sorted(weights.keys()):
             key = parse(text)
@@ -145,7 +153,12 @@ class _Reader:
             for place in self._places
             if isinstance(place, ExpertPlace) and place.parameter is not None
         }
-        self._exchanged = experts.exchanges(wrapped, self._ranks, lora)
+        self._exchanged = expert_pairs.exchanges(wrapped, self._ranks, lora)
+        self._places = [place for place in self._places if not self._absent(place)]
+        for place in self._places:
+            text = place.key.text
+            self._dtypes[text] = check_dtype(text, weights.dtype(text))
+            check_shape(text, self._shapes[text], self._forms(place))
 
     def info(self) -> AdapterInfo:
         fused, shared, rank = True, True, 0
@@ -155,8 +168,6 @@ class _Reader:
             if isinstance(place, LinearPlace):
                 of_linears.append((place, self._ranks[text]))
                 continue
-            if self._absent(place):
-                continue
             rank = max(rank, self._ranks[text])
             if place.projection in ("gate", "up"):
                 fused = fused and not place.layer.gated
@@ -165,28 +176,50 @@ class _Reader:
                 alone = len(shape) == 2 or shape[0] == 1
                 plain = place.expert is None and place.parameter is None
                 shared = shared and plain and alone
-        return AdapterInfo(rank, fused, shared, linears.ranks(of_linears))
+        return AdapterInfo(rank, fused, shared, linear_pairs.ranks(of_linears))
 
-    def read(self, own: Own | None) -> Adapter:
+    def read(self, limits: tuple[int | None, int | None], own: Own | None) -> Adapter:
+        """The adapter, of experts' and of linear layers' ranks within `limits`."""
+        max_rank, max_linear_rank = limits
         of_experts, of_linears = ExpertPairs(), LinearPairs()
         for place in self._places:
-            text = place.key.text
-            rank, scaling = self._ranks[text], self._scalings[text]
+            factor = self._factor(place)
             if isinstance(place, LinearPlace):
-                tensor = self._tensor(text, linears.shapes(place, rank))
-                of_linears.add(place, Factor(text, tensor, rank, scaling))
-            elif not self._absent(place):
-                tensor = self._tensor(text, experts.shapes(place, rank, self._exchanged))
-                order = self._layouts.get(place.parameter or "", "rank_major")
-                tensor = experts.stacked(place, tensor, rank, self._exchanged, order)
-                of_experts.add(place, Factor(text, tensor, rank, scaling), self._exchanged)
+                of_linears.add(place, factor, self._shapes[factor.key])
+                continue
+            if max_rank is not None:
+                check_rank(factor.key, factor.rank, max_rank)
+            of_experts.add(place, factor, self._exchanged)
+        if max_linear_rank is not None:
+            for name, rank in self.info().linear_ranks.items():
+                check_rank(name, rank, max_linear_rank, "max_linear_rank")
         for text, linear in self._saved.items():
             self._check_saved(text, linear, None if own is None else own(linear.name))
         return Adapter(of_experts.join(), of_linears.join())
 
-    def _absent(self, place: ExpertPlace) -> bool:
+    def _forms(self, place: Place) -> list[tuple[int | None, ...]]:
+        """The shapes that a factor may have."""
+        rank = self._ranks[place.key.text]
+        if isinstance(place, LinearPlace):
+            return linear_pairs.shapes(place, rank)
+        return expert_pairs.shapes(place, rank, self._exchanged)
+
+    def _factor(self, place: Place) -> Factor:
+        text = place.key.text
+        rank, scaling = self._ranks[text], self._scalings[text]
+
+        def read() -> torch.Tensor:
+            tensor = self._weights.tensor(text)
+            if isinstance(place, LinearPlace):
+                return tensor
+            order = self._layouts.get(place.parameter or "", "rank_major")
+            return expert_pairs.stacked(place, tensor, rank, self._exchanged, order)
+
+        return Factor(text, self._dtypes[text], rank, scaling, read)
+
+    def _absent(self, place: Place) -> bool:
         """Whether a factor is the empty one of a projection that the layer has not."""
-        if not place.absent:
+        if isinstance(place, LinearPlace) or not place.absent:
             return False
         if 0 not in self._shapes[place.key.text]:
             raise ValueError(
@@ -194,13 +227,6 @@ class _Reader:
                 f"empty tensor, got {self._shapes[place.key.text]}"
             )
         return True
-
-    def _tensor(self, text: str, wanted: Sequence[tuple[int | None, ...]]) -> torch.Tensor:
-        check_shape(text, self._shapes[text], wanted)
-        tensor = self._weights.get_tensor(text)
-        check_dtype(text, tensor)
-        check_finite(text, tensor)
-        return tensor
 
     def _saved_weight(self, text: str) -> LinearLayer:
         """The layer whose weight this tensor is; ValueError for all that is no such weight."""
@@ -220,7 +246,7 @@ class _Reader:
                 f"{text}: the adapter was trained with a weight {self._weights.shape(text)}, that "
                 f"of {linear.name} is {shape}; resize the model's vocabulary to that of training"
             )
-        saved = self._weights.get_tensor(text)
+        saved = self._weights.tensor(text)
         if own is None:
             raise ValueError(
                 f"{text}: the weight of {linear.name} is saved beside the factors, and that of the "

@@ -103,7 +103,7 @@ class LoraConfig:
     use_rslora: bool
     rank_pattern: Patterns[int]
     alpha_pattern: Patterns[float]
-    target_parameters: tuple[str, ...]
+    target_parameters: frozenset[str]
     peft_version: str | None
     columns: Columns
 
@@ -151,7 +151,7 @@ class LoraConfig:
             use_rslora=_flag("use_rslora", raw.get("use_rslora")),
             rank_pattern=_patterns(raw, "rank_pattern", _rank),
             alpha_pattern=_patterns(raw, "alpha_pattern", _alpha),
-            target_parameters=_names(raw, "target_parameters"),
+            target_parameters=frozenset(_names(raw, "target_parameters")),
             peft_version=_version(raw.get("peft_version")),
             columns=Columns.parse(raw),
         )
@@ -167,7 +167,8 @@ class LoraConfig:
 
     def targets_parameter(self, path: str) -> bool:
         """True if `target_parameters` names the parameter at `path`."""
-        return any(path == t or path.endswith("." + t) for t in self.target_parameters)
+        ends = (path[n + 1 :] for n, c in enumerate(path) if c == ".")
+        return path in self.target_parameters or any(e in self.target_parameters for e in ends)
 
     def exchanges_in_and_out(self, transposed: bool) -> bool | None:
         """Whether the PEFT that wrote this stored `target_parameters` factors with in and out
@@ -186,10 +187,6 @@ class LoraConfig:
         if version == (0, 19, 0):
             return None if transposed else True
         return version < (0, 19, 0) and not transposed
-
-    @property
-    def max_rank(self) -> int:
-        return max([self.r, *self.rank_pattern.values()])
 
 
 def _plain_type(raw: Mapping[str, Any]) -> str | None:
@@ -213,7 +210,7 @@ def _patterns(raw: Mapping[str, Any], name: str, checked: Callable[[str, Any], V
         if not isinstance(key, str):
             raise ValueError(f"{name} key {_short(key)} is a {type(key).__name__}, wanted a string")
     try:
-        return Patterns({k: checked(k, v) for k, v in value.items()})
+        return Patterns({k: checked(k, v) for k, v in value.items()}, name)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 

@@ -9,7 +9,7 @@ import torch
 
 from moelora.adapters.columns import Layout
 from moelora.adapters.config import LoraConfig
-from moelora.adapters.factors import Factor, partner
+from moelora.adapters.factors import Factor, common_dtype, partner
 from moelora.adapters.layers import MoELayer, Pair, Projection
 from moelora.adapters.places import ExpertPlace
 
@@ -102,34 +102,43 @@ class ExpertPairs:
         side[place.expert] = factor
 
     def join(self) -> dict[str, dict[Projection, Pair]]:
-        """Pairs by layer and projection."""
-        pairs: dict[str, dict[Projection, Pair]] = {}
+        """Reads the factors: pairs by layer and projection."""
         for (name, projection), sides in self._found.items():
-            pairs.setdefault(name, {})[projection] = _pair(sides)
-        for (name, projection), sides in self._found.items():
-            if projection == "gate_up" and {"gate", "up"} & pairs[name].keys():
+            _check(sides)
+            others = {(name, "gate"), (name, "up")} & self._found.keys()
+            if projection == "gate_up" and others:
                 key = next(iter(sides.a.values())).key
                 raise ValueError(
                     f"{key}: {name} has factors of gate_up_proj and of gate or up alone"
                 )
+        pairs: dict[str, dict[Projection, Pair]] = {}
+        for (name, projection), sides in self._found.items():
+            pairs.setdefault(name, {})[projection] = _pair(sides)
         return pairs
 
 
-def _pair(sides: _Sides) -> Pair:
-    """Joins the factors of one projection; experts that the adapter leaves out become zero."""
-    every = [*sides.a.values(), *sides.b.values()]
-    for here, there in ((sides.a, sides.b), (sides.b, sides.a)):
+def _check(sides: _Sides) -> None:
+    """Raises ValueError unless both factors of every pair are there, of one rank."""
+    a, b = sides.a, sides.b
+    for here, there in ((a, b), (b, a)):
         for expert, factor in here.items():
             if expert in there or (there and (expert is None or None in there)):
                 continue
             raise ValueError(f"{factor.key} has no {partner(factor.key)}")
-
-    a, b = sides.a, sides.b
-    experts = sorted(e for e in {*a, *b} if e is not None)
-    for expert in experts or (None,):
+    for expert in _experts(sides) or (None,):
         left, right = a.get(expert) or a[None], b.get(expert) or b[None]
         if left.rank != right.rank:
             raise ValueError(f"{left.key} has rank {left.rank}, {right.key} has rank {right.rank}")
+
+
+def _experts(sides: _Sides) -> list[int]:
+    """Experts that have a factor of their own."""
+    return sorted(e for e in {*sides.a, *sides.b} if e is not None)
+
+
+def _pair(sides: _Sides) -> Pair:
+    """Joins the factors of one projection; experts that the adapter leaves out become zero."""
+    a, b, experts = sides.a, sides.b, _experts(sides)
     if experts:
         scalings = [0.0] * sides.layer.num_experts
         for expert in experts:
@@ -140,15 +149,10 @@ def _pair(sides: _Sides) -> Pair:
             scalings = [used.pop()]
     else:
         scalings = [a[None].scaling]
-    rank = max(f.rank for f in every)
-    dtype = every[0].tensor.dtype
-    if any(f.tensor.dtype != dtype for f in every):
-        dtype = torch.float32
-    return Pair(
-        _stack(a, sides.layer.num_experts, 1, rank, dtype),
-        _stack(b, sides.layer.num_experts, 2, rank, dtype),
-        scalings,
-    )
+    every = [*a.values(), *b.values()]
+    rank, dtype = max(f.rank for f in every), common_dtype(every)
+    number = sides.layer.num_experts
+    return Pair(_stack(a, number, 1, rank, dtype), _stack(b, number, 2, rank, dtype), scalings)
 
 
 def _stack(
@@ -156,10 +160,13 @@ def _stack(
 ) -> torch.Tensor:
     """One tensor (E or 1, ...) of all experts, ranks padded with zeros to the largest."""
     if None in factors:
-        return factors[None].tensor.to(dtype)
-    shape = list(next(iter(factors.values())).tensor.shape)
-    shape[0], shape[rank_dim] = experts, rank
-    together = torch.zeros(shape, dtype=dtype)
+        return factors[None].tensor().to(dtype)
+    stack = torch.empty(0)
     for expert, factor in factors.items():
-        together[expert].narrow(rank_dim - 1, 0, factor.rank).copy_(factor.tensor[0])
-    return together
+        tensor = factor.tensor()[0]
+        if not stack.numel():
+            shape = [experts, *tensor.shape]
+            shape[rank_dim] = rank
+            stack = torch.zeros(shape, dtype=dtype)
+        stack[expert].narrow(rank_dim - 1, 0, factor.rank).copy_(tensor)
+    return stack

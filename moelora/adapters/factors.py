@@ -1,8 +1,12 @@
-"""One factor of a checkpoint: the checks of its tensor, and what its configuration says of it."""
+"""One factor of a checkpoint: what its header and its configuration say, and its tensor.
+
+Everything that can be refused without numbers is, before the first tensor is read, so that a name,
+a shape or a rank that is wrong costs no memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,14 +14,31 @@ import torch
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Factor:
-    """A checked tensor; of experts (E or 1, r, in) or (E or 1, out, r)."""
+    """A factor that has been checked and not been read.
+
+    `read` gives its tensor: of experts (E or 1, r, in) or (E or 1, out, r).
+    """
 
     key: str
-    tensor: torch.Tensor
+    dtype: torch.dtype
     rank: int
     scaling: float
+    read: Callable[[], torch.Tensor]
+
+    def tensor(self) -> torch.Tensor:
+        """Reads it; ValueError if it holds NaN or infinities."""
+        tensor = self.read()
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"{self.key} holds NaN or Inf")
+        return tensor
+
+
+def common_dtype(factors: Sequence[Factor]) -> torch.dtype:
+    """The dtype that all have, float32 if they differ."""
+    dtypes = {factor.dtype for factor in factors}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
 def check_shape(key: str, shape: tuple[int, ...], wanted: Sequence[tuple[int | None, ...]]) -> None:
@@ -31,14 +52,20 @@ def check_shape(key: str, shape: tuple[int, ...], wanted: Sequence[tuple[int | N
     raise ValueError(f"{key}: shape is {shape}, wanted {forms}")
 
 
-def check_dtype(key: str, tensor: torch.Tensor) -> None:
-    if tensor.dtype not in DTYPES:
-        raise ValueError(f"{key}: dtype is {tensor.dtype}, wanted float32, bfloat16 or float16")
+def check_dtype(key: str, dtype: torch.dtype | str) -> torch.dtype:
+    """Raises ValueError for a dtype that factors do not have."""
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        raise ValueError(f"{key}: dtype is {dtype}, wanted float32, bfloat16 or float16")
+    return dtype
 
 
-def check_finite(key: str, tensor: torch.Tensor) -> None:
-    if not torch.isfinite(tensor).all():
-        raise ValueError(f"{key} holds NaN or Inf")
+def check_rank(what: str, rank: int, max_rank: int, name: str = "max_rank") -> None:
+    """Raises ValueError for a rank that does not fit a pool.
+
+    Padding to all experts and slots takes memory by the rank, so this comes before it.
+    """
+    if rank > max_rank:
+        raise ValueError(f"{what} has rank {rank}, but {name} of the pool is {max_rank}")
 
 
 def partner(key: str) -> str:

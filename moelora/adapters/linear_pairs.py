@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moelora.adapters.factors import Factor, partner
+from moelora.adapters.factors import Factor, common_dtype, partner
 from moelora.adapters.layers import LinearLayer, LinearPair
 from moelora.adapters.places import JOINED, LinearPlace
 
@@ -25,6 +25,7 @@ class _Found:
     linear: LinearLayer
     whole: _Sides | None = None
     parts: dict[int, _Sides] = field(default_factory=dict)
+    rows: dict[int, int] = field(default_factory=dict)  # of parts
 
 
 def shapes(place: LinearPlace, rank: int) -> list[tuple[int | None, ...]]:
@@ -39,12 +40,14 @@ class LinearPairs:
     def __init__(self) -> None:
         self._found: dict[str, _Found] = {}
 
-    def add(self, place: LinearPlace, factor: Factor) -> None:
+    def add(self, place: LinearPlace, factor: Factor, shape: tuple[int, ...]) -> None:
         found = self._found.setdefault(place.linear.name, _Found(place.linear))
         if place.part is None:
             sides = found.whole = found.whole or _Sides()
         else:
             sides = found.parts.setdefault(place.part, _Sides())
+            if place.key.side == "B":
+                found.rows[place.part] = shape[0]
         taken = sides.a if place.key.side == "A" else sides.b
         if taken is not None:
             raise ValueError(f"{factor.key} and {taken.key} are the same factor")
@@ -54,40 +57,42 @@ class LinearPairs:
             sides.b = factor
 
     def join(self) -> dict[str, LinearPair]:
-        return {name: _pair(found) for name, found in self._found.items()}
+        """Reads the factors: pairs by layer."""
+        joins = {name: _parts(found) for name, found in self._found.items()}
+        return {name: _pair(self._found[name].linear, parts) for name, parts in joins.items()}
 
 
-def _pair(found: _Found) -> LinearPair:
-    if found.whole is None:
+@dataclass(frozen=True)
+class _Part:
+    """A pair of factors that stands for `rows` rows of a layer from row `start` on."""
+
+    a: Factor
+    b: Factor
+    start: int
+    rows: int
+
+
+def _parts(found: _Found) -> list[_Part]:
+    """What the pair of a layer is made of; ValueError if factors are missing or do not fit."""
+    linear, whole = found.linear, found.whole
+    if whole is None:
         return _joined(found)
-    a, b = _both(found.whole)
+    a, b = _both(whole)
     if found.parts:
         other = next(iter(found.parts.values()))
         key = (other.a or other.b or a).key
-        raise ValueError(f"{a.key} and {key} are both of {found.linear.name}")
-    return LinearPair(a.tensor, b.tensor, a.scaling)
+        raise ValueError(f"{a.key} and {key} are both of {linear.name}")
+    return [_Part(a, b, 0, linear.out_features)]
 
 
-def _both(sides: _Sides) -> tuple[Factor, Factor]:
-    if sides.a is None or sides.b is None:
-        there = sides.a or sides.b
-        assert there is not None
-        raise ValueError(f"{there.key} has no {partner(there.key)}")
-    a, b = sides.a, sides.b
-    if a.tensor.dtype != b.tensor.dtype:
-        dtype = torch.float32
-        a.tensor, b.tensor = a.tensor.to(dtype), b.tensor.to(dtype)
-    return a, b
-
-
-def _joined(found: _Found) -> LinearPair:
-    """The pairs of the parts of a layer as one: ranks side by side, each with its own rows."""
+def _joined(found: _Found) -> list[_Part]:
+    """The rows of a layer that its parts are."""
     linear = found.linear
     whole = linear.name.rpartition(".")[2]
     names = JOINED[whole]
     pairs = {number: _both(found.parts[number]) for number in sorted(found.parts)}
     key = next(iter(pairs.values()))[0].key
-    rows = [pairs[n][1].tensor.size(0) if n in pairs else None for n in range(len(names))]
+    rows = [found.rows.get(number) for number in range(len(names))]
     if whole == "gate_up_proj":  # halves, so that one of them may be alone
         rows = [linear.out_features // 2 if n is None else n for n in rows]
     if None in rows:
@@ -97,23 +102,40 @@ def _joined(found: _Found) -> LinearPair:
     covered = sum(sizes)
     if covered > linear.out_features or (covered < linear.out_features and whole != "in_proj"):
         raise ValueError(
-            f"{key}: {names} have {sizes} rows together, wanted {linear.out_features}, those of "
+            f"{key}: {names} have {sizes} rows, wanted {linear.out_features} together, those of "
             f"{linear.name}"
         )
-    scalings = {a.scaling for a, _ in pairs.values()}
+    return [_Part(a, b, sum(sizes[:n]), sizes[n]) for n, (a, b) in pairs.items()]
+
+
+def _both(sides: _Sides) -> tuple[Factor, Factor]:
+    if sides.a is None or sides.b is None:
+        there = sides.a or sides.b
+        assert there is not None
+        raise ValueError(f"{there.key} has no {partner(there.key)}")
+    return sides.a, sides.b
+
+
+def _pair(linear: LinearLayer, parts: list[_Part]) -> LinearPair:
+    """Pairs of rows of a layer as one: ranks side by side, B zero where they do not meet."""
+    dtype = common_dtype([factor for part in parts for factor in (part.a, part.b)])
+    if len(parts) == 1 and parts[0].rows == linear.out_features:
+        part = parts[0]
+        return LinearPair(part.a.tensor().to(dtype), part.b.tensor().to(dtype), part.a.scaling)
+    scalings = {part.a.scaling for part in parts}
     fold = len(scalings) > 1
-    dtypes = {factor.tensor.dtype for pair in pairs.values() for factor in pair}
-    dtype = torch.float32 if fold or len(dtypes) > 1 else dtypes.pop()
-    rank = sum(a.rank for a, _ in pairs.values())
-    joined_a = torch.cat([a.tensor.to(dtype) for a, _ in pairs.values()])
-    joined_b = torch.zeros(linear.out_features, rank, dtype=dtype)
+    if fold:
+        dtype = torch.float32
+    a = torch.cat([part.a.tensor().to(dtype) for part in parts])
+    b = torch.zeros(linear.out_features, a.size(0), dtype=dtype)
     column = 0
-    for number, (a, b) in pairs.items():
-        row = sum(sizes[:number])
-        block = b.tensor.to(dtype) * (a.scaling if fold else 1)
-        joined_b[row : row + sizes[number], column : column + a.rank] = block
-        column += a.rank
-    return LinearPair(joined_a, joined_b, 1.0 if fold else scalings.pop())
+    for part in parts:
+        own = b[part.start : part.start + part.rows, column : column + part.a.rank]
+        own.copy_(part.b.tensor())
+        if fold:
+            own.mul_(part.a.scaling)
+        column += part.a.rank
+    return LinearPair(a, b, 1.0 if fold else scalings.pop())
 
 
 def ranks(places: Iterable[tuple[LinearPlace, int]]) -> dict[str, int]:

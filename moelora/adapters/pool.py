@@ -31,6 +31,7 @@ import torch
 
 from moelora.adapters import checkpoint
 from moelora.adapters.columns import Layout
+from moelora.adapters.factors import check_rank
 from moelora.adapters.layers import MoELayer, Pair, Projection
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -207,7 +208,9 @@ class AdapterPool:
             self._check_add(name, replace)
         try:
             layers = list(self.layers.values())
-            adapter = checkpoint.load(source, config, layers, layout=layout).experts
+            adapter = checkpoint.load(
+                source, config, layers, max_rank=self.max_rank, layout=layout
+            ).experts
             staged = self._stage(adapter)
         except ValueError as error:
             raise ValueError(f"adapter {name!r}: {error}") from None
@@ -393,6 +396,9 @@ class AdapterPool:
             layer = self.layers[name]
             if fold:
                 pairs = {projection: _folded(pair) for projection, pair in pairs.items()}
+            if self._slices(layer) == 1 and layer.gated and "gate_up" not in pairs:
+                joined = sum(pair.rank for p, pair in pairs.items() if p in ("gate", "up"))
+                check_rank(f"{name}.gate_up_proj", joined, self.max_rank)
             chosen = [*_w13_slices(layer, pairs, self._slices(layer)), _factors(pairs.get("down"))]
             factors[name] = []
             for place, factor in zip(self._places(layer), chosen, strict=True):
@@ -418,11 +424,6 @@ class AdapterPool:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Checks a pair against its stacks and converts it to the pool's dtype."""
         projection, *stacks = place
-        rank = factor[0].size(1)
-        if rank > self.max_rank:
-            raise ValueError(
-                f"{layer}.{projection} has rank {rank}, but max_rank of the pool is {self.max_rank}"
-            )
         fitted = []
         for side, tensor, stack in zip("AB", factor, stacks, strict=True):
             if tensor.size(0) > stack.size(1):

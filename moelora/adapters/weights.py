@@ -22,39 +22,48 @@ import torch
 STEM = "adapter_model"
 ENDINGS = (".safetensors", ".bin")
 
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # of safetensors
+
 
 class Weights(Protocol):
-    """Tensors by key, each read when it is asked for."""
+    """Tensors by key, each read when it is asked for.
+
+    `dtype` has the name that a file gives to one that no adapter is in.
+    """
 
     def keys(self) -> Sequence[str]: ...
 
     def shape(self, key: str) -> tuple[int, ...]: ...
 
-    def get_tensor(self, key: str) -> torch.Tensor: ...
+    def dtype(self, key: str) -> torch.dtype | str: ...
+
+    def tensor(self, key: str) -> torch.Tensor: ...
 
 
 class State:
     """A state dict."""
 
     def __init__(self, state: Mapping[str, torch.Tensor]):
-        for key in state:
+        for key, tensor in state.items():
             if not isinstance(key, str):
                 raise ValueError(f"key {key!r:.80} of the state dict is a {type(key).__name__}")
+            if not isinstance(tensor, torch.Tensor):
+                raise ValueError(f"{key:.200} is a {type(tensor).__name__}, wanted a tensor")
+            if tensor.layout is not torch.strided or tensor.is_meta:
+                raise ValueError(f"{key:.200} is a sparse or a meta tensor, wanted a plain one")
         self._state = state
 
     def keys(self) -> Sequence[str]:
         return list(self._state)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        return tuple(self.get_tensor(key).shape)
+        return tuple(self._state[key].shape)
 
-    def get_tensor(self, key: str) -> torch.Tensor:
-        tensor = self._state[key]
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{key:.200} is a {type(tensor).__name__}, wanted a tensor")
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            raise ValueError(f"{key:.200} is a sparse or a meta tensor, wanted a plain one")
-        return tensor.detach().cpu()
+    def dtype(self, key: str) -> torch.dtype:
+        return self._state[key].dtype
+
+    def tensor(self, key: str) -> torch.Tensor:
+        return self._state[key].detach().cpu()
 
 
 class _Safetensors:
@@ -78,7 +87,12 @@ class _Safetensors:
         with self._named():
             return tuple(self._file.get_slice(key).get_shape())
 
-    def get_tensor(self, key: str) -> torch.Tensor:
+    def dtype(self, key: str) -> torch.dtype | str:
+        with self._named():
+            name: str = self._file.get_slice(key).get_dtype()
+            return _DTYPES.get(name, name)
+
+    def tensor(self, key: str) -> torch.Tensor:
         with self._named():
             tensor: torch.Tensor = self._file.get_tensor(key)
             return tensor
@@ -111,8 +125,11 @@ class _Shards:
     def shape(self, key: str) -> tuple[int, ...]:
         return self._files[key].shape(key)
 
-    def get_tensor(self, key: str) -> torch.Tensor:
-        return self._files[key].get_tensor(key)
+    def dtype(self, key: str) -> torch.dtype | str:
+        return self._files[key].dtype(key)
+
+    def tensor(self, key: str) -> torch.Tensor:
+        return self._files[key].tensor(key)
 
 
 def weight_files(folder: Path) -> list[Path]:
