@@ -27,7 +27,7 @@ WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 
 _FACTOR = re.compile(
     r"(?P<path>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])"
-    r"(?:\.(?!weight$)(?P<adapter>[^.]+))?(?:\.weight)?"
+    r"(?:\.(?!(?:weight|bias)$)(?P<adapter>[^.]+))?(?:\.weight)?"
 )
 
 # Segments before the first one that says which part of a model is meant.
