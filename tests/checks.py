@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # Largest relative error of rounding a value to the dtype.
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-11}
@@ -136,3 +138,18 @@ def beside_other_work(count):
             with torch.cuda.stream(side):
                 torch.mm(square, square)
         yield i
+
+
+class largest_allocation(TorchDispatchMode):  # noqa: N801, a context manager
+    """Records the storage of whatever operators of torch return inside: `nbytes` of the largest."""
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
+        return out

@@ -68,11 +68,6 @@ class LinearStacks:
         """Checks an adapter's pairs and converts them; ValueError says what does not fit."""
         staged = {}
         for name, pair in adapter.items():
-            if pair.rank > self.max_rank:
-                raise ValueError(
-                    f"{name} has rank {pair.rank}, but max_linear_rank of the pool is "
-                    f"{self.max_rank}"
-                )
             dtype = self._a[name].dtype
             scaled = pair.b if pair.scaling == 1 else pair.b.float() * pair.scaling
             staged[name] = (

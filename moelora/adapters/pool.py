@@ -1,7 +1,7 @@
 """A fixed number of adapter slots for all layers of a model, filled and emptied while serving.
 
 Layers of experts have the stacks that `fused_experts_lora` reads (`stacks.py`), linear layers and
-embeddings those that a delta reads (`linears.py`); all of them share `adapter_enabled`, (max_loras,).
+embeddings those that a delta reads (`linears.py`); all share `adapter_enabled`, (max_loras,).
 Everything is allocated once and only ever written in place, so a captured CUDA graph sees every
 adapter that comes and goes. A load is staged and checked outside the stacks; when anything is wrong
 with it nothing in the pool has changed.
@@ -24,6 +24,8 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import torch
 
 from moelora.adapters import checkpoint
+from moelora.adapters.checkpoint import Own
+from moelora.adapters.columns import Layout
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer
 from moelora.adapters.linears import LinearFactors, LinearStacks, StagedLinears
 from moelora.adapters.stacks import DTYPES, ExpertStacks, Place, StagedExperts
@@ -108,6 +110,10 @@ class AdapterPool:
     others : mapping, optional
         Layers of the model that the pool has no room for, and in words why. An adapter that has
         factors of one is refused with these words, instead of for a key that is not known.
+    own : callable, optional
+        Gives the weight of a linear layer or embedding of the model by its name, None if it has no
+        plain one. An adapter may hold such a weight beside its factors, as it was in training; it
+        is refused unless that is the model's own.
 
     Notes
     -----
@@ -130,8 +136,10 @@ class AdapterPool:
         max_linear_rank: int | None = None,
         places: Mapping[str, tuple[torch.device | str, torch.dtype]] | None = None,
         others: Mapping[MoELayer | LinearLayer, str] | None = None,
+        own: Own | None = None,
     ):
-        names = [layer.name for layer in (*layers, *linears)]
+        every: list[MoELayer | LinearLayer] = [*layers, *linears]
+        names = [layer.name for layer in every]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"layers are {names}, wanted at least one and no name twice")
         linear_rank = max_rank if max_linear_rank is None else max_linear_rank
@@ -141,12 +149,12 @@ class AdapterPool:
                 f"{linear_rank}, wanted >= 1"
             )
         self.places = {name: Place(torch.device(device), dtype) for name in names}
-        for name, (where, own) in (places or {}).items():
+        for name, (where, stored) in (places or {}).items():
             if name not in self.places:
                 raise ValueError(f"places names {name}, which is none of the layers")
-            self.places[name] = Place(torch.device(where), own)
-        for own in (dtype, *(place.dtype for place in self.places.values())):
-            if own not in DTYPES:
+            self.places[name] = Place(torch.device(where), stored)
+        for stored in (dtype, *(place.dtype for place in self.places.values())):
+            if stored not in DTYPES:
                 raise ValueError(f"dtype is {own}, wanted one of {DTYPES}")
         if w13_slices not in (1, 2):
             raise ValueError(f"w13_slices is {w13_slices}, wanted 1 or 2")
@@ -161,6 +169,7 @@ class AdapterPool:
             dict.fromkeys([self.device, *(place.device for place in self.places.values())])
         )
         self.shared_outer = shared_outer
+        self._own = own
         self._others = {layer.name: (layer, why) for layer, why in (others or {}).items()}
         self._experts = ExpertStacks(
             self.layers, max_loras, max_rank, self.places, w13_slices, shared_outer
@@ -179,6 +188,7 @@ class AdapterPool:
         source: str | Path | Mapping[str, torch.Tensor],
         *,
         config: Mapping[str, Any] | None = None,
+        layout: Layout | None = None,
         pin: bool = False,
         replace: bool = False,
     ) -> int:
@@ -195,6 +205,9 @@ class AdapterPool:
             A PEFT folder (`adapter_config.json`, `adapter_model.safetensors`), or the tensors.
         config : mapping, optional
             The content of `adapter_config.json` that goes with a state dict.
+        layout : {"rank_major", "grouped_by_expert"}, optional
+            How columns of `lora_B` of `target_parameters` lie, where nothing in the adapter says
+            so: older adapters of Unsloth are grouped by expert.
         pin : bool
             Never evict it.
         replace : bool
@@ -217,7 +230,7 @@ class AdapterPool:
         with self._lock:
             self._check_add(name, replace)
         try:
-            staged = self._stage(self._read(source, config))
+            staged = self._stage(self._read(source, config, layout))
         except ValueError as error:
             raise ValueError(f"adapter {name!r}: {error}") from None
         with self._lock:
@@ -386,7 +399,10 @@ class AdapterPool:
         )
 
     def _read(
-        self, source: str | Path | Mapping[str, torch.Tensor], config: Mapping[str, Any] | None
+        self,
+        source: str | Path | Mapping[str, torch.Tensor],
+        config: Mapping[str, Any] | None,
+        layout: Layout | None,
     ) -> Adapter:
         """A checkpoint, all of whose factors the pool has room for."""
         others = [layer for layer, _ in self._others.values()]
@@ -395,6 +411,10 @@ class AdapterPool:
             config,
             [*self.layers.values(), *(x for x in others if isinstance(x, MoELayer))],
             [*self.linears.values(), *(x for x in others if isinstance(x, LinearLayer))],
+            max_rank=self.max_rank,
+            max_linear_rank=self.max_linear_rank,
+            layout=layout,
+            own=self._own,
         )
         for name in (*adapter.experts, *adapter.linears):
             if name in self._others:

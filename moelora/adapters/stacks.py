@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from moelora.adapters.factors import check_rank
 from moelora.adapters.layers import MoELayer, Pair, Projection
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -125,6 +126,9 @@ class ExpertStacks:
             layer = self.layers[name]
             if fold:
                 pairs = {projection: _folded(pair) for projection, pair in pairs.items()}
+            if self.slices_of(layer) == 1 and layer.gated and "gate_up" not in pairs:
+                joined = sum(pair.rank for p, pair in pairs.items() if p in ("gate", "up"))
+                check_rank(f"{name}.gate_up_proj", joined, self.max_rank)
             slices = _w13_slices(layer, pairs, self.slices_of(layer))
             chosen = [*slices, _factors(pairs.get("down"))]
             factors[name] = []
@@ -151,11 +155,6 @@ class ExpertStacks:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Checks a pair against its stacks and converts it to their dtype."""
         projection, *stacks = stack
-        rank = factor[0].size(1)
-        if rank > self.max_rank:
-            raise ValueError(
-                f"{layer}.{projection} has rank {rank}, but max_rank of the pool is {self.max_rank}"
-            )
         converted = []
         for side, tensor, into in zip("AB", factor, stacks, strict=True):
             where = f"lora_{side} of {layer}.{projection}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 from moelora.adapters import AdapterInfo, AdapterPool, LinearLayer, MoELayer, peek
+from moelora.adapters.columns import Layout
 from moelora.integrations.transformers.calls import (
     IMPLEMENTATION,
     no_adapters,
@@ -27,6 +28,7 @@ from moelora.integrations.transformers.linears import (
     dtype_of,
     linear_layers,
     plain_name,
+    plain_weight,
 )
 from moelora.integrations.transformers.projection import (
     expert_weights,
@@ -89,6 +91,7 @@ def load_adapters(
     dtype: torch.dtype | None = None,
     w13_slices: Literal[1, 2] | None = None,
     shared_outer: bool | None = None,
+    layout: Layout | Mapping[str, Layout] | None = None,
 ) -> AdapterPool:
     """Loads adapter folders into a pool and attaches it to `model`.
 
@@ -115,6 +118,9 @@ def load_adapters(
         Of the factors of experts, by default that of the experts. Other layers have their own.
     w13_slices, shared_outer : optional
         See `AdapterPool`; by default what suits all of `adapters`.
+    layout : {"rank_major", "grouped_by_expert"} or mapping, optional
+        How columns of `lora_B` of `target_parameters` lie in adapters that do not say so, or by
+        name of the adapter; see `AdapterPool.add`.
 
     Returns
     -------
@@ -142,7 +148,8 @@ def load_adapters(
     specs = [layer for _, layer in experts.values()]
 
     folders = {name: local_folder(folder, ["adapter_*"]) for name, folder in named.items()}
-    infos = {name: _peek(name, folders[name], specs, linears) for name in folders}
+    layouts = _layouts(layout, folders)
+    infos = {n: _peek(n, folders[n], specs, linears, layouts.get(n)) for n in folders}
     pack_loaded(model, experts)  # for good, so behind what may still refuse the folders
     served_experts, served = _served(targets, list(infos.values()), experts, linears)
     of_experts = [info for info in infos.values() if info.max_rank]
@@ -169,9 +176,10 @@ def load_adapters(
         w13_slices=w13_slices,
         shared_outer=shared_outer,
         others=_others(experts, linears, {*served_experts, *served}),
+        own=lambda name: plain_weight(linears[name].module),
     )
     for name, folder in folders.items():
-        pool.add(name, folder)
+        pool.add(name, folder, layout=layouts.get(name))
     _attach(model, pool, served_experts, served)
     return pool
 
@@ -205,11 +213,29 @@ def _refuse_peft(model: torch.nn.Module) -> None:
             )
 
 
+def _layouts(
+    layout: Layout | Mapping[str, Layout] | None, names: Iterable[str]
+) -> dict[str, Layout]:
+    """The layout of each adapter that the caller gives one."""
+    if layout is None:
+        return {}
+    if isinstance(layout, str):
+        return dict.fromkeys(names, layout)
+    unknown = sorted(layout.keys() - set(names))
+    if unknown:
+        raise ValueError(f"layout names {unknown}, which are none of the adapters")
+    return dict(layout)
+
+
 def _peek(
-    name: str, folder: Path, specs: Sequence[MoELayer], linears: Mapping[str, Linear]
+    name: str,
+    folder: Path,
+    specs: Sequence[MoELayer],
+    linears: Mapping[str, Linear],
+    layout: Layout | None,
 ) -> AdapterInfo:
     """What a folder has; ValueError for factors of a layer that cannot be served."""
-    info = peek(folder, specs, [linear.layer for linear in linears.values()])
+    info = peek(folder, specs, [linear.layer for linear in linears.values()], layout=layout)
     for layer in info.linear_ranks:
         if linears[layer].refusal:
             raise ValueError(f"adapter {name!r}: factors of {layer}, {linears[layer].refusal}")

@@ -187,6 +187,13 @@ def device_of(module: nn.Module) -> torch.device:
     return next((t.device for t in tensors if t is not None), torch.device("cpu"))
 
 
+def plain_weight(module: nn.Module) -> torch.Tensor | None:
+    """A layer's weight, None where that is quantized or elsewhere (offloaded)."""
+    weight = module._parameters.get("weight")
+    plain = (torch.float32, torch.bfloat16, torch.float16)
+    return weight if weight is not None and weight.dtype in plain and not weight.is_meta else None
+
+
 def dtype_of(module: nn.Module, default: torch.dtype) -> torch.dtype:
     """The dtype of a layer's weight; `default` where that is quantized."""
     weight = module._parameters.get("weight")
