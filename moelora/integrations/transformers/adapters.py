@@ -12,6 +12,7 @@ import torch
 
 from moelora.adapters import AdapterInfo, AdapterPool, LinearLayer, MoELayer, peek
 from moelora.adapters.columns import Layout
+from moelora.integrations.transformers import continuous
 from moelora.integrations.transformers.calls import (
     IMPLEMENTATION,
     no_adapters,
@@ -198,6 +199,7 @@ def _attach(
     install(serving, linears.values())
     model.__dict__["_moelora"] = serving
     take_adapter_names(model)
+    continuous.install(model, serving)
     if hasattr(type(model), "generate"):
         generate = functools.partial(_generate, model)
         theirs: Any = model.generate  # for its signature
@@ -321,6 +323,8 @@ def unload_adapters(model: PreTrainedModel) -> None:
     serving = _serving(model)
     model.__dict__.pop("generate", None)
     uninstall(model, serving)
+    continuous.uninstall(model)
+    serving.pool = None
     for module in model.modules():
         if module.__dict__.get("_moelora") is serving:
             del module._moelora

@@ -67,7 +67,9 @@ def linear_layers(model: nn.Module, experts: Collection[str]) -> dict[str, Linea
         linear = _linear(name, module)
         if linear is None:
             continue
-        refusal = linear.refusal or _elsewhere(name, text) or _unread(name, modules)
+        refusal = linear.refusal or _elsewhere(name, text)
+        if linear.way == "output":
+            refusal = refusal or _unread(name, modules)
         found[name] = Linear(module, linear.layer, linear.way, refusal)
     return found
 

@@ -109,7 +109,6 @@ class Serving:
     def _packed(self, slots: torch.Tensor, kwargs: dict[str, Any]) -> Tokens:
         """Of continuous batching: one row, in which request n has the tokens from the n-th of
         `cu_seq_lens_q` on. What is behind the last one is padding."""
-        assert self.pool is not None
         length = kwargs["input_ids"].size(1)
         ends = kwargs["cu_seq_lens_q"][1:].contiguous()
         position = torch.arange(length, device=ends.device, dtype=ends.dtype)
@@ -117,7 +116,7 @@ class Serving:
         each = torch.nn.functional.pad(slots, (0, 1), value=-1)[request]
         kept = kwargs.get("logits_to_keep")
         return Tokens(
-            {device: each.to(device) for device in self.pool.devices},
+            {device: each.to(device) for device in self.loaded().devices},
             1,
             length,
             packed=True,
@@ -127,17 +126,22 @@ class Serving:
     @contextmanager
     def hold(self, names: Sequence[str | None], expand: int = 1) -> Iterator[Rows]:
         """Keeps adapters in their slots; gives those of each row, (rows * expand,)."""
-        if self.pool is None:
-            raise RuntimeError("this copy of a model has no adapters; call load_adapters first")
+        pool = self.loaded()
         if isinstance(names, str):
             raise ValueError(f"names is the string {names!r}, wanted one name per row of the batch")
         if expand < 1:
             raise ValueError(f"expand is {expand}, wanted >= 1")
         self.check()
         plain = [None if name == BASE else name for name in names for _ in range(expand)]
-        with self.pool.hold(plain):
-            slots = self.pool.mapping(plain)
-            yield Rows(plain, {device: slots.to(device) for device in self.pool.devices})
+        with pool.hold(plain):
+            slots = pool.mapping(plain)
+            yield Rows(plain, {device: slots.to(device) for device in pool.devices})
+
+    def loaded(self) -> AdapterPool:
+        """The pool; RuntimeError without one."""
+        if self.pool is None:
+            raise RuntimeError("this copy of a model has no adapters; call load_adapters first")
+        return self.pool
 
     def check(self) -> None:
         """RuntimeError if some experts would run without their adapters."""

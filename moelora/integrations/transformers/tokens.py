@@ -90,9 +90,10 @@ class Tokens:
 
     def _has_rows(self, shape: torch.Size) -> bool:
         """Whether the first dimension is the batch: some tokens of each row, or all in parts."""
-        return shape[0] == self.rows and (
-            len(shape) == 2 or (len(shape) > 2 and shape[1] == self.length)
-        )
+        inner = tuple(shape[1:])
+        if shape[0] != self.rows or not inner:
+            return False
+        return len(inner) == 1 or inner[0] == self.length or inner == (1, self.length)
 
     def lists(self, device: torch.device, adapter_enabled: torch.Tensor) -> Lists:
         """All tokens sorted by adapter, once for each device."""
