@@ -157,6 +157,7 @@ def test_what_is_taken_off_a_name(key):
         ("model.layers.0.attn.q_proj", "model.layers.0.self_attn.q_proj"),
         ("model.layers.0.attention.o_proj", "model.layers.0.self_attn.o_proj"),
         ("model.unembed_tokens", "lm_head"),
+        ("model.llm.layers.0.attn.wq_du", "model.language_model.layers.0.self_attn.q_proj"),
     ],
 )
 def test_other_names_of_a_module(trained, served):
