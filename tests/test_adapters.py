@@ -384,8 +384,8 @@ def test_broken_folders(tmp_path):
     with pytest.raises(ValueError, match=r"adapter_model.safetensors cannot be read"):
         pool.add("a", folder)
     weights.unlink()
-    torch.save(state, folder / "adapter_model.bin")
-    with pytest.raises(FileNotFoundError, match="is a pickle and is never loaded"):
+    (folder / "adapters.safetensors").touch()
+    with pytest.raises(FileNotFoundError, match=r"no adapter_model.safetensors; it holds adapters"):
         pool.add("a", folder)
     assert len(pool) == 0
 

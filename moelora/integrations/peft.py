@@ -196,10 +196,6 @@ class _Experts:
         finally:
             self.now.shape = outer
 
-    def carries(self) -> bool:
-        """No: PEFT has the names of a call in hooks of the model, for every thread."""
-        return False
-
     def copy(self, name: str) -> None:
         """Copies the factors of one of PEFT's adapters, as they are now, into the pool."""
         configs: Mapping[str, Any] = self.model.peft_config

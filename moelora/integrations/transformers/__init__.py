@@ -9,7 +9,7 @@
 Importing this module registers the implementation. Nothing is merged into the weights: every row of
 a batch carries its own adapter, or none, through one fused operator per layer. Inference only.
 Threads may call one model at the same time, each with adapters of its own. Continuous batching
-(`generate_batch`) serves the base model, and raises where adapters are asked for.
+(`generate_batch`) gives each request its own.
 
 `enable` is `model.set_experts_implementation("moelora")` that raises where a model's experts would
 not come here; docs/architectures.md has which those are.
@@ -29,7 +29,6 @@ Adapters that PEFT has loaded, with factors of other layers beside those of the 
 `moelora.integrations.peft`.
 """
 
-from moelora.integrations.transformers import continuous as _continuous  # noqa: F401  it refuses
 from moelora.integrations.transformers.adapters import (
     load_adapters,
     new_pool,

@@ -1,46 +1,209 @@
-"""Continuous batching: refused where it would leave adapters behind.
+"""Continuous batching: every request of `generate_batch`, or of a manager, with its own adapter.
 
-`generate_batch`, `generate(cache_implementation="paged")` and the managers of transformers generate
-in a thread of their own. The adapters of a call belong to the thread that makes it, so its requests
-would run on the base model without a word. All of them go through the three methods wrapped here.
+transformers packs the tokens of many requests into one row and runs the model in a thread of its
+own, so neither rows nor the thread say whose tokens these are. What does is the request: it has
+arguments of its own for logits processors, which transformers turns into a row of int32 for every
+batch and carries to the device with the other inputs, also where batches overlap and under CUDA
+graphs. One more of these rows has the slot of each request, and the model reads it (`Serving`).
+
+Blocks of the key-value cache must not be shared between requests: the same tokens have other keys
+and values under another adapter.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
-from typing import Any
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from transformers.generation.continuous_batching import ContinuousBatchingManager, ContinuousMixin
+import torch
 
-from moelora.integrations.transformers.calls import Serving
+from moelora.integrations.transformers.calls import BASE
+
+if TYPE_CHECKING:
+    from moelora.integrations.transformers.serving import Serving
+
+ADAPTER = "adapter_name"  # the argument of a request
+SLOT = "_moelora_slot"  # what becomes of it
+METHODS = ("generate_batch", "init_continuous_batching")
 
 
-def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method` of a model or of its manager, which raises for a request with adapters."""
+class _Slot:
+    """The slot of a request, held for as long as the request lasts; its copies share it."""
 
-    @functools.wraps(method)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        model = self.model if isinstance(self, ContinuousBatchingManager) else self
-        serving: Serving | None = getattr(model, "_moelora", None)
-        if kwargs.get("adapter_names") is not None:
-            given = "adapter_names"
-        elif serving is not None and serving.carries():
-            given = "use_adapters"
-        else:
-            return method(self, *args, **kwargs)
+    def __init__(self, number: int, use: object) -> None:
+        self.number = number
+        self.use = use
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Slot:
+        return self
+
+
+class _Prompt(list[int]):
+    """The tokens of a request on their way to a manager, with their adapter."""
+
+    adapter: str | None = None
+
+
+def missing() -> str:
+    """Why this transformers cannot serve requests with adapters; "" if it can."""
+    try:
+        from transformers.generation import ContinuousBatchingConfig
+        from transformers.generation.continuous_batching import cb_logits_processors as cb
+        from transformers.generation.continuous_batching import requests
+    except ImportError:
+        return "has no continuous batching with arguments for each request"
+    processors = getattr(cb, "ContinuousBatchingLogitsProcessorList", None)
+    parts = (
+        *(hasattr(processors, name) for name in ("prepare_tensor_args", "fill_defaults")),
+        "requests_in_batch"
+        in inspect.signature(getattr(processors, "prepare_tensor_args", len)).parameters,
+        "logit_processor_kwargs" in getattr(requests.RequestState, "__dataclass_fields__", {}),
+        hasattr(ContinuousBatchingConfig(), "allow_block_sharing"),
+    )
+    return "" if all(parts) else "hands no arguments of a request to the model"
+
+
+def install(model: Any, serving: Serving) -> None:
+    """Has a model's continuous batching take adapters, or refuse them."""
+    for name, method in zip(METHODS, (_generate_batch, _init), strict=True):
+        theirs = getattr(model, name, None)
+        if theirs is not None:
+            around = functools.partial(method, model, serving)
+            model.__dict__[name] = functools.update_wrapper(around, theirs, (), ())
+
+
+def uninstall(model: Any) -> None:
+    for name in METHODS:
+        model.__dict__.pop(name, None)
+
+
+def _generate_batch(
+    model: Any,
+    serving: Serving,
+    inputs: Sequence[Sequence[int]],
+    *args: Any,
+    adapter_names: Sequence[str | None] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """`generate_batch` with the argument `adapter_names`, one for each of `inputs`."""
+    theirs = type(model).generate_batch
+    if adapter_names is None and serving.now.rows is None:
+        return theirs(model, inputs, *args, **kwargs)
+    pool = serving.loaded()
+    why = missing()
+    if why:
+        import transformers
+
         raise NotImplementedError(
-            f"{method.__name__} with {given}: continuous batching generates in a thread of its own "
-            "and would serve the base model; pass adapter_names to generate, without "
-            'cache_implementation="paged"'
+            f"transformers {transformers.__version__} {why}, which generate_batch with adapters "
+            "needs; call generate"
         )
+    names = serving.now.rows.names if adapter_names is None else list(adapter_names)
+    if len(names) != len(inputs):
+        raise ValueError(f"adapter_names has {len(names)} names, there are {len(inputs)} inputs")
+    prompts = []
+    for tokens, name in zip(inputs, names, strict=True):
+        prompt = _Prompt(tokens)
+        prompt.adapter = None if name == BASE else name
+        prompts.append(prompt)
+    outer = serving.now.rows
+    with pool.hold([prompt.adapter for prompt in prompts]):
+        try:
+            serving.now.rows = None  # each request has its own from here on
+            return theirs(model, prompts, *args, **kwargs)
+        finally:
+            serving.now.rows = outer
 
-    return wrapped
+
+def _init(model: Any, serving: Serving, *args: Any, **kwargs: Any) -> Any:
+    """`init_continuous_batching` of a model with adapters: `add_request` takes `adapter_name`."""
+    theirs = type(model).init_continuous_batching
+    if serving.pool is None or missing():  # its requests are the base model's
+        return theirs(model, *args, **kwargs)
+    if serving.now.rows is not None:
+        raise RuntimeError(
+            "use_adapters is for batches of rows; give the requests of a manager their adapters, "
+            "add_request(..., adapter_name=)"
+        )
+    bound = inspect.signature(theirs).bind(model, *args, **kwargs)
+    bound.arguments["continuous_batching_config"] = _unshared(
+        bound.arguments.get("continuous_batching_config")
+    )
+    manager = theirs(*bound.args, **bound.kwargs)
+    known = getattr(manager, "_moelora", None)
+    if known is serving:  # one that is kept from an earlier call
+        return manager
+    if known is not None or getattr(manager, "batch_processor", None) is not None:
+        raise RuntimeError(
+            "the model keeps a manager of continuous batching that knows none of its adapters; "
+            "call model.destroy_cached_continuous_batching_manager() first"
+        )
+    manager._moelora = serving
+    _carry_slots(manager)
+    return manager
 
 
-for owner, name in (
-    (ContinuousMixin, "generate_batch"),  # swallows keywords that it does not know
-    (ContinuousMixin, "init_continuous_batching"),
-    (ContinuousBatchingManager, "add_request"),
-):
-    setattr(owner, name, _refusing(getattr(owner, name)))
+def _unshared(config: Any) -> Any:
+    from transformers.generation import ContinuousBatchingConfig
+
+    config = ContinuousBatchingConfig() if config is None else copy.copy(config)
+    config.allow_block_sharing = False
+    return config
+
+
+def _carry_slots(manager: Any) -> None:
+    """Has a manager that was just made carry slots to the model."""
+    processors = manager.logit_processor
+    processors.__class__ = _with_slots(type(processors))
+    row = processors.tensors_required
+    processors.tensors_required = row + 1
+    add, create = manager.add_request, manager._create_batch_processor
+
+    @functools.wraps(add)
+    def add_request(input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        name = kwargs.pop(ADAPTER, getattr(input_ids, "adapter", None))
+        if name not in (None, BASE):
+            serving: Serving = manager._moelora
+            pool = serving.loaded()
+            serving.check()
+            use = pool.keep([name])  # KeyError names what is loaded
+            kwargs[SLOT] = _Slot(pool.lookup(name), use)
+        return add(input_ids, *args, **kwargs)
+
+    @functools.wraps(create)
+    def create_batch_processor() -> Any:
+        processor = create()
+        processor.cache._moelora_row = row  # the model is called with the cache
+        return processor
+
+    manager.add_request = add_request
+    manager._create_batch_processor = create_batch_processor
+
+
+@functools.cache
+def _with_slots(cls: Any) -> Any:
+    """transformers' list of logits processors with one more row of arguments: slots."""
+
+    class WithSlots(cls):  # type: ignore[misc] # a class of transformers
+        def check_kwargs(self, kwargs: dict[str, Any]) -> None:
+            super().check_kwargs({k: v for k, v in kwargs.items() if k != SLOT})
+
+        def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+            super().fill_defaults(int32_tensor)
+            int32_tensor[-1].fill_(-1)
+
+        def prepare_tensor_args(self, requests_in_batch: Any, arg_storage: torch.Tensor) -> Any:
+            super().prepare_tensor_args(requests_in_batch, arg_storage)
+            slots = [_slot(request.state) for request in requests_in_batch]
+            arg_storage[-1, : len(slots)] = torch.tensor(slots, dtype=torch.int32)
+            return arg_storage
+
+    return WithSlots
+
+
+def _slot(state: Any) -> int:
+    slot = state.logit_processor_kwargs.get(SLOT)
+    return -1 if slot is None else slot.number

@@ -13,6 +13,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import moelora
 from moelora.integrations.transformers.calls import IMPLEMENTATION
+from moelora.integrations.transformers.linears import device_of
 from moelora.integrations.transformers.projection import (
     expert_weights,
     is_loaded_fp8,
@@ -111,7 +112,7 @@ def _identify(experts: Experts) -> Activation:
             )
 
     limits, alphas = _numbers(experts, LIMITS), _numbers(experts, ALPHAS)
-    gate, up = (t.to(down.device) for t in _samples(limits))
+    gate, up = (t.to(device_of(experts)) for t in _samples(limits))
     # What is lost where a module computes in float32 and where the forms of gelu cancel.
     loss = 1e-6 * (gate.abs().clamp(max=50) * up.abs().clamp(max=50))
     w13 = torch.cat([gate, up], dim=-1) if experts.has_gate else gate
