@@ -134,6 +134,14 @@ def test_a_model_that_loaded_its_adapters_itself(tmp_path, monkeypatch):
 
 
 @torch.no_grad()
+def test_continuous_batching_takes_no_adapter_names(tmp_path):
+    model = load(make_model(mixtral), save_adapters(make_model(mixtral), tmp_path, "a"))
+    moelora_peft.attach(model)
+    with pytest.raises(NotImplementedError, match="generate_batch with adapter_names: continuous"):
+        model.generate_batch(tokens(rows=1).tolist(), adapter_names=["a"])
+
+
+@torch.no_grad()
 def test_generate(tmp_path):
     """PEFT repeats the names for beams."""
     model = make_model(mixtral)
