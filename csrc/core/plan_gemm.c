@@ -272,40 +272,6 @@ static int32_t near_elements_of(const moelora_device_info *device) {
   return device->l2_bytes / 4 / 2;
 }
 
-/* x of a projection: rows of the problem's, or rows in the workspace by position. */
-typedef struct projection_x {
-  const void *data;
-  int64_t stride;
-  int64_t rows_each; /* routed rows that share a row of x; 0: by position */
-} projection_x;
-
-static moelora_shrink_plan plan_shrink(const moelora_routes *routes, const projection_x *x,
-                                       int64_t depth, const moelora_factors *lora,
-                                       const moelora_variant *gemm, const moelora_align_plan *align,
-                                       const moelora_variant *tuned,
-                                       const moelora_device_info *device) {
-  if (!routes->token_lora_mapping.data || lora->num_slices == 0)
-    return (moelora_shrink_plan){0};
-  const int64_t pairs = (int64_t)routes->num_experts * routes->max_loras;
-  const int64_t blocks = moelora_max_blocks(routes, gemm->block_m, moelora_blocks_together(gemm));
-  const moelora_shrink_load load = {
-      .dtype = gemm->dtype,
-      .family = (moelora_family)gemm->needs,
-      .rows = routes->num_rows,
-      .segments = routes->num_rows < pairs ? routes->num_rows : pairs,
-      .columns = moelora_padded_columns(lora),
-      .depth = depth,
-      .vectors = moelora_is_vector_row(x->data, x->stride, depth) &&
-                 moelora_are_vector_factors(lora->a, lora->num_slices),
-      .boxes = moelora_are_boxes(
-          lora, x->rows_each ? routes->num_rows / x->rows_each : blocks * gemm->block_m, x->stride),
-      .listed = align->segments,
-      .tuned = tuned,
-      .max_blocks = blocks,
-      .by_position = x->rows_each == 0};
-  return moelora_plan_shrink_blocks(&load, device);
-}
-
 static bool sum_serves(const moelora_variant *v, bool vectors) {
   return v && (v->elements || vectors);
 }
@@ -346,11 +312,22 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
   if (device->device == MOELORA_CPU)
     return MOELORA_OK;
   const moelora_variant *v = plan->variant;
-  const projection_x x = {problem->x, problem->x_stride, problem->x_per_row ? 1 : routes->top_k};
+  const moelora_projection_load load = {
+      .routes = routes,
+      .w = &problem->w,
+      .lora = &problem->lora,
+      .x = problem->x,
+      .x_stride = problem->x_stride,
+      .x_rows_each = problem->x_per_row ? 1 : routes->top_k,
+      .out = problem->out,
+      .out_stride = {problem->out_stride[0], problem->out_stride[1]},
+      .n_out = problem->w.n,
+      .weighted = problem->mul_routed_weight,
+  };
   plan->near_elements = near_elements_of(device);
+  plan->projection = moelora_plan_projection(&load, v);
   moelora_plan_blocks(routes, v->block_m, moelora_blocks_together(v), device, NULL, &plan->align);
-  plan->shrink =
-      plan_shrink(routes, &x, problem->w.k, &problem->lora, v, &plan->align, NULL, device);
+  plan->shrink = moelora_plan_projection_shrink(&load, v, &plan->align, NULL, device);
   return MOELORA_OK;
 }
 
@@ -398,17 +375,40 @@ static void plan_around(const moelora_experts_problem *p, const moelora_variant 
                         moelora_experts_plan *plan) {
   const moelora_routes *routes = &p->routes;
   const moelora_variant *tuned_shrink = tuned_for(MOELORA_ROLE_SHRINK, p, device, seen);
-  /* Scaled hidden states, and h, lie in the workspace. */
-  const bool scaled = p->apply_router_weight_on_input;
-  const projection_x x = {scaled ? NULL : p->x, scaled ? p->hidden : p->x_stride, routes->top_k};
-  const projection_x h = {NULL, p->intermediate, 0};
+  const bool adapters = routes->token_lora_mapping.data && p->w2_lora.num_slices > 0;
+  /* Scaled hidden states, h, and the outputs of both lie in the workspace. */
+  plan->scales_x = p->apply_router_weight_on_input;
+  const moelora_projection_load first = {
+      .routes = routes,
+      .w = &p->w13,
+      .lora = &p->w13_lora,
+      .x = plan->scales_x ? NULL : p->x,
+      .x_stride = plan->scales_x ? p->hidden : p->x_stride,
+      .x_rows_each = routes->top_k,
+      .n_out = p->intermediate,
+      .gated = moelora_is_gated(p->activation.kind),
+      .interleaved = moelora_is_interleaved(p->activation.kind),
+      .next = &p->w2,
+      .next_reads_out = adapters,
+  };
+  plan->projection[0] = moelora_plan_projection(&first, gemm);
+  const moelora_projection_load second = {
+      .routes = routes,
+      .w = &p->w2,
+      .lora = &p->w2_lora,
+      .x_stride = p->intermediate,
+      .n_out = p->hidden,
+      .out_f32 = plan->partial_f32,
+      .x_is_quantized = plan->projection[0].stores_e4m3,
+  };
+  plan->projection[1] = moelora_plan_projection(&second, plan->w2);
   plan->near_elements = near_elements_of(device);
   moelora_plan_blocks(routes, gemm->block_m, moelora_blocks_together(gemm), device,
                       tuned_for(MOELORA_ROLE_SORT, p, device, seen), &plan->align);
   plan->shrink[0] =
-      plan_shrink(routes, &x, p->hidden, &p->w13_lora, gemm, &plan->align, tuned_shrink, device);
-  plan->shrink[1] = plan_shrink(routes, &h, p->intermediate, &p->w2_lora, gemm, &plan->align,
-                                tuned_shrink, device);
+      moelora_plan_projection_shrink(&first, gemm, &plan->align, tuned_shrink, device);
+  plan->shrink[1] =
+      moelora_plan_projection_shrink(&second, gemm, &plan->align, tuned_shrink, device);
   plan->sum = moelora_plan_sum(p->dtype, moelora_is_vector_row(p->out, p->out_stride, p->hidden),
                                tuned_for(MOELORA_ROLE_SUM, p, device, seen), device);
 }

@@ -17,7 +17,7 @@
  *
  *   ONE ORDER SORT SHRINK SPLITS EXPAND WAVES
  *
- * where ONE is both halves in one launch.
+ * where ONE is both halves in one launch. With MOELORA_LOG=plan what layers launch is on stderr.
  *
  * Arguments are tuned plans, nine words each:
  *
@@ -29,6 +29,7 @@
 
 #include "core/backend.h"
 #include "core/format.h"
+#include "core/plan.h"
 
 static const moelora_dtype dtypes[] = {MOELORA_F32, MOELORA_BF16, MOELORA_F16};
 static const char *dtype_names[] = {"float32", "bfloat16", "float16"};
@@ -220,6 +221,8 @@ int main(int argc, char **argv) {
              name_of(plan.staged), name_of(plan.align.rows.variant),
              name_of(plan.shrink[0].variant), name_of(plan.shrink[1].variant), name_of(plan.sum),
              name_of(plan.w2));
+    if (planned)
+      moelora_note_experts(&problem, &device, &plan);
     else
       printf("error: %s\n", moelora_error_message());
   }

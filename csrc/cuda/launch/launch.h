@@ -31,9 +31,6 @@ typedef struct moelora_segment {
 /* Projections over one alignment, at most. */
 #define MOELORA_PROJECTIONS 2
 
-/* Tiles of a projection that become halves, at most; see TileScheduler. */
-#define MOELORA_MOST_HALVED 128
-
 /* Routed rows dealt to blocks of one expert each, in the order of their adapters. Block b holds
  * counts[b] rows from position b * rows on; what follows up to (b + 1) * rows is padding. The rows
  * of an expert are spread evenly, in n8 tiles, over the fewest blocks that hold them. `cluster`
@@ -260,7 +257,8 @@ moelora_status moelora_cuda_sum(const moelora_sum_launch *s, const moelora_varia
  * rows of the family in variants.inc. */
 #define MOELORA_CUDA_GEMM(NAME, DTYPE, FORMAT, FAMILY, ...)                                        \
   moelora_status moelora_cuda_gemm_##FAMILY##_##FORMAT(                                            \
-      const moelora_gemm_launch *g, const moelora_variant *variant, const moelora_exec *exec);
+      const moelora_gemm_launch *g, const moelora_variant *variant,                                \
+      const moelora_projection_plan *plan, const moelora_exec *exec);
 #include "cuda/variants.inc"
 
 /* decode.cu: the whole layer in one launch. */
@@ -268,7 +266,7 @@ size_t moelora_cuda_decode_workspace(const moelora_experts_problem *problem,
                                      const moelora_exec *exec);
 /* fits: false, and nothing is queued, where its CTAs cannot all be resident. */
 moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
-                                   const moelora_variant *variant, const moelora_exec *exec,
+                                   const moelora_experts_plan *plan, const moelora_exec *exec,
                                    bool *fits);
 
 /* experts.cu: slots of the backend's table */
