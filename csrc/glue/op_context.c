@@ -1,3 +1,4 @@
+#include "core/backend.h"
 #include "glue/op_context.h"
 
 #include <inttypes.h>
@@ -136,6 +137,20 @@ static void check_device(moelora_op_context *ctx, const char *name, AtenTensorHa
   }
 }
 
+/* False if elements lie beyond the end of the storage. */
+static bool is_stored(AtenTensorHandle handle, const moelora_tensor *tensor) {
+  int64_t bytes = 0, last = 0;
+  aoti_torch_get_storage_size(handle, &bytes);
+  aoti_torch_get_storage_offset(handle, &last);
+  for (int32_t i = 0; i < tensor->ndim; i++) {
+    if (tensor->size[i] == 0) {
+      return true;
+    }
+    last += (tensor->size[i] - 1) * tensor->stride[i];
+  }
+  return (last + 1) * (int64_t)moelora_dtype_bytes(tensor->dtype) <= bytes;
+}
+
 static moelora_tensor view(moelora_op_context *ctx, const char *name, StableIValue value,
                            bool optional) {
   AtenTensorHandle handle = (AtenTensorHandle)(uintptr_t)value;
@@ -187,6 +202,12 @@ static moelora_tensor view(moelora_op_context *ctx, const char *name, StableIVal
   tensor.ndim = (int32_t)ndim;
   memcpy(tensor.size, sizes, (size_t)ndim * sizeof *sizes);
   memcpy(tensor.stride, strides, (size_t)ndim * sizeof *strides);
+  if (ctx->check_storage && !op_is_meta(ctx) && !is_stored(handle, &tensor)) {
+    op_fail(ctx, MOELORA_INVALID_ARGUMENT,
+            "%s has no memory for its elements: its storage was freed or made smaller after the "
+            "forward",
+            name);
+  }
   if (!tensor.data) {
     tensor.data = no_elements;
   }

@@ -12,9 +12,9 @@
 #include "glue/abi.h"
 #include "moelora.h"
 
-/* fused_experts_lora: 14 tensors, 4 lists, 1 output, 1 workspace. */
-#define OP_MAX_HANDLES (20 + 4 * MOELORA_MAX_SLICES)
-#define OP_MAX_OUTPUTS 4
+/* fused_experts_lora_backward_out: 22 tensors, 8 lists, 1 workspace. */
+#define OP_MAX_HANDLES (24 + 8 * MOELORA_MAX_SLICES)
+#define OP_MAX_OUTPUTS 10
 
 /* The last argument of every operator that adds or multiplies. */
 #define MOELORA_INVARIANT ", bool batch_invariant=False"
@@ -23,6 +23,7 @@ typedef struct moelora_op_context {
   const char *op;
   moelora_exec exec;
   int32_t device_type; /* torch's code, of the first tensor; -1: no tensor yet */
+  bool check_storage;  /* refuse tensors whose storage is smaller than they say, as once freed */
   int32_t num_handles;
   AtenTensorHandle handles[OP_MAX_HANDLES];
   int32_t num_outputs;
@@ -90,6 +91,24 @@ typedef struct moelora_op {
   void (*function)(StableIValue *, uint64_t, uint64_t);
 } moelora_op;
 
+/* ops.c: the arguments that the operators of a layer have in common, the first of them at
+ * `stack`, and where weights lie, at `layout`. */
+#define FUSED_EXPERTS_LORA_ARGS                                                                    \
+  "Tensor hidden_states, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor "     \
+  "token_lora_mapping, Tensor[] w13_lora_a, Tensor[] w13_lora_b, Tensor[] w2_lora_a, Tensor[] "    \
+  "w2_lora_b, Tensor lora_ranks, Tensor lora_scalings, Tensor adapter_enabled, Tensor w13_bias, "  \
+  "Tensor w2_bias, int activation, float activation_alpha, float activation_limit, Tensor "        \
+  "expert_map, bool apply_router_weight_on_input"
+#define LAYER_LAYOUT                                                                               \
+  ", int w13_format=0, int w13_order=0, int w13_rows=0, int w13_x_format=0, float "                \
+  "w13_x_scale=0.0, int w2_format=0, int w2_rows=0, int w2_x_format=0, float "                     \
+  "w2_x_scale=0.0" MOELORA_INVARIANT
+enum { OP_EXPERTS_ARGS = 20 };
+void op_experts(moelora_op_context *ctx, moelora_experts_args *args, const StableIValue *stack,
+                const StableIValue *layout);
+
+/* ops_training.c: the operators of a layer's backward; ends with a name of NULL. */
+extern const moelora_op moelora_training_ops[];
 /* ops_delta.c: the operators that add adapters alone; ends with a name of NULL. */
 extern const moelora_op moelora_delta_ops[];
 /* ops.c: defines the operators and registers them. Returns NULL, or what went wrong. */

@@ -180,47 +180,45 @@ static void fused_moe_lora_gemm_out(StableIValue *stack, uint64_t inputs, uint64
   run_gemm("fused_moe_lora_gemm_out", stack, true);
 }
 
-#define FUSED_EXPERTS_LORA_ARGS                                                                    \
-  "Tensor hidden_states, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor "     \
-  "token_lora_mapping, Tensor[] w13_lora_a, Tensor[] w13_lora_b, Tensor[] w2_lora_a, Tensor[] "    \
-  "w2_lora_b, Tensor lora_ranks, Tensor lora_scalings, Tensor adapter_enabled, Tensor w13_bias, "  \
-  "Tensor w2_bias, int activation, float activation_alpha, float activation_limit, Tensor "        \
-  "expert_map, bool apply_router_weight_on_input"
+void op_experts(moelora_op_context *ctx, moelora_experts_args *args, const StableIValue *stack,
+                const StableIValue *layout) {
+  args->hidden_states = op_tensor(ctx, "hidden_states", stack[0]);
+  args->w13 = op_tensor(ctx, "w13", stack[1]);
+  args->w2 = op_tensor(ctx, "w2", stack[2]);
+  args->routing.topk_weights = op_tensor(ctx, "topk_weights", stack[3]);
+  args->routing.topk_ids = op_tensor(ctx, "topk_ids", stack[4]);
+  args->adapters.token_lora_mapping = op_optional(ctx, "token_lora_mapping", stack[5]);
+  args->w13_lora = op_lora(ctx, "w13_lora_a", stack[6], "w13_lora_b", stack[7]);
+  args->w2_lora = op_lora(ctx, "w2_lora_a", stack[8], "w2_lora_b", stack[9]);
+  const moelora_tensor *ids = &args->routing.topk_ids, *map = &args->adapters.token_lora_mapping;
+  op_need_mapping(ctx, ids, map, &args->w13_lora, "w13_lora_a");
+  op_need_mapping(ctx, ids, map, &args->w2_lora, "w2_lora_a");
+  args->adapters.lora_ranks = op_optional(ctx, "lora_ranks", stack[10]);
+  args->adapters.lora_scalings = op_optional(ctx, "lora_scalings", stack[11]);
+  args->adapters.adapter_enabled = op_optional(ctx, "adapter_enabled", stack[12]);
+  args->w13_bias = op_optional(ctx, "w13_bias", stack[13]);
+  args->w2_bias = op_optional(ctx, "w2_bias", stack[14]);
+  args->activation = (moelora_activation)op_int(ctx, "activation", stack[15]);
+  args->activation_alpha = op_float(stack[16]);
+  args->activation_limit = op_float(stack[17]);
+  args->routing.expert_map = op_optional(ctx, "expert_map", stack[18]);
+  args->apply_router_weight_on_input = stack[19] != 0;
+  static const char *const names13[] = {"w13_format", "w13_order", "w13_rows", "w13_x_format"};
+  static const char *const names2[] = {"w2_format", "", "w2_rows", "w2_x_format"};
+  const StableIValue *l13 = layout, *l2 = layout + 5;
+  args->w13_layout = op_layout(ctx, names13, l13[0], l13[1], l13[2], l13[3], l13[4]);
+  args->w2_layout = op_layout(ctx, names2, l2[0], MOELORA_ROWS_PLAIN, l2[1], l2[2], l2[3]);
+  ctx->exec.batch_invariant = l2[4] != 0;
+}
 
 static void run_experts(const char *op, StableIValue *stack, bool has_out) {
   moelora_op_context ctx;
   op_open(&ctx, op);
   moelora_experts_args args = {0};
-  args.hidden_states = op_tensor(&ctx, "hidden_states", stack[0]);
-  args.w13 = op_tensor(&ctx, "w13", stack[1]);
-  args.w2 = op_tensor(&ctx, "w2", stack[2]);
-  args.routing.topk_weights = op_tensor(&ctx, "topk_weights", stack[3]);
-  args.routing.topk_ids = op_tensor(&ctx, "topk_ids", stack[4]);
-  args.adapters.token_lora_mapping = op_optional(&ctx, "token_lora_mapping", stack[5]);
-  args.w13_lora = op_lora(&ctx, "w13_lora_a", stack[6], "w13_lora_b", stack[7]);
-  args.w2_lora = op_lora(&ctx, "w2_lora_a", stack[8], "w2_lora_b", stack[9]);
-  const moelora_tensor *ids = &args.routing.topk_ids, *mapping = &args.adapters.token_lora_mapping;
-  op_need_mapping(&ctx, ids, mapping, &args.w13_lora, "w13_lora_a");
-  op_need_mapping(&ctx, ids, mapping, &args.w2_lora, "w2_lora_a");
-  args.adapters.lora_ranks = op_optional(&ctx, "lora_ranks", stack[10]);
-  args.adapters.lora_scalings = op_optional(&ctx, "lora_scalings", stack[11]);
-  args.adapters.adapter_enabled = op_optional(&ctx, "adapter_enabled", stack[12]);
-  args.w13_bias = op_optional(&ctx, "w13_bias", stack[13]);
-  args.w2_bias = op_optional(&ctx, "w2_bias", stack[14]);
-  args.activation = (moelora_activation)op_int(&ctx, "activation", stack[15]);
-  args.activation_alpha = op_float(stack[16]);
-  args.activation_limit = op_float(stack[17]);
-  args.routing.expert_map = op_optional(&ctx, "expert_map", stack[18]);
-  args.apply_router_weight_on_input = stack[19] != 0;
+  op_experts(&ctx, &args, stack, stack + OP_EXPERTS_ARGS + (has_out ? 1 : 0));
   if (has_out) {
-    args.out = op_tensor(&ctx, "out", stack[20]);
+    args.out = op_tensor(&ctx, "out", stack[OP_EXPERTS_ARGS]);
   }
-  static const char *const names13[] = {"w13_format", "w13_order", "w13_rows", "w13_x_format"};
-  static const char *const names2[] = {"w2_format", "", "w2_rows", "w2_x_format"};
-  const StableIValue *l13 = &stack[has_out ? 21 : 20], *l2 = l13 + 5;
-  args.w13_layout = op_layout(&ctx, names13, l13[0], l13[1], l13[2], l13[3], l13[4]);
-  args.w2_layout = op_layout(&ctx, names2, l2[0], MOELORA_ROWS_PLAIN, l2[1], l2[2], l2[3]);
-  ctx.exec.batch_invariant = l2[4] != 0;
   if (op_ready(&ctx)) {
     int64_t sizes[2] = {size_of(&args.hidden_states, 0), size_of(&args.hidden_states, 1)};
     if (!has_out) {
@@ -234,10 +232,6 @@ static void run_experts(const char *op, StableIValue *stack, bool has_out) {
   op_close(&ctx, stack);
 }
 
-#define LAYER_LAYOUT                                                                               \
-  ", int w13_format=0, int w13_order=0, int w13_rows=0, int w13_x_format=0, float "                \
-  "w13_x_scale=0.0, int w2_format=0, int w2_rows=0, int w2_x_format=0, float "                     \
-  "w2_x_scale=0.0" MOELORA_INVARIANT
 #define FUSED_EXPERTS_LORA "fused_experts_lora(" FUSED_EXPERTS_LORA_ARGS LAYER_LAYOUT ") -> Tensor"
 #define FUSED_EXPERTS_LORA_OUT                                                                     \
   "fused_experts_lora_out(" FUSED_EXPERTS_LORA_ARGS ", Tensor(a!) out" LAYER_LAYOUT ") -> ()"
@@ -384,7 +378,7 @@ const char *moelora_register_ops(void) {
       aoti_torch_library_init_impl("moelora_meta", "Meta", __FILE__, __LINE__, &meta)) {
     return "cannot create torch's operator library";
   }
-  const moelora_op *const tables[] = {ops, moelora_delta_ops};
+  const moelora_op *const tables[] = {ops, moelora_delta_ops, moelora_training_ops};
   for (size_t i = 0; i < sizeof tables / sizeof *tables; i++) {
     for (const moelora_op *op = tables[i]; op->name; op++) {
       if (aoti_torch_library_def(definitions, op->schema) ||
