@@ -148,12 +148,55 @@ def _(hidden_states: Tensor, *others: Any) -> Tensor:
     return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
 
 
+@_shape_function("fused_experts_lora_saving")
+def _(
+    hidden_states: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, *o: Any
+) -> tuple[Tensor, ...]:
+    rows, (a13, a2) = topk_ids.size(0) * topk_ids.size(1), (o[1], o[3])
+    w_format, _, w_rows = (*o[15:18], 0, 0, 0)[:3]  # left out where all are 0
+    columns = w_rows if w_format else w13.size(1) * (PACK if w13.dim() == 5 else 1)
+    empty = hidden_states.new_empty
+    return (
+        torch.empty_like(hidden_states, memory_format=torch.contiguous_format),
+        empty((rows, columns)),
+        empty((rows, len(a13), a13[0].size(2)) if a13 else (0,)),
+        empty((rows, a2[0].size(2)) if a2 else (0,)),
+    )
+
+
+@_shape_function("fused_experts_lora_backward")
+def _(
+    grad_out: Tensor, gate_up: Tensor, w13_shrink: Tensor, w2_shrink: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
+    hidden_states, weights, (a13, b13, a2, b2) = others[0], others[3], others[6:10]
+    wanted, float32 = others[20:22]
+
+    def like(bit: int, tensors: list[Tensor], at: int = 0, keep: bool = False) -> Tensor:
+        if not wanted & bit or at >= len(tensors) or _is_absent(tensors[at]):
+            return hidden_states.new_empty((0,), dtype=torch.float32)
+        dtype = torch.float32 if float32 and not keep else tensors[at].dtype
+        return tensors[at].new_empty(tensors[at].shape, dtype=dtype)
+
+    bits = autograd.WANTED
+    return (
+        like(bits["hidden_states"], [hidden_states], keep=True),
+        like(bits["topk_weights"], [weights], keep=True),
+        *(like(bits["w13_lora_a"], a13, i) for i in range(2)),
+        *(like(bits["w13_lora_b"], b13, i) for i in range(2)),
+        like(bits["w2_lora_a"], a2),
+        like(bits["w2_lora_b"], b2),
+        like(bits["w13_bias"], [others[13]]),
+        like(bits["w2_bias"], [others[14]]),
+    )
+
+
 def _writes_in_place(*args: Any) -> None:
     return None
 
 
 for _name in (
     *("fused_moe_lora_gemm_out", "fused_experts_lora_out", "moe_lora_align_block_size_out"),
+    "fused_experts_lora_backward_out",
     *("fused_moe_lora", "fused_moe_lora_shrink", "fused_moe_lora_expand"),
     *("moe_lora_gate_up_delta", "moe_lora_down_delta"),
     *("moe_lora_a", "moe_lora_gate_up_b", "moe_lora_down_combine", "moe_lora_fused"),
