@@ -97,6 +97,8 @@ def _record(op: Any, args: tuple[Any, ...]) -> Any:
     if name in ("fused_experts_lora", "fused_experts_lora_saving"):
         args = (*args, *(a.default_value for a in op._schema.arguments[len(args) :]))
         _refuse(op, args, _requires, FROZEN)
+        if torch._C._are_functorch_transforms_active():
+            _refuse(op, args, _requires, dict.fromkeys(_names(op), NO_TRANSFORM))
         results = _Layer.apply([len(a) if isinstance(a, list) else -1 for a in args], *_flat(args))
         return results[0] if name == "fused_experts_lora" else results
     _refuse(op, args, _requires, dict.fromkeys(_names(op), NO_BACKWARD.get(name, NONE)))
@@ -104,6 +106,7 @@ def _record(op: Any, args: tuple[Any, ...]) -> Any:
 
 
 NONE = "there is no backward: call it under torch.no_grad(), or pass {name}.detach()"
+NO_TRANSFORM = "torch.func cannot see the backward: call torch.autograd.grad, or .backward()"
 TWICE = "a backward has none of its own: call torch.autograd.grad without create_graph"
 WEIGHTS = (
     "the weights of experts are frozen: their gradient is never computed; pass {name}.detach(), or "
@@ -186,9 +189,7 @@ def _flat(args: tuple[Any, ...]) -> list[Any]:
 def _nested(counts: list[int], flat: Sequence[Any]) -> list[Any]:
     """`flat` in lists of `counts` elements; below 0: no list."""
     values = iter(flat)
-    return [
-        next(values) if count < 0 else [next(values) for _ in range(count)] for count in counts
-    ]
+    return [next(values) if count < 0 else [next(values) for _ in range(count)] for count in counts]
 
 
 def _is_absent(value: Tensor) -> bool:
@@ -223,11 +224,7 @@ class _Layer(torch.autograd.Function):
         saved, tensors, rest = ctx.saved_tensors[:3], iter(ctx.saved_tensors[3:]), iter(ctx.rest)
         args = _nested(ctx.counts, [next(tensors) if s else next(rest) for s in ctx.saves])
         needs = _nested(ctx.counts, ctx.needs_input_grad[1:])
-        wanted = sum(
-            bit
-            for name, bit in WANTED.items()
-            if any(_flat((needs[_PLACES[name]],)))
-        )
+        wanted = sum(bit for name, bit in WANTED.items() if any(_flat((needs[_PLACES[name]],))))
         if grad_out.size(-1) > 1 and grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
         common, last = args[:_ARGUMENTS], args[_ARGUMENTS:]
@@ -243,7 +240,7 @@ class _Layer(torch.autograd.Function):
 
 
 def by_argument(found: Sequence[Tensor], slices: int) -> dict[str, Any]:
-    """What fused_experts_lora_backward returns, by the arguments that it is for; `slices` of w13."""
+    """What fused_experts_lora_backward returns, by argument; w13 has `slices`."""
     dx, dt, a0, a1, b0, b1, a2, b2, bias13, bias2 = found
     grads = dx, dt, [a0, a1][:slices], [b0, b1][:slices], [a2], [b2], bias13, bias2
     return dict(zip(WANTED, grads, strict=True))

@@ -1,7 +1,7 @@
 """The backward of a layer by hand: the forward that saves for it, and the gradients.
 
-Autograd runs both for `fused_experts_lora`; they are here for who has a graph of his own, or buffers
-that gradients are added to.
+Autograd runs both for `fused_experts_lora`; called directly, they serve graphs of other kinds, and
+gradients that are added to given buffers.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from moelora.autograd import WANTED, by_argument
-from moelora.call import Factors, absent_tensor, factor_list, operators, or_absent, run, typed
+from moelora.call import absent_tensor, factor_list, operators, or_absent, run, typed
 from moelora.ops import Weights, layer_arguments
 
 __all__ = ["Gradients", "Saved", "fused_experts_lora_backward", "fused_experts_lora_saving"]
+
+FACTORS = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
+BIASES = ("w13_bias", "w2_bias")
 
 FactorGradients: TypeAlias = Tensor | list[Tensor] | None
 
@@ -166,9 +169,11 @@ def fused_experts_lora_backward(
     that quantised weights round to FP8 have the gradient of the identity there.
     """
     args, last = layer_arguments(hidden_states, w13, w2, topk_weights, topk_ids, **options)
-    given = dict(zip(WANTED, (args[0], args[3], *args[6:10], *args[13:15]), strict=True))
-    present = [name for name, value in given.items() if isinstance(value, list) or value.numel()]
-    present = [name for name in present if given[name] != []]
+    present = [
+        *("hidden_states", "topk_weights"),
+        *(name for name in FACTORS if factor_list(options.get(name))),
+        *(name for name in BIASES if options.get(name) is not None),
+    ]
     if accumulate and grads is None:
         raise ValueError("accumulate adds to what grads holds, which is None")
     before = (grad_out, *saved, *args)
@@ -189,18 +194,18 @@ def fused_experts_lora_backward(
     bits = sum(WANTED[name] for name in names)
     found = run(operators.fused_experts_lora_backward.default, *before, bits, float32, *last)
     results = by_argument(found, len(args[6]))
-    forms = {name: options.get(name) for name in WANTED if "lora" in name}
+    dtypes = {"topk_weights": topk_weights.dtype}
     return Gradients(
         **{
-            name: _in_form(results[name], forms.get(name), topk_weights.dtype if name == "topk_weights" else None)
-            for name in WANTED
-            if name in names and name in present
+            name: _in_form(results[name], options.get(name), dtypes.get(name))
+            for name in present
+            if name in names
         }
     )
 
 
-def _in_form(found: Any, factors: Factors | None, dtype: torch.dtype | None) -> Any:
+def _in_form(found: Any, argument: Any, dtype: torch.dtype | None) -> Any:
     """A gradient as its argument came: one factor or a sequence of them, in `dtype` if given."""
     if isinstance(found, list):
-        return found[0] if isinstance(factors, Tensor) else found
+        return found[0] if isinstance(argument, Tensor) else found
     return found if dtype is None else found.to(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from checks import assert_close_to_ref
 from torch import Tensor
@@ -33,7 +34,9 @@ def leaves(arguments: dict, names=TRAINED) -> dict:
     """The arguments, those of `names` as leaves of the same memory."""
 
     def leaf(value):
-        return [leaf(v) for v in value] if isinstance(value, list) else value.detach().requires_grad_()
+        return (
+            [leaf(v) for v in value] if isinstance(value, list) else value.detach().requires_grad_()
+        )
 
     given = {n: leaf(v) for n, v in arguments.items() if n in names and v is not None}
     return arguments | given
@@ -60,10 +63,12 @@ def by_hand(arguments: dict, grad_out: Tensor, **options) -> dict:
     return flat(grads._asdict())
 
 
-def assert_gradients(grads: dict, arguments: dict, grad_out: Tensor, dtype) -> dict[str, float]:
+def assert_gradients(
+    grads: dict, arguments: dict, grad_out: Tensor, dtype, ref: dict | None = None
+) -> dict[str, float]:
     """Fails unless each gradient is as accurate as that of the naive layer in `dtype`; the errors
-    over what the rule allows."""
-    ref = flat(fused_experts_lora_backward_ref(grad_out, **arguments))
+    over what the rule allows. `ref` are gradients in float64, by default the reference's."""
+    ref = ref or flat(fused_experts_lora_backward_ref(grad_out, **arguments))
     naive = flat(naive_fused_experts_lora_backward(grad_out, **arguments))
     assert set(grads) == set(ref)
     # A value that rounds to the other side of a clamp loses all of its gradient: no fence holds.
@@ -81,3 +86,11 @@ def assert_gradients(grads: dict, arguments: dict, grad_out: Tensor, dtype) -> d
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
     return errors
+
+
+# Where there is a backward. Bodies take a device, so that they run on others when these have one.
+DEVICES = ["cpu"]
+PLACES = [
+    pytest.param(("cpu", dtype), id=f"cpu-{str(dtype)[6:]}")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+]

@@ -156,7 +156,8 @@ static moelora_status check_factor_gradients(gradients *all, const moelora_lora 
                                              const char *const names[4], moelora_gradient *a,
                                              moelora_gradient *b) {
   MOELORA_REQUIRE(grads->num_slices == 0 || grads->num_slices == factors->num_slices,
-                  "%s has %d slices, %s has %d", names[0], grads->num_slices, names[2],
+                  "%s has %d slices, %s has %d", moelora_entry(names[0], 0, &grads->a[0]).name,
+                  grads->num_slices, moelora_entry(names[2], 0, &factors->a[0]).name,
                   factors->num_slices);
   for (int32_t i = 0; i < grads->num_slices; i++) {
     MOELORA_TRY(check_gradient(all, moelora_entry(names[0], i, &grads->a[i]),
