@@ -221,7 +221,8 @@ class _Layer(torch.autograd.Function):
         nothing = [None] * (1 + len(ctx.saves))
         if grad_out is None:
             return tuple(nothing)
-        saved, tensors, rest = ctx.saved_tensors[:3], iter(ctx.saved_tensors[3:]), iter(ctx.rest)
+        tensors, rest = iter(ctx.saved_tensors), iter(ctx.rest)  # unpacks them, which is done once
+        saved = [next(tensors) for _ in range(3)]
         args = _nested(ctx.counts, [next(tensors) if s else next(rest) for s in ctx.saves])
         needs = _nested(ctx.counts, ctx.needs_input_grad[1:])
         wanted = sum(bit for name, bit in WANTED.items() if any(_flat((needs[_PLACES[name]],))))
