@@ -44,18 +44,28 @@ from moelora.ops import (
     moe_sorting,
     prepack_weights,
 )
+from moelora.training import (
+    Gradients,
+    Saved,
+    fused_experts_lora_backward,
+    fused_experts_lora_saving,
+)
 
 __version__ = _C.version()
 _tuned.load_configured()
 
 __all__ = [
     "AdapterPool",
+    "Gradients",
     "MoELayer",
     "MoELoRABatchInfo",
     "PackedWeights",
     "QuantizedWeights",
+    "Saved",
     "__version__",
     "fused_experts_lora",
+    "fused_experts_lora_backward",
+    "fused_experts_lora_saving",
     "fused_moe_lora",
     "fused_moe_lora_expand",
     "fused_moe_lora_gemm",

@@ -86,6 +86,8 @@ def _fits(value: Any, wanted: Any) -> bool:
         return isinstance(value, tuple({type(option) for option in typing.get_args(wanted)}))
     if wanted in (int, bool, float):  # torch takes numbers of any library
         return hasattr(value, "__float__") and not isinstance(value, Tensor)
+    if wanted is Any:
+        return True
     # tuple[int, int] is an instance of `type` on Python 3.10
     return isinstance(value, wanted) if origin is None and isinstance(wanted, type) else True
 

@@ -32,6 +32,7 @@ def assert_close_to_ref(
     dtype: torch.dtype,
     atol: float = OUTER_ATOL,
     steps: float = 0.0,
+    rounded_to: torch.dtype | None = None,
 ) -> float:
     """Fail unless `y` is as accurate as the same computation done naively in its dtype.
 
@@ -39,6 +40,8 @@ def assert_close_to_ref(
     roundings of max(TYPICAL, max|ref64|) (see FLOOR_ROUNDINGS), and, as an outer fence that does
     not trust the naive version, |y - ref64| <= atol + 5e-2 |ref64| everywhere. `steps` is a share
     of max(TYPICAL, max|ref64|) that is forgiven, too: what steps of a coarse rounding may make.
+    `rounded_to` is the dtype whose roundings are forgiven, by default that of `y`: a float32
+    gradient of a bfloat16 layer is a sum of bfloat16 products.
 
     Returns the error of `y` over what the rule allows (at most 1).
     """
@@ -53,8 +56,8 @@ def assert_close_to_ref(
     error = (y64 - ref64).abs()
     naive_error = (naive.detach().cpu().double() - ref64).abs().max().item()
     scale = max(TYPICAL, ref64.abs().max().item())
-    roundings = FLOOR_ROUNDINGS[dtype] * (2 if ref64.numel() < FEW_OUTPUTS else 1)
-    floor = (roundings * UNIT_ROUNDOFF[dtype] + steps) * scale
+    roundings = FLOOR_ROUNDINGS[rounded_to or dtype] * (2 if ref64.numel() < FEW_OUTPUTS else 1)
+    floor = (roundings * UNIT_ROUNDOFF[rounded_to or dtype] + steps) * scale
     allowed = NAIVE_FACTOR * naive_error + floor
     worst = error.max().item()
     assert worst <= allowed, _describe(

@@ -213,8 +213,9 @@ def test_what_such_a_model_cannot_do(made, tmp_path):
         moelora_hf.load_quantized_experts(exact, folder)
     moelora_hf.load_quantized_experts(exact, folder, dtype=torch.bfloat16)
     assert exact(IDS).logits.dtype == torch.float32
-    with torch.enable_grad(), pytest.raises(RuntimeError, match="no backward pass"):
-        exact(IDS)
+    with torch.enable_grad():  # through tiles, which have no gradient themselves
+        exact(IDS).logits.sum().backward()
+    assert exact.get_input_embeddings().weight.grad.any()
 
 
 # ---- folders that are refused ----

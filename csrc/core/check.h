@@ -134,6 +134,15 @@ typedef struct moelora_weights_arg {
   moelora_source n, k; /* of other weights the check fills in both */
 } moelora_weights_arg;
 
+/* validate.c: all of a layer's arguments but `out` and `saved`. */
+moelora_status moelora_check_layer(const moelora_experts_args *args,
+                                   moelora_experts_problem *problem);
+/* validate.c: `out` shares no memory with what a layer reads, `hidden_states` aside. */
+moelora_status moelora_check_disjoint_layer(moelora_arg out, const moelora_experts_args *args);
+/* validate_backward.c: where a layer saves, if it does. */
+moelora_status moelora_check_saved(const moelora_experts_args *args,
+                                   moelora_experts_problem *problem);
+
 /* validate_weights.c: row-major, packed or quantised weights. */
 moelora_status moelora_check_weights(moelora_weights_arg *arg, moelora_weights *weights,
                                      int32_t *num_experts);

@@ -5,7 +5,7 @@
 
 #include <string.h>
 
-#include "cpu/activation.h"
+#include "cpu/activation_backward.h"
 #include "cpu/convert.h"
 #include "cpu/kernels.h"
 
@@ -54,6 +54,7 @@ static inline void round_f32(const float *src, void *dst, int64_t n) {
    .dot = dot,                                                                                     \
    .dequantise = DEQUANTISED,                                                                      \
    .dequantise_fp8 = DEQUANTISED_FP8,                                                              \
-   .activate = moelora_activate}
+   .activate = moelora_activate,                                                                   \
+   .activate_backward = moelora_activate_backward}
 
 #endif

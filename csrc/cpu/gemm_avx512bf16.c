@@ -73,5 +73,6 @@ const moelora_cpu_kernels moelora_gemm_bf16_avx512bf16 = {
     .dequantise = dequantise_bf16,
     .dequantise_fp8 = dequantise_fp8_bf16,
     .activate = moelora_activate,
+    .activate_backward = moelora_activate_backward,
 };
 #endif

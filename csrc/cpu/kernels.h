@@ -41,6 +41,10 @@ typedef struct moelora_cpu_kernels {
   /* gate[i] = activation(gate[i], up[i]); see activation.h */
   void (*activate)(const moelora_activation_problem *activation, float *gate, const float *up,
                    int64_t n);
+  /* h[i] = activation(gate[i], up[i]); gate and up become their gradients, where dh is that of h;
+   * see activation_backward.h */
+  void (*activate_backward)(const moelora_activation_problem *activation, float *gate, float *up,
+                            const float *dh, float *h, int64_t n);
 } moelora_cpu_kernels;
 
 /* The kernels of a row of variants.inc. */

@@ -10,12 +10,15 @@
 By itself PEFT adds the adapters of `target_parameters` to the experts' weights, one adapter for the
 whole batch, and refuses `adapter_names`. Once attached, the experts read a pool, every row with its
 own adapter; attention and all other layers, `set_adapter`, `disable_adapter` and beams stay PEFT's.
+
+A model that is trained (`model.train()`, or under grad mode with adapters that require gradients)
+has no copies: gradients arrive in PEFT's own parameters.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
@@ -25,12 +28,14 @@ import torch
 from torch import nn
 
 from moelora.adapters import AdapterPool
+from moelora.integrations import training
 from moelora.integrations.transformers import BASE, IMPLEMENTATION, moe_layers, new_pool
 from moelora.integrations.transformers.calls import (
     batch_shape,
     check_implementation,
     take_adapter_names,
 )
+from moelora.integrations.transformers.projection import expert_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -97,6 +102,14 @@ def _watch(module: nn.Module) -> list[Any]:
         weight.data  # noqa: B018, makes it
         alias = weight.__dict__["_alias"]
     return [weight, weight._version, alias, alias._version]
+
+
+def _unwatch(modules: Iterable[nn.Module]) -> None:
+    """Makes parameters what they were, for optimizers and compilers; served again, they are copied
+    again."""
+    for module in modules:
+        if type(module._parameters["weight"]) is _Watched:
+            module._parameters["weight"].__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def _is_wrapper(module: nn.Module) -> TypeGuard[Wrapper]:
@@ -256,6 +269,23 @@ class _Experts:
                 mapping = self._token_mapping(layer, ids, hidden_states)
                 yield {"token_lora_mapping": mapping, **self.arguments[layer]}
 
+    def trained(
+        self, layer: str, slots: Sequence[str], names: Sequence[str], hidden_states: torch.Tensor
+    ) -> dict[str, Any]:
+        """The same of adapters that are trained, which have `slots` in this call alone."""
+        wrappers = self.wrappers[layer]
+        slots = [name for name in slots if name in wrappers[0].lora_A]  # others are of other layers
+        for wrapper in wrappers:
+            for side in (wrapper.lora_A, wrapper.lora_B):
+                _unwatch(side[name] for name in slots)
+        ids = [slots.index(name) if name in slots else -1 for name in names]
+        if len(set(ids)) == 1:  # whichever tokens these are
+            mapping = hidden_states.new_full((hidden_states.shape[0],), ids[0], dtype=torch.int32)
+        else:
+            mapping = self._token_mapping(layer, ids, hidden_states)
+        dtype = expert_weights(wrappers[0].get_base_layer())[1].dtype
+        return training.arguments(wrappers, slots, mapping, dtype)
+
     def _token_mapping(
         self, layer: str, ids: list[int], hidden_states: torch.Tensor
     ) -> torch.Tensor:
@@ -333,6 +363,11 @@ def forward(
         raise NotImplementedError(
             f"adapters {active} are active at once; moelora applies one per row"
         )
+    names = active if adapter_names is None else adapter_names
+    trained = sorted(set(names) - {BASE})
+    if training.is_trained(serving.wrappers[layer], trained):
+        adapters = serving.trained(layer, trained, names, hidden_states)
+        return experts(hidden_states, *args, adapters=adapters, **kwargs)
     with serving.adapters(layer, adapter_names, active[0], hidden_states) as adapters:
         return experts(hidden_states, *args, adapters=adapters, **kwargs)
 
@@ -401,12 +436,19 @@ def attach(
         raise RuntimeError("load_adapters gave the model a pool; call unload_adapters first")
     names = list(model.peft_config)
     chains = {name: tuple(_wrappers(wrappers[name])) for name in wrapped}
+    for name, chain in chains.items():
+        for wrapper in chain:
+            if wrapper.parameter_name not in ("gate_up_proj", "up_proj", "down_proj"):
+                raise ValueError(
+                    f"{name}.{wrapper.parameter_name} is targeted, but moelora has adapters of the "
+                    "weights of experts alone: gate_up_proj, or up_proj, and down_proj"
+                )
     if max_rank is None:
         every = [w for chain in chains.values() for w in chain]
         max_rank = max((_rank(w, name) for w in every for name in w.lora_A), default=1)
     pool = new_pool(wrapped, max_loras or len(names), max_rank, dtype=dtype, w13_slices=1)
     serving = _Experts(model, chains, pool)
-    for name in names[: pool.max_loras]:
+    for name in names[: pool.max_loras] if not model.training else ():
         serving.copy(name)
     base.set_experts_implementation(IMPLEMENTATION)
     base.__dict__["_moelora"] = serving
@@ -426,6 +468,6 @@ def detach(model: peft.PeftModel | PreTrainedModel) -> None:
         if outermost.__dict__.pop("_moelora", None) is None:
             continue
         outermost.__dict__.pop("forward", None)
-        for parameter in outermost.parameters():
-            if type(parameter) is _Watched:
-                parameter.__class__ = nn.Parameter  # type: ignore[assignment] # what it was
+        for wrapper in _wrappers(outermost):
+            for side in (wrapper.lora_A, wrapper.lora_B):
+                _unwatch(side.values())

@@ -15,7 +15,7 @@ import inspect
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Literal, TypeAlias
 
 import torch
@@ -151,7 +151,7 @@ def _unread(name: str, modules: dict[str, nn.Module]) -> str:
     return f"whose weight {type(around).__name__} reads without calling the layer"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _source(cls: type) -> str:
     """The source of the methods of a class that run in a forward pass."""
     texts = []
@@ -164,7 +164,7 @@ def _source(cls: type) -> str:
     return "\n".join(texts)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _forward_source(cls: type) -> str:
     return _text(cls.forward)
 
