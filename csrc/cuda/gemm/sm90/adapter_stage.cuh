@@ -4,7 +4,7 @@
 #define MOELORA_CUDA_SM90_ADAPTER_STAGE_CUH
 
 #include "cuda/gemm/sm90/adapter_layout.cuh"
-#include "cuda/gemm/sm90/consumer.cuh"
+#include "cuda/gemm/sm90/warp_context.cuh"
 #include "cuda/gemm/sm90/fixup.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
@@ -24,16 +24,16 @@ template <class S, class T> struct AdapterStage {
 
   /* Waits for the stage. clears: B may hold what is not finite where products must be zero. */
   static __device__ __forceinline__ AdapterStage wait(const moelora_gemm_launch &g,
-                                                      const Consumer<S> &consumer, bool half,
+                                                      const WarpContext<S> &warp, bool half,
                                                       bool clears) {
-    consumer.pipeline.wait_full();
-    const int stage = consumer.pipeline.stage;
-    const SlabsHeader header = SlabsHeader::read(consumer.smem.header(stage));
+    warp.pipeline.wait_full();
+    const int stage = warp.pipeline.stage;
+    const SlabsHeader header = SlabsHeader::read(warp.smem.header(stage));
     const SlabLayout<S> layout = {header.width};
-    const int first = layout.m64(slab_m64<S>(g, first_m64(half, consumer.index)));
-    const int next = half ? 0 : layout.m64(slab_m64<S>(g, 2 * consumer.index + 1)) - first;
-    const uint32_t sB = consumer.smem.sW(stage) + first;
-    const bool nonfinite = clears && NonFinite<S, T>::clear(sB, next, consumer.index, header);
+    const int first = layout.m64(slab_m64<S>(g, first_m64(half, warp.consumer)));
+    const int next = half ? 0 : layout.m64(slab_m64<S>(g, 2 * warp.consumer + 1)) - first;
+    const uint32_t sB = warp.smem.sW(stage) + first;
+    const bool nonfinite = clears && NonFinite<S, T>::clear(sB, next, warp.consumer, header);
     return {header, layout, sB, next, nonfinite};
   }
 };
@@ -42,16 +42,16 @@ template <class S, class T> struct AdapterStage {
  * Both round alike. */
 template <class S, class T, int N>
 __device__ __forceinline__ void mma_slabs(float (&rAcc)[2][S::TOKENS / 2],
-                                          const moelora_gemm_launch &g, const Consumer<S> &consumer,
+                                          const moelora_gemm_launch &g, const WarpContext<S> &warp,
                                           const SlabsHeader &header) {
   const SlabLayout<S> layout = {header.width};
-  const int stage = consumer.pipeline.stage;
+  const int stage = warp.pipeline.stage;
   const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5 & 3) * 16 + (lane & 15);
   // The swizzle: a row of `width` slabs begins in chunk `first`, and has twice as many of them.
   const int first = row >> (2 - header.width / 2) & (2 * header.width - 1);
   const uint32_t sB =
-      consumer.smem.sW(stage) + row * 32 * header.width + ((lane >> 4 ^ first) << 4);
-  const uint32_t sXa = consumer.smem.sX(stage) + token_offset();
+      warp.smem.sW(stage) + row * 32 * header.width + ((lane >> 4 ^ first) << 4);
+  const uint32_t sXa = warp.smem.sX(stage) + token_offset();
   const bool gate_up = has_gate_up_slices(g);
 #pragma unroll 1
   for (int j = 0; j < header.slabs; j++) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void mma_slabs(float (&rAcc)[2][S::TOKENS / 2],
     for (int t = 0; t < 2; t++) {
       const uint32_t at = sXa ^ (gate_up ? 2 * j + t : j) << 5;
       uint32_t rB[4], rXa[(N + 8) / 16][4];
-      load_matrix_x4(rB, slab + layout.m64(slab_m64<S>(g, 2 * consumer.index + t)));
+      load_matrix_x4(rB, slab + layout.m64(slab_m64<S>(g, 2 * warp.consumer + t)));
 #pragma unroll
       for (int i = 0; i < (N + 8) / 16; i++)
         load_matrix_x4(rXa[i], at + i * 16 * kRowBytes);
@@ -78,17 +78,17 @@ template <class S, class T> struct WeightMajorAdapters {
   template <int N>
   static __device__ __forceinline__ bool add_stage(float (&rAcc)[2][S::TOKENS / 2],
                                                    const moelora_gemm_launch &g,
-                                                   const Consumer<S> &consumer,
+                                                   const WarpContext<S> &warp,
                                                    const TileHeader &, int previous, bool clears) {
     // Two CTAs of an SM fill each other's gaps: there stages rather become free early.
     if (S::RESIDENT > 1)
-      wgmma_wait<0>(), consumer.pipeline.release(previous);
+      wgmma_wait<0>(), warp.pipeline.release(previous);
 
-    const AdapterStage<S, T> stage = AdapterStage<S, T>::wait(g, consumer, false, clears);
+    const AdapterStage<S, T> stage = AdapterStage<S, T>::wait(g, warp, false, clears);
 
     // Up to 32 tokens: mma.sync.
     if constexpr (S::TOKENS <= 32) {
-      mma_slabs<S, T, N>(rAcc, g, consumer, stage.header);
+      mma_slabs<S, T, N>(rAcc, g, warp, stage.header);
       __syncwarp(); // all lanes have read the stage
       return stage.nonfinite;
     }
@@ -96,11 +96,11 @@ template <class S, class T> struct WeightMajorAdapters {
     // The last products have read stage `previous`.
     fence_async_proxy(); // cp.async, or `clear`, wrote through the generic proxy
     if (S::RESIDENT == 1)
-      wgmma_wait<0>(), consumer.pipeline.release(previous);
+      wgmma_wait<0>(), warp.pipeline.release(previous);
 
     // Issue the wgmmas of each slab.
     const uint64_t a = stage.layout.descriptor(stage.sB),
-                   b = wgmma_descriptor(consumer.smem.sX(consumer.pipeline.stage));
+                   b = wgmma_descriptor(warp.smem.sX(warp.pipeline.stage));
     const XaLayout xa(g);
 #pragma unroll 1
     for (int j = 0; j < stage.header.slabs; j++) {
@@ -122,21 +122,21 @@ template <class S, class T> struct WeightMajorAdapters {
 template <class Adapters, int N, class S>
 __device__ __forceinline__ PendingCheck add_adapters(float (&rAcc)[2][S::TOKENS / 2],
                                                      const moelora_gemm_launch &g,
-                                                     Consumer<S> &consumer,
+                                                     WarpContext<S> &warp,
                                                      const TileHeader &header, int last) {
-  GemmPipeline<S> &pipeline = consumer.pipeline;
-  const AdaptersHeader adapters = AdaptersHeader::read(consumer.smem.header(last));
+  GemmPipeline<S> &pipeline = warp.pipeline;
+  const AdaptersHeader adapters = AdaptersHeader::read(warp.smem.header(last));
   const bool clears =
-      adapters.ragged || (adapters.shared && FixupPass<S>(consumer.smem).is_running());
+      adapters.ragged || (adapters.shared && FixupPass<S>(warp.smem).is_running());
   bool nonfinite = false;
 #pragma unroll 1
   for (int i = 0; i < adapters.stages; i++) {
-    nonfinite |= Adapters::template add_stage<N>(rAcc, g, consumer, header, last, clears);
+    nonfinite |= Adapters::template add_stage<N>(rAcc, g, warp, header, last, clears);
     last = pipeline.stage;
     pipeline.advance();
   }
   wgmma_wait<0>();
-  consumer.take_last_stage(last);
+  warp.take_last_stage(last);
   return nonfinite                    ? PendingCheck::FIX_UP
          : adapters.shared && !clears ? PendingCheck::CHECK_ACCUMULATORS
                                       : PendingCheck::NOTHING;

@@ -48,7 +48,9 @@ template <class S, class T> struct DequantizeMainloop {
   using WeightLoads = FourBitLoads<S>;
   using Rows = TokenRows<S>;
   using Scales = NoTokenScales<S>;
+  using Adapters = WeightMajorAdapters<S, T>;
   template <EpilogueMode MODE> using Epilogue = WeightMajorEpilogue<S, T, MODE>;
+  static constexpr bool RELEASES_ALIASED_STAGE = true;
 
   /* Adds k16 slab K of TILES m64 tiles: dequantizes it into rA, whose last products but one are
    * done, while the last ones are in flight. */
@@ -67,21 +69,13 @@ template <class S, class T> struct DequantizeMainloop {
     wgmma_commit();
   }
 
-  /* Consumer: the products of a tile with N tokens. */
+  /* Consumer: the k steps of a tile, with N tokens. Returns the last stage, which is not released. */
   template <int N>
-  static __device__ __forceinline__ PendingCheck multiply(float (&rAcc)[2][S::TOKENS / 2],
-                                                          const moelora_gemm_launch &g,
-                                                          Consumer<S> &consumer,
-                                                          const TileHeader &header) {
-    GemmPipeline<S> &pipeline = consumer.pipeline;
-    const int k_steps = KSteps::of<S>(g, header.tile, all_k_steps<S>(g)).count;
-
-    // Clear the accumulators.
-#pragma unroll
-    for (int i = 0; i < N / 2; i++)
-      rAcc[0][i] = rAcc[1][i] = 0.f;
-
-    // The k steps.
+  static __device__ __forceinline__ int main_loop(float (&rAcc)[2][S::TOKENS / 2],
+                                                  const moelora_gemm_launch &g,
+                                                  WarpContext<S> &warp, const TileHeader &,
+                                                  int k_steps) {
+    GemmPipeline<S> &pipeline = warp.pipeline;
     const moelora_format format = g.weights.w.format;
     const uint32_t bytes = S::Format::tile_bytes(format);
     const LanePlaces at = LanePlaces::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
@@ -95,12 +89,12 @@ template <class S, class T> struct DequantizeMainloop {
         fence_async_proxy(); // cp.async wrote sX through the generic proxy
 
       // The outputs of the last tile have been stored by now.
-      if (Consumer<S>::ALIASED_BUFFERS > 0 && step == 1)
-        consumer.release_aliased_stage();
+      if (WarpContext<S>::ALIASED_BUFFERS > 0 && step == 1)
+        warp.release_aliased_stage();
 
       const uint32_t sW =
-          consumer.smem.sW(pipeline.stage) + 2 * consumer.index * S::SPANS * S::Stage::SLOT_BYTES;
-      const uint64_t b = wgmma_descriptor(uniform(consumer.smem.sX(pipeline.stage)));
+          warp.smem.sW(pipeline.stage) + 2 * warp.consumer * S::SPANS * S::Stage::SLOT_BYTES;
+      const uint64_t b = wgmma_descriptor(uniform(warp.smem.sX(pipeline.stage)));
 #pragma unroll
       for (int span = 0; span < S::SPANS; span++) {
 #pragma unroll
@@ -128,11 +122,7 @@ template <class S, class T> struct DequantizeMainloop {
       previous = pipeline.stage;
       pipeline.advance();
     }
-    if (Consumer<S>::ALIASED_BUFFERS > 0)
-      consumer.release_aliased_stage(); // of a tile of one step
-
-    // The adapter stages.
-    return add_adapters<WeightMajorAdapters<S, T>, N>(rAcc, g, consumer, header, previous);
+    return previous;
   }
 
   static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][S::TOKENS / 2], int) {

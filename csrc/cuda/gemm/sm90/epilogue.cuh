@@ -5,7 +5,7 @@
 #define MOELORA_CUDA_SM90_EPILOGUE_CUH
 
 #include "cuda/gemm/common/epilogue.cuh"
-#include "cuda/gemm/sm90/consumer.cuh"
+#include "cuda/gemm/sm90/warp_context.cuh"
 #include "cuda/gemm/sm90/epilogue_e4m3.cuh"
 #include "cuda/gemm/sm90/tensor_map.h"
 
@@ -49,7 +49,7 @@ __device__ __forceinline__ void store_rows(const moelora_gemm_launch &g, int fir
 
 /* One body for tiles of all N: little code fits the instruction cache beside the main loops. */
 template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
-  static constexpr int N = S::TOKENS, BUFFERS = Consumer<S>::BUFFERS;
+  static constexpr int N = S::TOKENS, BUFFERS = WarpContext<S>::BUFFERS;
   static constexpr bool GENERAL = MODE == EpilogueMode::GENERAL;
   static constexpr bool IS_GATED = MODE == EpilogueMode::GATED || MODE == EpilogueMode::SILU;
   static constexpr bool STORES_E4M3 = moelora_stores_e4m3(S::FORMAT, S::ROWS) && IS_GATED;
@@ -58,7 +58,7 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
   static __device__ __forceinline__ void store(float (&rAcc)[2][N / 2], const RowMaps *out_maps,
                                                const moelora_gemm_launch &g,
                                                const TileHeader &header,
-                                               const Consumer<S> &consumer) {
+                                               const WarpContext<S> &warp) {
     const int lane = threadIdx.x & 31;
     const bool gated = GENERAL ? g.weights.gated : IS_GATED;
     const bool by_position = !GENERAL || g.epilogue.out_by_position;
@@ -67,10 +67,10 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
     const int halves = gated ? 1 : 2; // m64 tiles of outputs
 
     // Bias, and what all tokens have in common.
-    const Epilogue<S, MODE> epilogue(g, header.tile, consumer.index, T());
+    const Epilogue<S, MODE> epilogue(g, header.tile, warp.consumer, T());
     epilogue.template begin<T, N>(rAcc, g);
-    if (!f32 && Consumer<S>::ALIASED_BUFFERS == 0)
-      consumer.wait_stores_read();
+    if (!f32 && WarpContext<S>::ALIASED_BUFFERS == 0)
+      warp.wait_stores_read();
 
 #pragma unroll
     for (int c = 0; c < N; c += kEpilogueTokens) {
@@ -84,9 +84,9 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
       // Wait for epilogue buffers: the aliased stage, or a store from an own buffer.
       const int buffer = c / kEpilogueTokens * halves, end = buffer + halves;
       if (!f32 && buffer <= S::OWN_BUFFERS && end > S::OWN_BUFFERS)
-        consumer.sync_all(); // all have multiplied the stage
+        warp.sync_all(); // all have multiplied the stage
       if (!f32 && end > BUFFERS)
-        consumer.template wait_stores_read<Consumer<S>::ALIASED_BUFFERS / 4>();
+        warp.template wait_stores_read<WarpContext<S>::ALIASED_BUFFERS / 4>();
 
       // To shared memory, or in float32 to global memory.
 #pragma unroll
@@ -95,23 +95,23 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
           break;
         if (f32)
           store_f32<S, N, !GENERAL>(rAcc[half], g,
-                                    first_output<S>(g, header.tile, 2 * consumer.index + half), c,
+                                    first_output<S>(g, header.tile, 2 * warp.consumer + half), c,
                                     out_block<S>(g, header.tile), header.count, rows);
         else
-          write_epilogue_tile<T, N>(rAcc[half], c, consumer.sOut(consumer.index, buffer + half));
+          write_epilogue_tile<T, N>(rAcc[half], c, warp.sOut(warp.consumer, buffer + half));
       }
       if (f32)
         continue;
 
       // From shared memory to global memory: the warps take turns to issue the TMA stores.
       fence_async_proxy();
-      consumer.sync();
+      warp.sync();
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         if (half == halves)
           break;
-        const int first = first_output<S>(g, header.tile, 2 * consumer.index + half);
-        const uint32_t sOut = consumer.sOut(consumer.index, buffer + half);
+        const int first = first_output<S>(g, header.tile, 2 * warp.consumer + half);
+        const uint32_t sOut = warp.sOut(warp.consumer, buffer + half);
         if (!by_position)
           store_rows<S, T>(g, first, c, header, rows, sOut);
         else if (threadIdx.x % 128 == (buffer + half) % 4 * 32 &&
@@ -124,11 +124,11 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
     // The same outputs in e4m3: each consumer has half of a group.
     if constexpr (STORES_E4M3)
       if (g.epilogue.e4m3.values) {
-        consumer.sync_all();
+        warp.sync_all();
         store_e4m3<S, T, 128 * S::CONSUMERS>(g, header.tile, 0, header.count, [&](int half, int i) {
-          return consumer.sOut(half, i);
+          return warp.sOut(half, i);
         });
-        consumer.sync_all(); // before buffers are reused, or outputs fixed up
+        warp.sync_all(); // before buffers are reused, or outputs fixed up
       }
   }
 };

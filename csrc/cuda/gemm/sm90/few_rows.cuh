@@ -39,7 +39,9 @@ template <class S, class T> struct FewRowsMainloop {
   using WeightLoads = FourBitLoads<S>;
   using Rows = TokenRows<S>;
   using Scales = NoTokenScales<S>;
+  using Adapters = WeightMajorAdapters<S, T>;
   template <EpilogueMode MODE> using Epilogue = WeightMajorEpilogue<S, T, MODE>;
+  static constexpr bool RELEASES_ALIASED_STAGE = false;
 
   /* Adds k16 slab K of both m64 tiles, with N tokens at sX. */
   template <int K, int N>
@@ -60,21 +62,13 @@ template <class S, class T> struct FewRowsMainloop {
         mma_16816<T>(&rAcc[t][j * 4], rA[t], &rX[j * 2]);
   }
 
-  /* Consumer: the products of a tile with N tokens. */
+  /* Consumer: the k steps of a tile, with N tokens. Returns the last stage, which is not released. */
   template <int N>
-  static __device__ __forceinline__ PendingCheck multiply(float (&rAcc)[2][S::TOKENS / 2],
-                                                          const moelora_gemm_launch &g,
-                                                          Consumer<S> &consumer,
-                                                          const TileHeader &header) {
-    GemmPipeline<S> &pipeline = consumer.pipeline;
-    const int k_steps = KSteps::of<S>(g, header.tile, all_k_steps<S>(g)).count;
-
-    // Clear the accumulators.
-#pragma unroll
-    for (int i = 0; i < N / 2; i++)
-      rAcc[0][i] = rAcc[1][i] = 0.f;
-
-    // The k steps.
+  static __device__ __forceinline__ int main_loop(float (&rAcc)[2][S::TOKENS / 2],
+                                                  const moelora_gemm_launch &g,
+                                                  WarpContext<S> &warp, const TileHeader &,
+                                                  int k_steps) {
+    GemmPipeline<S> &pipeline = warp.pipeline;
     const moelora_format format = g.weights.w.format;
     const uint32_t bytes = S::Format::tile_bytes(format), offset = token_offset();
     const LanePlaces at = LanePlaces::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
@@ -89,13 +83,13 @@ template <class S, class T> struct FewRowsMainloop {
         Fragment rW[2];
 #pragma unroll
         for (int t = 0; t < 2; t++) {
-          const uint32_t sW = consumer.smem.sW(pipeline.stage) +
+          const uint32_t sW = warp.smem.sW(pipeline.stage) +
                               t * S::SPANS * S::Stage::SLOT_BYTES + span * bytes;
           rW[t].load(sW + at.values, sW + at.scales, sW + at.zeros, format);
         }
 
         // Dequantize and multiply, slab by slab.
-        const uint32_t sX = consumer.smem.sX(pipeline.stage, span) + offset;
+        const uint32_t sX = warp.smem.sX(pipeline.stage, span) + offset;
         mma_slab<0, N>(rAcc, rW, sX);
         mma_slab<1, N>(rAcc, rW, sX);
         mma_slab<2, N>(rAcc, rW, sX);
@@ -110,9 +104,7 @@ template <class S, class T> struct FewRowsMainloop {
       __syncwarp(); // all lanes have read it
       pipeline.release(previous);
     }
-
-    // The adapter stages.
-    return add_adapters<WeightMajorAdapters<S, T>, N>(rAcc, g, consumer, header, previous);
+    return previous;
   }
 
   static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][S::TOKENS / 2], int) {

@@ -15,7 +15,7 @@
 #include "cuda/gemm/common/e4m3.cuh"
 #include "cuda/gemm/common/epilogue.cuh"
 #include "cuda/gemm/sm90/adapter_layout.cuh"
-#include "cuda/gemm/sm90/consumer.cuh"
+#include "cuda/gemm/sm90/warp_context.cuh"
 #include "cuda/ptx/arithmetic.cuh"
 
 /* Whether there is a fix-up pass, and whether this is it. */
@@ -44,19 +44,18 @@ template <class S> struct FixupPass {
     return uniform(load_shared_4(base + STATE)) == RUNNING;
   }
   /* All threads of the cluster, after the last tile. True if the pass was requested: then it is
-   * running, and `position`, this thread's pipeline or consumer, is at the first stage again. */
-  template <class Position> __device__ __forceinline__ bool start(Position &position) const {
+   * running, and the warp is at the first stage again. */
+  __device__ __forceinline__ bool start(WarpContext<S> &warp) const {
     sync(0);
     if (uniform(load_shared_4(base + STATE)) == 0)
       return false;
     if (threadIdx.x == 0) {
-      const GemmPipeline<S> pipeline(base);
-      pipeline.invalidate();
-      pipeline.init(S::GATHERERS + 1, 4 * S::CONSUMERS);
+      warp.pipeline.invalidate();
+      warp.pipeline.init(S::GATHERERS + 1, 4 * S::CONSUMERS);
       store_shared_4(base + STATE, RUNNING);
     }
     sync(1);
-    position.restart();
+    warp.restart();
     return true;
   }
 
@@ -147,7 +146,7 @@ template <class S, class T> struct NonFinite {
                                                         const TileHeader &header, int consumer) {
     tma_store_wait(); // the finite outputs come first
     if (!S::SWAP_AB)
-      Consumer<S>::sync_all(); // those of all tokens
+      WarpContext<S>::sync_all(); // those of all tokens
     else
       warpgroup_sync(kConsumerBarrier + consumer);
     const bool half = is_half<S>(header.tile);

@@ -114,43 +114,37 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
   using WeightLoads = Fp8Loads<S>;
   using Rows = ListedTokenRows<S>;
   using Scales = TokenScales<S>;
+  using Adapters = Fp8TokenMajorMainloop;
   template <EpilogueMode MODE>
   using Epilogue = typename Fp8TokenMajorEpilogue<S, T>::template Mode<MODE>;
+  static constexpr bool RELEASES_ALIASED_STAGE = false;
 
-  /* Consumer: the products of a tile. */
+  /* Consumer: the k steps of a tile. Returns the last stage, which is not released. */
   template <int N>
-  static __device__ __forceinline__ PendingCheck multiply(float (&rAcc)[2][64],
-                                                          const moelora_gemm_launch &g,
-                                                          Consumer<S> &consumer,
-                                                          const TileHeader &header) {
-    const bool active = consumer.index * 64 < header.multiplied, half = is_half<S>(header.tile);
+  static __device__ __forceinline__ int main_loop(float (&rAcc)[2][64],
+                                                  const moelora_gemm_launch &g,
+                                                  WarpContext<S> &warp, const TileHeader &header,
+                                                  int) {
+    return !is_active(warp, header) ? skip_k_steps(g, warp.pipeline)
+           : is_half<S>(header.tile) ? multiply_k_steps<S::HALF_TILES>(rAcc, g, warp)
+                                     : multiply_k_steps<false>(rAcc, g, warp);
+  }
 
-    // The outputs of the last tile: the loop below has no time for a barrier.
-    consumer.release_aliased_stage();
-
-    // Clear the accumulators.
-#pragma unroll
-    for (int i = 0; i < 64; i++)
-      rAcc[0][i] = rAcc[1][i] = 0.f;
-
-    // The k steps.
-    const int previous = !active ? skip_k_steps(g, consumer.pipeline)
-                         : half  ? multiply_k_steps<S::HALF_TILES>(rAcc, g, consumer)
-                                 : multiply_k_steps<false>(rAcc, g, consumer);
-
-    // The adapter stages.
-    return add_adapters<Fp8TokenMajorMainloop, N>(rAcc, g, consumer, header, previous);
+  /* Whether a consumer has tokens to multiply. */
+  static __device__ __forceinline__ bool is_active(const WarpContext<S> &warp,
+                                                   const TileHeader &header) {
+    return warp.consumer * 64 < header.multiplied;
   }
 
   /* The k steps of a whole or half tile. Returns the last stage, which is not released. */
   template <bool HALF, bool BY_ROW>
   static __device__ __forceinline__ int multiply_k_steps(float (&rAcc)[2][64],
                                                          const moelora_gemm_launch &g,
-                                                         Consumer<S> &consumer) {
+                                                         WarpContext<S> &warp) {
     constexpr int PAIRS = HALF ? 1 : 2; // of m64 tiles
-    GemmPipeline<S> &pipeline = consumer.pipeline;
+    GemmPipeline<S> &pipeline = warp.pipeline;
     const int k_steps = (g.tokens.k + kDepth - 1) / kDepth;
-    const ThreadPlace thread(consumer.index);
+    const ThreadPlace thread(warp.consumer);
     const uint32_t token_scale = quad_place(thread.token) * 4;
     int previous = 0;
     float rPartial[64], tokens[2];
@@ -158,14 +152,14 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
 #pragma unroll 1
     for (int step = 0; step < k_steps; step++) {
       // Wait for the stage.
-      const uint32_t stage = uniform_stage(consumer.smem, pipeline);
+      const uint32_t stage = uniform_stage(warp.smem, pipeline);
       if (!full)
         pipeline.wait_full();
       fence_async_proxy(); // cp.async wrote sX through the generic proxy
       const uint64_t a = wgmma_descriptor(stage + (uint32_t)offsetof(typename S::Stage, sX) +
-                                          consumer.index * kM64Bytes);
-      const uint32_t token_scales = sXScale<S>(consumer.smem, pipeline.stage) + token_scale;
-      const uint32_t weight_scales = sWScale<S>(consumer.smem, pipeline.stage, 0);
+                                          warp.consumer * kM64Bytes);
+      const uint32_t token_scales = sXScale<S>(warp.smem, pipeline.stage) + token_scale;
+      const uint32_t weight_scales = sWScale<S>(warp.smem, pipeline.stage, 0);
       previous = pipeline.stage;
       pipeline.advance();
       const auto release = [&] {
@@ -207,10 +201,10 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
   template <bool HALF>
   static __device__ __forceinline__ int multiply_k_steps(float (&rAcc)[2][64],
                                                          const moelora_gemm_launch &g,
-                                                         Consumer<S> &consumer) {
+                                                         WarpContext<S> &warp) {
     return moelora_has_row_scales(g.weights.w.format)
-               ? multiply_k_steps<HALF, true>(rAcc, g, consumer)
-               : multiply_k_steps<HALF, false>(rAcc, g, consumer);
+               ? multiply_k_steps<HALF, true>(rAcc, g, warp)
+               : multiply_k_steps<HALF, false>(rAcc, g, warp);
   }
 
   /* The k steps of a consumer without tokens. Returns the last stage, which is not released. */
@@ -254,20 +248,20 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
   template <int N>
   static __device__ __forceinline__ bool add_stage(float (&rAcc)[2][64],
                                                    const moelora_gemm_launch &g,
-                                                   const Consumer<S> &consumer,
+                                                   const WarpContext<S> &warp,
                                                    const TileHeader &header, int previous,
                                                    bool clears) {
-    const bool active = consumer.index * 64 < header.multiplied, half = is_half<S>(header.tile);
-    const AdapterStage<S, T> stage = AdapterStage<S, T>::wait(g, consumer, half, clears);
+    const bool active = is_active(warp, header), half = is_half<S>(header.tile);
+    const AdapterStage<S, T> stage = AdapterStage<S, T>::wait(g, warp, half, clears);
     bool nonfinite = stage.nonfinite;
     if (clears) // each consumer multiplies what both have cleared
       nonfinite = warpgroup_any<128 * S::CONSUMERS>(kAllConsumersBarrier, nonfinite);
     fence_async_proxy(); // cp.async, or `clear`, wrote through the generic proxy
-    wgmma_wait<0>(), consumer.pipeline.release(previous);
+    wgmma_wait<0>(), warp.pipeline.release(previous);
     if (active && half)
-      add_slabs<S::HALF_TILES>(rAcc, g, consumer, stage.header);
+      add_slabs<S::HALF_TILES>(rAcc, g, warp, stage.header);
     else if (active)
-      add_slabs<false>(rAcc, g, consumer, stage.header);
+      add_slabs<false>(rAcc, g, warp, stage.header);
     return nonfinite;
   }
 
@@ -275,13 +269,13 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
   template <bool HALF>
   static __device__ __forceinline__ void add_slabs(float (&rAcc)[2][64],
                                                    const moelora_gemm_launch &g,
-                                                   const Consumer<S> &consumer,
+                                                   const WarpContext<S> &warp,
                                                    const SlabsHeader &header) {
     const SlabLayout<S> layout = {header.width};
     const int step = has_gate_up_slices(g) ? 4 : 2;
-    const int stage = consumer.pipeline.stage;
-    uint64_t a = wgmma_descriptor(consumer.smem.sX(stage) + uniform(consumer.index * kM64Bytes));
-    uint64_t b = layout.descriptor(consumer.smem.sW(stage));
+    const int stage = warp.pipeline.stage;
+    uint64_t a = wgmma_descriptor(warp.smem.sX(stage) + uniform(warp.consumer * kM64Bytes));
+    uint64_t b = layout.descriptor(warp.smem.sW(stage));
     int slabs = header.slabs;
 #pragma unroll 1
     for (; slabs > 1; slabs -= 2, a += 2 * step, b += layout.slab(2) / 16)
@@ -330,10 +324,10 @@ template <class S, class T> struct Fp8TokenMajorEpilogue {
     static __device__ __forceinline__ void store(float (&rAcc)[2][64], const RowMaps *out_maps,
                                                  const moelora_gemm_launch &g,
                                                  const TileHeader &header,
-                                                 const Consumer<S> &consumer) {
+                                                 const WarpContext<S> &warp) {
       const Activation activation(g.epilogue.activation);
-      const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
-      const int token = warp % 2 * 16 + (lane & 15), from = consumer.index * 64;
+      const int lane = threadIdx.x & 31, warp_id = threadIdx.x >> 5 & 3;
+      const int token = warp_id % 2 * 16 + (lane & 15), from = warp.consumer * 64;
 #pragma unroll
       for (int i = 0; i < (GATED ? 2 : 4); i++) {
         float *v = GATED ? rAcc[i] : rAcc[i / 2] + i % 2 * 32;
@@ -341,7 +335,7 @@ template <class S, class T> struct Fp8TokenMajorEpilogue {
         if (is_half<S>(header.tile) && i == 2)
           break;
         if (i == 1)              // from here on buffers alias the last stage:
-          consumer.sync_all();   // all have multiplied it
+          warp.sync_all();   // all have multiplied it
         if (from >= header.count)
           continue;
 
@@ -362,7 +356,7 @@ template <class S, class T> struct Fp8TokenMajorEpilogue {
         }
 
         // To shared memory.
-        const uint32_t sOut = consumer.sOut(consumer.index, 2 * i + warp / 2);
+        const uint32_t sOut = warp.sOut(warp.consumer, 2 * i + warp_id / 2);
 #pragma unroll
         for (int n8 = 0; n8 < 8; n8 += 2) {
           const float *u = v + 4 * n8;
@@ -374,8 +368,8 @@ template <class S, class T> struct Fp8TokenMajorEpilogue {
 
         // From there to global memory by TMA.
         fence_async_proxy();
-        consumer.sync();
-        const int half = warp / 2 * 32;
+        warp.sync();
+        const int half = warp_id / 2 * 32;
         if (threadIdx.x % 64 == 0 && from + half < header.count &&
             !(GATED && g.epilogue.out_unread))
           tma_store_2d(&out_maps->many, first, header.tile.block * S::TOKENS + from + half, sOut);
@@ -385,7 +379,7 @@ template <class S, class T> struct Fp8TokenMajorEpilogue {
       if (GATED && g.epilogue.e4m3.values)
         store_e4m3<S, T, 128>(
             g, header.tile, from, min(header.count, from + 64),
-            [&](int half, int i) { return consumer.sOut(consumer.index, 2 * half + i % 2); });
+            [&](int half, int i) { return warp.sOut(warp.consumer, 2 * half + i % 2); });
     }
   };
 

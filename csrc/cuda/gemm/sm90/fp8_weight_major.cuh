@@ -81,28 +81,18 @@ template <class S, class T> struct Fp8WeightMajorMainloop {
   using WeightLoads = Fp8Loads<S>;
   using Rows = TokenRows<S>;
   using Scales = TokenScales<S>;
+  using Adapters = WeightMajorAdapters<S, T>;
   template <EpilogueMode MODE> using Epilogue = WeightMajorEpilogue<S, T, MODE>;
+  static constexpr bool RELEASES_ALIASED_STAGE = false;
 
-  /* Consumer: the products of a tile with N tokens. */
+  /* Consumer: the k steps of a tile, with N tokens. Returns the last stage, which is not released. */
   template <int N>
-  static __device__ __forceinline__ PendingCheck multiply(float (&rAcc)[2][S::TOKENS / 2],
-                                                          const moelora_gemm_launch &g,
-                                                          Consumer<S> &consumer,
-                                                          const TileHeader &header) {
+  static __device__ __forceinline__ int main_loop(float (&rAcc)[2][S::TOKENS / 2],
+                                                  const moelora_gemm_launch &g,
+                                                  WarpContext<S> &warp, const TileHeader &,
+                                                  int k_steps) {
     constexpr int TILES = S::TILES_AT_ONCE;
-    GemmPipeline<S> &pipeline = consumer.pipeline;
-    const int k_steps = KSteps::of<S>(g, header.tile, all_k_steps<S>(g)).count;
-
-    // The outputs of the last tile: the loop below has no time for a barrier.
-    if (Consumer<S>::ALIASED_BUFFERS > 0)
-      consumer.release_aliased_stage();
-
-    // Clear the accumulators.
-#pragma unroll
-    for (int i = 0; i < N / 2; i++)
-      rAcc[0][i] = rAcc[1][i] = 0.f;
-
-    // The k steps.
+    GemmPipeline<S> &pipeline = warp.pipeline;
     const bool by_row = moelora_has_row_scales(g.weights.w.format);
     const int row = by_row ? (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7) : 0;
     int previous = 0;
@@ -111,15 +101,15 @@ template <class S, class T> struct Fp8WeightMajorMainloop {
 #pragma unroll 1
     for (int step = 0; step < k_steps; step++) {
       // Wait for the stage.
-      const uint32_t stage = uniform_stage(consumer.smem, pipeline);
-      const uint32_t sW = stage + 2 * consumer.index * kM64Bytes;
+      const uint32_t stage = uniform_stage(warp.smem, pipeline);
+      const uint32_t sW = stage + 2 * warp.consumer * kM64Bytes;
       if (!full)
         pipeline.wait_full();
       fence_async_proxy(); // cp.async wrote sX through the generic proxy
       const uint64_t b = wgmma_descriptor(stage + (uint32_t)offsetof(typename S::Stage, sX));
-      const uint32_t token_scales_at = sXScale<S>(consumer.smem, pipeline.stage);
+      const uint32_t token_scales_at = sXScale<S>(warp.smem, pipeline.stage);
       const uint32_t weight_scales =
-          sWScale<S>(consumer.smem, pipeline.stage, 2 * consumer.index) + row * 4;
+          sWScale<S>(warp.smem, pipeline.stage, 2 * warp.consumer) + row * 4;
       ThreadScales<N> token_scales;
       previous = pipeline.stage;
       pipeline.advance();
@@ -166,9 +156,7 @@ template <class S, class T> struct Fp8WeightMajorMainloop {
     }
     settle<N / 2>(rAcc[0]);
     settle<N / 2>(rAcc[1]);
-
-    // The adapter stages.
-    return add_adapters<WeightMajorAdapters<S, T>, N>(rAcc, g, consumer, header, previous);
+    return previous;
   }
 
   static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][S::TOKENS / 2], int) {

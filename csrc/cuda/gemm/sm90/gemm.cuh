@@ -49,30 +49,56 @@ constexpr auto select_shape() {
 template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER, moelora_kernel_format FORMAT, bool ZEROS>
 using GemmShape = decltype(select_shape<TOKENS, CONSUMERS, STAGES, CLUSTER, FORMAT, ZEROS>());
 
-/* The products of a tile, with the narrowest N from N on that holds its tokens. */
+/* The products of a tile with N tokens. Accumulators past N belong to padding. */
+template <class Mainloop, int N, class S>
+__device__ __forceinline__ PendingCheck multiply(float (&rAcc)[2][S::TOKENS / 2],
+                                                 const moelora_gemm_launch &g, WarpContext<S> &warp,
+                                                 const TileHeader &header) {
+  constexpr bool ALIASES = WarpContext<S>::ALIASED_BUFFERS > 0;
+  const int k_steps = KSteps::of<S>(g, header.tile, all_k_steps<S>(g)).count;
+
+  // The outputs of the last tile, unless the main loop waits for them in its second step.
+  if (ALIASES && !Mainloop::RELEASES_ALIASED_STAGE)
+    warp.release_aliased_stage();
+
+  // Clear the accumulators.
+#pragma unroll
+  for (int i = 0; i < N / 2; i++)
+    rAcc[0][i] = rAcc[1][i] = 0.f;
+
+  // The k steps.
+  const int last = Mainloop::template main_loop<N>(rAcc, g, warp, header, k_steps);
+  if (ALIASES && Mainloop::RELEASES_ALIASED_STAGE)
+    warp.release_aliased_stage(); // of a tile of one step
+
+  // The adapter stages.
+  return add_adapters<typename Mainloop::Adapters, N>(rAcc, g, warp, header, last);
+}
+
+/* The same with the narrowest N from N on that holds its tokens. */
 template <class Mainloop, class S, int N>
 __device__ __forceinline__ PendingCheck multiply_fitting(float (&rAcc)[2][S::TOKENS / 2],
                                                          const moelora_gemm_launch &g,
-                                                         Consumer<S> &consumer,
+                                                         WarpContext<S> &warp,
                                                          const TileHeader &header) {
   if constexpr (!S::SWAP_AB) {
-    return Mainloop::template multiply<S::TOKENS>(rAcc, g, consumer, header);
+    return multiply<Mainloop, S::TOKENS>(rAcc, g, warp, header);
   } else if constexpr (N < S::TOKENS) {
     if (header.count > N)
-      return multiply_fitting<Mainloop, S, N + S::STEP>(rAcc, g, consumer, header);
+      return multiply_fitting<Mainloop, S, N + S::STEP>(rAcc, g, warp, header);
   }
-  return Mainloop::template multiply<N>(rAcc, g, consumer, header);
+  return multiply<Mainloop, N>(rAcc, g, warp, header);
 }
 
 /* A consumer warpgroup. */
 template <class Mainloop, EpilogueMode MODE, class S, class T>
 __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_gemm_launch &g,
-                                        Consumer<S> &consumer) {
+                                        WarpContext<S> &warp) {
   const int lane = threadIdx.x & 31;
   for (;;) {
     // Wait for the first stage of the next tile.
-    consumer.pipeline.wait_full();
-    const TileHeader header = TileHeader::read(consumer.smem.header(consumer.pipeline.stage));
+    warp.pipeline.wait_full();
+    const TileHeader header = TileHeader::read(warp.smem.header(warp.pipeline.stage));
     if (header.tile.block < 0)
       break;
 
@@ -89,29 +115,29 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_g
     // Main loop and adapter stages.
     float rAcc[2][S::TOKENS / 2];
     const PendingCheck pending =
-        multiply_fitting<Mainloop, S, S::LEAST>(rAcc, g, consumer, header);
-    const bool used = S::SWAP_AB || consumer.index * 64 < header.count; // it has tokens
+        multiply_fitting<Mainloop, S, S::LEAST>(rAcc, g, warp, header);
+    const bool used = S::SWAP_AB || warp.consumer * 64 < header.count; // it has tokens
     if (pending == PendingCheck::CHECK_ACCUMULATORS && used &&
-        !Mainloop::are_finite(rAcc, consumer.index))
-      FixupPass<S>(consumer.smem).request();
+        !Mainloop::are_finite(rAcc, warp.consumer))
+      FixupPass<S>(warp.smem).request();
 
     // Epilogue.
     if (MODE == EpilogueMode::GATED && g.epilogue.plain_silu)
-      Mainloop::template Epilogue<EpilogueMode::SILU>::store(rAcc, out_maps, g, header, consumer);
+      Mainloop::template Epilogue<EpilogueMode::SILU>::store(rAcc, out_maps, g, header, warp);
     else
-      Mainloop::template Epilogue<MODE>::store(rAcc, out_maps, g, header, consumer);
+      Mainloop::template Epilogue<MODE>::store(rAcc, out_maps, g, header, warp);
     if (pending == PendingCheck::FIX_UP)
-      NonFinite<S, T>::poison_outputs(g, header, consumer.index);
+      NonFinite<S, T>::poison_outputs(g, header, warp.consumer);
   }
   tma_store_wait();
 }
 
 /* After the last tile: whether the CTA goes over its tiles once more, in the fix-up pass. */
-template <class S, class Position>
+template <class S>
 __device__ __forceinline__ bool has_another_pass(const moelora_gemm_launch &g,
-                                                 const SharedMemory<S> &smem, Position &position) {
-  const FixupPass<S> fixup(smem);
-  return g.schedule.blocks.packed_ranks && !fixup.is_running() && fixup.start(position);
+                                                 WarpContext<S> &warp) {
+  const FixupPass<S> fixup(warp.smem);
+  return g.schedule.blocks.packed_ranks && !fixup.is_running() && fixup.start(warp);
 }
 
 template <class S, class T, EpilogueMode MODE>
@@ -124,10 +150,9 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
 
   // Initialize the barriers.
   extern __shared__ char shared[];
-  const SharedMemory<S> smem(shared);
-  GemmPipeline<S> pipeline(smem.base);
+  WarpContext<S> warp(shared);
   if (threadIdx.x == 0)
-    pipeline.init(S::GATHERERS + 1, 4 * S::CONSUMERS), FixupPass<S>(smem).init();
+    warp.pipeline.init(S::GATHERERS + 1, 4 * S::CONSUMERS), FixupPass<S>(warp.smem).init();
   if constexpr (S::CLUSTER > 1)
     cluster_sync();
   else
@@ -148,22 +173,22 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
     if (__shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == S::FIRST_PRODUCER / 32) {
 #pragma unroll 1
       do {
-        produce_by_tma<Mainloop>(&w_map, &x_maps, &b_maps, g, smem, pipeline);
-      } while (has_another_pass(g, smem, pipeline));
+        produce_by_tma<Mainloop>(&w_map, &x_maps, &b_maps, g, warp);
+      } while (has_another_pass(g, warp));
     } else {
 #pragma unroll 1
       do {
-        produce_by_gather<Mainloop, S, T>(g, smem, pipeline);
-      } while (has_another_pass(g, smem, pipeline));
+        produce_by_gather<Mainloop, S, T>(g, warp);
+      } while (has_another_pass(g, warp));
     }
   } else {
     if constexpr (S::REALLOCATES)
       take_registers<S::CONSUMER_REGISTERS>();
-    Consumer<S> consumer(smem, warpgroup - FIRST_CONSUMER);
+    warp.consumer = warpgroup - FIRST_CONSUMER;
 #pragma unroll 1
     do {
-      consume<Mainloop, MODE, S, T>(&out_maps, g, consumer);
-    } while (has_another_pass(g, smem, consumer));
+      consume<Mainloop, MODE, S, T>(&out_maps, g, warp);
+    } while (has_another_pass(g, warp));
   }
 
   // PDL is not transitive: who waits for this kernel relies on the one before as well.

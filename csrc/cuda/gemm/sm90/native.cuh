@@ -41,7 +41,9 @@ struct NativeShape : KernelShape<TOKENS, CONSUMERS, STAGES, CLUSTER, MOELORA_KER
 template <class S, class T> struct NativeMainloop {
   using Rows = TokenRows<S>;
   using Scales = NoTokenScales<S>;
+  using Adapters = WeightMajorAdapters<S, T>;
   template <EpilogueMode MODE> using Epilogue = WeightMajorEpilogue<S, T, MODE>;
+  static constexpr bool RELEASES_ALIASED_STAGE = true;
 
   /* Producer: the weights of a k step. The CTAs of a cluster load an equal share of the m64 tiles
    * each and multicast it to both. */
@@ -72,21 +74,13 @@ template <class S, class T> struct NativeMainloop {
     }
   };
 
-  /* Consumer: the products of a tile with N tokens. Accumulators past N belong to padding. */
+  /* Consumer: the k steps of a tile, with N tokens. Returns the last stage, which is not released. */
   template <int N>
-  static __device__ __forceinline__ PendingCheck multiply(float (&rAcc)[2][S::TOKENS / 2],
-                                                          const moelora_gemm_launch &g,
-                                                          Consumer<S> &consumer,
-                                                          const TileHeader &header) {
-    GemmPipeline<S> &pipeline = consumer.pipeline;
-    const int k_steps = KSteps::of<S>(g, header.tile, all_k_steps<S>(g)).count;
-
-    // Clear the accumulators.
-#pragma unroll
-    for (int i = 0; i < N / 2; i++)
-      rAcc[0][i] = rAcc[1][i] = 0.f;
-
-    // The k steps.
+  static __device__ __forceinline__ int main_loop(float (&rAcc)[2][S::TOKENS / 2],
+                                                  const moelora_gemm_launch &g,
+                                                  WarpContext<S> &warp, const TileHeader &,
+                                                  int k_steps) {
+    GemmPipeline<S> &pipeline = warp.pipeline;
     int previous = 0;
 #pragma unroll 1
     for (int step = 0; step < k_steps; step++) {
@@ -97,8 +91,8 @@ template <class S, class T> struct NativeMainloop {
       // Issue the wgmmas of the consumer's two m64 tiles.
       wgmma_fence();
       const uint64_t a =
-          wgmma_descriptor(consumer.smem.sW(pipeline.stage) + consumer.index * 2 * kM64Bytes);
-      const uint64_t b = wgmma_descriptor(consumer.smem.sX(pipeline.stage));
+          wgmma_descriptor(warp.smem.sW(pipeline.stage) + warp.consumer * 2 * kM64Bytes);
+      const uint64_t b = wgmma_descriptor(warp.smem.sX(pipeline.stage));
 #pragma unroll
       for (int k = 0; k < 4; k++) {
         Wgmma<N>::template mma<Element<T>::is_bf16>(rAcc[0], a + 2 * k, b + 2 * k);
@@ -107,8 +101,8 @@ template <class S, class T> struct NativeMainloop {
       wgmma_commit();
 
       // The outputs of the last tile have been stored by now.
-      if (Consumer<S>::ALIASED_BUFFERS > 0 && step == 1)
-        consumer.release_aliased_stage();
+      if (WarpContext<S>::ALIASED_BUFFERS > 0 && step == 1)
+        warp.release_aliased_stage();
 
       // The wgmmas of the step before are done: release its stage.
       wgmma_wait<1>();
@@ -117,11 +111,7 @@ template <class S, class T> struct NativeMainloop {
       previous = pipeline.stage;
       pipeline.advance();
     }
-    if (Consumer<S>::ALIASED_BUFFERS > 0)
-      consumer.release_aliased_stage(); // of a tile of one step
-
-    // The adapter stages.
-    return add_adapters<WeightMajorAdapters<S, T>, N>(rAcc, g, consumer, header, previous);
+    return previous;
   }
 
   static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][S::TOKENS / 2], int) {

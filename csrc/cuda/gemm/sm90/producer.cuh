@@ -13,7 +13,7 @@
 #define MOELORA_CUDA_SM90_PRODUCER_CUH
 
 #include "cuda/gemm/sm90/adapter_loads.cuh"
-#include "cuda/gemm/sm90/consumer.cuh"
+#include "cuda/gemm/sm90/warp_context.cuh"
 #include "cuda/gemm/sm90/fixup.cuh"
 #include "cuda/gemm/sm90/tile_scheduler.cuh"
 
@@ -49,7 +49,7 @@ template <class S> struct TokenBoxes {
  * next tile, and for the rows of that. Where consumers alias a stage, producers wait longest for
  * it and find all of that before; elsewhere a part is a step. */
 template <class S> struct TileParts {
-  static constexpr bool AT_ONCE = Consumer<S>::ALIASED_BUFFERS > 0;
+  static constexpr bool AT_ONCE = WarpContext<S>::ALIASED_BUFFERS > 0;
   static constexpr int ADAPTERS = 0, TILE = AT_ONCE ? 0 : 1, ROWS = AT_ONCE ? 0 : 2;
 
   /* The step after a part, the last of which is number `last`. */
@@ -111,8 +111,9 @@ template <class S> struct NoTokenScales {
 template <class Mainloop, class S>
 __device__ __forceinline__ void
 produce_by_tma(const CUtensorMap *w_map, const RowMaps *x_maps, const FactorMaps *b_maps,
-               const moelora_gemm_launch &g, const SharedMemory<S> &smem,
-               GemmPipeline<S> &pipeline) {
+               const moelora_gemm_launch &g, WarpContext<S> &warp) {
+  const SharedMemory<S> &smem = warp.smem;
+  GemmPipeline<S> &pipeline = warp.pipeline;
   using Parts = TileParts<S>;
   const int all_steps = all_k_steps<S>(g);
   const uint64_t policy = kEvictFirst<S> ? evict_first_policy() : evict_normal_policy();
@@ -195,8 +196,9 @@ produce_by_tma(const CUtensorMap *w_map, const RowMaps *x_maps, const FactorMaps
 /* The gather warps: x where it does not lie by position, scales of x, and xa. */
 template <class Mainloop, class S, class T>
 __device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
-                                                  const SharedMemory<S> &smem,
-                                                  GemmPipeline<S> &pipeline) {
+                                                  WarpContext<S> &warp) {
+  const SharedMemory<S> &smem = warp.smem;
+  GemmPipeline<S> &pipeline = warp.pipeline;
   using Parts = TileParts<S>;
   const int thread = threadIdx.x - S::FIRST_PRODUCER - 32, all_steps = all_k_steps<S>(g);
   typename Mainloop::Rows rows(thread);

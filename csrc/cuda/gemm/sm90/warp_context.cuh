@@ -1,10 +1,12 @@
-/* A consumer warpgroup: where it is in the pipeline, and the epilogue buffers that it fills.
+/* What a warp of a Hopper GEMM knows of its CTA: shared memory, its place in the pipeline, and, in
+ * a consumer, the epilogue buffers that it fills. Producers and consumers each have a copy that
+ * moves on by itself.
  *
  * An epilogue tile is 64 outputs of 32 tokens. A consumer has two buffers of its own; the others
  * alias its part of the last stage of the tile, which returns to the pipeline once TMA stores have
  * read it. Tiles of up to 32 tokens need no aliased buffers. */
-#ifndef MOELORA_CUDA_SM90_CONSUMER_CUH
-#define MOELORA_CUDA_SM90_CONSUMER_CUH
+#ifndef MOELORA_CUDA_SM90_WARP_CONTEXT_CUH
+#define MOELORA_CUDA_SM90_WARP_CONTEXT_CUH
 
 #include "cuda/gemm/sm90/shared_storage.cuh"
 
@@ -12,7 +14,7 @@
 constexpr int kConsumerBarrier = 1; // + consumer: its four warps
 constexpr int kAllConsumersBarrier = 3, kGatherBarrier = 4;
 
-template <class S> struct Consumer {
+template <class S> struct WarpContext {
   static constexpr int OWN_BUFFERS = S::OWN_BUFFERS;
   static constexpr int OWN_BYTES = sizeof(SharedStorage<S>::sOut[0][0]);
   static constexpr int ALIASED_BUFFERS =
@@ -22,13 +24,21 @@ template <class S> struct Consumer {
 
   SharedMemory<S> smem;
   GemmPipeline<S> pipeline;
-  int index;        // of the warpgroup among the consumers
-  int aliased = -1; // the stage that epilogue buffers of the last tile alias; -1: none
+  int aliased = -1;  // the stage that epilogue buffers of the last tile alias; -1: none
+  int consumer = -1; // of the warpgroup; -1: a producer
 
-  __device__ __forceinline__ Consumer(const SharedMemory<S> &shared, int index_)
-      : smem(shared), pipeline(shared.base), index(index_) {}
+  __device__ __forceinline__ explicit WarpContext(const void *dynamic)
+      : smem(dynamic), pipeline(smem.base) {}
 
-  __device__ __forceinline__ void sync() const { warpgroup_sync(kConsumerBarrier + index); }
+  /* To the first stage again, for another pass over the tiles. */
+  __device__ __forceinline__ void restart() {
+    pipeline.restart();
+    aliased = -1;
+  }
+
+  /* ---- of consumers ---- */
+
+  __device__ __forceinline__ void sync() const { warpgroup_sync(kConsumerBarrier + consumer); }
   static __device__ __forceinline__ void sync_all() {
     warpgroup_sync<128 * S::CONSUMERS>(kAllConsumersBarrier);
   }
@@ -56,12 +66,6 @@ template <class S> struct Consumer {
       return;
     wait_stores_read();
     pipeline.release(aliased);
-    aliased = -1;
-  }
-
-  /* To the first stage again, for another pass over the tiles. */
-  __device__ __forceinline__ void restart() {
-    pipeline.restart();
     aliased = -1;
   }
 
