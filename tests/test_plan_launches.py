@@ -94,3 +94,26 @@ def test_one_launch_names_what_stands_in_for_it(launches):
     one = launches(H200, tokens=1)
     assert [*one] == ["layer", "sort", "w13", "w2", "sum"]
     assert one["layer"]["kernel"].startswith("decode_")
+
+
+def test_a_forced_row_that_is_passed_over_says_why(tmp_path):
+    program = compile_program(ROOT / "tests/c/print_plan.c", tmp_path)
+    line = "bfloat16 64 8 128 128 2048 768 0 cuda 90"
+    for name, formats, why in (
+        ("gemm_bf16_64x128x64_sm80", ("mxfp4", "mxfp4"), "it is for weights of another format"),
+        ("decode_bf16_sm80", ("native", "native"), "it takes a few tokens of a whole layer"),
+        (
+            "gemm_bf16_mxfp4_64x128x128_sm90",
+            ("mxfp4", "native"),
+            "no row like it is for the format",
+        ),
+    ):
+        done = run(
+            program,
+            *("formats", *formats),
+            stdin=line,
+            MOELORA_LOG="plan",
+            MOELORA_FORCE_VARIANT=name,
+        )
+        assert f"moelora: {name} is passed over: {why}" in done.stderr
+        assert name not in done.stdout

@@ -75,6 +75,9 @@ moelora_shrink_plan moelora_plan_projection_shrink(const moelora_projection_load
                                                    const moelora_variant *tuned,
                                                    const moelora_device_info *device);
 
+/* cost.c: how long the device's memory takes to move `bytes`. */
+double moelora_memory_ns(const moelora_device_info *device, double bytes);
+
 /* plan_sort.c: how rows are sorted into blocks of one expert, of which `cluster` neighbours always
  * belong together. tuned: the row to take if it can serve; NULL: none. */
 void moelora_plan_blocks(const moelora_routes *routes, int32_t rows, int32_t cluster,
@@ -127,6 +130,9 @@ typedef struct moelora_windows {
 moelora_windows moelora_cut_windows(const moelora_routes *routes, const moelora_list_blocks *lists,
                                     moelora_delta_order order, int64_t most, int64_t part,
                                     int64_t columns, int64_t workers);
+
+/* plan_log.c: under MOELORA_LOG=plan, why a forced or tuned row is not taken. */
+void moelora_log_passed_over(const moelora_variant *variant, const char *why);
 
 /* plan_log.c: remember an executed plan for moelora_last_plan, and print it under MOELORA_LOG=plan.
  */

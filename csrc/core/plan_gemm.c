@@ -159,20 +159,42 @@ static bool reaches_rows(const moelora_variant *v, const access *access) {
   return sm90 ? access->x_rows * (stride / 8) <= UINT32_MAX : stride <= INT32_MAX;
 }
 
-/* Element by element, the tiles above 32 rows would spill registers: they have no such kernel. */
+/* Why a row of the table cannot run a problem; NULL: it can. */
+static const char *why_not(const moelora_variant *v, const access *access,
+                           const moelora_device_info *device) {
+  if (v->device == MOELORA_CPU)
+    return NULL;
+  if (v->format != access->format)
+    return "it is for weights of another format";
+  if (access->layer && !of_format(v, access->second, device))
+    return "no row like it is for the format of w2";
+  if (v->role == MOELORA_ROLE_LAYER)
+    return access->decode ? NULL : "it takes a few tokens of a whole layer in rows or tiles alone";
+  if (!reaches_rows(v, access))
+    return "its offsets do not reach all rows of x";
+  if (v->needs == MOELORA_SM90) {
+    if (!access->tma)
+      return "no tensor map covers the weights, or something allows no 16-byte accesses";
+    if (access->halves)
+      return "it takes no FP8 scales of 64 columns";
+    return access->layer || takes_any_output(v) ? NULL : "it stores outputs of whole layers alone";
+  }
+  /* Element by element, larger tiles would spill registers. */
+  return access->vectors || v->block_m <= 32 ? NULL : "something allows no 16-byte accesses";
+}
+
 static bool serves(const moelora_variant *v, const access *access,
                    const moelora_device_info *device) {
-  if (v->device == MOELORA_CPU)
-    return true;
-  if (v->format != access->format || (access->layer && !of_format(v, access->second, device)))
-    return false;
-  if (v->role == MOELORA_ROLE_LAYER)
-    return access->decode;
-  if (!reaches_rows(v, access))
-    return false;
-  if (v->needs == MOELORA_SM90)
-    return access->tma && !access->halves && (access->layer || takes_any_output(v));
-  return access->vectors || v->block_m <= 32;
+  return !why_not(v, access, device);
+}
+
+/* The same of a row that somebody wants, who learns why it is passed over. */
+static bool serves_as_wanted(const moelora_variant *v, const access *access,
+                             const moelora_device_info *device) {
+  const char *why = why_not(v, access, device);
+  if (why)
+    moelora_log_passed_over(v, why);
+  return !why;
 }
 
 /* For few tokens the whole layer; else the newest instruction set, or the GPU's own family before
@@ -203,7 +225,7 @@ static const moelora_variant *forced_for(moelora_dtype dtype, const access *acce
   static const moelora_role roles[] = {MOELORA_ROLE_LAYER, MOELORA_ROLE_GEMM};
   for (int32_t i = 0; i < 2; i++) {
     const moelora_variant *variant = moelora_forced(roles[i], dtype, device);
-    if (variant && serves(variant, access, device))
+    if (variant && serves_as_wanted(variant, access, device))
       return variant;
   }
   return NULL;
@@ -343,7 +365,7 @@ static const moelora_variant *tuned_for(moelora_role role, const moelora_experts
 static const moelora_variant *prefer_tuned(const moelora_variant *tuned,
                                            const moelora_variant *picked, const access *access,
                                            const moelora_device_info *device) {
-  return tuned && !moelora_is_forced(picked) && serves(tuned, access, device) &&
+  return tuned && !moelora_is_forced(picked) && serves_as_wanted(tuned, access, device) &&
                  adds_up_alike(tuned, picked, access, device)
              ? tuned
              : picked;

@@ -81,6 +81,11 @@ static void log_plan(const char *operator, const char *shape, const char *dtype,
           device->batch_invariant ? "; batch invariant" : "");
 }
 
+void moelora_log_passed_over(const moelora_variant *variant, const char *why) {
+  if (moelora_log() >= MOELORA_LOG_PLAN)
+    fprintf(stderr, "moelora: %s is passed over: %s\n", variant->name, why);
+}
+
 /* ---- what launches do: a line each, in their order ---- */
 
 static const char *epilogue_name(moelora_epilogue_plan epilogue) {
