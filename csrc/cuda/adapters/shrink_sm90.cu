@@ -1,44 +1,63 @@
 /* Shrink of long segments on Hopper: xa[position, slice * xa_slice + r] as in shrink.cu.
  *
- * One CTA per SM. A producer warpgroup lists the CTA's items and fills a pipeline of stages of 64
- * of depth: one warp has the copy engine bring rows of A, three copy the rows of x by cp.async,
- * wherever they lie. Two consumer warpgroups multiply by wgmma, tokens as the M side, columns of A
- * as the N side: warpgroup w has tokens 64w to 64w + 63, the first also those from 128 on.
+ *   TMA warp        A(0) A(1) A(2)  ...   rows of A of step i, in boxes of 16 or 64 ranks
+ *   gather warps    X(0) X(1) X(2)  ...   token rows of step i, by cp.async
+ *   consumers            0    1     ...   wgmma of step i, in flight beside that of step i - 1
  *
- * A stage is [TOKENS] rows of x and [RANKS] rows of A, of 128 bytes as in tile.cuh. Rows that an
- * item does not have hold anything: their sums reach no other row, and nobody stores them; so the
- * third 64 tokens may end among the rows of A. The stage header of an item's first stage, of 32
- * bytes, is the item; behind the last item comes one with expert -1. */
+ * One CTA per SM goes over the items that its producer warpgroup lists. Tokens are operand A of
+ * wgmma, columns of A^T operand B. Consumer w multiplies tokens 64w to 64w + 63 of an item, the
+ * first one also those from 128 on. Rows of a stage that an item does not have may hold anything:
+ * their accumulators reach no other row and are not stored. The third 64 tokens may therefore
+ * extend into sA.
+ *
+ * The header of an item's first stage is the item; after the last item comes one with expert -1. */
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/adapters/shrink_segments.cuh"
 #include "cuda/gemm/sm90/gather.cuh"
+#include "cuda/gemm/sm90/pipeline.cuh"
+#include "cuda/gemm/sm90/shared_storage.cuh"
 #include "cuda/gemm/sm90/tensor_map.h"
 #include "cuda/variant_ids.h"
 
 template <int RANKS_> struct ShrinkShape {
-  static constexpr int TOKENS = 160, RANKS = RANKS_;
-  static constexpr int CONSUMERS = 2, CLUSTER = 1;
+  static constexpr int TOKENS = 160, RANKS = RANKS_, CONSUMERS = 2;
   static constexpr int STAGES = RANKS == 128 ? 6 : RANKS == 64 ? 7 : 9;
-  static constexpr int GATHERERS = kGatherers, THREADS = kProducers + 128 * CONSUMERS;
-  static constexpr int W_BYTES = TOKENS * kRowBytes; // of the M side
-  static constexpr int STAGE_BYTES = W_BYTES + RANKS * kRowBytes;
-  static constexpr int EPILOGUE_BYTES = 0;
+  static constexpr int THREADS = kProducers + 128 * CONSUMERS;
   using List = ItemList<TOKENS, RANKS, kProducers / 32>;
-  static constexpr int SHARED = 1024 + STAGES * (STAGE_BYTES + 16 + kHeaderBytes);
+
+  struct Stage {
+    SwizzledRow sX[TOKENS]; // token rows
+    SwizzledRow sA[RANKS];  // rows of A
+  };
+  struct Storage {
+    Stage stages[STAGES];
+    uint4 headers[STAGES][2]; // a SegmentItem
+    PipelineBarriers<STAGES> barriers;
+  };
+  static constexpr int SHARED = 1024 + (int)sizeof(Storage);
 };
 
 namespace {
 
-constexpr int kFewRanks = 16, kManyRanks = 64; // rows of A that one copy brings
+constexpr int kFewRanks = 16, kManyRanks = 64; // rows of A in a TMA box
 
-template <class S> __device__ __forceinline__ uint32_t rows_of_x(const Pipeline<S> &pipeline) {
-  return pipeline.weights(); // the M side comes first
-}
+/* The pipeline, and the shared addresses of the stage at hand. */
+template <class S> struct ShrinkPipeline : Pipeline<typename S::Storage> {
+  using Storage = typename S::Storage;
+  using Stage = typename S::Stage;
+  using Pipeline<Storage>::base;
+  using Pipeline<Storage>::stage;
 
-template <class S> __device__ __forceinline__ uint32_t rows_of_a(const Pipeline<S> &pipeline) {
-  return pipeline.tokens();
-}
+  __device__ __forceinline__ explicit ShrinkPipeline(const void *dynamic)
+      : Pipeline<Storage>((shared_address(dynamic) + 1023) & ~1023u) {}
+
+  __device__ __forceinline__ uint32_t sX() const { return base + stage * (int)sizeof(Stage); }
+  __device__ __forceinline__ uint32_t sA() const { return sX() + (uint32_t)offsetof(Stage, sA); }
+  __device__ __forceinline__ uint32_t header() const {
+    return base + (uint32_t)offsetof(Storage, headers) + stage * 32;
+  }
+};
 
 /* Tensor maps of the slices of A: [max_loras, E, ranks, K]. */
 struct ShrinkMaps {
@@ -47,13 +66,15 @@ struct ShrinkMaps {
 };
 
 template <class S>
-__device__ __forceinline__ void write_header(const Pipeline<S> &pipeline, const SegmentItem &item) {
+__device__ __forceinline__ void write_header(const ShrinkPipeline<S> &pipeline,
+                                             const SegmentItem &item) {
   const uint32_t at = pipeline.header();
   store_shared_16(at, make_uint4(item.expert, item.packed, item.block, item.row));
   store_shared_16(at + 16, make_uint4(item.share, item.magic, item.tokens, item.first));
 }
 
-template <class S> __device__ __forceinline__ SegmentItem read_header(const Pipeline<S> &pipeline) {
+template <class S>
+__device__ __forceinline__ SegmentItem read_header(const ShrinkPipeline<S> &pipeline) {
   const uint32_t at = pipeline.header();
   const uint4 a = load_shared_16(at), b = load_shared_16(at + 16);
   return {(int)uniform(a.x), (int)uniform(a.y), (int)uniform(a.z), (int)uniform(a.w),
@@ -66,12 +87,12 @@ __device__ __forceinline__ int columns_in(const moelora_shrink_launch &s, const 
   return min(columns_of(s.adapters.lora, item.packed) - item.first, S::RANKS);
 }
 
-/* Rows of A of the listed items; a warp. One lane starts all copies of an item, as where weights
- * stream: with few tokens there is little time for each. */
+/* The TMA warp: rows of A of the listed items. One lane issues all loads of an item: with few
+ * tokens there is little time for each stage. */
 template <class S>
 __device__ __forceinline__ void stream_a(const ShrinkMaps *maps, const moelora_shrink_launch &s,
                                          const typename S::List &list, int items,
-                                         Pipeline<S> &pipeline) {
+                                         ShrinkPipeline<S> &pipeline) {
   const uint64_t policy = evict_first_policy();
   const int depth_steps = ceil_divide(s.tokens.k, kDepth);
   for (int number = 0; number < items; number++) {
@@ -81,14 +102,14 @@ __device__ __forceinline__ void stream_a(const ShrinkMaps *maps, const moelora_s
     const int first_slice = item.first / width, first_r = item.first - first_slice * width;
     const int adapter = item.packed / kRanks;
     if (is_elected()) {
-      Pipeline<S> at = pipeline;
+      ShrinkPipeline<S> at = pipeline;
 #pragma unroll 1
       for (int step = 0; step < depth_steps; step++, at.advance()) {
         at.wait_empty();
         if (step == 0)
           write_header(at, item);
         barrier_expect(at.full(), columns * kRowBytes);
-        uint32_t to = rows_of_a(at);
+        uint32_t to = at.sA();
 #pragma unroll 1
         for (int left = columns, slice = first_slice, r = first_r; left > 0;) {
           const bool many = min(width - r, left) >= kManyRanks;
@@ -107,12 +128,12 @@ __device__ __forceinline__ void stream_a(const ShrinkMaps *maps, const moelora_s
   }
 }
 
-/* Their rows of x; three warps. Those of the next item are found once this one's first stages are
- * on their way. */
+/* The gather warps: token rows of the listed items. The rows of the next item are found once the
+ * first stages of this one are in flight. */
 template <class S>
 __device__ __forceinline__ void gather_x(const moelora_shrink_launch &s,
                                          const typename S::List &list, int items,
-                                         Pipeline<S> &pipeline) {
+                                         ShrinkPipeline<S> &pipeline) {
   Gather<S::TOKENS> gather(threadIdx.x - 32);
   const auto find = [&](int number) {
     if (number == items)
@@ -129,7 +150,7 @@ __device__ __forceinline__ void gather_x(const moelora_shrink_launch &s,
       if (step == min((int)S::STAGES, depth_steps - 1))
         find(number + 1);
       pipeline.wait_empty();
-      gather.copy(rows_of_x(pipeline));
+      gather.copy(pipeline.sX());
       barrier_arrive_after_copies(pipeline.full());
     }
   }
@@ -138,7 +159,7 @@ __device__ __forceinline__ void gather_x(const moelora_shrink_launch &s,
 template <class S>
 __device__ __forceinline__ void produce(const ShrinkMaps *maps, const moelora_shrink_launch &s,
                                         typename S::List &list, void *stages,
-                                        Pipeline<S> pipeline) {
+                                        ShrinkPipeline<S> pipeline) {
   const auto sync = [] { fence_async_proxy(), warpgroup_sync(1); };
   const bool streams = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == 0;
   // Where x lies by position the kernel before is the GEMM that makes it, and segments are older.
@@ -197,7 +218,7 @@ __device__ __forceinline__ void store_tile(const moelora_shrink_launch &s, const
 template <class S, class T, int N, int TILES>
 __device__ __forceinline__ void consume_tiles(const moelora_shrink_launch &s,
                                               const SegmentItem &item, int columns,
-                                              Pipeline<S> &pipeline, int consumer) {
+                                              ShrinkPipeline<S> &pipeline, int consumer) {
   float d[TILES][N / 2];
 #pragma unroll
   for (int i = 0; i < TILES * N / 2; i++)
@@ -208,8 +229,8 @@ __device__ __forceinline__ void consume_tiles(const moelora_shrink_launch &s,
     pipeline.wait_full();
     fence_async_proxy(); // cp.async wrote X through the ordinary proxy
     wgmma_fence();
-    const uint64_t a = wgmma_descriptor(rows_of_x(pipeline) + consumer * kM64Bytes);
-    const uint64_t b = wgmma_descriptor(rows_of_a(pipeline));
+    const uint64_t a = wgmma_descriptor(pipeline.sX() + consumer * kM64Bytes);
+    const uint64_t b = wgmma_descriptor(pipeline.sA());
 #pragma unroll
     for (int k16 = 0; k16 < 4; k16++)
 #pragma unroll
@@ -234,7 +255,7 @@ __device__ __forceinline__ void consume_tiles(const moelora_shrink_launch &s,
 template <class S, class T, int N>
 __device__ __forceinline__ void consume_item(const moelora_shrink_launch &s,
                                              const SegmentItem &item, int columns,
-                                             Pipeline<S> &pipeline, int consumer) {
+                                             ShrinkPipeline<S> &pipeline, int consumer) {
   if constexpr (N < S::RANKS) {
     if (columns > N)
       return consume_item<S, T, 2 * N>(s, item, columns, pipeline, consumer);
@@ -252,7 +273,7 @@ __device__ __forceinline__ void consume_item(const moelora_shrink_launch &s,
 }
 
 template <class S, class T>
-__device__ __forceinline__ void consume(const moelora_shrink_launch &s, Pipeline<S> pipeline,
+__device__ __forceinline__ void consume(const moelora_shrink_launch &s, ShrinkPipeline<S> pipeline,
                                         int consumer) {
   for (;;) {
     pipeline.wait_full();
@@ -270,9 +291,9 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ char shared[];
   __shared__ typename S::List list;
-  Pipeline<S> pipeline(shared);
+  ShrinkPipeline<S> pipeline(shared);
   if (threadIdx.x == 0)
-    pipeline.init();
+    pipeline.init(kGatherers + 1, 4 * S::CONSUMERS);
   __syncthreads();
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
   if (warpgroup == 0) {
