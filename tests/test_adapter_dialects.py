@@ -4,7 +4,8 @@ import functools
 
 import pytest
 import torch
-from benchmarks.dialects import ALPHA, DIALECTS, draw, merge
+
+from benchmarks.dialects import DIALECTS, draw, merge
 from benchmarks.small_models import MODELS, make, tokens
 
 pytest.importorskip("transformers")

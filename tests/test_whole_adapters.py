@@ -9,11 +9,8 @@ from hf_models import PLACES, assert_logits, tokens
 from whole_models import (
     MODELS,
     ROWS,
-    layers_of,
     make_whole_model,
-    merged,
     wanted_logits,
-    write_adapter,
     write_adapters,
 )
 

@@ -207,5 +207,3 @@ def _with_slots(cls: Any) -> Any:
 def _slot(state: Any) -> int:
     slot = state.logit_processor_kwargs.get(SLOT)
     return -1 if slot is None else slot.number
-
-

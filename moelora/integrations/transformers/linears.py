@@ -15,7 +15,7 @@ import inspect
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Literal, TypeAlias
 
 import torch
@@ -26,9 +26,9 @@ from moelora.adapters import LinearLayer
 
 Way: TypeAlias = Literal["output", "inside", "embedding"]
 
-# What compilers, FSDP and checkpointing put into the names of modules.
+# What compilers, FSDP, checkpointing and PEFT put into the names of modules.
 _WRAPPERS = re.compile(
-    r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)(?=\.|$)"
+    r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module|base_layer)(?=\.|$)"
 )
 _LINEAR_CALL = re.compile(r"\blinear\(|super\(\)\.forward\(")
 
@@ -58,7 +58,8 @@ def linear_layers(model: nn.Module, experts: Collection[str]) -> dict[str, Linea
         The names that `moe_layers` has: their modules take tokens by expert and are no part of
         this. The layers of the text model are those of the model that has all of them.
     """
-    modules = {plain_name(name): module for name, module in model.named_modules()}
+    every = model.named_modules()  # the innermost of those that a layer is wrapped in comes last
+    modules = {plain_name(name): module for name, module in every if ".lora_" not in name}
     text = _text_model(modules, experts)
     found = {}
     for name, module in modules.items():
@@ -151,7 +152,7 @@ def _unread(name: str, modules: dict[str, nn.Module]) -> str:
     return f"whose weight {type(around).__name__} reads without calling the layer"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _source(cls: type) -> str:
     """The source of the methods of a class that run in a forward pass."""
     texts = []
@@ -164,7 +165,7 @@ def _source(cls: type) -> str:
     return "\n".join(texts)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _forward_source(cls: type) -> str:
     return _text(cls.forward)
 
