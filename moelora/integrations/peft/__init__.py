@@ -40,6 +40,7 @@ from moelora.integrations.peft.experts import (
 from moelora.integrations.peft.sources import base_of
 from moelora.integrations.transformers import IMPLEMENTATION, moe_layers, new_pool
 from moelora.integrations.transformers.calls import take_adapter_names
+from moelora.integrations.transformers.linears import plain_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -96,7 +97,10 @@ def attach(
     """
     base = base_of(model)
     layers = moe_layers(base)
-    wrappers = {name: base.get_submodule(name) for name in layers}
+    outermost: dict[str, nn.Module] = {}
+    for name, module in base.named_modules():
+        outermost.setdefault(plain_name(name), module)
+    wrappers = {name: outermost[name] for name in layers}
     wrapped = {name: layer for name, layer in layers.items() if wrappers[name] is not layer[0]}
     if not wrapped:
         raise ValueError("no adapter of this model targets its experts (target_parameters)")
@@ -119,9 +123,9 @@ def attach(
     base.set_experts_implementation(IMPLEMENTATION)
     base.__dict__["_moelora"] = serving
     take_adapter_names(base)
-    for name, (outermost, *_) in chains.items():
-        outermost._moelora, outermost._moelora_layer = serving, name
-        outermost.forward = MethodType(forward, outermost)
+    for name, (wrapper, *_) in chains.items():
+        wrapper._moelora, wrapper._moelora_layer = serving, name
+        wrapper.forward = MethodType(forward, wrapper)
     serving.take_layers()
     return pool
 

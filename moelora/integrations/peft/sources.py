@@ -28,7 +28,7 @@ from moelora.adapters.places import ExpertPlace, Modules
 from moelora.adapters.weights import open_weights
 from moelora.integrations.transformers.hub import local_folder
 from moelora.integrations.transformers.layers import moe_layers
-from moelora.integrations.transformers.linears import linear_layers
+from moelora.integrations.transformers.linears import linear_layers, plain_name
 
 if TYPE_CHECKING:
     Model = peft.PeftModel | PreTrainedModel
@@ -141,17 +141,13 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _plain(name: str) -> str:
-    return name.replace(".base_layer", "")
-
-
 def _kept(base: nn.Module, name: str) -> dict[str, torch.Tensor]:
     """B of all layers that PEFT has wrapped for an adapter; experts by name of their parameter."""
     kept = {}
     for path, module in base.named_modules():
         if not isinstance(module, LoraLayer):
             continue
-        where = _plain(path)
+        where = plain_name(path)
         parameter = getattr(module, "parameter_name", "weight")
         if parameter != "weight":
             where = f"{where}.{parameter}"
