@@ -25,6 +25,7 @@ from whole_models import (
     merged,
     qwen3_5_moe,
     wanted_logits,
+    write_adapter,
     write_adapters,
 )
 
@@ -39,15 +40,16 @@ BASE = ["__base__"] * len(ROWS)
 def assert_close(got, wanted, naive):
     """In float32 by each row's norm, as adapters of everything make some logits large.
 
-    Else no row may be much farther from `wanted` than `naive` is, by the better tokens of each:
-    adapters of routers make them flip between experts, and attention spreads that.
+    Else most tokens must be as close to `wanted` as those of `naive` are: adapters of routers make
+    some flip between experts, and attention spreads that over a row.
     """
     if got.dtype == torch.float32:
         off = (got - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
         assert (off <= 1e-4).all(), off
         return
     ours, theirs = ((x.float() - wanted).abs().mean(-1) for x in (got, naive))  # of each token
-    assert (ours.quantile(0.25, -1) <= 3 * theirs.quantile(0.25, -1)).all(), (ours, theirs)
+    close = ours <= 4 * theirs.median(-1, keepdim=True).values
+    assert close.float().mean() >= 0.6, (ours, theirs)
 
 
 @torch.no_grad()
@@ -73,18 +75,28 @@ def test_mixed_batch(config, place, tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("place", PLACES[1:])
 @pytest.mark.parametrize("config", [deepseek_v3, mixtral, gemma4], ids=lambda c: c.__name__)
-def test_sixteen_bits(config, tmp_path):
-    """Routers that compute in float32, and embeddings, get their delta from torch."""
-    model = make_whole_model(config, torch.bfloat16)
-    ids = tokens(length=9)
-    folders = write_adapters(model, tmp_path)
+def test_sixteen_bits(config, place, tmp_path):
+    """Layers of each kind; embeddings and routers that compute in float32 get theirs from torch."""
+    model = make_whole_model(config, place[1], place[0])
+    ids = tokens(length=9, device=model.device)
+    kinds = {
+        "embedding": lambda name: "embed_tokens" in name,
+        "attention": lambda name: "self_attn" in name,
+        "head": lambda name: name == "lm_head",
+        "router": lambda name: name.endswith((".gate", ".router.proj")),
+        "mlp": lambda name: name.endswith(("down_proj", "experts")),
+    }
+    folders = {kind: write_adapter(model, tmp_path / kind, 1, kinds[kind]) for kind in kinds}
     exact = copy.deepcopy(model).float()
-    wanted, naive = (wanted_logits(m, folders, ROWS, ids) for m in (exact, model))
+    wanted, naive = (wanted_logits(m, folders, list(kinds), ids) for m in (exact, model))
     moelora_hf.load_adapters(model, folders)
-    got = model(ids, adapter_names=ROWS).logits
-    assert_close(got, wanted, naive)
-    assert torch.equal(got[1], model(ids).logits[1])
+    got = model(ids, adapter_names=list(kinds)).logits
+    ours, theirs = ((x.float() - wanted).abs().mean(-1) for x in (got, naive))  # of each token
+    assert (ours.median(-1).values <= 2 * theirs.median(-1).values).all(), (ours, theirs)
+    base = model(ids, adapter_names=["head", *[None] * 4]).logits
+    assert torch.equal(base[1:], model(ids).logits[1:])
 
 
 @torch.no_grad()
