@@ -21,9 +21,9 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import moelora.integrations.transformers as moelora_hf
+from moelora.integrations.transformers.empty import empty_model, factory
 from moelora.integrations.transformers.projection import up_name
 
-AUTO = "CausalLM", "ImageTextToText", "Seq2SeqLM", "MultimodalLM"
 EXPERTS = re.compile(r"^class \w*(Experts?|MoE|MoeBlock)\b", re.M)
 
 
@@ -37,24 +37,13 @@ def architectures():
         except ImportError:
             continue
         code = pathlib.Path(module.__file__).read_text()
-        if EXPERTS.search(code) and factory(config) is not None:
+        if EXPERTS.search(code) and factory(config()) is not None:
             yield model_type
-
-
-def factory(config_class):
-    """The class that makes whole models of a configuration; None of a tower or a part."""
-    for name in AUTO:
-        auto = getattr(transformers, f"AutoModelFor{name}", None)
-        if auto is not None and config_class in auto._model_mapping:
-            return auto
-    return None
 
 
 def make(model_type):
     """A model without memory."""
-    config = transformers.AutoConfig.for_model(model_type)
-    with torch.device("meta"):
-        return factory(type(config)).from_config(config)
+    return empty_model(transformers.AutoConfig.for_model(model_type))
 
 
 def shrink(model):

@@ -186,11 +186,36 @@ PEFTS = {  # what every release writes
     "modules_to_save": None,
     "rank_pattern": {},
     "alpha_pattern": {},
-    "target_modules": ["q_proj"],
     "use_dora": False,
     "use_rslora": False,
 }
-PARAMETERS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj", "gate.weight"]}
+
+
+def _leaves(names):
+    return {name.rpartition(".")[2] for name in names}
+
+
+def parameters(drawn):
+    """Targets of an adapter whose experts and routers are parameters."""
+    routers = {".".join(name.split(".")[-2:]) for name in drawn.routers}
+    stacks = [f"experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    return {
+        "target_modules": sorted(_leaves(set(drawn.linears) - drawn.routers)),
+        "target_parameters": [*stacks, *sorted(f"{name}.weight" for name in routers)],
+    }
+
+
+def modules(drawn):
+    """Targets of an adapter whose experts and routers are linear layers."""
+    return {"target_modules": sorted(_leaves(drawn.linears) | set(NAMES.values()))}
+
+
+def granite(drawn):
+    names = ("input_linear", "output_linear")
+    targets = {"target_parameters": [f"block_sparse_moe.{name}.weight" for name in names]}
+    return modules(drawn) | targets
+
+
 UNSLOTH = {"auto_mapping": {"base_model_class": "", "unsloth_fixed": True}}
 
 
@@ -272,6 +297,7 @@ class Dialect:
     spell: Callable[[Drawn], Mapping[str, torch.Tensor]]
     config: Mapping = field(default_factory=lambda: PEFTS)
     prefix: str = PREFIX
+    targets: Callable[[Drawn], Mapping] = modules
     layout: str | None = None
     embeddings: bool = False
     finish: Callable[[pathlib.Path], None] | None = None
@@ -280,7 +306,8 @@ class Dialect:
         return draw(model, self.kind, embeddings=self.embeddings, **options)
 
     def write(self, folder, drawn):
-        folder = save(folder, self.spell(drawn), self.config, drawn, self.prefix)
+        config = {**self.config, **self.targets(drawn)}
+        folder = save(folder, self.spell(drawn), config, drawn, self.prefix)
         if self.finish is not None:
             self.finish(folder)
         return folder
@@ -290,9 +317,9 @@ def _pefts(drawn, **options):
     return linears(drawn) | wrapped(drawn, **options)
 
 
-_NOW = {**PEFTS, **PARAMETERS, "peft_version": "0.21.2"}
+_NOW = {**PEFTS, "peft_version": "0.21.2"}
 _MODULES = {**PEFTS, "lora_dropout": 0.1, "peft_version": "0.17.1"}
-_BRIDGE = {k: v for k, v in PEFTS.items() if k != "layers_to_transform"} | PARAMETERS
+_BRIDGE = {k: v for k, v in PEFTS.items() if k != "layers_to_transform"}
 
 DIALECTS = {
     "peft": Dialect(
@@ -300,6 +327,7 @@ DIALECTS = {
         "fused",
         _pefts,
         _NOW,
+        targets=parameters,
         embeddings=True,
     ),
     "peft-0.18": Dialect(
@@ -307,12 +335,14 @@ DIALECTS = {
         "fused",
         lambda drawn: _pefts(drawn, exchanged=True),
         {**_NOW, "peft_version": "0.18.0"},
+        targets=parameters,
     ),
     "unsloth-rank-major": Dialect(
         'Unsloth since 2026.9.6, `lora_B_layout` "rank_major"',
         "fused",
         _pefts,
         {**_NOW, **UNSLOTH, "lora_B_layout": "rank_major"},
+        targets=parameters,
     ),
     "unsloth-grouped": Dialect(
         'the same, "grouped_by_expert"',
@@ -331,12 +361,14 @@ DIALECTS = {
                 },
             },
         },
+        targets=parameters,
     ),
     "unsloth-unmarked": Dialect(
         "Unsloth before: refused without `layout=`",
         "fused",
         lambda drawn: _pefts(drawn, columns="grouped_by_expert"),
         {**_NOW, **UNSLOTH},
+        targets=parameters,
         layout="grouped_by_expert",
     ),
     "megatron-bridge": Dialect(
@@ -344,6 +376,7 @@ DIALECTS = {
         "fused",
         lambda drawn: _pefts(drawn, columns="grouped_by_expert", exchanged=True),
         _BRIDGE,
+        targets=parameters,
         layout="grouped_by_expert",
     ),
     "per-expert": Dialect(
@@ -371,7 +404,8 @@ DIALECTS = {
         "`input_linear`, `output_linear`, `router.layer` (GraniteMoE of transformers 4)",
         "fused",
         lambda drawn: linears(drawn, _granite) | wrapped(drawn, place=_granite_place),
-        {**_NOW, "target_parameters": ["input_linear.weight", "output_linear.weight"]},
+        _NOW,
+        targets=granite,
     ),
     "stacks": Dialect(
         "stacks of all experts beside plain factors (Megatron's weight synchronization)",
@@ -401,6 +435,7 @@ DIALECTS = {
             for key, tensor in _pefts(drawn).items()
         },
         _NOW,
+        targets=parameters,
     ),
     "torch-file": Dialect(
         "`adapter_model.bin`",
@@ -414,6 +449,7 @@ DIALECTS = {
         "fused",
         _pefts,
         _NOW,
+        targets=parameters,
         finish=_shards,
     ),
 }

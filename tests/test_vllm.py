@@ -19,12 +19,42 @@ pytest_plugins = ["vllm_fixtures"]
 
 UNINTERLEAVE = "swigluoai_uninterleave"
 
+# ---- configurations of adapters ----
+
+CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": [], "target_parameters": ["experts.down_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, None),
+        ({"lora_B_layout": "rank_major", "auto_mapping": {"unsloth_fixed": True}}, None),
+        ({"lora_B_layout": "grouped_by_expert"}, "lora_B_layout of its configuration is not rank"),
+        ({"lora_B_layout": "mixed"}, "lora_B_layout is 'mixed', wanted one of"),
+        ({"auto_mapping": {"unsloth_fixed": True}}, "an adapter of base: Unsloth wrote the"),
+    ],
+)
+def test_adapters_that_vllm_reads_wrong_are_told(vllm, lines, more, said):
+    vllm.register()
+    lines.clear()
+    for _ in range(2):
+        config = {**CONFIG, **more, "base_model_name_or_path": "base"}
+        assert vllm.PEFTHelper.from_dict(config).r == 4
+    if said is None:
+        assert lines == []
+        return
+    (line,) = lines
+    assert said in line
+    assert "every expert will get columns of others" in line
+
+
 # ---- registration ----
 
 
 def test_the_interface_is_as_recorded(vllm):
-    parts = vllm.interface.LAYERS, vllm.interface.DELTAS, vllm.interface.QUANTISED
-    assert [vllm.interface.problem(part) for part in parts] == [None] * 3
+    parts = ("LAYERS", "DELTAS", "CONFIGS", "QUANTISED")
+    problems = {part: vllm.interface.problem(getattr(vllm.interface, part)) for part in parts}
+    assert problems == dict.fromkeys(parts)
     methods = {n: vllm.interface.problem(m) for n, m in vllm.interface.METHODS.items()}
     absent = {name for name, problem in methods.items() if problem}
     assert absent in (set(), {"compressed_tensors"}, {"compressed_tensors_marlin"})

@@ -15,7 +15,7 @@ def sources(request):
     return Sources(request.param)
 
 
-@pytest.mark.parametrize("part", ["LAYERS", "DELTAS", "QUANTISED"])
+@pytest.mark.parametrize("part", ["LAYERS", "DELTAS", "CONFIGS", "QUANTISED"])
 def test_a_release_has_what_is_needed(sources, part):
     assert interface.problem(getattr(interface, part), sources.parameters) is None
 

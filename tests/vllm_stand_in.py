@@ -348,6 +348,15 @@ class PunicaWrapperGPU:
         raise AssertionError("the tests put their own here")
 
 
+class PEFTHelper:
+    def __init__(self, r):
+        self.r = r
+
+    @classmethod
+    def from_dict(cls, config_dict):
+        return cls(config_dict["r"])
+
+
 def tensor_model_parallel_all_gather(input_, dim=-1):
     raise AssertionError("the tests put their own here")
 
@@ -373,6 +382,7 @@ PLACES = {
     "vllm.distributed": ["tensor_model_parallel_all_gather", "tensor_model_parallel_all_reduce"],
     "vllm.lora.layers.fused_moe": ["FusedMoEWithLoRA", "FusedMoE3DWithLoRA"],
     "vllm.lora.ops.triton_ops.lora_kernel_metadata": ["LoRAKernelMeta"],
+    "vllm.lora.peft_helper": ["PEFTHelper"],
     "vllm.lora.punica_wrapper.punica_gpu": ["PunicaWrapperGPU"],
 }
 

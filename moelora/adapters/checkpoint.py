@@ -121,7 +121,6 @@ class _Reader:
         self._places: list[Place] = []
         self._ranks: dict[str, int] = {}
         self._scalings: dict[str, float] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._layouts: dict[str, Layout] = {}  # by parameter
         adapters: dict[str | None, Key] = {}
@@ -155,19 +154,24 @@ class _Reader:
         }
         self._exchanged = expert_pairs.exchanges(wrapped, self._ranks, lora)
         self._places = [place for place in self._places if not self._absent(place)]
+        self._of_experts, self._of_linears = ExpertPairs(), LinearPairs()
         for place in self._places:
             text = place.key.text
-            self._dtypes[text] = check_dtype(text, weights.dtype(text))
             check_shape(text, self._shapes[text], self._forms(place))
+            factor = self._factor(place)
+            if isinstance(place, LinearPlace):
+                self._of_linears.add(place, factor, self._shapes[text])
+            else:
+                self._of_experts.add(place, factor, self._exchanged)
+        self._of_experts.check()
+        self._of_linears.check()
 
     def info(self) -> AdapterInfo:
         fused, shared, rank = True, True, 0
-        of_linears = []
         for place in self._places:
-            text = place.key.text
             if isinstance(place, LinearPlace):
-                of_linears.append((place, self._ranks[text]))
                 continue
+            text = place.key.text
             rank = max(rank, self._ranks[text])
             if place.projection in ("gate", "up"):
                 fused = fused and not place.layer.gated
@@ -176,26 +180,20 @@ class _Reader:
                 alone = len(shape) == 2 or shape[0] == 1
                 plain = place.expert is None and place.parameter is None
                 shared = shared and plain and alone
-        return AdapterInfo(rank, fused, shared, linear_pairs.ranks(of_linears))
+        return AdapterInfo(rank, fused, shared, self._of_linears.ranks())
 
     def read(self, limits: tuple[int | None, int | None], own: Own | None) -> Adapter:
         """The adapter, of experts' and of linear layers' ranks within `limits`."""
         max_rank, max_linear_rank = limits
-        of_experts, of_linears = ExpertPairs(), LinearPairs()
         for place in self._places:
-            factor = self._factor(place)
-            if isinstance(place, LinearPlace):
-                of_linears.add(place, factor, self._shapes[factor.key])
-                continue
-            if max_rank is not None:
-                check_rank(factor.key, factor.rank, max_rank)
-            of_experts.add(place, factor, self._exchanged)
-        if max_linear_rank is not None:
-            for name, rank in self.info().linear_ranks.items():
+            if max_rank is not None and isinstance(place, ExpertPlace):
+                check_rank(place.key.text, self._ranks[place.key.text], max_rank)
+        for name, rank in self._of_linears.ranks().items():
+            if max_linear_rank is not None:
                 check_rank(name, rank, max_linear_rank, "max_linear_rank")
         for text, linear in self._saved.items():
             self._check_saved(text, linear, None if own is None else own(linear.name))
-        return Adapter(of_experts.join(), of_linears.join())
+        return Adapter(self._of_experts.join(), self._of_linears.join())
 
     def _forms(self, place: Place) -> list[tuple[int | None, ...]]:
         """The shapes that a factor may have."""
@@ -215,7 +213,8 @@ class _Reader:
             order = self._layouts.get(place.parameter or "", "rank_major")
             return expert_pairs.stacked(place, tensor, rank, self._exchanged, order)
 
-        return Factor(text, self._dtypes[text], rank, scaling, read)
+        dtype = check_dtype(text, self._weights.dtype(text))
+        return Factor(text, dtype, rank, scaling, read)
 
     def _absent(self, place: Place) -> bool:
         """Whether a factor is the empty one of a projection that the layer has not."""

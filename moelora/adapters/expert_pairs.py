@@ -101,8 +101,8 @@ class ExpertPairs:
             raise ValueError(f"{factor.key} and {taken.key} are the same factor")
         side[place.expert] = factor
 
-    def join(self) -> dict[str, dict[Projection, Pair]]:
-        """Reads the factors: pairs by layer and projection."""
+    def check(self) -> None:
+        """Raises ValueError unless all factors have their partners and do not overlap."""
         for (name, projection), sides in self._found.items():
             _check(sides)
             others = {(name, "gate"), (name, "up")} & self._found.keys()
@@ -111,6 +111,9 @@ class ExpertPairs:
                 raise ValueError(
                     f"{key}: {name} has factors of gate_up_proj and of gate or up alone"
                 )
+
+    def join(self) -> dict[str, dict[Projection, Pair]]:
+        """Reads the factors: pairs by layer and projection."""
         pairs: dict[str, dict[Projection, Pair]] = {}
         for (name, projection), sides in self._found.items():
             pairs.setdefault(name, {})[projection] = _pair(sides)

@@ -27,7 +27,7 @@ WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 
 _FACTOR = re.compile(
     r"(?P<path>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])"
-    r"(?:\.(?!weight$)(?P<adapter>[^.]+))?(?:\.weight)?"
+    r"(?:\.(?!(?:weight|bias)$)(?P<adapter>[^.]+))?(?:\.weight)?"
 )
 
 # Segments before the first one that says which part of a model is meant.
@@ -55,6 +55,11 @@ _SAME = {
     "wkv": "kv_proj",
     "wo_a": "o_a_proj",
     "wo_b": "o_b_proj",
+    "wq_du": "q_proj",
+    "wk_dv": "k_proj",
+    "wv_dv": "v_proj",
+    "wr_du": "r_proj",
+    "wo_ud": "o_proj",
 }
 _ROUTER = re.compile(r"\.gate\.(?:gate|layer)(?=\.|$)")  # a router whose linear is a module of its
 _SHARED = re.compile(r"\.mlp\.shared_experts(?=\.|$)")  # not every model has them inside its MLP

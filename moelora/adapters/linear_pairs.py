@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -39,6 +38,7 @@ class LinearPairs:
 
     def __init__(self) -> None:
         self._found: dict[str, _Found] = {}
+        self._parts: dict[str, list[_Part]] = {}
 
     def add(self, place: LinearPlace, factor: Factor, shape: tuple[int, ...]) -> None:
         found = self._found.setdefault(place.linear.name, _Found(place.linear))
@@ -56,10 +56,17 @@ class LinearPairs:
         else:
             sides.b = factor
 
+    def check(self) -> None:
+        """Raises ValueError unless all factors have their partners and fill their layers."""
+        self._parts = {name: _parts(found) for name, found in self._found.items()}
+
+    def ranks(self) -> dict[str, int]:
+        """The rank of each layer: of parts together."""
+        return {name: sum(p.a.rank for p in parts) for name, parts in self._parts.items()}
+
     def join(self) -> dict[str, LinearPair]:
         """Reads the factors: pairs by layer."""
-        joins = {name: _parts(found) for name, found in self._found.items()}
-        return {name: _pair(self._found[name].linear, parts) for name, parts in joins.items()}
+        return {name: _pair(self._found[name].linear, parts) for name, parts in self._parts.items()}
 
 
 @dataclass(frozen=True)
@@ -136,11 +143,3 @@ def _pair(linear: LinearLayer, parts: list[_Part]) -> LinearPair:
             own.mul_(part.a.scaling)
         column += part.a.rank
     return LinearPair(a, b, 1.0 if fold else scalings.pop())
-
-
-def ranks(places: Iterable[tuple[LinearPlace, int]]) -> dict[str, int]:
-    """The rank of each layer, of factors with these ranks: of parts together."""
-    by_part: dict[str, dict[int | None, int]] = {}
-    for place, rank in places:
-        by_part.setdefault(place.linear.name, {})[place.part] = rank
-    return {name: sum(parts.values()) for name, parts in by_part.items()}

@@ -94,6 +94,12 @@ def _install() -> None:
         from moelora.integrations.vllm import deltas
 
         deltas.install()
+    if problem := interface.problem(interface.CONFIGS):
+        say_once(f"{problem}; adapters whose columns lie otherwise than PEFT's are not told")
+    else:
+        from moelora.integrations.vllm import configs
+
+        configs.install()
     if problem := interface.problem(interface.QUANTISED):
         say_once(f"{problem}; {OWN_PATH} for quantised layers")
     else:
