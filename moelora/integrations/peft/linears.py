@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from moelora.integrations.peft.sources import base_of
+from moelora.integrations.peft.sources import base_of, wrapped_layers
 from moelora.integrations.transformers.calls import BASE
 from moelora.integrations.transformers.deltas import Products
 
@@ -29,10 +28,8 @@ if TYPE_CHECKING:
 def install(model: Model, serving: AttachedExperts) -> None:
     """Has all wrapped layers but experts take `adapter_names` as above."""
     experts = {id(w) for chain in serving.wrappers.values() for w in chain}
-    for module in base_of(model).modules():
-        if not isinstance(module, LoraLayer) or id(module) in experts:
-            continue
-        if module.__dict__.get("_moelora") is serving:
+    for _, module in wrapped_layers(base_of(model)):
+        if id(module) in experts or module.__dict__.get("_moelora") is serving:
             continue
         if not hasattr(module, "parameter_name"):
             forward = _forward

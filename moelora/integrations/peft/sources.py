@@ -11,14 +11,14 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import peft
 import torch
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer as _LoraLayer
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -66,6 +66,13 @@ class Load:
 def remember(model: nn.Module, name: str, folder: str | Path) -> None:
     """Notes where an adapter of `model` came from; copies of the model know it, too."""
     model.__dict__.setdefault("_moelora_loads", {})[name] = Load(str(folder))
+
+
+def wrapped_layers(base: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers that PEFT has wrapped for LoRA, as it calls them."""
+    for name, module in base.named_modules():
+        if isinstance(module, _LoraLayer):
+            yield name, module
 
 
 def load_of(model: nn.Module, name: str) -> Load | None:
@@ -144,9 +151,7 @@ def _some(names: list[str]) -> str:
 def _kept(base: nn.Module, name: str) -> dict[str, torch.Tensor]:
     """B of all layers that PEFT has wrapped for an adapter; experts by name of their parameter."""
     kept = {}
-    for path, module in base.named_modules():
-        if not isinstance(module, LoraLayer):
-            continue
+    for path, module in wrapped_layers(base):
         where = plain_name(path)
         parameter = getattr(module, "parameter_name", "weight")
         if parameter != "weight":

@@ -94,7 +94,7 @@ def _generate_batch(generate_batch: Callable[..., Any]) -> Callable[..., Any]:
                 f"transformers {transformers.__version__} {why}, which generate_batch with "
                 "adapters needs; call generate"
             )
-        names = rows.names if adapter_names is None and rows is not None else list(adapter_names)
+        names = list(rows.names if adapter_names is None and rows else adapter_names or ())
         if len(names) != len(inputs):
             raise ValueError(
                 f"there are {len(names)} adapter names for {len(inputs)} inputs, wanted one each"
@@ -148,7 +148,8 @@ def _unshared(config: Any) -> Any:
 def _carry_slots(manager: Any) -> None:
     """Has a manager that was just made carry slots to the model."""
     processors = manager.logit_processor
-    processors.__class__ = _with_slots(type(processors))
+    own: Any = type(processors)
+    processors.__class__ = _with_slots(own)
     row = processors.tensors_required
     processors.tensors_required = row + 1
     add, create = manager.add_request, manager._create_batch_processor

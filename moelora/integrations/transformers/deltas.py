@@ -233,7 +233,7 @@ def uninstall(model: nn.Module, serving: Serving) -> None:
             if isinstance(hook, Delta) and hook.serving is serving:
                 del module._forward_hooks[key]
                 module._forward_hooks_with_kwargs.pop(key, None)
-        around = module.__dict__.get("forward")
+        around: Any = module.__dict__.get("forward")
         if getattr(around, "func", None) is _forward_inside and around.args[1].serving is serving:
             del module.forward
             if getattr(around.args[2], "__self__", None) is not module:  # another library's

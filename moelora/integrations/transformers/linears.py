@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -147,13 +147,17 @@ def _unread(name: str, modules: dict[str, nn.Module]) -> str:
     around = modules.get(parent)
     # Shapes and dtypes of a weight are often asked for.
     read = re.compile(rf"\bself\.{re.escape(last)}\.weight\b(?!\.(dtype|device|shape|size|ndim)\b)")
-    if around is None or not read.search(_source(type(around))):
+    if around is None or not read.search(_source(_class(around))):
         return ""
     return f"whose weight {type(around).__name__} reads without calling the layer"
 
 
+def _class(module: nn.Module) -> Any:
+    return type(module)
+
+
 @cache
-def _source(cls: type) -> str:
+def _source(cls: Any) -> str:
     """The source of the methods of a class that run in a forward pass."""
     texts = []
     for base in cls.__mro__:
@@ -166,7 +170,7 @@ def _source(cls: type) -> str:
 
 
 @cache
-def _forward_source(cls: type) -> str:
+def _forward_source(cls: Any) -> str:
     return _text(cls.forward)
 
 
