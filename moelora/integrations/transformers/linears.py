@@ -30,6 +30,7 @@ Way: TypeAlias = Literal["output", "inside", "embedding"]
 _WRAPPERS = re.compile(
     r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module|base_layer)(?=\.|$)"
 )
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _LINEAR_CALL = re.compile(r"\blinear\(|super\(\)\.forward\(")
 
 
@@ -87,6 +88,8 @@ def _text_model(modules: dict[str, nn.Module], experts: Collection[str]) -> str:
 
 def _elsewhere(name: str, text: str) -> str:
     """Why a layer's tokens may be others than those of the batch."""
+    if _EXPERT.search(name):
+        return "of experts that do not go through transformers' experts interface"
     if "." not in name or not text or name.startswith(f"{text}."):
         return ""
     return f"which is outside {text} and takes other tokens than those of the text"
