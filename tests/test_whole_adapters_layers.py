@@ -41,7 +41,10 @@ def test_only_layers_with_factors_get_room(tmp_path):
     assert (pool.max_rank, pool.max_linear_rank) == (16, 6)
     hooked = [name for name, module in model.named_modules() if module._forward_hooks]
     assert sorted(hooked) == sorted(pool.linears), "others run as before"
-    for name, layer in (("mlp", "model.layers.1.mlp.experts"), ("all", "model.layers.1.mlp.experts")):
+    for name, layer in (
+        ("mlp", "model.layers.1.mlp.experts"),
+        ("all", "model.layers.1.mlp.experts"),
+    ):
         with pytest.raises(ValueError, match=f"factors of {layer}, .*no room for.*targets="):
             pool.add(name, folders[name])
     assert pool.names() == ["attention"]
@@ -163,16 +166,22 @@ def test_layers_of_other_tokens():
 
 
 def test_layers_whose_weight_others_read():
-    """LongCat's router multiplies by the weight of a linear layer that it never calls; its experts
-    have linear layers, each of which takes some of the tokens."""
+    """LongCat's router multiplies by the weight of a linear layer that it never calls."""
     config = transformers.LongcatFlashConfig(num_layers=1, n_routed_experts=1, zero_expert_num=0)
-    refused = refusals(empty(config), [])
-    experts = "of experts that do not go through transformers' experts interface"
-    assert refused == {
+    assert refusals(empty(config), []) == {
         "model.layers.0.mlp.router.classifier": (
             "whose weight LongcatFlashTopkRouter reads without calling the layer"
-        ),
-        **{f"model.layers.0.mlp.experts.0.{p}_proj": experts for p in ("gate", "up", "down")},
+        )
+    }
+
+
+def test_layers_of_some_of_the_tokens():
+    """Experts in modules of their own take those tokens that the router gives them."""
+    model = nn.Module()
+    model.mlp = nn.Module()
+    model.mlp.experts = nn.ModuleList([nn.Linear(2, 2)])
+    assert refusals(model, []) == {
+        "mlp.experts.0": "of experts that do not go through transformers' experts interface"
     }
 
 

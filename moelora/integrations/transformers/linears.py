@@ -30,7 +30,7 @@ Way: TypeAlias = Literal["output", "inside", "embedding"]
 _WRAPPERS = re.compile(
     r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module|base_layer)(?=\.|$)"
 )
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+_EXPERT = re.compile(r"\.experts\.\d+(\.|$)")
 _LINEAR_CALL = re.compile(r"\blinear\(|super\(\)\.forward\(")
 
 
