@@ -170,7 +170,7 @@ def write_adapter(model, folder, seed, chosen, r=4, alpha=8, **config):
 
 @torch.no_grad()
 def merged(model, folder):
-    """A copy of a float32 model with an adapter of `write_adapter` in its weights."""
+    """A copy of a model with an adapter of `write_adapter` in its weights."""
     config = json.loads((folder / "adapter_config.json").read_text())
     scaling = config["lora_alpha"] / config["r"]
     if config.get("use_rslora"):
@@ -182,7 +182,7 @@ def merged(model, folder):
         if not key.endswith(("lora_A.weight", "lora_embedding_A")):
             continue
         other = key.replace("lora_A", "lora_B").replace("embedding_A", "embedding_B")
-        delta = scaling * state[other] @ state[key]
+        delta = (scaling * state[other] @ state[key]).to(model.dtype)
         name = key.removeprefix("base_model.model.").partition(".lora_")[0]
         if name in modules:
             module = modules[name]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from moelora.integrations.peft import Wrapper
+    from moelora.integrations.peft.experts import Wrapper
 
 
 def is_trained(wrappers: Sequence[Wrapper], names: Sequence[str]) -> bool:

@@ -29,6 +29,7 @@ Adapters that PEFT has loaded, with factors of other layers beside those of the 
 `moelora.integrations.peft`.
 """
 
+from moelora.integrations.transformers import continuous as _continuous  # noqa: F401  takes names
 from moelora.integrations.transformers.adapters import (
     load_adapters,
     new_pool,

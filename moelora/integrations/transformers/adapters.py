@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 from moelora.adapters import AdapterInfo, AdapterPool, LinearLayer, MoELayer, peek
+from moelora.adapters.checkpoint import hint
 from moelora.adapters.columns import Layout
-from moelora.integrations.transformers import continuous
 from moelora.integrations.transformers.calls import (
     IMPLEMENTATION,
     no_adapters,
@@ -199,7 +199,6 @@ def _attach(
     install(serving, linears.values())
     model.__dict__["_moelora"] = serving
     take_adapter_names(model)
-    continuous.install(model, serving)
     if hasattr(type(model), "generate"):
         generate = functools.partial(_generate, model)
         theirs: Any = model.generate  # for its signature
@@ -237,7 +236,10 @@ def _peek(
     layout: Layout | None,
 ) -> AdapterInfo:
     """What a folder has; ValueError for factors of a layer that cannot be served."""
-    info = peek(folder, specs, [linear.layer for linear in linears.values()], layout=layout)
+    try:
+        info = peek(folder, specs, [linear.layer for linear in linears.values()], layout=layout)
+    except ValueError as error:
+        raise ValueError(f"adapter {name!r}: {error}{hint(folder)}") from None
     for layer in info.linear_ranks:
         if linears[layer].refusal:
             raise ValueError(f"adapter {name!r}: factors of {layer}, {linears[layer].refusal}")
@@ -314,7 +316,8 @@ def _generate(
         kwargs.get(name) or getattr(config, name) or 1
         for name in ("num_beams", "num_return_sequences")
     )
-    with use_adapters(model, adapter_names, expand=max(copies)):
+    paged = kwargs.get("cache_implementation") == "paged"  # has a name for each request
+    with use_adapters(model, adapter_names, expand=1 if paged else max(copies)):
         return generate(model, *args, **kwargs)
 
 
@@ -323,7 +326,6 @@ def unload_adapters(model: PreTrainedModel) -> None:
     serving = _serving(model)
     model.__dict__.pop("generate", None)
     uninstall(model, serving)
-    continuous.uninstall(model)
     serving.pool = None
     for module in model.modules():
         if module.__dict__.get("_moelora") is serving:

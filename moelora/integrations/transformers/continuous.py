@@ -15,19 +15,17 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
+import transformers
 
-from moelora.integrations.transformers.calls import BASE
-
-if TYPE_CHECKING:
-    from moelora.integrations.transformers.serving import Serving
+from moelora.integrations.transformers.calls import BASE, no_adapters
+from moelora.integrations.transformers.serving import Serving
 
 ADAPTER = "adapter_name"  # the argument of a request
 SLOT = "_moelora_slot"  # what becomes of it
-METHODS = ("generate_batch", "init_continuous_batching")
 
 
 class _Slot:
@@ -44,13 +42,15 @@ class _Slot:
 class _Prompt(list[int]):
     """The tokens of a request on their way to a manager, with their adapter."""
 
-    adapter: str | None = None
+    def __init__(self, tokens: Iterable[int], name: str | None) -> None:
+        super().__init__(tokens)
+        self.adapter = None if name == BASE else name
 
 
 def missing() -> str:
     """Why this transformers cannot serve requests with adapters; "" if it can."""
     try:
-        from transformers.generation import ContinuousBatchingConfig
+        from transformers import ContinuousBatchingConfig
         from transformers.generation.continuous_batching import cb_logits_processors as cb
         from transformers.generation.continuous_batching import requests
     except ImportError:
@@ -66,88 +66,79 @@ def missing() -> str:
     return "" if all(parts) else "hands no arguments of a request to the model"
 
 
-def install(model: Any, serving: Serving) -> None:
-    """Has a model's continuous batching take adapters, or refuse them."""
-    for name, method in zip(METHODS, (_generate_batch, _init), strict=True):
-        theirs = getattr(model, name, None)
-        if theirs is not None:
-            around = functools.partial(method, model, serving)
-            model.__dict__[name] = functools.update_wrapper(around, theirs, (), ())
-
-
-def uninstall(model: Any) -> None:
-    for name in METHODS:
-        model.__dict__.pop(name, None)
-
-
-def _generate_batch(
-    model: Any,
-    serving: Serving,
-    inputs: Sequence[Sequence[int]],
-    *args: Any,
-    adapter_names: Sequence[str | None] | None = None,
-    **kwargs: Any,
-) -> Any:
+def _generate_batch(generate_batch: Callable[..., Any]) -> Callable[..., Any]:
     """`generate_batch` with the argument `adapter_names`, one for each of `inputs`."""
-    theirs = type(model).generate_batch
-    if adapter_names is None and serving.now.rows is None:
-        return theirs(model, inputs, *args, **kwargs)
-    pool = serving.loaded()
-    why = missing()
-    if why:
-        import transformers
 
-        raise NotImplementedError(
-            f"transformers {transformers.__version__} {why}, which generate_batch with adapters "
-            "needs; call generate"
-        )
-    names = serving.now.rows.names if adapter_names is None else list(adapter_names)
-    if len(names) != len(inputs):
-        raise ValueError(f"adapter_names has {len(names)} names, there are {len(inputs)} inputs")
-    prompts = []
-    for tokens, name in zip(inputs, names, strict=True):
-        prompt = _Prompt(tokens)
-        prompt.adapter = None if name == BASE else name
-        prompts.append(prompt)
-    outer = serving.now.rows
-    with pool.hold([prompt.adapter for prompt in prompts]):
-        try:
-            serving.now.rows = None  # each request has its own from here on
-            return theirs(model, prompts, *args, **kwargs)
-        finally:
-            serving.now.rows = outer
+    @functools.wraps(generate_batch)
+    def wrapped(
+        self: Any,
+        inputs: Any,
+        *args: Any,
+        adapter_names: Sequence[str | None] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        serving = getattr(self, "_moelora", None)
+        if adapter_names is not None and serving is None:
+            raise no_adapters(self)
+        rows = serving.now.rows if isinstance(serving, Serving) else None
+        if adapter_names is None and rows is None:
+            return generate_batch(self, inputs, *args, **kwargs)
+        if not isinstance(serving, Serving):
+            raise NotImplementedError(
+                "generate_batch with adapter_names: PEFT's names are for rows of a batch; load the "
+                "adapters with moelora.integrations.transformers.load_adapters, or call generate"
+            )
+        pool = serving.loaded()
+        if why := missing():
+            raise NotImplementedError(
+                f"transformers {transformers.__version__} {why}, which generate_batch with "
+                "adapters needs; call generate"
+            )
+        names = list(rows.names if adapter_names is None and rows else adapter_names or ())
+        if len(names) != len(inputs):
+            raise ValueError(
+                f"there are {len(names)} adapter names for {len(inputs)} inputs, wanted one each"
+            )
+        prompts = [_Prompt(tokens, name) for tokens, name in zip(inputs, names, strict=True)]
+        with pool.hold([prompt.adapter for prompt in prompts]):
+            try:
+                serving.now.rows = None  # each request has its own from here on
+                return generate_batch(self, prompts, *args, **kwargs)
+            finally:
+                serving.now.rows = rows
+
+    return wrapped
 
 
-def _init(model: Any, serving: Serving, *args: Any, **kwargs: Any) -> Any:
-    """`init_continuous_batching` of a model with adapters: `add_request` takes `adapter_name`."""
-    theirs = type(model).init_continuous_batching
-    if serving.pool is None or missing():  # its requests are the base model's
-        return theirs(model, *args, **kwargs)
-    if serving.now.rows is not None:
-        raise RuntimeError(
-            "use_adapters is for batches of rows; give the requests of a manager their adapters, "
-            "add_request(..., adapter_name=)"
-        )
-    bound = inspect.signature(theirs).bind(model, *args, **kwargs)
-    bound.arguments["continuous_batching_config"] = _unshared(
-        bound.arguments.get("continuous_batching_config")
-    )
-    manager = theirs(*bound.args, **bound.kwargs)
-    known = getattr(manager, "_moelora", None)
-    if known is serving:  # one that is kept from an earlier call
+def _init(init_continuous_batching: Callable[..., Any]) -> Callable[..., Any]:
+    """`init_continuous_batching`: `add_request` of what it returns takes `adapter_name`."""
+
+    @functools.wraps(init_continuous_batching)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        serving = getattr(self, "_moelora", None)
+        if not isinstance(serving, Serving) or serving.pool is None or missing():
+            return init_continuous_batching(self, *args, **kwargs)  # of the base model
+        bound = inspect.signature(init_continuous_batching).bind(self, *args, **kwargs)
+        config = _unshared(bound.arguments.get("continuous_batching_config"))
+        bound.arguments["continuous_batching_config"] = config
+        manager = init_continuous_batching(*bound.args, **bound.kwargs)
+        known = getattr(manager, "_moelora", None)
+        if known is serving:  # one that is kept from an earlier call
+            return manager
+        if known is not None or getattr(manager, "batch_processor", None) is not None:
+            raise RuntimeError(
+                "the model keeps a manager of continuous batching that knows none of its adapters; "
+                "call model.destroy_cached_continuous_batching_manager() first"
+            )
+        manager._moelora = serving
+        _carry_slots(manager)
         return manager
-    if known is not None or getattr(manager, "batch_processor", None) is not None:
-        raise RuntimeError(
-            "the model keeps a manager of continuous batching that knows none of its adapters; "
-            "call model.destroy_cached_continuous_batching_manager() first"
-        )
-    manager._moelora = serving
-    _carry_slots(manager)
-    return manager
+
+    return wrapped
 
 
 def _unshared(config: Any) -> Any:
-    from transformers.generation import ContinuousBatchingConfig
+    from transformers import ContinuousBatchingConfig
 
     config = ContinuousBatchingConfig() if config is None else copy.copy(config)
     config.allow_block_sharing = False
@@ -157,16 +148,22 @@ def _unshared(config: Any) -> Any:
 def _carry_slots(manager: Any) -> None:
     """Has a manager that was just made carry slots to the model."""
     processors = manager.logit_processor
-    processors.__class__ = _with_slots(type(processors))
+    own: Any = type(processors)
+    processors.__class__ = _with_slots(own)
     row = processors.tensors_required
     processors.tensors_required = row + 1
     add, create = manager.add_request, manager._create_batch_processor
 
     @functools.wraps(add)
     def add_request(input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        serving: Serving = manager._moelora
+        if serving.now.rows is not None:
+            raise RuntimeError(
+                "use_adapters is for rows of batches and for generate_batch; give a request its "
+                f"adapter, add_request(..., {ADAPTER}=)"
+            )
         name = kwargs.pop(ADAPTER, getattr(input_ids, "adapter", None))
         if name not in (None, BASE):
-            serving: Serving = manager._moelora
             pool = serving.loaded()
             serving.check()
             use = pool.keep([name])  # KeyError names what is loaded
@@ -207,3 +204,13 @@ def _with_slots(cls: Any) -> Any:
 def _slot(state: Any) -> int:
     slot = state.logit_processor_kwargs.get(SLOT)
     return -1 if slot is None else slot.number
+
+
+try:
+    from transformers.generation.continuous_batching import ContinuousMixin
+except ImportError:  # a release without
+    pass
+else:
+    for name, around in (("generate_batch", _generate_batch), ("init_continuous_batching", _init)):
+        if hasattr(ContinuousMixin, name):
+            setattr(ContinuousMixin, name, around(getattr(ContinuousMixin, name)))

@@ -169,23 +169,34 @@ def _expanded(
 # ---- products inside a module ----
 
 
-class _Products(TorchFunctionMode):
-    """Adds a layer's adapters to the one product that a pass of its module makes."""
+class Products(TorchFunctionMode):
+    """Adds to every product with a weight of one shape, (out, in): `add(x, product)` gives the sum.
 
-    def __init__(self, delta: Delta, tokens: Tokens) -> None:
+    `seen` counts the products.
+    """
+
+    def __init__(self, shape: tuple[int, int], add: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        self.delta = delta
-        self.tokens = tokens
+        self.shape = shape
+        self.add = add
         self.seen = 0
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        if function is F.linear and tuple(args[1].shape) == self.delta.shape:
+        if function is F.linear and tuple(args[1].shape) == self.shape:
             self.seen += 1
-            return self.delta.add(self.tokens, args[0], result)
+            return self.add(args[0], result)
         return result
+
+    def check(self, layer: str, module: nn.Module) -> None:
+        """RuntimeError unless a pass of `module` made one such product."""
+        if self.seen != 1:
+            raise RuntimeError(
+                f"{layer}, a {type(module).__name__}, made {self.seen} products with its weight, "
+                "wanted one to add adapters to"
+            )
 
 
 def _forward_inside(
@@ -195,14 +206,10 @@ def _forward_inside(
     tokens = delta.serving.tokens(delta.layer)
     if tokens is None:
         return forward(*args, **kwargs)
-    products = _Products(delta, tokens)
+    products = Products(delta.shape, functools.partial(delta.add, tokens))
     with products:
         result = forward(*args, **kwargs)
-    if products.seen != 1:
-        raise RuntimeError(
-            f"{delta.layer}, a {type(module).__name__}, made {products.seen} products with its "
-            "weight, wanted one to add adapters to"
-        )
+    products.check(delta.layer, module)
     return result
 
 
@@ -226,7 +233,7 @@ def uninstall(model: nn.Module, serving: Serving) -> None:
             if isinstance(hook, Delta) and hook.serving is serving:
                 del module._forward_hooks[key]
                 module._forward_hooks_with_kwargs.pop(key, None)
-        around = module.__dict__.get("forward")
+        around: Any = module.__dict__.get("forward")
         if getattr(around, "func", None) is _forward_inside and around.args[1].serving is serving:
             del module.forward
             if getattr(around.args[2], "__self__", None) is not module:  # another library's

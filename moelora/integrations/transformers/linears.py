@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -26,10 +26,11 @@ from moelora.adapters import LinearLayer
 
 Way: TypeAlias = Literal["output", "inside", "embedding"]
 
-# What compilers, FSDP and checkpointing put into the names of modules.
+# What compilers, FSDP, checkpointing and PEFT put into the names of modules.
 _WRAPPERS = re.compile(
-    r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)(?=\.|$)"
+    r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module|base_layer)(?=\.|$)"
 )
+_EXPERT = re.compile(r"\.experts\.\d+(\.|$)")
 _LINEAR_CALL = re.compile(r"\blinear\(|super\(\)\.forward\(")
 
 
@@ -58,7 +59,8 @@ def linear_layers(model: nn.Module, experts: Collection[str]) -> dict[str, Linea
         The names that `moe_layers` has: their modules take tokens by expert and are no part of
         this. The layers of the text model are those of the model that has all of them.
     """
-    modules = {plain_name(name): module for name, module in model.named_modules()}
+    every = model.named_modules()  # the innermost of those that a layer is wrapped in comes last
+    modules = {plain_name(name): module for name, module in every if ".lora_" not in name}
     text = _text_model(modules, experts)
     found = {}
     for name, module in modules.items():
@@ -86,6 +88,8 @@ def _text_model(modules: dict[str, nn.Module], experts: Collection[str]) -> str:
 
 def _elsewhere(name: str, text: str) -> str:
     """Why a layer's tokens may be others than those of the batch."""
+    if _EXPERT.search(name):
+        return "of experts that do not go through transformers' experts interface"
     if "." not in name or not text or name.startswith(f"{text}."):
         return ""
     return f"which is outside {text} and takes other tokens than those of the text"
@@ -146,13 +150,17 @@ def _unread(name: str, modules: dict[str, nn.Module]) -> str:
     around = modules.get(parent)
     # Shapes and dtypes of a weight are often asked for.
     read = re.compile(rf"\bself\.{re.escape(last)}\.weight\b(?!\.(dtype|device|shape|size|ndim)\b)")
-    if around is None or not read.search(_source(type(around))):
+    if around is None or not read.search(_source(_class(around))):
         return ""
     return f"whose weight {type(around).__name__} reads without calling the layer"
 
 
+def _class(module: nn.Module) -> Any:
+    return type(module)
+
+
 @cache
-def _source(cls: type) -> str:
+def _source(cls: Any) -> str:
     """The source of the methods of a class that run in a forward pass."""
     texts = []
     for base in cls.__mro__:
@@ -165,7 +173,7 @@ def _source(cls: type) -> str:
 
 
 @cache
-def _forward_source(cls: type) -> str:
+def _forward_source(cls: Any) -> str:
     return _text(cls.forward)
 
 
