@@ -34,6 +34,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from moelora.adapters.config import LoraConfig
+from moelora.files import file_in
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
@@ -219,7 +220,7 @@ def open_weights(folder: Path) -> Iterator[_File]:
         from safetensors import SafetensorError, safe_open
     except ModuleNotFoundError:
         raise ImportError("reading adapters needs safetensors: pip install safetensors") from None
-    path = folder / WEIGHTS_FILE
+    path = file_in(folder, WEIGHTS_FILE)
     if not path.is_file():
         hint = ""
         if (folder / "adapter_model.bin").exists():

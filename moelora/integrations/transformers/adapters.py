@@ -24,7 +24,7 @@ from moelora.integrations.transformers.calls import (
 from moelora.integrations.transformers.experts import activation_of
 from moelora.integrations.transformers.fp8 import pack_loaded
 from moelora.integrations.transformers.hub import local_folder
-from moelora.integrations.transformers.layers import moe_layers
+from moelora.integrations.transformers.layers import moe_layers, offloaded
 from moelora.integrations.transformers.projection import (
     expert_weights,
     is_loaded_fp8,
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from moelora.integrations.transformers.projection import Experts
+
+
+DEFAULT_RANKS = 512  # the largest that engines serve; one expert of a file could have any
 
 
 class _Now(threading.local):
@@ -150,10 +153,14 @@ def new_pool(
             raise NotImplementedError(not_packed(name))
         activation_of(module)
     weights = [expert_weights(module)[1] for module, _ in layers.values()]
+    for name, weight in zip(layers, weights, strict=True):
+        if weight.device.type == "meta":
+            raise NotImplementedError(f"{offloaded(name)}; a pool of adapters needs them in memory")
     devices = {w.device for w in weights}
     if len(devices) > 1:
         raise NotImplementedError(
-            f"the experts are on {sorted(map(str, devices))}; a pool lives on one device"
+            f"the experts are on {sorted(map(str, devices))}; a pool of adapters lives on one "
+            "device: load the model whole on one, not with device_map='auto'"
         )
     specs = [layer for _, layer in layers.values()]
     dtype = dtype or weights[0].dtype
@@ -184,8 +191,8 @@ def load_adapters(
         must be of experts: adapters of attention, too, are for PEFT and
         `moelora.integrations.peft.attach`.
     max_loras, max_rank : int, optional
-        Size of the pool; by default just enough for `adapters`. Give more to add others later
-        with `pool.add(name, folder)`.
+        Size of the pool; by default just enough for `adapters`, whose ranks are at most 512 then.
+        Give more to add others later with `pool.add(name, folder)`.
     dtype : torch.dtype, optional
         Of the factors, by default that of the experts.
     w13_slices, shared_outer : optional
@@ -214,6 +221,12 @@ def load_adapters(
 
     folders = {name: local_folder(folder, ["adapter_*"]) for name, folder in named.items()}
     infos = [_peek(folder, specs) for folder in folders.values()]
+    for name, info in zip(folders, infos, strict=True):
+        if max_rank is None and info.max_rank > DEFAULT_RANKS:
+            raise ValueError(
+                f"adapter {name!r} has rank {info.max_rank}, which all experts of every slot would "
+                f"be padded to; by default a pool takes ranks up to {DEFAULT_RANKS}, pass max_rank="
+            )
     pack_loaded(model, found)  # for good, so behind what may still refuse the folders
     if w13_slices is None:
         w13_slices = 1 if infos and all(i.fused for i in infos) else 2

@@ -111,7 +111,8 @@ def _identify(experts: Experts) -> Activation:
             )
 
     limits, alphas = _numbers(experts, LIMITS), _numbers(experts, ALPHAS)
-    gate, up = (t.to(down.device) for t in _samples(limits))
+    device = "cpu" if down.device.type == "meta" else down.device  # of offloaded weights
+    gate, up = (t.to(device) for t in _samples(limits))
     # What is lost where a module computes in float32 and where the forms of gelu cancel.
     loss = 1e-6 * (gate.abs().clamp(max=50) * up.abs().clamp(max=50))
     w13 = torch.cat([gate, up], dim=-1) if experts.has_gate else gate
