@@ -25,6 +25,7 @@ from typing import Generic, NoReturn, TypeVar
 
 MAX_LENGTH = 1024  # characters of a key
 MAX_DEPTH = 8  # groups in each other
+MAX_PARTS = 1 << 14  # of all keys: as many small regular expressions are compiled in a second
 MAX_STEPS = 1 << 22  # parts tried for all paths of a checkpoint: seconds
 _CHARACTERS = 32  # of a part that count for one more
 
@@ -118,6 +119,7 @@ class _Parser:
 
     def __init__(self, key: str):
         self.key, self.at = key, 0
+        self.parts = 0  # so far
 
     def parse(self) -> _Part:
         try:
@@ -164,7 +166,10 @@ class _Parser:
                 parts.append(_repeated(atom[0], *self._counts(times)))
             else:
                 parts.append(self._end_or_group(depth))
-        return _sequence([*parts, _characters(atoms)] if atoms else parts)
+        if atoms:
+            parts.append(_characters(atoms))
+        self.parts += 1 + len(parts)
+        return _sequence(parts)
 
     def _counts(self, times: re.Match[str]) -> tuple[int, int | None]:
         if times[1] in _COUNTS:
@@ -212,7 +217,7 @@ class Patterns(Generic[V]):
     Raises
     ------
     ValueError
-        A key is not in the language above.
+        A key is not in the language above, or all of them have too many parts.
     """
 
     def __init__(self, values: Mapping[str, V], option: str = "patterns"):
@@ -224,6 +229,7 @@ class Patterns(Generic[V]):
         self._parsed: list[tuple[int, _Part]] = []
         self._steps = 0
         self._found: dict[str, int | None] = {}
+        count = 0
         for number, key in enumerate(values):
             if len(key) > MAX_LENGTH:
                 raise ValueError(
@@ -231,8 +237,14 @@ class Patterns(Generic[V]):
                 )
             if _NAME.fullmatch(key):
                 self._add_name(key, number)
-            else:
-                self._parsed.append((number, _Parser(key).parse()))
+                continue
+            parser = _Parser(key)
+            self._parsed.append((number, parser.parse()))
+            count += parser.parts
+            if count > MAX_PARTS:
+                raise ValueError(
+                    f"{len(values)} keys have more than {MAX_PARTS} parts, wanted fewer"
+                )
 
     def _add_name(self, key: str, number: int) -> None:
         # A backslash stands in for an escaped dot, so that lengths are those of paths.
