@@ -64,7 +64,7 @@ def write(path: Path, op: str, args: Sequence[Any], error: Exception) -> None:
             file.write(struct.pack("<Q", len(text)) + text)
             for tensor in tensors:  # one of them at a time on the host
                 elements = _elements(tensor).cpu().contiguous().reshape(-1)
-                file.write(elements.view(torch.uint8).numpy())
+                file.write(elements.view(torch.uint8).numpy().data)
         except BaseException:
             path.unlink(missing_ok=True)
             raise

@@ -21,6 +21,7 @@ TILE = 64  # rows of a tile
 DEPTH = 128  # columns of a tile
 NAN = 0x7F  # of e4m3, without the sign
 LARGEST_SCALE = 255.0
+FP8_SCALES = (*SCALES, torch.float8_e8m0fnu)
 
 Activations: TypeAlias = Literal["fp8", "native", "bf16"]
 XFormat: TypeAlias = Literal["native", "group", "token", "static"]
@@ -201,8 +202,8 @@ def read_block(
 ) -> Checkpoint:
     weight, scales = _weight(weight), Stack("weight_scale_inv", scales)
     rows, columns = weight.matrix("[N, K] for each expert")
-    if len(block) != 2 or min(block) < 1:
-        raise ValueError(f"block is {block}, expected two numbers above 0: rows and columns")
+    if len(block) != 2 or not all(type(side) is int and 0 < side < 2**31 for side in block):
+        raise ValueError(f"block is {block!r:.80}, expected two sizes: rows and columns")
     high, wide = block
     found = scales.matrix("[N/rows, K/columns] for each expert")[0]
     of_rows = torch.arange(rows) // high
@@ -239,6 +240,8 @@ def read_tensor(weight: PerExpert, scales: PerExpert, gate_up: GateUp | None) ->
 def largest_scale(input_scale: PerExpert | float) -> float:
     several = input_scale if isinstance(input_scale, list | tuple) else [input_scale]
     scales = torch.cat([torch.as_tensor(scale).float().cpu().reshape(-1) for scale in several])
+    if not scales.numel():
+        raise ValueError("input_scale has no numbers, expected at least 1")
     smallest = torch.finfo(torch.float32).tiny
     if not ((scales >= smallest) & scales.isfinite()).all():
         raise ValueError(f"input_scale is {scales.tolist()}, expected normal numbers above 0")
@@ -253,7 +256,7 @@ def _weight(weight: PerExpert) -> Stack:
 
 
 def _check(scales: Stack, weight: Stack, shape: tuple[int, ...]) -> None:
-    scales.check(weight, shape, *SCALES, torch.float8_e8m0fnu)
+    scales.check(weight, shape, *FP8_SCALES)
 
 
 def _checkpoint(

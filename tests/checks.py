@@ -144,7 +144,10 @@ def beside_other_work(count):
 
 
 class largest_allocation(TorchDispatchMode):  # noqa: N801, a context manager
-    """Records the storage of whatever operators of torch return inside: `nbytes` of the largest."""
+    """Records what operators of torch return inside: `nbytes` of the largest, off the meta device.
+
+    Of views as much as they show, and of expanded ones as much as there is.
+    """
 
     def __init__(self):
         super().__init__()
@@ -154,5 +157,6 @@ class largest_allocation(TorchDispatchMode):  # noqa: N801, a context manager
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-                self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
+                own = min(tensor.nbytes, tensor.untyped_storage().nbytes())
+                self.nbytes = max(self.nbytes, own)
         return out

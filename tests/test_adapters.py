@@ -450,3 +450,29 @@ def test_peek_says_the_rank_of_what_is_there(tmp_path):
     assert peek(write(tmp_path / "a", per_expert()[0], config), LAYERS).max_rank == 4
     with pytest.raises(ValueError, match=r"shape is .*, wanted \(1048576, "):
         peek(write(tmp_path / "b", per_expert()[0], CONFIG | {"r": 1 << 20}), LAYERS)
+
+
+# ---- files ----
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_links_out_of_the_folder(tmp_path, name):
+    folder = write(tmp_path / "a", per_expert()[0])
+    (folder / name).rename(tmp_path / "elsewhere")
+    (folder / name).symlink_to("../elsewhere")
+    for read in (lambda: make_pool().add("a", folder), lambda: peek(folder, LAYERS)):
+        with pytest.raises(ValueError, match=rf"{name} is a link out of the folder, to .*elsewh"):
+            read()
+
+
+def test_a_snapshot_of_the_cache_of_the_hub(tmp_path):
+    """Its files are links to blobs of the same repository."""
+    folder = write(tmp_path / "models--org--name" / "snapshots" / "0a", per_expert()[0])
+    blobs = tmp_path / "models--org--name" / "blobs"
+    blobs.mkdir()
+    for file in list(folder.iterdir()):
+        file.rename(blobs / file.name)
+        file.symlink_to(f"../../blobs/{file.name}")
+    pool = make_pool()
+    pool.add("a", folder)
+    check(pool, "a", per_expert()[1], 2.0)

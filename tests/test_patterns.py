@@ -138,6 +138,13 @@ def test_time_is_bounded_for_all_paths_together(monkeypatch, keys):
             some.find(f"model.layers.{n}.mlp.experts.{n}.gate_proj", 0)
 
 
+def test_keys_that_would_take_long_to_read():
+    """A regular expression is compiled for each part."""
+    keys = ["".join(f"{chr(0x4E00 + 500 * n + i)}*" for i in range(500)) for n in range(40)]
+    with pytest.raises(ValueError, match="40 keys have more than 16384 parts"):
+        Patterns(dict.fromkeys(keys, 1))
+
+
 def test_paths_are_tried_once():
     """A and B of a pair have one path, and rank and layout are asked for more often."""
     one = Patterns({r".*\d+.gate_proj": 4, "up_proj": 3})

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_models import ROWS, make_model, mixtral, qwen3, save_adapters, tokens, transformers
+from hf_models import ROWS, make_model, mixtral, qwen3, save_adapters, tokens
 
 import moelora.integrations.transformers as moelora_hf
 

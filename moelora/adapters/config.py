@@ -8,7 +8,6 @@ off (null, false, 0, empty); anything else is an error.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import reprlib
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 
 from moelora.adapters.columns import DETAIL, MARK, Columns
 from moelora.adapters.patterns import Patterns
+from moelora.files import file_in, read_json
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -110,13 +110,10 @@ class LoraConfig:
     @classmethod
     def read(cls, folder: Path) -> LoraConfig:
         """Parses `adapter_config.json` of `folder`."""
-        path = folder / CONFIG_FILE
+        path = file_in(folder, CONFIG_FILE)
         if not path.is_file():
             raise FileNotFoundError(f"{folder} holds no {CONFIG_FILE}")
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not JSON: {error}") from None
+        raw = read_json(path)
         try:
             return cls.parse(raw)
         except ValueError as error:

@@ -13,8 +13,8 @@ Anything else is refused, and the message says where in the key it stands.
 
 Places in a path are the bits of one integer, bit n before character n. A part of a key maps the
 places where it may begin to those where it may end, all of them at once and without backtracking.
-`re` itself finds where characters without a repetition stand. All the parts that are tried for all
-paths of a checkpoint are counted, and their number is limited.
+`re` itself finds where classes stand. All the parts that are tried for all paths of a checkpoint
+are counted, and their number is limited.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from typing import Generic, NoReturn, TypeVar
 
 MAX_LENGTH = 1024  # characters of a key
 MAX_DEPTH = 8  # groups in each other
+MAX_PARTS = 1 << 14  # of all keys: as many small regular expressions are compiled in a second
 MAX_STEPS = 1 << 22  # parts tried for all paths of a checkpoint: seconds
+_CLASS = 4  # what a part with classes counts for: the time of so many plain ones
 _CHARACTERS = 32  # of a part that count for one more
 
 _NAME = re.compile(r"(\w|-|\\?\.)*")
 _ATOM = re.compile(
     r"\\[dDwWsS]|\\[^A-Za-z0-9]|\[\^?(\w(-\w)?|\.|\\[dDwWsS.])+-?\]|[^][\\(){}*+?|^$]"
 )
+_CLASSES = re.compile(r"\[|\\[dDwWsS]")  # among atoms, as `.`
 _TIMES = re.compile(r"([*+?]|\{([0-9]{1,4})(,?)([0-9]{0,4})\}|\{,([0-9]{1,4})\})\??(?![*+?{])")
 _COUNTS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
@@ -43,35 +46,50 @@ class _Text:
         self.text = text
         self.end = 1 << len(text)
         self.steps = 0
-        self._found: dict[re.Pattern[str], int] = {}
+        self._found: dict[str | re.Pattern[str], int] = {}
 
-    def places(self, what: re.Pattern[str]) -> int:
-        """The places before which `what`, a look-ahead, holds."""
+    def places(self, what: str | re.Pattern[str]) -> int:
+        """The places before which `what` stands, a text or a look-ahead."""
+        self.steps += 1 if isinstance(what, str) else _CLASS
         if what not in self._found:
-            self._found[what] = sum(1 << m.start() for m in what.finditer(self.text))
+            places = 0
+            if isinstance(what, str):
+                at = self.text.find(what)
+                while at >= 0:
+                    places |= 1 << at
+                    at = self.text.find(what, at + 1)
+            else:
+                places = sum(1 << match.start() for match in what.finditer(self.text))
+            self._found[what] = places
         return self._found[what]
 
 
 _Part = Callable[[_Text, int], int]
 
 
+def _sought(atoms: list[str]) -> str | re.Pattern[str]:
+    """What `_Text.places` looks for: a text if no atom is a class."""
+    if all(atom != "." and not _CLASSES.match(atom) for atom in atoms):
+        return "".join(atom[-1] for atom in atoms)  # without the backslash
+    return re.compile(f"(?={''.join(atoms)})")
+
+
 def _characters(atoms: list[str]) -> _Part:
     """As many characters as there are atoms."""
-    what, width = re.compile(f"(?={''.join(atoms)})"), len(atoms)
+    what, width = _sought(atoms), len(atoms)
 
     def part(text: _Text, starts: int) -> int:
-        text.steps += 1 + width // _CHARACTERS
+        text.steps += width // _CHARACTERS
         return (starts & text.places(what)) << width
 
     return part
 
 
 def _repeated(atom: str, least: int, most: int | None) -> _Part:
-    what = re.compile(f"(?={atom})")
+    what = _sought([atom])
 
     def part(text: _Text, starts: int) -> int:
         places = text.places(what)
-        text.steps += 1
         for _ in range(least):
             if not starts:
                 break
@@ -93,7 +111,7 @@ def _repeated(atom: str, least: int, most: int | None) -> _Part:
 
 def _sequence(parts: list[_Part]) -> _Part:
     def part(text: _Text, starts: int) -> int:
-        text.steps += 1
+        text.steps += not parts  # others count for themselves
         for step in parts:
             if not starts:
                 break
@@ -118,6 +136,7 @@ class _Parser:
 
     def __init__(self, key: str):
         self.key, self.at = key, 0
+        self.parts = 0  # so far
 
     def parse(self) -> _Part:
         try:
@@ -164,7 +183,10 @@ class _Parser:
                 parts.append(_repeated(atom[0], *self._counts(times)))
             else:
                 parts.append(self._end_or_group(depth))
-        return _sequence([*parts, _characters(atoms)] if atoms else parts)
+        if atoms:
+            parts.append(_characters(atoms))
+        self.parts += 1 + len(parts)
+        return _sequence(parts)
 
     def _counts(self, times: re.Match[str]) -> tuple[int, int | None]:
         if times[1] in _COUNTS:
@@ -212,7 +234,7 @@ class Patterns(Generic[V]):
     Raises
     ------
     ValueError
-        A key is not in the language above.
+        A key is not in the language above, or all of them have too many parts.
     """
 
     def __init__(self, values: Mapping[str, V], option: str = "patterns"):
@@ -224,6 +246,7 @@ class Patterns(Generic[V]):
         self._parsed: list[tuple[int, _Part]] = []
         self._steps = 0
         self._found: dict[str, int | None] = {}
+        count = 0
         for number, key in enumerate(values):
             if len(key) > MAX_LENGTH:
                 raise ValueError(
@@ -231,8 +254,14 @@ class Patterns(Generic[V]):
                 )
             if _NAME.fullmatch(key):
                 self._add_name(key, number)
-            else:
-                self._parsed.append((number, _Parser(key).parse()))
+                continue
+            parser = _Parser(key)
+            self._parsed.append((number, parser.parse()))
+            count += parser.parts
+            if count > MAX_PARTS:
+                raise ValueError(
+                    f"{len(values)} keys have more than {MAX_PARTS} parts, wanted fewer"
+                )
 
     def _add_name(self, key: str, number: int) -> None:
         # A backslash stands in for an escaped dot, so that lengths are those of paths.

@@ -9,7 +9,6 @@ their index):
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
+from moelora.files import file_in, read_json
 
 STEM = "adapter_model"
 ENDINGS = (".safetensors", ".bin")
@@ -143,10 +144,10 @@ def weight_files(folder: Path) -> list[Path]:
         A shard is missing, or the index names a file elsewhere.
     """
     for ending in ENDINGS:
-        whole = folder / f"{STEM}{ending}"
+        whole = file_in(folder, f"{STEM}{ending}")
         if whole.is_file():
             return [whole]
-        index = folder / f"{STEM}{ending}.index.json"
+        index = file_in(folder, f"{STEM}{ending}.index.json")
         if index.is_file():
             return _indexed(index)
         shards = _numbered(folder, ending)
@@ -159,9 +160,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _indexed(index: Path) -> list[Path]:
     try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        names = sorted(set(names))
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        names = sorted(set(read_json(index)["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is not an index of shards: {error!r:.200}") from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
@@ -170,7 +170,7 @@ def _indexed(index: Path) -> list[Path]:
             raise ValueError(f"{index.parent} has no file {name}, which {index.name} names")
     if not names:
         raise ValueError(f"{index} names no files")
-    return [index.parent / name for name in names]
+    return [file_in(index.parent, name) for name in names]
 
 
 def _numbered(folder: Path, ending: str) -> list[Path]:
@@ -186,7 +186,7 @@ def _numbered(folder: Path, ending: str) -> list[Path]:
             f"{folder} has the shards {', '.join(p.name for p in found[:5])}, wanted all of 1 to "
             f"{total}"
         )
-    return found
+    return [file_in(folder, path.name) for path in found]
 
 
 @contextmanager

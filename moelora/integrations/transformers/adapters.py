@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
     from moelora.integrations.transformers.projection import Experts
 
+DEFAULT_RANKS = 512  # the largest that engines serve; one expert of a file could have any
+
 Targets: TypeAlias = 'Literal["all"] | Sequence[str] | None'
 
 
@@ -109,8 +111,8 @@ def load_adapters(
         routers, `lm_head`, whatever their weights are stored in.
     max_loras, max_rank, max_linear_rank : int, optional
         Size of the pool, `max_rank` of factors of experts, `max_linear_rank` of all others; by
-        default just enough for `adapters`. Give more to add others later with
-        `pool.add(name, folder)`.
+        default just enough for `adapters`, whose ranks are at most 512 then. Give more to add
+        others later with `pool.add(name, folder)`.
     targets : "all" or sequence of str, optional
         Which layers the pool has room for: all, or those whose names end in one of these
         (`["experts", "q_proj"]`). By default those that `adapters` have factors of, and all if
@@ -151,6 +153,7 @@ def load_adapters(
     folders = {name: local_folder(folder, ["adapter_*"]) for name, folder in named.items()}
     layouts = _layouts(layout, folders)
     infos = {n: _peek(n, folders[n], specs, linears, layouts.get(n)) for n in folders}
+    _check_ranks(infos, max_rank, max_linear_rank)
     pack_loaded(model, experts)  # for good, so behind what may still refuse the folders
     served_experts, served = _served(targets, list(infos.values()), experts, linears)
     of_experts = [info for info in infos.values() if info.max_rank]
@@ -244,6 +247,24 @@ def _peek(
         if linears[layer].refusal:
             raise ValueError(f"adapter {name!r}: factors of {layer}, {linears[layer].refusal}")
     return info
+
+
+def _check_ranks(
+    infos: Mapping[str, AdapterInfo], max_rank: int | None, max_linear_rank: int | None
+) -> None:
+    """Raises ValueError for ranks that size a pool only if the caller says so."""
+    for name, info in infos.items():
+        largest = max(info.linear_ranks.values(), default=0)
+        for given, rank, option in (
+            (max_rank, info.max_rank, "max_rank"),
+            (max_linear_rank, largest, "max_linear_rank"),
+        ):
+            if given is None and rank > DEFAULT_RANKS:
+                raise ValueError(
+                    f"adapter {name!r} has rank {rank}, which all factors of every slot would be "
+                    f"padded to; by default a pool takes ranks up to {DEFAULT_RANKS}: pass "
+                    f"{option}= for more"
+                )
 
 
 def _served(

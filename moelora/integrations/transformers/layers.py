@@ -49,3 +49,14 @@ def moe_layers(model: nn.Module) -> dict[str, tuple[Experts, MoELayer]]:
     if not layers:
         raise ValueError(f"{type(model).__name__} has no experts behind transformers' interface")
     return layers
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether accelerate brings the parameters for each call and takes them away behind it."""
+    hook = getattr(module, "_hf_hook", None)
+    hooks = [hook, *getattr(hook, "hooks", ())]  # a SequentialHook has several
+    return any(getattr(one, "offload", False) for one in hooks)
+
+
+def offloaded(name: str) -> str:
+    return f"{name} is offloaded: its device_map keeps weights on the CPU or a disk between calls"
