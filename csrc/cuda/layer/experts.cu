@@ -213,8 +213,8 @@ moelora_tokens quantized_tokens(const QuantizedRows *q, const moelora_tokens *fr
   moelora_tokens tokens = *from;
   const bool bytes = variant->needs == MOELORA_SM90;
   tokens.x = q->values;
-  tokens.stride = bytes ? q->stride / 2 : q->stride; // bytes go in pairs
-  tokens.k = bytes ? (int32_t)q->stride / 2 : from->k;
+  tokens.stride = bytes ? q->stride / kE4m3OfUnit : q->stride;
+  tokens.k = bytes ? (int32_t)q->stride / kE4m3OfUnit : from->k;
   tokens.scales = q->scales;
   tokens.scales_stride = q->rows;
   return tokens;
