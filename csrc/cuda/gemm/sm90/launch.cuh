@@ -72,15 +72,16 @@ struct LaunchSm90 {
                           (S::UNPAIRED_BLOCKS ? 2 * columns_each(columns) : columns);
     if constexpr (S::FEW_ROWS)
       if (g->schedule.blocks.packed_ranks) // behind a shrink
-        return launch_even<gemm_sm90<S, T, MODE>>("gemm_sm90", tiles, S::THREADS, kSharedBytes<S>, exec,
-                                                  maps.w, maps.x, maps.out, maps.b, *g);
+        return launch_even<gemm_sm90<S, T, MODE>>("gemm_sm90", tiles, S::THREADS, kSharedBytes<S>,
+                                                  exec, maps.w, maps.x, maps.out, maps.b, *g);
     if constexpr (S::RESIDENT > 1)
       // Behind the other projection, not behind a shrink or a sort.
       if (g->tokens.divisor.value == 0 && !g->schedule.blocks.packed_ranks)
-        return launch_spread<gemm_sm90<S, T, MODE>>("gemm_sm90", tiles, S::THREADS, kSharedBytes<S>, exec,
-                                                    maps.w, maps.x, maps.out, maps.b, *g);
-    return launch_kernel<gemm_sm90<S, T, MODE>, CLUSTER>(
-        "gemm_sm90", tiles, S::THREADS, kSharedBytes<S>, exec, maps.w, maps.x, maps.out, maps.b, *g);
+        return launch_spread<gemm_sm90<S, T, MODE>>("gemm_sm90", tiles, S::THREADS, kSharedBytes<S>,
+                                                    exec, maps.w, maps.x, maps.out, maps.b, *g);
+    return launch_kernel<gemm_sm90<S, T, MODE>, CLUSTER>("gemm_sm90", tiles, S::THREADS,
+                                                         kSharedBytes<S>, exec, maps.w, maps.x,
+                                                         maps.out, maps.b, *g);
   }
 };
 
