@@ -29,6 +29,12 @@ constexpr int kDepth = 64;
 constexpr int kRowBytes = 128;
 constexpr int kM64Bytes = 64 * kRowBytes;
 
+/* Such a row in shared memory. */
+struct SwizzledRow {
+  uint4 chunks[8];
+};
+static_assert(sizeof(SwizzledRow) == kRowBytes, "64 16-bit elements, or 128 of e4m3");
+
 /* Bytes of the weight half of a stage: X behind it keeps the alignment that its swizzle needs. */
 template <moelora_kernel_format FORMAT> constexpr int weight_bytes(int tiles) {
   using F = FormatTraits<FORMAT>;
