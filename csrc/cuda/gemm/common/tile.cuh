@@ -2,8 +2,8 @@
  * segments of adapters among its tokens. tile_order.cuh orders tiles, epilogue.cuh takes their
  * accumulators to memory.
  *
- * All kernels but those of sm90/tokens_first.cuh multiply with operands swapped: weight rows are
- * the M side of an instruction, tokens its N side. A CTA's tile is TOKENS tokens (one block) by
+ * All kernels but that of sm90/fp8_token_major.cuh swap operands (swap_ab): weight rows are the M
+ * side of an instruction, tokens its N side. A CTA's tile is TOKENS tokens (one block) by
  * TILES m64 tiles of 64 weight rows. Two of these are a row group: of a gated projection the even
  * one holds gate rows, the odd one the up rows of the same 64 outputs. A row group belongs to four
  * warps; warp w of them owns rows 16w to 16w + 15 of both, as accumulators d[2][N / 2]: d[g][4i +
@@ -28,6 +28,12 @@
 constexpr int kDepth = 64;
 constexpr int kRowBytes = 128;
 constexpr int kM64Bytes = 64 * kRowBytes;
+
+/* Such a row in shared memory. */
+struct SwizzledRow {
+  uint4 chunks[8];
+};
+static_assert(sizeof(SwizzledRow) == kRowBytes, "64 16-bit elements, or 128 of e4m3");
 
 /* Bytes of the weight half of a stage: X behind it keeps the alignment that its swizzle needs. */
 template <moelora_kernel_format FORMAT> constexpr int weight_bytes(int tiles) {

@@ -49,8 +49,7 @@ __device__ __forceinline__ void mma_slabs(float (&rAcc)[2][S::TOKENS / 2],
   const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5 & 3) * 16 + (lane & 15);
   // The swizzle: a row of `width` slabs begins in chunk `first`, and has twice as many of them.
   const int first = row >> (2 - header.width / 2) & (2 * header.width - 1);
-  const uint32_t sB =
-      warp.smem.sW(stage) + row * 32 * header.width + ((lane >> 4 ^ first) << 4);
+  const uint32_t sB = warp.smem.sW(stage) + row * 32 * header.width + ((lane >> 4 ^ first) << 4);
   const uint32_t sXa = warp.smem.sX(stage) + token_offset();
   const bool gate_up = has_gate_up_slices(g);
 #pragma unroll 1
@@ -76,10 +75,9 @@ template <class S, class T> struct WeightMajorAdapters {
   /* Adds the stage at hand, and releases stage `previous`. Returns true if something in B was
    * cleared. */
   template <int N>
-  static __device__ __forceinline__ bool add_stage(float (&rAcc)[2][S::TOKENS / 2],
-                                                   const moelora_gemm_launch &g,
-                                                   const WarpContext<S> &warp,
-                                                   const TileHeader &, int previous, bool clears) {
+  static __device__ __forceinline__ bool
+  add_stage(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
+            const WarpContext<S> &warp, const TileHeader &, int previous, bool clears) {
     // Two CTAs of an SM fill each other's gaps: there stages rather become free early.
     if (S::RESIDENT > 1)
       wgmma_wait<0>(), warp.pipeline.release(previous);
@@ -122,12 +120,11 @@ template <class S, class T> struct WeightMajorAdapters {
 template <class Adapters, int N, class S>
 __device__ __forceinline__ PendingCheck add_adapters(float (&rAcc)[2][S::TOKENS / 2],
                                                      const moelora_gemm_launch &g,
-                                                     WarpContext<S> &warp,
-                                                     const TileHeader &header, int last) {
+                                                     WarpContext<S> &warp, const TileHeader &header,
+                                                     int last) {
   GemmPipeline<S> &pipeline = warp.pipeline;
   const AdaptersHeader adapters = AdaptersHeader::read(warp.smem.header(last));
-  const bool clears =
-      adapters.ragged || (adapters.shared && FixupPass<S>(warp.smem).is_running());
+  const bool clears = adapters.ragged || (adapters.shared && FixupPass<S>(warp.smem).is_running());
   bool nonfinite = false;
 #pragma unroll 1
   for (int i = 0; i < adapters.stages; i++) {

@@ -30,8 +30,9 @@ constexpr int dequantize_producer_registers(int tokens, int consumers) {
 }
 
 template <int TOKENS, int CONSUMERS, int STAGES, moelora_kernel_format FORMAT_, bool ZEROS_>
-struct DequantizeShape : KernelShape<TOKENS, CONSUMERS, STAGES, 1, FORMAT_>,
-                         RegisterBudget<dequantize_producer_registers(TOKENS, CONSUMERS), CONSUMERS> {
+struct DequantizeShape
+    : KernelShape<TOKENS, CONSUMERS, STAGES, 1, FORMAT_>,
+      RegisterBudget<dequantize_producer_registers(TOKENS, CONSUMERS), CONSUMERS> {
   static constexpr bool ZEROS = ZEROS_; // there may be zero points
   static constexpr int SPANS = kFourBitSpans;
   static constexpr int GATHER_LANES = 4;
@@ -69,12 +70,12 @@ template <class S, class T> struct DequantizeMainloop {
     wgmma_commit();
   }
 
-  /* Consumer: the k steps of a tile, with N tokens. Returns the last stage, which is not released. */
+  /* Consumer: the k steps of a tile, with N tokens. Returns the last stage, which is not released.
+   */
   template <int N>
-  static __device__ __forceinline__ int main_loop(float (&rAcc)[2][S::TOKENS / 2],
-                                                  const moelora_gemm_launch &g,
-                                                  WarpContext<S> &warp, const TileHeader &,
-                                                  int k_steps) {
+  static __device__ __forceinline__ int
+  main_loop(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g, WarpContext<S> &warp,
+            const TileHeader &, int k_steps) {
     GemmPipeline<S> &pipeline = warp.pipeline;
     const moelora_format format = g.weights.w.format;
     const uint32_t bytes = S::Format::tile_bytes(format);

@@ -32,7 +32,8 @@
 namespace {
 
 /* The shape, and with it the main loop, of a weight format, a tile and a cluster. */
-template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER, moelora_kernel_format FORMAT, bool ZEROS>
+template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER, moelora_kernel_format FORMAT,
+          bool ZEROS>
 constexpr auto select_shape() {
   using Format = FormatTraits<FORMAT>;
   if constexpr (Format::IS_NATIVE)
@@ -46,7 +47,8 @@ constexpr auto select_shape() {
   else
     return DequantizeShape<TOKENS, CONSUMERS, STAGES, FORMAT, ZEROS>();
 }
-template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER, moelora_kernel_format FORMAT, bool ZEROS>
+template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER, moelora_kernel_format FORMAT,
+          bool ZEROS>
 using GemmShape = decltype(select_shape<TOKENS, CONSUMERS, STAGES, CLUSTER, FORMAT, ZEROS>());
 
 /* The products of a tile with N tokens. Accumulators past N belong to padding. */
@@ -114,8 +116,7 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_g
 
     // Main loop and adapter stages.
     float rAcc[2][S::TOKENS / 2];
-    const PendingCheck pending =
-        multiply_fitting<Mainloop, S, S::LEAST>(rAcc, g, warp, header);
+    const PendingCheck pending = multiply_fitting<Mainloop, S, S::LEAST>(rAcc, g, warp, header);
     const bool used = S::SWAP_AB || warp.consumer * 64 < header.count; // it has tokens
     if (pending == PendingCheck::CHECK_ACCUMULATORS && used &&
         !Mainloop::are_finite(rAcc, warp.consumer))
