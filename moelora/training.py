@@ -6,20 +6,25 @@ gradients that are added to given buffers.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any, NamedTuple, TypeAlias
+import inspect
+import typing
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from moelora.autograd import WANTED, by_argument
 from moelora.call import absent_tensor, factor_list, operators, or_absent, run, typed
-from moelora.ops import Weights, layer_arguments
+from moelora.ops import Weights, fused_experts_lora, layer_arguments
 
 __all__ = ["Gradients", "Saved", "fused_experts_lora_backward", "fused_experts_lora_saving"]
 
 FACTORS = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
 BIASES = ("w13_bias", "w2_bias")
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 FactorGradients: TypeAlias = Tensor | list[Tensor] | None
 
@@ -59,7 +64,21 @@ class Gradients(NamedTuple):
     w2_bias: Tensor | None = None
 
 
+def _with_options(function: Callable[P, T]) -> Callable[P, T]:
+    """Has `**options` be seen as what it stands for: the options of `fused_experts_lora`."""
+    own = inspect.signature(function)
+    theirs = inspect.signature(fused_experts_lora).parameters
+    taken = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    names = {p.name for p in taken} | {"out"}
+    options = [p for p in theirs.values() if p.name not in names]
+    hints = typing.get_type_hints(fused_experts_lora)
+    function.__signature__ = own.replace(parameters=[*taken, *options])  # type: ignore[attr-defined]
+    function.__annotations__ |= {p.name: hints[p.name] for p in options}
+    return function
+
+
 @typed
+@_with_options
 def fused_experts_lora_saving(
     hidden_states: Tensor,
     w13: Weights,
@@ -95,6 +114,7 @@ def fused_experts_lora_saving(
 
 
 @typed
+@_with_options
 def fused_experts_lora_backward(
     grad_out: Tensor,
     saved: Saved,

@@ -4,7 +4,17 @@ import copy
 
 import pytest
 import torch
-from hf_models import MODELS, TARGETS, gpt_oss, make_model, mixtral, peft, qwen3, tokens, transformers
+from hf_models import (
+    MODELS,
+    TARGETS,
+    gpt_oss,
+    make_model,
+    mixtral,
+    peft,
+    qwen3,
+    tokens,
+    transformers,
+)
 
 import moelora.integrations.peft as moelora_peft
 import moelora.integrations.transformers as moelora_hf

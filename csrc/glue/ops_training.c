@@ -134,7 +134,7 @@ static void run_backward(moelora_op_context *ctx, const moelora_experts_backward
 enum { NUM_BACKWARD_ARGS = 4 + OP_EXPERTS_ARGS };
 
 #define FUSED_EXPERTS_LORA_BACKWARD                                                                \
-  "fused_experts_lora_backward(" BACKWARD_ARGS ", int wanted, bool float32_gradients" LAYER_LAYOUT \
+  "fused_experts_lora_backward(" BACKWARD_ARGS ", int wanted, bool float32" LAYER_LAYOUT           \
   ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 
 static void fused_experts_lora_backward(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
