@@ -91,8 +91,10 @@ def fused_experts_lora_saving(
 
     Parameters
     ----------
-    hidden_states, w13, w2, topk_weights, topk_ids, **options
-        Those of `fused_experts_lora`, without `out`.
+    hidden_states, w13, w2, topk_weights, topk_ids
+        Those of `fused_experts_lora`.
+    **options
+        Its other arguments, token_lora_mapping, ..., batch_invariant, without `out`.
 
     Returns
     -------
@@ -151,7 +153,7 @@ def fused_experts_lora_backward(
         Gradient of the result, in the dtype of `hidden_states`.
     saved : Saved
         What `fused_experts_lora_saving` returned for the other arguments.
-    hidden_states, w13, w2, topk_weights, topk_ids, **options
+    hidden_states, w13, w2, topk_weights, topk_ids
         As the forward had them.
     wanted : collection of str, optional
         Fields of `Gradients` to compute. Absent: all whose argument is given.
@@ -163,6 +165,8 @@ def fused_experts_lora_backward(
         whose last is 1; that of `topk_weights` is float32.
     accumulate : bool
         Add to the gradients of factors and biases in `grads`.
+    **options
+        The forward's other arguments, token_lora_mapping, ..., batch_invariant.
 
     Returns
     -------
