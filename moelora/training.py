@@ -205,9 +205,10 @@ def fused_experts_lora_backward(
         if wanted is not None:
             raise ValueError("wanted and grads both say which gradients to compute: pass one")
         absent = absent_tensor(hidden_states)
+        given = grads._asdict()
         buffers = [
-            factor_list(g) if "lora" in name else or_absent(g, absent)
-            for name, g in zip(WANTED, grads, strict=True)
+            factor_list(given[name]) if name in FACTORS else or_absent(given[name], absent)
+            for name in WANTED
         ]
         op = operators.fused_experts_lora_backward_out.default
         run(op, *before, *buffers, accumulate, *last)

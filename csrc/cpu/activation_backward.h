@@ -18,12 +18,6 @@
 /* Where sigmoid is 0 or 1 to float32, so that a product with what it leaves stays finite. */
 #define MOELORA_SATURATED 88.0f
 
-/* What of a gradient passes a clamp of x to [least, most]: a factor, as selects do not vectorize. */
-static inline float moelora_passes(float x, float least, float most) {
-  const float below = x > most ? 0.0f : 1.0f;
-  return x < least ? 0.0f : below;
-}
-
 static inline float moelora_sigmoid(float x) {
   return 1.0f / (1.0f + moelora_exp(-x));
 }
@@ -45,8 +39,8 @@ static inline void moelora_activate_backward(const moelora_activation_problem *a
       const float q = moelora_sigmoid(g), s = g * q;
       const float dg = q * (1.0f + moelora_saturate(g) * (1.0f - q)) * u * dh[i];
       const float du = s * dh[i];
-      gate[i] = dg * moelora_passes(gate[i], -INFINITY, limit);
-      up[i] = du * moelora_passes(up[i], -limit, limit);
+      gate[i] = gate[i] > limit ? 0.0f : dg;
+      up[i] = up[i] > limit || up[i] < -limit ? 0.0f : du;
       h[i] = s * u;
     }
     break;
@@ -69,8 +63,8 @@ static inline void moelora_activate_backward(const moelora_activation_problem *a
       const float q = moelora_sigmoid(alpha * g), s = g * q;
       const float dg = q * (1.0f + moelora_saturate(alpha * g) * (1.0f - q)) * (u + 1.0f) * dh[i];
       const float du = s * dh[i];
-      gate[i] = dg * moelora_passes(gate[i], -INFINITY, limit);
-      up[i] = du * moelora_passes(up[i], -limit, limit);
+      gate[i] = gate[i] > limit ? 0.0f : dg;
+      up[i] = up[i] > limit || up[i] < -limit ? 0.0f : du;
       h[i] = s * (u + 1.0f);
     }
     break;
