@@ -1,7 +1,7 @@
 """Trains adapters of the demo model: `python examples/train.py`.
 
-transformers' Trainer and PEFT train each adapter on the experts of `demo_model/` twice: as they do by
-themselves, and with the experts attached to moelora. Both see the same batches from the same start.
+transformers' Trainer and PEFT train each adapter on the experts of `demo_model/` twice: as they do
+by themselves, and with the experts attached to moelora. Both see the same batches and start alike.
 What the second run saves is then served by `load_adapters`, all adapters in one batch.
 """
 
@@ -129,8 +129,8 @@ def train(engine: str, domain: str, args: argparse.Namespace, progress: Progress
 
 
 @torch.inference_mode()
-def served_losses(domains: list[str], folder: Path, windows: int, dtype) -> dict[str, list[float]]:
-    """Of the base model, of the adapters served in one mixed batch, and of the same ones in PEFT."""
+def served_losses(domains: list[str], folder: Path, windows: int, dtype):
+    """Of the base model, of adapters that one mixed batch carries, and of the same in PEFT."""
     texts = [eval_windows(domain, windows) for domain in domains]
     tokens = torch.cat(texts)
     names = [domain for domain, text in zip(domains, texts, strict=True) for _ in text]

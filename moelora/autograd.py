@@ -99,7 +99,8 @@ def _record(op: Any, args: tuple[Any, ...]) -> Any:
         _refuse(op, args, _requires, FROZEN)
         if torch._C._are_functorch_transforms_active():
             _refuse(op, args, _requires, dict.fromkeys(_names(op), NO_TRANSFORM))
-        results = _Layer.apply([len(a) if isinstance(a, list) else -1 for a in args], *_flat(args))
+        counts = [len(a) if isinstance(a, list) else -1 for a in args]
+        results = _Layer.apply(counts, *_flat(args))  # type: ignore[no-untyped-call] # of torch
         return results[0] if name == "fused_experts_lora" else results
     _refuse(op, args, _requires, dict.fromkeys(_names(op), NO_BACKWARD.get(name, NONE)))
     raise AssertionError("an argument requires a gradient")

@@ -172,7 +172,7 @@ def _gradients(given: dict[str, Any]) -> tuple[Tensor, ...]:
         of = given[name] if isinstance(given[name], list) else [given[name]]
         if not given["wanted"] & autograd.WANTED[name] or at >= len(of) or _is_absent(of[at]):
             return given["hidden_states"].new_empty((0,), dtype=torch.float32)
-        own = name in ("hidden_states", "topk_weights") or not given["float32_gradients"]
+        own = name in ("hidden_states", "topk_weights") or not given["float32"]
         return of[at].new_empty(of[at].shape, dtype=of[at].dtype if own else torch.float32)
 
     pairs = [(name, at) for name in ("w13_lora_a", "w13_lora_b") for at in range(2)]

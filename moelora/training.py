@@ -6,20 +6,25 @@ gradients that are added to given buffers.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any, NamedTuple, TypeAlias
+import inspect
+import typing
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from moelora.autograd import WANTED, by_argument
 from moelora.call import absent_tensor, factor_list, operators, or_absent, run, typed
-from moelora.ops import Weights, layer_arguments
+from moelora.ops import Weights, fused_experts_lora, layer_arguments
 
 __all__ = ["Gradients", "Saved", "fused_experts_lora_backward", "fused_experts_lora_saving"]
 
 FACTORS = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
 BIASES = ("w13_bias", "w2_bias")
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 FactorGradients: TypeAlias = Tensor | list[Tensor] | None
 
@@ -59,7 +64,21 @@ class Gradients(NamedTuple):
     w2_bias: Tensor | None = None
 
 
+def _with_options(function: Callable[P, T]) -> Callable[P, T]:
+    """Has `**options` be seen as what it stands for: the options of `fused_experts_lora`."""
+    own = inspect.signature(function)
+    theirs = inspect.signature(fused_experts_lora).parameters
+    taken = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    names = {p.name for p in taken} | {"out"}
+    options = [p for p in theirs.values() if p.name not in names]
+    hints = typing.get_type_hints(fused_experts_lora)
+    function.__signature__ = own.replace(parameters=[*taken, *options])  # type: ignore[attr-defined]
+    function.__annotations__ |= {p.name: hints[p.name] for p in options}
+    return function
+
+
 @typed
+@_with_options
 def fused_experts_lora_saving(
     hidden_states: Tensor,
     w13: Weights,
@@ -72,8 +91,10 @@ def fused_experts_lora_saving(
 
     Parameters
     ----------
-    hidden_states, w13, w2, topk_weights, topk_ids, **options
-        Those of `fused_experts_lora`, without `out`.
+    hidden_states, w13, w2, topk_weights, topk_ids
+        Those of `fused_experts_lora`.
+    **options
+        Its other arguments, token_lora_mapping, ..., batch_invariant, without `out`.
 
     Returns
     -------
@@ -95,6 +116,7 @@ def fused_experts_lora_saving(
 
 
 @typed
+@_with_options
 def fused_experts_lora_backward(
     grad_out: Tensor,
     saved: Saved,
@@ -131,7 +153,7 @@ def fused_experts_lora_backward(
         Gradient of the result, in the dtype of `hidden_states`.
     saved : Saved
         What `fused_experts_lora_saving` returned for the other arguments.
-    hidden_states, w13, w2, topk_weights, topk_ids, **options
+    hidden_states, w13, w2, topk_weights, topk_ids
         As the forward had them.
     wanted : collection of str, optional
         Fields of `Gradients` to compute. Absent: all whose argument is given.
@@ -143,6 +165,8 @@ def fused_experts_lora_backward(
         whose last is 1; that of `topk_weights` is float32.
     accumulate : bool
         Add to the gradients of factors and biases in `grads`.
+    **options
+        The forward's other arguments, token_lora_mapping, ..., batch_invariant.
 
     Returns
     -------
@@ -181,9 +205,10 @@ def fused_experts_lora_backward(
         if wanted is not None:
             raise ValueError("wanted and grads both say which gradients to compute: pass one")
         absent = absent_tensor(hidden_states)
+        given = grads._asdict()
         buffers = [
-            factor_list(g) if "lora" in name else or_absent(g, absent)
-            for name, g in zip(WANTED, grads, strict=True)
+            factor_list(given[name]) if name in FACTORS else or_absent(given[name], absent)
+            for name in WANTED
         ]
         op = operators.fused_experts_lora_backward_out.default
         run(op, *before, *buffers, accumulate, *last)

@@ -67,15 +67,36 @@ static const char *load_piece(const moelora_variant *variant, const moelora_weig
   return r & 8 ? high : to;
 }
 
+/* The same of operands of one size, in blocks whose rows are read and written whole. */
+#define TRANSPOSE(TYPE)                                                                            \
+  static void transpose_##TYPE(const char *const *from, int64_t rows, int64_t columns, char *to,   \
+                               int64_t pitch) {                                                    \
+    enum { SIDE_OF_BLOCK = 8 };                                                                    \
+    int64_t r = 0;                                                                                 \
+    for (; r + SIDE_OF_BLOCK <= rows; r += SIDE_OF_BLOCK) {                                        \
+      const TYPE *row[SIDE_OF_BLOCK];                                                              \
+      for (int i = 0; i < SIDE_OF_BLOCK; i++)                                                      \
+        row[i] = (const TYPE *)from[r + i];                                                        \
+      for (int64_t c = 0; c < columns; c++) {                                                      \
+        TYPE *out = (TYPE *)(to + c * pitch) + r;                                                  \
+        for (int i = 0; i < SIDE_OF_BLOCK; i++)                                                    \
+          out[i] = row[i][c];                                                                      \
+      }                                                                                            \
+    }                                                                                              \
+    for (; r < rows; r++)                                                                          \
+      for (int64_t c = 0; c < columns; c++)                                                        \
+        ((TYPE *)(to + c * pitch))[r] = ((const TYPE *)from[r])[c];                                \
+  }
+
+TRANSPOSE(uint32_t)
+TRANSPOSE(uint16_t)
+
 void moelora_cpu_transpose(const moelora_variant *variant, const char *const *from, int64_t rows,
                            int64_t columns, char *to, int64_t pitch) {
-  const bool wide = moelora_cpu_kernels_of(variant)->operand_bytes == sizeof(float);
-  for (int64_t c = 0; c < columns; c++, to += pitch)
-    for (int64_t r = 0; r < rows; r++)
-      if (wide)
-        ((float *)to)[r] = ((const float *)from[r])[c];
-      else
-        ((uint16_t *)to)[r] = ((const uint16_t *)from[r])[c];
+  if (moelora_cpu_kernels_of(variant)->operand_bytes == sizeof(uint32_t))
+    transpose_uint32_t(from, rows, columns, to, pitch);
+  else
+    transpose_uint16_t(from, rows, columns, to, pitch);
 }
 
 /* Columns [begin, end) of w, where begin is a multiple of SIDE if it is in tiles, as operand rows

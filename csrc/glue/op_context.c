@@ -260,16 +260,14 @@ int32_t op_host_int(moelora_op_context *ctx, const char *name, StableIValue valu
   aoti_torch_get_device_type(handle, &type);
   aoti_torch_get_dtype(handle, &code);
   const bool is_64 = code == aoti_torch_dtype_int64();
-  if (numel == 1 && op_is_meta(ctx) && type != aoti_torch_device_type_cuda()) {
-    numel = 0;
-  }
-  if (numel > 1 || (numel && type != aoti_torch_device_type_cpu())) {
+  const bool is_meta = op_is_meta(ctx) && type != aoti_torch_device_type_cuda();
+  if (numel > 1 || (numel && !is_meta && type != aoti_torch_device_type_cpu())) {
     op_fail(ctx, MOELORA_INVALID_ARGUMENT,
             "%s has %" PRId64 " elements on %s, expected 1 on cpu: reading it elsewhere would wait",
             name, numel, device_name(type));
   } else if (numel && !is_64 && code != aoti_torch_dtype_int32()) {
     op_fail(ctx, MOELORA_INVALID_ARGUMENT, "%s has another dtype than int32 or int64", name);
-  } else if (numel) {
+  } else if (numel && !is_meta) {
     const moelora_tensor one = {.dtype = is_64 ? MOELORA_I64 : MOELORA_I32};
     aoti_torch_get_data_ptr(handle, &data);
     check_storage(ctx, (moelora_arg){name, -1, &one}, handle, data != NULL);

@@ -7,9 +7,9 @@
     model.generate(**batch_of_three, adapter_names=["law", "__base__", "code"])
 
 Importing this module registers the implementation. Nothing is merged into the weights: every row of
-a batch carries its own adapter, or none, through one fused operator per layer. Inference only.
-Threads may call one model at the same time, each with adapters of its own. Continuous batching
-(`generate_batch`) gives each request its own.
+a batch carries its own adapter, or none, through one fused operator per layer. Threads may call one
+model at the same time, each with adapters of its own. Continuous batching (`generate_batch`) gives
+each request its own.
 
 `enable` is `model.set_experts_implementation("moelora")` that raises where a model's experts would
 not come here; docs/architectures.md has which those are.
