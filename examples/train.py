@@ -56,14 +56,14 @@ class Windows(torch.utils.data.Dataset):
 
 @dataclass
 class Curve:
-    """One run: the loss of every step, and the seconds from the first step on."""
+    """One run: the loss of every step, and the CPU seconds from the first step on."""
 
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
     @property
     def rate(self) -> float:
-        """Seconds a step, without the first two, which warm up."""
+        """CPU seconds a step, without the first two, which warm up."""
         warm = min(2, len(self.seconds) - 1)
         return (self.seconds[-1] - self.seconds[warm - 1]) / max(1, len(self.seconds) - warm)
 
@@ -76,10 +76,10 @@ class Watch(TrainerCallback):
         self.task = progress.add_task(title, total=steps, loss="")
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.began = time.perf_counter()
+        self.began = time.process_time()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.curve.seconds.append(time.perf_counter() - self.began)
+        self.curve.seconds.append(time.process_time() - self.began)
 
     def on_log(self, args, state, control, logs, **kwargs):
         if "loss" in logs:
@@ -158,7 +158,7 @@ def show(console: Console, curves: dict[str, dict[str, Curve]], held_out: dict[s
     for column in ("adapter", "first loss", "last loss", "largest difference"):
         table.add_column(column, justify="left" if column == "adapter" else "right")
     for engine in ENGINES:
-        table.add_column(f"{engine}, s/step", justify="right")
+        table.add_column(f"{engine}, CPU s a step", justify="right")
     table.add_column("moelora is", justify="right")
     for domain, runs in curves.items():
         theirs, ours = (runs[engine] for engine in ENGINES)
@@ -199,7 +199,7 @@ def plot(curves: dict[str, dict[str, Curve]], path: Path):
             left.plot(steps, curve.losses, color=f"C{i}", label=label, **style)
             right.plot(curve.seconds[: len(steps)], curve.losses, color=f"C{i}", **style)
     left.set_xlabel("step")
-    right.set_xlabel("seconds")
+    right.set_xlabel("CPU seconds")
     left.set_ylabel("loss, nats per byte")
     left.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
