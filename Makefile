@@ -17,7 +17,7 @@ GPU_ARCHS = $$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/
 C_FILES = $(shell find csrc tests/c tests/cuda examples/c -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test build lint conformance test-c test-py test-lowest sanitize fuzz test-gpu sanitize-gpu \
-        emulate bench-cpu bench-gpu tables docs types wheel check-wheel sdist clean
+        emulate emulate-few bench-cpu bench-gpu tables docs types wheel check-wheel sdist clean
 
 # The demo runs on the CPU, so that comes first: half a minute of C. Then the CUDA kernels, where there
 # is a GPU to run them, and for its architecture alone.
@@ -141,6 +141,17 @@ emulate:
 	      build/emulation/$$arch/compare all $(EMULATE_FROM) $(EMULATE); \
 	  done; \
 	done
+
+# What CI has the time for, a minute or two: Hopper's sources with a few of the GEMM variants, among
+# them each way of making a tile, compiled without optimization, and a handful of calls.
+EMULATE_FEW := _16x|_96x\d+x\d+_sm90|bf16_144x256|bf16_w8a8_128x
+emulate-few:
+	@set -e; test "$$(uname -m)" = x86_64 && command -v $(CXX) > /dev/null || \
+	  { echo "emulate-few: NOT RUN, this is not x86-64 or has no C++ compiler ($(CXX))"; exit 0; }; \
+	$(MAKE) --no-print-directory -s -j 2 -f tests/emulation/Makefile ARCH=900 OUT=build/emulation/few \
+	  ROWS='$(EMULATE_FEW)' EXTRA=-O0; \
+	build/emulation/few/test_engine; \
+	EMULATION_CAPABILITY=90 EMULATION_COPIES=any build/emulation/few/compare all 0 8
 
 bench-cpu: build
 	$(PY) -m benchmarks.cpu_layer --out benchmarks/results/cpu-layer.json $(BENCH_ARGS)

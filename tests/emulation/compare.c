@@ -2,9 +2,11 @@
  * alone, alignments, packing; as planned and with a kernel forced; and in batch-invariant mode a
  * part of the tokens, with another kernel, against the whole, bit for bit.
  *
- *   compare KIND FIRST COUNT [NAME]    KIND: experts, gemm, delta, mlp, align, pack or all; NAME:
- * what forced variants have in common, "-": none Prints a hash of all outputs, for builds that
- * should agree. */
+ *   compare KIND FIRST COUNT [NAME]
+ *
+ * KIND: experts, gemm, delta, mlp, align, pack, devices or all; NAME: what forced variants have in
+ * common, "-": none. Prints a hash of all outputs, for builds that should agree. */
+#define _POSIX_C_SOURCE 200112L /* setenv */
 #include "problems.h"
 
 static void test_experts(uint64_t number) {
@@ -440,17 +442,53 @@ static void test_pack(uint64_t number) {
   release_all();
 }
 
+/* ---- two GPUs ---- */
+
+long emulation_launches(int device);
+int *emulation_current_device(void);
+
+/* A call runs on the device that it names, and leaves the thread's own current. */
+static void test_devices(uint64_t number) {
+  seed(number + 7000);
+  const int at = (int)random_in(0, 1), current = (int)random_in(0, 1);
+  sizes s = draw_sizes(8);
+  moelora_gemm_args args = {
+      .x = random_tensor(MOELORA_BF16, 1, SIZES(s.tokens, s.hidden)),
+      .w = random_tensor(MOELORA_BF16, 0.1, SIZES(s.experts, 64, s.hidden)),
+      .routing = random_routing(s),
+      .out = new_tensor(MOELORA_BF16, SIZES(s.tokens, s.top_k, 64)),
+  };
+  moelora_tensor w = random_tensor(MOELORA_BF16, 1, SIZES(2, 64, 64));
+  moelora_tensor packed = new_tensor(MOELORA_BF16, SIZES(2, 1, 1, 64, 64));
+  moelora_exec exec = {.device = MOELORA_CUDA, .device_index = at};
+  const long here = emulation_launches(at), there = emulation_launches(1 - at);
+  *emulation_current_device() = current;
+  moelora_force_variant(NULL);
+  run_gemm(&args, exec);
+  CHECK_OK(moelora_pack_weights(&w, &packed, &exec));
+  CHECK(emulation_launches(at) > here && emulation_launches(1 - at) == there);
+  CHECK_INT(*emulation_current_device(), current);
+  exec.device_index = 2;
+  CHECK_FAILS(moelora_pack_weights(&w, &packed, &exec), MOELORA_INVALID_ARGUMENT,
+              "exec.device_index is 2, there are 2 devices");
+  CHECK_INT(*emulation_current_device(), current);
+  *emulation_current_device() = 0;
+  release_all();
+}
+
 int main(int argc, char **argv) {
   if (argc < 4) {
     fprintf(stderr, "usage: compare KIND FIRST COUNT [NAME]\n");
     return 2;
   }
   wanted = argc > 4 ? argv[4] : "";
+  setenv("EMULATION_DEVICES", "2", 1);
   static const struct {
     const char *name;
     void (*test)(uint64_t);
   } kinds[] = {{"experts", test_experts}, {"gemm", test_gemm},   {"delta", test_delta},
-               {"mlp", test_mlp},         {"align", test_align}, {"pack", test_pack}};
+               {"mlp", test_mlp},         {"align", test_align}, {"pack", test_pack},
+               {"devices", test_devices}};
   const uint64_t first = strtoull(argv[2], NULL, 10), count = strtoull(argv[3], NULL, 10);
   for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
     for (uint64_t n = first; n < first + count; n++)

@@ -197,7 +197,17 @@ void fail(const char *format, ...) {
   abort();
 }
 
+thread_local int current_device;
+static long launches[64];
+extern "C" long emulation_launches(int device) {
+  return launches[device];
+}
+extern "C" int *emulation_current_device() {
+  return &current_device;
+}
+
 void run_grid(const Launch &wanted, const std::function<void()> &thread) {
+  launches[current_device]++;
   launch = wanted;
   body = &thread;
   if (!random_state)
@@ -280,6 +290,13 @@ void run_grid(const Launch &wanted, const std::function<void()> &thread) {
 void yield() {
   yielded.push_back(self);
   to_scheduler();
+}
+
+bool spin() {
+  self->waits = "a write";
+  yield();
+  self->waits = nullptr;
+  return true;
 }
 
 char *window() {

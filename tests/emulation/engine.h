@@ -7,7 +7,8 @@
  * late as allowed (when nothing else can go on, or a wait asks for them), or at any time between.
  *
  *   EMULATION_SEED=1  EMULATION_COPIES=now|late|any  EMULATION_SMS=4  EMULATION_CAPABILITY=90
- *   EMULATION_RESIDENT=4: CTAs side by side of a grid that does not ask for all of them */
+ *   EMULATION_RESIDENT=4: CTAs side by side of a grid that does not ask for all of them
+ *   EMULATION_DEVICES=1 */
 #ifndef EMULATION_ENGINE_H
 #define EMULATION_ENGINE_H
 
@@ -41,6 +42,9 @@ struct Launch {
 };
 void run_grid(const Launch &launch, const std::function<void()> &thread);
 
+/* Of the thread of the host that launches; which one it is makes no other difference. */
+extern thread_local int current_device;
+
 struct Place {
   const char *file;
   int line;
@@ -57,6 +61,8 @@ void wait_group(Kind kind, int pending);
 void after_copies(std::function<void()> what);
 
 void yield();
+/* A turn for the others, in a loop that reads memory until one of them has written there; true. */
+bool spin();
 
 /* Named barriers of a CTA, of `count` threads; sync returns whether any came with `value`. */
 bool barrier_sync(int id, int count, bool value = false);

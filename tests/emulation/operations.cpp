@@ -86,12 +86,14 @@ uint32_t described(uint64_t descriptor, int row, int byte) {
   const uint32_t start = (uint32_t)(descriptor & 0x3fff) << 4;
   const uint32_t atoms = (uint32_t)(descriptor >> 32 & 0x3fff) << 4;
   const int kind = (int)(descriptor >> 62);
-  if (kind != 1 && kind != 3)
-    fail("a matrix descriptor without the swizzle of 128 or 32 bytes");
-  const uint32_t pitch = kind == 1 ? 128 : 32;
+  if (kind == 0)
+    fail("a matrix descriptor without a swizzle");
+  const uint32_t pitch = kind == 1 ? 128 : kind == 2 ? 64 : 32;
   const uint32_t at =
       start + (uint32_t)(row / 8) * atoms + (uint32_t)(row % 8) * pitch + (uint32_t)byte;
-  return swizzled(at, kind == 1 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_32B);
+  return swizzled(at, kind == 1   ? CU_TENSOR_MAP_SWIZZLE_128B
+                      : kind == 2 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                  : CU_TENSOR_MAP_SWIZZLE_32B);
 }
 
 void read_rows(Type type, uint64_t descriptor, int first, int count, double *to, int row_stride,

@@ -1,7 +1,10 @@
-"""Write csrc/cuda, without the files that wrap PTX, as C++ for the engine: shared memory and
-launches in angle brackets are all that macros cannot say. Files that stay equal keep their time.
+"""Write csrc/cuda, without the files that wrap PTX, as C++ for the engine: shared memory, launches
+in angle brackets, and loops that wait for another thread's write, are all that macros cannot say.
+Files that stay equal keep their time.
 
-python prepare.py csrc/cuda build/emulation/cuda
+python prepare.py csrc/cuda build/emulation/cuda [ROWS]
+
+ROWS: a regular expression; GEMM variants whose name has no match of it are left out.
 """
 
 import re
@@ -12,6 +15,8 @@ DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];"
 STATIC = re.compile(
     r"^( *)__shared__ (__align__\(\w+\) )?(typename [\w:]+|\w+(?:<[^;]*?>)?) ([^;]*);", re.M
 )
+GEMM_ROW = re.compile(r"^MOELORA_CUDA_GEMM\((\w+), .*\n", re.M)
+SPIN = re.compile(r"^( *while \()([^;{}]*)\);$", re.M)  # without a body, or behind that of a `do`
 LAUNCH = re.compile(r"\b(\w+(?:<[^<>;()]*>)?)<<<(.*?)>>>", re.S)
 
 
@@ -30,19 +35,22 @@ def static(match):
 def prepare(text):
     text = DYNAMIC.sub(r"\1 *const \2 = (\1 *)emulation::dynamic_shared();", text)
     text = STATIC.sub(static, text)
+    text = SPIN.sub(r"\1(\2) && emulation::spin());", text)
     return LAUNCH.sub(r"emulated_launch(\1, \2)", text)
 
 
-def main(source, target):
+def main(source, target, rows=""):
     for path in source.rglob("*"):
         if path.suffix not in (".cu", ".cuh", ".h", ".inc") or "ptx" in path.parts:
             continue
         to = target / path.relative_to(source)
         text = prepare(path.read_text())
+        if path.name == "variants.inc":
+            text = GEMM_ROW.sub(lambda row: row[0] if re.search(rows, row[1]) else "", text)
         if not to.exists() or to.read_text() != text:
             to.parent.mkdir(parents=True, exist_ok=True)
             to.write_text(text)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

@@ -50,6 +50,14 @@ static void waits_for_nobody() {
   barrier_wait(256, 0);
 }
 
+static volatile uint32_t written;
+template <bool WRITES> static void spins() {
+  if (WRITES && threadIdx.x == 15)
+    written = 1;
+  while (written == 0 && emulation::spin())
+    ;
+}
+
 /* 0: the copy is right; 1: it is wrong; 2: the engine stopped. */
 static int outcome(void (*kernel)(), const char *copies) {
   fflush(stdout);
@@ -86,6 +94,8 @@ int main() {
     expect("memory beyond", beyond, copies, 2);
     expect("half a barrier", half_a_barrier, copies, 2);
     expect("a wait for nobody", waits_for_nobody, copies, 2);
+    expect("a read of what nobody writes", spins<false>, copies, 2);
+    expect("a read of what another writes", spins<true>, copies, 1); // which is no copy
     expect("a copy that others read at once", copy<true, false>, copies, 1);
   }
   expect("a copy without a wait", copy<false, true>, "late", 1);

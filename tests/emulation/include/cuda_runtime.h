@@ -307,6 +307,9 @@ inline int setting_of(const char *name, int other) {
 inline int capability() {
   return setting_of("EMULATION_CAPABILITY", 90);
 }
+inline int num_devices() {
+  return setting_of("EMULATION_DEVICES", 1);
+}
 inline int num_sms() {
   return setting_of("EMULATION_SMS", 4);
 }
@@ -322,14 +325,17 @@ inline cudaError_t cudaGetLastError() {
   return cudaSuccess;
 }
 inline cudaError_t cudaGetDevice(int *device) {
-  *device = 0;
-  return cudaSuccess;
-}
-inline cudaError_t cudaSetDevice(int) {
+  *device = emulation::current_device;
   return cudaSuccess;
 }
 inline cudaError_t cudaGetDeviceCount(int *count) {
-  *count = 1;
+  *count = emulation::num_devices();
+  return cudaSuccess;
+}
+inline cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= emulation::num_devices())
+    return cudaErrorInvalidValue;
+  emulation::current_device = device;
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr name, int) {

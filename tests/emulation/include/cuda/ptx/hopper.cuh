@@ -118,12 +118,12 @@ inline uint64_t wgmma_descriptor(uint32_t address) {
   return ((uint64_t)1 << 62) | ((uint64_t)(1024 >> 4) << 32) | ((uint64_t)1 << 16) |
          (uint64_t)((address & 0x3FFFF) >> 4);
 }
-inline uint64_t wgmma_descriptor_32(uint32_t address) {
-  return ((uint64_t)3 << 62) | ((uint64_t)(256 >> 4) << 32) | ((uint64_t)1 << 16) |
-         (uint64_t)((address & 0x3FFFF) >> 4);
+inline uint64_t wgmma_descriptor_of(uint32_t address, int steps) {
+  const uint32_t high = (uint32_t)(3 - steps / 2) << 30 | (uint32_t)steps * (256 >> 4);
+  return ((uint64_t)high << 32) | ((uint64_t)1 << 16) | (uint64_t)((address & 0x3FFFF) >> 4);
 }
 inline uint64_t move_descriptor(uint64_t descriptor, uint32_t by) {
-  return descriptor + by;
+  return (descriptor & ~(uint64_t)UINT32_MAX) | (uint32_t)((uint32_t)descriptor + by);
 }
 template <int REGISTERS> void give_registers() {}
 template <int REGISTERS> void take_registers() {}
