@@ -7,20 +7,18 @@ with sizes that no example has is checked when it runs.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moelora import autograd
+from moelora import _C, autograd
 from moelora.formats import FORMATS
 
 PACK = 64
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16)
-ON_HOST = ("num_active_loras",)
 BASE, UNIFORM, SEGMENTED, SORTING = range(4)
-
-Shapes = TypeVar("Shapes", bound=Callable[..., Any])
 
 
 def max_blocks(mode: int, num_rows: int, num_experts: int, max_loras: int, block_size: int) -> int:
@@ -50,17 +48,17 @@ def _example(value: Any) -> Any:
     return value
 
 
-def _check_devices(op: Any, args: tuple[Any, ...]) -> None:
+def _check_devices(op: Any, args: tuple[Any, ...], on_host: set[str]) -> None:
     """What meta tensors cannot say: they have one device, and the call they stand for another."""
     first = next(value for value in args if isinstance(value, Tensor))
     for argument, value in zip(op._schema.arguments, args, strict=False):
         for tensor in value if isinstance(value, list) else [value]:
             if not isinstance(tensor, Tensor) or _is_absent(tensor):
                 continue
-            on_host = argument.name in ON_HOST and first.device.type != "meta"
-            want = torch.device("cpu") if on_host else first.device
+            is_read = argument.name in on_host and first.device.type != "meta"
+            want = torch.device("cpu") if is_read else first.device
             if tensor.device != want:
-                why = "it is read there" if on_host else "as the first tensor"
+                why = "it is read there" if is_read else "as the first tensor"
                 raise ValueError(f"{argument.name} is on {tensor.device}, expected {want}: {why}")
 
 
@@ -68,121 +66,124 @@ def _is_absent(tensor: Tensor) -> bool:
     return tensor.dim() == 1 and isinstance(tensor.size(0), int) and tensor.size(0) == 0
 
 
-def _shape_function(name: str) -> Callable[[Shapes], Shapes]:
-    """Registers what follows as the shape function of an operator, behind the checks in C."""
+@dataclass
+class Operator:
+    """What csrc/glue/ops.inc says of an operator: its tensors, by name, and what it returns."""
+
+    shapes: dict[str, list[str]] = field(default_factory=dict)  # of tensors, in names of sizes
+    on_host: set[str] = field(default_factory=set)
+    returns: list[tuple[str, list[str]]] = field(default_factory=list)  # dtype and shape
+
+
+def _operators() -> dict[str, Operator]:
+    found: dict[str, Operator] = {}
+    for kind, name, shape in _C.operators():
+        if kind == "op":
+            operator = found[name] = Operator()
+            continue
+        names = shape.strip("[]").split(", ")
+        if kind == "returns":
+            operator.returns.append((name, names))
+        elif kind == "host":
+            operator.on_host.add(name)
+        elif kind != "list":  # a list has a tensor for each slice
+            operator.shapes[name] = names
+    return found
+
+
+def _blocks(given: dict[str, Any]) -> int:
+    """Of an alignment, whose mode is an argument or known from what it writes."""
+    mode = given.get("mode", SORTING if "out_to_zero" in given else BASE)
+    rows, experts = given["topk_ids"].numel(), given["num_experts"]
+    return max_blocks(mode, rows, experts, given.get("max_loras", 0), given["block_size"])
+
+
+def _rows(given: dict[str, Any]) -> int:
+    return _blocks(given) * given["block_size"]
+
+
+def _row_tiles(given: dict[str, Any]) -> int:
+    rows = given["values"].size(1)
+    return 2 * -(-rows // (2 * PACK)) if given["order"] else -(-rows // PACK)
+
+
+def _depth_tiles(given: dict[str, Any]) -> int:
+    of = FORMATS[given["format"]]
+    return -(-given["values"].size(2) * (8 // of.bits) // of.tile_columns)
+
+
+# Sizes that are those of no tensor, from the arguments of a call.
+DERIVED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "rows": lambda given: given["rows"] if "rows" in given else _rows(given),
+    "columns": lambda given: given["columns"],
+    "blocks": _blocks,
+    "adapter_ids": lambda given: (_blocks if given["mode"] == UNIFORM else _rows)(given),
+    # of weights in tiles
+    "N": lambda given: given["w_rows"] if given["w_format"] else given["w"].size(1) * PACK,
+    "row_tiles": _row_tiles,
+    "depth_tiles": _depth_tiles,
+    "tile_bytes": lambda given: FORMATS[given["format"]].tile_bytes,
+}
+
+
+def _sizes(operator: Operator, given: dict[str, Any]) -> dict[str, Any]:
+    """Sizes by name, as tensors have them that have as many dimensions as they should."""
+    sizes: dict[str, Any] = {}
+    for name, names in operator.shapes.items():
+        tensor = given[name]
+        if tensor.dim() == len(names) and not _is_absent(tensor):
+            for size_name, size in zip(names, tensor.shape, strict=True):
+                sizes.setdefault(size_name, size)
+    return sizes
+
+
+def _size(word: str, sizes: dict[str, Any], given: dict[str, Any]) -> Any:
+    if word.isdigit():
+        return int(word)
+    name, _, divisor = word.partition(" / ")
+    size = sizes[name] if name in sizes else DERIVED[name](given)
+    return size // int(divisor) if divisor else size
+
+
+def _dtype(word: str, given: dict[str, Any]) -> torch.dtype:
+    if word == "compute":
+        return COMPUTE_DTYPES[given["dtype"]]
+    dtype: torch.dtype = given[word].dtype if word in given else getattr(torch, word)
+    return dtype
+
+
+def _outputs(operator: Operator, given: dict[str, Any]) -> Any:
+    """New tensors, beside the first argument."""
+    if not operator.returns:
+        return None
+    beside = next(iter(given.values()))
+    sizes = _sizes(operator, given)
+    made = tuple(
+        beside.new_empty([_size(word, sizes, given) for word in shape], dtype=_dtype(dtype, given))
+        for dtype, shape in operator.returns
+    )
+    return made if len(made) > 1 else made[0]
+
+
+def _register(name: str, operator: Operator) -> None:
+    """The shape function of an operator, behind the checks in C."""
     op = getattr(torch.ops.moelora_meta, name).default
+    arguments = op._schema.arguments
 
-    def register(shapes: Shapes) -> Shapes:
-        def checked(*args: Any) -> Any:
-            _check_devices(op, args)
-            try:
-                with torch._C._DisableTorchDispatch():  # a fake tensor mode would make fakes again
-                    op(*_example(list(args)))
-            except _Unknown:
-                pass
-            return shapes(*args)
+    def shapes(*args: Any) -> Any:
+        _check_devices(op, args, operator.on_host)
+        try:
+            with torch._C._DisableTorchDispatch():  # a fake tensor mode would make fakes again
+                op(*_example(list(args)))
+        except _Unknown:
+            pass
+        given = {a.name: a.default_value for a in arguments}
+        given.update(zip(given, args, strict=False))
+        return _outputs(operator, given)
 
-        torch.library.register_fake(f"moelora::{name}", checked)
-        autograd.register([name])
-        return shapes
-
-    return register
-
-
-def _align(topk_ids: Tensor, blocks: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    def ids(size: int) -> Tensor:
-        return topk_ids.new_empty((size,), dtype=torch.int32)
-
-    return ids(blocks * block_size), ids(blocks), ids(1)
+    torch.library.register_fake(f"moelora::{name}", shapes)
+    autograd.register([name])
 
 
-@_shape_function("moe_align_block_size")
-def _(
-    topk_ids: Tensor, block_size: int, num_experts: int, expert_map: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    blocks = max_blocks(BASE, topk_ids.numel(), num_experts, 0, block_size)
-    return _align(topk_ids, blocks, block_size)
-
-
-@_shape_function("moe_lora_align_block_size")
-def _(
-    topk_ids: Tensor,
-    token_lora_mapping: Tensor,
-    num_experts: int,
-    block_size: int,
-    max_loras: int,
-    mode: int,
-    adapter_enabled: Tensor,
-    expert_map: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    blocks = max_blocks(mode, topk_ids.numel(), num_experts, max_loras, block_size)
-    rows, experts, num_post = _align(topk_ids, blocks, block_size)
-    lora_ids = torch.empty_like(experts if mode == UNIFORM else rows)
-    return rows, experts, lora_ids, num_post
-
-
-@_shape_function("moe_sorting")
-def _(
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    num_experts: int,
-    block_size: int,
-    out_to_zero: Tensor,
-    expert_map: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    blocks = max_blocks(SORTING, topk_ids.numel(), num_experts, 0, block_size)
-    rows, experts, num_post = _align(topk_ids, blocks, block_size)
-    return rows, torch.empty_like(rows, dtype=torch.float32), experts, num_post
-
-
-@_shape_function("fused_moe_lora_gemm")
-def _(x: Tensor, w: Tensor, topk_weights: Tensor, topk_ids: Tensor, *others: Any) -> Tensor:
-    w_format, _, w_rows = (*others[9:12], 0, 0, 0)[:3]  # left out where all are 0
-    columns = w_rows if w_format else w.size(1) * (PACK if w.dim() == 5 else 1)
-    return x.new_empty((topk_ids.size(0), topk_ids.size(1), columns))
-
-
-@_shape_function("fused_experts_lora")
-def _(hidden_states: Tensor, *others: Any) -> Tensor:
-    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-
-
-def _writes_in_place(*args: Any) -> None:
-    return None
-
-
-for _name in (
-    *("fused_moe_lora_gemm_out", "fused_experts_lora_out", "moe_lora_align_block_size_out"),
-    *("fused_moe_lora", "fused_moe_lora_shrink", "fused_moe_lora_expand"),
-    *("moe_lora_gate_up_delta", "moe_lora_down_delta"),
-    *("moe_lora_a", "moe_lora_gate_up_b", "moe_lora_down_combine", "moe_lora_fused"),
-):
-    _shape_function(_name)(_writes_in_place)
-
-
-@_shape_function("prepack_weights")
-def _(w: Tensor) -> Tensor:
-    return w.new_empty((w.size(0), w.size(1) // PACK, w.size(2) // PACK, PACK, PACK))
-
-
-@_shape_function("pack_quantized")
-def _(
-    values: Tensor,
-    scales: Tensor,
-    zeros: Tensor,
-    format: int,
-    order: int,
-    dtype: int,
-    block_rows: int = 0,
-    block_columns: int = 0,
-) -> Tensor:
-    experts, rows, depth = values.shape
-    row_tiles = 2 * -(-rows // (2 * PACK)) if order else -(-rows // PACK)
-    of = FORMATS[format]
-    depth_tiles = -(-depth * (8 // of.bits) // of.tile_columns)
-    return values.new_empty((experts, row_tiles, depth_tiles, of.tile_bytes))
-
-
-@_shape_function("unpack_quantized")
-def _(tiles: Tensor, format: int, order: int, rows: int, columns: int, dtype: int) -> Tensor:
-    return tiles.new_empty((tiles.size(0), rows, columns), dtype=COMPUTE_DTYPES[dtype])
+for _name, _operator in _operators().items():
+    _register(_name, _operator)

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from quantized_cases import ALL_FORMATS, build
 from cases import Spec
+from quantized_cases import ALL_FORMATS, build
 
-from moelora import _C
 from moelora.formats import FORMATS, code_of
 
 
@@ -41,12 +40,3 @@ def test_a_format_is_found_by_what_it_is(code):
 def test_what_no_format_is():
     with pytest.raises(ValueError, match="no format of mxfp4 has zero points and a scale for 32"):
         code_of("mxfp4", 32, True, False)
-
-
-def test_kernels_are_written_for_formats():
-    """Every kernel format but the native one has the kernels of some format in its rows' names."""
-    names = _C.variants()
-    for kernel in {f.kernel for f in FORMATS[1:]}:
-        of_kernel = {"fp8": ("w8a16", "w8a8")}.get(kernel, (kernel,))
-        for name in of_kernel:
-            assert any(f"_{name}_" in row for row in names), name

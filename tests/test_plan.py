@@ -320,6 +320,25 @@ def test_kernels_of_adapters_alone(answer, tokens, rank):
     assert strip(words) == DELTAS[tokens, rank]
 
 
+ORDER = 1  # of the words of a delta
+
+
+@pytest.mark.parametrize(
+    "sms, bandwidth, tokens, order",
+    [
+        (132, 4800, 96, "sorted"),  # an H200
+        (132, 4800, 80, "route"),
+        (132, 3350, 80, "route"),  # an H100 with as many SMs has its choices
+        (114, 3350, 80, "sorted"),  # others by their memory: to read factors again takes longer,
+        (108, 2039, 72, "sorted"),
+        (148, 8000, 112, "route"),  # or not so long
+    ],
+)
+def test_deltas_are_sorted_where_that_takes_less_than_memory(answer, sms, bandwidth, tokens, order):
+    words = answer(("cuda", 90), "delta", "on", str(sms), str(bandwidth), tokens=tokens, rank=16)
+    assert words.split()[ORDER] == order
+
+
 def test_one_variant_of_each_role_can_be_forced(answer, plan):
     gpu = ("cuda", 90)
     names = (

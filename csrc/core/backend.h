@@ -223,13 +223,14 @@ typedef struct moelora_quantized_problem {
 /* What a plan or a launch may depend on besides the problem; asked once for each device. */
 typedef struct moelora_device_info {
   moelora_device device;
-  int32_t compute_capability; /* CUDA: 80, 89, 90, ... */
-  int32_t num_units;          /* SMs, or CPU threads */
-  uint32_t cpu_isa;           /* bits of moelora_isa */
-  int32_t l2_bytes;           /* CUDA */
-  int32_t shared_bytes;       /* CUDA: that a CTA may ask for */
-  bool overlaps;              /* CUDA: the code that is loaded knows dependent launches */
-  bool batch_invariant;       /* of one call: its kernels and numbers give a row one result */
+  int32_t compute_capability;  /* CUDA: 80, 89, 90, ... */
+  int32_t num_units;           /* SMs, or CPU threads */
+  uint32_t cpu_isa;            /* bits of moelora_isa */
+  int32_t l2_bytes;            /* CUDA */
+  int32_t shared_bytes;        /* CUDA: that a CTA may ask for */
+  int64_t memory_bytes_per_us; /* CUDA: peak bandwidth of its memory; 0: unknown */
+  bool overlaps;               /* CUDA: the code that is loaded knows dependent launches */
+  bool batch_invariant;        /* of one call: its kernels and numbers give a row one result */
 } moelora_device_info;
 
 /* A backend executes plans. A NULL slot says that the operator is not supported; nothing else does.

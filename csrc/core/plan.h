@@ -49,6 +49,35 @@ const moelora_variant *moelora_plan_sum(moelora_dtype dtype, bool vectors,
                                         const moelora_variant *tuned,
                                         const moelora_device_info *device);
 
+/* One projection over an alignment: what its plan depends on besides its kernel. */
+typedef struct moelora_projection_load {
+  const moelora_routes *routes;
+  const moelora_weights *w;
+  const moelora_factors *lora;
+  const void *x; /* NULL: in the workspace */
+  int64_t x_stride;
+  int64_t x_rows_each; /* routed rows that share a row of x; 0: x lies by position */
+  const void *out;     /* NULL: by position, in the workspace */
+  int64_t out_stride[2];
+  int64_t n_out; /* outputs of a row */
+  bool gated, interleaved, weighted, out_f32;
+  const moelora_weights *next; /* of the projection that takes out as its x; NULL: none */
+  bool next_reads_out;         /* and its adapters out as it is */
+  bool x_is_quantized;         /* by the projection before */
+} moelora_projection_load;
+
+/* plan_projection.c */
+moelora_projection_plan moelora_plan_projection(const moelora_projection_load *load,
+                                                const moelora_variant *variant);
+moelora_shrink_plan moelora_plan_projection_shrink(const moelora_projection_load *load,
+                                                   const moelora_variant *variant,
+                                                   const moelora_align_plan *align,
+                                                   const moelora_variant *tuned,
+                                                   const moelora_device_info *device);
+
+/* cost.c: how long the device's memory takes to move `bytes`. */
+double moelora_memory_ns(const moelora_device_info *device, double bytes);
+
 /* plan_sort.c: how rows are sorted into blocks of one expert, of which `cluster` neighbours always
  * belong together. tuned: the row to take if it can serve; NULL: none. */
 void moelora_plan_blocks(const moelora_routes *routes, int32_t rows, int32_t cluster,
@@ -101,6 +130,9 @@ typedef struct moelora_windows {
 moelora_windows moelora_cut_windows(const moelora_routes *routes, const moelora_list_blocks *lists,
                                     moelora_delta_order order, int64_t most, int64_t part,
                                     int64_t columns, int64_t workers);
+
+/* plan_log.c: under MOELORA_LOG=plan, why a forced or tuned row is not taken. */
+void moelora_log_passed_over(const moelora_variant *variant, const char *why);
 
 /* plan_log.c: remember an executed plan for moelora_last_plan, and print it under MOELORA_LOG=plan.
  */

@@ -8,12 +8,12 @@
 #include "core/check.h"
 #include "core/plan.h"
 
-/* Measured on an H200, but for those that follow from a kernel. Bytes are what memory moves in the
- * time of what they are compared with. */
-#define SORT_BYTES 20e6     /* a launch that sorts */
-#define GROUP_BYTES 2e6     /* windows sorted where they are loaded, if the rows make one or two */
-#define LONG_PART_BYTES 1e6 /* factors of a pair that one cluster should not read alone */
-#define MLP_BYTES 512e3     /* of one SM, at 100 bytes a nanosecond: what the other launches take */
+/* Measured on an H200, but for those that follow from a kernel. Nanoseconds are compared with what
+ * memory takes (cost.c). */
+#define SORT_NS 5000.     /* a launch that sorts */
+#define GROUP_NS 500.     /* windows sorted where they are loaded, if the rows make one or two */
+#define LONG_PART_NS 250. /* factors of a pair that one cluster should not read alone */
+#define MLP_BYTES 512e3   /* of one SM, at 100 bytes a nanosecond: what the other launches take */
 #define WAITING_ELEMENTS (8 << 20) /* that L2 keeps in float32 until they are summed */
 #define CTA_BYTES 131072. /* that a warp of an expand moves before another wave takes over */
 
@@ -43,13 +43,15 @@ static double pair_bytes(const moelora_factors *lora, int64_t k, bool shrinks, b
 
 /* Where pairs hardly repeat, to read the factors of one again costs less than to bring its rows
  * together. */
-static moelora_delta_order order_for(const moelora_routes *routes, double bytes_of_pair) {
+static moelora_delta_order order_for(const moelora_routes *routes, double bytes_of_pair,
+                                     const moelora_device_info *device) {
   const double repeated =
       (double)routes->num_rows - moelora_expected_pairs(routes, likely_adapters(routes));
+  const double saved = moelora_memory_ns(device, repeated * bytes_of_pair);
   if (routes->num_rows <= MOELORA_WINDOW_ROWS &&
       (int64_t)routes->num_experts * routes->max_loras <= MOELORA_WINDOW_PAIRS)
-    return repeated * bytes_of_pair > GROUP_BYTES ? MOELORA_GROUPED : MOELORA_BY_ROUTE;
-  return repeated * bytes_of_pair > SORT_BYTES ? MOELORA_SORTED : MOELORA_BY_ROUTE;
+    return saved > GROUP_NS ? MOELORA_GROUPED : MOELORA_BY_ROUTE;
+  return saved > SORT_NS ? MOELORA_SORTED : MOELORA_BY_ROUTE;
 }
 
 /* ---- expand ---- */
@@ -196,7 +198,9 @@ static const moelora_variant *choose_one(const moelora_delta_problem *p, moelora
                          .warps = parts > (double)device->num_units * HELD ? SMALL : LARGE});
   /* The largest clusters for few parts leave SMs idle; that counts where a part is long. */
   const double bytes = 2.0 * p->lora.max_rank * (double)(p->k + p->lora.slice_n);
-  return bytes <= LONG_PART_BYTES || 8 * parts >= 0.75 * device->num_units ? large : NULL;
+  return moelora_memory_ns(device, bytes) <= LONG_PART_NS || 8 * parts >= 0.75 * device->num_units
+             ? large
+             : NULL;
 }
 
 static const moelora_variant *choose_sum(const void *out, int64_t stride, int64_t columns,
@@ -227,7 +231,7 @@ static moelora_status begin(moelora_dtype dtype, const moelora_device_info *devi
 /* The order of rows, and how they are sorted. */
 static void plan_order(const moelora_routes *routes, double bytes_of_pair,
                        const moelora_device_info *device, moelora_delta_plan *plan) {
-  plan->order = order_for(routes, bytes_of_pair);
+  plan->order = order_for(routes, bytes_of_pair, device);
   if (plan->order != MOELORA_SORTED)
     return;
   moelora_plan_blocks(routes, 1, 1, device, NULL, &plan->align);

@@ -159,20 +159,42 @@ static bool reaches_rows(const moelora_variant *v, const access *access) {
   return sm90 ? access->x_rows * (stride / 8) <= UINT32_MAX : stride <= INT32_MAX;
 }
 
-/* Element by element, the tiles above 32 rows would spill registers: they have no such kernel. */
+/* Why a row of the table cannot run a problem; NULL: it can. */
+static const char *why_not(const moelora_variant *v, const access *access,
+                           const moelora_device_info *device) {
+  if (v->device == MOELORA_CPU)
+    return NULL;
+  if (v->format != access->format)
+    return "it is for weights of another format";
+  if (access->layer && !of_format(v, access->second, device))
+    return "no row like it is for the format of w2";
+  if (v->role == MOELORA_ROLE_LAYER)
+    return access->decode ? NULL : "it takes a few tokens of a whole layer in rows or tiles alone";
+  if (!reaches_rows(v, access))
+    return "its offsets do not reach all rows of x";
+  if (v->needs == MOELORA_SM90) {
+    if (!access->tma)
+      return "no tensor map covers the weights, or something allows no 16-byte accesses";
+    if (access->halves)
+      return "it takes no FP8 scales of 64 columns";
+    return access->layer || takes_any_output(v) ? NULL : "it stores outputs of whole layers alone";
+  }
+  /* Element by element, larger tiles would spill registers. */
+  return access->vectors || v->block_m <= 32 ? NULL : "something allows no 16-byte accesses";
+}
+
 static bool serves(const moelora_variant *v, const access *access,
                    const moelora_device_info *device) {
-  if (v->device == MOELORA_CPU)
-    return true;
-  if (v->format != access->format || (access->layer && !of_format(v, access->second, device)))
-    return false;
-  if (v->role == MOELORA_ROLE_LAYER)
-    return access->decode;
-  if (!reaches_rows(v, access))
-    return false;
-  if (v->needs == MOELORA_SM90)
-    return access->tma && !access->halves && (access->layer || takes_any_output(v));
-  return access->vectors || v->block_m <= 32;
+  return !why_not(v, access, device);
+}
+
+/* The same of a row that somebody wants, who learns why it is passed over. */
+static bool serves_as_wanted(const moelora_variant *v, const access *access,
+                             const moelora_device_info *device) {
+  const char *why = why_not(v, access, device);
+  if (why)
+    moelora_log_passed_over(v, why);
+  return !why;
 }
 
 /* For few tokens the whole layer; else the newest instruction set, or the GPU's own family before
@@ -203,7 +225,7 @@ static const moelora_variant *forced_for(moelora_dtype dtype, const access *acce
   static const moelora_role roles[] = {MOELORA_ROLE_LAYER, MOELORA_ROLE_GEMM};
   for (int32_t i = 0; i < 2; i++) {
     const moelora_variant *variant = moelora_forced(roles[i], dtype, device);
-    if (variant && serves(variant, access, device))
+    if (variant && serves_as_wanted(variant, access, device))
       return variant;
   }
   return NULL;
@@ -272,40 +294,6 @@ static int32_t near_elements_of(const moelora_device_info *device) {
   return device->l2_bytes / 4 / 2;
 }
 
-/* x of a projection: rows of the problem's, or rows in the workspace by position. */
-typedef struct projection_x {
-  const void *data;
-  int64_t stride;
-  int64_t rows_each; /* routed rows that share a row of x; 0: by position */
-} projection_x;
-
-static moelora_shrink_plan plan_shrink(const moelora_routes *routes, const projection_x *x,
-                                       int64_t depth, const moelora_factors *lora,
-                                       const moelora_variant *gemm, const moelora_align_plan *align,
-                                       const moelora_variant *tuned,
-                                       const moelora_device_info *device) {
-  if (!routes->token_lora_mapping.data || lora->num_slices == 0)
-    return (moelora_shrink_plan){0};
-  const int64_t pairs = (int64_t)routes->num_experts * routes->max_loras;
-  const int64_t blocks = moelora_max_blocks(routes, gemm->block_m, moelora_blocks_together(gemm));
-  const moelora_shrink_load load = {
-      .dtype = gemm->dtype,
-      .family = (moelora_family)gemm->needs,
-      .rows = routes->num_rows,
-      .segments = routes->num_rows < pairs ? routes->num_rows : pairs,
-      .columns = moelora_padded_columns(lora),
-      .depth = depth,
-      .vectors = moelora_is_vector_row(x->data, x->stride, depth) &&
-                 moelora_are_vector_factors(lora->a, lora->num_slices),
-      .boxes = moelora_are_boxes(
-          lora, x->rows_each ? routes->num_rows / x->rows_each : blocks * gemm->block_m, x->stride),
-      .listed = align->segments,
-      .tuned = tuned,
-      .max_blocks = blocks,
-      .by_position = x->rows_each == 0};
-  return moelora_plan_shrink_blocks(&load, device);
-}
-
 static bool sum_serves(const moelora_variant *v, bool vectors) {
   return v && (v->elements || vectors);
 }
@@ -346,11 +334,22 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
   if (device->device == MOELORA_CPU)
     return MOELORA_OK;
   const moelora_variant *v = plan->variant;
-  const projection_x x = {problem->x, problem->x_stride, problem->x_per_row ? 1 : routes->top_k};
+  const moelora_projection_load load = {
+      .routes = routes,
+      .w = &problem->w,
+      .lora = &problem->lora,
+      .x = problem->x,
+      .x_stride = problem->x_stride,
+      .x_rows_each = problem->x_per_row ? 1 : routes->top_k,
+      .out = problem->out,
+      .out_stride = {problem->out_stride[0], problem->out_stride[1]},
+      .n_out = problem->w.n,
+      .weighted = problem->mul_routed_weight,
+  };
   plan->near_elements = near_elements_of(device);
+  plan->projection = moelora_plan_projection(&load, v);
   moelora_plan_blocks(routes, v->block_m, moelora_blocks_together(v), device, NULL, &plan->align);
-  plan->shrink =
-      plan_shrink(routes, &x, problem->w.k, &problem->lora, v, &plan->align, NULL, device);
+  plan->shrink = moelora_plan_projection_shrink(&load, v, &plan->align, NULL, device);
   return MOELORA_OK;
 }
 
@@ -366,7 +365,7 @@ static const moelora_variant *tuned_for(moelora_role role, const moelora_experts
 static const moelora_variant *prefer_tuned(const moelora_variant *tuned,
                                            const moelora_variant *picked, const access *access,
                                            const moelora_device_info *device) {
-  return tuned && !moelora_is_forced(picked) && serves(tuned, access, device) &&
+  return tuned && !moelora_is_forced(picked) && serves_as_wanted(tuned, access, device) &&
                  adds_up_alike(tuned, picked, access, device)
              ? tuned
              : picked;
@@ -398,17 +397,40 @@ static void plan_around(const moelora_experts_problem *p, const moelora_variant 
                         moelora_experts_plan *plan) {
   const moelora_routes *routes = &p->routes;
   const moelora_variant *tuned_shrink = tuned_for(MOELORA_ROLE_SHRINK, p, device, seen);
-  /* Scaled hidden states, and h, lie in the workspace. */
-  const bool scaled = p->apply_router_weight_on_input;
-  const projection_x x = {scaled ? NULL : p->x, scaled ? p->hidden : p->x_stride, routes->top_k};
-  const projection_x h = {NULL, p->intermediate, 0};
+  const bool adapters = routes->token_lora_mapping.data && p->w2_lora.num_slices > 0;
+  /* Scaled hidden states, h, and the outputs of both lie in the workspace. */
+  plan->scales_x = p->apply_router_weight_on_input;
+  const moelora_projection_load first = {
+      .routes = routes,
+      .w = &p->w13,
+      .lora = &p->w13_lora,
+      .x = plan->scales_x ? NULL : p->x,
+      .x_stride = plan->scales_x ? p->hidden : p->x_stride,
+      .x_rows_each = routes->top_k,
+      .n_out = p->intermediate,
+      .gated = moelora_is_gated(p->activation.kind),
+      .interleaved = moelora_is_interleaved(p->activation.kind),
+      .next = &p->w2,
+      .next_reads_out = adapters,
+  };
+  plan->projection[0] = moelora_plan_projection(&first, gemm);
+  const moelora_projection_load second = {
+      .routes = routes,
+      .w = &p->w2,
+      .lora = &p->w2_lora,
+      .x_stride = p->intermediate,
+      .n_out = p->hidden,
+      .out_f32 = plan->partial_f32,
+      .x_is_quantized = plan->projection[0].stores_e4m3,
+  };
+  plan->projection[1] = moelora_plan_projection(&second, plan->w2);
   plan->near_elements = near_elements_of(device);
   moelora_plan_blocks(routes, gemm->block_m, moelora_blocks_together(gemm), device,
                       tuned_for(MOELORA_ROLE_SORT, p, device, seen), &plan->align);
   plan->shrink[0] =
-      plan_shrink(routes, &x, p->hidden, &p->w13_lora, gemm, &plan->align, tuned_shrink, device);
-  plan->shrink[1] = plan_shrink(routes, &h, p->intermediate, &p->w2_lora, gemm, &plan->align,
-                                tuned_shrink, device);
+      moelora_plan_projection_shrink(&first, gemm, &plan->align, tuned_shrink, device);
+  plan->shrink[1] =
+      moelora_plan_projection_shrink(&second, gemm, &plan->align, tuned_shrink, device);
   plan->sum = moelora_plan_sum(p->dtype, moelora_is_vector_row(p->out, p->out_stride, p->hidden),
                                tuned_for(MOELORA_ROLE_SUM, p, device, seen), device);
 }

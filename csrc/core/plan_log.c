@@ -1,4 +1,5 @@
 /* What was planned: for moelora_last_plan, and for people who ask with MOELORA_LOG=plan. */
+#include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -80,6 +81,83 @@ static void log_plan(const char *operator, const char *shape, const char *dtype,
           device->batch_invariant ? "; batch invariant" : "");
 }
 
+void moelora_log_passed_over(const moelora_variant *variant, const char *why) {
+  if (moelora_log() >= MOELORA_LOG_PLAN)
+    fprintf(stderr, "moelora: %s is passed over: %s\n", variant->name, why);
+}
+
+/* ---- what launches do: a line each, in their order ---- */
+
+static const char *epilogue_name(moelora_epilogue_plan epilogue) {
+  static const char *const names[] = {
+      [MOELORA_EPILOGUE_GENERAL] = "general",
+      [MOELORA_EPILOGUE_PLAIN] = "plain",
+      [MOELORA_EPILOGUE_PLAIN_F32] = "plain_f32",
+      [MOELORA_EPILOGUE_GATED] = "gated",
+  };
+  return names[epilogue];
+}
+
+static const char *grid_name(moelora_grid_plan grid) {
+  static const char *const names[] = {
+      [MOELORA_GRID_OVERLAPPED] = "overlapped",
+      [MOELORA_GRID_SPREAD] = "spread",
+      [MOELORA_GRID_EVEN] = "even",
+  };
+  return names[grid];
+}
+
+/* Which part of a call, and how it runs: "what: key=value ...". */
+static void log_part(const char *what, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+static void log_part(const char *what, const char *format, ...) {
+  char text[MAX_TEXT];
+  va_list values;
+  va_start(values, format);
+  vsnprintf(text, sizeof text, format, values);
+  va_end(values);
+  fprintf(stderr, "moelora:   %s: %s\n", what, text);
+}
+
+static void log_sort(const char *what, const moelora_sort_plan *plan) {
+  if (plan->variant)
+    log_part(what, "%s ctas=%u items=%u table_rows=%u chunks_of_row=%u table_bytes=%zu",
+             plan->variant->name, plan->num_chunks, plan->chunk_items, plan->num_rows,
+             plan->row_chunks, plan->table_bytes);
+}
+
+static void log_align(const moelora_align_plan *plan) {
+  log_sort("sort_tokens", &plan->tokens);
+  log_sort("sort", &plan->rows);
+  if (plan->segments)
+    log_part("segments", "listed=%lld", (long long)plan->segments);
+}
+
+static void log_shrink(const char *what, const moelora_shrink_plan *plan) {
+  if (plan->variant)
+    log_part(what,
+             "%s part=%d shares=%d group=%d listed=%d few=%d splits=%d window=%d span=%d work=%lld",
+             plan->variant->name, plan->part, plan->shares, plan->group, plan->listed, plan->few,
+             plan->splits, plan->window, plan->span, (long long)plan->work);
+}
+
+static void log_expand(const char *what, const moelora_expand_plan *plan) {
+  if (plan->variant)
+    log_part(what, "%s part=%d tiles=%d shares=%d window=%d waves=%d work=%lld",
+             plan->variant->name, plan->part, plan->tiles, plan->shares, plan->window, plan->waves,
+             (long long)plan->work);
+}
+
+static void log_projection(const char *what, const moelora_variant *variant,
+                           const moelora_projection_plan *plan, int32_t splits) {
+  log_part(what,
+           "%s epilogue=%s grid=%s splits=%d vectors=%d a_vectors=%d b_vectors=%d b_boxes=%d "
+           "quantizes_x=%d stores_e4m3=%d stores_out=%d counters=%lld",
+           variant->name, epilogue_name(plan->epilogue), grid_name(plan->grid), splits,
+           plan->vectors, plan->a_vectors, plan->b_vectors, plan->b_boxes, plan->quantizes_x,
+           plan->stores_e4m3, plan->stores_out, (long long)plan->num_counters);
+}
+
 void moelora_note_align(const moelora_routes *routes, const moelora_device_info *device,
                         const moelora_align_plan *plan) {
   if (!plan->rows.variant)
@@ -91,6 +169,7 @@ void moelora_note_align(const moelora_routes *routes, const moelora_device_info 
   char shape[32];
   snprintf(shape, sizeof shape, "max_loras=%d", routes->max_loras);
   log_plan("align", shape, "", routes, device, "", 0, NULL, NULL);
+  log_align(plan);
 }
 
 void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device_info *device,
@@ -105,6 +184,12 @@ void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device
   snprintf(shape, sizeof shape, "N=%lld K=%lld", (long long)problem->w.n, (long long)problem->w.k);
   log_plan("gemm", shape, moelora_dtype_name(problem->dtype), &problem->routes, device,
            plan->variant->name, 1, plan->variant, NULL);
+  if (device->device == MOELORA_CPU)
+    return;
+  log_align(&plan->align);
+  log_part("zero_skipped", "rows=%lld", (long long)problem->routes.num_rows);
+  log_shrink("shrink", &plan->shrink);
+  log_projection("w", plan->variant, &plan->projection, 1);
 }
 
 void moelora_note_experts(const moelora_experts_problem *problem, const moelora_device_info *device,
@@ -127,6 +212,22 @@ void moelora_note_experts(const moelora_experts_problem *problem, const moelora_
   log_plan("experts", shape, moelora_dtype_name(problem->dtype), &problem->routes, device,
            plan->variant->name, plan->staged || plan->w2 == plan->variant ? 2 : 1, plan->variant,
            moelora_tuned_variant(problem, &seen, MOELORA_ROLE_GEMM));
+  if (device->device == MOELORA_CPU)
+    return;
+  const moelora_variant *w13 = plan->staged ? plan->staged : plan->variant;
+  if (plan->staged)
+    log_part("layer",
+             "%s in one launch; where its CTAs do not fit the context:", plan->variant->name);
+  log_align(&plan->align);
+  if (plan->scales_x)
+    log_part("scale_x", "rows=%lld", (long long)problem->routes.num_tokens);
+  log_shrink("shrink13", &plan->shrink[0]);
+  log_projection("w13", w13, &plan->projection[0], 1);
+  log_shrink("shrink2", &plan->shrink[1]);
+  log_projection("w2", plan->w2, &plan->projection[1], plan->splits);
+  if (plan->sum)
+    log_part("sum", "%s float32=%d splits=%d of %d", plan->sum->name, plan->partial_f32,
+             plan->splits, plan->split_tiles * MOELORA_SPLIT_DEPTH);
 }
 
 void moelora_note_delta(const char *operator, const moelora_routes *routes, moelora_dtype dtype,
@@ -152,4 +253,22 @@ void moelora_note_delta(const char *operator, const moelora_routes *routes, moel
   snprintf(shape, sizeof shape, "max_loras=%d", routes->max_loras);
   log_plan(operator, shape, moelora_dtype_name(dtype), routes, device, kernels, 1, plan->variant,
            NULL);
+  if (device->device == MOELORA_CPU)
+    return;
+  static const char *const orders[] = {[MOELORA_BY_ROUTE] = "by_route",
+                                       [MOELORA_GROUPED] = "grouped",
+                                       [MOELORA_SORTED] = "sorted",
+                                       [MOELORA_LISTED] = "listed"};
+  log_part("rows", "order=%s", orders[plan->order]);
+  if (plan->one) {
+    log_part("delta", "%s parts=%g", plan->one->name, plan->parts);
+  } else {
+    log_align(&plan->align);
+    for (int32_t i = 0; i < 2; i++) {
+      log_shrink(shrinks[i], &plan->shrink[i]);
+      log_expand(expands[i], &plan->expand[i]);
+    }
+  }
+  if (plan->sum)
+    log_part("sum", "%s float32=%d", plan->sum->name, plan->waiting_f32);
 }

@@ -84,6 +84,33 @@ static MOELORA_CONSTEXPR int32_t moelora_float_ctas(moelora_kernel_format format
   return moelora_is_four_bits(moelora_format_of_kernel(format)) ? 3 : 2;
 }
 
+/* What follows from the row of a Hopper GEMM; its kernels assert the same. Tiles of 128 weight rows
+ * have one warpgroup of consumers, two or three CTAs of which share an SM; those of 256 have two,
+ * and an SM to themselves. */
+static MOELORA_CONSTEXPR bool moelora_shares_sm(int32_t block_n) {
+  return block_n == 128;
+}
+
+/* Multiplies by mma.sync, as few tokens of four-bit weights are. */
+static MOELORA_CONSTEXPR bool moelora_has_few_rows(moelora_kernel_format format, int32_t block_m) {
+  return moelora_is_four_bits(moelora_format_of_kernel(format)) && block_m <= 16;
+}
+
+/* Tiles are assigned as CTAs become free, by a counter and the number of the one that follows each;
+ * otherwise by a counter alone, or by place. */
+static MOELORA_CONSTEXPR bool moelora_has_dynamic_schedule(int32_t block_n) {
+  return !moelora_shares_sm(block_n);
+}
+
+/* The epilogue of a gated projection can leave its outputs in e4m3, for the next one: a tile has
+ * 128 of them, a whole group. */
+static MOELORA_CONSTEXPR bool moelora_stores_e4m3(moelora_kernel_format format, int32_t block_n) {
+  return moelora_is_e4m3_kernel(format) && block_n == 256;
+}
+
+/* Tiles of a projection that become halves, at most; see TileScheduler. */
+#define MOELORA_MOST_HALVED 128
+
 /* Split-K: parts of a tile's depth, at most, and what all kernels take in whole steps of it. */
 #define MOELORA_MOST_SPLITS 4
 #define MOELORA_SPLIT_DEPTH 128
@@ -157,10 +184,41 @@ typedef struct moelora_expand_plan {
   int64_t work;
 } moelora_expand_plan;
 
-/* One grouped projection. */
+/* The epilogue that the kernel of a projection ends in. */
+typedef enum moelora_epilogue_plan {
+  MOELORA_EPILOGUE_GENERAL,   /* any */
+  MOELORA_EPILOGUE_PLAIN,     /* bias, relu2 or nothing; as all below without routing weights */
+  MOELORA_EPILOGUE_PLAIN_F32, /* the same, left in float32 */
+  MOELORA_EPILOGUE_GATED,     /* bias and a gated activation */
+} moelora_epilogue_plan;
+
+/* When CTAs start, where there are fewer than the GPU holds at once. */
+typedef enum moelora_grid_plan {
+  MOELORA_GRID_OVERLAPPED, /* as the kernel before leaves room for them */
+  MOELORA_GRID_SPREAD,     /* behind the end of the kernel before, so that all SMs get some */
+  MOELORA_GRID_EVEN,       /* at once, each with so much shared memory that an SM holds its share */
+} moelora_grid_plan;
+
+/* How the kernel of one projection is launched. */
+typedef struct moelora_projection_plan {
+  moelora_epilogue_plan epilogue;
+  moelora_grid_plan grid;
+  bool vectors;         /* x, w and out allow 16-byte accesses */
+  bool a_vectors;       /* so do the factors A */
+  bool b_vectors;       /* and the factors B, which are more depth of w */
+  bool b_boxes;         /* and a tensor map covers each slice of these */
+  bool quantizes_x;     /* a launch before it brings x to e4m3 */
+  bool stores_e4m3;     /* its epilogue leaves outputs in e4m3, too, as the next projection's x, */
+  bool stores_out;      /* and as they are, if somebody reads them */
+  int64_t num_counters; /* of its tile scheduler */
+} moelora_projection_plan;
+
+/* One grouped projection. Rows of out that no expert of this rank computes are zeroed by a launch
+ * of their own before it. */
 typedef struct moelora_gemm_plan {
   const moelora_variant *variant; /* its block_m: rows of an alignment block */
   /* CUDA */
+  moelora_projection_plan projection;
   int32_t near_elements; /* of tokens that L2 keeps while weights stream by */
   moelora_align_plan align;
   moelora_shrink_plan shrink;
@@ -178,6 +236,8 @@ typedef struct moelora_experts_plan {
   /* CUDA */
   int32_t splits, split_tiles; /* split-K: parts of w2's depth that the sum adds up, and how many
                                 * times MOELORA_SPLIT_DEPTH each but the last has */
+  moelora_projection_plan projection[2]; /* of w13, of w2; of `staged`, where there is one */
+  bool scales_x;                         /* a launch multiplies x by routing weights */
   int32_t near_elements;
   moelora_align_plan align;
   moelora_shrink_plan shrink[2]; /* of w13, of w2 */

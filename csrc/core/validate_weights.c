@@ -234,12 +234,12 @@ static moelora_status check_quantised_layout(const moelora_layout *layout) {
 
 /* The group of `groups` scales for k columns; 0: there is none. */
 static int64_t group_of(const moelora_layout *layout, int64_t k, int64_t groups) {
-  const bool halves = moelora_tile_groups(layout->format) == 2;
+  const int64_t columns = MOELORA_PACK / moelora_tile_groups(layout->format);
   if (k % groups != 0)
     return 0;
   const int64_t group = k / groups;
   const bool whole = group == k || group % MOELORA_PACK == 0;
-  return (halves ? group == 32 : whole) ? group : 0;
+  return (columns < MOELORA_PACK ? group == columns : whole) ? group : 0;
 }
 
 /* Scales and zeros: [E, N, K / group]. */
@@ -276,9 +276,10 @@ static moelora_status check_nibbles(const moelora_quantized *w, const moelora_la
   problem->group = group_of(layout, k, groups);
   MOELORA_REQUIRE(problem->group, "%s.size(2) is %lld for K = %lld, expected a scale for %s",
                   scales.name, (long long)groups, (long long)k,
-                  moelora_tile_groups(layout->format) == 2
-                      ? "every 32 columns"
-                      : "every 64 columns, a multiple of them, or all");
+                  moelora_tile_groups(layout->format) == 1
+                      ? "every 64 columns, a multiple of them, or all"
+                  : moelora_has_groups_of_32(layout->format) ? "every 32 columns"
+                                                             : "every 16 columns");
   if (moelora_has_zeros(layout->format)) {
     MOELORA_TRY(check_groups(zeros, values, w->values.size, problem->zeros_stride));
     MOELORA_TRY(moelora_check_dtype(zeros, MOELORA_U8, NULL));

@@ -49,9 +49,10 @@ static void pack_groups(const moelora_quantized_problem *p, int64_t expert, int6
                         int64_t k, uint8_t *tile) {
   const int32_t groups = moelora_tile_groups(p->tiles.format);
   const int32_t bytes = moelora_scale_bytes(p->tiles.format);
+  const int32_t columns = MOELORA_PACK / groups;
   uint8_t *scales = tile + MOELORA_TILE_VALUES, *zeros = scales + 64 * groups * bytes;
-  for (int32_t g = 0; g < groups && k + 32 * g < p->tiles.k; g++) {
-    const int64_t group = (k + 32 * g) / p->group;
+  for (int32_t g = 0; g < groups && k + columns * g < p->tiles.k; g++) {
+    const int64_t group = (k + columns * g) / p->group;
     const int32_t place = moelora_scale_index(groups, r, g);
     pack_scale(p, expert * p->scales_stride[0] + n * p->scales_stride[1] + group,
                scales + place * bytes);

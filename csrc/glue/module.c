@@ -4,7 +4,7 @@
 
 #include "core/format.h"
 #include "core/log.h"
-#include "glue/op_context.h"
+#include "glue/ops.h"
 
 static PyObject *py_version(PyObject *self, PyObject *unused) {
   (void)self, (void)unused;
@@ -159,6 +159,35 @@ static PyObject *py_formats(PyObject *self, PyObject *unused) {
   return list;
 }
 
+/* Rows of ops.inc: ("op", name, ""), then (kind, argument, shape) of each, then ("returns", dtype,
+ * shape). Numbers and flags, which have no shape, are not among them. */
+static PyObject *py_operators(PyObject *self, PyObject *unused) {
+  (void)self, (void)unused;
+  static const struct {
+    const char *kind, *name, *shape;
+  } rows[] = {
+#define OP(NAME, ...) {"op", #NAME, ""},
+#define TENSOR(NAME, SHAPE, FIELD) {"tensor", #NAME, SHAPE},
+#define OPTIONAL(NAME, SHAPE, FIELD) {"optional", #NAME, SHAPE},
+#define WRITTEN(ALIAS, NAME, SHAPE, FIELD) {"tensor", #NAME, SHAPE},
+#define WRITTEN_OPTIONAL(ALIAS, NAME, SHAPE, FIELD) {"optional", #NAME, SHAPE},
+#define LIST(NAME, SHAPE, COUNT, FIELD) {"list", #NAME, SHAPE},
+#define LORA(A, SHAPE_A, B, SHAPE_B, FIELD) {"list", #A, SHAPE_A}, {"list", #B, SHAPE_B},
+#define HOST_INT(NAME, FIELD) {"host", #NAME, "[1]"},
+#define RETURNS(DTYPE, SHAPE) {"returns", DTYPE, SHAPE},
+#include "glue/ops.inc"
+  };
+  PyObject *list = PyList_New(0);
+  for (size_t i = 0; list && i < sizeof rows / sizeof *rows; i++) {
+    PyObject *item = Py_BuildValue("sss", rows[i].kind, rows[i].name, rows[i].shape);
+    if (!item || PyList_Append(list, item) < 0) {
+      Py_CLEAR(list);
+    }
+    Py_XDECREF(item);
+  }
+  return list;
+}
+
 static PyMethodDef methods[] = {
     {"version", py_version, METH_NOARGS, "Version of the compiled library."},
     {"variants", py_variants, METH_NOARGS, "Names of all kernel variants compiled in."},
@@ -185,6 +214,8 @@ static PyMethodDef methods[] = {
      "True if MOELORA_LOG asks for the arguments of every call."},
     {"cpu_features", py_cpu_features, METH_NOARGS, "CPU features that dispatch looks at."},
     {"has_cuda", py_has_cuda, METH_NOARGS, "True if CUDA kernels are compiled in and can run."},
+    {"operators", py_operators, METH_NOARGS,
+     "Operators, their tensors, and what they return: (kind, name or dtype, shape) of each."},
     {"formats", py_formats, METH_NOARGS,
      "Weight formats: (name, kernel, rows and columns that share a scale, zero points, bits, "
      "columns and bytes of a tile) of each, in the order of their codes."},

@@ -272,18 +272,6 @@ int32_t op_int(moelora_op_context *ctx, const char *name, StableIValue value) {
   return (int32_t)wide;
 }
 
-moelora_layout op_layout(moelora_op_context *ctx, const char *const names[4], StableIValue format,
-                         StableIValue order, StableIValue rows, StableIValue x_format,
-                         StableIValue x_scale) {
-  return (moelora_layout){
-      .format = (moelora_format)op_int(ctx, names[0], format),
-      .order = (moelora_row_order)op_int(ctx, names[1], order),
-      .rows = op_int(ctx, names[2], rows),
-      .x = (moelora_x_format)op_int(ctx, names[3], x_format),
-      .x_scale = (float)op_float(x_scale),
-  };
-}
-
 double op_float(StableIValue value) {
   double number;
   memcpy(&number, &value, sizeof number);

@@ -16,9 +16,6 @@
 #define OP_MAX_HANDLES (20 + 4 * MOELORA_MAX_SLICES)
 #define OP_MAX_OUTPUTS 4
 
-/* The last argument of every operator that adds or multiplies. */
-#define MOELORA_INVARIANT ", bool batch_invariant=False"
-
 typedef struct moelora_op_context {
   const char *op;
   moelora_exec exec;
@@ -43,10 +40,6 @@ int32_t op_tensors(moelora_op_context *ctx, const char *name, StableIValue value
                    moelora_tensor *out);
 int32_t op_int(moelora_op_context *ctx, const char *name, StableIValue value);
 double op_float(StableIValue value);
-/* How weights lie in memory; `names` are those of the integers. */
-moelora_layout op_layout(moelora_op_context *ctx, const char *const names[4], StableIValue format,
-                         StableIValue order, StableIValue rows, StableIValue x_format,
-                         StableIValue x_scale);
 /* The value of an integer tensor of one element in host memory; 0 if absent, and in a meta call. */
 int32_t op_host_int(moelora_op_context *ctx, const char *name, StableIValue value);
 /* Fails if there are tokens and factors but nothing says which token carries which adapter: the
@@ -84,15 +77,9 @@ typedef struct op_error {
 
 const op_error *op_last_error(void);
 
-/* An operator: its name, schema and boxed function. */
-typedef struct moelora_op {
-  const char *name, *schema;
-  void (*function)(StableIValue *, uint64_t, uint64_t);
-} moelora_op;
-
-/* ops_delta.c: the operators that add adapters alone; ends with a name of NULL. */
-extern const moelora_op moelora_delta_ops[];
-/* ops.c: defines the operators and registers them. Returns NULL, or what went wrong. */
+/* register.c: defines the operators of ops.inc and registers them. Returns NULL, or what went
+ * wrong.
+ */
 const char *moelora_register_ops(void);
 
 #endif

@@ -17,7 +17,9 @@
  *
  *   ONE ORDER SORT SHRINK SPLITS EXPAND WAVES
  *
- * where ONE is both halves in one launch.
+ * where ONE is both halves in one launch. With `on SMS GB_PER_S` behind that the GPU has so many
+ * SMs and such a memory, else 132 and one that is not known. With MOELORA_LOG=plan what layers
+ * launch is on stderr.
  *
  * Arguments are tuned plans, nine words each:
  *
@@ -29,6 +31,7 @@
 
 #include "core/backend.h"
 #include "core/format.h"
+#include "core/plan.h"
 
 static const moelora_dtype dtypes[] = {MOELORA_F32, MOELORA_BF16, MOELORA_F16};
 static const char *dtype_names[] = {"float32", "bfloat16", "float16"};
@@ -153,7 +156,9 @@ int main(int argc, char **argv) {
   const bool deltas = argc > 1 && strcmp(argv[1], "delta") == 0;
   const bool listed = argc > 1 && strcmp(argv[1], "listed") == 0;
   const bool splits = argc > 1 && strcmp(argv[1], "splits") == 0;
-  const int told = 1 + deltas + listed + splits;
+  const int asked = 1 + deltas + listed + splits;
+  const bool on = argc > asked + 2 && strcmp(argv[asked], "on") == 0;
+  const int told = asked + 3 * on;
   const bool quantised = argc > told + 2 && strcmp(argv[told], "formats") == 0;
   const operands w13 = quantised ? parse_format(argv[told + 1]) : (operands){0};
   const operands w2 = quantised ? parse_format(argv[told + 2]) : (operands){0};
@@ -195,7 +200,8 @@ int main(int argc, char **argv) {
     if (strcmp(kind, "cuda") == 0)
       device = (moelora_device_info){.device = MOELORA_CUDA,
                                      .compute_capability = level,
-                                     .num_units = 132,
+                                     .num_units = on ? atoi(argv[asked + 1]) : 132,
+                                     .memory_bytes_per_us = on ? atoll(argv[asked + 2]) * 1000 : 0,
                                      .l2_bytes = 60 << 20,
                                      .shared_bytes = shared_kib(level) * 1024,
                                      .overlaps = level >= 90,
@@ -220,6 +226,8 @@ int main(int argc, char **argv) {
              name_of(plan.staged), name_of(plan.align.rows.variant),
              name_of(plan.shrink[0].variant), name_of(plan.shrink[1].variant), name_of(plan.sum),
              name_of(plan.w2));
+    if (planned)
+      moelora_note_experts(&problem, &device, &plan);
     else
       printf("error: %s\n", moelora_error_message());
   }

@@ -214,7 +214,7 @@ size_t moelora_cuda_decode_workspace(const moelora_experts_problem *problem,
 }
 
 moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
-                                   const moelora_variant *variant, const moelora_exec *exec,
+                                   const moelora_experts_plan *plan, const moelora_exec *exec,
                                    bool *fits) {
   using namespace decode;
   const moelora_experts_problem &p = *problem;
@@ -235,10 +235,9 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
   params.reading = l.reading;
   params.h = l.h;
   for (int i = 0; i < 2; i++) {
-    const moelora_factors &f = i ? p.w2_lora : p.w13_lora;
     params.xa[i] = l.xa[i];
-    params.a_vectors[i] = moelora_are_vector_factors(f.a, f.num_slices);
-    params.b_vectors[i] = f.max_rank % 8 == 0 && moelora_are_vector_factors(f.b, f.num_slices);
+    params.a_vectors[i] = plan->projection[i].a_vectors;
+    params.b_vectors[i] = plan->projection[i].b_vectors;
   }
   const int64_t active_experts =
       p.routes.num_rows < p.routes.num_experts ? p.routes.num_rows : p.routes.num_experts;
@@ -246,11 +245,11 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
   const int64_t items =
       active_experts * params.tiles13 > columns ? active_experts * params.tiles13 : columns;
   const int64_t work = items < kMostCtas ? items : kMostCtas;
-  switch (variant->id) {
+  switch (plan->variant->id) {
 #define MOELORA_CUDA_DECODE(NAME, DTYPE, FORMAT, FAMILY)                                           \
   case CUDA_##NAME:                                                                                \
     return launch_##FORMAT(params, work, exec, fits);
 #include "cuda/variants.inc"
   }
-  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s is no whole layer", variant->name);
+  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s is no whole layer", plan->variant->name);
 }

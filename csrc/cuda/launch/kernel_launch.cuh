@@ -163,6 +163,21 @@ moelora_status launch_even(const char *name, int64_t work, int threads, size_t s
   return launch_blocks<KERNEL>(name, work, threads, OF_SM / (size_t)(share + 1), exec, args...);
 }
 
+/* One of these three. */
+template <auto KERNEL, class... Args>
+moelora_status launch_planned(moelora_grid_plan grid, const char *name, int64_t work, int threads,
+                              size_t shared_bytes, const moelora_exec *exec, Args... args) {
+  switch (grid) {
+  case MOELORA_GRID_SPREAD:
+    return launch_spread<KERNEL>(name, work, threads, shared_bytes, exec, args...);
+  case MOELORA_GRID_EVEN:
+    return launch_even<KERNEL>(name, work, threads, shared_bytes, exec, args...);
+  case MOELORA_GRID_OVERLAPPED:
+    break;
+  }
+  return launch_kernel<KERNEL>(name, work, threads, shared_bytes, exec, args...);
+}
+
 /* Queues KERNEL(args...) on at most `per_sm` blocks per SM and at most `work`, all of them resident
  * from the start, so that they may wait for each other. Not started before its predecessor ends.
  * fits: false, and nothing is queued, where the context has fewer SMs than the device, as a green

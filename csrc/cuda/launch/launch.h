@@ -31,9 +31,6 @@ typedef struct moelora_segment {
 /* Projections over one alignment, at most. */
 #define MOELORA_PROJECTIONS 2
 
-/* Tiles of a projection that become halves, at most; see TileScheduler. */
-#define MOELORA_MOST_HALVED 128
-
 /* Routed rows dealt to blocks of one expert each, in the order of their adapters. Block b holds
  * counts[b] rows from position b * rows on; what follows up to (b + 1) * rows is padding. The rows
  * of an expert are spread evenly, in n8 tiles, over the fewest blocks that hold them. `cluster`
@@ -75,8 +72,13 @@ typedef struct moelora_schedule {
   int32_t near_elements; /* of tokens that L2 keeps while weights stream by */
 } moelora_schedule;
 
-/* What a main loop reads of rows. With x first, the 128 x 256 tile of sm_80 would spill. Where both
- * operands are FP8, moelora_cuda_quantize_rows says what x holds. */
+/* Hopper's kernels of FP8 address x in 16 bits, as all others do: two numbers of e4m3, whose rows
+ * of a stage are 128 bytes like those of other formats. */
+constexpr int32_t kE4m3OfUnit = 2;
+
+/* What a main loop reads of rows; `stride` and `k` count elements of x, or such units. With x
+ * first, the 128 x 256 tile of sm_80 would spill. Where both operands are FP8,
+ * moelora_cuda_quantize_rows says what x holds. */
 typedef struct moelora_tokens {
   moelora_divisor divisor; /* of value 0: x is by position */
   int64_t stride;
@@ -260,7 +262,8 @@ moelora_status moelora_cuda_sum(const moelora_sum_launch *s, const moelora_varia
  * rows of the family in variants.inc. */
 #define MOELORA_CUDA_GEMM(NAME, DTYPE, FORMAT, FAMILY, ...)                                        \
   moelora_status moelora_cuda_gemm_##FAMILY##_##FORMAT(                                            \
-      const moelora_gemm_launch *g, const moelora_variant *variant, const moelora_exec *exec);
+      const moelora_gemm_launch *g, const moelora_variant *variant,                                \
+      const moelora_projection_plan *plan, const moelora_exec *exec);
 #include "cuda/variants.inc"
 
 /* decode.cu: the whole layer in one launch. */
@@ -268,7 +271,7 @@ size_t moelora_cuda_decode_workspace(const moelora_experts_problem *problem,
                                      const moelora_exec *exec);
 /* fits: false, and nothing is queued, where its CTAs cannot all be resident. */
 moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
-                                   const moelora_variant *variant, const moelora_exec *exec,
+                                   const moelora_experts_plan *plan, const moelora_exec *exec,
                                    bool *fits);
 
 /* experts.cu: slots of the backend's table */

@@ -59,26 +59,11 @@ struct Alignment {
   void *scratch;
 };
 
-/* A projection: its kernel, and the rows of its weights. */
-struct Projected {
-  const moelora_variant *variant;
-  int64_t rows;
-};
-
-/* What the tiles of a projection are drawn from: a counter, and of large Hopper tiles, behind it,
- * the number of the one that follows each of them. */
-size_t counters_of(const Projected &p, size_t blocks) {
-  if (p.variant->needs != MOELORA_SM90 || p.variant->block_n < 256)
-    return 1;
-  const int64_t columns = (p.rows + p.variant->block_n - 1) / p.variant->block_n;
-  return moelora_times(blocks + MOELORA_MOST_HALVED + 1, (size_t)columns);
-}
-
+/* Of blocks of `variant`, for `count` projections. */
 Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
-                         const Projected *projections, int count, const moelora_align_plan *plan,
-                         bool summed, bool weighted) {
+                         const moelora_variant *variant, const moelora_projection_plan *projections,
+                         int count, const moelora_align_plan *plan, bool summed, bool weighted) {
   Alignment a;
-  const moelora_variant *variant = projections[0].variant;
   a.routes = moelora_cuda_take_routes(from, false, arena);
   const moelora_routes *routes = &a.routes;
   moelora_blocks *blocks = &a.blocks;
@@ -100,7 +85,7 @@ Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
   blocks->num_post = (int32_t *)moelora_take(arena, 4);
   size_t counters = 0;
   for (int i = 0; i < count; i++) {
-    const size_t needed = counters_of(projections[i], most);
+    const size_t needed = (size_t)projections[i].num_counters;
     counters = needed > counters ? needed : counters;
   }
   blocks->num_counters = (int64_t)moelora_times((size_t)count, counters);
@@ -138,7 +123,7 @@ void *take_xa(moelora_arena *arena, const Alignment *a, const moelora_factors *f
 
 moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
                                const moelora_weights *w, const moelora_factors *lora,
-                               int32_t near_elements) {
+                               const moelora_projection_plan *plan, int32_t near_elements) {
   moelora_gemm_launch g = {};
   g.schedule.near_elements = near_elements;
   g.schedule.blocks = a->blocks;
@@ -149,6 +134,7 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
   g.tokens.k = (int32_t)w->k;
   g.weights.w = *w;
   g.weights.n_out = (int32_t)w->n;
+  g.weights.vectors = plan->vectors;
   if (lora->num_slices == 0)
     g.schedule.blocks.packed_ranks = nullptr;
   if (g.schedule.blocks.packed_ranks) {
@@ -156,19 +142,19 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
     g.schedule.max_loras = routes->max_loras;
     g.adapters.xa_slice = moelora_padded_rank(lora->max_rank);
     g.adapters.xa_stride = g.adapters.xa_slice * lora->num_slices;
-    g.weights.factors_vectors =
-        lora->max_rank % 8 == 0 && moelora_are_vector_factors(lora->b, lora->num_slices);
+    g.weights.factors_vectors = plan->b_vectors;
+    g.weights.factors_boxes = plan->b_boxes;
   }
   return g;
 }
 
 /* The kernels of a variant's family and kernel format. */
 moelora_status launch_gemm(const moelora_gemm_launch *g, const moelora_variant *variant,
-                           const moelora_exec *exec) {
+                           const moelora_projection_plan *plan, const moelora_exec *exec) {
   switch (variant->id) {
 #define MOELORA_CUDA_GEMM(NAME, DTYPE, FORMAT, FAMILY, ...)                                        \
   case CUDA_##NAME:                                                                                \
-    return moelora_cuda_gemm_##FAMILY##_##FORMAT(g, variant, exec);
+    return moelora_cuda_gemm_##FAMILY##_##FORMAT(g, variant, plan, exec);
 #include "cuda/variants.inc"
   }
   return moelora_fail(MOELORA_UNSUPPORTED, "variant %s is no projection", variant->name);
@@ -180,7 +166,6 @@ struct QuantizedRows {
   float *scales;
   int64_t rows, stride;
   bool early; // x is the caller's
-  bool made;  // by the kernel that made x
 };
 
 QuantizedRows take_quantized(moelora_arena *arena, const moelora_variant *variant,
@@ -228,44 +213,28 @@ moelora_tokens quantized_tokens(const QuantizedRows *q, const moelora_tokens *fr
   moelora_tokens tokens = *from;
   const bool bytes = variant->needs == MOELORA_SM90;
   tokens.x = q->values;
-  tokens.stride = bytes ? q->stride / 2 : q->stride; // bytes go in pairs
-  tokens.k = bytes ? (int32_t)q->stride / 2 : from->k;
+  tokens.stride = bytes ? q->stride / kE4m3OfUnit : q->stride;
+  tokens.k = bytes ? (int32_t)q->stride / kE4m3OfUnit : from->k;
   tokens.scales = q->scales;
   tokens.scales_stride = q->rows;
   return tokens;
 }
 
-/* Rows that the projection before, of `variant`, makes of its `columns` outputs. */
-moelora_e4m3_rows made_rows(const QuantizedRows *q, const moelora_variant *variant,
-                            const moelora_weights *w, int64_t columns) {
-  const bool makes = q->values && moelora_is_e4m3_kernel(variant->format) &&
-                     variant->needs == MOELORA_SM90 && variant->block_n == 256 &&
-                     columns % 128 == 0 && w->x != MOELORA_X_TOKEN;
-  if (!makes)
-    return {};
+/* Rows that the projection before the one of `w` leaves in e4m3. */
+moelora_e4m3_rows stored_rows(const QuantizedRows *q, const moelora_weights *w) {
   return {q->values, q->stride, q->scales, q->rows, w->x, w->x_scale};
 }
 
 moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
-                       const moelora_shrink_plan *shrink, const moelora_routes *routes, void *xa,
-                       const QuantizedRows *quantized, const moelora_exec *exec) {
+                       const moelora_projection_plan *plan, const moelora_shrink_plan *shrink,
+                       const moelora_routes *routes, void *xa, const QuantizedRows *quantized,
+                       const moelora_exec *exec) {
   moelora_tokens tokens = g->tokens;
-  if (quantized->values) {
-    if (!quantized->made)
-      MOELORA_TRY(quantize(quantized, g, variant, exec));
+  if (plan->quantizes_x)
+    MOELORA_TRY(quantize(quantized, g, variant, exec));
+  if (quantized->values)
     tokens = quantized_tokens(quantized, &g->tokens, variant);
-  }
-  g->weights.vectors =
-      moelora_is_vector_row(tokens.x, tokens.stride, tokens.k) &&
-      moelora_is_vector_row(g->epilogue.out, g->epilogue.out_stride[0], g->weights.n_out) &&
-      g->epilogue.out_stride[1] % 8 == 0 && moelora_is_vector_weights(&g->weights.w);
   if (g->schedule.blocks.packed_ranks) {
-    const bool cut = g->weights.gated && g->weights.interleaved && g->adapters.lora.num_slices == 2;
-    g->weights.factors_boxes =
-        moelora_are_vector_factors(g->adapters.lora.b, g->adapters.lora.num_slices) &&
-        moelora_are_map_factors(g->adapters.lora.b, g->adapters.lora.num_slices,
-                                g->adapters.lora.slice_n) &&
-        !(cut && g->adapters.lora.slice_n % 2 != 0);
     const int missing =
         moelora_missing_exponent(g->weights.w.format, variant->dtype == MOELORA_BF16);
     const moelora_shrink_launch s = {
@@ -275,7 +244,7 @@ moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
     g->adapters.xa = xa;
   }
   g->tokens = tokens;
-  return launch_gemm(g, variant, exec);
+  return launch_gemm(g, variant, plan, exec);
 }
 
 struct GemmLayout {
@@ -288,9 +257,8 @@ struct GemmLayout {
 GemmLayout lay_out_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *plan, void *base) {
   moelora_arena arena = {(char *)base, 0};
   GemmLayout l;
-  const Projected projected = {plan->variant, p->w.n};
-  l.alignment =
-      take_alignment(&arena, &p->routes, &projected, 1, &plan->align, false, p->mul_routed_weight);
+  l.alignment = take_alignment(&arena, &p->routes, plan->variant, &plan->projection, 1,
+                               &plan->align, false, p->mul_routed_weight);
   l.xa = take_xa(&arena, &l.alignment, &p->lora);
   l.quantized = take_quantized(&arena, plan->variant, &p->w,
                                (size_t)(p->x_per_row ? p->routes.num_rows : p->routes.num_tokens));
@@ -311,11 +279,10 @@ ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_ex
                               void *base) {
   moelora_arena arena = {(char *)base, 0};
   ExpertsLayout l;
-  const Projected projected[MOELORA_PROJECTIONS] = {{plan->variant, p->w13.n}, {plan->w2, p->w2.n}};
-  l.alignment =
-      take_alignment(&arena, &p->routes, projected, MOELORA_PROJECTIONS, &plan->align, true, false);
+  l.alignment = take_alignment(&arena, &p->routes, plan->variant, plan->projection,
+                               MOELORA_PROJECTIONS, &plan->align, true, false);
   const size_t rows = positions(&l.alignment), hidden = (size_t)p->hidden;
-  l.x = p->apply_router_weight_on_input
+  l.x = plan->scales_x
             ? moelora_take_array(&arena, moelora_times((size_t)p->routes.num_tokens, hidden), 2)
             : nullptr;
   l.xa13 = take_xa(&arena, &l.alignment, &p->w13_lora);
@@ -324,7 +291,7 @@ ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_ex
   l.z = moelora_take_array(&arena, moelora_times(moelora_times(rows, hidden), (size_t)plan->splits),
                            plan->partial_f32 ? 4 : 2);
   l.x_fp8 = take_quantized(&arena, plan->variant, &p->w13, (size_t)p->routes.num_tokens);
-  l.x_fp8.early = !p->apply_router_weight_on_input; // which scales x first
+  l.x_fp8.early = !plan->scales_x; // which scales x first
   l.h_fp8 = take_quantized(&arena, plan->w2, &p->w2, rows);
   l.bytes = arena.used;
   return l;
@@ -338,11 +305,11 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   MOELORA_TRY(moelora_check_layout(l.bytes, exec));
   MOELORA_TRY(align(&l.alignment, &p->routes, &plan->align, exec));
 
-  moelora_gemm_launch g =
-      projection(&l.alignment, routes, &p->w13, &p->w13_lora, plan->near_elements);
+  moelora_gemm_launch g = projection(&l.alignment, routes, &p->w13, &p->w13_lora,
+                                     &plan->projection[0], plan->near_elements);
   g.tokens.x = p->x;
   g.tokens.stride = p->x_stride;
-  if (p->apply_router_weight_on_input) {
+  if (plan->scales_x) {
     MOELORA_TRY((launch_kernel<scale_rows<T>>(
         "scale_rows", blocks_for(routes->num_tokens * p->hidden), kThreads, 0, exec,
         (const T *)p->x, p->x_stride, routes->topk_weights, routes->topk_weights_stride[0],
@@ -360,14 +327,14 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.epilogue.out = l.h;
   g.epilogue.out_by_position = true;
   g.epilogue.out_stride[0] = p->intermediate;
-  if (g.weights.gated)
-    g.epilogue.e4m3 = made_rows(&l.h_fp8, plan->variant, &p->w2, p->intermediate);
-  l.h_fp8.made = g.epilogue.e4m3.values != nullptr;
-  g.epilogue.out_unread =
-      l.h_fp8.made && !(l.alignment.blocks.packed_ranks && p->w2_lora.num_slices > 0);
-  MOELORA_TRY(project(&g, plan->variant, &plan->shrink[0], routes, l.xa13, &l.x_fp8, exec));
+  if (plan->projection[0].stores_e4m3)
+    g.epilogue.e4m3 = stored_rows(&l.h_fp8, &p->w2);
+  g.epilogue.out_unread = !plan->projection[0].stores_out;
+  MOELORA_TRY(project(&g, plan->variant, &plan->projection[0], &plan->shrink[0], routes, l.xa13,
+                      &l.x_fp8, exec));
 
-  g = projection(&l.alignment, routes, &p->w2, &p->w2_lora, plan->near_elements);
+  g = projection(&l.alignment, routes, &p->w2, &p->w2_lora, &plan->projection[1],
+                 plan->near_elements);
   g.schedule.tile_counter = l.alignment.tile_counters[1];
   g.tokens.x = l.h;
   g.tokens.stride = p->intermediate;
@@ -378,7 +345,8 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   g.epilogue.out = l.z;
   g.epilogue.out_by_position = true;
   g.epilogue.out_stride[0] = p->hidden;
-  MOELORA_TRY(project(&g, plan->w2, &plan->shrink[1], routes, l.xa2, &l.h_fp8, exec));
+  MOELORA_TRY(
+      project(&g, plan->w2, &plan->projection[1], &plan->shrink[1], routes, l.xa2, &l.h_fp8, exec));
 
   moelora_sum_launch s = {};
   s.routes = *routes;
@@ -418,7 +386,8 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
       (const int32_t *)routes->topk_ids.data, (int32_t)routes->num_rows, routes->top_k,
       (uint16_t *)p->out, p->out_stride[0], p->out_stride[1], p->w.n));
 
-  moelora_gemm_launch g = projection(&l.alignment, routes, &p->w, &p->lora, plan->near_elements);
+  moelora_gemm_launch g =
+      projection(&l.alignment, routes, &p->w, &p->lora, &plan->projection, plan->near_elements);
   g.tokens.x = p->x;
   g.tokens.stride = p->x_stride;
   g.tokens.divisor = moelora_divisor_of(p->x_per_row ? 1 : routes->top_k);
@@ -426,7 +395,8 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
   g.epilogue.out = p->out;
   g.epilogue.out_stride[0] = p->out_stride[0];
   g.epilogue.out_stride[1] = p->out_stride[1];
-  return project(&g, plan->variant, &plan->shrink, routes, l.xa, &l.quantized, exec);
+  return project(&g, plan->variant, &plan->projection, &plan->shrink, routes, l.xa, &l.quantized,
+                 exec);
 }
 
 namespace {
@@ -461,7 +431,7 @@ moelora_status moelora_cuda_experts(const moelora_experts_problem *problem,
   if (!plan->staged)
     return run_staged(problem, plan, exec);
   bool fits = true;
-  const moelora_status status = moelora_cuda_decode(problem, plan->variant, exec, &fits);
+  const moelora_status status = moelora_cuda_decode(problem, plan, exec, &fits);
   if (fits)
     return status;
   const moelora_experts_plan staged = staged_plan(plan);

@@ -67,13 +67,14 @@ __device__ __forceinline__ void pack_groups(const moelora_quantized_problem &p, 
                                             int64_t first_row, int64_t depth, uint8_t *tile) {
   const moelora_weights &w = p.tiles;
   const int groups = moelora_tile_groups(w.format), bytes = moelora_scale_bytes(w.format);
+  const int columns = MOELORA_PACK / groups;
   uint8_t *const scales = tile + MOELORA_TILE_VALUES, *const zeros =
                                                           scales + kRows * groups * bytes;
   for (int place = threadIdx.x; place < kRows * groups; place += PACK_THREADS) {
     // The row and group of moelora_scale_index.
     const int pair = place / (2 * groups), high = place / groups % 2;
     const int r = pair / 8 * 16 + pair % 8 + 8 * high;
-    const int64_t k = depth + 32 * (place % groups);
+    const int64_t k = depth + columns * (place % groups);
     const int64_t n = moelora_row_of_tile(w.order, w.n, first_row + r);
     const bool there = n >= 0 && k < w.k;
     const int64_t group = k / p.group;

@@ -270,7 +270,9 @@ enum cudaDeviceAttr {
   cudaDevAttrComputeCapabilityMinor,
   cudaDevAttrMultiProcessorCount,
   cudaDevAttrL2CacheSize,
-  cudaDevAttrMaxSharedMemoryPerBlockOptin
+  cudaDevAttrMaxSharedMemoryPerBlockOptin,
+  cudaDevAttrMemoryClockRate,
+  cudaDevAttrGlobalMemoryBusWidth
 };
 struct cudaFuncAttributes {
   int ptxVersion;
@@ -355,6 +357,10 @@ inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr name, int) 
     break;
   case cudaDevAttrMaxSharedMemoryPerBlockOptin:
     *value = capability == 80 ? 163 << 10 : (int)emulation::kDynamic;
+    break;
+  case cudaDevAttrMemoryClockRate:
+  case cudaDevAttrGlobalMemoryBusWidth:
+    *value = 0;
   }
   return cudaSuccess;
 }

@@ -35,9 +35,7 @@ template <moelora_kernel_format KERNEL> struct FormatTraits {
   static constexpr int MISSING_EXPONENT = moelora_missing_exponent(FORMAT, Element<T>::is_bf16);
 
   static __device__ __forceinline__ uint32_t tile_bytes(moelora_format format) {
-    if constexpr (is_one_format())
-      return moelora_tile_size(FORMAT);
-    return IS_FP8 ? moelora_fp8_tile_size(format) : moelora_four_bits_tile_size(format);
+    return moelora_tile_size(is_one_format() ? FORMAT : format);
   }
   static __device__ __forceinline__ int groups(moelora_format format) {
     return moelora_tile_groups(is_one_format() ? FORMAT : format);
@@ -94,6 +92,7 @@ struct LanePlaces {
 /* What a lane has of a tile of four bits: rows r = 16 warp + lane / 4 and r + 8 of its warp's, as
  * registers of operand A of mma.m16n8k16 and of wgmma. */
 template <moelora_kernel_format KERNEL, class T, bool ZEROS = true> struct TileFragment {
+  static constexpr bool IS_BF16 = Element<T>::is_bf16;
   static constexpr int MISSING = FormatTraits<KERNEL>::template MISSING_EXPONENT<T>;
 
   uint32_t words[4]; // of k16 slabs

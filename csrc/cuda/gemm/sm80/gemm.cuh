@@ -290,9 +290,10 @@ struct LaunchSm80 {
         "gemm_sm80", g->schedule.blocks.max_blocks * tile_columns<E>(*g), WarpTile<E>::THREADS,
         SHARED, exec, *g);
   }
-  static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
+  static moelora_status run(const moelora_gemm_launch *g, const moelora_projection_plan *plan,
+                            const moelora_exec *exec) {
     if constexpr (BLOCK_M <= kFewTokens)
-      if (!g->weights.vectors)
+      if (!plan->vectors)
         return run_as<false>(g, exec);
     return run_as<true>(g, exec);
   }

@@ -52,7 +52,7 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
   static constexpr int N = S::TOKENS, BUFFERS = WarpContext<S>::BUFFERS;
   static constexpr bool GENERAL = MODE == EpilogueMode::GENERAL;
   static constexpr bool IS_GATED = MODE == EpilogueMode::GATED || MODE == EpilogueMode::SILU;
-  static constexpr bool STORES_E4M3 = S::Format::IS_W8A8 && S::CONSUMERS == 2 && IS_GATED;
+  static constexpr bool STORES_E4M3 = moelora_stores_e4m3(S::FORMAT, S::ROWS) && IS_GATED;
   static_assert(!STORES_E4M3 || N <= BUFFERS * kEpilogueTokens, "a buffer for all of a tile");
 
   static __device__ __forceinline__ void store(float (&rAcc)[2][N / 2], const RowMaps *out_maps,

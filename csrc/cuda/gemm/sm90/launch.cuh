@@ -17,16 +17,26 @@ struct LaunchSm90 {
   using Shape = GemmShape<BLOCK_M, BLOCK_N / 128, STAGES, CLUSTER, FORMAT, ZEROS>;
   static constexpr bool HAS_ZEROS = FormatTraits<FORMAT>::HAS_ZEROS, BF16 = Element<T>::is_bf16;
 
-  static moelora_status run(const moelora_gemm_launch *g, const moelora_exec *exec) {
+  // What the plan knows of the kernel.
+  using AnyShape = Shape<HAS_ZEROS>;
+  static_assert(moelora_has_few_rows(FORMAT, BLOCK_M) == AnyShape::FEW_ROWS &&
+                    moelora_shares_sm(BLOCK_N) == (AnyShape::RESIDENT > 1) &&
+                    moelora_has_dynamic_schedule(BLOCK_N) == AnyShape::DYNAMIC_SCHEDULE &&
+                    moelora_tokens_first(FORMAT, BLOCK_M) == !AnyShape::SWAP_AB,
+                "the plan launches another kernel");
+
+  static moelora_status run(const moelora_gemm_launch *g, const moelora_projection_plan *plan,
+                            const moelora_exec *exec) {
     if constexpr (HAS_ZEROS && BF16)
-      return moelora_has_zeros(g->weights.w.format) ? run_as<Shape<true>>(g, exec)
-                                                    : run_as<Shape<false>>(g, exec);
+      return moelora_has_zeros(g->weights.w.format) ? run_as<Shape<true>>(g, plan, exec)
+                                                    : run_as<Shape<false>>(g, plan, exec);
     else
-      return run_as<Shape<HAS_ZEROS>>(g, exec);
+      return run_as<AnyShape>(g, plan, exec);
   }
 
   template <class S>
-  static moelora_status run_as(const moelora_gemm_launch *g, const moelora_exec *exec) {
+  static moelora_status run_as(const moelora_gemm_launch *g, const moelora_projection_plan *plan,
+                               const moelora_exec *exec) {
     GemmMaps maps = {};
     if (FormatTraits<FORMAT>::IS_NATIVE)
       MOELORA_TRY(map_weights(g, BF16, &maps.w));
@@ -37,48 +47,41 @@ struct LaunchSm90 {
       MOELORA_TRY(map_positions(g, BF16, g->epilogue.out, g->weights.n_out,
                                 g->epilogue.out_stride[0], kEpilogueTokens, S::REST_BOX,
                                 &maps.out));
-    if (g->schedule.blocks.packed_ranks && g->weights.factors_boxes)
+    if (g->schedule.blocks.packed_ranks && plan->b_boxes)
       MOELORA_TRY(map_factors<S>(g, BF16, &maps.b));
-    if (g->epilogue.out_by_position && !g->epilogue.weighted) {
-      if (!g->epilogue.out_f32)
-        return g->weights.gated ? launch<S, EpilogueMode::GATED>(g, maps, exec)
-                                : launch<S, EpilogueMode::PLAIN>(g, maps, exec);
+    switch (plan->epilogue) {
+    case MOELORA_EPILOGUE_GATED:
+      return launch<S, EpilogueMode::GATED>(g, plan, 1, maps, exec);
+    case MOELORA_EPILOGUE_PLAIN:
+      if constexpr (S::SWAP_AB)
+        return launch<S, EpilogueMode::PLAIN>(g, plan, 1, maps, exec);
+      else
+        return launch<WithHalfTiles<S>, EpilogueMode::PLAIN>(g, plan, 2, maps, exec);
+    case MOELORA_EPILOGUE_PLAIN_F32:
       if constexpr (BLOCK_M <= MOELORA_FLOAT_ROWS)
-        if (!g->weights.gated)
-          return launch<S, EpilogueMode::PLAIN_F32>(g, maps, exec);
+        return g->epilogue.splits > 1 ? launch<WithSplitK<S>, EpilogueMode::PLAIN_F32>(
+                                            g, plan, g->epilogue.splits, maps, exec)
+                                      : launch<S, EpilogueMode::PLAIN_F32>(g, plan, 1, maps, exec);
+      break;
+    case MOELORA_EPILOGUE_GENERAL:
+      if constexpr (S::GENERAL_EPILOGUE)
+        return launch<S, EpilogueMode::GENERAL>(g, plan, 1, maps, exec);
+      break;
     }
-    if constexpr (S::GENERAL_EPILOGUE)
-      return launch<S, EpilogueMode::GENERAL>(g, maps, exec);
-    return moelora_no_kernel("gemm_sm90", "writes whole layers alone");
-  }
-
-  template <class S, EpilogueMode MODE>
-  static moelora_status launch(const moelora_gemm_launch *g, const GemmMaps &maps,
-                               const moelora_exec *exec) {
-    constexpr bool HALVES = MODE == EpilogueMode::PLAIN && !S::SWAP_AB;
-    if constexpr (MODE == EpilogueMode::PLAIN_F32)
-      if (g->epilogue.splits > 1)
-        return launch_shape<WithSplitK<S>, MODE>(g, g->epilogue.splits, maps, exec);
-    return launch_shape<std::conditional_t<HALVES, WithHalfTiles<S>, S>, MODE>(g, HALVES ? 2 : 1,
-                                                                               maps, exec);
+    return moelora_no_kernel("gemm_sm90", "has no such epilogue");
   }
 
   /* parts: into which a tile may be cut. */
   template <class S, EpilogueMode MODE>
-  static moelora_status launch_shape(const moelora_gemm_launch *g, int parts, const GemmMaps &maps,
-                                     const moelora_exec *exec) {
+  static moelora_status launch(const moelora_gemm_launch *g, const moelora_projection_plan *plan,
+                               int parts, const GemmMaps &maps, const moelora_exec *exec) {
     const int columns = tile_columns<S>(*g);
     const int64_t tiles = parts * g->schedule.blocks.max_blocks *
                           (S::UNPAIRED_BLOCKS ? 2 * columns_each(columns) : columns);
-    if constexpr (S::FEW_ROWS)
-      if (g->schedule.blocks.packed_ranks) // behind a shrink
-        return launch_even<gemm_sm90<S, T, MODE>>("gemm_sm90", tiles, S::THREADS, kSharedBytes<S>,
-                                                  exec, maps.w, maps.x, maps.out, maps.b, *g);
     if constexpr (S::RESIDENT > 1)
-      // Behind the other projection, not behind a shrink or a sort.
-      if (g->tokens.divisor.value == 0 && !g->schedule.blocks.packed_ranks)
-        return launch_spread<gemm_sm90<S, T, MODE>>("gemm_sm90", tiles, S::THREADS, kSharedBytes<S>,
-                                                    exec, maps.w, maps.x, maps.out, maps.b, *g);
+      return launch_planned<gemm_sm90<S, T, MODE>>(plan->grid, "gemm_sm90", tiles, S::THREADS,
+                                                   kSharedBytes<S>, exec, maps.w, maps.x, maps.out,
+                                                   maps.b, *g);
     return launch_kernel<gemm_sm90<S, T, MODE>, CLUSTER>("gemm_sm90", tiles, S::THREADS,
                                                          kSharedBytes<S>, exec, maps.w, maps.x,
                                                          maps.out, maps.b, *g);

@@ -1,0 +1,122 @@
+/* From a projection and its kernel to the launch of that kernel, and to that of the shrink before
+ * it.
+ */
+#include "core/check.h"
+#include "core/format.h"
+#include "core/plan.h"
+
+static bool has_adapters(const moelora_projection_load *load) {
+  return load->routes->token_lora_mapping.data && load->lora->num_slices > 0;
+}
+
+static moelora_epilogue_plan epilogue_of(const moelora_projection_load *load,
+                                         const moelora_variant *v) {
+  const bool sm90 = v->needs == MOELORA_SM90;
+  if (load->weighted || (sm90 && load->out))
+    return MOELORA_EPILOGUE_GENERAL;
+  if (load->out_f32)
+    return load->gated || v->block_m > MOELORA_FLOAT_ROWS ? MOELORA_EPILOGUE_GENERAL
+                                                          : MOELORA_EPILOGUE_PLAIN_F32;
+  return load->gated ? MOELORA_EPILOGUE_GATED : MOELORA_EPILOGUE_PLAIN;
+}
+
+/* Behind a shrink, whose few CTAs leave their SMs one by one, those of few rows are dealt out
+ * evenly; behind the projection before, not behind a shrink or a sort, they wait for its end. */
+static moelora_grid_plan grid_of(const moelora_projection_load *load, const moelora_variant *v) {
+  if (v->needs != MOELORA_SM90)
+    return MOELORA_GRID_OVERLAPPED;
+  if (has_adapters(load) && moelora_has_few_rows(v->format, v->block_m))
+    return MOELORA_GRID_EVEN;
+  return !has_adapters(load) && load->x_rows_each == 0 && moelora_shares_sm(v->block_n)
+             ? MOELORA_GRID_SPREAD
+             : MOELORA_GRID_OVERLAPPED;
+}
+
+/* x in e4m3 lies in the workspace, in whole tiles of depth for Hopper's kernels. */
+static bool is_vector_x(const moelora_projection_load *load, const moelora_variant *v) {
+  if (moelora_is_e4m3_kernel(v->format))
+    return v->needs == MOELORA_SM90 || load->w->k % 8 == 0;
+  return moelora_is_vector_row(load->x, load->x_stride, load->w->k);
+}
+
+static bool is_vector_out(const moelora_projection_load *load) {
+  return load->out ? moelora_is_vector_row(load->out, load->out_stride[0], load->n_out) &&
+                         load->out_stride[1] % 8 == 0
+                   : load->n_out % 8 == 0;
+}
+
+/* Gate and up rows of one m64 tile alternate between two slices of an odd number of rows: then a
+ * tile begins in the middle of both. */
+static bool cuts_boxes(const moelora_projection_load *load) {
+  return load->gated && load->interleaved && load->lora->num_slices == 2 &&
+         load->lora->slice_n % 2 != 0;
+}
+
+/* A tile scheduler's counter, and where tiles are assigned dynamically, behind it, which tile
+ * follows each; SIZE_MAX is one that no workspace has. */
+static int64_t num_counters_of(const moelora_projection_load *load, const moelora_variant *v) {
+  if (v->needs != MOELORA_SM90 || !moelora_has_dynamic_schedule(v->block_n))
+    return 1;
+  const size_t blocks =
+      (size_t)moelora_max_blocks(load->routes, v->block_m, moelora_blocks_together(v));
+  const size_t columns = (size_t)moelora_divide_up(load->w->n, v->block_n);
+  return (int64_t)moelora_times(blocks + MOELORA_MOST_HALVED + 1, columns);
+}
+
+moelora_projection_plan moelora_plan_projection(const moelora_projection_load *load,
+                                                const moelora_variant *v) {
+  const moelora_factors *lora = load->lora;
+  const bool e4m3_x = moelora_is_e4m3_kernel(v->format);
+  moelora_projection_plan plan = {
+      .epilogue = epilogue_of(load, v),
+      .grid = grid_of(load, v),
+      .vectors = is_vector_x(load, v) && is_vector_out(load) && moelora_is_vector_weights(load->w),
+      .a_vectors = moelora_are_vector_factors(lora->a, lora->num_slices),
+      .quantizes_x = e4m3_x && !load->x_is_quantized,
+      .stores_out = true,
+      .num_counters = num_counters_of(load, v),
+  };
+  const bool b_vectors = moelora_are_vector_factors(lora->b, lora->num_slices);
+  plan.b_vectors = b_vectors && lora->max_rank % 8 == 0;
+  plan.b_boxes = b_vectors && moelora_are_map_factors(lora->b, lora->num_slices, lora->slice_n) &&
+                 !cuts_boxes(load);
+  /* A scale of a whole token is known behind its last tile alone. */
+  const moelora_weights *next = load->next;
+  if (next && load->gated && v->needs == MOELORA_SM90 &&
+      moelora_stores_e4m3(v->format, v->block_n) && moelora_takes_e4m3(next->format) &&
+      next->x != MOELORA_X_NATIVE && next->x != MOELORA_X_TOKEN && load->n_out % 128 == 0) {
+    plan.stores_e4m3 = true;
+    plan.stores_out = load->next_reads_out;
+  }
+  return plan;
+}
+
+moelora_shrink_plan moelora_plan_projection_shrink(const moelora_projection_load *load,
+                                                   const moelora_variant *v,
+                                                   const moelora_align_plan *align,
+                                                   const moelora_variant *tuned,
+                                                   const moelora_device_info *device) {
+  if (!has_adapters(load))
+    return (moelora_shrink_plan){0};
+  const moelora_routes *routes = load->routes;
+  const moelora_factors *lora = load->lora;
+  const int64_t pairs = (int64_t)routes->num_experts * routes->max_loras;
+  const int64_t blocks = moelora_max_blocks(routes, v->block_m, moelora_blocks_together(v));
+  const int64_t x_rows =
+      load->x_rows_each ? routes->num_rows / load->x_rows_each : blocks * v->block_m;
+  const moelora_shrink_load shrink = {
+      .dtype = v->dtype,
+      .family = (moelora_family)v->needs,
+      .rows = routes->num_rows,
+      .segments = routes->num_rows < pairs ? routes->num_rows : pairs,
+      .columns = moelora_padded_columns(lora),
+      .depth = load->w->k,
+      .vectors = moelora_is_vector_row(load->x, load->x_stride, load->w->k) &&
+                 moelora_are_vector_factors(lora->a, lora->num_slices),
+      .boxes = moelora_are_boxes(lora, x_rows, load->x_stride),
+      .listed = align->segments,
+      .tuned = tuned,
+      .max_blocks = blocks,
+      .by_position = load->x_rows_each == 0};
+  return moelora_plan_shrink_blocks(&shrink, device);
+}

@@ -1,0 +1,134 @@
+/* From the rows of ops.inc to torch's operators: a schema and a boxed function for each, for both
+ * devices. */
+#include <stdio.h>
+
+#include "glue/ops.h"
+
+enum {
+#define OP(NAME, ...) OP_##NAME,
+#include "glue/ops.inc"
+  NUM_OPS
+};
+
+/* ---- schemas ---- */
+
+static const char *const names[NUM_OPS] = {
+#define OP(NAME, ...) #NAME,
+#include "glue/ops.inc"
+};
+
+static const char *const arguments[NUM_OPS] = {
+#define TENSOR(NAME, ...) ", Tensor " #NAME
+#define OPTIONAL(NAME, ...) ", Tensor " #NAME
+#define HOST_INT(NAME, ...) ", Tensor " #NAME
+#define WRITTEN(ALIAS, NAME, ...) ", Tensor(" #ALIAS "!) " #NAME
+#define WRITTEN_OPTIONAL(ALIAS, NAME, ...) ", Tensor(" #ALIAS "!) " #NAME
+#define LIST(NAME, ...) ", Tensor[] " #NAME
+#define LORA(A, SHAPE_A, B, ...) ", Tensor[] " #A ", Tensor[] " #B
+#define INT(NAME, ...) ", int " #NAME
+#define WIDE_INT(NAME, ...) ", int " #NAME
+#define INT_OR_ZERO(NAME, ...) ", int " #NAME "=0"
+#define FLOAT(NAME, ...) ", float " #NAME
+#define FLOAT_OR_ZERO(NAME, ...) ", float " #NAME "=0.0"
+#define FLAG(NAME, ...) ", bool " #NAME
+#define INVARIANT ", bool batch_invariant=False"
+#define END ,
+#include "glue/ops.inc"
+};
+
+static const int returned[NUM_OPS] = {
+#define OP(...) 0
+#define RETURNS(...) +1
+#define END ,
+#include "glue/ops.inc"
+};
+
+static void write_schema(int op, char *to, size_t bytes) {
+  static const char *const tensors[] = {"()", "Tensor", "(Tensor, Tensor)",
+                                        "(Tensor, Tensor, Tensor)",
+                                        "(Tensor, Tensor, Tensor, Tensor)"};
+  _Static_assert(sizeof tensors / sizeof *tensors == OP_MAX_OUTPUTS + 1, "all numbers of outputs");
+  snprintf(to, bytes, "%s(%s) -> %s", names[op], arguments[op] + 2, tensors[returned[op]]);
+}
+
+/* ---- arguments ---- */
+
+/* unpack_<NAME>(ctx, stack, args): what torch passes, to the fields that the rows name. */
+#define OP(NAME, ARGS, RUN)                                                                        \
+  static void unpack_##NAME(moelora_op_context *ctx, const StableIValue *stack, ARGS *args) {
+#define TENSOR(NAME, SHAPE, FIELD) args->FIELD = op_tensor(ctx, #NAME, *stack++);
+#define OPTIONAL(NAME, SHAPE, FIELD) args->FIELD = op_optional(ctx, #NAME, *stack++);
+#define WRITTEN(ALIAS, NAME, SHAPE, FIELD) args->FIELD = op_tensor(ctx, #NAME, *stack++);
+#define WRITTEN_OPTIONAL(ALIAS, NAME, SHAPE, FIELD) args->FIELD = op_optional(ctx, #NAME, *stack++);
+#define LIST(NAME, SHAPE, COUNT, FIELD) args->COUNT = op_tensors(ctx, #NAME, *stack++, args->FIELD);
+#define LORA(A, SHAPE_A, B, SHAPE_B, FIELD)                                                        \
+  args->FIELD = op_lora(ctx, #A, stack[0], #B, stack[1]);                                          \
+  stack += 2;
+#define INT(NAME, FIELD) args->FIELD = op_int(ctx, #NAME, *stack++);
+#define INT_OR_ZERO(NAME, FIELD) args->FIELD = op_int(ctx, #NAME, *stack++);
+#define WIDE_INT(NAME, FIELD) args->FIELD = (int64_t)*stack++;
+#define HOST_INT(NAME, FIELD) args->FIELD = op_host_int(ctx, #NAME, *stack++);
+#define FLOAT(NAME, FIELD) args->FIELD = op_float(*stack++);
+#define FLOAT_OR_ZERO(NAME, FIELD) args->FIELD = (float)op_float(*stack++);
+#define FLAG(NAME, FIELD) args->FIELD = *stack++ != 0;
+#define INVARIANT ctx->exec.batch_invariant = *stack++ != 0;
+#define MAPPED(FIELD, NAME)                                                                        \
+  op_need_mapping(ctx, &args->routing.topk_ids, &args->adapters.token_lora_mapping, &args->FIELD,  \
+                  #NAME);
+#define END                                                                                        \
+  (void)stack;                                                                                     \
+  }
+#include "glue/ops.inc"
+
+/* ---- calls ---- */
+
+#define OP(NAME, ARGS, RUN)                                                                        \
+  static void boxed_##NAME(StableIValue *stack, uint64_t inputs, uint64_t outputs) {               \
+    (void)inputs, (void)outputs;                                                                   \
+    moelora_op_context ctx;                                                                        \
+    ARGS args = {0};                                                                               \
+    op_open(&ctx, #NAME);                                                                          \
+    unpack_##NAME(&ctx, stack, &args);                                                             \
+    if (op_ready(&ctx)) {                                                                          \
+      RUN(&ctx, &args);                                                                            \
+    }                                                                                              \
+    op_close(&ctx, stack);                                                                         \
+  }
+#include "glue/ops.inc"
+
+typedef void boxed_function(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+
+static boxed_function *const functions[NUM_OPS] = {
+#define OP(NAME, ...) boxed_##NAME,
+#include "glue/ops.inc"
+};
+
+const char *moelora_register_ops(void) {
+  /* torch keeps the operators while these handles live, which is for good. */
+  static TorchLibraryHandle definitions, cpu, cuda;
+  /* The same again for meta tensors. Shape functions in Python, which understand symbolic sizes,
+   * take the Meta key of the operators themselves, and call these to check. */
+  static TorchLibraryHandle meta_definitions, meta;
+  static char schema[1024];
+  if (definitions) {
+    return NULL;
+  }
+  if (aoti_torch_library_init_def("moelora", __FILE__, __LINE__, &definitions) ||
+      aoti_torch_library_init_impl("moelora", "CPU", __FILE__, __LINE__, &cpu) ||
+      aoti_torch_library_init_impl("moelora", "CUDA", __FILE__, __LINE__, &cuda) ||
+      aoti_torch_library_init_def("moelora_meta", __FILE__, __LINE__, &meta_definitions) ||
+      aoti_torch_library_init_impl("moelora_meta", "Meta", __FILE__, __LINE__, &meta)) {
+    return "cannot create torch's operator library";
+  }
+  for (int op = 0; op < NUM_OPS; op++) {
+    write_schema(op, schema, sizeof schema);
+    if (aoti_torch_library_def(definitions, schema) ||
+        torch_library_impl(cpu, names[op], functions[op], MOELORA_TORCH_ABI_VERSION) ||
+        torch_library_impl(cuda, names[op], functions[op], MOELORA_TORCH_ABI_VERSION) ||
+        aoti_torch_library_def(meta_definitions, schema) ||
+        torch_library_impl(meta, names[op], functions[op], MOELORA_TORCH_ABI_VERSION)) {
+      return schema;
+    }
+  }
+  return NULL;
+}
