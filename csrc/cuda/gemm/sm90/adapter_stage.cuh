@@ -6,6 +6,7 @@
 #include "cuda/gemm/sm90/adapter_layout.cuh"
 #include "cuda/gemm/sm90/warp_context.cuh"
 #include "cuda/gemm/sm90/fixup.cuh"
+#include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
 /* Where a lane reads n8 tiles of 16 of depth in sX, two by one ldmatrix: slab K at `^ K << 5`. */
@@ -112,6 +113,19 @@ template <class S, class T> struct WeightMajorAdapters {
         wgmma_wait<0>(); // promotion has written the accumulators: no product may be in flight
     }
     return stage.nonfinite;
+  }
+
+  /* Whether each row of a tile has a finite accumulator among the two tokens of the tile's first
+   * that a thread holds. Only lanes of the first column answer: their tokens are not padding. */
+  static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][S::TOKENS / 2], int) {
+    float most = 0.f;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float *two = &rAcc[i / 2][i % 2 * 2];
+      const float least = fminf(fabsf(two[0]), fabsf(two[1])); // the finite one
+      most = max_nan(most, least);
+    }
+    return (threadIdx.x & 3) != 0 || most < __builtin_inff();
   }
 };
 

@@ -62,8 +62,7 @@ template <class S, class T> struct FewRowsMainloop {
         mma_16816<T>(&rAcc[t][j * 4], rA[t], &rX[j * 2]);
   }
 
-  /* Consumer: the k steps of a tile, with N tokens. Returns the last stage, which is not released.
-   */
+  /* Consumer: the k steps of a tile, with N tokens. Returns the last stage, not yet released. */
   template <int N>
   static __device__ __forceinline__ int
   main_loop(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g, WarpContext<S> &warp,
@@ -105,10 +104,6 @@ template <class S, class T> struct FewRowsMainloop {
       pipeline.release(previous);
     }
     return previous;
-  }
-
-  static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][S::TOKENS / 2], int) {
-    return are_rows_finite<S>(rAcc);
   }
 };
 

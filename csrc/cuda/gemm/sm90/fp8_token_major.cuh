@@ -116,7 +116,7 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
   template <EpilogueMode MODE> using Epilogue = Fp8TokenMajorEpilogue<S, T, MODE>;
   static constexpr bool RELEASES_ALIASED_STAGE = false;
 
-  /* Consumer: the k steps of a tile. Returns the last stage, which is not released. */
+  /* Consumer: the k steps of a tile. Returns the last stage, not yet released. */
   template <int N>
   static __device__ __forceinline__ int
   main_loop(float (&rAcc)[2][64], const moelora_gemm_launch &g, WarpContext<S> &warp,

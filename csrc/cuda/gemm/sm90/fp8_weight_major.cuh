@@ -86,8 +86,7 @@ template <class S, class T> struct Fp8WeightMajorMainloop {
   template <EpilogueMode MODE> using Epilogue = WeightMajorEpilogue<S, T, MODE>;
   static constexpr bool RELEASES_ALIASED_STAGE = false;
 
-  /* Consumer: the k steps of a tile, with N tokens. Returns the last stage, which is not released.
-   */
+  /* Consumer: the k steps of a tile, with N tokens. Returns the last stage, not yet released. */
   template <int N>
   static __device__ __forceinline__ int
   main_loop(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g, WarpContext<S> &warp,
@@ -158,10 +157,6 @@ template <class S, class T> struct Fp8WeightMajorMainloop {
     settle<N / 2>(rAcc[0]);
     settle<N / 2>(rAcc[1]);
     return previous;
-  }
-
-  static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][S::TOKENS / 2], int) {
-    return are_rows_finite<S>(rAcc);
   }
 };
 

@@ -1,8 +1,8 @@
 /* The producer warps of a Hopper GEMM.
  *
- *   TMA warp       tile scheduler -> [weights, x by position] per k step -> [B] per adapter stage
- *   gather warps   tile scheduler -> [x by routing, scales of x] per k step -> [xa] per adapter
- * stage
+ *                  of each k step                      of each adapter stage
+ *   TMA warp       weights; x where it is by position  rows of B
+ *   gather warps   x by routing; its scales in FP8     rows of xa
  *
  * Both walk the same tiles and stages. Every stage's full barrier expects one arrival of the TMA
  * warp, with the bytes that it loads, and one of each gathering thread, after its cp.async.
