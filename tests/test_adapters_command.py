@@ -7,9 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import moelora.integrations.transformers as moelora_hf
 from benchmarks.dialects import DIALECTS, draw
 from benchmarks.small_models import config, make
 from moelora.__main__ import main
+from moelora.adapters import AdapterPool, MoELayer
 
 
 @functools.cache
@@ -127,6 +129,15 @@ def test_an_option_that_is_not_supported(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "problem: option modules_to_save=['lm_head'] is not supported" in text
     assert "one pair per expert" in text, "what can be said is said"
+
+
+def test_refusals_of_folders_name_the_command(tmp_path):
+    folder = DIALECTS["unsloth-unmarked"].write(tmp_path / "a", drawn("fused"))
+    with pytest.raises(ValueError, match=rf"adapter 'a': .*; `moelora adapters {folder}` says"):
+        moelora_hf.load_adapters(model_of("qwen3_moe"), {"a": folder})
+    pool = AdapterPool([MoELayer("model.layers.1.mlp.experts", 6, 32, 24)], 1, 8)
+    with pytest.raises(ValueError, match=rf"adapter 'b': .*; `moelora adapters {folder}` says"):
+        pool.add("b", folder)
 
 
 def test_what_is_no_adapter(tmp_path, capsys):

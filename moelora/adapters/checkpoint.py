@@ -102,6 +102,13 @@ def peek(
         return _Reader(weights, lora, Modules(lora, layers, linears), layout).info()
 
 
+def hint(source: str | Path | Mapping[str, torch.Tensor]) -> str:
+    """What to add to a refusal of a folder: who says more."""
+    if isinstance(source, Mapping) or not Path(source).is_dir():
+        return ""
+    return f"; `moelora adapters {str(source):.200}` says what the adapter is"
+
+
 def _folder(source: str | Path) -> Path:
     folder = Path(source)
     if not folder.is_dir():
@@ -123,13 +130,14 @@ class _Reader:
         self._scalings: dict[str, float] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._layouts: dict[str, Layout] = {}  # by parameter
-        adapters: dict[str | None, Key] = {}
+        adapters: dict[str, Key] = {}
         for text in sorted(weights.keys()):
             key = parse(text)
             if key is None:
                 self._saved[text] = self._saved_weight(text)
                 continue
-            adapters.setdefault(key.adapter, key)
+            if key.adapter is not None:
+                adapters.setdefault(key.adapter, key)
             place = modules.locate(key)
             self._places.append(place)
             self._ranks[text], self._scalings[text] = lora.rank_and_scaling(*place.paths)

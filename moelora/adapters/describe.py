@@ -134,7 +134,7 @@ def _faults(
         yield f"{alone[0]} has no {partner(alone[0])} ({len(alone)} factors are alone)"
     if not keys:
         yield "there are no LoRA factors"
-    adapters = sorted({key.adapter or "" for key in keys})
+    adapters = sorted({key.adapter for key in keys if key.adapter is not None})
     if len(adapters) > 1:
         yield f"factors of several adapters are in one file: {adapters}"
     unknown = [text for text in others if not text.endswith(".weight")]

@@ -165,7 +165,7 @@ class Modules:
                 "is not a LoRA factor of an expert; the experts of this pool are "
                 f"{first}, ...; adapters of other layers, too, are for load_adapters"
             )
-        return "is not a LoRA factor of a layer of this model; `moelora adapters` says what is"
+        return "is not a LoRA factor of a layer of this model"
 
     def _linear(self, key: Key) -> LinearPlace | None:
         linear = self._linears.find(key.module)

@@ -232,7 +232,7 @@ class AdapterPool:
         try:
             staged = self._stage(self._read(source, config, layout))
         except ValueError as error:
-            raise ValueError(f"adapter {name!r}: {error}") from None
+            raise ValueError(f"adapter {name!r}: {error}{checkpoint.hint(source)}") from None
         with self._lock:
             self._check_add(name, replace)
             slot, leaving = self._choose_slot(name)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 from moelora.adapters import AdapterInfo, AdapterPool, LinearLayer, MoELayer, peek
+from moelora.adapters.checkpoint import hint
 from moelora.adapters.columns import Layout
 from moelora.integrations.transformers.calls import (
     IMPLEMENTATION,
@@ -235,7 +236,10 @@ def _peek(
     layout: Layout | None,
 ) -> AdapterInfo:
     """What a folder has; ValueError for factors of a layer that cannot be served."""
-    info = peek(folder, specs, [linear.layer for linear in linears.values()], layout=layout)
+    try:
+        info = peek(folder, specs, [linear.layer for linear in linears.values()], layout=layout)
+    except ValueError as error:
+        raise ValueError(f"adapter {name!r}: {error}{hint(folder)}") from None
     for layer in info.linear_ranks:
         if linears[layer].refusal:
             raise ValueError(f"adapter {name!r}: factors of {layer}, {linears[layer].refusal}")

@@ -13,14 +13,15 @@ AUTO = ("CausalLM", "ImageTextToText", "Seq2SeqLM", "MultimodalLM")
 
 
 def factory(config: Any) -> Any:
-    """The class that makes whole models of a configuration; None of a tower or a part."""
+    """What makes whole models of a configuration, a class of one or of `AutoModelFor`; None for
+    that of a tower or a part."""
     for name in getattr(config, "architectures", None) or ():
         if isinstance(cls := getattr(transformers, name, None), type):
             return cls
     for name in AUTO:
         auto = getattr(transformers, f"AutoModelFor{name}", None)
         if auto is not None and type(config) in auto._model_mapping:
-            return auto._model_mapping[type(config)]
+            return auto
     return None
 
 
@@ -45,6 +46,7 @@ def empty_model(config: Any) -> PreTrainedModel:
     cls = factory(config)
     if cls is None:
         raise ValueError(f"transformers has no whole model of model_type {config.model_type!r}")
+    make = cls._from_config if issubclass(cls, PreTrainedModel) else cls.from_config
     with torch.device("meta"):
-        model: PreTrainedModel = cls._from_config(config)
+        model: PreTrainedModel = make(config)
     return model
