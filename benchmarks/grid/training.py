@@ -1,5 +1,7 @@
 """The grid's families of what trains."""
 
+from __future__ import annotations
+
 import torch
 
 import moelora
