@@ -1,5 +1,5 @@
-/* The backward of a layer, over workspace arrays. What multiplies is in operand rows; all but x and
- * dout, which are by token, lies by sorted position:
+/* The backward of a layer, over workspace arrays. What multiplies is float32 in memory, rounded to
+ * the dtype; all but x and dout, which are by token, lies by sorted position:
  *
  *   sort, segments    as the forward did, of the same tables
  *   xa13, xa2         what the forward saved: s x A13^T, and s h A2^T times the routing weight t
@@ -14,6 +14,8 @@
  *
  * With apply_router_weight_on_input x is t x, t elsewhere 1, dx times t, and dt = <dz, x>. Steps
  * whose results nothing wants are left out. */
+#include <string.h>
+
 #include "cpu/backward.h"
 
 /* What of the intermediate results is needed. */
@@ -51,17 +53,26 @@ typedef struct backward_layout {
   moelora_segments segments;
   moelora_rounded rounded13, rounded2;
   moelora_back_scratch *scratch;
-  void *x, *dout; /* [M, K] operands; NULL where they are used as they are */
-  void *h;        /* [P, I] operands */
-  void *dgu;      /* [P, 2I] operands */
-  float *dt;      /* [P, blocks of I] parts of dt by flat row */
-  float *dz;      /* [P, K] */
-  void *xa13, *xa2, *yb13, *yb2;
+  float *x, *dout; /* [M, K]; NULL where they are used as they are */
+  float *h;        /* [P, I] */
+  float *dgu;      /* [P, 2I] */
+  float *dt;       /* [P, blocks of I] parts of dt by flat row */
+  float *dz;       /* [P, K] */
+  float *xa13, *xa2, *yb13, *yb2;
   size_t bytes;
 } backward_layout;
 
-static int64_t dt_parts(const moelora_experts_problem *forward, const moelora_variant *variant) {
-  return moelora_ceil_div(forward->intermediate, variant->block_n);
+static int64_t dt_parts(const moelora_experts_problem *forward) {
+  return moelora_ceil_div(forward->intermediate, MOELORA_BACK_COLUMNS);
+}
+
+/* [rows, columns] float32 */
+static float *take_floats(moelora_arena *arena, int64_t rows, int64_t columns) {
+  return moelora_take_array(arena, moelora_times((size_t)rows, (size_t)columns), sizeof(float));
+}
+
+static float *take_ranks(moelora_arena *arena, int64_t rows, const moelora_factors *lora) {
+  return take_floats(arena, rows, (int64_t)lora->num_slices * lora->max_rank);
 }
 
 static backward_layout lay_out(const moelora_experts_backward_problem *problem,
@@ -69,10 +80,9 @@ static backward_layout lay_out(const moelora_experts_backward_problem *problem,
                                void *base) {
   const moelora_experts_problem *forward = &problem->forward;
   const moelora_routes *routes = &forward->routes;
-  const moelora_variant *variant = plan->variant;
-  const bool widen = moelora_cpu_kernels_of(variant)->widen != NULL;
+  const bool wide = plan->variant->dtype == MOELORA_F32;
   const wanted want = find_wanted(problem);
-  const size_t rows = (size_t)routes->num_rows;
+  const int64_t rows = routes->num_rows, tokens = routes->num_tokens;
   const int64_t depth = moelora_max(forward->hidden, forward->w13.n);
   const int64_t rank = moelora_max(forward->w13_lora.max_rank, forward->w2_lora.max_rank);
   moelora_arena arena = {base, 0};
@@ -81,31 +91,26 @@ static backward_layout lay_out(const moelora_experts_backward_problem *problem,
   moelora_segments_take(routes, &arena, &layout.segments);
   moelora_rounded_take(forward, &forward->w13_lora, forward->hidden, &arena, &layout.rounded13);
   moelora_rounded_take(forward, &forward->w2_lora, forward->intermediate, &arena, &layout.rounded2);
-  layout.scratch = moelora_back_scratch_take(variant, depth, rank, exec, &arena);
-  const size_t operands = moelora_operands_bytes(variant, routes->num_tokens, forward->hidden);
-  if (widen || forward->apply_router_weight_on_input)
-    layout.x = moelora_take(&arena, operands);
-  if (widen)
-    layout.dout = moelora_take(&arena, operands);
+  layout.scratch = moelora_back_scratch_take(depth, rank, exec, &arena);
+  if (!wide || forward->apply_router_weight_on_input)
+    layout.x = take_floats(&arena, tokens, forward->hidden);
+  if (!wide)
+    layout.dout = take_floats(&arena, tokens, forward->hidden);
   if (want.v) {
-    layout.h = moelora_take(
-        &arena, moelora_operands_bytes(variant, routes->num_rows, forward->intermediate));
-    layout.dgu =
-        moelora_take(&arena, moelora_operands_bytes(variant, routes->num_rows, forward->w13.n));
-    layout.dt = moelora_take_array(&arena, moelora_times(rows, (size_t)dt_parts(forward, variant)),
-                                   sizeof(float));
+    layout.h = take_floats(&arena, rows, forward->intermediate);
+    layout.dgu = take_floats(&arena, rows, forward->w13.n);
+    layout.dt = take_floats(&arena, rows, dt_parts(forward));
   }
   if (want.dz)
-    layout.dz =
-        moelora_take_array(&arena, moelora_times(rows, (size_t)forward->hidden), sizeof(float));
+    layout.dz = take_floats(&arena, rows, forward->hidden);
   if (want.xa13)
-    layout.xa13 = moelora_take(&arena, moelora_xa_bytes(variant, routes, &forward->w13_lora));
+    layout.xa13 = take_ranks(&arena, rows, &forward->w13_lora);
   if (want.yb13)
-    layout.yb13 = moelora_take(&arena, moelora_xa_bytes(variant, routes, &forward->w13_lora));
+    layout.yb13 = take_ranks(&arena, rows, &forward->w13_lora);
   if (want.xa2)
-    layout.xa2 = moelora_take(&arena, moelora_xa_bytes(variant, routes, &forward->w2_lora));
+    layout.xa2 = take_ranks(&arena, rows, &forward->w2_lora);
   if (want.yb2)
-    layout.yb2 = moelora_take(&arena, moelora_xa_bytes(variant, routes, &forward->w2_lora));
+    layout.yb2 = take_ranks(&arena, rows, &forward->w2_lora);
   layout.bytes = arena.used;
   return layout;
 }
@@ -124,7 +129,7 @@ typedef struct backward {
   const moelora_exec *exec;
   backward_layout layout;
   wanted want;
-  const void *x, *dout; /* operands by token */
+  const float *x, *dout; /* by token */
   int64_t x_stride, dout_stride;
   const float *weight; /* [P] t, NULL: 1 */
 } backward;
@@ -140,7 +145,7 @@ static void load_gate_up(const moelora_experts_problem *forward, const moelora_v
   const char *from =
       (const char *)forward->saved.gate_up + (size_t)(row * forward->saved.gate_up_stride) * bytes;
   if (moelora_is_interleaved(kind)) {
-    float both[2 * MOELORA_CPU_MAX_BLOCK_N];
+    float both[2 * MOELORA_BACK_COLUMNS];
     kernels->load(from + (size_t)(2 * begin) * bytes, both, 2 * count);
     for (int64_t i = 0; i < count; i++) {
       gate[i] = both[2 * i];
@@ -153,50 +158,45 @@ static void load_gate_up(const moelora_experts_problem *forward, const moelora_v
     kernels->load(from + (size_t)(forward->intermediate + begin) * bytes, up, count);
 }
 
-/* The gradients of gate and up, where operands of dgu lie. */
-static void round_gate_up(const moelora_experts_problem *forward, const moelora_variant *variant,
-                          int64_t begin, int64_t count, const float *gate, const float *up,
-                          char *to) {
-  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
+/* The gradients of gate and up, rounded, to columns of a row of dgu. */
+static void put_gate_up(const moelora_experts_problem *forward, const moelora_variant *variant,
+                        int64_t begin, int64_t count, const float *gate, const float *up,
+                        float *to) {
   const moelora_activation kind = forward->activation.kind;
   if (moelora_is_interleaved(kind)) {
-    float both[2 * MOELORA_CPU_MAX_BLOCK_N];
     for (int64_t i = 0; i < count; i++) {
-      both[2 * i] = gate[i];
-      both[2 * i + 1] = up[i];
+      to[2 * (begin + i)] = gate[i];
+      to[2 * (begin + i) + 1] = up[i];
     }
-    kernels->round(both, to + (size_t)(2 * begin) * kernels->operand_bytes, 2 * count);
+    moelora_round_floats(variant, to + 2 * begin, 2 * count);
     return;
   }
-  kernels->round(gate, to + (size_t)begin * kernels->operand_bytes, count);
-  if (moelora_is_gated(kind))
-    kernels->round(up, to + (size_t)(forward->intermediate + begin) * kernels->operand_bytes,
-                   count);
+  memcpy(to + begin, gate, (size_t)count * sizeof *to);
+  moelora_round_floats(variant, to + begin, count);
+  if (moelora_is_gated(kind)) {
+    memcpy(to + forward->intermediate + begin, up, (size_t)count * sizeof *to);
+    moelora_round_floats(variant, to + forward->intermediate + begin, count);
+  }
 }
 
 static void emit_v(const moelora_back_projection *p, int64_t at, int64_t begin, int64_t count,
                    const float *v) {
   const backward *b = p->context;
-  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->variant);
   const moelora_experts_problem *forward = b->forward;
   const int64_t row = p->sorted->row[at];
   const float weight = b->weight ? b->weight[row] : 1.0f;
-  float gate[MOELORA_CPU_MAX_BLOCK_N], up[MOELORA_CPU_MAX_BLOCK_N];
-  float dh[MOELORA_CPU_MAX_BLOCK_N], h[MOELORA_CPU_MAX_BLOCK_N];
+  float gate[MOELORA_BACK_COLUMNS], up[MOELORA_BACK_COLUMNS], dh[MOELORA_BACK_COLUMNS];
+  float *h = b->layout.h + at * forward->intermediate + begin, sum = 0;
   load_gate_up(forward, p->variant, row, begin, count, gate, up);
   for (int64_t i = 0; i < count; i++)
     dh[i] = weight * v[i];
-  kernels->activate_backward(&forward->activation, gate, up, dh, h, count);
-  char *to =
-      (char *)b->layout.h + (size_t)(at * forward->intermediate + begin) * kernels->operand_bytes;
-  kernels->round(h, to, count);
-  round_gate_up(forward, p->variant, begin, count, gate, up,
-                (char *)b->layout.dgu + (size_t)(at * forward->w13.n) * kernels->operand_bytes);
-  moelora_load_operands(kernels, to, h, count); /* as z had them */
-  float sum = 0;
+  moelora_cpu_kernels_of(p->variant)
+      ->activate_backward(&forward->activation, gate, up, dh, h, count);
+  moelora_round_floats(p->variant, h, count);
+  put_gate_up(forward, p->variant, begin, count, gate, up, b->layout.dgu + at * forward->w13.n);
   for (int64_t i = 0; i < count; i++)
     sum += v[i] * h[i];
-  b->layout.dt[row * dt_parts(forward, p->variant) + begin / p->variant->block_n] = sum;
+  b->layout.dt[row * dt_parts(forward) + begin / MOELORA_BACK_COLUMNS] = sum;
 }
 
 /* ---- what goes to x and to the routing weights ---- */
@@ -240,7 +240,7 @@ static void sum_dt(void *context, int64_t m, int32_t worker) {
   const moelora_experts_problem *forward = b->forward;
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(b->variant);
   const size_t bytes = moelora_dtype_bytes(forward->dtype);
-  const int64_t parts = dt_parts(forward, b->variant);
+  const int64_t parts = dt_parts(forward);
   for (int32_t j = 0; j < forward->routes.top_k; j++) {
     const int64_t p = m * forward->routes.top_k + j;
     const int32_t expert = b->layout.sorted.tables.expert[p];
@@ -284,63 +284,58 @@ static void finish_inputs(const backward *b) {
 
 /* ---- what goes to factors and biases ---- */
 
-static moelora_columns by_token(const void *rows, int64_t stride, int64_t count) {
+static moelora_columns by_token(const float *rows, int64_t stride, int64_t count) {
   return (moelora_columns){.rows = rows, .stride = stride, .by_token = true, .count = count};
 }
 
-/* Columns [begin, begin + count) of rows of `width` operands by sorted position. */
-static moelora_columns by_position(const backward *b, const void *rows, int64_t width,
-                                   int64_t begin, int64_t count, bool ranks) {
-  const size_t bytes = moelora_cpu_kernels_of(b->variant)->operand_bytes;
-  return (moelora_columns){
-      .rows = (const char *)rows + (size_t)begin * bytes,
-      .stride = width,
-      .ranks = ranks,
-      .count = count,
-  };
+/* Columns [begin, begin + count) of rows of `width` numbers by sorted position. */
+static moelora_columns by_position(const float *rows, int64_t width, int64_t begin, int64_t count) {
+  return (moelora_columns){.rows = rows + begin, .stride = width, .count = count};
 }
 
-/* Columns of shrink results. */
-static moelora_columns ranks_of(const backward *b, const void *rows, const moelora_factors *lora,
-                                int32_t slice) {
+/* A slice of shrink results. */
+static moelora_columns ranks_of(const float *rows, const moelora_factors *lora, int32_t slice) {
   const int64_t rank = lora->max_rank;
-  return by_position(b, rows, lora->num_slices * rank, slice * rank, rank, true);
+  return by_position(rows, lora->num_slices * rank, slice * rank, rank);
 }
 
-static void add_product(const backward *b, moelora_columns left, moelora_columns right,
-                        const moelora_gradient *gradient) {
+static void add_product(const backward *b, moelora_columns ranks, moelora_columns wide,
+                        bool transposed, const moelora_gradient *gradient) {
   const moelora_grouped_product product = {
       .variant = b->variant,
       .routes = &b->forward->routes,
       .sorted = &b->layout.sorted,
       .segments = &b->layout.segments,
       .scratch = b->layout.scratch,
-      .left = left,
-      .right = right,
+      .ranks = ranks,
+      .wide = wide,
+      .transposed = transposed,
       .gradient = gradient,
       .accumulate = b->problem->accumulate,
   };
-  if (gradient->data)
-    moelora_cpu_grouped_product(&product, b->exec);
+  moelora_cpu_grouped_product(&product, b->exec);
 }
 
 static void finish_factors(const backward *b) {
   const moelora_experts_backward_problem *problem = b->problem;
+  const backward_layout *layout = &b->layout;
   const moelora_factors *w13 = &b->forward->w13_lora, *w2 = &b->forward->w2_lora;
   const int64_t hidden = b->forward->hidden, inter = b->forward->intermediate;
-  const moelora_columns x = by_token(b->x, b->x_stride, hidden);
   for (int32_t i = 0; i < w13->num_slices; i++) {
-    const moelora_columns dgu =
-        by_position(b, b->layout.dgu, b->forward->w13.n, i * w13->slice_n, w13->slice_n, false);
-    add_product(b, ranks_of(b, b->layout.yb13, w13, i), x, &problem->a13[i]);
-    add_product(b, dgu, ranks_of(b, b->layout.xa13, w13, i), &problem->b13[i]);
+    if (problem->a13[i].data)
+      add_product(b, ranks_of(layout->yb13, w13, i), by_token(b->x, b->x_stride, hidden), false,
+                  &problem->a13[i]);
+    if (problem->b13[i].data)
+      add_product(b, ranks_of(layout->xa13, w13, i),
+                  by_position(layout->dgu, b->forward->w13.n, i * w13->slice_n, w13->slice_n), true,
+                  &problem->b13[i]);
   }
-  if (w2->num_slices) {
-    add_product(b, ranks_of(b, b->layout.yb2, w2, 0),
-                by_position(b, b->layout.h, inter, 0, inter, false), &problem->a2);
-    add_product(b, by_token(b->dout, b->dout_stride, hidden), ranks_of(b, b->layout.xa2, w2, 0),
+  if (w2->num_slices && problem->a2.data)
+    add_product(b, ranks_of(layout->yb2, w2, 0), by_position(layout->h, inter, 0, inter), false,
+                &problem->a2);
+  if (w2->num_slices && problem->b2.data)
+    add_product(b, ranks_of(layout->xa2, w2, 0), by_token(b->dout, b->dout_stride, hidden), true,
                 &problem->b2);
-  }
 }
 
 static void finish_biases(const backward *b) {
@@ -348,46 +343,36 @@ static void finish_biases(const backward *b) {
       .variant = b->variant,
       .routes = &b->forward->routes,
       .sorted = &b->layout.sorted,
-      .rows = by_position(b, b->layout.dgu, b->forward->w13.n, 0, b->forward->w13.n, false),
       .gradient = &b->problem->bias13,
       .accumulate = b->problem->accumulate,
   };
-  if (sum.gradient->data)
+  if (sum.gradient->data) {
+    sum.rows = by_position(b->layout.dgu, b->forward->w13.n, 0, b->forward->w13.n);
     moelora_cpu_row_sum(&sum, b->exec);
-  sum.rows = by_token(b->dout, b->dout_stride, b->forward->hidden);
-  sum.weight = b->weight;
+  }
   sum.gradient = &b->problem->bias2;
-  if (sum.gradient->data)
+  if (sum.gradient->data) {
+    sum.rows = by_token(b->dout, b->dout_stride, b->forward->hidden);
+    sum.weight = b->weight;
     moelora_cpu_row_sum(&sum, b->exec);
+  }
 }
 
 /* ---- the operator ---- */
 
-/* Multiplies rows with an adapter by their routing weights, in place. */
-typedef struct weigh_tasks {
-  const backward *b;
-  char *rows;
-} weigh_tasks;
-
+/* yb2 times t, rounded again. */
 static void weigh_row(void *context, int64_t at, int32_t worker) {
   (void)worker;
-  const weigh_tasks *tasks = context;
-  const backward *b = tasks->b;
-  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(b->variant);
+  const backward *b = context;
   const moelora_sorted *sorted = &b->layout.sorted;
-  const int64_t width = b->forward->w2_lora.max_rank;
+  const int32_t width = b->forward->w2_lora.max_rank;
   if (sorted->adapter[at] < 0)
     return;
-  const int64_t rank = moelora_rank_of(&sorted->tables, sorted->adapter[at], (int32_t)width);
-  float line[256];
-  for (int64_t i = 0; i < rank; i += 256) {
-    const int64_t count = moelora_min(256, rank - i);
-    char *values = tasks->rows + (size_t)(at * width + i) * kernels->operand_bytes;
-    moelora_load_operands(kernels, values, line, count);
-    for (int64_t j = 0; j < count; j++)
-      line[j] *= b->weight[sorted->row[at]];
-    kernels->round(line, values, count);
-  }
+  const int32_t rank = moelora_rank_of(&sorted->tables, sorted->adapter[at], width);
+  float *yb = b->layout.yb2 + at * width;
+  for (int32_t i = 0; i < rank; i++)
+    yb[i] *= b->weight[sorted->row[at]];
+  moelora_round_floats(b->variant, yb, rank);
 }
 
 static void back_through_w2(const backward *b) {
@@ -409,11 +394,10 @@ static void back_through_w2(const backward *b) {
   if (w2.yb)
     moelora_cpu_back_shrink(&w2, b->exec);
   moelora_cpu_back_project(&w2, b->exec);
-  weigh_tasks tasks = {b, w2.yb};
   if (b->problem->a2.data && w2.yb && b->weight)
     moelora_cpu_parallel(b->exec, b->layout.sorted.num_rows,
                          (double)b->layout.sorted.num_rows * b->forward->w2_lora.max_rank,
-                         weigh_row, &tasks);
+                         weigh_row, (void *)b);
 }
 
 static void back_through_w13(const backward *b) {
@@ -435,6 +419,37 @@ static void back_through_w13(const backward *b) {
     moelora_cpu_back_shrink(&w13, b->exec);
   if (b->want.dz)
     moelora_cpu_back_project(&w13, b->exec);
+}
+
+/* [M, K] of the dtype as float32, rows times weight and rounded if that is given. */
+typedef struct load_tasks {
+  const backward *b;
+  const char *from;
+  int64_t stride;
+  const float *weight;
+  float *to;
+} load_tasks;
+
+static void load_token(void *context, int64_t m, int32_t worker) {
+  (void)worker;
+  const load_tasks *tasks = context;
+  const moelora_variant *variant = tasks->b->variant;
+  const int64_t hidden = tasks->b->forward->hidden;
+  float *to = tasks->to + m * hidden;
+  moelora_cpu_kernels_of(variant)->load(
+      tasks->from + (size_t)(m * tasks->stride) * moelora_dtype_bytes(variant->dtype), to, hidden);
+  for (int64_t i = 0; i < hidden && tasks->weight; i++)
+    to[i] *= tasks->weight[m];
+  if (tasks->weight)
+    moelora_round_floats(variant, to, hidden);
+}
+
+static void load_rows(const backward *b, const void *from, int64_t stride, const float *weight,
+                      float *to) {
+  load_tasks tasks = {b, from, stride, weight, to};
+  const int64_t tokens = b->forward->routes.num_tokens;
+  moelora_cpu_parallel(b->exec, tokens, (double)tokens * (double)b->forward->hidden, load_token,
+                       &tasks);
 }
 
 static void zero_gradients(const backward *b) {
@@ -473,14 +488,12 @@ moelora_status moelora_cpu_experts_backward(const moelora_experts_backward_probl
   const float *weight = layout->sorted.tables.weight;
   b.weight = forward.apply_router_weight_on_input ? NULL : weight;
   if (layout->x) {
-    moelora_cpu_operands(plan->variant, forward.x, forward.x_stride, routes->num_tokens,
-                         forward.hidden, b.weight ? NULL : weight, layout->x, exec);
+    load_rows(&b, forward.x, forward.x_stride, b.weight ? NULL : weight, layout->x);
     b.x = layout->x;
     b.x_stride = forward.hidden;
   }
   if (layout->dout) {
-    moelora_cpu_operands(plan->variant, problem->dout, problem->dout_stride, routes->num_tokens,
-                         forward.hidden, NULL, layout->dout, exec);
+    load_rows(&b, problem->dout, problem->dout_stride, NULL, layout->dout);
     b.dout = layout->dout;
     b.dout_stride = forward.hidden;
   }

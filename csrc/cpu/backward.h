@@ -1,4 +1,5 @@
-/* What the files of the backward share. Rows of a layer are in sorted order, as in its forward. */
+/* What the files of the backward share. Rows of a layer are in sorted order, as in its forward.
+ * What multiplies is float32 in memory, rounded to the dtype of the call. */
 #ifndef MOELORA_CPU_BACKWARD_H
 #define MOELORA_CPU_BACKWARD_H
 
@@ -9,11 +10,11 @@
 /* saved->shrink[which] = projection->xa, by flat row in the dtype; zeros elsewhere. */
 void moelora_cpu_save_shrink(const moelora_projection *projection, const moelora_saved_rows *saved,
                              int32_t which, const moelora_exec *exec);
-/* The other way: operands [P, slices, R] by sorted position of rows with an adapter, each times
- * weight[flat row] if that is given. */
+/* The other way: [P, slices, R] by sorted position of rows with an adapter, each times weight[flat
+ * row] if that is given. */
 void moelora_cpu_load_shrink(const moelora_variant *variant, const moelora_sorted *sorted,
                              const moelora_factors *lora, const moelora_saved_rows *saved,
-                             int32_t which, const float *weight, void *xa,
+                             int32_t which, const float *weight, float *xa,
                              const moelora_exec *exec);
 /* saved->gate_up = 0 in skipped rows. */
 void moelora_cpu_save_skipped(const moelora_experts_problem *problem, const moelora_sorted *sorted);
@@ -55,32 +56,39 @@ void moelora_segments_take(const moelora_routes *routes, moelora_arena *arena,
 void moelora_find_segments(const moelora_routes *routes, const moelora_sorted *sorted,
                            moelora_segments *segments);
 
-/* ---- transposed.c: products with weights as they lie, y W instead of x W^T ---- */
+/* ---- back_project.c: products with weights as they lie, y W instead of x W^T ---- */
+
+/* Columns of a block, rows of a pass over depth. */
+enum { MOELORA_BACK_COLUMNS = 64, MOELORA_BACK_ROWS = 48, MOELORA_BACK_DEPTH = 512 };
 
 /* The private memory of one worker. */
 typedef struct moelora_back_scratch {
-  const void **x; /* [block_m] operand rows */
-  float *c;       /* [block_m, block_n] sums */
-  char *panel;    /* [block_n] columns of weights, or of rows, as operand rows of their n */
-  char *factor;   /* [block_n] columns of a factor A as operand rows of its ranks */
-  char *left;     /* [block_m] columns of rows as operand rows */
+  const float **x; /* [BACK_COLUMNS] rows that multiply */
+  float *c;        /* [BACK_COLUMNS, BACK_COLUMNS] sums */
+  float *panel;    /* [depth, BACK_COLUMNS] columns of weights, or of rows */
+  float *factor;   /* [rank, BACK_COLUMNS] columns of a factor A */
+  float *ranks;    /* [BACK_COLUMNS, PART_ROWS] columns of rank rows as rows */
 } moelora_back_scratch;
 
 /* Products sum over at most `depth` and, of factors A, over at most `rank`. */
-moelora_back_scratch *moelora_back_scratch_take(const moelora_variant *variant, int64_t depth,
-                                                int64_t rank, const moelora_exec *exec,
-                                                moelora_arena *arena);
+moelora_back_scratch *moelora_back_scratch_take(int64_t depth, int64_t rank,
+                                                const moelora_exec *exec, moelora_arena *arena);
 
-/* Bytes between operand rows of a panel: whole lines, and not a power of two, as rows of a panel
- * are written side by side. */
-static inline int64_t moelora_panel_pitch(const moelora_variant *variant, int64_t depth) {
-  const int64_t bytes = depth * (int64_t)moelora_cpu_kernels_of(variant)->operand_bytes;
-  return moelora_ceil_div(bytes, 64) * 64 + 64;
+/* Columns of a block as add_rows takes them. */
+static inline int64_t moelora_row_width(int64_t columns) {
+  return moelora_ceil_div(columns, MOELORA_ROW_STEP) * MOELORA_ROW_STEP;
 }
 
-/* to[c][r] = from[r][c] of operands, where rows of `to` are `pitch` bytes apart. */
-void moelora_cpu_transpose(const moelora_variant *variant, const char *const *from, int64_t rows,
-                           int64_t columns, char *to, int64_t pitch);
+/* Rounds float32 values to the dtype of a call. */
+static inline void moelora_round_floats(const moelora_variant *variant, float *values, int64_t n) {
+  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
+  uint16_t rounded[256];
+  for (int64_t i = 0; variant->dtype != MOELORA_F32 && i < n; i += 256) {
+    const int64_t count = moelora_min(256, n - i);
+    kernels->store(values + i, rounded, count);
+    kernels->load(rounded, values + i, count);
+  }
+}
 
 typedef struct moelora_back_projection moelora_back_projection;
 struct moelora_back_projection {
@@ -89,12 +97,12 @@ struct moelora_back_projection {
   const moelora_sorted *sorted;
   const moelora_segments *segments;
   moelora_back_scratch *scratch; /* [workers] */
-  const void *y;                 /* operand rows of w->n values, the gradient of x w^T */
+  const float *y;                /* rows of w->n values, the gradient of x w^T */
   int64_t y_stride;
   bool y_by_token; /* row p / top_k; else the sorted position */
   const moelora_weights *w;
   const moelora_factors *lora;
-  void *yb; /* [P, slices, R] operands by sorted position: s y B; NULL: no adapters */
+  float *yb; /* [P, slices, R] by sorted position: s y B; NULL: no adapters */
   /* Takes the finished columns [begin, begin + count) of y W + yb A of sorted row `at`. */
   void (*emit)(const moelora_back_projection *projection, int64_t at, int64_t begin, int64_t count,
                const float *values);
@@ -107,23 +115,24 @@ void moelora_cpu_back_project(const moelora_back_projection *projection, const m
 
 /* ---- gradients.c ---- */
 
-/* One side of a grouped product: columns of operand rows. */
+/* Columns of rows of a layer. */
 typedef struct moelora_columns {
-  const void *rows;
+  const float *rows;
   int64_t stride;
   bool by_token; /* row p / top_k; else the sorted position */
-  bool ranks;    /* as many columns as the adapter has ranks, at most `count` */
   int64_t count;
 } moelora_columns;
 
-/* gradient[l, e] (+)= sum over the rows of (l, e) of left^T right */
+/* gradient[l, e] (+)= sum over the rows of (l, e) of ranks^T wide, or of its transpose, where of
+ * `ranks` as many columns count as the adapter has ranks. */
 typedef struct moelora_grouped_product {
   const moelora_variant *variant;
   const moelora_routes *routes;
   const moelora_sorted *sorted;
   const moelora_segments *segments;
   moelora_back_scratch *scratch; /* [workers] */
-  moelora_columns left, right;
+  moelora_columns ranks, wide;
+  bool transposed; /* the gradient's columns are ranks: of B */
   const moelora_gradient *gradient;
   bool accumulate;
 } moelora_grouped_product;
@@ -144,15 +153,6 @@ typedef struct moelora_row_sum {
 } moelora_row_sum;
 
 void moelora_cpu_row_sum(const moelora_row_sum *sum, const moelora_exec *exec);
-
-/* n operands as float32. */
-static inline void moelora_load_operands(const moelora_cpu_kernels *kernels, const void *from,
-                                         float *to, int64_t n) {
-  if (kernels->widen) /* operands are float32 */
-    __builtin_memcpy(to, from, (size_t)n * sizeof *to);
-  else
-    kernels->load(from, to, n);
-}
 
 /* ---- backward.c: the operator ---- */
 

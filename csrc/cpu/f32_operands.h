@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "cpu/activation_backward.h"
+#include "cpu/add_rows.h"
 #include "cpu/convert.h"
 #include "cpu/kernels.h"
 
@@ -52,6 +53,7 @@ static inline void round_f32(const float *src, void *dst, int64_t n) {
    .store = store_##TYPE,                                                                          \
    .load = load_##TYPE,                                                                            \
    .dot = dot,                                                                                     \
+   .add_rows = add_rows,                                                                           \
    .dequantise = DEQUANTISED,                                                                      \
    .dequantise_fp8 = DEQUANTISED_FP8,                                                              \
    .activate = moelora_activate,                                                                   \

@@ -1,15 +1,15 @@
 /* Gradients of factors and biases: sums over the rows that share them.
  *
- *   gradient[l, e] (+)= left^T right        over the rows of an (adapter, expert)
+ *   gradient[l, e] (+)= ranks^T wide        over the rows of an (adapter, expert): of A
+ *   gradient[l, e] (+)= wide^T ranks        the same: of B
  *
- * where one side has as many columns as the adapter has ranks. A task is a tile of one gradient. It
- * brings up to MOELORA_PART_ROWS rows at a time into columns, so that `dot` sums over rows:
+ * A task is a tile of one gradient. It takes up to MOELORA_PART_ROWS rows at a time:
  *
- *   left [block_m columns][rows], panel [block_n columns][rows]     operands
- *   c [block_m, block_n] += left panel^T
+ *   ranks [64 ranks][rows], panel [rows][64 columns]      float32
+ *   c [64, 64] += ranks panel
  *
- * Rows are counted from the start of their segment, and segments of a shared factor follow each
- * other by expert, so no sum depends on other adapters, on threads or on where a segment lies. */
+ * Rows add in the order of their segment, and segments of a shared factor follow each other by
+ * expert, so no sum depends on other adapters, on threads or on where a segment lies. */
 #include <string.h>
 
 #include "cpu/backward.h"
@@ -56,90 +56,98 @@ static void put(const moelora_variant *variant, moelora_dtype dtype, bool add, f
 
 /* ---- factors ---- */
 
-static const char *row_of(const moelora_routes *routes, const moelora_sorted *sorted,
-                          const moelora_variant *variant, const moelora_columns *columns,
-                          int64_t at, int64_t column) {
+static const float *row_of(const moelora_routes *routes, const moelora_sorted *sorted,
+                           const moelora_columns *columns, int64_t at) {
   const int64_t row = columns->by_token ? sorted->row[at] / routes->top_k : at;
-  return (const char *)columns->rows +
-         (size_t)(row * columns->stride + column) * moelora_cpu_kernels_of(variant)->operand_bytes;
-}
-
-/* Columns [begin, begin + count) of rows [first, first + rows) as operand rows. */
-static int64_t gather(const moelora_grouped_product *p, const moelora_columns *columns,
-                      int64_t first, int64_t rows, int64_t begin, int64_t count, char *to) {
-  enum { ROWS = 16 };
-  const int64_t pitch = moelora_panel_pitch(p->variant, MOELORA_PART_ROWS);
-  const size_t bytes = moelora_cpu_kernels_of(p->variant)->operand_bytes;
-  const char *from[ROWS];
-  for (int64_t at = 0; at < rows; at += ROWS) {
-    const int64_t some = moelora_min(ROWS, rows - at);
-    for (int64_t r = 0; r < some; r++)
-      from[r] = row_of(p->routes, p->sorted, p->variant, columns, first + at + r, begin);
-    moelora_cpu_transpose(p->variant, from, some, count, to + (size_t)at * bytes, pitch);
-  }
-  return pitch;
+  return columns->rows + row * columns->stride;
 }
 
 typedef struct product_tasks {
   const moelora_grouped_product *product;
-  int64_t left_tiles, right_tiles;
+  int64_t rank_tiles, wide_tiles;
   bool shared;
 } product_tasks;
 
-static int64_t columns_of(const moelora_columns *columns, int64_t rank) {
-  return columns->ranks ? moelora_min(rank, columns->count) : columns->count;
+/* c [m, width] += sum over `rows` sorted rows from `first` on of ranks [rank, rank + m) times
+ * columns [begin, begin + n). */
+static void add_rows(const moelora_grouped_product *p, int64_t first, int64_t rows, int64_t rank,
+                     int64_t m, int64_t begin, int64_t n, moelora_back_scratch *scratch) {
+  const int64_t width = moelora_row_width(n);
+  for (int64_t r = 0; r < rows; r++) {
+    const float *ranks = row_of(p->routes, p->sorted, &p->ranks, first + r) + rank;
+    const float *wide = row_of(p->routes, p->sorted, &p->wide, first + r) + begin;
+    float *to = scratch->panel + r * width;
+    for (int64_t i = 0; i < m; i++)
+      scratch->ranks[i * MOELORA_PART_ROWS + r] = ranks[i];
+    memcpy(to, wide, (size_t)n * sizeof *to);
+    memset(to + n, 0, (size_t)(width - n) * sizeof *to);
+  }
+  for (int64_t i = 0; i < m; i++)
+    scratch->x[i] = scratch->ranks + i * MOELORA_PART_ROWS;
+  moelora_cpu_kernels_of(p->variant)
+      ->add_rows(m, width, rows, scratch->x, scratch->panel, width, scratch->c, width);
+}
+
+/* Writes c, m ranks from `rank` on by n columns from `begin` on, to a gradient. */
+static void put_tile(const moelora_grouped_product *p, int32_t adapter, int64_t expert,
+                     int64_t rank, int64_t m, int64_t begin, int64_t n,
+                     const moelora_back_scratch *scratch) {
+  const moelora_gradient *g = p->gradient;
+  const size_t bytes = moelora_dtype_bytes(g->dtype);
+  const int64_t width = moelora_row_width(n);
+  float line[MOELORA_BACK_COLUMNS];
+  for (int64_t i = 0; i < m && !p->transposed; i++)
+    put(p->variant, g->dtype, p->accumulate, scratch->c + i * width, n,
+        gradient_row(g, adapter, expert, rank + i) + (size_t)begin * bytes);
+  for (int64_t j = 0; j < n && p->transposed; j++) {
+    for (int64_t i = 0; i < m; i++)
+      line[i] = scratch->c[i * width + j];
+    put(p->variant, g->dtype, p->accumulate, line, m,
+        gradient_row(g, adapter, expert, begin + j) + (size_t)rank * bytes);
+  }
 }
 
 static void product_tile(void *context, int64_t index, int32_t worker) {
   const product_tasks *tasks = context;
   const moelora_grouped_product *p = tasks->product;
-  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->variant);
   const moelora_segments *segments = p->segments;
-  const int64_t right = index % tasks->right_tiles * p->variant->block_n;
-  const int64_t left = index / tasks->right_tiles % tasks->left_tiles * p->variant->block_m;
-  const int64_t group = index / tasks->right_tiles / tasks->left_tiles;
+  const int64_t begin = index % tasks->wide_tiles * MOELORA_BACK_COLUMNS;
+  const int64_t rank = index / tasks->wide_tiles % tasks->rank_tiles * MOELORA_BACK_COLUMNS;
+  const int64_t group = index / tasks->wide_tiles / tasks->rank_tiles;
   int32_t at = tasks->shared ? segments->head[group] : (int32_t)group;
   if (at < 0)
     return;
   const int32_t adapter = p->sorted->adapter[segments->all[at].first];
   const int32_t expert = p->sorted->expert[segments->all[at].first];
-  const int64_t rank = moelora_rank_of(&p->sorted->tables, adapter, INT32_MAX);
-  const int64_t m = moelora_min(p->variant->block_m, columns_of(&p->left, rank) - left);
-  const int64_t n = moelora_min(p->variant->block_n, columns_of(&p->right, rank) - right);
-  if (m <= 0 || n <= 0)
+  const int64_t ranks = moelora_rank_of(&p->sorted->tables, adapter, (int32_t)p->ranks.count);
+  const int64_t m = moelora_min(MOELORA_BACK_COLUMNS, ranks - rank);
+  const int64_t n = moelora_min(MOELORA_BACK_COLUMNS, p->wide.count - begin);
+  if (m <= 0)
     return;
   moelora_back_scratch *scratch = &p->scratch[worker];
-  memset(scratch->c, 0, (size_t)(m * n) * sizeof(float));
+  memset(scratch->c, 0, (size_t)(m * moelora_row_width(n)) * sizeof(float));
   for (; at >= 0; at = tasks->shared ? segments->all[at].next : -1) {
     const moelora_segment *segment = &segments->all[at];
-    for (int64_t first = segment->first; first < segment->end; first += MOELORA_PART_ROWS) {
-      const int64_t rows = moelora_min(MOELORA_PART_ROWS, segment->end - first);
-      int64_t pitch = gather(p, &p->left, first, rows, left, m, scratch->left);
-      for (int64_t i = 0; i < m; i++)
-        scratch->x[i] = scratch->left + i * pitch;
-      pitch = gather(p, &p->right, first, rows, right, n, scratch->panel);
-      kernels->dot(m, n, rows, scratch->x, scratch->panel, pitch, NULL, scratch->c, n);
-    }
+    for (int64_t first = segment->first; first < segment->end; first += MOELORA_PART_ROWS)
+      add_rows(p, first, moelora_min(MOELORA_PART_ROWS, segment->end - first), rank, m, begin, n,
+               scratch);
   }
-  for (int64_t i = 0; i < m; i++)
-    put(p->variant, p->gradient->dtype, p->accumulate, scratch->c + i * n, n,
-        gradient_row(p->gradient, adapter, tasks->shared ? 0 : expert, left + i) +
-            (size_t)right * moelora_dtype_bytes(p->gradient->dtype));
+  put_tile(p, adapter, tasks->shared ? 0 : expert, rank, m, begin, n, scratch);
 }
 
 void moelora_cpu_grouped_product(const moelora_grouped_product *product, const moelora_exec *exec) {
   const moelora_routes *routes = product->routes;
   product_tasks tasks = {
       .product = product,
-      .left_tiles = moelora_ceil_div(product->left.count, product->variant->block_m),
-      .right_tiles = moelora_ceil_div(product->right.count, product->variant->block_n),
+      .rank_tiles = moelora_ceil_div(product->ranks.count, MOELORA_BACK_COLUMNS),
+      .wide_tiles = moelora_ceil_div(product->wide.count, MOELORA_BACK_COLUMNS),
       .shared = product->gradient->experts == 1 && routes->num_experts > 1,
   };
   const int64_t groups = tasks.shared ? routes->max_loras : product->segments->count;
   moelora_cpu_parallel(exec,
-                       product->segments->count ? groups * tasks.left_tiles * tasks.right_tiles : 0,
-                       (double)product->sorted->num_rows * (double)product->left.count *
-                           (double)product->right.count,
+                       product->segments->count ? groups * tasks.rank_tiles * tasks.wide_tiles : 0,
+                       (double)product->sorted->num_rows * (double)product->ranks.count *
+                           (double)product->wide.count,
                        product_tile, &tasks);
 }
 
@@ -153,16 +161,14 @@ static void sum_columns(void *context, int64_t index, int32_t worker) {
   const int64_t begin = index % blocks * COLUMNS, expert = index / blocks;
   const int64_t count = moelora_min(COLUMNS, s->rows.count - begin);
   const int64_t first = s->sorted->offset[expert], end = s->sorted->offset[expert + 1];
-  float sum[COLUMNS] = {0}, line[COLUMNS];
+  float sum[COLUMNS] = {0};
   if (s->accumulate && first == end)
     return;
   for (int64_t at = first; at < end; at++) {
     const float weight = s->weight ? s->weight[s->sorted->row[at]] : 1.0f;
-    moelora_load_operands(moelora_cpu_kernels_of(s->variant),
-                          row_of(s->routes, s->sorted, s->variant, &s->rows, at, begin), line,
-                          count);
+    const float *row = row_of(s->routes, s->sorted, &s->rows, at) + begin;
     for (int64_t i = 0; i < count; i++)
-      sum[i] += weight * line[i];
+      sum[i] += weight * row[i];
   }
   put(s->variant, s->gradient->dtype, s->accumulate, sum, count,
       gradient_row(s->gradient, 0, expert, 0) +

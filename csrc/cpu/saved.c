@@ -1,5 +1,5 @@
-/* What the forward of a layer saves, by flat row in its dtype, and the way back to operand rows by
- * sorted position; and float32 factors on their way into a call of 16 bits. */
+/* What the forward of a layer saves, by flat row in its dtype, and the way back to rows by sorted
+ * position; and float32 factors on their way into a call of 16 bits. */
 #include <string.h>
 
 #include "cpu/backward.h"
@@ -13,7 +13,7 @@ typedef struct shrink_rows {
   char *saved;
   int64_t stride[2];
   const float *weight;
-  char *xa;
+  void *xa; /* [P, slices, R] by sorted position: operands, or float32 */
 } shrink_rows;
 
 static char *saved_row(const shrink_rows *rows, int64_t row, int32_t slice) {
@@ -21,9 +21,9 @@ static char *saved_row(const shrink_rows *rows, int64_t row, int32_t slice) {
                            moelora_dtype_bytes(rows->variant->dtype);
 }
 
-static char *operand_row(const shrink_rows *rows, int64_t at, int32_t slice) {
-  return rows->xa + (size_t)((at * rows->lora->num_slices + slice) * rows->lora->max_rank) *
-                        moelora_cpu_kernels_of(rows->variant)->operand_bytes;
+static char *sorted_row(const shrink_rows *rows, int64_t at, int32_t slice, size_t bytes) {
+  return (char *)rows->xa +
+         (size_t)((at * rows->lora->num_slices + slice) * rows->lora->max_rank) * bytes;
 }
 
 static void zero_row(void *context, int64_t row, int32_t worker) {
@@ -44,7 +44,7 @@ static void save_row(void *context, int64_t at, int32_t worker) {
   const int32_t rank = moelora_rank_of(&rows->sorted->tables, adapter, rows->lora->max_rank);
   for (int32_t slice = 0; slice < rows->lora->num_slices; slice++) {
     char *to = saved_row(rows, rows->sorted->row[at], slice);
-    const char *from = operand_row(rows, at, slice);
+    const char *from = sorted_row(rows, at, slice, kernels->operand_bytes);
     if (kernels->widen)
       kernels->store((const float *)from, to, rank);
     else
@@ -61,18 +61,14 @@ static void load_row(void *context, int64_t at, int32_t worker) {
     return;
   const int64_t row = rows->sorted->row[at];
   const int32_t rank = moelora_rank_of(&rows->sorted->tables, adapter, rows->lora->max_rank);
-  float line[256];
-  for (int32_t slice = 0; slice < rows->lora->num_slices; slice++)
-    for (int64_t i = 0; i < rank; i += 256) {
-      const int64_t count = moelora_min(256, rank - i);
-      kernels->load(saved_row(rows, row, slice) +
-                        (size_t)i * moelora_dtype_bytes(rows->variant->dtype),
-                    line, count);
-      for (int64_t j = 0; j < count && rows->weight; j++)
-        line[j] *= rows->weight[row];
-      kernels->round(line, operand_row(rows, at, slice) + (size_t)i * kernels->operand_bytes,
-                     count);
-    }
+  for (int32_t slice = 0; slice < rows->lora->num_slices; slice++) {
+    float *to = (float *)sorted_row(rows, at, slice, sizeof *to);
+    kernels->load(saved_row(rows, row, slice), to, rank);
+    for (int64_t i = 0; i < rank && rows->weight; i++)
+      to[i] *= rows->weight[row];
+    if (rows->weight)
+      moelora_round_floats(rows->variant, to, rank);
+  }
 }
 
 static double elements_of(const shrink_rows *rows, int64_t count) {
@@ -99,7 +95,7 @@ void moelora_cpu_save_shrink(const moelora_projection *projection, const moelora
 
 void moelora_cpu_load_shrink(const moelora_variant *variant, const moelora_sorted *sorted,
                              const moelora_factors *lora, const moelora_saved_rows *saved,
-                             int32_t which, const float *weight, void *xa,
+                             int32_t which, const float *weight, float *xa,
                              const moelora_exec *exec) {
   shrink_rows rows = {
       .variant = variant,
