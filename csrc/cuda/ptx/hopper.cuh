@@ -243,8 +243,8 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-/* Keeps arithmetic with accumulators of wgmma from being moved across the instructions that issue or
- * await products. */
+/* Keeps arithmetic with accumulators of wgmma from being moved across the instructions that issue
+ * or await products. */
 template <int COUNT> __device__ __forceinline__ void settle(float *d) {
 #pragma unroll
   for (int i = 0; i < COUNT; i++)
