@@ -209,6 +209,14 @@ def test_layers_that_peft_has_wrapped(tmp_path):
         moelora_hf.load_adapters(with_peft(model, folder), {"a": folder})
 
 
+def test_tensor_parallel_models(tmp_path):
+    model = make_whole_model(mixtral)
+    folder = write_adapters(model, tmp_path)["attention"]
+    model._tp_size = 2
+    with pytest.raises(NotImplementedError, match="tensor parallel; adapters of model.layers.0"):
+        moelora_hf.load_adapters(model, {"a": folder})
+
+
 # ---- weights of other kinds ----
 
 
