@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hf_models import MODELS, gpt_oss, make_model, qwen3, save_adapter, tokens, transformers
+from hf_models import MODELS, gpt_oss, make_model, qwen3, tokens, transformers
 from transformers.integrations import mxfp4
 
 import moelora.integrations.transformers as moelora_hf
@@ -91,14 +91,4 @@ def test_the_table_has_its_rows(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "| `mixtral` | yes |  |" in lines
     (doge,) = [line for line in lines if "doge" in line]
-    assert doge.startswith("| `doge` | no | DogeForCausalLM has no experts")
-
-
-# ---- adapters ----
-
-
-def test_adapters_of_attention_are_sent_to_peft(tmp_path):
-    model = make_model(qwen3)
-    folder = save_adapter(model, tmp_path / "a", 1, target_modules=["q_proj"])
-    with pytest.raises(ValueError, match=r"q_proj.* moelora\.integrations\.peft\.attach"):
-        moelora_hf.load_adapters(model, [folder])
+    assert doge.startswith("| `doge` * | no | DogeForCausalLM has no experts")
