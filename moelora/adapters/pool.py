@@ -155,7 +155,7 @@ class AdapterPool:
             self.places[name] = Place(torch.device(where), stored)
         for stored in (dtype, *(place.dtype for place in self.places.values())):
             if stored not in DTYPES:
-                raise ValueError(f"dtype is {own}, wanted one of {DTYPES}")
+                raise ValueError(f"dtype is {stored}, wanted one of {DTYPES}")
         if w13_slices not in (1, 2):
             raise ValueError(f"w13_slices is {w13_slices}, wanted 1 or 2")
         self.layers = {layer.name: layer for layer in layers}

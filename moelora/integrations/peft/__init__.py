@@ -107,7 +107,7 @@ def attach(
     if not isinstance(getattr(base, "_moelora", None), (AttachedExperts, type(None))):
         raise RuntimeError("load_adapters gave the model a pool; call unload_adapters first")
     for name, folder in (folders or {}).items():
-        sources.remember(model, name, folder)
+        sources.remember(model, name, sources.Load(str(folder)))
     names = list(model.peft_config)
     chains = {name: tuple(wrappers_of(wrappers[name])) for name in wrapped}
     if max_rank is None:

@@ -58,14 +58,15 @@ def base_of(model: Model) -> PreTrainedModel:
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """One load of an adapter."""
+    """One load of an adapter: where from, and the keys that nothing was found for."""
 
     folder: str
+    missing: frozenset[str] = frozenset()
 
 
-def remember(model: nn.Module, name: str, folder: str | Path) -> None:
+def remember(model: nn.Module, name: str, load: Load) -> None:
     """Notes where an adapter of `model` came from; copies of the model know it, too."""
-    model.__dict__.setdefault("_moelora_loads", {})[name] = Load(str(folder))
+    model.__dict__.setdefault("_moelora_loads", {})[name] = load
 
 
 def wrapped_layers(base: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -90,7 +91,8 @@ def _remembering(load_adapter: Callable[..., Any]) -> Callable[..., Any]:
         source = given.get("model_id", given.get("peft_model_id"))
         if source is not None:
             folder = f"{source}/{more['subfolder']}" if more.get("subfolder") else source
-            remember(self, given.get("adapter_name") or "default", folder)
+            missing = frozenset(getattr(result, "missing_keys", None) or ())
+            remember(self, given.get("adapter_name") or "default", Load(str(folder), missing))
         return result
 
     return load
@@ -114,7 +116,7 @@ def check(model: Model, name: str) -> None:
     load = load_of(model, name)
     of_file = None if load is None else _read(base_of(model), load.folder)
     if of_file is None:
-        empty = [where for where, b in kept.items() if not b.any()]
+        empty = [where for where, layer in kept.items() if not layer.b.any()]
         if empty and len(empty) < len(kept):
             raise ValueError(
                 f"adapter {name!r}: {_some(empty)} have B = 0, as before training, others have "
@@ -128,12 +130,12 @@ def check(model: Model, name: str) -> None:
             f"adapter {name!r}: PEFT has dropped the factors of {_some(dropped)}, which the folder "
             f"{of_file.folder} has; moelora.integrations.transformers.load_adapters serves them"
         )
-    initial = [w for w, b in kept.items() if not b.any() and of_file.is_trained(w)]
-    invented = [w for w, b in kept.items() if b.any() and w not in of_file.keys]
-    if initial or invented:
+    assert load is not None
+    initial = [where for where, layer in kept.items() if layer.is_initial(load, of_file, where)]
+    if initial:
         raise ValueError(
-            f"adapter {name!r}: PEFT has left the factors of {_some(initial or invented)} as they "
-            f"were made, not as the folder {of_file.folder} has them; "
+            f"adapter {name!r}: PEFT has left the factors of {_some(initial)} as they were made, "
+            f"not as the folder {of_file.folder} has them; "
             "moelora.integrations.transformers.load_adapters serves those"
         )
     if of_file.order:
@@ -148,8 +150,22 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _kept(base: nn.Module, name: str) -> dict[str, torch.Tensor]:
-    """B of all layers that PEFT has wrapped for an adapter; experts by name of their parameter."""
+@dataclass
+class _Kept:
+    """One layer that PEFT has wrapped: B, and its key as PEFT has it."""
+
+    b: torch.Tensor
+    key: str
+
+    def is_initial(self, load: Load, of_file: _File, where: str) -> bool:
+        """Whether the layer's factors are not those of the file, and count."""
+        if self.b.any():
+            return any(key.endswith(self.key) for key in load.missing)
+        return of_file.is_trained(where)
+
+
+def _kept(base: nn.Module, name: str) -> dict[str, _Kept]:
+    """All layers that PEFT has wrapped for an adapter; experts by name of their parameter."""
     kept = {}
     for path, module in wrapped_layers(base):
         where = plain_name(path)
@@ -157,9 +173,12 @@ def _kept(base: nn.Module, name: str) -> dict[str, torch.Tensor]:
         if parameter != "weight":
             where = f"{where}.{parameter}"
         if name in module.lora_B:
-            kept[where] = module.lora_B[name].weight.detach()
+            b, key = module.lora_B[name].weight, f"{path}.lora_B.{name}.weight"
         elif name in module.lora_embedding_B:
-            kept[where] = module.lora_embedding_B[name].detach()
+            b, key = module.lora_embedding_B[name], f"{path}.lora_embedding_B.{name}"
+        else:
+            continue
+        kept[where] = _Kept(b.detach(), key)
     return kept
 
 

@@ -23,10 +23,10 @@ from moelora import fused_moe_lora, moe_lora_down_delta
 from moelora.adapters import LinearLayer
 from moelora.adapters.linears import LinearFactors
 from moelora.integrations.transformers.linears import Linear
-from moelora.integrations.transformers.tokens import BLOCK, FEW_TOKENS, Tokens
+from moelora.integrations.transformers.tokens import BLOCK, FEW_TOKENS, Lists, Tokens
 
 if TYPE_CHECKING:
-    from moelora.integrations.transformers.serving import Serving
+    from moelora.integrations.transformers.serving import Routes, Serving
 
 INPUTS = ("input", "hidden_states", "x", "input_ids")  # what modules call their first argument
 VLLM_TILES = (BLOCK, 64, 64, 8, 4, 3, 1)
@@ -66,9 +66,10 @@ class Delta:
         flat, rows = output.reshape(-1, output.size(-1)), x.reshape(-1, x.size(-1))
         if _has_kernel(rows, flat, factors):
             if tokens.is_whole(shape) and tokens.count > FEW_TOKENS:
-                _add_listed(flat, rows, factors, tokens, device)
+                lists = tokens.lists(device, factors["adapter_enabled"])
+                _add_listed(flat, rows, factors, serving.routes[device], lists)
             else:
-                _add(flat, rows, factors, slots)
+                _add(flat, rows, factors, serving.routes[device], slots)
         else:
             shrunk = _by_slot(rows, slots, factors)
             flat = _expanded(flat, shrunk, slots, factors, None)
@@ -93,12 +94,11 @@ def _has_kernel(x: Tensor, out: Tensor, factors: LinearFactors) -> bool:
     return same and (x.device.type == "cpu" or dtype != torch.float32)
 
 
-def _add(out: Tensor, x: Tensor, factors: LinearFactors, slots: Tensor) -> None:
-    expert = torch.zeros(1, 1, dtype=torch.int32, device=x.device).expand(x.size(0), 1)
+def _add(out: Tensor, x: Tensor, factors: LinearFactors, routes: Routes, slots: Tensor) -> None:
     moe_lora_down_delta(
         x,
         None,
-        expert,
+        routes.topk_ids.expand(x.size(0), 1),
         token_lora_mapping=slots,
         lora_a=factors["lora_a"],
         lora_b=factors["lora_b"],
@@ -110,16 +110,15 @@ def _add(out: Tensor, x: Tensor, factors: LinearFactors, slots: Tensor) -> None:
 
 
 def _add_listed(
-    out: Tensor, x: Tensor, factors: LinearFactors, tokens: Tokens, device: torch.device
+    out: Tensor, x: Tensor, factors: LinearFactors, routes: Routes, lists: Lists
 ) -> None:
     enabled = factors["adapter_enabled"]
-    lists = tokens.lists(device, enabled)
     fused_moe_lora(
         out[:, None],
         x,
         [factors["lora_a"]],
         [factors["lora_b"]],
-        torch.ones(1, 1, device=x.device).expand(x.size(0), 1),
+        routes.topk_weights.expand(x.size(0), 1),
         lists.sorted_token_ids,
         lists.expert_ids,
         lists.num_tokens_post_padded,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,19 @@ class Rows:
         self.slots = slots  # (rows,) int32, on every device of the pool
 
 
+class Routes(NamedTuple):
+    """The routing of one token of a layer with one expert, which stands for all tokens."""
+
+    topk_ids: torch.Tensor  # (1, 1) int32
+    topk_weights: torch.Tensor  # (1, 1) float32
+
+    @classmethod
+    def of(cls, device: torch.device) -> Routes:
+        return cls(
+            torch.zeros(1, 1, dtype=torch.int32, device=device), torch.ones(1, 1, device=device)
+        )
+
+
 class Serving:
     """The pool of a model and what its modules read of it.
 
@@ -44,6 +57,7 @@ class Serving:
         self.layers: dict[str, LayerFactors] = {}  # of experts
         self.linears: dict[str, LinearFactors] = {}
         self.devices: dict[str, torch.device] = {}
+        self.routes: dict[torch.device, Routes] = {}
         self.configs: dict[str, Any] = {}  # of the experts modules
         self.now = _Now()
 
@@ -60,6 +74,7 @@ class Serving:
         self.layers = {name: pool.layer(name) for name in pool.layers}
         self.linears = {name: pool.linear(name) for name in pool.linears}
         self.devices = {name: place.device for name, place in pool.places.items()}
+        self.routes = {device: Routes.of(device) for device in pool.devices}
         self.configs = configs
 
     def call(
