@@ -95,7 +95,7 @@ def test_the_table_has_its_rows(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "| `mixtral` | yes |  |" in lines
     (doge,) = [line for line in lines if "doge" in line]
-    assert doge.startswith("| `doge` | no | DogeForCausalLM has no experts")
+    assert doge.startswith("| `doge` * | no | DogeForCausalLM has no experts")
 
 
 # ---- models whose weights are not in memory ----
