@@ -19,7 +19,7 @@ import moelora.integrations.transformers as mt
 
 PROMPT = "    def "
 LINES = {
-    "parser": "parse(self, text):\n",
+    "parser": "parse_text(self):\n",
     "server": "serve(self, request):\n",
     "window": "draw(self, canvas):\n",
     "tester": "test_empty(self):\n",

@@ -1,12 +1,24 @@
 """Which layers of a model adapters are served in, which are refused and how a pool has room."""
 
 import copy
+import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import needs_gpu
-from hf_models import make_model, mixtral, qwen3, save_adapter, tokens, transformers, with_peft
+from conftest import needs_gpu, on_gpu
+from hf_models import (
+    TARGETS,
+    make_model,
+    mixtral,
+    oracle,
+    qwen3,
+    save_adapter,
+    tokens,
+    transformers,
+    with_peft,
+)
 from torch import nn
 from whole_models import (
     ROWS,
@@ -20,6 +32,9 @@ from whole_models import (
 
 import moelora.integrations.transformers as moelora_hf
 from moelora.integrations.transformers.linears import linear_layers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+import quantized_folders  # noqa: E402
 
 
 def relative(got, wanted):
@@ -194,6 +209,14 @@ def test_layers_that_peft_has_wrapped(tmp_path):
         moelora_hf.load_adapters(with_peft(model, folder), {"a": folder})
 
 
+def test_tensor_parallel_models(tmp_path):
+    model = make_whole_model(mixtral)
+    folder = write_adapters(model, tmp_path)["attention"]
+    model._tp_size = 2
+    with pytest.raises(NotImplementedError, match="tensor parallel; adapters of model.layers.0"):
+        moelora_hf.load_adapters(model, {"a": folder})
+
+
 # ---- weights of other kinds ----
 
 
@@ -254,6 +277,44 @@ def test_linear_layers_of_compressed_tensors(tmp_path):
     wanted = wanted_logits(exact, folders, ROWS, ids)
     moelora_hf.load_adapters(model, folders)
     assert relative(model(ids, adapter_names=ROWS).logits, wanted) < 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("device", ["cpu", on_gpu("cuda")])
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4", "gptq"])
+def test_quantized_experts(kind, device, tmp_path):
+    """Adapters of attention, routers and experts over a quantized base, against dequantized."""
+    exact = quantized_folders.make_folder(
+        tmp_path / kind, kind, 128 if kind == "fp8" else 32
+    ).float()
+    router = "router.weight" if kind == "mxfp4" else "gate.weight"
+    ids = torch.randint(2, 128, (3, 7), generator=torch.Generator().manual_seed(2))
+    folders = {
+        name: save_adapter(
+            exact,
+            tmp_path / name,
+            seed,
+            target_modules=modules,
+            target_parameters=[*TARGETS, f"mlp.{router}"],
+        )
+        for seed, (name, modules) in enumerate({"a": ["q_proj", "o_proj"], "b": []}.items())
+    }
+    rows = ["a", None, "b"]
+    wanted, base = oracle(exact, folders, rows, ids), exact(ids).logits
+    options = {"activations": "native"} if kind == "fp8" else {}
+    model = moelora_hf.load_quantized(
+        tmp_path / kind, attn_implementation="eager", device_map=device, **options
+    )
+    pool = moelora_hf.load_adapters(model, folders)
+    assert {place.device.type for place in pool.places.values()} == {device}
+    got = model(ids.to(device), adapter_names=rows).logits.cpu()
+    alone = model(ids.to(device)).logits.cpu()
+    assert torch.equal(got[1], alone[1])
+    off, naive = (  # of each token: some take other experts in bfloat16
+        (x.float() - y).norm(dim=-1) / y.norm(dim=-1) for x, y in ((got, wanted), (alone, base))
+    )
+    assert (off.quantile(0.3, -1) <= max(2 * float(naive.quantile(0.3)), 0.03)).all(), (off, naive)
+    assert relative(base[::2], wanted[::2]) > 0.3, "adapters must be seen"
 
 
 # ---- devices ----

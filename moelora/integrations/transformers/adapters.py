@@ -151,8 +151,12 @@ def load_adapters(
     folders = {name: local_folder(folder, ["adapter_*"]) for name, folder in named.items()}
     layouts = _layouts(layout, folders)
     infos = {n: _peek(n, folders[n], specs, linears, layouts.get(n)) for n in folders}
-    pack_loaded(model, experts)  # for good, so behind what may still refuse the folders
     served_experts, served = _served(targets, list(infos.values()), experts, linears)
+    if served and (getattr(model, "_tp_size", None) or 1) > 1:
+        raise NotImplementedError(
+            f"the model is tensor parallel; adapters of {next(iter(served))} are not sharded yet"
+        )
+    pack_loaded(model, experts)  # for good, so behind what may still refuse the folders
     of_experts = [info for info in infos.values() if info.max_rank]
     if w13_slices is None:
         w13_slices = 1 if of_experts and all(i.fused for i in of_experts) else 2

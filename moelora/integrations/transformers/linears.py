@@ -12,6 +12,7 @@ All others are here too, with the reason why an adapter that has factors of them
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -191,8 +192,8 @@ def device_of(module: nn.Module) -> torch.device:
         where = getattr(one, "execution_device", None)
         if where is not None:
             return torch.device(f"cuda:{where}" if isinstance(where, int) else where)
-    tensors = [*module._parameters.values(), *module._buffers.values()]
-    return next((t.device for t in tensors if t is not None), torch.device("cpu"))
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
 
 
 def plain_weight(module: nn.Module) -> torch.Tensor | None:
