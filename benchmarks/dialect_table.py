@@ -44,8 +44,8 @@ READ = {
     "granite": ("refused", SKIPPED),
     "stacks": ("?", "yes"),
     "tinker": ("after Tinker's conversion", "yes"),
-    "in-training": ("refused; without the adapter's name left out without a word", "yes"),
-    "multimodal": ("yes", "yes"),
+    "in-training": ("refused; without the adapter's name left out without a word", "?"),
+    "multimodal": ("yes", "?"),
     "torch-file": ("yes", "yes"),
     "shards": ("refused", "yes"),
 }
@@ -111,7 +111,8 @@ def table(found, models):
         f"Of {len(models)} kinds of models each ({', '.join(f'`{m}`' for m in models)}), in",
         f"float32, against merged weights; PEFT {peft.__version__}, transformers "
         f"{transformers.__version__}. vLLM 0.33 and SGLang 0.5.23 as",
-        "their sources say.",
+        "their sources say; ? where these do not settle it. SGLang reads neither `use_rslora` nor",
+        "`rank_pattern` and `alpha_pattern`.",
         "",
         "| adapters | `load_adapters` | PEFT and `attach` | vLLM | SGLang |",
         "| --- | --- | --- | --- | --- |",

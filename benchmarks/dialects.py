@@ -439,9 +439,10 @@ DIALECTS = {
     ),
     "torch-file": Dialect(
         "`adapter_model.bin`",
-        "split",
-        lambda d: linears(d) | per_expert(d),
-        _MODULES,
+        "fused",
+        _pefts,
+        _NOW,
+        targets=parameters,
         finish=_torch_file,
     ),
     "shards": Dialect(

@@ -71,13 +71,28 @@ def config(model_type, **more):
     return transformers.AutoConfig.for_model(model_type, **SIZES | MODELS[model_type] | more)
 
 
-def make(model_type, **more):
+def multimodal():
+    """The configuration of a text model with a tower beside it."""
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    vision |= {"out_hidden_size": 32, "patch_size": 4, "num_position_embeddings": 16}
+    text = SIZES | MODELS["qwen3_5_moe_text"]
+    return transformers.Qwen3_5MoeConfig(text_config=text, vision_config=vision)
+
+
+def make(model_type):
     """A model in float32 whose experts and routers are large enough to matter in the logits."""
-    torch.manual_seed(0)
+    return filled(transformers.AutoModelForCausalLM, config(model_type))
+
+
+def make_multimodal():
+    return filled(transformers.AutoModelForImageTextToText, multimodal())
+
+
+def filled(auto, config):
+    """A model of a configuration, with numbers of its own."""
     with torch.random.fork_rng():
-        model = transformers.AutoModelForCausalLM.from_config(
-            config(model_type, **more), attn_implementation="eager"
-        )
+        torch.manual_seed(0)
+        model = auto.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

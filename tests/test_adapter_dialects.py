@@ -4,12 +4,11 @@ import functools
 
 import pytest
 import torch
+from hf_models import transformers  # noqa: F401, skips where there is none
 
-from benchmarks.dialects import DIALECTS, draw, merge
-from benchmarks.small_models import MODELS, make, tokens
-
-pytest.importorskip("transformers")
 import moelora.integrations.transformers as moelora_hf
+from benchmarks.dialects import DIALECTS, draw, merge, save
+from benchmarks.small_models import MODELS, make, make_multimodal, tokens
 
 ROWS = ["a", None, "b"]
 
@@ -54,3 +53,20 @@ def test_a_mixed_batch_has_the_logits_of_merged_weights(tmp_path, dialect, model
     torch.testing.assert_close(got, logits, rtol=2e-4, atol=2e-4)
     assert (got[0] - base[0]).abs().max() > 0.05, "the adapter must matter"
     assert torch.equal(got[1], base[1]), "rows without an adapter are those of the base model"
+
+
+@pytest.mark.parametrize("names", ["model.", "language_model.model.", "model.language_model."])
+@torch.no_grad()
+def test_adapters_of_a_text_model_in_the_multimodal_one(tmp_path, names):
+    model, ids = make_multimodal(), tokens()
+    dialect = DIALECTS["peft"]
+    drawn = dialect.draw(model)
+    state = {
+        key.replace("model.language_model.", names): tensor
+        for key, tensor in dialect.spell(drawn).items()
+    }
+    folder = save(tmp_path / "a", state, {**dialect.config, **dialect.targets(drawn)}, drawn)
+    wanted = merge(model, drawn)(ids).logits[0]
+    moelora_hf.load_adapters(model, {"a": folder})
+    got = model(ids, adapter_names=["a", None, "a"]).logits[0]
+    torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from hf_models import transformers  # noqa: F401, skips where there is none
 from safetensors.torch import load_file, save_file
 
 import moelora.integrations.transformers as moelora_hf
