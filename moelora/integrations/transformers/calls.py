@@ -123,26 +123,7 @@ def _told(generate: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _refusing(generate_batch: Callable[..., Any]) -> Callable[..., Any]:
-    """`generate_batch` of transformers' own, which drops keywords that it does not know."""
-
-    @functools.wraps(generate_batch)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("adapter_names") is None:
-            return generate_batch(self, *args, **kwargs)
-        if getattr(self, "_moelora", None) is None:
-            raise no_adapters(self)
-        raise NotImplementedError(
-            "generate_batch takes adapter_names of adapters from load_adapters; with those that "
-            "PEFT holds call generate"
-        )
-
-    return wrapped
-
-
 GenerationMixin.generate = _told(GenerationMixin.generate)  # type: ignore[method-assign] # on purpose
-if hasattr(GenerationMixin, "generate_batch"):
-    GenerationMixin.generate_batch = _refusing(GenerationMixin.generate_batch)  # type: ignore[method-assign]
 # What both a model's constructor and `set_experts_implementation` ask.
 PreTrainedModel.get_correct_experts_implementation = _watched(  # type: ignore[method-assign] # on purpose
     PreTrainedModel.get_correct_experts_implementation
