@@ -43,8 +43,21 @@ MODELS = {
     | {"num_key_value_heads": 4, "kv_lora_rank": 16, "v_head_dim": 8}
     | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
     "deepseek_v4": DEEPSEEK
-    | {"o_lora_rank": 16, "o_groups": 2, "head_dim": 16, "qk_rope_head_dim": 8}
-    | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8, "sliding_window": 16},
+    | {
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "o_lora_rank": 8,
+        "o_groups": 2,
+        "partial_rotary_factor": 0.5,
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        "mlp_layer_types": ["hash_moe", "moe"],
+        "hc_mult": 2,
+        "sliding_window": 8,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_topk": 4,
+    },
     "gpt_oss": LOCAL | {"head_dim": 8},
     "glm4_moe": DEEPSEEK | GROUPS | {"head_dim": 8, "n_routed_experts": 6},
     "mixtral": LOCAL,
@@ -60,9 +73,10 @@ MODELS = {
         "vocab_size_per_layer_input": 61,
         "hidden_size_per_layer_input": 0,
         "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 16,
         "num_kv_shared_layers": 0,
     },
-    "minimax_m2": LOCAL | {"head_dim": 8},
+    "minimax_m2": LOCAL | {"head_dim": 8, "rotary_dim": 8},
 }
 
 

@@ -146,6 +146,7 @@ def test_what_is_taken_off_a_name(key):
         ("model.layers.0.mlp.gate", "model.layers.0.mlp.router"),
         ("model.layers.0.block_sparse_moe.router.layer", "model.layers.0.block_sparse_moe.router"),
         ("model.layers.0.mlp.router.gate", "model.layers.0.mlp.gate"),
+        ("model.layers.0.mlp.router.linear", "model.layers.0.mlp.router"),
         ("model.layers.0.moe.gate", "model.layers.0.mlp.gate"),
         ("model.layers.0.share_expert.up_proj", "model.layers.0.mlp.shared_experts.up_proj"),
         (

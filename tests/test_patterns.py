@@ -209,7 +209,7 @@ def test_a_key_with_a_million_dots():
     """Names of tensors are not trusted, either."""
     key = "model" + ".a" * 1_000_000 + ".lora_A.weight"
     with pytest.raises(
-        ValueError, match=r"a\.a is not a LoRA factor|is not a LoRA factor"
+        ValueError, match=r"has 2000019 characters and is not a LoRA factor"
     ) as error:
         make_pool().add("a", {key: torch.zeros(4, 16)}, config=CONFIG)
     assert len(str(error.value)) < 1000

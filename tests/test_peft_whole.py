@@ -7,7 +7,6 @@ import shutil
 import pytest
 import torch
 from hf_models import (
-    COMMON,
     TARGETS,
     make_model,
     mixtral,
@@ -15,10 +14,9 @@ from hf_models import (
     peft,
     save_adapter,
     tokens,
-    transformers,
 )
 from safetensors.torch import load_file, save_file
-from whole_models import glm4_moe, make_whole_model, qwen3_5_moe, write_adapter
+from whole_models import glm4_moe, make_whole_model, qwen2_moe, qwen3_5_moe, write_adapter
 
 import moelora.integrations.peft as moelora_peft
 
@@ -27,17 +25,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 ROUTER = "mlp.gate.weight"
-
-
-def qwen2_moe():
-    return transformers.Qwen2MoeConfig(
-        **COMMON,
-        intermediate_size=40,
-        moe_intermediate_size=24,
-        shared_expert_intermediate_size=16,
-        num_experts=6,
-        num_experts_per_tok=2,
-    )
 
 
 def load(model, folders):

@@ -4,112 +4,33 @@ import copy
 import json
 
 import torch
-from hf_models import COMMON, deepseek_v3, gpt_oss, make_model, mixtral, qwen3, transformers
+from hf_models import deepseek_v3, gpt_oss, make_model, mixtral, qwen3
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import moelora.integrations.transformers as moelora_hf
+from benchmarks import small_models
 from moelora.integrations.transformers.linears import linear_layers
 
-LINEAR_ATTENTION = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-}
-QWEN_EXPERTS = {
-    "head_dim": 8,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 16,
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-}
+
+def _small(name, model_type):
+    """A function that makes a configuration, as those of `hf_models`."""
+
+    def config():
+        return small_models.config(model_type)
+
+    config.__name__ = name
+    return config
 
 
-def qwen3_5_moe():
-    return transformers.Qwen3_5MoeTextConfig(**COMMON, **QWEN_EXPERTS, **LINEAR_ATTENTION)
-
-
-def qwen3_next():
-    return transformers.Qwen3NextConfig(
-        **COMMON, **QWEN_EXPERTS, **LINEAR_ATTENTION, intermediate_size=40
-    )
-
-
-def glm4_moe():
-    return transformers.Glm4MoeConfig(
-        **COMMON,
-        head_dim=8,
-        intermediate_size=40,
-        moe_intermediate_size=24,
-        n_routed_experts=6,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        n_group=1,
-        topk_group=1,
-    )
-
-
-def granite_shared():
-    return transformers.GraniteMoeSharedConfig(
-        **COMMON,
-        intermediate_size=24,
-        shared_intermediate_size=16,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-    )
-
-
-def gemma4():
-    return transformers.Gemma4TextConfig(
-        **COMMON,
-        head_dim=8,
-        global_head_dim=8,
-        intermediate_size=40,
-        moe_intermediate_size=24,
-        enable_moe_block=True,
-        num_experts=6,
-        top_k_experts=2,
-        hidden_size_per_layer_input=0,
-        num_kv_shared_layers=0,
-        layer_types=["sliding_attention", "full_attention"],
-        sliding_window=16,
-    )
-
-
-def minimax_m2():
-    return transformers.MiniMaxM2Config(
-        **COMMON,
-        head_dim=8,
-        rotary_dim=8,
-        intermediate_size=24,
-        num_local_experts=6,
-        num_experts_per_tok=2,
-    )
-
-
-def deepseek_v4():
-    return transformers.DeepseekV4Config(
-        **COMMON | {"num_key_value_heads": 1, "num_attention_heads": 4},
-        head_dim=16,
-        q_lora_rank=16,
-        moe_intermediate_size=24,
-        n_routed_experts=6,
-        num_experts_per_tok=2,
-        layer_types=["compressed_sparse_attention", "heavily_compressed_attention"],
-        compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
-        mlp_layer_types=["hash_moe", "moe"],
-        hc_mult=2,
-        partial_rotary_factor=0.5,
-        sliding_window=8,
-        o_groups=2,
-        o_lora_rank=8,
-        index_n_heads=2,
-        index_head_dim=16,
-        index_topk=4,
-    )
+qwen2_moe = _small("qwen2_moe", "qwen2_moe")
+qwen3_5_moe = _small("qwen3_5_moe", "qwen3_5_moe_text")
+qwen3_next = _small("qwen3_next", "qwen3_next")
+glm4_moe = _small("glm4_moe", "glm4_moe")
+granite_shared = _small("granite_shared", "granitemoeshared")
+gemma4 = _small("gemma4", "gemma4_text")
+minimax_m2 = _small("minimax_m2", "minimax_m2")
+deepseek_v4 = _small("deepseek_v4", "deepseek_v4")
 
 
 MODELS = [

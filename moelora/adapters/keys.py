@@ -20,6 +20,8 @@ from typing import Literal
 
 Side = Literal["A", "B"]
 
+MAX_LENGTH = 1024  # characters of a name
+
 PREFIX = ("base_model", "model")  # PEFT's, two modules around the trained one
 
 # Modules that others put around a module, at any depth.
@@ -61,7 +63,9 @@ _SAME = {
     "wr_du": "r_proj",
     "wo_ud": "o_proj",
 }
-_ROUTER = re.compile(r"\.gate\.(?:gate|layer)(?=\.|$)")  # a router whose linear is a module of its
+_ROUTER = re.compile(
+    r"\.gate\.(?:gate|layer|linear)(?=\.|$)"
+)  # a router whose linear is a module of its
 _SHARED = re.compile(r"\.mlp\.shared_experts(?=\.|$)")  # not every model has them inside its MLP
 
 
@@ -84,6 +88,11 @@ class Key:
 
 def parse(text: str) -> Key | None:
     """The parts of a factor's name, None for a tensor that is no LoRA factor."""
+    if len(text) > MAX_LENGTH:
+        raise ValueError(
+            f"{text:.80}... has {len(text)} characters and is not a LoRA factor, wanted at most "
+            f"{MAX_LENGTH}"
+        )
     match = _FACTOR.fullmatch(text)
     if match is None:
         return None
