@@ -33,8 +33,8 @@ typedef float row_vector __attribute__((vector_size(16), aligned(4)));
 
 static inline
     __attribute__((always_inline)) void add_rows_tile(const int rows, const int vectors, int64_t k,
-                                                      const float *const *x, const float *w,
-                                                      int64_t ldw, float *c, int64_t ldc) {
+                                                      const float *const *x, const float *const *w,
+                                                      int64_t j, float *c, int64_t ldc) {
   row_vector sum[ADD_ROWS][2];
   const float *xi[ADD_ROWS];
   for (int i = 0; i < rows; i++) {
@@ -42,10 +42,10 @@ static inline
     for (int v = 0; v < vectors; v++)
       sum[i][v] = ROW_LOAD(c + i * ldc + v * ROW_LANES);
   }
-  for (int64_t q = 0; q < k; q++, w += ldw) {
+  for (int64_t q = 0; q < k; q++) {
     row_vector b[2];
     for (int v = 0; v < vectors; v++)
-      b[v] = ROW_LOAD(w + v * ROW_LANES);
+      b[v] = ROW_LOAD(w[q] + j + v * ROW_LANES);
     for (int i = 0; i < rows; i++)
       for (int v = 0; v < vectors; v++)
         sum[i][v] = ROW_MULTIPLY_ADD(xi[i][q], b[v], sum[i][v]);
@@ -58,13 +58,13 @@ static inline
 #define ADD_ROWS_CASE(ROWS)                                                                        \
   case ROWS:                                                                                       \
     if (n - j >= 2 * ROW_LANES)                                                                    \
-      add_rows_tile(ROWS, 2, k, x + i, w + j, ldw, c + i * ldc + j, ldc);                          \
+      add_rows_tile(ROWS, 2, k, x + i, w, j, c + i * ldc + j, ldc);                                \
     else                                                                                           \
-      add_rows_tile(ROWS, 1, k, x + i, w + j, ldw, c + i * ldc + j, ldc);                          \
+      add_rows_tile(ROWS, 1, k, x + i, w, j, c + i * ldc + j, ldc);                                \
     break;
 
-static inline void add_rows(int64_t m, int64_t n, int64_t k, const float *const *x, const float *w,
-                            int64_t ldw, float *c, int64_t ldc) {
+static inline void add_rows(int64_t m, int64_t n, int64_t k, const float *const *x,
+                            const float *const *w, float *c, int64_t ldc) {
   for (int64_t j = 0; j < n; j += 2 * ROW_LANES)
     for (int64_t i = 0; i < m; i += ADD_ROWS)
       switch (m - i < ADD_ROWS ? m - i : ADD_ROWS) {

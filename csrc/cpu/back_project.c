@@ -1,7 +1,7 @@
 /* Products of the backward with weights as they lie: y W, where the forward has x W^T.
  *
- * A task is (expert, block of columns, part of the expert's rows). Its columns of W become a panel
- * of float32, which all rows of the part then share:
+ * A task is (expert, block of columns, part of the expert's rows). Its columns of W are a panel of
+ * float32, which all rows of the part share:
  *
  *   panel [n, 64 columns]
  *   c [48, 64] = y panel                in passes over n of BACK_DEPTH
@@ -15,18 +15,24 @@
 #include "core/format.h"
 #include "cpu/backward.h"
 
+static moelora_panel take_panel(int64_t rows, moelora_arena *arena) {
+  return (moelora_panel){
+      .rows = moelora_take_array(arena, (size_t)rows, sizeof(float *)),
+      .copy = moelora_take_array(arena, (size_t)rows, MOELORA_BACK_COLUMNS * sizeof(float)),
+  };
+}
+
 moelora_back_scratch *moelora_back_scratch_take(int64_t depth, int64_t rank,
                                                 const moelora_exec *exec, moelora_arena *arena) {
   const size_t columns = MOELORA_BACK_COLUMNS;
-  const size_t rows = (size_t)moelora_max(depth, MOELORA_PART_ROWS);
   const int32_t workers = moelora_workers(exec);
   moelora_back_scratch *all = moelora_take_array(arena, (size_t)workers, sizeof *all);
   for (int32_t i = 0; i < workers; i++) {
     moelora_back_scratch one = {
         .x = moelora_take(arena, columns * sizeof(float *)),
         .c = moelora_take(arena, columns * columns * sizeof(float)),
-        .panel = moelora_take_array(arena, rows, columns * sizeof(float)),
-        .factor = moelora_take_array(arena, (size_t)rank, columns * sizeof(float)),
+        .panel = take_panel(moelora_max(depth, MOELORA_PART_ROWS), arena),
+        .factor = take_panel(rank, arena),
         .ranks = moelora_take(arena, columns * MOELORA_PART_ROWS * sizeof(float)),
     };
     if (all)
@@ -69,25 +75,30 @@ static void load_row(const moelora_variant *variant, const moelora_weights *w, i
     kernels->load(from, to, count);
 }
 
-/* panel [w->n, width] = columns [begin, begin + count) of w, zeros behind; begin is a multiple of
- * BACK_COLUMNS, which is a tile's. */
-static void make_panel(const moelora_variant *variant, const moelora_weights *w, int64_t begin,
-                       int64_t count, float *panel) {
+/* Columns [begin, begin + count) of all rows of w; begin is a multiple of BACK_COLUMNS, which is a
+ * tile's. Copies have zeros behind. */
+static void fill_panel(const moelora_variant *variant, const moelora_weights *w, int64_t begin,
+                       int64_t count, const moelora_panel *panel) {
   const int64_t width = moelora_row_width(count);
-  for (int64_t n = 0; n < w->n; n++, panel += width) {
-    load_row(variant, w, n, begin, count, panel);
+  const bool in_place =
+      variant->dtype == MOELORA_F32 && w->format == MOELORA_NATIVE && !w->packed && width == count;
+  for (int64_t n = 0; n < w->n; n++) {
+    float *copy = panel->copy + n * width;
+    panel->rows[n] = in_place ? (const float *)moelora_row_at(w, MOELORA_F32, n) + begin : copy;
+    if (in_place)
+      continue;
+    load_row(variant, w, n, begin, count, copy);
     for (int64_t j = count; j < width; j++)
-      panel[j] = 0;
+      copy[j] = 0;
   }
 }
 
 /* c [m, width] += x panel, over `depth`; x is advanced to its end. */
 static void multiply(const moelora_variant *variant, int64_t m, int64_t width, int64_t depth,
-                     const float *panel, const float **x, float *c) {
+                     const moelora_panel *panel, const float **x, float *c) {
   for (int64_t k = 0; k < depth; k += MOELORA_BACK_DEPTH) {
     const int64_t count = moelora_min(MOELORA_BACK_DEPTH, depth - k);
-    moelora_cpu_kernels_of(variant)->add_rows(m, width, count, x, panel + k * width, width, c,
-                                              width);
+    moelora_cpu_kernels_of(variant)->add_rows(m, width, count, x, panel->rows + k, c, width);
     for (int64_t i = 0; i < m; i++)
       x[i] += count;
   }
@@ -136,13 +147,13 @@ static void back_shrink_part(void *context, int64_t index, int32_t worker) {
   for (int64_t i = 0; i < rank; i += MOELORA_BACK_COLUMNS) {
     const int64_t count = moelora_min(MOELORA_BACK_COLUMNS, rank - i);
     const int64_t width = moelora_row_width(count);
-    make_panel(p->variant, &b, i, count, scratch->panel);
+    fill_panel(p->variant, &b, i, count, &scratch->panel);
     for (int64_t at = part[0]; at < part[1]; at += MOELORA_BACK_ROWS) {
       const int64_t m = moelora_min(MOELORA_BACK_ROWS, part[1] - at);
       for (int64_t row = 0; row < m; row++)
         scratch->x[row] = y_row(p, at + row, slice * p->lora->slice_n);
       memset(scratch->c, 0, (size_t)(m * width) * sizeof(float));
-      multiply(p->variant, m, width, b.n, scratch->panel, scratch->x, scratch->c);
+      multiply(p->variant, m, width, b.n, &scratch->panel, scratch->x, scratch->c);
       for (int64_t row = 0; row < m; row++) {
         float *to = yb_row(p, at + row, slice) + i;
         for (int64_t j = 0; j < count; j++)
@@ -176,10 +187,10 @@ static void add_adapters(const moelora_back_projection *p, int64_t first, int64_
     next = moelora_segment_end(p->sorted, at, first + m);
     for (int32_t slice = 0; p->sorted->adapter[at] >= 0 && slice < p->lora->num_slices; slice++) {
       const moelora_weights a = factor_at(p, &p->lora->a[slice], at, rank_at(p, at), p->w->k);
-      make_panel(p->variant, &a, begin, count, scratch->factor);
+      fill_panel(p->variant, &a, begin, count, &scratch->factor);
       for (int64_t i = at; i < next; i++)
         scratch->x[i - at] = yb_row(p, i, slice);
-      multiply(p->variant, next - at, width, a.n, scratch->factor, scratch->x,
+      multiply(p->variant, next - at, width, a.n, &scratch->factor, scratch->x,
                scratch->c + (at - first) * width);
     }
   }
@@ -199,13 +210,13 @@ static void back_task(void *context, int64_t index, int32_t worker) {
     return;
   moelora_back_scratch *scratch = &p->scratch[worker];
   const moelora_weights w = moelora_expert_weights(p->w, p->variant->dtype, expert);
-  make_panel(p->variant, &w, begin, count, scratch->panel);
+  fill_panel(p->variant, &w, begin, count, &scratch->panel);
   for (int64_t at = first; at < end; at += MOELORA_BACK_ROWS) {
     const int64_t m = moelora_min(MOELORA_BACK_ROWS, end - at);
     memset(scratch->c, 0, (size_t)(m * width) * sizeof(float));
     for (int64_t i = 0; i < m; i++)
       scratch->x[i] = y_row(p, at + i, 0);
-    multiply(p->variant, m, width, w.n, scratch->panel, scratch->x, scratch->c);
+    multiply(p->variant, m, width, w.n, &scratch->panel, scratch->x, scratch->c);
     if (p->yb)
       add_adapters(p, at, m, begin, count, scratch);
     for (int64_t i = 0; i < m; i++)

@@ -61,13 +61,20 @@ void moelora_find_segments(const moelora_routes *routes, const moelora_sorted *s
 /* Columns of a block, rows of a pass over depth. */
 enum { MOELORA_BACK_COLUMNS = 64, MOELORA_BACK_ROWS = 48, MOELORA_BACK_DEPTH = 512 };
 
+/* Columns of rows as add_rows takes them: each where it lies, or in `copy` if it is no float32
+ * there or if what is behind the columns may be no memory. */
+typedef struct moelora_panel {
+  const float **rows;
+  float *copy; /* [rows, BACK_COLUMNS] */
+} moelora_panel;
+
 /* The private memory of one worker. */
 typedef struct moelora_back_scratch {
-  const float **x; /* [BACK_COLUMNS] rows that multiply */
-  float *c;        /* [BACK_COLUMNS, BACK_COLUMNS] sums */
-  float *panel;    /* [depth, BACK_COLUMNS] columns of weights, or of rows */
-  float *factor;   /* [rank, BACK_COLUMNS] columns of a factor A */
-  float *ranks;    /* [BACK_COLUMNS, PART_ROWS] columns of rank rows as rows */
+  const float **x;      /* [BACK_COLUMNS] rows that multiply */
+  float *c;             /* [BACK_COLUMNS, BACK_COLUMNS] sums */
+  moelora_panel panel;  /* [depth, BACK_COLUMNS] columns of weights, or of rows */
+  moelora_panel factor; /* [rank, BACK_COLUMNS] columns of a factor A */
+  float *ranks;         /* [BACK_COLUMNS, PART_ROWS] columns of rank rows as rows */
 } moelora_back_scratch;
 
 /* Products sum over at most `depth` and, of factors A, over at most `rank`. */

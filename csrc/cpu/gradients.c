@@ -76,16 +76,20 @@ static void add_rows(const moelora_grouped_product *p, int64_t first, int64_t ro
   for (int64_t r = 0; r < rows; r++) {
     const float *ranks = row_of(p->routes, p->sorted, &p->ranks, first + r) + rank;
     const float *wide = row_of(p->routes, p->sorted, &p->wide, first + r) + begin;
-    float *to = scratch->panel + r * width;
     for (int64_t i = 0; i < m; i++)
       scratch->ranks[i * MOELORA_PART_ROWS + r] = ranks[i];
-    memcpy(to, wide, (size_t)n * sizeof *to);
-    memset(to + n, 0, (size_t)(width - n) * sizeof *to);
+    scratch->panel.rows[r] = wide;
+    if (width > n) {
+      float *copy = scratch->panel.copy + r * width;
+      memcpy(copy, wide, (size_t)n * sizeof *copy);
+      memset(copy + n, 0, (size_t)(width - n) * sizeof *copy);
+      scratch->panel.rows[r] = copy;
+    }
   }
   for (int64_t i = 0; i < m; i++)
     scratch->x[i] = scratch->ranks + i * MOELORA_PART_ROWS;
   moelora_cpu_kernels_of(p->variant)
-      ->add_rows(m, width, rows, scratch->x, scratch->panel, width, scratch->c, width);
+      ->add_rows(m, width, rows, scratch->x, scratch->panel.rows, scratch->c, width);
 }
 
 /* Writes c, m ranks from `rank` on by n columns from `begin` on, to a gradient. */

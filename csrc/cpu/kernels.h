@@ -32,11 +32,10 @@ typedef struct moelora_cpu_kernels {
   void (*dot)(int64_t m, int64_t n, int64_t k, const void *const *x /* [m] operand rows */,
               const void *w /* [n] operand rows */, int64_t w_stride, const void *next,
               float *c /* [m, ldc] */, int64_t ldc);
-  /* c[i * ldc + j] += sum over q < k of x[i][q] * w[q * ldw + j], for i < m and j < n, all float32,
-   * where n is a multiple of MOELORA_ROW_STEP. Sums add in the order of q alone. */
+  /* c[i * ldc + j] += sum over q < k of x[i][q] * w[q][j], for i < m and j < n, all float32, where
+   * n is a multiple of MOELORA_ROW_STEP. Sums add in the order of q alone. */
   void (*add_rows)(int64_t m, int64_t n, int64_t k, const float *const *x /* [m] rows */,
-                   const float *w /* [k, ldw] */, int64_t ldw, float *c /* [m, ldc] */,
-                   int64_t ldc);
+                   const float *const *w /* [k] rows */, float *c /* [m, ldc] */, int64_t ldc);
   /* Columns of rows r and r + 8, r / 8 even, of `tiles` tiles of quantised weights (moelora.h) that
    * lie `stride` bytes apart: operands to low and high, 64 for each tile. Fetches what lies `ahead`
    * bytes ahead of these rows into L2. NULL: the dtype has no such weights. */
