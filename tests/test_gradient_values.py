@@ -42,17 +42,6 @@ def test_random_problems(place):
             raise AssertionError(f"{spec}: {error}") from error
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first_seed", range(20_000, 21_000, 250))
-@pytest.mark.parametrize("place", PLACES)
-def test_thousands_of_random_problems(first_seed, place):
-    for spec in random_specs(250, first_seed=first_seed, dtypes=(place[1],)):
-        try:
-            check(spec.build(), place[0])
-        except Exception as error:
-            raise AssertionError(f"{spec}: {error}") from error
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("place", PLACES[:2])
 def test_sizes_that_fill_tiles(activation, place):
