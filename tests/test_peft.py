@@ -137,7 +137,7 @@ def test_a_model_that_loaded_its_adapters_itself(tmp_path, monkeypatch):
 def test_continuous_batching_takes_no_adapter_names(tmp_path):
     model = load(make_model(mixtral), save_adapters(make_model(mixtral), tmp_path, "a"))
     moelora_peft.attach(model)
-    with pytest.raises(NotImplementedError, match="generate_batch with adapter_names: continuous"):
+    with pytest.raises(NotImplementedError, match="generate_batch with adapter_names: PEFT"):
         model.generate_batch(tokens(rows=1).tolist(), adapter_names=["a"])
 
 
