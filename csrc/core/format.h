@@ -236,14 +236,17 @@ static MOELORA_CONSTEXPR int32_t moelora_scale_bytes(moelora_format format) {
   return moelora_has_e8m0_scales(format) ? 1 : 2;
 }
 
-/* FP8: four scales, of which two halves of the depth have one each, or one of each row. */
+/* Of FP8: four scales, of which two halves of the depth have one each, or one of each row. */
+static MOELORA_CONSTEXPR int32_t moelora_fp8_tile_size(moelora_format format) {
+  return MOELORA_FP8_TILE_VALUES + (moelora_has_row_scales(format) ? 64 : 4) * 4;
+}
+
 static MOELORA_CONSTEXPR int32_t moelora_tile_size(moelora_format format) {
   return !moelora_is_quantized(format) ? 0
-         : moelora_is_fp8(format)
-             ? MOELORA_FP8_TILE_VALUES + (moelora_has_row_scales(format) ? 64 : 4) * 4
-             : MOELORA_TILE_VALUES +
-                   64 * moelora_tile_groups(format) *
-                       (moelora_scale_bytes(format) + (moelora_has_zeros(format) ? 1 : 0));
+         : moelora_is_fp8(format) ? moelora_fp8_tile_size(format)
+                                  : MOELORA_TILE_VALUES + 64 * moelora_tile_groups(format) *
+                                                              (moelora_scale_bytes(format) +
+                                                               (moelora_has_zeros(format) ? 1 : 0));
 }
 
 /* Bytes from the start of a tile to the 64 that rows r and r + 8 share, where r / 8 is even. */

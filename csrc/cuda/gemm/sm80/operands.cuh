@@ -152,7 +152,8 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
                        (thread & 127) * 16),
             (uint32_t)(scales + behind),
             tile_of_scales() < E::TILES &&
-                SCALES_AT + behind < moelora_tile_size(g.weights.w.format)};
+                SCALES_AT + behind < (E::Format::IS_FP8 ? moelora_fp8_tile_size(g.weights.w.format)
+                                                        : moelora_tile_size(g.weights.w.format))};
   }
 
   /* Scales go to `slot`. */
