@@ -354,6 +354,22 @@ def test_row_offsets_beyond_int32():
 
 
 @pytest.mark.slow
+def test_rows_of_x_that_span_more_than_64_gib():
+    """Hopper's kernels cannot gather them: a portable one does, and nothing is refused half-way."""
+    tokens, hidden, far = 33, 256, 1 << 30  # 2 GiB from row to row
+    needs_memory(70)
+    spec = Spec(tokens=tokens, top_k=2, experts=4, hidden=hidden, inter=128, ranks=(8, 16))
+    p = replace(spec, dtype=torch.bfloat16).build()
+    buffer = torch.empty((tokens - 1) * far + hidden, dtype=torch.bfloat16, device=GPU)
+    x = buffer.as_strided((tokens, hidden), (far, 1)).copy_(p.hidden_states)
+    there = replace(p.to(GPU), hidden_states=x)
+    y = moelora.fused_experts_lora(**there.kwargs())
+    assert "_sm80" in _C.last_plan().split()[0]
+    naive = naive_fused_experts_lora(**p.kwargs())
+    assert_close_to_ref(y, fused_experts_lora_ref(**p.kwargs()), naive, torch.bfloat16)
+
+
+@pytest.mark.slow
 def test_weight_offsets_beyond_int32():
     needs_memory(30)
     experts, hidden, inter = 40, 4096, 6912

@@ -1,44 +1,45 @@
 /* Shrink of long segments on Hopper: xa[position, slice * xa_slice + r] as in shrink.cu.
  *
- * One CTA per SM. A producer warpgroup lists the CTA's items and fills a pipeline of stages of 64
- * of depth: one warp has the copy engine bring rows of A, three copy the rows of x by cp.async,
- * wherever they lie. Two consumer warpgroups multiply by wgmma, tokens as the M side, columns of A
- * as the N side: warpgroup w has tokens 64w to 64w + 63, the first also those from 128 on.
+ *   TMA warp        A(0) A(1) A(2)  ...   rows of A of k step i
+ *   gather warps    X(0) X(1) X(2)  ...   rows of x of k step i, wherever they lie
+ *   consumers            0    1     ...   wgmma of step i, in flight beside that of step i - 1
  *
- * A stage is [TOKENS] rows of x and [RANKS] rows of A, of 128 bytes as in tile.cuh. Rows that an
- * item does not have hold anything: their sums reach no other row, and nobody stores them; so the
- * third 64 tokens may end among the rows of A. The stage header of an item's first stage, of 32
- * bytes, is the item; behind the last item comes one with expert -1. */
+ * One CTA per SM. The producer warpgroup lists the CTA's items and fills a pipeline of stages of 64
+ * of depth. Two consumer warpgroups multiply by wgmma, tokens as operand A, columns of A as operand
+ * B: warpgroup w has tokens 64w to 64w + 63, the first also those from 128 on. Rows that an item
+ * does not have hold anything: their accumulators are not stored and reach no other row. So the
+ * third 64 tokens may end among the rows of A. */
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/adapters/shrink_segments.cuh"
 #include "cuda/gemm/sm90/gather.cuh"
+#include "cuda/gemm/sm90/pipeline.cuh"
 #include "cuda/gemm/sm90/tensor_map.h"
 #include "cuda/variant_ids.h"
 
 template <int RANKS_> struct ShrinkShape {
   static constexpr int TOKENS = 160, RANKS = RANKS_;
-  static constexpr int CONSUMERS = 2, CLUSTER = 1;
+  static constexpr int CONSUMERS = 2, THREADS = kProducers + 128 * CONSUMERS;
   static constexpr int STAGES = RANKS == 128 ? 6 : RANKS == 64 ? 7 : 9;
-  static constexpr int GATHERERS = kGatherers, THREADS = kProducers + 128 * CONSUMERS;
-  static constexpr int W_BYTES = TOKENS * kRowBytes; // of the M side
-  static constexpr int STAGE_BYTES = W_BYTES + RANKS * kRowBytes;
-  static constexpr int EPILOGUE_BYTES = 0;
   using List = ItemList<TOKENS, RANKS, kProducers / 32>;
-  static constexpr int SHARED = 1024 + STAGES * (STAGE_BYTES + 16 + kHeaderBytes);
+
+  struct Stage {
+    SwizzledRow sX[TOKENS]; // rows of x
+    SwizzledRow sA[RANKS];  // rows of A
+  };
+  struct SharedStorage {
+    Stage stages[STAGES];
+    uint4 headers[STAGES][2]; // the item, in its first stage; after the last item expert -1
+    PipelineBarriers<STAGES> barriers;
+  };
+  static constexpr int SHARED_BYTES = 1024 + sizeof(SharedStorage); // aligned for the swizzle
+  static_assert(sizeof(Stage) % 1024 == 0, "alignment of the 128-byte swizzle");
+  using Ring = Pipeline<SharedStorage>;
 };
 
 namespace {
 
-constexpr int kFewRanks = 16, kManyRanks = 64; // rows of A that one copy brings
-
-template <class S> __device__ __forceinline__ uint32_t rows_of_x(const Pipeline<S> &pipeline) {
-  return pipeline.weights(); // the M side comes first
-}
-
-template <class S> __device__ __forceinline__ uint32_t rows_of_a(const Pipeline<S> &pipeline) {
-  return pipeline.tokens();
-}
+constexpr int kFewRanks = 16, kManyRanks = 64; // rows of A of a TMA box
 
 /* Tensor maps of the slices of A: [max_loras, E, ranks, K]. */
 struct ShrinkMaps {
@@ -46,19 +47,37 @@ struct ShrinkMaps {
   StackDims dims;
 };
 
-template <class S>
-__device__ __forceinline__ void write_header(const Pipeline<S> &pipeline, const SegmentItem &item) {
-  const uint32_t at = pipeline.header();
-  store_shared_16(at, make_uint4(item.expert, item.packed, item.block, item.row));
-  store_shared_16(at + 16, make_uint4(item.share, item.magic, item.tokens, item.first));
-}
+/* A warp's shared memory and its place in the pipeline. */
+template <class S> struct ShrinkContext : S::Ring {
+  using Storage = typename S::SharedStorage;
+  using S::Ring::base;
+  using S::Ring::stage;
 
-template <class S> __device__ __forceinline__ SegmentItem read_header(const Pipeline<S> &pipeline) {
-  const uint32_t at = pipeline.header();
-  const uint4 a = load_shared_16(at), b = load_shared_16(at + 16);
-  return {(int)uniform(a.x), (int)uniform(a.y), (int)uniform(a.z), (int)uniform(a.w),
-          (int)uniform(b.x), uniform(b.y),      (int)uniform(b.z), (int)uniform(b.w)};
-}
+  __device__ __forceinline__ explicit ShrinkContext(const void *dynamic)
+      : S::Ring((shared_address(dynamic) + 1023) & ~1023u) {}
+
+  __device__ __forceinline__ uint32_t sX() const {
+    return base + stage * (int)sizeof(typename S::Stage);
+  }
+  __device__ __forceinline__ uint32_t sA() const {
+    return sX() + (uint32_t)offsetof(typename S::Stage, sA);
+  }
+  __device__ __forceinline__ uint32_t header() const {
+    return base + (uint32_t)offsetof(Storage, headers) + stage * 32;
+  }
+
+  __device__ __forceinline__ void write_header(const SegmentItem &item) const {
+    const uint32_t at = header();
+    store_shared_16(at, make_uint4(item.expert, item.packed, item.block, item.row));
+    store_shared_16(at + 16, make_uint4(item.share, item.magic, item.tokens, item.first));
+  }
+  __device__ __forceinline__ SegmentItem read_header() const {
+    const uint32_t at = header();
+    const uint4 a = load_shared_16(at), b = load_shared_16(at + 16);
+    return {(int)uniform(a.x), (int)uniform(a.y), (int)uniform(a.z), (int)uniform(a.w),
+            (int)uniform(b.x), uniform(b.y),      (int)uniform(b.z), (int)uniform(b.w)};
+  }
+};
 
 /* Columns of A that an item has. */
 template <class S>
@@ -66,14 +85,14 @@ __device__ __forceinline__ int columns_in(const moelora_shrink_launch &s, const 
   return min(columns_of(s.adapters.lora, item.packed) - item.first, S::RANKS);
 }
 
-/* Rows of A of the listed items; a warp. One lane starts all copies of an item, as where weights
- * stream: with few tokens there is little time for each. */
+/* The TMA warp: rows of A of the listed items. The elected lane issues all loads of an item: with
+ * few tokens there is little time for each. */
 template <class S>
-__device__ __forceinline__ void stream_a(const ShrinkMaps *maps, const moelora_shrink_launch &s,
-                                         const typename S::List &list, int items,
-                                         Pipeline<S> &pipeline) {
+__device__ __forceinline__ void load_a(const ShrinkMaps *maps, const moelora_shrink_launch &s,
+                                       const typename S::List &list, int items,
+                                       ShrinkContext<S> &warp) {
   const uint64_t policy = evict_first_policy();
-  const int depth_steps = ceil_divide(s.tokens.k, kDepth);
+  const int k_steps = ceil_divide(s.tokens.k, kDepth);
   for (int number = 0; number < items; number++) {
     const SegmentItem item = list.items[number];
     const int columns = columns_in<S>(s, item),
@@ -81,38 +100,41 @@ __device__ __forceinline__ void stream_a(const ShrinkMaps *maps, const moelora_s
     const int first_slice = item.first / width, first_r = item.first - first_slice * width;
     const int adapter = item.packed / kRanks;
     if (is_elected()) {
-      Pipeline<S> at = pipeline;
+      ShrinkContext<S> at = warp;
 #pragma unroll 1
-      for (int step = 0; step < depth_steps; step++, at.advance()) {
+      for (int step = 0; step < k_steps; step++, at.advance()) {
+        // Wait until consumers have released the stage.
         at.wait_empty();
         if (step == 0)
-          write_header(at, item);
+          at.write_header(item);
+
+        // Issue a TMA load for every 64 or 16 rows of A.
         barrier_expect(at.full(), columns * kRowBytes);
-        uint32_t to = rows_of_a(at);
+        uint32_t sA = at.sA();
 #pragma unroll 1
         for (int left = columns, slice = first_slice, r = first_r; left > 0;) {
           const bool many = min(width - r, left) >= kManyRanks;
           const int ranks = many ? kManyRanks : kFewRanks;
-          tma_load_4d(to, many ? &maps->many[slice] : &maps->few[slice], step * kDepth, r,
+          tma_load_4d(sA, many ? &maps->many[slice] : &maps->few[slice], step * kDepth, r,
                       maps->dims.expert(slice, item.expert), maps->dims.adapter(slice, adapter),
                       at.full(), policy);
-          to += ranks * kRowBytes, left -= ranks, r += ranks;
+          sA += ranks * kRowBytes, left -= ranks, r += ranks;
           if (r == width)
             r = 0, slice++;
         }
       }
     }
     __syncwarp();
-    pipeline.advance(depth_steps);
+    warp.advance(k_steps);
   }
 }
 
-/* Their rows of x; three warps. Those of the next item are found once this one's first stages are
- * on their way. */
+/* The gather warps: rows of x of the listed items. Those of the next item are found once the first
+ * stages of this one are in flight. */
 template <class S>
 __device__ __forceinline__ void gather_x(const moelora_shrink_launch &s,
                                          const typename S::List &list, int items,
-                                         Pipeline<S> &pipeline) {
+                                         ShrinkContext<S> &warp) {
   Gather<S::TOKENS> gather(threadIdx.x - 32);
   const auto find = [&](int number) {
     if (number == items)
@@ -122,29 +144,32 @@ __device__ __forceinline__ void gather_x(const moelora_shrink_launch &s,
                 [&](int t) { return item.position_of(s, t); });
   };
   find(0);
-  const int depth_steps = ceil_divide(s.tokens.k, kDepth);
+  const int k_steps = ceil_divide(s.tokens.k, kDepth);
   for (int number = 0; number < items; number++) {
     gather.begin(s.tokens, threadIdx.x - 32);
-    for (int step = 0; step < depth_steps; step++, pipeline.advance()) {
-      if (step == min((int)S::STAGES, depth_steps - 1))
+    for (int step = 0; step < k_steps; step++, warp.advance()) {
+      if (step == min((int)S::STAGES, k_steps - 1))
         find(number + 1);
-      pipeline.wait_empty();
-      gather.copy(rows_of_x(pipeline));
-      barrier_arrive_after_copies(pipeline.full());
+      // Wait until consumers have released the stage, and start the copies; their end arrives.
+      warp.wait_empty();
+      gather.copy(warp.sX());
+      barrier_arrive_after_copies(warp.full());
     }
   }
 }
 
 template <class S>
 __device__ __forceinline__ void produce(const ShrinkMaps *maps, const moelora_shrink_launch &s,
-                                        typename S::List &list, void *stages,
-                                        Pipeline<S> pipeline) {
+                                        typename S::List &list, void *scratch,
+                                        ShrinkContext<S> warp) {
   const auto sync = [] { fence_async_proxy(), warpgroup_sync(1); };
-  const bool streams = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == 0;
+  const bool issues_tma = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == 0;
   // Where x lies by position the kernel before is the GEMM that makes it, and segments are older.
   if (s.tokens.divisor.value)
     wait_for_previous_kernel();
-  take_part(s, list, (int2 *)stages, sync);
+
+  // The CTA's part of all segments, as many items at a time as the list holds.
+  take_part(s, list, (int2 *)scratch, sync);
   for (int listed = 0, all = 1; listed < all; listed += kListedItems) {
     list_items(s, list, listed);
     sync();
@@ -152,25 +177,27 @@ __device__ __forceinline__ void produce(const ShrinkMaps *maps, const moelora_sh
       wait_for_previous_kernel();
     all = list.all;
     const int items = min(all - listed, kListedItems);
-    if (streams)
-      stream_a<S>(maps, s, list, items, pipeline);
+    if (issues_tma)
+      load_a<S>(maps, s, list, items, warp);
     else
-      gather_x<S>(s, list, items, pipeline);
+      gather_x<S>(s, list, items, warp);
     sync(); // all have read the list
   }
-  pipeline.wait_empty();
+
+  // The stage after the last item.
+  warp.wait_empty();
   if (threadIdx.x == 0) {
-    write_header(pipeline, {-1, 0, 0, 0, 1, 0, 0, 0});
-    barrier_arrive(pipeline.full());
+    warp.write_header({-1, 0, 0, 0, 1, 0, 0, 0});
+    barrier_arrive(warp.full());
   }
-  if (!streams)
-    barrier_arrive_after_copies(pipeline.full());
+  if (!issues_tma)
+    barrier_arrive_after_copies(warp.full());
 }
 
-/* Rows of a tile of 64 tokens, which begins at token `first` of an item. */
+/* Stores the rows of a tile of 64 tokens, which begins at token `first` of an item. */
 template <class T, int N>
 __device__ __forceinline__ void store_tile(const moelora_shrink_launch &s, const SegmentItem &item,
-                                           int first, int columns, const float (&d)[N / 2]) {
+                                           int first, int columns, const float (&rAcc)[N / 2]) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
   const int rank = rank_of(s.adapters.lora, item.packed), width = moelora_padded_rank(rank);
   const float scaling = scaling_of(s, item.packed);
@@ -179,13 +206,13 @@ __device__ __forceinline__ void store_tile(const moelora_shrink_launch &s, const
     const int token = first + 16 * warp + 8 * half + lane / 4;
     if (token >= item.tokens)
       continue;
-    T *to = row_of_xa<T>(s, item, token);
+    T *gXa = row_of_xa<T>(s, item, token);
     int slice = item.first / width, r = item.first - slice * width + lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < N / 8; j++) {
-      const float *v = d + 4 * j + 2 * half;
+      const float *v = rAcc + 4 * j + 2 * half;
       if (8 * j < columns)
-        *(uint32_t *)(to + slice * s.adapters.xa_slice + r) = round_two<T>(v, scaling, r, rank);
+        *(uint32_t *)(gXa + slice * s.adapters.xa_slice + r) = round_two<T>(v, scaling, r, rank);
       r += 8;
       if (r >= width)
         r -= width, slice++;
@@ -193,73 +220,83 @@ __device__ __forceinline__ void store_tile(const moelora_shrink_launch &s, const
   }
 }
 
-/* TILES tiles of 64 tokens of an item; the pipeline is at its first stage. */
+/* TILES tiles of 64 tokens of an item, whose first stage is at hand, by N columns. */
 template <class S, class T, int N, int TILES>
 __device__ __forceinline__ void consume_tiles(const moelora_shrink_launch &s,
                                               const SegmentItem &item, int columns,
-                                              Pipeline<S> &pipeline, int consumer) {
-  float d[TILES][N / 2];
+                                              ShrinkContext<S> &warp, int consumer) {
+  // Clear the accumulators.
+  float rAcc[TILES][N / 2];
 #pragma unroll
   for (int i = 0; i < TILES * N / 2; i++)
-    d[i / (N / 2)][i % (N / 2)] = 0.f;
+    rAcc[i / (N / 2)][i % (N / 2)] = 0.f;
+
+  // The k steps.
   int previous = 0;
 #pragma unroll 1
   for (int k = 0; k < s.tokens.k; k += kDepth) {
-    pipeline.wait_full();
-    fence_async_proxy(); // cp.async wrote X through the ordinary proxy
+    // Wait for the stage.
+    warp.wait_full();
+    fence_async_proxy(); // cp.async wrote sX through the generic proxy
+
+    // Issue the wgmmas.
     wgmma_fence();
-    const uint64_t a = wgmma_descriptor(rows_of_x(pipeline) + consumer * kM64Bytes);
-    const uint64_t b = wgmma_descriptor(rows_of_a(pipeline));
+    const uint64_t a = wgmma_descriptor(warp.sX() + consumer * kM64Bytes);
+    const uint64_t b = wgmma_descriptor(warp.sA());
 #pragma unroll
     for (int k16 = 0; k16 < 4; k16++)
 #pragma unroll
       for (int i = 0; i < TILES; i++)
-        Wgmma<N>::template mma<Element<T>::is_bf16>(d[i], a + i * (2 * kM64Bytes / 16) + 2 * k16,
+        Wgmma<N>::template mma<Element<T>::is_bf16>(rAcc[i], a + i * (2 * kM64Bytes / 16) + 2 * k16,
                                                     b + 2 * k16);
     wgmma_commit();
+
+    // The wgmmas of the step before are done: release its stage.
     wgmma_wait<1>();
     if (k > 0)
-      pipeline.release(previous);
-    previous = pipeline.stage;
-    pipeline.advance();
+      warp.release(previous);
+    previous = warp.stage;
+    warp.advance();
   }
   wgmma_wait<0>();
-  pipeline.release(previous);
+  warp.release(previous);
+
+  // Scale, round and store.
 #pragma unroll
   for (int i = 0; i < TILES; i++)
-    store_tile<T, N>(s, item, 64 * (consumer + 2 * i), columns, d[i]);
+    store_tile<T, N>(s, item, 64 * (consumer + 2 * i), columns, rAcc[i]);
 }
 
-/* The narrowest wgmma that holds the item's columns, from width N on. */
+/* An item, with the narrowest N from N on that holds its columns. */
 template <class S, class T, int N>
 __device__ __forceinline__ void consume_item(const moelora_shrink_launch &s,
                                              const SegmentItem &item, int columns,
-                                             Pipeline<S> &pipeline, int consumer) {
+                                             ShrinkContext<S> &warp, int consumer) {
   if constexpr (N < S::RANKS) {
     if (columns > N)
-      return consume_item<S, T, 2 * N>(s, item, columns, pipeline, consumer);
+      return consume_item<S, T, 2 * N>(s, item, columns, warp, consumer);
   }
   const int tiles = (item.tokens - 64 * consumer + 127) / 128;
   if (tiles == 2)
-    return consume_tiles<S, T, N, 2>(s, item, columns, pipeline, consumer);
+    return consume_tiles<S, T, N, 2>(s, item, columns, warp, consumer);
   if (tiles == 1)
-    return consume_tiles<S, T, N, 1>(s, item, columns, pipeline, consumer);
+    return consume_tiles<S, T, N, 1>(s, item, columns, warp, consumer);
   for (int k = 0; k < s.tokens.k; k += kDepth) { // all tokens are the other consumer's
-    pipeline.wait_full();
-    pipeline.release(pipeline.stage);
-    pipeline.advance();
+    warp.wait_full();
+    warp.release(warp.stage);
+    warp.advance();
   }
 }
 
 template <class S, class T>
-__device__ __forceinline__ void consume(const moelora_shrink_launch &s, Pipeline<S> pipeline,
+__device__ __forceinline__ void consume(const moelora_shrink_launch &s, ShrinkContext<S> warp,
                                         int consumer) {
   for (;;) {
-    pipeline.wait_full();
-    const SegmentItem item = read_header(pipeline);
+    warp.wait_full();
+    const SegmentItem item = warp.read_header();
     if (item.expert < 0)
       break;
-    consume_item<S, T, 16>(s, item, columns_in<S>(s, item), pipeline, consumer);
+    consume_item<S, T, 16>(s, item, columns_in<S>(s, item), warp, consumer);
   }
 }
 
@@ -270,19 +307,19 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ char shared[];
   __shared__ typename S::List list;
-  Pipeline<S> pipeline(shared);
+  ShrinkContext<S> warp(shared);
   if (threadIdx.x == 0)
-    pipeline.init();
+    warp.init(kGatherers + 1, 4 * S::CONSUMERS);
   __syncthreads();
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
   if (warpgroup == 0) {
     give_registers<120>();
-    produce<S>(&maps, s, list, shared, pipeline);
+    produce<S>(&maps, s, list, shared, warp); // the stages are scratch memory until they are full
   } else {
     take_registers<192>();
     wait_for_previous_kernel();
     start_next_kernel();
-    consume<S, T>(s, pipeline, warpgroup - 1);
+    consume<S, T>(s, warp, warpgroup - 1);
   }
 #endif
 }
@@ -311,11 +348,11 @@ moelora_status launch(const moelora_shrink_launch &s, const moelora_shrink_plan 
                       const moelora_exec *exec) {
   using S = ShrinkShape<RANKS>;
   static_assert(S::TOKENS + RANKS >= 192, "rows that the third tile reads");
-  static_assert(S::SHARED + sizeof(typename S::List) <= 227 * 1024, "shared memory of a CTA");
+  static_assert(S::SHARED_BYTES + sizeof(typename S::List) <= 227 * 1024, "shared memory of a CTA");
   ShrinkMaps maps = {};
   MOELORA_TRY(map_factors(&s, Element<T>::is_bf16, &maps));
-  return launch_kernel<shrink_sm90<S, T>>("shrink_sm90", plan.work, S::THREADS, S::SHARED, exec,
-                                          maps, s);
+  return launch_kernel<shrink_sm90<S, T>>("shrink_sm90", plan.work, S::THREADS, S::SHARED_BYTES,
+                                          exec, maps, s);
 }
 
 } // namespace

@@ -1,5 +1,5 @@
-/* sm_90a: mbarriers, the tensor copy engine, wgmma ordering, register hand-over. Addresses of
- * shared memory are 32-bit, in the shared window. */
+/* sm_90a: mbarriers, TMA, clusters, the ordering of wgmma, setmaxnreg. Addresses of shared memory
+ * are 32-bit, in the shared window. */
 #ifndef MOELORA_CUDA_PTX_HOPPER_CUH
 #define MOELORA_CUDA_PTX_HOPPER_CUH
 
@@ -10,7 +10,7 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-/* Its memory may become another barrier. */
+/* Ends a barrier: its memory may become another one. */
 __device__ __forceinline__ void barrier_end(uint32_t barrier) {
   asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -23,19 +23,19 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-/* One arrival that also announces `bytes` to come from the copy engine. */
+/* One arrival that also adds `bytes`, which TMA loads complete, to what the phase waits for. */
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-/* One arrival of this thread once all its cp.async so far have landed. */
+/* One arrival of this thread, when all its cp.async so far are complete. */
 __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-/* In one lane of a warp that is here with all of them. The compiler knows that it is one, and
- * starts copies without a loop over lanes. */
+/* True in one lane of a converged warp. The compiler knows that it is one lane, and issues TMA
+ * instructions without a loop over lanes. */
 __device__ __forceinline__ bool is_elected() {
   uint32_t elected;
   asm volatile("{\n"
@@ -47,9 +47,9 @@ __device__ __forceinline__ bool is_elected() {
   return elected;
 }
 
-/* A plain loop: a trap or a printf in here costs the whole kernel its registers. Who waits sleeps
- * until the barrier wakes it, or 10 ms are over: without that limit a warp asks again so often that
- * a seventh of all instructions of a GEMM of four bits were of those who waited. */
+/* A plain loop: a trap or a printf in here would cost the whole kernel registers. The suspend-time
+ * hint is 10 ms: without it `mbarrier.try_wait` returns after a moment, and warps that wait take
+ * issue slots from those that work. */
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile("{\n"
                ".reg .pred done;\n"
@@ -61,7 +61,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
                : "memory");
 }
 
-/* Whether a wait would be over at once. */
+/* Whether a wait would return at once. */
 __device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile("{\n"
@@ -95,7 +95,7 @@ __device__ __forceinline__ void tma_load_4d(uint32_t to, const CUtensorMap *map,
                : "memory");
 }
 
-/* `bytes` that lie together, a multiple of 16; both ends are aligned so. */
+/* `bytes` contiguous bytes, a multiple of 16, of addresses that are multiples of 16. */
 __device__ __forceinline__ void bulk_load(uint32_t to, const void *from, uint32_t bytes,
                                           uint32_t barrier, uint64_t policy) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
@@ -104,7 +104,7 @@ __device__ __forceinline__ void bulk_load(uint32_t to, const void *from, uint32_
                : "memory");
 }
 
-/* The same bytes, and the same barrier's, for both CTAs of a cluster. */
+/* The same for both CTAs of a cluster: each gets the bytes, and their completion at its barrier. */
 __device__ __forceinline__ void bulk_load_multicast(uint32_t to, const void *from, uint32_t bytes,
                                                     uint32_t barrier, uint64_t policy) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -113,7 +113,7 @@ __device__ __forceinline__ void bulk_load_multicast(uint32_t to, const void *fro
                : "memory");
 }
 
-/* The same box, and the same barrier's bytes, for both CTAs of a cluster. */
+/* The same for both CTAs of a cluster: each gets the box, and its completion at its barrier. */
 __device__ __forceinline__ void tma_load_4d_multicast(uint32_t to, const CUtensorMap *map, int c0,
                                                       int c1, int c2, int c3, uint32_t barrier,
                                                       uint64_t policy) {
@@ -243,16 +243,16 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-/* What was or will be an accumulator of wgmma is in its registers here: arithmetic with it is not
- * moved across the instructions that begin or await products. */
+/* Keeps arithmetic with accumulators of wgmma from being moved across the instructions that issue
+ * or await products. */
 template <int COUNT> __device__ __forceinline__ void settle(float *d) {
 #pragma unroll
   for (int i = 0; i < COUNT; i++)
     asm volatile("" : "+f"(d[i])::"memory");
 }
 
-/* Descriptor of a tile of 128-byte rows in the 128-byte swizzle: 8-row atoms of 1024 bytes follow
- * each other. Adding 2 (in units of 16 bytes) moves on by 16 elements of depth. */
+/* Matrix descriptor of a tile of 128-byte rows in the 128-byte swizzle: 8-row atoms of 1024 bytes,
+ * one after the other. Adding 2 (units of 16 bytes) advances by 16 elements of depth. */
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
   return ((uint64_t)1 << 62) | ((uint64_t)(1024 >> 4) << 32) | ((uint64_t)1 << 16) |
          (uint64_t)((address & 0x3FFFF) >> 4);
@@ -264,7 +264,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_of(uint32_t address, int st
   return ((uint64_t)high << 32) | ((uint64_t)1 << 16) | (uint64_t)((address & 0x3FFFF) >> 4);
 }
 
-/* The descriptor of a place further on, in units of 16 bytes: addresses take the low half alone. */
+/* Advances a descriptor by `by` units of 16 bytes: addresses are in the low half. */
 __device__ __forceinline__ uint64_t move_descriptor(uint64_t descriptor, uint32_t by) {
   return (descriptor & ~(uint64_t)UINT32_MAX) | (uint32_t)((uint32_t)descriptor + by);
 }
@@ -277,7 +277,7 @@ template <int REGISTERS> __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-/* THREADS threads, of one warpgroup if not told otherwise, wait at named barrier `id` (1..15). */
+/* THREADS threads, by default a warpgroup, wait at named barrier `id` (1..15). */
 template <int THREADS = 128> __device__ __forceinline__ void warpgroup_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }

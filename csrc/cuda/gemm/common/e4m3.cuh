@@ -1,6 +1,6 @@
-/* From elements to e4m3, 16 neighbouring columns of a row to a lane, so that eight lanes have a
- * tile of 128. Bytes of 16 columns go as tiles of weights have them: for q = 0..3 columns 2q, 2q +
- * 1, 2q + 8 and 2q + 9. */
+/* Quantization to e4m3: a lane has 16 neighboring columns of a row, eight lanes a group of 128. Of
+ * 16 columns bytes are in the order of weight tiles: for q = 0..3 columns 2q, 2q + 1, 2q + 8, 2q +
+ * 9. */
 #ifndef MOELORA_CUDA_E4M3_CUH
 #define MOELORA_CUDA_E4M3_CUH
 
@@ -11,7 +11,7 @@
 constexpr float kMostE4m3 = 448.f;
 constexpr uint8_t kNanE4m3 = 0x7f;
 
-/* Where number i is, of numbers that go so. */
+/* Place of column i in that order. */
 __device__ __forceinline__ int quad_place(int i) {
   return (i & ~15) | (i >> 1 & 3) << 2 | (i >> 3 & 1) << 1 | (i & 1);
 }
@@ -24,7 +24,7 @@ struct Numbers {
   float v[16];
 };
 
-/* Of bf16 by hand: the compiler takes two instructions for that in the high half. */
+/* bf16 is converted by hand: for the high half the compiler would need two instructions. */
 template <class T> __device__ __forceinline__ Numbers numbers_of(const Columns &c) {
   Numbers n;
   for (int i = 0; i < 16; i++) {
@@ -49,8 +49,8 @@ template <int LANES> __device__ __forceinline__ float largest_of(float most) {
   return most;
 }
 
-/* v / by as division rounds it, given 1 / by: a product, and what it leaves of v. So it is in the
- * code of a division, which also tests each. A `by` that is not finite is to be 0 here. */
+/* v / by, rounded as a division does, given 1 / by: a product and one correction, as in the
+ * compiler's division but without its tests. Callers pass 0 for a `by` that is not finite. */
 __device__ __forceinline__ float divided(float v, float by, float inverse) {
   const float near = v * inverse;
   return fmaf(-fmaf(near, by, -v), inverse, near);

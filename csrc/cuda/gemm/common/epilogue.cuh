@@ -1,5 +1,5 @@
-/* What happens to an accumulator between the last product and memory: bias, activation, routing
- * weight, and where it goes. Accumulators lie as tile.cuh says. */
+/* The epilogue: bias, activation and routing weight of accumulators, and where they are stored.
+ * Their layout is in tile.cuh. */
 #ifndef MOELORA_CUDA_EPILOGUE_CUH
 #define MOELORA_CUDA_EPILOGUE_CUH
 
@@ -12,7 +12,7 @@ __device__ __forceinline__ float routed_weight(const moelora_gemm_launch &g, int
              : 0.f;
 }
 
-/* Where the outputs of a row begin, from its position and its flat row. */
+/* Offset of a row of outputs, from its position and its flat row. */
 __device__ __forceinline__ int64_t output_offset(const moelora_gemm_launch &g, int position,
                                                  int row) {
   if (g.epilogue.out_by_position)
@@ -41,9 +41,9 @@ struct Activation {
   }
 };
 
-/* The epilogue mode: what an epilogue does. An epilogue is straight code for every output of a
- * thread: what it asks at run time it asks for each of them, and more than a few thousand
- * instructions no longer stay in the instruction cache from tile to tile. */
+/* The epilogue mode: what an epilogue is compiled for. An epilogue is straight-line code for every
+ * output of a thread: an option tested at run time is tested for each of them, and more than a few
+ * thousand instructions do not stay in the instruction cache from tile to tile. */
 enum class EpilogueMode {
   GENERAL,   // anything
   GATED,     // bias, gated activation
@@ -76,8 +76,8 @@ template <class E, EpilogueMode MODE> struct Epilogue {
     }
   }
 
-  /* What comes before `finish`, of all tokens at once: one branch skips what most layers do not
-   * have, where one for each output would cost as much as the rest of a plain epilogue. */
+  /* Before `finish`, for all tokens at once: one branch skips what most layers do not have. A
+   * branch for each output would cost as much as the rest of a plain epilogue. */
   template <class T, int N>
   __device__ __forceinline__ void begin(float (&d)[2][N / 2], const moelora_gemm_launch &g) const {
     constexpr int MISSING = E::Format::template MISSING_EXPONENT<T>;
@@ -131,9 +131,9 @@ template <class E, EpilogueMode MODE> struct Epilogue {
   }
 };
 
-/* One m64 tile's results for up to 32 tokens from `from` on in float32: eight lanes hold eight
- * neighbouring outputs of a token, a whole sector. Where results do not lie by position, lane t
- * holds the flat row of token from + t. */
+/* Stores an m64 tile's outputs of up to 32 tokens from `from` on in float32: eight lanes hold eight
+ * neighboring outputs of a token, a whole sector. Where outputs are not by position, lane t holds
+ * the flat row of token from + t. */
 template <class E, int N, bool BY_POSITION>
 __device__ __forceinline__ void store_f32(const float (&d)[N / 2], const moelora_gemm_launch &g,
                                           int first, int from, int block, int count, int32_t rows) {

@@ -77,7 +77,7 @@ template <class S> struct SegmentList {
   }
 };
 
-/* Where an iteration over a tile's slabs stands: segments, slices of each, 16 ranks at a time. */
+/* An iterator over a tile's slabs: segments, slices of each, 16 ranks at a time. */
 struct SlabIterator {
   int segment = 0, slice = -1, rank = 0;
 

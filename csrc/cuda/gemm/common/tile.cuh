@@ -2,8 +2,8 @@
  * segments of adapters among its tokens. tile_order.cuh orders tiles, epilogue.cuh takes their
  * accumulators to memory.
  *
- * All kernels but those of sm90/tokens_first.cuh multiply with operands swapped: weight rows are
- * the M side of an instruction, tokens its N side. A CTA's tile is TOKENS tokens (one block) by
+ * All kernels but that of sm90/fp8_token_major.cuh swap operands (swap_ab): weight rows are the M
+ * side of an instruction, tokens its N side. A CTA's tile is TOKENS tokens (one block) by
  * TILES m64 tiles of 64 weight rows. Two of these are a row group: of a gated projection the even
  * one holds gate rows, the odd one the up rows of the same 64 outputs. A row group belongs to four
  * warps; warp w of them owns rows 16w to 16w + 15 of both, as accumulators d[2][N / 2]: d[g][4i +
@@ -15,8 +15,8 @@
  *   W  [TILES][64]   weight rows, or rows of a LoRA factor B
  *   X  [TOKENS]      token rows, or rows of the shrink result xa
  *
- * Of quantised weights W is TILES tiles as moelora.h has them, one after the other, with less room:
- * rows of B then come a k16 slab at a time. */
+ * Of quantized weights W is TILES tiles as moelora.h has them, one after the other, which take less
+ * room: a stage then holds fewer k16 slabs of B. */
 #ifndef MOELORA_CUDA_TILE_CUH
 #define MOELORA_CUDA_TILE_CUH
 
@@ -29,7 +29,13 @@ constexpr int kDepth = 64;
 constexpr int kRowBytes = 128;
 constexpr int kM64Bytes = 64 * kRowBytes;
 
-/* Bytes of the weight half of a stage: X behind it keeps the alignment that its swizzle needs. */
+/* Such a row in shared memory. */
+struct SwizzledRow {
+  uint4 chunks[8];
+};
+static_assert(sizeof(SwizzledRow) == kRowBytes, "64 16-bit elements, or 128 of e4m3");
+
+/* Bytes of the weight half of a stage, rounded up to the alignment that the swizzle of X needs. */
 template <moelora_kernel_format FORMAT> constexpr int weight_bytes(int tiles) {
   using F = FormatTraits<FORMAT>;
   return F::IS_DEQUANTIZED ? (tiles * F::MOST_TILE_BYTES + 1023) / 1024 * 1024 : tiles * kM64Bytes;
@@ -45,8 +51,8 @@ struct Extent {
   static constexpr int LANES = (TOKENS + 31) / 32; // tokens that one lane of a warp looks after
   static constexpr int W_BYTES = weight_bytes<FORMAT>(TILES), X_BYTES = TOKENS * kRowBytes;
   static constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
-  static constexpr bool HALF_TILES = false; // there are tiles of half as many rows
-  static constexpr bool SPLIT_K = false;    // there are tiles of a part of the depth
+  static constexpr bool HALF_TILES = false; // some tiles have half as many rows
+  static constexpr bool SPLIT_K = false;    // tiles have a part of the depth
 };
 
 /* A half tile has the first half of a column's m64 tiles (1) or the second (2), as its tiles 0, 1
@@ -55,14 +61,14 @@ struct Tile {
   int32_t block, column, expert, half, split;
 };
 
-/* A tile of the last part of the depth, which adds what comes once: bias and adapters. */
+/* Whether a tile has the last part of the depth, and with it bias and adapters. */
 template <class E>
 __device__ __forceinline__ bool is_last_split(const moelora_gemm_launch &g, const Tile &tile) {
   return !E::SPLIT_K || tile.split + 1 == g.epilogue.splits;
 }
 
-/* The block whose results lie where those of a tile do: split-K leaves those of all parts one after
- * the other. */
+/* The block at whose place the results of a tile are stored: with split-K those of all parts come
+ * one after the other. */
 template <class E>
 __device__ __forceinline__ int out_block(const moelora_gemm_launch &g, const Tile &tile) {
   return tile.block + (E::SPLIT_K ? tile.split * (int)g.schedule.blocks.max_blocks : 0);
@@ -77,7 +83,7 @@ __device__ __forceinline__ int first_output(const moelora_gemm_launch &g, const 
   return tile.column * E::ROWS + (E::HALF_TILES && tile.half == 2 ? E::ROWS / 2 : 0) + m64 * 64;
 }
 
-/* Row of w (and of its bias and factors) that makes an output in an m64 tile. */
+/* Row of w (and of its bias and factors) of an output in an m64 tile. */
 __device__ __forceinline__ int64_t weight_row(const moelora_gemm_launch &g, int m64, int output) {
   if (!g.weights.gated)
     return output;
@@ -86,7 +92,7 @@ __device__ __forceinline__ int64_t weight_row(const moelora_gemm_launch &g, int 
                                : (int64_t)half * g.weights.n_out + output;
 }
 
-/* Quantised weights: where the tile of an m64 tile begins, at depth 0. Behind the last output any
+/* Quantized weights: where the tile of an m64 tile begins, at depth 0. Past the last output any
  * tile will do. */
 __device__ __forceinline__ const char *quantized_tile(const moelora_gemm_launch &g, int expert,
                                                       int m64, int output) {
@@ -111,7 +117,7 @@ __device__ __forceinline__ int32_t x_row(const moelora_gemm_launch &g, int block
   return g.tokens.divisor.value ? divide(row, g.tokens.divisor) : block * E::TOKENS + t;
 }
 
-/* Positions become rows of x. All loads are on their way before one is used. */
+/* Replaces positions by rows of x. All loads are issued before one is used. */
 template <int N>
 __device__ __forceinline__ void find_x_rows(const moelora_blocks &blocks,
                                             const moelora_tokens &tokens, uint32_t (&at)[N]) {
@@ -188,7 +194,7 @@ __device__ __forceinline__ bool m64_overlaps_slice(const moelora_gemm_launch &g,
   return end >= slice * g.adapters.lora.slice_n && begin < (slice + 1) * g.adapters.lora.slice_n;
 }
 
-/* Ranks that a step of the tensor cores takes: adapter work comes in k16 slabs. */
+/* Ranks of a k16 slab, one step of the tensor cores. */
 constexpr int kSlabDepth = 16;
 
 /* Gate and up have a slice each: a slab covers both, m64 tiles of gate rows take slice 0, those of

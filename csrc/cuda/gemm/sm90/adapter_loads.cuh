@@ -114,8 +114,8 @@ copy_factors(const moelora_gemm_launch &g, const Tile &tile, const SegmentList<S
       const bool exists = output < g.weights.n_out && n >= 0 && n < g.adapters.lora.slice_n;
       const moelora_factor &b = g.adapters.lora.b[slice];
       const T *gB = factor_row<T>(b, slab.packed / kRanks, tile.expert, n) + column;
-      copy_elements(smem.sW(stage) + (j * S::TILES + slab_m64<S>(g, m64)) * kSlabM64Bytes +
-                        r * 32 + ((chunk ^ (r >> 2 & 1)) << 4),
+      copy_elements(smem.sW(stage) + (j * S::TILES + slab_m64<S>(g, m64)) * kSlabM64Bytes + r * 32 +
+                        ((chunk ^ (r >> 2 & 1)) << 4),
                     gB, exists ? ranks : 0);
     }
   }
@@ -124,10 +124,9 @@ copy_factors(const moelora_gemm_launch &g, const Tile &tile, const SegmentList<S
 
 /* A stage's rows of xa, of the first `tokens`, by THREADS threads. */
 template <class S, class T, int THREADS>
-__device__ __forceinline__ void copy_xa(const moelora_gemm_launch &g, const Tile &tile,
-                                        const SegmentList<S> &list, int slabs, SlabIterator &cursor,
-                                        int tokens, const SharedMemory<S> &smem, int stage,
-                                        int thread) {
+__device__ __forceinline__ void
+copy_xa(const moelora_gemm_launch &g, const Tile &tile, const SegmentList<S> &list, int slabs,
+        SlabIterator &cursor, int tokens, const SharedMemory<S> &smem, int stage, int thread) {
   constexpr int STEP = THREADS / 8, ROWS = (S::TOKENS + STEP - 1) / STEP;
   static_assert(STEP % 4 == 0, "every other row has the same place in the swizzle");
   const bool gate_up = has_gate_up_slices(g);

@@ -6,6 +6,7 @@
 #include "cuda/gemm/sm90/adapter_layout.cuh"
 #include "cuda/gemm/sm90/warp_context.cuh"
 #include "cuda/gemm/sm90/fixup.cuh"
+#include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
 /* Where a lane reads n8 tiles of 16 of depth in sX, two by one ldmatrix: slab K at `^ K << 5`. */
@@ -49,8 +50,7 @@ __device__ __forceinline__ void mma_slabs(float (&rAcc)[2][S::TOKENS / 2],
   const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5 & 3) * 16 + (lane & 15);
   // The swizzle: a row of `width` slabs begins in chunk `first`, and has twice as many of them.
   const int first = row >> (2 - header.width / 2) & (2 * header.width - 1);
-  const uint32_t sB =
-      warp.smem.sW(stage) + row * 32 * header.width + ((lane >> 4 ^ first) << 4);
+  const uint32_t sB = warp.smem.sW(stage) + row * 32 * header.width + ((lane >> 4 ^ first) << 4);
   const uint32_t sXa = warp.smem.sX(stage) + token_offset();
   const bool gate_up = has_gate_up_slices(g);
 #pragma unroll 1
@@ -76,10 +76,9 @@ template <class S, class T> struct WeightMajorAdapters {
   /* Adds the stage at hand, and releases stage `previous`. Returns true if something in B was
    * cleared. */
   template <int N>
-  static __device__ __forceinline__ bool add_stage(float (&rAcc)[2][S::TOKENS / 2],
-                                                   const moelora_gemm_launch &g,
-                                                   const WarpContext<S> &warp,
-                                                   const TileHeader &, int previous, bool clears) {
+  static __device__ __forceinline__ bool
+  add_stage(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
+            const WarpContext<S> &warp, const TileHeader &, int previous, bool clears) {
     // Two CTAs of an SM fill each other's gaps: there stages rather become free early.
     if (S::RESIDENT > 1)
       wgmma_wait<0>(), warp.pipeline.release(previous);
@@ -115,6 +114,19 @@ template <class S, class T> struct WeightMajorAdapters {
     }
     return stage.nonfinite;
   }
+
+  /* Whether each row of a tile has a finite accumulator among the two tokens of the tile's first
+   * that a thread holds. Only lanes of the first column answer: their tokens are not padding. */
+  static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][S::TOKENS / 2], int) {
+    float most = 0.f;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float *two = &rAcc[i / 2][i % 2 * 2];
+      const float least = fminf(fabsf(two[0]), fabsf(two[1])); // the finite one
+      most = max_nan(most, least);
+    }
+    return (threadIdx.x & 3) != 0 || most < __builtin_inff();
+  }
 };
 
 /* Adds all adapter stages of a tile whose last k step was in stage `last`, and ends the tile's
@@ -122,12 +134,11 @@ template <class S, class T> struct WeightMajorAdapters {
 template <class Adapters, int N, class S>
 __device__ __forceinline__ PendingCheck add_adapters(float (&rAcc)[2][S::TOKENS / 2],
                                                      const moelora_gemm_launch &g,
-                                                     WarpContext<S> &warp,
-                                                     const TileHeader &header, int last) {
+                                                     WarpContext<S> &warp, const TileHeader &header,
+                                                     int last) {
   GemmPipeline<S> &pipeline = warp.pipeline;
   const AdaptersHeader adapters = AdaptersHeader::read(warp.smem.header(last));
-  const bool clears =
-      adapters.ragged || (adapters.shared && FixupPass<S>(warp.smem).is_running());
+  const bool clears = adapters.ragged || (adapters.shared && FixupPass<S>(warp.smem).is_running());
   bool nonfinite = false;
 #pragma unroll 1
   for (int i = 0; i < adapters.stages; i++) {

@@ -3,8 +3,8 @@
  *
  *   TMA warp        W(0)  W(1)  ...                quantized tiles of step i
  *   gather warps    X(0)  X(1)  ...                token rows of step i
- *   consumers       dequantize slab 0 | slab 1 | slab 2 | slab 3 | ...
- *                             wgmma 0 .. | 1 ..   | 2 ..   | 3 ..       one in flight meanwhile
+ *   consumers       dequantize 0 | dequantize 1 | dequantize 2 | ...    k16 slabs of step i
+ *                                | wgmma 0      | wgmma 1      | ...    in flight meanwhile
  *
  * A k16 slab of operand A is dequantized into one of two sets of registers while wgmma reads the
  * other. Up to 96 tokens the two m64 tiles of a consumer are multiplied together, which gives a
@@ -30,8 +30,9 @@ constexpr int dequantize_producer_registers(int tokens, int consumers) {
 }
 
 template <int TOKENS, int CONSUMERS, int STAGES, moelora_kernel_format FORMAT_, bool ZEROS_>
-struct DequantizeShape : KernelShape<TOKENS, CONSUMERS, STAGES, 1, FORMAT_>,
-                         RegisterBudget<dequantize_producer_registers(TOKENS, CONSUMERS), CONSUMERS> {
+struct DequantizeShape
+    : KernelShape<TOKENS, CONSUMERS, STAGES, 1, FORMAT_>,
+      RegisterBudget<dequantize_producer_registers(TOKENS, CONSUMERS), CONSUMERS> {
   static constexpr bool ZEROS = ZEROS_; // there may be zero points
   static constexpr int SPANS = kFourBitSpans;
   static constexpr int GATHER_LANES = 4;
@@ -69,12 +70,11 @@ template <class S, class T> struct DequantizeMainloop {
     wgmma_commit();
   }
 
-  /* Consumer: the k steps of a tile, with N tokens. Returns the last stage, which is not released. */
+  /* Consumer: the k steps of a tile, with N tokens. Returns the last stage, not yet released. */
   template <int N>
-  static __device__ __forceinline__ int main_loop(float (&rAcc)[2][S::TOKENS / 2],
-                                                  const moelora_gemm_launch &g,
-                                                  WarpContext<S> &warp, const TileHeader &,
-                                                  int k_steps) {
+  static __device__ __forceinline__ int
+  main_loop(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g, WarpContext<S> &warp,
+            const TileHeader &, int k_steps) {
     GemmPipeline<S> &pipeline = warp.pipeline;
     const moelora_format format = g.weights.w.format;
     const uint32_t bytes = S::Format::tile_bytes(format);
@@ -123,10 +123,6 @@ template <class S, class T> struct DequantizeMainloop {
       pipeline.advance();
     }
     return previous;
-  }
-
-  static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][S::TOKENS / 2], int) {
-    return are_rows_finite<S>(rAcc);
   }
 };
 

@@ -125,9 +125,8 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
     if constexpr (STORES_E4M3)
       if (g.epilogue.e4m3.values) {
         warp.sync_all();
-        store_e4m3<S, T, 128 * S::CONSUMERS>(g, header.tile, 0, header.count, [&](int half, int i) {
-          return warp.sOut(half, i);
-        });
+        store_e4m3<S, T, 128 * S::CONSUMERS>(g, header.tile, 0, header.count,
+                                             [&](int half, int i) { return warp.sOut(half, i); });
         warp.sync_all(); // before buffers are reused, or outputs fixed up
       }
   }

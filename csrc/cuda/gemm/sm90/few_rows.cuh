@@ -62,12 +62,11 @@ template <class S, class T> struct FewRowsMainloop {
         mma_16816<T>(&rAcc[t][j * 4], rA[t], &rX[j * 2]);
   }
 
-  /* Consumer: the k steps of a tile, with N tokens. Returns the last stage, which is not released. */
+  /* Consumer: the k steps of a tile, with N tokens. Returns the last stage, not yet released. */
   template <int N>
-  static __device__ __forceinline__ int main_loop(float (&rAcc)[2][S::TOKENS / 2],
-                                                  const moelora_gemm_launch &g,
-                                                  WarpContext<S> &warp, const TileHeader &,
-                                                  int k_steps) {
+  static __device__ __forceinline__ int
+  main_loop(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g, WarpContext<S> &warp,
+            const TileHeader &, int k_steps) {
     GemmPipeline<S> &pipeline = warp.pipeline;
     const moelora_format format = g.weights.w.format;
     const uint32_t bytes = S::Format::tile_bytes(format), offset = token_offset();
@@ -83,8 +82,8 @@ template <class S, class T> struct FewRowsMainloop {
         Fragment rW[2];
 #pragma unroll
         for (int t = 0; t < 2; t++) {
-          const uint32_t sW = warp.smem.sW(pipeline.stage) +
-                              t * S::SPANS * S::Stage::SLOT_BYTES + span * bytes;
+          const uint32_t sW =
+              warp.smem.sW(pipeline.stage) + t * S::SPANS * S::Stage::SLOT_BYTES + span * bytes;
           rW[t].load(sW + at.values, sW + at.scales, sW + at.zeros, format);
         }
 
@@ -105,10 +104,6 @@ template <class S, class T> struct FewRowsMainloop {
       pipeline.release(previous);
     }
     return previous;
-  }
-
-  static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][S::TOKENS / 2], int) {
-    return are_rows_finite<S>(rAcc);
   }
 };
 

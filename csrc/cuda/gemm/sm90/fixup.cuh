@@ -16,7 +16,6 @@
 #include "cuda/gemm/common/epilogue.cuh"
 #include "cuda/gemm/sm90/adapter_layout.cuh"
 #include "cuda/gemm/sm90/warp_context.cuh"
-#include "cuda/ptx/arithmetic.cuh"
 
 /* Whether there is a fix-up pass, and whether this is it. */
 template <class S> struct FixupPass {
@@ -80,20 +79,6 @@ enum class PendingCheck {
   CHECK_ACCUMULATORS, // B was not looked at
   FIX_UP,             // B held something that was cleared
 };
-
-/* Whether each row of a tile has a finite accumulator among the two tokens of the tile's first that
- * a thread holds. Only lanes of the first column answer: their tokens are not padding. */
-template <class S>
-__device__ __forceinline__ bool are_rows_finite(const float (&rAcc)[2][S::TOKENS / 2]) {
-  float most = 0.f;
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const float *two = &rAcc[i / 2][i % 2 * 2];
-    const float least = fminf(fabsf(two[0]), fabsf(two[1])); // the finite one
-    most = max_nan(most, least);
-  }
-  return (threadIdx.x & 3) != 0 || most < __builtin_inff();
-}
 
 template <class S, class T> struct NonFinite {
   static constexpr uint32_t EXPONENT = Element<T>::is_bf16 ? 0x7f807f80u : 0x7c007c00u;

@@ -18,8 +18,8 @@
 
 /* Operands of a stage, both in rows of 128 e4m3. */
 template <int TOKENS, int TILES> struct Fp8Stage {
-  SwizzledRow sW[TILES][64];   // m64 tiles of weight rows
-  SwizzledRow sX[1][TOKENS];   // token rows
+  SwizzledRow sW[TILES][64]; // m64 tiles of weight rows
+  SwizzledRow sX[1][TOKENS]; // token rows
 };
 
 /* And their scales. Formats with one scale per tile use the first of 64. Of 16 tokens, the four

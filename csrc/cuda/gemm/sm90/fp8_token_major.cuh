@@ -52,8 +52,8 @@ template <class S> struct WithHalfTiles : S {
   static constexpr bool HALF_TILES = true;
 };
 
-/* Producer: token rows by cp.async. Threads have found rows for the scales that they copy; they list
- * them for those that copy the rows. */
+/* Producer: token rows by cp.async. Threads have found rows for the scales that they copy; they
+ * list them for those that copy the rows. */
 template <class S> struct ListedTokenRows {
   using Rows = GatherShare<S::TOKENS, 4>;
   static constexpr int LIST_BYTES = sizeof(Fp8TokenMajorStorage<S>::rows);
@@ -83,17 +83,15 @@ template <class S> struct ListedTokenRows {
 
 private:
   /* Writes where the row of each token begins, in units of 16 bytes, or kNoRow; all threads. */
-  static __device__ __forceinline__ void list(const moelora_tokens &tokens,
-                                              const TokenScales<S> &scales, uint32_t sRows,
-                                              int thread) {
+  static __device__ __forceinline__ void
+  list(const moelora_tokens &tokens, const TokenScales<S> &scales, uint32_t sRows, int thread) {
     warpgroup_sync<kGatherers>(kGatherBarrier); // all have read the list of the last tile
 #pragma unroll
     for (int i = 0; i < TokenScales<S>::EACH; i++) {
       const int t = thread + i * kGatherers;
       const uint32_t row = scales.row[i];
       if (t * 4 < LIST_BYTES)
-        store_shared_4(sRows + t * 4,
-                       row == kNoRow ? kNoRow : row * (uint32_t)(tokens.stride / 8));
+        store_shared_4(sRows + t * 4, row == kNoRow ? kNoRow : row * (uint32_t)(tokens.stride / 8));
     }
     warpgroup_sync<kGatherers>(kGatherBarrier);
   }
@@ -108,24 +106,22 @@ struct ThreadPlace {
         row(2 * (threadIdx.x & 3)) {}
 };
 
-template <class S, class T> struct Fp8TokenMajorEpilogue;
+template <class S, class T, EpilogueMode MODE> struct Fp8TokenMajorEpilogue;
 
 template <class S, class T> struct Fp8TokenMajorMainloop {
   using WeightLoads = Fp8Loads<S>;
   using Rows = ListedTokenRows<S>;
   using Scales = TokenScales<S>;
   using Adapters = Fp8TokenMajorMainloop;
-  template <EpilogueMode MODE>
-  using Epilogue = typename Fp8TokenMajorEpilogue<S, T>::template Mode<MODE>;
+  template <EpilogueMode MODE> using Epilogue = Fp8TokenMajorEpilogue<S, T, MODE>;
   static constexpr bool RELEASES_ALIASED_STAGE = false;
 
-  /* Consumer: the k steps of a tile. Returns the last stage, which is not released. */
+  /* Consumer: the k steps of a tile. Returns the last stage, not yet released. */
   template <int N>
-  static __device__ __forceinline__ int main_loop(float (&rAcc)[2][64],
-                                                  const moelora_gemm_launch &g,
-                                                  WarpContext<S> &warp, const TileHeader &header,
-                                                  int) {
-    return !is_active(warp, header) ? skip_k_steps(g, warp.pipeline)
+  static __device__ __forceinline__ int
+  main_loop(float (&rAcc)[2][64], const moelora_gemm_launch &g, WarpContext<S> &warp,
+            const TileHeader &header, int) {
+    return !is_active(warp, header)  ? skip_k_steps(g, warp.pipeline)
            : is_half<S>(header.tile) ? multiply_k_steps<S::HALF_TILES>(rAcc, g, warp)
                                      : multiply_k_steps<false>(rAcc, g, warp);
   }
@@ -138,9 +134,8 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
 
   /* The k steps of a whole or half tile. Returns the last stage, which is not released. */
   template <bool HALF, bool BY_ROW>
-  static __device__ __forceinline__ int multiply_k_steps(float (&rAcc)[2][64],
-                                                         const moelora_gemm_launch &g,
-                                                         WarpContext<S> &warp) {
+  static __device__ __forceinline__ int
+  multiply_k_steps(float (&rAcc)[2][64], const moelora_gemm_launch &g, WarpContext<S> &warp) {
     constexpr int PAIRS = HALF ? 1 : 2; // of m64 tiles
     GemmPipeline<S> &pipeline = warp.pipeline;
     const int k_steps = (g.tokens.k + kDepth - 1) / kDepth;
@@ -199,9 +194,8 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
     return previous;
   }
   template <bool HALF>
-  static __device__ __forceinline__ int multiply_k_steps(float (&rAcc)[2][64],
-                                                         const moelora_gemm_launch &g,
-                                                         WarpContext<S> &warp) {
+  static __device__ __forceinline__ int
+  multiply_k_steps(float (&rAcc)[2][64], const moelora_gemm_launch &g, WarpContext<S> &warp) {
     return moelora_has_row_scales(g.weights.w.format)
                ? multiply_k_steps<HALF, true>(rAcc, g, warp)
                : multiply_k_steps<HALF, false>(rAcc, g, warp);
@@ -246,11 +240,9 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
   /* Adds the adapter stage at hand, and releases stage `previous`. Returns true if something in B
    * was cleared. */
   template <int N>
-  static __device__ __forceinline__ bool add_stage(float (&rAcc)[2][64],
-                                                   const moelora_gemm_launch &g,
-                                                   const WarpContext<S> &warp,
-                                                   const TileHeader &header, int previous,
-                                                   bool clears) {
+  static __device__ __forceinline__ bool
+  add_stage(float (&rAcc)[2][64], const moelora_gemm_launch &g, const WarpContext<S> &warp,
+            const TileHeader &header, int previous, bool clears) {
     const bool active = is_active(warp, header), half = is_half<S>(header.tile);
     const AdapterStage<S, T> stage = AdapterStage<S, T>::wait(g, warp, half, clears);
     bool nonfinite = stage.nonfinite;
@@ -267,10 +259,9 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
 
   /* The slabs of a stage, two at once. */
   template <bool HALF>
-  static __device__ __forceinline__ void add_slabs(float (&rAcc)[2][64],
-                                                   const moelora_gemm_launch &g,
-                                                   const WarpContext<S> &warp,
-                                                   const SlabsHeader &header) {
+  static __device__ __forceinline__ void
+  add_slabs(float (&rAcc)[2][64], const moelora_gemm_launch &g, const WarpContext<S> &warp,
+            const SlabsHeader &header) {
     const SlabLayout<S> layout = {header.width};
     const int step = has_gate_up_slices(g) ? 4 : 2;
     const int stage = warp.pipeline.stage;
@@ -284,10 +275,9 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
       wgmma_slabs<1, HALF>(rAcc, g, layout, a, b);
   }
   template <int COUNT, bool HALF>
-  static __device__ __forceinline__ void wgmma_slabs(float (&rAcc)[2][64],
-                                                     const moelora_gemm_launch &g,
-                                                     const SlabLayout<S> &layout, uint64_t a,
-                                                     uint64_t b) {
+  static __device__ __forceinline__ void
+  wgmma_slabs(float (&rAcc)[2][64], const moelora_gemm_launch &g, const SlabLayout<S> &layout,
+              uint64_t a, uint64_t b) {
     const XaLayout xa(has_gate_up_slices(g));
     wgmma_fence();
 #pragma unroll
@@ -315,86 +305,84 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
   }
 };
 
+/* Adds the bias of an m64 tile. */
+template <class T>
+__device__ __forceinline__ void add_bias(float *v, const moelora_gemm_launch &g, int expert,
+                                         int m64, int first) {
+  const T *gBias = (const T *)g.weights.w.bias + expert * g.weights.w.bias_stride_e;
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    const int output = first + i / 2 * 8 + 2 * (threadIdx.x & 3) + i % 2;
+    if (output < g.weights.n_out) {
+      const float b = Element<T>::to_float(gBias[weight_row(g, m64, output)]);
+      v[i / 2 * 4 + i % 2] += b, v[i / 2 * 4 + i % 2 + 2] += b;
+    }
+  }
+}
+
 /* The epilogue: from accumulators through epilogue tiles to global memory, 64 outputs at a time. A
  * warp puts its 16 tokens beside those of its neighbor into an epilogue tile of 32. */
-template <class S, class T> struct Fp8TokenMajorEpilogue {
-  template <EpilogueMode MODE> struct Mode {
-    static constexpr bool GATED = MODE != EpilogueMode::PLAIN;
+template <class S, class T, EpilogueMode MODE> struct Fp8TokenMajorEpilogue {
+  static constexpr bool GATED = MODE != EpilogueMode::PLAIN;
 
-    static __device__ __forceinline__ void store(float (&rAcc)[2][64], const RowMaps *out_maps,
-                                                 const moelora_gemm_launch &g,
-                                                 const TileHeader &header,
-                                                 const WarpContext<S> &warp) {
-      const Activation activation(g.epilogue.activation);
-      const int lane = threadIdx.x & 31, warp_id = threadIdx.x >> 5 & 3;
-      const int token = warp_id % 2 * 16 + (lane & 15), from = warp.consumer * 64;
+  static __device__ __forceinline__ void store(float (&rAcc)[2][64], const RowMaps *out_maps,
+                                               const moelora_gemm_launch &g,
+                                               const TileHeader &header,
+                                               const WarpContext<S> &warp) {
+    const Activation activation(g.epilogue.activation);
+    const int lane = threadIdx.x & 31, warp_id = threadIdx.x >> 5 & 3;
+    const int token = warp_id % 2 * 16 + (lane & 15), from = warp.consumer * 64;
 #pragma unroll
-      for (int i = 0; i < (GATED ? 2 : 4); i++) {
-        float *v = GATED ? rAcc[i] : rAcc[i / 2] + i % 2 * 32;
-        const int m64 = GATED ? 2 * i : i, first = first_output<S>(g, header.tile, m64);
-        if (is_half<S>(header.tile) && i == 2)
-          break;
-        if (i == 1)              // from here on buffers alias the last stage:
-          warp.sync_all();   // all have multiplied it
-        if (from >= header.count)
-          continue;
+    for (int i = 0; i < (GATED ? 2 : 4); i++) {
+      float *v = GATED ? rAcc[i] : rAcc[i / 2] + i % 2 * 32;
+      const int m64 = GATED ? 2 * i : i, first = first_output<S>(g, header.tile, m64);
+      if (is_half<S>(header.tile) && i == 2)
+        break;
+      if (i == 1)        // from here on buffers alias the last stage:
+        warp.sync_all(); // all have multiplied it
+      if (from >= header.count)
+        continue;
 
-        // Bias and activation.
-        if (g.weights.w.bias)
-          add_bias(v, g, header.tile.expert, m64, first);
-        if (GATED && g.weights.w.bias)
-          add_bias(v + 32, g, header.tile.expert, m64 + 1, first);
-        if (GATED) {
+      // Bias and activation.
+      if (g.weights.w.bias)
+        add_bias<T>(v, g, header.tile.expert, m64, first);
+      if (GATED && g.weights.w.bias)
+        add_bias<T>(v + 32, g, header.tile.expert, m64 + 1, first);
+      if (GATED) {
 #pragma unroll
-          for (int j = 0; j < 32; j++)
-            v[j] = MODE == EpilogueMode::SILU ? silu_and_mul(v[j], v[j + 32])
-                                              : activation(v[j], v[j + 32]);
-        } else if (g.epilogue.activation.kind == MOELORA_RELU2) {
+        for (int j = 0; j < 32; j++)
+          v[j] = MODE == EpilogueMode::SILU ? silu_and_mul(v[j], v[j + 32])
+                                            : activation(v[j], v[j + 32]);
+      } else if (g.epilogue.activation.kind == MOELORA_RELU2) {
 #pragma unroll
-          for (int j = 0; j < 32; j++)
-            v[j] = v[j] < 0.f ? 0.f : v[j] * v[j];
-        }
-
-        // To shared memory.
-        const uint32_t sOut = warp.sOut(warp.consumer, 2 * i + warp_id / 2);
-#pragma unroll
-        for (int n8 = 0; n8 < 8; n8 += 2) {
-          const float *u = v + 4 * n8;
-          const int chunk = n8 + (lane >> 4);
-          store_matrix_x4(sOut + token * kRowBytes + ((chunk ^ (token & 7)) << 4),
-                          pack2<T>(u[0], u[1]), pack2<T>(u[2], u[3]), pack2<T>(u[4], u[5]),
-                          pack2<T>(u[6], u[7]));
-        }
-
-        // From there to global memory by TMA.
-        fence_async_proxy();
-        warp.sync();
-        const int half = warp_id / 2 * 32;
-        if (threadIdx.x % 64 == 0 && from + half < header.count &&
-            !(GATED && g.epilogue.out_unread))
-          tma_store_2d(&out_maps->many, first, header.tile.block * S::TOKENS + from + half, sOut);
+        for (int j = 0; j < 32; j++)
+          v[j] = v[j] < 0.f ? 0.f : v[j] * v[j];
       }
 
-      // The same outputs in e4m3.
-      if (GATED && g.epilogue.e4m3.values)
-        store_e4m3<S, T, 128>(
-            g, header.tile, from, min(header.count, from + 64),
-            [&](int half, int i) { return warp.sOut(warp.consumer, 2 * half + i % 2); });
-    }
-  };
-
-  /* Adds the bias of an m64 tile. */
-  static __device__ __forceinline__ void add_bias(float *v, const moelora_gemm_launch &g,
-                                                  int expert, int m64, int first) {
-    const T *gBias = (const T *)g.weights.w.bias + expert * g.weights.w.bias_stride_e;
+      // To shared memory.
+      const uint32_t sOut = warp.sOut(warp.consumer, 2 * i + warp_id / 2);
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
-      const int output = first + i / 2 * 8 + 2 * (threadIdx.x & 3) + i % 2;
-      if (output < g.weights.n_out) {
-        const float b = Element<T>::to_float(gBias[weight_row(g, m64, output)]);
-        v[i / 2 * 4 + i % 2] += b, v[i / 2 * 4 + i % 2 + 2] += b;
+      for (int n8 = 0; n8 < 8; n8 += 2) {
+        const float *u = v + 4 * n8;
+        const int chunk = n8 + (lane >> 4);
+        store_matrix_x4(sOut + token * kRowBytes + ((chunk ^ (token & 7)) << 4),
+                        pack2<T>(u[0], u[1]), pack2<T>(u[2], u[3]), pack2<T>(u[4], u[5]),
+                        pack2<T>(u[6], u[7]));
       }
+
+      // From there to global memory by TMA.
+      fence_async_proxy();
+      warp.sync();
+      const int half = warp_id / 2 * 32;
+      if (threadIdx.x % 64 == 0 && from + half < header.count && !(GATED && g.epilogue.out_unread))
+        tma_store_2d(&out_maps->many, first, header.tile.block * S::TOKENS + from + half, sOut);
     }
+
+    // The same outputs in e4m3.
+    if (GATED && g.epilogue.e4m3.values)
+      store_e4m3<S, T, 128>(
+          g, header.tile, from, min(header.count, from + 64),
+          [&](int half, int i) { return warp.sOut(warp.consumer, 2 * half + i % 2); });
   }
 };
 

@@ -32,8 +32,9 @@ template <class S> struct Fp8WeightMajorStorage {
 };
 
 template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER>
-struct Fp8WeightMajorShape : KernelShape<TOKENS, CONSUMERS, STAGES, CLUSTER, MOELORA_KERNEL_W8A8>,
-                             RegisterBudget<fp8_weight_major_producer_registers(TOKENS, CONSUMERS), CONSUMERS> {
+struct Fp8WeightMajorShape
+    : KernelShape<TOKENS, CONSUMERS, STAGES, CLUSTER, MOELORA_KERNEL_W8A8>,
+      RegisterBudget<fp8_weight_major_producer_registers(TOKENS, CONSUMERS), CONSUMERS> {
   static_assert(TOKENS <= 96, "registers of both accumulators");
   static constexpr int GATHER_LANES = 8;
   static constexpr int TILES_AT_ONCE = TOKENS <= 64 ? 2 : 1;
@@ -85,12 +86,11 @@ template <class S, class T> struct Fp8WeightMajorMainloop {
   template <EpilogueMode MODE> using Epilogue = WeightMajorEpilogue<S, T, MODE>;
   static constexpr bool RELEASES_ALIASED_STAGE = false;
 
-  /* Consumer: the k steps of a tile, with N tokens. Returns the last stage, which is not released. */
+  /* Consumer: the k steps of a tile, with N tokens. Returns the last stage, not yet released. */
   template <int N>
-  static __device__ __forceinline__ int main_loop(float (&rAcc)[2][S::TOKENS / 2],
-                                                  const moelora_gemm_launch &g,
-                                                  WarpContext<S> &warp, const TileHeader &,
-                                                  int k_steps) {
+  static __device__ __forceinline__ int
+  main_loop(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g, WarpContext<S> &warp,
+            const TileHeader &, int k_steps) {
     constexpr int TILES = S::TILES_AT_ONCE;
     GemmPipeline<S> &pipeline = warp.pipeline;
     const bool by_row = moelora_has_row_scales(g.weights.w.format);
@@ -157,10 +157,6 @@ template <class S, class T> struct Fp8WeightMajorMainloop {
     settle<N / 2>(rAcc[0]);
     settle<N / 2>(rAcc[1]);
     return previous;
-  }
-
-  static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][S::TOKENS / 2], int) {
-    return are_rows_finite<S>(rAcc);
   }
 };
 

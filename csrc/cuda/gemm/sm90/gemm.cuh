@@ -16,8 +16,15 @@
  *   fp8_weight_major.cuh   FP8 weights and tokens, weight rows as operand A
  *   fp8_token_major.cuh    FP8 weights and tokens, tokens as operand A
  *
- * They share the types in tile_scheduler.cuh, pipeline.cuh, shared_storage.cuh, producer.cuh,
- * consumer.cuh, adapter_stage.cuh, epilogue.cuh and fixup.cuh. */
+ * They share the types in tile_scheduler.cuh, pipeline.cuh, shared_storage.cuh, warp_context.cuh,
+ * producer.cuh, adapter_stage.cuh, epilogue.cuh and fixup.cuh. A main loop has
+ *
+ *   WeightLoads    producer, TMA warp: begin(tile), bytes(), load(k step) of weights
+ *   Rows, Scales   producer, gather warps: find(next tile), begin(), copy(k step) of x
+ *   main_loop<N>   consumer: the k steps of a tile
+ *   Adapters       consumer: add_stage<N>(), and are_finite() of the accumulators
+ *   Epilogue<MODE> consumer: store()
+ *   RELEASES_ALIASED_STAGE  whether main_loop does, in its second step; see warp_context.cuh */
 #ifndef MOELORA_CUDA_SM90_GEMM_CUH
 #define MOELORA_CUDA_SM90_GEMM_CUH
 
@@ -32,7 +39,8 @@
 namespace {
 
 /* The shape, and with it the main loop, of a weight format, a tile and a cluster. */
-template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER, moelora_kernel_format FORMAT, bool ZEROS>
+template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER, moelora_kernel_format FORMAT,
+          bool ZEROS>
 constexpr auto select_shape() {
   using Format = FormatTraits<FORMAT>;
   if constexpr (Format::IS_NATIVE)
@@ -46,7 +54,8 @@ constexpr auto select_shape() {
   else
     return DequantizeShape<TOKENS, CONSUMERS, STAGES, FORMAT, ZEROS>();
 }
-template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER, moelora_kernel_format FORMAT, bool ZEROS>
+template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER, moelora_kernel_format FORMAT,
+          bool ZEROS>
 using GemmShape = decltype(select_shape<TOKENS, CONSUMERS, STAGES, CLUSTER, FORMAT, ZEROS>());
 
 /* The products of a tile with N tokens. Accumulators past N belong to padding. */
@@ -114,11 +123,10 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_g
 
     // Main loop and adapter stages.
     float rAcc[2][S::TOKENS / 2];
-    const PendingCheck pending =
-        multiply_fitting<Mainloop, S, S::LEAST>(rAcc, g, warp, header);
+    const PendingCheck pending = multiply_fitting<Mainloop, S, S::LEAST>(rAcc, g, warp, header);
     const bool used = S::SWAP_AB || warp.consumer * 64 < header.count; // it has tokens
     if (pending == PendingCheck::CHECK_ACCUMULATORS && used &&
-        !Mainloop::are_finite(rAcc, warp.consumer))
+        !Mainloop::Adapters::are_finite(rAcc, warp.consumer))
       FixupPass<S>(warp.smem).request();
 
     // Epilogue.
@@ -147,6 +155,8 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
               const __grid_constant__ moelora_gemm_launch g) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Mainloop = typename S::template Mainloop<S, T>;
+  static_assert(S::TOKENS > MOELORA_FLOAT_ROWS || S::RESIDENT == moelora_float_ctas(S::FORMAT),
+                "the plan's CTAs per SM");
 
   // Initialize the barriers.
   extern __shared__ char shared[];

@@ -3,11 +3,12 @@
  *
  *   TMA warp        W(0) W(1) W(2) W(3)  ...   weights of step i: an m64 tile per box
  *   gather warps    X(0) X(1) X(2) X(3)  ...   token rows of step i
- *   consumers            0    1    2     ...   wgmma of step i, in flight beside that of step i - 1,
- *                              ^0   ^1         whose stage is then released
+ *   consumers            mma0 mma1 mma2  ...   wgmma of step i, in flight beside the one before,
+ *                             rel0 rel1  ...   whose stage is released when it is done
  *
- * Weights are operand A, tokens operand B (swap_ab): M is 64 weight rows, N the narrowest that holds
- * the tokens of the tile. A step is 64 of depth. Accumulators rAcc[2][TOKENS / 2], see tile.cuh. */
+ * Weights are operand A, tokens operand B (swap_ab): M is 64 weight rows, N the narrowest that
+ * holds the tokens of the tile. A step is 64 of depth. Accumulators rAcc[2][TOKENS / 2], see
+ * tile.cuh. */
 #ifndef MOELORA_CUDA_SM90_NATIVE_CUH
 #define MOELORA_CUDA_SM90_NATIVE_CUH
 
@@ -74,12 +75,11 @@ template <class S, class T> struct NativeMainloop {
     }
   };
 
-  /* Consumer: the k steps of a tile, with N tokens. Returns the last stage, which is not released. */
+  /* Consumer: the k steps of a tile, with N tokens. Returns the last stage, not yet released. */
   template <int N>
-  static __device__ __forceinline__ int main_loop(float (&rAcc)[2][S::TOKENS / 2],
-                                                  const moelora_gemm_launch &g,
-                                                  WarpContext<S> &warp, const TileHeader &,
-                                                  int k_steps) {
+  static __device__ __forceinline__ int
+  main_loop(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g, WarpContext<S> &warp,
+            const TileHeader &, int k_steps) {
     GemmPipeline<S> &pipeline = warp.pipeline;
     int previous = 0;
 #pragma unroll 1
@@ -112,10 +112,6 @@ template <class S, class T> struct NativeMainloop {
       pipeline.advance();
     }
     return previous;
-  }
-
-  static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][S::TOKENS / 2], int) {
-    return are_rows_finite<S>(rAcc);
   }
 };
 

@@ -1,14 +1,15 @@
 /* The producer warps of a Hopper GEMM.
  *
- *   TMA warp       tile scheduler -> [weights, x by position] per k step -> [B] per adapter stage
- *   gather warps   tile scheduler -> [x by routing, scales of x] per k step -> [xa] per adapter stage
+ *                  of each k step                      of each adapter stage
+ *   TMA warp       weights; x where it is by position  rows of B
+ *   gather warps   x by routing; its scales in FP8     rows of xa
  *
  * Both walk the same tiles and stages. Every stage's full barrier expects one arrival of the TMA
  * warp, with the bytes that it loads, and one of each gathering thread, after its cp.async.
  *
- * A producer has some hundred cycles per stage. So the loop over k steps does nothing but loads; what
- * a tile needs to know (its adapters, the next tile and that one's rows) is found between parts of
- * that loop, where it costs the loop no registers. */
+ * A producer has some hundred cycles per stage. So the loop over k steps does nothing but loads;
+ * what a tile needs to know (its adapters, the next tile and that one's rows) is found between
+ * parts of that loop, where it costs the loop no registers. */
 #ifndef MOELORA_CUDA_SM90_PRODUCER_CUH
 #define MOELORA_CUDA_SM90_PRODUCER_CUH
 
@@ -109,9 +110,9 @@ template <class S> struct NoTokenScales {
 
 /* The TMA warp: weights, factors B, and x where it lies by position. */
 template <class Mainloop, class S>
-__device__ __forceinline__ void
-produce_by_tma(const CUtensorMap *w_map, const RowMaps *x_maps, const FactorMaps *b_maps,
-               const moelora_gemm_launch &g, WarpContext<S> &warp) {
+__device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const RowMaps *x_maps,
+                                               const FactorMaps *b_maps,
+                                               const moelora_gemm_launch &g, WarpContext<S> &warp) {
   const SharedMemory<S> &smem = warp.smem;
   GemmPipeline<S> &pipeline = warp.pipeline;
   using Parts = TileParts<S>;

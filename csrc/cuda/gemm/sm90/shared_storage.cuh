@@ -10,11 +10,6 @@
 #include "cuda/gemm/sm90/pipeline.cuh"
 #include "cuda/gemm/sm90/stage_header.cuh"
 
-/* 64 16-bit elements of depth, or 128 of e4m3: chunk c of row r is at c ^ (r & 7). */
-struct SwizzledRow {
-  uint4 chunks[8];
-};
-
 /* Of the fix-up pass, see fixup.cuh. */
 struct FixupState {
   uint32_t state;

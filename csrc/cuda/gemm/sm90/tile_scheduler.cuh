@@ -62,7 +62,8 @@ struct KSteps {
                                               int all) {
     if (!S::SPLIT_K)
       return {0, all};
-    const int each = g.epilogue.split_tiles * (MOELORA_SPLIT_DEPTH / (S::SPANS * S::Format::X_ELEMENTS));
+    const int each =
+        g.epilogue.split_tiles * (MOELORA_SPLIT_DEPTH / (S::SPANS * S::Format::X_ELEMENTS));
     return {tile.split * each, min(each, all - tile.split * each)};
   }
 };

@@ -23,9 +23,9 @@ template <class S> struct WarpContext {
   static constexpr int BUFFERS = OWN_BUFFERS + ALIASED_BUFFERS;
 
   SharedMemory<S> smem;
+  int aliased = -1;
+  int consumer = -1;
   GemmPipeline<S> pipeline;
-  int aliased = -1;  // the stage that epilogue buffers of the last tile alias; -1: none
-  int consumer = -1; // of the warpgroup; -1: a producer
 
   __device__ __forceinline__ explicit WarpContext(const void *dynamic)
       : smem(dynamic), pipeline(smem.base) {}

@@ -36,7 +36,8 @@ template <class S> struct WeightTiles {
 
 /* Bytes of weights, with their scales, that a k step brings to this CTA. */
 template <class S>
-__device__ __forceinline__ uint32_t weight_tile_bytes(const moelora_gemm_launch &g, const Tile &tile) {
+__device__ __forceinline__ uint32_t weight_tile_bytes(const moelora_gemm_launch &g,
+                                                      const Tile &tile) {
   const uint32_t bytes = S::SPANS * S::TILES * S::Format::tile_bytes(g.weights.w.format);
   return bytes >> is_half<S>(tile);
 }
