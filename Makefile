@@ -16,8 +16,9 @@ GPU_ARCHS = $$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/
   sort -u | sed 's/\.//; s/^90$$/90a/' | paste -sd ';' -)
 C_FILES = $(shell find csrc tests/c tests/cuda examples/c -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test build lint conformance test-c test-py test-lowest sanitize fuzz test-gpu sanitize-gpu \
-        emulate emulate-few bench-cpu bench-gpu tables docs types wheel check-wheel sdist clean
+.PHONY: demo test build lint conformance test-c test-py test-lowest test-newest test-pythons \
+        sanitize fuzz test-gpu sanitize-gpu emulate emulate-few bench-cpu bench-gpu tables docs types \
+        wheel check-wheel sdist clean
 
 # The demo runs on the CPU, so that comes first: half a minute of C. Then the CUDA kernels, where there
 # is a GPU to run them, and for its architecture alone.
@@ -103,15 +104,34 @@ $(WHERE)/%: examples/c/%.c $(WHERE)/libmoelora.a
 test-py: build
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 -m "not gpu" $(PYTEST_ARGS)
 
-# The integration of transformers and PEFT with the oldest of both that pyproject.toml admits, in an
-# environment that borrows everything else.
-test-lowest: build
-	test -x build/lowest/bin/python || $(PY) -m venv build/lowest
+# An environment $(1) that borrows every package of $(VENV) that it does not install itself.
+define borrowing
+	test -x $(1)/bin/python || $(PY) -m venv $(1)
 	$(PY) -c 'import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])' \
-	  > "$$(build/lowest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
+	  > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
+endef
+HF_TESTS := tests/test_transformers*.py tests/test_peft*.py
+
+# The integration of transformers and PEFT with the oldest of both that pyproject.toml admits.
+test-lowest: build
+	$(call borrowing,build/lowest)
 	build/lowest/bin/python -m pip install --quiet -r requirements-lowest.txt
-	OMP_NUM_THREADS=1 build/lowest/bin/python -m pytest -q -n 2 -m "not gpu" \
-	  tests/test_transformers*.py tests/test_peft*.py $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 build/lowest/bin/python -m pytest -q -n 2 -m "not gpu" $(HF_TESTS) $(PYTEST_ARGS)
+
+# With the newest that the package index has, of both. NEWEST="torch transformers peft" takes its torch
+# as well, and runs all tests: on x86-64 that is a CUDA build, with its libraries some gigabytes.
+NEWEST ?= transformers peft
+test-newest: build
+	$(call borrowing,build/newest)
+	build/newest/bin/python -m pip install --quiet --upgrade $(NEWEST)
+	@build/newest/bin/python -c 'from importlib.metadata import version; \
+	  print(*(f"{p} {version(p)}" for p in ("torch", "transformers", "peft")), sep=", ")'
+	OMP_NUM_THREADS=1 build/newest/bin/python -m pytest -q -n 2 -m "not gpu" \
+	  $(if $(filter torch,$(NEWEST)),tests,$(HF_TESTS)) $(PYTEST_ARGS)
+
+# The Python tests under 3.11 to 3.14, as far as they are here, on one extension.
+test-pythons: build
+	$(PY) tests/check_pythons.py $(CHECK_ARGS) -- $(PYTEST_ARGS)
 
 # On GPU machines torch is already there: no venv, the Python of the caller.
 test-gpu:

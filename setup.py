@@ -270,7 +270,14 @@ class Compiler:
             flags += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall"]
             flags += shlex.split(os.environ.get("NVCCFLAGS", ""))
             return [self.nvcc, *flags, *cuda_arch_flags(source), *where]
-        flags = ["-std=c11", "-O3", "-fno-math-errno", "-fPIC", "-fvisibility=hidden"]
+        flags = [
+            "-std=c11",
+            "-O3",
+            "-fno-math-errno",
+            "-fno-trapping-math",
+            "-fPIC",
+            "-fvisibility=hidden",
+        ]
         flags += ["-Wall", "-Wextra"]
         if SANITIZE:
             flags += ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined"]

@@ -21,10 +21,41 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import moelora.integrations.transformers as moelora_hf
+from moelora.integrations.transformers.empty import empty_model, factory
 from moelora.integrations.transformers.projection import up_name
 
-AUTO = "CausalLM", "ImageTextToText", "Seq2SeqLM", "MultimodalLM"
 EXPERTS = re.compile(r"^class \w*(Experts?|MoE|MoeBlock)\b", re.M)
+
+
+GEMMA = {
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 128,
+}
+INDEXER = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 1024,
+    "indexer_compress_ratio": 4,
+    "output_gate_type": "sigmoid",
+}
+# What default configurations leave out: without it they have no experts, or make no model.
+FILLED = {
+    "deepseek_ocr2": {
+        "text_config": {"num_hidden_layers": 12, "mlp_layer_types": ["dense"] + 11 * ["sparse"]}
+    },
+    "diffusion_gemma": {"text_config": GEMMA},
+    "doge": {"is_moe": True},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "gemma4": {"text_config": GEMMA},
+    "gemma4_text": GEMMA,
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 8, "moe_topk": 2},
+    "lfm2_moe": {"layer_types": 16 * ["conv", "full_attention"]},
+    "qwen4_exp": {"text_config": INDEXER},
+    "qwen4_exp_text": INDEXER,
+}
 
 
 def architectures():
@@ -37,24 +68,14 @@ def architectures():
         except ImportError:
             continue
         code = pathlib.Path(module.__file__).read_text()
-        if EXPERTS.search(code) and factory(config) is not None:
+        if EXPERTS.search(code) and factory(config()) is not None:
             yield model_type
-
-
-def factory(config_class):
-    """The class that makes whole models of a configuration; None of a tower or a part."""
-    for name in AUTO:
-        auto = getattr(transformers, f"AutoModelFor{name}", None)
-        if auto is not None and config_class in auto._model_mapping:
-            return auto
-    return None
 
 
 def make(model_type):
     """A model without memory."""
-    config = transformers.AutoConfig.for_model(model_type)
-    with torch.device("meta"):
-        return factory(type(config)).from_config(config)
+    filled = FILLED.get(model_type, {})
+    return empty_model(transformers.AutoConfig.for_model(model_type, **filled))
 
 
 def shrink(model):
@@ -87,8 +108,9 @@ def table(rows):
     text = f"""\
 Of {asked} mixture-of-experts architectures of transformers {transformers.__version__}, each made
 from its default configuration, {reached} reach moelora in every layer. For the others `enable` of
-`moelora.integrations.transformers` raises, with the reason. Where the default has no experts there
-are none; a question mark stands where the default makes no model."""
+`moelora.integrations.transformers` raises, with the reason. Where the default has no experts, or
+makes no model, what it leaves out is filled in (*); a question mark stands where that is not
+known."""
     lines = [
         "# Architectures",
         "",
@@ -101,7 +123,8 @@ are none; a question mark stands where the default makes no model."""
     ]
     for model_type, was_asked, reason in rows:
         answer = "yes" if reason is None else ("no" if was_asked else "?")
-        lines.append(f"| `{model_type}` | {answer} | {reason or ''} |")
+        filled = " *" if model_type in FILLED else ""
+        lines.append(f"| `{model_type}`{filled} | {answer} | {reason or ''} |")
     return "\n".join([*lines, ""])
 
 

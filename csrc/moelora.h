@@ -185,9 +185,10 @@ typedef enum moelora_format {
 typedef enum moelora_x_format {
   /* x as it is (W8A16), by numbers that are rounded once; the only one of all other formats */
   MOELORA_X_NATIVE = 0,
-  /* W8A8: q = e4m3(x / s) for a float32 scale s, to nearest even; what is beyond 448 becomes 448,
-   * a NaN stays one and counts in no maximum. The sum of every 128 of depth (64 of FP8_G64) of
-   * products of e4m3 is multiplied by both scales. h is rounded to its dtype first. */
+  /* W8A8: q = e4m3(x (1/s)) or e4m3(x / s), as below, for a float32 scale s and a float32 1/s; to
+   * nearest even; what is beyond 448 becomes 448, a NaN stays one and counts in no maximum. The sum
+   * of every 128 of depth (64 of FP8_G64) of products of e4m3 is multiplied by both scales. h is
+   * rounded to its dtype first. */
   MOELORA_X_GROUP, /* s of every 128 (64) of depth of a token: max(|x|, 1e-10) / 448; q = x (1/s) */
   MOELORA_X_TOKEN, /* s of every token: max|x| / 448, at least 1 / (448 * 512); q = x / s */
   MOELORA_X_STATIC, /* s is the layout's x_scale; q = x (1/s) */
@@ -290,6 +291,17 @@ typedef enum moelora_activation {
   MOELORA_SWIGLUOAI_UNINTERLEAVE, /* the same as SWIGLUOAI; gate rows then up rows */
 } moelora_activation;
 
+/* What the forward of a layer saves for its backward, beside its arguments. Rows are flat rows p,
+ * whatever order kernels sort them into. All are in the dtype of hidden_states. */
+typedef struct moelora_saved {
+  /* [P, 2I] ([P, I] if not gated): x w13^T + adapter + bias before the activation, columns in the
+   * order of the rows of w13; 0 in skipped rows. Absent: nothing is saved. */
+  moelora_tensor gate_up;
+  /* [P, slices, R] and [P, R]: s x A13^T and s h A2^T; 0 from the true rank on, in base rows and in
+   * skipped rows. Absent where the projection has no adapters. */
+  moelora_tensor w13_shrink, w2_shrink;
+} moelora_saved;
+
 typedef struct moelora_experts_args {
   moelora_tensor hidden_states; /* [M, K] */
   moelora_tensor w13;           /* [E, 2I, K] ([E, I, K] if not gated), packed, or quantised */
@@ -301,6 +313,7 @@ typedef struct moelora_experts_args {
   moelora_tensor w2_bias;  /* [E, K]; may be absent */
   moelora_routing routing;
   moelora_adapters adapters;
+  /* In the dtype of hidden_states; those of a projection may be float32, and are rounded to it. */
   moelora_lora w13_lora; /* 1 slice of 2I columns, or 2 of I columns each */
   moelora_lora w2_lora;  /* 1 slice of K columns */
   moelora_activation activation;
@@ -309,11 +322,58 @@ typedef struct moelora_experts_args {
    * min(max(u, -limit), limit) before anything else. */
   double activation_alpha, activation_limit;
   bool apply_router_weight_on_input; /* top_k must be 1 */
-  moelora_tensor out;                /* [M, K]; may be the memory of hidden_states */
+  moelora_tensor out;                /* [M, K]; may be the memory of hidden_states, unless saving */
+  moelora_saved saved;               /* outputs; `out` has the same bits with and without them */
 } moelora_experts_args;
 
 moelora_status moelora_prepare_experts(const moelora_experts_args *args, const moelora_exec *exec,
                                        moelora_call *call);
+
+/* ---- the backward of the layer ---- */
+
+/* Gradients of a layer; those that are absent are not computed. w13 and w2 are frozen and have
+ * none. */
+typedef struct moelora_experts_grads {
+  moelora_tensor hidden_states; /* [M, K], in its dtype */
+  moelora_tensor topk_weights;  /* [M, top_k] float32 */
+  /* Of the shapes of the factors and biases, each in the dtype of hidden_states or in float32.
+   * num_slices is 0, or that of the factors. */
+  moelora_lora w13_lora, w2_lora;
+  moelora_tensor w13_bias, w2_bias; /* [E, 2I] and [E, K] */
+} moelora_experts_grads;
+
+/* For row p of token m, with expert e, adapter l, routing weight t, and gate_up as saved:
+ *
+ *   v           = dout[m] W2[e] + s (dout[m] B2) A2
+ *   dt          = <v, h> + <dout[m], w2_bias[e]>             h = activation(gate_up)
+ *   dgu         = activation'(gate_up) (t v)
+ *   dx[m]       = sum over j of dgu W13[e] + s (dgu B13) A13
+ *   dB2[l,e]   += (t dout[m])^T (s h A2^T)         dA2[l,e]  += s (t dout[m] B2)^T h
+ *   dB13[l,e]  += dgu^T (s x A13^T)                dA13[l,e] += s (dgu B13)^T x
+ *   dw13_bias[e] += dgu                            dw2_bias[e] += t dout[m]
+ *
+ * With apply_router_weight_on_input t x takes the place of x, t is 1 in all of the above, and
+ * dt = <dgu W13eff, x>. What multiplies is rounded to the dtype of hidden_states once, and every
+ * sum is float32: over the rows of an (expert, adapter) in the order of p, and for a factor that
+ * experts share over these in the order of experts. So gradients are the same in every run, and
+ * those of an adapter do not depend on which other adapters have rows in the call. Rows of base
+ * tokens have the bits of dx that they have without adapters. Nothing crosses from the rows and
+ * factors of an adapter to other rows or other adapters' gradients, NaN included, but biases, whose
+ * gradients sum over the rows of all.
+ *
+ * Weights in e4m3 or of four bits multiply as they dequantize to the dtype of hidden_states; where
+ * the forward rounds activations to e4m3, the backward takes that rounding for the identity. */
+typedef struct moelora_experts_backward_args {
+  moelora_experts_args forward; /* as the forward had it, `saved` included; `out` is not read */
+  moelora_tensor dout;          /* [M, K], in the dtype of hidden_states */
+  moelora_experts_grads grads;  /* outputs */
+  /* Adds to the gradients of factors and biases, which then must be initialized. Else they are
+   * written, zeros where nothing contributes. The other two are always written. */
+  bool accumulate;
+} moelora_experts_backward_args;
+
+moelora_status moelora_prepare_experts_backward(const moelora_experts_backward_args *args,
+                                                const moelora_exec *exec, moelora_call *call);
 
 /* ---- adapters alone: the delta that an engine adds to a base product made elsewhere ---- */
 

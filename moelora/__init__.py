@@ -13,7 +13,7 @@ from moelora import startup as _startup  # noqa: F401  says why the extension do
 from moelora import _C
 from moelora import fake as _fake  # noqa: F401  registers the shape functions
 from moelora import tuned as _tuned
-from moelora.adapters import AdapterPool, MoELayer
+from moelora.adapters import AdapterPool, LinearLayer, MoELayer
 from moelora.delta import moe_lora_down_delta, moe_lora_gate_up_delta
 from moelora.integrations.sglang.batch import (
     MoELoRABatchInfo,
@@ -44,18 +44,29 @@ from moelora.ops import (
     moe_sorting,
     prepack_weights,
 )
+from moelora.training import (
+    Gradients,
+    Saved,
+    fused_experts_lora_backward,
+    fused_experts_lora_saving,
+)
 
 __version__ = _C.version()
 _tuned.load_configured()
 
 __all__ = [
     "AdapterPool",
+    "Gradients",
+    "LinearLayer",
     "MoELayer",
     "MoELoRABatchInfo",
     "PackedWeights",
     "QuantizedWeights",
+    "Saved",
     "__version__",
     "fused_experts_lora",
+    "fused_experts_lora_backward",
+    "fused_experts_lora_saving",
     "fused_moe_lora",
     "fused_moe_lora_expand",
     "fused_moe_lora_gemm",

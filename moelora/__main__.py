@@ -9,6 +9,7 @@ from moelora import __version__
 EXTRAS = {"rich": "cli", "matplotlib": "plot", "transformers": "hf", "peft": "hf"}
 COMMANDS = {  # {name: the module that adds it}
     "info": "moelora.commands.info",
+    "adapters": "moelora.commands.adapters",
     "bench": "moelora.bench.command",
     "tune": "moelora.commands.tune",
     "replay": "moelora.commands.replay",

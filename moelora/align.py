@@ -2,10 +2,18 @@
 
 from typing import Literal, TypeAlias, overload
 
-import torch
 from torch import Tensor
 
-from moelora.call import absent_tensor, choose, enabled_or_absent, operators, or_absent, run, typed
+from moelora.call import (
+    absent_tensor,
+    choose,
+    enabled_or_absent,
+    ids_or_absent,
+    operators,
+    run,
+    typed,
+    weights_or_absent,
+)
 
 AlignMode: TypeAlias = Literal["uniform", "segmented"]
 ALIGN_MODES = {"uniform": 1, "segmented": 2}
@@ -46,7 +54,8 @@ def moe_align_block_size(
     ValueError
         A shape, dtype or value is not as above, or the tensors are on different devices.
     TypeError
-        An argument is of another type than in the signature.
+        An argument is of another type than in the signature, or a table of ids, ranks or switches
+        is not of integers.
 
     Notes
     -----
@@ -58,7 +67,7 @@ def moe_align_block_size(
         topk_ids,
         block_size,
         num_experts,
-        or_absent(expert_map, absent_tensor(topk_ids), torch.int32),
+        ids_or_absent("expert_map", expert_map, absent_tensor(topk_ids)),
     )
 
 
@@ -163,7 +172,8 @@ def moe_lora_align_block_size(
     ValueError
         A shape, dtype or value is not as above, or the tensors are on different devices.
     TypeError
-        An argument is of another type than in the signature.
+        An argument is of another type than in the signature, or a table of ids, ranks or switches
+        is not of integers.
 
     Notes
     -----
@@ -187,8 +197,8 @@ def moe_lora_align_block_size(
             block_size,
             max_loras,
             enabled_or_absent(adapter_enabled, absent),
-            or_absent(lora_ids, absent, torch.int32),
-            or_absent(expert_map, absent, torch.int32),
+            ids_or_absent("lora_ids", lora_ids, absent),
+            ids_or_absent("expert_map", expert_map, absent),
         )
     return run(
         operators.moe_lora_align_block_size.default,
@@ -199,7 +209,7 @@ def moe_lora_align_block_size(
         max_loras,
         choose("mode", mode, ALIGN_MODES),
         enabled_or_absent(adapter_enabled, absent),
-        or_absent(expert_map, absent, torch.int32),
+        ids_or_absent("expert_map", expert_map, absent),
     )
 
 
@@ -253,7 +263,8 @@ def moe_sorting(
     ValueError
         A shape, dtype or value is not as above, or the tensors are on different devices.
     TypeError
-        An argument is of another type than in the signature.
+        An argument is of another type than in the signature, or a table of ids, ranks or switches
+        is not of integers.
     RuntimeError
         An argument requires a gradient, and grad mode is on: there is no backward.
 
@@ -266,9 +277,9 @@ def moe_sorting(
     return run(
         operators.moe_sorting.default,
         topk_ids,
-        or_absent(topk_weights, topk_weights, torch.float32),
+        weights_or_absent("topk_weights", topk_weights, topk_weights),
         num_experts,
         block_size,
         out_to_zero,
-        or_absent(expert_map, absent_tensor(topk_ids), torch.int32),
+        ids_or_absent("expert_map", expert_map, absent_tensor(topk_ids)),
     )

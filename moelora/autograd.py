@@ -1,8 +1,11 @@
-"""There is no backward: a call that autograd would record raises, instead of losing the gradient.
+"""What autograd does with the operators: it records a layer, and nothing else.
 
 A kernel at the Autograd key asks for every operator, however it is called: by its wrapper, as
 torch.ops.moelora.*, under torch.compile, inside torch.func. Wrappers take `call`, which asks the
 same in a tenth of the time and passes the kernel by. Under inference mode neither runs.
+
+A call that autograd would record runs `fused_experts_lora_saving` if it is of a layer, and raises
+otherwise, instead of losing the gradient. Nothing has a second or a forward-mode derivative.
 """
 
 from __future__ import annotations
@@ -28,11 +31,12 @@ def call(op: Any, args: tuple[Any, ...]) -> Any:
     Raises
     ------
     RuntimeError
-        An argument requires a gradient and grad mode is on, or has a tangent.
+        An argument that has no gradient requires one and grad mode is on, or has a tangent.
     """
     if torch.is_inference_mode_enabled() or _transformed():
         return op(*args)
-    _refuse_gradients(op, args)
+    if _is_recorded(args):
+        return _record(op, args)
     with torch._C._AutoDispatchBelowAutograd():
         result = op(*args)
     _count_writes(op, args)
@@ -50,8 +54,9 @@ def register(names: Sequence[str]) -> None:
 
 def _kernel_of(op: Any) -> Callable[..., Any]:
     def kernel(keyset: Any, *args: Any) -> Any:
-        _refuse_gradients(op, args)
         _refuse_tangents(op, args)
+        if _is_recorded(args):
+            return _record(op, args)
         with torch._C._AutoDispatchBelowAutograd():
             result = op.redispatch(keyset & _AFTER_AUTOGRAD, *args)
         _count_writes(op, args)
@@ -73,37 +78,171 @@ def _has_tangent(value: Any) -> bool:
     return isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None
 
 
-def _refuse_gradients(op: Any, args: tuple[Any, ...]) -> None:
-    if torch.is_grad_enabled():
-        for value in args:  # most of the microsecond that grad mode costs a call
-            if type(value) is list:
-                for item in value:
-                    if item.requires_grad:
-                        _refuse(op, args, _requires)
-            elif getattr(value, "requires_grad", False):
-                _refuse(op, args, _requires)
+def _is_recorded(args: tuple[Any, ...]) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    for value in args:  # most of the microsecond that grad mode costs a call
+        if type(value) is list:
+            for item in value:
+                if item.requires_grad:
+                    return True
+        elif getattr(value, "requires_grad", False):
+            return True
+    return False
+
+
+def _record(op: Any, args: tuple[Any, ...]) -> Any:
+    """The call as autograd records it."""
+    name = name_of(op)
+    if name in ("fused_experts_lora", "fused_experts_lora_saving"):
+        args = (*args, *(a.default_value for a in op._schema.arguments[len(args) :]))
+        _refuse(op, args, _requires, FROZEN)
+        if torch._C._are_functorch_transforms_active():
+            _refuse(op, args, _requires, dict.fromkeys(_names(op), NO_TRANSFORM))
+        counts = [len(a) if isinstance(a, list) else -1 for a in args]
+        results = _Layer.apply(counts, *_flat(args))  # type: ignore[no-untyped-call] # of torch
+        return results[0] if name == "fused_experts_lora" else results
+    _refuse(op, args, _requires, dict.fromkeys(_names(op), NO_BACKWARD.get(name, NONE)))
+    raise AssertionError("an argument requires a gradient")
+
+
+NONE = "there is no backward: call it under torch.no_grad(), or pass {name}.detach()"
+NO_TRANSFORM = "torch.func cannot see the backward: call torch.autograd.grad, or .backward()"
+TWICE = "a backward has none of its own: call torch.autograd.grad without create_graph"
+WEIGHTS = (
+    "the weights of experts are frozen: their gradient is never computed; pass {name}.detach(), or "
+    "{name}.requires_grad_(False)"
+)
+NO_BACKWARD = {
+    "fused_experts_lora_out": "there is no backward of a call with out=: leave it out, or call "
+    "under torch.no_grad()",
+    "fused_experts_lora_backward": TWICE,
+    "fused_experts_lora_backward_out": TWICE,
+}
+FROZEN = {
+    "w13": WEIGHTS,
+    "w2": WEIGHTS,
+    "lora_scalings": "a scaling has no gradient: pass {name}.detach(), and multiply the factors by "
+    "what is to be trained",
+}
+
+
+def _names(op: Any) -> list[str]:
+    return [argument.name for argument in op._schema.arguments]
 
 
 def _refuse_tangents(op: Any, args: tuple[Any, ...]) -> None:
     if forward_ad._current_level >= 0:
-        _refuse(op, args, _has_tangent)
+        why = "there is no forward-mode derivative: pass {name} without its tangent"
+        _refuse(op, args, _has_tangent, dict.fromkeys(_names(op), why), "has a tangent")
 
 
-def _refuse(op: Any, args: tuple[Any, ...], recorded: Callable[[Any], bool]) -> None:
-    """Raises for the first argument that is recorded, if one is."""
+def _refuse(
+    op: Any,
+    args: tuple[Any, ...],
+    recorded: Callable[[Any], bool],
+    reasons: dict[str, str],
+    what: str = "requires a gradient",
+) -> None:
+    """Raises for the first argument with a reason that is recorded, if one is."""
     for argument, value in zip(op._schema.arguments, args, strict=False):
         items = enumerate(value) if isinstance(value, list) else [(None, value)]
         for index, item in items:
-            if recorded(item):
+            if argument.name in reasons and recorded(item):
                 name = argument.name if index is None else f"{argument.name}[{index}]"
-                raise RuntimeError(
-                    f"{name_of(op)}: {name} requires a gradient, and there is "
-                    f"no backward: call it under torch.no_grad(), or pass {name}.detach()"
-                )
+                why = reasons[argument.name].format(name=name)
+                raise RuntimeError(f"{name_of(op)}: {name} {what}, and {why}")
 
 
 def _count_writes(op: Any, args: tuple[Any, ...]) -> None:
     """A backward that saved what was written here must notice, as with any in-place operator."""
     written = _written[op]
     if written:
-        torch.autograd.graph.increment_version([args[i] for i in written])
+        torch.autograd.graph.increment_version(_flat(tuple(args[i] for i in written)))
+
+
+# ---- a layer ----
+
+# Bits of `wanted` of fused_experts_lora_backward, by the arguments that have gradients.
+WANTED = {
+    "hidden_states": 1,
+    "topk_weights": 2,
+    "w13_lora_a": 4,
+    "w13_lora_b": 8,
+    "w2_lora_a": 16,
+    "w2_lora_b": 32,
+    "w13_bias": 64,
+    "w2_bias": 128,
+}
+_ARGUMENTS = 20  # of a layer, before those that say how weights lie
+_PLACES = {"hidden_states": 0, "topk_weights": 3, "w13_bias": 13, "w2_bias": 14} | {
+    "w13_lora_a": 6,
+    "w13_lora_b": 7,
+    "w2_lora_a": 8,
+    "w2_lora_b": 9,
+}
+
+
+def _flat(args: tuple[Any, ...]) -> list[Any]:
+    return [v for a in args for v in (a if isinstance(a, list) else [a])]
+
+
+def _nested(counts: list[int], flat: Sequence[Any]) -> list[Any]:
+    """`flat` in lists of `counts` elements; below 0: no list."""
+    values = iter(flat)
+    return [next(values) if count < 0 else [next(values) for _ in range(count)] for count in counts]
+
+
+def _is_absent(value: Tensor) -> bool:
+    return value.dim() == 1 and isinstance(value.size(0), int) and value.size(0) == 0
+
+
+class _Layer(torch.autograd.Function):
+    """fused_experts_lora_saving, whose arguments come with their lists unfolded.
+
+    Saves tensors as autograd does everywhere, so that one that is written to between forward and
+    backward is refused; absent ones, which all calls share, are constants.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, counts: list[int], *flat: Any) -> Any:
+        op = torch.ops.moelora.fused_experts_lora_saving.default
+        with torch._C._AutoDispatchBelowAutograd():
+            out, *saved = op(*_nested(counts, flat))
+        saves = [isinstance(v, Tensor) and not _is_absent(v) for v in flat]
+        ctx.save_for_backward(*saved, *(v for v, s in zip(flat, saves, strict=True) if s))
+        ctx.counts, ctx.saves = counts, saves
+        ctx.rest = [v for v, s in zip(flat, saves, strict=True) if not s]
+        ctx.mark_non_differentiable(*saved)
+        ctx.set_materialize_grads(False)
+        return (out, *saved)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> Any:
+        nothing = [None] * (1 + len(ctx.saves))
+        if grad_out is None:
+            return tuple(nothing)
+        tensors, rest = iter(ctx.saved_tensors), iter(ctx.rest)  # unpacks them, which is done once
+        saved = [next(tensors) for _ in range(3)]
+        args = _nested(ctx.counts, [next(tensors) if s else next(rest) for s in ctx.saves])
+        needs = _nested(ctx.counts, ctx.needs_input_grad[1:])
+        wanted = sum(bit for name, bit in WANTED.items() if any(_flat((needs[_PLACES[name]],))))
+        if grad_out.size(-1) > 1 and grad_out.stride(-1) != 1:
+            grad_out = grad_out.contiguous()
+        common, last = args[:_ARGUMENTS], args[_ARGUMENTS:]
+        found = torch.ops.moelora.fused_experts_lora_backward.default(
+            grad_out, *saved, *common, wanted, False, *last
+        )
+        grads = by_argument(found, len(args[6]))
+        result = [[None] * count if count >= 0 else None for count in ctx.counts]
+        for name, place in _PLACES.items():
+            if WANTED[name] & wanted:
+                result[place] = grads[name]
+        return None, *_flat(tuple(result))
+
+
+def by_argument(found: Sequence[Tensor], slices: int) -> dict[str, Any]:
+    """What fused_experts_lora_backward returns, by argument; w13 has `slices`."""
+    dx, dt, a0, a1, b0, b1, a2, b2, bias13, bias2 = found
+    grads = dx, dt, [a0, a1][:slices], [b0, b1][:slices], [a2], [b2], bias13, bias2
+    return dict(zip(WANTED, grads, strict=True))

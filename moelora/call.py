@@ -86,6 +86,8 @@ def _fits(value: Any, wanted: Any) -> bool:
         return isinstance(value, tuple({type(option) for option in typing.get_args(wanted)}))
     if wanted in (int, bool, float):  # torch takes numbers of any library
         return hasattr(value, "__float__") and not isinstance(value, Tensor)
+    if wanted is Any:
+        return True
     # tuple[int, int] is an instance of `type` on Python 3.10
     return isinstance(value, wanted) if origin is None and isinstance(wanted, type) else True
 
@@ -112,20 +114,51 @@ def absent_tensor(like: Tensor) -> Tensor:
     return found
 
 
-def or_absent(tensor: Tensor | None, absent: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    if tensor is None:
-        return absent
-    if dtype is None or tensor.dtype is dtype:
-        return tensor
-    if not is_compiling() and type(tensor) in _PLAIN and not holds(tensor):
-        return tensor  # torch would read a freed storage; the compiled operator refuses it by name
-    return tensor.to(dtype)
+def or_absent(tensor: Tensor | None, absent: Tensor) -> Tensor:
+    return absent if tensor is None else tensor
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    """Its storage is gone: torch must not convert it, the compiled operator refuses it by name."""
+    return not is_compiling() and type(tensor) in _PLAIN and not holds(tensor)
+
+
+def weights_or_absent(name: str, tensor: Tensor | None, absent: Tensor) -> Tensor:
+    """Routing weights or scalings, as float32."""
+    if tensor is None or tensor.dtype is torch.float32 or _is_freed(tensor):
+        return or_absent(tensor, absent)
+    if tensor.is_complex():
+        raise TypeError(f"{name} has dtype {_name(tensor)}, expected real numbers")
+    return tensor.to(torch.float32)
+
+
+def ids_or_absent(name: str, tensor: Tensor | None, absent: Tensor) -> Tensor:
+    """A table of ids or ranks as int32: what is beyond that stays out of every range."""
+    if tensor is None or tensor.dtype is torch.int32 or _is_freed(tensor):
+        return or_absent(tensor, absent)
+    if tensor.dtype is torch.bool:
+        raise TypeError(f"{name} has dtype bool, expected int32")
+    _check_integers(name, tensor, "int32")
+    bounds = torch.iinfo(torch.int32)
+    return tensor.to(torch.int64).clamp(bounds.min, bounds.max).to(torch.int32)
 
 
 def enabled_or_absent(adapter_enabled: Tensor | None, absent: Tensor) -> Tensor:
-    if adapter_enabled is None or adapter_enabled.dtype is torch.bool:
+    if adapter_enabled is None or adapter_enabled.dtype in (torch.bool, torch.int32):
         return or_absent(adapter_enabled, absent)
-    return or_absent(adapter_enabled, absent, torch.int32)
+    if _is_freed(adapter_enabled):
+        return adapter_enabled
+    _check_integers("adapter_enabled", adapter_enabled, "bool or int32")
+    return adapter_enabled != 0
+
+
+def _check_integers(name: str, tensor: Tensor, wanted: str) -> None:
+    if tensor.is_floating_point() or tensor.is_complex():
+        raise TypeError(f"{name} has dtype {_name(tensor)}, expected {wanted}")
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def invariant_or_absent(batch_invariant: bool) -> tuple[bool, ...]:

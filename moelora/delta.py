@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moelora.call import (
@@ -21,11 +20,12 @@ from moelora.call import (
     absent_tensor,
     enabled_or_absent,
     factor_list,
+    ids_or_absent,
     invariant_or_absent,
     operators,
-    or_absent,
     run,
     typed,
+    weights_or_absent,
 )
 
 
@@ -81,13 +81,13 @@ def _delta(
         x,
         a,
         b,
-        or_absent(topk_weights, absent, torch.float32),
+        weights_or_absent("topk_weights", topk_weights, absent),
         topk_ids,
         token_lora_mapping,
-        or_absent(lora_ranks, absent, torch.int32),
-        or_absent(lora_scalings, absent, torch.float32),
+        ids_or_absent("lora_ranks", lora_ranks, absent),
+        weights_or_absent("lora_scalings", lora_scalings, absent),
         enabled_or_absent(adapter_enabled, absent),
-        or_absent(expert_map, absent, torch.int32),
+        ids_or_absent("expert_map", expert_map, absent),
         experts,
         mul_routed_weight,
         add_inputs,
@@ -162,7 +162,8 @@ def moe_lora_gate_up_delta(
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
     TypeError
-        An argument is of another type than in the signature.
+        An argument is of another type than in the signature, or a table of ids, ranks or switches
+        is not of integers.
     RuntimeError
         An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError
@@ -243,7 +244,8 @@ def moe_lora_down_delta(
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
     TypeError
-        An argument is of another type than in the signature.
+        An argument is of another type than in the signature, or a table of ids, ranks or switches
+        is not of integers.
     RuntimeError
         An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError

@@ -152,6 +152,44 @@ def _dtype(word: str, given: dict[str, Any]) -> torch.dtype:
     return dtype
 
 
+def _saved(given: dict[str, Any]) -> tuple[Tensor, ...]:
+    """What the forward of a layer returns and saves."""
+    x, ids, w13 = given["hidden_states"], given["topk_ids"], given["w13"]
+    rows, a13, a2 = ids.size(0) * ids.size(1), given["w13_lora_a"], given["w2_lora_a"]
+    unpacked = w13.size(1) * (PACK if w13.dim() == 5 else 1)
+    return (
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+        x.new_empty((rows, given["w13_rows"] if given["w13_format"] else unpacked)),
+        x.new_empty((rows, len(a13), a13[0].size(2)) if a13 else (0,)),
+        x.new_empty((rows, a2[0].size(2)) if a2 else (0,)),
+    )
+
+
+def _gradients(given: dict[str, Any]) -> tuple[Tensor, ...]:
+    """What a layer's backward returns."""
+
+    def like(name: str, at: int = 0) -> Tensor:
+        of = given[name] if isinstance(given[name], list) else [given[name]]
+        if not given["wanted"] & autograd.WANTED[name] or at >= len(of) or _is_absent(of[at]):
+            return given["hidden_states"].new_empty((0,), dtype=torch.float32)
+        own = name in ("hidden_states", "topk_weights") or not given["float32"]
+        return of[at].new_empty(of[at].shape, dtype=of[at].dtype if own else torch.float32)
+
+    pairs = [(name, at) for name in ("w13_lora_a", "w13_lora_b") for at in range(2)]
+    return (
+        *(like(name) for name in ("hidden_states", "topk_weights")),
+        *(like(*pair) for pair in pairs),
+        *(like(name) for name in ("w2_lora_a", "w2_lora_b", "w13_bias", "w2_bias")),
+    )
+
+
+# Of operators that return nothing in the place of some tensors.
+OUTPUTS: dict[str, Callable[[dict[str, Any]], tuple[Tensor, ...]]] = {
+    "fused_experts_lora_saving": _saved,
+    "fused_experts_lora_backward": _gradients,
+}
+
+
 def _outputs(operator: Operator, given: dict[str, Any]) -> Any:
     """New tensors, beside the first argument."""
     if not operator.returns:
@@ -179,7 +217,7 @@ def _register(name: str, operator: Operator) -> None:
             pass
         given = {a.name: a.default_value for a in arguments}
         given.update(zip(given, args, strict=False))
-        return _outputs(operator, given)
+        return OUTPUTS[name](given) if name in OUTPUTS else _outputs(operator, given)
 
     torch.library.register_fake(f"moelora::{name}", shapes)
     autograd.register([name])

@@ -1,12 +1,12 @@
 """The public operators: torch.ops.moelora.* with names, None for what is absent, and checks.
 
 All functions work on CPU and CUDA tensors, all on one device, never synchronise with the host,
-and can be captured in a CUDA graph and traced by torch.compile. They have no backward, and raise
-where autograd would need one.
+and can be captured in a CUDA graph and traced by torch.compile. `fused_experts_lora` has a
+backward (moelora/training.py); the others raise where autograd would need one.
 """
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,11 +18,13 @@ from moelora.call import (
     choose,
     enabled_or_absent,
     factor_list,
+    ids_or_absent,
     number_or_absent,
     operators,
     or_absent,
     run,
     typed,
+    weights_or_absent,
 )
 from moelora.fake import PACK
 from moelora.quantized import QuantizedWeights
@@ -193,7 +195,8 @@ def fused_moe_lora_gemm(
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
     TypeError
-        An argument is of another type than in the signature.
+        An argument is of another type than in the signature, or a table of ids, ranks or switches
+        is not of integers.
     RuntimeError
         An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError
@@ -209,16 +212,16 @@ def fused_moe_lora_gemm(
     args = (
         x,
         _data(w),
-        or_absent(topk_weights, absent, torch.float32),
+        weights_or_absent("topk_weights", topk_weights, absent),
         topk_ids,
         or_absent(token_lora_mapping, absent),
         factor_list(lora_a),
         factor_list(lora_b),
-        or_absent(lora_ranks, absent, torch.int32),
-        or_absent(lora_scalings, absent, torch.float32),
+        ids_or_absent("lora_ranks", lora_ranks, absent),
+        weights_or_absent("lora_scalings", lora_scalings, absent),
         enabled_or_absent(adapter_enabled, absent),
         or_absent(bias, absent),
-        or_absent(expert_map, absent, torch.int32),
+        ids_or_absent("expert_map", expert_map, absent),
         mul_routed_weight,
     )
     last = _last(w, x, batch_invariant)
@@ -226,6 +229,58 @@ def fused_moe_lora_gemm(
         return run(operators.fused_moe_lora_gemm.default, *args, *last)
     run(operators.fused_moe_lora_gemm_out.default, *args, out, *last)
     return out
+
+
+def layer_arguments(
+    hidden_states: Tensor,
+    w13: Weights,
+    w2: Weights,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    token_lora_mapping: Tensor | None = None,
+    w13_lora_a: Factors | None = None,
+    w13_lora_b: Factors | None = None,
+    w2_lora_a: Factors | None = None,
+    w2_lora_b: Factors | None = None,
+    lora_ranks: Tensor | None = None,
+    lora_scalings: Tensor | None = None,
+    adapter_enabled: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    activation: Activation = "silu",
+    activation_alpha: float | None = None,
+    activation_limit: float | None = None,
+    expert_map: Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    batch_invariant: bool = False,
+) -> tuple[tuple[Any, ...], tuple[float, ...]]:
+    """The arguments of `fused_experts_lora` as its compiled operators take them: those that every
+    call has, and those behind them, which most calls leave out."""
+    absent = absent_tensor(hidden_states)
+    args = (
+        hidden_states,
+        _data(w13),
+        _data(w2),
+        weights_or_absent("topk_weights", topk_weights, absent),
+        topk_ids,
+        or_absent(token_lora_mapping, absent),
+        factor_list(w13_lora_a),
+        factor_list(w13_lora_b),
+        factor_list(w2_lora_a),
+        factor_list(w2_lora_b),
+        ids_or_absent("lora_ranks", lora_ranks, absent),
+        weights_or_absent("lora_scalings", lora_scalings, absent),
+        enabled_or_absent(adapter_enabled, absent),
+        or_absent(w13_bias, absent),
+        or_absent(w2_bias, absent),
+        choose("activation", activation, ACTIVATIONS),
+        number_or_absent("activation_alpha", activation_alpha),
+        number_or_absent("activation_limit", activation_limit),
+        ids_or_absent("expert_map", expert_map, absent),
+        apply_router_weight_on_input,
+    )
+    return args, _last_of_layer(w13, w2, hidden_states, activation, batch_invariant)
 
 
 @typed
@@ -272,7 +327,8 @@ def fused_experts_lora(
     ----------
     hidden_states : Tensor, shape (M, K)
         Input. float32, bfloat16 or float16 (CUDA: the latter two); the dtype of all weights,
-        factors, biases and of the result.
+        biases and of the result. Factors have it too, or are float32 (CPU) and rounded to it in
+        every call.
     w13 : Tensor, shape (E, 2 I, K) ((E, I, K) for "relu2"), or PackedWeights or QuantizedWeights
         Gate rows, then up rows of each expert ("swigluoai": interleaved). Quantised ones were made
         with the `gate_up` that says so.
@@ -333,14 +389,19 @@ def fused_experts_lora(
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
     TypeError
-        An argument is of another type than in the signature.
+        An argument is of another type than in the signature, or a table of ids, ranks or switches
+        is not of integers.
     RuntimeError
-        An argument requires a gradient, and grad mode is on: there is no backward.
+        `w13`, `w2` or `lora_scalings` requires a gradient, and grad mode is on: they are frozen. Or
+        another argument does, and `out` is given.
     NotImplementedError
         This build or this device has no kernel for it.
 
     Notes
     -----
+    Differentiable in `hidden_states`, `topk_weights`, the factors and the biases, on a CPU; see
+    `fused_experts_lora_backward`. Calls that autograd does not record save nothing.
+
     The exact MoE LoRA that PEFT trains: the adapters of gate and up enter before the activation.
     For the method see `fused_moe_lora_gemm`.
 
@@ -353,30 +414,25 @@ def fused_experts_lora(
     >>> moelora.fused_experts_lora(x, w13, w2, topk_weights, topk_ids).shape
     torch.Size([4, 64])
     """
-    absent = absent_tensor(hidden_states)
-    args = (
-        hidden_states,
-        _data(w13),
-        _data(w2),
-        or_absent(topk_weights, absent, torch.float32),
-        topk_ids,
-        or_absent(token_lora_mapping, absent),
-        factor_list(w13_lora_a),
-        factor_list(w13_lora_b),
-        factor_list(w2_lora_a),
-        factor_list(w2_lora_b),
-        or_absent(lora_ranks, absent, torch.int32),
-        or_absent(lora_scalings, absent, torch.float32),
-        enabled_or_absent(adapter_enabled, absent),
-        or_absent(w13_bias, absent),
-        or_absent(w2_bias, absent),
-        choose("activation", activation, ACTIVATIONS),
-        number_or_absent("activation_alpha", activation_alpha),
-        number_or_absent("activation_limit", activation_limit),
-        or_absent(expert_map, absent, torch.int32),
-        apply_router_weight_on_input,
+    args, last = layer_arguments(
+        *(hidden_states, w13, w2, topk_weights, topk_ids),
+        token_lora_mapping=token_lora_mapping,
+        w13_lora_a=w13_lora_a,
+        w13_lora_b=w13_lora_b,
+        w2_lora_a=w2_lora_a,
+        w2_lora_b=w2_lora_b,
+        lora_ranks=lora_ranks,
+        lora_scalings=lora_scalings,
+        adapter_enabled=adapter_enabled,
+        w13_bias=w13_bias,
+        w2_bias=w2_bias,
+        activation=activation,
+        activation_alpha=activation_alpha,
+        activation_limit=activation_limit,
+        expert_map=expert_map,
+        apply_router_weight_on_input=apply_router_weight_on_input,
+        batch_invariant=batch_invariant,
     )
-    last = _last_of_layer(w13, w2, hidden_states, activation, batch_invariant)
     if out is None:
         return run(operators.fused_experts_lora.default, *args, *last)
     run(operators.fused_experts_lora_out.default, *args, out, *last)

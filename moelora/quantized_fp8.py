@@ -21,6 +21,7 @@ TILE = 64  # rows of a tile
 DEPTH = 128  # columns of a tile
 NAN = 0x7F  # of e4m3, without the sign
 LARGEST_SCALE = 255.0
+FP8_SCALES = (*SCALES, torch.float8_e8m0fnu)
 
 Activations: TypeAlias = Literal["fp8", "native", "bf16"]
 XFormat: TypeAlias = Literal["native", "group", "token", "static"]
@@ -63,8 +64,9 @@ class FromFP8:
     ) -> Made:
         """FP8 as DeepSeek-V3 and Qwen3-FP8 have it: `value = e4m3 * scale of its block`.
 
-        Activations get a scale for every 128 columns of a token (64 if a block is no multiple of
-        128 wide): `max(|x|, 1e-10) / 448`.
+        Activations get a scale `s = max(|x|, 1e-10) / 448` for every 128 columns of a token, or
+        every 64 if `K` is larger than the columns of a block, and these no multiple of 128; they
+        become `e4m3(x * (1 / s))`.
 
         Parameters
         ----------
@@ -115,7 +117,8 @@ class FromFP8:
     ) -> Made:
         """FP8 with a scale for each row, as compressed-tensors has it ("float-quantized").
 
-        Activations get a scale for each token: `max|x| / 448`, at least `1 / (448 * 512)`.
+        Activations get a scale `s` for each token, `max|x| / 448`, at least `1 / (448 * 512)`, and
+        become `e4m3(x / s)`.
 
         Parameters
         ----------
@@ -156,9 +159,9 @@ class FromFP8:
     ) -> Made:
         """FP8 with a scale for each expert, or one for its gate and one for its up rows.
 
-        Activations are divided by `input_scale`, the largest if there are several. Without one,
-        they get a scale for each token, as of `from_fp8_channel`: a scale of a whole batch would
-        let a token depend on its neighbours.
+        Activations become `e4m3(x * (1 / input_scale))`, of the largest if there are several.
+        Without one, they get a scale for each token, as of `from_fp8_channel`: a scale of a whole
+        batch would let a token depend on its neighbours.
 
         Parameters
         ----------
@@ -199,8 +202,8 @@ def read_block(
 ) -> Checkpoint:
     weight, scales = _weight(weight), Stack("weight_scale_inv", scales)
     rows, columns = weight.matrix("[N, K] for each expert")
-    if len(block) != 2 or min(block) < 1:
-        raise ValueError(f"block is {block}, expected two numbers above 0: rows and columns")
+    if len(block) != 2 or not all(type(side) is int and 0 < side < 2**31 for side in block):
+        raise ValueError(f"block is {block!r:.80}, expected two sizes: rows and columns")
     high, wide = block
     found = scales.matrix("[N/rows, K/columns] for each expert")[0]
     of_rows = torch.arange(rows) // high
@@ -237,6 +240,8 @@ def read_tensor(weight: PerExpert, scales: PerExpert, gate_up: GateUp | None) ->
 def largest_scale(input_scale: PerExpert | float) -> float:
     several = input_scale if isinstance(input_scale, list | tuple) else [input_scale]
     scales = torch.cat([torch.as_tensor(scale).float().cpu().reshape(-1) for scale in several])
+    if not scales.numel():
+        raise ValueError("input_scale has no numbers, expected at least 1")
     smallest = torch.finfo(torch.float32).tiny
     if not ((scales >= smallest) & scales.isfinite()).all():
         raise ValueError(f"input_scale is {scales.tolist()}, expected normal numbers above 0")
@@ -251,7 +256,7 @@ def _weight(weight: PerExpert) -> Stack:
 
 
 def _check(scales: Stack, weight: Stack, shape: tuple[int, ...]) -> None:
-    scales.check(weight, shape, *SCALES, torch.float8_e8m0fnu)
+    scales.check(weight, shape, *FP8_SCALES)
 
 
 def _checkpoint(

@@ -42,6 +42,8 @@ class Stack:
     def __init__(self, name: str, tensors: PerExpert):
         self.name = name
         self.is_tensor = isinstance(tensors, Tensor)
+        if isinstance(tensors, Tensor) and tensors.dim() == 0:
+            raise ValueError(f"{name} has no dimensions, expected one for experts")
         self.tensors = tensors if self.is_tensor else list(tensors)
         if not len(self.tensors):
             raise ValueError(f"{name} has no experts, expected at least 1")
@@ -120,7 +122,8 @@ def nibbles(bytes_: Tensor) -> Tensor:
 
 def words(packed: Tensor) -> Tensor:
     """(..., n) int32 -> (..., 4 n) uint8, the low byte first."""
-    return packed.contiguous().view(torch.uint8)
+    # contiguous() leaves a dimension of one any stride; that of a vector is 1 then
+    return packed.contiguous().reshape(-1).view(torch.uint8).reshape(*packed.shape[:-1], -1)
 
 
 def mxfp4(blocks: PerExpert, scales: PerExpert) -> Checkpoint:

@@ -1,7 +1,9 @@
 """What `import moelora` needs of torch, in words: the dynamic linker's name a symbol at best."""
 
+import importlib.metadata
 import platform
 import re
+from pathlib import Path
 
 import torch
 
@@ -16,19 +18,29 @@ def check_torch(version: str) -> None:
         raise ImportError(f"torch is {version}, moelora needs {wanted} or later: its stable C ABI")
 
 
-def explain(error: ImportError) -> ImportError:
-    """Why the extension does not load, with what to do about it."""
+def explain(error: ImportError, folder: Path = Path(__file__).parents[1]) -> ImportError:
+    """Why the extension of the package in `folder` does not load, with what to do about it."""
     if isinstance(error, ModuleNotFoundError) or "cannot import name '_C'" in str(error):
-        return ImportError(
-            "moelora's extension, _C.abi3.so, is not there: this is a source tree that is not "
-            "built (python setup.py build_ext --inplace), or a wheel for another platform than "
-            f"{platform.system()} {platform.machine()}"
-        )
+        if not (folder / "csrc").is_dir():
+            return ImportError(
+                f"moelora's extension, _C.abi3.so, is not in {folder / 'moelora'}: the wheel was "
+                f"for another platform than {platform.system()} {platform.machine()}"
+            )
+        build = "run make build there, or python setup.py build_ext --inplace"
+        if _is_installed():
+            build = f"leave this folder, for the moelora that is installed, or {build}"
+        return ImportError(f"{folder} is a source tree of moelora that is not built: {build}")
     return ImportError(
         f"moelora's extension does not load with torch {torch.__version__}: {error}. It calls "
         "torch's stable C ABI and libc: build it anew on this machine (in a checkout of moelora, "
         "pip install --no-build-isolation .), and report this message"
     )
+
+
+def _is_installed() -> bool:
+    """Whether there is a moelora with its extension, behind a source tree on the path."""
+    found = importlib.metadata.distributions(name="moelora")
+    return any(Path(str(d.locate_file("moelora/_C.abi3.so"))).is_file() for d in found)
 
 
 check_torch(torch.__version__)

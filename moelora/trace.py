@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelora import _C
-from moelora.storage import holds, reach
+from moelora import _C, dump
 
 MAX_DUMPS = 8  # of one process: an error that repeats should not fill a disk
 DUMP_MIB = 4096  # of one process: a layer of a large model, once
@@ -126,19 +125,12 @@ def _dump(op: Any, args: tuple[Any, ...], error: Exception) -> None:
     if number >= MAX_DUMPS:
         return
     # The folder may be everybody's: nobody else can know the name, or read what is in the file.
-    name = f"moelora-{name_of(op)}-{os.getpid()}-{number}-{secrets.token_hex(8)}.pt"
+    name = f"moelora-{name_of(op)}-{os.getpid()}-{number}-{secrets.token_hex(8)}.safetensors"
     path = Path(settings.dump) / name
     try:
-        _reserve(sum(_elements(t).nbytes for a in args for t in _tensors(a)))
-        content = {
-            "op": name_of(op),
-            "args": [_packed(a) for a in args],
-            "error": str(error),
-            "moelora": _C.version(),
-            "torch": str(torch.__version__),  # a class of its own, which is not data
-        }
+        _reserve(dump.nbytes(args))
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write(path, content)
+        dump.write(path, name_of(op), args, error)
         print(f"moelora: arguments of the failed call are in {path}", file=sys.stderr)
     except Exception as problem:
         print(f"moelora: cannot write {path}: {problem}", file=sys.stderr)
@@ -153,87 +145,3 @@ def _reserve(size: int) -> None:
                 f"MOELORA_DUMP_MIB={settings.dump_mib}"
             )
         _dumped += size
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    """Makes a new file that only its owner can read; never follows a link, leaves no half of it."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    with open(path, "wb", opener=lambda name, _: os.open(name, flags, 0o600)) as file:
-        try:
-            torch.save(content, file)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, Tensor):
-        yield value
-
-
-def _elements(t: Tensor) -> Tensor:
-    """Every element of `t` once, where expanded dimensions show them again."""
-    return t.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in t.stride())]
-
-
-def _packed(value: Any) -> Any:
-    """An argument for a file: of a tensor the elements and how they lie, not the whole storage."""
-    if isinstance(value, list | tuple):
-        return [_packed(item) for item in value]
-    if not isinstance(value, Tensor):
-        return value
-    if not holds(value):
-        raise ValueError(f"the storage of {_text(value)} was freed")
-    elements = _elements(value).cpu().contiguous()
-    if elements.untyped_storage().nbytes() != elements.nbytes:
-        elements = elements.clone()
-    return {"elements": elements, "shape": list(value.shape), "strides": list(value.stride())}
-
-
-def _unpacked(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_unpacked(item) for item in value]
-    if isinstance(value, dict):
-        return _laid_out(value["elements"], value["shape"], value["strides"], "cpu")
-    return value
-
-
-def _laid_out(elements: Tensor, shape: list[int], strides: list[int], device: str) -> Tensor:
-    """A tensor of these strides from its elements; what lies between them is zero."""
-    flat = elements.new_zeros(reach(shape, strides), device=device)
-    tensor = flat.as_strided(shape, strides)
-    _elements(tensor).copy_(elements)
-    return tensor
-
-
-def moved(t: Tensor, device: str) -> Tensor:
-    """`t` on a device, with its strides."""
-    if t.device.type == device:
-        return t
-    return _laid_out(_elements(t), list(t.shape), list(t.stride()), device)
-
-
-def load_dump(path: str | Path) -> dict[str, Any]:
-    """What `MOELORA_DUMP` wrote. Nothing in the file is executed.
-
-    Raises
-    ------
-    ValueError
-        It is not such a file.
-    """
-    try:
-        content = torch.load(path, weights_only=True, map_location="cpu")
-        op = getattr(torch.ops.moelora, content["op"]).default
-        args = content["args"] = _unpacked(content["args"])
-        needed = sum(not a.has_default_value() for a in op._schema.arguments)
-        if not needed <= len(args) <= len(op._schema.arguments):
-            raise ValueError(f"{content['op']} takes {needed} arguments or more")
-    except OSError:
-        raise
-    except Exception as error:
-        why = (str(error).splitlines() or [repr(error)])[0]
-        raise ValueError(f"{path} is not a dump of moelora: {why}") from error
-    return content

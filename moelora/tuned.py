@@ -27,11 +27,13 @@ from typing import Any
 import torch
 
 from moelora import _C
+from moelora.terminal import printable
 
 DEVICES = {"cpu": 0, "cuda": 1}  # moelora_device
 DTYPES = {"fp32": 0, "bf16": 1, "fp16": 2}  # moelora_dtype
 
 MAX_BYTES = 1 << 20  # of a file; a hundred plans take a hundredth of it
+MAX_PLANS = 1 << 10  # of a file; the library takes no more
 
 
 def cpu_name() -> str:
@@ -125,6 +127,8 @@ def _load_file(path: Path) -> int:
             for tokens, names in content["plans"].items()
             for name in str(names).split(",")
         ]
+        if len(plans) > MAX_PLANS:
+            raise ValueError(f"{len(plans)} plans, wanted at most {MAX_PLANS}")
         version = str(content["moelora"])
     except Exception as error:  # whatever a file may hold
         _warn(f"{path} is not a file of tuned plans: {error!r:.200}")
@@ -146,7 +150,7 @@ def _load_file(path: Path) -> int:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(f"moelora: {text}", RuntimeWarning, stacklevel=3)
+    warnings.warn(f"moelora: {printable(text)}", RuntimeWarning, stacklevel=3)
 
 
 def load_configured() -> None:

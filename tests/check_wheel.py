@@ -10,40 +10,18 @@ excepted, and needs no network; --fresh installs them there, too.
 """
 
 import argparse
-import os
-import shutil
-import subprocess
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from pythons import ROOT, borrow, for_each, is_this, run, torch_words
+
 PYTHONS = "3.10,3.11,3.12,3.13,3.14"
 PROBE = """
 import sys, moelora
 assert not moelora.__file__.startswith(sys.argv[1]), f"not the wheel: {moelora.__file__}"
 print("python", sys.version.split()[0], "moelora", moelora.__version__)
 """
-
-
-def run(*command, **kwargs):
-    print("$", *command, flush=True)
-    subprocess.run([str(word) for word in command], check=True, **kwargs)
-
-
-def version_of(python):
-    """Its major and minor version; "" for a name behind which there is no Python."""
-    code = "import sys; print('%d.%d' % sys.version_info[:2])"
-    return subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip()
-
-
-def find(version):
-    """A Python of this minor version, or None."""
-    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
-    candidates = [shutil.which(f"python{version}")]
-    candidates += sorted(pyenv.glob(f"versions/{version}.*/bin/python"), reverse=True)
-    return next((str(p) for p in candidates if p and version_of(p) == version), None)
 
 
 def audit(wheel):
@@ -53,18 +31,16 @@ def audit(wheel):
     run(sys.executable, "-m", "auditwheel", "show", wheel)
 
 
-def check(version, python, wheel, demo, borrow, folder):
+def check(version, python, wheel, demo, fresh_packages, folder):
     venv = folder / version
     run(python, "-m", "venv", venv)
     fresh = venv / "bin" / "python"
     pip = [fresh, "-m", "pip", "install", "--quiet"]
-    if borrow and version == version_of(sys.executable):
-        (site,) = venv.glob("lib/python*/site-packages")
-        (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    if is_this(version) and not fresh_packages:
+        borrow(venv)
         run(*pip, "--no-deps", "--force-reinstall", wheel)
     else:
-        torch = (ROOT / "requirements-torch.txt").read_text().split()
-        run(*pip, *torch, f"{wheel}[{'cli,hf,plot' if demo else 'cli'}]")
+        run(*pip, *torch_words(), f"{wheel}[{'cli,hf,plot' if demo else 'cli'}]")
     run(fresh, "-c", PROBE, ROOT, cwd=folder)
     run(venv / "bin" / "moelora", "info", cwd=folder)
     if demo:
@@ -82,15 +58,12 @@ def main():
     if "-abi3-" not in wheel.name:
         raise SystemExit(f"{wheel.name} is not an abi3 wheel")
     audit(wheel)
-    checked, absent = [], []
-    for version in args.pythons.split(","):
-        python = find(version)
-        if python is None:
-            absent.append(version)
-            continue
+
+    def install_and_run(version, python):
         with tempfile.TemporaryDirectory() as folder:
-            check(version, python, wheel, not args.no_demo, not args.fresh, Path(folder))
-        checked.append(version)
+            check(version, python, wheel, not args.no_demo, args.fresh, Path(folder))
+
+    checked, absent = for_each(args.pythons.split(","), install_and_run)
     print(f"{wheel.name}: works with {', '.join(checked)}; not here: {', '.join(absent) or 'none'}")
     if not checked:
         raise SystemExit("no Python was checked")

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # Largest relative error of rounding a value to the dtype.
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-11}
@@ -30,6 +32,7 @@ def assert_close_to_ref(
     dtype: torch.dtype,
     atol: float = OUTER_ATOL,
     steps: float = 0.0,
+    rounded_to: torch.dtype | None = None,
 ) -> float:
     """Fail unless `y` is as accurate as the same computation done naively in its dtype.
 
@@ -37,6 +40,8 @@ def assert_close_to_ref(
     roundings of max(TYPICAL, max|ref64|) (see FLOOR_ROUNDINGS), and, as an outer fence that does
     not trust the naive version, |y - ref64| <= atol + 5e-2 |ref64| everywhere. `steps` is a share
     of max(TYPICAL, max|ref64|) that is forgiven, too: what steps of a coarse rounding may make.
+    `rounded_to` is the dtype whose roundings are forgiven, by default that of `y`: a float32
+    gradient of a bfloat16 layer is a sum of bfloat16 products.
 
     Returns the error of `y` over what the rule allows (at most 1).
     """
@@ -51,8 +56,8 @@ def assert_close_to_ref(
     error = (y64 - ref64).abs()
     naive_error = (naive.detach().cpu().double() - ref64).abs().max().item()
     scale = max(TYPICAL, ref64.abs().max().item())
-    roundings = FLOOR_ROUNDINGS[dtype] * (2 if ref64.numel() < FEW_OUTPUTS else 1)
-    floor = (roundings * UNIT_ROUNDOFF[dtype] + steps) * scale
+    roundings = FLOOR_ROUNDINGS[rounded_to or dtype] * (2 if ref64.numel() < FEW_OUTPUTS else 1)
+    floor = (roundings * UNIT_ROUNDOFF[rounded_to or dtype] + steps) * scale
     allowed = NAIVE_FACTOR * naive_error + floor
     worst = error.max().item()
     assert worst <= allowed, _describe(
@@ -136,3 +141,22 @@ def beside_other_work(count):
             with torch.cuda.stream(side):
                 torch.mm(square, square)
         yield i
+
+
+class largest_allocation(TorchDispatchMode):  # noqa: N801, a context manager
+    """Records what operators of torch return inside: `nbytes` of the largest, off the meta device.
+
+    Of views as much as they show, and of expanded ones as much as there is.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                own = min(tensor.nbytes, tensor.untyped_storage().nbytes())
+                self.nbytes = max(self.nbytes, own)
+        return out

@@ -87,6 +87,27 @@ def quantized_calls(device):
     ]
 
 
+def training_calls(experts, base):
+    """Calls of the operators of a layer's backward."""
+    x = experts[0]
+    grad_out, gate_up = torch.ones_like(x), x.new_full((M * TOP_K, 2 * I), 0.5)
+    shrinks = x.new_full((M * TOP_K, 2, R), 0.25), x.new_full((M * TOP_K, R), 0.25)
+    before, none = (grad_out, gate_up, *shrinks, *experts), x.new_empty(0)
+    into = [torch.zeros_like(x), torch.zeros_like(experts[3])]
+    into += [[torch.zeros_like(t) for t in factors] for factors in experts[6:10]]
+    into += [torch.zeros_like(bias) for bias in experts[13:15]]
+    some = [none.clone(), into[1].clone(), [], [torch.zeros_like(t) for t in experts[7]], [], []]
+    return [
+        ("fused_experts_lora_saving", experts),
+        ("fused_experts_lora_saving", base),
+        ("fused_experts_lora_backward", (*before, 255, False)),
+        ("fused_experts_lora_backward", (*before, 4 + 32 + 64, True)),
+        ("fused_experts_lora_backward", (grad_out, gate_up, none, none, *base, 3, False)),
+        ("fused_experts_lora_backward_out", (*before, *into, False)),
+        ("fused_experts_lora_backward_out", (*before, *some, none.clone(), none.clone(), True)),
+    ]
+
+
 def op_calls(device="cpu", dtype=torch.float32):
     """(name, args) for torch.ops.moelora, each operator at least once."""
     given = inputs(device, dtype)
@@ -133,6 +154,7 @@ def op_calls(device="cpu", dtype=torch.float32):
         ("fused_experts_lora", clamped),
         ("fused_experts_lora_out", (*experts, torch.empty_like(experts[0]))),
         ("prepack_weights", (given["w13"],)),
+        *(training_calls(experts, base) if device == "cpu" else []),  # CUDA has none yet
         *quantized_calls(device),
         (
             "moe_lora_align_block_size_out",

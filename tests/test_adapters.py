@@ -22,6 +22,7 @@ from adapter_cases import (
     wrapped,
     write,
 )
+from checks import largest_allocation
 
 from moelora.adapters import AdapterPool, MoELayer, peek
 
@@ -287,7 +288,7 @@ def broken(change):
             r"experts\.lora_B\.weight holds NaN or Inf",
         ),
         (lambda s, k: s[k].view(-1)[3:4].fill_(-math.inf), r"experts\.lora_B\.weight holds NaN"),
-        (lambda s, k: s.update({k: s[k].int()}), r"lora_B\.weight: dtype is torch.int32"),
+        (lambda s, k: s.update({k: s[k].int()}), r"lora_B\.weight: dtype is (torch.int32|I32)"),
         (lambda s, k: s.pop(k), r"experts\.lora_A\.weight has no .*experts\.lora_B\.weight"),
         (lambda s, k: s.clear(), "holds no tensors"),
         (
@@ -333,7 +334,7 @@ def test_bad_checkpoint_names_the_key_and_changes_nothing(tmp_path, change, mess
         ({"r": "4"}, "rank r is '4'"),
         ({"lora_alpha": math.nan}, "alpha lora_alpha is nan"),
         ({"rank_pattern": {"x": -1}}, "rank x is -1"),
-        ({"rank_pattern": {"(": 1}}, r"rank_pattern: key .\(. holds a \( without its \)"),
+        ({"rank_pattern": {"(": 1}}, r"rank_pattern: key .\(. is not understood"),
         ({"rank_pattern": [1]}, "rank_pattern is a list"),
         ({"target_parameters": "experts.down_proj"}, "wanted a list of names"),
         ({"target_parameters": ["experts.down_proj"]}, "wraps parameter 2"),
@@ -383,8 +384,8 @@ def test_broken_folders(tmp_path):
     with pytest.raises(ValueError, match=r"adapter_model.safetensors cannot be read"):
         pool.add("a", folder)
     weights.unlink()
-    torch.save(state, folder / "adapter_model.bin")
-    with pytest.raises(FileNotFoundError, match="is a pickle and is never loaded"):
+    (folder / "adapters.safetensors").touch()
+    with pytest.raises(FileNotFoundError, match=r"no adapter_model.safetensors; it holds adapters"):
         pool.add("a", folder)
     assert len(pool) == 0
 
@@ -392,7 +393,7 @@ def test_broken_folders(tmp_path):
 def test_adapter_that_does_not_fit(tmp_path):
     state, _ = wrapped(r=8)
     pool = make_pool(max_rank=7)
-    with pytest.raises(ValueError, match=r"gate_proj has rank 8, but max_rank of the pool is 7"):
+    with pytest.raises(ValueError, match=r"lora_A.weight has rank 8, but max_rank .* is 7"):
         pool.add("a", state, config=CONFIG | {"r": 8})
     half = make_pool(dtype=torch.float16)
     key = "base_model.model.model.layers.0.mlp.experts.lora_A.weight"
@@ -404,3 +405,74 @@ def test_adapter_that_does_not_fit(tmp_path):
     one = make_pool(max_rank=7, w13_slices=1)
     with pytest.raises(ValueError, match=r"gate_up_proj has rank 8, but max_rank"):
         one.add("a", split, config=CONFIG)
+
+
+# ---- memory ----
+
+
+def one_large_expert(rank):
+    """Factors of one expert, which padding would repeat for all of them."""
+    key = f"base_model.model.{LAYERS[0].name}.1.down_proj"
+    state = {f"{key}.lora_A.weight": rand(rank, N), f"{key}.lora_B.weight": rand(K, rank)}
+    return state, CONFIG | {"r": rank}
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_a_rank_is_refused_before_anything_is_padded_to_it(tmp_path, slices):
+    rank = 8192
+    folder = write(tmp_path / "a", *one_large_expert(rank))
+    pool = make_pool(w13_slices=slices)
+    with (
+        largest_allocation() as largest,
+        pytest.raises(ValueError, match=r"1\.down_proj\.lora_A\.weight has rank 8192, .* is 8"),
+    ):
+        pool.add("a", folder)
+    assert largest.nbytes <= 4 * rank * max(K, N), "one factor, as the file has it"
+
+
+def test_ranks_side_by_side_are_refused_before_they_are_joined():
+    wide = AdapterPool(LAYERS, 1, 2000, dtype=torch.float32, w13_slices=1)
+    state = {}
+    for name in ("gate_proj", "up_proj"):
+        key = f"base_model.model.{LAYERS[0].name}.{name}"
+        state |= {f"{key}.lora_A.weight": rand(1500, K), f"{key}.lora_B.weight": rand(N, 1500)}
+    with (
+        largest_allocation() as largest,
+        pytest.raises(ValueError, match=r"gate_up_proj has rank 3000, but max_rank .* is 2000"),
+    ):
+        wide.add("a", state, config=CONFIG | {"r": 1500})
+    assert largest.nbytes <= 4 * 1500 * max(K, N)
+
+
+def test_peek_says_the_rank_of_what_is_there(tmp_path):
+    """Not what the configuration says of modules that the checkpoint has not."""
+    config = CONFIG | {"rank_pattern": {"q_proj": 1 << 20, "3.w1": 1 << 19}}
+    assert peek(write(tmp_path / "a", per_expert()[0], config), LAYERS).max_rank == 4
+    with pytest.raises(ValueError, match=r"shape is .*, wanted \(1048576, "):
+        peek(write(tmp_path / "b", per_expert()[0], CONFIG | {"r": 1 << 20}), LAYERS)
+
+
+# ---- files ----
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_links_out_of_the_folder(tmp_path, name):
+    folder = write(tmp_path / "a", per_expert()[0])
+    (folder / name).rename(tmp_path / "elsewhere")
+    (folder / name).symlink_to("../elsewhere")
+    for read in (lambda: make_pool().add("a", folder), lambda: peek(folder, LAYERS)):
+        with pytest.raises(ValueError, match=rf"{name} is a link out of the folder, to .*elsewh"):
+            read()
+
+
+def test_a_snapshot_of_the_cache_of_the_hub(tmp_path):
+    """Its files are links to blobs of the same repository."""
+    folder = write(tmp_path / "models--org--name" / "snapshots" / "0a", per_expert()[0])
+    blobs = tmp_path / "models--org--name" / "blobs"
+    blobs.mkdir()
+    for file in list(folder.iterdir()):
+        file.rename(blobs / file.name)
+        file.symlink_to(f"../../blobs/{file.name}")
+    pool = make_pool()
+    pool.add("a", folder)
+    check(pool, "a", per_expert()[1], 2.0)

@@ -89,7 +89,7 @@ def test_without_safetensors_only_reading_adapters_fails(tmp_path):
     (tmp_path / "adapter_model.safetensors").touch()
     code = WITHOUT.format(package="safetensors") + (
         "from pathlib import Path\n"
-        "from moelora.adapters.checkpoint import open_weights\n"
+        "from moelora.adapters.weights import open_weights\n"
         f"with open_weights(Path({str(tmp_path)!r})): pass"
     )
     done = python(code)

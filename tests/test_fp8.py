@@ -19,6 +19,7 @@ from quantized_cases import (
 
 import moelora
 from moelora import QuantizedWeights
+from moelora.reference.fp8 import quantised
 
 E4M3 = torch.float8_e4m3fn
 W8A8 = [name for name, format in FP8_FORMATS.items() if format.activations == "fp8"]
@@ -106,14 +107,18 @@ def engines_rule(x: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor
         scale = torch.maximum(x.abs().amax(1, keepdim=True) / 448, smallest).expand_as(x)
         y = x / scale
     else:
-        group = 64 if name == "fp8_b64_w8a8" else 128
-        parts = [
-            part.abs().amax(1, keepdim=True).clamp(min=1e-10).expand_as(part) / 448
-            for part in x.split(group, 1)
-        ]
-        scale = torch.cat(parts, 1)
-        y = x * (1.0 / scale)
+        return rule_of_groups(x, 64 if name == "fp8_b64_w8a8" else 128)
     return y.clamp(-448, 448).to(E4M3).float(), scale
+
+
+def rule_of_groups(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """per_token_group_quant_fp8 for a width of groups, as `engines_rule` gives it."""
+    parts = [
+        part.abs().amax(1, keepdim=True).clamp(min=1e-10).expand_as(part) / 448
+        for part in x.split(group, 1)
+    ]
+    scale = torch.cat(parts, 1)
+    return (x * (1.0 / scale)).clamp(-448, 448).to(E4M3).float(), scale
 
 
 def identity(name: str, size: int, dtype: torch.dtype, gate_up=None) -> QuantizedWeights:
@@ -159,6 +164,27 @@ def test_activations_become_the_numbers_of_engines(name, columns, device, dtype)
     values, scales = engines_rule(x, name)
     got = once(x.to(device), identity(name, columns, dtype).to(device))
     assert torch.equal(got.cpu().float(), (values * scales).to(dtype).float())
+
+
+@every_device
+@pytest.mark.parametrize(
+    "wide, columns, group",
+    [(192, 384, 64), (192, 200, 64), (192, 192, 128), (192, 160, 128), (256, 384, 128)],
+)
+def test_groups_are_narrow_where_a_weight_is_wider_than_its_odd_blocks(
+    wide, columns, group, device, dtype
+):
+    x = rows_to_quantise(columns, dtype)
+    values, scales = rule_of_groups(x.float(), group)
+    ones = torch.ones(1, -(-columns // 64), -(-columns // wide))
+    w = QuantizedWeights.from_fp8_block(
+        torch.eye(columns)[None].to(E4M3), ones, block=(64, wide), dtype=dtype
+    )
+    got = once(x.to(device), w.to(device)).cpu().float()
+    assert torch.equal(got, (values * scales).to(dtype).float())
+    assert torch.equal(got, quantised(x, w, dtype).to(dtype).float()), "so does the reference"
+    other, scales = rule_of_groups(x.float(), 192 - group)
+    assert not torch.equal(got, (other * scales).to(dtype).float())
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,8 @@ torch gives such a tensor its shape still, and the address 0 or one that is not 
 operator refuses it by name, before anything is written. The C interface: tests/c/test_freed.c.
 """
 
+import copy
+
 import pytest
 import torch
 from cases import same_bits
@@ -32,11 +34,14 @@ def without_storage(t, kind="freed"):
     return result
 
 
+def listed(value):
+    return value if isinstance(value, list) else [value]
+
+
 def with_one_replaced(args, replace):
     """(place, index in a list or None, arguments) for each tensor that has elements."""
     for at, value in enumerate(args):
-        entries = value if isinstance(value, list) else [value]
-        for i, t in enumerate(entries):
+        for i, t in enumerate(listed(value)):
             if isinstance(t, torch.Tensor) and t.numel():
                 new = replace(t)
                 if isinstance(value, list):
@@ -52,13 +57,14 @@ def test_every_operator_refuses_every_argument(device, kind):
     for name, args in op_calls(device, dtype):
         arguments = operator(name)._schema.arguments
         written = [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
-        before = {i: args[i].clone() for i in written}
+        before = copy.deepcopy({i: args[i] for i in written})
         for at, index, wrong in with_one_replaced(args, lambda t: without_storage(t, kind)):
             entry = arguments[at].name + ("" if index is None else rf"\[{index}\]")
             with pytest.raises(RuntimeError, match=f"{entry} {REFUSED}"):
                 operator(name)(*wrong)
             for i in set(written) - {at}:
-                assert same_bits(args[i], before[i]), f"{name}: {arguments[i].name} was written"
+                for now, then in zip(listed(args[i]), listed(before[i]), strict=True):
+                    assert same_bits(now, then), f"{name}: {arguments[i].name} was written"
 
 
 @pytest.mark.parametrize("name", ["topk_weights", "lora_ranks", "lora_scalings", "adapter_enabled"])
@@ -105,4 +111,4 @@ def test_a_dump_of_a_freed_tensor(monkeypatch, tmp_path, capsys):
     with pytest.raises(ValueError, match=f"w2 {REFUSED}"):
         moelora.fused_experts_lora(**given)
     assert not list(tmp_path.iterdir())
-    assert "the storage of fp32[4,64,64]@cpu was freed" in capsys.readouterr().err
+    assert "the storage of a tensor of shape (4, 64, 64) was freed" in capsys.readouterr().err

@@ -17,11 +17,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from moelora.adapters import AdapterPool, MoELayer, peek
+from moelora.adapters import AdapterPool, LinearLayer, MoELayer, peek
 
 SCALE = int(os.environ.get("MOELORA_FUZZ", "1"))
 E, K, I, R = 3, 8, 6, 2
 LAYERS = [MoELayer(f"model.layers.{n}.mlp.experts", E, K, I) for n in range(2)]
+LINEARS = [
+    LinearLayer("model.layers.0.self_attn.q_proj", K, 5),
+    LinearLayer("model.embed_tokens", 7, K, embedding=True),
+]
 CONFIG = {"peft_type": "LORA", "r": R, "lora_alpha": 4}
 CLEAR = (ValueError, OSError, RuntimeError)
 
@@ -33,7 +37,8 @@ fuzz = settings(
 
 
 def valid_state():
-    """One pair per expert and projection in the first layer, PEFT's wrapped form in the second."""
+    """One pair per expert and projection in the first layer, PEFT's wrapped form in the second, a
+    linear layer and an embedding."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape):
@@ -48,13 +53,16 @@ def valid_state():
     for prefix, wide, tall in ((f"{key}.base_layer", K, 2 * I), (key, I, K)):
         state[f"{prefix}.lora_A.weight"] = draw(E * R, wide)
         state[f"{prefix}.lora_B.weight"] = draw(tall, R * E)
+    for layer, kind in zip(LINEARS, ("lora_{}.default.weight", "lora_embedding_{}"), strict=True):
+        for side, shape in (("A", (R, layer.in_features)), ("B", (layer.out_features, R))):
+            state[f"base_model.model.{layer.name}.{kind.format(side)}"] = draw(*shape)
     return state
 
 
 @pytest.fixture(scope="module")
 def pool():
     """Two of three slots in use, in a pool that every example shares."""
-    pool = AdapterPool(LAYERS, 3, 4, dtype=torch.float32)
+    pool = AdapterPool(LAYERS, 3, 4, dtype=torch.float32, linears=LINEARS)
     for name in ("kept", "pinned"):
         pool.add(name, valid_state(), config=CONFIG, pin=True)
     return pool
@@ -131,7 +139,7 @@ def test_damaged_bytes(pool, folder, data):
     taken = add_and_check(pool, folder / "a")
     assert not taken or kind in ("flip", "header")
     with contextlib.suppress(*CLEAR):
-        peek(folder / "a", LAYERS)
+        peek(folder / "a", LAYERS, LINEARS)
 
 
 JSON = st.recursive(
@@ -148,7 +156,7 @@ OPTIONS = st.sampled_from(
     [
         *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
         *("target_parameters", "target_modules", "init_lora_weights", "bias", "use_dora"),
-        "peft_version",
+        *("peft_version", "auto_mapping", "lora_B_layout", "unsloth_fused_expert_lora"),
     ]
 )
 
@@ -198,6 +206,10 @@ NAMES = st.sampled_from(
         f"{LAYERS[0].name}.0.gate_proj.lora_A.weight",
         f"{LAYERS[1].name}.base_layer.base_layer.lora_A.weight",
         f"{LAYERS[0].name}.../.gate_proj.lora_A.weight",
+        f"module.{LAYERS[0].name}.gate_up_projs.7.lora_A.weight",
+        f"base_model.model.{LINEARS[1].name}.lora_A.weight",
+        f"base_model.model.{LINEARS[0].name}.base_layer.weight",
+        f"base_model.model.{LINEARS[0].name}.lora_A.other.weight",
     ]
 )
 
@@ -277,7 +289,7 @@ def test_paths_that_lead_nowhere(pool, folder, name):
             assert not add_and_check(pool, path)
     (folder / "adapter_model.bin").touch()
     (folder / "adapter_config.json").write_text(json.dumps(CONFIG))
-    with pytest.raises(FileNotFoundError, match="never loaded"):
+    with pytest.raises(ValueError, match=r"adapter_model.bin cannot be read as tensors alone"):
         pool.add("new", folder)
     (folder / "adapter_model.safetensors").mkdir()
     assert not add_and_check(pool, folder)

@@ -1,14 +1,25 @@
-"""No backward: whatever autograd would record raises, and names the argument and the way out."""
+"""What autograd does with the operators: it records a layer, and refuses all else by name."""
+
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from cases import same_bits
 from glue_cases import TOP_K, I, K, M, inputs, op_calls, operator
+from gradient_cases import by_autograd, by_hand, grad_like, leaves
 from torch.autograd import forward_ad
 
 import moelora
 
 CALLS = op_calls()
+TRAINED = (
+    *("hidden_states", "topk_weights", "w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b"),
+    *("w13_bias", "w2_bias"),
+)
+RECORDED = ("fused_experts_lora", "fused_experts_lora_saving")
+GRAD_OUT = grad_like((M, K), torch.float32)
 
 
 def with_grad(args, place, index=None):
@@ -22,7 +33,7 @@ def with_grad(args, place, index=None):
 
 
 def floating():
-    """(name, its arguments, place, index in a list, what the message calls it)"""
+    """(name, its arguments, place, index in a list, argument, what a message calls it)"""
     for name, args in CALLS:
         for place, (argument, value) in enumerate(
             zip(operator(name)._schema.arguments, args, strict=False)
@@ -32,18 +43,25 @@ def floating():
                 if isinstance(item, torch.Tensor) and item.is_floating_point() and item.numel():
                     suffix = "" if index is None else f"[{index}]"
                     yield pytest.param(
-                        *(name, args, place, index, argument.name + suffix),
+                        *(name, args, place, index, argument.name, suffix),
                         id=f"{name}-{argument.name}{suffix}",
                     )
 
 
-@pytest.mark.parametrize(("name", "args", "place", "index", "called"), list(floating()))
-def test_every_argument_of_every_operator(name, args, place, index, called):
+@pytest.mark.parametrize(("name", "args", "place", "index", "argument", "suffix"), list(floating()))
+def test_every_argument_of_every_operator(name, args, place, index, argument, suffix):
     given = with_grad(args, place, index)
     before = [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in given]
-    message = rf"{name}: {called.replace('[', chr(92) + '[')} requires a gradient.*no_grad\(\)"
-    with pytest.raises(RuntimeError, match=message):
-        operator(name)(*given)
+    if name in RECORDED and argument in TRAINED:
+        results = operator(name)(*given)
+        (results if isinstance(results, torch.Tensor) else results[0]).sum().backward()
+        leaf = given[place] if index is None else given[place][index]
+        assert leaf.grad.shape == leaf.shape and leaf.grad.dtype == leaf.dtype
+    else:
+        called = (argument + suffix).replace("[", r"\[")
+        message = rf"{name}: {called} requires a gradient, and .*({argument}|out=|create_graph)"
+        with pytest.raises(RuntimeError, match=message):
+            operator(name)(*given)
     for was, now in zip(before, given, strict=True):
         assert not isinstance(was, torch.Tensor) or same_bits(was, now.detach())
 
@@ -58,21 +76,268 @@ def test_without_grad_mode_it_runs(name, mode):
     assert want is got is None or same_bits(want, got)
 
 
-def test_wrappers():
+def test_frozen_weights():
     given = inputs()
-    for name in ("hidden_states", "w13", "topk_weights", "w2_lora_a", "w13_bias"):
-        grad = {**given, name: given[name].clone().requires_grad_()}
-        with pytest.raises(RuntimeError, match=rf"{name}(\[0\])? requires a gradient"):
-            moelora.fused_experts_lora(**grad)
+    packed = moelora.prepack_weights(given["w13"])
+    packed.data.requires_grad_()
+    for name, value in (
+        ("w13", given["w13"].clone().requires_grad_()),
+        ("w13", packed),
+        ("w2", given["w2"].clone().requires_grad_()),
+        ("lora_scalings", given["lora_scalings"].clone().requires_grad_()),
+    ):
+        frozen = given | {name: value}
+        reason = "has no gradient" if name == "lora_scalings" else "weights of experts are frozen"
+        with pytest.raises(RuntimeError, match=rf"{name} requires a gradient, and .*{reason}"):
+            moelora.fused_experts_lora(**frozen)
         with torch.no_grad():
-            want = moelora.fused_experts_lora(**grad)
-        grad[name] = grad[name].detach()
-        assert same_bits(moelora.fused_experts_lora(**grad), want)
+            want = moelora.fused_experts_lora(**frozen)
+        if isinstance(value, torch.Tensor):
+            frozen[name] = value.detach()
+            assert same_bits(moelora.fused_experts_lora(**frozen), want)
+
+
+def test_an_output_that_is_given():
+    given = inputs()
     out = torch.zeros(M, K, requires_grad=True)
-    with pytest.raises(RuntimeError, match="out requires a gradient"):
+    with pytest.raises(RuntimeError, match="out requires a gradient, and .*out="):
         moelora.fused_experts_lora(**given, out=out)
+    with pytest.raises(RuntimeError, match="hidden_states requires a gradient, and .*out="):
+        moelora.fused_experts_lora(**leaves(given, ("hidden_states",)), out=out.detach())
     assert not out.detach().any()
     assert not moelora.fused_experts_lora(**given).requires_grad
+
+
+# ---- what recorded calls do ----
+
+
+def test_every_subset_of_arguments():
+    """Only what requires a gradient gets one, with the bits that it has among all."""
+    given = inputs()
+    every = by_autograd(given, GRAD_OUT, TRAINED)
+    for name in TRAINED:
+        for grad_name, grad in by_autograd(given, GRAD_OUT, (name,)).items():
+            assert same_bits(grad, every[grad_name])
+    half = [given["w13_lora_a"][0].detach().requires_grad_(), given["w13_lora_a"][1]]
+    moelora.fused_experts_lora(**given | {"w13_lora_a": half}).backward(GRAD_OUT)
+    assert same_bits(half[0].grad, every["w13_lora_a[0]"]) and half[1].grad is None
+
+
+def test_autograd_grad_and_accumulation():
+    given = leaves(inputs(), TRAINED)
+    a, x = given["w2_lora_a"], given["hidden_states"]
+    out = moelora.fused_experts_lora(**given)
+    first = torch.autograd.grad(out, [a, x], GRAD_OUT, retain_graph=True)
+    again = torch.autograd.grad(out, [a, x], GRAD_OUT, retain_graph=True)
+    assert all(same_bits(g, h) for g, h in zip(first, again, strict=True))
+    assert a.grad is None
+    for _ in range(2):
+        out.backward(GRAD_OUT, retain_graph=True)
+    assert same_bits(a.grad, 2 * first[0])
+    out.backward(GRAD_OUT)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        out.backward(GRAD_OUT)
+
+
+def test_gradients_of_every_layout():
+    """The gradient of the result may be expanded, transposed or sliced."""
+    given = inputs()
+    for grad_out in (
+        torch.ones(()).expand(M, K),
+        GRAD_OUT.t().contiguous().t(),
+        torch.cat([GRAD_OUT, GRAD_OUT], 1)[:, ::2],
+        torch.cat([GRAD_OUT, GRAD_OUT], 1)[:, 3 : 3 + K],
+    ):
+        want = by_autograd(given, grad_out.contiguous(), TRAINED)
+        for name, grad in by_autograd(given, grad_out, TRAINED).items():
+            assert same_bits(grad, want[name])
+
+
+def test_routing_weights_of_16_bits():
+    given = inputs(dtype=torch.bfloat16)
+    given["topk_weights"] = given["topk_weights"].bfloat16()
+    grad_out = GRAD_OUT.bfloat16()
+    grads = by_autograd(given, grad_out, ("topk_weights",))
+    assert grads["topk_weights"].dtype == torch.bfloat16
+    wide = by_hand(given | {"topk_weights": given["topk_weights"].float()}, grad_out)
+    assert same_bits(grads["topk_weights"], wide["topk_weights"].bfloat16())
+
+
+def test_the_saving_forward_is_recorded_too():
+    given = leaves(inputs(), TRAINED)
+    out, saved = moelora.fused_experts_lora_saving(**given)
+    assert out.requires_grad and not any(t.requires_grad for t in saved)
+    out.backward(GRAD_OUT)
+    want = by_autograd(inputs(), GRAD_OUT, TRAINED)
+    assert same_bits(given["w2_lora_b"].grad, want["w2_lora_b"])
+
+
+def test_second_derivatives():
+    given = leaves(inputs(), TRAINED)
+    x = given["hidden_states"]
+    out = moelora.fused_experts_lora(**given)
+    match = (
+        "fused_experts_lora_backward: hidden_states requires a gradient, and a backward has none"
+    )
+    with pytest.raises(RuntimeError, match=match):
+        torch.autograd.grad(out, x, GRAD_OUT, create_graph=True)
+    _, saved = moelora.fused_experts_lora_saving(**given)
+    with pytest.raises(RuntimeError, match=match):
+        moelora.fused_experts_lora_backward(GRAD_OUT, saved, **given)
+    grad_out = GRAD_OUT.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="grad_out requires a gradient, and a backward has none"):
+        moelora.fused_experts_lora_backward(grad_out, saved, **inputs())
+
+
+@pytest.mark.parametrize("grad_mode", [True, False])
+@pytest.mark.parametrize("name", ["w2", "hidden_states"])
+def test_forward_mode(grad_mode, name):
+    given = inputs()
+    with torch.set_grad_enabled(grad_mode), forward_ad.dual_level():
+        given[name] = forward_ad.make_dual(given[name], torch.ones_like(given[name]))
+        with pytest.raises(RuntimeError, match=f"{name} has a tangent, and .*forward-mode"):
+            moelora.fused_experts_lora(**given)
+
+
+def test_torch_func():
+    """What a transform asks about must not be taken for a constant; what it does not ask may."""
+    given = inputs()
+    x = given.pop("hidden_states")
+
+    def layer(x):
+        return moelora.fused_experts_lora(x, **given).sum()
+
+    def pack(w):
+        return moelora.prepack_weights(w).data.sum()
+
+    w = torch.stack([given["w13"]] * 2)
+    func = torch.func
+    for transformed, argument in (
+        (func.grad(layer), x),
+        (lambda x: func.jvp(layer, (x,), (x,)), x),
+        (func.vmap(func.grad(pack)), w),
+        (func.grad(lambda w: func.vmap(pack)(w).sum()), w),
+    ):
+        with pytest.raises(
+            RuntimeError, match=r"(hidden_states|w) (requires a gradient|has a tangent)"
+        ):
+            transformed(argument)
+    scale = torch.ones(())
+    assert torch.equal(func.grad(lambda s: s * layer(x))(scale), layer(x))
+    assert torch.equal(func.jvp(lambda s: s * layer(x), (scale,), (scale,))[1], layer(x))
+    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
+        func.vmap(layer)(torch.stack([x, x]))
+
+
+# ---- what happens between forward and backward ----
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("hidden_states", "w13", "w2", "topk_weights", "topk_ids", "token_lora_mapping"),
+        *("w2_lora_a", "w2_lora_b", "lora_ranks", "lora_scalings", "adapter_enabled"),
+        *("w13_bias", "w2_bias"),
+    ],
+)
+def test_arguments_that_are_written_to(name):
+    given = leaves(inputs(), ("w13_lora_a",))
+    out = moelora.fused_experts_lora(**given)
+    given[name].copy_(given[name].clone())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(GRAD_OUT)
+
+
+def test_what_was_saved_is_written_to():
+    given = leaves(inputs(), ("w13_lora_a",))
+    out, saved = moelora.fused_experts_lora_saving(**given)
+    saved.gate_up.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(GRAD_OUT)
+
+
+def test_an_optimizer_step_before_the_backward():
+    given = leaves(inputs(), TRAINED)
+    out = moelora.fused_experts_lora(**given)
+    optimizer = torch.optim.SGD([given["w2_lora_a"]], lr=0.1)
+    given["w2_lora_a"].grad = torch.ones_like(given["w2_lora_a"])
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(GRAD_OUT)
+
+
+def test_an_operator_writes_to_what_another_saved():
+    """Absent tensors, which all calls share, are saved by nobody."""
+    given = leaves(inputs(), ("hidden_states",))
+    names = ("hidden_states", "w13", "w2", "topk_weights", "topk_ids")
+    out = moelora.fused_experts_lora(**{name: given[name] for name in names})
+    moelora.moe_sorting(given["topk_ids"], given["topk_weights"], 4, 4)
+    out.backward(GRAD_OUT)
+    assert given["hidden_states"].grad.any()
+
+
+@pytest.mark.parametrize("name", ["w13", "w2", "w2_lora_a"])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_storage_that_is_freed(name, offset):
+    """As sharding libraries free what they gathered, and must gather it again."""
+    given = leaves(inputs(), ("hidden_states",))
+    memory = torch.stack([given[name]] * 2)
+    given[name] = memory[offset]
+    out = moelora.fused_experts_lora(**given)
+    size = memory.untyped_storage().nbytes()
+    memory.untyped_storage().resize_(0)
+    with pytest.raises((RuntimeError, ValueError), match=f"{name}.* was freed or shrunk"):
+        out.backward(GRAD_OUT, retain_graph=True)
+    assert given["hidden_states"].grad is None
+    memory.untyped_storage().resize_(size)
+    with torch.no_grad():
+        memory.data.copy_(torch.stack([inputs()[name]] * 2))
+    want = by_autograd(inputs(), GRAD_OUT, ("hidden_states",))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        given["hidden_states"].grad = None
+        out.backward(GRAD_OUT)
+    assert same_bits(given["hidden_states"].grad, want["hidden_states"])
+
+
+def test_nothing_outlives_its_graph():
+    given = leaves(inputs(), TRAINED)
+    given["hidden_states"] = given["hidden_states"] * 1
+    kept = weakref.ref(given["hidden_states"])
+    out = moelora.fused_experts_lora(**given)
+    del given
+    assert kept() is not None
+    out.backward(GRAD_OUT)
+    del out
+    assert kept() is None
+
+
+def test_offloaded_activations():
+    given = inputs()
+    with torch.autograd.graph.save_on_cpu():
+        found = by_autograd(given, GRAD_OUT, TRAINED)
+    want = by_autograd(given, GRAD_OUT, TRAINED)
+    assert all(same_bits(found[name], want[name]) for name in want)
+
+
+def test_threads():
+    """Steps of many threads on one layer, and one graph whose backward runs in another thread."""
+    want = by_autograd(inputs(), GRAD_OUT, TRAINED)
+
+    def step(_):
+        found = by_autograd(inputs(), GRAD_OUT, TRAINED)
+        return all(same_bits(found[name], want[name]) for name in want)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(step, range(64)))
+    given = leaves(inputs(), TRAINED)
+    out = moelora.fused_experts_lora(**given)
+    thread = threading.Thread(target=out.backward, args=(GRAD_OUT,))
+    thread.start()
+    thread.join()
+    assert same_bits(given["hidden_states"].grad, want["hidden_states"])
+
+
+# ---- in-place operators ----
 
 
 def down_delta(out):
@@ -106,64 +371,13 @@ def test_a_backward_notices_that_what_it_saved_was_written():
 def test_what_an_operator_writes_has_another_version(name):
     args = next(args for called, args in op_calls() if called == name)
     schema = operator(name)._schema.arguments
-    tensors = [(a, t) for a, t in zip(schema, args, strict=False) if isinstance(t, torch.Tensor)]
+    tensors = [
+        (argument, t)
+        for argument, value in zip(schema, args, strict=False)
+        for t in (value if isinstance(value, list) else [value])
+        if isinstance(t, torch.Tensor)
+    ]
     before = [t._version for _, t in tensors]
     operator(name)(*args)
     for (argument, tensor), was in zip(tensors, before, strict=True):
         assert (tensor._version > was) == bool(argument.alias_info), argument.name
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(dynamic):
-    given = inputs()
-    w2 = given.pop("w2").requires_grad_()
-
-    def layer(w2):
-        return moelora.fused_experts_lora(w2=w2 * 2, **given)
-
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    with pytest.raises(RuntimeError, match="w2 requires a gradient"):
-        compiled(w2)
-    with torch.no_grad():
-        assert same_bits(compiled(w2), layer(w2))
-    inside = torch.compile(torch.no_grad()(layer), fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        want = layer(w2)
-    assert same_bits(inside(w2), want)
-
-
-def test_torch_func():
-    """What a transform asks about must not be taken for a constant; what it does not ask may."""
-    given = inputs()
-    x = given.pop("hidden_states")
-
-    def layer(x):
-        return moelora.fused_experts_lora(x, **given).sum()
-
-    def pack(w):
-        return moelora.prepack_weights(w).data.sum()
-
-    w = torch.stack([given["w13"]] * 2)
-    func = torch.func
-    for transformed, argument in (
-        (func.grad(layer), x),
-        (lambda x: func.jvp(layer, (x,), (x,)), x),
-        (func.vmap(func.grad(pack)), w),
-        (func.grad(lambda w: func.vmap(pack)(w).sum()), w),
-    ):
-        with pytest.raises(RuntimeError, match=r"(hidden_states|w) requires a gradient"):
-            transformed(argument)
-    scale = torch.ones(())
-    assert torch.equal(func.grad(lambda s: s * layer(x))(scale), layer(x))
-    assert torch.equal(func.jvp(lambda s: s * layer(x), (scale,), (scale,))[1], layer(x))
-    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
-        func.vmap(layer)(torch.stack([x, x]))
-
-
-@pytest.mark.parametrize("grad_mode", [True, False])
-def test_forward_mode(grad_mode):
-    given = inputs()
-    with torch.set_grad_enabled(grad_mode), forward_ad.dual_level():
-        given["w2"] = forward_ad.make_dual(given["w2"], torch.ones_like(given["w2"]))
-        with pytest.raises(RuntimeError, match="w2 requires a gradient"):
-            moelora.fused_experts_lora(**given)

@@ -162,12 +162,34 @@ def test_why_the_extension_does_not_load():
         startup.check_torch("2.10.1")
     for version in (torch.__version__, "2.11.0+cu130", "3.0.0a0", "nightly"):
         startup.check_torch(version)
-    absent = startup.explain(ModuleNotFoundError("No module named 'moelora._C'"))
-    assert "python setup.py build_ext --inplace" in str(absent)
     symbol = startup.explain(ImportError("_C.abi3.so: undefined symbol: aoti_torch_gone"))
     assert "undefined symbol: aoti_torch_gone" in str(symbol)
     assert torch.__version__ in str(symbol)
     assert "pip install --no-build-isolation .)" in str(symbol)
+
+
+def test_what_to_do_about_a_source_tree_that_is_not_built(tmp_path, monkeypatch):
+    """Python finds the tree it is started in before the moelora that is installed."""
+    absent = ModuleNotFoundError("No module named 'moelora._C'")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), str(tmp_path / "tree")])
+    tree = tmp_path / "tree"
+    (tree / "csrc").mkdir(parents=True)
+    (tree / "moelora.egg-info").mkdir()
+    (tree / "moelora.egg-info" / "PKG-INFO").write_text("Name: moelora\nVersion: 0.1.0\n")
+    build = "run make build there, or python setup.py build_ext --inplace"
+    begin = f"{tree} is a source tree of moelora that is not built: "
+    assert str(startup.explain(absent, tree)) == begin + build
+
+    site = tmp_path / "site"
+    for name, text in {
+        "moelora-0.1.0.dist-info/METADATA": "Name: moelora\nVersion: 0.1.0\n",
+        "moelora/_C.abi3.so": "",
+    }.items():
+        (site / name).parent.mkdir(parents=True)
+        (site / name).write_text(text)
+    leave = "leave this folder, for the moelora that is installed, or "
+    assert str(startup.explain(absent, tree)) == begin + leave + build
+    assert "the wheel was for another platform than" in str(startup.explain(absent, site))
 
 
 def test_the_bounds_of_the_extra_are_what_is_tried():

@@ -17,8 +17,10 @@ from hf_models import (
     peft,
     save_adapter,
     tokens,
+    transformers,
     with_peft,
 )
+from packaging.version import Version
 
 import moelora.integrations.peft as moelora_peft
 
@@ -95,7 +97,16 @@ def test_what_concerns_no_experts_stays_with_peft(options, tmp_path):
         assert (model(ids).logits - wanted).abs().max() > 0.1
 
 
+# The lowest PEFT that transformers' own `set_adapter` takes; of 5.24 it is not released yet.
+LOWEST_PEFT = getattr(transformers.integrations.peft, "MIN_PEFT_VERSION", "0")
+
+
 @torch.no_grad()
+@pytest.mark.skipif(
+    Version(peft.__version__) < Version(LOWEST_PEFT),
+    reason=f"transformers {transformers.__version__} asks for PEFT {LOWEST_PEFT}, "
+    f"this is {peft.__version__}",
+)
 def test_a_model_that_loaded_its_adapters_itself(tmp_path, monkeypatch):
     # transformers 5.7 exchanges A and B in this for all models to come.
     wrapper = peft.tuners.lora.layer.ParamWrapper
@@ -120,6 +131,14 @@ def test_a_model_that_loaded_its_adapters_itself(tmp_path, monkeypatch):
         model(ids, adapter_names=["a"] * len(ids))
     moelora_peft.detach(model)
     assert not hasattr(model, "_moelora")
+
+
+@torch.no_grad()
+def test_continuous_batching_takes_no_adapter_names(tmp_path):
+    model = load(make_model(mixtral), save_adapters(make_model(mixtral), tmp_path, "a"))
+    moelora_peft.attach(model)
+    with pytest.raises(NotImplementedError, match="generate_batch with adapter_names: continuous"):
+        model.generate_batch(tokens(rows=1).tolist(), adapter_names=["a"])
 
 
 @torch.no_grad()

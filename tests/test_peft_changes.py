@@ -19,6 +19,7 @@ from hf_models import (
 from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
 
 import moelora.integrations.peft as moelora_peft
+from moelora.integrations.peft.experts import AttachedExperts
 
 pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
 
@@ -217,9 +218,9 @@ def test_loaded_in_inference_mode(folders):
 @torch.no_grad()
 def test_nothing_is_copied_without_a_change(model, monkeypatch):
     copies = []
-    pool = moelora_peft._Experts.copy
+    pool = AttachedExperts.copy
     monkeypatch.setattr(
-        moelora_peft._Experts, "copy", lambda self, name: copies.append(name) or pool(self, name)
+        AttachedExperts, "copy", lambda self, name: copies.append(name) or pool(self, name)
     )
     for _ in range(3):
         model(tokens(), adapter_names=NAMES)

@@ -9,10 +9,13 @@ import pytest
 import torch
 from adapter_cases import CONFIG, LAYERS, check, wrapped
 
-from moelora.adapters import AdapterPool
+from moelora.adapters import AdapterPool, linears, stacks
 from moelora.adapters import pool as pool_module
 
 STATES = {name: wrapped(seed=seed) for seed, name in enumerate("abcd")}
+
+
+FILES = {module.__file__ for module in (pool_module, stacks, linears)}
 
 
 def add(pool, name, states=STATES, **options):
@@ -20,12 +23,12 @@ def add(pool, name, states=STATES, **options):
 
 
 def interrupted(call, number):
-    """Calls with a KeyboardInterrupt before the given instruction of pool.py; whether it came."""
+    """Calls with a KeyboardInterrupt before the given instruction of a pool; whether it came."""
     seen = 0
 
     def trace(frame, event, argument):
         nonlocal seen
-        if frame.f_code.co_filename != pool_module.__file__:
+        if frame.f_code.co_filename not in FILES:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -35,6 +38,8 @@ def interrupted(call, number):
         return trace
 
     before = sys.gettrace()
+    # Python 3.12 reports instructions only if a frame asked for them before settrace.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
         call()

@@ -240,6 +240,68 @@ def test_compressed_tensors(name, device, dtype):
     assert same_bits(weights.unpack().cpu(), given.dequantised(dtype))
 
 
+TINY = [(1, 8, 8), (2, 8, 8), (1, 8, 16), (2, 16, 8), (1, 8, 32), (3, 8, 64)]
+
+
+def as_stored(t: torch.Tensor) -> torch.Tensor:
+    """With the strides of a file's tensor: contiguous() leaves those of dimensions of one."""
+    return torch.empty(t.shape, dtype=t.dtype).copy_(t)
+
+
+@every_device
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("shape", TINY)
+def test_checkpoints_of_few_rows_and_columns(shape, zeros, device, dtype):
+    """One word of rows, of columns, or of zero points: dimensions of one have any stride."""
+    given = numbers("int4_g32_zp" if zeros else "int4_g32", shape)
+    t = [given.q, given.scales, given.zeros]
+    q, scales, points = (None if x is None else x.transpose(1, 2) for x in t)
+    packed = {"dtype": dtype}
+    made = [
+        QuantizedWeights.from_gptq(
+            as_stored(by_words(given.q).transpose(1, 2)).to(device),
+            as_stored(scales).to(device),
+            by_words(points).to(device) if zeros else None,
+            **packed,
+            checkpoint_format="gptq_v2",
+        ),
+        QuantizedWeights.from_compressed_tensors(
+            by_words(given.q).to(device),
+            given.scales.to(device),
+            as_stored(by_words(points).transpose(1, 2)).to(device) if zeros else None,
+            **packed,
+        ),
+    ]
+    if zeros:
+        words = (as_stored(by_words(x, AWQ_ORDER)).to(device) for x in (q, points))
+        qweight, qzeros = words
+        made.append(
+            QuantizedWeights.from_awq(qweight, as_stored(scales).to(device), qzeros, **packed)
+        )
+    for weights in made:
+        assert same_bits(weights.unpack().cpu(), given.dequantised(dtype))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_checkpoints_of_few_rows_that_fill_no_word(rows):
+    given = numbers("int4_g32_zp", (2, rows, 64))
+    stored = given.zeros.transpose(1, 2)
+    weights = [
+        QuantizedWeights.from_gptq(
+            as_stored(by_words(given.q).transpose(1, 2)),
+            as_stored(given.scales.transpose(1, 2)),
+            by_words(stored - 1, pad=True),
+        ),
+        QuantizedWeights.from_compressed_tensors(
+            by_words(given.q),
+            given.scales,
+            as_stored(by_words(stored, pad=True).transpose(1, 2)),
+        ),
+    ]
+    for found in weights:
+        assert same_bits(found.unpack(), given.dequantised(torch.bfloat16))
+
+
 # ---- packed by others ----
 
 

@@ -201,6 +201,8 @@ def sglang(monkeypatch, hook_registry):
         vars(sys.modules[path]).update(contents[path])
     moelora_sglang._say.cache_clear()
     moelora_sglang._announce.cache_clear()
+    monkeypatch.setattr("moelora._C.WITH_CUDA", 1)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     moelora_sglang.register()
     hook_registry["HookRegistry"].apply_hooks()
     return SimpleNamespace(**{name: value for c in contents.values() for name, value in c.items()})
@@ -467,6 +469,33 @@ def test_switched_off(sglang, monkeypatch):
     HookRegistry.hooks.clear()
     moelora_sglang.register()
     assert not HookRegistry.hooks
+
+
+@pytest.mark.parametrize(
+    "with_cuda, gpus, why",
+    [(0, 1, "this build of moelora has no CUDA kernels"), (1, 0, "there is no GPU")],
+)
+def test_without_kernels_or_a_gpu_it_is_left_alone(
+    sglang, monkeypatch, caplog, with_cuda, gpus, why
+):
+    monkeypatch.setattr("moelora._C.WITH_CUDA", with_cuda)
+    monkeypatch.setattr("moelora._C.has_cuda", lambda: pytest.fail("that initializes CUDA"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    HookRegistry.hooks.clear()
+    for _ in range(2):
+        moelora_sglang.register()
+    assert not HookRegistry.hooks
+    (line,) = caplog.messages
+    assert why in line
+    assert line.endswith("; SGLang's own path runs")
+
+
+def test_a_layer_on_an_old_gpu_is_left_alone(sglang, monkeypatch):
+    layer = make_base_layer(Spec().build())
+    assert moelora_sglang.reason_against(layer) is None
+    layer.w13_weight = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda", 1))
+    monkeypatch.setattr("torch.cuda.get_device_capability", {layer.w13_weight.device: (7, 5)}.get)
+    assert "compute capability of its GPU is below 8.0" in moelora_sglang.reason_against(layer)
 
 
 def test_a_sglang_without_the_new_runner(sglang, monkeypatch):

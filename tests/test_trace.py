@@ -1,5 +1,6 @@
 """Logs, ranges and dumps around operators, replay, and the self-test of `info`."""
 
+import json
 import os
 import re
 import stat
@@ -8,9 +9,11 @@ import sys
 
 import pytest
 import torch
+from checks import largest_allocation
+from safetensors.torch import save_file
 
 import moelora
-from moelora import _C, trace
+from moelora import _C, dump, trace
 from moelora.__main__ import main
 from moelora.commands import selftest
 
@@ -102,7 +105,7 @@ def test_a_dump_can_be_replayed(ask, tmp_path, capsys):
     with pytest.raises(ValueError, match=r"w2\.size"):
         layer(w2_columns=41)
     (path,) = (tmp_path / "dumps").iterdir()
-    content = trace.load_dump(path)
+    content = dump.load(path)
     assert content["op"] == "fused_experts_lora"
     assert "w2.size" in content["error"]
     assert main(["replay", str(path), "--device", "cpu"]) == 1
@@ -110,10 +113,12 @@ def test_a_dump_can_be_replayed(ask, tmp_path, capsys):
     assert "w2=fp32[4,72,41]@cpu" in out
     assert "raises now: " in out
 
-    content["args"][2] = content["args"][2][:, :, :40]  # strides survive
-    torch.save(content, path)
-    assert trace.load_dump(path)["args"][2].stride() == (72 * 41, 41, 1)
-    assert main(["replay", str(path), "--device", "cpu"]) == 0
+    args = list(content["args"])
+    args[2] = args[2][:, :, :40]  # strides survive
+    right = tmp_path / "right.safetensors"
+    dump.write(right, content["op"], args, ValueError("none"))
+    assert dump.load(right)["args"][2].stride() == (72 * 41, 41, 1)
+    assert main(["replay", str(right), "--device", "cpu"]) == 0
     assert "returns now: [3, 72] torch.float32" in capsys.readouterr().out
 
 
@@ -140,7 +145,9 @@ def test_a_dump_is_its_owners_alone(dumps):
     refused()
     refused()
     names = sorted(path.name for path in folder.iterdir())
-    assert all(re.fullmatch(r"moelora-\w+-\d+-[01]-[0-9a-f]{16}\.pt", name) for name in names)
+    assert all(
+        re.fullmatch(r"moelora-\w+-\d+-[01]-[0-9a-f]{16}\.safetensors", name) for name in names
+    )
     assert names[0].split("-")[-1] != names[1].split("-")[-1]
     assert stat.S_IMODE(folder.stat().st_mode) & 0o077 == 0
     assert all(stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 for path in folder.iterdir())
@@ -152,7 +159,7 @@ def test_a_dump_goes_over_nothing_and_follows_no_link(dumps, monkeypatch, capsys
     folder = dumps()
     folder.mkdir()
     monkeypatch.setattr(trace.secrets, "token_hex", lambda n: "0" * 2 * n)
-    path = folder / f"moelora-fused_experts_lora-{os.getpid()}-0-{'0' * 16}.pt"
+    path = folder / f"moelora-fused_experts_lora-{os.getpid()}-0-{'0' * 16}.safetensors"
     target = path if kind == "file" else folder.parent / "target"
     if kind != "dangling":
         target.write_text("theirs")
@@ -178,7 +185,7 @@ def test_a_dump_holds_elements_not_storages(dumps, capsys, view):
     hidden_states = VIEWS[view](torch.randn(3, 72))
     refused(hidden_states=hidden_states)
     (path,) = folder.iterdir()
-    content = trace.load_dump(path)
+    content = dump.load(path)
     got = content["args"][0]
     assert torch.equal(got, hidden_states)
     assert got.stride() == hidden_states.stride()
@@ -192,7 +199,7 @@ def test_a_dump_holds_elements_not_storages(dumps, capsys, view):
 def test_strides_survive_on_a_gpu():
     cpu = torch.randn(3, 41)[:, :40]
     for t in (cpu, cpu[:1].expand(3, -1), cpu.t()):
-        there = trace.moved(t, "cuda")
+        there = dump.moved(t, "cuda")
         assert there.is_cuda and there.stride() == t.stride() and torch.equal(there.cpu(), t)
 
 
@@ -224,12 +231,11 @@ def test_a_bound_that_is_none(monkeypatch, text):
 
 
 def test_no_half_of_a_dump_stays(dumps, monkeypatch, capsys):
-    def full(content, file):
-        file.write(b"half")
+    def full(tensor):
         raise OSError("no space left")
 
     folder = dumps()
-    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(torch.Tensor, "numpy", full)
     refused()
     assert not list(folder.iterdir())
     assert "no space left" in capsys.readouterr().err
@@ -264,35 +270,125 @@ def test_a_dump_that_cannot_be_written_hides_nothing(ask, tmp_path, monkeypatch,
     assert "cannot write" in capsys.readouterr().err
 
 
+def packed(**changes):
+    """A dump of a call that returns, with changes to its JSON or to how it describes the tensor."""
+    tensor = {"tensor": "0", "dtype": "float32", "shape": [1, 64, 64], "strides": [4096, 64, 1]}
+    call = {"op": "prepack_weights", "error": "none", "moelora": "0", "torch": "2"}
+    at_tensor = changes.keys() & tensor.keys()
+    tensor |= {key: changes.pop(key) for key in at_tensor}
+    return {**call, "args": [tensor], **changes}
+
+
+def write_dump(path, call, tensors=None):
+    text = call if isinstance(call, str) else json.dumps(call)
+    tensors = {"0": torch.zeros(64 * 64 * 4, dtype=torch.uint8)} if tensors is None else tensors
+    save_file(tensors, path, {dump.KEY: text})
+    return str(path)
+
+
+def test_the_dump_that_is_not_damaged(tmp_path):
+    assert main(["replay", write_dump(tmp_path / "a", packed()), "--device", "cpu"]) == 0
+
+
+IDS = {"tensor": "0", "dtype": "int32", "shape": [64, 64], "strides": [64, 1]}
+WEIGHTS = IDS | {"dtype": "float32"}
+NONE = {"tensor": "1", "dtype": "int32", "shape": [0], "strides": [1]}
+
+
 @pytest.mark.parametrize(
-    "content",
+    ("call", "message"),
     [
-        b"text",
-        {"op": "gone"},
-        {"op": "prepack_weights", "args": []},
+        ("text", "Expecting value"),
+        ("[" * 100_000, "nested too deeply"),
+        ("[]", "is a list, wanted an object"),
+        ({}, "op is a NoneType, wanted a string"),
         *(
-            {"op": "prepack_weights", "args": [{"elements": torch.zeros(2), **lying}]}
-            for lying in (
-                {},
-                {"shape": [2], "strides": [-1]},
-                {"shape": [2], "strides": [1 << 62]},
-                {"shape": [1 << 62], "strides": [1 << 62]},
-                {"shape": [2, 2], "strides": [1]},
-                {"shape": ["2"], "strides": [1]},
-                {"shape": [3], "strides": [1]},
-            )
+            (packed(**{key: value}), f"{key} is a {type(value).__name__}, wanted a string")
+            for key in ("op", "error", "moelora", "torch")
+            for value in (None, 3, ["x"])
+        ),
+        (packed(args=None), "args is a NoneType, wanted a list"),
+        (packed(args=[]), "prepack_weights takes 1 to 1 arguments"),
+        (packed(args=["x"]), "an argument is a str"),
+        (packed(args=[[[]]]), "a list holds something else than tensors"),
+        (packed(op="gone"), "'gone' is no operator"),
+        (packed(op="__class__"), "is no operator"),
+        (packed(op="a.b\0c"), "is no operator"),
+        (packed(tensor="9"), "9"),
+        (packed(tensor=None), "tensor None has dtype"),
+        (packed(dtype="Tensor"), "has dtype 'Tensor'"),
+        (packed(dtype="float64"), "has \\[16384\\] bytes, wanted those of"),
+        (packed(shape=[2]), "wanted as many of both"),
+        (packed(shape=["1", 64, 64]), "wanted as many of both"),
+        (packed(shape=[True, 64, 64]), "wanted as many of both"),
+        (packed(strides=[-1, 64, 1]), "wanted as many of both"),
+        (packed(shape=[1] * 100, strides=[1] * 100), "wanted as many of both"),
+        (packed(shape=[1, 64, 65]), "has \\[16384\\] bytes, wanted those of"),
+        # More than the file explains: gaps, what is expanded, results, tables.
+        (packed(strides=[1, 1 << 20, 1]), "takes 264241408 bytes"),
+        (packed(strides=[1, 1 << 62, 1]), "takes .* bytes; all of a call, at most"),
+        (packed(shape=[1 << 40, 64, 64], strides=[0, 64, 1]), "takes .* bytes; all of a call"),
+        (packed(args=packed(strides=[1, 1 << 15, 1])["args"] * 10), "takes 8257792 bytes; all of"),
+        (packed(op="moe_align_block_size", args=[IDS, 4, 1 << 30, NONE]), "num_experts is 107"),
+        (
+            packed(op="moe_sorting", args=[IDS, WEIGHTS, 1 << 19, 1 << 11, NONE, NONE]),
+            "a result of",
         ),
     ],
 )
-def test_other_files_are_not_replayed(content, tmp_path, capsys):
-    path = tmp_path / "dump.pt"
-    if isinstance(content, bytes):
+def test_other_files_are_not_replayed(call, message, tmp_path, capsys):
+    tensors = {name: torch.zeros(n, dtype=torch.uint8) for name, n in (("0", 1 << 14), ("1", 0))}
+    path = write_dump(tmp_path / "dump", call, tensors)
+    with largest_allocation() as largest:
+        assert main(["replay", path, "--device", "cpu"]) == 2
+    assert largest.nbytes <= dump.BYTES + dump.TIMES * os.stat(path).st_size
+    assert re.search(f"moelora replay: .* is not a dump of moelora: .*{message}", told(capsys))
+
+
+def told(capsys):
+    """What a command wrote to stderr: one line that a terminal does not act on."""
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.isprintable()
+    return line
+
+
+def test_files_that_are_no_dumps(tmp_path, capsys):
+    path = tmp_path / "dump"
+    for content in (b"text", b"", b"\0" * 100, json.dumps(packed()).encode()):
         path.write_bytes(content)
-    else:
-        torch.save(content, path)
+        assert main(["replay", str(path)]) == 2
+        assert "is not a dump of moelora: " in told(capsys)
+    torch.save({"op": "prepack_weights", "args": []}, path)  # is never unpickled
     assert main(["replay", str(path)]) == 2
-    assert "is not a dump of moelora" in capsys.readouterr().err
-    assert main(["replay", str(tmp_path / "gone.pt")]) == 2
+    assert "is not a dump of moelora: " in told(capsys)
+    save_file({"0": torch.zeros(3)}, path)
+    assert main(["replay", str(path)]) == 2
+    assert "its header has no moelora_dump" in told(capsys)
+    write_dump(path, packed(), {"0": torch.zeros(1 << 14, dtype=torch.int8)})
+    assert main(["replay", str(path)]) == 2
+    assert "is stored as torch.int8, wanted uint8" in told(capsys)
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("gone", "pipe", "."):
+        assert main(["replay", str(tmp_path / name)]) == 2
+        assert str(tmp_path / name) in told(capsys)
+
+
+def test_strings_of_a_dump_do_not_reach_the_terminal(tmp_path, capsys):
+    nasty = "\x1b]0;title\x07\x1b[2J\n\u202e\udc80 ü"
+    path = tmp_path / "\x1b[1m"
+    call = packed(error=nasty, moelora=nasty, torch=nasty)
+    assert main(["replay", write_dump(path, call), "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and all(line.isprintable() for line in lines)
+    assert lines[1].count(r"\x1b]0;title\x07\x1b[2J\n\u202e\udc80 ü") == 3
+    assert main(["replay", write_dump(path, packed(op=nasty)), "--device", "cpu"]) == 2
+    assert r"\x1b" in told(capsys)
+
+
+@pytest.mark.skipif(_C.has_cuda(), reason="there is a GPU")
+def test_a_device_that_is_not_there(tmp_path, capsys):
+    assert main(["replay", write_dump(tmp_path / "a", packed()), "--device", "cuda"]) == 2
+    assert "moelora replay: " in told(capsys)
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has NVTX")

@@ -1,8 +1,12 @@
 """`enable(model)`, the table of architectures, and where adapters of other layers are sent."""
 
+import copy
+import json
+
 import pytest
 import torch
-from hf_models import MODELS, gpt_oss, make_model, qwen3, save_adapter, tokens, transformers
+from hf_models import MODELS, gpt_oss, make_model, qwen3, tokens, transformers
+from safetensors.torch import save_file
 from transformers.integrations import mxfp4
 
 import moelora.integrations.transformers as moelora_hf
@@ -91,14 +95,60 @@ def test_the_table_has_its_rows(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "| `mixtral` | yes |  |" in lines
     (doge,) = [line for line in lines if "doge" in line]
-    assert doge.startswith("| `doge` | no | DogeForCausalLM has no experts")
+    assert doge.startswith("| `doge` * | no | DogeForCausalLM has no experts")
 
 
-# ---- adapters ----
+# ---- models whose weights are not in memory ----
 
 
-def test_adapters_of_attention_are_sent_to_peft(tmp_path):
+@pytest.mark.parametrize("config", [qwen3, gpt_oss], ids=lambda c: c.__name__)
+@torch.no_grad()
+def test_offloaded_experts_run(config, tmp_path):
+    """accelerate brings weights for each call."""
+    accelerate = pytest.importorskip("accelerate")
+    model = make_model(config)
+    wanted = make_model(config)
+    moelora_hf.enable(wanted)
+    accelerate.cpu_offload(model, execution_device="cpu")
+    name = next(iter(moelora_hf.moe_layers(model)))
+    for _ in range(2):
+        moelora_hf.enable(model)
+        torch.testing.assert_close(model(tokens()).logits, wanted(tokens()).logits)
+    with pytest.raises(NotImplementedError, match=rf"{name} is offloaded: .* stay on one device"):
+        moelora_hf.load_quantized_experts(model, folder_of_nothing(tmp_path))
+
+
+def folder_of_nothing(path):
+    (path / "config.json").write_text("{}")
+    save_file({"a": torch.zeros(1)}, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two CUDA devices")
+@torch.no_grad()
+def test_experts_on_several_gpus_run():
+    accelerate = pytest.importorskip("accelerate")
+    model = make_model(gpt_oss).to(torch.bfloat16)
+    moelora_hf.enable(model)
+    wanted = copy.deepcopy(model).to("cuda:0")(tokens().to("cuda:0")).logits
+    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0}
+    places |= {"model.layers.1": 1, "model.norm": 1, "lm_head": 1}
+    accelerate.dispatch_model(model, places)
+    assert torch.equal(model(tokens().to("cuda:0")).logits.to("cuda:0"), wanted)
+
+
+def test_a_rank_that_no_engine_serves_has_to_be_asked_for(tmp_path):
+    """One expert of a small file would make all of every slot that wide."""
+    key = "base_model.model.model.layers.1.mlp.experts.0.down_proj"
+    state = {
+        f"{key}.lora_A.weight": torch.ones(600, 24),
+        f"{key}.lora_B.weight": torch.ones(32, 600),
+    }
+    save_file(state, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 600, "lora_alpha": 8}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     model = make_model(qwen3)
-    folder = save_adapter(model, tmp_path / "a", 1, target_modules=["q_proj"])
-    with pytest.raises(ValueError, match=r"q_proj.* moelora\.integrations\.peft\.attach"):
-        moelora_hf.load_adapters(model, [folder])
+    with pytest.raises(ValueError, match="adapter 'a' has rank 600, .* pass max_rank="):
+        moelora_hf.load_adapters(model, {"a": tmp_path})
+    assert moelora_hf.load_adapters(model, {"a": tmp_path}, max_rank=600).names() == ["a"]

@@ -340,3 +340,24 @@ def test_the_command_on_a_gpu(no_plans, tmp_path):
     assert tuned.load(tmp_path) == len(names)
     many = written["measured"]["score_us"]["256"]
     assert {v.split(",")[1].split("_")[0] for v in many if "," in v} == {"sort", "shrink", "sum"}
+
+
+def test_strings_of_a_file_do_not_reach_the_terminal(no_plans, tmp_path):
+    nasty = "\x1b[2J\r\n"
+    (tmp_path / "a\x1b[1m.json").write_text(json.dumps(content(plans={"1": nasty})))
+    (tmp_path / "b.json").write_text(json.dumps(content(moelora=nasty)))
+    (tmp_path / "c.json").write_text(json.dumps(content(dtype=nasty)))
+    (tmp_path / "d.json").write_text(json.dumps(content(plans={nasty: "gemm_f32_scalar"})))
+    with pytest.warns(RuntimeWarning) as caught:
+        tuned.load(tmp_path)
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == 4
+    assert all(text.isprintable() and r"\x1b[2J" in text for text in texts), texts
+
+
+def test_a_file_of_too_many_plans(no_plans, tmp_path):
+    """One warning, not as many as there are names."""
+    (tmp_path / "a.json").write_text(json.dumps(content(plans={"1": "a," * 100_000})))
+    with pytest.warns(RuntimeWarning, match="100001 plans, wanted at most 1024") as caught:
+        assert tuned.load(tmp_path) == 0
+    assert len(caught) == 1

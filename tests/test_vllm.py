@@ -4,14 +4,13 @@ import importlib.metadata
 import logging
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 import vllm_stand_in
 from cases import EDGE_CASES, Spec, same_bits
 from conftest import needs_gpu
-from vllm_layer import Layer, base, load
+from vllm_layer import Layer, base, load, platform
 
 import moelora
 
@@ -19,12 +18,42 @@ pytest_plugins = ["vllm_fixtures"]
 
 UNINTERLEAVE = "swigluoai_uninterleave"
 
+# ---- configurations of adapters ----
+
+CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": [], "target_parameters": ["experts.down_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, None),
+        ({"lora_B_layout": "rank_major", "auto_mapping": {"unsloth_fixed": True}}, None),
+        ({"lora_B_layout": "grouped_by_expert"}, "lora_B_layout of its configuration is not rank"),
+        ({"lora_B_layout": "mixed"}, "lora_B_layout is 'mixed', wanted one of"),
+        ({"auto_mapping": {"unsloth_fixed": True}}, "an adapter of base: Unsloth wrote the"),
+    ],
+)
+def test_adapters_that_vllm_reads_wrong_are_told(vllm, lines, more, said):
+    vllm.register()
+    lines.clear()
+    for _ in range(2):
+        config = {**CONFIG, **more, "base_model_name_or_path": "base"}
+        assert vllm.PEFTHelper.from_dict(config).r == 4
+    if said is None:
+        assert lines == []
+        return
+    (line,) = lines
+    assert said in line
+    assert "every expert will get columns of others" in line
+
+
 # ---- registration ----
 
 
 def test_the_interface_is_as_recorded(vllm):
-    parts = vllm.interface.LAYERS, vllm.interface.DELTAS, vllm.interface.QUANTISED
-    assert [vllm.interface.problem(part) for part in parts] == [None] * 3
+    parts = ("LAYERS", "DELTAS", "CONFIGS", "QUANTISED")
+    problems = {part: vllm.interface.problem(getattr(vllm.interface, part)) for part in parts}
+    assert problems == dict.fromkeys(parts)
     methods = {n: vllm.interface.problem(m) for n, m in vllm.interface.METHODS.items()}
     absent = {name for name, problem in methods.items() if problem}
     assert absent in (set(), {"compressed_tensors"}, {"compressed_tensors_marlin"})
@@ -101,18 +130,41 @@ def test_a_missing_field_is_named(vllm, monkeypatch):
 
 
 def test_other_platforms_are_left_alone(vllm, lines):
-    vllm.set("vllm.platforms", "current_platform", SimpleNamespace(is_cuda=lambda: False))
+    vllm.set("vllm.platforms", "current_platform", platform(cuda=False))
     vllm.plugin.register()
     assert left_alone(vllm)
     assert lines == ["moelora: the platform is not CUDA; vLLM's own path runs"]
 
 
+@pytest.mark.parametrize(
+    "with_cuda, capability, why",
+    [
+        (0, 90, "this build of moelora has no CUDA kernels"),
+        (1, 75, "there is no GPU of compute capability 8.0 or newer"),
+    ],
+)
+def test_without_kernels_or_a_gpu_it_is_left_alone(
+    vllm, lines, monkeypatch, with_cuda, capability, why
+):
+    monkeypatch.setattr("moelora._C.WITH_CUDA", with_cuda)
+    monkeypatch.setattr("moelora._C.has_cuda", lambda: pytest.fail("that initializes CUDA"))
+    vllm.set("vllm.platforms", "current_platform", platform(capability=capability))
+    for _ in range(2):
+        vllm.plugin.register()
+    assert left_alone(vllm)
+    (line,) = lines
+    assert why in line
+    assert line.endswith("; vLLM's own path runs")
+
+
 def test_the_engine_survives_a_failure(vllm, lines):
     vllm.monkeypatch.delattr(vllm.LoRAKernelMeta, "prepare_tensors")
     vllm.monkeypatch.setattr(vllm.TritonExperts, "apply", None)
+    vllm.monkeypatch.setattr("moelora._C.WITH_CUDA", 1)
     vllm.plugin.register()
     assert vllm.chosen() is vllm.TritonExperts
-    assert len(lines) == 1
+    (line,) = lines
+    assert "no CUDA kernels" not in line
 
 
 # ---- results ----

@@ -1,6 +1,7 @@
 """The interface tables against the sources of vLLM's releases, without importing them."""
 
 import ast
+import re
 
 import pytest
 from vllm_sources import RELEASES, Sources, needs_sources
@@ -15,7 +16,7 @@ def sources(request):
     return Sources(request.param)
 
 
-@pytest.mark.parametrize("part", ["LAYERS", "DELTAS", "QUANTISED"])
+@pytest.mark.parametrize("part", ["LAYERS", "DELTAS", "CONFIGS", "QUANTISED"])
 def test_a_release_has_what_is_needed(sources, part):
     assert interface.problem(getattr(interface, part), sources.parameters) is None
 
@@ -61,6 +62,25 @@ def test_what_is_read_of_a_method_is_there(sources, name):
     if name == "compressed_tensors" and "experts_cls" in absent:  # of 0.26, which is not served
         return
     assert absent == []
+
+
+def test_how_a_release_quantises_activations(sources):
+    """Whether it divides by a scale or takes its inverse, as docs/weight-formats.md says."""
+
+    def body(file, function):
+        (path,) = sources.folder.glob(f"csrc/**/w8a8/fp8/{file}")
+        text = path.read_text()
+        start = text.index(f" {function}(")
+        return text[start : text.index("\n}\n", start)]
+
+    groups = body("per_token_group_quant.cu", "QuantizeGroup")
+    version = tuple(map(int, re.findall(r"\d+", sources.folder.name)[:2]))
+    assert ("float>(src) * inv_y" in groups) == (version >= (0, 33))
+    assert ("float>(src) / y_s" in groups) == (version < (0, 33))
+    static = body("common.cu", "scaled_fp8_quant_kernel_strided_group_shape")
+    assert "1.0f / scale[" in static and "scaled_fp8_conversion<true" in static
+    tokens = body("common.cu", "dynamic_per_token_scaled_fp8_quant_kernel_strided")
+    assert "scaled_fp8_conversion<false" in tokens
 
 
 def test_the_trap_is_still_one(sources):

@@ -29,6 +29,13 @@ def drop(names, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
 
 
+def platform(cuda: bool = True, capability: int = 90):
+    """vLLM's `current_platform`, as far as registering asks it."""
+    return SimpleNamespace(
+        is_cuda=lambda: cuda, has_device_capability=lambda wanted: capability >= wanted
+    )
+
+
 class VLLM:
     """vLLM's classes by name, and the drop-in that was imported beside them."""
 
@@ -46,6 +53,8 @@ class VLLM:
         for place, names in ((p, n) for part in parts for p, n in part.replaced.items()):
             self._put_back(place, names)
             self._put_back(place, ["Mxfp4MoEMethod.__init__"] if place.endswith(".mxfp4") else [])
+        for place, names in self.interface.CONFIGS.called.items():
+            self._put_back(place, names)
         for needed in self.interface.METHODS.values():
             for place, names in needed.called.items():
                 self._put_back(place, [name for name in names if name.startswith("select_")])
@@ -67,8 +76,8 @@ class VLLM:
     def register(self):
         """As the engine would, on a machine with CUDA; then vLLM's kernels are replaced."""
         with self.monkeypatch.context() as patch:
-            cuda = SimpleNamespace(is_cuda=lambda: True)
-            patch.setattr(load("vllm.platforms"), "current_platform", cuda)
+            patch.setattr(load("vllm.platforms"), "current_platform", platform())
+            patch.setattr("moelora._C.WITH_CUDA", 1)
             self.plugin.register()
         self.monkeypatch.setattr(self.TritonExperts, "apply", self._own_path())
         return self

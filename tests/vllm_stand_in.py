@@ -348,6 +348,15 @@ class PunicaWrapperGPU:
         raise AssertionError("the tests put their own here")
 
 
+class PEFTHelper:
+    def __init__(self, r):
+        self.r = r
+
+    @classmethod
+    def from_dict(cls, config_dict):
+        return cls(config_dict["r"])
+
+
 def tensor_model_parallel_all_gather(input_, dim=-1):
     raise AssertionError("the tests put their own here")
 
@@ -373,6 +382,7 @@ PLACES = {
     "vllm.distributed": ["tensor_model_parallel_all_gather", "tensor_model_parallel_all_reduce"],
     "vllm.lora.layers.fused_moe": ["FusedMoEWithLoRA", "FusedMoE3DWithLoRA"],
     "vllm.lora.ops.triton_ops.lora_kernel_metadata": ["LoRAKernelMeta"],
+    "vllm.lora.peft_helper": ["PEFTHelper"],
     "vllm.lora.punica_wrapper.punica_gpu": ["PunicaWrapperGPU"],
 }
 
@@ -399,5 +409,7 @@ def modules(version: str) -> dict[str, ModuleType]:
             setattr(made[place], name, value)
     made["vllm"].__version__ = version
     made["vllm.envs"].VLLM_BATCH_INVARIANT = False
-    made["vllm.platforms"].current_platform = SimpleNamespace(is_cuda=lambda: True)
+    made["vllm.platforms"].current_platform = SimpleNamespace(
+        is_cuda=lambda: True, has_device_capability=lambda wanted: True
+    )
     return made

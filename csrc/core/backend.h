@@ -66,9 +66,10 @@ typedef struct moelora_factor {
 } moelora_factor;
 
 typedef struct moelora_factors {
-  int32_t num_slices;                   /* 0: no adapters */
-  int32_t max_rank;                     /* R */
-  int64_t slice_n;                      /* output columns of one slice */
+  int32_t num_slices; /* 0: no adapters */
+  int32_t max_rank;   /* R */
+  int64_t slice_n;    /* output columns of one slice */
+  bool wide;          /* float32 beside a 16-bit compute dtype, to which they are rounded first */
   moelora_factor a[MOELORA_MAX_SLICES]; /* [max_loras, E, R, K] */
   moelora_factor b[MOELORA_MAX_SLICES]; /* [max_loras, E, slice_n, R] */
 } moelora_factors;
@@ -123,6 +124,14 @@ static inline bool moelora_is_interleaved(moelora_activation activation) {
   return activation == MOELORA_SWIGLUOAI;
 }
 
+/* moelora_saved, reduced; gate_up == NULL: nothing is saved. */
+typedef struct moelora_saved_rows {
+  void *gate_up;   /* [P, rows of w13] */
+  void *shrink[2]; /* of w13 [P, slices, R], of w2 [P, 1, R]; NULL: no adapters */
+  int64_t gate_up_stride;
+  int64_t shrink_stride[2][2];
+} moelora_saved_rows;
+
 typedef struct moelora_experts_problem {
   moelora_routes routes;
   moelora_dtype dtype;
@@ -136,7 +145,30 @@ typedef struct moelora_experts_problem {
   bool apply_router_weight_on_input;
   void *out; /* [M, K] */
   int64_t out_stride;
+  moelora_saved_rows saved;
 } moelora_experts_problem;
+
+/* The gradient of a factor [max_loras, experts, rows, columns], or of a bias [1, E, 1, N]; columns
+ * are contiguous. `experts` is 1 where all share the factor. */
+typedef struct moelora_gradient {
+  void *data; /* NULL: not wanted */
+  moelora_dtype dtype;
+  int32_t loras, experts;
+  int64_t rows, columns;
+  int64_t stride_l, stride_e, stride_i;
+} moelora_gradient;
+
+typedef struct moelora_experts_backward_problem {
+  moelora_experts_problem forward;
+  const void *dout; /* [M, K] */
+  int64_t dout_stride;
+  void *dx; /* [M, K]; NULL: not wanted, as all that follow */
+  int64_t dx_stride;
+  float *dtopk_weights; /* [M, top_k] */
+  int64_t dtopk_weights_stride[2];
+  moelora_gradient a13[2], b13[2], a2, b2, bias13, bias2;
+  bool accumulate;
+} moelora_experts_backward_problem;
 
 /* moelora_lists, reduced. */
 typedef struct moelora_list_blocks {
@@ -254,6 +286,11 @@ typedef struct moelora_backend {
                               const moelora_experts_plan *plan, const moelora_exec *exec);
   moelora_status (*experts)(const moelora_experts_problem *problem,
                             const moelora_experts_plan *plan, const moelora_exec *exec);
+  /* Without it a layer saves nothing, and takes no factors that are to be rounded. */
+  size_t (*experts_backward_workspace)(const moelora_experts_backward_problem *problem,
+                                       const moelora_backward_plan *plan, const moelora_exec *exec);
+  moelora_status (*experts_backward)(const moelora_experts_backward_problem *problem,
+                                     const moelora_backward_plan *plan, const moelora_exec *exec);
   moelora_status (*pack)(const moelora_pack_problem *problem, const moelora_exec *exec);
   moelora_status (*pack_quantized)(const moelora_quantized_problem *problem,
                                    const moelora_exec *exec);
@@ -278,8 +315,8 @@ extern const moelora_backend moelora_cpu_backend;
 extern const moelora_backend moelora_cuda_backend;
 #endif
 
-/* plan_gemm.c, plan_sort.c, plan_delta.c; pure functions of their arguments, of what was forced and
- * of what was tuned. */
+/* plan_gemm.c, plan_sort.c, plan_delta.c, plan_backward.c; pure functions of their arguments, of
+ * what was forced and of what was tuned. */
 moelora_status moelora_plan_align(const moelora_align_problem *problem,
                                   const moelora_device_info *device, moelora_align_plan *plan);
 moelora_status moelora_plan_align_lists(const moelora_align_lists_problem *problem,
@@ -289,6 +326,9 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                                  const moelora_device_info *device, moelora_gemm_plan *plan);
 moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                                     const moelora_device_info *device, moelora_experts_plan *plan);
+moelora_status moelora_plan_experts_backward(const moelora_experts_backward_problem *problem,
+                                             const moelora_device_info *device,
+                                             moelora_backward_plan *plan);
 moelora_status moelora_plan_delta(const moelora_delta_problem *problem,
                                   const moelora_device_info *device, moelora_delta_plan *plan);
 moelora_status moelora_plan_mlp_delta(const moelora_mlp_delta_problem *problem,
@@ -305,6 +345,10 @@ moelora_status moelora_check_align(const moelora_align_args *args, moelora_align
 moelora_status moelora_check_gemm(const moelora_gemm_args *args, moelora_gemm_problem *problem);
 moelora_status moelora_check_experts(const moelora_experts_args *args,
                                      moelora_experts_problem *problem);
+
+/* validate_backward.c */
+moelora_status moelora_check_experts_backward(const moelora_experts_backward_args *args,
+                                              moelora_experts_backward_problem *problem);
 
 /* validate_weights.c */
 moelora_status moelora_check_pack(const moelora_tensor *w, const moelora_tensor *out,

@@ -4,7 +4,18 @@
 #include <stdio.h>
 #include <string.h>
 
+#define NAME(dtype) #dtype,
+static const char *const foreign_names[] = {MOELORA_FOREIGN_DTYPES(NAME) "of another library"};
+#undef NAME
+
+static bool is_foreign(moelora_dtype dtype) {
+  const size_t place = (size_t)dtype - MOELORA_FOREIGN;
+  return place < sizeof foreign_names / sizeof *foreign_names;
+}
+
 const char *moelora_dtype_name(moelora_dtype dtype) {
+  if (is_foreign(dtype))
+    return foreign_names[dtype - MOELORA_FOREIGN];
   switch (dtype) {
   case MOELORA_F32:
     return "float32";
@@ -96,7 +107,7 @@ moelora_status moelora_check_large_view(moelora_arg arg, int32_t ndim, const cha
                   moelora_label_of(arg).text, layout);
   MOELORA_REQUIRE(t->ndim == ndim, "%s has %d dimensions, expected %d: %s",
                   moelora_label_of(arg).text, t->ndim, ndim, layout);
-  MOELORA_REQUIRE(t->dtype >= MOELORA_F32 && t->dtype <= MOELORA_U8,
+  MOELORA_REQUIRE((t->dtype >= MOELORA_F32 && t->dtype <= MOELORA_U8) || is_foreign(t->dtype),
                   "%s has dtype %d, which is not a moelora_dtype", moelora_label_of(arg).text,
                   (int)t->dtype);
   for (int32_t i = 0; i < ndim; i++) {

@@ -54,6 +54,25 @@ moelora_label moelora_label_source(moelora_source source);
 /* More than any machine addresses, and far enough from 2^63 that multiples stay exact. */
 #define MOELORA_MAX_BYTES ((int64_t)1 << 56)
 
+/* Dtypes of torch that no argument may have. A descriptor says MOELORA_FOREIGN plus the place in
+ * this list, or plus the length of the list for any other, so that the check which knows what an
+ * argument may be names what it is. */
+#define MOELORA_FOREIGN_DTYPES(X)                                                                  \
+  X(float64)                                                                                       \
+  X(int8)                                                                                          \
+  X(int16)                                                                                         \
+  X(uint16)                                                                                        \
+  X(uint32)                                                                                        \
+  X(uint64)                                                                                        \
+  X(float8_e4m3fn)                                                                                 \
+  X(float8_e4m3fnuz)                                                                               \
+  X(float8_e5m2)                                                                                   \
+  X(float8_e5m2fnuz)                                                                               \
+  X(complex32)                                                                                     \
+  X(complex64)                                                                                     \
+  X(complex128)
+enum { MOELORA_FOREIGN = 64 };
+
 const char *moelora_dtype_name(moelora_dtype dtype);
 const char *moelora_format_name(moelora_format format);
 const char *moelora_kernel_name(moelora_kernel_format kernel);
@@ -114,6 +133,15 @@ typedef struct moelora_weights_arg {
   int64_t depth;
   moelora_source n, k; /* of other weights the check fills in both */
 } moelora_weights_arg;
+
+/* validate.c: all of a layer's arguments but `out` and `saved`. */
+moelora_status moelora_check_layer(const moelora_experts_args *args,
+                                   moelora_experts_problem *problem);
+/* validate.c: `out` shares no memory with what a layer reads, `hidden_states` aside. */
+moelora_status moelora_check_disjoint_layer(moelora_arg out, const moelora_experts_args *args);
+/* validate_backward.c: where a layer saves, if it does. */
+moelora_status moelora_check_saved(const moelora_experts_args *args,
+                                   moelora_experts_problem *problem);
 
 /* validate_weights.c: row-major, packed or quantised weights. */
 moelora_status moelora_check_weights(moelora_weights_arg *arg, moelora_weights *weights,

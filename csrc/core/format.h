@@ -315,6 +315,16 @@ static MOELORA_CONSTEXPR int64_t moelora_row_of_tile(moelora_row_order order, in
   return order == MOELORA_ROWS_INTERLEAVED ? 2 * i + up : up * (rows / 2) + i;
 }
 
+/* The other way: the row of all tiles that has row n of `rows`. */
+static MOELORA_CONSTEXPR int64_t moelora_tile_row_of(moelora_row_order order, int64_t rows,
+                                                     int64_t n) {
+  const int64_t half_rows = moelora_half_tiles(order, rows) * MOELORA_PACK;
+  return order == MOELORA_ROWS_PLAIN         ? n
+         : order == MOELORA_ROWS_INTERLEAVED ? n % 2 * half_rows + n / 2
+         : n < rows / 2                      ? n
+                                             : half_rows + n - rows / 2;
+}
+
 #ifdef __cplusplus
 }
 #endif

@@ -243,6 +243,11 @@ typedef struct moelora_experts_plan {
   const moelora_variant *sum;
 } moelora_experts_plan;
 
+/* The backward of a layer. */
+typedef struct moelora_backward_plan {
+  const moelora_variant *variant; /* CPU: whose kernels */
+} moelora_backward_plan;
+
 /* Where the rows of adapters alone come from, in which order. */
 typedef enum moelora_delta_order {
   MOELORA_BY_ROUTE, /* flat rows as they are */

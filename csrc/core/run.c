@@ -36,7 +36,7 @@ static moelora_status check_addressable(size_t workspace, const moelora_routes *
                       "%s: too large, the workspace would take more than 2^56 bytes", text);
 }
 
-/* ---- the six operators: check, plan, ask the backend for the size of the workspace ---- */
+/* ---- the seven operators: check, plan, ask the backend for the size of the workspace ---- */
 
 /* What became of a call. Memory that no moelora_prepare_* has seen is unlikely to hold the last
  * two.
@@ -69,6 +69,10 @@ typedef struct prepared {
       moelora_experts_problem problem;
       moelora_experts_plan plan;
     } experts;
+    struct {
+      moelora_experts_backward_problem problem;
+      moelora_backward_plan plan;
+    } experts_backward;
     struct {
       moelora_align_lists_problem problem;
       moelora_align_plan plan;
@@ -187,6 +191,15 @@ moelora_status moelora_prepare_experts(const moelora_experts_args *args, const m
     return nothing_to_do(p);
   if (!p->backend->experts)
     return unsupported(p, "moelora_experts");
+  if (!p->backend->experts_backward) {
+    if (problem->saved.gate_up)
+      return unsupported(p, "moelora_experts with saved tensors, for a backward,");
+    if (problem->w13_lora.wide || problem->w2_lora.wide)
+      return moelora_fail(MOELORA_UNSUPPORTED,
+                          "float32 factors beside 16-bit hidden_states are not supported on %s: "
+                          "convert them to the dtype of hidden_states",
+                          p->backend->name);
+  }
   MOELORA_TRY(moelora_plan_experts(problem, &p->device, plan));
   const named_size sizes[] = {
       {"K", problem->hidden},
@@ -196,6 +209,34 @@ moelora_status moelora_prepare_experts(const moelora_experts_args *args, const m
   };
   return finish(call, p, p->backend->experts_workspace(problem, plan, exec), launch_experts,
                 &problem->routes, sizes, 4);
+}
+
+static moelora_status launch_experts_backward(const prepared *call, const moelora_exec *exec) {
+  const moelora_experts_backward_problem *problem = &call->of.experts_backward.problem;
+  moelora_note_experts_backward(problem, &call->device, &call->of.experts_backward.plan);
+  return call->backend->experts_backward(problem, &call->of.experts_backward.plan, exec);
+}
+
+/* An empty batch runs, too: its gradients of factors are zeros. */
+moelora_status moelora_prepare_experts_backward(const moelora_experts_backward_args *args,
+                                                const moelora_exec *exec, moelora_call *call) {
+  prepared *p = NULL;
+  MOELORA_TRY(begin(args, exec, call, &p));
+  moelora_experts_backward_problem *problem = &p->of.experts_backward.problem;
+  moelora_backward_plan *plan = &p->of.experts_backward.plan;
+  MOELORA_TRY(moelora_check_experts_backward(args, problem));
+  if (!p->backend->experts_backward)
+    return unsupported(p, "moelora_experts_backward");
+  MOELORA_TRY(moelora_plan_experts_backward(problem, &p->device, plan));
+  const moelora_experts_problem *forward = &problem->forward;
+  const named_size sizes[] = {
+      {"K", forward->hidden},
+      {"I", forward->intermediate},
+      {"R of w13", forward->w13_lora.max_rank},
+      {"R of w2", forward->w2_lora.max_rank},
+  };
+  return finish(call, p, p->backend->experts_backward_workspace(problem, plan, exec),
+                launch_experts_backward, &forward->routes, sizes, 4);
 }
 
 static moelora_status launch_align_lists(const prepared *call, const moelora_exec *exec) {

@@ -24,10 +24,10 @@ static moelora_status check_bias(moelora_arg arg, const moelora_weights_arg *w, 
 }
 
 /* The factors of one projection against its weights. `max_loras` < 0 is not known yet; the first
- * factor then sets it and names itself as `source`. */
+ * factor then sets it and names itself as `source`. `may_be_wide`: float32 ones are rounded. */
 static moelora_status check_lora(const moelora_lora *lora, const char *name_a, const char *name_b,
                                  const moelora_weights_arg *w, const moelora_weights *weights,
-                                 int64_t *max_loras, moelora_source source,
+                                 int64_t *max_loras, moelora_source source, bool may_be_wide,
                                  moelora_factors *factors) {
   const moelora_arg first = MOELORA_ARG(name_a, &lora->a[0]);
   int32_t slices = lora->num_slices;
@@ -44,7 +44,10 @@ static moelora_status check_lora(const moelora_lora *lora, const char *name_a, c
   factors->slice_n = weights->n / slices;
   moelora_source slice_source = w->n;
   slice_source.slices = slices;
-  const moelora_arg like = moelora_dtype_source(w);
+  const moelora_arg base = moelora_dtype_source(w);
+  factors->wide = may_be_wide && lora->a[0].dtype == MOELORA_F32 &&
+                  base.tensor->dtype != MOELORA_F32 && !moelora_is_absent(&lora->a[0]);
+  const moelora_arg like = factors->wide ? first : base;
   const moelora_dtype dtype = like.tensor->dtype;
   const int64_t experts = w->tensor.tensor->size[0];
   for (int32_t i = 0; i < slices; i++) {
@@ -135,7 +138,7 @@ moelora_status moelora_check_gemm(const moelora_gemm_args *args, moelora_gemm_pr
   int64_t max_loras = -1;
   const moelora_source source = moelora_size_of(moelora_entry("lora_a", 0, &args->lora.a[0]), 0);
   MOELORA_TRY(check_lora(&args->lora, "lora_a", "lora_b", &w_arg, weights, &max_loras, source,
-                         &problem->lora));
+                         false, &problem->lora));
   MOELORA_TRY(moelora_check_adapters(&args->adapters, topk_ids.tensor, max_loras, source, routes));
   drop_unused_adapters(routes, &problem->lora, NULL);
 
@@ -273,26 +276,24 @@ static moelora_status check_layer_adapters(const moelora_experts_args *args,
   int64_t max_loras = -1;
   const moelora_source source = moelora_size_of(args->w13_lora.num_slices ? a13 : a2, 0);
   MOELORA_TRY(check_lora(&args->w13_lora, "w13_lora_a", "w13_lora_b", &layer->w13, &problem->w13,
-                         &max_loras, source, &problem->w13_lora));
+                         &max_loras, source, true, &problem->w13_lora));
   MOELORA_TRY(check_lora(&args->w2_lora, "w2_lora_a", "w2_lora_b", &layer->w2, &problem->w2,
-                         &max_loras, source, &problem->w2_lora));
+                         &max_loras, source, true, &problem->w2_lora));
   MOELORA_TRY(moelora_check_adapters(&args->adapters, &args->routing.topk_ids, max_loras, source,
                                      &problem->routes));
   drop_unused_adapters(&problem->routes, &problem->w13_lora, &problem->w2_lora);
   return MOELORA_OK;
 }
 
-moelora_status moelora_check_experts(const moelora_experts_args *args,
-                                     moelora_experts_problem *problem) {
+moelora_status moelora_check_layer(const moelora_experts_args *args,
+                                   moelora_experts_problem *problem) {
   *problem = (moelora_experts_problem){
       .apply_router_weight_on_input = args->apply_router_weight_on_input,
   };
   const moelora_arg x = MOELORA_ARG("hidden_states", &args->hidden_states);
-  const moelora_arg w13 = MOELORA_ARG("w13", &args->w13), w2 = MOELORA_ARG("w2", &args->w2);
   const moelora_arg topk_ids = MOELORA_ARG("topk_ids", &args->routing.topk_ids);
   const moelora_arg bias13 = MOELORA_ARG("w13_bias", &args->w13_bias);
   const moelora_arg bias2 = MOELORA_ARG("w2_bias", &args->w2_bias);
-  const moelora_arg out = MOELORA_ARG("out", &args->out);
   moelora_routes *routes = &problem->routes;
 
   layer_weights layer;
@@ -306,26 +307,43 @@ moelora_status moelora_check_experts(const moelora_experts_args *args,
                   "%s.size(1) is %d, expected 1 with apply_router_weight_on_input", topk_ids.name,
                   routes->top_k);
   MOELORA_TRY(check_layer_adapters(args, &layer, problem));
+  problem->dtype = args->hidden_states.dtype;
+  problem->x = args->hidden_states.data;
+  problem->x_stride = moelora_stride(&args->hidden_states, 0);
+  return MOELORA_OK;
+}
 
-  MOELORA_TRY(moelora_check_view(out, 2, "[M, K]"));
-  MOELORA_TRY(moelora_check_dtype(out, args->hidden_states.dtype, x.name));
-  MOELORA_TRY(moelora_check_size(out, 0, routes->num_tokens, moelora_size_of(topk_ids, 0)));
-  MOELORA_TRY(moelora_check_size(out, 1, problem->hidden, moelora_size_of(x, 1)));
-  MOELORA_TRY(moelora_check_rows(out));
-  MOELORA_TRY(moelora_check_distinct(out));
-  if (!moelora_same_view(&args->out, &args->hidden_states))
-    MOELORA_TRY(moelora_check_disjoint(out, x));
-  const moelora_arg inputs[] = {w13, w2, bias13, bias2};
+moelora_status moelora_check_disjoint_layer(moelora_arg out, const moelora_experts_args *args) {
+  const moelora_arg inputs[] = {
+      MOELORA_ARG("w13", &args->w13),
+      MOELORA_ARG("w2", &args->w2),
+      MOELORA_ARG("w13_bias", &args->w13_bias),
+      MOELORA_ARG("w2_bias", &args->w2_bias),
+  };
   for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++)
     MOELORA_TRY(moelora_check_disjoint(out, inputs[i]));
   MOELORA_TRY(moelora_check_disjoint_lora(out, &args->w13_lora, "w13_lora_a", "w13_lora_b"));
   MOELORA_TRY(moelora_check_disjoint_lora(out, &args->w2_lora, "w2_lora_a", "w2_lora_b"));
-  MOELORA_TRY(moelora_check_disjoint_routes(out, &args->routing, &args->adapters));
+  return moelora_check_disjoint_routes(out, &args->routing, &args->adapters);
+}
 
-  problem->dtype = args->hidden_states.dtype;
-  problem->x = args->hidden_states.data;
-  problem->x_stride = moelora_stride(&args->hidden_states, 0);
+moelora_status moelora_check_experts(const moelora_experts_args *args,
+                                     moelora_experts_problem *problem) {
+  const moelora_arg x = MOELORA_ARG("hidden_states", &args->hidden_states);
+  const moelora_arg topk_ids = MOELORA_ARG("topk_ids", &args->routing.topk_ids);
+  const moelora_arg out = MOELORA_ARG("out", &args->out);
+  MOELORA_TRY(moelora_check_layer(args, problem));
+  MOELORA_TRY(moelora_check_view(out, 2, "[M, K]"));
+  MOELORA_TRY(moelora_check_dtype(out, args->hidden_states.dtype, x.name));
+  MOELORA_TRY(moelora_check_size(out, 0, problem->routes.num_tokens, moelora_size_of(topk_ids, 0)));
+  MOELORA_TRY(moelora_check_size(out, 1, problem->hidden, moelora_size_of(x, 1)));
+  MOELORA_TRY(moelora_check_rows(out));
+  MOELORA_TRY(moelora_check_distinct(out));
+  const bool saving = !moelora_is_absent(&args->saved.gate_up);
+  if (saving || !moelora_same_view(&args->out, &args->hidden_states))
+    MOELORA_TRY(moelora_check_disjoint(out, x));
+  MOELORA_TRY(moelora_check_disjoint_layer(out, args));
   problem->out = args->out.data;
   problem->out_stride = moelora_stride(&args->out, 0);
-  return MOELORA_OK;
+  return moelora_check_saved(args, problem);
 }

@@ -1,4 +1,5 @@
 /* The CPU backend's table, and its kernels in the order of variants.inc. */
+#include "cpu/backward.h"
 #include "cpu/cpu.h"
 
 const moelora_cpu_kernels *moelora_cpu_kernels_of(const moelora_variant *variant) {
@@ -47,6 +48,8 @@ const moelora_backend moelora_cpu_backend = {
     .gemm = moelora_cpu_gemm,
     .experts_workspace = moelora_cpu_experts_workspace,
     .experts = moelora_cpu_experts,
+    .experts_backward_workspace = moelora_cpu_experts_backward_workspace,
+    .experts_backward = moelora_cpu_experts_backward,
     .pack = moelora_cpu_pack,
     .pack_quantized = moelora_cpu_pack_quantized,
     .unpack_quantized = moelora_cpu_unpack_quantized,

@@ -112,6 +112,8 @@ struct moelora_projection {
   /* Where columns go: gated projections pair column c of the gate with column c of up. */
   bool gated, interleaved, activated;
   moelora_activation_problem activation;
+  void *before; /* [P, w->n] by flat row in the dtype, from before the activation; NULL: not kept */
+  int64_t before_stride;
   /* Takes the finished float32 columns [begin, begin + count) of sorted row `at`. */
   void (*emit)(const moelora_projection *projection, int64_t at, int64_t begin, int64_t count,
                const float *values);

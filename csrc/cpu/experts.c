@@ -6,8 +6,9 @@
  *   combine    out [M, K]                                = sum over j of weight * z, rounded once
  *
  * each projection preceded by its shrink, and by x or h in e4m3 where its weights take that. `out`
- * may be the memory of x: only combine writes it. */
-#include "cpu/cpu.h"
+ * may be the memory of x: only combine writes it. For a backward, w13 also leaves its sums from
+ * before the activation, and both leave what they shrank. */
+#include "cpu/backward.h"
 
 typedef struct experts_layout {
   moelora_sorted sorted;
@@ -18,6 +19,7 @@ typedef struct experts_layout {
   void *xa13; /* NULL without adapters */
   void *xa2;  /* NULL without adapters */
   moelora_e4m3_rows x_e4m3, h_e4m3;
+  moelora_rounded rounded13, rounded2;
   size_t bytes;
 } experts_layout;
 
@@ -44,6 +46,8 @@ static experts_layout lay_out(const moelora_experts_problem *problem,
     layout.xa13 = moelora_take(&arena, moelora_xa_bytes(variant, routes, &problem->w13_lora));
   if (routes->token_lora_mapping.data && problem->w2_lora.num_slices)
     layout.xa2 = moelora_take(&arena, moelora_xa_bytes(variant, routes, &problem->w2_lora));
+  moelora_rounded_take(problem, &problem->w13_lora, problem->hidden, &arena, &layout.rounded13);
+  moelora_rounded_take(problem, &problem->w2_lora, problem->intermediate, &arena, &layout.rounded2);
   layout.bytes = arena.used;
   return layout;
 }
@@ -57,7 +61,12 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
                                    const moelora_experts_plan *plan, const moelora_exec *exec) {
   const moelora_routes *routes = &problem->routes;
   experts_layout layout = lay_out(problem, plan, exec, exec->workspace);
+  moelora_factors lora13 = problem->w13_lora, lora2 = problem->w2_lora;
   moelora_sort_rows(routes, &layout.sorted);
+  moelora_cpu_round_factors(plan->variant, problem, problem->hidden, &layout.rounded13, &lora13,
+                            exec);
+  moelora_cpu_round_factors(plan->variant, problem, problem->intermediate, &layout.rounded2, &lora2,
+                            exec);
   moelora_projection w13 = {
       .variant = plan->variant,
       .routes = routes,
@@ -68,12 +77,14 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
       .x_index = MOELORA_BY_TOKEN,
       .w = &problem->w13,
       .x_e4m3 = layout.x_e4m3,
-      .lora = &problem->w13_lora,
+      .lora = &lora13,
       .xa = layout.sorted.has_adapters ? layout.xa13 : NULL,
       .activated = true,
       .gated = moelora_is_gated(problem->activation.kind),
       .interleaved = moelora_is_interleaved(problem->activation.kind),
       .activation = problem->activation,
+      .before = problem->saved.gate_up,
+      .before_stride = problem->saved.gate_up_stride,
       .emit = moelora_cpu_emit_operands, /* w2 reads them */
       .out = layout.h,
       .out_stride = {problem->intermediate},
@@ -89,7 +100,7 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
       .x_index = MOELORA_BY_SORTED,
       .w = &problem->w2,
       .x_e4m3 = layout.h_e4m3,
-      .lora = &problem->w2_lora,
+      .lora = &lora2,
       .xa = layout.sorted.has_adapters ? layout.xa2 : NULL,
       .emit = moelora_cpu_emit_f32,
       .out = layout.z,
@@ -125,5 +136,10 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
       .out_stride = problem->out_stride,
   };
   moelora_cpu_combine(&combine, exec);
+  if (problem->saved.gate_up) {
+    moelora_cpu_save_skipped(problem, &layout.sorted);
+    moelora_cpu_save_shrink(&w13, &problem->saved, 0, exec);
+    moelora_cpu_save_shrink(&w2, &problem->saved, 1, exec);
+  }
   return MOELORA_OK;
 }

@@ -5,7 +5,8 @@
 
 #include <string.h>
 
-#include "cpu/activation.h"
+#include "cpu/activation_backward.h"
+#include "cpu/add_rows.h"
 #include "cpu/convert.h"
 #include "cpu/kernels.h"
 
@@ -52,8 +53,10 @@ static inline void round_f32(const float *src, void *dst, int64_t n) {
    .store = store_##TYPE,                                                                          \
    .load = load_##TYPE,                                                                            \
    .dot = dot,                                                                                     \
+   .add_rows = add_rows,                                                                           \
    .dequantise = DEQUANTISED,                                                                      \
    .dequantise_fp8 = DEQUANTISED_FP8,                                                              \
-   .activate = moelora_activate}
+   .activate = moelora_activate,                                                                   \
+   .activate_backward = moelora_activate_backward}
 
 #endif

@@ -53,6 +53,15 @@ static const float *activate(const moelora_projection *p, float *c, int64_t coun
   return c;
 }
 
+/* Keeps the columns of `range` of sorted row `at` as they go into the activation. */
+static void keep_before(const moelora_projection *p, int64_t at, const column_range *range,
+                        const float *c) {
+  const size_t bytes = moelora_dtype_bytes(p->variant->dtype);
+  char *to =
+      (char *)p->before + (size_t)(p->sorted->row[at] * p->before_stride + range->begin) * bytes;
+  moelora_cpu_kernels_of(p->variant)->store(c + range->at, to, range->end - range->begin);
+}
+
 /* Sorted rows [first, first + m) of one expert, output columns [begin, begin + count). */
 static void project_tile(const moelora_projection *p, int64_t first, int64_t m, int64_t begin,
                          int64_t count, moelora_scratch *scratch) {
@@ -83,8 +92,11 @@ static void project_tile(const moelora_projection *p, int64_t first, int64_t m, 
     if (w.bias)
       add_bias(p, expert, &ranges[i], m, scratch->c, scratch->line);
   }
-  for (int64_t i = 0; i < m; i++)
+  for (int64_t i = 0; i < m; i++) {
+    for (int j = 0; j < num_ranges && p->before; j++)
+      keep_before(p, first + i, &ranges[j], scratch->c + i * ldc);
     p->emit(p, first + i, begin, count, activate(p, scratch->c + i * ldc, count, scratch->line));
+  }
 }
 
 static void project_task(void *context, int64_t index, int32_t worker) {

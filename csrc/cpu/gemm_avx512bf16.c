@@ -70,8 +70,10 @@ const moelora_cpu_kernels moelora_gemm_bf16_avx512bf16 = {
     .store = store_bf16,
     .load = load_bf16,
     .dot = dot,
+    .add_rows = add_rows,
     .dequantise = dequantise_bf16,
     .dequantise_fp8 = dequantise_fp8_bf16,
     .activate = moelora_activate,
+    .activate_backward = moelora_activate_backward,
 };
 #endif

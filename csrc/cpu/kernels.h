@@ -14,6 +14,8 @@
 
 /* Weight rows of a micro tile. */
 #define MOELORA_DOT_N 4
+/* What the columns of add_rows are a multiple of. */
+#define MOELORA_ROW_STEP 16
 
 typedef struct moelora_cpu_kernels {
   size_t operand_bytes;
@@ -30,6 +32,10 @@ typedef struct moelora_cpu_kernels {
   void (*dot)(int64_t m, int64_t n, int64_t k, const void *const *x /* [m] operand rows */,
               const void *w /* [n] operand rows */, int64_t w_stride, const void *next,
               float *c /* [m, ldc] */, int64_t ldc);
+  /* c[i * ldc + j] += sum over q < k of x[i][q] * w[q][j], for i < m and j < n, all float32, where
+   * n is a multiple of MOELORA_ROW_STEP. Sums add in the order of q alone. */
+  void (*add_rows)(int64_t m, int64_t n, int64_t k, const float *const *x /* [m] rows */,
+                   const float *const *w /* [k] rows */, float *c /* [m, ldc] */, int64_t ldc);
   /* Columns of rows r and r + 8, r / 8 even, of `tiles` tiles of quantised weights (moelora.h) that
    * lie `stride` bytes apart: operands to low and high, 64 for each tile. Fetches what lies `ahead`
    * bytes ahead of these rows into L2. NULL: the dtype has no such weights. */
@@ -41,6 +47,10 @@ typedef struct moelora_cpu_kernels {
   /* gate[i] = activation(gate[i], up[i]); see activation.h */
   void (*activate)(const moelora_activation_problem *activation, float *gate, const float *up,
                    int64_t n);
+  /* h[i] = activation(gate[i], up[i]); gate and up become their gradients, where dh is that of h;
+   * see activation_backward.h */
+  void (*activate_backward)(const moelora_activation_problem *activation, float *gate, float *up,
+                            const float *dh, float *h, int64_t n);
 } moelora_cpu_kernels;
 
 /* The kernels of a row of variants.inc. */

@@ -1,7 +1,8 @@
 /* Rows of x in e4m3 for weights of FP8 (moelora_x_format of moelora.h has the rule):
  *
  *   s = the scale of a group of depth, of a row, or given
- *   values [rows, K]       = e4m3(x / s), as operands, which hold all of e4m3
+ *   values [rows, K]       = e4m3(x / s) of a row's s, e4m3(x (1/s)) of others; as operands, which
+ *                            hold all of e4m3
  *   scales [rows, groups]  = s, repeated where groups share it
  *
  * A row depends on nothing but itself, whatever it is in a batch with. */

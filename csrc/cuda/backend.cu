@@ -86,6 +86,8 @@ extern "C" const moelora_backend moelora_cuda_backend = {
     moelora_cuda_gemm,
     moelora_cuda_experts_workspace,
     moelora_cuda_experts,
+    nullptr, // the backward of a layer
+    nullptr,
     moelora_cuda_pack,
     moelora_cuda_pack_quantized,
     moelora_cuda_unpack_quantized,

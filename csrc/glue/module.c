@@ -172,6 +172,7 @@ static PyObject *py_operators(PyObject *self, PyObject *unused) {
 #define WRITTEN(ALIAS, NAME, SHAPE, FIELD) {"tensor", #NAME, SHAPE},
 #define WRITTEN_OPTIONAL(ALIAS, NAME, SHAPE, FIELD) {"optional", #NAME, SHAPE},
 #define LIST(NAME, SHAPE, COUNT, FIELD) {"list", #NAME, SHAPE},
+#define WRITTEN_LIST(ALIAS, NAME, SHAPE, COUNT, FIELD) {"list", #NAME, SHAPE},
 #define LORA(A, SHAPE_A, B, SHAPE_B, FIELD) {"list", #A, SHAPE_A}, {"list", #B, SHAPE_B},
 #define HOST_INT(NAME, FIELD) {"host", #NAME, "[1]"},
 #define RETURNS(DTYPE, SHAPE) {"returns", DTYPE, SHAPE},

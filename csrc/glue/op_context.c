@@ -59,45 +59,24 @@ static int32_t dtype_to_torch(moelora_dtype dtype) {
   case MOELORA_U8:
     return aoti_torch_dtype_uint8();
   }
-  return -1;
+  /* Of a foreign one: the core refuses it before it looks at an output. */
+  return aoti_torch_dtype_uint8();
 }
 
-static bool dtype_from_torch(int32_t code, moelora_dtype *dtype) {
+static moelora_dtype dtype_from_torch(int32_t code) {
   for (int32_t i = MOELORA_F32; i <= MOELORA_U8; i++) {
     if (dtype_to_torch((moelora_dtype)i) == code) {
-      *dtype = (moelora_dtype)i;
-      return true;
+      return (moelora_dtype)i;
     }
   }
-  return false;
-}
-
-/* What torch calls the dtypes that the core does not know. */
-static const char *foreign_dtype_name(int32_t code) {
-  static const struct {
-    int32_t (*code)(void);
-    const char *name;
-  } known[] = {
-      {aoti_torch_dtype_float64, "float64"},
-      {aoti_torch_dtype_int8, "int8"},
-      {aoti_torch_dtype_uint16, "uint16"},
-      {aoti_torch_dtype_int16, "int16"},
-      {aoti_torch_dtype_uint32, "uint32"},
-      {aoti_torch_dtype_uint64, "uint64"},
-      {aoti_torch_dtype_float8_e4m3fn, "float8_e4m3fn"},
-      {aoti_torch_dtype_float8_e4m3fnuz, "float8_e4m3fnuz"},
-      {aoti_torch_dtype_float8_e5m2, "float8_e5m2"},
-      {aoti_torch_dtype_float8_e5m2fnuz, "float8_e5m2fnuz"},
-      {aoti_torch_dtype_complex32, "complex32"},
-      {aoti_torch_dtype_complex64, "complex64"},
-      {aoti_torch_dtype_complex128, "complex128"},
-  };
-  for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
-    if (known[i].code() == code) {
-      return known[i].name;
-    }
+#define CODE(dtype) aoti_torch_dtype_##dtype,
+  static int32_t (*const foreign[])(void) = {MOELORA_FOREIGN_DTYPES(CODE)};
+#undef CODE
+  size_t place = 0;
+  while (place < sizeof foreign / sizeof *foreign && foreign[place]() != code) {
+    place++;
   }
-  return "of another library";
+  return (moelora_dtype)(MOELORA_FOREIGN + place);
 }
 
 /* Where tensors without elements point, and no others: NULL would say that they are absent. */
@@ -188,13 +167,7 @@ static moelora_tensor view(moelora_op_context *ctx, const char *name, int32_t in
   }
   check_device(ctx, name, handle);
   aoti_torch_get_dtype(handle, &code);
-  if (!dtype_from_torch(code, &tensor.dtype)) {
-    op_fail(
-        ctx, MOELORA_INVALID_ARGUMENT,
-        "%s has dtype %s, expected one of float32, bfloat16, float16, int32, int64, bool, uint8",
-        name, foreign_dtype_name(code));
-    return tensor;
-  }
+  tensor.dtype = dtype_from_torch(code);
   if (ndim > MOELORA_MAX_DIMS) {
     op_fail(ctx, MOELORA_INVALID_ARGUMENT, "%s has %" PRId64 " dimensions, at most %d are known",
             name, ndim, MOELORA_MAX_DIMS);
@@ -287,16 +260,14 @@ int32_t op_host_int(moelora_op_context *ctx, const char *name, StableIValue valu
   aoti_torch_get_device_type(handle, &type);
   aoti_torch_get_dtype(handle, &code);
   const bool is_64 = code == aoti_torch_dtype_int64();
-  if (numel == 1 && op_is_meta(ctx) && type != aoti_torch_device_type_cuda()) {
-    numel = 0;
-  }
-  if (numel > 1 || (numel && type != aoti_torch_device_type_cpu())) {
+  const bool is_meta = op_is_meta(ctx) && type != aoti_torch_device_type_cuda();
+  if (numel > 1 || (numel && !is_meta && type != aoti_torch_device_type_cpu())) {
     op_fail(ctx, MOELORA_INVALID_ARGUMENT,
             "%s has %" PRId64 " elements on %s, expected 1 on cpu: reading it elsewhere would wait",
             name, numel, device_name(type));
   } else if (numel && !is_64 && code != aoti_torch_dtype_int32()) {
     op_fail(ctx, MOELORA_INVALID_ARGUMENT, "%s has another dtype than int32 or int64", name);
-  } else if (numel) {
+  } else if (numel && !is_meta) {
     const moelora_tensor one = {.dtype = is_64 ? MOELORA_I64 : MOELORA_I32};
     aoti_torch_get_data_ptr(handle, &data);
     check_storage(ctx, (moelora_arg){name, -1, &one}, handle, data != NULL);

@@ -12,9 +12,9 @@
 #include "glue/abi.h"
 #include "moelora.h"
 
-/* fused_experts_lora: 14 tensors, 4 lists, 1 output, 1 workspace. */
-#define OP_MAX_HANDLES (20 + 4 * MOELORA_MAX_SLICES)
-#define OP_MAX_OUTPUTS 4
+/* fused_experts_lora_backward_out: 22 tensors, 8 lists, 1 workspace. */
+#define OP_MAX_HANDLES (24 + 8 * MOELORA_MAX_SLICES)
+#define OP_MAX_OUTPUTS 10
 
 typedef struct moelora_op_context {
   const char *op;

@@ -5,9 +5,8 @@
 #include "core/format.h"
 #include "glue/ops.h"
 
-/* Rows of output that `w` stands for: [E, N, K], packed [E, N/64, K/64, 64, 64], or tiles, which
- * cannot hold more than they have room for. */
-static int64_t weight_rows(const moelora_tensor *w, const moelora_layout *layout) {
+/* Tiles cannot hold more rows than they have room for. */
+int64_t op_weight_rows(const moelora_tensor *w, const moelora_layout *layout) {
   const bool tiles = moelora_is_quantized(layout->format);
   const int64_t rows = op_size(w, 1) * (tiles || w->ndim == 5 ? MOELORA_PACK : 1);
   return tiles && layout->rows < rows ? layout->rows > 0 ? layout->rows : 0 : rows;
@@ -67,7 +66,7 @@ void op_run_gemm(moelora_op_context *ctx, moelora_gemm_args *args) {
   if (!args->out.data) {
     const moelora_tensor *ids = &args->routing.topk_ids;
     const int64_t sizes[3] = {op_size(ids, 0), op_size(ids, 1),
-                              weight_rows(&args->w, &args->w_layout)};
+                              op_weight_rows(&args->w, &args->w_layout)};
     args->out = op_output(ctx, args->x.dtype, 3, sizes);
   }
   moelora_call call;

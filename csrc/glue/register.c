@@ -24,6 +24,7 @@ static const char *const arguments[NUM_OPS] = {
 #define WRITTEN(ALIAS, NAME, ...) ", Tensor(" #ALIAS "!) " #NAME
 #define WRITTEN_OPTIONAL(ALIAS, NAME, ...) ", Tensor(" #ALIAS "!) " #NAME
 #define LIST(NAME, ...) ", Tensor[] " #NAME
+#define WRITTEN_LIST(ALIAS, NAME, ...) ", Tensor(" #ALIAS "!)[] " #NAME
 #define LORA(A, SHAPE_A, B, ...) ", Tensor[] " #A ", Tensor[] " #B
 #define INT(NAME, ...) ", int " #NAME
 #define WIDE_INT(NAME, ...) ", int " #NAME
@@ -44,11 +45,13 @@ static const int returned[NUM_OPS] = {
 };
 
 static void write_schema(int op, char *to, size_t bytes) {
-  static const char *const tensors[] = {"()", "Tensor", "(Tensor, Tensor)",
-                                        "(Tensor, Tensor, Tensor)",
-                                        "(Tensor, Tensor, Tensor, Tensor)"};
-  _Static_assert(sizeof tensors / sizeof *tensors == OP_MAX_OUTPUTS + 1, "all numbers of outputs");
-  snprintf(to, bytes, "%s(%s) -> %s", names[op], arguments[op] + 2, tensors[returned[op]]);
+  const int outputs = returned[op];
+  int used =
+      snprintf(to, bytes, "%s(%s) -> %s", names[op], arguments[op] + 2, outputs == 1 ? "" : "(");
+  for (int i = 0; i < outputs; i++) {
+    used += snprintf(to + used, bytes - used, "%sTensor", i ? ", " : "");
+  }
+  snprintf(to + used, bytes - used, "%s", outputs == 1 ? "" : ")");
 }
 
 /* ---- arguments ---- */
@@ -61,6 +64,8 @@ static void write_schema(int op, char *to, size_t bytes) {
 #define WRITTEN(ALIAS, NAME, SHAPE, FIELD) args->FIELD = op_tensor(ctx, #NAME, *stack++);
 #define WRITTEN_OPTIONAL(ALIAS, NAME, SHAPE, FIELD) args->FIELD = op_optional(ctx, #NAME, *stack++);
 #define LIST(NAME, SHAPE, COUNT, FIELD) args->COUNT = op_tensors(ctx, #NAME, *stack++, args->FIELD);
+#define WRITTEN_LIST(ALIAS, NAME, SHAPE, COUNT, FIELD)                                             \
+  args->COUNT = op_tensors(ctx, #NAME, *stack++, args->FIELD);
 #define LORA(A, SHAPE_A, B, SHAPE_B, FIELD)                                                        \
   args->FIELD = op_lora(ctx, #A, stack[0], #B, stack[1]);                                          \
   stack += 2;
@@ -72,9 +77,9 @@ static void write_schema(int op, char *to, size_t bytes) {
 #define FLOAT_OR_ZERO(NAME, FIELD) args->FIELD = (float)op_float(*stack++);
 #define FLAG(NAME, FIELD) args->FIELD = *stack++ != 0;
 #define INVARIANT ctx->exec.batch_invariant = *stack++ != 0;
-#define MAPPED(FIELD, NAME)                                                                        \
-  op_need_mapping(ctx, &args->routing.topk_ids, &args->adapters.token_lora_mapping, &args->FIELD,  \
-                  #NAME);
+#define MAPPED(AT, FIELD, NAME)                                                                    \
+  op_need_mapping(ctx, &args->AT routing.topk_ids, &args->AT adapters.token_lora_mapping,          \
+                  &args->AT FIELD, #NAME);
 #define END                                                                                        \
   (void)stack;                                                                                     \
   }
@@ -109,7 +114,7 @@ const char *moelora_register_ops(void) {
   /* The same again for meta tensors. Shape functions in Python, which understand symbolic sizes,
    * take the Meta key of the operators themselves, and call these to check. */
   static TorchLibraryHandle meta_definitions, meta;
-  static char schema[1024];
+  static char schema[2048];
   if (definitions) {
     return NULL;
   }

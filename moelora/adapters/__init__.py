@@ -1,6 +1,26 @@
-"""LoRA adapters for mixture-of-experts layers: PEFT checkpoints and the pool that serves them."""
+"""LoRA adapters: PEFT checkpoints of whole models and the pool that serves those of experts."""
 
-from moelora.adapters.checkpoint import AdapterInfo, MoELayer, peek
+from moelora.adapters.checkpoint import load, peek
+from moelora.adapters.layers import (
+    Adapter,
+    AdapterInfo,
+    LinearLayer,
+    LinearPair,
+    MoELayer,
+    Pair,
+    Projection,
+)
 from moelora.adapters.pool import AdapterPool
 
-__all__ = ["AdapterInfo", "AdapterPool", "MoELayer", "peek"]
+__all__ = [
+    "Adapter",
+    "AdapterInfo",
+    "AdapterPool",
+    "LinearLayer",
+    "LinearPair",
+    "MoELayer",
+    "Pair",
+    "Projection",
+    "load",
+    "peek",
+]

@@ -1,222 +1,112 @@
-"""PEFT checkpoints of MoE adapters, brought to one form: per layer and projection one pair (A, B).
+"""A whole adapter from a PEFT folder or a state dict, in one form, or why not.
 
-Key forms, after an optional `base_model.model.` and the path of the layer's experts:
-
-    .3.gate_proj.lora_A.weight        one pair per expert, A (r, in), B (out, r); Mixtral's names
-                                      w1 = gate, w3 = up, w2 = down are the same
-    .gate_proj.lora_A.weight          all experts stacked, A (E or 1, r, in), B (E or 1, out, r);
-                                      1, or a plain matrix, is one factor shared by all experts
-                                      ("shared outer" LoRA shares A of gate and up and B of down);
-                                      also gate_up_proj, with one A and B of 2I rows
-    [.base_layer]*.lora_A.weight      PEFT's `target_parameters`: A (E*r, in) with row e*r + k,
-                                      B (out, r*E) with column k*E + e (the expert varies fastest!)
-
-The last form does not name its parameter: PEFT nests one wrapper per targeted parameter, in the
-order in which the module registers them, so that the first is the innermost and has the most
-`base_layer`. Which parameters are targeted, adapter_config.json says.
-
-Old versions of PEFT stored that form with in and out exchanged: A (E*r, out) and B (in, r*E) with
-delta^T = B A. Shapes tell wherever in and out differ; one checkpoint has one layout, so that one
-factor decides for all. Where every factor is square, as for gate_up_proj alone with 2I = K, the
-version in adapter_config.json decides, and without one the checkpoint is refused.
+What a tensor's name means is in `keys` (prefixes, other names of a module) and `places` (experts
+and their projections, linear layers); how its numbers lie in `experts` and `columns`. Nothing of an
+adapter is left out: what belongs to no layer of the model is refused by name.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
+from moelora.adapters import columns, expert_pairs, linear_pairs
+from moelora.adapters.columns import Layout
 from moelora.adapters.config import LoraConfig
+from moelora.adapters.expert_pairs import ExpertPairs
+from moelora.adapters.factors import Factor, check_dtype, check_rank, check_shape
+from moelora.adapters.keys import Key, module_of, parse
+from moelora.adapters.layers import Adapter, AdapterInfo, LinearLayer, MoELayer
+from moelora.adapters.linear_pairs import LinearPairs
+from moelora.adapters.places import ExpertPlace, LinearPlace, Modules, Place
+from moelora.adapters.weights import State, Weights, open_weights
 
-WEIGHTS_FILE = "adapter_model.safetensors"
-
-Projection: TypeAlias = Literal["gate", "up", "gate_up", "down"]
-
-_PREFIX = "base_model.model."
-_KEY = re.compile(r"(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
-_BELOW = 2  # names of a key below its layer, at most
-_WRAPPED = re.compile(r"(\.base_layer)*")
-_PROJECTION = re.compile(r"(\.(?P<expert>0|[1-9][0-9]{0,8}))?\.(?P<name>[a-z0-9_]+)")
-_PROJECTIONS: dict[str, Projection] = {
-    "gate_proj": "gate",
-    "up_proj": "up",
-    "down_proj": "down",
-    "gate_up_proj": "gate_up",
-    "w1": "gate",
-    "w3": "up",
-    "w2": "down",
-}
-
-
-@dataclass(frozen=True)
-class MoELayer:
-    """What the adapters of one MoE layer must fit.
-
-    `name` is the module path of the experts, e.g. `model.layers.0.mlp.experts`. `interleaved` says
-    that rows of w13 alternate between gate and up (gpt-oss) instead of gate rows then up rows.
-    `transposed` says that the model keeps its parameters as (E, in, out), as those with interleaved
-    rows do; it matters for square factors of old versions of PEFT alone.
-    """
-
-    name: str
-    num_experts: int
-    hidden_size: int
-    intermediate_size: int
-    gated: bool = True
-    interleaved: bool = False
-    transposed: bool = False
-
-    def shape(self, projection: Projection) -> tuple[int, int]:
-        """(in, out) of a projection."""
-        k, i = self.hidden_size, self.intermediate_size
-        return {"gate": (k, i), "up": (k, i), "gate_up": (k, 2 * i), "down": (i, k)}[projection]
-
-    @property
-    def parameters(self) -> tuple[str, str]:
-        """The 3D parameters of the experts, in the order of registration."""
-        return ("gate_up_proj" if self.gated else "up_proj", "down_proj")
-
-
-@dataclass
-class Pair:
-    """The factors of one projection: A (E or 1, r, in), B (E or 1, out, r), scaling per expert."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    scalings: list[float]  # one per expert, or one for all
-
-    @property
-    def rank(self) -> int:
-        return self.a.size(1)
-
-
-@dataclass(frozen=True)
-class AdapterInfo:
-    """What can be said of a checkpoint without reading its tensors."""
-
-    max_rank: int
-    fused: bool  # gate and up share one A
-    shared_outer: bool  # A of gate and up and B of down are shared by all experts
-
-
-@dataclass
-class _Factor:
-    """One tensor of a checkpoint and what its place in the configuration says about it."""
-
-    key: str
-    tensor: torch.Tensor
-    rank: int
-    scaling: float
-
-
-@dataclass
-class _Sides:
-    """What was found for one projection, by expert; None stands for all experts at once."""
-
-    a: dict[int | None, _Factor] = field(default_factory=dict)
-    b: dict[int | None, _Factor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a key belongs."""
-
-    layer: MoELayer
-    projection: Projection
-    side: str  # A or B
-    expert: int | None
-    wrapped: bool
-    path: str  # what rank_pattern and alpha_pattern are matched against
-
-    def wrapped_shape(self, rank: int, exchanged: bool) -> tuple[int, int]:
-        """Of a factor of `target_parameters`."""
-        sizes = self.layer.shape(self.projection)
-        wide, tall = reversed(sizes) if exchanged else sizes
-        stacked = self.layer.num_experts * rank
-        return (stacked, wide) if self.side == "A" else (tall, stacked)
-
-
-@contextmanager
-def open_weights(folder: Path) -> Iterator[Any]:
-    """The tensors of a checkpoint, as an object with `keys()` and `get_tensor(key)`."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ModuleNotFoundError:
-        raise ImportError("reading adapters needs safetensors: pip install safetensors") from None
-    path = folder / WEIGHTS_FILE
-    if not path.is_file():
-        hint = ""
-        if (folder / "adapter_model.bin").exists():
-            hint = "; adapter_model.bin is a pickle and is never loaded, convert it to safetensors"
-        raise FileNotFoundError(f"{folder} holds no {WEIGHTS_FILE}{hint}")
-    try:
-        with safe_open(path, framework="pt", device="cpu") as weights:
-            yield weights
-    except SafetensorError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-
-
-class _State:
-    """A state dict with the interface of an open safetensors file."""
-
-    def __init__(self, state: Mapping[str, torch.Tensor]):
-        for key in state:
-            if not isinstance(key, str):
-                raise ValueError(f"key {key!r} of the state dict is a {type(key).__name__}")
-        self._state = state
-
-    def keys(self) -> Sequence[str]:
-        return list(self._state)
-
-    def get_tensor(self, key: str) -> torch.Tensor:
-        tensor = self._state[key]
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{key} is a {type(tensor).__name__}, wanted a tensor")
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            raise ValueError(f"{key} is a sparse or a meta tensor, wanted a plain one")
-        return tensor.detach().cpu()
+# The weight of a linear layer or embedding of the model that an adapter is for, None if it has no
+# plain one.
+Own: TypeAlias = Callable[[str], "torch.Tensor | None"]
 
 
 def load(
     source: str | Path | Mapping[str, torch.Tensor],
     config: Mapping[str, Any] | None,
     layers: Sequence[MoELayer],
-) -> dict[str, dict[str, Pair]]:
-    """Reads and checks a whole adapter: layer name -> projection -> pair."""
+    linears: Sequence[LinearLayer] = (),
+    *,
+    max_rank: int | None = None,
+    max_linear_rank: int | None = None,
+    layout: Layout | None = None,
+    own: Own | None = None,
+) -> Adapter:
+    """Reads and checks a whole adapter for a model with these layers.
+
+    Parameters
+    ----------
+    source : path or mapping
+        A PEFT folder, or the tensors by name.
+    config : mapping, optional
+        The content of adapter_config.json that goes with a state dict.
+    layers : sequence of MoELayer
+    linears : sequence of LinearLayer
+        All other layers that may have factors; by default none, so that they are refused.
+    max_rank, max_linear_rank : int, optional
+        Largest rank of factors of `layers` and of `linears` that is taken.
+    layout : {"rank_major", "grouped_by_expert"}, optional
+        How columns of `lora_B` of stacks of experts lie, where nothing in the adapter says so.
+    own : callable, optional
+        Gives the weight that the model has under a name of `linears`. PEFT saves the weights of
+        embeddings and of `lm_head` beside their factors, as they were in training: they must be
+        the model's own, and are refused without this argument.
+
+    Raises
+    ------
+    ValueError, FileNotFoundError
+        The adapter cannot be read, or is not all of these layers; the message names the option,
+        key or file.
+    """
+    columns.check(layout)
+    limits = (max_rank, max_linear_rank)
     if isinstance(source, Mapping):
         if config is None:
             raise ValueError("a state dict needs config=, the content of adapter_config.json")
-        return _read(_State(source), LoraConfig.parse(config), layers)
+        lora = LoraConfig.parse(config)
+        reader = _Reader(State(source), lora, Modules(lora, layers, linears), layout)
+        return reader.read(limits, own)
     if config is not None:
         raise ValueError("config= is for state dicts; a folder has its own adapter_config.json")
     folder = _folder(source)
     lora = LoraConfig.read(folder)
     with open_weights(folder) as weights:
-        return _read(weights, lora, layers)
+        reader = _Reader(weights, lora, Modules(lora, layers, linears), layout)
+        return reader.read(limits, own)
 
 
-def peek(folder: str | Path, layers: Sequence[MoELayer]) -> AdapterInfo:
-    """Reads the configuration and the header of a checkpoint, enough to size a pool for it."""
+def peek(
+    folder: str | Path,
+    layers: Sequence[MoELayer],
+    linears: Sequence[LinearLayer] = (),
+    *,
+    layout: Layout | None = None,
+) -> AdapterInfo:
+    """Reads the configuration and the names and shapes of a folder, enough to size a pool for it.
+
+    Parameters and errors are those of `load`, but that no tensor is read.
+    """
+    columns.check(layout)
     folder = _folder(folder)
     lora = LoraConfig.read(folder)
-    fused, shared = True, True
     with open_weights(folder) as weights:
-        names = _layer_names(layers)
-        for key in weights.keys():  # noqa: SIM118, not a dict
-            place = _locate(key, names, lora)
-            if place.projection in ("gate", "up"):
-                fused = fused and not place.layer.gated
-            if (place.side == "A") != (place.projection == "down"):
-                shape = weights.get_slice(key).get_shape()
-                alone = len(shape) == 2 or shape[0] == 1
-                shared = shared and place.expert is None and not place.wrapped and alone
-    return AdapterInfo(lora.max_rank, fused, shared)
+        return _Reader(weights, lora, Modules(lora, layers, linears), layout).info()
+
+
+def hint(source: str | Path | Mapping[str, torch.Tensor]) -> str:
+    """What to add to a refusal of a folder: who says more."""
+    if isinstance(source, Mapping) or not Path(source).is_dir():
+        return ""
+    return f"; `moelora adapters {str(source):.200}` says what the adapter is"
 
 
 def _folder(source: str | Path) -> Path:
@@ -226,199 +116,167 @@ def _folder(source: str | Path) -> Path:
     return folder
 
 
-def _layer_names(layers: Sequence[MoELayer]) -> dict[str, MoELayer]:
-    """Layers by module path; Mixtral's experts moved from `block_sparse_moe` to `mlp`."""
-    names = {layer.name: layer for layer in layers}
-    for layer in layers:
-        old = re.sub(r"\.mlp\.experts$", ".block_sparse_moe.experts", layer.name)
-        names.setdefault(old, layer)
-    return names
+class _Reader:
+    """One adapter: all that its header tells is checked when it is made, tensors are read last."""
 
-
-def _locate(key: str, names: Mapping[str, MoELayer], lora: LoraConfig) -> _Place:
-    """Where `key` belongs; ValueError if moelora does not know."""
-    match = _KEY.fullmatch(key.removeprefix(_PREFIX))
-    path = match["path"] if match else ""
-    name = path
-    for _ in range(_BELOW):
-        if name not in names:
-            name = name.rpartition(".")[0]
-    if match is None or name not in names:
-        raise ValueError(
-            f"{key:.200} is not a LoRA factor of an expert; the experts of this pool are "
-            f"{next(iter(names))}, ..."
-        )
-    layer, rest, side = names[name], path[len(name) :], match["side"]
-
-    if _WRAPPED.fullmatch(rest):
-        targeted = [p for p in layer.parameters if lora.targets_parameter(f"{layer.name}.{p}")]
-        if not lora.target_parameters:
-            targeted = list(layer.parameters)
-        depth = rest.count(".base_layer")
-        if depth >= len(targeted):
-            raise ValueError(
-                f"{key} wraps parameter {depth + 1} of {layer.name}, but target_parameters "
-                f"{list(lora.target_parameters)} name {len(targeted)} of {list(layer.parameters)}"
-            )
-        parameter = targeted[len(targeted) - 1 - depth]
-        projection = _PROJECTIONS[parameter]
-        return _Place(layer, projection, side, None, True, f"{layer.name}.{parameter}")
-
-    match = _PROJECTION.fullmatch(rest)
-    projection = _PROJECTIONS.get(match["name"]) if match else None
-    ungated = not layer.gated and projection in ("gate", "gate_up")
-    if match is None or projection is None or ungated:
-        wanted = sorted(_PROJECTIONS) if layer.gated else ["up_proj", "down_proj"]
-        raise ValueError(f"{key}: {rest.lstrip('.')} of {layer.name} is not one of {wanted}")
-    expert = None if match["expert"] is None else int(match["expert"])
-    if expert is not None and expert >= layer.num_experts:
-        raise ValueError(f"{key}: expert {expert} of {layer.num_experts} experts")
-    return _Place(layer, projection, side, expert, False, path)
-
-
-def _read(weights: Any, lora: LoraConfig, layers: Sequence[MoELayer]) -> dict[str, dict[str, Pair]]:
-    names = _layer_names(layers)
-    found: dict[tuple[str, str], _Sides] = {}
-    places: dict[tuple[str, str], MoELayer] = {}
-    located = {key: _locate(key, names, lora) for key in sorted(weights.keys())}
-    tensors = {key: weights.get_tensor(key) for key in located}
-    wrapped = {key: tuple(tensors[key].shape) for key, place in located.items() if place.wrapped}
-    exchanged = bool(wrapped) and _exchanged(wrapped, located, lora)
-    for key, place in located.items():
-        factor = _factor(key, tensors.pop(key), place, lora, exchanged)
-        index = (place.layer.name, place.projection)
-        places[index] = place.layer
-        sides = found.setdefault(index, _Sides())
-        side = sides.a if (place.side == "A") != (place.wrapped and exchanged) else sides.b
-        taken = side.get(place.expert)
-        if taken is None and (place.expert is None) != (None in side) and side:
-            taken = next(iter(side.values()))
-        if taken is not None:
-            raise ValueError(f"{key} and {taken.key} are the same factor")
-        side[place.expert] = factor
-    if not found:
-        raise ValueError("the checkpoint holds no tensors")
-
-    adapter: dict[str, dict[str, Pair]] = {}
-    for (name, projection), sides in found.items():
-        pairs = adapter.setdefault(name, {})
-        pairs[projection] = _pair(sides, places[name, projection])
-    for (name, projection), sides in found.items():
-        if projection == "gate_up" and {"gate", "up"} & adapter[name].keys():
-            key = next(iter(sides.a.values())).key
-            raise ValueError(f"{key}: {name} has factors of gate_up_proj and of gate or up alone")
-    return adapter
-
-
-def _exchanged(
-    shapes: Mapping[str, tuple[int, ...]], places: Mapping[str, _Place], lora: LoraConfig
-) -> bool:
-    """Whether the factors of `target_parameters` have in and out exchanged, all or none."""
-    layouts = {False, True}
-    for key, shape in shapes.items():
-        rank, _ = lora.rank_and_scaling(places[key].path)
-        wanted = {layout: places[key].wrapped_shape(rank, layout) for layout in sorted(layouts)}
-        layouts = {layout for layout in wanted if wanted[layout] == shape}
-        if not layouts:
-            forms = " or ".join(str(form) for form in dict.fromkeys(wanted.values()))
-            raise ValueError(f"{key}: shape is {shape}, wanted {forms}")
-    if len(layouts) == 1:
-        return layouts.pop()
-    key = next(iter(shapes))
-    layer = places[key].layer
-    exchanged = lora.exchanges_in_and_out(layer.transposed or layer.interleaved)
-    if exchanged is None:
-        raise ValueError(
-            f"{key}: the shape {shapes[key]} fits both layouts that PEFT has had for "
-            f"target_parameters, and peft_version {lora.peft_version!r:.60} does not tell which; "
-            "set it to the release that wrote them (from 0.19.1 on A is over the inputs)"
-        )
-    return exchanged
-
-
-def _factor(
-    key: str, tensor: torch.Tensor, place: _Place, lora: LoraConfig, exchanged: bool
-) -> _Factor:
-    """Checks one tensor and gives it the shape (E or 1, r, in) or (E or 1, out, r)."""
-    rank, scaling = lora.rank_and_scaling(place.path)
-    experts = place.layer.num_experts
-    wide, tall = place.layer.shape(place.projection)
-    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"{key}: dtype is {tensor.dtype}, wanted float32, bfloat16 or float16")
-
-    matrix = (rank, wide) if place.side == "A" else (tall, rank)
-    if place.expert is not None:
-        wanted = [matrix]
-    else:
-        wanted = [(experts, *matrix), (1, *matrix), matrix]
-    if not place.wrapped and tuple(tensor.shape) not in wanted:
-        forms = " or ".join(str(w) for w in dict.fromkeys(wanted))
-        raise ValueError(f"{key}: shape is {tuple(tensor.shape)}, wanted {forms}")
-    if not torch.isfinite(tensor).all():
-        raise ValueError(f"{key} holds NaN or Inf")
-
-    if place.wrapped and place.side == "A":
-        tensor = tensor.reshape(experts, rank, -1)
-    elif place.wrapped:
-        tensor = tensor.reshape(-1, rank, experts).permute(2, 0, 1)
-    elif tensor.dim() == 2:
-        tensor = tensor.unsqueeze(0)
-    if place.wrapped and exchanged:
-        tensor = tensor.transpose(1, 2)
-    return _Factor(key, tensor, rank, scaling)
-
-
-def _partner(key: str) -> str:
-    """The key of the other factor of a pair."""
-    end = len("A.weight")
-    return key[:-end] + {"A": "B", "B": "A"}[key[-end]] + ".weight"
-
-
-def _pair(sides: _Sides, layer: MoELayer) -> Pair:
-    """Joins the factors of one projection; experts that the adapter leaves out become zero."""
-    every = [*sides.a.values(), *sides.b.values()]
-    for here, there in ((sides.a, sides.b), (sides.b, sides.a)):
-        for expert, factor in here.items():
-            if expert in there or (there and (expert is None or None in there)):
+    def __init__(
+        self, weights: Weights, lora: LoraConfig, modules: Modules, layout: Layout | None
+    ) -> None:
+        self._weights = weights
+        self._modules = modules
+        self._saved: dict[str, LinearLayer] = {}  # weights beside the factors, by key
+        self._places: list[Place] = []
+        self._ranks: dict[str, int] = {}
+        self._scalings: dict[str, float] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._layouts: dict[str, Layout] = {}  # by parameter
+        adapters: dict[str, Key] = {}
+        for text in sorted(weights.keys()):
+            key = parse(text)
+            if key is None:
+                self._saved[text] = self._saved_weight(text)
                 continue
-            raise ValueError(f"{factor.key} has no {_partner(factor.key)}")
+            if key.adapter is not None:
+                adapters.setdefault(key.adapter, key)
+            place = modules.locate(key)
+            self._places.append(place)
+            self._ranks[text], self._scalings[text] = lora.rank_and_scaling(*place.paths)
+            self._shapes[text] = weights.shape(text)
+            parameter = place.parameter if isinstance(place, ExpertPlace) else None
+            if parameter is not None and parameter not in self._layouts:
+                try:
+                    self._layouts[parameter] = lora.columns.of(parameter, layout)
+                except ValueError as error:
+                    raise ValueError(f"{text}: {error}") from None
+        if len(adapters) > 1:
+            first, second = list(adapters.values())[:2]
+            raise ValueError(
+                f"{first.text} and {second.text} are of different adapters, wanted one of them"
+            )
+        if not self._places:
+            raise ValueError("the checkpoint holds no tensors")
+        wrapped = {
+            place: self._shapes[place.key.text]
+            for place in self._places
+            if isinstance(place, ExpertPlace) and place.parameter is not None
+        }
+        self._exchanged = expert_pairs.exchanges(wrapped, self._ranks, lora)
+        self._places = [place for place in self._places if not self._absent(place)]
+        self._of_experts, self._of_linears = ExpertPairs(), LinearPairs()
+        for place in self._places:
+            text = place.key.text
+            check_shape(text, self._shapes[text], self._forms(place))
+            factor = self._factor(place)
+            if isinstance(place, LinearPlace):
+                self._of_linears.add(place, factor, self._shapes[text])
+            else:
+                self._of_experts.add(place, factor, self._exchanged)
+        self._of_experts.check()
+        self._of_linears.check()
 
-    a, b = sides.a, sides.b
-    experts = sorted(e for e in {*a, *b} if e is not None)
-    for expert in experts or (None,):
-        left, right = a.get(expert) or a[None], b.get(expert) or b[None]
-        if left.rank != right.rank:
-            raise ValueError(f"{left.key} has rank {left.rank}, {right.key} has rank {right.rank}")
-    if experts:
-        scalings = [0.0] * layer.num_experts
-        for expert in experts:
-            # Where one side is shared, its own path has no expert in it; the other one decides.
-            scalings[expert] = (a.get(expert) or b[expert]).scaling
-        used = {scalings[e] for e in experts}
-        if len(used) == 1:
-            scalings = [used.pop()]
-    else:
-        scalings = [a[None].scaling]
-    rank = max(f.rank for f in every)
-    dtype = every[0].tensor.dtype
-    if any(f.tensor.dtype != dtype for f in every):
-        dtype = torch.float32
-    return Pair(
-        _stack(a, layer.num_experts, 1, rank, dtype),
-        _stack(b, layer.num_experts, 2, rank, dtype),
-        scalings,
-    )
+    def info(self) -> AdapterInfo:
+        fused, shared, rank = True, True, 0
+        for place in self._places:
+            if isinstance(place, LinearPlace):
+                continue
+            text = place.key.text
+            rank = max(rank, self._ranks[text])
+            if place.projection in ("gate", "up"):
+                fused = fused and not place.layer.gated
+            if (place.key.side == "A") != (place.projection == "down"):
+                shape = self._shapes[text]
+                alone = len(shape) == 2 or shape[0] == 1
+                plain = place.expert is None and place.parameter is None
+                shared = shared and plain and alone
+        return AdapterInfo(rank, fused, shared, self._of_linears.ranks())
+
+    def read(self, limits: tuple[int | None, int | None], own: Own | None) -> Adapter:
+        """The adapter, of experts' and of linear layers' ranks within `limits`."""
+        max_rank, max_linear_rank = limits
+        for place in self._places:
+            if max_rank is not None and isinstance(place, ExpertPlace):
+                check_rank(place.key.text, self._ranks[place.key.text], max_rank)
+        for name, rank in self._of_linears.ranks().items():
+            if max_linear_rank is not None:
+                check_rank(name, rank, max_linear_rank, "max_linear_rank")
+        for text, linear in self._saved.items():
+            self._check_saved(text, linear, None if own is None else own(linear.name))
+        return Adapter(self._of_experts.join(), self._of_linears.join())
+
+    def _forms(self, place: Place) -> list[tuple[int | None, ...]]:
+        """The shapes that a factor may have."""
+        rank = self._ranks[place.key.text]
+        if isinstance(place, LinearPlace):
+            return linear_pairs.shapes(place, rank)
+        return expert_pairs.shapes(place, rank, self._exchanged)
+
+    def _factor(self, place: Place) -> Factor:
+        text = place.key.text
+        rank, scaling = self._ranks[text], self._scalings[text]
+
+        def read() -> torch.Tensor:
+            tensor = self._weights.tensor(text)
+            if isinstance(place, LinearPlace):
+                return tensor
+            order = self._layouts.get(place.parameter or "", "rank_major")
+            return expert_pairs.stacked(place, tensor, rank, self._exchanged, order)
+
+        dtype = check_dtype(text, self._weights.dtype(text))
+        return Factor(text, dtype, rank, scaling, read)
+
+    def _absent(self, place: Place) -> bool:
+        """Whether a factor is the empty one of a projection that the layer has not."""
+        if isinstance(place, LinearPlace) or not place.absent:
+            return False
+        if 0 not in self._shapes[place.key.text]:
+            raise ValueError(
+                f"{place.key.text}: the experts of {place.layer.name} have no gate, wanted an "
+                f"empty tensor, got {self._shapes[place.key.text]}"
+            )
+        return True
+
+    def _saved_weight(self, text: str) -> LinearLayer:
+        """The layer whose weight this tensor is; ValueError for all that is no such weight."""
+        match = _WEIGHT.fullmatch(text)
+        linear = self._modules.linear(module_of(match["path"])) if match else None
+        if linear is None:
+            why = next((why for part, why in _OTHERS.items() if part in text), None)
+            raise ValueError(f"{text:.200} is not a LoRA factor{why or ''}")
+        return linear
+
+    def _check_saved(self, text: str, linear: LinearLayer, own: torch.Tensor | None) -> None:
+        """Raises ValueError unless a weight beside the factors is that of the model."""
+        rows = (linear.in_features, linear.out_features)
+        shape = rows if linear.embedding else rows[::-1]
+        if self._weights.shape(text) != shape:
+            raise ValueError(
+                f"{text}: the adapter was trained with a weight {self._weights.shape(text)}, that "
+                f"of {linear.name} is {shape}; resize the model's vocabulary to that of training"
+            )
+        saved = self._weights.tensor(text)
+        if own is None:
+            raise ValueError(
+                f"{text}: the weight of {linear.name} is saved beside the factors, and that of the "
+                "model is not at hand to compare; save without it (save_embedding_layers=False)"
+            )
+        own = own.detach().cpu()
+        if not (torch.equal(saved.to(own.dtype), own) or torch.equal(own.to(saved.dtype), saved)):
+            raise ValueError(
+                f"{text}: the adapter was trained with another weight of {linear.name} than the "
+                "model has; every row of a batch shares that, so merge the adapter into a model of "
+                "its own"
+            )
 
 
-def _stack(
-    factors: dict[int | None, _Factor], experts: int, rank_dim: int, rank: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """One tensor (E or 1, ...) of all experts, ranks padded with zeros to the largest."""
-    if None in factors:
-        return factors[None].tensor.to(dtype)
-    shape = list(next(iter(factors.values())).tensor.shape)
-    shape[0], shape[rank_dim] = experts, rank
-    stacked = torch.zeros(shape, dtype=dtype)
-    for expert, factor in factors.items():
-        stacked[expert].narrow(rank_dim - 1, 0, factor.rank).copy_(factor.tensor[0])
-    return stacked
+_WEIGHT = re.compile(r"(?P<path>.+?)(\.base_layer)?\.weight")
+
+# What other tensors in an adapter are, by a part of their name.
+_OTHERS = {
+    "lora_magnitude_vector": ": DoRA (use_dora) is not supported",
+    "trainable_tokens_": ": trained rows of an embedding (trainable_token_indices) are no product",
+    "modules_to_save": ": a layer that was trained whole (modules_to_save)",
+    ".bias": ": trained biases are not supported",
+    ".weight": (
+        ": it is the weight of a layer, trained whole (modules_to_save) or none of this model"
+    ),
+}

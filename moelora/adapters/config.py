@@ -8,7 +8,6 @@ off (null, false, 0, empty); anything else is an error.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import reprlib
@@ -17,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from moelora.adapters.columns import DETAIL, MARK, Columns
 from moelora.adapters.patterns import Patterns
+from moelora.files import file_in, read_json
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -36,11 +37,13 @@ _UNDERSTOOD = {
     "init_lora_weights",
     "bias",
     "peft_version",
+    "auto_mapping",
+    MARK,
+    DETAIL,
 }
 
 # Where the adapter came from, or how it was trained: the stored factors mean the same.
 _NO_EFFECT = {
-    "auto_mapping",
     "base_model_name_or_path",
     "corda_config",
     "ensure_weight_tying",
@@ -61,9 +64,29 @@ _NO_EFFECT = {
     "task_type",
 }
 
+_MERGE = "merge the adapter into a model of its own (PEFT's merge_and_unload)"
+
+# What an option does that moelora does not, and what to do.
+_REASONS = {
+    "use_dora": f"DoRA rescales the rows of the base weights; {_MERGE}, or train without",
+    "modules_to_save": (
+        "whole layers were trained and replace those of the base model, which every row of a "
+        f"batch shares; {_MERGE}, or train factors of these layers instead (target_modules)"
+    ),
+    "trainable_token_indices": (
+        "rows of the embedding were trained and replace those of the base model; "
+        f"{_MERGE}, or train factors of the embedding instead (target_modules)"
+    ),
+    "lora_bias": f"factors with biases are not low-rank products alone; {_MERGE}",
+    "layer_replication": "the adapter is for a model with repeated layers",
+    "alora_invocation_tokens": "an activated LoRA begins at certain tokens of a row; use PEFT",
+    "arrow_config": "Arrow mixes adapters for every token; use PEFT",
+    "fan_in_fan_out": "it is for layers of GPT-2 (Conv1D)",
+}
+
 # Initialisations that leave the base weights alone; pissa, olora, corda, loftq and lora_ga replace
 # them by a residual, on which the adapter then depends.
-_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 V = TypeVar("V")
 
@@ -80,19 +103,17 @@ class LoraConfig:
     use_rslora: bool
     rank_pattern: Patterns[int]
     alpha_pattern: Patterns[float]
-    target_parameters: tuple[str, ...]
+    target_parameters: frozenset[str]
     peft_version: str | None
+    columns: Columns
 
     @classmethod
     def read(cls, folder: Path) -> LoraConfig:
         """Parses `adapter_config.json` of `folder`."""
-        path = folder / CONFIG_FILE
+        path = file_in(folder, CONFIG_FILE)
         if not path.is_file():
             raise FileNotFoundError(f"{folder} holds no {CONFIG_FILE}")
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not JSON: {error}") from None
+        raw = read_json(path)
         try:
             return cls.parse(raw)
         except ValueError as error:
@@ -103,14 +124,18 @@ class LoraConfig:
         """Checks a configuration in PEFT's own JSON form; raises ValueError naming the option."""
         if not isinstance(raw, Mapping):
             raise ValueError(f"the configuration is a {type(raw).__name__}, wanted an object")
-        if raw.get("peft_type") != "LORA":
+        if raw.get("peft_type", _plain_type(raw)) != "LORA":
             raise ValueError(f"peft_type is {_short(raw.get('peft_type'))}, wanted 'LORA'")
         for key, value in raw.items():
             if key in _UNDERSTOOD or key in _NO_EFFECT or not value:
                 continue
-            raise ValueError(f"option {_name(key)}={_short(value)} is not supported")
+            why = f": {_REASONS[key]}" if key in _REASONS else ""
+            raise ValueError(f"option {_name(key)}={_short(value)} is not supported{why}")
         if raw.get("bias", "none") not in ("none", None):
-            raise ValueError(f"option bias={_short(raw['bias'])} is not supported, wanted 'none'")
+            raise ValueError(
+                f"option bias={_short(raw['bias'])} is not supported, wanted 'none': biases of the "
+                f"base model were trained, which every row of a batch shares; {_MERGE}"
+            )
         init = raw.get("init_lora_weights", True)
         if init not in _PLAIN_INITS:
             raise ValueError(
@@ -123,19 +148,24 @@ class LoraConfig:
             use_rslora=_flag("use_rslora", raw.get("use_rslora")),
             rank_pattern=_patterns(raw, "rank_pattern", _rank),
             alpha_pattern=_patterns(raw, "alpha_pattern", _alpha),
-            target_parameters=_names(raw, "target_parameters"),
+            target_parameters=frozenset(_names(raw, "target_parameters")),
             peft_version=_version(raw.get("peft_version")),
+            columns=Columns.parse(raw),
         )
 
-    def rank_and_scaling(self, path: str) -> tuple[int, float]:
-        """Rank and scaling of the module or parameter at `path` (without `base_model.model.`)."""
-        rank = self.rank_pattern.find(path, self.r)
-        alpha = self.alpha_pattern.find(path, self.lora_alpha)
+    def rank_and_scaling(self, *paths: str) -> tuple[int, float]:
+        """Rank and scaling of a module or parameter (its path without `base_model.model.`).
+
+        Where it has several paths, the first one that a pattern matches counts.
+        """
+        rank = _first(self.rank_pattern, paths, self.r)
+        alpha = _first(self.alpha_pattern, paths, self.lora_alpha)
         return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets_parameter(self, path: str) -> bool:
         """True if `target_parameters` names the parameter at `path`."""
-        return any(path == t or path.endswith("." + t) for t in self.target_parameters)
+        ends = (path[n + 1 :] for n, c in enumerate(path) if c == ".")
+        return path in self.target_parameters or any(e in self.target_parameters for e in ends)
 
     def exchanges_in_and_out(self, transposed: bool) -> bool | None:
         """Whether the PEFT that wrote this stored `target_parameters` factors with in and out
@@ -155,9 +185,18 @@ class LoraConfig:
             return None if transposed else True
         return version < (0, 19, 0) and not transposed
 
-    @property
-    def max_rank(self) -> int:
-        return max([self.r, *self.rank_pattern.values()])
+
+def _plain_type(raw: Mapping[str, Any]) -> str | None:
+    """What a configuration without `peft_type` is: Tinker's have rank and alpha alone."""
+    return "LORA" if {"r", "lora_alpha"} <= raw.keys() else None
+
+
+def _first(patterns: Patterns[V], paths: tuple[str, ...], default: V) -> V:
+    missing: Any = None
+    for path in dict.fromkeys(paths):
+        if (found := patterns.find(path, missing)) is not None:
+            return found
+    return default
 
 
 def _patterns(raw: Mapping[str, Any], name: str, checked: Callable[[str, Any], V]) -> Patterns[V]:
@@ -168,7 +207,7 @@ def _patterns(raw: Mapping[str, Any], name: str, checked: Callable[[str, Any], V
         if not isinstance(key, str):
             raise ValueError(f"{name} key {_short(key)} is a {type(key).__name__}, wanted a string")
     try:
-        return Patterns({k: checked(k, v) for k, v in value.items()})
+        return Patterns({k: checked(k, v) for k, v in value.items()}, name)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 

@@ -1,72 +1,117 @@
-"""`rank_pattern` and `alpha_pattern`, matched as PEFT does and in bounded time.
+r"""`rank_pattern` and `alpha_pattern`, matched as PEFT does and in bounded time.
 
-PEFT takes the first key for which `re.match(rf"(.*\\.)?({key})$", path)` holds. A configuration is
+PEFT takes the first key for which `re.match(rf"(.*\.)?({key})$", path)` holds. A configuration is
 not trusted, and `re` backtracks: `(a+)+$` would stop the process for good. So keys are regular
-expressions of a part of the language in which a match takes one pass:
+expressions of the part of the language that configurations use:
 
-    a  .  \\.  \\d \\D \\w \\W \\s \\S  [a-z0-9_]  [^.]     one character
-    ( )  (?: )  |                                     groups and choices
-    ?  *  +  {m}  {m,}  {,n}  {m,n}                   repetition, lazy ones (`*?`) too
+    a  .  \.  \d \D \w \W \s \S  [a-z0-9_]  [^.]     one character
+    ?  *  +  {m}  {m,}  {,n}  {m,n}                   its repetition, lazy ones (`*?`) too
+    ( | )  (?: | )  ( )?                              choices; a group may be optional, not repeated
     ^  $                                              both ends of the path
 
-A repeated group may hold no repetition but `?`: without nesting, the places that a repetition
-reaches are found in as many steps as the path has characters. Anything else is refused by name.
+Anything else is refused, and the message says where in the key it stands.
 
-Places in a path are the bits of one integer, bit n before character n. A part of a pattern maps
-the places where it may begin to those where it may end, all of them at once.
+Places in a path are the bits of one integer, bit n before character n. A part of a key maps the
+places where it may begin to those where it may end, all of them at once and without backtracking.
+`re` itself finds where classes stand. All the parts that are tried for all paths of a checkpoint
+are counted, and their number is limited.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 MAX_LENGTH = 1024  # characters of a key
-MAX_DEPTH = 16  # groups in each other
-MAX_COST = 1 << 13  # parts to try for one path, by all keys together: milliseconds
-_ENDLESS = 64  # what `*` counts for in the cost: the characters of a long path
-_SHAPE = 16  # and what looking a path up among names of one shape takes, in parts
+MAX_DEPTH = 8  # groups in each other
+MAX_PARTS = 1 << 14  # of all keys: as many small regular expressions are compiled in a second
+MAX_STEPS = 1 << 22  # parts tried for all paths of a checkpoint: seconds
+_CLASS = 4  # what a part with classes counts for: the time of so many plain ones
+_CHARACTERS = 32  # of a part that count for one more
 
 _NAME = re.compile(r"(\w|-|\\?\.)*")
-_COUNT = re.compile(r"\{([0-9]{0,4})(,?)([0-9]{0,4})\}")
-_CLASSES = {"d": str.isdecimal, "w": lambda c: c.isalnum() or c == "_", "s": str.isspace}
+_ATOM = re.compile(
+    r"\\[dDwWsS]|\\[^A-Za-z0-9]|\[\^?(\w(-\w)?|\.|\\[dDwWsS.])+-?\]|[^][\\(){}*+?|^$]"
+)
+_CLASSES = re.compile(r"\[|\\[dDwWsS]")  # among atoms, as `.`
+_TIMES = re.compile(r"([*+?]|\{([0-9]{1,4})(,?)([0-9]{0,4})\}|\{,([0-9]{1,4})\})\??(?![*+?{])")
+_COUNTS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 
 class _Text:
-    """A path and, for each of its characters, the bits before which it stands."""
+    """A path, and where in it the characters of a key stand."""
 
     def __init__(self, text: str):
+        self.text = text
         self.end = 1 << len(text)
-        self.bits: dict[str, int] = {}
-        self.accepted: dict[_Test, int] = {}
-        for n, c in enumerate(text):
-            self.bits[c] = self.bits.get(c, 0) | 1 << n
+        self.steps = 0
+        self._found: dict[str | re.Pattern[str], int] = {}
+
+    def places(self, what: str | re.Pattern[str]) -> int:
+        """The places before which `what` stands, a text or a look-ahead."""
+        self.steps += 1 if isinstance(what, str) else _CLASS
+        if what not in self._found:
+            places = 0
+            if isinstance(what, str):
+                at = self.text.find(what)
+                while at >= 0:
+                    places |= 1 << at
+                    at = self.text.find(what, at + 1)
+            else:
+                places = sum(1 << match.start() for match in what.finditer(self.text))
+            self._found[what] = places
+        return self._found[what]
 
 
-_Test = Callable[[str], bool]
 _Part = Callable[[_Text, int], int]
 
 
-def _one(accepts: _Test) -> _Part:
+def _sought(atoms: list[str]) -> str | re.Pattern[str]:
+    """What `_Text.places` looks for: a text if no atom is a class."""
+    if all(atom != "." and not _CLASSES.match(atom) for atom in atoms):
+        return "".join(atom[-1] for atom in atoms)  # without the backslash
+    return re.compile(f"(?={''.join(atoms)})")
+
+
+def _characters(atoms: list[str]) -> _Part:
+    """As many characters as there are atoms."""
+    what, width = _sought(atoms), len(atoms)
+
     def part(text: _Text, starts: int) -> int:
-        if accepts not in text.accepted:
-            text.accepted[accepts] = sum(bits for c, bits in text.bits.items() if accepts(c))
-        return (starts & text.accepted[accepts]) << 1
+        text.steps += width // _CHARACTERS
+        return (starts & text.places(what)) << width
 
     return part
 
 
-def _character(c: str) -> _Part:
-    return lambda text, starts: (starts & text.bits.get(c, 0)) << 1
+def _repeated(atom: str, least: int, most: int | None) -> _Part:
+    what = _sought([atom])
 
+    def part(text: _Text, starts: int) -> int:
+        places = text.places(what)
+        for _ in range(least):
+            if not starts:
+                break
+            starts = (starts & places) << 1
+            text.steps += 1
+        if most is None:  # a carry runs through each row of places, to the one behind its last
+            return starts | ((starts & places) + places) ^ places
+        ends = starts
+        for _ in range(most - least):
+            if not starts:
+                break
+            starts = (starts & places) << 1
+            text.steps += 1
+            ends |= starts
+        return ends
 
-def _any(text: _Text, starts: int) -> int:
-    return starts << 1 & (text.end << 1) - 1
+    return part
 
 
 def _sequence(parts: list[_Part]) -> _Part:
     def part(text: _Text, starts: int) -> int:
+        text.steps += not parts  # others count for themselves
         for step in parts:
             if not starts:
                 break
@@ -76,9 +121,9 @@ def _sequence(parts: list[_Part]) -> _Part:
     return part
 
 
-def _choice(parts: list[_Part]) -> _Part:
+def _choice(parts: list[_Part], is_optional: bool) -> _Part:
     def part(text: _Text, starts: int) -> int:
-        ends = 0
+        ends = starts if is_optional else 0
         for choice in parts:
             ends |= choice(text, starts)
         return ends
@@ -86,189 +131,122 @@ def _choice(parts: list[_Part]) -> _Part:
     return part
 
 
-def _repeated(step: _Part, least: int, most: int | None) -> _Part:
-    def part(text: _Text, starts: int) -> int:
-        for _ in range(least):
-            starts = step(text, starts)
-        ends, times = starts, least
-        while starts and times != most:  # only from places that are new
-            starts = step(text, starts) & ~ends
-            ends |= starts
-            times += 1
-        return ends
-
-    return part
-
-
 class _Parser:
-    """One key, read from left to right; `cost` is how many parts a match tries at most."""
+    """One key, read from left to right."""
 
     def __init__(self, key: str):
         self.key, self.at = key, 0
+        self.parts = 0  # so far
 
-    def parse(self) -> tuple[_Part, int]:
-        part, cost, _ = self._alternatives(0)
+    def parse(self) -> _Part:
+        try:
+            part = _choice(self._alternatives(0), is_optional=False)
+        except re.error:  # of characters: [b-a]
+            self._refuse()
         if self.at < len(self.key):
-            raise self._refused("a ) without its (")
-        return part, cost
+            self._refuse()
+        return part
 
-    def _refused(self, what: str) -> ValueError:
-        return ValueError(f"{what} at character {self.at}")
+    def _refuse(self) -> NoReturn:
+        rest = self.key[self.at :] or "its end"
+        raise ValueError(
+            f"key {self.key!r:.80} is not understood from character {self.at} on, {rest!r:.40}; "
+            "characters and classes, their repetition, and choices in groups, which may be "
+            "optional but not repeated, are supported"
+        )
 
     def _take(self, text: str) -> bool:
         taken = self.key.startswith(text, self.at)
         self.at += len(text) if taken else 0
         return taken
 
-    def _alternatives(self, depth: int) -> tuple[_Part, int, bool]:
-        """A part, its cost, and whether it repeats anything."""
-        choices: list[_Part] = []
-        cost, repeats = 0, False
-        while not choices or self._take("|"):
-            parts = []
-            while self.at < len(self.key) and self.key[self.at] not in "|)":
-                part, more, repeated = self._factor(depth)
-                parts.append(part)
-                cost, repeats = cost + more, repeats or repeated
-            choices.append(_sequence(parts))
-            cost += 1
-        return choices[0] if len(choices) == 1 else _choice(choices), cost, repeats
+    def _alternatives(self, depth: int) -> list[_Part]:
+        choices = [self._parts(depth)]
+        while self._take("|"):
+            choices.append(self._parts(depth))
+        return choices
 
-    def _factor(self, depth: int) -> tuple[_Part, int, bool]:
-        """One character, group or end of the path, with its repetition."""
-        start = self.at
-        if self.key[start] in "^$":
-            self.at += 1
-            if self._repetition() is not None:
-                raise self._refused("a repeated ^ or $")
-            if self.key[start] == "^":
-                return (lambda text, starts: starts & 1), 1, False
-            return (lambda text, starts: starts & text.end), 1, False
-        if self._take("("):
-            if self._take("?") and not self._take(":"):
-                raise self._refused("an extension of groups, (?")
-            if depth == MAX_DEPTH:
-                raise self._refused(f"more than {MAX_DEPTH} groups in each other")
-            part, cost, repeats = self._alternatives(depth + 1)
-            if not self._take(")"):
-                raise self._refused("a ( without its )")
-        else:
-            part, cost, repeats = self._one(), 1, False
-        counts = self._repetition()
-        if counts is None:
-            return part, cost, repeats
-        least, most = counts
-        if counts != (0, 1):
-            if repeats:
-                self.at = start
-                raise self._refused("a repetition inside a repetition")
-            repeats = True
-        times = max(least, _ENDLESS if most is None else most)
-        return _repeated(part, least, most), cost * times, repeats
+    def _parts(self, depth: int) -> _Part:
+        parts: list[_Part] = []
+        atoms: list[str] = []  # without a repetition, so far
+        while self.at < len(self.key) and self.key[self.at] not in "|)":
+            atom = _ATOM.match(self.key, self.at)
+            times = _TIMES.match(self.key, atom.end()) if atom else None
+            if atom and not times:
+                self.at = atom.end()
+                atoms.append(atom[0])
+                continue
+            if atoms:
+                parts.append(_characters(atoms))
+                atoms = []
+            if atom and times:
+                parts.append(_repeated(atom[0], *self._counts(times)))
+            else:
+                parts.append(self._end_or_group(depth))
+        if atoms:
+            parts.append(_characters(atoms))
+        self.parts += 1 + len(parts)
+        return _sequence(parts)
 
-    def _repetition(self) -> tuple[int, int | None] | None:
-        counts: tuple[int, int | None]
-        if self._take("?"):
-            counts = (0, 1)
-        elif self._take("*"):
-            counts = (0, None)
-        elif self._take("+"):
-            counts = (1, None)
-        elif (match := _COUNT.match(self.key, self.at)) and match[0] not in ("{}", "{,}"):
-            self.at = match.end()
-            least = int(match[1] or 0)
-            most = int(match[3]) if match[3] else None if match[2] else least
-            if most is not None and most < least:
-                raise self._refused("a count whose largest is less than its least")
-            counts = (least, most)
+    def _counts(self, times: re.Match[str]) -> tuple[int, int | None]:
+        if times[1] in _COUNTS:
+            counts = _COUNTS[times[1]]
+        elif times[5]:
+            counts = 0, int(times[5])
         else:
-            return None
-        self._take("?")  # lazy: another order, the same matches
-        if self.at < len(self.key) and self.key[self.at] in "?*+{":
-            raise self._refused("a second repetition")
+            least = int(times[2])
+            counts = least, int(times[4]) if times[4] else None if times[3] else least
+        if counts[1] is not None and counts[1] < counts[0]:
+            self._refuse()
+        self.at = times.end()
         return counts
 
-    def _one(self) -> _Part:
-        c = self.key[self.at]
-        self.at += 1
-        if c == ".":
-            return _any
-        if c == "[":
-            return _one(self._set())
-        if c == "\\":
-            accepts = self._escape()
-            return _character(accepts) if isinstance(accepts, str) else _one(accepts)
-        if c in "*+?{}]":
-            self.at -= 1
-            raise self._refused(f"{c!r} without its meaning")
-        return _character(c)
-
-    def _escape(self) -> str | _Test:
-        """What follows a backslash: a character, or the test of a class."""
-        c = self.key[self.at : self.at + 1]
-        self.at += 1
-        if c.lower() in _CLASSES:
-            test = _CLASSES[c.lower()]
-            return test if c.islower() else lambda other: not test(other)
-        if not c or c.isalnum() or not c.isascii():
-            self.at -= 2
-            raise self._refused(f"the escape \\{c}")
-        return c
-
-    def _set(self) -> _Test:
-        """What [...] accepts: characters, ranges, classes."""
-        negated = self._take("^")
-        tests: list[_Test] = []
-        characters, ranges = set(), []
-        while not self._take("]"):
-            low = self._member()
-            ahead = self.key[self.at : self.at + 2]
-            if ahead.startswith("-") and ahead != "-]":
-                self.at += 1
-                high = self._member()
-                if callable(low) or callable(high) or high < low:
-                    raise self._refused("a range that is none")
-                ranges.append((low, high))
-            elif callable(low):
-                tests.append(low)
-            else:
-                characters.add(low)
-        if not tests and not characters and not ranges:
-            raise self._refused("an empty []")
-
-        def accepts(c: str) -> bool:
-            inside = c in characters or any(low <= c <= high for low, high in ranges)
-            return (inside or any(test(c) for test in tests)) != negated
-
-        return accepts
-
-    def _member(self) -> str | _Test:
-        c = self.key[self.at : self.at + 1]
-        if not c:
-            raise self._refused("a [ without its ]")
-        self.at += 1
-        return self._escape() if c == "\\" else c
+    def _end_or_group(self, depth: int) -> _Part:
+        if self._take("^"):
+            return lambda text, starts: starts & 1
+        if self._take("$"):
+            return lambda text, starts: starts & text.end
+        if depth == MAX_DEPTH or not self._take("("):
+            self._refuse()
+        self._take("?:")
+        choices = self._alternatives(depth + 1)
+        if not self._take(")"):
+            self._refuse()
+        is_optional = self._take("?")
+        if is_optional:
+            self._take("?")  # lazy: another order, the same matches
+        return _choice(choices, is_optional)
 
 
 V = TypeVar("V")
 
 
 class Patterns(Generic[V]):
-    """One option: values by key, in the order in which keys are tried.
+    """One option of one checkpoint: values by key, in the order in which keys are tried.
+
+    Parameters
+    ----------
+    values : mapping
+        Value of each key.
+    option : str
+        What messages call it.
 
     Raises
     ------
     ValueError
-        A key is not in the language above, or all together take too long to try.
+        A key is not in the language above, or all of them have too many parts.
     """
 
-    def __init__(self, values: Mapping[str, V]):
+    def __init__(self, values: Mapping[str, V], option: str = "patterns"):
+        self._option = option
         self._values = list(values.values())
         # Keys of characters and dots, as tools write them for every module, are looked up: by their
         # length and the places of dots that stand for any character, so that their number is free.
         self._names: dict[tuple[int, tuple[int, ...]], dict[str, int]] = {}
         self._parsed: list[tuple[int, _Part]] = []
-        cost = 0
+        self._steps = 0
+        self._found: dict[str, int | None] = {}
+        count = 0
         for number, key in enumerate(values):
             if len(key) > MAX_LENGTH:
                 raise ValueError(
@@ -277,20 +255,13 @@ class Patterns(Generic[V]):
             if _NAME.fullmatch(key):
                 self._add_name(key, number)
                 continue
-            try:
-                part, more = _Parser(key).parse()
-            except ValueError as error:
+            parser = _Parser(key)
+            self._parsed.append((number, parser.parse()))
+            count += parser.parts
+            if count > MAX_PARTS:
                 raise ValueError(
-                    f"key {key!r} holds {error}; patterns of characters, classes, choices and "
-                    "repetitions that are not nested are supported"
-                ) from None
-            self._parsed.append((number, part))
-            cost += more
-        cost += sum(_SHAPE + len(wild) for _, wild in self._names)
-        if cost > MAX_COST:
-            raise ValueError(
-                f"{len(values)} keys take {cost} steps for a path, wanted at most {MAX_COST}"
-            )
+                    f"{len(values)} keys have more than {MAX_PARTS} parts, wanted fewer"
+                )
 
     def _add_name(self, key: str, number: int) -> None:
         # A backslash stands in for an escaped dot, so that lengths are those of paths.
@@ -303,12 +274,26 @@ class Patterns(Generic[V]):
         """The value of the first key that matches the end of `path`, whole or behind a dot.
 
         `path` is one line.
+
+        Raises
+        ------
+        ValueError
+            The keys have taken too long to try for all the paths asked for so far.
         """
-        return self._values[min(found)] if (found := list(self._matching(path))) else default
+        if path not in self._found:
+            self._found[path] = min(self._matching(path), default=None)
+            if self._steps > MAX_STEPS:
+                raise ValueError(
+                    f"{self._option}: trying {len(self._values)} keys for {len(self._found)} paths "
+                    f"takes more than {MAX_STEPS} steps; give fewer or simpler keys"
+                )
+        number = self._found[path]
+        return default if number is None else self._values[number]
 
     def _matching(self, path: str) -> Iterator[int]:
         for (length, wild), names in self._names.items():
             start = len(path) - length
+            self._steps += 1 + len(wild) // _CHARACTERS
             if start == 0 or (start > 0 and path[start - 1] == "."):
                 end = list(path[start:])
                 for n in wild:
@@ -317,11 +302,10 @@ class Patterns(Generic[V]):
                     yield number
         if self._parsed:
             text = _Text(path)
-            starts = (1 | text.bits.get(".", 0) << 1) & (text.end << 1) - 1
+            dots = (n + 1 for n, c in enumerate(path) if c == ".")
+            starts = sum((1 << n for n in dots), start=1)
             for number, part in self._parsed:
                 if part(text, starts) & text.end:
                     yield number
-                    return
-
-    def values(self) -> list[V]:
-        return self._values
+                    break
+            self._steps += text.steps

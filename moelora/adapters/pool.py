@@ -1,14 +1,8 @@
-"""A fixed number of adapter slots for all MoE layers of a model, filled and emptied while serving.
+"""A fixed number of adapter slots for all layers of a model, filled and emptied while serving.
 
-Per layer the pool holds the stacks that the operators read, R being `max_rank` rounded up to 8:
-
-    w13_lora_a  one tensor per slice, (max_loras, E or 1, R, K)
-    w13_lora_b  one tensor per slice, (max_loras, E,      N, R)   N = I, or 2I with one slice
-    w2_lora_a   (max_loras, E,      R, I)
-    w2_lora_b   (max_loras, E or 1, K, R)
-
-and for all layers together `lora_ranks`, `lora_scalings` and `adapter_enabled`, (max_loras,) each.
-All of them are allocated once and only ever written in place, so a captured CUDA graph sees every
+Layers of experts have the stacks that `fused_experts_lora` reads (`stacks.py`), linear layers and
+embeddings those that a delta reads (`linears.py`); all share `adapter_enabled`, (max_loras,).
+Everything is allocated once and only ever written in place, so a captured CUDA graph sees every
 adapter that comes and goes. A load is staged and checked outside the stacks; when anything is wrong
 with it nothing in the pool has changed.
 
@@ -25,27 +19,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 
 from moelora.adapters import checkpoint
-from moelora.adapters.checkpoint import MoELayer, Pair
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass
-class _Stacks:
-    """The factors of one layer, all slots."""
-
-    w13_lora_a: list[torch.Tensor]
-    w13_lora_b: list[torch.Tensor]
-    w2_lora_a: torch.Tensor
-    w2_lora_b: torch.Tensor
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [*self.w13_lora_a, *self.w13_lora_b, self.w2_lora_a, self.w2_lora_b]
+from moelora.adapters.checkpoint import Own
+from moelora.adapters.columns import Layout
+from moelora.adapters.layers import Adapter, LinearLayer, MoELayer
+from moelora.adapters.linears import LinearFactors, LinearStacks, StagedLinears
+from moelora.adapters.stacks import DTYPES, ExpertStacks, Place, StagedExperts
 
 
 class _Use:
@@ -67,11 +50,18 @@ class _Loaded:
 
 @dataclass
 class _Staged:
-    """A checked adapter in the pool's dtype: per layer one (A, B) per stack, None = all zero."""
+    """A checked adapter in the dtypes of its stacks."""
 
-    rank: int
-    scaling: float
-    factors: dict[str, list[tuple[torch.Tensor, torch.Tensor] | None]]
+    experts: StagedExperts
+    linears: StagedLinears
+
+
+class _Tables(NamedTuple):
+    """What all layers of one device share, (max_loras,) each; the first two are of experts."""
+
+    ranks: torch.Tensor
+    scalings: torch.Tensor
+    enabled: torch.Tensor
 
 
 class LayerFactors(TypedDict):
@@ -87,17 +77,17 @@ class LayerFactors(TypedDict):
 
 
 class AdapterPool:
-    """Stacked LoRA adapters of every MoE layer of one model, by name, in `max_loras` slots.
+    """Stacked LoRA adapters of the layers of one model, by name, in `max_loras` slots.
 
     Parameters
     ----------
     layers : sequence of MoELayer
-        The MoE layers, in any order.
+        The layers of experts, in any order.
     max_loras : int
         Number of slots. Adding to a full pool evicts the least recently used adapter that is
         neither pinned nor held.
     max_rank : int
-        Largest rank that fits.
+        Largest rank of experts' factors that fits.
     dtype : torch.dtype
         Of the factors; must be that of the activations.
     device : torch.device or str
@@ -111,12 +101,25 @@ class AdapterPool:
         A of gate and up and B of down have no expert dimension (SGLang's
         `experts_shared_outer_loras`, vLLM's `enable_moe_shared_loras`); an adapter that has its
         own per expert is refused. Without it shared factors are copied to every expert.
+    linears : sequence of LinearLayer
+        Linear layers and embeddings that the pool has room for, too.
+    max_linear_rank : int, optional
+        Largest rank of their factors that fits; by default `max_rank`.
+    places : mapping, optional
+        Layers, by name, that live on another device or in another dtype: (device, dtype) of each.
+    others : mapping, optional
+        Layers of the model that the pool has no room for, and in words why. An adapter that has
+        factors of one is refused with these words, instead of for a key that is not known.
+    own : callable, optional
+        Gives the weight of a linear layer or embedding of the model by its name, None if it has no
+        plain one. An adapter may hold such a weight beside its factors, as it was in training; it
+        is refused unless that is the model's own.
 
     Notes
     -----
-    Every method may be called from any thread. An adapter in use by `hold` is neither evicted,
-    removed nor replaced; the slots that `mapping` and `lookup` return are only good for as long as
-    the adapter is held or pinned, or nobody adds adapters meanwhile.
+    Every method may be called from any thread. An adapter in use by `hold` or `keep` is neither
+    evicted, removed nor replaced; the slots that `mapping` and `lookup` return are only good for as
+    long as the adapter is held or pinned, or nobody adds adapters meanwhile.
     """
 
     def __init__(
@@ -129,29 +132,51 @@ class AdapterPool:
         device: torch.device | str = "cpu",
         w13_slices: Literal[1, 2] = 2,
         shared_outer: bool = False,
+        linears: Sequence[LinearLayer] = (),
+        max_linear_rank: int | None = None,
+        places: Mapping[str, tuple[torch.device | str, torch.dtype]] | None = None,
+        others: Mapping[MoELayer | LinearLayer, str] | None = None,
+        own: Own | None = None,
     ):
-        names = [layer.name for layer in layers]
+        every: list[MoELayer | LinearLayer] = [*layers, *linears]
+        names = [layer.name for layer in every]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"layers are {names}, wanted at least one and no name twice")
-        if max_loras < 1 or max_rank < 1:
-            raise ValueError(f"max_loras is {max_loras}, max_rank is {max_rank}, wanted >= 1")
-        if dtype not in _DTYPES:
-            raise ValueError(f"dtype is {dtype}, wanted one of {_DTYPES}")
+        linear_rank = max_rank if max_linear_rank is None else max_linear_rank
+        if max_loras < 1 or max_rank < 1 or linear_rank < 1:
+            raise ValueError(
+                f"max_loras is {max_loras}, max_rank is {max_rank}, max_linear_rank is "
+                f"{linear_rank}, wanted >= 1"
+            )
+        self.places = {name: Place(torch.device(device), dtype) for name in names}
+        for name, (where, stored) in (places or {}).items():
+            if name not in self.places:
+                raise ValueError(f"places names {name}, which is none of the layers")
+            self.places[name] = Place(torch.device(where), stored)
+        for stored in (dtype, *(place.dtype for place in self.places.values())):
+            if stored not in DTYPES:
+                raise ValueError(f"dtype is {stored}, wanted one of {DTYPES}")
         if w13_slices not in (1, 2):
             raise ValueError(f"w13_slices is {w13_slices}, wanted 1 or 2")
         self.layers = {layer.name: layer for layer in layers}
+        self.linears = {layer.name: layer for layer in linears}
         self.max_loras = max_loras
         self.max_rank = max_rank
+        self.max_linear_rank = linear_rank
         self.dtype = dtype
         self.device = torch.device(device)
+        self.devices = tuple(
+            dict.fromkeys([self.device, *(place.device for place in self.places.values())])
+        )
         self.shared_outer = shared_outer
-        self._w13_slices = w13_slices
-        # Rows of B are 16-byte aligned when R is a multiple of 8.
-        self._padded_rank = -(-max_rank // 8) * 8
-        self._stacks = {layer.name: self._allocate(layer) for layer in layers}
-        self.lora_ranks = torch.zeros(max_loras, dtype=torch.int32, device=self.device)
-        self.lora_scalings = torch.zeros(max_loras, dtype=torch.float32, device=self.device)
-        self.adapter_enabled = torch.zeros(max_loras, dtype=torch.bool, device=self.device)
+        self._own = own
+        self._others = {layer.name: (layer, why) for layer, why in (others or {}).items()}
+        self._experts = ExpertStacks(
+            self.layers, max_loras, max_rank, self.places, w13_slices, shared_outer
+        )
+        self._linears = LinearStacks(self.linears, max_loras, linear_rank, self.places)
+        self._tables = {where: _tables(max_loras, where) for where in self.devices}
+        self.lora_ranks, self.lora_scalings, self.adapter_enabled = self._tables[self.device]
         self._loaded: OrderedDict[str, _Loaded] = OrderedDict()  # least recently used first
         self._lock = threading.RLock()
 
@@ -163,6 +188,7 @@ class AdapterPool:
         source: str | Path | Mapping[str, torch.Tensor],
         *,
         config: Mapping[str, Any] | None = None,
+        layout: Layout | None = None,
         pin: bool = False,
         replace: bool = False,
     ) -> int:
@@ -179,6 +205,9 @@ class AdapterPool:
             A PEFT folder (`adapter_config.json`, `adapter_model.safetensors`), or the tensors.
         config : mapping, optional
             The content of `adapter_config.json` that goes with a state dict.
+        layout : {"rank_major", "grouped_by_expert"}, optional
+            How columns of `lora_B` of `target_parameters` lie, where nothing in the adapter says
+            so: older adapters of Unsloth are grouped by expert.
         pin : bool
             Never evict it.
         replace : bool
@@ -201,10 +230,9 @@ class AdapterPool:
         with self._lock:
             self._check_add(name, replace)
         try:
-            adapter = checkpoint.load(source, config, list(self.layers.values()))
-            staged = self._stage(adapter)
+            staged = self._stage(self._read(source, config, layout))
         except ValueError as error:
-            raise ValueError(f"adapter {name!r}: {error}") from None
+            raise ValueError(f"adapter {name!r}: {error}{checkpoint.hint(source)}") from None
         with self._lock:
             self._check_add(name, replace)
             slot, leaving = self._choose_slot(name)
@@ -221,18 +249,19 @@ class AdapterPool:
             loaded = self._entry(name)
             self._check_free(name, loaded)
             del self._loaded[name]
-            self.adapter_enabled[loaded.slot] = False
-            self.lora_ranks[loaded.slot] = 0
+            self._enable(loaded.slot, False)
+            for tables in self._tables.values():
+                tables.ranks[loaded.slot] = 0
 
     def enable(self, name: str) -> None:
         """Undoes `disable`."""
         with self._lock:
-            self.adapter_enabled[self._entry(name).slot] = True
+            self._enable(self._entry(name).slot, True)
 
     def disable(self, name: str) -> None:
         """Keeps the adapter loaded but makes its tokens base tokens, from the next launch on."""
         with self._lock:
-            self.adapter_enabled[self._entry(name).slot] = False
+            self._enable(self._entry(name).slot, False)
 
     def pin(self, name: str, pinned: bool = True) -> None:
         """Protects an adapter from eviction, or stops protecting it."""
@@ -285,19 +314,33 @@ class AdapterPool:
                 for loaded in held:
                     loaded.users.discard(use)
 
+    def keep(self, names: Iterable[str | None]) -> object:
+        """As `hold`, for as long as the object that it returns is referred to."""
+        use = _Use()
+        with self._lock:
+            for loaded in [self._entry(name) for name in set(names) if name is not None]:
+                loaded.users.add(use)
+        return use
+
     def layer(self, name: str) -> LayerFactors:
         """Keyword arguments of `fused_experts_lora` for one layer, but for `token_lora_mapping`."""
-        stacks = self._stacks[name]
+        stacks, tables = self._experts.of(name), self._tables[self.places[name].device]
         a, b = stacks.w13_lora_a, stacks.w13_lora_b
         return {
             "w13_lora_a": tuple(a) if len(a) > 1 else a[0],
             "w13_lora_b": tuple(b) if len(b) > 1 else b[0],
             "w2_lora_a": stacks.w2_lora_a,
             "w2_lora_b": stacks.w2_lora_b,
-            "lora_ranks": self.lora_ranks,
-            "lora_scalings": self.lora_scalings,
-            "adapter_enabled": self.adapter_enabled,
+            "lora_ranks": tables.ranks,
+            "lora_scalings": tables.scalings,
+            "adapter_enabled": tables.enabled,
         }
+
+    def linear(self, name: str) -> LinearFactors:
+        """The factors of one linear layer or embedding, scalings included (`linears.py`)."""
+        a, b, ranks = self._linears.of(name)
+        enabled = self._tables[self.places[name].device].enabled
+        return {"lora_a": a, "lora_b": b, "lora_ranks": ranks, "adapter_enabled": enabled}
 
     def names(self) -> list[str]:
         """Loaded adapters, least recently used first."""
@@ -318,30 +361,9 @@ class AdapterPool:
 
     # -- inside --
 
-    def _slices(self, layer: MoELayer) -> int:
-        return self._w13_slices if layer.gated and not layer.interleaved else 1
-
-    def _allocate(self, layer: MoELayer) -> _Stacks:
-        e, k, i = layer.num_experts, layer.hidden_size, layer.intermediate_size
-        outer = 1 if self.shared_outer else e
-        slices = self._slices(layer)
-        n = 2 * i // slices if layer.gated else i
-
-        def stack(experts: int, rows: int, columns: int) -> torch.Tensor:
-            shape = (self.max_loras, experts, rows, columns)
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
-
-        r = self._padded_rank
-        return _Stacks(
-            [stack(outer, r, k) for _ in range(slices)],
-            [stack(e, n, r) for _ in range(slices)],
-            stack(e, r, i),
-            stack(outer, k, r),
-        )
-
     def _tensors(self) -> list[torch.Tensor]:
-        stacks = [t for s in self._stacks.values() for t in s.tensors()]
-        return [*stacks, self.lora_ranks, self.lora_scalings, self.adapter_enabled]
+        tables = [t for tables in self._tables.values() for t in tables]
+        return [*self._experts.tensors(), *self._linears.tensors(), *tables]
 
     def _entry(self, name: str) -> _Loaded:
         loaded = self._loaded.get(name)
@@ -376,126 +398,58 @@ class AdapterPool:
             f"no slot for adapter {name!r}: all {self.max_loras} are pinned or in use"
         )
 
-    def _stage(self, adapter: Mapping[str, Mapping[str, Pair]]) -> _Staged:
-        scalings = {
-            s for pairs in adapter.values() for pair in pairs.values() for s in pair.scalings
-        }
-        fold = len(scalings) != 1
-        factors: dict[str, list[tuple[torch.Tensor, torch.Tensor] | None]] = {}
-        rank = 0
-        for name, pairs in adapter.items():
-            layer = self.layers[name]
-            if fold:
-                pairs = {projection: _folded(pair) for projection, pair in pairs.items()}
-            chosen = [*_w13_slices(layer, pairs, self._slices(layer)), _factors(pairs.get("down"))]
-            factors[name] = []
-            for place, factor in zip(self._places(layer), chosen, strict=True):
-                factors[name].append(None if factor is None else self._fitted(name, place, factor))
-                rank = max(rank, 0 if factor is None else factor[0].size(1))
-        return _Staged(rank, 1.0 if fold else scalings.pop(), factors)
-
-    def _places(self, layer: MoELayer) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """(name, A stack, B stack) of every pair of a layer."""
-        s = self._stacks[layer.name]
-        w13 = list(zip(s.w13_lora_a, s.w13_lora_b, strict=True))
-        names = ["gate_proj", "up_proj"] if len(w13) == 2 else [layer.parameters[0]]
-        return [
-            *((n, a, b) for n, (a, b) in zip(names, w13, strict=True)),
-            ("down_proj", s.w2_lora_a, s.w2_lora_b),
-        ]
-
-    def _fitted(
+    def _read(
         self,
-        layer: str,
-        place: tuple[str, torch.Tensor, torch.Tensor],
-        factor: tuple[torch.Tensor, torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Checks a pair against its stacks and converts it to the pool's dtype."""
-        projection, *stacks = place
-        rank = factor[0].size(1)
-        if rank > self.max_rank:
-            raise ValueError(
-                f"{layer}.{projection} has rank {rank}, but max_rank of the pool is {self.max_rank}"
-            )
-        fitted = []
-        for side, tensor, stack in zip("AB", factor, stacks, strict=True):
-            if tensor.size(0) > stack.size(1):
-                raise ValueError(
-                    f"lora_{side} of {layer}.{projection} differs between experts, but the pool "
-                    "has shared_outer=True"
-                )
-            converted = tensor.to(self.dtype)
-            if not torch.isfinite(converted).all():
-                raise ValueError(f"lora_{side} of {layer}.{projection} overflows {self.dtype}")
-            fitted.append(converted)
-        return fitted[0], fitted[1]
+        source: str | Path | Mapping[str, torch.Tensor],
+        config: Mapping[str, Any] | None,
+        layout: Layout | None,
+    ) -> Adapter:
+        """A checkpoint, all of whose factors the pool has room for."""
+        others = [layer for layer, _ in self._others.values()]
+        adapter = checkpoint.load(
+            source,
+            config,
+            [*self.layers.values(), *(x for x in others if isinstance(x, MoELayer))],
+            [*self.linears.values(), *(x for x in others if isinstance(x, LinearLayer))],
+            max_rank=self.max_rank,
+            max_linear_rank=self.max_linear_rank,
+            layout=layout,
+            own=self._own,
+        )
+        for name in (*adapter.experts, *adapter.linears):
+            if name in self._others:
+                raise ValueError(f"factors of {name}, {self._others[name][1]}")
+        return adapter
+
+    def _stage(self, adapter: Adapter) -> _Staged:
+        experts = self._experts.stage(adapter.experts)
+        return _Staged(experts, self._linears.stage(adapter.linears))
+
+    def _enable(self, slot: int, enabled: bool) -> None:
+        for tables in self._tables.values():
+            tables.enabled[slot] = enabled
 
     def _commit(self, slot: int, staged: _Staged) -> None:
         # Kernels of an earlier batch may still be reading the slot on another stream.
         self._synchronize()
-        self.adapter_enabled[slot] = False
-        for name, layer in self.layers.items():
-            chosen = staged.factors.get(name, [None] * len(self._places(layer)))
-            for (_, a, b), factor in zip(self._places(layer), chosen, strict=True):
-                a[slot].zero_()
-                b[slot].zero_()
-                if factor is not None:
-                    rank = factor[0].size(1)
-                    a[slot, :, :rank].copy_(factor[0])
-                    b[slot, :, :, :rank].copy_(factor[1])
-        self.lora_ranks[slot] = staged.rank
-        self.lora_scalings[slot] = staged.scaling
-        self.adapter_enabled[slot] = True
+        self._enable(slot, False)
+        self._experts.write(slot, staged.experts)
+        self._linears.write(slot, staged.linears)
+        for tables in self._tables.values():
+            tables.ranks[slot] = staged.experts.rank
+            tables.scalings[slot] = staged.experts.scaling
+        self._enable(slot, True)
         self._synchronize()
 
     def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        for device in self.devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
 
-def _factors(pair: Pair | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    return None if pair is None else (pair.a, pair.b)
-
-
-def _folded(pair: Pair) -> Pair:
-    """The same product with the scaling inside B (or A where only A differs between experts)."""
-    scale = torch.tensor(pair.scalings, dtype=torch.float32).view(-1, 1, 1)
-    if scale.size(0) in (1, pair.b.size(0)):
-        return Pair(pair.a, pair.b.float() * scale, [1.0])
-    return Pair(pair.a.float() * scale, pair.b, [1.0])
-
-
-def _w13_slices(
-    layer: MoELayer, pairs: Mapping[str, Pair], slices: int
-) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-    """The pairs of gate and up as the stacks want them: one factor pair per slice."""
-    if not layer.gated:
-        return [_factors(pairs.get("up"))]
-    fused = pairs.get("gate_up")
-    if slices == 2:
-        if fused is None:
-            return [_factors(pairs.get("gate")), _factors(pairs.get("up"))]
-        gate, up = fused.b.chunk(2, dim=1)
-        return [(fused.a, gate), (fused.a, up)]
-    if fused is not None:
-        return [(fused.a, fused.b)]
-    halves = [(n, pairs[p]) for n, p in enumerate(("gate", "up")) if p in pairs]
-    return [_joined(layer, halves)] if halves else [None]
-
-
-def _joined(
-    layer: MoELayer, halves: Sequence[tuple[int, Pair]]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate (0) and up (1) as one pair: ranks side by side, B zero where they do not meet."""
-    experts = max(pair.a.size(0) for _, pair in halves)
-    rows = max(pair.b.size(0) for _, pair in halves)
-    rank = sum(pair.rank for _, pair in halves)
-    i = layer.intermediate_size
-    a = torch.cat([pair.a.float().expand(experts, -1, -1) for _, pair in halves], dim=1)
-    b = torch.zeros(rows, 2 * i, rank)
-    start = 0
-    for half, pair in halves:
-        own = b[:, half::2] if layer.interleaved else b[:, half * i : (half + 1) * i]
-        own[:, :, start : start + pair.rank] = pair.b
-        start += pair.rank
-    return a, b
+def _tables(max_loras: int, device: torch.device) -> _Tables:
+    return _Tables(
+        torch.zeros(max_loras, dtype=torch.int32, device=device),
+        torch.zeros(max_loras, dtype=torch.float32, device=device),
+        torch.zeros(max_loras, dtype=torch.bool, device=device),
+    )

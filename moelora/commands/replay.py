@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelora import _C, trace
+from moelora import _C, dump, trace
+from moelora.terminal import printable
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -21,22 +22,25 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def run(args: argparse.Namespace) -> int:
     """0: the call returns now; 1: it raises; 2: there is nothing to call."""
-    try:
-        content = trace.load_dump(args.file)
-    except (OSError, ValueError) as error:
-        print(f"moelora replay: {error}", file=sys.stderr)
-        return 2
     device = args.device or ("cuda" if _C.has_cuda() else "cpu")
-    arguments = [_to(value, device) for value in content["args"]]
+    try:
+        if device == "cuda" and not _C.has_cuda():
+            raise ValueError("--device cuda: there is no usable GPU, or this build has no kernels")
+        content = dump.load(args.file)
+        arguments = [_to(value, device) for value in content["args"]]
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: too much for the device
+        print(f"moelora replay: {printable(error)}", file=sys.stderr)
+        return 2
     op = getattr(torch.ops.moelora, content["op"]).default
     print(trace.describe(op, tuple(arguments)))
-    print(f"raised by moelora {content['moelora']}, torch {content['torch']}: {content['error']}")
+    versions = f"moelora {printable(content['moelora'])}, torch {printable(content['torch'])}"
+    print(f"raised by {versions}: {printable(content['error'])}")
     try:
         out = op(*arguments)
         if device == "cuda":
             torch.cuda.synchronize()
     except Exception as error:
-        print(f"raises now: {error}")
+        print(f"raises now: {printable(error)}")
         return 1
     print("returns now:", ", ".join(_summary(t) for t in _tensors(out)) or "nothing")
     return 0
@@ -45,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 def _to(value: Any, device: str) -> Any:
     if isinstance(value, list):
         return [_to(item, device) for item in value]
-    return trace.moved(value, device) if isinstance(value, Tensor) else value
+    return dump.moved(value, device) if isinstance(value, Tensor) else value
 
 
 def _tensors(out: Any) -> list[Tensor]:

@@ -23,6 +23,10 @@ from moelora.reference.align import (
     moe_lora_align_block_size_ref,
     moe_sorting_ref,
 )
+from moelora.reference.backward import (
+    fused_experts_lora_backward_ref,
+    naive_fused_experts_lora_backward,
+)
 from moelora.reference.delta import (
     moe_lora_align_lists_ref,
     moe_lora_delta_ref,
@@ -37,6 +41,7 @@ __all__ = [
     "activate",
     "active_adapter",
     "align_max_blocks_ref",
+    "fused_experts_lora_backward_ref",
     "fused_experts_lora_ref",
     "fused_moe_lora_gemm_ref",
     "local_expert",
@@ -46,6 +51,7 @@ __all__ = [
     "moe_lora_delta_ref",
     "moe_sorting_ref",
     "naive_fused_experts_lora",
+    "naive_fused_experts_lora_backward",
     "naive_fused_moe_lora_gemm",
     "run_moe_lora_ref",
 ]

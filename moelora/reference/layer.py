@@ -1,4 +1,4 @@
-"""A projection and a whole layer, row by row in float64."""
+"""A projection and a whole layer, row by row in float64. Autograd records both."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _float64(t: Tensor) -> Tensor: ...
 @overload
 def _float64(t: None) -> None: ...
 def _float64(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.detach().cpu().double()
+    return None if t is None else t.cpu().double()
 
 
 def _project_row(
@@ -180,6 +180,7 @@ def fused_experts_lora_ref(
     activation_limit: float | None = None,
     expert_map: Tensor | None = None,
     apply_router_weight_on_input: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """A whole MoE layer with adapters, row by row in float64.
 
@@ -195,9 +196,11 @@ def fused_experts_lora_ref(
     activation makes of those rows; a single slice covers all of them with one A.
     With `apply_router_weight_on_input` (top_k == 1) the weight multiplies x instead of z.
 
+    `dtype` is that to which activations of W8A8 weights are rounded, by default their own.
+
     Returns (M, K), float64, on the CPU; skipped experts contribute nothing.
     """
-    dtype = hidden_states.dtype
+    dtype = hidden_states.dtype if dtype is None else dtype
     rule13, rule2 = rule_of(w13, dtype), rule_of(w2, dtype)
     w13, w2 = numbers_of(w13), numbers_of(w2)
     num_tokens, top_k = topk_ids.shape

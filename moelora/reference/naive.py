@@ -156,19 +156,20 @@ def naive_fused_experts_lora(
     )
     a13, b13, a2, b2 = map(as_list, (w13_lora_a, w13_lora_b, w2_lora_a, w2_lora_b))
     ranks, scalings = optional_list(lora_ranks), optional_list(lora_scalings)
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    sums = torch.promote_types(x.dtype, torch.float32)
+    out = torch.zeros(x.shape, dtype=sums, device=x.device)
     for expert, rows in _naive_rows(topk_ids, w13.size(0), expert_map):
         tokens = rows // top_k
         weights = topk_weights.reshape(-1)[rows].unsqueeze(1)
         x_rows = x.index_select(0, tokens)
         if apply_router_weight_on_input:
-            x_rows = (x_rows.float() * weights).to(x.dtype)
+            x_rows = (x_rows.to(sums) * weights).to(x.dtype)
         carried = adapters[tokens]
         gu = _naive_project(
             x_rows, rule13, w13, w13_bias, a13, b13, expert, carried, ranks, scalings
         )
         h = activate(gu, activation, activation_alpha, activation_limit)
         z = _naive_project(h, rule2, w2, w2_bias, a2, b2, expert, carried, ranks, scalings)
-        z = z.float()
+        z = z.to(sums)
         out.index_add_(0, tokens, z if apply_router_weight_on_input else z * weights)
     return out.to(x.dtype)

@@ -5,7 +5,7 @@
 
 #include "harness.h"
 
-enum { MAX_VIEWS = 40, LARGEST = 1 << 16, SPACE = 1 << 22 };
+enum { MAX_VIEWS = 64, LARGEST = 1 << 16, SPACE = 1 << 22 };
 
 static uint64_t current_seed;
 

@@ -229,9 +229,9 @@ static void fuzz_gemm(void) {
   RUN(gemm, &args);
 }
 
-static void fuzz_experts(void) {
-  sizes s = any_sizes();
-  moelora_dtype dtype = any_float();
+/* Some with float32 factors beside 16 bits. `rows` becomes those of w13. */
+static moelora_experts_args any_experts(sizes *given, moelora_dtype dtype, int64_t *rows) {
+  sizes s = *given;
   moelora_activation activation = (moelora_activation)random_in(0, 4);
   int32_t slices = activation == MOELORA_RELU2 ? 1 : (int32_t)random_in(1, 2);
   int64_t n = activation == MOELORA_RELU2 ? s.i : 2 * s.i;
@@ -245,8 +245,8 @@ static void fuzz_experts(void) {
       .w2_bias = maybe(shaped(dtype, SIZES(s.e, s.k))),
       .routing = any_routing(&s),
       .adapters = any_adapters(&s),
-      .w13_lora = any_lora(&s, dtype, n, s.k, slices),
-      .w2_lora = any_lora(&s, dtype, s.k, s.i, 1),
+      .w13_lora = any_lora(&s, one_in(4) ? MOELORA_F32 : dtype, n, s.k, slices),
+      .w2_lora = any_lora(&s, one_in(4) ? MOELORA_F32 : dtype, s.k, s.i, 1),
       .activation = one_in(60) ? (moelora_activation)any_size() : activation,
       .activation_alpha = one_in(30) ? any_number() : 0,
       .activation_limit = one_in(8) ? any_number() : 0,
@@ -258,14 +258,90 @@ static void fuzz_experts(void) {
                                                                   : MOELORA_ROWS_GATE_UP;
   args.w13 = any_tiles(args.w13, s.e, n, s.k, order, &args.w13_layout);
   args.w2 = any_tiles(args.w2, s.e, s.k, s.i, MOELORA_ROWS_PLAIN, &args.w2_layout);
+  *given = s;
+  *rows = n;
+  return args;
+}
+
+/* What such a layer saves; now and then too much or too little. */
+static moelora_saved any_saved(const sizes *s, const moelora_experts_args *args, int64_t rows) {
+  const moelora_dtype dtype = args->hidden_states.dtype;
+  const bool mapped = args->adapters.token_lora_mapping.data != NULL;
+  const int64_t p = s->m * s->top_k, slices = args->w13_lora.num_slices;
+  const bool has13 = mapped && slices > 0, has2 = mapped && args->w2_lora.num_slices > 0;
+  moelora_saved saved = {.gate_up = shaped(dtype, SIZES(p, rows))};
+  if (has13 != one_in(60))
+    saved.w13_shrink = shaped(dtype, SIZES(p, slices, s->r));
+  if (has2 != one_in(60))
+    saved.w2_shrink = shaped(dtype, SIZES(p, s->r));
+  return saved;
+}
+
+static void put_saved(list *l, moelora_saved *saved) {
+  put(l, &saved->gate_up), put(l, &saved->w13_shrink), put(l, &saved->w2_shrink);
+}
+
+static void put_experts(list *inputs, moelora_experts_args *args) {
+  put(inputs, &args->hidden_states), put(inputs, &args->w13), put(inputs, &args->w2);
+  put(inputs, &args->w13_bias), put(inputs, &args->w2_bias);
+  put_common(inputs, &args->routing, &args->adapters);
+  put_lora(inputs, &args->w13_lora), put_lora(inputs, &args->w2_lora);
+}
+
+static void fuzz_experts(void) {
+  sizes s = any_sizes();
+  int64_t rows;
+  moelora_experts_args args = any_experts(&s, any_float(), &rows);
+  if (one_in(3))
+    args.saved = any_saved(&s, &args, rows);
   list inputs = {0}, outputs = {0};
-  put(&inputs, &args.hidden_states), put(&inputs, &args.w13), put(&inputs, &args.w2);
-  put(&inputs, &args.w13_bias), put(&inputs, &args.w2_bias);
-  put_common(&inputs, &args.routing, &args.adapters);
-  put_lora(&inputs, &args.w13_lora), put_lora(&inputs, &args.w2_lora);
+  put_experts(&inputs, &args);
   put(&outputs, &args.out);
+  put_saved(&outputs, &args.saved);
   disturb(&inputs, &outputs);
   RUN(experts, &args);
+}
+
+/* A gradient of `like`, if it is wanted. */
+static moelora_tensor any_gradient(const moelora_tensor *like, moelora_dtype dtype) {
+  if (!like->data || one_in(4))
+    return absent;
+  return shaped(one_in(3) ? MOELORA_F32 : dtype, like->ndim, like->size);
+}
+
+static void fuzz_experts_backward(void) {
+  sizes s = any_sizes();
+  int64_t rows;
+  const moelora_dtype dtype = any_float();
+  moelora_experts_backward_args args = {.accumulate = one_in(2)};
+  args.forward = any_experts(&s, dtype, &rows);
+  args.forward.saved = any_saved(&s, &args.forward, rows);
+  args.dout = shaped(dtype, SIZES(s.m, s.k));
+  moelora_experts_grads *grads = &args.grads;
+  if (one_in(2))
+    grads->hidden_states = shaped(dtype, SIZES(s.m, s.k));
+  if (one_in(2))
+    grads->topk_weights = shaped(MOELORA_F32, SIZES(s.m, s.top_k));
+  moelora_lora *const loras[] = {&args.forward.w13_lora, &args.forward.w2_lora};
+  moelora_lora *const found[] = {&grads->w13_lora, &grads->w2_lora};
+  for (int j = 0; j < 2; j++) {
+    found[j]->num_slices = one_in(60) ? (int32_t)any_size() : loras[j]->num_slices;
+    for (int32_t i = 0; i < loras[j]->num_slices && i < MOELORA_MAX_SLICES; i++) {
+      found[j]->a[i] = any_gradient(&loras[j]->a[i], dtype);
+      found[j]->b[i] = any_gradient(&loras[j]->b[i], dtype);
+    }
+  }
+  grads->w13_bias = any_gradient(&args.forward.w13_bias, dtype);
+  grads->w2_bias = any_gradient(&args.forward.w2_bias, dtype);
+  list inputs = {0}, outputs = {0};
+  put_experts(&inputs, &args.forward);
+  put_saved(&inputs, &args.forward.saved);
+  put(&inputs, &args.dout);
+  put(&outputs, &grads->hidden_states), put(&outputs, &grads->topk_weights);
+  put_lora(&outputs, &grads->w13_lora), put_lora(&outputs, &grads->w2_lora);
+  put(&outputs, &grads->w13_bias), put(&outputs, &grads->w2_bias);
+  disturb(&inputs, &outputs);
+  RUN(experts_backward, &args);
 }
 
 /* ---- adapters alone ---- */
@@ -470,9 +546,9 @@ int main(int argc, char **argv) {
   if (__sanitizer_set_death_callback)
     __sanitizer_set_death_callback(say_seed);
   long long calls = argc > 1 ? atoll(argv[1]) : 20000, first = argc > 2 ? atoll(argv[2]) : 1;
-  void (*const operators[])(void) = {fuzz_align,     fuzz_gemm,          fuzz_experts,
-                                     fuzz_pack,      fuzz_align_lists,   fuzz_delta,
-                                     fuzz_mlp_delta, fuzz_pack_quantized};
+  void (*const operators[])(void) = {fuzz_align,     fuzz_gemm,           fuzz_experts,
+                                     fuzz_pack,      fuzz_align_lists,    fuzz_delta,
+                                     fuzz_mlp_delta, fuzz_pack_quantized, fuzz_experts_backward};
   const int count = sizeof operators / sizeof *operators;
   for (long long i = 0; i < calls; i++) {
     current_seed = (uint64_t)(first + i);

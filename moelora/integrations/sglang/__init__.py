@@ -8,9 +8,12 @@ To install moelora is all: SGLang loads `register` from the entry points of the 
         --moe-runner-backend lora_triton ...  # from 0.5.23 on
 
 run `moelora.fused_experts_lora` over SGLang's own weights, adapter buffers and slots, captured CUDA
-graphs included, and the log says so. `MOELORA_SGLANG=0` in the environment turns it off. A layer
-that moelora does not have (quantised weights, clamped activations, biases; `reason_against` has
-them) runs SGLang's own path, and the log, `sglang.moelora`, says why, once for each reason.
+graphs included, and the log says so. `MOELORA_SGLANG=0` in the environment turns it off.
+
+Where this build has no CUDA kernels, or no GPU is there to run them, SGLang is left alone, and the
+log, `sglang.moelora`, says so. A layer that moelora does not have (quantised weights, clamped
+activations, biases; `reason_against` has them) runs SGLang's own path, and the log says why, once
+for each reason.
 
 `experts_with_lora` is that path by itself, for layers of other engines with such buffers, and
 `MoELoRABackend` the interface of SGLang's first design of MoE LoRA, over an `AdapterPool`.
@@ -25,7 +28,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from moelora import _C
+from moelora.integrations import reason_against_build
 from moelora.integrations.sglang.backend import LayerBatchInfo, MoELoRABackend
 from moelora.integrations.sglang.layer import MoeLoraRunner, experts_with_lora, reason_against
 from moelora.integrations.sglang.legacy import LegacyRunner, reason_against_layer
@@ -91,6 +97,11 @@ def register() -> None:
     """SGLang's plugin entry point: run its MoE LoRA layers from now on in this process."""
     if os.environ.get(SWITCH) == "0":
         log.info("moelora: off, as %s=0 says", SWITCH)
+        return
+    if reason := reason_against_build() or (
+        None if torch.cuda.device_count() else "there is no GPU"
+    ):
+        _say(reason)
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

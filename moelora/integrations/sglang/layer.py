@@ -161,12 +161,14 @@ class MoeLoraRunner:
 def reason_against(base_layer: Any) -> str | None:
     """Why moelora cannot run SGLang's `FusedMoE` layer, or None."""
     config = base_layer.moe_runner_config
-    dtype = base_layer.w13_weight.dtype
+    dtype, device = base_layer.w13_weight.dtype, base_layer.w13_weight.device
     dispatcher = base_layer.dispatcher
     factor = config.routed_scaling_factor
     gated = {"silu": True, "relu2": False}
     on_input = config.apply_router_weight_on_input
+    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
     rules = (
+        (old, "the compute capability of its GPU is below 8.0"),
         (dtype not in (torch.bfloat16, torch.float16, torch.float32), f"its weights are {dtype}"),
         (
             type(dispatcher).__name__ != "StandardDispatcher",

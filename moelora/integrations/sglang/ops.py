@@ -30,17 +30,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moelora.call import (
     absent_tensor,
     enabled_or_absent,
+    ids_or_absent,
     invariant_or_absent,
     operators,
-    or_absent,
     run,
     typed,
+    weights_or_absent,
 )
 from moelora.delta import known_experts, one_expert
 from moelora.integrations.sglang.batch import MoELoRABatchInfo
@@ -63,8 +63,9 @@ def _who(
     """Who works on what; `weights` are routing weights and scalings, where a stage takes them."""
     absent = absent_tensor(expert_ids)
     expert_ids, _, experts = one_expert(expert_ids, None, known_experts(factors, num_experts))
-    weights = tuple(or_absent(w, absent, torch.float32) for w in weights)
-    ranks = or_absent(lora_ranks, absent, torch.int32)
+    names = ("routing_weights", "scalings")
+    weights = tuple(weights_or_absent(n, w, absent) for n, w in zip(names, weights, strict=False))
+    ranks = ids_or_absent("lora_ranks", lora_ranks, absent)
     enabled = enabled_or_absent(adapter_enabled, absent)
     return (expert_ids, *weights[:1], weight_indices, ranks, *weights[1:], enabled, experts)
 
@@ -115,7 +116,8 @@ def moe_lora_a(
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
     TypeError
-        An argument is of another type than in the signature.
+        An argument is of another type than in the signature, or a table of ids, ranks or switches
+        is not of integers.
     RuntimeError
         An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError
@@ -165,7 +167,8 @@ def moe_lora_gate_up_b(
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
     TypeError
-        An argument is of another type than in the signature.
+        An argument is of another type than in the signature, or a table of ids, ranks or switches
+        is not of integers.
     RuntimeError
         An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError
@@ -232,7 +235,8 @@ def moe_lora_down_combine(
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
     TypeError
-        An argument is of another type than in the signature.
+        An argument is of another type than in the signature, or a table of ids, ranks or switches
+        is not of integers.
     RuntimeError
         An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError
@@ -299,7 +303,8 @@ def moe_lora_fused(
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
     TypeError
-        An argument is of another type than in the signature.
+        An argument is of another type than in the signature, or a table of ids, ranks or switches
+        is not of integers.
     RuntimeError
         An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError

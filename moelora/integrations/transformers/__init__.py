@@ -7,8 +7,9 @@
     model.generate(**batch_of_three, adapter_names=["law", "__base__", "code"])
 
 Importing this module registers the implementation. Nothing is merged into the weights: every row of
-a batch carries its own adapter, or none, through one fused operator per layer. Inference only.
-Threads may call one model at the same time, each with adapters of its own.
+a batch carries its own adapter, or none, through one fused operator per layer of experts, and one
+more for each other layer that adapters have factors of. Threads may call one model at the same
+time, each with adapters of its own; requests of continuous batching have theirs.
 
 `enable` is `model.set_experts_implementation("moelora")` that raises where a model's experts would
 not come here; docs/architectures.md has which those are.
@@ -24,10 +25,10 @@ Quantised experts stay so (docs/weight-formats.md has what is covered):
 Those that transformers itself has loaded in FP8 `enable` and `load_adapters` put into tiles, for
 good. Those that it has swizzled, of MXFP4, nobody else can read: both raise.
 
-Adapters that PEFT has loaded, with factors of other layers beside those of the experts, are for
-`moelora.integrations.peft`.
+Adapters that PEFT has loaded are for `moelora.integrations.peft`.
 """
 
+from moelora.integrations.transformers import continuous as _continuous  # noqa: F401  takes names
 from moelora.integrations.transformers.adapters import (
     load_adapters,
     new_pool,

@@ -1,136 +1,51 @@
-"""Adapters of a model: a pool for its experts, and who in a batch carries which."""
+"""Adapters of a model: a pool for its layers, and who in a batch carries which."""
 
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
-from moelora.adapters import AdapterInfo, AdapterPool, MoELayer, peek
-from moelora.adapters.pool import LayerFactors
+from moelora.adapters import AdapterInfo, AdapterPool, LinearLayer, MoELayer, peek
+from moelora.adapters.checkpoint import hint
+from moelora.adapters.columns import Layout
 from moelora.integrations.transformers.calls import (
-    BASE,
     IMPLEMENTATION,
-    batch_shape,
-    check_implementation,
     no_adapters,
     take_adapter_names,
 )
+from moelora.integrations.transformers.deltas import install, uninstall
 from moelora.integrations.transformers.experts import activation_of
 from moelora.integrations.transformers.fp8 import pack_loaded
 from moelora.integrations.transformers.hub import local_folder
 from moelora.integrations.transformers.layers import moe_layers
+from moelora.integrations.transformers.linears import (
+    Linear,
+    device_of,
+    dtype_of,
+    linear_layers,
+    plain_name,
+    plain_weight,
+)
 from moelora.integrations.transformers.projection import (
     expert_weights,
     is_loaded_fp8,
     not_packed,
 )
+from moelora.integrations.transformers.serving import Serving
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from moelora.integrations.transformers.projection import Experts
 
+DEFAULT_RANKS = 512  # the largest that engines serve; one expert of a file could have any
 
-class _Now(threading.local):
-    """What the calls of one thread carry; every thread finds it empty."""
-
-    def __init__(self) -> None:  # not class attributes: torch.compile would take those for constant
-        self.slots: torch.Tensor | None = None  # (rows,) int32, of the innermost use_adapters
-        self.mapping: torch.Tensor | None = None  # (tokens,) int32, of the pass under way
-
-
-class _Serving:
-    """What a model with adapters carries: its pool, and which adapter each row of a batch has.
-
-    The model and its experts modules refer to it by plain attributes, which torch.compile can
-    read. A copy of the model, or one that was pickled, has no adapters: copies are empty.
-    """
-
-    def __init__(self) -> None:
-        self.pool: AdapterPool | None = None
-        self.layers: dict[str, LayerFactors] = {}
-        self.configs: dict[str, Any] = {}  # of the experts modules
-        self.now = _Now()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Serving:
-        copied = memo[id(self)] = _Serving()
-        return copied
-
-    def __reduce__(self) -> tuple[type[_Serving], tuple[()]]:
-        return _Serving, ()
-
-    def call(
-        self,
-        forward: Callable[..., Any],
-        adapter_names: Sequence[str | None] | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """A forward pass: takes `adapter_names` and spreads the rows over the pass's tokens."""
-        if adapter_names is not None:
-            with self.hold(adapter_names) as slots:
-                return self._pass(slots, forward, args, kwargs)
-        if self.now.slots is not None:
-            return self._pass(self.now.slots, forward, args, kwargs)
-        return forward(*args, **kwargs)
-
-    def _pass(
-        self,
-        slots: torch.Tensor,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        shape = batch_shape(args, kwargs)
-        if shape is None:
-            raise ValueError("use_adapters: the model was called without input_ids, inputs_embeds")
-        rows, length = shape
-        if rows != slots.shape[0]:
-            raise ValueError(
-                f"use_adapters names {slots.shape[0]} rows, the model was called with {rows}; "
-                "if generate made copies of each row (num_beams, num_return_sequences) pass their "
-                "number as expand="
-            )
-        outer = self.now.mapping
-        try:
-            self.now.mapping = slots[:, None].expand(rows, length).reshape(-1)
-            return forward(*args, **kwargs)
-        finally:
-            self.now.mapping = outer
-
-    @contextmanager
-    def hold(self, names: Sequence[str | None], expand: int = 1) -> Iterator[torch.Tensor]:
-        """Keeps adapters in their slots; gives the slot of each row, (rows * expand,) int32."""
-        if self.pool is None:
-            raise RuntimeError("this copy of a model has no adapters; call load_adapters first")
-        if isinstance(names, str):
-            raise ValueError(f"names is the string {names!r}, wanted one name per row of the batch")
-        if expand < 1:
-            raise ValueError(f"expand is {expand}, wanted >= 1")
-        for layer, config in self.configs.items():
-            check_implementation(layer, config)
-        names = [None if name == BASE else name for name in names for _ in range(expand)]
-        with self.pool.hold(names):
-            yield self.pool.mapping(names)
-
-    def adapters(self, layer: str, hidden_states: torch.Tensor) -> dict[str, Any]:
-        """The adapter arguments of `fused_experts_lora` for one layer."""
-        mapping = self.now.mapping
-        if mapping is None and self.now.slots is None:
-            return {}
-        if mapping is None or mapping.shape[0] != hidden_states.shape[0]:
-            tokens = None if mapping is None else mapping.shape[0]
-            raise RuntimeError(
-                f"use_adapters: {hidden_states.shape[0]} tokens reached the experts, but the call "
-                f"of the model had {tokens}; call the model that was given to use_adapters"
-            )
-        return {"token_lora_mapping": mapping, **self.layers[layer]}
+Targets: TypeAlias = 'Literal["all"] | Sequence[str] | None'
 
 
 def new_pool(
@@ -138,26 +53,34 @@ def new_pool(
     max_loras: int,
     max_rank: int,
     *,
+    linears: Mapping[str, Linear] | None = None,
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> AdapterPool:
-    """An empty pool for the result of `moe_layers`, on the device of the experts.
+    """An empty pool for experts of `moe_layers` and layers of `linear_layers`, where these are.
 
-    Raises NotImplementedError for experts that moelora cannot run or that are on several devices.
+    `dtype` is that of experts' factors, by default that of the experts. `options` are those of
+    `AdapterPool`. Raises NotImplementedError for experts that moelora cannot run.
     """
+    places = {}
     for name, (module, _) in layers.items():
         if is_loaded_fp8(module):
             raise NotImplementedError(not_packed(name))
         activation_of(module)
-    weights = [expert_weights(module)[1] for module, _ in layers.values()]
-    devices = {w.device for w in weights}
-    if len(devices) > 1:
-        raise NotImplementedError(
-            f"the experts are on {sorted(map(str, devices))}; a pool lives on one device"
-        )
-    specs = [layer for _, layer in layers.values()]
-    dtype = dtype or weights[0].dtype
-    return AdapterPool(specs, max_loras, max_rank, dtype=dtype, device=devices.pop(), **options)
+        places[name] = device_of(module), dtype or expert_weights(module)[1].dtype
+    default = next((own for _, own in places.values()), torch.bfloat16)
+    for name, linear in (linears or {}).items():
+        places[name] = device_of(linear.module), dtype_of(linear.module, default)
+    return AdapterPool(
+        [layer for _, layer in layers.values()],
+        max_loras,
+        max_rank,
+        linears=[linear.layer for linear in (linears or {}).values()],
+        dtype=default,
+        device=next((device for device, _ in places.values()), "cpu"),
+        places=places,
+        **options,
+    )
 
 
 def load_adapters(
@@ -166,35 +89,54 @@ def load_adapters(
     *,
     max_loras: int | None = None,
     max_rank: int | None = None,
+    max_linear_rank: int | None = None,
+    targets: Targets = None,
     dtype: torch.dtype | None = None,
     w13_slices: Literal[1, 2] | None = None,
     shared_outer: bool | None = None,
+    layout: Layout | Mapping[str, Layout] | None = None,
 ) -> AdapterPool:
-    """Loads PEFT adapter folders into a pool and attaches it to `model`.
+    """Loads adapter folders into a pool and attaches it to `model`.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        Its experts implementation becomes `"moelora"`, and calls of it and of its `generate` take
-        `adapter_names`: one name per row of the batch, "__base__" or None for the base model.
-        Experts that transformers has loaded in FP8 are packed, as by `enable`.
+        Its experts implementation becomes `"moelora"`, and calls of it and of its `generate` and
+        `generate_batch` take `adapter_names`: one name per row of the batch, "__base__" or None for
+        the base model. Experts that transformers has loaded in FP8 are packed, as by `enable`.
     adapters : mapping or iterable
         Name -> folder with `adapter_config.json` and `adapter_model.safetensors`, or its id on the
-        Hub ("org/name"); or these alone, whose last part becomes the adapter's name. All factors
-        must be of experts: adapters of attention, too, are for PEFT and
-        `moelora.integrations.peft.attach`.
-    max_loras, max_rank : int, optional
-        Size of the pool; by default just enough for `adapters`. Give more to add others later
-        with `pool.add(name, folder)`.
+        Hub ("org/name"); or these alone, whose last part becomes the adapter's name. Factors may be
+        of experts, and of linear layers and embeddings: attention, shared experts, dense MLPs,
+        routers, `lm_head`, whatever their weights are stored in.
+    max_loras, max_rank, max_linear_rank : int, optional
+        Size of the pool, `max_rank` of factors of experts, `max_linear_rank` of all others; by
+        default just enough for `adapters`, whose ranks are at most 512 then. Give more to add
+        others later with `pool.add(name, folder)`.
+    targets : "all" or sequence of str, optional
+        Which layers the pool has room for: all, or those whose names end in one of these
+        (`["experts", "q_proj"]`). By default those that `adapters` have factors of, and all if
+        there are none. Each costs memory, and a launch or two in passes with adapters.
     dtype : torch.dtype, optional
-        Of the factors, by default that of the experts.
+        Of the factors of experts, by default that of the experts. Other layers have their own.
     w13_slices, shared_outer : optional
         See `AdapterPool`; by default what suits all of `adapters`.
+    layout : {"rank_major", "grouped_by_expert"} or mapping, optional
+        How columns of `lora_B` of `target_parameters` lie in adapters that do not say so, or by
+        name of the adapter; see `AdapterPool.add`.
 
     Returns
     -------
     AdapterPool
         The pool; a model has one, `unload_adapters` detaches it.
+
+    Raises
+    ------
+    ValueError
+        An adapter cannot be read, or has factors of a layer that is not served; the message names
+        the key, option or layer. The model is as it was.
+    NotImplementedError
+        moelora cannot run these experts.
     """
     if getattr(getattr(model, "_moelora", None), "pool", None) is not None:
         raise RuntimeError(
@@ -203,65 +145,176 @@ def load_adapters(
     named = _named(adapters)
     if max_loras is not None and len(named) > max_loras:
         raise ValueError(f"{len(named)} adapters do not fit into max_loras={max_loras}")
-    found = moe_layers(model)
-    for name, (module, _) in found.items():
-        if model.get_submodule(name) is not module:
-            raise ValueError(
-                f"{name} is wrapped by PEFT; load adapters into the plain model, or attach "
-                "moelora.integrations.peft to what PEFT has loaded"
-            )
-    specs = [layer for _, layer in found.values()]
+    _refuse_peft(model)
+    experts = moe_layers(model)
+    linears = linear_layers(model, experts)
+    specs = [layer for _, layer in experts.values()]
 
     folders = {name: local_folder(folder, ["adapter_*"]) for name, folder in named.items()}
-    infos = [_peek(folder, specs) for folder in folders.values()]
-    pack_loaded(model, found)  # for good, so behind what may still refuse the folders
+    layouts = _layouts(layout, folders)
+    infos = {n: _peek(n, folders[n], specs, linears, layouts.get(n)) for n in folders}
+    _check_ranks(infos, max_rank, max_linear_rank)
+    served_experts, served = _served(targets, list(infos.values()), experts, linears)
+    if served and (getattr(model, "_tp_size", None) or 1) > 1:
+        raise NotImplementedError(
+            f"the model is tensor parallel; adapters of {next(iter(served))} are not sharded yet"
+        )
+    pack_loaded(model, experts)  # for good, so behind what may still refuse the folders
+    of_experts = [info for info in infos.values() if info.max_rank]
     if w13_slices is None:
-        w13_slices = 1 if infos and all(i.fused for i in infos) else 2
+        w13_slices = 1 if of_experts and all(i.fused for i in of_experts) else 2
     if shared_outer is None:
-        shared_outer = bool(infos) and all(i.shared_outer for i in infos)
+        shared_outer = bool(of_experts) and all(i.shared_outer for i in of_experts)
     if max_rank is None:
         # Gate and up of a checkpoint that keeps them apart share one slice where rows interleave.
         joined = any(layer.interleaved for layer in specs)
         max_rank = max(
-            (i.max_rank * (2 if joined and not i.fused else 1) for i in infos), default=16
+            (i.max_rank * (2 if joined and not i.fused else 1) for i in of_experts), default=16
         )
+    if max_linear_rank is None:
+        ranks = [rank for info in infos.values() for rank in info.linear_ranks.values()]
+        max_linear_rank = max(ranks, default=16)
     pool = new_pool(
-        found,
+        served_experts,
         max(len(folders), 1) if max_loras is None else max_loras,
         max_rank,
+        linears=served,
+        max_linear_rank=max_linear_rank,
         dtype=dtype,
         w13_slices=w13_slices,
         shared_outer=shared_outer,
+        others=_others(experts, linears, {*served_experts, *served}),
+        own=lambda name: plain_weight(linears[name].module),
     )
     for name, folder in folders.items():
-        pool.add(name, folder)
+        pool.add(name, folder, layout=layouts.get(name))
+    _attach(model, pool, served_experts, served)
+    return pool
 
+
+def _attach(
+    model: Any,
+    pool: AdapterPool,
+    experts: Mapping[str, tuple[Experts, MoELayer]],
+    linears: Mapping[str, Linear],
+) -> None:
     model.set_experts_implementation(IMPLEMENTATION)
-    serving = _Serving()
-    serving.pool = pool
-    serving.layers = {name: pool.layer(name) for name in found}
-    serving.configs = {name: module.config for name, (module, _) in found.items()}
-    for name, (module, _) in found.items():
+    serving = Serving()
+    serving.take(pool, {name: module.config for name, (module, _) in experts.items()})
+    for name, (module, _) in experts.items():
         module._moelora, module._moelora_layer = serving, name
+    install(serving, linears.values())
     model.__dict__["_moelora"] = serving
     take_adapter_names(model)
     if hasattr(type(model), "generate"):
         generate = functools.partial(_generate, model)
         theirs: Any = model.generate  # for its signature
         model.__dict__["generate"] = functools.update_wrapper(generate, theirs, (), ())
-    return pool
 
 
-def _peek(folder: Path, specs: Sequence[MoELayer]) -> AdapterInfo:
+def _refuse_peft(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        if hasattr(module, "base_layer") and hasattr(module, "lora_A"):
+            raise ValueError(
+                f"{plain_name(name)} is wrapped by PEFT; load adapters into the plain model, or "
+                "attach moelora.integrations.peft to what PEFT has loaded"
+            )
+
+
+def _layouts(
+    layout: Layout | Mapping[str, Layout] | None, names: Iterable[str]
+) -> dict[str, Layout]:
+    """The layout of each adapter that the caller gives one."""
+    if layout is None:
+        return {}
+    if isinstance(layout, str):
+        return dict.fromkeys(names, layout)
+    unknown = sorted(layout.keys() - set(names))
+    if unknown:
+        raise ValueError(f"layout names {unknown}, which are none of the adapters")
+    return dict(layout)
+
+
+def _peek(
+    name: str,
+    folder: Path,
+    specs: Sequence[MoELayer],
+    linears: Mapping[str, Linear],
+    layout: Layout | None,
+) -> AdapterInfo:
+    """What a folder has; ValueError for factors of a layer that cannot be served."""
     try:
-        return peek(folder, specs)
+        info = peek(folder, specs, [linear.layer for linear in linears.values()], layout=layout)
     except ValueError as error:
-        if "is not a LoRA factor of an expert" not in str(error):
-            raise
-        raise ValueError(
-            f"{error}. An adapter of other layers, too, is for PEFT: load it with PeftModel and "
-            "call moelora.integrations.peft.attach"
-        ) from None
+        raise ValueError(f"adapter {name!r}: {error}{hint(folder)}") from None
+    for layer in info.linear_ranks:
+        if linears[layer].refusal:
+            raise ValueError(f"adapter {name!r}: factors of {layer}, {linears[layer].refusal}")
+    return info
+
+
+def _check_ranks(
+    infos: Mapping[str, AdapterInfo], max_rank: int | None, max_linear_rank: int | None
+) -> None:
+    """Raises ValueError for ranks that size a pool only if the caller says so."""
+    for name, info in infos.items():
+        largest = max(info.linear_ranks.values(), default=0)
+        for given, rank, option in (
+            (max_rank, info.max_rank, "max_rank"),
+            (max_linear_rank, largest, "max_linear_rank"),
+        ):
+            if given is None and rank > DEFAULT_RANKS:
+                raise ValueError(
+                    f"adapter {name!r} has rank {rank}, which all factors of every slot would be "
+                    f"padded to; by default a pool takes ranks up to {DEFAULT_RANKS}: pass "
+                    f"{option}= for more"
+                )
+
+
+def _served(
+    targets: Targets,
+    infos: Sequence[AdapterInfo],
+    experts: Mapping[str, tuple[Experts, MoELayer]],
+    linears: Mapping[str, Linear],
+) -> tuple[dict[str, tuple[Experts, MoELayer]], dict[str, Linear]]:
+    """The layers that the pool has room for."""
+    possible = {name: linear for name, linear in linears.items() if not linear.refusal}
+    if targets == "all" or (targets is None and not infos):
+        return dict(experts), possible
+    touched = {name for info in infos for name in info.linear_ranks}
+    if targets is None:
+        needed = any(info.max_rank for info in infos)
+        return dict(experts) if needed else {}, {n: possible[n] for n in possible if n in touched}
+    if isinstance(targets, str):
+        raise ValueError(f'targets is {targets!r}, wanted "all" or a list of names')
+
+    def chosen(name: str) -> bool:
+        return any(name == target or name.endswith(f".{target}") for target in targets)
+
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in (*experts, *possible)):
+            raise ValueError(f"targets names {target!r}, which no layer that is served is called")
+    return (
+        {name: found for name, found in experts.items() if chosen(name)},
+        {name: linear for name, linear in possible.items() if chosen(name)},
+    )
+
+
+def _others(
+    experts: Mapping[str, tuple[Experts, MoELayer]],
+    linears: Mapping[str, Linear],
+    served: set[str],
+) -> dict[MoELayer | LinearLayer, str]:
+    """The layers without room in the pool, and why."""
+    none = "which this pool has no room for; name it in targets= of load_adapters"
+    others: dict[MoELayer | LinearLayer, str] = {}
+    for name, (_, layer) in experts.items():
+        if name not in served:
+            others[layer] = none
+    for name, linear in linears.items():
+        if name not in served:
+            others[linear.layer] = linear.refusal or none
+    return others
 
 
 def _named(adapters: Mapping[str, str | Path] | Iterable[str | Path]) -> dict[str, str | Path]:
@@ -288,7 +341,8 @@ def _generate(
         kwargs.get(name) or getattr(config, name) or 1
         for name in ("num_beams", "num_return_sequences")
     )
-    with use_adapters(model, adapter_names, expand=max(copies)):
+    paged = kwargs.get("cache_implementation") == "paged"  # has a name for each request
+    with use_adapters(model, adapter_names, expand=1 if paged else max(copies)):
         return generate(model, *args, **kwargs)
 
 
@@ -296,6 +350,8 @@ def unload_adapters(model: PreTrainedModel) -> None:
     """Detaches the pool from the model, which goes on as base model and refuses `adapter_names`."""
     serving = _serving(model)
     model.__dict__.pop("generate", None)
+    uninstall(model, serving)
+    serving.pool = None
     for module in model.modules():
         if module.__dict__.get("_moelora") is serving:
             del module._moelora
@@ -324,17 +380,17 @@ def use_adapters(
     adapters of their own or none. Tasks of one event loop share a thread: do not await inside.
     """
     serving = _serving(model)
-    with serving.hold(names, expand) as slots:
-        outer = serving.now.slots
+    with serving.hold(names, expand) as rows:
+        outer = serving.now.rows
         try:
-            serving.now.slots = slots
+            serving.now.rows = rows
             yield
         finally:
-            serving.now.slots = outer
+            serving.now.rows = outer
 
 
-def _serving(model: PreTrainedModel) -> _Serving:
+def _serving(model: PreTrainedModel) -> Serving:
     serving = model.__dict__.get("_moelora")
-    if not isinstance(serving, _Serving) or serving.pool is None:
+    if not isinstance(serving, Serving) or serving.pool is None:
         raise no_adapters(model)
     return serving

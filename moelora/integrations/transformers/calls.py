@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.integrations.moe import use_experts_implementation
 
 from moelora.integrations.transformers.projection import is_loaded_fp8, not_packed
@@ -111,6 +111,19 @@ def _watched(choose: Callable[..., str]) -> Callable[..., str]:
     return get_correct_experts_implementation
 
 
+def _told(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """`generate` of any model, where transformers would call `adapter_names` a possible typo."""
+
+    @functools.wraps(generate)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("adapter_names") is not None and getattr(self, "_moelora", None) is None:
+            raise no_adapters(self)
+        return generate(self, *args, **kwargs)
+
+    return wrapped
+
+
+GenerationMixin.generate = _told(GenerationMixin.generate)  # type: ignore[method-assign] # on purpose
 # What both a model's constructor and `set_experts_implementation` ask.
 PreTrainedModel.get_correct_experts_implementation = _watched(  # type: ignore[method-assign] # on purpose
     PreTrainedModel.get_correct_experts_implementation

@@ -10,14 +10,16 @@ from moelora.integrations.transformers.calls import IMPLEMENTATION, check_implem
 from moelora.integrations.transformers.experts import activation_of
 from moelora.integrations.transformers.fp8 import pack_loaded
 from moelora.integrations.transformers.layers import moe_layers
-from moelora.integrations.transformers.projection import is_loaded_fp8
+from moelora.integrations.transformers.projection import is_loaded_fp8, up_name
 from moelora.quantized_fp8 import Activations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def enable(model: PreTrainedModel, *, activations: Activations | None = None) -> None:
+def enable(
+    model: PreTrainedModel, *, activations: Activations | None = None, training: bool = False
+) -> None:
     """Has moelora run all experts of a model, or raises and leaves it as it is.
 
     `model.set_experts_implementation("moelora")` alone says nothing where a model's experts are
@@ -32,6 +34,9 @@ def enable(model: PreTrainedModel, *, activations: Activations | None = None) ->
     model : transformers.PreTrainedModel
     activations : {"fp8", "native"}, optional
         Of FP8 experts: what multiplies them (`QuantizedWeights.from_fp8_block`); by default FP8.
+    training : bool
+        Freeze the experts' weights, which have no gradient here: `requires_grad_(False)`. All else
+        that requires gradients gets them.
 
     Raises
     ------
@@ -66,6 +71,9 @@ def enable(model: PreTrainedModel, *, activations: Activations | None = None) ->
     model.set_experts_implementation(IMPLEMENTATION)
     for name, (module, _) in layers.items():
         check_implementation(name, module.config)
+        for weight in (up_name(module), "down_proj") if training else ():
+            if weight in module._parameters:  # a quantised one is no parameter
+                getattr(module, weight).requires_grad_(False)
 
 
 def own_experts(model: nn.Module, reached: set[str]) -> list[str]:

@@ -13,6 +13,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import moelora
 from moelora.integrations.transformers.calls import IMPLEMENTATION
+from moelora.integrations.transformers.linears import device_of
 from moelora.integrations.transformers.projection import (
     expert_weights,
     is_loaded_fp8,
@@ -46,7 +47,7 @@ def experts_forward(
     up_bias = getattr(self, f"{up_name(self)}_bias").to(w13.dtype) if has_bias else None
     down_bias = self.down_proj_bias.to(w13.dtype) if has_bias else None
     if torch.is_grad_enabled():
-        _refuse_gradients(hidden_states, top_k_weights, w13, w2, up_bias, down_bias)
+        _refuse_gradients(self, w13, w2)
 
     if adapters is None:
         serving = getattr(self, "_moelora", None)
@@ -67,12 +68,15 @@ def experts_forward(
     return out.to(hidden_states.dtype)
 
 
-def _refuse_gradients(*tensors: torch.Tensor | moelora.QuantizedWeights | None) -> None:
-    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
-        raise RuntimeError(
-            'experts_implementation="moelora" has no backward pass: call the model under '
-            "torch.no_grad() or torch.inference_mode()"
-        )
+def _refuse_gradients(experts: Experts, *weights: torch.Tensor | moelora.QuantizedWeights) -> None:
+    for name, weight in zip((up_name(experts), "down_proj"), weights, strict=True):
+        if isinstance(weight, torch.Tensor) and weight.requires_grad:
+            raise RuntimeError(
+                f"{type(experts).__name__}.{name} requires a gradient, which "
+                'experts_implementation="moelora" never computes: call the model under '
+                "torch.no_grad(), or freeze the experts' weights, as PEFT and "
+                "moelora.integrations.transformers.enable(model, training=True) do"
+            )
 
 
 # Its name, alpha and limit, as fused_experts_lora takes them.
@@ -111,7 +115,7 @@ def _identify(experts: Experts) -> Activation:
             )
 
     limits, alphas = _numbers(experts, LIMITS), _numbers(experts, ALPHAS)
-    gate, up = (t.to(down.device) for t in _samples(limits))
+    gate, up = (t.to(device_of(experts)) for t in _samples(limits))
     # What is lost where a module computes in float32 and where the forms of gelu cancel.
     loss = 1e-6 * (gate.abs().clamp(max=50) * up.abs().clamp(max=50))
     w13 = torch.cat([gate, up], dim=-1) if experts.has_gate else gate

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from moelora.adapters import MoELayer
+from moelora.integrations.transformers.linears import plain_name
 from moelora.integrations.transformers.projection import is_experts, sizes
 
 if TYPE_CHECKING:
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 def moe_layers(model: nn.Module) -> dict[str, tuple[Experts, MoELayer]]:
     """The experts modules of a model that go through transformers' experts interface, by name.
 
-    Modules that PEFT has wrapped have the name that they had before. Raises ValueError if there are
-    none, NotImplementedError for experts that cannot be reached.
+    Modules that PEFT, compilers and others have wrapped have the name that they had before. Raises
+    ValueError if there are none, NotImplementedError for experts that cannot be reached.
     """
     layers = {}
     for name, module in model.named_modules():
@@ -29,7 +30,7 @@ def moe_layers(model: nn.Module) -> dict[str, tuple[Experts, MoELayer]]:
             )
         if not is_experts(module):
             continue
-        name = name.replace(".base_layer", "")
+        name = plain_name(name)
         if getattr(module, "_is_expert_parallel", False):
             raise NotImplementedError(
                 f"{name} is expert parallel; its adapters are not sharded yet"
@@ -48,3 +49,14 @@ def moe_layers(model: nn.Module) -> dict[str, tuple[Experts, MoELayer]]:
     if not layers:
         raise ValueError(f"{type(model).__name__} has no experts behind transformers' interface")
     return layers
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether accelerate brings the parameters for each call and takes them away behind it."""
+    hook = getattr(module, "_hf_hook", None)
+    hooks = [hook, *getattr(hook, "hooks", ())]  # a SequentialHook has several
+    return any(getattr(one, "offload", False) for one in hooks)
+
+
+def offloaded(name: str) -> str:
+    return f"{name} is offloaded: its device_map keeps weights on the CPU or a disk between calls"

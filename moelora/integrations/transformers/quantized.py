@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import reprlib
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from moelora.fake import COMPUTE_DTYPES
+from moelora.files import file_in
 from moelora.integrations.transformers.calls import IMPLEMENTATION
 from moelora.integrations.transformers.folder import Folder, read_experts
 from moelora.integrations.transformers.hub import local_folder
-from moelora.integrations.transformers.layers import moe_layers
+from moelora.integrations.transformers.layers import is_offloaded, moe_layers, offloaded
 from moelora.integrations.transformers.projection import put_on
 from moelora.integrations.transformers.quantizer import Config, refuse_saving
 from moelora.quantized_fp8 import Activations
+
+GENERATION = "generation_config.json"
+# What has from_pretrained look for other files than those that a folder is loaded from.
+OF_FILES = ("gguf_file", "revision", "subfolder", "use_safetensors", "variant")
 
 
 def load_quantized(
@@ -48,7 +54,8 @@ def load_quantized(
     model_class : type, optional
         By default the one that config.json names first in `architectures`.
     **options
-        For `model_class.from_pretrained`, for instance `device_map="cuda"`.
+        For `model_class.from_pretrained`, for instance `device_map="cuda"`. A map that offloads
+        layers to "cpu" or "disk" beside a GPU is refused.
 
     Returns
     -------
@@ -59,21 +66,23 @@ def load_quantized(
     ------
     ValueError
         As of `load_quantized_experts`, or a weight that is not an expert's is missing, as when it
-        is quantised, too.
+        is quantised, too, or of another shape.
     NotImplementedError
         As of `load_quantized_experts`.
     FileNotFoundError
         `folder` is no folder, and not on the Hub.
     """
+    for name in OF_FILES:
+        if options.get(name) not in (None, True, ""):
+            got = f"{name} is {options[name]!r:.80}"
+            raise ValueError(f"{got}, wanted none; give the folder that has these files")
     checkpoint = _checkpoint(folder)
-    config = AutoConfig.from_pretrained(checkpoint.path)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # transformers' own ways with it
+    config = _config(checkpoint.path)
     if model_class is None:
-        names = config.architectures or [None]
-        model_class = getattr(transformers, str(names[0]), None)
+        model_class = _model_class(config.architectures)
         if model_class is None:
-            raise ValueError(f"{folder}: architectures is {config.architectures}; pass model_class")
+            got = reprlib.repr(config.architectures)
+            raise ValueError(f"{folder}: architectures is {got}; pass model_class")
     loaded: Any = model_class.from_pretrained(
         None,
         config=config,
@@ -82,17 +91,20 @@ def load_quantized(
         quantization_config=Config(),
         experts_implementation=IMPLEMENTATION,
         output_loading_info=True,
-        **options,
+        **{"ignore_mismatched_sizes": True, **options},
     )
     model, info = loaded
+    if info["mismatched_keys"] and not options.get("ignore_mismatched_sizes"):
+        name, got, wanted = min(info["mismatched_keys"])
+        raise ValueError(f"{folder}: {name} has shape {tuple(got)}, wanted {tuple(wanted)}")
     missing = sorted(info["missing_keys"])
     if missing:
         raise ValueError(
             f"{folder} has no tensor {missing[0]} ({len(missing)} are missing); weights other than "
             "those of experts must be there, unquantised"
         )
-    if (checkpoint.path / "generation_config.json").is_file() and model.can_generate():
-        model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
+    if model.can_generate():
+        _take_generation_config(model, checkpoint.path)
     load_quantized_experts(model, checkpoint, activations=activations)
     return model
 
@@ -125,9 +137,11 @@ def load_quantized_experts(
     ------
     ValueError
         A tensor is missing, unknown, or of another shape, dtype or content than the model or the
-        format wants; the message names it. The layers before it have their new weights.
+        format wants; the message names it. The layers before it have their new weights. A file is
+        damaged, links out of the folder, or is named by an index although it is not there.
     NotImplementedError
-        Another quantisation method or setting, or experts that moelora cannot run.
+        Another quantisation method or setting, experts that moelora cannot run, or that accelerate
+        has offloaded.
     RuntimeError
         The model has adapters; they come after its weights.
     FileNotFoundError
@@ -136,7 +150,12 @@ def load_quantized_experts(
     folder = folder if isinstance(folder, Folder) else _checkpoint(folder)
     if getattr(model, "_moelora", None) is not None:
         raise RuntimeError("the model has adapters already; load them after its weights")
-    for name, (module, _) in moe_layers(model).items():
+    layers = moe_layers(model)
+    for name, (module, _) in layers.items():
+        block = model.get_submodule(name.rpartition(".")[0])
+        if any(is_offloaded(part) for part in (module, *block.modules())):
+            raise NotImplementedError(f"{offloaded(name)}; quantised experts stay on one device")
+    for name, (module, _) in layers.items():
         kind = dtype or module.down_proj.dtype
         if kind not in COMPUTE_DTYPES:
             raise ValueError(f"dtype of {name} is {kind}, wanted torch.bfloat16 or torch.float16")
@@ -145,6 +164,34 @@ def load_quantized_experts(
         refuse_saving(model)
         put_on(module, (up.to(device), down.to(device)))
     model.set_experts_implementation(IMPLEMENTATION)
+
+
+def _config(folder: Path) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # whatever transformers makes of a value
+        raise ValueError(f"{folder / 'config.json'} is refused by transformers: {error}") from error
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # transformers' own ways with it
+    return config
+
+
+def _model_class(names: Any) -> type[PreTrainedModel] | None:
+    """The class of transformers that config.json names first; None if there is no such model."""
+    first = names[0] if isinstance(names, list) and names else None
+    found = getattr(transformers, first, None) if isinstance(first, str) else None
+    is_model = isinstance(found, type) and issubclass(found, PreTrainedModel)
+    return found if is_model else None
+
+
+def _take_generation_config(model: PreTrainedModel, folder: Path) -> None:
+    path = file_in(folder, GENERATION)
+    if not path.is_file():
+        return
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    except Exception as error:
+        raise ValueError(f"{path} is refused by transformers: {error}") from error
 
 
 def _checkpoint(source: str | Path) -> Folder:

@@ -36,7 +36,7 @@ class Scheme(NamedTuple):
         """`found` has a tensor, or one for each expert, for every name of `required`."""
         try:
             return self.make(**found, **self.options, gate_up=gate_up, dtype=dtype)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:  # TypeError: of a setting
             raise ValueError(f"{where}: {error}") from None
 
 
@@ -45,7 +45,29 @@ def _wanted(method: str, settings: Mapping[str, Any], **allowed: tuple[Any, ...]
         got = settings.get(key, values[0])
         if got not in values:
             known = " or ".join(map(repr, values))
-            raise NotImplementedError(f"{method}: {key} is {got!r}, wanted {known}")
+            raise NotImplementedError(f"{method}: {key} is {got!r:.80}, wanted {known}")
+
+
+def _group(settings: Any, key: str) -> Mapping[str, Any]:
+    """Settings within settings; empty where there are none."""
+    value = settings.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{key} is {value!r:.80}, wanted an object")
+    return value or {}
+
+
+def _groups(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    groups = _group(config, "config_groups")
+    return [_group(groups, name) for name in groups]
+
+
+def block_size(sides: Any) -> tuple[int, int]:
+    """`weight_block_size` and its like: rows and columns of a block."""
+    if isinstance(sides, list | tuple) and len(sides) == 2:
+        rows, columns = sides
+        if all(type(side) is int and 0 < side < 2**31 for side in sides):
+            return rows, columns
+    raise ValueError(f"weight_block_size is {sides!r:.80}, wanted two sizes: rows and columns")
 
 
 def _gptq(config: Mapping[str, Any]) -> Scheme:
@@ -71,7 +93,7 @@ def _fp8(config: Mapping[str, Any]) -> Scheme:
     _wanted("fp8", config, fmt=("e4m3",), activation_scheme=("dynamic", "static"))
     if block:
         parts = ("weight", "weight_scale_inv"), ()
-        return Scheme(QuantizedWeights.from_fp8_block, *parts, 0, {"block": tuple(block)})
+        return Scheme(QuantizedWeights.from_fp8_block, *parts, 0, {"block": block_size(block)})
     return _fp8_tensor(config.get("activation_scheme") == "static")
 
 
@@ -83,10 +105,10 @@ def _fp8_tensor(is_static: bool) -> Scheme:
 
 def _float_quantized(config: Mapping[str, Any]) -> Scheme:
     """compressed-tensors of FP8: experts are of the one group that there is."""
-    groups = list(config.get("config_groups", {}).values())
+    groups = _groups(config)
     if len(groups) != 1:
         raise NotImplementedError(f"compressed-tensors: {len(groups)} config_groups, wanted one")
-    weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations")
+    weights, inputs = (_group(groups[0], key) for key in ("weights", "input_activations"))
     _wanted("compressed-tensors", weights, num_bits=(8,), type=("float",))
     strategy = weights.get("strategy", "tensor")
     _wanted("compressed-tensors", {"strategy": strategy}, strategy=("channel", "tensor", "block"))
@@ -97,7 +119,7 @@ def _float_quantized(config: Mapping[str, Any]) -> Scheme:
     else:
         scheme = Scheme(QuantizedWeights.from_fp8_channel, ("weight", "weight_scale"), (), 0, {})
     if strategy == "block":
-        options = {"block": tuple(weights.get("block_structure") or (128, 128))}
+        options = {"block": block_size(weights.get("block_structure") or (128, 128))}
         scheme = scheme._replace(make=_blocks, options=options)
     return scheme if inputs else scheme._replace(options=scheme.options | {"activations": "native"})
 
@@ -110,19 +132,20 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     _wanted("compressed-tensors", config, format=("pack-quantized", "float-quantized"))
     if config.get("format") == "float-quantized":
         return _float_quantized(config)
-    groups, required = set(), ["weight_packed", "weight_scale"]
-    for group in config.get("config_groups", {}).values():
+    sizes, required = [], ["weight_packed", "weight_scale"]
+    for group in _groups(config):
         if group.get("input_activations") is not None:
             raise NotImplementedError(
                 "compressed-tensors: input_activations are quantised, wanted weights alone"
             )
-        weights = group.get("weights") or {}
+        weights = _group(group, "weights")
         _wanted("compressed-tensors", weights, num_bits=(4,), type=("int",))
-        groups.add(-1 if weights.get("strategy") == "channel" else weights.get("group_size"))
+        sizes.append(-1 if weights.get("strategy") == "channel" else weights.get("group_size"))
         if not weights.get("symmetric", True):
             required.append("weight_zero_point")
     # Of several groups, which one experts belong to is left to their scales.
-    options = {"group_size": groups.pop() if len(groups) == 1 else None}
+    alike = all(size == sizes[0] for size in sizes)
+    options = {"group_size": sizes[0] if sizes and alike else None}
     parts = tuple(required), ("weight_zero_point", "weight_shape")
     return Scheme(QuantizedWeights.from_compressed_tensors, *parts, 0, options)
 

@@ -8,9 +8,10 @@ brought into moelora's tiles in place of vLLM's. vLLM's log says so, once a proc
 `MOELORA_VLLM=0` in the environment turns it off; under vLLM's VLLM_BATCH_INVARIANT every call is
 batch invariant.
 
-A layer that is not supported runs vLLM's own path, and the log, `vllm.moelora`, says why, once for
-each reason; `TritonExpertsWithLoRA.reason_against` and `methods` have them. Its adapters still go
-through moelora's deltas.
+Where this build has no CUDA kernels, or no GPU can run them, vLLM is left alone, and the log,
+`vllm.moelora`, says so. A layer that is not supported runs vLLM's own path, and the log says why,
+once for each reason; `TritonExpertsWithLoRA.reason_against` and `methods` have them. Its adapters
+still go through moelora's deltas.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moelora import _C
+from moelora.integrations import reason_against_build
 
 SWITCH = "MOELORA_VLLM"
 OWN_PATH = "vLLM's own path runs"
@@ -74,6 +76,10 @@ def _problem() -> str | None:
 
     if not current_platform.is_cuda():
         return "the platform is not CUDA"
+    if reason := reason_against_build():
+        return reason
+    if not current_platform.has_device_capability(80):  # asks NVML: CUDA stays uninitialized
+        return "there is no GPU of compute capability 8.0 or newer"
     return interface.problem(interface.LAYERS)
 
 
@@ -94,6 +100,12 @@ def _install() -> None:
         from moelora.integrations.vllm import deltas
 
         deltas.install()
+    if problem := interface.problem(interface.CONFIGS):
+        say_once(f"{problem}; adapters whose columns lie otherwise than PEFT's are not told")
+    else:
+        from moelora.integrations.vllm import configs
+
+        configs.install()
     if problem := interface.problem(interface.QUANTISED):
         say_once(f"{problem}; {OWN_PATH} for quantised layers")
     else:

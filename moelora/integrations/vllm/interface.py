@@ -102,6 +102,11 @@ DELTAS = Interface(
     },
 )
 
+# Where configurations of adapters pass.
+CONFIGS = Interface(
+    called={"vllm.lora.peft_helper": {"PEFTHelper.from_dict": "config_dict"}},
+)
+
 # What any quantised layer needs beside its method.
 QUANTISED = Interface(
     called={

@@ -15,11 +15,13 @@ from torch import Tensor
 from moelora.call import (
     absent_tensor,
     enabled_or_absent,
+    ids_or_absent,
     invariant_or_absent,
     operators,
     or_absent,
     run,
     typed,
+    weights_or_absent,
 )
 from moelora.delta import known_experts, one_expert
 
@@ -70,13 +72,13 @@ def _lists(
     if num_active_loras is None or isinstance(num_active_loras, int):
         num_active_loras = torch.tensor([num_active_loras or 0], dtype=torch.int32)
     return (
-        or_absent(topk_weights, absent, torch.float32),
+        weights_or_absent("topk_weights", topk_weights, absent),
         or_absent(sorted_token_ids, absent),
         expert_ids,
         or_absent(num_tokens_post_padded, absent),
         or_absent(token_lora_mapping, absent),
         top_k_num,
-        or_absent(lora_ids, absent, torch.int32),
+        ids_or_absent("lora_ids", lora_ids, absent),
         num_active_loras,
         enabled_or_absent(adapter_enabled, absent),
         UNLIMITED if experts is None else experts,
@@ -201,7 +203,8 @@ def fused_moe_lora(
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
     TypeError
-        An argument is of another type than in the signature.
+        An argument is of another type than in the signature, or a table of ids, ranks or switches
+        is not of integers.
     RuntimeError
         An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError
@@ -335,7 +338,8 @@ def fused_moe_lora_shrink(
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
     TypeError
-        An argument is of another type than in the signature.
+        An argument is of another type than in the signature, or a table of ids, ranks or switches
+        is not of integers.
     RuntimeError
         An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError
@@ -447,7 +451,8 @@ def fused_moe_lora_expand(
     ValueError
         A shape, dtype, stride or value is not as above, or the tensors are on different devices.
     TypeError
-        An argument is of another type than in the signature.
+        An argument is of another type than in the signature, or a table of ids, ranks or switches
+        is not of integers.
     RuntimeError
         An argument requires a gradient, and grad mode is on: there is no backward.
     NotImplementedError

@@ -1,36 +1,21 @@
-"""The experts of a PEFT model in moelora: `adapter_names=` for MoE layers.
-
-    import moelora.integrations.peft as moelora_peft
-
-    model = PeftModel.from_pretrained(model, "adapters/law", adapter_name="law")
-    model.load_adapter("adapters/code", adapter_name="code")
-    moelora_peft.attach(model)
-    model.generate(**batch_of_three, adapter_names=["law", "__base__", "code"])
-
-By itself PEFT adds the adapters of `target_parameters` to the experts' weights, one adapter for the
-whole batch, and refuses `adapter_names`. Once attached, the experts read a pool, every row with its
-own adapter; attention and all other layers, `set_adapter`, `disable_adapter` and beams stay PEFT's.
-"""
+"""Experts of a PEFT model: a pool of the factors that PEFT has now, for rows of any adapter."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import MethodType
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import peft
 import torch
 from torch import nn
 
 from moelora.adapters import AdapterPool
-from moelora.integrations.transformers import BASE, IMPLEMENTATION, moe_layers, new_pool
-from moelora.integrations.transformers.calls import (
-    batch_shape,
-    check_implementation,
-    take_adapter_names,
-)
+from moelora.integrations import training
+from moelora.integrations.peft import linears, sources
+from moelora.integrations.transformers.calls import BASE, batch_shape, check_implementation
+from moelora.integrations.transformers.projection import expert_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +34,7 @@ if TYPE_CHECKING:
         merged: bool
         active_adapters: list[str]
         disable_adapters: bool
-        _moelora: _Experts
+        _moelora: AttachedExperts
         _moelora_layer: str
 
         def get_base_layer(self) -> Experts: ...
@@ -61,7 +46,7 @@ OTHER_LAYERS = ("modules_to_save", "trainable_token_indices")
 _data: Any = nn.Parameter.data  # torch's own descriptor
 
 
-class _Watched(nn.Parameter):
+class Watched(nn.Parameter):
     """A factor of PEFT that notices writes through `data`, by which PEFT's hotswap writes.
 
     Autograd's version counter does not count them. Here the tensors that `data` gives out are all
@@ -89,8 +74,8 @@ def _watch(module: nn.Module) -> list[Any]:
     if weight.is_inference():  # counts nothing
         with torch.inference_mode(False), torch.no_grad():
             weight = module.weight = nn.Parameter(weight.clone(), weight.requires_grad)
-    if type(weight) is not _Watched:
-        weight.__class__ = _Watched
+    if type(weight) is not Watched:
+        weight.__class__ = Watched
         weight.__dict__.pop("_alias", None)
     alias = weight.__dict__.get("_alias")
     if alias is None:
@@ -99,13 +84,21 @@ def _watch(module: nn.Module) -> list[Any]:
     return [weight, weight._version, alias, alias._version]
 
 
-def _is_wrapper(module: nn.Module) -> TypeGuard[Wrapper]:
+def unwatch(modules: Iterable[nn.Module]) -> None:
+    """Makes parameters what they were, for optimizers and compilers; served again, they are copied
+    again."""
+    for module in modules:
+        if type(module._parameters["weight"]) is Watched:
+            module._parameters["weight"].__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def is_wrapper(module: nn.Module) -> TypeGuard[Wrapper]:
     return hasattr(module, "parameter_name")
 
 
-def _wrappers(outermost: nn.Module) -> Iterator[Wrapper]:
+def wrappers_of(outermost: nn.Module) -> Iterator[Wrapper]:
     """PEFT's wrappers around one experts module, one per targeted parameter."""
-    while _is_wrapper(outermost):
+    while is_wrapper(outermost):
         yield outermost
         outermost = outermost.base_layer
 
@@ -139,7 +132,7 @@ class _Now(threading.local):
         self.shape: tuple[int, int] | None = None
 
 
-class _Experts:
+class AttachedExperts:
     """What serves the experts modules of an attached model; copies PEFT's factors on first use."""
 
     def __init__(
@@ -153,6 +146,8 @@ class _Experts:
         self.pool = pool
         self.arguments = {name: pool.layer(name) for name in pool.layers}
         self.copied: dict[str, dict[str, list[Any]]] = {}  # adapter -> layer -> stamps
+        self.checked: dict[str, Any] = {}  # adapter -> the load of it that was checked
+        self.known: list[str] = []  # adapters, when layers were last looked through
         self.lock = threading.RLock()
         self.now = _Now()
         self._mapping: tuple[Any, torch.Tensor] | None = None  # the latest one
@@ -163,7 +158,7 @@ class _Experts:
         An unpickled model has to be attached again.
         """
         p = self.pool
-        options = {"dtype": p.dtype, "device": p.device, "w13_slices": 1}
+        options = {"dtype": p.dtype, "device": p.device, "places": p.places, "w13_slices": 1}
         return (
             self.model,
             self.wrappers,
@@ -173,7 +168,7 @@ class _Experts:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         model, wrappers, sizes, options = state
-        _Experts.__init__(self, model, wrappers, AdapterPool(*sizes, **options))
+        AttachedExperts.__init__(self, model, wrappers, AdapterPool(*sizes, **options))
 
     def call(
         self,
@@ -189,6 +184,7 @@ class _Experts:
             else:  # PEFT's hooks, which hand the names on to other layers, are its wrapper's
                 where = "model.load_adapter takes no adapter_names; load with peft.PeftModel"
             raise RuntimeError(where)
+        self.take_layers()
         outer = self.now.shape
         try:
             self.now.shape = batch_shape(args, kwargs)
@@ -196,11 +192,22 @@ class _Experts:
         finally:
             self.now.shape = outer
 
+    def take_layers(self) -> None:
+        """Has layers that PEFT has wrapped since know whose tokens they are given."""
+        names = list(self.model.peft_config)
+        if names != self.known:
+            linears.install(self.model, self)
+            self.known = names
+
     def copy(self, name: str) -> None:
         """Copies the factors of one of PEFT's adapters, as they are now, into the pool."""
         configs: Mapping[str, Any] = self.model.peft_config
         if name not in configs:
             raise ValueError(f"no adapter {name!r}; PEFT has {sorted(configs)}")
+        load = sources.load_of(self.model, name)
+        if self.checked.get(name, self) is not load:
+            sources.check(self.model, name)
+            self.checked[name] = load
         stamps = {layer: _stamps(wrappers, name) for layer, wrappers in self.wrappers.items()}
         found = {
             f"{layer}.{wrapper.parameter_name}": wrapper
@@ -256,6 +263,23 @@ class _Experts:
                 mapping = self._token_mapping(layer, ids, hidden_states)
                 yield {"token_lora_mapping": mapping, **self.arguments[layer]}
 
+    def trained(
+        self, layer: str, slots: Sequence[str], names: Sequence[str], hidden_states: torch.Tensor
+    ) -> dict[str, Any]:
+        """The same of adapters that are trained, which have `slots` in this call alone."""
+        wrappers = self.wrappers[layer]
+        slots = [name for name in slots if name in wrappers[0].lora_A]  # others are of other layers
+        for wrapper in wrappers:
+            for side in (wrapper.lora_A, wrapper.lora_B):
+                unwatch(side[name] for name in slots)
+        ids = [slots.index(name) if name in slots else -1 for name in names]
+        if len(set(ids)) == 1:  # whichever tokens these are
+            mapping = hidden_states.new_full((hidden_states.shape[0],), ids[0], dtype=torch.int32)
+        else:
+            mapping = self._token_mapping(layer, ids, hidden_states)
+        dtype = expert_weights(wrappers[0].get_base_layer())[1].dtype
+        return training.arguments(wrappers, slots, mapping, dtype)
+
     def _token_mapping(
         self, layer: str, ids: list[int], hidden_states: torch.Tensor
     ) -> torch.Tensor:
@@ -277,7 +301,7 @@ class _Experts:
         return latest[1]
 
 
-def _rank(wrapper: Wrapper, name: str) -> int:
+def rank_of(wrapper: Wrapper, name: str) -> int:
     return wrapper.lora_A[name].weight.shape[0] // wrapper.num_experts
 
 
@@ -288,7 +312,7 @@ def _checkpoint(
 
     From what PEFT computes with: hotswap changes factors and scaling, but not the configuration.
     """
-    rank = max(_rank(wrapper, name) for wrapper in wrappers.values())
+    rank = max(rank_of(wrapper, name) for wrapper in wrappers.values())
     scalings = {key: float(wrapper.scaling[name]) for key, wrapper in wrappers.items()}
     common = next(iter(scalings.values())) if len(set(scalings.values())) == 1 else None
     state = {}
@@ -333,99 +357,10 @@ def forward(
         raise NotImplementedError(
             f"adapters {active} are active at once; moelora applies one per row"
         )
+    names = active if adapter_names is None else adapter_names
+    trained = sorted(set(names) - {BASE})
+    if training.is_trained(serving.wrappers[layer], trained):
+        adapters = serving.trained(layer, trained, names, hidden_states)
+        return experts(hidden_states, *args, adapters=adapters, **kwargs)
     with serving.adapters(layer, adapter_names, active[0], hidden_states) as adapters:
         return experts(hidden_states, *args, adapters=adapters, **kwargs)
-
-
-def _base(model: peft.PeftModel | PreTrainedModel) -> PreTrainedModel:
-    """The transformers model: the one inside PEFT's, or that into which `load_adapter` loaded."""
-    if isinstance(model, peft.PeftModel):
-        return cast("PreTrainedModel", model.get_base_model())
-    if not getattr(model, "_hf_peft_config_loaded", False):
-        raise ValueError(
-            f"model is a {type(model).__name__} without adapters of PEFT, wanted a PeftModel or a "
-            "transformers model after load_adapter"
-        )
-    return model
-
-
-def attach(
-    model: peft.PeftModel | PreTrainedModel,
-    *,
-    max_loras: int | None = None,
-    max_rank: int | None = None,
-    dtype: torch.dtype | None = None,
-) -> AdapterPool:
-    """Runs the experts of a PEFT model in moelora, each row of a batch with its own adapter.
-
-    Parameters
-    ----------
-    model : peft.PeftModel or transformers.PreTrainedModel
-        A transformers model with LoRA adapters, some of which target the parameters of experts. One
-        whose own `load_adapter` loaded them serves the adapter that is active, without
-        `adapter_names`.
-    max_loras, max_rank : int, optional
-        Size of the pool; by default just enough for the adapters that PEFT has now. Adapters that
-        it loads later are copied when they are first used, over the least recently used ones.
-    dtype : torch.dtype, optional
-        Of the factors, by default that of the experts.
-
-    Returns
-    -------
-    AdapterPool
-        The factors of the experts, copied. Each pass copies again what has changed in PEFT since:
-        adapters deleted and loaded anew, hotswapped, rescaled, or written to in any way that torch
-        counts or through `data`. Only writes past torch (numpy, `data.data`) need
-        `pool.remove(name)`.
-
-    Raises
-    ------
-    ValueError
-        No experts are targeted, or an adapter uses an option that moelora has not.
-    NotImplementedError
-        moelora cannot run these experts.
-
-    Notes
-    -----
-    Threads may call the model at the same time with whatever adapter is active. `adapter_names` are
-    for one thread at a time: PEFT hands them on by hooks on the modules, and leaves these behind
-    when a call fails or is interrupted; the next call with `adapter_names` of its own fails then.
-    """
-    base = _base(model)
-    layers = moe_layers(base)
-    wrappers = {name: base.get_submodule(name) for name in layers}
-    wrapped = {name: layer for name, layer in layers.items() if wrappers[name] is not layer[0]}
-    if not wrapped:
-        raise ValueError("no adapter of this model targets its experts (target_parameters)")
-    if not isinstance(getattr(base, "_moelora", None), (_Experts, type(None))):
-        raise RuntimeError("load_adapters gave the model a pool; call unload_adapters first")
-    names = list(model.peft_config)
-    chains = {name: tuple(_wrappers(wrappers[name])) for name in wrapped}
-    if max_rank is None:
-        every = [w for chain in chains.values() for w in chain]
-        max_rank = max((_rank(w, name) for w in every for name in w.lora_A), default=1)
-    pool = new_pool(wrapped, max_loras or len(names), max_rank, dtype=dtype, w13_slices=1)
-    serving = _Experts(model, chains, pool)
-    for name in names[: pool.max_loras]:
-        serving.copy(name)
-    base.set_experts_implementation(IMPLEMENTATION)
-    base.__dict__["_moelora"] = serving
-    take_adapter_names(base)
-    for name, (outermost, *_) in chains.items():
-        outermost._moelora, outermost._moelora_layer = serving, name
-        outermost.forward = MethodType(forward, outermost)
-    return pool
-
-
-def detach(model: peft.PeftModel | PreTrainedModel) -> None:
-    """Gives the experts' adapters back to PEFT."""
-    base = _base(model)
-    base.__dict__.pop("_moelora", None)
-    for name in moe_layers(base):
-        outermost = base.get_submodule(name)
-        if outermost.__dict__.pop("_moelora", None) is None:
-            continue
-        outermost.__dict__.pop("forward", None)
-        for parameter in outermost.parameters():
-            if type(parameter) is _Watched:
-                parameter.__class__ = nn.Parameter  # type: ignore[assignment] # what it was

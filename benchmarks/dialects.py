@@ -1,0 +1,456 @@
+"""Adapters as trainers write them: the same factors in every dialect that is met in public.
+
+`draw` makes random factors for all layers of a model, `merge` adds them to a copy of its weights,
+and each of `DIALECTS` writes them into a folder in its own names and layouts.
+"""
+
+import copy
+import json
+import pathlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from moelora.integrations.transformers import moe_layers
+from moelora.integrations.transformers.linears import linear_layers
+
+ALPHA = 2  # lora_alpha / r
+PREFIX = "base_model.model."
+
+
+@dataclass
+class Drawn:
+    """Factors of one adapter: of experts A (E or 1, r, in), B (E or 1, out, r), of all others A
+    (r, in), B (out, r); the product is scaled by `ALPHA`."""
+
+    rank: int
+    experts: dict
+    linears: dict
+    layers: dict  # MoELayer by name
+    embeddings: set
+    routers: set  # linear layers that are parameters of a module
+
+
+def draw(model, kind, seed=0, rank=4, embeddings=False):
+    """Random factors of every layer that is served.
+
+    kind: "fused" has one A for gate and up, "split" one for each, "shared" splits and shares A of
+    gate and up and B of down between experts.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(*shape):
+        return torch.randn(shape, generator=generator) * 0.2
+
+    found = moe_layers(model)
+    layers = {name: layer for name, (_, layer) in found.items()}
+    experts, linears = {}, {}
+    for name, layer in layers.items():
+        e = layer.num_experts
+        projections = ("gate_up", "down") if kind == "fused" else ("gate", "up", "down")
+        experts[name] = {}
+        for projection in projections:
+            wide, tall = layer.shape(projection)
+            one = kind == "shared"
+            a = rand(1 if one and projection != "down" else e, rank, wide)
+            b = rand(1 if one and projection == "down" else e, tall, rank)
+            experts[name][projection] = (a, b)
+    others = linear_layers(model, found)
+    for name, linear in others.items():
+        if linear.refusal or (linear.layer.embedding and not embeddings):
+            continue
+        size = linear.layer
+        linears[name] = rand(rank, size.in_features), rand(size.out_features, rank)
+    kinds = {name: others[name] for name in linears}
+    return Drawn(
+        rank,
+        experts,
+        linears,
+        layers,
+        {name for name, linear in kinds.items() if linear.layer.embedding},
+        {name for name, linear in kinds.items() if _is_router(linear.module)},
+    )
+
+
+def _is_router(module):
+    return not isinstance(module, (nn.Linear, nn.Embedding))
+
+
+@torch.no_grad()
+def merge(model, drawn):
+    """A copy of the model with the adapter in its weights."""
+    merged = copy.deepcopy(model)
+    if (
+        merged.config.tie_word_embeddings
+        and merged.lm_head.weight is merged.model.embed_tokens.weight
+    ):
+        merged.lm_head.weight = nn.Parameter(merged.lm_head.weight.clone())
+    for name, pairs in drawn.experts.items():
+        layer, module = drawn.layers[name], merged.get_submodule(name)
+        e = layer.num_experts
+        for projection, (a, b) in pairs.items():
+            delta = ALPHA * b.expand(e, -1, -1) @ a.expand(e, -1, -1)
+            weight = module.down_proj if projection == "down" else module.gate_up_proj
+            weight = weight.transpose(1, 2) if layer.transposed else weight
+            _rows(weight, projection, layer).add_(delta)
+    for name, (a, b) in drawn.linears.items():
+        delta = ALPHA * b @ a
+        merged.get_submodule(name).weight.add_(delta.T if name in drawn.embeddings else delta)
+    return merged
+
+
+def _rows(weight, projection, layer):
+    """The rows of a stack of weights that a projection is."""
+    if projection in ("gate_up", "down"):
+        return weight
+    half = projection == "up"
+    if layer.interleaved:
+        return weight[:, half::2]
+    return weight.chunk(2, dim=1)[half]
+
+
+# ---- how factors are spelled ----
+
+
+def linears(drawn, rename=lambda name: name, routers=True):
+    """Factors of all layers but experts, as PEFT saves them."""
+    state = {}
+    for name, (a, b) in drawn.linears.items():
+        if not routers and name in drawn.routers:
+            continue
+        key = rename(name)
+        if name in drawn.embeddings:
+            state |= {f"{key}.lora_embedding_A": a, f"{key}.lora_embedding_B": b}
+        else:
+            state |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
+    return state
+
+
+def wrapped(drawn, columns="rank_major", exchanged=False, place=None):
+    """Stacks of experts as PEFT's `target_parameters`; `place` renames (layer, projection)."""
+    state = {}
+    for name, pairs in drawn.experts.items():
+        for projection, (a, b) in pairs.items():
+            if exchanged:
+                a, b = b.transpose(1, 2), a.transpose(1, 2)
+            e, r, _ = a.shape
+            order = (1, 2, 0) if columns == "rank_major" else (1, 0, 2)
+            key = f"{name}.base_layer" if projection == "gate_up" else name
+            if place is not None:
+                key = place(name, projection)
+            state[f"{key}.lora_A.weight"] = a.reshape(e * r, -1)
+            state[f"{key}.lora_B.weight"] = b.permute(order).reshape(b.size(1), r * e)
+    return state
+
+
+NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj", "gate_up": "gate_up_proj"}
+MIXTRALS = {"gate": "w1", "up": "w3", "down": "w2"}
+
+
+def per_expert(drawn, form="{layer}.{expert}.{name}", names=NAMES):
+    """One pair for each expert."""
+    state = {}
+    for layer, pairs in drawn.experts.items():
+        for projection, (a, b) in pairs.items():
+            for expert in range(drawn.layers[layer].num_experts):
+                key = form.format(layer=layer, expert=expert, name=names[projection])
+                state[f"{key}.lora_A.weight"] = a[expert % a.size(0)]
+                state[f"{key}.lora_B.weight"] = b[expert % b.size(0)]
+    return state
+
+
+def stacks(drawn, names=NAMES):
+    """All experts of a projection in one tensor, or one for all of them."""
+    state = {}
+    for layer, pairs in drawn.experts.items():
+        for projection, (a, b) in pairs.items():
+            key = f"{layer}.{names[projection]}"
+            state |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
+    return state
+
+
+PEFTS = {  # what every release writes
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "auto_mapping": None,
+    "base_model_name_or_path": "",
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "layers_to_transform": None,
+    "lora_dropout": 0.0,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "use_dora": False,
+    "use_rslora": False,
+}
+
+
+def _leaves(names):
+    return {name.rpartition(".")[2] for name in names}
+
+
+def parameters(drawn):
+    """Targets of an adapter whose experts and routers are parameters."""
+    routers = {".".join(name.split(".")[-2:]) for name in drawn.routers}
+    stacks = [f"experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    return {
+        "target_modules": sorted(_leaves(set(drawn.linears) - drawn.routers)),
+        "target_parameters": [*stacks, *sorted(f"{name}.weight" for name in routers)],
+    }
+
+
+def modules(drawn):
+    """Targets of an adapter whose experts and routers are linear layers."""
+    return {"target_modules": sorted(_leaves(drawn.linears) | set(NAMES.values()))}
+
+
+def granite(drawn):
+    names = ("input_linear", "output_linear")
+    targets = {"target_parameters": [f"block_sparse_moe.{name}.weight" for name in names]}
+    return modules(drawn) | targets
+
+
+UNSLOTH = {"auto_mapping": {"base_model_class": "", "unsloth_fixed": True}}
+
+
+def save(folder, state, config, drawn, prefix=PREFIX):
+    """Writes a folder in PEFT's form."""
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**config, "r": drawn.rank, "lora_alpha": ALPHA * drawn.rank}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    state = {prefix + key: tensor.contiguous().clone() for key, tensor in state.items()}
+    save_file(state, folder / "adapter_model.safetensors")
+    return folder
+
+
+def _old_block(name):
+    return name.replace(".mlp.", ".block_sparse_moe.")
+
+
+def _granite(name):
+    """What GraniteMoE was before transformers 5: modules with a stack as their weight."""
+    return name.replace(".mlp.", ".block_sparse_moe.").replace("moe.router", "moe.router.layer")
+
+
+def _granite_place(name, projection):
+    parent = _granite(name).rpartition(".experts")[0]
+    return f"{parent}.{'output_linear' if projection == 'down' else 'input_linear'}"
+
+
+def _tinker(name):
+    name = name.replace(".self_attn.", ".attn.")
+    return "model.unembed_tokens" if name == "lm_head" else name
+
+
+def _in_wrappers(state):
+    """Keys as they are in a process that trains: compiled, in FSDP, with the adapter's name."""
+    renamed = {}
+    for key, tensor in state.items():
+        key = key.replace(".layers.1.", ".layers.1._checkpoint_wrapped_module.")
+        key = key.replace(".self_attn.", "._fsdp_wrapped_module.self_attn._orig_mod.")
+        key = key.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default.")
+        renamed[f"module.{PREFIX}_orig_mod.{key}"] = tensor
+    return renamed
+
+
+def _shards(folder):
+    """Splits the file of a folder in two, with their index."""
+    from safetensors.torch import load_file
+
+    whole = folder / "adapter_model.safetensors"
+    state = load_file(whole)
+    whole.unlink()
+    index = {}
+    for number, keys in enumerate((sorted(state)[::2], sorted(state)[1::2]), 1):
+        name = f"adapter_model-{number:05}-of-00002.safetensors"
+        save_file({key: state[key] for key in keys}, folder / name)
+        index |= dict.fromkeys(keys, name)
+    text = json.dumps({"metadata": {}, "weight_map": index})
+    (folder / "adapter_model.safetensors.index.json").write_text(text)
+
+
+def _torch_file(folder):
+    from safetensors.torch import load_file
+
+    whole = folder / "adapter_model.safetensors"
+    torch.save(load_file(whole), folder / "adapter_model.bin")
+    whole.unlink()
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How one tool writes adapters.
+
+    `spell` gives the state dict of drawn factors, without `prefix`; `finish` changes the folder;
+    `layout` is what a reader has to be told.
+    """
+
+    what: str
+    kind: str
+    spell: Callable[[Drawn], Mapping[str, torch.Tensor]]
+    config: Mapping = field(default_factory=lambda: PEFTS)
+    prefix: str = PREFIX
+    targets: Callable[[Drawn], Mapping] = modules
+    layout: str | None = None
+    embeddings: bool = False
+    finish: Callable[[pathlib.Path], None] | None = None
+
+    def draw(self, model, **options):
+        return draw(model, self.kind, embeddings=self.embeddings, **options)
+
+    def write(self, folder, drawn):
+        config = {**self.config, **self.targets(drawn)}
+        folder = save(folder, self.spell(drawn), config, drawn, self.prefix)
+        if self.finish is not None:
+            self.finish(folder)
+        return folder
+
+
+def _pefts(drawn, **options):
+    return linears(drawn) | wrapped(drawn, **options)
+
+
+_NOW = {**PEFTS, "peft_version": "0.21.2"}
+_MODULES = {**PEFTS, "lora_dropout": 0.1, "peft_version": "0.17.1"}
+_BRIDGE = {k: v for k, v in PEFTS.items() if k != "layers_to_transform"}
+
+DIALECTS = {
+    "peft": Dialect(
+        "PEFT, `target_parameters` and `target_modules`, embeddings too",
+        "fused",
+        _pefts,
+        _NOW,
+        targets=parameters,
+        embeddings=True,
+    ),
+    "peft-0.18": Dialect(
+        "PEFT before 0.19: in and out exchanged",
+        "fused",
+        lambda drawn: _pefts(drawn, exchanged=True),
+        {**_NOW, "peft_version": "0.18.0"},
+        targets=parameters,
+    ),
+    "unsloth-rank-major": Dialect(
+        'Unsloth since 2026.9.6, `lora_B_layout` "rank_major"',
+        "fused",
+        _pefts,
+        {**_NOW, **UNSLOTH, "lora_B_layout": "rank_major"},
+        targets=parameters,
+    ),
+    "unsloth-grouped": Dialect(
+        'the same, "grouped_by_expert"',
+        "fused",
+        lambda drawn: _pefts(drawn, columns="grouped_by_expert"),
+        {
+            **_NOW,
+            **UNSLOTH,
+            "lora_B_layout": "grouped_by_expert",
+            "unsloth_fused_expert_lora": {
+                "lora_A_layout": "grouped_by_expert",
+                "lora_B_layout": "grouped_by_expert",
+                "parameters": {
+                    name: {"lora_B_layout": "grouped_by_expert", "num_experts": 4}
+                    for name in ("gate_up_proj", "down_proj")
+                },
+            },
+        },
+        targets=parameters,
+    ),
+    "unsloth-unmarked": Dialect(
+        "Unsloth before: refused without `layout=`",
+        "fused",
+        lambda drawn: _pefts(drawn, columns="grouped_by_expert"),
+        {**_NOW, **UNSLOTH},
+        targets=parameters,
+        layout="grouped_by_expert",
+    ),
+    "megatron-bridge": Dialect(
+        "Megatron-Bridge, folders with stacks: refused without `layout=`",
+        "fused",
+        lambda drawn: _pefts(drawn, columns="grouped_by_expert", exchanged=True),
+        _BRIDGE,
+        targets=parameters,
+        layout="grouped_by_expert",
+    ),
+    "per-expert": Dialect(
+        "one pair per expert (transformers 4, ms-swift, LLaMA-Factory), with dropout",
+        "split",
+        lambda drawn: linears(drawn) | per_expert(drawn),
+        _MODULES,
+    ),
+    "mixtral": Dialect(
+        "the same in `block_sparse_moe.experts.N.w1`, `w2`, `w3` (Mixtral, MiniMax-M2)",
+        "split",
+        lambda drawn: (
+            linears(drawn, _old_block)
+            | {_old_block(k): v for k, v in per_expert(drawn, names=MIXTRALS).items()}
+        ),
+        _MODULES,
+    ),
+    "lists": Dialect(
+        "`gate_up_projs.N`, `down_projs.N` (gpt-oss trained in four bits)",
+        "fused",
+        lambda drawn: linears(drawn) | per_expert(drawn, "{layer}.{name}s.{expert}"),
+        _MODULES,
+    ),
+    "granite": Dialect(
+        "`input_linear`, `output_linear`, `router.layer` (GraniteMoE of transformers 4)",
+        "fused",
+        lambda drawn: linears(drawn, _granite) | wrapped(drawn, place=_granite_place),
+        _NOW,
+        targets=granite,
+    ),
+    "stacks": Dialect(
+        "stacks of all experts beside plain factors (Megatron's weight synchronization)",
+        "split",
+        lambda drawn: linears(drawn) | stacks(drawn),
+        _MODULES,
+        prefix="",
+    ),
+    "tinker": Dialect(
+        "Tinker: `w1`, `w2`, `w3` with shared outer factors, `attn`, `unembed_tokens`",
+        "shared",
+        lambda drawn: linears(drawn, _tinker) | stacks(drawn, MIXTRALS),
+        {},
+    ),
+    "in-training": Dialect(
+        "names of a process that trains: `module.`, `_orig_mod.`, FSDP's, `lora_A.default`",
+        "split",
+        lambda drawn: _in_wrappers(linears(drawn) | per_expert(drawn)),
+        _MODULES,
+        prefix="",
+    ),
+    "multimodal": Dialect(
+        "trained in the multimodal class, served in the text model's",
+        "fused",
+        lambda drawn: {
+            key.replace("model.layers.", "model.language_model.layers."): tensor
+            for key, tensor in _pefts(drawn).items()
+        },
+        _NOW,
+        targets=parameters,
+    ),
+    "torch-file": Dialect(
+        "`adapter_model.bin`",
+        "fused",
+        _pefts,
+        _NOW,
+        targets=parameters,
+        finish=_torch_file,
+    ),
+    "shards": Dialect(
+        "shards with an index",
+        "fused",
+        _pefts,
+        _NOW,
+        targets=parameters,
+        finish=_shards,
+    ),
+}

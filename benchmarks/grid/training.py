@@ -1,0 +1,50 @@
+"""The grid's families of what trains."""
+
+from __future__ import annotations
+
+import torch
+
+import moelora
+from benchmarks.grid.calls import each_dtype, filled, plans, present, with_plans
+from benchmarks.problems import EDGE_CASES
+
+
+def tensors(grads: moelora.Gradients) -> tuple[torch.Tensor, ...]:
+    values = [value for value in grads if value is not None]
+    return tuple(t for v in values for t in (v if isinstance(v, list) else [v]))
+
+
+def gradients(device):
+    """What a layer saves, and all of its gradients: new, in float32, and added to what is there."""
+    if device == "cuda":  # which has no backward yet
+        return
+
+    def calls(device, spec):
+        p = spec.build().to(device)
+        arguments = present(p.kwargs())
+        grad_out = filled(*p.hidden_states.shape, like=p.hidden_states)
+
+        def backward(**options):
+            _, saved = moelora.fused_experts_lora_saving(**arguments)
+            grads = moelora.fused_experts_lora_backward(grad_out, saved, **arguments, **options)
+            return (*saved, *tensors(grads))
+
+        def onto():
+            trained = {name: arguments.get(name) for name in moelora.Gradients._fields}
+            buffers = {
+                name: [filled(*v.shape, like=v) for v in value]
+                if isinstance(value, list)
+                else filled(*value.shape, like=value)
+                for name, value in trained.items()
+                if value is not None
+            }
+            return backward(grads=moelora.Gradients(**buffers), accumulate=True)
+
+        ways = {
+            "gradients": backward,
+            "gradients, float32": lambda: backward(float32=True),
+            "gradients, added": onto,
+        }
+        yield from with_plans(ways, plans(device, spec.dtype))
+
+    yield from each_dtype(device, EDGE_CASES, calls)

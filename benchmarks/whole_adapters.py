@@ -1,0 +1,282 @@
+"""A decode step of transformers with whole adapters mixed in a batch, beside the base model.
+
+    python -m benchmarks.whole_adapters --out benchmarks/results/h100-whole-adapters.json
+    python -m benchmarks.whole_adapters --preset micro --layers 2 --device cpu --modes eager
+
+A Qwen3-MoE of random weights, and four adapters of attention, the router and all experts. One step
+is one token for every row, over a static cache: `graph` replays a CUDA graph of it, `compiled` is
+torch.compile with mode="reduce-overhead", as `generate` compiles steps by itself, and `eager` a
+plain call. Each is timed over `--steps` steps, in turn with the others, `--runs` times.
+
+    base      moelora.integrations.transformers.enable(model)
+    loaded    after load_adapters, rows of the base model alone
+    mixed     after load_adapters, row i with adapter i % 4
+    attention, experts   as mixed, with factors of these layers alone
+    peft      PEFT's own, one adapter for all rows, experts as transformers runs them
+
+`ratio` is over the first `base` in the same mode; the last one tells how far the clock has drifted.
+Prefill is of `--prompt` tokens a row, eager.
+"""
+
+import argparse
+import contextlib
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+import transformers
+
+import moelora.integrations.transformers as mt
+from benchmarks.engine_model import PRESETS
+from moelora.bench import results
+
+ADAPTERS = ("a", "b", "c", "d")
+PARTS = {
+    "mixed": ("q_proj", "k_proj", "v_proj", "o_proj", "gate", "experts"),
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "experts": ("experts",),
+}
+WHAT = ("base", "loaded", *PARTS, "peft", "base")
+
+
+def make_model(shape, layers, device, dtype):
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=4096,
+        hidden_size=shape.hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head,
+        intermediate_size=shape.inter,
+        moe_intermediate_size=shape.inter,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
+        norm_topk_prob=True,
+        max_position_embeddings=4096,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval().requires_grad_(False)
+
+
+def factors(pool, rank, generator):
+    """A state dict of random factors of all layers of a pool."""
+    state = {}
+
+    def pair(key, wide, tall, *experts):
+        for side, shape in (("A", (*experts, rank, wide)), ("B", (*experts, tall, rank))):
+            numbers = torch.randn(shape, generator=generator, device=generator.device) * 0.02
+            state[f"{key}.lora_{side}.weight"] = numbers.to(pool.dtype)
+
+    for name, layer in pool.layers.items():
+        for projection in ("gate_up", "down"):
+            pair(f"{name}.{projection}_proj", *layer.shape(projection), layer.num_experts)
+    for name, linear in pool.linears.items():
+        pair(name, linear.in_features, linear.out_features)
+    return state
+
+
+def load(model, parts, rank):
+    pool = mt.load_adapters(
+        model,
+        {},
+        max_loras=len(ADAPTERS),
+        max_rank=rank,
+        max_linear_rank=rank,
+        targets=parts,
+        w13_slices=1,
+    )
+    generator = torch.Generator(model.device).manual_seed(1)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+    for name in ADAPTERS:
+        pool.add(name, factors(pool, rank, generator), config=config)
+    return pool
+
+
+class Steps:
+    """Decode steps of one model and batch over a static cache that begins behind a prompt."""
+
+    def __init__(self, model, rows, prompt, steps):
+        self.model, self.steps, self.prompt = model, steps, prompt
+        self.cache = transformers.StaticCache(config=model.config, max_cache_len=prompt + 4 * steps)
+        generator = torch.Generator().manual_seed(2)
+        self.ids = torch.randint(2, 4096, (rows, prompt), generator=generator).to(model.device)
+        self.position = torch.full((rows, 1), prompt, device=model.device)
+        self.token = self.ids[:, :1].clone()
+
+    def prefill(self):
+        self.cache.reset()
+        return self.model(self.ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+
+    def rewind(self):
+        """Back to the end of the prompt, for the next round of steps."""
+        for layer in self.cache.layers:
+            if isinstance(getattr(layer, "cumulative_length", None), torch.Tensor):
+                layer.cumulative_length.fill_(self.prompt)
+
+    def step(self, model=None):
+        return (model or self.model)(
+            self.token, past_key_values=self.cache, position_ids=self.position, use_cache=True
+        ).logits
+
+
+@dataclass
+class Turn:
+    """Something to be timed: its calls, and what brings it back to the beginning."""
+
+    call: object
+    calls: int
+    before: object = None
+
+
+def capture(step):
+    """One step as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+def turns_of(model, steps, modes):
+    """By mode; for a mode that cannot be, why."""
+    steps.prefill()
+    turns = {}
+    if "graph" in modes:
+        steps.rewind()
+        try:
+            turns["graph"] = Turn(capture(steps.step).replay, steps.steps, steps.rewind)
+        except RuntimeError as error:  # it synchronises with the host
+            torch.cuda.synchronize()
+            turns["graph"] = str(error)
+    if "compiled" in modes:
+        torch.compiler.reset()
+        compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+        steps.rewind()
+        for _ in range(3):
+            steps.step(compiled)
+        turns["compiled"] = Turn(lambda: steps.step(compiled), steps.steps, steps.rewind)
+    if "eager" in modes:
+        turns["eager"] = Turn(steps.step, steps.steps, steps.rewind)
+    turns["prefill"] = Turn(steps.prefill, 1)
+    return turns
+
+
+def timed(turns, runs, device):
+    """Microseconds of one call: mode -> a number for each run; the first run warms up."""
+    found = {mode: [] for mode in turns}
+    for run in range(runs + 1):
+        for mode, turn in turns.items():
+            if turn.before:
+                turn.before()
+            _wait(device)
+            start = time.perf_counter()
+            for _ in range(turn.calls):
+                turn.call()
+            _wait(device)
+            if run:
+                found[mode].append((time.perf_counter() - start) / turn.calls * 1e6)
+    return found
+
+
+def _wait(device):
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def wrapped_by_peft(model, rank, implementation):
+    """The model with one adapter of PEFT's, of what `mixed` adapts."""
+    import peft
+
+    moelora, before = model.config._experts_implementation, model
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=list(PARTS["attention"]),
+        target_parameters=["experts.gate_up_proj", "experts.down_proj", "gate.weight"],
+        init_lora_weights=False,
+    )
+    model.set_experts_implementation(implementation)
+    adapted = peft.get_peft_model(model, config).eval().requires_grad_(False)
+    try:
+        yield adapted.get_base_model()
+    finally:
+        adapted.unload()
+        before.set_experts_implementation(moelora)
+
+
+def measure(args):
+    dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
+    shape = PRESETS[args.preset]
+    model = make_model(shape, args.layers, args.device, dtype)
+    implementation = model.config._experts_implementation
+    mt.enable(model)
+    cases, base = [], {}
+    for what in args.what:
+        with contextlib.ExitStack() as stack:
+            if what == "peft":
+                stack.enter_context(wrapped_by_peft(model, args.rank, implementation))
+            elif what != "base":
+                load(model, PARTS.get(what, PARTS["mixed"]), args.rank)
+                stack.callback(mt.unload_adapters, model)
+            if what in PARTS:
+                names = [ADAPTERS[i % len(ADAPTERS)] for i in range(args.rows)]
+                stack.enter_context(mt.use_adapters(model, names))
+            steps = Steps(model, args.rows, args.prompt, args.steps)
+            turns = turns_of(model, steps, args.modes)
+            for mode in [mode for mode, turn in turns.items() if isinstance(turn, str)]:
+                why = turns.pop(mode).splitlines()[0]
+                cases.append({"what": what, "mode": mode, "rows": args.rows, "skipped": why})
+            found = timed(turns, args.runs, args.device)
+        for mode, samples in found.items():
+            median = statistics.median(samples)
+            base.setdefault(mode, median)
+            case = {"what": what, "mode": mode, "rows": args.rows, "us": round(median, 1)}
+            case |= {"low": round(min(samples), 1), "high": round(max(samples), 1)}
+            case |= {"runs": len(samples), "ratio": round(median / base[mode], 3)}
+            cases.append(case)
+            print(f"{what:10} {mode:8} {median:10.1f} us  {case['ratio']:.3f} of base", flush=True)
+        del steps, turns
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+    return cases
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", default="a3b", choices=PRESETS)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of each row")
+    parser.add_argument("--steps", type=int, default=20, help="steps of one sample")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--modes", default="graph,eager", help="of graph, compiled, eager")
+    parser.add_argument("--what", default=",".join(WHAT), help="base comes first")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--out", help="result file to write")
+    args = parser.parse_args(argv)
+    args.modes, args.what = args.modes.split(","), args.what.split(",")
+    unknown = {*args.modes} - {"graph", "compiled", "eager"} or {*args.what} - {*WHAT}
+    if unknown or args.what[0] != "base":
+        parser.error(f"--modes or --what has {sorted(unknown)}, or does not begin with base")
+    with torch.inference_mode():
+        cases = measure(args)
+    if args.out:
+        settings = {"transformers": transformers.__version__, "rank": args.rank}
+        results.write(args.out, cases, prompt=args.prompt, preset=args.preset, **settings)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,240 @@
+/* Checks of what training adds to a layer: what its forward saves, and its backward. */
+#include "core/check.h"
+
+/* ---- saved tensors ---- */
+
+/* A saved tensor of P rows, in the dtype of hidden_states. */
+static moelora_status check_rows_of(moelora_arg arg, int32_t ndim, const char *layout,
+                                    const moelora_experts_args *args,
+                                    const moelora_experts_problem *problem) {
+  MOELORA_TRY(moelora_check_view(arg, ndim, layout));
+  MOELORA_TRY(moelora_check_dtype(arg, args->hidden_states.dtype,
+                                  MOELORA_ARG("hidden_states", &args->hidden_states).name));
+  MOELORA_TRY(moelora_check_size(arg, 0, problem->routes.num_rows,
+                                 moelora_words("the number of routed rows, M * top_k,")));
+  return moelora_check_rows(arg);
+}
+
+/* Shrink results of one projection: [P, slices, R], or [P, R]. */
+static moelora_status check_shrink(moelora_arg arg, int32_t ndim, const moelora_experts_args *args,
+                                   const moelora_experts_problem *problem,
+                                   const moelora_factors *lora, void **data, int64_t stride[2]) {
+  const bool given = !moelora_is_absent(arg.tensor);
+  if (lora->num_slices == 0) {
+    MOELORA_REQUIRE(!given || arg.tensor->size[0] == 0,
+                    "%s is given, but the projection has no adapters", arg.name);
+    return MOELORA_OK;
+  }
+  MOELORA_TRY(check_rows_of(arg, ndim, ndim == 3 ? "[M * top_k, slices, R]" : "[M * top_k, R]",
+                            args, problem));
+  if (ndim == 3)
+    MOELORA_TRY(moelora_check_size(arg, 1, lora->num_slices,
+                                   moelora_words("the number of slices of the factors")));
+  MOELORA_TRY(moelora_check_size(arg, ndim - 1, lora->max_rank,
+                                 moelora_words("the maximum rank of the factors")));
+  *data = arg.tensor->data;
+  stride[0] = moelora_stride(arg.tensor, 0);
+  stride[1] = ndim == 3 ? moelora_stride(arg.tensor, 1) : lora->max_rank;
+  return MOELORA_OK;
+}
+
+static moelora_arg gate_up_of(const moelora_saved *saved) {
+  return MOELORA_ARG("saved.gate_up", &saved->gate_up);
+}
+static moelora_arg w13_shrink_of(const moelora_saved *saved) {
+  return MOELORA_ARG("saved.w13_shrink", &saved->w13_shrink);
+}
+static moelora_arg w2_shrink_of(const moelora_saved *saved) {
+  return MOELORA_ARG("saved.w2_shrink", &saved->w2_shrink);
+}
+
+static moelora_status check_saved_views(const moelora_experts_args *args,
+                                        moelora_experts_problem *problem) {
+  const moelora_arg gate_up = gate_up_of(&args->saved);
+  moelora_saved_rows *saved = &problem->saved;
+  MOELORA_TRY(check_rows_of(gate_up, 2, "[M * top_k, 2 I]", args, problem));
+  MOELORA_TRY(
+      moelora_check_size(gate_up, 1, problem->w13.n, moelora_words("the number of rows of w13")));
+  saved->gate_up = gate_up.tensor->data;
+  saved->gate_up_stride = moelora_stride(gate_up.tensor, 0);
+  MOELORA_TRY(check_shrink(w13_shrink_of(&args->saved), 3, args, problem, &problem->w13_lora,
+                           &saved->shrink[0], saved->shrink_stride[0]));
+  return check_shrink(w2_shrink_of(&args->saved), 2, args, problem, &problem->w2_lora,
+                      &saved->shrink[1], saved->shrink_stride[1]);
+}
+
+moelora_status moelora_check_saved(const moelora_experts_args *args,
+                                   moelora_experts_problem *problem) {
+  const moelora_arg all[] = {gate_up_of(&args->saved), w13_shrink_of(&args->saved),
+                             w2_shrink_of(&args->saved)};
+  const int32_t count = sizeof all / sizeof *all;
+  if (moelora_is_absent(all[0].tensor)) {
+    for (int32_t i = 1; i < count; i++)
+      MOELORA_REQUIRE(moelora_is_absent(all[i].tensor), "%s is given, but %s is absent",
+                      all[i].name, all[0].name);
+    return MOELORA_OK;
+  }
+  MOELORA_TRY(check_saved_views(args, problem));
+  for (int32_t i = 0; i < count; i++) {
+    if (moelora_is_absent(all[i].tensor))
+      continue;
+    MOELORA_TRY(moelora_check_distinct(all[i]));
+    MOELORA_TRY(moelora_check_disjoint(all[i], MOELORA_ARG("hidden_states", &args->hidden_states)));
+    MOELORA_TRY(moelora_check_disjoint(all[i], MOELORA_ARG("out", &args->out)));
+    MOELORA_TRY(moelora_check_disjoint_layer(all[i], args));
+    for (int32_t j = 0; j < i; j++)
+      MOELORA_TRY(moelora_check_disjoint(all[i], all[j]));
+  }
+  return MOELORA_OK;
+}
+
+/* ---- gradients ---- */
+
+/* What gradients are checked against, and the ones that were. */
+typedef struct gradients {
+  const moelora_experts_backward_args *args;
+  moelora_arg seen[16];
+  int32_t count;
+} gradients;
+
+/* An output that shares no memory with inputs and earlier outputs. */
+static moelora_status check_output(gradients *all, moelora_arg arg) {
+  const moelora_experts_args *forward = &all->args->forward;
+  MOELORA_TRY(moelora_check_rows(arg));
+  MOELORA_TRY(moelora_check_distinct(arg));
+  const moelora_arg inputs[] = {
+      MOELORA_ARG("hidden_states", &forward->hidden_states),
+      MOELORA_ARG("dout", &all->args->dout),
+      gate_up_of(&forward->saved),
+      w13_shrink_of(&forward->saved),
+      w2_shrink_of(&forward->saved),
+  };
+  for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++)
+    MOELORA_TRY(moelora_check_disjoint(arg, inputs[i]));
+  MOELORA_TRY(moelora_check_disjoint_layer(arg, forward));
+  for (int32_t i = 0; i < all->count; i++)
+    MOELORA_TRY(moelora_check_disjoint(arg, all->seen[i]));
+  all->seen[all->count++] = arg;
+  return MOELORA_OK;
+}
+
+/* The gradient of `like`, of the same shape. */
+static moelora_status check_gradient(gradients *all, moelora_arg arg, moelora_arg like,
+                                     const char *layout, moelora_gradient *gradient) {
+  const moelora_tensor *t = arg.tensor;
+  const moelora_dtype dtype = all->args->forward.hidden_states.dtype;
+  *gradient = (moelora_gradient){0};
+  if (moelora_is_absent(t))
+    return MOELORA_OK;
+  MOELORA_REQUIRE(!moelora_is_absent(like.tensor), "%s is given, but %s is absent",
+                  moelora_label_of(arg).text, moelora_label_of(like).text);
+  MOELORA_TRY(moelora_check_view(arg, like.tensor->ndim, layout));
+  MOELORA_REQUIRE(t->dtype == dtype || t->dtype == MOELORA_F32,
+                  "%s has dtype %s, expected float32%s%s", moelora_label_of(arg).text,
+                  moelora_dtype_name(t->dtype), dtype == MOELORA_F32 ? "" : " or ",
+                  dtype == MOELORA_F32 ? "" : moelora_dtype_name(dtype));
+  for (int32_t i = 0; i < t->ndim; i++)
+    MOELORA_TRY(moelora_check_size(arg, i, like.tensor->size[i], moelora_size_of(like, i)));
+  MOELORA_TRY(check_output(all, arg));
+  const bool factor = t->ndim == 4;
+  *gradient = (moelora_gradient){
+      .data = t->data,
+      .dtype = t->dtype,
+      .loras = factor ? (int32_t)t->size[0] : 1,
+      .experts = (int32_t)t->size[factor ? 1 : 0],
+      .rows = factor ? t->size[2] : 1,
+      .columns = t->size[t->ndim - 1],
+      .stride_l = factor ? moelora_stride(t, 0) : 0,
+      .stride_e = moelora_stride(t, factor ? 1 : 0),
+      .stride_i = factor ? moelora_stride(t, 2) : 0,
+  };
+  return MOELORA_OK;
+}
+
+static moelora_status check_factor_gradients(gradients *all, const moelora_lora *grads,
+                                             const moelora_lora *factors,
+                                             const char *const names[4], moelora_gradient *a,
+                                             moelora_gradient *b) {
+  MOELORA_REQUIRE(grads->num_slices == 0 || grads->num_slices == factors->num_slices,
+                  "%s has %d slices, %s has %d", moelora_entry(names[0], 0, &grads->a[0]).name,
+                  grads->num_slices, moelora_entry(names[2], 0, &factors->a[0]).name,
+                  factors->num_slices);
+  for (int32_t i = 0; i < grads->num_slices; i++) {
+    MOELORA_TRY(check_gradient(all, moelora_entry(names[0], i, &grads->a[i]),
+                               moelora_entry(names[2], i, &factors->a[i]),
+                               "[max_loras, E or 1, R, K]", &a[i]));
+    MOELORA_TRY(check_gradient(all, moelora_entry(names[1], i, &grads->b[i]),
+                               moelora_entry(names[3], i, &factors->b[i]),
+                               "[max_loras, E or 1, N, R]", &b[i]));
+  }
+  return MOELORA_OK;
+}
+
+static moelora_status check_dx(gradients *all, moelora_experts_backward_problem *problem) {
+  const moelora_experts_args *forward = &all->args->forward;
+  const moelora_arg x = MOELORA_ARG("hidden_states", &forward->hidden_states);
+  const moelora_arg dx = MOELORA_ARG("grads.hidden_states", &all->args->grads.hidden_states);
+  if (moelora_is_absent(dx.tensor))
+    return MOELORA_OK;
+  MOELORA_TRY(moelora_check_view(dx, 2, "[M, K]"));
+  MOELORA_TRY(moelora_check_dtype(dx, x.tensor->dtype, x.name));
+  for (int32_t i = 0; i < 2; i++)
+    MOELORA_TRY(moelora_check_size(dx, i, x.tensor->size[i], moelora_size_of(x, i)));
+  MOELORA_TRY(check_output(all, dx));
+  problem->dx = dx.tensor->data;
+  problem->dx_stride = moelora_stride(dx.tensor, 0);
+  return MOELORA_OK;
+}
+
+static moelora_status check_dtopk_weights(gradients *all,
+                                          moelora_experts_backward_problem *problem) {
+  const moelora_arg ids = MOELORA_ARG("topk_ids", &all->args->forward.routing.topk_ids);
+  const moelora_arg dt = MOELORA_ARG("grads.topk_weights", &all->args->grads.topk_weights);
+  if (moelora_is_absent(dt.tensor))
+    return MOELORA_OK;
+  MOELORA_TRY(moelora_check_view(dt, 2, "[M, top_k]"));
+  MOELORA_TRY(moelora_check_dtype(dt, MOELORA_F32, NULL));
+  for (int32_t i = 0; i < 2; i++)
+    MOELORA_TRY(moelora_check_size(dt, i, ids.tensor->size[i], moelora_size_of(ids, i)));
+  MOELORA_TRY(check_output(all, dt));
+  problem->dtopk_weights = dt.tensor->data;
+  problem->dtopk_weights_stride[0] = moelora_stride(dt.tensor, 0);
+  problem->dtopk_weights_stride[1] = moelora_stride(dt.tensor, 1);
+  return MOELORA_OK;
+}
+
+moelora_status moelora_check_experts_backward(const moelora_experts_backward_args *args,
+                                              moelora_experts_backward_problem *problem) {
+  static const char *const names13[] = {"grads.w13_lora_a", "grads.w13_lora_b", "w13_lora_a",
+                                        "w13_lora_b"};
+  static const char *const names2[] = {"grads.w2_lora_a", "grads.w2_lora_b", "w2_lora_a",
+                                       "w2_lora_b"};
+  const moelora_experts_args *forward = &args->forward;
+  const moelora_experts_grads *grads = &args->grads;
+  const moelora_arg x = MOELORA_ARG("hidden_states", &forward->hidden_states);
+  const moelora_arg dout = MOELORA_ARG("dout", &args->dout);
+  *problem = (moelora_experts_backward_problem){.accumulate = args->accumulate};
+  MOELORA_TRY(moelora_check_layer(forward, &problem->forward));
+  MOELORA_TRY(check_saved_views(forward, &problem->forward));
+
+  MOELORA_TRY(moelora_check_view(dout, 2, "[M, K]"));
+  MOELORA_TRY(moelora_check_dtype(dout, x.tensor->dtype, x.name));
+  for (int32_t i = 0; i < 2; i++)
+    MOELORA_TRY(moelora_check_size(dout, i, x.tensor->size[i], moelora_size_of(x, i)));
+  MOELORA_TRY(moelora_check_rows(dout));
+  problem->dout = dout.tensor->data;
+  problem->dout_stride = moelora_stride(dout.tensor, 0);
+
+  gradients all = {.args = args};
+  MOELORA_TRY(check_dx(&all, problem));
+  MOELORA_TRY(check_dtopk_weights(&all, problem));
+  MOELORA_TRY(check_factor_gradients(&all, &grads->w13_lora, &forward->w13_lora, names13,
+                                     problem->a13, problem->b13));
+  MOELORA_TRY(check_factor_gradients(&all, &grads->w2_lora, &forward->w2_lora, names2, &problem->a2,
+                                     &problem->b2));
+  MOELORA_TRY(check_gradient(&all, MOELORA_ARG("grads.w13_bias", &grads->w13_bias),
+                             MOELORA_ARG("w13_bias", &forward->w13_bias), "[E, 2 I]",
+                             &problem->bias13));
+  return check_gradient(&all, MOELORA_ARG("grads.w2_bias", &grads->w2_bias),
+                        MOELORA_ARG("w2_bias", &forward->w2_bias), "[E, K]", &problem->bias2);
+}

@@ -1,0 +1,81 @@
+/* The derivatives of activation.h in float32. Included where that is.
+ *
+ * In: gate[i], up[i] as the activation takes them, dh[i] the gradient of its result.
+ * Out: h[i] = f(gate[i], up[i]), and gate[i], up[i] are their gradients.
+ *
+ * A clamp passes the gradient where it changes nothing, its ends included. With q = sigmoid:
+ *
+ *   silu       q(g) (1 + g (1 - q(g))) u,               silu(g)
+ *   gelu       (q + g q (1 - q) c (1 + 3 * 0.044715 g^2)) u,  gelu_tanh(g)    q = q(c (g + ...))
+ *   swigluoai  q (1 + alpha g (1 - q)) (u + 1),         g q                   q = q(alpha g)
+ *   relu2      2 max(g, 0)
+ */
+#ifndef MOELORA_CPU_ACTIVATION_BACKWARD_H
+#define MOELORA_CPU_ACTIVATION_BACKWARD_H
+
+#include "cpu/activation.h"
+
+/* Where sigmoid is 0 or 1 to float32, so that a product with what it leaves stays finite. */
+#define MOELORA_SATURATED 88.0f
+
+static inline float moelora_sigmoid(float x) {
+  return 1.0f / (1.0f + moelora_exp(-x));
+}
+
+static inline float moelora_saturate(float x) {
+  return moelora_clamp(x, -MOELORA_SATURATED, MOELORA_SATURATED);
+}
+
+static inline void moelora_activate_backward(const moelora_activation_problem *activation,
+                                             float *restrict gate, float *restrict up,
+                                             const float *restrict dh, float *restrict h,
+                                             int64_t n) {
+  const float alpha = activation->alpha, limit = activation->limit;
+  switch (activation->kind) {
+  case MOELORA_SILU:
+    for (int64_t i = 0; i < n; i++) {
+      const float g = moelora_clamp(gate[i], -INFINITY, limit);
+      const float u = moelora_clamp(up[i], -limit, limit);
+      const float q = moelora_sigmoid(g), s = g * q;
+      const float dg = q * (1.0f + moelora_saturate(g) * (1.0f - q)) * u * dh[i];
+      const float du = s * dh[i];
+      gate[i] = gate[i] > limit ? 0.0f : dg;
+      up[i] = up[i] > limit || up[i] < -limit ? 0.0f : du;
+      h[i] = s * u;
+    }
+    break;
+  case MOELORA_GELU:
+    for (int64_t i = 0; i < n; i++) {
+      const float g = gate[i], c = 1.5957691216f;
+      const float q = moelora_sigmoid(c * (g + 0.044715f * g * g * g)), s = g * q;
+      const float r = moelora_clamp(g, -16.0f, 16.0f); /* beyond, q (1 - q) is 0 */
+      const float slope = r * q * (1.0f - q) * c * (1.0f + 0.134145f * r * r);
+      gate[i] = (q + slope) * up[i] * dh[i];
+      h[i] = s * up[i];
+      up[i] = s * dh[i];
+    }
+    break;
+  case MOELORA_SWIGLUOAI:
+  case MOELORA_SWIGLUOAI_UNINTERLEAVE:
+    for (int64_t i = 0; i < n; i++) {
+      const float g = moelora_clamp(gate[i], -INFINITY, limit);
+      const float u = moelora_clamp(up[i], -limit, limit);
+      const float q = moelora_sigmoid(alpha * g), s = g * q;
+      const float dg = q * (1.0f + moelora_saturate(alpha * g) * (1.0f - q)) * (u + 1.0f) * dh[i];
+      const float du = s * dh[i];
+      gate[i] = gate[i] > limit ? 0.0f : dg;
+      up[i] = up[i] > limit || up[i] < -limit ? 0.0f : du;
+      h[i] = s * (u + 1.0f);
+    }
+    break;
+  case MOELORA_RELU2:
+    for (int64_t i = 0; i < n; i++) {
+      const float g = gate[i] < 0.0f ? 0.0f : gate[i];
+      h[i] = g * g;
+      gate[i] = 2.0f * g * dh[i];
+    }
+    break;
+  }
+}
+
+#endif

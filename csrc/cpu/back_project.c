@@ -1,0 +1,244 @@
+/* Products of the backward with weights as they lie: y W, where the forward has x W^T.
+ *
+ * A task is (expert, block of columns, part of the expert's rows). Its columns of W are a panel of
+ * float32, which all rows of the part share:
+ *
+ *   panel [n, 64 columns]
+ *   c [48, 64] = y panel                in passes over n of BACK_DEPTH
+ *   c += yb A                           segment by segment, of a panel of A
+ *   emit(row)
+ *
+ * Weights of every form and format become what the forward multiplies, a row at a time. A row's
+ * sums add in the order of n, whatever else is in its block. */
+#include <string.h>
+
+#include "core/format.h"
+#include "cpu/backward.h"
+
+static moelora_panel take_panel(int64_t rows, moelora_arena *arena) {
+  return (moelora_panel){
+      .rows = moelora_take_array(arena, (size_t)rows, sizeof(float *)),
+      .copy = moelora_take_array(arena, (size_t)rows, MOELORA_BACK_COLUMNS * sizeof(float)),
+  };
+}
+
+moelora_back_scratch *moelora_back_scratch_take(int64_t depth, int64_t rank,
+                                                const moelora_exec *exec, moelora_arena *arena) {
+  const size_t columns = MOELORA_BACK_COLUMNS;
+  const int32_t workers = moelora_workers(exec);
+  moelora_back_scratch *all = moelora_take_array(arena, (size_t)workers, sizeof *all);
+  for (int32_t i = 0; i < workers; i++) {
+    moelora_back_scratch one = {
+        .x = moelora_take(arena, columns * sizeof(float *)),
+        .c = moelora_take(arena, columns * columns * sizeof(float)),
+        .panel = take_panel(moelora_max(depth, MOELORA_PART_ROWS), arena),
+        .factor = take_panel(rank, arena),
+        .ranks = moelora_take(arena, columns * MOELORA_PART_ROWS * sizeof(float)),
+    };
+    if (all)
+      all[i] = one;
+  }
+  return all;
+}
+
+/* ---- panels ---- */
+
+/* Columns [k, k + count) of row n, all of one tile. */
+static void load_row(const moelora_variant *variant, const moelora_weights *w, int64_t n, int64_t k,
+                     int64_t count, float *to) {
+  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
+  if (w->format == MOELORA_NATIVE) {
+    const int64_t column = w->packed ? k / MOELORA_PACK * w->stride_kt + k % MOELORA_PACK : k;
+    kernels->load(moelora_row_at(w, variant->dtype, n) +
+                      (size_t)column * moelora_dtype_bytes(variant->dtype),
+                  to, count);
+    return;
+  }
+  char operands[2 * MOELORA_PACK * sizeof(float)] __attribute__((aligned(64)));
+  const size_t bytes = kernels->operand_bytes;
+  const int64_t at = moelora_tile_row_of(w->order, w->n, n), depth = moelora_tile_depth(w->format);
+  const char *tile =
+      (const char *)w->data + at / MOELORA_PACK * w->stride_nt + k / depth * w->stride_kt;
+  const int32_t r = (int32_t)(at % MOELORA_PACK);
+  const char *from = operands;
+  if (moelora_is_fp8(w->format)) {
+    moelora_cpu_fp8_row(kernels, w, variant->dtype, tile, r, operands);
+    from += (size_t)(k % depth) * bytes;
+  } else {
+    char *high = operands + MOELORA_PACK * bytes;
+    kernels->dequantise(w->format, tile, 0, 1, r & ~8, 0, operands, high);
+    from = r & 8 ? high : from;
+  }
+  if (kernels->widen) /* operands are float32 */
+    memcpy(to, from, (size_t)count * sizeof *to);
+  else
+    kernels->load(from, to, count);
+}
+
+/* Columns [begin, begin + count) of all rows of w; begin is a multiple of BACK_COLUMNS, which is a
+ * tile's. Copies have zeros behind. */
+static void fill_panel(const moelora_variant *variant, const moelora_weights *w, int64_t begin,
+                       int64_t count, const moelora_panel *panel) {
+  const int64_t width = moelora_row_width(count);
+  const bool in_place =
+      variant->dtype == MOELORA_F32 && w->format == MOELORA_NATIVE && !w->packed && width == count;
+  for (int64_t n = 0; n < w->n; n++) {
+    float *copy = panel->copy + n * width;
+    panel->rows[n] = in_place ? (const float *)moelora_row_at(w, MOELORA_F32, n) + begin : copy;
+    if (in_place)
+      continue;
+    load_row(variant, w, n, begin, count, copy);
+    for (int64_t j = count; j < width; j++)
+      copy[j] = 0;
+  }
+}
+
+/* c [m, width] += x panel, over `depth`; x is advanced to its end. */
+static void multiply(const moelora_variant *variant, int64_t m, int64_t width, int64_t depth,
+                     const moelora_panel *panel, const float **x, float *c) {
+  for (int64_t k = 0; k < depth; k += MOELORA_BACK_DEPTH) {
+    const int64_t count = moelora_min(MOELORA_BACK_DEPTH, depth - k);
+    moelora_cpu_kernels_of(variant)->add_rows(m, width, count, x, panel->rows + k, c, width);
+    for (int64_t i = 0; i < m; i++)
+      x[i] += count;
+  }
+}
+
+/* ---- rows and factors ---- */
+
+/* The row of y from `column` on that belongs to sorted row `at`. */
+static const float *y_row(const moelora_back_projection *p, int64_t at, int64_t column) {
+  const int64_t row = p->y_by_token ? p->sorted->row[at] / p->routes->top_k : at;
+  return p->y + row * p->y_stride + column;
+}
+
+static float *yb_row(const moelora_back_projection *p, int64_t at, int32_t slice) {
+  return p->yb + (at * p->lora->num_slices + slice) * p->lora->max_rank;
+}
+
+/* The factor of sorted row `at` as n rows of k numbers. */
+static moelora_weights factor_at(const moelora_back_projection *p, const moelora_factor *factor,
+                                 int64_t at, int64_t n, int64_t k) {
+  const int64_t l = p->sorted->adapter[at], e = p->sorted->expert[at];
+  const int64_t first = l * factor->stride_l + e * factor->stride_e;
+  return (moelora_weights){
+      .data = (const char *)factor->data + (size_t)first * moelora_dtype_bytes(p->variant->dtype),
+      .n = n,
+      .k = k,
+      .stride_n = factor->stride_i,
+  };
+}
+
+static int32_t rank_at(const moelora_back_projection *p, int64_t at) {
+  return moelora_rank_of(&p->sorted->tables, p->sorted->adapter[at], p->lora->max_rank);
+}
+
+/* ---- yb = s y B ---- */
+
+static void back_shrink_part(void *context, int64_t index, int32_t worker) {
+  const moelora_back_projection *p = context;
+  const int32_t num_slices = p->lora->num_slices, slice = (int32_t)(index % num_slices);
+  const int32_t *part = p->segments->part + 2 * (index / num_slices);
+  moelora_back_scratch *scratch = &p->scratch[worker];
+  const float *scalings = p->sorted->tables.scaling;
+  const float scaling = scalings ? scalings[p->sorted->adapter[part[0]]] : 1.0f;
+  const int64_t rank = rank_at(p, part[0]);
+  const moelora_weights b = factor_at(p, &p->lora->b[slice], part[0], p->lora->slice_n, rank);
+  for (int64_t i = 0; i < rank; i += MOELORA_BACK_COLUMNS) {
+    const int64_t count = moelora_min(MOELORA_BACK_COLUMNS, rank - i);
+    const int64_t width = moelora_row_width(count);
+    fill_panel(p->variant, &b, i, count, &scratch->panel);
+    for (int64_t at = part[0]; at < part[1]; at += MOELORA_BACK_ROWS) {
+      const int64_t m = moelora_min(MOELORA_BACK_ROWS, part[1] - at);
+      for (int64_t row = 0; row < m; row++)
+        scratch->x[row] = y_row(p, at + row, slice * p->lora->slice_n);
+      memset(scratch->c, 0, (size_t)(m * width) * sizeof(float));
+      multiply(p->variant, m, width, b.n, &scratch->panel, scratch->x, scratch->c);
+      for (int64_t row = 0; row < m; row++) {
+        float *to = yb_row(p, at + row, slice) + i;
+        for (int64_t j = 0; j < count; j++)
+          to[j] = scratch->c[row * width + j] * scaling;
+        moelora_round_floats(p->variant, to, count);
+      }
+    }
+  }
+}
+
+void moelora_cpu_back_shrink(const moelora_back_projection *projection, const moelora_exec *exec) {
+  moelora_back_projection copy = *projection;
+  const double rows = (double)projection->sorted->num_rows;
+  moelora_cpu_parallel(exec, projection->segments->parts * projection->lora->num_slices,
+                       rows * projection->lora->max_rank * (double)projection->w->n,
+                       back_shrink_part, &copy);
+}
+
+/* ---- y W + yb A ---- */
+
+typedef struct back_tasks {
+  const moelora_back_projection *projection;
+  int64_t column_blocks, row_chunks;
+} back_tasks;
+
+/* c += yb A for sorted rows [first, first + m) of one expert. */
+static void add_adapters(const moelora_back_projection *p, int64_t first, int64_t m, int64_t begin,
+                         int64_t count, moelora_back_scratch *scratch) {
+  const int64_t width = moelora_row_width(count);
+  for (int64_t at = first, next; at < first + m; at = next) {
+    next = moelora_segment_end(p->sorted, at, first + m);
+    for (int32_t slice = 0; p->sorted->adapter[at] >= 0 && slice < p->lora->num_slices; slice++) {
+      const moelora_weights a = factor_at(p, &p->lora->a[slice], at, rank_at(p, at), p->w->k);
+      fill_panel(p->variant, &a, begin, count, &scratch->factor);
+      for (int64_t i = at; i < next; i++)
+        scratch->x[i - at] = yb_row(p, i, slice);
+      multiply(p->variant, next - at, width, a.n, &scratch->factor, scratch->x,
+               scratch->c + (at - first) * width);
+    }
+  }
+}
+
+static void back_task(void *context, int64_t index, int32_t worker) {
+  const back_tasks *tasks = context;
+  const moelora_back_projection *p = tasks->projection;
+  const int64_t chunk = index % tasks->row_chunks;
+  const int64_t begin = index / tasks->row_chunks % tasks->column_blocks * MOELORA_BACK_COLUMNS;
+  const int32_t expert = (int32_t)(index / tasks->row_chunks / tasks->column_blocks);
+  const int64_t count = moelora_min(MOELORA_BACK_COLUMNS, p->w->k - begin);
+  const int64_t width = moelora_row_width(count);
+  const int64_t first = p->sorted->offset[expert] + chunk * MOELORA_PART_ROWS;
+  const int64_t end = moelora_min(p->sorted->offset[expert + 1], first + MOELORA_PART_ROWS);
+  if (first >= end)
+    return;
+  moelora_back_scratch *scratch = &p->scratch[worker];
+  const moelora_weights w = moelora_expert_weights(p->w, p->variant->dtype, expert);
+  fill_panel(p->variant, &w, begin, count, &scratch->panel);
+  for (int64_t at = first; at < end; at += MOELORA_BACK_ROWS) {
+    const int64_t m = moelora_min(MOELORA_BACK_ROWS, end - at);
+    memset(scratch->c, 0, (size_t)(m * width) * sizeof(float));
+    for (int64_t i = 0; i < m; i++)
+      scratch->x[i] = y_row(p, at + i, 0);
+    multiply(p->variant, m, width, w.n, &scratch->panel, scratch->x, scratch->c);
+    if (p->yb)
+      add_adapters(p, at, m, begin, count, scratch);
+    for (int64_t i = 0; i < m; i++)
+      p->emit(p, at + i, begin, count, scratch->c + i * width);
+  }
+}
+
+void moelora_cpu_back_project(const moelora_back_projection *projection, const moelora_exec *exec) {
+  const int32_t *offset = projection->sorted->offset;
+  const int32_t num_experts = projection->routes->num_experts;
+  int64_t longest = 1, active = 0;
+  for (int32_t e = 0; e < num_experts; e++) {
+    longest = moelora_max(longest, offset[e + 1] - offset[e]);
+    active += offset[e + 1] > offset[e];
+  }
+  back_tasks tasks = {
+      .projection = projection,
+      .column_blocks = moelora_ceil_div(projection->w->k, MOELORA_BACK_COLUMNS),
+      .row_chunks = moelora_ceil_div(longest, MOELORA_PART_ROWS),
+  };
+  const int64_t passes = moelora_max(active, projection->sorted->num_rows / 16);
+  moelora_cpu_parallel(exec, num_experts * tasks.column_blocks * tasks.row_chunks,
+                       (double)passes * (double)projection->w->n * (double)projection->w->k,
+                       back_task, &tasks);
+}

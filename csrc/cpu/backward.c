@@ -1,0 +1,514 @@
+/* The backward of a layer, over workspace arrays. What multiplies is float32 in memory, rounded to
+ * the dtype; all but x and dout, which are by token, lies by sorted position:
+ *
+ *   sort, segments    as the forward did, of the same tables
+ *   xa13, xa2         what the forward saved: s x A13^T, and s h A2^T times the routing weight t
+ *   yb2 [P, R]        = s dout B2
+ *   v [P, I]          = dout W2 + yb2 A2, of which each block of columns ends in
+ *                       h = act(gate_up), dgu = act'(gate_up) t v, and its part of dt = <v, h>
+ *   yb13 [P, s, R]    = s dgu B13
+ *   dz [P, K]         = dgu W13 + yb13 A13, float32 by flat row
+ *   dx [M, K]         = sum over j of dz, rounded once
+ *   dB2  = dout^T (t xa2)    dA2  = (t yb2)^T h        products over the rows of each segment
+ *   dB13 = dgu^T xa13        dA13 = yb13^T x
+ *
+ * With apply_router_weight_on_input x is t x, t elsewhere 1, dx times t, and dt = <dz, x>. Steps
+ * whose results nothing wants are left out. */
+#include <string.h>
+
+#include "cpu/backward.h"
+
+/* What of the intermediate results is needed. */
+typedef struct wanted {
+  bool v;  /* and dgu, h, dt */
+  bool dz; /* and yb13 */
+  bool yb2, yb13, xa13, xa2;
+} wanted;
+
+static bool any(const moelora_gradient *gradients, int32_t count) {
+  for (int32_t i = 0; i < count; i++)
+    if (gradients[i].data)
+      return true;
+  return false;
+}
+
+static wanted find_wanted(const moelora_experts_backward_problem *problem) {
+  const moelora_experts_problem *forward = &problem->forward;
+  const bool adapters = forward->routes.token_lora_mapping.data != NULL;
+  const bool lora13 = adapters && forward->w13_lora.num_slices > 0;
+  const bool lora2 = adapters && forward->w2_lora.num_slices > 0;
+  wanted want = {0};
+  want.dz = problem->dx || (problem->dtopk_weights && forward->apply_router_weight_on_input);
+  want.yb13 = lora13 && (want.dz || any(problem->a13, 2));
+  want.xa13 = lora13 && any(problem->b13, 2);
+  want.v = want.dz || problem->dtopk_weights || want.yb13 || want.xa13 || problem->bias13.data ||
+           problem->a2.data;
+  want.yb2 = lora2 && want.v;
+  want.xa2 = lora2 && problem->b2.data;
+  return want;
+}
+
+typedef struct backward_layout {
+  moelora_sorted sorted;
+  moelora_segments segments;
+  moelora_rounded rounded13, rounded2;
+  moelora_back_scratch *scratch;
+  float *x, *dout; /* [M, K]; NULL where they are used as they are */
+  float *h;        /* [P, I] */
+  float *dgu;      /* [P, 2I] */
+  float *dt;       /* [P, blocks of I] parts of dt by flat row */
+  float *dz;       /* [P, K] */
+  float *xa13, *xa2, *yb13, *yb2;
+  size_t bytes;
+} backward_layout;
+
+static int64_t dt_parts(const moelora_experts_problem *forward) {
+  return moelora_ceil_div(forward->intermediate, MOELORA_BACK_COLUMNS);
+}
+
+/* [rows, columns] float32 */
+static float *take_floats(moelora_arena *arena, int64_t rows, int64_t columns) {
+  return moelora_take_array(arena, moelora_times((size_t)rows, (size_t)columns), sizeof(float));
+}
+
+static float *take_ranks(moelora_arena *arena, int64_t rows, const moelora_factors *lora) {
+  return take_floats(arena, rows, (int64_t)lora->num_slices * lora->max_rank);
+}
+
+static backward_layout lay_out(const moelora_experts_backward_problem *problem,
+                               const moelora_backward_plan *plan, const moelora_exec *exec,
+                               void *base) {
+  const moelora_experts_problem *forward = &problem->forward;
+  const moelora_routes *routes = &forward->routes;
+  const bool wide = plan->variant->dtype == MOELORA_F32;
+  const wanted want = find_wanted(problem);
+  const int64_t rows = routes->num_rows, tokens = routes->num_tokens;
+  const int64_t depth = moelora_max(forward->hidden, forward->w13.n);
+  const int64_t rank = moelora_max(forward->w13_lora.max_rank, forward->w2_lora.max_rank);
+  moelora_arena arena = {base, 0};
+  backward_layout layout = {0};
+  moelora_sorted_take(routes, &arena, &layout.sorted);
+  moelora_segments_take(routes, &arena, &layout.segments);
+  moelora_rounded_take(forward, &forward->w13_lora, forward->hidden, &arena, &layout.rounded13);
+  moelora_rounded_take(forward, &forward->w2_lora, forward->intermediate, &arena, &layout.rounded2);
+  layout.scratch = moelora_back_scratch_take(depth, rank, exec, &arena);
+  if (!wide || forward->apply_router_weight_on_input)
+    layout.x = take_floats(&arena, tokens, forward->hidden);
+  if (!wide)
+    layout.dout = take_floats(&arena, tokens, forward->hidden);
+  if (want.v) {
+    layout.h = take_floats(&arena, rows, forward->intermediate);
+    layout.dgu = take_floats(&arena, rows, forward->w13.n);
+    layout.dt = take_floats(&arena, rows, dt_parts(forward));
+  }
+  if (want.dz)
+    layout.dz = take_floats(&arena, rows, forward->hidden);
+  if (want.xa13)
+    layout.xa13 = take_ranks(&arena, rows, &forward->w13_lora);
+  if (want.yb13)
+    layout.yb13 = take_ranks(&arena, rows, &forward->w13_lora);
+  if (want.xa2)
+    layout.xa2 = take_ranks(&arena, rows, &forward->w2_lora);
+  if (want.yb2)
+    layout.yb2 = take_ranks(&arena, rows, &forward->w2_lora);
+  layout.bytes = arena.used;
+  return layout;
+}
+
+size_t moelora_cpu_experts_backward_workspace(const moelora_experts_backward_problem *problem,
+                                              const moelora_backward_plan *plan,
+                                              const moelora_exec *exec) {
+  return lay_out(problem, plan, exec, NULL).bytes;
+}
+
+/* All that the steps read. */
+typedef struct backward {
+  const moelora_experts_backward_problem *problem;
+  const moelora_experts_problem *forward; /* with factors in the dtype */
+  const moelora_variant *variant;
+  const moelora_exec *exec;
+  backward_layout layout;
+  wanted want;
+  const float *x, *dout; /* by token */
+  int64_t x_stride, dout_stride;
+  const float *weight; /* [P] t, NULL: 1 */
+} backward;
+
+/* ---- through the activation ---- */
+
+/* Columns [begin, begin + count) of gate and up of a flat row, in float32. */
+static void load_gate_up(const moelora_experts_problem *forward, const moelora_variant *variant,
+                         int64_t row, int64_t begin, int64_t count, float *gate, float *up) {
+  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
+  const size_t bytes = moelora_dtype_bytes(variant->dtype);
+  const moelora_activation kind = forward->activation.kind;
+  const char *from =
+      (const char *)forward->saved.gate_up + (size_t)(row * forward->saved.gate_up_stride) * bytes;
+  if (moelora_is_interleaved(kind)) {
+    float both[2 * MOELORA_BACK_COLUMNS];
+    kernels->load(from + (size_t)(2 * begin) * bytes, both, 2 * count);
+    for (int64_t i = 0; i < count; i++) {
+      gate[i] = both[2 * i];
+      up[i] = both[2 * i + 1];
+    }
+    return;
+  }
+  kernels->load(from + (size_t)begin * bytes, gate, count);
+  if (moelora_is_gated(kind))
+    kernels->load(from + (size_t)(forward->intermediate + begin) * bytes, up, count);
+}
+
+/* The gradients of gate and up, rounded, to columns of a row of dgu. */
+static void put_gate_up(const moelora_experts_problem *forward, const moelora_variant *variant,
+                        int64_t begin, int64_t count, const float *gate, const float *up,
+                        float *to) {
+  const moelora_activation kind = forward->activation.kind;
+  if (moelora_is_interleaved(kind)) {
+    for (int64_t i = 0; i < count; i++) {
+      to[2 * (begin + i)] = gate[i];
+      to[2 * (begin + i) + 1] = up[i];
+    }
+    moelora_round_floats(variant, to + 2 * begin, 2 * count);
+    return;
+  }
+  memcpy(to + begin, gate, (size_t)count * sizeof *to);
+  moelora_round_floats(variant, to + begin, count);
+  if (moelora_is_gated(kind)) {
+    memcpy(to + forward->intermediate + begin, up, (size_t)count * sizeof *to);
+    moelora_round_floats(variant, to + forward->intermediate + begin, count);
+  }
+}
+
+static void emit_v(const moelora_back_projection *p, int64_t at, int64_t begin, int64_t count,
+                   const float *v) {
+  const backward *b = p->context;
+  const moelora_experts_problem *forward = b->forward;
+  const int64_t row = p->sorted->row[at];
+  const float weight = b->weight ? b->weight[row] : 1.0f;
+  float gate[MOELORA_BACK_COLUMNS], up[MOELORA_BACK_COLUMNS], dh[MOELORA_BACK_COLUMNS];
+  float *h = b->layout.h + at * forward->intermediate + begin, sum = 0;
+  load_gate_up(forward, p->variant, row, begin, count, gate, up);
+  for (int64_t i = 0; i < count; i++)
+    dh[i] = weight * v[i];
+  moelora_cpu_kernels_of(p->variant)
+      ->activate_backward(&forward->activation, gate, up, dh, h, count);
+  moelora_round_floats(p->variant, h, count);
+  put_gate_up(forward, p->variant, begin, count, gate, up, b->layout.dgu + at * forward->w13.n);
+  for (int64_t i = 0; i < count; i++)
+    sum += v[i] * h[i];
+  b->layout.dt[row * dt_parts(forward) + begin / MOELORA_BACK_COLUMNS] = sum;
+}
+
+/* ---- what goes to x and to the routing weights ---- */
+
+static void emit_dz(const moelora_back_projection *p, int64_t at, int64_t begin, int64_t count,
+                    const float *values) {
+  const backward *b = p->context;
+  float *dz = b->layout.dz + p->sorted->row[at] * b->forward->hidden + begin;
+  for (int64_t i = 0; i < count; i++)
+    dz[i] = values[i];
+}
+
+/* sum over i < n of float32 a[i] times b[i] of the compute dtype */
+static float dot_with(const moelora_cpu_kernels *kernels, size_t bytes, const float *a,
+                      const void *from, int64_t n) {
+  float line[256], sum = 0;
+  for (int64_t i = 0; i < n; i += 256) {
+    const int64_t count = moelora_min(256, n - i);
+    kernels->load((const char *)from + (size_t)i * bytes, line, count);
+    for (int64_t j = 0; j < count; j++)
+      sum += a[i + j] * line[j];
+  }
+  return sum;
+}
+
+/* <dout, bias> of two rows of the compute dtype. */
+static float bias_part(const moelora_cpu_kernels *kernels, size_t bytes, const char *bias,
+                       const char *dout, int64_t n) {
+  float line[256], sum = 0;
+  for (int64_t i = 0; i < n; i += 256) {
+    const int64_t count = moelora_min(256, n - i);
+    kernels->load(bias + (size_t)i * bytes, line, count);
+    sum += dot_with(kernels, bytes, line, dout + (size_t)i * bytes, count);
+  }
+  return sum;
+}
+
+static void sum_dt(void *context, int64_t m, int32_t worker) {
+  (void)worker;
+  const backward *b = context;
+  const moelora_experts_problem *forward = b->forward;
+  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(b->variant);
+  const size_t bytes = moelora_dtype_bytes(forward->dtype);
+  const int64_t parts = dt_parts(forward);
+  for (int32_t j = 0; j < forward->routes.top_k; j++) {
+    const int64_t p = m * forward->routes.top_k + j;
+    const int32_t expert = b->layout.sorted.tables.expert[p];
+    float sum = 0;
+    if (expert >= 0 && forward->apply_router_weight_on_input) {
+      const char *x = (const char *)forward->x + (size_t)(m * forward->x_stride) * bytes;
+      sum = dot_with(kernels, bytes, b->layout.dz + p * forward->hidden, x, forward->hidden);
+    } else if (expert >= 0) {
+      for (int64_t i = 0; i < parts; i++)
+        sum += b->layout.dt[p * parts + i];
+      if (forward->w2.bias)
+        sum += bias_part(
+            kernels, bytes,
+            (const char *)forward->w2.bias + (size_t)(expert * forward->w2.bias_stride_e) * bytes,
+            (const char *)b->problem->dout + (size_t)(m * b->problem->dout_stride) * bytes,
+            forward->hidden);
+    }
+    const int64_t *stride = b->problem->dtopk_weights_stride;
+    b->problem->dtopk_weights[m * stride[0] + j * stride[1]] = sum;
+  }
+}
+
+static void finish_inputs(const backward *b) {
+  const moelora_routes *routes = &b->forward->routes;
+  const moelora_combine combine = {
+      .variant = b->variant,
+      .routes = routes,
+      .tables = &b->layout.sorted.tables,
+      .z = b->layout.dz,
+      .columns = b->forward->hidden,
+      .weighted = b->forward->apply_router_weight_on_input,
+      .out = b->problem->dx,
+      .out_stride = b->problem->dx_stride,
+  };
+  if (b->problem->dx)
+    moelora_cpu_combine(&combine, b->exec);
+  if (b->problem->dtopk_weights)
+    moelora_cpu_parallel(b->exec, routes->num_tokens,
+                         (double)routes->num_rows * (double)b->forward->hidden, sum_dt, (void *)b);
+}
+
+/* ---- what goes to factors and biases ---- */
+
+static moelora_columns by_token(const float *rows, int64_t stride, int64_t count) {
+  return (moelora_columns){.rows = rows, .stride = stride, .by_token = true, .count = count};
+}
+
+/* Columns [begin, begin + count) of rows of `width` numbers by sorted position. */
+static moelora_columns by_position(const float *rows, int64_t width, int64_t begin, int64_t count) {
+  return (moelora_columns){.rows = rows + begin, .stride = width, .count = count};
+}
+
+/* A slice of shrink results. */
+static moelora_columns ranks_of(const float *rows, const moelora_factors *lora, int32_t slice) {
+  const int64_t rank = lora->max_rank;
+  return by_position(rows, lora->num_slices * rank, slice * rank, rank);
+}
+
+static void add_product(const backward *b, moelora_columns ranks, moelora_columns wide,
+                        bool transposed, const moelora_gradient *gradient) {
+  const moelora_grouped_product product = {
+      .variant = b->variant,
+      .routes = &b->forward->routes,
+      .sorted = &b->layout.sorted,
+      .segments = &b->layout.segments,
+      .scratch = b->layout.scratch,
+      .ranks = ranks,
+      .wide = wide,
+      .transposed = transposed,
+      .gradient = gradient,
+      .accumulate = b->problem->accumulate,
+  };
+  moelora_cpu_grouped_product(&product, b->exec);
+}
+
+static void finish_factors(const backward *b) {
+  const moelora_experts_backward_problem *problem = b->problem;
+  const backward_layout *layout = &b->layout;
+  const moelora_factors *w13 = &b->forward->w13_lora, *w2 = &b->forward->w2_lora;
+  const int64_t hidden = b->forward->hidden, inter = b->forward->intermediate;
+  for (int32_t i = 0; i < w13->num_slices; i++) {
+    if (problem->a13[i].data)
+      add_product(b, ranks_of(layout->yb13, w13, i), by_token(b->x, b->x_stride, hidden), false,
+                  &problem->a13[i]);
+    if (problem->b13[i].data)
+      add_product(b, ranks_of(layout->xa13, w13, i),
+                  by_position(layout->dgu, b->forward->w13.n, i * w13->slice_n, w13->slice_n), true,
+                  &problem->b13[i]);
+  }
+  if (w2->num_slices && problem->a2.data)
+    add_product(b, ranks_of(layout->yb2, w2, 0), by_position(layout->h, inter, 0, inter), false,
+                &problem->a2);
+  if (w2->num_slices && problem->b2.data)
+    add_product(b, ranks_of(layout->xa2, w2, 0), by_token(b->dout, b->dout_stride, hidden), true,
+                &problem->b2);
+}
+
+static void finish_biases(const backward *b) {
+  moelora_row_sum sum = {
+      .variant = b->variant,
+      .routes = &b->forward->routes,
+      .sorted = &b->layout.sorted,
+      .gradient = &b->problem->bias13,
+      .accumulate = b->problem->accumulate,
+  };
+  if (sum.gradient->data) {
+    sum.rows = by_position(b->layout.dgu, b->forward->w13.n, 0, b->forward->w13.n);
+    moelora_cpu_row_sum(&sum, b->exec);
+  }
+  sum.gradient = &b->problem->bias2;
+  if (sum.gradient->data) {
+    sum.rows = by_token(b->dout, b->dout_stride, b->forward->hidden);
+    sum.weight = b->weight;
+    moelora_cpu_row_sum(&sum, b->exec);
+  }
+}
+
+/* ---- the operator ---- */
+
+/* yb2 times t, rounded again. */
+static void weigh_row(void *context, int64_t at, int32_t worker) {
+  (void)worker;
+  const backward *b = context;
+  const moelora_sorted *sorted = &b->layout.sorted;
+  const int32_t width = b->forward->w2_lora.max_rank;
+  if (sorted->adapter[at] < 0)
+    return;
+  const int32_t rank = moelora_rank_of(&sorted->tables, sorted->adapter[at], width);
+  float *yb = b->layout.yb2 + at * width;
+  for (int32_t i = 0; i < rank; i++)
+    yb[i] *= b->weight[sorted->row[at]];
+  moelora_round_floats(b->variant, yb, rank);
+}
+
+static void back_through_w2(const backward *b) {
+  const moelora_back_projection w2 = {
+      .variant = b->variant,
+      .routes = &b->forward->routes,
+      .sorted = &b->layout.sorted,
+      .segments = &b->layout.segments,
+      .scratch = b->layout.scratch,
+      .y = b->dout,
+      .y_stride = b->dout_stride,
+      .y_by_token = true,
+      .w = &b->forward->w2,
+      .lora = &b->forward->w2_lora,
+      .yb = b->layout.yb2,
+      .emit = emit_v,
+      .context = (void *)b,
+  };
+  if (w2.yb)
+    moelora_cpu_back_shrink(&w2, b->exec);
+  moelora_cpu_back_project(&w2, b->exec);
+  if (b->problem->a2.data && w2.yb && b->weight)
+    moelora_cpu_parallel(b->exec, b->layout.sorted.num_rows,
+                         (double)b->layout.sorted.num_rows * b->forward->w2_lora.max_rank,
+                         weigh_row, (void *)b);
+}
+
+static void back_through_w13(const backward *b) {
+  const moelora_back_projection w13 = {
+      .variant = b->variant,
+      .routes = &b->forward->routes,
+      .sorted = &b->layout.sorted,
+      .segments = &b->layout.segments,
+      .scratch = b->layout.scratch,
+      .y = b->layout.dgu,
+      .y_stride = b->forward->w13.n,
+      .w = &b->forward->w13,
+      .lora = &b->forward->w13_lora,
+      .yb = b->layout.yb13,
+      .emit = emit_dz,
+      .context = (void *)b,
+  };
+  if (w13.yb)
+    moelora_cpu_back_shrink(&w13, b->exec);
+  if (b->want.dz)
+    moelora_cpu_back_project(&w13, b->exec);
+}
+
+/* [M, K] of the dtype as float32, rows times weight and rounded if that is given. */
+typedef struct load_tasks {
+  const backward *b;
+  const char *from;
+  int64_t stride;
+  const float *weight;
+  float *to;
+} load_tasks;
+
+static void load_token(void *context, int64_t m, int32_t worker) {
+  (void)worker;
+  const load_tasks *tasks = context;
+  const moelora_variant *variant = tasks->b->variant;
+  const int64_t hidden = tasks->b->forward->hidden;
+  float *to = tasks->to + m * hidden;
+  moelora_cpu_kernels_of(variant)->load(
+      tasks->from + (size_t)(m * tasks->stride) * moelora_dtype_bytes(variant->dtype), to, hidden);
+  for (int64_t i = 0; i < hidden && tasks->weight; i++)
+    to[i] *= tasks->weight[m];
+  if (tasks->weight)
+    moelora_round_floats(variant, to, hidden);
+}
+
+static void load_rows(const backward *b, const void *from, int64_t stride, const float *weight,
+                      float *to) {
+  load_tasks tasks = {b, from, stride, weight, to};
+  const int64_t tokens = b->forward->routes.num_tokens;
+  moelora_cpu_parallel(b->exec, tokens, (double)tokens * (double)b->forward->hidden, load_token,
+                       &tasks);
+}
+
+static void zero_gradients(const backward *b) {
+  const moelora_experts_backward_problem *problem = b->problem;
+  const moelora_gradient *const all[] = {&problem->a13[0], &problem->a13[1], &problem->b13[0],
+                                         &problem->b13[1], &problem->a2,     &problem->b2};
+  for (size_t i = 0; i < sizeof all / sizeof *all && !problem->accumulate; i++)
+    if (all[i]->data)
+      moelora_cpu_zero_gradient(all[i], b->exec);
+}
+
+moelora_status moelora_cpu_experts_backward(const moelora_experts_backward_problem *problem,
+                                            const moelora_backward_plan *plan,
+                                            const moelora_exec *exec) {
+  moelora_experts_problem forward = problem->forward;
+  const moelora_routes *routes = &forward.routes;
+  backward b = {
+      .problem = problem,
+      .forward = &forward,
+      .variant = plan->variant,
+      .exec = exec,
+      .layout = lay_out(problem, plan, exec, exec->workspace),
+      .want = find_wanted(problem),
+      .x = forward.x,
+      .x_stride = forward.x_stride,
+      .dout = problem->dout,
+      .dout_stride = problem->dout_stride,
+  };
+  backward_layout *layout = &b.layout;
+  moelora_sort_rows(routes, &layout->sorted);
+  moelora_find_segments(routes, &layout->sorted, &layout->segments);
+  moelora_cpu_round_factors(plan->variant, &problem->forward, forward.hidden, &layout->rounded13,
+                            &forward.w13_lora, exec);
+  moelora_cpu_round_factors(plan->variant, &problem->forward, forward.intermediate,
+                            &layout->rounded2, &forward.w2_lora, exec);
+  const float *weight = layout->sorted.tables.weight;
+  b.weight = forward.apply_router_weight_on_input ? NULL : weight;
+  if (layout->x) {
+    load_rows(&b, forward.x, forward.x_stride, b.weight ? NULL : weight, layout->x);
+    b.x = layout->x;
+    b.x_stride = forward.hidden;
+  }
+  if (layout->dout) {
+    load_rows(&b, problem->dout, problem->dout_stride, NULL, layout->dout);
+    b.dout = layout->dout;
+    b.dout_stride = forward.hidden;
+  }
+  zero_gradients(&b);
+  if (b.want.v)
+    back_through_w2(&b);
+  back_through_w13(&b);
+  finish_inputs(&b);
+  if (b.want.xa13)
+    moelora_cpu_load_shrink(plan->variant, &layout->sorted, &forward.w13_lora, &forward.saved, 0,
+                            NULL, layout->xa13, exec);
+  if (b.want.xa2)
+    moelora_cpu_load_shrink(plan->variant, &layout->sorted, &forward.w2_lora, &forward.saved, 1,
+                            b.weight, layout->xa2, exec);
+  finish_factors(&b);
+  finish_biases(&b);
+  return MOELORA_OK;
+}

@@ -1,0 +1,173 @@
+/* What the files of the backward share. Rows of a layer are in sorted order, as in its forward.
+ * What multiplies is float32 in memory, rounded to the dtype of the call. */
+#ifndef MOELORA_CPU_BACKWARD_H
+#define MOELORA_CPU_BACKWARD_H
+
+#include "cpu/cpu.h"
+
+/* ---- saved.c ---- */
+
+/* saved->shrink[which] = projection->xa, by flat row in the dtype; zeros elsewhere. */
+void moelora_cpu_save_shrink(const moelora_projection *projection, const moelora_saved_rows *saved,
+                             int32_t which, const moelora_exec *exec);
+/* The other way: [P, slices, R] by sorted position of rows with an adapter, each times weight[flat
+ * row] if that is given. */
+void moelora_cpu_load_shrink(const moelora_variant *variant, const moelora_sorted *sorted,
+                             const moelora_factors *lora, const moelora_saved_rows *saved,
+                             int32_t which, const float *weight, float *xa,
+                             const moelora_exec *exec);
+/* saved->gate_up = 0 in skipped rows. */
+void moelora_cpu_save_skipped(const moelora_experts_problem *problem, const moelora_sorted *sorted);
+
+/* Float32 factors, rounded to the dtype of a call. */
+typedef struct moelora_rounded {
+  void *a[MOELORA_MAX_SLICES], *b[MOELORA_MAX_SLICES];
+} moelora_rounded;
+
+/* Room for those of a projection; none where they are in the dtype. */
+void moelora_rounded_take(const moelora_experts_problem *problem, const moelora_factors *lora,
+                          int64_t depth, moelora_arena *arena, moelora_rounded *rounded);
+/* Fills it. `lora` then refers to what is rounded. */
+void moelora_cpu_round_factors(const moelora_variant *variant,
+                               const moelora_experts_problem *problem, int64_t depth,
+                               const moelora_rounded *rounded, moelora_factors *lora,
+                               const moelora_exec *exec);
+
+/* ---- segments.c ---- */
+
+/* Rows [first, end) of one expert and one adapter. */
+typedef struct moelora_segment {
+  int32_t first, end;
+  int32_t next; /* the next one of the same adapter; -1: none */
+} moelora_segment;
+
+/* Segments of rows with an adapter, in sorted order, and parts of them of at most PART_ROWS rows
+ * for tasks whose results are rows. */
+enum { MOELORA_PART_ROWS = 512 };
+typedef struct moelora_segments {
+  moelora_segment *all; /* [P] */
+  int32_t *head;        /* [max_loras] the first of each adapter; -1: none */
+  int32_t *part;        /* [P, 2] first and end */
+  int64_t count, parts;
+} moelora_segments;
+
+void moelora_segments_take(const moelora_routes *routes, moelora_arena *arena,
+                           moelora_segments *segments);
+void moelora_find_segments(const moelora_routes *routes, const moelora_sorted *sorted,
+                           moelora_segments *segments);
+
+/* ---- back_project.c: products with weights as they lie, y W instead of x W^T ---- */
+
+/* Columns of a block, rows of a pass over depth. */
+enum { MOELORA_BACK_COLUMNS = 64, MOELORA_BACK_ROWS = 48, MOELORA_BACK_DEPTH = 512 };
+
+/* Columns of rows as add_rows takes them: each where it lies, or in `copy` if it is no float32
+ * there or if what is behind the columns may be no memory. */
+typedef struct moelora_panel {
+  const float **rows;
+  float *copy; /* [rows, BACK_COLUMNS] */
+} moelora_panel;
+
+/* The private memory of one worker. */
+typedef struct moelora_back_scratch {
+  const float **x;      /* [BACK_COLUMNS] rows that multiply */
+  float *c;             /* [BACK_COLUMNS, BACK_COLUMNS] sums */
+  moelora_panel panel;  /* [depth, BACK_COLUMNS] columns of weights, or of rows */
+  moelora_panel factor; /* [rank, BACK_COLUMNS] columns of a factor A */
+  float *ranks;         /* [BACK_COLUMNS, PART_ROWS] columns of rank rows as rows */
+} moelora_back_scratch;
+
+/* Products sum over at most `depth` and, of factors A, over at most `rank`. */
+moelora_back_scratch *moelora_back_scratch_take(int64_t depth, int64_t rank,
+                                                const moelora_exec *exec, moelora_arena *arena);
+
+/* Columns of a block as add_rows takes them. */
+static inline int64_t moelora_row_width(int64_t columns) {
+  return moelora_ceil_div(columns, MOELORA_ROW_STEP) * MOELORA_ROW_STEP;
+}
+
+/* Rounds float32 values to the dtype of a call. */
+static inline void moelora_round_floats(const moelora_variant *variant, float *values, int64_t n) {
+  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
+  uint16_t rounded[256];
+  for (int64_t i = 0; variant->dtype != MOELORA_F32 && i < n; i += 256) {
+    const int64_t count = moelora_min(256, n - i);
+    kernels->store(values + i, rounded, count);
+    kernels->load(rounded, values + i, count);
+  }
+}
+
+typedef struct moelora_back_projection moelora_back_projection;
+struct moelora_back_projection {
+  const moelora_variant *variant;
+  const moelora_routes *routes;
+  const moelora_sorted *sorted;
+  const moelora_segments *segments;
+  moelora_back_scratch *scratch; /* [workers] */
+  const float *y;                /* rows of w->n values, the gradient of x w^T */
+  int64_t y_stride;
+  bool y_by_token; /* row p / top_k; else the sorted position */
+  const moelora_weights *w;
+  const moelora_factors *lora;
+  float *yb; /* [P, slices, R] by sorted position: s y B; NULL: no adapters */
+  /* Takes the finished columns [begin, begin + count) of y W + yb A of sorted row `at`. */
+  void (*emit)(const moelora_back_projection *projection, int64_t at, int64_t begin, int64_t count,
+               const float *values);
+  void *context;
+};
+
+/* projection->yb = rounded(s y B) for every row with an adapter */
+void moelora_cpu_back_shrink(const moelora_back_projection *projection, const moelora_exec *exec);
+void moelora_cpu_back_project(const moelora_back_projection *projection, const moelora_exec *exec);
+
+/* ---- gradients.c ---- */
+
+/* Columns of rows of a layer. */
+typedef struct moelora_columns {
+  const float *rows;
+  int64_t stride;
+  bool by_token; /* row p / top_k; else the sorted position */
+  int64_t count;
+} moelora_columns;
+
+/* gradient[l, e] (+)= sum over the rows of (l, e) of ranks^T wide, or of its transpose, where of
+ * `ranks` as many columns count as the adapter has ranks. */
+typedef struct moelora_grouped_product {
+  const moelora_variant *variant;
+  const moelora_routes *routes;
+  const moelora_sorted *sorted;
+  const moelora_segments *segments;
+  moelora_back_scratch *scratch; /* [workers] */
+  moelora_columns ranks, wide;
+  bool transposed; /* the gradient's columns are ranks: of B */
+  const moelora_gradient *gradient;
+  bool accumulate;
+} moelora_grouped_product;
+
+void moelora_cpu_zero_gradient(const moelora_gradient *gradient, const moelora_exec *exec);
+/* Of a gradient that is zeroed, or accumulates. */
+void moelora_cpu_grouped_product(const moelora_grouped_product *product, const moelora_exec *exec);
+
+/* gradient[e] (+)= sum over the rows of expert e, times weight[flat row] if that is given */
+typedef struct moelora_row_sum {
+  const moelora_variant *variant;
+  const moelora_routes *routes;
+  const moelora_sorted *sorted;
+  moelora_columns rows;
+  const float *weight;
+  const moelora_gradient *gradient;
+  bool accumulate;
+} moelora_row_sum;
+
+void moelora_cpu_row_sum(const moelora_row_sum *sum, const moelora_exec *exec);
+
+/* ---- backward.c: the operator ---- */
+
+size_t moelora_cpu_experts_backward_workspace(const moelora_experts_backward_problem *problem,
+                                              const moelora_backward_plan *plan,
+                                              const moelora_exec *exec);
+moelora_status moelora_cpu_experts_backward(const moelora_experts_backward_problem *problem,
+                                            const moelora_backward_plan *plan,
+                                            const moelora_exec *exec);
+
+#endif

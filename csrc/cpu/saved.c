@@ -1,0 +1,192 @@
+/* What the forward of a layer saves, by flat row in its dtype, and the way back to rows by sorted
+ * position; and float32 factors on their way into a call of 16 bits. */
+#include <string.h>
+
+#include "cpu/backward.h"
+
+/* ---- shrink results ---- */
+
+typedef struct shrink_rows {
+  const moelora_variant *variant;
+  const moelora_sorted *sorted;
+  const moelora_factors *lora;
+  char *saved;
+  int64_t stride[2];
+  const float *weight;
+  void *xa; /* [P, slices, R] by sorted position: operands, or float32 */
+} shrink_rows;
+
+static char *saved_row(const shrink_rows *rows, int64_t row, int32_t slice) {
+  return rows->saved + (size_t)(row * rows->stride[0] + slice * rows->stride[1]) *
+                           moelora_dtype_bytes(rows->variant->dtype);
+}
+
+static char *sorted_row(const shrink_rows *rows, int64_t at, int32_t slice, size_t bytes) {
+  return (char *)rows->xa +
+         (size_t)((at * rows->lora->num_slices + slice) * rows->lora->max_rank) * bytes;
+}
+
+static void zero_row(void *context, int64_t row, int32_t worker) {
+  (void)worker;
+  const shrink_rows *rows = context;
+  for (int32_t slice = 0; slice < rows->lora->num_slices; slice++)
+    memset(saved_row(rows, row, slice), 0,
+           (size_t)rows->lora->max_rank * moelora_dtype_bytes(rows->variant->dtype));
+}
+
+static void save_row(void *context, int64_t at, int32_t worker) {
+  (void)worker;
+  const shrink_rows *rows = context;
+  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(rows->variant);
+  const int32_t adapter = rows->sorted->adapter[at];
+  if (adapter < 0)
+    return;
+  const int32_t rank = moelora_rank_of(&rows->sorted->tables, adapter, rows->lora->max_rank);
+  for (int32_t slice = 0; slice < rows->lora->num_slices; slice++) {
+    char *to = saved_row(rows, rows->sorted->row[at], slice);
+    const char *from = sorted_row(rows, at, slice, kernels->operand_bytes);
+    if (kernels->widen)
+      kernels->store((const float *)from, to, rank);
+    else
+      memcpy(to, from, (size_t)rank * kernels->operand_bytes);
+  }
+}
+
+static void load_row(void *context, int64_t at, int32_t worker) {
+  (void)worker;
+  const shrink_rows *rows = context;
+  const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(rows->variant);
+  const int32_t adapter = rows->sorted->adapter[at];
+  if (adapter < 0)
+    return;
+  const int64_t row = rows->sorted->row[at];
+  const int32_t rank = moelora_rank_of(&rows->sorted->tables, adapter, rows->lora->max_rank);
+  for (int32_t slice = 0; slice < rows->lora->num_slices; slice++) {
+    float *to = (float *)sorted_row(rows, at, slice, sizeof *to);
+    kernels->load(saved_row(rows, row, slice), to, rank);
+    for (int64_t i = 0; i < rank && rows->weight; i++)
+      to[i] *= rows->weight[row];
+    if (rows->weight)
+      moelora_round_floats(rows->variant, to, rank);
+  }
+}
+
+static double elements_of(const shrink_rows *rows, int64_t count) {
+  return (double)count * rows->lora->num_slices * rows->lora->max_rank;
+}
+
+void moelora_cpu_save_shrink(const moelora_projection *projection, const moelora_saved_rows *saved,
+                             int32_t which, const moelora_exec *exec) {
+  shrink_rows rows = {
+      .variant = projection->variant,
+      .sorted = projection->sorted,
+      .lora = projection->lora,
+      .saved = saved->shrink[which],
+      .stride = {saved->shrink_stride[which][0], saved->shrink_stride[which][1]},
+      .xa = projection->xa,
+  };
+  const int64_t count = projection->routes->num_rows;
+  if (!rows.saved)
+    return;
+  moelora_cpu_parallel(exec, count, elements_of(&rows, count), zero_row, &rows);
+  if (rows.xa)
+    moelora_cpu_parallel(exec, rows.sorted->num_rows, elements_of(&rows, count), save_row, &rows);
+}
+
+void moelora_cpu_load_shrink(const moelora_variant *variant, const moelora_sorted *sorted,
+                             const moelora_factors *lora, const moelora_saved_rows *saved,
+                             int32_t which, const float *weight, float *xa,
+                             const moelora_exec *exec) {
+  shrink_rows rows = {
+      .variant = variant,
+      .sorted = sorted,
+      .lora = lora,
+      .saved = saved->shrink[which],
+      .stride = {saved->shrink_stride[which][0], saved->shrink_stride[which][1]},
+      .weight = weight,
+      .xa = xa,
+  };
+  moelora_cpu_parallel(exec, sorted->num_rows, elements_of(&rows, sorted->num_rows), load_row,
+                       &rows);
+}
+
+void moelora_cpu_save_skipped(const moelora_experts_problem *problem,
+                              const moelora_sorted *sorted) {
+  const size_t bytes = moelora_dtype_bytes(problem->dtype);
+  for (int64_t p = 0; p < problem->routes.num_rows; p++)
+    if (sorted->tables.expert[p] < 0)
+      memset((char *)problem->saved.gate_up + (size_t)(p * problem->saved.gate_up_stride) * bytes,
+             0, (size_t)problem->w13.n * bytes);
+}
+
+/* ---- factors ---- */
+
+/* Rows [max_loras, experts, rows] of one factor, each of `columns` numbers. */
+typedef struct round_tasks {
+  const moelora_variant *variant;
+  const moelora_factor *from;
+  int64_t experts, rows, columns;
+  char *to;
+} round_tasks;
+
+static int64_t experts_of(const moelora_experts_problem *problem, const moelora_factor *factor) {
+  return factor->stride_e ? problem->routes.num_experts : 1;
+}
+
+static void round_row(void *context, int64_t index, int32_t worker) {
+  (void)worker;
+  const round_tasks *tasks = context;
+  const moelora_factor *from = tasks->from;
+  const int64_t i = index % tasks->rows, e = index / tasks->rows % tasks->experts;
+  const int64_t l = index / tasks->rows / tasks->experts;
+  const float *row =
+      (const float *)from->data + l * from->stride_l + e * from->stride_e + i * from->stride_i;
+  moelora_cpu_kernels_of(tasks->variant)
+      ->store(row,
+              tasks->to +
+                  (size_t)(index * tasks->columns) * moelora_dtype_bytes(tasks->variant->dtype),
+              tasks->columns);
+}
+
+static void round_factor(const moelora_variant *variant, const moelora_experts_problem *problem,
+                         moelora_factor *factor, int64_t rows, int64_t columns, void *to,
+                         const moelora_exec *exec) {
+  round_tasks tasks = {variant, factor, experts_of(problem, factor), rows, columns, to};
+  const int64_t count = problem->routes.max_loras * tasks.experts * rows;
+  moelora_cpu_parallel(exec, count, (double)count * (double)columns, round_row, &tasks);
+  *factor = (moelora_factor){
+      .data = to,
+      .stride_l = tasks.experts * rows * columns,
+      .stride_e = factor->stride_e ? rows * columns : 0,
+      .stride_i = columns,
+  };
+}
+
+static void *take_factor(const moelora_experts_problem *problem, const moelora_factor *factor,
+                         int64_t rows, int64_t columns, moelora_arena *arena) {
+  const size_t count =
+      moelora_times((size_t)problem->routes.max_loras, (size_t)experts_of(problem, factor));
+  return moelora_take_array(arena,
+                            moelora_times(count, moelora_times((size_t)rows, (size_t)columns)),
+                            moelora_dtype_bytes(problem->dtype));
+}
+
+void moelora_rounded_take(const moelora_experts_problem *problem, const moelora_factors *lora,
+                          int64_t depth, moelora_arena *arena, moelora_rounded *rounded) {
+  *rounded = (moelora_rounded){0};
+  for (int32_t i = 0; lora->wide && i < lora->num_slices; i++) {
+    rounded->a[i] = take_factor(problem, &lora->a[i], lora->max_rank, depth, arena);
+    rounded->b[i] = take_factor(problem, &lora->b[i], lora->slice_n, lora->max_rank, arena);
+  }
+}
+
+void moelora_cpu_round_factors(const moelora_variant *variant,
+                               const moelora_experts_problem *problem, int64_t depth,
+                               const moelora_rounded *rounded, moelora_factors *lora,
+                               const moelora_exec *exec) {
+  for (int32_t i = 0; lora->wide && i < lora->num_slices; i++) {
+    round_factor(variant, problem, &lora->a[i], lora->max_rank, depth, rounded->a[i], exec);
+    round_factor(variant, problem, &lora->b[i], lora->slice_n, lora->max_rank, rounded->b[i], exec);
+  }
+  lora->wide = false;
+}

@@ -1,0 +1,118 @@
+/* The forward of a layer that saves for its backward, and the backward (ops.inc). */
+#include "glue/ops.h"
+
+/* Routed rows, 0 where their number is refused later. */
+static int64_t num_rows(const moelora_experts_args *args) {
+  const moelora_tensor *ids = &args->routing.topk_ids;
+  int64_t rows;
+  return __builtin_mul_overflow(op_size(ids, 0), op_size(ids, 1), &rows) || rows > INT32_MAX ? 0
+                                                                                             : rows;
+}
+
+/* A tensor of no elements: nothing. */
+static moelora_tensor nothing(moelora_op_context *ctx, moelora_dtype dtype) {
+  const int64_t none = 0;
+  op_output(ctx, dtype, 1, &none);
+  return (moelora_tensor){0};
+}
+
+static moelora_tensor shrink_output(moelora_op_context *ctx, const moelora_experts_args *args,
+                                    const moelora_lora *lora, int32_t ndim) {
+  const moelora_dtype dtype = args->hidden_states.dtype;
+  if (lora->num_slices == 0) {
+    return nothing(ctx, dtype);
+  }
+  const int64_t rows = num_rows(args), rank = op_size(&lora->a[0], 2);
+  const int64_t sizes[3] = {rows, ndim == 3 ? lora->num_slices : rank, rank};
+  return op_output(ctx, dtype, ndim, sizes);
+}
+
+void op_run_saving(moelora_op_context *ctx, moelora_experts_args *args) {
+  const moelora_dtype dtype = args->hidden_states.dtype;
+  const int64_t out[2] = {op_size(&args->hidden_states, 0), op_size(&args->hidden_states, 1)};
+  const int64_t gate_up[2] = {num_rows(args), op_weight_rows(&args->w13, &args->w13_layout)};
+  args->out = op_output(ctx, dtype, 2, out);
+  args->saved.gate_up = op_output(ctx, dtype, 2, gate_up);
+  args->saved.w13_shrink = shrink_output(ctx, args, &args->w13_lora, 3);
+  args->saved.w2_shrink = shrink_output(ctx, args, &args->w2_lora, 2);
+  moelora_call call;
+  if (op_check(ctx, moelora_prepare_experts(args, &ctx->exec, &call))) {
+    op_run(ctx, &call);
+  }
+}
+
+/* Bits of `wanted`, in the order of the outputs. */
+enum {
+  WANT_HIDDEN_STATES = 1,
+  WANT_TOPK_WEIGHTS = 2,
+  WANT_W13_LORA_A = 4,
+  WANT_W13_LORA_B = 8,
+  WANT_W2_LORA_A = 16,
+  WANT_W2_LORA_B = 32,
+  WANT_W13_BIAS = 64,
+  WANT_W2_BIAS = 128,
+};
+
+/* A new gradient of `like`, or nothing. */
+static moelora_tensor gradient(moelora_op_context *ctx, const moelora_tensor *like, bool wanted,
+                               bool float32) {
+  return wanted && like->ndim
+             ? op_output(ctx, float32 ? MOELORA_F32 : like->dtype, like->ndim, like->size)
+             : nothing(ctx, MOELORA_F32);
+}
+
+static void new_gradients(moelora_op_context *ctx, moelora_experts_backward_args *args,
+                          int32_t wanted, bool float32) {
+  const moelora_experts_args *forward = &args->forward;
+  moelora_experts_grads *grads = &args->grads;
+  grads->hidden_states = gradient(ctx, &forward->hidden_states, wanted & WANT_HIDDEN_STATES, false);
+  grads->topk_weights =
+      gradient(ctx, &forward->routing.topk_weights, wanted & WANT_TOPK_WEIGHTS, false);
+  grads->w13_lora.num_slices = forward->w13_lora.num_slices;
+  grads->w2_lora.num_slices = forward->w2_lora.num_slices;
+  for (int32_t i = 0; i < 2; i++) {
+    grads->w13_lora.a[i] =
+        gradient(ctx, &forward->w13_lora.a[i], wanted & WANT_W13_LORA_A, float32);
+  }
+  for (int32_t i = 0; i < 2; i++) {
+    grads->w13_lora.b[i] =
+        gradient(ctx, &forward->w13_lora.b[i], wanted & WANT_W13_LORA_B, float32);
+  }
+  grads->w2_lora.a[0] = gradient(ctx, &forward->w2_lora.a[0], wanted & WANT_W2_LORA_A, float32);
+  grads->w2_lora.b[0] = gradient(ctx, &forward->w2_lora.b[0], wanted & WANT_W2_LORA_B, float32);
+  grads->w13_bias = gradient(ctx, &forward->w13_bias, wanted & WANT_W13_BIAS, float32);
+  grads->w2_bias = gradient(ctx, &forward->w2_bias, wanted & WANT_W2_BIAS, float32);
+}
+
+static void run(moelora_op_context *ctx, const moelora_experts_backward_args *args) {
+  moelora_call call;
+  if (op_check(ctx, moelora_prepare_experts_backward(args, &ctx->exec, &call))) {
+    op_run(ctx, &call);
+  }
+}
+
+void op_run_backward(moelora_op_context *ctx, op_backward_args *op) {
+  new_gradients(ctx, &op->args, op->wanted, op->float32);
+  run(ctx, &op->args);
+}
+
+/* Slices of a projection whose gradients a caller gives; a list of none: not wanted. */
+static int32_t given_slices(moelora_op_context *ctx, const char *name_a, int32_t num_a,
+                            const char *name_b, int32_t num_b) {
+  if (num_a && num_b && num_a != num_b) {
+    op_fail(ctx, MOELORA_INVALID_ARGUMENT, "%s has %d slices, %s has %d", name_a, num_a, name_b,
+            num_b);
+  }
+  return num_a ? num_a : num_b;
+}
+
+void op_run_backward_out(moelora_op_context *ctx, op_backward_args *op) {
+  moelora_experts_grads *grads = &op->args.grads;
+  grads->w13_lora.num_slices =
+      given_slices(ctx, "grad_w13_lora_a", op->w13_a, "grad_w13_lora_b", op->w13_b);
+  grads->w2_lora.num_slices =
+      given_slices(ctx, "grad_w2_lora_a", op->w2_a, "grad_w2_lora_b", op->w2_b);
+  if (ctx->status == MOELORA_OK) {
+    run(ctx, &op->args);
+  }
+}

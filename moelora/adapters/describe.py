@@ -1,0 +1,189 @@
+"""What an adapter is, as far as its folder alone tells: its writer, dialect, factors and faults."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moelora.adapters.columns import Columns
+from moelora.adapters.config import CONFIG_FILE, LoraConfig
+from moelora.adapters.factors import partner
+from moelora.adapters.keys import WRAPPERS, Key, parse
+from moelora.adapters.weights import Weights, open_weights, weight_files
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_OF_EXPERT = re.compile(r"\.experts\.(?:\d+\.\w+|\w+s\.\d+)$")
+_WRAPPED = re.compile(r"\.experts(?:\.base_layer)*$|\.(?:input_linear|output_linear|fc1|fc2)$")
+_STACK = re.compile(r"\.experts\.\w+$")
+
+
+@dataclass
+class Group:
+    """Factors whose names differ in numbers alone: of layers, of experts.
+
+    `form` is what they seem to be, `a` and `b` the shapes of each side.
+    """
+
+    name: str
+    form: str
+    modules: set[str] = field(default_factory=set)
+    a: set[tuple[int, ...]] = field(default_factory=set)
+    b: set[tuple[int, ...]] = field(default_factory=set)
+    ranks: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Description:
+    """`facts` by name, `groups` of factors, and what is wrong whatever the model is."""
+
+    facts: dict[str, str]
+    groups: list[Group]
+    problems: list[str]
+
+
+def describe(folder: str | Path) -> Description:
+    """Reads the configuration and the header of an adapter, whether or not it can be loaded.
+
+    Raises FileNotFoundError if there is no adapter, ValueError if a file cannot be read.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder")
+    files = weight_files(folder)
+    raw, problems = _configuration(folder)
+    lora: LoraConfig | None = None
+    try:
+        lora = LoraConfig.parse(raw)
+    except ValueError as error:
+        problems.append(str(error))
+    with open_weights(folder) as weights:
+        keys, others = _keys(weights)
+        groups = list(_groups(keys, weights, lora))
+        problems += _faults(keys, others, groups, raw)
+    size = sum(file.stat().st_size for file in files)
+    facts = {
+        "files": f"{', '.join(file.name for file in files)}: {size / 2**20:.1f} MiB",
+        "written by": _writer(raw),
+        "base model": str(raw.get("base_model_name_or_path") or "not said"),
+        "rank and scaling": _scaling(raw),
+        "dialect": "\n".join(_dialects(keys, groups, raw)),
+    }
+    if others:
+        facts["beside the factors"] = "\n".join(others[:10])
+    return Description(facts, groups, problems)
+
+
+def _configuration(folder: Path) -> tuple[Mapping[str, Any], list[str]]:
+    try:
+        raw = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, [f"{CONFIG_FILE} cannot be read: {error}"]
+    if not isinstance(raw, dict):
+        return {}, [f"{CONFIG_FILE} is a {type(raw).__name__}, wanted an object"]
+    return raw, []
+
+
+def _keys(weights: Weights) -> tuple[list[Key], list[str]]:
+    """The factors, and the names of all other tensors."""
+    keys, others = [], []
+    for text in sorted(weights.keys()):
+        key = parse(text)
+        if key is None:
+            others.append(text)
+        else:
+            keys.append(key)
+    return keys, others
+
+
+def _form(key: Key, shape: tuple[int, ...]) -> str:
+    if key.embedding:
+        return "embedding"
+    if _OF_EXPERT.search(key.module):
+        return "one pair per expert"
+    if _WRAPPED.search(key.module):
+        return "stack of experts, PEFT's target_parameters"
+    if _STACK.search(key.module):
+        return "stack of experts" if len(shape) == 3 else "shared by all experts"
+    return "linear layer"
+
+
+def _groups(keys: list[Key], weights: Weights, lora: LoraConfig | None) -> Iterator[Group]:
+    groups: dict[str, Group] = {}
+    for key in keys:
+        shape = weights.shape(key.text)
+        name = _NUMBER.sub("N", key.module)
+        group = groups.setdefault(name, Group(name, _form(key, shape)))
+        group.modules.add(key.module)
+        (group.a if key.side == "A" else group.b).add(shape)
+        if lora is not None and "target_parameters" not in group.form:  # has a parameter's name
+            group.ranks.add(lora.rank_and_scaling(key.path, key.module)[0])
+    yield from groups.values()
+
+
+def _faults(
+    keys: list[Key], others: list[str], groups: list[Group], raw: Mapping[str, Any]
+) -> Iterator[str]:
+    """What keeps the adapter from being loaded into any model."""
+    names = {key.text for key in keys}
+    alone = [key.text for key in keys if partner(key.text) not in names]
+    if alone:
+        yield f"{alone[0]} has no {partner(alone[0])} ({len(alone)} factors are alone)"
+    if not keys:
+        yield "there are no LoRA factors"
+    adapters = sorted({key.adapter for key in keys if key.adapter is not None})
+    if len(adapters) > 1:
+        yield f"factors of several adapters are in one file: {adapters}"
+    unknown = [text for text in others if not text.endswith(".weight")]
+    if unknown:
+        yield f"{unknown[0]} is not a LoRA factor ({len(unknown)} such tensors)"
+    for group in groups:
+        if group.form == "linear layer" and len(group.ranks) == 1:
+            rank = next(iter(group.ranks))
+            wrong = [a for a in group.a if a[0] != rank]
+            if wrong:
+                yield f"{group.name}: A is {wrong[0]}, but its rank by the configuration is {rank}"
+    try:
+        doubt = Columns.parse(raw).doubt
+    except ValueError:
+        return  # LoraConfig has said it
+    if doubt and any("target_parameters" in group.form for group in groups):
+        yield f"{doubt}; pass layout= to say which it is"
+
+
+def _writer(raw: Mapping[str, Any]) -> str:
+    mapping = raw.get("auto_mapping")
+    unsloth = isinstance(mapping, Mapping) and mapping.get("unsloth_fixed")
+    version = raw.get("peft_version")
+    peft = f"PEFT {version}" if version else "not said (PEFT says it from 0.18 on)"
+    return f"Unsloth with {peft}" if unsloth else peft
+
+
+def _scaling(raw: Mapping[str, Any]) -> str:
+    patterns = [f"{len(raw[n])} in {n}" for n in ("rank_pattern", "alpha_pattern") if raw.get(n)]
+    root = "sqrt(r)" if raw.get("use_rslora") else "r"
+    text = f"r {raw.get('r')}, lora_alpha {raw.get('lora_alpha')}, scaling alpha / {root}"
+    return ", ".join([text, *patterns])
+
+
+def _dialects(keys: list[Key], groups: list[Group], raw: Mapping[str, Any]) -> Iterator[str]:
+    forms = dict.fromkeys(group.form for group in groups)
+    yield "; ".join(forms) or "no factors"
+    if any("target_parameters" in form for form in forms):
+        try:
+            columns = Columns.parse(raw)
+        except ValueError as error:
+            yield f"order of columns of lora_B: {error}"
+        else:
+            stated = {*columns.stated.values(), columns.common} - {None}
+            order = " and ".join(sorted(map(str, stated))) or "rank_major, PEFT's"
+            yield f"order of columns of lora_B: {'not known' if columns.doubt else order}"
+    wrappers = {s for key in keys for s in key.text.split(".") if s in WRAPPERS}
+    if wrappers:
+        yield f"names have {', '.join(sorted(wrappers))}, which is taken off"
+    adapters = {key.adapter for key in keys} - {None}
+    if adapters:
+        yield f"names have the adapter's name, {', '.join(sorted(map(str, adapters)))}"

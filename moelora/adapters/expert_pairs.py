@@ -1,0 +1,175 @@
+"""Pairs of factors of experts, from the tensors of an adapter: stacked, ranks padded with zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from moelora.adapters.columns import Layout
+from moelora.adapters.config import LoraConfig
+from moelora.adapters.factors import Factor, common_dtype, partner
+from moelora.adapters.layers import MoELayer, Pair, Projection
+from moelora.adapters.places import ExpertPlace
+
+
+@dataclass
+class _Sides:
+    """What was found for one projection, by expert; None stands for all experts at once."""
+
+    layer: MoELayer
+    a: dict[int | None, Factor] = field(default_factory=dict)
+    b: dict[int | None, Factor] = field(default_factory=dict)
+
+
+def shapes(place: ExpertPlace, rank: int, exchanged: bool) -> list[tuple[int | None, ...]]:
+    """The shapes that a factor may have."""
+    if place.parameter is not None:
+        return [place.wrapped_shape(rank, exchanged)]
+    wide, tall = place.layer.shape(place.projection)
+    matrix = (rank, wide) if place.key.side == "A" else (tall, rank)
+    if place.expert is not None:
+        return [matrix]
+    return [(place.layer.num_experts, *matrix), (1, *matrix), matrix]
+
+
+def stacked(
+    place: ExpertPlace, tensor: torch.Tensor, rank: int, exchanged: bool, columns: Layout
+) -> torch.Tensor:
+    """A checked tensor in the form (E or 1, r, in) or (E or 1, out, r)."""
+    if place.parameter is None:
+        return tensor.unsqueeze(0) if tensor.dim() == 2 else tensor
+    experts = place.layer.num_experts
+    if place.key.side == "A":
+        tensor = tensor.reshape(experts, rank, -1)
+    elif columns == "rank_major":
+        tensor = tensor.reshape(-1, rank, experts).permute(2, 0, 1)
+    else:
+        tensor = tensor.reshape(-1, experts, rank).permute(1, 0, 2)
+    return tensor.transpose(1, 2) if exchanged else tensor
+
+
+def exchanges(
+    wrapped: Mapping[ExpertPlace, tuple[int, ...]], ranks: Mapping[str, int], lora: LoraConfig
+) -> bool:
+    """Whether the factors of `target_parameters` have in and out exchanged, all or none.
+
+    Until 0.19.0 PEFT stored them so, A (E*r, out) and B (in, r*E) with delta^T = B A. Shapes tell
+    wherever in and out differ; one adapter has one layout, so that one factor decides for all.
+    Where every factor is square, as for gate_up_proj alone with 2I = K, the version in
+    adapter_config.json decides, and without one the adapter is refused.
+    """
+    layouts = {False, True}
+    for place, shape in wrapped.items():
+        rank = ranks[place.key.text]
+        wanted = {layout: place.wrapped_shape(rank, layout) for layout in sorted(layouts)}
+        layouts = {layout for layout in wanted if wanted[layout] == shape}
+        if not layouts:
+            forms = " or ".join(str(form) for form in dict.fromkeys(wanted.values()))
+            raise ValueError(f"{place.key.text}: shape is {shape}, wanted {forms}")
+    if not wrapped:
+        return False
+    if len(layouts) == 1:
+        return layouts.pop()
+    place = next(iter(wrapped))
+    exchanged = lora.exchanges_in_and_out(place.layer.transposed or place.layer.interleaved)
+    if exchanged is None:
+        raise ValueError(
+            f"{place.key.text}: the shape {wrapped[place]} fits both layouts that PEFT has had for "
+            f"target_parameters, and peft_version {lora.peft_version!r:.60} does not tell which; "
+            "set it to the release that wrote them (from 0.19.1 on A is over the inputs)"
+        )
+    return exchanged
+
+
+class ExpertPairs:
+    """Collects factors and joins them."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, Projection], _Sides] = {}
+
+    def add(self, place: ExpertPlace, factor: Factor, exchanged: bool) -> None:
+        index = (place.layer.name, place.projection)
+        sides = self._found.setdefault(index, _Sides(place.layer))
+        turned = place.parameter is not None and exchanged
+        side = sides.a if (place.key.side == "A") != turned else sides.b
+        taken = side.get(place.expert)
+        if taken is None and (place.expert is None) != (None in side) and side:
+            taken = next(iter(side.values()))
+        if taken is not None:
+            raise ValueError(f"{factor.key} and {taken.key} are the same factor")
+        side[place.expert] = factor
+
+    def check(self) -> None:
+        """Raises ValueError unless all factors have their partners and do not overlap."""
+        for (name, projection), sides in self._found.items():
+            _check(sides)
+            others = {(name, "gate"), (name, "up")} & self._found.keys()
+            if projection == "gate_up" and others:
+                key = next(iter(sides.a.values())).key
+                raise ValueError(
+                    f"{key}: {name} has factors of gate_up_proj and of gate or up alone"
+                )
+
+    def join(self) -> dict[str, dict[Projection, Pair]]:
+        """Reads the factors: pairs by layer and projection."""
+        pairs: dict[str, dict[Projection, Pair]] = {}
+        for (name, projection), sides in self._found.items():
+            pairs.setdefault(name, {})[projection] = _pair(sides)
+        return pairs
+
+
+def _check(sides: _Sides) -> None:
+    """Raises ValueError unless both factors of every pair are there, of one rank."""
+    a, b = sides.a, sides.b
+    for here, there in ((a, b), (b, a)):
+        for expert, factor in here.items():
+            if expert in there or (there and (expert is None or None in there)):
+                continue
+            raise ValueError(f"{factor.key} has no {partner(factor.key)}")
+    for expert in _experts(sides) or (None,):
+        left, right = a.get(expert) or a[None], b.get(expert) or b[None]
+        if left.rank != right.rank:
+            raise ValueError(f"{left.key} has rank {left.rank}, {right.key} has rank {right.rank}")
+
+
+def _experts(sides: _Sides) -> list[int]:
+    """Experts that have a factor of their own."""
+    return sorted(e for e in {*sides.a, *sides.b} if e is not None)
+
+
+def _pair(sides: _Sides) -> Pair:
+    """Joins the factors of one projection; experts that the adapter leaves out become zero."""
+    a, b, experts = sides.a, sides.b, _experts(sides)
+    if experts:
+        scalings = [0.0] * sides.layer.num_experts
+        for expert in experts:
+            # Where one side is shared, its own path has no expert in it; the other one decides.
+            scalings[expert] = (a.get(expert) or b[expert]).scaling
+        used = {scalings[e] for e in experts}
+        if len(used) == 1:
+            scalings = [used.pop()]
+    else:
+        scalings = [a[None].scaling]
+    every = [*a.values(), *b.values()]
+    rank, dtype = max(f.rank for f in every), common_dtype(every)
+    number = sides.layer.num_experts
+    return Pair(_stack(a, number, 1, rank, dtype), _stack(b, number, 2, rank, dtype), scalings)
+
+
+def _stack(
+    factors: dict[int | None, Factor], experts: int, rank_dim: int, rank: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """One tensor (E or 1, ...) of all experts, ranks padded with zeros to the largest."""
+    if None in factors:
+        return factors[None].tensor().to(dtype)
+    stack = torch.empty(0)
+    for expert, factor in factors.items():
+        tensor = factor.tensor()[0]
+        if not stack.numel():
+            shape = [experts, *tensor.shape]
+            shape[rank_dim] = rank
+            stack = torch.zeros(shape, dtype=dtype)
+        stack[expert].narrow(rank_dim - 1, 0, factor.rank).copy_(tensor)
+    return stack

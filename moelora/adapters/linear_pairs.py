@@ -1,0 +1,145 @@
+"""Pairs of factors of linear layers and embeddings, from the tensors of an adapter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from moelora.adapters.factors import Factor, common_dtype, partner
+from moelora.adapters.layers import LinearLayer, LinearPair
+from moelora.adapters.places import JOINED, LinearPlace
+
+
+@dataclass
+class _Sides:
+    """What was found for one layer, or for one of those that it joins."""
+
+    a: Factor | None = None
+    b: Factor | None = None
+
+
+@dataclass
+class _Found:
+    linear: LinearLayer
+    whole: _Sides | None = None
+    parts: dict[int, _Sides] = field(default_factory=dict)
+    rows: dict[int, int] = field(default_factory=dict)  # of parts
+
+
+def shapes(place: LinearPlace, rank: int) -> list[tuple[int | None, ...]]:
+    """The shapes that a factor may have; None is any number of rows."""
+    rows = place.linear.out_features if place.part is None else None
+    return [(rank, place.linear.in_features) if place.key.side == "A" else (rows, rank)]
+
+
+class LinearPairs:
+    """Collects factors and joins them."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, _Found] = {}
+        self._parts: dict[str, list[_Part]] = {}
+
+    def add(self, place: LinearPlace, factor: Factor, shape: tuple[int, ...]) -> None:
+        found = self._found.setdefault(place.linear.name, _Found(place.linear))
+        if place.part is None:
+            sides = found.whole = found.whole or _Sides()
+        else:
+            sides = found.parts.setdefault(place.part, _Sides())
+            if place.key.side == "B":
+                found.rows[place.part] = shape[0]
+        taken = sides.a if place.key.side == "A" else sides.b
+        if taken is not None:
+            raise ValueError(f"{factor.key} and {taken.key} are the same factor")
+        if place.key.side == "A":
+            sides.a = factor
+        else:
+            sides.b = factor
+
+    def check(self) -> None:
+        """Raises ValueError unless all factors have their partners and fill their layers."""
+        self._parts = {name: _parts(found) for name, found in self._found.items()}
+
+    def ranks(self) -> dict[str, int]:
+        """The rank of each layer: of parts together."""
+        return {name: sum(p.a.rank for p in parts) for name, parts in self._parts.items()}
+
+    def join(self) -> dict[str, LinearPair]:
+        """Reads the factors: pairs by layer."""
+        return {name: _pair(self._found[name].linear, parts) for name, parts in self._parts.items()}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A pair of factors that stands for `rows` rows of a layer from row `start` on."""
+
+    a: Factor
+    b: Factor
+    start: int
+    rows: int
+
+
+def _parts(found: _Found) -> list[_Part]:
+    """What the pair of a layer is made of; ValueError if factors are missing or do not fit."""
+    linear, whole = found.linear, found.whole
+    if whole is None:
+        return _joined(found)
+    a, b = _both(whole)
+    if found.parts:
+        other = next(iter(found.parts.values()))
+        key = (other.a or other.b or a).key
+        raise ValueError(f"{a.key} and {key} are both of {linear.name}")
+    return [_Part(a, b, 0, linear.out_features)]
+
+
+def _joined(found: _Found) -> list[_Part]:
+    """The rows of a layer that its parts are."""
+    linear = found.linear
+    whole = linear.name.rpartition(".")[2]
+    names = JOINED[whole]
+    pairs = {number: _both(found.parts[number]) for number in sorted(found.parts)}
+    key = next(iter(pairs.values()))[0].key
+    rows = [found.rows.get(number) for number in range(len(names))]
+    if whole == "gate_up_proj":  # halves, so that one of them may be alone
+        rows = [linear.out_features // 2 if n is None else n for n in rows]
+    if None in rows:
+        missing = [name for name, n in zip(names, rows, strict=True) if n is None]
+        raise ValueError(f"{key}: {linear.name} joins {names}, but {missing} have no factors")
+    sizes = [n for n in rows if n is not None]
+    covered = sum(sizes)
+    if covered > linear.out_features or (covered < linear.out_features and whole != "in_proj"):
+        raise ValueError(
+            f"{key}: {names} have {sizes} rows, wanted {linear.out_features} together, those of "
+            f"{linear.name}"
+        )
+    return [_Part(a, b, sum(sizes[:n]), sizes[n]) for n, (a, b) in pairs.items()]
+
+
+def _both(sides: _Sides) -> tuple[Factor, Factor]:
+    if sides.a is None or sides.b is None:
+        there = sides.a or sides.b
+        assert there is not None
+        raise ValueError(f"{there.key} has no {partner(there.key)}")
+    return sides.a, sides.b
+
+
+def _pair(linear: LinearLayer, parts: list[_Part]) -> LinearPair:
+    """Pairs of rows of a layer as one: ranks side by side, B zero where they do not meet."""
+    dtype = common_dtype([factor for part in parts for factor in (part.a, part.b)])
+    if len(parts) == 1 and parts[0].rows == linear.out_features:
+        part = parts[0]
+        return LinearPair(part.a.tensor().to(dtype), part.b.tensor().to(dtype), part.a.scaling)
+    scalings = {part.a.scaling for part in parts}
+    fold = len(scalings) > 1
+    if fold:
+        dtype = torch.float32
+    a = torch.cat([part.a.tensor().to(dtype) for part in parts])
+    b = torch.zeros(linear.out_features, a.size(0), dtype=dtype)
+    column = 0
+    for part in parts:
+        own = b[part.start : part.start + part.rows, column : column + part.a.rank]
+        own.copy_(part.b.tensor())
+        if fold:
+            own.mul_(part.a.scaling)
+        column += part.a.rank
+    return LinearPair(a, b, 1.0 if fold else scalings.pop())

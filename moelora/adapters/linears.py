@@ -1,0 +1,93 @@
+"""The factors of linear layers and embeddings in all slots of a pool.
+
+R is the largest rank rounded up to 8. Per layer:
+
+    lora_a      (max_loras, 1, R, in)       of an embedding (max_loras, 1, in, R)
+    lora_b      (max_loras, 1, out, R)
+    lora_ranks  (max_loras,), 0 where an adapter leaves the layer alone
+
+in the form of experts' stacks with one expert. An adapter's scaling, which may differ from layer to
+layer, is in B: lists of blocks, which say once for all layers of a pass where rows go, carry none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypedDict
+
+import torch
+
+from moelora.adapters.layers import LinearLayer, LinearPair
+from moelora.adapters.stacks import Place, fitted, padded
+
+
+class LinearFactors(TypedDict):
+    """The adapters that one linear layer or embedding may apply."""
+
+    lora_a: torch.Tensor
+    lora_b: torch.Tensor
+    lora_ranks: torch.Tensor
+    adapter_enabled: torch.Tensor
+
+
+StagedLinears = dict[str, tuple[torch.Tensor, torch.Tensor]]  # (A, B), as LinearPair, of its layer
+
+
+class LinearStacks:
+    """The stacks of all linear layers and embeddings of a pool."""
+
+    def __init__(
+        self,
+        layers: Mapping[str, LinearLayer],
+        max_loras: int,
+        max_rank: int,
+        places: Mapping[str, Place],
+    ) -> None:
+        self.layers = layers
+        self.max_rank = max_rank
+        self._a: dict[str, torch.Tensor] = {}
+        self._b: dict[str, torch.Tensor] = {}
+        self._ranks: dict[str, torch.Tensor] = {}
+        r = padded(max_rank)
+        for name, layer in layers.items():
+            device, dtype = places[name]
+            wide, tall = layer.in_features, layer.out_features
+            shape = (wide, r) if layer.embedding else (r, wide)
+            self._a[name] = torch.zeros(max_loras, 1, *shape, dtype=dtype, device=device)
+            self._b[name] = torch.zeros(max_loras, 1, tall, r, dtype=dtype, device=device)
+            self._ranks[name] = torch.zeros(max_loras, dtype=torch.int32, device=device)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self._a.values(), *self._b.values(), *self._ranks.values()]
+
+    def of(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(lora_a, lora_b, lora_ranks) of a layer."""
+        return self._a[name], self._b[name], self._ranks[name]
+
+    def stage(self, adapter: Mapping[str, LinearPair]) -> StagedLinears:
+        """Checks an adapter's pairs and converts them; ValueError says what does not fit."""
+        staged = {}
+        for name, pair in adapter.items():
+            dtype = self._a[name].dtype
+            scaled = pair.b if pair.scaling == 1 else pair.b.float() * pair.scaling
+            staged[name] = (
+                fitted(f"lora_A of {name}", pair.a, dtype),
+                fitted(f"lora_B of {name}", scaled, dtype),
+            )
+        return staged
+
+    def write(self, slot: int, staged: StagedLinears) -> None:
+        """Puts a staged adapter into a slot; layers that it leaves alone become zero there."""
+        for name, layer in self.layers.items():
+            a, b, ranks = self.of(name)
+            a[slot].zero_()
+            b[slot].zero_()
+            if name not in staged:
+                ranks[slot] = 0
+                continue
+            own_a, own_b = staged[name]
+            rank = own_a.size(0)
+            rows = a[slot, 0].T if layer.embedding else a[slot, 0]
+            rows[:rank].copy_(own_a)
+            b[slot, 0, :, :rank].copy_(own_b)
+            ranks[slot] = rank

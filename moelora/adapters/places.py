@@ -1,0 +1,259 @@
+"""Where in a model the factors of an adapter belong: experts and projections, linear layers.
+
+Keys of experts, behind the path of a layer's experts (`model.layers.0.mlp.experts`):
+
+    .3.gate_proj                one pair for each expert, A (r, in), B (out, r); Mixtral's names
+                                w1 = gate, w3 = up, w2 = down are the same
+    .gate_up_projs.3            the same as gpt-oss's experts are called for training in four bits;
+                                also gate_projs, up_projs, down_projs
+    .gate_proj                  all experts stacked, A (E or 1, r, in), B (E or 1, out, r);
+                                1, or a plain matrix, is one factor shared by all experts
+                                ("shared outer" LoRA shares A of gate and up and B of down);
+                                also gate_up_proj, with one A and B of 2I rows
+    [.base_layer]*              PEFT's `target_parameters`, see `checkpoint`; also as modules
+                                of their own: input_linear and output_linear beside the experts
+                                (GraniteMoE), fc1 and fc2 below them (Aria)
+
+`target_parameters` do not name their parameter: PEFT nests one wrapper per targeted parameter, in
+the order in which the module registers them, so that the first is the innermost and has the most
+`base_layer`. Which parameters are targeted, adapter_config.json says.
+
+Where experts have no gate, w1 is their up projection (Tinker's Nemotron) and w3 is empty.
+
+A linear layer of a model may be several in the trained one; then the factors of these parts stand
+for rows of it, one part after the other (`JOINED`).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
+
+from moelora.adapters.config import LoraConfig
+from moelora.adapters.keys import Key, canonical
+from moelora.adapters.layers import LinearLayer, MoELayer, Projection
+
+_BELOW = 3  # names of a key below its layer, at most
+_WRAPPED = re.compile(r"(\.base_layer)*")
+_NUMBER = r"(?P<expert>0|[1-9][0-9]{0,8})"
+_PROJECTION = re.compile(rf"(\.{_NUMBER})?\.(?P<name>[a-z0-9_]+)")
+_LIST = re.compile(rf"\.(?P<name>[a-z_]+_proj)s\.{_NUMBER}")
+_PROJECTIONS: dict[str, Projection] = {
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "gate_up_proj": "gate_up",
+    "w1": "gate",
+    "w3": "up",
+    "w2": "down",
+}
+_OF_UNGATED: dict[str, Projection] = {
+    "up_proj": "up",
+    "down_proj": "down",
+    "w1": "up",
+    "w2": "down",
+}
+# Modules whose `weight` is a stack of experts: beside those of a layer, and among them.
+_BESIDE: dict[str, Projection] = {"input_linear": "gate_up", "output_linear": "down"}
+_AMONG: dict[str, Projection] = {"fc1": "gate_up", "fc2": "down"}
+
+# Linear layers whose rows are those of several layers of other classes or releases: MiniMax-M3's
+# MLPs, Qwen3.5's linear attention, and the start of Nemotron's Mamba projection.
+JOINED = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
+    "in_proj": ("gate_proj", "x_proj"),
+}
+_PARTS = [
+    (part, whole, number) for whole, parts in JOINED.items() for number, part in enumerate(parts)
+]
+
+
+@dataclass(frozen=True)
+class ExpertPlace:
+    """A factor of experts. `expert` is None for one of all experts at once.
+
+    `parameter` is the name of a parameter that PEFT has wrapped, None for all other forms. `paths`
+    are what the patterns of the configuration are matched with, best first.
+    """
+
+    key: Key
+    layer: MoELayer
+    projection: Projection
+    expert: int | None
+    parameter: str | None
+    paths: tuple[str, ...]
+
+    @property
+    def absent(self) -> bool:
+        """Whether the layer has no such projection, so that the factor must be empty."""
+        return not self.layer.gated and self.projection in ("gate", "gate_up")
+
+    def wrapped_shape(self, rank: int, exchanged: bool) -> tuple[int, int]:
+        """Of a factor of `target_parameters`."""
+        sizes = self.layer.shape(self.projection)
+        wide, tall = reversed(sizes) if exchanged else sizes
+        stacked = self.layer.num_experts * rank
+        return (stacked, wide) if self.key.side == "A" else (tall, stacked)
+
+
+@dataclass(frozen=True)
+class LinearPlace:
+    """A factor of a linear layer or embedding, or of one of those that it joins (`part`)."""
+
+    key: Key
+    linear: LinearLayer
+    part: int | None
+    paths: tuple[str, ...]
+
+
+Place: TypeAlias = ExpertPlace | LinearPlace
+
+V = TypeVar("V")
+
+
+class _Names(Generic[V]):
+    """Modules by path; where there is none of that path, by what else it may be called."""
+
+    def __init__(self, modules: Iterable[tuple[str, V]]):
+        self.exact = dict(modules)
+        self._others: dict[str, list[str]] = {}
+        for name in self.exact:
+            self._others.setdefault(_canonical(name), []).append(name)
+
+    def find(self, module: str) -> V | None:
+        if module in self.exact:
+            return self.exact[module]
+        names = self._others.get(_canonical(module), [])
+        return self.exact[names[0]] if len(names) == 1 else None
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _canonical(module: str) -> str:
+    return canonical(module)
+
+
+class Modules:
+    """The layers of a model that an adapter may have factors of, to look keys up in."""
+
+    def __init__(
+        self, lora: LoraConfig, layers: Sequence[MoELayer], linears: Sequence[LinearLayer]
+    ):
+        self._lora = lora
+        self._experts = _Names((layer.name, layer) for layer in layers)
+        self._beside = _Names((_parent(layer.name), layer) for layer in layers)
+        self._linears = _Names((linear.name, linear) for linear in linears)
+
+    def locate(self, key: Key) -> Place:
+        """Where a factor belongs; ValueError if moelora does not know."""
+        place = self._linear(key) or self._expert(key) or self._part(key)
+        if place is None:
+            raise ValueError(f"{key.text:.200} {self._unknown()}")
+        return place
+
+    def linear(self, module: str) -> LinearLayer | None:
+        """The linear layer or embedding that is called so."""
+        return self._linears.find(module)
+
+    def _unknown(self) -> str:
+        if not self._linears.exact:
+            first = next(iter(self._experts.exact), None)
+            return (
+                "is not a LoRA factor of an expert; the experts of this pool are "
+                f"{first}, ...; adapters of other layers, too, are for load_adapters"
+            )
+        return "is not a LoRA factor of a layer of this model"
+
+    def _linear(self, key: Key) -> LinearPlace | None:
+        linear = self._linears.find(key.module)
+        if linear is None:
+            return None
+        if linear.embedding != key.embedding:
+            kind, wanted = "an embedding", "lora_embedding_"
+            if not linear.embedding:
+                kind, wanted = "a linear layer", "lora_"
+            raise ValueError(f"{key.text:.200}: {linear.name} is {kind}, wanted {wanted}{key.side}")
+        # A parameter that PEFT has wrapped (a router's) is called by the module's name alone.
+        parameter = f"{key.module}.weight"
+        if self._lora.targets_parameter(parameter):
+            return LinearPlace(key, linear, None, (f"{key.path}.weight", parameter))
+        return LinearPlace(key, linear, None, (key.path, key.module))
+
+    def _part(self, key: Key) -> LinearPlace | None:
+        parent, _, last = key.module.rpartition(".")
+        for part, whole, number in _PARTS:
+            if last == part and (linear := self._linears.find(f"{parent}.{whole}")) is not None:
+                return LinearPlace(key, linear, number, (key.path, key.module))
+        return None
+
+    def _expert(self, key: Key) -> ExpertPlace | None:
+        if key.embedding:
+            return None
+        name, below = key.module, ""
+        for _ in range(_BELOW + 1):
+            if (layer := self._experts.find(name)) is not None:
+                return self._below(key, layer, name, below)
+            if (layer := self._beside.find(name)) is not None:
+                projection = _BESIDE.get(below.lstrip("."))
+                if projection is None:
+                    return None
+                return self._stack(key, layer, projection, "weight")
+            name, dot, last = name.rpartition(".")
+            below = f"{dot}{last}{below}"
+            if not name:
+                break
+        return None
+
+    def _below(self, key: Key, layer: MoELayer, name: str, below: str) -> ExpertPlace:
+        if _WRAPPED.fullmatch(below):
+            parameter = self._parameter(key, layer, name, below.count(".base_layer"))
+            return self._stack(key, layer, _PROJECTIONS[parameter], parameter, below)
+        if (projection := _AMONG.get(below.lstrip("."))) is not None and layer.gated:
+            return self._stack(key, layer, projection, "weight")
+        match = _PROJECTION.fullmatch(below) or _LIST.fullmatch(below)
+        known = _PROJECTIONS if layer.gated else _OF_UNGATED
+        projection = known.get(match["name"]) if match else None
+        if match is not None and match["name"] == "w3" and not layer.gated:
+            projection = "gate"
+        if match is None or projection is None:
+            raise ValueError(
+                f"{key.text}: {below.lstrip('.')} of {layer.name} is not one of {sorted(known)}"
+            )
+        expert = None if match["expert"] is None else int(match["expert"])
+        if expert is not None and expert >= layer.num_experts:
+            raise ValueError(f"{key.text}: expert {expert} of {layer.num_experts} experts")
+        return ExpertPlace(key, layer, projection, expert, None, (key.path, key.module))
+
+    def _parameter(self, key: Key, layer: MoELayer, name: str, depth: int) -> str:
+        """Which parameter of the experts a wrapper is around."""
+        targeted = list(layer.parameters)
+        if self._lora.target_parameters:
+            targeted = [
+                p
+                for p in targeted
+                if self._lora.targets_parameter(f"{name}.{p}")
+                or self._lora.targets_parameter(f"{layer.name}.{p}")
+            ]
+        if depth >= len(targeted):
+            raise ValueError(
+                f"{key.text} wraps parameter {depth + 1} of {layer.name}, but target_parameters "
+                f"{list(self._lora.target_parameters)} name {len(targeted)} of "
+                f"{list(layer.parameters)}"
+            )
+        return targeted[len(targeted) - 1 - depth]
+
+    def _stack(
+        self, key: Key, layer: MoELayer, projection: Projection, parameter: str, below: str = ""
+    ) -> ExpertPlace:
+        """A factor of a parameter that PEFT has wrapped."""
+        paths = [f"{path.removesuffix(below)}.{parameter}" for path in (key.path, key.module)]
+        if below or parameter != "weight":
+            paths.append(f"{layer.name}.{parameter}")
+        return ExpertPlace(key, layer, projection, None, parameter, tuple(paths))
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]

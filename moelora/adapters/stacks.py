@@ -1,0 +1,228 @@
+"""The factors of experts in all slots of a pool, and how a checkpoint's pairs come into them.
+
+R is the largest rank rounded up to 8. Per layer:
+
+    w13_lora_a  one tensor per slice, (max_loras, E or 1, R, K)
+    w13_lora_b  one tensor per slice, (max_loras, E,      N, R)   N = I, or 2I with one slice
+    w2_lora_a   (max_loras, E,      R, I)
+    w2_lora_b   (max_loras, E or 1, K, R)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from moelora.adapters.factors import check_rank
+from moelora.adapters.layers import MoELayer, Pair, Projection
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Place(NamedTuple):
+    """Where the factors of a layer are, and in which dtype: that of the layer's activations."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+def padded(rank: int) -> int:
+    """Rows of B are 16-byte aligned when their length is a multiple of 8."""
+    return -(-rank // 8) * 8
+
+
+def fitted(where: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A factor in the dtype of its stack; ValueError if that dtype cannot hold it."""
+    converted = tensor.to(dtype)
+    if not torch.isfinite(converted).all():
+        raise ValueError(f"{where} overflows {dtype}")
+    return converted
+
+
+@dataclass
+class _Stacks:
+    """The factors of one layer, all slots."""
+
+    w13_lora_a: list[torch.Tensor]
+    w13_lora_b: list[torch.Tensor]
+    w2_lora_a: torch.Tensor
+    w2_lora_b: torch.Tensor
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self.w13_lora_a, *self.w13_lora_b, self.w2_lora_a, self.w2_lora_b]
+
+
+@dataclass
+class StagedExperts:
+    """Checked factors in the dtype of the stacks: per layer one (A, B) per stack, None = zero."""
+
+    rank: int
+    scaling: float
+    factors: dict[str, list[tuple[torch.Tensor, torch.Tensor] | None]]
+
+
+class ExpertStacks:
+    """The stacks of all layers of experts of a pool.
+
+    `slices` and `shared_outer` are the `w13_slices` and `shared_outer` of `AdapterPool`.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, MoELayer],
+        max_loras: int,
+        max_rank: int,
+        places: Mapping[str, Place],
+        slices: int,
+        shared_outer: bool,
+    ) -> None:
+        self.layers = layers
+        self.max_loras = max_loras
+        self.max_rank = max_rank
+        self.places = places
+        self.slices = slices
+        self.shared_outer = shared_outer
+        self._stacks = {name: self._allocate(layer) for name, layer in layers.items()}
+
+    def of(self, name: str) -> _Stacks:
+        return self._stacks[name]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [t for s in self._stacks.values() for t in s.tensors()]
+
+    def slices_of(self, layer: MoELayer) -> int:
+        return self.slices if layer.gated and not layer.interleaved else 1
+
+    def _allocate(self, layer: MoELayer) -> _Stacks:
+        e, k, i = layer.num_experts, layer.hidden_size, layer.intermediate_size
+        device, dtype = self.places[layer.name]
+        outer = 1 if self.shared_outer else e
+        slices = self.slices_of(layer)
+        n = 2 * i // slices if layer.gated else i
+
+        def stack(experts: int, rows: int, columns: int) -> torch.Tensor:
+            return torch.zeros(self.max_loras, experts, rows, columns, dtype=dtype, device=device)
+
+        r = padded(self.max_rank)
+        return _Stacks(
+            [stack(outer, r, k) for _ in range(slices)],
+            [stack(e, n, r) for _ in range(slices)],
+            stack(e, r, i),
+            stack(outer, k, r),
+        )
+
+    def stage(self, adapter: Mapping[str, Mapping[Projection, Pair]]) -> StagedExperts:
+        """Checks an adapter's pairs and converts them; ValueError says what does not fit."""
+        scalings = {
+            s for pairs in adapter.values() for pair in pairs.values() for s in pair.scalings
+        }
+        fold = len(scalings) != 1
+        factors: dict[str, list[tuple[torch.Tensor, torch.Tensor] | None]] = {}
+        rank = 0
+        for name, pairs in adapter.items():
+            layer = self.layers[name]
+            if fold:
+                pairs = {projection: _folded(pair) for projection, pair in pairs.items()}
+            if self.slices_of(layer) == 1 and layer.gated and "gate_up" not in pairs:
+                joined = sum(pair.rank for p, pair in pairs.items() if p in ("gate", "up"))
+                check_rank(f"{name}.gate_up_proj", joined, self.max_rank)
+            slices = _w13_slices(layer, pairs, self.slices_of(layer))
+            chosen = [*slices, _factors(pairs.get("down"))]
+            factors[name] = []
+            for stack, factor in zip(self._named(layer), chosen, strict=True):
+                factors[name].append(None if factor is None else self._fitted(name, stack, factor))
+                rank = max(rank, 0 if factor is None else factor[0].size(1))
+        return StagedExperts(rank, 1.0 if fold else scalings.pop(), factors)
+
+    def _named(self, layer: MoELayer) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        """(name, A stack, B stack) of every pair of a layer."""
+        s = self._stacks[layer.name]
+        w13 = list(zip(s.w13_lora_a, s.w13_lora_b, strict=True))
+        names = ["gate_proj", "up_proj"] if len(w13) == 2 else [layer.parameters[0]]
+        return [
+            *((n, a, b) for n, (a, b) in zip(names, w13, strict=True)),
+            ("down_proj", s.w2_lora_a, s.w2_lora_b),
+        ]
+
+    def _fitted(
+        self,
+        layer: str,
+        stack: tuple[str, torch.Tensor, torch.Tensor],
+        factor: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Checks a pair against its stacks and converts it to their dtype."""
+        projection, *stacks = stack
+        converted = []
+        for side, tensor, into in zip("AB", factor, stacks, strict=True):
+            where = f"lora_{side} of {layer}.{projection}"
+            if tensor.size(0) > into.size(1):
+                raise ValueError(
+                    f"{where} differs between experts, but the pool has shared_outer=True"
+                )
+            converted.append(fitted(where, tensor, into.dtype))
+        return converted[0], converted[1]
+
+    def write(self, slot: int, staged: StagedExperts) -> None:
+        """Puts a staged adapter into a slot; layers that it leaves alone become zero there."""
+        for name, layer in self.layers.items():
+            stacks = self._named(layer)
+            chosen = staged.factors.get(name, [None] * len(stacks))
+            for (_, a, b), factor in zip(stacks, chosen, strict=True):
+                a[slot].zero_()
+                b[slot].zero_()
+                if factor is not None:
+                    rank = factor[0].size(1)
+                    a[slot, :, :rank].copy_(factor[0])
+                    b[slot, :, :, :rank].copy_(factor[1])
+
+
+def _factors(pair: Pair | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    return None if pair is None else (pair.a, pair.b)
+
+
+def _folded(pair: Pair) -> Pair:
+    """The same product with the scaling inside B (or A where only A differs between experts)."""
+    scale = torch.tensor(pair.scalings, dtype=torch.float32).view(-1, 1, 1)
+    if scale.size(0) in (1, pair.b.size(0)):
+        return Pair(pair.a, pair.b.float() * scale, [1.0])
+    return Pair(pair.a.float() * scale, pair.b, [1.0])
+
+
+def _w13_slices(
+    layer: MoELayer, pairs: Mapping[Projection, Pair], slices: int
+) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+    """The pairs of gate and up as the stacks want them: one factor pair per slice."""
+    if not layer.gated:
+        return [_factors(pairs.get("up"))]
+    fused = pairs.get("gate_up")
+    if slices == 2:
+        if fused is None:
+            return [_factors(pairs.get("gate")), _factors(pairs.get("up"))]
+        gate, up = fused.b.chunk(2, dim=1)
+        return [(fused.a, gate), (fused.a, up)]
+    if fused is not None:
+        return [(fused.a, fused.b)]
+    both: tuple[Projection, ...] = ("gate", "up")
+    halves = [(n, pairs[p]) for n, p in enumerate(both) if p in pairs]
+    return [_joined(layer, halves)] if halves else [None]
+
+
+def _joined(
+    layer: MoELayer, halves: Sequence[tuple[int, Pair]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate (0) and up (1) as one pair: ranks side by side, B zero where they do not meet."""
+    experts = max(pair.a.size(0) for _, pair in halves)
+    rows = max(pair.b.size(0) for _, pair in halves)
+    rank = sum(pair.rank for _, pair in halves)
+    i = layer.intermediate_size
+    a = torch.cat([pair.a.float().expand(experts, -1, -1) for _, pair in halves], dim=1)
+    b = torch.zeros(rows, 2 * i, rank)
+    start = 0
+    for half, pair in halves:
+        own = b[:, half::2] if layer.interleaved else b[:, half * i : (half + 1) * i]
+        own[:, :, start : start + pair.rank] = pair.b
+        start += pair.rank
+    return a, b

@@ -1,0 +1,220 @@
+"""The tensors of an adapter, wherever they are: files of safetensors or of torch, a state dict.
+
+Looked for in a folder, in this order, each also in shards (`-00001-of-00002`, with or without
+their index):
+
+    adapter_model.safetensors
+    adapter_model.bin            read by torch with `weights_only=True`: tensors and nothing else
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from moelora.files import file_in, read_json
+
+STEM = "adapter_model"
+ENDINGS = (".safetensors", ".bin")
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # of safetensors
+
+
+class Weights(Protocol):
+    """Tensors by key, each read when it is asked for.
+
+    `dtype` has the name that a file gives to one that no adapter is in.
+    """
+
+    def keys(self) -> Sequence[str]: ...
+
+    def shape(self, key: str) -> tuple[int, ...]: ...
+
+    def dtype(self, key: str) -> torch.dtype | str: ...
+
+    def tensor(self, key: str) -> torch.Tensor: ...
+
+
+class State:
+    """A state dict."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor]):
+        for key, tensor in state.items():
+            if not isinstance(key, str):
+                raise ValueError(f"key {key!r:.80} of the state dict is a {type(key).__name__}")
+            if not isinstance(tensor, torch.Tensor):
+                raise ValueError(f"{key:.200} is a {type(tensor).__name__}, wanted a tensor")
+            if tensor.layout is not torch.strided or tensor.is_meta:
+                raise ValueError(f"{key:.200} is a sparse or a meta tensor, wanted a plain one")
+        self._state = state
+
+    def keys(self) -> Sequence[str]:
+        return list(self._state)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._state[key].shape)
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self._state[key].dtype
+
+    def tensor(self, key: str) -> torch.Tensor:
+        return self._state[key].detach().cpu()
+
+
+class _Safetensors:
+    """One file of safetensors, open until `opened` closes."""
+
+    def __init__(self, path: Path, opened: ExitStack):
+        self._path = path
+        try:
+            from safetensors import safe_open
+        except ModuleNotFoundError:
+            raise ImportError(
+                "reading adapters needs safetensors: pip install safetensors"
+            ) from None
+        with self._named():
+            self._file: Any = opened.enter_context(safe_open(path, framework="pt", device="cpu"))
+
+    def keys(self) -> Sequence[str]:
+        return list(self._file.keys())
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        with self._named():
+            return tuple(self._file.get_slice(key).get_shape())
+
+    def dtype(self, key: str) -> torch.dtype | str:
+        with self._named():
+            name: str = self._file.get_slice(key).get_dtype()
+            return _DTYPES.get(name, name)
+
+    def tensor(self, key: str) -> torch.Tensor:
+        with self._named():
+            tensor: torch.Tensor = self._file.get_tensor(key)
+            return tensor
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Gives errors the file's name."""
+        from safetensors import SafetensorError
+
+        try:
+            yield
+        except SafetensorError as error:
+            raise ValueError(f"{self._path} cannot be read: {error}") from None
+
+
+class _Shards:
+    """Several files as one."""
+
+    def __init__(self, files: Mapping[str, Weights]):
+        self._files: dict[str, Weights] = {}
+        for name, file in files.items():
+            for key in file.keys():  # noqa: SIM118, not a dict
+                if key in self._files:
+                    raise ValueError(f"{key:.200} is in {name} and in another shard")
+                self._files[key] = file
+
+    def keys(self) -> Sequence[str]:
+        return list(self._files)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return self._files[key].shape(key)
+
+    def dtype(self, key: str) -> torch.dtype | str:
+        return self._files[key].dtype(key)
+
+    def tensor(self, key: str) -> torch.Tensor:
+        return self._files[key].tensor(key)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files with the tensors of an adapter.
+
+    Raises
+    ------
+    FileNotFoundError
+        There are none; the message says what there is instead.
+    ValueError
+        A shard is missing, or the index names a file elsewhere.
+    """
+    for ending in ENDINGS:
+        whole = file_in(folder, f"{STEM}{ending}")
+        if whole.is_file():
+            return [whole]
+        index = file_in(folder, f"{STEM}{ending}.index.json")
+        if index.is_file():
+            return _indexed(index)
+        shards = _numbered(folder, ending)
+        if shards:
+            return shards
+    found = sorted(p.name for p in folder.iterdir() if p.suffix in (*ENDINGS, ".pt", ".gguf"))
+    hint = f"; it holds {', '.join(found[:5])}" if found else ""
+    raise FileNotFoundError(f"{folder} holds no {STEM}.safetensors{hint}")
+
+
+def _indexed(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(read_json(index)["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is not an index of shards: {error!r:.200}") from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(f"{index} names {name!r:.80}, wanted a file of its folder")
+        if not (index.parent / name).is_file():
+            raise ValueError(f"{index.parent} has no file {name}, which {index.name} names")
+    if not names:
+        raise ValueError(f"{index} names no files")
+    return [file_in(index.parent, name) for name in names]
+
+
+def _numbered(folder: Path, ending: str) -> list[Path]:
+    form = re.compile(rf"{STEM}-([0-9]{{5}})-of-([0-9]{{5}}){re.escape(ending)}")
+    found = sorted(p for p in folder.iterdir() if form.fullmatch(p.name))
+    if not found:
+        return []
+    matches = [form.fullmatch(p.name) for p in found]
+    numbers = [(int(m[1]), int(m[2])) for m in matches if m is not None]
+    total = numbers[0][1]
+    if numbers != [(n, total) for n in range(1, total + 1)]:
+        raise ValueError(
+            f"{folder} has the shards {', '.join(p.name for p in found[:5])}, wanted all of 1 to "
+            f"{total}"
+        )
+    return [file_in(folder, path.name) for path in found]
+
+
+@contextmanager
+def open_weights(folder: Path) -> Iterator[Weights]:
+    """The tensors of a folder.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        There are none, or a file cannot be read.
+    """
+    with ExitStack() as opened:
+        files = {path.name: _open(path, opened) for path in weight_files(folder)}
+        yield next(iter(files.values())) if len(files) == 1 else _Shards(files)
+
+
+def _open(path: Path, opened: ExitStack) -> Weights:
+    return _unpickled(path) if path.suffix == ".bin" else _Safetensors(path, opened)
+
+
+def _unpickled(path: Path) -> State:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"{path} cannot be read as tensors alone (torch.load, weights_only=True): {why:.300}"
+        ) from None
+    if not isinstance(state, Mapping):
+        raise ValueError(f"{path} holds a {type(state).__name__}, wanted a dictionary of tensors")
+    return State(state)

@@ -1,0 +1,48 @@
+"""Files of a folder that is not trusted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+
+def file_in(folder: Path, name: str) -> Path:
+    """`folder / name`, for a name that another file gives or a file that may be a link.
+
+    Links are followed within the folder. Snapshots in the cache of the Hub are links to blobs of
+    the same repository, `../../blobs`, which are followed, too. The folder itself may be a link.
+
+    Raises
+    ------
+    ValueError
+        The name or the link leads out of the folder.
+    """
+    parts = PurePosixPath(name).parts
+    if not parts or "\0" in name or parts[0] == "/" or ".." in parts:
+        raise ValueError(f"{folder}: {name!r:.200} is no name of a file in the folder")
+    path = folder / name
+    try:
+        root, target = folder.resolve(), path.resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, until Python 3.12
+        raise ValueError(f"{path} cannot be found: {error}") from None
+    homes = [root]
+    if root.parent.name == "snapshots":
+        homes.append((root.parents[1] / "blobs").resolve())
+    if not any(target.is_relative_to(home) for home in homes):
+        raise ValueError(
+            f"{path} is a link out of the folder, to {target}; give the folder that holds the "
+            "file, or put a copy there"
+        )
+    return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds; ValueError if it holds something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is a {type(content).__name__}, wanted an object")
+    return content

@@ -1,0 +1,154 @@
+"""The experts of a PEFT model in moelora: `adapter_names=` for MoE layers.
+
+    import moelora.integrations.peft as moelora_peft
+
+    model = PeftModel.from_pretrained(model, "adapters/law", adapter_name="law")
+    model.load_adapter("adapters/code", adapter_name="code")
+    moelora_peft.attach(model)
+    model.generate(**batch_of_three, adapter_names=["law", "__base__", "code"])
+
+By itself PEFT adds the adapters of `target_parameters` to the experts' weights, one adapter for the
+whole batch, and refuses `adapter_names`. Once attached, the experts read a pool, every row with its
+own adapter; routers and shared experts, which see the tokens of all rows one behind the other, find
+out whose they are; attention and all other layers, `set_adapter`, `disable_adapter` and beams stay
+PEFT's.
+
+A model that is trained (`model.train()`, or under grad mode with adapters that require gradients)
+has no copies: gradients arrive in PEFT's own parameters.
+
+Importing this module makes `load_adapter` of PEFT and of transformers remember where an adapter
+came from: `attach` refuses one some of whose factors PEFT has not taken over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MethodType
+from typing import TYPE_CHECKING
+
+import peft
+import torch
+from torch import nn
+
+from moelora.adapters import AdapterPool
+from moelora.integrations.peft import sources
+from moelora.integrations.peft.experts import (
+    AttachedExperts,
+    forward,
+    rank_of,
+    unwatch,
+    wrappers_of,
+)
+from moelora.integrations.peft.sources import base_of
+from moelora.integrations.transformers import IMPLEMENTATION, moe_layers, new_pool
+from moelora.integrations.transformers.calls import take_adapter_names
+from moelora.integrations.transformers.linears import plain_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["attach", "detach"]
+
+
+def attach(
+    model: peft.PeftModel | PreTrainedModel,
+    *,
+    max_loras: int | None = None,
+    max_rank: int | None = None,
+    dtype: torch.dtype | None = None,
+    folders: Mapping[str, str | Path] | None = None,
+) -> AdapterPool:
+    """Runs the experts of a PEFT model in moelora, each row of a batch with its own adapter.
+
+    Parameters
+    ----------
+    model : peft.PeftModel or transformers.PreTrainedModel
+        A transformers model with LoRA adapters, some of which target the parameters of experts. One
+        whose own `load_adapter` loaded them serves the adapter that is active, without
+        `adapter_names`.
+    max_loras, max_rank : int, optional
+        Size of the pool; by default just enough for the adapters that PEFT has now. Adapters that
+        it loads later are copied when they are first used, over the least recently used ones.
+    dtype : torch.dtype, optional
+        Of the factors, by default that of the experts.
+    folders : mapping, optional
+        Adapter -> the folder that PEFT loaded it from, for those that were loaded before this
+        module was imported.
+
+    Returns
+    -------
+    AdapterPool
+        The factors of the experts, copied. Each pass copies again what has changed in PEFT since:
+        adapters deleted and loaded anew, hotswapped, rescaled, or written to in any way that torch
+        counts or through `data`. Only writes past torch (numpy, `data.data`) need
+        `pool.remove(name)`.
+
+    Raises
+    ------
+    ValueError
+        No experts are targeted, an adapter uses an option that moelora has not, or PEFT has not
+        taken over all factors of one, or in another order of columns; the message names them.
+    NotImplementedError
+        moelora cannot run these experts.
+
+    Notes
+    -----
+    Threads may call the model at the same time with whatever adapter is active. `adapter_names` are
+    for one thread at a time: PEFT hands them on by hooks on the modules, and leaves these behind
+    when a call fails or is interrupted; the next call with `adapter_names` of its own fails then.
+    """
+    base = base_of(model)
+    layers = moe_layers(base)
+    outermost: dict[str, nn.Module] = {}
+    for name, module in base.named_modules():
+        outermost.setdefault(plain_name(name), module)
+    wrappers = {name: outermost[name] for name in layers}
+    wrapped = {name: layer for name, layer in layers.items() if wrappers[name] is not layer[0]}
+    if not wrapped:
+        raise ValueError("no adapter of this model targets its experts (target_parameters)")
+    if not isinstance(getattr(base, "_moelora", None), (AttachedExperts, type(None))):
+        raise RuntimeError("load_adapters gave the model a pool; call unload_adapters first")
+    for name, folder in (folders or {}).items():
+        sources.remember(model, name, sources.Load(str(folder)))
+    names = list(model.peft_config)
+    chains = {name: tuple(wrappers_of(wrappers[name])) for name in wrapped}
+    for name, chain in chains.items():
+        for wrapper in chain:
+            if wrapper.parameter_name not in ("gate_up_proj", "up_proj", "down_proj"):
+                raise ValueError(
+                    f"{name}.{wrapper.parameter_name} is targeted, but moelora has adapters of the "
+                    "weights of experts alone: gate_up_proj, or up_proj, and down_proj"
+                )
+    if max_rank is None:
+        every = [w for chain in chains.values() for w in chain]
+        max_rank = max((rank_of(w, name) for w in every for name in w.lora_A), default=1)
+    pool = new_pool(wrapped, max_loras or len(names), max_rank, dtype=dtype, w13_slices=1)
+    serving = AttachedExperts(model, chains, pool)
+    for name in names:
+        sources.check(model, name)
+        serving.checked[name] = sources.load_of(model, name)
+    for name in names[: pool.max_loras] if not model.training else ():
+        serving.copy(name)
+    base.set_experts_implementation(IMPLEMENTATION)
+    base.__dict__["_moelora"] = serving
+    take_adapter_names(base)
+    for name, (wrapper, *_) in chains.items():
+        wrapper._moelora, wrapper._moelora_layer = serving, name
+        wrapper.forward = MethodType(forward, wrapper)
+    serving.take_layers()
+    return pool
+
+
+def detach(model: peft.PeftModel | PreTrainedModel) -> None:
+    """Gives the experts' adapters back to PEFT."""
+    base = base_of(model)
+    serving = base.__dict__.pop("_moelora", None)
+    for module in base.modules():
+        if serving is None or module.__dict__.get("_moelora") is not serving:
+            continue
+        del module._moelora
+        module.__dict__.pop("forward", None)
+        for wrapper in wrappers_of(module):
+            for side in (wrapper.lora_A, wrapper.lora_B):
+                unwatch(side.values())

@@ -1,0 +1,237 @@
+"""What PEFT made of an adapter's files: nothing of an adapter may be lost on the way to a model.
+
+PEFT converts checkpoints to the classes of the model that loads them. Factors that end up nowhere
+are dropped, those of a name that it did not find keep their initial values, and columns of `lora_B`
+are read in PEFT's own order, all without an error. So the folder is read again, its header and no
+more tensors than must be, and compared with the layers that PEFT has wrapped.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import peft
+import torch
+from peft.tuners.lora import LoraLayer as _LoraLayer
+from torch import nn
+from transformers import PreTrainedModel
+
+from moelora.adapters.config import CONFIG_FILE, LoraConfig
+from moelora.adapters.keys import parse
+from moelora.adapters.places import ExpertPlace, Modules
+from moelora.adapters.weights import open_weights
+from moelora.integrations.transformers.hub import local_folder
+from moelora.integrations.transformers.layers import moe_layers
+from moelora.integrations.transformers.linears import linear_layers, plain_name
+
+if TYPE_CHECKING:
+    Model = peft.PeftModel | PreTrainedModel
+
+# Options of PEFT's that change nothing of which layers have factors.
+ASIDE: dict[str, Any] = {
+    "modules_to_save": None,
+    "trainable_token_indices": None,
+    "use_dora": False,
+    "bias": "none",
+    "lora_bias": False,
+    "init_lora_weights": True,
+}
+
+
+def base_of(model: Model) -> PreTrainedModel:
+    """The transformers model: the one inside PEFT's, or that into which `load_adapter` loaded."""
+    if isinstance(model, peft.PeftModel):
+        return cast("PreTrainedModel", model.get_base_model())
+    if not getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            f"model is a {type(model).__name__} without adapters of PEFT, wanted a PeftModel or a "
+            "transformers model after load_adapter"
+        )
+    return model
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """One load of an adapter: where from, and the keys that nothing was found for."""
+
+    folder: str
+    missing: frozenset[str] = frozenset()
+
+
+def remember(model: nn.Module, name: str, load: Load) -> None:
+    """Notes where an adapter of `model` came from; copies of the model know it, too."""
+    model.__dict__.setdefault("_moelora_loads", {})[name] = load
+
+
+def wrapped_layers(base: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers that PEFT has wrapped for LoRA, as it calls them."""
+    for name, module in base.named_modules():
+        if isinstance(module, _LoraLayer):
+            yield name, module
+
+
+def load_of(model: nn.Module, name: str) -> Load | None:
+    return model.__dict__.get("_moelora_loads", {}).get(name)
+
+
+def _remembering(load_adapter: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(load_adapter)
+
+    @functools.wraps(load_adapter)
+    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load_adapter(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs).arguments
+        more = given.get("kwargs", {}) | (given.get("adapter_kwargs") or {})
+        source = given.get("model_id", given.get("peft_model_id"))
+        if source is not None:
+            folder = f"{source}/{more['subfolder']}" if more.get("subfolder") else source
+            missing = frozenset(getattr(result, "missing_keys", None) or ())
+            remember(self, given.get("adapter_name") or "default", Load(str(folder), missing))
+        return result
+
+    return load
+
+
+peft.PeftModel.load_adapter = _remembering(  # type: ignore[method-assign] # on purpose
+    peft.PeftModel.load_adapter
+)
+PreTrainedModel.load_adapter = _remembering(  # type: ignore[method-assign] # on purpose
+    PreTrainedModel.load_adapter
+)
+
+
+def check(model: Model, name: str) -> None:
+    """Raises ValueError if PEFT has not all factors of an adapter, naming those that it has not.
+
+    An adapter that is known to come from no folder is compared with itself: one of some trained
+    layers and some whose B is zero, as layers begin, is refused.
+    """
+    kept = _kept(base_of(model), name)
+    load = load_of(model, name)
+    of_file = None if load is None else _read(base_of(model), load.folder)
+    if of_file is None:
+        empty = [where for where, layer in kept.items() if not layer.b.any()]
+        if empty and len(empty) < len(kept):
+            raise ValueError(
+                f"adapter {name!r}: {_some(empty)} have B = 0, as before training, others have "
+                "not: PEFT has not found their factors; pass folders= to compare with the "
+                "adapter's folder"
+            )
+        return
+    dropped = [where for where in of_file.keys if where not in kept]
+    if dropped:
+        raise ValueError(
+            f"adapter {name!r}: PEFT has dropped the factors of {_some(dropped)}, which the folder "
+            f"{of_file.folder} has; moelora.integrations.transformers.load_adapters serves them"
+        )
+    assert load is not None
+    initial = [where for where, layer in kept.items() if layer.is_initial(load, of_file, where)]
+    if initial:
+        raise ValueError(
+            f"adapter {name!r}: PEFT has left the factors of {_some(initial)} as they were made, "
+            f"not as the folder {of_file.folder} has them; "
+            "moelora.integrations.transformers.load_adapters serves those"
+        )
+    if of_file.order:
+        raise ValueError(
+            f"adapter {name!r}: {of_file.order}, which PEFT does not know of; "
+            "moelora.integrations.transformers.load_adapters reads them"
+        )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+@dataclass
+class _Kept:
+    """One layer that PEFT has wrapped: B, and its key as PEFT has it."""
+
+    b: torch.Tensor
+    key: str
+
+    def is_initial(self, load: Load, of_file: _File, where: str) -> bool:
+        """Whether the layer's factors are not those of the file, and count."""
+        if self.b.any():
+            return any(key.endswith(self.key) for key in load.missing)
+        return of_file.is_trained(where)
+
+
+def _kept(base: nn.Module, name: str) -> dict[str, _Kept]:
+    """All layers that PEFT has wrapped for an adapter; experts by name of their parameter."""
+    kept = {}
+    for path, module in wrapped_layers(base):
+        where = plain_name(path)
+        parameter = getattr(module, "parameter_name", "weight")
+        if parameter != "weight":
+            where = f"{where}.{parameter}"
+        if name in module.lora_B:
+            b, key = module.lora_B[name].weight, f"{path}.lora_B.{name}.weight"
+        elif name in module.lora_embedding_B:
+            b, key = module.lora_embedding_B[name], f"{path}.lora_embedding_B.{name}"
+        else:
+            continue
+        kept[where] = _Kept(b.detach(), key)
+    return kept
+
+
+@dataclass
+class _File:
+    """What a folder has: keys of B by layer, or by parameter of experts; how columns lie."""
+
+    folder: Path
+    keys: dict[str, list[str]]
+    order: str
+
+    def is_trained(self, where: str) -> bool:
+        with open_weights(self.folder) as weights:
+            return any(bool(weights.tensor(key).any()) for key in self.keys.get(where, []))
+
+
+def _read(base: PreTrainedModel, source: str) -> _File | None:
+    """What a folder has for a model; None if it is not there (any more) or no LoRA of PEFT's."""
+    try:
+        folder = local_folder(source, ["adapter_*"], local_files_only=True)
+        raw = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        lora = LoraConfig.parse(raw | ASIDE)
+        with open_weights(folder) as weights:
+            keys = list(weights.keys())
+    except (OSError, ValueError, TypeError):
+        return None
+    experts = moe_layers(base)
+    linears = linear_layers(base, experts)
+    modules = Modules(
+        lora,
+        [layer for _, layer in experts.values()],
+        [linear.layer for linear in linears.values()],
+    )
+    order = ""
+    if not lora.columns.peft_order:
+        order = lora.columns.doubt or "columns of lora_B are grouped by expert"
+    return _File(folder, _keys_of_b(modules, keys), order)
+
+
+def _keys_of_b(modules: Modules, keys: Iterable[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for text in keys:
+        key = parse(text)
+        if key is None or key.side != "B":
+            continue
+        try:
+            place = modules.locate(key)
+        except ValueError:  # of a module that PEFT knows and moelora does not: a convolution
+            continue
+        if isinstance(place, ExpertPlace):
+            up, down = place.layer.parameters
+            where = f"{place.layer.name}.{down if place.projection == 'down' else up}"
+        else:
+            where = place.linear.name
+        found.setdefault(where, []).append(text)
+    return found

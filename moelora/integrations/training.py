@@ -1,0 +1,75 @@
+"""Adapters of experts while they are trained: PEFT's own parameters as factors.
+
+An adapter that is served has a copy in a pool. One that is trained has none: the operator reads
+PEFT's parameters, each as a view of what it is, and gradients arrive in them, in their dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from moelora.integrations.peft.experts import Wrapper
+
+
+def is_trained(wrappers: Sequence[Wrapper], names: Sequence[str]) -> bool:
+    """Whether some factors of these adapters may get a gradient from a call of their layer.
+
+    In training mode they may even under `no_grad`: a checkpoint that runs its first forward there
+    must compute what the second one does.
+    """
+    if not (torch.is_grad_enabled() or wrappers[0].training):
+        return False
+    return any(
+        side[name].weight.requires_grad
+        for wrapper in wrappers
+        for side in (wrapper.lora_A, wrapper.lora_B)
+        for name in names
+        if name in side
+    )
+
+
+def arguments(
+    wrappers: Sequence[Wrapper], names: Sequence[str], mapping: Tensor, dtype: torch.dtype
+) -> dict[str, Any]:
+    """The adapter arguments of `fused_experts_lora` for one call of one layer.
+
+    Parameters
+    ----------
+    wrappers : sequence of ParamWrapper
+        PEFT's, around the experts.
+    names : sequence of str
+        The adapters of slots 0, 1, ...
+    mapping : Tensor, shape (M,)
+        Slot of each token.
+    dtype : torch.dtype
+        Of the experts. Float32 factors stay what they are; others are converted to it.
+    """
+    found: dict[str, Any] = {"token_lora_mapping": mapping}
+    scalings = [{float(w.scaling[name]) for w in wrappers if name in w.scaling} for name in names]
+    common = all(len(s) == 1 for s in scalings)
+    for wrapper in wrappers:
+        w = "w2" if wrapper.parameter_name == "down_proj" else "w13"
+        pairs = [_factors(wrapper, name, not common) for name in names]
+        rank = max(a.shape[1] for a, _ in pairs)
+        a = torch.stack([nn.functional.pad(a, (0, 0, 0, rank - a.shape[1])) for a, _ in pairs])
+        b = torch.stack([nn.functional.pad(b, (0, rank - b.shape[2])) for _, b in pairs])
+        if not a.dtype == b.dtype == torch.float32:
+            a, b = a.to(dtype), b.to(dtype)
+        found[f"{w}_lora_a"], found[f"{w}_lora_b"] = a, b
+    if common:  # written where it is read: a copy from the host would wait
+        ones = [mapping.new_full((1,), *s, dtype=torch.float32) for s in scalings]
+        found["lora_scalings"] = torch.cat(ones)
+    return found
+
+
+def _factors(wrapper: Wrapper, name: str, scaled: bool) -> tuple[Tensor, Tensor]:
+    """A (E, r, in) and B (E, out, r); B times the scaling of its projection if `scaled`."""
+    a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+    a = a.reshape(wrapper.num_experts, -1, a.shape[1])
+    b = b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
+    return a, (b.float() * float(wrapper.scaling[name])).to(b.dtype) if scaled else b

@@ -1,0 +1,216 @@
+"""Continuous batching: every request of `generate_batch`, or of a manager, with its own adapter.
+
+transformers packs the tokens of many requests into one row and runs the model in a thread of its
+own, so neither rows nor the thread say whose tokens these are. What does is the request: it has
+arguments of its own for logits processors, which transformers turns into a row of int32 for every
+batch and carries to the device with the other inputs, also where batches overlap and under CUDA
+graphs. One more of these rows has the slot of each request, and the model reads it (`Serving`).
+
+Blocks of the key-value cache must not be shared between requests: the same tokens have other keys
+and values under another adapter.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import transformers
+
+from moelora.integrations.transformers.calls import BASE, no_adapters
+from moelora.integrations.transformers.serving import Serving
+
+ADAPTER = "adapter_name"  # the argument of a request
+SLOT = "_moelora_slot"  # what becomes of it
+
+
+class _Slot:
+    """The slot of a request, held for as long as the request lasts; its copies share it."""
+
+    def __init__(self, number: int, use: object) -> None:
+        self.number = number
+        self.use = use
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Slot:
+        return self
+
+
+class _Prompt(list[int]):
+    """The tokens of a request on their way to a manager, with their adapter."""
+
+    def __init__(self, tokens: Iterable[int], name: str | None) -> None:
+        super().__init__(tokens)
+        self.adapter = None if name == BASE else name
+
+
+def missing() -> str:
+    """Why this transformers cannot serve requests with adapters; "" if it can."""
+    try:
+        from transformers import ContinuousBatchingConfig
+        from transformers.generation.continuous_batching import cb_logits_processors as cb
+        from transformers.generation.continuous_batching import requests
+    except ImportError:
+        return "has no continuous batching with arguments for each request"
+    processors = getattr(cb, "ContinuousBatchingLogitsProcessorList", None)
+    parts = (
+        *(hasattr(processors, name) for name in ("prepare_tensor_args", "fill_defaults")),
+        "requests_in_batch"
+        in inspect.signature(getattr(processors, "prepare_tensor_args", len)).parameters,
+        "logit_processor_kwargs" in getattr(requests.RequestState, "__dataclass_fields__", {}),
+        hasattr(ContinuousBatchingConfig(), "allow_block_sharing"),
+    )
+    return "" if all(parts) else "hands no arguments of a request to the model"
+
+
+def _generate_batch(generate_batch: Callable[..., Any]) -> Callable[..., Any]:
+    """`generate_batch` with the argument `adapter_names`, one for each of `inputs`."""
+
+    @functools.wraps(generate_batch)
+    def wrapped(
+        self: Any,
+        inputs: Any,
+        *args: Any,
+        adapter_names: Sequence[str | None] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        serving = getattr(self, "_moelora", None)
+        if adapter_names is not None and serving is None:
+            raise no_adapters(self)
+        rows = serving.now.rows if isinstance(serving, Serving) else None
+        if adapter_names is None and rows is None:
+            return generate_batch(self, inputs, *args, **kwargs)
+        if not isinstance(serving, Serving):
+            raise NotImplementedError(
+                "generate_batch with adapter_names: PEFT's names are for rows of a batch; load the "
+                "adapters with moelora.integrations.transformers.load_adapters, or call generate"
+            )
+        pool = serving.loaded()
+        if why := missing():
+            raise NotImplementedError(
+                f"transformers {transformers.__version__} {why}, which generate_batch with "
+                "adapters needs; call generate"
+            )
+        names = list(rows.names if adapter_names is None and rows else adapter_names or ())
+        if len(names) != len(inputs):
+            raise ValueError(
+                f"there are {len(names)} adapter names for {len(inputs)} inputs, wanted one each"
+            )
+        prompts = [_Prompt(tokens, name) for tokens, name in zip(inputs, names, strict=True)]
+        with pool.hold([prompt.adapter for prompt in prompts]):
+            try:
+                serving.now.rows = None  # each request has its own from here on
+                return generate_batch(self, prompts, *args, **kwargs)
+            finally:
+                serving.now.rows = rows
+
+    return wrapped
+
+
+def _init(init_continuous_batching: Callable[..., Any]) -> Callable[..., Any]:
+    """`init_continuous_batching`: `add_request` of what it returns takes `adapter_name`."""
+
+    @functools.wraps(init_continuous_batching)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        serving = getattr(self, "_moelora", None)
+        if not isinstance(serving, Serving) or serving.pool is None or missing():
+            return init_continuous_batching(self, *args, **kwargs)  # of the base model
+        bound = inspect.signature(init_continuous_batching).bind(self, *args, **kwargs)
+        config = _unshared(bound.arguments.get("continuous_batching_config"))
+        bound.arguments["continuous_batching_config"] = config
+        manager = init_continuous_batching(*bound.args, **bound.kwargs)
+        known = getattr(manager, "_moelora", None)
+        if known is serving:  # one that is kept from an earlier call
+            return manager
+        if known is not None or getattr(manager, "batch_processor", None) is not None:
+            raise RuntimeError(
+                "the model keeps a manager of continuous batching that knows none of its adapters; "
+                "call model.destroy_cached_continuous_batching_manager() first"
+            )
+        manager._moelora = serving
+        _carry_slots(manager)
+        return manager
+
+    return wrapped
+
+
+def _unshared(config: Any) -> Any:
+    from transformers import ContinuousBatchingConfig
+
+    config = ContinuousBatchingConfig() if config is None else copy.copy(config)
+    config.allow_block_sharing = False
+    return config
+
+
+def _carry_slots(manager: Any) -> None:
+    """Has a manager that was just made carry slots to the model."""
+    processors = manager.logit_processor
+    own: Any = type(processors)
+    processors.__class__ = _with_slots(own)
+    row = processors.tensors_required
+    processors.tensors_required = row + 1
+    add, create = manager.add_request, manager._create_batch_processor
+
+    @functools.wraps(add)
+    def add_request(input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        serving: Serving = manager._moelora
+        if serving.now.rows is not None:
+            raise RuntimeError(
+                "use_adapters is for rows of batches and for generate_batch; give a request its "
+                f"adapter, add_request(..., {ADAPTER}=)"
+            )
+        name = kwargs.pop(ADAPTER, getattr(input_ids, "adapter", None))
+        if name not in (None, BASE):
+            pool = serving.loaded()
+            serving.check()
+            use = pool.keep([name])  # KeyError names what is loaded
+            kwargs[SLOT] = _Slot(pool.lookup(name), use)
+        return add(input_ids, *args, **kwargs)
+
+    @functools.wraps(create)
+    def create_batch_processor() -> Any:
+        processor = create()
+        processor.cache._moelora_row = row  # the model is called with the cache
+        return processor
+
+    manager.add_request = add_request
+    manager._create_batch_processor = create_batch_processor
+
+
+@functools.cache
+def _with_slots(cls: Any) -> Any:
+    """transformers' list of logits processors with one more row of arguments: slots."""
+
+    class WithSlots(cls):  # type: ignore[misc] # a class of transformers
+        def check_kwargs(self, kwargs: dict[str, Any]) -> None:
+            super().check_kwargs({k: v for k, v in kwargs.items() if k != SLOT})
+
+        def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+            super().fill_defaults(int32_tensor)
+            int32_tensor[-1].fill_(-1)
+
+        def prepare_tensor_args(self, requests_in_batch: Any, arg_storage: torch.Tensor) -> Any:
+            super().prepare_tensor_args(requests_in_batch, arg_storage)
+            slots = [_slot(request.state) for request in requests_in_batch]
+            arg_storage[-1, : len(slots)] = torch.tensor(slots, dtype=torch.int32)
+            return arg_storage
+
+    return WithSlots
+
+
+def _slot(state: Any) -> int:
+    slot = state.logit_processor_kwargs.get(SLOT)
+    return -1 if slot is None else slot.number
+
+
+try:
+    from transformers.generation.continuous_batching import ContinuousMixin
+except ImportError:  # a release without
+    pass
+else:
+    for name, around in (("generate_batch", _generate_batch), ("init_continuous_batching", _init)):
+        if hasattr(ContinuousMixin, name):
+            setattr(ContinuousMixin, name, around(getattr(ContinuousMixin, name)))

@@ -1,0 +1,239 @@
+"""Adapters of linear layers and embeddings: what is added to the result of a module.
+
+The delta of a linear layer is that of experts with one expert, added in place: rows without an
+adapter keep their bits. Where there is no kernel (float32 on a GPU, or an input in another dtype
+than the factors) torch computes it. The weight is never read, so it may be stored in any form.
+
+Layers are served by forward hooks and by functions around `forward`, both of which torch.compile
+traces; neither does anything in a pass without adapters.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from moelora import fused_moe_lora, moe_lora_down_delta
+from moelora.adapters import LinearLayer
+from moelora.adapters.linears import LinearFactors
+from moelora.integrations.transformers.linears import Linear
+from moelora.integrations.transformers.tokens import BLOCK, FEW_TOKENS, Lists, Tokens
+
+if TYPE_CHECKING:
+    from moelora.integrations.transformers.serving import Routes, Serving
+
+INPUTS = ("input", "hidden_states", "x", "input_ids")  # what modules call their first argument
+VLLM_TILES = (BLOCK, 64, 64, 8, 4, 3, 1)
+
+
+class Delta:
+    """The adapters of one layer, as a forward hook of its module."""
+
+    def __init__(self, serving: Serving, layer: LinearLayer) -> None:
+        self.serving = serving
+        self.layer = layer.name
+        self.embedding = layer.embedding
+        self.shape = layer.out_features, layer.in_features
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        tokens = self.serving.tokens(self.layer)
+        if tokens is None:
+            return None
+        x = args[0] if args else next((kwargs[n] for n in INPUTS if n in kwargs), None)
+        if not isinstance(x, Tensor) or not isinstance(output, Tensor):
+            raise RuntimeError(
+                f"{self.layer} is a {type(module).__name__} that takes {type(x).__name__} and "
+                f"returns {type(output).__name__}, wanted a tensor each to add adapters to"
+            )
+        if not self.embedding:
+            return self.add(tokens, x, output)
+        scale = getattr(module, "embed_scale", None)  # of what it returns, as Gemma's
+        return self._add_embedding(tokens, x, output, scale)
+
+    def add(self, tokens: Tokens, x: Tensor, output: Tensor) -> Tensor:
+        """`output`, (*, out), with the deltas of the rows of `x`, (*, in)."""
+        serving, device = self.serving, self.serving.devices[self.layer]
+        factors, shape = serving.linears[self.layer], x.shape[:-1]
+        slots = tokens.of(self.layer, shape, device)
+        flat, rows = output.reshape(-1, output.size(-1)), x.reshape(-1, x.size(-1))
+        if _has_kernel(rows, flat, factors):
+            if tokens.is_whole(shape) and tokens.count > FEW_TOKENS:
+                lists = tokens.lists(device, factors["adapter_enabled"])
+                _add_listed(flat, rows, factors, serving.routes[device], lists)
+            else:
+                _add(flat, rows, factors, serving.routes[device], slots)
+        else:
+            shrunk = _by_slot(rows, slots, factors)
+            flat = _expanded(flat, shrunk, slots, factors, None)
+        return flat.view(output.shape)
+
+    def _add_embedding(
+        self, tokens: Tokens, ids: Tensor, output: Tensor, scale: Any | None
+    ) -> Tensor:
+        device = self.serving.devices[self.layer]
+        factors = self.serving.linears[self.layer]
+        slots = tokens.of(self.layer, ids.shape, device)
+        flat = output.reshape(-1, output.size(-1))
+        a = factors["lora_a"][:, 0]  # (max_loras, num_embeddings, R)
+        each = a[slots.clamp_min(0).long(), ids.reshape(-1)]
+        shrunk = each[:, None] * _selected(slots, factors)[:, :, None]
+        return _expanded(flat, shrunk, slots, factors, scale).view(output.shape)
+
+
+def _has_kernel(x: Tensor, out: Tensor, factors: LinearFactors) -> bool:
+    dtype = factors["lora_a"].dtype
+    same = x.dtype == dtype and out.dtype == dtype and x.device == factors["lora_a"].device
+    return same and (x.device.type == "cpu" or dtype != torch.float32)
+
+
+def _add(out: Tensor, x: Tensor, factors: LinearFactors, routes: Routes, slots: Tensor) -> None:
+    moe_lora_down_delta(
+        x,
+        None,
+        routes.topk_ids.expand(x.size(0), 1),
+        token_lora_mapping=slots,
+        lora_a=factors["lora_a"],
+        lora_b=factors["lora_b"],
+        lora_ranks=factors["lora_ranks"],
+        adapter_enabled=factors["adapter_enabled"],
+        num_experts=1,
+        out=out[:, None],
+    )
+
+
+def _add_listed(
+    out: Tensor, x: Tensor, factors: LinearFactors, routes: Routes, lists: Lists
+) -> None:
+    enabled = factors["adapter_enabled"]
+    fused_moe_lora(
+        out[:, None],
+        x,
+        [factors["lora_a"]],
+        [factors["lora_b"]],
+        routes.topk_weights.expand(x.size(0), 1),
+        lists.sorted_token_ids,
+        lists.expert_ids,
+        lists.num_tokens_post_padded,
+        None,
+        factors["lora_a"].size(2),
+        1,
+        lists.lora_ids,
+        enabled.size(0),
+        enabled,
+        *VLLM_TILES,
+        *VLLM_TILES,
+        num_experts=1,
+    )
+
+
+# ---- torch ----
+
+
+def _selected(slots: Tensor, factors: LinearFactors) -> Tensor:
+    """(tokens, max_loras), true for the adapter of each token."""
+    enabled = factors["adapter_enabled"]
+    each = torch.arange(enabled.size(0), device=slots.device, dtype=slots.dtype)
+    return (slots[:, None] == each) & enabled
+
+
+def _by_slot(x: Tensor, slots: Tensor, factors: LinearFactors) -> Tensor:
+    """x A^T in the place of each token's adapter, zero in all others, (tokens, max_loras, R)."""
+    a = factors["lora_a"][:, 0]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    products = F.linear(x.to(a.device, dtype), a.flatten(0, 1).to(dtype))
+    products = products.view(x.size(0), *a.shape[:2])
+    return torch.where(_selected(slots, factors)[:, :, None], products, 0)
+
+
+def _expanded(
+    out: Tensor, shrunk: Tensor, slots: Tensor, factors: LinearFactors, scale: Any | None
+) -> Tensor:
+    """`out` with what `_by_slot` gave, times B^T, added; rows without an adapter as they are."""
+    b = factors["lora_b"][:, 0].to(shrunk.dtype)  # (max_loras, out, R)
+    delta = shrunk.flatten(1) @ b.transpose(1, 2).flatten(0, 1)
+    if scale is not None:
+        delta = delta * scale
+    adapted = _selected(slots, factors).any(-1, keepdim=True).to(out.device)
+    return torch.where(adapted, (out + delta.to(out.device)).to(out.dtype), out)
+
+
+# ---- products inside a module ----
+
+
+class Products(TorchFunctionMode):
+    """Adds to every product with a weight of one shape, (out, in): `add(x, product)` gives the sum.
+
+    `seen` counts the products.
+    """
+
+    def __init__(self, shape: tuple[int, int], add: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.shape = shape
+        self.add = add
+        self.seen = 0
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function is F.linear and tuple(args[1].shape) == self.shape:
+            self.seen += 1
+            return self.add(args[0], result)
+        return result
+
+    def check(self, layer: str, module: nn.Module) -> None:
+        """RuntimeError unless a pass of `module` made one such product."""
+        if self.seen != 1:
+            raise RuntimeError(
+                f"{layer}, a {type(module).__name__}, made {self.seen} products with its weight, "
+                "wanted one to add adapters to"
+            )
+
+
+def _forward_inside(
+    module: nn.Module, delta: Delta, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """In place of the `forward` of a module that multiplies by a weight of its own."""
+    tokens = delta.serving.tokens(delta.layer)
+    if tokens is None:
+        return forward(*args, **kwargs)
+    products = Products(delta.shape, functools.partial(delta.add, tokens))
+    with products:
+        result = forward(*args, **kwargs)
+    products.check(delta.layer, module)
+    return result
+
+
+def install(serving: Serving, layers: Iterable[Linear]) -> None:
+    """Has the modules of `layers` add the adapters of `serving`."""
+    for linear in layers:
+        module = linear.module
+        delta = Delta(serving, linear.layer)
+        if linear.way == "inside":
+            forward: Any = module.forward
+            around = functools.partial(_forward_inside, module, delta, forward)
+            module.forward = functools.update_wrapper(around, forward, (), ())
+        else:
+            module.register_forward_hook(delta, with_kwargs=True)
+
+
+def uninstall(model: nn.Module, serving: Serving) -> None:
+    """Undoes `install`."""
+    for module in model.modules():
+        for key, hook in list(module._forward_hooks.items()):
+            if isinstance(hook, Delta) and hook.serving is serving:
+                del module._forward_hooks[key]
+                module._forward_hooks_with_kwargs.pop(key, None)
+        around: Any = module.__dict__.get("forward")
+        if getattr(around, "func", None) is _forward_inside and around.args[1].serving is serving:
+            del module.forward
+            if getattr(around.args[2], "__self__", None) is not module:  # another library's
+                module.forward = around.args[2]

@@ -1,0 +1,52 @@
+"""Models without memory, to ask for their layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+AUTO = ("CausalLM", "ImageTextToText", "Seq2SeqLM", "MultimodalLM")
+
+
+def factory(config: Any) -> Any:
+    """What makes whole models of a configuration, a class of one or of `AutoModelFor`; None for
+    that of a tower or a part."""
+    for name in getattr(config, "architectures", None) or ():
+        if isinstance(cls := getattr(transformers, name, None), type):
+            return cls
+    for name in AUTO:
+        auto = getattr(transformers, f"AutoModelFor{name}", None)
+        if auto is not None and type(config) in auto._model_mapping:
+            return auto
+    return None
+
+
+def empty_model(config: Any) -> PreTrainedModel:
+    """A model of a configuration, on the meta device.
+
+    Parameters
+    ----------
+    config : transformers.PretrainedConfig, str or Path
+        The configuration, or the folder or file that has it.
+
+    Raises
+    ------
+    ValueError
+        transformers knows no model of it.
+    """
+    if isinstance(config, (str, Path)):
+        path = Path(config)
+        if not path.exists():
+            raise ValueError(f"{path} is no folder with a config.json, nor such a file")
+        config = transformers.AutoConfig.from_pretrained(path)
+    cls = factory(config)
+    if cls is None:
+        raise ValueError(f"transformers has no whole model of model_type {config.model_type!r}")
+    make = cls._from_config if issubclass(cls, PreTrainedModel) else cls.from_config
+    with torch.device("meta"):
+        model: PreTrainedModel = make(config)
+    return model

@@ -1,0 +1,211 @@
+"""The linear layers and embeddings of a model, and how adapters are added to each.
+
+A layer is served in one of three ways:
+
+    "output"     its module returns W x (+ bias), whatever W is stored in: plain, FP8, INT4, ...
+    "inside"     its module multiplies by a weight of its own and goes on, as routers do
+    "embedding"  its module takes token ids
+
+All others are here too, with the reason why an adapter that has factors of them is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from moelora.adapters import LinearLayer
+
+Way: TypeAlias = Literal["output", "inside", "embedding"]
+
+# What compilers, FSDP, checkpointing and PEFT put into the names of modules.
+_WRAPPERS = re.compile(
+    r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module|base_layer)(?=\.|$)"
+)
+_EXPERT = re.compile(r"\.experts\.\d+(\.|$)")
+_LINEAR_CALL = re.compile(r"\blinear\(|super\(\)\.forward\(")
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A layer of a model; `refusal` says why it is not served, "" if it is."""
+
+    module: nn.Module
+    layer: LinearLayer
+    way: Way
+    refusal: str = ""
+
+
+def plain_name(name: str) -> str:
+    """The name of a module without the parts that wrappers have put in."""
+    return _WRAPPERS.sub("", name).lstrip(".")
+
+
+def linear_layers(model: nn.Module, experts: Collection[str]) -> dict[str, Linear]:
+    """All linear layers and embeddings of a model but for its experts, by name.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+    experts : collection of str
+        The names that `moe_layers` has: their modules take tokens by expert and are no part of
+        this. The layers of the text model are those of the model that has all of them.
+    """
+    every = model.named_modules()  # the innermost of those that a layer is wrapped in comes last
+    modules = {plain_name(name): module for name, module in every if ".lora_" not in name}
+    text = _text_model(modules, experts)
+    found = {}
+    for name, module in modules.items():
+        if any(name == e or name.startswith(f"{e}.") for e in experts):
+            continue
+        linear = _linear(name, module)
+        if linear is None:
+            continue
+        refusal = linear.refusal or _elsewhere(name, text)
+        if linear.way == "output":
+            refusal = refusal or _unread(name, modules)
+        found[name] = Linear(module, linear.layer, linear.way, refusal)
+    return found
+
+
+def _text_model(modules: dict[str, nn.Module], experts: Collection[str]) -> str:
+    """The name of the innermost model that has all experts; "" if it is the outermost."""
+    around = [
+        name
+        for name, module in modules.items()
+        if isinstance(module, PreTrainedModel) and all(e.startswith(f"{name}.") for e in experts)
+    ]
+    return max(around, key=len, default="")
+
+
+def _elsewhere(name: str, text: str) -> str:
+    """Why a layer's tokens may be others than those of the batch."""
+    if _EXPERT.search(name):
+        return "of experts that do not go through transformers' experts interface"
+    if "." not in name or not text or name.startswith(f"{text}."):
+        return ""
+    return f"which is outside {text} and takes other tokens than those of the text"
+
+
+def _linear(name: str, module: nn.Module) -> Linear | None:
+    own = module._parameters.get("weight")
+    if isinstance(module, nn.Embedding):
+        layer = LinearLayer(name, module.num_embeddings, module.embedding_dim, embedding=True)
+        return Linear(module, layer, "embedding")
+    if isinstance(module, nn.Linear) or _is_quantized(module):
+        wide, tall = _sizes(module)
+        layer = LinearLayer(name, wide, tall)
+        if not type(module).__module__.startswith("transformers.models."):
+            return Linear(module, layer, "output")
+        if type(module).forward is nn.Linear.forward:
+            return Linear(module, layer, "output")
+    elif own is not None and own.dim() == 2:
+        layer = LinearLayer(name, own.size(1), own.size(0))
+    else:
+        return None
+    if own is not None and _multiplies_once(type(module)):
+        return Linear(module, layer, "inside")
+    if isinstance(module, nn.Linear):
+        why = f"a {type(module).__name__}, which computes something else than W x"
+        return Linear(module, layer, "inside", why)
+    return None
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    """Whether a module looks like the linear layers of GPTQ, AWQ and others, no `nn.Linear`s."""
+    own = module._parameters.get("weight")
+    return (
+        not list(module.children())
+        and (own is None or own.dim() == 2)
+        and any(all(isinstance(getattr(module, p, None), int) for p in ps) for ps in _FEATURES)
+    )
+
+
+def _multiplies_once(cls: type) -> bool:
+    """Whether a forward pass has one product with a weight, that of the module."""
+    source = _forward_source(cls)
+    own = "self.weight" in source or "super().forward(" in source
+    return own and len(_LINEAR_CALL.findall(source)) == 1
+
+
+_FEATURES = (("in_features", "out_features"), ("infeatures", "outfeatures"))
+
+
+def _sizes(module: nn.Module) -> tuple[int, int]:
+    wide, tall = next(p for p in _FEATURES if hasattr(module, p[0]))
+    return getattr(module, wide), getattr(module, tall)
+
+
+def _unread(name: str, modules: dict[str, nn.Module]) -> str:
+    """Why what a layer returns is not all that is read of it: then a delta there would be lost."""
+    parent, _, last = name.rpartition(".")
+    around = modules.get(parent)
+    # Shapes and dtypes of a weight are often asked for.
+    read = re.compile(rf"\bself\.{re.escape(last)}\.weight\b(?!\.(dtype|device|shape|size|ndim)\b)")
+    if around is None or not read.search(_source(_class(around))):
+        return ""
+    return f"whose weight {type(around).__name__} reads without calling the layer"
+
+
+def _class(module: nn.Module) -> Any:
+    return type(module)
+
+
+@cache
+def _source(cls: Any) -> str:
+    """The source of the methods of a class that run in a forward pass."""
+    texts = []
+    for base in cls.__mro__:
+        if base.__module__.startswith("torch."):
+            continue
+        for name, function in vars(base).items():
+            if callable(function) and name not in ("__init__", "_init_weights", "reset_parameters"):
+                texts.append(_text(function))
+    return "\n".join(texts)
+
+
+@cache
+def _forward_source(cls: Any) -> str:
+    return _text(cls.forward)
+
+
+def _text(function: object) -> str:
+    try:
+        return inspect.getsource(inspect.unwrap(function))  # type: ignore[arg-type] # callable
+    except (OSError, TypeError):  # made by a program
+        return ""
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes: accelerate's hooks say so of one whose weights come and go."""
+    hook = getattr(module, "_hf_hook", None)
+    for one in getattr(hook, "hooks", (hook,)):
+        where = getattr(one, "execution_device", None)
+        if where is not None:
+            return torch.device(f"cuda:{where}" if isinstance(where, int) else where)
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
+
+
+def plain_weight(module: nn.Module) -> torch.Tensor | None:
+    """A layer's weight, None where that is quantized or elsewhere (offloaded)."""
+    weight = module._parameters.get("weight")
+    plain = (torch.float32, torch.bfloat16, torch.float16)
+    return weight if weight is not None and weight.dtype in plain and not weight.is_meta else None
+
+
+def dtype_of(module: nn.Module, default: torch.dtype) -> torch.dtype:
+    """The dtype of a layer's weight; `default` where that is quantized."""
+    weight = module._parameters.get("weight")
+    if weight is not None and weight.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return weight.dtype
+    return default

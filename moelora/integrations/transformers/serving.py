@@ -1,0 +1,188 @@
+"""What a model with adapters carries: its pool, and which adapter each row of a batch has."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from moelora.adapters import AdapterPool
+from moelora.adapters.linears import LinearFactors
+from moelora.adapters.pool import LayerFactors
+from moelora.integrations.transformers.calls import BASE, batch_shape, check_implementation
+from moelora.integrations.transformers.tokens import Tokens
+
+
+class _Now(threading.local):
+    """What the calls of one thread carry; every thread finds it empty."""
+
+    def __init__(self) -> None:  # not class attributes: torch.compile would take those for constant
+        self.rows: Rows | None = None  # of the innermost use_adapters
+        self.tokens: Tokens | None = None  # of the pass under way
+
+
+class Rows:
+    """The adapters of the rows of every batch that a thread gives to a model."""
+
+    def __init__(self, names: list[str | None], slots: Mapping[torch.device, torch.Tensor]) -> None:
+        self.names = names
+        self.slots = slots  # (rows,) int32, on every device of the pool
+
+
+class Routes(NamedTuple):
+    """The routing of one token of a layer with one expert, which stands for all tokens."""
+
+    topk_ids: torch.Tensor  # (1, 1) int32
+    topk_weights: torch.Tensor  # (1, 1) float32
+
+    @classmethod
+    def of(cls, device: torch.device) -> Routes:
+        return cls(
+            torch.zeros(1, 1, dtype=torch.int32, device=device), torch.ones(1, 1, device=device)
+        )
+
+
+class Serving:
+    """The pool of a model and what its modules read of it.
+
+    The model and its modules refer to it by plain attributes, which torch.compile can read. A copy
+    of the model, or one that was pickled, has no adapters: copies are empty.
+    """
+
+    def __init__(self) -> None:
+        self.pool: AdapterPool | None = None
+        self.layers: dict[str, LayerFactors] = {}  # of experts
+        self.linears: dict[str, LinearFactors] = {}
+        self.devices: dict[str, torch.device] = {}
+        self.routes: dict[torch.device, Routes] = {}
+        self.configs: dict[str, Any] = {}  # of the experts modules
+        self.now = _Now()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Serving:
+        copied = memo[id(self)] = Serving()
+        return copied
+
+    def __reduce__(self) -> tuple[type[Serving], tuple[()]]:
+        return Serving, ()
+
+    def take(self, pool: AdapterPool, configs: dict[str, Any]) -> None:
+        """Serves the adapters of a pool; `configs` are those of its experts modules."""
+        self.pool = pool
+        self.layers = {name: pool.layer(name) for name in pool.layers}
+        self.linears = {name: pool.linear(name) for name in pool.linears}
+        self.devices = {name: place.device for name, place in pool.places.items()}
+        self.routes = {device: Routes.of(device) for device in pool.devices}
+        self.configs = configs
+
+    def call(
+        self,
+        forward: Callable[..., Any],
+        adapter_names: Sequence[str | None] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A forward pass: takes `adapter_names` and spreads the rows over the pass's tokens."""
+        if adapter_names is not None:
+            with self.hold(adapter_names) as rows:
+                return self._pass(self._tokens(rows, args, kwargs), forward, args, kwargs)
+        slots = slots_of_requests(kwargs)
+        if slots is not None:
+            return self._pass(self._packed(slots, kwargs), forward, args, kwargs)
+        if self.now.rows is not None:
+            return self._pass(self._tokens(self.now.rows, args, kwargs), forward, args, kwargs)
+        return forward(*args, **kwargs)
+
+    def _pass(
+        self,
+        tokens: Tokens,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        outer = self.now.tokens
+        try:
+            self.now.tokens = tokens
+            return forward(*args, **kwargs)
+        finally:
+            self.now.tokens = outer
+
+    def _tokens(self, rows: Rows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tokens:
+        shape = batch_shape(args, kwargs)
+        if shape is None:
+            raise ValueError("use_adapters: the model was called without input_ids, inputs_embeds")
+        if shape[0] != len(rows.names):
+            raise ValueError(
+                f"use_adapters names {len(rows.names)} rows, the model was called with {shape[0]}; "
+                "if generate made copies of each row (num_beams, num_return_sequences) pass their "
+                "number as expand="
+            )
+        return Tokens(rows.slots, *shape)
+
+    def _packed(self, slots: torch.Tensor, kwargs: dict[str, Any]) -> Tokens:
+        """Of continuous batching: one row, in which request n has the tokens from the n-th of
+        `cu_seq_lens_q` on. What is behind the last one is padding."""
+        length = kwargs["input_ids"].size(1)
+        ends = kwargs["cu_seq_lens_q"][1:].contiguous()
+        position = torch.arange(length, device=ends.device, dtype=ends.dtype)
+        request = torch.searchsorted(ends, position, right=True)
+        each = torch.nn.functional.pad(slots, (0, 1), value=-1)[request]
+        kept = kwargs.get("logits_to_keep")
+        return Tokens(
+            {device: each.to(device) for device in self.loaded().devices},
+            1,
+            length,
+            packed=True,
+            kept=kept if isinstance(kept, torch.Tensor) else None,
+        )
+
+    @contextmanager
+    def hold(self, names: Sequence[str | None], expand: int = 1) -> Iterator[Rows]:
+        """Keeps adapters in their slots; gives those of each row, (rows * expand,)."""
+        pool = self.loaded()
+        if isinstance(names, str):
+            raise ValueError(f"names is the string {names!r}, wanted one name per row of the batch")
+        if expand < 1:
+            raise ValueError(f"expand is {expand}, wanted >= 1")
+        self.check()
+        plain = [None if name == BASE else name for name in names for _ in range(expand)]
+        with pool.hold(plain):
+            slots = pool.mapping(plain)
+            yield Rows(plain, {device: slots.to(device) for device in pool.devices})
+
+    def loaded(self) -> AdapterPool:
+        """The pool; RuntimeError without one."""
+        if self.pool is None:
+            raise RuntimeError("this copy of a model has no adapters; call load_adapters first")
+        return self.pool
+
+    def check(self) -> None:
+        """RuntimeError if some experts would run without their adapters."""
+        for layer, config in self.configs.items():
+            check_implementation(layer, config)
+
+    def tokens(self, layer: str) -> Tokens | None:
+        """The tokens of the pass that `layer` is called in; None if they are the base model's."""
+        tokens = self.now.tokens
+        if tokens is None and self.now.rows is not None:
+            raise RuntimeError(
+                f"use_adapters: {layer} was called outside a call of the model; call the model "
+                "that was given to use_adapters"
+            )
+        return tokens
+
+    def adapters(self, layer: str, hidden_states: torch.Tensor) -> dict[str, Any]:
+        """The adapter arguments of `fused_experts_lora` for one layer."""
+        tokens = self.tokens(layer)
+        if tokens is None:
+            return {}
+        mapping = tokens.of(layer, hidden_states.shape[:-1], self.devices[layer])
+        return {"token_lora_mapping": mapping, **self.layers[layer]}
+
+
+def slots_of_requests(kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The slot of each request of a batch of continuous batching that carries adapters."""
+    row = getattr(kwargs.get("cache"), "_moelora_row", None)
+    return None if row is None else kwargs["logits_processor_args"][row]

@@ -1,0 +1,137 @@
+"""Which adapter each token of a pass carries, for layers that see the tokens in other shapes.
+
+A pass is a batch of rows, each with one adapter, and its layers take (rows, length, K), or the same
+flattened, or some tokens of each row, as `lm_head` does. In continuous batching it is one row, in
+which requests of any length lie one behind the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from moelora import moe_lora_align_block_size
+
+# Deltas of up to so many tokens are grouped where they are loaded; more are sorted, once for all
+# layers of a pass.
+FEW_TOKENS = 512
+BLOCK = 64
+
+
+class Lists(NamedTuple):
+    """Tokens by adapter, in blocks, as `moe_lora_align_block_size` lists them for each slot."""
+
+    sorted_token_ids: torch.Tensor
+    expert_ids: torch.Tensor
+    num_tokens_post_padded: torch.Tensor
+    lora_ids: torch.Tensor
+
+
+class Tokens:
+    """The slots of the tokens of one pass, on every device of a pool.
+
+    Parameters
+    ----------
+    slots : mapping
+        Device -> slot of each row, (rows,) int32; of each token with `packed`.
+    rows, length : int
+        The shape of the batch.
+    packed : bool
+        The batch is one row of several requests.
+    kept : Tensor, optional
+        With `packed`: the tokens whose logits are wanted.
+    """
+
+    def __init__(
+        self,
+        slots: Mapping[torch.device, torch.Tensor],
+        rows: int,
+        length: int,
+        *,
+        packed: bool = False,
+        kept: torch.Tensor | None = None,
+    ) -> None:
+        self.slots = slots
+        self.rows = rows
+        self.length = length
+        self.packed = packed
+        self.kept = kept
+        self.all = slots if packed else {d: _spread(s, rows, length) for d, s in slots.items()}
+        self._lists: dict[torch.device, Lists] = {}
+
+    @property
+    def count(self) -> int:
+        return self.rows * self.length
+
+    def is_whole(self, shape: torch.Size) -> bool:
+        """Whether a layer that sees tokens in this shape sees all of them, in order."""
+        return tuple(shape) in ((self.rows, self.length), (self.count,))
+
+    def of(self, layer: str, shape: torch.Size, device: torch.device) -> torch.Tensor:
+        """The slot of each token that a layer sees in `shape`, (tokens,) int32.
+
+        Raises RuntimeError where these may be other tokens than those of the batch.
+        """
+        if self.is_whole(shape):
+            return self.all[device]
+        if self.packed:
+            if self.kept is not None and tuple(shape) == (1, self.kept.size(0)):
+                return self.all[device][self.kept.to(device)]
+        elif self.rows == 1 or self._has_rows(shape):
+            slots = self.slots[device]
+            return slots.view(-1, *[1] * (len(shape) - 1)).expand(shape).reshape(-1)
+        raise RuntimeError(
+            f"use_adapters: {layer} was called with tokens {tuple(shape)} in a batch of "
+            f"{(self.rows, self.length)}; whose rows they are is not known. Call the model that "
+            "was given to use_adapters, with rows of one adapter at a time if that is what it does"
+        )
+
+    def _has_rows(self, shape: torch.Size) -> bool:
+        """Whether the first dimension is the batch: some tokens of each row, or all in parts."""
+        inner = tuple(shape[1:])
+        if shape[0] != self.rows or not inner:
+            return False
+        return len(inner) == 1 or inner[0] == self.length or inner == (1, self.length)
+
+    def lists(self, device: torch.device, adapter_enabled: torch.Tensor) -> Lists:
+        """All tokens sorted by adapter, once for each device."""
+        if device not in self._lists:
+            self._lists[device] = _sort(self.all[device], adapter_enabled)
+        return self._lists[device]
+
+
+def _spread(slots: torch.Tensor, rows: int, length: int) -> torch.Tensor:
+    return slots[:, None].expand(rows, length).reshape(-1)
+
+
+def _sort(mapping: torch.Tensor, adapter_enabled: torch.Tensor) -> Lists:
+    slots, tokens, device = adapter_enabled.size(0), mapping.size(0), mapping.device
+    one = torch.zeros(1, 1, dtype=torch.int32, device=device)  # expert of every token
+    blocks = -(-tokens // BLOCK)
+
+    def table(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    lists = Lists(
+        table(slots, blocks * BLOCK),
+        table(slots, blocks),
+        table(slots).zero_(),
+        torch.arange(slots, dtype=torch.int32, device=device),
+    )
+    moe_lora_align_block_size(
+        one.expand(tokens, 1),
+        mapping,
+        1,
+        BLOCK,
+        slots,
+        blocks * BLOCK,
+        blocks,
+        lists.sorted_token_ids,
+        lists.expert_ids,
+        lists.num_tokens_post_padded,
+        adapter_enabled,
+        lists.lora_ids,
+    )
+    return lists

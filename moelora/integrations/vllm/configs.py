@@ -1,0 +1,48 @@
+"""Adapters that vLLM reads wrong, told in its log where their configurations pass.
+
+vLLM takes the columns of `lora_B` of a stack of experts in PEFT's order, and has no word of any
+other. What is read of a file is vLLM's own affair, so nothing is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from moelora.adapters.columns import MARK, Columns
+from moelora.integrations.vllm import say_once
+
+
+def install() -> None:
+    from vllm.lora.peft_helper import PEFTHelper
+
+    from moelora.integrations.vllm import wrap
+
+    wrap(PEFTHelper, "from_dict", _telling)
+
+
+def warning(config: Mapping[str, Any]) -> str | None:
+    """What is wrong with how vLLM reads an adapter of this configuration, None if nothing is."""
+    try:
+        columns = Columns.parse(config)
+    except ValueError as error:
+        why = str(error)
+    else:
+        if columns.peft_order:
+            return None
+        why = columns.doubt or f"{MARK} of its configuration is not rank_major"
+    model = str(config.get("base_model_name_or_path") or "a model")
+    return (
+        f"an adapter of {model:.200}: {why}. vLLM takes PEFT's order for granted: every expert "
+        "will get columns of others; save the adapter anew in PEFT's order"
+    )
+
+
+def _telling(from_dict: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(config_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        helper = from_dict(config_dict, *args, **kwargs)
+        if isinstance(config_dict, Mapping) and (text := warning(config_dict)):
+            say_once(text)
+        return helper
+
+    return wrapped

@@ -1,0 +1,236 @@
+"""The backward of a layer by hand: the forward that saves for it, and the gradients.
+
+Autograd runs both for `fused_experts_lora`; called directly, they serve graphs of other kinds, and
+gradients that are added to given buffers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from moelora.autograd import WANTED, by_argument
+from moelora.call import absent_tensor, factor_list, operators, or_absent, run, typed
+from moelora.ops import Weights, fused_experts_lora, layer_arguments
+
+__all__ = ["Gradients", "Saved", "fused_experts_lora_backward", "fused_experts_lora_saving"]
+
+FACTORS = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
+BIASES = ("w13_bias", "w2_bias")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+FactorGradients: TypeAlias = Tensor | list[Tensor] | None
+
+
+class Saved(NamedTuple):
+    """What a forward saves, by flat row `p = m * top_k + j`, in the dtype of `hidden_states`.
+
+    Attributes
+    ----------
+    gate_up : Tensor, shape (M * top_k, 2 I) ((M * top_k, I) for "relu2")
+        `x w13^T` with adapters and bias, before the activation, columns in the order of the rows
+        of `w13`; 0 for rows of skipped experts.
+    w13_shrink : Tensor, shape (M * top_k, slices, R), or (0,) without adapters of w13
+        `s x A^T`; 0 from the true rank on and in rows without an adapter.
+    w2_shrink : Tensor, shape (M * top_k, R), or (0,) without adapters of w2
+        `s h A2^T`, likewise.
+    """
+
+    gate_up: Tensor
+    w13_shrink: Tensor
+    w2_shrink: Tensor
+
+
+class Gradients(NamedTuple):
+    """Gradients by the argument of `fused_experts_lora`; None where it is absent or not wanted.
+
+    Those of factors are a list where the factors are a sequence.
+    """
+
+    hidden_states: Tensor | None = None
+    topk_weights: Tensor | None = None
+    w13_lora_a: FactorGradients = None
+    w13_lora_b: FactorGradients = None
+    w2_lora_a: FactorGradients = None
+    w2_lora_b: FactorGradients = None
+    w13_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
+
+
+def _with_options(function: Callable[P, T]) -> Callable[P, T]:
+    """Has `**options` be seen as what it stands for: the options of `fused_experts_lora`."""
+    own = inspect.signature(function)
+    theirs = inspect.signature(fused_experts_lora).parameters
+    taken = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    names = {p.name for p in taken} | {"out"}
+    options = [p for p in theirs.values() if p.name not in names]
+    hints = typing.get_type_hints(fused_experts_lora)
+    function.__signature__ = own.replace(parameters=[*taken, *options])  # type: ignore[attr-defined]
+    function.__annotations__ |= {p.name: hints[p.name] for p in options}
+    return function
+
+
+@typed
+@_with_options
+def fused_experts_lora_saving(
+    hidden_states: Tensor,
+    w13: Weights,
+    w2: Weights,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    **options: Any,
+) -> tuple[Tensor, Saved]:
+    """`fused_experts_lora`, and what its backward needs.
+
+    Parameters
+    ----------
+    hidden_states, w13, w2, topk_weights, topk_ids
+        Those of `fused_experts_lora`.
+    **options
+        Its other arguments, token_lora_mapping, ..., batch_invariant, without `out`.
+
+    Returns
+    -------
+    Tensor, shape (M, K)
+        The bits of `fused_experts_lora`. Autograd records it in the same way.
+    Saved
+        Nothing else needs to be kept but the arguments.
+
+    Raises
+    ------
+    ValueError, TypeError, RuntimeError
+        As `fused_experts_lora`.
+    NotImplementedError
+        The device has no kernel for it: CUDA has none yet.
+    """
+    args, last = layer_arguments(hidden_states, w13, w2, topk_weights, topk_ids, **options)
+    out, *saved = run(operators.fused_experts_lora_saving.default, *args, *last)
+    return out, Saved(*saved)
+
+
+@typed
+@_with_options
+def fused_experts_lora_backward(
+    grad_out: Tensor,
+    saved: Saved,
+    hidden_states: Tensor,
+    w13: Weights,
+    w2: Weights,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    wanted: Collection[str] | None = None,
+    float32: bool = False,
+    grads: Gradients | None = None,
+    accumulate: bool = False,
+    **options: Any,
+) -> Gradients:
+    """Gradients of `fused_experts_lora`.
+
+    For routed row `p` of token `m` with expert `e`, adapter `l`, routing weight `t`, and with
+    `v = grad_out[m] W2eff`, `h = activation(gate_up)`, `dgu = activation'(gate_up) (t v)`, where
+    `Weff = W + s B A`::
+
+        topk_weights[p]   = <v, h> + <grad_out[m], w2_bias[e]>
+        hidden_states[m]  = sum over the rows of m of dgu W13eff
+        w2_lora_b[l, e]   = sum over rows of (t grad_out[m])^T (s h A2^T)
+        w2_lora_a[l, e]   = sum over rows of s (t grad_out[m] B2)^T h
+        w13_lora_b[l, e]  = sum over rows of dgu^T (s x A13^T)
+        w13_lora_a[l, e]  = sum over rows of s (dgu B13)^T x[m]
+
+    Factors and biases that no row uses get zeros, and so does what lies beyond a true rank.
+
+    Parameters
+    ----------
+    grad_out : Tensor, shape (M, K)
+        Gradient of the result, in the dtype of `hidden_states`.
+    saved : Saved
+        What `fused_experts_lora_saving` returned for the other arguments.
+    hidden_states, w13, w2, topk_weights, topk_ids
+        As the forward had them.
+    wanted : collection of str, optional
+        Fields of `Gradients` to compute. Absent: all whose argument is given.
+    float32 : bool
+        Gradients of factors and biases in float32 instead of in their own dtype.
+    grads : Gradients, optional
+        Where to write instead of returning new tensors: what is given says what is wanted. Those
+        of factors and biases are in the dtype of `hidden_states` or in float32, of any strides
+        whose last is 1; that of `topk_weights` is float32.
+    accumulate : bool
+        Add to the gradients of factors and biases in `grads`.
+    **options
+        The forward's other arguments, token_lora_mapping, ..., batch_invariant.
+
+    Returns
+    -------
+    Gradients
+        `grads`, or new tensors; that of `topk_weights` in its dtype.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride or value is not as above, `wanted` names something else, or tensors
+        share memory.
+    TypeError
+        An argument is of another type than in the signature.
+    RuntimeError
+        An argument requires a gradient, and grad mode is on: there is no double backward.
+    NotImplementedError
+        The device has no kernel for it: CUDA has none yet.
+
+    Notes
+    -----
+    The weights of experts are frozen. Every sum is float32 in a fixed order: the same arguments
+    give the same bits, an adapter's gradients do not depend on other adapters of the batch, and the
+    gradient of a token without an adapter has the bits that it has without adapters. Activations
+    that quantised weights round to FP8 have the gradient of the identity there.
+    """
+    args, last = layer_arguments(hidden_states, w13, w2, topk_weights, topk_ids, **options)
+    present = [
+        *("hidden_states", "topk_weights"),
+        *(name for name in FACTORS if factor_list(options.get(name))),
+        *(name for name in BIASES if options.get(name) is not None),
+    ]
+    if accumulate and grads is None:
+        raise ValueError("accumulate adds to what grads holds, which is None")
+    before = (grad_out, *saved, *args)
+    if grads is not None:
+        if wanted is not None:
+            raise ValueError("wanted and grads both say which gradients to compute: pass one")
+        absent = absent_tensor(hidden_states)
+        given = grads._asdict()
+        buffers = [
+            factor_list(given[name]) if name in FACTORS else or_absent(given[name], absent)
+            for name in WANTED
+        ]
+        op = operators.fused_experts_lora_backward_out.default
+        run(op, *before, *buffers, accumulate, *last)
+        return grads
+    names = set(present if wanted is None else wanted)
+    if unknown := names - set(WANTED):
+        raise ValueError(f"wanted has {sorted(unknown)}, expected some of {list(WANTED)}")
+    bits = sum(WANTED[name] for name in names)
+    found = run(operators.fused_experts_lora_backward.default, *before, bits, float32, *last)
+    results = by_argument(found, len(args[6]))
+    dtypes = {"topk_weights": topk_weights.dtype}
+    return Gradients(
+        **{
+            name: _in_form(results[name], options.get(name), dtypes.get(name))
+            for name in present
+            if name in names
+        }
+    )
+
+
+def _in_form(found: Any, argument: Any, dtype: torch.dtype | None) -> Any:
+    """A gradient as its argument came: one factor or a sequence of them, in `dtype` if given."""
+    if isinstance(found, list):
+        return found[0] if isinstance(argument, Tensor) else found
+    return found if dtype is None else found.to(dtype)

@@ -1,0 +1,224 @@
+/* The backward of the layer against central differences of its forward, without any reference:
+ * values, guard bands, threads, what is absent, what accumulates, and refusals by name. */
+#include "cases.h"
+
+enum { TOKENS = 9, TOP_K = 2, EXPERTS = 3, HIDDEN = 20, INNER = 12, RANK = 5, SLOTS = 2 };
+
+static void run(const moelora_experts_args *args, moelora_exec exec) {
+  size_t bytes;
+  CHECK_OK(experts_bytes(args, &exec, &bytes));
+  give_workspace(&exec, bytes);
+  CHECK_OK(call_experts(args, &exec));
+}
+
+static void run_backward(const moelora_experts_backward_args *args, moelora_exec exec) {
+  size_t bytes;
+  CHECK_OK(experts_backward_bytes(args, &exec, &bytes));
+  give_workspace(&exec, bytes);
+  CHECK_OK(call_experts_backward(args, &exec));
+}
+
+static moelora_experts_backward_args make(moelora_activation activation, bool early,
+                                          int32_t slices) {
+  sizes s = {.tokens = TOKENS,
+             .top_k = early ? 1 : TOP_K,
+             .experts = EXPERTS,
+             .hidden = HIDDEN,
+             .inner = INNER,
+             .slots = SLOTS};
+  const int64_t n13 = activation == MOELORA_RELU2 ? INNER : 2 * INNER, p = s.tokens * s.top_k;
+  moelora_experts_backward_args args = {
+      .forward =
+          {
+              .hidden_states = random_tensor(MOELORA_F32, 1, SIZES(TOKENS, HIDDEN)),
+              .w13 = random_weights(s, MOELORA_F32, n13, HIDDEN, false),
+              .w2 = random_weights(s, MOELORA_F32, HIDDEN, INNER, false),
+              .w13_bias = random_tensor(MOELORA_F32, 1, SIZES(EXPERTS, n13)),
+              .w2_bias = random_tensor(MOELORA_F32, 1, SIZES(EXPERTS, HIDDEN)),
+              .routing = random_routing(s),
+              .adapters = random_adapters(s, RANK),
+              .w13_lora = random_lora(s, MOELORA_F32, slices, RANK, n13, HIDDEN),
+              .w2_lora = random_lora(s, MOELORA_F32, 1, RANK, HIDDEN, INNER),
+              .activation = activation,
+              .apply_router_weight_on_input = early,
+              .out = new_tensor(MOELORA_F32, SIZES(TOKENS, HIDDEN)),
+          },
+      .dout = random_tensor(MOELORA_F32, 1, SIZES(TOKENS, HIDDEN)),
+  };
+  const bool mapped = !!args.forward.adapters.token_lora_mapping.data;
+  args.forward.saved.gate_up = new_tensor(MOELORA_F32, SIZES(p, n13));
+  if (mapped && slices)
+    args.forward.saved.w13_shrink = new_tensor(MOELORA_F32, SIZES(p, slices, RANK));
+  if (mapped)
+    args.forward.saved.w2_shrink = new_tensor(MOELORA_F32, SIZES(p, RANK));
+  return args;
+}
+
+static moelora_tensor like(const moelora_tensor *t) {
+  return new_tensor(MOELORA_F32, t->ndim, t->size);
+}
+
+static moelora_lora like_lora(const moelora_lora *lora) {
+  moelora_lora grads = {.num_slices = lora->num_slices};
+  for (int32_t i = 0; i < lora->num_slices; i++) {
+    grads.a[i] = like(&lora->a[i]);
+    grads.b[i] = like(&lora->b[i]);
+  }
+  return grads;
+}
+
+static moelora_experts_grads all_grads(const moelora_experts_args *args) {
+  return (moelora_experts_grads){
+      .hidden_states = like(&args->hidden_states),
+      .topk_weights = like(&args->routing.topk_weights),
+      .w13_lora = like_lora(&args->w13_lora),
+      .w2_lora = like_lora(&args->w2_lora),
+      .w13_bias = like(&args->w13_bias),
+      .w2_bias = like(&args->w2_bias),
+  };
+}
+
+/* Pairs of what is trained and its gradient. */
+typedef struct pair {
+  const char *name;
+  moelora_tensor *value, *grad;
+} pair;
+
+static int pairs_of(moelora_experts_backward_args *args, pair *pairs) {
+  moelora_experts_args *f = &args->forward;
+  moelora_experts_grads *g = &args->grads;
+  int count = 0;
+  pairs[count++] = (pair){"x", &f->hidden_states, &g->hidden_states};
+  pairs[count++] = (pair){"topk_weights", &f->routing.topk_weights, &g->topk_weights};
+  for (int32_t i = 0; i < f->w13_lora.num_slices; i++) {
+    pairs[count++] = (pair){"w13_lora.a", &f->w13_lora.a[i], &g->w13_lora.a[i]};
+    pairs[count++] = (pair){"w13_lora.b", &f->w13_lora.b[i], &g->w13_lora.b[i]};
+  }
+  pairs[count++] = (pair){"w2_lora.a", &f->w2_lora.a[0], &g->w2_lora.a[0]};
+  pairs[count++] = (pair){"w2_lora.b", &f->w2_lora.b[0], &g->w2_lora.b[0]};
+  pairs[count++] = (pair){"w13_bias", &f->w13_bias, &g->w13_bias};
+  pairs[count++] = (pair){"w2_bias", &f->w2_bias, &g->w2_bias};
+  return count;
+}
+
+static double loss(const moelora_experts_backward_args *args) {
+  moelora_experts_args forward = args->forward;
+  forward.saved = (moelora_saved){0};
+  run(&forward, serial);
+  double sum = 0;
+  for (int64_t i = 0; i < TOKENS * HIDDEN; i++)
+    sum += (double)((float *)forward.out.data)[i] * ((float *)args->dout.data)[i];
+  return sum;
+}
+
+static void check_slopes(moelora_experts_backward_args *args, const pair *pairs, int count) {
+  for (int i = 0; i < count; i++) {
+    float *value = pairs[i].value->data, *grad = pairs[i].grad->data;
+    const int64_t n = count_of(pairs[i].grad);
+    float *way = allocate((size_t)n * sizeof *way), *kept = allocate((size_t)n * sizeof *way);
+    const float step = 1.0f / 256;
+    double along = 0, slopes[2];
+    if (count_of(pairs[i].value) != n || pairs[i].value->stride[0] != pairs[i].grad->stride[0])
+      continue; /* of other strides: elsewhere */
+    memcpy(kept, value, (size_t)n * sizeof *value);
+    for (int64_t j = 0; j < n; j++) {
+      way[j] = (float)random_unit();
+      along += isfinite(kept[j]) ? (double)way[j] * grad[j] : 0;
+    }
+    for (int sign = 0; sign < 2; sign++) {
+      for (int64_t j = 0; j < n; j++)
+        value[j] = kept[j] + (sign ? -step : step) * way[j];
+      slopes[sign] = loss(args);
+    }
+    memcpy(value, kept, (size_t)n * sizeof *value);
+    const double slope = (slopes[0] - slopes[1]) / (2 * step);
+    if (fabs(slope - along) > 0.03 * fmax(1, fabs(along)))
+      FAIL("%s: slope %g, gradient %g", pairs[i].name, slope, along);
+  }
+}
+
+static void test_gradients(moelora_activation activation, bool early, int32_t slices,
+                           uint64_t number) {
+  seed(number);
+  moelora_experts_backward_args args = make(activation, early, slices);
+  pair pairs[16];
+  args.grads = all_grads(&args.forward);
+  run(&args.forward, serial);
+  run_backward(&args, serial);
+  CHECK(strncmp(moelora_last_plan(), "backward=gemm_f32_", 18) == 0);
+  check_slopes(&args, pairs, pairs_of(&args, pairs));
+
+  /* The same bits from threads, into other memory. */
+  moelora_experts_backward_args again = args;
+  pair others[16];
+  again.grads = all_grads(&args.forward);
+  run(&args.forward, threaded);
+  run_backward(&again, threaded);
+  const int count = pairs_of(&again, others);
+  for (int i = 0; i < count; i++)
+    CHECK(same_bytes(pairs[i].grad, others[i].grad));
+
+  /* Factors and biases once more, which doubles them. */
+  again.accumulate = true;
+  run_backward(&again, serial);
+  for (int i = 2; i < count; i++)
+    for (int64_t j = 0; j < count_of(pairs[i].grad); j++)
+      CHECK(((float *)others[i].grad->data)[j] == 2 * ((float *)pairs[i].grad->data)[j]);
+
+  /* One gradient alone. */
+  moelora_experts_backward_args one = args;
+  one.grads = (moelora_experts_grads){.w2_lora = {.num_slices = 1}};
+  one.grads.w2_lora.b[0] = like(&args.forward.w2_lora.b[0]);
+  run_backward(&one, serial);
+  CHECK(same_bytes(&one.grads.w2_lora.b[0], &args.grads.w2_lora.b[0]));
+  release_all();
+}
+
+static void test_refusals(void) {
+  seed(77);
+  moelora_experts_backward_args good = make(MOELORA_SILU, false, 2), bad;
+  good.grads = all_grads(&good.forward);
+  size_t bytes;
+#define REFUSES(CHANGE, MESSAGE)                                                                   \
+  do {                                                                                             \
+    bad = good;                                                                                    \
+    CHANGE;                                                                                        \
+    CHECK_FAILS(experts_backward_bytes(&bad, &serial, &bytes), MOELORA_INVALID_ARGUMENT, MESSAGE); \
+  } while (0)
+  REFUSES(bad.dout = absent, "dout is absent, expected a tensor [M, K]");
+  REFUSES(bad.dout.size[1] = 3, "dout.size(1) is 3, hidden_states.size(1) is 20");
+  REFUSES(bad.forward.saved.gate_up = absent,
+          "saved.gate_up is absent, expected a tensor [M * top_k, 2 I]");
+  REFUSES(bad.forward.saved.gate_up.size[1] = 7,
+          "saved.gate_up.size(1) is 7, the number of rows of w13 is 24");
+  REFUSES(bad.grads.w2_lora.a[0].dtype = MOELORA_F16,
+          "grads.w2_lora_a[0] has dtype float16, expected float32");
+  REFUSES(bad.grads.w13_lora.num_slices = 1, "grads.w13_lora_a has 1 slices, w13_lora_a has 2");
+  REFUSES(bad.grads.hidden_states = bad.dout, "grads.hidden_states shares memory with dout");
+  REFUSES(bad.grads.w2_bias = bad.grads.hidden_states,
+          "grads.w2_bias.size(0) is 9, w2_bias.size(0) is 3");
+  REFUSES(bad.forward.w2_bias = absent, "grads.w2_bias is given, but w2_bias is absent");
+  moelora_experts_args forward = good.forward;
+  forward.saved.gate_up = absent;
+  if (forward.saved.w2_shrink.data)
+    CHECK_FAILS(experts_bytes(&forward, &serial, &bytes), MOELORA_INVALID_ARGUMENT,
+                forward.saved.w13_shrink.data
+                    ? "saved.w13_shrink is given, but saved.gate_up is absent"
+                    : "saved.w2_shrink is given, but saved.gate_up is absent");
+  forward = good.forward;
+  forward.out = forward.hidden_states;
+  CHECK_FAILS(experts_bytes(&forward, &serial, &bytes), MOELORA_INVALID_ARGUMENT,
+              "out shares memory with hidden_states");
+  release_all();
+}
+
+int main(void) {
+  int cases = 0;
+  for (int activation = MOELORA_SILU; activation <= MOELORA_SWIGLUOAI_UNINTERLEAVE; activation++)
+    for (uint64_t number = 1; number <= 6; number++, cases++)
+      test_gradients((moelora_activation)activation, number % 3 == 0,
+                     activation == MOELORA_RELU2 ? 1 : 1 + (int32_t)(number % 2), number);
+  test_refusals();
+  printf("test_backward: %d layers\n", cases);
+  return 0;
+}

@@ -1,0 +1,151 @@
+"""`moelora adapters`: what an adapter is, whether it loads, which key is in the way."""
+
+import functools
+import json
+
+import pytest
+import torch
+from hf_models import transformers  # noqa: F401, skips where there is none
+from safetensors.torch import load_file, save_file
+
+import moelora.integrations.transformers as moelora_hf
+from benchmarks.dialects import DIALECTS, draw
+from benchmarks.small_models import config, make
+from moelora.__main__ import main
+from moelora.adapters import AdapterPool, MoELayer
+
+
+@functools.cache
+def model_of(model_type):
+    return make(model_type)
+
+
+@functools.cache
+def drawn(kind, embeddings=False):
+    return draw(model_of("qwen3_moe"), kind, embeddings=embeddings)
+
+
+@pytest.fixture
+def ask(tmp_path, capsys):
+    """Runs the command on an adapter in a dialect, changed; (exit status, what it says)."""
+    config("qwen3_moe").save_pretrained(tmp_path / "model")
+
+    def run(dialect, *words, change=None, model=True):
+        dialect = DIALECTS[dialect]
+        folder = dialect.write(tmp_path / "a", drawn(dialect.kind, dialect.embeddings))
+        if change is not None:
+            state = load_file(folder / "adapter_model.safetensors")
+            change(state)
+            save_file(state, folder / "adapter_model.safetensors")
+        words = [*words, *(["--model", str(tmp_path / "model")] if model else [])]
+        status = main(["adapters", str(folder), *words])
+        return status, capsys.readouterr().out
+
+    return run
+
+
+SAYS = {
+    "peft": ["PEFT 0.21.2", "PEFT's target_parameters", "rank_major, PEFT's", "embedding"],
+    "unsloth-grouped": ["Unsloth with PEFT 0.21.2", "lora_B: grouped_by_expert"],
+    "per-expert": ["one pair per expert", "model.layers.N.mlp.experts.N.gate_proj"],
+    "lists": ["one pair per expert", "experts.gate_up_projs.N"],
+    "tinker": ["stack of experts", "model.unembed_tokens"],
+    "in-training": [
+        "_checkpoint_wrapped_module, _fsdp_wrapped_module, _orig_mod, module",
+        "default",
+    ],
+    "torch-file": ["adapter_model.bin"],
+    "shards": ["adapter_model-00001-of-00002.safetensors"],
+}
+
+
+@pytest.mark.parametrize("dialect", SAYS)
+def test_an_adapter_that_loads(ask, dialect):
+    status, text = ask(dialect)
+    assert status == 0, text
+    for words in SAYS[dialect]:
+        assert words in text
+    assert "Qwen3MoeForCausalLM has 1 layers of experts, 14 linear layers" in text
+    assert "load_adapters serves all of the adapter: experts up to rank 4" in text
+
+
+def test_without_a_model(ask):
+    status, text = ask("peft", model=False)
+    assert status == 0
+    assert "--model CONFIG compares it with a model's layers" in text
+
+
+def test_a_layout_that_nobody_can_tell(ask):
+    for model in (False, True):
+        status, text = ask("unsloth-unmarked", model=model)
+        assert status == 1
+        assert "problem: Unsloth wrote the adapter before it marked" in text
+        assert "columns of lora_B: not known" in text
+    status, text = ask("unsloth-unmarked", "--layout", "grouped_by_expert")
+    assert status == 0, text
+
+
+def rename(old, new):
+    def change(state):
+        for key in [key for key in state if old in key]:
+            state[key.replace(old, new)] = state.pop(key)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (rename("layers.0", "layers.7"), r"layers.7.mlp.down_proj.lora_A.weight is not a LoRA"),
+        (rename("experts.5.", "experts.6."), "expert 6 of 6 experts"),
+        (
+            lambda s: s.pop("base_model.model.lm_head.lora_B.weight"),
+            "lm_head.lora_A.weight has no base_model.model.lm_head.lora_B.weight",
+        ),
+        (
+            lambda s: s.update({"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 33)}),
+            r"lm_head.lora_A.weight: shape is (4, 33), wanted (4, 32)",
+        ),
+        (
+            lambda s: s.update({"base_model.model.lm_head.lora_A.weight": torch.zeros(8, 32)}),
+            "lm_head: A is (8, 32), but its rank by the configuration is 4",
+        ),
+        (
+            lambda s: s.update({"base_model.model.lm_head.lora_magnitude_vector": torch.ones(2)}),
+            "lm_head.lora_magnitude_vector is not a LoRA factor",
+        ),
+    ],
+)
+def test_the_key_that_is_in_the_way(ask, change, problem):
+    status, text = ask("per-expert", change=change)
+    assert status == 1
+    assert f"problem: {problem}" in text or problem in text.partition("problem: ")[2]
+
+
+def test_an_option_that_is_not_supported(tmp_path, capsys):
+    folder = DIALECTS["per-expert"].write(tmp_path / "a", drawn("split"))
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"modules_to_save": ["lm_head"]}))
+    assert main(["adapters", str(folder)]) == 1
+    text = capsys.readouterr().out
+    assert "problem: option modules_to_save=['lm_head'] is not supported" in text
+    assert "one pair per expert" in text, "what can be said is said"
+
+
+def test_refusals_of_folders_name_the_command(tmp_path):
+    folder = DIALECTS["unsloth-unmarked"].write(tmp_path / "a", drawn("fused"))
+    with pytest.raises(ValueError, match=rf"adapter 'a': .*; `moelora adapters {folder}` says"):
+        moelora_hf.load_adapters(model_of("qwen3_moe"), {"a": folder})
+    pool = AdapterPool([MoELayer("model.layers.1.mlp.experts", 6, 32, 24)], 1, 8)
+    with pytest.raises(ValueError, match=rf"adapter 'b': .*; `moelora adapters {folder}` says"):
+        pool.add("b", folder)
+
+
+def test_what_is_no_adapter(tmp_path, capsys):
+    assert main(["adapters", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere is not a folder" in capsys.readouterr().err
+    assert main(["adapters", str(tmp_path)]) == 2
+    assert "holds no adapter_model.safetensors" in capsys.readouterr().err
+    folder = DIALECTS["per-expert"].write(tmp_path / "a", drawn("split"))
+    assert main(["adapters", str(folder), "--model", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere is no folder with a config.json" in capsys.readouterr().err

@@ -1,0 +1,185 @@
+"""Attached PEFT models whose adapters are not of experts alone: mixed batches, and lost factors."""
+
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+from hf_models import (
+    TARGETS,
+    make_model,
+    mixtral,
+    oracle,
+    peft,
+    save_adapter,
+    tokens,
+)
+from safetensors.torch import load_file, save_file
+from whole_models import glm4_moe, make_whole_model, qwen2_moe, qwen3_5_moe, write_adapter
+
+import moelora.integrations.peft as moelora_peft
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The following .*_pattern keys did not match", "ignore:Found missing adapter keys"
+)
+
+ROUTER = "mlp.gate.weight"
+
+
+def load(model, folders):
+    first, *others = folders
+    model = peft.PeftModel.from_pretrained(model, folders[first], adapter_name=first)
+    for name in others:
+        model.load_adapter(folders[name], adapter_name=name)
+    return model.eval()
+
+
+# ---- mixed batches ----
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", [qwen2_moe, qwen3_5_moe], ids=lambda c: c.__name__)
+def test_shared_experts_and_routers(config, tmp_path):
+    model = make_model(config)
+    ids = tokens()
+    options = {
+        "a": {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]},
+        "b": {"target_modules": ["o_proj", "down_proj"], "r": 6, "use_rslora": True},
+    }
+    folders = {
+        name: save_adapter(
+            model, tmp_path / name, seed, target_parameters=[*TARGETS, ROUTER], **more
+        )
+        for seed, (name, more) in enumerate(options.items())
+    }
+    rows = ["a", None, "b", "a", "b"]
+    names = [row or "__base__" for row in rows]
+    wanted = oracle(model, folders, rows, ids)
+    base = copy.deepcopy(model)
+    model = load(model, folders)
+    moelora_peft.attach(model)
+    got = model(ids, adapter_names=names).logits
+    torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
+    base.set_experts_implementation("moelora")
+    assert torch.equal(got[1], base(ids).logits[1]), "base rows keep their bits"
+
+    text = model.generate(
+        input_ids=ids, adapter_names=names, max_new_tokens=4, do_sample=False, num_beams=2
+    )
+    for name in ("a", "b"):
+        model.set_adapter(name)
+        alone = model.generate(input_ids=ids, max_new_tokens=4, do_sample=False, num_beams=2)
+        chosen = [i for i, row in enumerate(rows) if row == name]
+        assert torch.equal(text[chosen], alone[chosen])
+
+
+@torch.no_grad()
+def test_layers_that_a_later_adapter_brings(tmp_path):
+    model = make_model(qwen2_moe)
+    ids = tokens(rows=2)
+    options = {
+        "first": {"target_modules": ["o_proj"]},
+        "second": {"target_modules": ["gate_proj", "up_proj", "down_proj"]},
+    }
+    folders = {
+        name: save_adapter(model, tmp_path / name, seed, **more)
+        for seed, (name, more) in enumerate(options.items())
+    }
+    rows = ["first", "second"]
+    wanted = oracle(model, folders, rows, ids)
+    model = load(model, {"first": folders["first"]})
+    moelora_peft.attach(model, max_loras=2)
+    model.load_adapter(folders["second"], adapter_name="second")
+    got = model(ids, adapter_names=rows).logits
+    torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
+    shared = model.base_model.model.model.layers[0].mlp.shared_expert.up_proj
+    with pytest.raises(RuntimeError, match="3 inputs of a batch of None reached a Linear that 2"):
+        shared(torch.zeros(3, 32), adapter_names=rows)
+    moelora_peft.detach(model)
+    assert "forward" not in shared.__dict__
+
+
+# ---- what PEFT loses ----
+
+
+@torch.no_grad()
+def test_dropped_factors(tmp_path):
+    """PEFT converts per-expert adapters of older classes, and forgets dense and shared layers."""
+    model = make_whole_model(glm4_moe)
+    folder = write_adapter(
+        model,
+        tmp_path / "a",
+        1,
+        lambda name: "mlp" in name and not name.endswith(".gate"),
+        lora_dropout=0.0,
+        target_modules=["gate_proj", "up_proj", "down_proj"],
+    )
+    model = load(model, {"a": folder})
+    with pytest.raises(ValueError) as refused:
+        moelora_peft.attach(model)
+    assert "PEFT has dropped the factors of model.layers.0.mlp.down_proj" in str(refused.value)
+    assert "load_adapters serves them" in str(refused.value)
+    assert not hasattr(model.get_base_model(), "_moelora")
+
+
+def changed(folder, to, keys=lambda key: key, **config):
+    """A copy of an adapter with other keys or options."""
+    shutil.copytree(folder, to)
+    state = load_file(folder / "adapter_model.safetensors")
+    save_file({keys(k): v for k, v in state.items()}, to / "adapter_model.safetensors")
+    old = json.loads((folder / "adapter_config.json").read_text())
+    (to / "adapter_config.json").write_text(json.dumps(old | config))
+    return to
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["PeftModel", "load_adapter"])
+def test_factors_that_peft_does_not_find(how, tmp_path):
+    model = make_model(mixtral)
+    plain = save_adapter(model, tmp_path / "plain", 1, target_modules=["o_proj"])
+    compiled = changed(
+        plain, tmp_path / "compiled", lambda key: key.replace("self_attn", "self_attn._orig_mod")
+    )
+    if how == "PeftModel":
+        model = load(model, {"a": compiled})
+    else:
+        model.load_adapter(str(compiled), adapter_name="a")
+    message = "PEFT has (dropped|left) the factors of model.layers.0.self_attn.o_proj"
+    with pytest.raises(ValueError, match=message):
+        moelora_peft.attach(model)
+
+
+@torch.no_grad()
+def test_another_order_of_columns(tmp_path):
+    model = make_model(mixtral)
+    plain = save_adapter(model, tmp_path / "plain", 1)
+    marked = changed(plain, tmp_path / "marked", lora_B_layout="grouped_by_expert")
+    model = load(model, {"plain": plain})
+    moelora_peft.attach(model, max_loras=2)
+    model.load_adapter(marked, adapter_name="marked")  # is looked at when it is used
+    with pytest.raises(ValueError, match="'marked': columns of lora_B are grouped by expert"):
+        model(tokens(rows=2), adapter_names=["plain", "marked"])
+
+
+@torch.no_grad()
+def test_folders_that_are_not_known(tmp_path, monkeypatch):
+    """Of adapters that were loaded before, or in some other way."""
+    model = make_model(mixtral)
+    folder = save_adapter(model, tmp_path / "a", 1, target_modules=["o_proj"])
+    model = load(model, {"a": folder})
+    del model.__dict__["_moelora_loads"]
+    moelora_peft.attach(model)
+    moelora_peft.detach(model)
+    lost = model.base_model.model.model.layers[1].self_attn.o_proj.lora_B["a"].weight
+    lost.zero_()
+    with pytest.raises(
+        ValueError, match=r"'a': model.layers.1.self_attn.o_proj have B = 0.*folders="
+    ):
+        moelora_peft.attach(model)
+    with pytest.raises(ValueError, match="PEFT has left the factors of model.layers.1.self_attn.o"):
+        moelora_peft.attach(model, folders={"a": folder})
+    fresh = peft.get_peft_model(
+        make_model(mixtral), peft.LoraConfig(target_parameters=TARGETS, target_modules=["o_proj"])
+    )
+    moelora_peft.attach(fresh)  # not trained yet, in no layer

@@ -1,0 +1,268 @@
+"""Adapters of attention, shared experts, dense layers, routers, embeddings and experts together:
+mixed batches through `load_adapters` against weights that adapters are merged into."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hf_models import (
+    PLACES,
+    TARGETS,
+    deepseek_v3,
+    mixtral,
+    oracle,
+    qwen3,
+    save_adapter,
+    tokens,
+    transformers,
+)
+from whole_models import (
+    MODELS,
+    ROWS,
+    gemma4,
+    make_whole_model,
+    merged,
+    qwen3_5_moe,
+    wanted_logits,
+    write_adapter,
+    write_adapters,
+)
+
+import moelora.integrations.transformers as moelora_hf
+from moelora.integrations.transformers import tokens as tokens_module
+
+pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
+
+BASE = ["__base__"] * len(ROWS)
+
+
+def assert_close(got, wanted, naive):
+    """In float32 by each row's norm, as adapters of everything make some logits large.
+
+    Else most tokens must be as close to `wanted` as those of `naive` are: adapters of routers make
+    some flip between experts, and attention spreads that over a row.
+    """
+    if got.dtype == torch.float32:
+        off = (got - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
+        assert (off <= 1e-4).all(), off
+        return
+    ours, theirs = ((x.float() - wanted).abs().mean(-1) for x in (got, naive))  # of each token
+    close = ours <= 4 * theirs.median(-1, keepdim=True).values
+    assert close.float().mean() >= 0.6, (ours, theirs)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("place", [PLACES[0], PLACES[2]])
+@pytest.mark.parametrize("config", MODELS, ids=lambda c: c.__name__)
+def test_mixed_batch(config, place, tmp_path):
+    model = make_whole_model(config, place[1], place[0])
+    ids = tokens(length=9, device=model.device)
+    folders = write_adapters(model, tmp_path)
+    exact = copy.deepcopy(model).float()
+    wanted = wanted_logits(exact, folders, ROWS, ids)
+    naive = wanted_logits(model, folders, ROWS, ids)
+    base = exact(ids).logits
+    pool = moelora_hf.load_adapters(model, folders)
+    assert pool.names() == list(folders)
+    got = model(ids, adapter_names=ROWS).logits
+    for i, row in enumerate(ROWS):
+        difference = (wanted[i] - base[i]).abs().max()
+        assert (difference > 0.1) == (row is not None), "an adapter must be seen in the logits"
+    assert_close(got, wanted, naive)
+    assert torch.equal(got[1], model(ids).logits[1]), "base rows keep their bits"
+    assert torch.equal(model(ids, adapter_names=BASE).logits, model(ids).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("place", PLACES[1:])
+@pytest.mark.parametrize("config", [deepseek_v3, mixtral, gemma4], ids=lambda c: c.__name__)
+def test_sixteen_bits(config, place, tmp_path):
+    """Layers of each kind; embeddings and routers that compute in float32 get theirs from torch."""
+    model = make_whole_model(config, place[1], place[0])
+    ids = tokens(length=9, device=model.device)
+    kinds = {
+        "embedding": lambda name: "embed_tokens" in name,
+        "attention": lambda name: "self_attn" in name,
+        "head": lambda name: name == "lm_head",
+        "router": lambda name: name.endswith((".gate", ".router.proj")),
+        "mlp": lambda name: name.endswith(("down_proj", "experts")),
+    }
+    folders = {kind: write_adapter(model, tmp_path / kind, 1, kinds[kind]) for kind in kinds}
+    exact = copy.deepcopy(model).float()
+    wanted, naive = (wanted_logits(m, folders, list(kinds), ids) for m in (exact, model))
+    moelora_hf.load_adapters(model, folders)
+    got = model(ids, adapter_names=list(kinds)).logits
+    ours, theirs = ((x.float() - wanted).abs().mean(-1) for x in (got, naive))  # of each token
+    assert (ours.median(-1).values <= 2 * theirs.median(-1).values).all(), (ours, theirs)
+    base = model(ids, adapter_names=["head", *[None] * 4]).logits
+    assert torch.equal(base[1:], model(ids).logits[1:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("place", [PLACES[0], PLACES[2]])
+@pytest.mark.parametrize("config", [mixtral, qwen3_5_moe], ids=lambda c: c.__name__)
+def test_adapters_of_peft(config, place, tmp_path):
+    """Folders that PEFT writes, of what PEFT gets right: one adapter, unmerged."""
+    model = make_whole_model(config, place[1], place[0])
+    ids = tokens(length=9, device=model.device)
+    options = {
+        "a": {"target_modules": ["q_proj", "o_proj", "lm_head"]},
+        "b": {"target_modules": "all-linear", "r": 6, "use_rslora": True},
+        "c": {
+            "target_modules": ["embed_tokens", "v_proj"],
+            "target_parameters": [*TARGETS, "mlp.gate.weight"],
+            "rank_pattern": {"v_proj": 2},
+        },
+    }
+    folders = {
+        name: save_adapter(model, tmp_path / name, seed, **more)
+        for seed, (name, more) in enumerate(options.items())
+    }
+    rows = ["c", None, "a", "b", "c"]
+    exact = copy.deepcopy(model).float()
+    wanted, naive = (oracle(m, folders, rows, ids) for m in (exact, model))
+    moelora_hf.load_adapters(model, folders)
+    assert_close(model(ids, adapter_names=rows).logits, wanted, naive)
+
+
+# ---- batches and calls of other shapes ----
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("place", [PLACES[0], PLACES[2]])
+def test_many_tokens(place, tmp_path):
+    """More than are grouped where they are loaded: sorted once, for all layers of the pass."""
+    model = make_whole_model(qwen3, place[1], place[0])
+    ids = tokens(length=150, device=model.device)
+    folders = write_adapters(model, tmp_path)
+    exact = copy.deepcopy(model).float()
+    wanted, naive = (wanted_logits(m, folders, ROWS, ids) for m in (exact, model))
+    sorts = []
+    with pytest.MonkeyPatch.context() as patch:
+        sort = tokens_module._sort
+        patch.setattr(tokens_module, "_sort", lambda *a: sorts.append(1) or sort(*a))
+        moelora_hf.load_adapters(model, folders)
+        got = model(ids, adapter_names=ROWS).logits
+        assert sorts == [1]
+    assert_close(got, wanted, naive)
+    assert torch.equal(got[1], model(ids).logits[1])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 2}])
+def test_generate(options, tmp_path):
+    """What each adapter generates alone; `lm_head` takes some tokens of every row."""
+    model = make_whole_model(qwen3)
+    folders = write_adapters(model, tmp_path)
+    rows = ["mlp"] if "prompt_lookup_num_tokens" in options else ROWS
+    ids = tokens(rows=len(rows), length=6)
+    options = {"max_new_tokens": 6, "do_sample": False} | options
+    wanted = model.generate(ids, **options)
+    for name, folder in folders.items():
+        chosen = [i for i, row in enumerate(rows) if row == name]
+        if chosen:
+            wanted[chosen] = merged(model, folder).generate(ids[chosen], **options)
+    moelora_hf.load_adapters(model, folders)
+    assert torch.equal(model.generate(ids, adapter_names=rows, **options), wanted)
+    kept = model(ids, adapter_names=rows, logits_to_keep=2).logits
+    torch.testing.assert_close(kept, model(ids, adapter_names=rows).logits[:, -2:])
+
+
+@torch.no_grad()
+def test_assisted_generation(tmp_path):
+    """A draft model without adapters proposes, the model with its adapter decides."""
+    model, draft = make_whole_model(qwen3), make_whole_model(qwen3)
+    folder = write_adapters(model, tmp_path)["all"]
+    ids = tokens(rows=1, length=6)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    wanted = merged(model, folder).generate(ids, **options)
+    moelora_hf.load_adapters(model, {"all": folder})
+    got = model.generate(ids, adapter_names=["all"], assistant_model=draft, **options)
+    assert torch.equal(got, wanted)
+    assert not torch.equal(wanted, draft.generate(ids, **options))
+
+
+@torch.no_grad()
+def test_tokens_of_unknown_rows_are_refused(tmp_path):
+    """Where a layer takes other tokens than the batch has, rows would get each other's adapter."""
+    model = make_whole_model(mixtral)
+    folders = write_adapters(model, tmp_path)
+    moelora_hf.load_adapters(model, folders)
+    projection = model.model.layers[1].self_attn.o_proj
+    projection.register_forward_pre_hook(lambda module, args: (args[0][:, :4].flatten(0, 1),))
+    with pytest.raises(RuntimeError, match=r"self_attn.o_proj was called with tokens \(20,\) in a"):
+        model(tokens(), adapter_names=ROWS)
+    with moelora_hf.use_adapters(model, ROWS):
+        with pytest.raises(RuntimeError, match="lm_head was called outside a call of the model"):
+            model.lm_head(torch.zeros(5, 1, 32))
+
+
+# ---- compilers, copies, other libraries ----
+
+
+@torch.no_grad()
+def test_compile(tmp_path):
+    """Without a graph break, routers included, and adapters change without compiling again."""
+    torch.compiler.reset()
+    model = make_whole_model(deepseek_v3)
+    ids = tokens()
+    moelora_hf.load_adapters(model, write_adapters(model, tmp_path))
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for rows in (ROWS, ["mlp"] * 5, [None] * 5):
+        with moelora_hf.use_adapters(model, rows):
+            torch.testing.assert_close(compiled(ids).logits, model(ids).logits)
+    assert len(graphs) == 1
+    torch.testing.assert_close(compiled(ids).logits, model(ids).logits)
+
+
+@torch.no_grad()
+def test_copies_have_no_adapters_and_unloaded_models_no_traces(tmp_path):
+    model = make_whole_model(qwen3)
+    ids = tokens()
+    base = model(ids).logits
+    hooks = {name: len(module._forward_hooks) for name, module in model.named_modules()}
+    folders = write_adapters(model, tmp_path)
+    moelora_hf.load_adapters(model, folders)
+    wanted = model(ids, adapter_names=ROWS).logits
+    plain = model(ids).logits
+    torch.testing.assert_close(plain, base)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(ids).logits, plain)
+        with pytest.raises(RuntimeError, match="no adapters; call load_adapters first"):
+            copied(ids, adapter_names=ROWS)
+        moelora_hf.load_adapters(copied, folders)
+        assert torch.equal(copied(ids, adapter_names=ROWS).logits, wanted)
+    assert torch.equal(model(ids, adapter_names=ROWS).logits, wanted)
+    moelora_hf.unload_adapters(model)
+    assert torch.equal(model(ids).logits, plain)
+    for name, module in model.named_modules():
+        assert len(module._forward_hooks) == hooks[name]
+        own = isinstance(
+            module, transformers.PreTrainedModel
+        )  # these refuse adapter_names for good
+        assert own or "forward" not in module.__dict__, name
+
+
+@torch.no_grad()
+def test_modules_that_others_have_wrapped(tmp_path):
+    """torch.compile and activation checkpointing put modules around those of a model."""
+    wrap = pytest.importorskip("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    model = make_whole_model(qwen3)
+    ids = tokens()
+    folders = write_adapters(model, tmp_path)
+    moelora_hf.load_adapters(model, folders)
+    wanted = model(ids, adapter_names=ROWS).logits
+    moelora_hf.unload_adapters(model)
+    model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
+    layer = model.model.layers[1]
+    layer.mlp = wrap.checkpoint_wrapper(layer.mlp)
+    pool = moelora_hf.load_adapters(model, folders)
+    assert "model.layers.1.mlp.experts" in pool.layers
+    torch.testing.assert_close(model(ids, adapter_names=ROWS).logits, wanted)
