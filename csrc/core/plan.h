@@ -68,7 +68,8 @@ typedef struct moelora_projection_load {
 
 /* plan_projection.c */
 moelora_projection_plan moelora_plan_projection(const moelora_projection_load *load,
-                                                const moelora_variant *variant);
+                                                const moelora_variant *variant,
+                                                const moelora_device_info *device);
 moelora_shrink_plan moelora_plan_projection_shrink(const moelora_projection_load *load,
                                                    const moelora_variant *variant,
                                                    const moelora_align_plan *align,

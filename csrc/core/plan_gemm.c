@@ -289,11 +289,6 @@ static moelora_status check_room(const moelora_routes *routes, const moelora_fac
 
 /* ---- what goes with a projection ---- */
 
-/* Of tokens, that L2 keeps while weights stream by: a quarter of it. */
-static int32_t near_elements_of(const moelora_device_info *device) {
-  return device->l2_bytes / 4 / 2;
-}
-
 static bool sum_serves(const moelora_variant *v, bool vectors) {
   return v && (v->elements || vectors);
 }
@@ -346,8 +341,7 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
       .n_out = problem->w.n,
       .weighted = problem->mul_routed_weight,
   };
-  plan->near_elements = near_elements_of(device);
-  plan->projection = moelora_plan_projection(&load, v);
+  plan->projection = moelora_plan_projection(&load, v, device);
   moelora_plan_blocks(routes, v->block_m, moelora_blocks_together(v), device, NULL, &plan->align);
   plan->shrink = moelora_plan_projection_shrink(&load, v, &plan->align, NULL, device);
   return MOELORA_OK;
@@ -413,7 +407,7 @@ static void plan_around(const moelora_experts_problem *p, const moelora_variant 
       .next = &p->w2,
       .next_reads_out = adapters,
   };
-  plan->projection[0] = moelora_plan_projection(&first, gemm);
+  plan->projection[0] = moelora_plan_projection(&first, gemm, device);
   const moelora_projection_load second = {
       .routes = routes,
       .w = &p->w2,
@@ -423,8 +417,7 @@ static void plan_around(const moelora_experts_problem *p, const moelora_variant 
       .out_f32 = plan->partial_f32,
       .x_is_quantized = plan->projection[0].stores_e4m3,
   };
-  plan->projection[1] = moelora_plan_projection(&second, plan->w2);
-  plan->near_elements = near_elements_of(device);
+  plan->projection[1] = moelora_plan_projection(&second, plan->w2, device);
   moelora_plan_blocks(routes, gemm->block_m, moelora_blocks_together(gemm), device,
                       tuned_for(MOELORA_ROLE_SORT, p, device, seen), &plan->align);
   plan->shrink[0] =

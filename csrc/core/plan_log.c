@@ -152,10 +152,10 @@ static void log_projection(const char *what, const moelora_variant *variant,
                            const moelora_projection_plan *plan, int32_t splits) {
   log_part(what,
            "%s epilogue=%s grid=%s splits=%d vectors=%d a_vectors=%d b_vectors=%d b_boxes=%d "
-           "quantizes_x=%d stores_e4m3=%d stores_out=%d counters=%lld",
+           "quantizes_x=%d stores_e4m3=%d stores_out=%d counters=%lld near_elements=%d",
            variant->name, epilogue_name(plan->epilogue), grid_name(plan->grid), splits,
            plan->vectors, plan->a_vectors, plan->b_vectors, plan->b_boxes, plan->quantizes_x,
-           plan->stores_e4m3, plan->stores_out, (long long)plan->num_counters);
+           plan->stores_e4m3, plan->stores_out, (long long)plan->num_counters, plan->near_elements);
 }
 
 void moelora_note_align(const moelora_routes *routes, const moelora_device_info *device,

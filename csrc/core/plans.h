@@ -203,14 +203,15 @@ typedef enum moelora_grid_plan {
 typedef struct moelora_projection_plan {
   moelora_epilogue_plan epilogue;
   moelora_grid_plan grid;
-  bool vectors;         /* x, w and out allow 16-byte accesses */
-  bool a_vectors;       /* so do the factors A */
-  bool b_vectors;       /* and the factors B, which are more depth of w */
-  bool b_boxes;         /* and a tensor map covers each slice of these */
-  bool quantizes_x;     /* a launch before it brings x to e4m3 */
-  bool stores_e4m3;     /* its epilogue leaves outputs in e4m3, too, as the next projection's x, */
-  bool stores_out;      /* and as they are, if somebody reads them */
-  int64_t num_counters; /* of its tile scheduler */
+  bool vectors;          /* x, w and out allow 16-byte accesses */
+  bool a_vectors;        /* so do the factors A */
+  bool b_vectors;        /* and the factors B, which are more depth of w */
+  bool b_boxes;          /* and a tensor map covers each slice of these */
+  bool quantizes_x;      /* a launch before it brings x to e4m3 */
+  bool stores_e4m3;      /* its epilogue leaves outputs in e4m3, too, as the next projection's x, */
+  bool stores_out;       /* and as they are, if somebody reads them */
+  int64_t num_counters;  /* of its tile scheduler */
+  int32_t near_elements; /* of x, that L2 keeps while weights stream by */
 } moelora_projection_plan;
 
 /* One grouped projection. Rows of out that no expert of this rank computes are zeroed by a launch
@@ -219,7 +220,6 @@ typedef struct moelora_gemm_plan {
   const moelora_variant *variant; /* its block_m: rows of an alignment block */
   /* CUDA */
   moelora_projection_plan projection;
-  int32_t near_elements; /* of tokens that L2 keeps while weights stream by */
   moelora_align_plan align;
   moelora_shrink_plan shrink;
 } moelora_gemm_plan;
@@ -238,7 +238,6 @@ typedef struct moelora_experts_plan {
                                 * times MOELORA_SPLIT_DEPTH each but the last has */
   moelora_projection_plan projection[2]; /* of w13, of w2; of `staged`, where there is one */
   bool scales_x;                         /* a launch multiplies x by routing weights */
-  int32_t near_elements;
   moelora_align_plan align;
   moelora_shrink_plan shrink[2]; /* of w13, of w2 */
   const moelora_variant *sum;

@@ -47,7 +47,7 @@ moelora_back_scratch *moelora_back_scratch_take(int64_t depth, int64_t rank,
 static void load_row(const moelora_variant *variant, const moelora_weights *w, int64_t n, int64_t k,
                      int64_t count, float *to) {
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
-  if (w->format == MOELORA_NATIVE) {
+  if (!moelora_is_quantized(w->format)) {
     const int64_t column = w->packed ? k / MOELORA_PACK * w->stride_kt + k % MOELORA_PACK : k;
     kernels->load(moelora_row_at(w, variant->dtype, n) +
                       (size_t)column * moelora_dtype_bytes(variant->dtype),
@@ -80,8 +80,8 @@ static void load_row(const moelora_variant *variant, const moelora_weights *w, i
 static void fill_panel(const moelora_variant *variant, const moelora_weights *w, int64_t begin,
                        int64_t count, const moelora_panel *panel) {
   const int64_t width = moelora_row_width(count);
-  const bool in_place =
-      variant->dtype == MOELORA_F32 && w->format == MOELORA_NATIVE && !w->packed && width == count;
+  const bool in_place = variant->dtype == MOELORA_F32 && !moelora_is_quantized(w->format) &&
+                        !w->packed && width == count;
   for (int64_t n = 0; n < w->n; n++) {
     float *copy = panel->copy + n * width;
     panel->rows[n] = in_place ? (const float *)moelora_row_at(w, MOELORA_F32, n) + begin : copy;

@@ -72,11 +72,7 @@ typedef struct moelora_schedule {
   int32_t near_elements; /* of tokens that L2 keeps while weights stream by */
 } moelora_schedule;
 
-/* Hopper's kernels of FP8 address x in 16 bits, as all others do: two numbers of e4m3, whose rows
- * of a stage are 128 bytes like those of other formats. */
-constexpr int32_t kE4m3OfUnit = 2;
-
-/* What a main loop reads of rows; `stride` and `k` count elements of x, or such units. With x
+/* What a main loop reads of rows; `stride` and `k` count elements of x. With x
  * first, the 128 x 256 tile of sm_80 would spill. Where both operands are FP8,
  * moelora_cuda_quantize_rows says what x holds. */
 typedef struct moelora_tokens {

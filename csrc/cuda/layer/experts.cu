@@ -123,9 +123,9 @@ void *take_xa(moelora_arena *arena, const Alignment *a, const moelora_factors *f
 
 moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
                                const moelora_weights *w, const moelora_factors *lora,
-                               const moelora_projection_plan *plan, int32_t near_elements) {
+                               const moelora_projection_plan *plan) {
   moelora_gemm_launch g = {};
-  g.schedule.near_elements = near_elements;
+  g.schedule.near_elements = plan->near_elements;
   g.schedule.blocks = a->blocks;
   g.schedule.tile_counter = a->tile_counters[0];
   g.schedule.num_rows = (int32_t)routes->num_rows;
@@ -213,8 +213,8 @@ moelora_tokens quantized_tokens(const QuantizedRows *q, const moelora_tokens *fr
   moelora_tokens tokens = *from;
   const bool bytes = variant->needs == MOELORA_SM90;
   tokens.x = q->values;
-  tokens.stride = bytes ? q->stride / kE4m3OfUnit : q->stride;
-  tokens.k = bytes ? (int32_t)q->stride / kE4m3OfUnit : from->k;
+  tokens.stride = q->stride;
+  tokens.k = bytes ? (int32_t)q->stride : from->k; // bytes are zeros up to there
   tokens.scales = q->scales;
   tokens.scales_stride = q->rows;
   return tokens;
@@ -305,8 +305,8 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   MOELORA_TRY(moelora_check_layout(l.bytes, exec));
   MOELORA_TRY(align(&l.alignment, &p->routes, &plan->align, exec));
 
-  moelora_gemm_launch g = projection(&l.alignment, routes, &p->w13, &p->w13_lora,
-                                     &plan->projection[0], plan->near_elements);
+  moelora_gemm_launch g =
+      projection(&l.alignment, routes, &p->w13, &p->w13_lora, &plan->projection[0]);
   g.tokens.x = p->x;
   g.tokens.stride = p->x_stride;
   if (plan->scales_x) {
@@ -333,8 +333,7 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
   MOELORA_TRY(project(&g, plan->variant, &plan->projection[0], &plan->shrink[0], routes, l.xa13,
                       &l.x_fp8, exec));
 
-  g = projection(&l.alignment, routes, &p->w2, &p->w2_lora, &plan->projection[1],
-                 plan->near_elements);
+  g = projection(&l.alignment, routes, &p->w2, &p->w2_lora, &plan->projection[1]);
   g.schedule.tile_counter = l.alignment.tile_counters[1];
   g.tokens.x = l.h;
   g.tokens.stride = p->intermediate;
@@ -386,8 +385,7 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
       (const int32_t *)routes->topk_ids.data, (int32_t)routes->num_rows, routes->top_k,
       (uint16_t *)p->out, p->out_stride[0], p->out_stride[1], p->w.n));
 
-  moelora_gemm_launch g =
-      projection(&l.alignment, routes, &p->w, &p->lora, &plan->projection, plan->near_elements);
+  moelora_gemm_launch g = projection(&l.alignment, routes, &p->w, &p->lora, &plan->projection);
   g.tokens.x = p->x;
   g.tokens.stride = p->x_stride;
   g.tokens.divisor = moelora_divisor_of(p->x_per_row ? 1 : routes->top_k);

@@ -5,9 +5,8 @@
  * an accumulator of their own, rPartial, which is promoted: multiplied by the scales of weights and
  * tokens and added to rAcc in float32.
  *
- * Weights are tiles as moelora.h has them, tokens rows of e4m3 in the same order of columns. Both
- * are addressed as pairs of 16 bits, so that a stage of 128 of depth has 64 of these, as with other
- * formats: tokens.k and tokens.stride count pairs. */
+ * Weights are tiles as moelora.h has them, tokens rows of e4m3 in the same order of columns: 128 of
+ * depth are a row of 128 bytes of a stage, as 64 are of other formats. */
 #ifndef MOELORA_CUDA_SM90_FP8_CUH
 #define MOELORA_CUDA_SM90_FP8_CUH
 

@@ -55,7 +55,7 @@ template <class S> struct WithHalfTiles : S {
 /* Producer: token rows by cp.async. Threads have found rows for the scales that they copy; they
  * list them for those that copy the rows. */
 template <class S> struct ListedTokenRows {
-  using Rows = GatherShare<S::TOKENS, 4>;
+  using Rows = GatherShare<S::TOKENS, 4, kGatherers, S::Format::X_ELEMENTS / 8>;
   static constexpr int LIST_BYTES = sizeof(Fp8TokenMajorStorage<S>::rows);
   static_assert(Rows::STEP == kListedAtOnce, "a list of all that is read");
   Rows rows;
@@ -91,7 +91,9 @@ private:
       const int t = thread + i * kGatherers;
       const uint32_t row = scales.row[i];
       if (t * 4 < LIST_BYTES)
-        store_shared_4(sRows + t * 4, row == kNoRow ? kNoRow : row * (uint32_t)(tokens.stride / 8));
+        store_shared_4(
+            sRows + t * 4,
+            row == kNoRow ? kNoRow : row * (uint32_t)(tokens.stride / (S::Format::X_ELEMENTS / 8)));
     }
     warpgroup_sync<kGatherers>(kGatherBarrier);
   }
@@ -138,7 +140,7 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
   multiply_k_steps(float (&rAcc)[2][64], const moelora_gemm_launch &g, WarpContext<S> &warp) {
     constexpr int PAIRS = HALF ? 1 : 2; // of m64 tiles
     GemmPipeline<S> &pipeline = warp.pipeline;
-    const int k_steps = (g.tokens.k + kDepth - 1) / kDepth;
+    const int k_steps = (g.tokens.k + S::Format::X_ELEMENTS - 1) / S::Format::X_ELEMENTS;
     const ThreadPlace thread(warp.consumer);
     const uint32_t token_scale = quad_place(thread.token) * 4;
     int previous = 0;
@@ -204,7 +206,7 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
   /* The k steps of a consumer without tokens. Returns the last stage, which is not released. */
   static __device__ __forceinline__ int skip_k_steps(const moelora_gemm_launch &g,
                                                      GemmPipeline<S> &pipeline) {
-    const int k_steps = (g.tokens.k + kDepth - 1) / kDepth;
+    const int k_steps = (g.tokens.k + S::Format::X_ELEMENTS - 1) / S::Format::X_ELEMENTS;
     int previous = 0;
 #pragma unroll 1
     for (int step = 0; step < k_steps; step++) {

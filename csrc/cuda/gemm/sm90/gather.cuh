@@ -1,5 +1,5 @@
 /* Gathers rows of x into the stages of a Hopper kernel, wherever they lie: by cp.async of the
- * producer warps that issue no TMA, 64 of depth at a time. */
+ * producer warps that issue no TMA, 128 bytes of each at a time. */
 #ifndef MOELORA_CUDA_SM90_GATHER_CUH
 #define MOELORA_CUDA_SM90_GATHER_CUH
 
@@ -9,10 +9,14 @@ constexpr int kProducers = 128, kGatherers = 96; // threads of a producer warpgr
 
 constexpr uint32_t kNoRow = 0xffffffffu; // of a token past the end of its block
 
+/* Elements of x in the 16 bytes of a copy. */
+constexpr int kChunkElements = 8;
+
 /* A thread's share of a stage, where LANES threads copy a row: chunks `lane`, `lane` + LANES, ...
  * of token rows thread / LANES + STEP i, for lane = thread % LANES. Eight lanes read whole lines;
  * with four a thread has twice the chunks of half the rows, and computes half the addresses. */
-template <int TOKENS, int LANES, int GATHERERS = kGatherers> struct GatherShare {
+template <int TOKENS, int LANES, int GATHERERS = kGatherers, int CHUNK = kChunkElements>
+struct GatherShare {
   static constexpr int STEP = GATHERERS / LANES, ROWS = (TOKENS + STEP - 1) / STEP;
   static constexpr int CHUNKS = 8 / LANES, PLACES = STEP % 8 == 0 ? 1 : 2;
   static_assert(STEP % 4 == 0, "every other row has the same place in the swizzle");
@@ -31,10 +35,10 @@ template <int TOKENS, int LANES, int GATHERERS = kGatherers> struct GatherShare 
   /* From here on `copy` is about the rows in `token`. */
   __device__ __forceinline__ void begin(const moelora_tokens &tokens, int thread) {
     const int lane = thread % LANES;
-    left = tokens.k - lane * 8;
+    left = tokens.k - lane * CHUNK;
     gX = (const uint16_t *)tokens.x + (left > 0 ? lane * 8 : 0); // never past the end of x
   }
-  /* Copies the next 64 of depth; zeros past the end of the depth. */
+  /* Copies the next 128 bytes of each row; zeros past the end of the depth. */
   __device__ __forceinline__ void copy(uint32_t sX) {
     uint32_t at[CHUNKS][PLACES];
 #pragma unroll
@@ -52,17 +56,17 @@ template <int TOKENS, int LANES, int GATHERERS = kGatherers> struct GatherShare 
 #pragma unroll
         for (int j = 0; j < CHUNKS; j++)
           copy_async_16(at[j][i % PLACES] + i * STEP * kRowBytes, from + j * LANES * 8,
-                        left > j * LANES * 8 ? 16 : 0);
+                        left > j * LANES * CHUNK ? 16 : 0);
       }
-    gX += left > kDepth ? kDepth : 0;
-    left -= kDepth;
+    gX += left > 8 * CHUNK ? kDepth : 0;
+    left -= 8 * CHUNK;
   }
 };
 
 /* The same, with the rows of the next block in registers: they are found while stages are full. */
-template <int TOKENS, int LANES = 8, int GATHERERS = kGatherers>
-struct Gather : GatherShare<TOKENS, LANES, GATHERERS> {
-  using Share = GatherShare<TOKENS, LANES, GATHERERS>;
+template <int TOKENS, int LANES = 8, int GATHERERS = kGatherers, int CHUNK = kChunkElements>
+struct Gather : GatherShare<TOKENS, LANES, GATHERERS, CHUNK> {
+  using Share = GatherShare<TOKENS, LANES, GATHERERS, CHUNK>;
   using Share::token;
 
   uint32_t next[Share::ROWS]; // `token` of the next block
@@ -80,7 +84,8 @@ struct Gather : GatherShare<TOKENS, LANES, GATHERERS> {
     find_x_rows(blocks, tokens, next);
 #pragma unroll
     for (int i = 0; i < Share::ROWS; i++)
-      next[i] = first + Share::STEP * i < count ? next[i] * (uint32_t)(tokens.stride / 8) : kNoRow;
+      next[i] =
+          first + Share::STEP * i < count ? next[i] * (uint32_t)(tokens.stride / CHUNK) : kNoRow;
   }
 
   /* From here on `copy` is about the rows that were found. */

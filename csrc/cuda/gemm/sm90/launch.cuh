@@ -37,12 +37,14 @@ struct LaunchSm90 {
   template <class S>
   static moelora_status run_as(const moelora_gemm_launch *g, const moelora_projection_plan *plan,
                                const moelora_exec *exec) {
+    // Boxes are of 16-bit elements, or of pairs of e4m3.
+    constexpr int PAIR = 2 / FormatTraits<FORMAT>::X_BYTES;
     GemmMaps maps = {};
     if (FormatTraits<FORMAT>::IS_NATIVE)
       MOELORA_TRY(map_weights(g, BF16, &maps.w));
     if (g->tokens.divisor.value == 0)
-      MOELORA_TRY(map_positions(g, BF16, g->tokens.x, g->tokens.k, g->tokens.stride, S::BOX,
-                                S::REST_BOX, &maps.x));
+      MOELORA_TRY(map_positions(g, BF16, g->tokens.x, g->tokens.k / PAIR, g->tokens.stride / PAIR,
+                                S::BOX, S::REST_BOX, &maps.x));
     if (g->epilogue.out_by_position && !g->epilogue.out_f32)
       MOELORA_TRY(map_positions(g, BF16, g->epilogue.out, g->weights.n_out,
                                 g->epilogue.out_stride[0], kEpilogueTokens, S::REST_BOX,

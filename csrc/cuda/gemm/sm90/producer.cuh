@@ -74,7 +74,7 @@ __device__ __forceinline__ int rows_multiplied(const ClusterTile &tile, int coun
 
 /* Token rows by cp.async of the gather warps. */
 template <class S> struct TokenRows {
-  Gather<S::TOKENS, S::GATHER_LANES, S::GATHERERS> rows;
+  Gather<S::TOKENS, S::GATHER_LANES, S::GATHERERS, S::Format::X_ELEMENTS / 8> rows;
 
   __device__ __forceinline__ explicit TokenRows(int thread) : rows(thread) {}
 

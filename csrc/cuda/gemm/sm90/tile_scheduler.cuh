@@ -50,7 +50,8 @@ __device__ __forceinline__ ClusterTile tile_of_pair(const moelora_gemm_launch &g
 }
 
 template <class S> __device__ __forceinline__ int all_k_steps(const moelora_gemm_launch &g) {
-  return (g.tokens.k + S::SPANS * kDepth - 1) / (S::SPANS * kDepth);
+  constexpr int ELEMENTS = S::SPANS * S::Format::X_ELEMENTS;
+  return (g.tokens.k + ELEMENTS - 1) / ELEMENTS;
 }
 
 /* The k steps of a tile, of `all`: with split-K a part of them. */
