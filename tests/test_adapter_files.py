@@ -68,7 +68,7 @@ def test_shards(tmp_path, ending, with_index):
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ("{", "is not an index of shards"),
+        ("{", "is not JSON"),
         ('{"weight_map": {"a": "../other"}}', r"names '../other', wanted a file of its folder"),
         ('{"weight_map": {"a": 3}}', r"names 3, wanted a file of its folder"),
         ('{"weight_map": {}}', "names no files"),

@@ -251,5 +251,5 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
     return launch_##FORMAT(params, work, exec, fits);
 #include "cuda/variants.inc"
   }
-  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s is no whole layer", plan->variant->name);
+  return moelora_no_kernel(plan->variant->name, "is no whole layer");
 }

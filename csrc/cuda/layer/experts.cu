@@ -157,7 +157,7 @@ moelora_status launch_gemm(const moelora_gemm_launch *g, const moelora_variant *
     return moelora_cuda_gemm_##FAMILY##_##FORMAT(g, variant, plan, exec);
 #include "cuda/variants.inc"
   }
-  return moelora_fail(MOELORA_UNSUPPORTED, "variant %s is no projection", variant->name);
+  return moelora_no_kernel(variant->name, "is no projection");
 }
 
 /* x of a projection whose weights want it in FP8. */

@@ -200,7 +200,7 @@ moelora_status launch_unpack(const moelora_quantized_problem *p, bool vectors,
                 : launch_grid<unpack_quantized<FORMAT, T, false>, moelora_quantized_problem>;
     return launch("unpack_quantized", work, UNPACK_THREADS, exec, *p);
   }
-  return moelora_fail(MOELORA_UNSUPPORTED, "not a format of four bits");
+  return moelora_no_kernel("unpack_quantized", "has no such format");
 }
 
 } // namespace
@@ -235,6 +235,7 @@ extern "C" moelora_status moelora_cuda_unpack_quantized(const moelora_quantized_
                  : launch_unpack<MOELORA_KERNEL_##NAME, __half>)(p, vectors, exec);
 #include "formats.inc"
   default:
-    return moelora_fail(MOELORA_UNSUPPORTED, "not a format");
+    break;
   }
+  return moelora_no_kernel("unpack_quantized", "has no such format");
 }
