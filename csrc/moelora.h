@@ -206,17 +206,19 @@ typedef enum moelora_row_order {
  * of operand A of mma.m16n8k16 and of wgmma:
  *
  *   values [4 warps][32 lanes][4 slabs of k16] uint32
- *   scales [4 warps][8][2 rows][G]              uint8 (MXFP4) or 16 bits (INT4)
+ *   scales [4 warps][8][2 rows][G]              uint8 (MXFP4, NVFP4) or 16 bits (INT4)
  *   zeros  [4 warps][8][2 rows][G]              uint8 (ZP)
+ *   scale  [4] float32                          of the tile, 0, 0, 0 (NVFP4)
  *
  * Lane t of warp w has rows r = 16 w + t / 4 and r + 8. Of its word for slab s, numbers i of the
  * low and of the high half are register a_i of that instruction: columns c and c + 1 = 16 s + 2
  * (t % 4) of r (i = 0) and of r + 8 (i = 1), columns c + 8 and c + 9 of r (i = 2) and of r + 8 (i =
- * 3). Number i of INT4 is nibble i of its half; sign, exponent and mantissa of those of MXFP4 are
+ * 3). Number i of INT4 is nibble i of its half; sign, exponent and mantissa of those of e2m1 are
  * bits 15, 8, 7, 6 (i = 0); 12, 5, 4, 3; 9, 2, 1, 0; 13, 11, 10, 14 (i = 3). Scales of r and r + 8
- * are at [w][r % 8]; G is 2 for groups of 32, else 1. What a scale means depends on the dtype of
- * the activations: for bf16 an MXFP4 scale 2^(s - 127) is the byte s + 126, for fp16 s - 98, 0 if s
- * is less; an INT4 scale is rounded to it.
+ * are at [w][r % 8]; G is 4 for groups of 16, 2 for groups of 32, else 1. What a scale means depends
+ * on the dtype of the activations: for bf16 an MXFP4 scale 2^(s - 127) is the byte s + 126, for fp16
+ * s - 98, 0 if s is less; an INT4 scale is rounded to it. An NVFP4 scale has five bits of exponent,
+ * of which 22 is 2^0, and three of mantissa; where it is 0, values are.
  *
  * Tiles of FP8 are 64 rows by 128 of depth, rows of 128 bytes as TMA's 128-byte swizzle lays them:
  *
@@ -239,8 +241,10 @@ typedef struct moelora_layout {
 int32_t moelora_tile_bytes(moelora_format format);
 
 /* Quantised numbers as checkpoints have them: values [E, N, K/2] uint8, the even column in the low
- * nibble; scales [E, N, K/group], uint8 e8m0 (MXFP4) or float32, bf16 or fp16 (INT4); zeros,
- * of the ZP formats, [E, N, K/group] uint8. A group is 32 (MXFP4 and G32), a multiple of 64, or K.
+ * nibble; scales [E, N, K/group], uint8 e8m0 (MXFP4) or e4m3 (NVFP4), or float32, bf16 or fp16
+ * (INT4); zeros, of the ZP formats, [E, N, K/group] uint8; tensor_scales, of NVFP4, [E, 1] float32,
+ * or [E, 2] of gate and of up rows. A group is 16 (NVFP4), 32 (MXFP4 and G32), a multiple of 64, or
+ * K.
  *
  * Of FP8: values [E, N, K] uint8 of e4m3; scales [E, N/block_rows, K/block_columns] float32, both
  * rounded up: that of number (n, k) is [n / block_rows, k / block_columns]. Columns of a block are
@@ -248,13 +252,13 @@ int32_t moelora_tile_bytes(moelora_format format);
  * where block_rows is 1, they have equal scales, of which the first counts.
  */
 typedef struct moelora_quantized {
-  moelora_tensor values, scales, zeros;
+  moelora_tensor values, scales, zeros, tensor_scales;
   int64_t block_rows, block_columns; /* of FP8; else 0 */
 } moelora_quantized;
 
 /* Brings them into tiles [E, tiles of rows, tiles of depth, bytes of a tile] uint8, for activations
  * of `dtype`, bf16 or fp16. Nobody looks here for what must not be there: MXFP4 scales above 2, NaN
- * among them; INT4 scales that are not finite or beyond 65504 of either sign; of FP8 a NaN, or a
+ * among them; NVFP4 scales that are NaN or negative, and tensors' that are not finite; INT4 scales that are not finite or beyond 65504 of either sign; of FP8 a NaN, or a
  * scale that is not finite or beyond 255 of either sign. */
 moelora_status moelora_pack_quantized(const moelora_quantized *w, const moelora_layout *layout,
                                       moelora_dtype dtype, const moelora_tensor *tiles,

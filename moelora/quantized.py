@@ -25,9 +25,9 @@ FIELDS = ("format", "order", "rows", "columns", "group_size", "dtype", "x_format
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeights(FromFP8):
-    """Expert weights of four bits, MXFP4 or INT4 with groups of columns, or of eight: FP8.
+    """Expert weights of four bits, MXFP4, NVFP4 or INT4 with groups of columns, or of eight: FP8.
 
-    Made by `from_mxfp4`, `from_gptq`, `from_awq`, `from_compressed_tensors`, `from_fp8_block`,
+    Made by `from_mxfp4`, `from_nvfp4`, `from_gptq`, `from_awq`, `from_compressed_tensors`, `from_fp8_block`,
     `from_fp8_channel` and `from_fp8_tensor` from what checkpoints hold; accepted wherever `w13`,
     `w2` or `w` is. On a CPU a call gives the bits that it would with `unpack()`, from a quarter or
     half of the memory, unless activations become FP8 too.
@@ -36,8 +36,9 @@ class QuantizedWeights(FromFP8):
     ----------
     data : Tensor, shape (E, tiles of rows, tiles of depth, bytes of a tile), uint8
         Tiles of 64 rows by 64 columns (FP8: 128), values before their scales.
-    format : {"mxfp4", "int4", "fp8"}
-        What a number is: e2m1; unsigned, of four bits, minus 8 or minus its zero point; e4m3.
+    format : {"mxfp4", "nvfp4", "int4", "fp8"}
+        What a number is: e2m1, with scales that are powers of two or e4m3; unsigned, of four bits,
+        minus 8 or minus its zero point; e4m3.
     group_size : int
         Columns that share a scale.
     has_zeros : bool
@@ -93,6 +94,8 @@ class QuantizedWeights(FromFP8):
         if self.format == "fp8":
             narrow = self.group_size % 128 != 0 and self.group_size < self.shape[2]
             return 64 if narrow and not self.row_scales else 128
+        if self.format == "nvfp4":
+            return readers.NVFP4_BLOCK
         return 32 if self.group_size == 32 else 64
 
     def to(self, device: torch.device | str) -> QuantizedWeights:
@@ -231,6 +234,56 @@ class QuantizedWeights(FromFP8):
         OCP Microscaling Formats (MX) Specification, version 1.0, 2023.
         """
         return _pack(cls, readers.mxfp4(blocks, scales), gate_up, dtype)
+
+    @classmethod
+    @typed
+    def from_nvfp4(
+        cls,
+        weight: PerExpert,
+        weight_scale: PerExpert,
+        weight_scale_2: PerExpert | None = None,
+        weight_global_scale: PerExpert | None = None,
+        *,
+        gate_up: GateUp | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> QuantizedWeights:
+        """NVFP4 (W4A16): `value = e2m1 * weight_scale * weight_scale_2`.
+
+        Experts are brought into tiles one by one: beside the checkpoint's tensors and the result
+        there is never more than one expert.
+
+        Parameters
+        ----------
+        weight : Tensor, shape (E, N, K / 2), uint8, or one for each expert
+            Two numbers of a row in each byte, the even column in the low nibble; `weight_packed` of
+            compressed-tensors.
+        weight_scale : Tensor, shape (E, N, K / 16), float8_e4m3fn or uint8, or one for each expert
+            Scales of 16 columns of a row; not negative.
+        weight_scale_2 : Tensor, shape (E,) or (E, 2), float32, or one for each expert
+            Scale of an expert's tensor, or of its gate and its up rows, as ModelOpt has it.
+        weight_global_scale : Tensor, shape (E,) or (E, 2), float32, or one for each expert
+            The same as compressed-tensors has it, which divides: `1 / weight_scale_2`. One of both
+            must be there.
+        gate_up, dtype
+            As of `from_mxfp4`. On a GPU products lack `weight_scale_2` up to the end of their sum,
+            and all numbers are exact.
+
+        Raises
+        ------
+        ValueError
+            A shape, a dtype or a scale is not as above.
+        TypeError
+            An argument is of another type than in the signature.
+        NotImplementedError
+            There is no kernel for this device.
+
+        Notes
+        -----
+        Layouts of NVIDIA's TensorRT Model Optimizer (`NVFP4QTensor`) and of the compressed-tensors
+        library ("nvfp4-pack-quantized"). Scales of activations are not used.
+        """
+        found = readers.nvfp4(weight, weight_scale, weight_scale_2, weight_global_scale, gate_up)
+        return _pack(cls, found, gate_up, dtype)
 
     @classmethod
     @typed
@@ -428,9 +481,11 @@ def _pack(
     layout = (*weights.layout[:2], COMPUTE_DTYPES.index(dtype), *checkpoint.block)
     for expert in range(experts):
         values, scales, zeros = checkpoint.read(expert)
-        zeros = values.new_empty(0) if zeros is None else zeros[None]
+        absent, of_tensor = values.new_empty(0), checkpoint.tensor_scales
+        zeros = absent if zeros is None else zeros[None]
+        of_tensor = absent if of_tensor is None else of_tensor[expert : expert + 1]
         op = operators.pack_quantized.default
-        tiles = run(op, values[None], scales[None], zeros, *layout)
+        tiles = run(op, values[None], scales[None], zeros, of_tensor, *layout)
         if expert == 0:
             data = tiles.new_empty(experts, *tiles.shape[1:])
         data[expert] = tiles[0]

@@ -15,9 +15,10 @@ from torch import Tensor
 
 PerExpert: TypeAlias = Tensor | Sequence[Tensor]
 Numbers: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
-Format: TypeAlias = Literal["mxfp4", "int4", "fp8"]  # of a number
+Format: TypeAlias = Literal["mxfp4", "nvfp4", "int4", "fp8"]  # of a number
 
 BLOCK = 32  # columns that share an MXFP4 scale
+NVFP4_BLOCK = 16  # that share one of NVFP4
 LARGEST_E8M0 = 128  # a scale of 2
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which column of eight each nibble of a word is
 ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # what is added to a stored zero
@@ -34,6 +35,7 @@ class Checkpoint:
     read: Callable[[int], Numbers]
     row_scales: bool = False  # of FP8, as `block`
     block: tuple[int, int] = (0, 0)
+    tensor_scales: Tensor | None = None  # of NVFP4: (E, 1) or (E, 2) float32
 
 
 class Stack:
@@ -149,6 +151,64 @@ def mxfp4(blocks: PerExpert, scales: PerExpert) -> Checkpoint:
         return blocks[expert].reshape(rows, columns // 2), bits, None
 
     return Checkpoint("mxfp4", (len(blocks), rows, columns), BLOCK, False, read)
+
+
+def nvfp4(
+    weight: PerExpert,
+    weight_scale: PerExpert,
+    weight_scale_2: PerExpert | None,
+    weight_global_scale: PerExpert | None,
+    gate_up: str | None,
+) -> Checkpoint:
+    values, scales = Stack("weight", weight), Stack("weight_scale", weight_scale)
+    rows, half = values.matrix("[N, K/2] for each expert")
+    columns = 2 * half
+    if columns % NVFP4_BLOCK:
+        values.fail(0, f"has {columns} columns (K)", f"a multiple of {NVFP4_BLOCK}")
+    values.check(values, (rows, half), torch.uint8)
+    wanted = rows, columns // NVFP4_BLOCK
+    scales.check(values, wanted, torch.uint8, torch.float8_e4m3fn)
+    given = {"weight_scale_2": weight_scale_2, "weight_global_scale": weight_global_scale}
+    there = {name: of for name, of in given.items() if of is not None}
+    if len(there) != 1:
+        got = "both are there" if there else "neither is there"
+        raise ValueError(f"{got}, expected one of weight_scale_2 and weight_global_scale")
+    ((name, of_tensors),) = there.items()
+    tensor_scales = _tensor_scales(Stack(name, of_tensors), values, 2 if gate_up else 1)
+    if name == "weight_global_scale":
+        tensor_scales = 1 / tensor_scales
+
+    def read(expert: int) -> Numbers:
+        bits = scales[expert].view(torch.uint8)
+        largest = int(bits.max())
+        if largest >= 0x7F:
+            what = "NaN" if largest & 0x7F == 0x7F else "negative"
+            scales.fail(expert, f"has the e4m3 byte {largest}, {what}", "scales of 0 to 448")
+        return values[expert], bits, None
+
+    shape = len(values), rows, columns
+    return Checkpoint(
+        "nvfp4", shape, NVFP4_BLOCK, False, read, tensor_scales=tensor_scales.contiguous()
+    )
+
+
+def _tensor_scales(scales: Stack, values: Stack, halves: int) -> Tensor:
+    """(E, 1) or (E, 2) float32 above 0, of numbers or vectors for each expert."""
+    if len(scales) != len(values):
+        got = f"{scales.name} has {len(scales)} experts"
+        raise ValueError(f"{got}, expected {len(values)} as {values.name}")
+    found = []
+    for expert in range(len(scales)):
+        scale = scales[expert]
+        if scale.numel() not in (1, halves) or scale.dtype != torch.float32:
+            got = f"has shape {tuple(scale.shape)} and dtype {str(scale.dtype)[6:]}"
+            wanted = "a float32" + (", or two of gate and up" if halves == 2 else "")
+            scales.fail(expert, got, wanted)
+        if not (scale.isfinite() & (scale > 0)).all():
+            scales.fail(expert, f"is {scale.flatten().tolist()}", "finite numbers above 0")
+        found.append(scale.flatten())
+    counts = {scale.numel() for scale in found}
+    return torch.stack([scale.expand(max(counts)) for scale in found]).to(values[0].device)
 
 
 def gptq(

@@ -40,6 +40,7 @@ class Format:
 
 FORMATS = {
     "mxfp4": Format("mxfp4", 32),
+    "nvfp4": Format("nvfp4", 16),
     "int4_g32": Format("int4", 32),
     "int4_g64_zp": Format("int4", 64, zeros=True),
     "int4_g32_zp": Format("int4", 32, zeros=True),
@@ -68,16 +69,23 @@ class Numbers:
     """Quantised numbers by rows: what every checkpoint says in its own order."""
 
     q: Tensor  # (E, N, K) int64, 0 to 15
-    scales: Tensor  # (E, N, K / group): e8m0 bytes (MXFP4), or float32 that bfloat16 has, too
+    scales: Tensor  # (E, N, K / group): e8m0 (MXFP4), e4m3, or float32 that bfloat16 has, too
     zeros: Tensor | None  # (E, N, K / group) int64
     format: Format
+    of_tensor: Tensor | None = None  # NVFP4: (E, 1), or (E, 2) of the halves of the rows
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """In float64, rounded once. INT4 scales are those of the dtype."""
+        """In float64, rounded once. INT4 scales are those of the dtype; NVFP4's numbers are rounded
+        to float32 before."""
         columns = self.q.size(2)
         spread = columns // self.scales.size(2)
         if self.format.name == "mxfp4":
             values, scales = E2M1.double()[self.q], torch.exp2(self.scales.double() - 127)
+        elif self.format.name == "nvfp4":
+            halves = self.of_tensor.size(1)
+            of_rows = self.of_tensor.repeat_interleave(self.q.size(1) // halves, 1)[..., None]
+            numbers = E2M1[self.q] * self.scales.float().repeat_interleave(spread, 2)
+            return (numbers * of_rows).to(dtype)
         else:
             zeros = 8 if self.zeros is None else self.zeros.repeat_interleave(spread, 2)
             values, scales = (self.q - zeros).double(), self.scales.to(dtype).double()
@@ -87,6 +95,10 @@ class Numbers:
         if self.format.name == "mxfp4":
             return QuantizedWeights.from_mxfp4(
                 by_bytes(self.q), self.scales, gate_up=gate_up, dtype=dtype
+            )
+        if self.format.name == "nvfp4":
+            return QuantizedWeights.from_nvfp4(
+                by_bytes(self.q), self.scales, self.of_tensor, gate_up=gate_up, dtype=dtype
             )
         zeros = None if self.zeros is None else by_words(self.zeros.transpose(1, 2), pad=True)
         return QuantizedWeights.from_compressed_tensors(
@@ -185,6 +197,14 @@ def quantise(w: Tensor, format: Format, seed: int = 0, halves: bool = False) -> 
         between = (E2M1[1:8] + E2M1[:7]) / 2
         q = torch.bucketize(scaled.abs(), between) | (scaled < 0).long() << 3
         return Numbers(q.flatten(2), (exponents + 127).to(torch.uint8), None, format)
+    if format.name == "nvfp4":
+        # The largest scale of a tensor is 448; tensors of experts differ.
+        of_tensor = (largest.flatten(1).amax(1) / (6 * 448))[:, None].float()
+        scales = (largest / 6 / of_tensor[..., None]).to(torch.float8_e4m3fn)
+        unit = (scales.float() * of_tensor[..., None]).clamp(min=2.0**-60)[..., None]
+        between = (E2M1[1:8] + E2M1[:7]) / 2
+        q = torch.bucketize((groups / unit).abs(), between) | (groups < 0).long() << 3
+        return Numbers(q.flatten(2), scales, None, format, of_tensor)
     scales = (largest / 7).bfloat16().float()
     shift = 8
     zeros = None

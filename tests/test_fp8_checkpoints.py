@@ -173,7 +173,8 @@ BAD = [
 ])  # fmt: skip
 def test_bad_arguments_of_packing(arguments, message):
     good = {"values": ONES.view(torch.uint8), "scales": torch.ones(2, 1, 1)}
-    good |= {"zeros": torch.empty(0), "format": 6, "order": 0, "dtype": 0}
+    absent = torch.empty(0)
+    good |= {"zeros": absent, "tensor_scales": absent, "format": 6, "order": 0, "dtype": 0}
     if arguments.get("block_rows") == 32:
         good["scales"] = torch.ones(2, 2, 1)
     with pytest.raises(RuntimeError, match=message):

@@ -22,7 +22,7 @@ from moelora import QuantizedWeights
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 every_device = pytest.mark.parametrize("device, dtype", DEVICES_AND_DTYPES)
 every_format = pytest.mark.parametrize("name", FORMATS)
-every_int4 = pytest.mark.parametrize("name", [name for name in FORMATS if name != "mxfp4"])
+every_int4 = pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("int4")])
 GATE_UP = (None, "concatenated", "interleaved")
 
 
@@ -39,17 +39,28 @@ NIBBLES = [range(4 * i, 4 * i + 4) for i in range(4)]
 E2M1 = [(6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (14, 10, 11, 13)]
 
 
+def e5m3(scale: torch.Tensor) -> int:
+    """Five bits of exponent, 22 is 2^0, and three of mantissa."""
+    mantissa, exponent = numpy.frexp(float(scale))
+    return int((exponent - 1 + 22) * 8 + (2 * mantissa - 1) * 8) if mantissa else 0
+
+
 def tiles_of(numbers: Numbers, gate_up: str | None, dtype: torch.dtype) -> torch.Tensor:
     """Tiles made number by number, as csrc/moelora.h describes them."""
     experts, rows, columns = numbers.q.shape
-    mxfp4, zeros = numbers.format.name == "mxfp4", numbers.zeros
+    form, zeros = numbers.format.name, numbers.zeros
     group = columns // numbers.scales.size(2)
-    groups = 2 if group == 32 else 1
+    groups = {16: 4, 32: 2}.get(group, 1)
     half = -(-rows // 2 // 64)
     row_tiles = -(-rows // 64) if gate_up is None else 2 * half
-    scale_bytes = 1 if mxfp4 else 2
+    scale_bytes = 1 if form in ("mxfp4", "nvfp4") else 2
     size = 2048 + 64 * groups * (scale_bytes + (zeros is not None))
-    data = torch.zeros(experts, row_tiles, -(-columns // 64), size, dtype=torch.uint8)
+    data = torch.zeros(
+        experts, row_tiles, -(-columns // 64), size + 16 * (form == "nvfp4"), dtype=torch.uint8
+    )
+    if form == "nvfp4":
+        of_tensor = numbers.of_tensor.repeat_interleave(row_tiles // numbers.of_tensor.size(1), 1)
+        data[..., -16:-12] = of_tensor[..., None].view(torch.uint8)[:, :, None]
 
     def place(n: int) -> tuple[int, int]:
         if gate_up is None:
@@ -67,13 +78,15 @@ def tiles_of(numbers: Numbers, gate_up: str | None, dtype: torch.dtype) -> torch
                 lane = 4 * lane_row + pair
                 first = ((warp * 32 + lane) * 4 + slab) * 4 + 2 * (c % 2)
                 number = lower + 2 * (c % 16 // 8)
-                for bit, at in enumerate((E2M1 if mxfp4 else NIBBLES)[number]):
+                for bit, at in enumerate((NIBBLES if form == "int4" else E2M1)[number]):
                     tile[first + at // 8] |= (int(numbers.q[e, n, k]) >> bit & 1) << at % 8
-            for k in range(0, columns, 32 if groups == 2 else 64):
-                tile, g = data[e, i, k // 64], k % 64 // 32
+            for k in range(0, columns, 64 // groups):
+                tile, g = data[e, i, k // 64], k % 64 * groups // 64
                 at = ((warp * 8 + lane_row) * 2 + lower) * groups + g
                 scale = numbers.scales[e, n, k // group]
-                if mxfp4:
+                if form == "nvfp4":
+                    tile[2048 + at] = e5m3(scale)
+                elif form == "mxfp4":
                     shift = 126 if dtype == torch.bfloat16 else -98
                     tile[2048 + at] = max(0, int(scale) + shift)
                 else:
@@ -115,6 +128,37 @@ def test_every_scale_of_mxfp4(dtype):
     q = torch.arange(32).remainder(16).view(1, 1, 32).expand(1, 129, 32)
     given = Numbers(q, scales, None, FORMATS["mxfp4"])
     assert same_bits(given.pack(dtype).unpack(), given.dequantised(dtype))
+
+
+@every_device
+def test_every_scale_of_nvfp4(device, dtype):
+    """All e4m3 scales from 0 to 448 with all 16 numbers; values of a scale of 0 are zeros."""
+    scales = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).view(1, 127, 1)
+    q = torch.arange(16).view(1, 1, 16).expand(1, 127, 16)
+    given = Numbers(q, scales, None, FORMATS["nvfp4"], torch.tensor([[0.0123]]))
+    weights = QuantizedWeights.from_nvfp4(
+        by_bytes(q).to(device), scales.to(device), given.of_tensor.to(device), dtype=dtype
+    )
+    unpacked = weights.unpack().cpu()
+    assert same_bits(unpacked[:, 1:], given.dequantised(dtype)[:, 1:])
+    assert not unpacked[:, 0].any()
+
+
+@pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])
+@every_device
+def test_scales_of_gate_and_of_up(device, dtype, gate_up):
+    """NVFP4: each half has the scale of its own tensor, given to multiply or to divide."""
+    given = numbers("nvfp4", (2, 72, 96))
+    halves = torch.tensor([[1.0, 0.5], [2.0, 8.0]])
+    blocks, scales = by_bytes(given.q).to(device), given.scales.to(device)
+    options = {"gate_up": gate_up, "dtype": dtype}
+    one = QuantizedWeights.from_nvfp4(blocks, scales, torch.ones(2).to(device), **options).unpack()
+    is_up = torch.arange(72) % 2 if gate_up == "interleaved" else torch.arange(72) // 36
+    want = one.cpu() * halves[:, is_up][..., None].to(dtype)
+    for names in ({"weight_scale_2": halves}, {"weight_global_scale": 1 / halves}):
+        (name, of), = names.items()
+        got = QuantizedWeights.from_nvfp4(blocks, scales, **{name: of.to(device)}, **options)
+        assert same_bits(got.unpack().cpu(), want)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -397,6 +441,11 @@ def some_bytes(*shape, value=0):
 
 GOOD = {
     "from_mxfp4": {"blocks": some_bytes(2, N, K // 2), "scales": some_bytes(2, N, 2, value=127)},
+    "from_nvfp4": {
+        "weight": some_bytes(2, N, K // 2),
+        "weight_scale": some_bytes(2, N, K // 16, value=56),
+        "weight_scale_2": torch.ones(2),
+    },
     "from_gptq": {
         "qweight": words(2, K // 8, N),
         "scales": torch.ones(2, 1, N),
@@ -442,6 +491,17 @@ BAD = [
         {"blocks": some_bytes(2, 15, 32), "scales": some_bytes(2, 15, 2), "gate_up": "interleaved"},
         "there are 15 rows",
     ),
+    ("from_nvfp4", {"weight": some_bytes(2, N, 20)}, "weight has 40 columns .*, expected a mul"),
+    ("from_nvfp4", {"weight": words(2, N, K // 2)}, "weight has dtype int32, expected uint8"),
+    ("from_nvfp4", {"weight_scale": some_bytes(2, N, 2)}, "weight_scale has shape"),
+    ("from_nvfp4", {"weight_scale": some_bytes(2, N, 4, value=127)}, "e4m3 byte 127, NaN, exp"),
+    ("from_nvfp4", {"weight_scale": some_bytes(2, N, 4, value=130)}, "e4m3 byte 130, negative"),
+    ("from_nvfp4", {"weight_scale_2": None}, "neither is there, expected one of weight_scale_2"),
+    ("from_nvfp4", {"weight_global_scale": torch.ones(2)}, "both are there, expected one of"),
+    ("from_nvfp4", {"weight_scale_2": torch.ones(3)}, "weight_scale_2 has 3 experts, expected 2"),
+    ("from_nvfp4", {"weight_scale_2": torch.ones(2, 2)}, "weight_scale_2 has shape"),
+    ("from_nvfp4", {"weight_scale_2": torch.tensor([1, INF])}, r"weight_scale_2 is \[inf\], exp"),
+    ("from_nvfp4", {"weight_scale_2": torch.tensor([1.0, 0.0])}, "expected finite numbers above 0"),
     ("from_gptq", {"bits": 8}, "bits is 8, expected 4"),
     ("from_gptq", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', expected"),
     ("from_gptq", {"qweight": words(2, K)}, "qweight has shape"),
@@ -481,10 +541,13 @@ def test_arguments_of_other_types():
         QuantizedWeights.from_gptq(GOOD["from_gptq"]["qweight"], 3)
 
 
-def pack(values, scales, zeros=None, format=2, order=0, dtype=0):
+def pack(values, scales, zeros=None, tensor_scales=None, format=2, order=0, dtype=0):
     absent = torch.empty(0)
-    zeros = absent if zeros is None else zeros
-    return torch.ops.moelora.pack_quantized(values, scales, zeros, format, order, dtype)
+    given = [absent if t is None else t for t in (zeros, tensor_scales)]
+    return torch.ops.moelora.pack_quantized(values, scales, *given, format, order, dtype)
+
+
+NVFP4 = {"format": 9, "scales": some_bytes(2, N, 4)}
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -498,10 +561,17 @@ def pack(values, scales, zeros=None, format=2, order=0, dtype=0):
     ({"scales": torch.ones(2, N, 2), "format": 1}, "scales has dtype float32, expected uint8"),
     ({"zeros": some_bytes(2, N, 1)}, r"zeros is there, but INT4 has none"),
     ({"format": 4}, "zeros is absent"),
+    ({"tensor_scales": torch.ones(2, 1)}, "tensor_scales is there, but INT4 has none"),
+    (NVFP4, "tensor_scales is absent"),
+    ({**NVFP4, "scales": some_bytes(2, N, 2)}, "expected a scale for every 16 columns"),
+    ({**NVFP4, "scales": torch.ones(2, N, 4)}, "scales has dtype float32, expected uint8"),
+    ({**NVFP4, "tensor_scales": torch.ones(2, 2)}, r"tensor_scales.size\(1\) is 2, expected 1$"),
+    ({**NVFP4, "tensor_scales": torch.ones(2, 3), "order": 1}, "expected 1, or 2 for gate and up"),
+    ({**NVFP4, "tensor_scales": torch.ones(3, 1)}, r"tensor_scales.size\(0\) is 3"),
     ({"zeros": some_bytes(2, N, 2), "format": 4}, r"zeros.size\(2\) is 2, scales.size\(2\) is 1"),
     ({"zeros": torch.ones(2, N, 1), "format": 4}, "zeros has dtype float32, expected uint8"),
     ({"format": 0}, "layout.format is native, expected another"),
-    ({"format": 9}, "layout.format is 9"),
+    ({"format": 10}, "layout.format is 10"),
     ({"order": 3}, "layout.order is 3"),
     ({"dtype": 2}, r"dtype is 2, must be 0 \(bfloat16\) or 1"),
     ({"values": some_bytes(2, 15, 32), "scales": torch.ones(2, 15, 1), "order": 1}, "rows is 15"),
@@ -519,7 +589,7 @@ def test_bad_arguments_of_packing(arguments, message):
     ((some_bytes(2, 1, 1, 2176), 1, 0, 64, 65, 0), r"columns is 65, expected 1 to tiles.size\(2\)"),
     ((some_bytes(2, 2, 1, 2176), 1, 0, 64, 64, 0), r"tiles.size\(1\) is 2, expected 1 tiles"),
     ((some_bytes(2, 1, 1, 2176), 1, 1, 64, 64, 0), r"tiles.size\(1\) is 1, expected 2 tiles"),
-    ((some_bytes(2, 1, 1, 2176), 9, 0, 64, 64, 0), "layout.format is 9"),
+    ((some_bytes(2, 1, 1, 2176), 10, 0, 64, 64, 0), "layout.format is 10"),
 ])  # fmt: skip
 def test_bad_arguments_of_unpacking(arguments, message):
     with pytest.raises(RuntimeError, match=message):

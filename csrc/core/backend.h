@@ -238,7 +238,8 @@ typedef struct moelora_quantized_problem {
   const uint8_t *values; /* [E, n, k / 2], rows contiguous */
   const void *scales;    /* [E, n, k / group] of scale_dtype, rows contiguous */
   const uint8_t *zeros;  /* as scales; NULL: none */
-  int64_t values_stride[2], scales_stride[2], zeros_stride[2];
+  const float *tensor_scales; /* [E, 2], of tiles before w.half_tiles and of the others; NULL: none */
+  int64_t values_stride[2], scales_stride[2], zeros_stride[2], tensor_scales_stride[2];
   moelora_dtype scale_dtype;
   int64_t group;
   /* FP8: values [E, n, k]; scales [E, n / block_rows, k / block_columns] float32 */

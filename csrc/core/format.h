@@ -30,6 +30,7 @@ typedef enum moelora_values {
 typedef enum moelora_scale {
   MOELORA_SCALE_NONE,
   MOELORA_SCALE_E8M0,    /* a byte, an exponent */
+  MOELORA_SCALE_E4M3,    /* a byte, and a float32 of the tile */
   MOELORA_SCALE_X_DTYPE, /* two bytes, of the dtype of x */
   MOELORA_SCALE_F32,
 } moelora_scale;
@@ -81,6 +82,15 @@ static MOELORA_CONSTEXPR bool moelora_has_e8m0_scales(moelora_format format) {
   return false
 #define MOELORA_FORMAT_OF(KERNEL, NAME, TEXT, VALUES, ROWS, COLUMNS, SCALE, ...)                   \
   MOELORA_WHERE(MOELORA_SCALE_##SCALE == MOELORA_SCALE_E8M0, NAME)
+#include "formats.inc"
+      ;
+}
+
+/* Whether scales are e4m3, in a byte, and a tile has a float32 scale of its own beside them. */
+static MOELORA_CONSTEXPR bool moelora_has_tile_scale(moelora_format format) {
+  return false
+#define MOELORA_FORMAT_OF(KERNEL, NAME, TEXT, VALUES, ROWS, COLUMNS, SCALE, ...)                   \
+  MOELORA_WHERE(MOELORA_SCALE_##SCALE == MOELORA_SCALE_E4M3, NAME)
 #include "formats.inc"
       ;
 }
@@ -233,7 +243,14 @@ static MOELORA_CONSTEXPR int32_t moelora_tile_groups(moelora_format format) {
 
 /* And the bytes of one. */
 static MOELORA_CONSTEXPR int32_t moelora_scale_bytes(moelora_format format) {
-  return moelora_has_e8m0_scales(format) ? 1 : 2;
+  return moelora_has_e8m0_scales(format) || moelora_has_tile_scale(format) ? 1 : 2;
+}
+
+/* Bytes from the start of a tile of four bits to its own scale, where it has one; those of values,
+ * scales and zeros. */
+static MOELORA_CONSTEXPR int32_t moelora_tile_scale_offset(moelora_format format) {
+  return MOELORA_TILE_VALUES + 64 * moelora_tile_groups(format) *
+                                   (moelora_scale_bytes(format) + (moelora_has_zeros(format) ? 1 : 0));
 }
 
 /* Of FP8: four scales, of which two halves of the depth have one each, or one of each row. */
@@ -244,9 +261,8 @@ static MOELORA_CONSTEXPR int32_t moelora_fp8_tile_size(moelora_format format) {
 static MOELORA_CONSTEXPR int32_t moelora_tile_size(moelora_format format) {
   return !moelora_is_quantized(format) ? 0
          : moelora_is_fp8(format) ? moelora_fp8_tile_size(format)
-                                  : MOELORA_TILE_VALUES + 64 * moelora_tile_groups(format) *
-                                                              (moelora_scale_bytes(format) +
-                                                               (moelora_has_zeros(format) ? 1 : 0));
+                                  : moelora_tile_scale_offset(format) +
+                                        (moelora_has_tile_scale(format) ? 16 : 0);
 }
 
 /* Bytes from the start of a tile to the 64 that rows r and r + 8 share, where r / 8 is even. */
@@ -277,8 +293,17 @@ static MOELORA_CONSTEXPR int32_t moelora_scale_index(int32_t groups, int32_t r, 
   return (r / 16 * 8 + r % 8) * 2 * groups + r / 8 % 2 * groups + g;
 }
 
-/* Four nibbles of e2m1 in each half of a word, to the order of bits that MXFP4 tiles have
- * (moelora.h). */
+/* A positive e4m3 scale as tiles have it: five bits of exponent, of which 22 is 2^0, and three of
+ * mantissa, so that no number but 0 is subnormal. */
+static MOELORA_CONSTEXPR uint8_t moelora_e5m3_of_e4m3(uint8_t scale) {
+  return (uint8_t)(scale >= 8   ? scale + 120
+                   : scale >= 4 ? 120 + (scale - 4) * 2
+                   : scale >= 2 ? 112 + (scale - 2) * 4
+                   : scale      ? 104
+                                : 0);
+}
+
+/* Four nibbles of e2m1 in each half of a word, to the order of bits that tiles have (moelora.h). */
 static MOELORA_CONSTEXPR uint32_t moelora_spread_e2m1(uint32_t nibbles) {
   return (nibbles << 12 & 0x80008000u) | (nibbles << 6 & 0x01c001c0u) |
          (nibbles << 5 & 0x10001000u) | (nibbles >> 1 & 0x00380038u) |

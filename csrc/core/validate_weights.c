@@ -268,7 +268,7 @@ static moelora_status check_nibbles(const moelora_quantized *w, const moelora_la
                   (long long)w->block_rows, (long long)w->block_columns,
                   moelora_format_name(layout->format));
   MOELORA_TRY(check_groups(scales, values, w->values.size, problem->scales_stride));
-  if (moelora_has_e8m0_scales(layout->format))
+  if (moelora_scale_bytes(layout->format) == 1)
     MOELORA_TRY(moelora_check_dtype(scales, MOELORA_U8, NULL));
   else
     MOELORA_TRY(moelora_check_compute_dtype(scales));
@@ -286,6 +286,28 @@ static moelora_status check_nibbles(const moelora_quantized *w, const moelora_la
     MOELORA_TRY(moelora_check_size(zeros, 2, groups, moelora_size_of(scales, 2)));
     problem->zeros = w->zeros.data;
   }
+  return MOELORA_OK;
+}
+
+/* Of NVFP4: [E, 1], or [E, 2] where gate and up rows have tiles of their own. */
+static moelora_status check_tensor_scales(const moelora_quantized *w, const moelora_layout *layout,
+                                          moelora_arg values, moelora_quantized_problem *problem) {
+  const moelora_arg scales = MOELORA_ARG("tensor_scales", &w->tensor_scales);
+  const bool wanted = moelora_has_tile_scale(layout->format);
+  MOELORA_REQUIRE(wanted || moelora_is_absent(scales.tensor), "%s is there, but %s has none",
+                  scales.name, moelora_format_name(layout->format));
+  if (!wanted)
+    return MOELORA_OK;
+  MOELORA_TRY(moelora_check_view(scales, 2, "[E, 1] or [E, 2]"));
+  MOELORA_TRY(moelora_check_dtype(scales, MOELORA_F32, NULL));
+  MOELORA_TRY(moelora_check_size(scales, 0, w->values.size[0], moelora_size_of(values, 0)));
+  const int64_t halves = w->tensor_scales.size[1];
+  MOELORA_REQUIRE(halves == 1 || (halves == 2 && layout->order != MOELORA_ROWS_PLAIN),
+                  "%s.size(1) is %lld, expected 1%s", scales.name, (long long)halves,
+                  layout->order == MOELORA_ROWS_PLAIN ? "" : ", or 2 for gate and up");
+  problem->tensor_scales = w->tensor_scales.data;
+  problem->tensor_scales_stride[0] = moelora_stride(&w->tensor_scales, 0);
+  problem->tensor_scales_stride[1] = halves == 2 ? moelora_stride(&w->tensor_scales, 1) : 0;
   return MOELORA_OK;
 }
 
@@ -351,13 +373,15 @@ moelora_status moelora_check_pack_quantized(const moelora_quantized *w,
   MOELORA_REQUIRE(moelora_has_zeros(layout->format) || moelora_is_absent(&w->zeros),
                   "%s is there, but %s has none", zeros.name, moelora_format_name(layout->format));
   MOELORA_TRY((fp8 ? check_blocks : check_nibbles)(w, layout, values, problem));
+  MOELORA_TRY(check_tensor_scales(w, layout, values, problem));
 
   moelora_source of_depth = moelora_size_of(values, 2);
   of_depth.scale = fp8 ? NULL : " * 2";
   MOELORA_TRY(
       check_quantised(layout, dtype, &out, w->values.size[2] * (fp8 ? 1 : 2), of_depth, problem));
   MOELORA_TRY(moelora_check_size(out, 0, w->values.size[0], moelora_size_of(values, 0)));
-  const moelora_arg inputs[] = {values, scales, zeros};
+  const moelora_arg inputs[] = {values, scales, zeros,
+                                MOELORA_ARG("tensor_scales", &w->tensor_scales)};
   for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++)
     MOELORA_TRY(moelora_check_disjoint(out, inputs[i]));
   problem->values = w->values.data;

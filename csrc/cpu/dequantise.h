@@ -8,14 +8,15 @@
  *   TYPE
  *   operand                what operand rows are made of
  *   table                  16 operands
- *   table_<TYPE>(values, zero, scale, exact)       (values[i] - zero) * scale, i < 16, rounded
- * where they are not `exact` already look_up(format, words, low, high, to_low, to_high)     64
- * columns of two rows e4m3_<TYPE>(first, second, scale, to)          32 columns of an FP8 row,
- * which are two chunks of it: rounded value scale
+ *   table_<TYPE>(values, zero, scale, of_tile, exact)    (values[i] - zero) * scale * of_tile for
+ *                          i < 16, rounded where they are not `exact` already
+ *   look_up(format, words, low, high, to_low, to_high)    64 columns of two rows
+ *   e4m3_<TYPE>(first, second, scale, to)    32 columns of an FP8 row, two chunks of it: value times
+ *                          scale, rounded
  *
  * Once those of MXFP4 are nibbles, byte b of word (q, s) of `words` [4 q][4 s][4 bytes] is column
- * 16 s + 2 q + (b / 2) + 8 (b % 2): its low nibble of the first row, to be looked up in low[s / 2],
- * its high nibble of the other, in high[s / 2]. */
+ * 16 s + 2 q + (b / 2) + 8 (b % 2): its low nibble of the first row, to be looked up in
+ * low[s G / 4] for G groups of a row, its high nibble of the other, in high[s G / 4]. */
 #ifndef MOELORA_CPU_DEQUANTISE_H
 #define MOELORA_CPU_DEQUANTISE_H
 
@@ -43,39 +44,45 @@ static const float nibble_values[2][16] = {
 
 #endif
 
-/* The table of a group whose scale and zero point these are. */
+/* What the scale of a group means. */
+static inline __attribute__((always_inline)) float OF_TYPE(scale)(const moelora_format format,
+                                                                  const uint8_t *scale) {
+  if (moelora_has_e8m0_scales(format))
+    return moelora_float((uint32_t)*scale << 23) * OF_TYPE(E8M0_UNIT);
+  if (moelora_has_tile_scale(format)) /* e5m3 */
+    return *scale ? moelora_float(((uint32_t)*scale + (127 - 22) * 8) << 20) : 0;
+  uint16_t bits;
+  memcpy(&bits, scale, sizeof bits);
+  return TO_F32(bits);
+}
+
+/* The table of a group of a tile whose scale and zero point these are. */
 static inline __attribute__((always_inline)) table OF_TYPE(group)(const moelora_format format,
+                                                                  const uint8_t *tile,
                                                                   const uint8_t *scale,
                                                                   const uint8_t *zero) {
-  const bool e8m0 = moelora_has_e8m0_scales(format);
-  uint16_t bits = 0;
-  memcpy(&bits, scale, (size_t)moelora_scale_bytes(format));
-  const float by = e8m0 ? moelora_float((uint32_t)*scale << 23) * OF_TYPE(E8M0_UNIT) : TO_F32(bits);
   const float from = moelora_has_zeros(format) ? *zero : moelora_is_int4(format) ? 8 : 0;
-  return OF_TYPE(table)(nibble_values[moelora_is_int4(format)], from, by,
-                        e8m0 && OF_TYPE(E8M0_EXACT));
+  float of_tile = 1;
+  if (moelora_has_tile_scale(format))
+    memcpy(&of_tile, tile + moelora_tile_scale_offset(format), sizeof of_tile);
+  return OF_TYPE(table)(nibble_values[moelora_is_int4(format)], from, OF_TYPE(scale)(format, scale),
+                        of_tile, moelora_has_e8m0_scales(format) && OF_TYPE(E8M0_EXACT));
 }
 
 /* Rows r and r + 8, of a format that the compiler knows. */
 static inline __attribute__((always_inline)) void
 OF_TYPE(dequantise_format)(const moelora_format format, const uint8_t *tile, int64_t stride,
                            int64_t tiles, int32_t r, int64_t ahead, operand *low, operand *high) {
-  const int groups = moelora_tile_groups(format), second = groups - 1;
+  const int groups = moelora_tile_groups(format), bytes = moelora_scale_bytes(format);
   const int64_t words = moelora_words_offset(r), place = moelora_scale_index(groups, r, 0);
-  const int64_t scales = MOELORA_TILE_VALUES + place * moelora_scale_bytes(format);
-  const int64_t zeros = MOELORA_TILE_VALUES + 64 * groups * moelora_scale_bytes(format) + place;
+  const int64_t scales = MOELORA_TILE_VALUES + place * bytes;
+  const int64_t zeros = MOELORA_TILE_VALUES + 64 * groups * bytes + place;
   for (int64_t i = 0; i < tiles; i++, tile += stride, low += 64, high += 64) {
-    const uint8_t *scale = tile + scales, *zero = tile + zeros;
-    table tables[2][2];
+    table tables[2][4];
     __builtin_prefetch(tile + words + ahead, 0, 2);
-    for (int row = 0; row < 2; row++) {
-      const int at = row * groups;
-      tables[row][0] = OF_TYPE(group)(format, scale + at * moelora_scale_bytes(format), zero + at);
-      tables[row][1] = second
-                           ? OF_TYPE(group)(format, scale + (at + 1) * moelora_scale_bytes(format),
-                                            zero + at + 1)
-                           : tables[row][0];
-    }
+    for (int at = 0; at < 2 * groups; at++)
+      tables[at / groups][at % groups] =
+          OF_TYPE(group)(format, tile, tile + scales + at * bytes, tile + zeros + at);
     look_up(format, tile + words, tables[0], tables[1], low, high);
   }
 }

@@ -68,9 +68,11 @@ static inline __m256 rounded_f16(__m256 x) {
 }
 
 #define TABLE(TYPE)                                                                                \
-  static inline table table_##TYPE(const float *values, float zero, float scale, bool exact) {     \
-    const __m256 first = products(values, zero, scale);                                            \
-    const __m256 second = products(values + 8, zero, scale);                                       \
+  static inline table table_##TYPE(const float *values, float zero, float scale, float of_tile,    \
+                                   bool exact) {                                                   \
+    const __m256 by = _mm256_set1_ps(of_tile);                                                     \
+    const __m256 first = _mm256_mul_ps(products(values, zero, scale), by);                         \
+    const __m256 second = _mm256_mul_ps(products(values + 8, zero, scale), by);                    \
     return exact ? (table){first, second}                                                          \
                  : (table){rounded_##TYPE(first), rounded_##TYPE(second)};                         \
   }
@@ -124,7 +126,8 @@ static inline void look_up(moelora_format format, const uint8_t *words, const ta
                             _mm_unpacklo_epi64(b, d), _mm_unpackhi_epi64(b, d)};
   for (int s = 0; s < 4; s++) {
     const __m128i bytes = _mm_shuffle_epi8(slabs[s], columns);
-    const table *l = &low[s / 2], *h = &high[s / 2];
+    const int group = s * moelora_tile_groups(format) / 4;
+    const table *l = &low[group], *h = &high[group];
     look_up_8(bytes, l, h, to_low + 16 * s, to_high + 16 * s);
     look_up_8(_mm_srli_si128(bytes, 8), l, h, to_low + 16 * s + 8, to_high + 16 * s + 8);
   }

@@ -33,8 +33,10 @@ static inline __m512 to_f16(__m512 x) {
 }
 
 #define TABLE(TYPE)                                                                                \
-  static inline table table_##TYPE(const float *values, float zero, float scale, bool exact) {     \
-    const __m512 numbers = products(values, zero, scale);                                          \
+  static inline table table_##TYPE(const float *values, float zero, float scale, float of_tile,    \
+                                   bool exact) {                                                   \
+    const __m512 numbers =                                                                         \
+        _mm512_mul_ps(products(values, zero, scale), _mm512_set1_ps(of_tile));                     \
     return exact ? numbers : to_##TYPE(numbers);                                                   \
   }
 
@@ -61,10 +63,11 @@ static inline void look_up_16(__m128i bytes, table low, table high, operand *to_
 static inline void look_up(moelora_format format, const uint8_t *words, const table *low,
                            const table *high, operand *to_low, operand *to_high) {
   const __m512i bytes = by_columns(format, words);
+  const int groups = moelora_tile_groups(format), b = groups / 4, c = groups / 2, d = 3 * groups / 4;
   look_up_16(_mm512_castsi512_si128(bytes), low[0], high[0], to_low, to_high);
-  look_up_16(_mm512_extracti32x4_epi32(bytes, 1), low[0], high[0], to_low + 16, to_high + 16);
-  look_up_16(_mm512_extracti32x4_epi32(bytes, 2), low[1], high[1], to_low + 32, to_high + 32);
-  look_up_16(_mm512_extracti32x4_epi32(bytes, 3), low[1], high[1], to_low + 48, to_high + 48);
+  look_up_16(_mm512_extracti32x4_epi32(bytes, 1), low[b], high[b], to_low + 16, to_high + 16);
+  look_up_16(_mm512_extracti32x4_epi32(bytes, 2), low[c], high[c], to_low + 32, to_high + 32);
+  look_up_16(_mm512_extracti32x4_epi32(bytes, 3), low[d], high[d], to_low + 48, to_high + 48);
 }
 
 #define TYPE bf16

@@ -36,10 +36,11 @@ typedef struct table {
 } table;
 
 #define TABLE(TYPE)                                                                                \
-  static inline table table_##TYPE(const float *values, float zero, float scale, bool exact) {     \
+  static inline table table_##TYPE(const float *values, float zero, float scale, float of_tile,    \
+                                   bool exact) {                                                   \
     table made;                                                                                    \
     for (int i = 0; i < 16; i++)                                                                   \
-      made.of[i] = (values[i] - zero) * scale;                                                     \
+      made.of[i] = (values[i] - zero) * scale * of_tile;                                           \
     if (!exact)                                                                                    \
       round_##TYPE(made.of, made.of, 16);                                                          \
     return made;                                                                                   \
@@ -64,10 +65,11 @@ static inline void look_up_word(moelora_format format, const uint8_t *bytes, con
 
 static inline void look_up(moelora_format format, const uint8_t *words, const table *low,
                            const table *high, operand *to_low, operand *to_high) {
+  const int groups = moelora_tile_groups(format);
   for (int s = 0; s < 4; s++)
     for (int q = 0; q < 4; q++) {
-      const int column = 16 * s + 2 * q;
-      look_up_word(format, words + 16 * q + 4 * s, low[s / 2].of, high[s / 2].of, to_low + column,
+      const int column = 16 * s + 2 * q, group = s * groups / 4;
+      look_up_word(format, words + 16 * q + 4 * s, low[group].of, high[group].of, to_low + column,
                    to_high + column);
     }
 }

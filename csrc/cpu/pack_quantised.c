@@ -9,14 +9,22 @@
 
 /* ---- packing ---- */
 
-/* The 64 bytes of rows a and b, 8 apart, from 32 bytes of each; fewer where depth ends. NULL: a row
- * that is not there. */
-static void pack_words(const uint8_t *a, const uint8_t *b, int64_t bytes, uint8_t *words) {
-  uint8_t rows[2][32] = {{0}};
-  if (a)
-    memcpy(rows[0], a, (size_t)bytes);
-  if (b)
-    memcpy(rows[1], b, (size_t)bytes);
+/* The values of rows r and r + 8 as they are packed: zeros past the end of the depth, in a row that
+ * is not there (NULL), and in groups whose e4m3 scale is 0. */
+static void load_rows(const uint8_t *const *from, int64_t bytes, moelora_format format,
+                      const uint8_t *tile, int32_t r, uint8_t rows[2][32]) {
+  memset(rows, 0, 2 * sizeof *rows);
+  for (int i = 0; i < 2; i++) {
+    if (from[r + 8 * i])
+      memcpy(rows[i], from[r + 8 * i], (size_t)bytes);
+    for (int g = 0; g < 4 && moelora_has_tile_scale(format); g++)
+      if (tile[MOELORA_TILE_VALUES + moelora_scale_index(4, r + 8 * i, g)] == 0)
+        memset(rows[i] + 8 * g, 0, 8);
+  }
+}
+
+/* The 64 bytes of two rows, 8 apart. */
+static void pack_words(uint8_t rows[2][32], uint8_t *words) {
   for (int q = 0; q < 4; q++)
     for (int s = 0; s < 4; s++, words += 4)
       for (int i = 0; i < 2; i++) { /* columns c and c + 1, then c + 8 and c + 9 */
@@ -37,6 +45,10 @@ static void pack_scale(const moelora_quantized_problem *p, int64_t at, uint8_t *
   if (moelora_has_e8m0_scales(p->tiles.format)) {
     const int scale = ((const uint8_t *)p->scales)[at] + (bf16 ? 126 : -98);
     *to = (uint8_t)(scale > 0 ? scale : 0);
+    return;
+  }
+  if (moelora_has_tile_scale(p->tiles.format)) {
+    *to = moelora_e5m3_of_e4m3(((const uint8_t *)p->scales)[at]);
     return;
   }
   const float scale = read_scale(p, at);
@@ -75,11 +87,22 @@ static void pack_nibbles(const moelora_quantized_problem *p, int64_t expert, int
   }
   for (int32_t r = 0; r < MOELORA_PACK; r += r % 16 == 7 ? 9 : 1) {
     uint32_t words[16];
-    pack_words(rows[r], rows[r + 8], bytes, (uint8_t *)words);
+    uint8_t both[2][32];
+    load_rows(rows, bytes, w->format, tile, r, both);
+    pack_words(both, (uint8_t *)words);
     for (int i = 0; i < 16 && moelora_is_e2m1(w->format); i++)
       words[i] = moelora_spread_e2m1(words[i]);
     memcpy(tile + moelora_words_offset(r), words, sizeof words);
   }
+}
+
+/* The scale of a tile that has one of its own. */
+static void pack_tile_scale(const moelora_quantized_problem *p, int64_t expert, int64_t first,
+                            uint8_t *tile) {
+  const int64_t half = p->tiles.half_tiles && first / MOELORA_PACK >= p->tiles.half_tiles;
+  const float *scale =
+      p->tensor_scales + expert * p->tensor_scales_stride[0] + half * p->tensor_scales_stride[1];
+  memcpy(tile + moelora_tile_scale_offset(p->tiles.format), scale, sizeof *scale);
 }
 
 static void pack_fp8(const moelora_quantized_problem *p, int64_t expert, int64_t first, int64_t k,
@@ -113,6 +136,8 @@ static void pack_rows(void *context, int64_t index, int32_t worker) {
   for (int64_t k = 0; k < w->k; k += moelora_tile_depth(w->format), tile += w->stride_kt) {
     memset(tile, 0, (size_t)moelora_tile_size(w->format));
     (moelora_is_fp8(w->format) ? pack_fp8 : pack_nibbles)(p, expert, first, k, tile);
+    if (p->tensor_scales)
+      pack_tile_scale(p, expert, first, tile);
   }
 }
 
