@@ -80,7 +80,7 @@ PARTS = (
          " --budget-s 460 --out {out}/h200-e2e-sglang.json"),
     Part("e2e-invariance", 160, "-m benchmarks.vllm_e2e --peers {peers}/vllm_e2e"
          " --only invariance --budget-s 140 --out {out}/h200-e2e-invariance.json"),
-    Part("sanitizers", 300, "tests/sanitize_gpu.py --tools memcheck,initcheck,synccheck"
+    Part("sanitizers", 300, "tests/cuda/sanitize_gpu.py --tools memcheck,initcheck,synccheck"
          " --jobs 8 --log {out}/h200-sanitize.log"),
 )  # fmt: skip
 

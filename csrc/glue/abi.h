@@ -1,6 +1,6 @@
 /* The functions of PyTorch's stable C ABI that moelora uses, all in torch >= 2.11.
  *
- * Declared here because torch's own headers are C++. tests/abi_conformance.cpp includes both and
+ * Declared here because torch's own headers are C++. tests/c/abi_conformance.cpp includes both and
  * does not compile when a prototype differs. Weak functions are in a CUDA build of torch only and
  * are NULL in a CPU build. */
 #ifndef MOELORA_GLUE_ABI_H

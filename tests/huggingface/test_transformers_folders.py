@@ -18,7 +18,7 @@ import moelora.integrations.transformers as moelora_hf
 from moelora.files import file_in
 from moelora.integrations.transformers.folder import Folder, read_experts
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from quantized_folders import make_folder
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import moelora.integrations.transformers as moelora_hf
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import quantized
 import quantized_folders
 from quantized_folders import make_adapters, make_folder, nibbles_to_words

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("rich")
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import train  # noqa: E402
 
 ARGUMENTS = ["--adapters", "charmap", "--steps", "3", "--batch", "2", "--windows", "2"]

@@ -61,7 +61,7 @@ def test_the_interface_is_as_recorded(vllm):
 
 def test_the_entry_point_is_declared():
     tomllib = pytest.importorskip("tomllib")
-    with open(f"{__file__.rsplit('/', 2)[0]}/pyproject.toml", "rb") as file:
+    with open(f"{__file__.rsplit('/', 3)[0]}/pyproject.toml", "rb") as file:
         groups = tomllib.load(file)["project"]["entry-points"]
     (name, value), *_ = groups["vllm.general_plugins"].items()
     entry = importlib.metadata.EntryPoint(name, value, "vllm.general_plugins")

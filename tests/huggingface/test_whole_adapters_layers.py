@@ -33,7 +33,7 @@ from whole_models import (
 import moelora.integrations.transformers as moelora_hf
 from moelora.integrations.transformers.linears import linear_layers
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import quantized_folders  # noqa: E402
 
 

@@ -24,7 +24,7 @@ from vllm_sources import Sources
 
 from moelora.integrations import sglang as plugin
 
-FOLDER = Path(os.environ.get("SGLANG_SOURCES", Path(__file__).parents[1] / ".peers/sglang_sources"))
+FOLDER = Path(os.environ.get("SGLANG_SOURCES", Path(__file__).parents[2] / ".peers/sglang_sources"))
 RUNNER = plugin.RUNNER.replace(".", "/") + ".py"  # of triton_v2, which releases before 0.5.23 lack
 REGISTRY = "sglang/srt/plugins/hook_registry.py"
 RELEASES = sorted(

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 import moelora.integrations.transformers as moelora_hf  # noqa: E402
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from demo_data import (  # noqa: E402
     ADAPTER_DOMAINS,
     ADAPTERS_DIR,
@@ -102,7 +102,7 @@ def test_engines(capsys):
 
     engines.main()
     *texts, last = capsys.readouterr().out.splitlines()
-    page = (Path(__file__).resolve().parents[1] / "docs/transformers.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs/transformers.md").read_text()
     assert "\n".join(texts) in page
     label, _, difference = last.rpartition(" ")
     assert label in page

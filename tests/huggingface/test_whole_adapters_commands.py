@@ -10,7 +10,7 @@ import torch
 from benchmarks import whole_adapters as benchmark
 
 pytest.importorskip("peft")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import whole_adapters as example  # noqa: E402
 
 

@@ -251,7 +251,7 @@ def test_true_ranks_are_those_of_all_tokens(sglang):
 
 
 def test_entry_point():
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     target = project["project"]["entry-points"]["sglang.srt.plugins"]["moelora"]
     module, name = target.split(":")
     assert getattr(importlib.import_module(module), name) is moelora_sglang.register

@@ -20,7 +20,7 @@ from benchmarks import tables
 from moelora import _C, tuned
 from moelora.__main__ import main
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 FUNCTIONS = [name for name in moelora.__all__ if inspect.isfunction(getattr(moelora, name))]
 OPERATORS = [name for name in FUNCTIONS if inspect.signature(getattr(moelora, name)).parameters]

@@ -1,7 +1,7 @@
 """Installs a wheel into a fresh environment of every Python here and runs self-test and demo.
 
-    python tests/check_wheel.py dist/moelora-0.1.0-cp310-abi3-manylinux_2_28_x86_64.whl
-    python tests/check_wheel.py WHEEL --pythons 3.12,3.13 --no-demo
+    python tests/project/check_wheel.py dist/moelora-0.1.0-cp310-abi3-manylinux_2_28_x86_64.whl
+    python tests/project/check_wheel.py WHEEL --pythons 3.12,3.13 --no-demo
 
 A Python is looked for on PATH and among pyenv's; those that are not there are named and left out.
 The wheel's extras bring the other packages, torch is that of requirements-torch.txt. Where this

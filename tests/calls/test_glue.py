@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moelora
 from moelora import _C, fake, ops
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 LAYOUTS = ("w", "w13", "w2")  # weights whose layout an operator takes, of QuantizedWeights
@@ -420,7 +420,7 @@ def test_every_public_function_is_documented():
 def compile_conformance(include):
     torch_include = Path(torch.__file__).parent / "include"
     command = ["c++", "-std=c++20", "-fsyntax-only", f"-I{include}", f"-I{torch_include}"]
-    source = ROOT / "tests/abi_conformance.cpp"
+    source = ROOT / "tests/c/abi_conformance.cpp"
     return subprocess.run([*command, str(source)], capture_output=True, text=True)
 
 

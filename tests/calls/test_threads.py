@@ -286,7 +286,7 @@ def test_tables_may_be_written_while_calls_run(tokens):
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=where,
-        env=os.environ | {"PYTHONPATH": str(where.parent)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=240,

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from test_plan import CUDA_ROWS, DTYPES, ROWS, TOKENS, answer, print_plan
-from test_plan_quantised import quantised
+from test_plan_quantized import quantised
 
 FIXTURES = (answer, print_plan, quantised)
 

@@ -1,7 +1,7 @@
 """Runs the Python tests under every Python here, on one extension.
 
-    python tests/check_pythons.py                                    # 3.11 to 3.14
-    python tests/check_pythons.py --pythons 3.12,3.13 -- -k plan     # and words for pytest
+    python tests/project/check_pythons.py                            # 3.11 to 3.14
+    python tests/project/check_pythons.py --pythons 3.12,3.13 -- -k plan     # and words for pytest
 
 A Python is looked for on PATH and among pyenv's; those that are not there are named and left out.
 Each gets an environment in build/pythons with what requirements-torch.txt and requirements.txt say,

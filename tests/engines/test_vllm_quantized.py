@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import Spec
 from vllm_layer import load
-from vllm_quantised import KINDS, QuantisedLayer, check_base_rows
+from vllm_quantized import KINDS, QuantisedLayer, check_base_rows
 
 pytest_plugins = ["vllm_fixtures"]
 

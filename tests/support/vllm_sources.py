@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(os.environ.get("VLLM_SOURCES", Path(__file__).parents[1] / ".peers/vllm_sources"))
+FOLDER = Path(os.environ.get("VLLM_SOURCES", Path(__file__).parents[2] / ".peers/vllm_sources"))
 RELEASES = sorted(p.parent.parent for p in FOLDER.glob("*/vllm/__init__.py"))
 needs_sources = pytest.mark.skipif(not RELEASES, reason=f"no sources of vLLM in {FOLDER}")
 

@@ -1,7 +1,7 @@
 """Every CUDA kernel on small problems, for compute-sanitizer.
 
-    python tests/sanitize_gpu.py                           # run and check the calls
-    python tests/sanitize_gpu.py --tools memcheck,racecheck,initcheck,synccheck --log FILE
+    python tests/cuda/sanitize_gpu.py                           # run and check the calls
+    python tests/cuda/sanitize_gpu.py --tools memcheck,racecheck,initcheck,synccheck --log FILE
 
 The second form runs the first under each tool, in --jobs processes that share the problems, with
 torch's caching allocator off so that every tensor and workspace is an allocation of its own with
@@ -22,8 +22,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]
 FAILED = 9
 LIMITS = {"initcheck": {"MOELORA_MAX_CC": "80"}}  # environment of a tool, see above
 
@@ -133,7 +133,7 @@ def check_layers(share: Share) -> int:
     for name, dtype in names.items():
         form = "mxfp4" if "_mxfp4_" in name else "int4_g32_zp" if "_int4_" in name else None
         form = "fp8_channel" if "_w8a16_" in name else form
-        if "_w8a8_" in name:  # tests/test_quantized.py has its reference
+        if "_w8a8_" in name:  # formats/test_quantized.py has its reference
             continue
         _C.force_variant(name)
         for spec in share.take(layers(dtype)):

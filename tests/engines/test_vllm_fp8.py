@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import Spec, same_bits
-from vllm_quantised import Kind, QuantisedLayer, check_base_rows
+from vllm_quantized import Kind, QuantisedLayer, check_base_rows
 
 import moelora
 from moelora import QuantizedWeights

@@ -20,7 +20,7 @@ import torch
 
 from moelora import _C, startup
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 needs_binutils = pytest.mark.skipif(not shutil.which("readelf"), reason="no binutils")
 
 

@@ -9,7 +9,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 FLAGS = ["-std=c11", "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-Icsrc", "-Itests/c"]
 

@@ -8,7 +8,7 @@ from hf_models import make_model, qwen3, save_adapter
 
 import moelora.integrations.transformers as moelora_hf
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from quantized_folders import make_folder
 
 

@@ -174,8 +174,8 @@ assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 def test_ctrl_c(tmp_path):
     """A signal at any moment of a call with `adapter_names`, then a base call."""
     command = [sys.executable, "-W", "ignore", "-c", INTERRUPTED, str(tmp_path)]
-    env = {"PYTHONPATH": ":".join(["tests", *sys.path]), "PATH": ""}
-    root = Path(__file__).resolve().parents[1]
+    env = {"PYTHONPATH": ":".join(sys.path), "PATH": ""}
+    root = Path(__file__).resolve().parents[2]
     run = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 

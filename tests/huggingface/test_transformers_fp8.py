@@ -17,7 +17,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 import moelora
 import moelora.integrations.transformers as moelora_hf
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import quantized
 import quantized_folders
 from quantized_folders import make_adapters, make_folder
