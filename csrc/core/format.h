@@ -206,6 +206,9 @@ static MOELORA_CONSTEXPR bool moelora_is_e4m3_kernel(moelora_kernel_format kerne
  */
 enum { MOELORA_TILE_VALUES = 64 * 64 / 2, MOELORA_FP8_TILE_VALUES = 64 * 128 };
 
+/* Of the scale of a tile, with what fills its 16 bytes. */
+enum { MOELORA_TILE_SCALE_BYTES = 16 };
+
 /* Of depth, of a tile. */
 static MOELORA_CONSTEXPR int32_t moelora_tile_depth(moelora_format format) {
   return moelora_is_fp8(format) ? 128 : 64;
@@ -231,6 +234,11 @@ static MOELORA_CONSTEXPR int32_t moelora_missing_exponent(moelora_format format,
   return moelora_is_int4(format) && is_bf16 ? 24 : 0;
 }
 
+/* Exponent of what numbers of such a format lack in a CUDA kernel beside the tile's scale. */
+static MOELORA_CONSTEXPR int32_t moelora_tile_scale_exponent(bool is_bf16) {
+  return is_bf16 ? 8 : 7;
+}
+
 /* Place in an FP8 tile's values of column c of row r. */
 static MOELORA_CONSTEXPR int32_t moelora_fp8_offset(int32_t r, int32_t c) {
   return r * 128 + ((c / 16) ^ (r & 7)) * 16 + c % 8 / 2 * 4 + c % 2 + c % 16 / 8 * 2;
@@ -249,8 +257,9 @@ static MOELORA_CONSTEXPR int32_t moelora_scale_bytes(moelora_format format) {
 /* Bytes from the start of a tile of four bits to its own scale, where it has one; those of values,
  * scales and zeros. */
 static MOELORA_CONSTEXPR int32_t moelora_tile_scale_offset(moelora_format format) {
-  return MOELORA_TILE_VALUES + 64 * moelora_tile_groups(format) *
-                                   (moelora_scale_bytes(format) + (moelora_has_zeros(format) ? 1 : 0));
+  return MOELORA_TILE_VALUES +
+         64 * moelora_tile_groups(format) *
+             (moelora_scale_bytes(format) + (moelora_has_zeros(format) ? 1 : 0));
 }
 
 /* Of FP8: four scales, of which two halves of the depth have one each, or one of each row. */
@@ -260,9 +269,10 @@ static MOELORA_CONSTEXPR int32_t moelora_fp8_tile_size(moelora_format format) {
 
 static MOELORA_CONSTEXPR int32_t moelora_tile_size(moelora_format format) {
   return !moelora_is_quantized(format) ? 0
-         : moelora_is_fp8(format) ? moelora_fp8_tile_size(format)
-                                  : moelora_tile_scale_offset(format) +
-                                        (moelora_has_tile_scale(format) ? 16 : 0);
+         : moelora_is_fp8(format)
+             ? moelora_fp8_tile_size(format)
+             : moelora_tile_scale_offset(format) +
+                   (moelora_has_tile_scale(format) ? MOELORA_TILE_SCALE_BYTES : 0);
 }
 
 /* Bytes from the start of a tile to the 64 that rows r and r + 8 share, where r / 8 is even. */

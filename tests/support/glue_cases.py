@@ -53,6 +53,7 @@ def quantized_calls(device):
     absent = torch.empty(0, device=device)
     blocks, scales = numbers(0, 256, E, 2 * I, K // 2), numbers(118, 124, E, 2 * I, K // 32)
     values, zeros = numbers(0, 256, E, K, I // 2), numbers(0, 16, E, K, I // 64)
+    scales16 = numbers(40, 80, E, 2 * I, K // 16)
     steps = torch.full((E, K, I // 64), 0.02, device=device)
     tiles13, tiles2 = numbers(0, 1, E, 2, 1, 2176), numbers(0, 1, E, 1, 1, 2240)
     w13, w2 = [given["w13_lora_a"], given["w13_lora_b"]], [given["w2_lora_a"], given["w2_lora_b"]]

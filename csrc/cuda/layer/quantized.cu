@@ -39,6 +39,17 @@ __device__ __forceinline__ void copy_values(const uint8_t *row, int64_t at, int6
   to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
 }
 
+/* Zeros for the values of those 16 bytes whose e4m3 scale is 0: 8 bytes share one. */
+__device__ __forceinline__ void clear_unscaled(const moelora_quantized_problem &p, int64_t expert,
+                                               int64_t n, int64_t at, uint32_t *values) {
+  const uint8_t *scales =
+      (const uint8_t *)p.scales + expert * p.scales_stride[0] + n * p.scales_stride[1];
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+    if (at + 8 * half < p.tiles.k / 2 && scales[at / 8 + half] == 0)
+      values[2 * half] = values[2 * half + 1] = 0;
+}
+
 /* A lane's word of a k16 slab: `a` is where its first byte lies in row r, `b` in row r + 8. */
 __device__ __forceinline__ uint32_t gather_word(const uint8_t *a, const uint8_t *b, bool is_e2m1) {
   // Columns c and c + 1 of r and of r + 8, then c + 8 and c + 9: each a byte, the even column low.
@@ -52,6 +63,8 @@ __device__ __forceinline__ uint32_t gather_word(const uint8_t *a, const uint8_t 
 /* As a tile has it. */
 __device__ __forceinline__ uint16_t packed_scale(const moelora_quantized_problem &p, int64_t at) {
   const bool bf16 = p.dtype == MOELORA_BF16;
+  if (moelora_has_tile_scale(p.tiles.format))
+    return moelora_e5m3_of_e4m3(((const uint8_t *)p.scales)[at]);
   if (moelora_has_e8m0_scales(p.tiles.format))
     return (uint16_t)max(0, ((const uint8_t *)p.scales)[at] + (bf16 ? 126 : -98));
   const float scale = p.scale_dtype == MOELORA_F32 ? ((const float *)p.scales)[at]
@@ -109,8 +122,11 @@ __global__ void __launch_bounds__(PACK_THREADS, 2)
       const int64_t n = moelora_row_of_tile(w.order, w.n, first_row + r);
       const uint8_t *row =
           n < 0 ? nullptr : p.values + expert * p.values_stride[0] + n * p.values_stride[1];
-      copy_values<VECTORS>(row, first_tile * TILE_BYTES + chunk * 16, w.k / 2,
-                           rows + (r * PITCH + chunk * 16) / sizeof(uint32_t));
+      const int64_t at = first_tile * TILE_BYTES + chunk * 16;
+      uint32_t *const to = rows + (r * PITCH + chunk * 16) / sizeof(uint32_t);
+      copy_values<VECTORS>(row, at, w.k / 2, to);
+      if (row && moelora_has_tile_scale(w.format))
+        clear_unscaled(p, expert, n, at, to);
     }
     __syncthreads();
     const int tiles = (int)min((int64_t)AT_ONCE, depth_tiles - first_tile);
@@ -130,6 +146,13 @@ __global__ void __launch_bounds__(PACK_THREADS, 2)
     }
     for (int tile = 0; tile < tiles; tile++)
       pack_groups(p, expert, first_row, (first_tile + tile) * 64, packed + tile * w.stride_kt);
+    if (p.tensor_scales && threadIdx.x < tiles) {
+      const int half = w.half_tiles && row_tile >= w.half_tiles;
+      const float scale =
+          p.tensor_scales[expert * p.tensor_scales_stride[0] + half * p.tensor_scales_stride[1]];
+      *(float4 *)(packed + threadIdx.x * w.stride_kt + moelora_tile_scale_offset(w.format)) =
+          make_float4(scale, 0.f, 0.f, 0.f);
+    }
   }
 }
 
@@ -168,7 +191,8 @@ __global__ void __launch_bounds__(UNPACK_THREADS)
       for (int j = 0; j < 4; j++) {
         const int r = warp * 16 + lane / 4 + j % 2 * 8;
         const int c = slab * 16 + lane % 4 * 2 + j / 2 * 8;
-        *(uint32_t *)(rows + r * OUT_PITCH + c * 2) = fragment.whole(a[slab][j]);
+        *(uint32_t *)(rows + r * OUT_PITCH + c * 2) =
+            fragment.whole(a[slab][j], shared_address(tile));
       }
     __syncthreads();
     for (int v = thread; v < kRows * 8; v += UNPACK_THREADS) {

@@ -29,10 +29,19 @@ template <moelora_kernel_format KERNEL> struct FormatTraits {
   static constexpr int TILE_VALUES = IS_FP8 ? MOELORA_FP8_TILE_VALUES : MOELORA_TILE_VALUES;
   static constexpr int MOST_TILE_BYTES = moelora_most_tile_bytes(KERNEL);
   static constexpr int SCALE_BYTES = moelora_scale_bytes(FORMAT);
+  // At most of what belongs to rows: all but the scale of the tile.
+  static constexpr int MOST_ROW_BYTES =
+      MOST_TILE_BYTES - (moelora_has_tile_scale(FORMAT) ? MOELORA_TILE_SCALE_BYTES : 0);
 
   /* Exponent that sums lack up to the epilogue. */
   template <class T>
   static constexpr int MISSING_EXPONENT = moelora_missing_exponent(FORMAT, Element<T>::is_bf16);
+
+  // Accumulators are multiplied by a float32 of the tile and by a power of two after the K loop.
+  static constexpr bool HAS_TILE_SCALE = moelora_has_tile_scale(FORMAT);
+  static constexpr int TILE_SCALE_OFFSET = moelora_tile_scale_offset(FORMAT);
+  template <class T>
+  static constexpr int TILE_SCALE_EXPONENT = moelora_tile_scale_exponent(Element<T>::is_bf16);
 
   static __device__ __forceinline__ uint32_t tile_bytes(moelora_format format) {
     return moelora_tile_size(is_one_format() ? FORMAT : format);
@@ -41,7 +50,18 @@ template <moelora_kernel_format KERNEL> struct FormatTraits {
     return moelora_tile_groups(is_one_format() ? FORMAT : format);
   }
 
+  /* What accumulators are multiplied by, of a tile in shared memory or in global memory. */
+  template <class T> static __device__ __forceinline__ float tile_scale(uint32_t tile) {
+    return with_exponent<T>(__uint_as_float(load_shared_4(tile + TILE_SCALE_OFFSET)));
+  }
+  template <class T> static __device__ __forceinline__ float tile_scale(const char *tile) {
+    return with_exponent<T>(*(const float *)(tile + TILE_SCALE_OFFSET));
+  }
+
 private:
+  template <class T> static __device__ __forceinline__ float with_exponent(float scale) {
+    return scale * (float)(1 << TILE_SCALE_EXPONENT<T>);
+  }
   static __device__ constexpr bool is_one_format() { return moelora_formats_of(KERNEL) == 1; }
 };
 
@@ -72,6 +92,7 @@ __device__ __forceinline__ uint32_t power_of_two() {
 #include "cuda/gemm/common/format_fp8.cuh"
 #include "cuda/gemm/common/format_int4.cuh"
 #include "cuda/gemm/common/format_mxfp4.cuh"
+#include "cuda/gemm/common/format_nvfp4.cuh"
 
 /* Where in a tile of four bits lie a lane's words, the scales of its rows, and their zeros, for
  * warp `warp` (0 to 3) of the four that share the tile's rows. */
@@ -92,8 +113,8 @@ struct LanePlaces {
 /* What a lane has of a tile of four bits: rows r = 16 warp + lane / 4 and r + 8 of its warp's, as
  * registers of operand A of mma.m16n8k16 and of wgmma. */
 template <moelora_kernel_format KERNEL, class T, bool ZEROS = true> struct TileFragment {
-  static constexpr bool IS_BF16 = Element<T>::is_bf16;
-  static constexpr int MISSING = FormatTraits<KERNEL>::template MISSING_EXPONENT<T>;
+  using F = FormatTraits<KERNEL>;
+  static constexpr int MISSING = F::template MISSING_EXPONENT<T>;
 
   uint32_t words[4]; // of k16 slabs
   GroupScales<KERNEL, T, ZEROS> scales;
@@ -112,8 +133,13 @@ template <moelora_kernel_format KERNEL, class T, bool ZEROS = true> struct TileF
     scales.load(scale, zero, format);
   }
 
-  /* A register of them with the exponent that is missing. */
-  static __device__ __forceinline__ uint32_t whole(uint32_t value) {
+  /* A register of them with what accumulators make up for; the tile is in shared memory. */
+  static __device__ __forceinline__ uint32_t whole(uint32_t value, uint32_t tile) {
+    if constexpr (F::HAS_TILE_SCALE) {
+      const float by = F::template tile_scale<T>(tile);
+      const T *two = (const T *)&value;
+      return pack2<T>(Element<T>::to_float(two[0]) * by, Element<T>::to_float(two[1]) * by);
+    }
     return MISSING > 0 ? multiply2<T>(value, power_of_two<T, MISSING>()) : value;
   }
 

@@ -252,6 +252,8 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
       main_loop.template multiply_fitting<LEAST>(sum, partial, count, step, end, deep);
       step = end;
     }
+    if constexpr (E::Format::HAS_TILE_SCALE)
+      scale_accumulators<E, T>(sum, g, tile);
 #pragma unroll 1
     for (;; step++) {
       load_ahead(step);

@@ -67,6 +67,23 @@ template <class E> struct WarpTile {
   }
 };
 
+/* After the K loop: multiplies accumulators by the scale of their tile, which the first tile in
+ * depth has as all others do. */
+template <class E, class T>
+__device__ __forceinline__ void scale_accumulators(WarpTile<E> &sum, const moelora_gemm_launch &g,
+                                                   const Tile &tile) {
+#pragma unroll
+  for (int m64 = 0; m64 < E::TILES; m64++) {
+    const float scale = E::Format::template tile_scale<T>(
+        quantized_tile(g, tile.expert, m64, first_output<E>(g, tile, m64)));
+#pragma unroll
+    for (int j = 0; j < WarpTile<E>::N8_TILES; j++)
+#pragma unroll
+      for (int q = 0; q < 4; q++)
+        sum.d[m64 / 2][j][m64 % 2][q] *= scale;
+  }
+}
+
 /* The weights of 16 of depth: 16 rows of each m64 tile. One set is multiplied while the other is
  * made. */
 template <class E, class T, moelora_kernel_format FORMAT = E::FORMAT> struct WeightFragments;

@@ -122,6 +122,10 @@ template <class S, class T> struct DequantizeMainloop {
       previous = pipeline.stage;
       pipeline.advance();
     }
+    if constexpr (S::Format::HAS_TILE_SCALE) {
+      wgmma_wait<0>();
+      scale_accumulators<S, T, N>(rAcc, warp, previous);
+    }
     return previous;
   }
 };

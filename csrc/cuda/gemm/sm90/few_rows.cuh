@@ -103,6 +103,8 @@ template <class S, class T> struct FewRowsMainloop {
       __syncwarp(); // all lanes have read it
       pipeline.release(previous);
     }
+    if constexpr (S::Format::HAS_TILE_SCALE)
+      scale_accumulators<S, T, N>(rAcc, warp, previous);
     return previous;
   }
 };

@@ -5,6 +5,7 @@
 #define MOELORA_CUDA_SM90_FOUR_BIT_CUH
 
 #include "cuda/gemm/common/format.cuh"
+#include "cuda/gemm/sm90/warp_context.cuh"
 #include "cuda/gemm/sm90/weight_tiles.cuh"
 
 constexpr int kFourBitSpans = 2;
@@ -39,5 +40,21 @@ template <class S> struct FourBitLoads : WeightTiles<S> {
     this->advance(g, S::SPANS);
   }
 };
+
+/* After the K loop: multiplies accumulators by the scale of their tile, which the tile in stage
+ * `stage` has as all others do. */
+template <class S, class T, int N>
+__device__ __forceinline__ void scale_accumulators(float (&rAcc)[2][S::TOKENS / 2],
+                                                   const WarpContext<S> &warp, int stage) {
+#pragma unroll
+  for (int t = 0; t < 2; t++) {
+    const int m64 = 2 * warp.consumer + t;
+    const float scale = S::Format::template tile_scale<T>(warp.smem.sW(stage) +
+                                                          m64 * S::SPANS * S::Stage::SLOT_BYTES);
+#pragma unroll
+    for (int i = 0; i < N / 2; i++)
+      rAcc[t][i] *= scale;
+  }
+}
 
 #endif
