@@ -27,9 +27,9 @@ FIELDS = ("format", "order", "rows", "columns", "group_size", "dtype", "x_format
 class QuantizedWeights(FromFP8):
     """Expert weights of four bits, MXFP4, NVFP4 or INT4 with groups of columns, or of eight: FP8.
 
-    Made by `from_mxfp4`, `from_nvfp4`, `from_gptq`, `from_awq`, `from_compressed_tensors`, `from_fp8_block`,
-    `from_fp8_channel` and `from_fp8_tensor` from what checkpoints hold; accepted wherever `w13`,
-    `w2` or `w` is. On a CPU a call gives the bits that it would with `unpack()`, from a quarter or
+    Made by `from_mxfp4`, `from_nvfp4`, `from_gptq`, `from_awq`, `from_compressed_tensors`,
+    `from_fp8_block`, `from_fp8_channel` and `from_fp8_tensor` from what checkpoints hold; accepted
+    wherever `w13`, `w2` or `w` is. On a CPU a call gives the bits that it would with `unpack()`, from a quarter or
     half of the memory, unless activations become FP8 too.
 
     Attributes

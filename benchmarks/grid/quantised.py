@@ -12,6 +12,7 @@ from benchmarks.problems import Problem, Spec
 # Format: columns of a group (0: all), zero points.
 FORMATS = {
     "mxfp4": (32, False),
+    "nvfp4": (16, False),
     "int4": (64, False),
     "int4 zeros": (0, True),
     "int4 of 32": (32, False),
@@ -57,6 +58,11 @@ def packed(w: torch.Tensor, name: str, gate_up: str | None, seed: int):
         blocks = draw(0, 256, experts, rows, columns // 2, dtype=torch.uint8)
         scales = draw(118, 122, experts, rows, groups, dtype=torch.uint8)
         return moelora.QuantizedWeights.from_mxfp4(blocks, scales, **options)
+    if name == "nvfp4":
+        values = draw(0, 256, experts, rows, columns // 2, dtype=torch.uint8)
+        scales = draw(40, 64, experts, rows, groups, dtype=torch.uint8)
+        of_tensor = (torch.rand(experts, generator=make) * 0.02 + 0.01).to(w.device)
+        return moelora.QuantizedWeights.from_nvfp4(values, scales, of_tensor, **options)
     words = draw(-(2**31), 2**31, experts, rows, columns // 8)
     scales = torch.rand(experts, rows, groups, generator=make).to(w) * 0.02
     points = draw(-(2**31), 2**31, experts, -(-rows // 8), groups) if zeros else None

@@ -131,8 +131,8 @@ def check_layers(share: Share) -> int:
     count = 0
     names = {n: d for d in grid.DTYPES["cuda"].values() for n in grid.rows("cuda", d, *grid.BASE)}
     for name, dtype in names.items():
-        form = "mxfp4" if "_mxfp4_" in name else "int4_g32_zp" if "_int4_" in name else None
-        form = "fp8_channel" if "_w8a16_" in name else form
+        kinds = {"mxfp4": "mxfp4", "nvfp4": "nvfp4", "int4": "int4_g32_zp", "w8a16": "fp8_channel"}
+        form = next((form for kind, form in kinds.items() if f"_{kind}_" in name), None)
         if "_w8a8_" in name:  # formats/test_quantized.py has its reference
             continue
         _C.force_variant(name)

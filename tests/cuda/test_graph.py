@@ -21,7 +21,7 @@ from moelora.reference import (
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
 DTYPES = (torch.bfloat16, torch.float16)
-ONE_LAUNCH = (NATIVE, "mxfp4", "int4_g32_zp")  # of one token
+ONE_LAUNCH = (NATIVE, "mxfp4", "nvfp4", "int4_g32_zp")  # of one token
 FORMS = (*ONE_LAUNCH, "fp8_block_w8a8")
 every_form = pytest.mark.parametrize("form", FORMS)
 SLOTS, RANK = 4, 32

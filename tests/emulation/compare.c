@@ -395,14 +395,12 @@ static void test_align(uint64_t number) {
 static void test_pack(uint64_t number) {
   seed(number + 6000);
   const moelora_dtype dtype = maybe() ? MOELORA_BF16 : MOELORA_F16;
-  const moelora_format f = (moelora_format)random_in(1, MOELORA_FP8_ROWS);
-  const bool fp8 = f >= MOELORA_FP8;
+  const moelora_format f = (moelora_format)random_in(1, MOELORA_FORMATS - 1);
+  const bool fp8 = moelora_is_fp8(f);
   const int64_t experts = random_in(1, 3), k = fp8 ? random_in(1, 300) : 32 * random_in(1, 8);
   const moelora_row_order order = (moelora_row_order)random_in(0, 2);
   const int64_t n = order == MOELORA_ROWS_PLAIN ? random_in(1, 200) : 2 * random_in(1, 100);
   const moelora_layout layout = {.format = f, .order = order, .rows = n};
-  const bool zeros = f == MOELORA_INT4_ZP || f == MOELORA_INT4_ZP_G32;
-  const bool of_32 = f == MOELORA_MXFP4 || f == MOELORA_INT4_G32 || f == MOELORA_INT4_ZP_G32;
   moelora_quantized w = {.values =
                              random_ids(MOELORA_U8, 0, 255, SIZES(experts, n, fp8 ? k : k / 2))};
   if (fp8) {
@@ -416,11 +414,16 @@ static void test_pack(uint64_t number) {
       if ((((uint8_t *)w.values.data)[i] & 0x7f) == 0x7f)
         ((uint8_t *)w.values.data)[i] ^= 1;
   } else {
-    const int64_t group = of_32 ? 32 : k % 64 == 0 && maybe() ? 64 : k;
-    w.scales = f == MOELORA_MXFP4 ? random_ids(MOELORA_U8, 0, 128, SIZES(experts, n, k / group))
-                                  : random_tensor((moelora_dtype)random_in(0, 2), 0.05,
-                                                  SIZES(experts, n, k / group));
-    if (zeros)
+    const int64_t group = draw_group(f, k);
+    w.scales =
+        moelora_scale_bytes(f) == 1
+            ? random_ids(MOELORA_U8, 0, f == MOELORA_MXFP4 ? 128 : 126,
+                         SIZES(experts, n, k / group))
+            : random_tensor((moelora_dtype)random_in(0, 2), 0.05, SIZES(experts, n, k / group));
+    if (f == MOELORA_NVFP4)
+      w.tensor_scales =
+          random_tensor(MOELORA_F32, 1, SIZES(experts, order == MOELORA_ROWS_PLAIN ? 1 : 2));
+    if (moelora_has_zeros(f))
       w.zeros = random_ids(MOELORA_U8, 0, 16, SIZES(experts, n, k / group));
   }
   const int64_t rows = order != MOELORA_ROWS_PLAIN ? (n / 2 + 63) / 64 * 2 : (n + 63) / 64;

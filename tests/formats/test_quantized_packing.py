@@ -156,7 +156,7 @@ def test_scales_of_gate_and_of_up(device, dtype, gate_up):
     is_up = torch.arange(72) % 2 if gate_up == "interleaved" else torch.arange(72) // 36
     want = one.cpu() * halves[:, is_up][..., None].to(dtype)
     for names in ({"weight_scale_2": halves}, {"weight_global_scale": 1 / halves}):
-        (name, of), = names.items()
+        ((name, of),) = names.items()
         got = QuantizedWeights.from_nvfp4(blocks, scales, **{name: of.to(device)}, **options)
         assert same_bits(got.unpack().cpu(), want)
 

@@ -74,7 +74,7 @@ def test_formats_by_model_and_weights_of_a_dtype(bench):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--format", "int3"], "no format is called 'int3'; there are mxfp4, int4, fp8_block"),
+        (["--format", "int3"], "no format is called 'int3'; there are mxfp4, nvfp4, int4"),
         (["--format", "bf16", "--dtypes", "fp16"], "--format is bf16, but --dtypes is fp16"),
         (["--format", "int4", "--dtypes", "fp32"], "quantised weights serve bf16 and fp16"),
         (["--models", "gpt-oss-20b@int4"], "int4 takes multiples of 128"),
@@ -93,7 +93,8 @@ def test_plans_are_not_tuned_for_quantised_weights(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("format", "bits"), [("mxfp4", 4.25), ("int4", 4.125), ("fp8_block", 8 + 32 / 2**14)]
+    ("format", "bits"),
+    [("mxfp4", 4.25), ("nvfp4", 4.5), ("int4", 4.125), ("fp8_block", 8 + 32 / 2**14)],
 )
 def test_weights_count_as_a_checkpoint_holds_them(format, bits):
     model = TOY.quantised(format)

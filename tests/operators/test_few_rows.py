@@ -11,7 +11,10 @@ from conftest import CUDA_DTYPES, needs_gpu
 from quantized_cases import NATIVE, by_variants, check_layer, dense, hopper_kernel, made
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
-FORMS = (NATIVE, "mxfp4", "int4_g32", "int4_g64_zp", "fp8_block_w8a8", "fp8_channel_w8a8")
+FORMS = (
+    *(NATIVE, "mxfp4", "nvfp4", "int4_g32", "int4_g64_zp"),
+    *("fp8_block_w8a8", "fp8_channel_w8a8"),
+)
 # Two parts, of which the second lacks a step and a half; four, the last of 8 of 11 steps.
 DEPTHS = (2624, 5248)
 SPEC = Spec(tokens=4, hidden=192, experts=4, top_k=2, ranks=(16, 40), mix="half_base", bias=True)

@@ -9,8 +9,11 @@ from test_plan import CUDA_ROWS, DECODE_ROWS, DTYPES, ROWS, TOKENS, answer, prin
 FIXTURES = (answer, print_plan)
 
 # Formats of weights, and the kernels that are written for them.
-KERNELS = {"mxfp4": "mxfp4"} | dict.fromkeys(["int4", "int4_g32", "int4_zp", "int4_zp_g32"], "int4")
+KERNELS = {"mxfp4": "mxfp4", "nvfp4": "nvfp4"} | dict.fromkeys(
+    ["int4", "int4_g32", "int4_zp", "int4_zp_g32"], "int4"
+)
 PAIRS = [(a, b) for a in ("native", "mxfp4", "int4_zp") for b in ("native", "mxfp4", "int4")]
+PAIRS += [("nvfp4", "nvfp4"), ("nvfp4", "int4")]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +65,8 @@ def test_projections_of_two_formats_share_an_alignment(answer, pair, capability,
             assert one.format.lower() == KERNELS.get(name, name)
             weights = one.block_n * one.block_k * 2
             if name != "native":
-                values, scales = 64 * 64 // 2, 64 * 2 * (1 if name == "mxfp4" else 3)
+                values = 64 * 64 // 2
+                scales = {"mxfp4": 128, "nvfp4": 256 + 16}.get(name, 64 * 2 * 3)
                 weights = one.block_n * one.block_k // 64**2 * (values + scales)
             tile = weights + one.block_m * one.block_k * 2
             assert one.family == "SM90" or one.stages * tile <= kib * 1024, one

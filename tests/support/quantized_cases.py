@@ -288,7 +288,7 @@ def by_variants(names: list[str], p: Problem | Quantised) -> list[Tensor]:
     return outputs
 
 
-KERNELS = {"native": "", "mxfp4": "mxfp4_", "int4": "int4_", "fp8": "w8a8_"}
+KERNELS = {"native": "", "mxfp4": "mxfp4_", "nvfp4": "nvfp4_", "int4": "int4_", "fp8": "w8a8_"}
 
 
 def hopper_kernel(form: str, size: str, dtype: torch.dtype) -> str:
