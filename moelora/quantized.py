@@ -29,8 +29,8 @@ class QuantizedWeights(FromFP8):
 
     Made by `from_mxfp4`, `from_nvfp4`, `from_gptq`, `from_awq`, `from_compressed_tensors`,
     `from_fp8_block`, `from_fp8_channel` and `from_fp8_tensor` from what checkpoints hold; accepted
-    wherever `w13`, `w2` or `w` is. On a CPU a call gives the bits that it would with `unpack()`, from a quarter or
-    half of the memory, unless activations become FP8 too.
+    wherever `w13`, `w2` or `w` is. On a CPU a call gives the bits that it would with `unpack()`,
+    from a quarter or half of the memory, unless activations become FP8 too.
 
     Attributes
     ----------
