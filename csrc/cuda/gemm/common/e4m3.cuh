@@ -1,6 +1,6 @@
-/* Quantization to e4m3: a lane has 16 neighboring columns of a row, eight lanes a group of 128. Of
- * 16 columns bytes are in the order of weight tiles: for q = 0..3 columns 2q, 2q + 1, 2q + 8, 2q +
- * 9. */
+/* Quantization to e4m3. A lane has 16 neighboring columns of a row; eight lanes have a scale group
+ * of 128. Within 16 columns, bytes are stored in the order of weight tiles: columns 2q, 2q + 1, 2q
+ * + 8, 2q + 9 for q = 0..3. */
 #ifndef MOELORA_CUDA_E4M3_CUH
 #define MOELORA_CUDA_E4M3_CUH
 
@@ -11,20 +11,20 @@
 constexpr float kMostE4m3 = 448.f;
 constexpr uint8_t kNanE4m3 = 0x7f;
 
-/* Place of column i in that order. */
+/* Position of column i in this order. */
 __device__ __forceinline__ int quad_place(int i) {
   return (i & ~15) | (i >> 1 & 3) << 2 | (i >> 3 & 1) << 1 | (i & 1);
 }
 
 struct Columns {
-  uint32_t two[8]; // in pairs of elements
+  uint32_t two[8]; // pairs of elements
 };
 
 struct Numbers {
   float v[16];
 };
 
-/* bf16 is converted by hand: for the high half the compiler would need two instructions. */
+/* Converts bf16 by hand: for the upper half the compiler would emit two instructions. */
 template <class T> __device__ __forceinline__ Numbers numbers_of(const Columns &c) {
   Numbers n;
   for (int i = 0; i < 16; i++) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ float largest(float most, const Numbers &n) {
   return most;
 }
 
-/* Of LANES neighbouring lanes. */
+/* Maximum over LANES neighboring lanes. */
 template <int LANES> __device__ __forceinline__ float largest_of(float most) {
 #pragma unroll
   for (int step = LANES / 2; step > 0; step /= 2)
@@ -49,19 +49,19 @@ template <int LANES> __device__ __forceinline__ float largest_of(float most) {
   return most;
 }
 
-/* v / by, rounded as a division does, given 1 / by: a product and one correction, as in the
- * compiler's division but without its tests. Callers pass 0 for a `by` that is not finite. */
+/* Correctly rounded v / by, given inverse = 1 / by: a product and one correction step, as in the
+ * compiler's division but without its special cases. Callers pass 0 if `by` is not finite. */
 __device__ __forceinline__ float divided(float v, float by, float inverse) {
   const float near = v * inverse;
   return fmaf(-fmaf(near, by, -v), inverse, near);
 }
 
-/* The scale of a group whose largest magnitude is `most`. */
+/* Scale of a group with absolute maximum `most`. */
 __device__ __forceinline__ float group_scale(float most) {
   return most < __builtin_inff() ? divided(most, kMostE4m3, 1.f / kMostE4m3) : most;
 }
 
-/* Numbers 2i and 2i + 1, in the low half. */
+/* Elements 2i and 2i + 1 in e4m3, in the low 16 bits. */
 __device__ __forceinline__ uint32_t e4m3_pair(const Numbers &n, int i) {
   return __nv_cvt_float2_to_fp8x2(make_float2(n.v[2 * i], n.v[2 * i + 1]), __NV_SATFINITE,
                                   __NV_E4M3);

@@ -113,8 +113,7 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_g
     if (header.tile.block < 0)
       break;
 
-    // Prefetch the inputs of the epilogue into L2. Accumulators leave no registers to load them
-    // now.
+    // Prefetch the inputs of the epilogue: accumulators leave no registers to load them into.
 #pragma unroll
     for (int i = 0; i < S::LANES; i++) {
       const int64_t position = (int64_t)header.tile.block * S::TOKENS + i * 32 + lane;
