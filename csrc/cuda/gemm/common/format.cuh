@@ -9,8 +9,7 @@
 /* Traits of kernel format KERNEL. Several storage formats may share a kernel format; members that
  * take a `format` argument depend on the run-time one, and are constants if there is only one. */
 template <moelora_kernel_format KERNEL> struct FormatTraits {
-  static constexpr moelora_format FORMAT =
-      moelora_format_of_kernel(KERNEL); // format of the stored values
+  static constexpr moelora_format FORMAT = moelora_format_of_kernel(KERNEL); // of the values
   // Weights have the dtype of x, in rows or packed tiles of 64 x 64; otherwise in the quantized
   // tiles described in moelora.h.
   static constexpr bool IS_NATIVE = !moelora_is_quantized(FORMAT);
@@ -20,8 +19,7 @@ template <moelora_kernel_format KERNEL> struct FormatTraits {
   static constexpr bool IS_W8A8 = moelora_is_e4m3_kernel(KERNEL);
   // Weights are dequantized to the dtype of x.
   static constexpr bool IS_DEQUANTIZED = !IS_NATIVE && !IS_W8A8;
-  static constexpr bool HAS_ZEROS =
-      moelora_kernel_has_zeros(KERNEL); // at least one of its formats has zero points
+  static constexpr bool HAS_ZEROS = moelora_kernel_has_zeros(KERNEL); // in some of its formats
 
   /* Bytes per element of x, and elements per 128-byte row. */
   static constexpr int X_BYTES = IS_W8A8 ? 1 : 2, X_ELEMENTS = 128 / X_BYTES;
