@@ -1,19 +1,19 @@
-/* The whole layer, in five steps over workspace arrays:
+/* The whole layer, in steps over workspace arrays:
  *
  *   sort       rows by (expert, adapter)
  *   w13        h [P, I] by sorted position, operands     = act(x w13^T + adapters + bias)
  *   w2         z [P, K] by flat row, float32             = h w2^T + adapters + bias
  *   combine    out [M, K]                                = sum over j of weight * z, rounded once
  *
- * each projection preceded by its shrink, and by x or h in e4m3 where its weights take that. `out`
- * may be the memory of x: only combine writes it. For a backward, w13 also leaves its sums from
- * before the activation, and both leave what they shrank. */
+ * Each projection is preceded by its shrink, and for W8A8 by the quantization of x or h. `out` may
+ * alias x, since only combine writes it. For a backward, w13 also saves its sums before the
+ * activation, and both projections save their shrink outputs. */
 #include "cpu/backward.h"
 
 typedef struct experts_layout {
   moelora_sorted sorted;
   moelora_scratch *scratch13, *scratch2;
-  void *x;    /* [M, K] operands; NULL where hidden_states are used as they are */
+  void *x;    /* [M, K] operands; NULL if hidden_states are used directly */
   void *h;    /* [P, I] operands by sorted position */
   float *z;   /* [P, K] by flat row */
   void *xa13; /* NULL without adapters */
@@ -85,7 +85,7 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
       .activation = problem->activation,
       .before = problem->saved.gate_up,
       .before_stride = problem->saved.gate_up_stride,
-      .emit = moelora_cpu_emit_operands, /* w2 reads them */
+      .emit = moelora_cpu_emit_operands, /* read by w2 */
       .out = layout.h,
       .out_stride = {problem->intermediate},
       .out_variant = plan->variant,

@@ -1,5 +1,5 @@
-/* What the kernels of every instruction set share, compiled with its flags: conversions of whole
- * rows and the table of a kernel whose operands are float32. */
+/* Common parts of the kernels of all instruction sets, compiled with their flags: conversions of
+ * whole rows, and the kernel table for float32 operands. */
 #ifndef MOELORA_CPU_F32_OPERANDS_H
 #define MOELORA_CPU_F32_OPERANDS_H
 
@@ -10,7 +10,7 @@
 #include "cpu/convert.h"
 #include "cpu/kernels.h"
 
-/* The four conversions of a 16-bit type, from the two of one value. */
+/* The four row conversions of a 16-bit type, from the two conversions of a value. */
 #define CONVERSIONS(TYPE)                                                                          \
   static inline void load_##TYPE(const void *src, float *dst, int64_t n) {                         \
     const uint16_t *from = src;                                                                    \

@@ -6,7 +6,7 @@
 #include "cpu/f16c.h"
 #include "cpu/f32_operands.h"
 
-/* 3 x 4 sums, 3 token vectors and one weight vector fill the 16 registers. */
+/* 3 x 4 accumulators, 3 token vectors and one weight vector fill the 16 registers. */
 #define DOT_ROWS 3
 #define DOT_STEP 8
 typedef float element;
@@ -53,7 +53,7 @@ static inline __m256 products(const float *values, float zero, float scale) {
                        _mm256_set1_ps(scale));
 }
 
-/* To nearest even; a NaN keeps its high half, and is quiet as a product. */
+/* Rounds to nearest even; NaN keeps its high half, and is quiet as the result of a product. */
 static inline __m256 rounded_bf16(__m256 x) {
   const __m256i bits = _mm256_castps_si256(x), odd = _mm256_srli_epi32(bits, 16);
   const __m256i half =
@@ -94,7 +94,7 @@ TABLE(f16)
 E4M3(bf16)
 E4M3(f16)
 
-/* By the low four bits of each place. */
+/* Table lookup by the low four bits of each lane. */
 static inline __m256 entries(const table *t, __m256i place) {
   const __m256 high = _mm256_castsi256_ps(_mm256_slli_epi32(place, 28)); /* bit 3 as the sign */
   return _mm256_blendv_ps(_mm256_permutevar8x32_ps(t->first, place),

@@ -53,7 +53,7 @@ E4M3(f16)
 
 static inline void look_up_16(__m128i bytes, table low, table high, operand *to_low,
                               operand *to_high) {
-  const __m512i place = _mm512_cvtepu8_epi32(bytes); /* of which four bits count */
+  const __m512i place = _mm512_cvtepu8_epi32(bytes); /* indexes with four significant bits */
   _mm512_storeu_ps(to_low, _mm512_permutexvar_ps(place, low));
   _mm512_storeu_ps(to_high, _mm512_permutexvar_ps(_mm512_srli_epi32(place, 4), high));
 }

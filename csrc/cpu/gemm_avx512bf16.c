@@ -22,14 +22,14 @@ static inline sum multiply_add(vector a, vector b, sum s) {
 #include "cpu/dot.h"
 
 typedef uint16_t operand;
-typedef __m512i table; /* in the high halves of its words; the low ones hold anything */
+typedef __m512i table; /* in the high halves of its words; the low halves are garbage */
 
 static inline table table_bf16(const float *values, float zero, float scale, bool exact) {
   const __m512 numbers = products(values, zero, scale);
   return exact ? _mm512_castps_si512(numbers) : rounded_bf16(numbers);
 }
 
-/* Entry n is half 2 n + 1 of a table; of each place five bits count. */
+/* Entry n is half 2 n + 1 of a table, so an index has five significant bits. */
 static inline void look_up_32(__m256i bytes, table low, table high, operand *to_low,
                               operand *to_high) {
   const __m512i place = _mm512_cvtepu8_epi16(bytes), one = _mm512_set1_epi16(1);
@@ -46,8 +46,8 @@ static inline void look_up(moelora_format format, const uint8_t *words, const ta
   look_up_32(_mm512_extracti64x4_epi64(bytes, 1), low[1], high[1], to_low + 32, to_high + 32);
 }
 
-/* The instruction that rounds makes zeros of what is below 2^-126: no product is, of a scale that
- * is not small itself. */
+/* The rounding instruction flushes values below 2^-126 to zero; products only get there if the
+ * scale itself is that small. */
 static inline void e4m3_bf16(const uint8_t *first, const uint8_t *second, float scale,
                              operand *to) {
   const __m512 low = e4m3_products(first, scale), high = e4m3_products(second, scale);

@@ -1,5 +1,5 @@
-/* Quantised numbers to tiles and back (moelora.h has the layout of a tile). One task makes, or
- * reads, the tiles of 64 rows. */
+/* Packs quantized weights into tiles and unpacks them (moelora.h describes the layout of a tile).
+ * A task writes, or reads, the tiles of 64 rows. */
 #include <string.h>
 
 #include "core/format.h"
@@ -9,8 +9,8 @@
 
 /* ---- packing ---- */
 
-/* The 64 bytes of rows a and b, 8 apart, from 32 bytes of each; fewer where depth ends. NULL: a row
- * that is not there. */
+/* Packs rows a and b, 8 apart, into their 64 bytes, from up to 32 bytes of each. NULL: the row
+ * does not exist. */
 static void pack_words(const uint8_t *a, const uint8_t *b, int64_t bytes, uint8_t *words) {
   uint8_t rows[2][32] = {{0}};
   if (a)
@@ -44,7 +44,7 @@ static void pack_scale(const moelora_quantized_problem *p, int64_t at, uint8_t *
   memcpy(to, &bits, sizeof bits);
 }
 
-/* Scales and zeros of row n, which is row r of the tile, at depth k. */
+/* Packs scales and zeros of row n, which is row r of the tile, at column k. */
 static void pack_groups(const moelora_quantized_problem *p, int64_t expert, int64_t n, int32_t r,
                         int64_t k, uint8_t *tile) {
   const int32_t groups = moelora_tile_groups(p->tiles.format);
@@ -137,7 +137,7 @@ typedef struct unpack_tasks {
   const moelora_cpu_kernels *kernels;
 } unpack_tasks;
 
-/* Operands of a row to the output, unless the row is not there. */
+/* Stores a row of operands to the output, if the row exists. */
 static void store_row(const unpack_tasks *tasks, int64_t expert, int64_t at, int64_t k,
                       int64_t count, const void *operands) {
   const moelora_quantized_problem *p = tasks->problem;
@@ -187,7 +187,7 @@ static void unpack_rows(void *context, int64_t index, int32_t worker) {
                                                               moelora_min(depth, w->k - k), tile);
 }
 
-/* The best that this machine runs: all of them unpack to the same bits. */
+/* The best kernels of this machine; all of them unpack to the same bits. */
 static const moelora_cpu_kernels *best_kernels(moelora_dtype dtype) {
   const moelora_device_info *device = moelora_known_device(MOELORA_CPU, 0);
   const moelora_variant *best = NULL, *v;

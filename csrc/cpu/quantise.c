@@ -1,11 +1,10 @@
-/* Rows of x in e4m3 for weights of FP8 (moelora_x_format of moelora.h has the rule):
+/* Quantizes rows of x to e4m3 for FP8 weights (see moelora_x_format in moelora.h):
  *
- *   s = the scale of a group of depth, of a row, or given
- *   values [rows, K]       = e4m3(x / s) of a row's s, e4m3(x (1/s)) of others; as operands, which
- *                            hold all of e4m3
- *   scales [rows, groups]  = s, repeated where groups share it
+ *   s = scale of a K group, of a row, or given
+ *   values [rows, K]       = e4m3(x / s) for per-row s, otherwise e4m3(x (1/s)); stored as
+ * operands, which represent e4m3 exactly scales [rows, groups]  = s, repeated if groups share it
  *
- * A row depends on nothing but itself, whatever it is in a batch with. */
+ * The result of a row does not depend on the rest of the batch. */
 #include <math.h>
 #include <string.h>
 
@@ -36,7 +35,7 @@ typedef struct quantise_tasks {
   const moelora_e4m3_rows *out;
 } quantise_tasks;
 
-/* Columns [k, k + count) of an operand row. */
+/* Loads columns [k, k + count) of an operand row. */
 static void read_columns(const moelora_cpu_kernels *kernels, const char *row, int64_t k,
                          int64_t count, float *to) {
   const char *from = row + (size_t)k * kernels->operand_bytes;
@@ -46,7 +45,7 @@ static void read_columns(const moelora_cpu_kernels *kernels, const char *row, in
     kernels->load(from, to, count);
 }
 
-/* The largest of `least` and all sizes; a NaN is none. */
+/* Maximum of `least` and all magnitudes; ignores NaN. */
 static float largest(const float *line, int64_t count, float least) {
   float most[LANES];
   for (int lane = 0; lane < LANES; lane++)
@@ -87,7 +86,7 @@ static void quantise_row(void *context, int64_t index, int32_t worker) {
     read_columns(kernels, row, k, count, line);
     if (w->x == MOELORA_X_GROUP)
       scale = largest(line, count, 1e-10f) / MOELORA_E4M3_MAX;
-    /* engines divide by the scale of a token, and multiply by the inverse of others */
+    /* engines divide by per-token scales, and multiply by the inverse of others */
     const float inverse = 1.0f / scale;
     for (int64_t i = 0; i < count; i++)
       line[i] = moelora_round_e4m3(w->x == MOELORA_X_TOKEN ? line[i] / scale : line[i] * inverse);
