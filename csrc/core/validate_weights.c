@@ -214,7 +214,7 @@ moelora_status moelora_check_pack(const moelora_tensor *w, const moelora_tensor 
 
 /* ---- packing of quantized weights ---- */
 
-static moelora_status check_quantised(const moelora_layout *layout, moelora_dtype dtype,
+static moelora_status check_quantized(const moelora_layout *layout, moelora_dtype dtype,
                                       const moelora_arg *tiles, int64_t k, moelora_source of_depth,
                                       moelora_quantized_problem *problem) {
   MOELORA_REQUIRE(dtype == MOELORA_BF16 || dtype == MOELORA_F16,
@@ -226,7 +226,7 @@ static moelora_status check_quantised(const moelora_layout *layout, moelora_dtyp
   return MOELORA_OK;
 }
 
-static moelora_status check_quantised_layout(const moelora_layout *layout) {
+static moelora_status check_quantized_layout(const moelora_layout *layout) {
   MOELORA_REQUIRE(layout, "layout is NULL");
   MOELORA_REQUIRE(moelora_is_quantized(layout->format),
                   "layout.format is native, expected another");
@@ -341,7 +341,7 @@ moelora_status moelora_check_pack_quantized(const moelora_quantized *w,
   const moelora_arg zeros = MOELORA_ARG("zeros", &w->zeros);
   const moelora_arg out = MOELORA_ARG("tiles", tiles);
   *problem = (moelora_quantized_problem){0};
-  MOELORA_TRY(check_quantised_layout(layout));
+  MOELORA_TRY(check_quantized_layout(layout));
   const bool fp8 = moelora_is_fp8(layout->format);
 
   MOELORA_TRY(moelora_check_view(values, 3, fp8 ? "[E, N, K]" : "[E, N, K/2]"));
@@ -356,7 +356,7 @@ moelora_status moelora_check_pack_quantized(const moelora_quantized *w,
   moelora_source of_depth = moelora_size_of(values, 2);
   of_depth.scale = fp8 ? NULL : " * 2";
   MOELORA_TRY(
-      check_quantised(layout, dtype, &out, w->values.size[2] * (fp8 ? 1 : 2), of_depth, problem));
+      check_quantized(layout, dtype, &out, w->values.size[2] * (fp8 ? 1 : 2), of_depth, problem));
   MOELORA_TRY(moelora_check_size(out, 0, w->values.size[0], moelora_size_of(values, 0)));
   const moelora_arg inputs[] = {values, scales, zeros};
   for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++)
@@ -376,13 +376,13 @@ moelora_status moelora_check_unpack_quantized(const moelora_tensor *tiles,
                                               moelora_quantized_problem *problem) {
   const moelora_arg source = MOELORA_ARG("tiles", tiles), target = MOELORA_ARG("out", out);
   *problem = (moelora_quantized_problem){0};
-  MOELORA_TRY(check_quantised_layout(layout));
+  MOELORA_TRY(check_quantized_layout(layout));
   MOELORA_TRY(moelora_check_view(target, 3, "[E, N, K]"));
   MOELORA_TRY(check_at_least_one(target));
   MOELORA_TRY(moelora_check_rows(target));
   MOELORA_TRY(moelora_check_size(target, 1, layout->rows, moelora_words("layout.rows")));
   MOELORA_TRY(
-      check_quantised(layout, out->dtype, &source, out->size[2], moelora_words("K"), problem));
+      check_quantized(layout, out->dtype, &source, out->size[2], moelora_words("K"), problem));
   MOELORA_TRY(moelora_check_size(target, 0, tiles->size[0], moelora_size_of(source, 0)));
   MOELORA_TRY(moelora_check_distinct(target));
   MOELORA_TRY(moelora_check_disjoint(target, source));

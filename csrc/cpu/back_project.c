@@ -66,7 +66,7 @@ static void load_row(const moelora_variant *variant, const moelora_weights *w, i
     from += (size_t)(k % depth) * bytes;
   } else {
     char *high = operands + MOELORA_PACK * bytes;
-    kernels->dequantise(w->format, tile, 0, 1, r & ~8, 0, operands, high);
+    kernels->dequantize(w->format, tile, 0, 1, r & ~8, 0, operands, high);
     from = r & 8 ? high : from;
   }
   if (kernels->widen) /* operands are float32 */

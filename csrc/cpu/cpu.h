@@ -58,7 +58,7 @@ void moelora_cpu_tile(const moelora_variant *variant, const moelora_weights *w, 
 
 /* quantized.c: moelora_cpu_tile() for quantized weights. For e4m3 x, scratch->x are e4m3 rows with
  * scales in scratch->x_scales. */
-void moelora_cpu_quantised_tile(const moelora_variant *variant, const moelora_weights *w,
+void moelora_cpu_quantized_tile(const moelora_variant *variant, const moelora_weights *w,
                                 int64_t begin, int64_t end, int64_t m, float *c, int64_t ldc,
                                 moelora_scratch *scratch);
 
@@ -86,7 +86,7 @@ typedef struct moelora_e4m3_rows {
 moelora_e4m3_rows moelora_e4m3_take(const moelora_variant *variant, const moelora_weights *w,
                                     int64_t rows, moelora_arena *arena);
 /* Quantizes operand rows; does nothing if `values` is NULL. */
-void moelora_cpu_quantise(const moelora_variant *variant, const moelora_weights *w, const void *x,
+void moelora_cpu_quantize(const moelora_variant *variant, const moelora_weights *w, const void *x,
                           int64_t x_stride, int64_t rows, const moelora_e4m3_rows *out,
                           const moelora_exec *exec);
 

@@ -114,12 +114,12 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
     w13.x = layout.x;
     w13.x_stride = problem->hidden;
   }
-  moelora_cpu_quantise(w13.variant, w13.w, w13.x, w13.x_stride, routes->num_tokens, &w13.x_e4m3,
+  moelora_cpu_quantize(w13.variant, w13.w, w13.x, w13.x_stride, routes->num_tokens, &w13.x_e4m3,
                        exec);
   if (w13.xa)
     moelora_cpu_shrink(&w13, exec);
   moelora_cpu_project(&w13, exec);
-  moelora_cpu_quantise(w2.variant, w2.w, w2.x, w2.x_stride, layout.sorted.num_rows, &w2.x_e4m3,
+  moelora_cpu_quantize(w2.variant, w2.w, w2.x, w2.x_stride, layout.sorted.num_rows, &w2.x_e4m3,
                        exec);
   if (w2.xa)
     moelora_cpu_shrink(&w2, exec);

@@ -46,7 +46,7 @@ static inline void round_f32(const float *src, void *dst, int64_t n) {
 }
 
 /* The including file defines `dot` over float32. */
-#define F32_OPERANDS(TYPE, WIDEN, DEQUANTISED, DEQUANTISED_FP8)                                    \
+#define F32_OPERANDS(TYPE, WIDEN, DEQUANTIZED, DEQUANTIZED_FP8)                                    \
   {.operand_bytes = sizeof(float),                                                                 \
    .widen = WIDEN,                                                                                 \
    .round = round_##TYPE,                                                                          \
@@ -54,8 +54,8 @@ static inline void round_f32(const float *src, void *dst, int64_t n) {
    .load = load_##TYPE,                                                                            \
    .dot = dot,                                                                                     \
    .add_rows = add_rows,                                                                           \
-   .dequantise = DEQUANTISED,                                                                      \
-   .dequantise_fp8 = DEQUANTISED_FP8,                                                              \
+   .dequantize = DEQUANTIZED,                                                                      \
+   .dequantize_fp8 = DEQUANTIZED_FP8,                                                              \
    .activate = moelora_activate,                                                                   \
    .activate_backward = moelora_activate_backward}
 

@@ -256,7 +256,7 @@ moelora_status moelora_cpu_gemm(const moelora_gemm_problem *problem, const moelo
     projection.x = layout.x;
     projection.x_stride = problem->w.k;
   }
-  moelora_cpu_quantise(plan->variant, &problem->w, projection.x, projection.x_stride, rows,
+  moelora_cpu_quantize(plan->variant, &problem->w, projection.x, projection.x_stride, rows,
                        &layout.x_e4m3, exec);
   if (projection.xa)
     moelora_cpu_shrink(&projection, exec);

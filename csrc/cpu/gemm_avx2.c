@@ -131,13 +131,13 @@ static inline void look_up(moelora_format format, const uint8_t *words, const ta
 }
 
 #define TYPE bf16
-#include "cpu/dequantise.h"
+#include "cpu/dequantize.h"
 #define TYPE f16
-#include "cpu/dequantise.h"
+#include "cpu/dequantize.h"
 
 const moelora_cpu_kernels moelora_gemm_f32_avx2 = F32_OPERANDS(f32, NULL, NULL, NULL);
 const moelora_cpu_kernels moelora_gemm_bf16_avx2 =
-    F32_OPERANDS(bf16, widen_bf16, dequantise_bf16, dequantise_fp8_bf16);
+    F32_OPERANDS(bf16, widen_bf16, dequantize_bf16, dequantize_fp8_bf16);
 const moelora_cpu_kernels moelora_gemm_f16_avx2 =
-    F32_OPERANDS(f16, widen_f16, dequantise_f16, dequantise_fp8_f16);
+    F32_OPERANDS(f16, widen_f16, dequantize_f16, dequantize_fp8_f16);
 #endif

@@ -62,7 +62,7 @@ static inline void e4m3_bf16(const uint8_t *first, const uint8_t *second, float 
 }
 
 #define TYPE bf16
-#include "cpu/dequantise.h"
+#include "cpu/dequantize.h"
 
 const moelora_cpu_kernels moelora_gemm_bf16_avx512bf16 = {
     .operand_bytes = sizeof(uint16_t),
@@ -71,8 +71,8 @@ const moelora_cpu_kernels moelora_gemm_bf16_avx512bf16 = {
     .load = load_bf16,
     .dot = dot,
     .add_rows = add_rows,
-    .dequantise = dequantise_bf16,
-    .dequantise_fp8 = dequantise_fp8_bf16,
+    .dequantize = dequantize_bf16,
+    .dequantize_fp8 = dequantize_fp8_bf16,
     .activate = moelora_activate,
     .activate_backward = moelora_activate_backward,
 };

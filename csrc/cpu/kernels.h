@@ -39,12 +39,12 @@ typedef struct moelora_cpu_kernels {
   /* Dequantizes rows r and r + 8, for even r / 8, of `tiles` 4-bit tiles (moelora.h) that are
    * `stride` bytes apart: operands to low and high, 64 per tile. Prefetches `ahead` bytes ahead
    * into L2. NULL: the dtype has no quantized weights. */
-  void (*dequantise)(moelora_format format, const void *tile, int64_t stride, int64_t tiles,
+  void (*dequantize)(moelora_format format, const void *tile, int64_t stride, int64_t tiles,
                      int32_t r, int64_t ahead, void *low, void *high);
   /* Dequantizes the 128 columns of row r of an FP8 tile, whose bytes begin at `row`: scale[0]
    * applies to columns 0 to 63, scale[1] to the others. NULL: the dtype has no quantized weights.
    */
-  void (*dequantise_fp8)(const uint8_t *row, int32_t r, const float scale[2], void *to);
+  void (*dequantize_fp8)(const uint8_t *row, int32_t r, const float scale[2], void *to);
   /* gate[i] = activation(gate[i], up[i]); see activation.h */
   void (*activate)(const moelora_activation_problem *activation, float *gate, const float *up,
                    int64_t n);

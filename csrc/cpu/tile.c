@@ -59,7 +59,7 @@ void moelora_cpu_tile(const moelora_variant *variant, const moelora_weights *w, 
   const moelora_dtype dtype = variant->dtype;
   const size_t bytes = moelora_dtype_bytes(dtype), operand = kernels->operand_bytes;
   if (moelora_is_quantized(w->format)) {
-    moelora_cpu_quantised_tile(variant, w, begin, end, m, c, ldc, scratch);
+    moelora_cpu_quantized_tile(variant, w, begin, end, m, c, ldc, scratch);
     return;
   }
   for (int64_t k = 0; k < w->k; k += variant->block_k) {

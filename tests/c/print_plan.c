@@ -9,7 +9,7 @@
  *
  * where STAGED is what stands in for a layer in one launch, - for others, and kernels that are not
  * needed are -, as they all are on a CPU; W2 is the projection's own, beside VARIANT or STAGED.
- * With arguments `formats W13 W2` before all others the weights are quantised: native, mxfp4, int4,
+ * With arguments `formats W13 W2` before all others the weights are quantized: native, mxfp4, int4,
  * int4_g32, int4_zp, int4_zp_g32, fp8, fp8_g64, fp8_rows, or w8a8: fp8, and x, too. With a first
  * argument `listed` the answer is 1 or 0 for each shrink: whether it goes by listed segments; with
  * `splits` into how many parts the depth of w2 is cut, and of how many multiples of 128 each is.
@@ -159,10 +159,10 @@ int main(int argc, char **argv) {
   const int asked = 1 + deltas + listed + splits;
   const bool on = argc > asked + 2 && strcmp(argv[asked], "on") == 0;
   const int told = asked + 3 * on;
-  const bool quantised = argc > told + 2 && strcmp(argv[told], "formats") == 0;
-  const operands w13 = quantised ? parse_format(argv[told + 1]) : (operands){0};
-  const operands w2 = quantised ? parse_format(argv[told + 2]) : (operands){0};
-  for (int i = told + 3 * quantised; i + 9 <= argc; i += 9)
+  const bool quantized = argc > told + 2 && strcmp(argv[told], "formats") == 0;
+  const operands w13 = quantized ? parse_format(argv[told + 1]) : (operands){0};
+  const operands w2 = quantized ? parse_format(argv[told + 2]) : (operands){0};
+  for (int i = told + 3 * quantized; i + 9 <= argc; i += 9)
     add_tuned_plan(argv + i);
   char dtype[16], kind[8];
   long long tokens, top_k, experts, global, hidden, inner, rank;

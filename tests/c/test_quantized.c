@@ -1,4 +1,4 @@
-/* Quantised weights for every format and kernel variant that this machine runs: numbers to tiles
+/* Quantized weights for every format and kernel variant that this machine runs: numbers to tiles
  * and back, then products bit by bit against those with the unpacked weights. */
 #include "cases.h"
 

@@ -11,15 +11,15 @@
 
 static void test_experts(uint64_t number) {
   seed(number + 1000);
-  const bool quantised = maybe();
-  sizes s = draw_sizes(quantised ? 32 : ONE_OF(1, 8, 64, 64));
+  const bool quantized = maybe();
+  sizes s = draw_sizes(quantized ? 32 : ONE_OF(1, 8, 64, 64));
   const moelora_dtype dtype = random_in(0, 3) ? MOELORA_BF16 : MOELORA_F16;
   const moelora_activation activation = (moelora_activation)random_in(0, 4);
   const bool gated = activation != MOELORA_RELU2, invariant = maybe();
   const int64_t n13 = s.inner * (gated ? 2 : 1);
   const moelora_x_format x = (moelora_x_format)random_in(0, 3);
   moelora_layout layout13 = {0}, layout2 = {0};
-  if (quantised) {
+  if (quantized) {
     layout13 = draw_layout(n13,
                            activation == MOELORA_SWIGLUOAI ? MOELORA_ROWS_INTERLEAVED
                            : gated                         ? MOELORA_ROWS_GATE_UP
@@ -91,12 +91,12 @@ static void test_experts(uint64_t number) {
 
 static void test_gemm(uint64_t number) {
   seed(number + 2000);
-  const bool quantised = maybe();
-  sizes s = draw_sizes(quantised ? 32 : ONE_OF(1, 8, 64));
+  const bool quantized = maybe();
+  sizes s = draw_sizes(quantized ? 32 : ONE_OF(1, 8, 64));
   const moelora_dtype dtype = random_in(0, 3) ? MOELORA_BF16 : MOELORA_F16;
   const int64_t n = ONE_OF(random_in(1, 300), 64 * random_in(1, 6), 8 * random_in(1, 40));
   moelora_layout layout = {0};
-  if (quantised)
+  if (quantized)
     layout = draw_layout(n, MOELORA_ROWS_PLAIN, (moelora_x_format)random_in(0, 3));
   const bool invariant = maybe(), per_row = maybe();
   const int32_t slices = n % 3 == 0 ? 3 : n % 2 == 0 ? 2 : 1;

@@ -1,5 +1,5 @@
 /* What the engine knows of fibers, and its two halves share: engine.cpp lets them take turns,
- * synchronise.cpp lets them wait for each other. */
+ * synchronize.cpp lets them wait for each other. */
 #ifndef EMULATION_STATE_H
 #define EMULATION_STATE_H
 

@@ -157,7 +157,7 @@ static void unpack_nibbles(const unpack_tasks *tasks, int64_t expert, int64_t fi
   const moelora_weights *w = &tasks->problem->tiles;
   float low[MOELORA_PACK], high[MOELORA_PACK]; /* or 16-bit operands */
   for (int32_t r = 0; r < MOELORA_PACK; r += r % 16 == 7 ? 9 : 1) {
-    tasks->kernels->dequantise(w->format, tile, w->stride_kt, 1, r, 0, low, high);
+    tasks->kernels->dequantize(w->format, tile, w->stride_kt, 1, r, 0, low, high);
     store_row(tasks, expert, first + r, k, count, low);
     store_row(tasks, expert, first + r + 8, k, count, high);
   }

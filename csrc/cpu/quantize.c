@@ -27,13 +27,13 @@ moelora_e4m3_rows moelora_e4m3_take(const moelora_variant *variant, const moelor
   };
 }
 
-typedef struct quantise_tasks {
+typedef struct quantize_tasks {
   const moelora_cpu_kernels *kernels;
   const moelora_weights *w;
   const char *x;
   int64_t x_stride;
   const moelora_e4m3_rows *out;
-} quantise_tasks;
+} quantize_tasks;
 
 /* Loads columns [k, k + count) of an operand row. */
 static void read_columns(const moelora_cpu_kernels *kernels, const char *row, int64_t k,
@@ -60,7 +60,7 @@ static float largest(const float *line, int64_t count, float least) {
   return most[0];
 }
 
-static float token_scale(const quantise_tasks *tasks, const char *row) {
+static float token_scale(const quantize_tasks *tasks, const char *row) {
   float line[GROUP], most = 0;
   for (int64_t k = 0; k < tasks->w->k; k += GROUP) {
     const int64_t count = moelora_min(GROUP, tasks->w->k - k);
@@ -71,9 +71,9 @@ static float token_scale(const quantise_tasks *tasks, const char *row) {
   return scale > least ? scale : least;
 }
 
-static void quantise_row(void *context, int64_t index, int32_t worker) {
+static void quantize_row(void *context, int64_t index, int32_t worker) {
   (void)worker;
-  const quantise_tasks *tasks = context;
+  const quantize_tasks *tasks = context;
   const moelora_weights *w = tasks->w;
   const moelora_cpu_kernels *kernels = tasks->kernels;
   const int64_t group = moelora_x_group(w->format);
@@ -95,10 +95,10 @@ static void quantise_row(void *context, int64_t index, int32_t worker) {
   }
 }
 
-void moelora_cpu_quantise(const moelora_variant *variant, const moelora_weights *w, const void *x,
+void moelora_cpu_quantize(const moelora_variant *variant, const moelora_weights *w, const void *x,
                           int64_t x_stride, int64_t rows, const moelora_e4m3_rows *out,
                           const moelora_exec *exec) {
-  quantise_tasks tasks = {moelora_cpu_kernels_of(variant), w, x, x_stride, out};
+  quantize_tasks tasks = {moelora_cpu_kernels_of(variant), w, x, x_stride, out};
   if (out->values)
-    moelora_cpu_parallel(exec, rows, (double)rows * (double)w->k, quantise_row, &tasks);
+    moelora_cpu_parallel(exec, rows, (double)rows * (double)w->k, quantize_row, &tasks);
 }

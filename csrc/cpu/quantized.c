@@ -120,7 +120,7 @@ static void multiply_nibbles(const moelora_variant *variant, const moelora_weigh
       const int64_t ahead = r < 6 ? 2 * 64 : next_quarter;
       for (int32_t pair = 0; pair < MOELORA_DOT_N / 2; pair++) {
         char *low = scratch->w + 2 * pair * row_bytes;
-        kernels->dequantise(w->format, tile_of(w, base, k), w->stride_kt, tiles, quarter + r + pair,
+        kernels->dequantize(w->format, tile_of(w, base, k), w->stride_kt, tiles, quarter + r + pair,
                             ahead, low, low + row_bytes);
       }
       multiply(kernels, &p, m, c, ldc, scratch);
@@ -167,7 +167,7 @@ void moelora_cpu_fp8_row(const moelora_cpu_kernels *kernels, const moelora_weigh
     scale[i] = dtype == MOELORA_BF16
                    ? moelora_bf16_to_f32(moelora_f32_to_bf16(scale[i]))
                    : moelora_f16_to_f32(moelora_f32_to_f16(scale[i] * 0x1p8f)) * 0x1p-8f;
-  kernels->dequantise_fp8((const uint8_t *)tile + r * 128, (int32_t)(r % 8), scale, to);
+  kernels->dequantize_fp8((const uint8_t *)tile + r * 128, (int32_t)(r % 8), scale, to);
 }
 
 /* One pass over K, `depth` elements from k on, dequantized and rounded to the dtype. */
@@ -213,7 +213,7 @@ static void multiply_e4m3(const moelora_variant *variant, const moelora_weights 
       scales[0][j] = scale[0];
       scales[1][j] = scale[1];
       fetch_ahead(w, rows, at + j, k);
-      kernels->dequantise_fp8((const uint8_t *)tile + r * 128, (int32_t)(r % 8), ones,
+      kernels->dequantize_fp8((const uint8_t *)tile + r * 128, (int32_t)(r % 8), ones,
                               scratch->w + j * p.row_bytes);
     }
     const int64_t end = moelora_min(k + 128, w->k);
@@ -229,7 +229,7 @@ static void multiply_e4m3(const moelora_variant *variant, const moelora_weights 
   }
 }
 
-void moelora_cpu_quantised_tile(const moelora_variant *variant, const moelora_weights *w,
+void moelora_cpu_quantized_tile(const moelora_variant *variant, const moelora_weights *w,
                                 int64_t begin, int64_t end, int64_t m, float *c, int64_t ldc,
                                 moelora_scratch *scratch) {
   const size_t operand = moelora_cpu_kernels_of(variant)->operand_bytes;

@@ -1,4 +1,4 @@
-/* `dequantise` and `dequantise_fp8` of kernels.h for one instruction set and one TYPE, bf16 or
+/* `dequantize` and `dequantize_fp8` of kernels.h for one instruction set and one TYPE, bf16 or
  * f16.
  *
  * 4-bit values are dequantized with a 16-entry table per row and group, whose entries are (value -
@@ -18,8 +18,8 @@
  * After MXFP4 words are reordered to nibbles, byte b of word (q, s) of `words` [4 q][4 s][4 bytes]
  * is column 16 s + 2 q + (b / 2) + 8 (b % 2): its low nibble belongs to the first row and indexes
  * low[s / 2], its high nibble to the second row and high[s / 2]. */
-#ifndef MOELORA_CPU_DEQUANTISE_H
-#define MOELORA_CPU_DEQUANTISE_H
+#ifndef MOELORA_CPU_DEQUANTIZE_H
+#define MOELORA_CPU_DEQUANTIZE_H
 
 #include "core/format.h"
 #include "cpu/convert.h"
@@ -60,7 +60,7 @@ static inline __attribute__((always_inline)) table OF_TYPE(group)(const moelora_
 
 /* Rows r and r + 8; `format` is a compile-time constant. */
 static inline __attribute__((always_inline)) void
-OF_TYPE(dequantise_format)(const moelora_format format, const uint8_t *tile, int64_t stride,
+OF_TYPE(dequantize_format)(const moelora_format format, const uint8_t *tile, int64_t stride,
                            int64_t tiles, int32_t r, int64_t ahead, operand *low, operand *high) {
   const int groups = moelora_tile_groups(format), second = groups - 1;
   const int64_t words = moelora_words_offset(r), place = moelora_scale_index(groups, r, 0);
@@ -82,19 +82,19 @@ OF_TYPE(dequantise_format)(const moelora_format format, const uint8_t *tile, int
   }
 }
 
-static void OF_TYPE(dequantise)(moelora_format format, const void *tile, int64_t stride,
+static void OF_TYPE(dequantize)(moelora_format format, const void *tile, int64_t stride,
                                 int64_t tiles, int32_t r, int64_t ahead, void *low, void *high) {
   switch (format) {
 #define MOELORA_FORMAT_OF(KERNEL, NAME, ...)                                                       \
   case MOELORA_##NAME:                                                                             \
     if (moelora_is_four_bits(MOELORA_##NAME))                                                      \
-      OF_TYPE(dequantise_format)(MOELORA_##NAME, tile, stride, tiles, r, ahead, low, high);        \
+      OF_TYPE(dequantize_format)(MOELORA_##NAME, tile, stride, tiles, r, ahead, low, high);        \
     break;
 #include "formats.inc"
   }
 }
 
-static void OF_TYPE(dequantise_fp8)(const uint8_t *row, int32_t r, const float scale[2], void *to) {
+static void OF_TYPE(dequantize_fp8)(const uint8_t *row, int32_t r, const float scale[2], void *to) {
   const int32_t at = r & 7;
   for (int32_t c = 0; c < 8; c += 2)
     OF_TYPE(e4m3)(row + (c ^ at) * 16, row + ((c + 1) ^ at) * 16, scale[c / 4],
