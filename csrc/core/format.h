@@ -254,7 +254,7 @@ static MOELORA_CONSTEXPR int32_t moelora_words_offset(int32_t r) {
 }
 
 /* Maximum size of a tile among the formats of a kernel. */
-static MOELORA_CONSTEXPR int32_t moelora_most_tile_bytes(moelora_kernel_format kernel) {
+static MOELORA_CONSTEXPR int32_t moelora_max_tile_bytes(moelora_kernel_format kernel) {
   int32_t most = 0;
 #define MOELORA_FORMAT_OF(KERNEL, NAME, TEXT, VALUES, ROWS, COLUMNS, SCALE, ZEROS, X_KERNEL)       \
   if ((kernel == MOELORA_KERNEL_##KERNEL || kernel == MOELORA_KERNEL_##X_KERNEL) &&                \
@@ -266,7 +266,7 @@ static MOELORA_CONSTEXPR int32_t moelora_most_tile_bytes(moelora_kernel_format k
 
 /* Bytes of a tile in a stage of the portable kernels, which covers 64 of K with all scales. */
 static MOELORA_CONSTEXPR int32_t moelora_step_bytes(moelora_kernel_format kernel) {
-  const int32_t most = moelora_most_tile_bytes(kernel);
+  const int32_t most = moelora_max_tile_bytes(kernel);
   return moelora_is_fp8(moelora_format_of_kernel(kernel)) ? most - MOELORA_FP8_TILE_VALUES / 2
                                                           : most;
 }

@@ -91,7 +91,7 @@ static MOELORA_CONSTEXPR bool moelora_shares_sm(int32_t block_n) {
 }
 
 /* Uses mma.sync, for few tokens and 4-bit weights. */
-static MOELORA_CONSTEXPR bool moelora_has_few_rows(moelora_kernel_format format, int32_t block_m) {
+static MOELORA_CONSTEXPR bool moelora_uses_mma_sync(moelora_kernel_format format, int32_t block_m) {
   return moelora_is_four_bits(moelora_format_of_kernel(format)) && block_m <= 16;
 }
 
@@ -108,7 +108,7 @@ static MOELORA_CONSTEXPR bool moelora_stores_e4m3(moelora_kernel_format format, 
 }
 
 /* Maximum number of tiles that are split into halves; see TileScheduler. */
-#define MOELORA_MOST_HALVED 128
+#define MOELORA_MAX_HALF_TILES 128
 
 /* Split-K: maximum number of splits, and their granularity, a multiple of the k step of all
  * kernels. */
@@ -116,7 +116,8 @@ static MOELORA_CONSTEXPR bool moelora_stores_e4m3(moelora_kernel_format format, 
 #define MOELORA_SPLIT_DEPTH 128
 
 /* Tokens are operand A of wgmma (token-major), in units of 64; otherwise operand B, in n8 tiles. */
-static MOELORA_CONSTEXPR bool moelora_tokens_first(moelora_kernel_format format, int32_t block_m) {
+static MOELORA_CONSTEXPR bool moelora_is_token_major(moelora_kernel_format format,
+                                                     int32_t block_m) {
   return moelora_is_e4m3_kernel(format) && block_m == 128;
 }
 
@@ -124,7 +125,7 @@ static MOELORA_CONSTEXPR bool moelora_tokens_first(moelora_kernel_format format,
  * a cluster of CTAs that multicast weights. Token-major tiles pair blocks dynamically: both CTAs
  * of a cluster process an expert's unpaired last block. */
 static inline int32_t moelora_blocks_together(const moelora_variant *v) {
-  return moelora_tokens_first(v->format, v->block_m) ? 1 : v->cluster;
+  return moelora_is_token_major(v->format, v->block_m) ? 1 : v->cluster;
 }
 
 /* K columns, of 128 bytes, that adapter kernels never split. */

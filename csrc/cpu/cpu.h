@@ -77,17 +77,18 @@ static inline moelora_weights moelora_expert_weights(const moelora_weights *w, m
 }
 
 /* quantize.c: e4m3 rows of x, as the weights' moelora_x_format defines them. */
-typedef struct moelora_e4m3_rows {
+typedef struct moelora_quantized_rows {
   void *values;   /* [rows, K] operands; NULL: x is not quantized */
   float *scales;  /* [rows, groups] */
   int64_t groups; /* number of K groups */
-} moelora_e4m3_rows;
+} moelora_quantized_rows;
 
-moelora_e4m3_rows moelora_e4m3_take(const moelora_variant *variant, const moelora_weights *w,
-                                    int64_t rows, moelora_arena *arena);
+moelora_quantized_rows moelora_quantized_rows_take(const moelora_variant *variant,
+                                                   const moelora_weights *w, int64_t rows,
+                                                   moelora_arena *arena);
 /* Quantizes operand rows; does nothing if `values` is NULL. */
 void moelora_cpu_quantize(const moelora_variant *variant, const moelora_weights *w, const void *x,
-                          int64_t x_stride, int64_t rows, const moelora_e4m3_rows *out,
+                          int64_t x_stride, int64_t rows, const moelora_quantized_rows *out,
                           const moelora_exec *exec);
 
 /* gemm.c: one grouped projection over sorted rows. */
@@ -107,7 +108,7 @@ struct moelora_projection {
   int64_t x_stride;
   moelora_row_index x_index;
   const moelora_weights *w;
-  moelora_e4m3_rows x_e4m3; /* quantized x for w */
+  moelora_quantized_rows x_e4m3; /* quantized x for w */
   const moelora_factors *lora;
   void *xa; /* [P, num_slices, R] operands by sorted position; NULL: no adapters */
   /* Output columns: gated projections pair column c of gate with column c of up. */

@@ -18,7 +18,7 @@ typedef struct experts_layout {
   float *z;   /* [P, K] by flat row */
   void *xa13; /* NULL without adapters */
   void *xa2;  /* NULL without adapters */
-  moelora_e4m3_rows x_e4m3, h_e4m3;
+  moelora_quantized_rows x_e4m3, h_e4m3;
   moelora_rounded rounded13, rounded2;
   size_t bytes;
 } experts_layout;
@@ -38,8 +38,8 @@ static experts_layout lay_out(const moelora_experts_problem *problem,
         moelora_take(&arena, moelora_operands_bytes(variant, routes->num_tokens, problem->hidden));
   layout.h = moelora_take(&arena,
                           moelora_operands_bytes(variant, routes->num_rows, problem->intermediate));
-  layout.x_e4m3 = moelora_e4m3_take(variant, &problem->w13, routes->num_tokens, &arena);
-  layout.h_e4m3 = moelora_e4m3_take(variant, &problem->w2, routes->num_rows, &arena);
+  layout.x_e4m3 = moelora_quantized_rows_take(variant, &problem->w13, routes->num_tokens, &arena);
+  layout.h_e4m3 = moelora_quantized_rows_take(variant, &problem->w2, routes->num_rows, &arena);
   layout.z = moelora_take_array(
       &arena, moelora_times((size_t)routes->num_rows, (size_t)problem->hidden), sizeof(float));
   if (routes->token_lora_mapping.data && problem->w13_lora.num_slices)

@@ -183,7 +183,7 @@ typedef struct gemm_layout {
   moelora_scratch *scratch;
   void *x;  /* [rows of x, K] operands; NULL if x is used directly */
   void *xa; /* NULL without adapters */
-  moelora_e4m3_rows x_e4m3;
+  moelora_quantized_rows x_e4m3;
   size_t bytes;
 } gemm_layout;
 
@@ -201,7 +201,7 @@ static gemm_layout gemm_lay_out(const moelora_gemm_problem *problem, const moelo
   const int64_t rows = rows_of_x(problem);
   if (moelora_cpu_kernels_of(plan->variant)->widen)
     layout.x = moelora_take(&arena, moelora_operands_bytes(plan->variant, rows, problem->w.k));
-  layout.x_e4m3 = moelora_e4m3_take(plan->variant, &problem->w, rows, &arena);
+  layout.x_e4m3 = moelora_quantized_rows_take(plan->variant, &problem->w, rows, &arena);
   if (problem->lora.num_slices && routes->token_lora_mapping.data)
     layout.xa = moelora_take(&arena, moelora_xa_bytes(plan->variant, routes, &problem->lora));
   layout.bytes = arena.used;

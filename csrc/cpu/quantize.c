@@ -14,12 +14,13 @@
 
 enum { LANES = 8, GROUP = 128 };
 
-moelora_e4m3_rows moelora_e4m3_take(const moelora_variant *variant, const moelora_weights *w,
-                                    int64_t rows, moelora_arena *arena) {
+moelora_quantized_rows moelora_quantized_rows_take(const moelora_variant *variant,
+                                                   const moelora_weights *w, int64_t rows,
+                                                   moelora_arena *arena) {
   if (w->x == MOELORA_X_NATIVE)
-    return (moelora_e4m3_rows){0};
+    return (moelora_quantized_rows){0};
   const int64_t groups = moelora_ceil_div(w->k, moelora_x_group(w->format));
-  return (moelora_e4m3_rows){
+  return (moelora_quantized_rows){
       .values = moelora_take(arena, moelora_operands_bytes(variant, rows, w->k)),
       .scales =
           moelora_take_array(arena, moelora_times((size_t)rows, (size_t)groups), sizeof(float)),
@@ -32,7 +33,7 @@ typedef struct quantize_tasks {
   const moelora_weights *w;
   const char *x;
   int64_t x_stride;
-  const moelora_e4m3_rows *out;
+  const moelora_quantized_rows *out;
 } quantize_tasks;
 
 /* Loads columns [k, k + count) of an operand row. */
@@ -96,7 +97,7 @@ static void quantize_row(void *context, int64_t index, int32_t worker) {
 }
 
 void moelora_cpu_quantize(const moelora_variant *variant, const moelora_weights *w, const void *x,
-                          int64_t x_stride, int64_t rows, const moelora_e4m3_rows *out,
+                          int64_t x_stride, int64_t rows, const moelora_quantized_rows *out,
                           const moelora_exec *exec) {
   quantize_tasks tasks = {moelora_cpu_kernels_of(variant), w, x, x_stride, out};
   if (out->values)

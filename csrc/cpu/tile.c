@@ -101,7 +101,7 @@ void moelora_cpu_rows(const moelora_projection *p, int64_t first, int64_t m, con
 
 void moelora_cpu_base_rows(const moelora_projection *p, int64_t first, int64_t m,
                            moelora_scratch *scratch) {
-  const moelora_e4m3_rows *rows = &p->x_e4m3;
+  const moelora_quantized_rows *rows = &p->x_e4m3;
   if (!rows->values) {
     moelora_cpu_rows(p, first, m, scratch->x);
     return;

@@ -93,7 +93,7 @@ template <class Variables> Variables &static_shared() {
 
 /* mbarriers are 64-bit words in shared memory, as in hardware. */
 void mbarrier_init(uint64_t *barrier, int arrivals);
-void mbarrier_end(uint64_t *barrier);
+void mbarrier_invalidate(uint64_t *barrier);
 void mbarrier_arrive(uint64_t *barrier, int64_t expected_bytes);
 void mbarrier_arrived(uint64_t *barrier, int64_t bytes);
 void mbarrier_wait(uint64_t *barrier, uint32_t parity);

@@ -138,7 +138,7 @@ void mbarrier_init(uint64_t *word, int arrivals) {
   memcpy(word, &barrier, 8);
 }
 
-void mbarrier_end(uint64_t *word) {
+void mbarrier_invalidate(uint64_t *word) {
   for (const Waiter &waiter : waiters)
     if (waiter.barrier == word)
       fail("a barrier ends while thread %u waits", waiter.fiber->thread);

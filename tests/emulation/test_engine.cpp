@@ -26,7 +26,7 @@ template <bool WAITS, bool SYNCS> static void copy() {
 template <bool WAITS> static void bulk() {
   if (threadIdx.x == 0) {
     barrier_init(256, 1);
-    barrier_expect(256, 256);
+    barrier_arrive_expect_tx(256, 256);
     bulk_load(0, from, 256, 256, 0);
   }
   __syncthreads();

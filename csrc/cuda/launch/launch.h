@@ -104,14 +104,14 @@ typedef struct moelora_lora_operands {
 
 /* e4m3 rows by position, for the FP8 kernels of Hopper; see moelora_quantize_launch for the
  * layout. */
-typedef struct moelora_e4m3_rows {
+typedef struct moelora_quantized_rows {
   void *values; /* [, stride] bytes; NULL: not requested */
   int64_t stride;
   float *scales; /* [groups of 128, scales_stride] */
   int64_t scales_stride;
   moelora_x_format rule; /* how scales are computed, or */
   float scale;           /* a given scale */
-} moelora_e4m3_rows;
+} moelora_quantized_rows;
 
 /* Epilogue of a projection. */
 typedef struct moelora_epilogue {
@@ -128,7 +128,7 @@ typedef struct moelora_epilogue {
   int64_t out_stride[2];
   /* out, quantized for the next projection, by the FP8 kernels of Hopper with 256 weight rows;
    * out_unread: out itself is not stored */
-  moelora_e4m3_rows e4m3;
+  moelora_quantized_rows e4m3;
   bool out_unread;
 } moelora_epilogue;
 

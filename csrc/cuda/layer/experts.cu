@@ -68,7 +68,7 @@ Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
   moelora_blocks *blocks = &a.blocks;
   blocks->rows = variant->block_m;
   blocks->cluster = (int16_t)moelora_blocks_together(variant);
-  blocks->grain = moelora_tokens_first(variant->format, variant->block_m) ? 64 : 8;
+  blocks->grain = moelora_is_token_major(variant->format, variant->block_m) ? 64 : 8;
   blocks->max_blocks = moelora_max_blocks(routes, blocks->rows, blocks->cluster);
   const size_t most = (size_t)blocks->max_blocks, rows = most * blocks->rows;
   blocks->sorted_ids = (int32_t *)moelora_take(arena, 4 * rows);
@@ -220,7 +220,7 @@ moelora_tokens quantized_tokens(const QuantizedRows *q, const moelora_tokens *fr
 }
 
 /* Buffers for the e4m3 outputs of the projection before the one of `w`. */
-moelora_e4m3_rows stored_rows(const QuantizedRows *q, const moelora_weights *w) {
+moelora_quantized_rows stored_rows(const QuantizedRows *q, const moelora_weights *w) {
   return {q->values, q->stride, q->scales, q->rows, w->x, w->x_scale};
 }
 

@@ -20,11 +20,11 @@ constexpr int FLIGHTS = 2; // batches of TILES in flight
 /* Loads this lane's columns of a tile; zeros if not `there`. VECTORS: k is a multiple of 8, and
  * rows are aligned. */
 template <class T, bool VECTORS>
-__device__ __forceinline__ Columns load_columns(const moelora_quantize_launch &q, int row, int tile,
-                                                bool there) {
+__device__ __forceinline__ PackedColumns load_columns(const moelora_quantize_launch &q, int row,
+                                                      int tile, bool there) {
   const int at = tile * 128 + threadIdx.x % 8 * 16, left = there ? q.k - at : 0;
   const T *x = (const T *)q.x + (row * q.x_stride + at);
-  Columns c;
+  PackedColumns c;
   if (VECTORS) {
     const uint4 low = left > 0 ? ((const uint4 *)x)[0] : uint4{};
     const uint4 high = left > 8 ? ((const uint4 *)x)[1] : uint4{};
@@ -77,13 +77,13 @@ __global__ void __launch_bounds__(kThreads)
       float most = 0.f;
 #pragma unroll(VECTORS ? FLIGHTS : 1)
       for (int tile = lane / 8; tile < tiles && mine < end; tile += TILES)
-        most = largest(most, numbers_of<T>(load_columns<T, VECTORS>(q, mine, tile, true)));
-      scale = fmaxf(largest_of<32>(most) / kMostE4m3, 1.f / (kMostE4m3 * 512.f));
+        most = abs_max(most, to_floats<T>(load_columns<T, VECTORS>(q, mine, tile, true)));
+      scale = fmaxf(max_over_lanes<32>(most) / kMaxE4m3, 1.f / (kMaxE4m3 * 512.f));
     }
     float inverse = 1.f / scale;
     int row = mine + (first + lane / 8) / tiles, tile = (first + lane / 8) % tiles;
     for (int64_t at = first; at < all; at += (int64_t)step * FLIGHTS) {
-      Columns columns[FLIGHTS];
+      PackedColumns columns[FLIGHTS];
       int its_row[FLIGHTS], its_tile[FLIGHTS];
       bool used[FLIGHTS];
 #pragma unroll
@@ -97,9 +97,9 @@ __global__ void __launch_bounds__(kThreads)
       }
 #pragma unroll
       for (int j = 0; j < FLIGHTS; j++) {
-        Numbers n = numbers_of<T>(columns[j]);
+        FloatColumns n = to_floats<T>(columns[j]);
         if (q.rule == MOELORA_X_GROUP) {
-          const float most = largest_of<4>(largest(1e-10f, n));
+          const float most = max_over_lanes<4>(abs_max(1e-10f, n));
           const float other = __shfl_xor_sync(0xffffffffu, most, 4);
           scale = group_scale(groups == 1 ? fmaxf(most, other) : most);
           inverse = 1.f / scale;
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads)
         if (by_token) {
           const float by = scale < INFINITY ? scale : 0.f;
           for (int i = 0; i < 16; i++)
-            n.v[i] = divided(n.v[i], by, inverse);
+            n.v[i] = divide_rounded(n.v[i], by, inverse);
         } else {
           for (int i = 0; i < 16; i++)
             n.v[i] *= inverse;

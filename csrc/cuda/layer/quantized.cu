@@ -144,7 +144,7 @@ constexpr int OUT_PITCH = kRows * 2 + 16; // bytes: avoids bank conflicts betwee
 template <moelora_kernel_format FORMAT, class T, bool VECTORS>
 __global__ void __launch_bounds__(UNPACK_THREADS)
     unpack_quantized(const __grid_constant__ moelora_quantized_problem p) {
-  __shared__ __align__(16) uint8_t tile[FormatTraits<FORMAT>::MOST_TILE_BYTES];
+  __shared__ __align__(16) uint8_t tile[FormatTraits<FORMAT>::MAX_TILE_BYTES];
   __shared__ __align__(16) uint8_t rows[kRows * OUT_PITCH];
   const moelora_weights &w = p.tiles;
   const int64_t row_tiles = moelora_row_tiles(w.order, w.n),

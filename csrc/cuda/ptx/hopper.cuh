@@ -11,7 +11,7 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
 }
 
 /* Invalidates a barrier, so that its memory can be initialized again. */
-__device__ __forceinline__ void barrier_end(uint32_t barrier) {
+__device__ __forceinline__ void barrier_invalidate(uint32_t barrier) {
   asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
@@ -24,19 +24,19 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
 }
 
 /* Arrives, and adds `bytes` to the transaction count that TMA loads must complete. */
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
+__device__ __forceinline__ void barrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
 /* Arrives when all prior cp.async of this thread complete. */
-__device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
+__device__ __forceinline__ void barrier_arrive_cp_async(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 /* Whether this lane is elected; the warp must be converged. elect.sync tells the compiler that a
  * single lane is active, so it emits TMA instructions without a loop over lanes. */
-__device__ __forceinline__ bool is_elected() {
+__device__ __forceinline__ bool elect_one() {
   uint32_t elected;
   asm volatile("{\n"
                ".reg .pred mine;\n"
@@ -200,7 +200,7 @@ __device__ __forceinline__ void store_cluster_4(uint32_t at, uint32_t rank, uint
 
 /* Arrives on the barrier of CTA `rank`. Not a release at cluster scope, which would fence all of
  * global memory: the stage was only read, and the default arrival orders those reads before it. */
-__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
+__device__ __forceinline__ void barrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
   asm volatile("{\n"
                ".reg .b32 there;\n"
                "mapa.shared::cluster.u32 there, %0, %1;\n"
@@ -244,7 +244,7 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
 
 /* Prevents the compiler from moving arithmetic on wgmma accumulators across the instructions that
  * issue wgmmas or wait for them. */
-template <int COUNT> __device__ __forceinline__ void settle(float *d) {
+template <int COUNT> __device__ __forceinline__ void fence_accumulators(float *d) {
 #pragma unroll
   for (int i = 0; i < COUNT; i++)
     asm volatile("" : "+f"(d[i])::"memory");
@@ -268,11 +268,11 @@ __device__ __forceinline__ uint64_t move_descriptor(uint64_t descriptor, uint32_
   return (descriptor & ~(uint64_t)UINT32_MAX) | (uint32_t)((uint32_t)descriptor + by);
 }
 
-template <int REGISTERS> __device__ __forceinline__ void give_registers() {
+template <int REGISTERS> __device__ __forceinline__ void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-template <int REGISTERS> __device__ __forceinline__ void take_registers() {
+template <int REGISTERS> __device__ __forceinline__ void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 

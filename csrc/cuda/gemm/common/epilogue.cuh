@@ -76,10 +76,11 @@ template <class E, EpilogueMode MODE> struct Epilogue {
     }
   }
 
-  /* Called before `finish`, for all tokens: adds the bias and applies relu^2. Options that most
-   * layers lack are skipped by one branch, rather than by one branch per output. */
+  /* Called before `apply_activation`, for all tokens: adds the bias and applies relu^2. Options
+   * that most layers lack are skipped by one branch, rather than by one branch per output. */
   template <class T, int N>
-  __device__ __forceinline__ void begin(float (&d)[2][N / 2], const moelora_gemm_launch &g) const {
+  __device__ __forceinline__ void apply_bias(float (&d)[2][N / 2],
+                                             const moelora_gemm_launch &g) const {
     constexpr int MISSING = E::Format::template MISSING_EXPONENT<T>;
     if (MISSING > 0) {
 #pragma unroll
@@ -104,8 +105,8 @@ template <class E, EpilogueMode MODE> struct Epilogue {
   /* Applies gated activation and routing weight to up to 32 tokens of `block`, starting at
    * `first`, in place. The outputs of a gated projection end up in d[0]. */
   template <int N>
-  __device__ __forceinline__ void finish(float (&d)[2][N / 2], const moelora_gemm_launch &g,
-                                         int block, int first) const {
+  __device__ __forceinline__ void
+  apply_activation(float (&d)[2][N / 2], const moelora_gemm_launch &g, int block, int first) const {
     const int lane = threadIdx.x & 31;
     const float here =
         MODE == EpilogueMode::GENERAL ? routed_weight<E>(g, block, first + lane) : 1.f;

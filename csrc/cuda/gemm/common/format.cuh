@@ -27,7 +27,7 @@ template <moelora_kernel_format KERNEL> struct FormatTraits {
   /* Quantized tile: K extent, bytes of values, maximum total bytes. */
   static constexpr int TILE_DEPTH = moelora_tile_depth(FORMAT);
   static constexpr int TILE_VALUES = IS_FP8 ? MOELORA_FP8_TILE_VALUES : MOELORA_TILE_VALUES;
-  static constexpr int MOST_TILE_BYTES = moelora_most_tile_bytes(KERNEL);
+  static constexpr int MAX_TILE_BYTES = moelora_max_tile_bytes(KERNEL);
   static constexpr int SCALE_BYTES = moelora_scale_bytes(FORMAT);
 
   /* Power of two by which accumulators are scaled up in the epilogue. */
@@ -75,11 +75,11 @@ __device__ __forceinline__ uint32_t power_of_two() {
 
 /* Offsets, within a 4-bit tile, of a lane's words and of its rows' scales and zero points. `warp`
  * (0 to 3) is the warp's index among the four that share the tile's rows. */
-struct LanePlaces {
+struct LaneOffsets {
   uint32_t values, scales, zeros;
 
   template <moelora_kernel_format KERNEL>
-  static __device__ __forceinline__ LanePlaces find(int warp, moelora_format format) {
+  static __device__ __forceinline__ LaneOffsets find(int warp, moelora_format format) {
     using F = FormatTraits<KERNEL>;
     const int lane = threadIdx.x & 31, groups = F::groups(format);
     const int pair = warp * 8 + lane / 4; // pair of rows
@@ -101,7 +101,7 @@ template <moelora_kernel_format KERNEL, class T, bool ZEROS = true> struct TileF
   /* Loads from a tile in shared memory. `warp` (0 to 3) is the warp's index among the four that
    * share its rows. */
   __device__ __forceinline__ void load(uint32_t tile, int warp, moelora_format format) {
-    const LanePlaces at = LanePlaces::find<KERNEL>(warp, format);
+    const LaneOffsets at = LaneOffsets::find<KERNEL>(warp, format);
     load(tile + at.values, tile + at.scales, tile + at.zeros, format);
   }
 

@@ -38,7 +38,7 @@ static_assert(sizeof(SwizzledRow) == kRowBytes, "64 16-bit elements, or 128 of e
 /* Bytes of the weights of a stage, rounded up to the alignment that the swizzle of X requires. */
 template <moelora_kernel_format FORMAT> constexpr int weight_bytes(int tiles) {
   using F = FormatTraits<FORMAT>;
-  return F::IS_DEQUANTIZED ? (tiles * F::MOST_TILE_BYTES + 1023) / 1024 * 1024 : tiles * kM64Bytes;
+  return F::IS_DEQUANTIZED ? (tiles * F::MAX_TILE_BYTES + 1023) / 1024 * 1024 : tiles * kM64Bytes;
 }
 
 /* Extents of a CTA tile. */

@@ -25,7 +25,7 @@ namespace {
 
 /* Largest tile with element-wise copies of unaligned rows. Larger tiles would spill; the plan
  * never selects them. */
-constexpr int kFewTokens = 32;
+constexpr int kMaxUnalignedTokens = 32;
 
 /* K loop of a tile. */
 template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
@@ -151,8 +151,8 @@ __device__ __forceinline__ void store_tile(WarpTile<E> &sum, const moelora_gemm_
     uint16_t *const to = (uint16_t *)g.epilogue.out + output_offset(g, block * 8 + lane / 4, row);
 #pragma unroll
     for (int row_group = 0; row_group < S::ROW_GROUPS; row_group++) {
-      epilogues[row_group].template begin<T, 8>(sum.d[row_group][j], g);
-      epilogues[row_group].template finish<8>(sum.d[row_group][j], g, block, 0);
+      epilogues[row_group].template apply_bias<T, 8>(sum.d[row_group][j], g);
+      epilogues[row_group].template apply_activation<8>(sum.d[row_group][j], g, block, 0);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         if (half == 1 && gated)
@@ -195,9 +195,9 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
       // Dynamic tile scheduler: an atomic counter keeps CTAs that share weights or tokens close in
       // time. With a static schedule they drift apart, and L2 evicts the shared data before it is
       // reused.
-      int drawn = tiles;
+      int fetched = tiles;
       if (threadIdx.x == 32 && tiles > (int)gridDim.x)
-        drawn = (int)gridDim.x + atomicAdd(g.schedule.tile_counter, 1);
+        fetched = (int)gridDim.x + atomicAdd(g.schedule.tile_counter, 1);
       if constexpr (S::SPLIT == 1)
         tile = tile_at<E>(g, index, columns, blocks);
       else
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
         adapters.find(g, tile, segments);
       }
       if (threadIdx.x == 32)
-        next = drawn;
+        next = fetched;
     }
     // Epilogue of the previous tile, while the first stages of this one are in flight.
     if (finished_count > 0) {
@@ -295,7 +295,7 @@ struct LaunchSm80 {
   }
   static moelora_status run(const moelora_gemm_launch *g, const moelora_projection_plan *plan,
                             const moelora_exec *exec) {
-    if constexpr (BLOCK_M <= kFewTokens)
+    if constexpr (BLOCK_M <= kMaxUnalignedTokens)
       if (!plan->vectors)
         return run_as<false>(g, exec);
     return run_as<true>(g, exec);

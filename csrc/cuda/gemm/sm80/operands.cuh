@@ -83,7 +83,7 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
   static constexpr int VALUES = E::TILES * TILE_PARTS / AT_ONCE, PIECES = VALUES + 1;
   static constexpr int SCALES_AT = E::Format::TILE_VALUES; // offset within a tile
   static_assert(E::TILES * TILE_PARTS % AT_ONCE == 0 && E::TILES <= WarpTile<E>::THREADS / 32 &&
-                    E::Format::MOST_TILE_BYTES - SCALES_AT <= 32 * 16,
+                    E::Format::MAX_TILE_BYTES - SCALES_AT <= 32 * 16,
                 "a warp for the scales of each tile");
 
   const char *weights;     // of the expert

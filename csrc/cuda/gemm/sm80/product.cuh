@@ -37,7 +37,7 @@ struct StageExtent : Extent<TOKENS_, TILES_, FORMAT_> {
   static constexpr int VALUES = F::TILE_VALUES / (F::TILE_DEPTH / kDepth);
   static constexpr int TILE_BYTES = F::IS_NATIVE ? kM64Bytes
                                     : F::IS_FP8  ? VALUES
-                                                 : F::MOST_TILE_BYTES;
+                                                 : F::MAX_TILE_BYTES;
   static constexpr int ALL_VALUES = TILES_ * VALUES, ALL_SCALES = TILES_ * kFp8Scales;
   static constexpr int W_BYTES = F::IS_W8A8  ? ALL_VALUES
                                  : F::IS_FP8 ? ALL_VALUES + ALL_SCALES

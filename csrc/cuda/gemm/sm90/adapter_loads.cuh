@@ -28,13 +28,13 @@ __device__ __forceinline__ int find_adapters(const moelora_gemm_launch &g, const
   const auto read = [&](Segments<S::LANES> &segments, int block) {
     segments.read(g.schedule.blocks.packed_ranks, (int64_t)block * S::TOKENS, S::TOKENS);
   };
-  Segments<S::LANES> segments, beside;
+  Segments<S::LANES> segments, peer;
   read(segments, tile.block);
   int most = 0;
   if (S::CLUSTER > 1) {
-    read(beside, tile.beside);
-    beside.find(g.adapters.lora.max_rank);
-    most = list.slabs_of(beside);
+    read(peer, tile.peer_block);
+    peer.find(g.adapters.lora.max_rank);
+    most = list.slabs_of(peer);
   }
   segments.find(g.adapters.lora.max_rank);
   __syncwarp(); // all lanes have read the list of the previous tile

@@ -78,7 +78,7 @@ template <class S, class T> struct DequantizeMainloop {
     GemmPipeline<S> &pipeline = warp.pipeline;
     const moelora_format format = g.weights.w.format;
     const uint32_t bytes = S::Format::tile_bytes(format);
-    const LanePlaces at = LanePlaces::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
+    const LaneOffsets at = LaneOffsets::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
     int previous = 0;
     uint32_t rA[2][TILES][4];
 #pragma unroll 1

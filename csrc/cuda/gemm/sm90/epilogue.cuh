@@ -69,7 +69,7 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
 
     // Add the bias, and apply what needs no per-token data.
     const Epilogue<S, MODE> epilogue(g, header.tile, warp.consumer, T());
-    epilogue.template begin<T, N>(rAcc, g);
+    epilogue.template apply_bias<T, N>(rAcc, g);
     if (!f32 && WarpContext<S>::ALIASED_BUFFERS == 0)
       warp.wait_stores_read();
 
@@ -79,7 +79,7 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
         break;
 
       // Apply the activation and the routing weight.
-      epilogue.template finish<N>(rAcc, g, header.tile.block, c);
+      epilogue.template apply_activation<N>(rAcc, g, header.tile.block, c);
       const int32_t rows = by_position ? 0 : block_row<S>(g, header.tile.block, c + lane);
 
       // Wait until the epilogue buffers are free: for the aliased stage, or for earlier TMA
@@ -118,8 +118,8 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
           store_rows<S, T>(g, first, c, header, rows, sOut);
         else if (threadIdx.x % 128 == (buffer + half) % 4 * 32 &&
                  !(STORES_E4M3 && g.epilogue.out_unread))
-          tma_store_2d(c + kEpilogueTokens <= S::TOKENS ? &out_maps->many : &out_maps->few, first,
-                       header.tile.block * S::TOKENS + c, sOut);
+          tma_store_2d(c + kEpilogueTokens <= S::TOKENS ? &out_maps->box : &out_maps->rest_box,
+                       first, header.tile.block * S::TOKENS + c, sOut);
       }
     }
 

@@ -13,7 +13,7 @@ template <class S, class T, int THREADS, class Buffer>
 __device__ __forceinline__ void store_e4m3(const moelora_gemm_launch &g, const Tile &tile,
                                            int first, int end, Buffer sOut) {
   static_assert(S::ROWS == 256, "128 outputs");
-  const moelora_e4m3_rows &gOut = g.epilogue.e4m3;
+  const moelora_quantized_rows &gOut = g.epilogue.e4m3;
   const int thread = threadIdx.x % 128 + (THREADS > 128 ? threadIdx.x / 128 % 2 * 128 : 0);
   const int lane = thread % 8, half = lane / 4;
 #pragma unroll 1
@@ -25,10 +25,10 @@ __device__ __forceinline__ void store_e4m3(const moelora_gemm_launch &g, const T
     const uint4 a = load_shared_16(row + (chunk << 4)),
                 b = load_shared_16(row + ((chunk ^ 1) << 4));
     const uint4 low = half ? b : a, high = half ? a : b;
-    Numbers n = numbers_of<T>({low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w});
+    FloatColumns n = to_floats<T>({low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w});
     float scale = gOut.scale;
     if (gOut.rule == MOELORA_X_GROUP)
-      scale = group_scale(largest_of<8>(largest(1e-10f, n)));
+      scale = group_scale(max_over_lanes<8>(abs_max(1e-10f, n)));
     const float inverse = 1.f / scale;
     for (int i = 0; i < 16; i++)
       n.v[i] *= inverse;

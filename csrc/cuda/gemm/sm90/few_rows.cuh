@@ -72,7 +72,7 @@ template <class S, class T> struct FewRowsMainloop {
     GemmPipeline<S> &pipeline = warp.pipeline;
     const moelora_format format = g.weights.w.format;
     const uint32_t bytes = S::Format::tile_bytes(format), offset = token_offset();
-    const LanePlaces at = LanePlaces::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
+    const LaneOffsets at = LaneOffsets::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
     int previous;
     for (int step = 1;; step++) {
       // Wait for the stage.

@@ -10,7 +10,7 @@ constexpr int kFourBitSpans = 2;
 
 /* sW: the tile of span s of m64 tile i is at 2 i SLOT_BYTES + s * tile_bytes. */
 template <int TOKENS, int TILES, moelora_kernel_format FORMAT> struct FourBitStage {
-  static constexpr int SLOT_BYTES = FormatTraits<FORMAT>::MOST_TILE_BYTES;
+  static constexpr int SLOT_BYTES = FormatTraits<FORMAT>::MAX_TILE_BYTES;
 
   uint8_t sW[(TILES * kFourBitSpans * SLOT_BYTES + 1023) / 1024 * 1024]; // weights and scales
   SwizzledRow sX[kFourBitSpans][TOKENS];                                 // token rows

@@ -93,7 +93,7 @@ template <class S> struct TokenScales {
   const float *gXScale; // scales of the next k step
 
   __device__ __forceinline__ explicit TokenScales(int thread)
-      : to((uint32_t)(quad_place(thread) * 4)) {
+      : to((uint32_t)(quad_position(thread) * 4)) {
     asm volatile("" : "+r"(to)); // keep it in a register
   }
 
@@ -131,7 +131,7 @@ template <class S> struct TokenScales {
 /* Consumer: issues the wgmmas of a stage, 128 elements of K, into a zeroed rPartial. */
 template <int N>
 __device__ __forceinline__ void wgmma_e4m3(float *rPartial, uint64_t a, uint64_t b) {
-  settle<N / 2>(rPartial);
+  fence_accumulators<N / 2>(rPartial);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < 4; k++)

@@ -143,7 +143,7 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
     GemmPipeline<S> &pipeline = warp.pipeline;
     const int k_steps = (g.tokens.k + S::Format::X_ELEMENTS - 1) / S::Format::X_ELEMENTS;
     const ThreadPlace thread(warp.consumer);
-    const uint32_t token_scale = quad_place(thread.token) * 4;
+    const uint32_t token_scale = quad_position(thread.token) * 4;
     int previous = 0;
     float rPartial[64], tokens[2];
     bool full = false; // whether the next stage is known to be full
@@ -185,7 +185,7 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
         // Promote. Row scales are read from the stage during promotion, so it is released
         // afterwards.
         wgmma_wait<0>();
-        settle<64>(rPartial);
+        fence_accumulators<64>(rPartial);
         if (h == PAIRS - 1 && !BY_ROW)
           release();
         promote<BY_ROW>(rAcc[h], rPartial, tokens, weights, scales + thread.row * 4);
@@ -193,8 +193,8 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
       if (BY_ROW)
         release();
     }
-    settle<64>(rAcc[0]);
-    settle<64>(rAcc[1]);
+    fence_accumulators<64>(rAcc[0]);
+    fence_accumulators<64>(rAcc[1]);
     return previous;
   }
   template <bool HALF>
@@ -381,7 +381,7 @@ template <class S, class T, EpilogueMode MODE> struct Fp8TokenMajorEpilogue {
       warp.sync();
       const int half = warp_id / 2 * 32;
       if (threadIdx.x % 64 == 0 && from + half < header.count && !(GATED && g.epilogue.out_unread))
-        tma_store_2d(&out_maps->many, first, header.tile.block * S::TOKENS + from + half, sOut);
+        tma_store_2d(&out_maps->box, first, header.tile.block * S::TOKENS + from + half, sOut);
     }
 
     // Store the same outputs in e4m3.

@@ -141,7 +141,7 @@ template <class S, class T> struct Fp8WeightMajorMainloop {
             wgmma_wait<1>();
           else
             wgmma_wait<0>();
-          settle<N / 2>(rPartial[t]);
+          fence_accumulators<N / 2>(rPartial[t]);
           if (by_row)
             promote<true, N>(rAcc[first + t], rPartial[t], low[t], high[t], token_scales);
           else
@@ -154,8 +154,8 @@ template <class S, class T> struct Fp8WeightMajorMainloop {
       if (step + 1 < k_steps)
         pipeline.release(previous);
     }
-    settle<N / 2>(rAcc[0]);
-    settle<N / 2>(rAcc[1]);
+    fence_accumulators<N / 2>(rAcc[0]);
+    fence_accumulators<N / 2>(rAcc[1]);
     return previous;
   }
 };

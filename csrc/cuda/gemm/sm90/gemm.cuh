@@ -46,7 +46,7 @@ constexpr auto select_shape() {
   using Format = FormatTraits<FORMAT>;
   if constexpr (Format::IS_NATIVE)
     return NativeShape<TOKENS, CONSUMERS, STAGES, CLUSTER>();
-  else if constexpr (moelora_tokens_first(FORMAT, TOKENS))
+  else if constexpr (moelora_is_token_major(FORMAT, TOKENS))
     return Fp8TokenMajorShape<TOKENS, CONSUMERS, STAGES, CLUSTER>();
   else if constexpr (Format::IS_W8A8)
     return Fp8WeightMajorShape<TOKENS, CONSUMERS, STAGES, CLUSTER>();
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
   if (warpgroup == PRODUCER) {
     if constexpr (S::REALLOCATES)
-      give_registers<S::PRODUCER_REGISTERS>();
+      warpgroup_reg_dealloc<S::PRODUCER_REGISTERS>();
     if (__shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == S::FIRST_PRODUCER / 32) {
 #pragma unroll 1
       do {
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
     }
   } else {
     if constexpr (S::REALLOCATES)
-      take_registers<S::CONSUMER_REGISTERS>();
+      warpgroup_reg_alloc<S::CONSUMER_REGISTERS>();
     warp.consumer = warpgroup - FIRST_CONSUMER;
 #pragma unroll 1
     do {

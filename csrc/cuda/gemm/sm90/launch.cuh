@@ -20,10 +20,10 @@ struct LaunchSm90 {
 
   // The plan repeats these traits.
   using AnyShape = Shape<HAS_ZEROS>;
-  static_assert(moelora_has_few_rows(FORMAT, BLOCK_M) == AnyShape::FEW_ROWS &&
+  static_assert(moelora_uses_mma_sync(FORMAT, BLOCK_M) == AnyShape::FEW_ROWS &&
                     moelora_shares_sm(BLOCK_N) == (AnyShape::RESIDENT > 1) &&
                     moelora_has_dynamic_schedule(BLOCK_N) == AnyShape::DYNAMIC_SCHEDULE &&
-                    moelora_tokens_first(FORMAT, BLOCK_M) == !AnyShape::SWAP_AB,
+                    moelora_is_token_major(FORMAT, BLOCK_M) == !AnyShape::SWAP_AB,
                 "the plan launches another kernel");
 
   static moelora_status run(const moelora_gemm_launch *g, const moelora_projection_plan *plan,

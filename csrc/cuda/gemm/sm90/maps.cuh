@@ -37,13 +37,15 @@ moelora_status map_weights(const moelora_gemm_launch *g, bool is_bf16, CUtensorM
 
 /* Boxes of 64 columns by `box` or `rest_box` rows of a matrix that is ordered by position. */
 moelora_status map_positions(const moelora_gemm_launch *g, bool is_bf16, const void *data,
-                             int64_t columns, int64_t stride, int many, int few, RowMaps *maps) {
+                             int64_t columns, int64_t stride, int box, int rest_box,
+                             RowMaps *maps) {
   const cuuint64_t sizes[2] = {
       (cuuint64_t)columns, (cuuint64_t)(g->schedule.blocks.max_blocks * g->schedule.blocks.rows)};
   const cuuint64_t strides[1] = {(cuuint64_t)stride * 2};
-  const cuuint32_t many_box[2] = {64, (cuuint32_t)many}, few_box[2] = {64, (cuuint32_t)few};
-  MOELORA_TRY(moelora_encode_map(&maps->many, is_bf16, 2, data, sizes, strides, many_box));
-  return moelora_encode_map(&maps->few, is_bf16, 2, data, sizes, strides, few_box);
+  const cuuint32_t box_size[2] = {64, (cuuint32_t)box},
+                   rest_box_size[2] = {64, (cuuint32_t)rest_box};
+  MOELORA_TRY(moelora_encode_map(&maps->box, is_bf16, 2, data, sizes, strides, box_size));
+  return moelora_encode_map(&maps->rest_box, is_bf16, 2, data, sizes, strides, rest_box_size);
 }
 
 /* Boxes of rows of B [max_loras, E, half, n, ranks], for each slice: 16 ranks wide, and as wide as

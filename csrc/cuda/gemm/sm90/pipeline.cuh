@@ -54,7 +54,7 @@ template <class Storage, int CLUSTER = 1> struct Pipeline {
   }
   __device__ __forceinline__ void invalidate() const {
     for (int i = 0; i < 2 * STAGES; i++)
-      barrier_end(base + FULL + 8 * i);
+      barrier_invalidate(base + FULL + 8 * i);
   }
 
   __device__ __forceinline__ uint32_t full() const { return base + FULL + 8 * stage; }
@@ -75,7 +75,7 @@ template <class Storage, int CLUSTER = 1> struct Pipeline {
       barrier_arrive(base + EMPTY + 8 * which);
     for (int rank = 0; CLUSTER > 1 && rank < CLUSTER; rank++)
       if (kArrivals > 1 || lane == rank)
-        barrier_arrive_at(base + EMPTY + 8 * which, rank);
+        barrier_arrive_cluster(base + EMPTY + 8 * which, rank);
   }
 
   __device__ __forceinline__ void advance() {

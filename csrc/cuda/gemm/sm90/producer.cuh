@@ -39,10 +39,10 @@ template <class S> struct TokenBoxes {
       const uint32_t sX = smem.sX(pipeline.stage, span);
 #pragma unroll 1
       for (int i = 0; i < boxes; i++)
-        tma_load_2d(sX + i * S::BOX * kRowBytes, &maps->many, k, row + i * S::BOX, pipeline.full());
+        tma_load_2d(sX + i * S::BOX * kRowBytes, &maps->box, k, row + i * S::BOX, pipeline.full());
 #pragma unroll 1
       for (int i = 0, at = boxes * S::BOX; i < rest; i++, at += S::REST_BOX)
-        tma_load_2d(sX + at * kRowBytes, &maps->few, k, row + at, pipeline.full());
+        tma_load_2d(sX + at * kRowBytes, &maps->rest_box, k, row + at, pipeline.full());
     }
   }
 };
@@ -140,7 +140,7 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
 #pragma unroll 1
     for (int part = 0, step = 0; step < steps.count; part++) {
       const int end = Parts::end(part, Parts::TILE + 1, steps.count);
-      if (is_elected()) { // the same lane every time
+      if (elect_one()) { // the same lane every time
         GemmPipeline<S> at = pipeline;
 #pragma unroll 1
         for (int i = step; i < end; i++, at.advance()) {
@@ -154,7 +154,8 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
             adapters.write(smem.header(at.stage));
 
           // Issue the TMA loads.
-          barrier_expect(at.full(), weights.bytes(g, tile) + S::SPANS * boxes.rows() * kRowBytes);
+          barrier_arrive_expect_tx(at.full(),
+                                   weights.bytes(g, tile) + S::SPANS * boxes.rows() * kRowBytes);
           weights.load(w_map, g, tile, steps.first + i, smem, at, policy);
           boxes.load(x_maps, steps.first + i, tile.block * S::TOKENS, smem, at);
         }
@@ -175,12 +176,12 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
     for (int i = 0; i < adapters.stages; i++, pipeline.advance()) {
       const int slabs = slabs_in(g, list, i);
       pipeline.wait_empty();
-      if (is_elected()) {
+      if (elect_one()) {
         const bool wide = g.weights.factors_boxes && is_wide(g, list, slabs, cursor);
         const SlabsHeader header = {slabs, wide ? slabs : 1};
         header.write(smem.header(pipeline.stage));
-        barrier_expect(pipeline.full(),
-                       g.weights.factors_boxes ? slabs * S::TILES * kSlabM64Bytes : 0);
+        barrier_arrive_expect_tx(pipeline.full(),
+                                 g.weights.factors_boxes ? slabs * S::TILES * kSlabM64Bytes : 0);
         if (g.weights.factors_boxes)
           load_factors<S>(b_maps, g, tile, list, header, cursor, smem, pipeline, policy);
       }
@@ -190,7 +191,7 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
 
   // Signal the end with a stage whose block is -1.
   pipeline.wait_empty();
-  if (is_elected()) {
+  if (elect_one()) {
     TileHeader{{-1, 0, 0, 0}, 0, 0}.write(smem.header(pipeline.stage));
     barrier_arrive(pipeline.full());
   }
@@ -237,7 +238,7 @@ __device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
         pipeline.wait_empty();
         rows.copy(g, smem, pipeline.stage);
         scales.copy(g, smem, pipeline.stage);
-        barrier_arrive_after_copies(pipeline.full());
+        barrier_arrive_cp_async(pipeline.full());
       }
 
       // Between parts, find the adapters of this tile, the next tile, and its rows.
@@ -261,13 +262,13 @@ __device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
                                          thread);
       copy_xa<S, T, S::GATHERERS>(g, tile, list, slabs, cursor, count, smem, pipeline.stage,
                                   thread);
-      barrier_arrive_after_copies(pipeline.full());
+      barrier_arrive_cp_async(pipeline.full());
     }
   }
 
   // Arrive on the stage that signals the end.
   pipeline.wait_empty();
-  barrier_arrive_after_copies(pipeline.full());
+  barrier_arrive_cp_async(pipeline.full());
 }
 
 #endif

@@ -34,7 +34,7 @@ struct StackDims {
 
 /* Tensor maps of a matrix that is ordered by position, with two box heights. */
 struct RowMaps {
-  CUtensorMap many, few;
+  CUtensorMap box, rest_box;
 };
 
 /* Tensor maps of the slices of B [max_loras, E, halves, rows, ranks], with boxes of one slab and

@@ -17,12 +17,12 @@
 #include "cuda/gemm/sm90/kernel_shape.cuh"
 #include "cuda/ptx/hopper.cuh"
 
-/* Tile of one CTA of a cluster. `beside` is the block of the other CTA: the same block if the two
- * CTAs process different columns of it and share no weights. */
+/* Tile of one CTA of a cluster. `peer_block` is the block of the other CTA: the same block if the
+ * two CTAs process different columns of it and share no weights. */
 struct ClusterTile : Tile {
-  int32_t beside;
+  int32_t peer_block;
 
-  __device__ __forceinline__ bool is_shared() const { return beside == block; }
+  __device__ __forceinline__ bool is_shared() const { return peer_block == block; }
 };
 
 /* Unpaired blocks: a cluster processes a pair of blocks over half of the columns, or an unpaired
@@ -119,7 +119,7 @@ private:
     const int all =
         S::UNPAIRED_BLOCKS ? blocks * columns_each(columns) : blocks / S::CLUSTER * columns;
     // Split the last tiles into halves: enough to keep all clusters busy for half a tile's time.
-    const int halved = S::HALF_TILES ? min(min(all, clusters() / 2), MOELORA_MOST_HALVED) : 0;
+    const int halved = S::HALF_TILES ? min(min(all, clusters() / 2), MOELORA_MAX_HALF_TILES) : 0;
     for (; index < all * splits + halved; follow(g)) {
       const int past = index - (all - halved); // index relative to the end of the whole tiles
       const int split = S::SPLIT_K ? index / all : 0;
