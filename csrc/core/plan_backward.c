@@ -1,4 +1,4 @@
-/* Plans of the backward of a layer. */
+/* Plans the backward of a layer. */
 #include "core/plan.h"
 
 moelora_status moelora_plan_experts_backward(const moelora_experts_backward_problem *problem,

@@ -1,4 +1,4 @@
-/* What was planned: for moelora_last_plan, and for people who ask with MOELORA_LOG=plan. */
+/* Reports plans: for moelora_last_plan and for MOELORA_LOG=plan. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -7,14 +7,14 @@
 #include "core/log.h"
 #include "core/plan.h"
 
-/* A kernel and what it does: "w13", "shrink2". */
+/* A kernel and its operation: "w13", "shrink2". */
 typedef struct named {
   const char *what, *kernel;
 } named;
 
 enum { MAX_KERNELS = 12 };
 
-/* The kernels of this thread's last plan; text is made only when asked for. */
+/* Kernels of this thread's last plan; formatted only on request. */
 static _Thread_local struct last {
   named kernels[MAX_KERNELS];
   int32_t count;
@@ -35,7 +35,7 @@ static void name_sorts(const moelora_align_plan *plan) {
   name_variant("sort", plan->rows.variant);
 }
 
-/* Kernels from number `from` on, "what=kernel" with a space between two. */
+/* Formats the kernels from index `from` on as "what=kernel", separated by spaces. */
 static const char *list_kernels(char *text, size_t size, int32_t from) {
   size_t used = 0;
   text[0] = '\0';
@@ -52,8 +52,8 @@ const char *moelora_last_plan(void) {
   return list_kernels(text, sizeof text, 0);
 }
 
-/* variant: whose blocks rows are dealt to, NULL where there are none. first: kernels that the text
- * `kernels` stands for. */
+/* variant: its block size is that of the alignment; NULL: none. first: number of kernels that the
+ * text `kernels` already names. */
 static void log_plan(const char *operator, const char *shape, const char *dtype,
                      const moelora_routes *routes, const moelora_device_info *device,
                      const char *kernels, int32_t first, const moelora_variant *variant,
@@ -86,7 +86,7 @@ void moelora_log_passed_over(const moelora_variant *variant, const char *why) {
     fprintf(stderr, "moelora: %s is passed over: %s\n", variant->name, why);
 }
 
-/* ---- what launches do: a line each, in their order ---- */
+/* ---- launches of a call, one line each, in order ---- */
 
 static const char *epilogue_name(moelora_epilogue_plan epilogue) {
   static const char *const names[] = {
@@ -107,7 +107,7 @@ static const char *grid_name(moelora_grid_plan grid) {
   return names[grid];
 }
 
-/* Which part of a call, and how it runs: "what: key=value ...". */
+/* Logs a part of a call and its launch parameters: "what: key=value ...". */
 static void log_part(const char *what, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 static void log_part(const char *what, const char *format, ...) {

@@ -1,11 +1,11 @@
-/* The public operators: check, plan, hand over. */
+/* Public operators: validate, plan, run. */
 #include "core/check.h"
 #include "core/format.h"
 #include "core/plan.h"
 
 #include <stdio.h>
 
-/* What a workspace grows with, under the names of moelora.h; a value of 0 plays no part. */
+/* Sizes that determine a workspace, with their names in moelora.h; 0: not used. */
 typedef struct named_size {
   const char *name;
   int64_t value;
@@ -13,7 +13,7 @@ typedef struct named_size {
 
 enum { MAX_SIZES = 8 };
 
-/* Keeps what no memory can hold from the caller, who could not tell it from a size. */
+/* Refuses workspaces that exceed any memory, instead of returning a meaningless size. */
 static moelora_status check_addressable(size_t workspace, const moelora_routes *routes,
                                         const named_size *more, int32_t count) {
   if (workspace <= (size_t)MOELORA_MAX_BYTES)
@@ -36,11 +36,9 @@ static moelora_status check_addressable(size_t workspace, const moelora_routes *
                       "%s: too large, the workspace would take more than 2^56 bytes", text);
 }
 
-/* ---- the seven operators: check, plan, ask the backend for the size of the workspace ---- */
+/* ---- operators: validate, plan, query the size of the workspace ---- */
 
-/* What became of a call. Memory that no moelora_prepare_* has seen is unlikely to hold the last
- * two.
- */
+/* State of a prepared call. Uninitialized memory is unlikely to hold the last two values. */
 typedef enum call_state {
   CALL_REFUSED = 0,
   CALL_EMPTY = 0x6d6f6501, /* nothing to do */
@@ -52,7 +50,7 @@ typedef struct prepared {
   call_state state;
   const moelora_backend *backend;
   moelora_device_info device;
-  /* What the workspace was sized for. */
+  /* The workspace size was computed for these. */
   moelora_device kind;
   int32_t device_index, workers;
   moelora_status (*launch)(const struct prepared *call, const moelora_exec *exec);
@@ -120,7 +118,7 @@ static moelora_status nothing_to_do(prepared *p) {
   return MOELORA_OK;
 }
 
-/* Settles the size of the workspace and what runs. */
+/* Completes a prepared call with its workspace size and launcher. */
 static moelora_status finish(moelora_call *call, prepared *p, size_t workspace,
                              moelora_status (*launch)(const prepared *, const moelora_exec *),
                              const moelora_routes *routes, const named_size *sizes, int32_t count) {
@@ -131,7 +129,7 @@ static moelora_status finish(moelora_call *call, prepared *p, size_t workspace,
   return MOELORA_OK;
 }
 
-/* Alignment runs for an empty batch too, as its outputs must be filled. */
+/* An empty batch runs too, since its outputs must be filled. */
 
 static moelora_status launch_align(const prepared *call, const moelora_exec *exec) {
   moelora_note_align(&call->of.align.problem.routes, &call->device, &call->of.align.plan);
@@ -217,7 +215,7 @@ static moelora_status launch_experts_backward(const prepared *call, const moelor
   return call->backend->experts_backward(problem, &call->of.experts_backward.plan, exec);
 }
 
-/* An empty batch runs, too: its gradients of factors are zeros. */
+/* An empty batch runs too: gradients of factors are zero. */
 moelora_status moelora_prepare_experts_backward(const moelora_experts_backward_args *args,
                                                 const moelora_exec *exec, moelora_call *call) {
   prepared *p = NULL;
@@ -319,7 +317,7 @@ moelora_status moelora_prepare_mlp_delta(const moelora_mlp_delta_args *args,
 
 /* ---- running ---- */
 
-/* The sizes of a workspace depend on where a call runs. */
+/* The size of a workspace depends on the device and the number of threads. */
 static moelora_status check_same_device(const prepared *p, const moelora_exec *exec) {
   MOELORA_REQUIRE(exec->device == p->kind && exec->device_index == p->device_index,
                   "exec is device %d, index %d; the call was prepared for device %d, index %d",
@@ -362,7 +360,7 @@ moelora_status moelora_run(const moelora_call *call, const moelora_exec *exec) {
   return launch_on_device(p, exec);
 }
 
-/* ---- packing: prepared and run at once, without a workspace ---- */
+/* ---- packing: prepared and run in one call, without a workspace ---- */
 
 static moelora_status launch_pack(const prepared *call, const moelora_exec *exec) {
   return call->backend->pack(&call->of.pack, exec);

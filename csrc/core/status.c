@@ -1,4 +1,4 @@
-/* The error message of a thread, and the failures that backends share. */
+/* Error message of a thread, and failures common to all backends. */
 #include <stdarg.h>
 #include <stdio.h>
 

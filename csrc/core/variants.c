@@ -1,11 +1,11 @@
-/* The kernels that there are, from the tables of both kinds of device. */
+/* All kernels, from the tables of both backends. */
 #include <string.h>
 
 #include "core/format.h"
 #include "core/plan.h"
 #include "cuda/variant_ids.h"
 
-/* Ids count from 0 in the order of each table. */
+/* Ids are consecutive from 0, in the order of each table. */
 enum {
 #define MOELORA_CPU_GEMM(NAME, DTYPE, ISA, BLOCK_M, BLOCK_N, BLOCK_K) CPU_##NAME,
 #include "cpu/variants.inc"
@@ -25,7 +25,7 @@ enum {
   ROW(NAME##_bf16_##STEM, BF16, FAMILY, ROLE, __VA_ARGS__),                                        \
       ROW(NAME##_f16_##STEM, F16, FAMILY, ROLE, __VA_ARGS__)
 
-/* CUDA rows are here in CPU builds too, so that their plans can be tested without a GPU. */
+/* CPU builds contain the CUDA rows too, so that plans can be tested without a GPU. */
 static const moelora_variant variants[] = {
 #define MOELORA_CPU_GEMM(NAME, DTYPE, ISA, BLOCK_M, BLOCK_N, BLOCK_K)                              \
   {.name = #NAME,                                                                                  \
@@ -54,7 +54,8 @@ static const moelora_variant variants[] = {
    .block_k = BLOCK_K,                                                                             \
    .stages = STAGES,                                                                               \
    .cluster = CLUSTER},
-/* An item is 16 weight rows by 8 tokens; a warp has 256 of its depth in flight, in tiles 768. */
+/* A work item is 16 weight rows by 8 tokens; a warp has 256 elements of K in flight, in tiles 768.
+ */
 #define MOELORA_CUDA_DECODE(NAME, DTYPE, FORMAT, FAMILY)                                           \
   ROW(NAME, DTYPE, FAMILY, LAYER, .format = MOELORA_KERNEL_##FORMAT,                               \
       .block_m = MOELORA_DECODE_TOKENS, .block_n = 16,                                             \

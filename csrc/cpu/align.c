@@ -1,5 +1,5 @@
-/* Sorted row ids in blocks of one expert (or one expert and adapter), for kernels that want every
- * block uniform. Serial: a few operations per row beside a layer's thousands. */
+/* Sorted row ids in blocks of one expert (or one expert and adapter), for kernels with uniform
+ * blocks. Serial: a few operations per row are negligible next to a layer. */
 #include <string.h>
 
 #include "cpu/cpu.h"
@@ -38,7 +38,8 @@ static void fill_padding(const moelora_align_problem *problem) {
     memset(problem->sorted_weights, 0, (size_t)rows * sizeof(float));
 }
 
-/* Writes sorted rows [begin, end) of one expert from block `block` on; returns the next block. */
+/* Writes sorted rows [begin, end) of one expert, starting at block `block`; returns the next
+ * block. */
 static int64_t write_blocks(const moelora_align_problem *problem, const moelora_sorted *sorted,
                             int64_t begin, int64_t end, int32_t expert, int64_t block) {
   const moelora_routes *routes = &problem->routes;
@@ -61,7 +62,7 @@ static int64_t write_blocks(const moelora_align_problem *problem, const moelora_
   return next;
 }
 
-/* Marks the experts of this rank: they get a block in SORTING mode even without rows. */
+/* Marks the local experts: in SORTING mode they get a block even without rows. */
 static void mark_local(const moelora_routes *routes, const moelora_tables *tables, uint8_t *local) {
   memset(local, tables->expert_map ? 0 : 1, (size_t)routes->num_experts);
   for (int32_t i = 0; tables->expert_map && i < routes->num_global; i++)

@@ -1,10 +1,10 @@
-/* vLLM's alignment: the rows of each adapter in a list of its own, sorted by expert. */
+/* vLLM's alignment: a list of rows per adapter, sorted by expert. */
 #include "cpu/cpu.h"
 #include "cpu/sort.h"
 
 typedef struct lists_layout {
   moelora_sorted sorted;
-  int32_t *used; /* [max_loras] rows written so far; -1: the list is not asked for */
+  int32_t *used; /* [max_loras] rows written so far; -1: the list is not requested */
   size_t bytes;
 } lists_layout;
 

@@ -22,21 +22,21 @@ static inline sum multiply_add(vector a, vector b, sum s) {
 #include "cpu/dot.h"
 
 typedef uint16_t operand;
-typedef __m512i table; /* in the high halves of its words; the low ones hold anything */
+typedef __m512i table; /* in the high halves of its words; the low halves are garbage */
 
-static inline table table_bf16(const float *values, float zero, float scale, float of_tile,
+static inline table table_bf16(const float *values, float zero, float scale, float tile_scale,
                                bool exact) {
-  const __m512 numbers = _mm512_mul_ps(products(values, zero, scale), _mm512_set1_ps(of_tile));
+  const __m512 numbers = _mm512_mul_ps(products(values, zero, scale), _mm512_set1_ps(tile_scale));
   return exact ? _mm512_castps_si512(numbers) : rounded_bf16(numbers);
 }
 
-/* Tables of two groups of 16 columns in one: entry n of the first is half 2 n. */
+/* Combines the tables of two groups of 16 columns: entry n of the first is half 2 n. */
 static inline table both(table first, table second) {
   return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(first, 16), second);
 }
 
-/* 32 columns. Entry n of a table is half 2 n + 1, or half 2 n where `halves` is 0; of each place
- * five bits count. */
+/* 32 columns. Entry n is half 2 n + 1 of a table, or half 2 n where `halves` is 0, so an index has
+ * five significant bits. */
 static inline void look_up_32(__m256i bytes, __m512i halves, table low, table high, operand *to_low,
                               operand *to_high) {
   const __m512i place = _mm512_cvtepu8_epi16(bytes);
@@ -64,8 +64,8 @@ static inline void look_up(moelora_format format, const uint8_t *words, const ta
   }
 }
 
-/* The instruction that rounds makes zeros of what is below 2^-126: no product is, of a scale that
- * is not small itself. */
+/* The rounding instruction flushes values below 2^-126 to zero; products only get there if the
+ * scale itself is that small. */
 static inline void e4m3_bf16(const uint8_t *first, const uint8_t *second, float scale,
                              operand *to) {
   const __m512 low = e4m3_products(first, scale), high = e4m3_products(second, scale);
@@ -80,7 +80,7 @@ static inline void e4m3_bf16(const uint8_t *first, const uint8_t *second, float 
 }
 
 #define TYPE bf16
-#include "cpu/dequantise.h"
+#include "cpu/dequantize.h"
 
 const moelora_cpu_kernels moelora_gemm_bf16_avx512bf16 = {
     .operand_bytes = sizeof(uint16_t),
@@ -89,8 +89,8 @@ const moelora_cpu_kernels moelora_gemm_bf16_avx512bf16 = {
     .load = load_bf16,
     .dot = dot,
     .add_rows = add_rows,
-    .dequantise = dequantise_bf16,
-    .dequantise_fp8 = dequantise_fp8_bf16,
+    .dequantize = dequantize_bf16,
+    .dequantize_fp8 = dequantize_fp8_bf16,
     .activate = moelora_activate,
     .activate_backward = moelora_activate_backward,
 };

@@ -1,4 +1,4 @@
-/* The CUDA backend's table, and what its files ask of the device. */
+/* Function table of the CUDA backend, and device queries. */
 #include "cuda/backend.h"
 #include "cuda/adapters/delta.h"
 #include "cuda/launch/launch.h"
@@ -6,7 +6,7 @@
 extern "C" moelora_status moelora_cuda_check(cudaError_t error, const char *what) {
   if (error == cudaSuccess)
     return MOELORA_OK;
-  cudaGetLastError(); /* forget it: the next call must not report this one */
+  cudaGetLastError(); /* clear the error: the next call must not report it */
   return moelora_fail(MOELORA_DEVICE_ERROR, "%s: %s (%s)", what, cudaGetErrorName(error),
                       cudaGetErrorString(error));
 }
@@ -17,8 +17,8 @@ static moelora_status attribute(cudaDeviceAttr name, int32_t device, int *value)
 
 static __global__ void loaded_code() {}
 
-/* A device may be new enough for dependent launches while the code it runs is not: portable code on
- * a GPU newer than this build has no griddepcontrol.wait in it, and must never be started early. */
+/* Compute capability does not suffice: portable code running on a GPU newer than this build
+ * contains no griddepcontrol.wait, and must never be started early. */
 static moelora_status ask_overlaps(bool *overlaps) {
   cudaFuncAttributes code = {};
   const cudaError_t error = cudaFuncGetAttributes(&code, loaded_code);
@@ -33,7 +33,7 @@ static moelora_status count_devices(int32_t *count) {
   return MOELORA_OK;
 }
 
-/* Kernels run, and functions are configured, on the current device, whatever the stream is. */
+/* Kernel launches and function attributes use the current device, not the stream's. */
 static moelora_status enter(int32_t device_index, int32_t *outer) {
   int current = 0;
   MOELORA_TRY(moelora_cuda_check(cudaGetDevice(&current), "cudaGetDevice"));
@@ -62,7 +62,7 @@ static moelora_status device_info(int32_t device_index, moelora_device_info *inf
   info->num_units = sms;
   info->l2_bytes = l2;
   info->shared_bytes = shared;
-  info->memory_bytes_per_us = (int64_t)khz * 2 * bits / 8 / 1000; // two transfers a clock
+  info->memory_bytes_per_us = (int64_t)khz * 2 * bits / 8 / 1000; // two transfers per clock
   return ask_overlaps(&info->overlaps);
 }
 
@@ -86,7 +86,7 @@ extern "C" const moelora_backend moelora_cuda_backend = {
     moelora_cuda_gemm,
     moelora_cuda_experts_workspace,
     moelora_cuda_experts,
-    nullptr, // the backward of a layer
+    nullptr, // layer backward
     nullptr,
     moelora_cuda_pack,
     moelora_cuda_pack_quantized,

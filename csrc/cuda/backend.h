@@ -1,4 +1,4 @@
-/* Slots of the backend's table that no other CUDA file calls. */
+/* Functions of the backend's table that no other CUDA file calls. */
 #ifndef MOELORA_CUDA_BACKEND_H
 #define MOELORA_CUDA_BACKEND_H
 
@@ -39,7 +39,7 @@ moelora_status moelora_cuda_pack_quantized(const moelora_quantized_problem *prob
 moelora_status moelora_cuda_unpack_quantized(const moelora_quantized_problem *problem,
                                              const moelora_exec *exec);
 
-/* quantized_fp8.cu: the same for FP8 */
+/* quantized_fp8.cu */
 moelora_status moelora_cuda_pack_fp8(const moelora_quantized_problem *problem,
                                      const moelora_exec *exec);
 moelora_status moelora_cuda_unpack_fp8(const moelora_quantized_problem *problem,

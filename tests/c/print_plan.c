@@ -1,30 +1,29 @@
-/* Plans for devices that need not be there. Each line of stdin is a problem and a device,
+/* Prints plans for devices that need not be present. Each line of stdin is a problem and a device,
  *
  *   DTYPE M TOP_K E GLOBAL_E K I RANK cpu ISA_BITS
  *   DTYPE M TOP_K E GLOBAL_E K I RANK cuda COMPUTE_CAPABILITY
  *
- * with RANK 0 for no adapters; the answer on stdout is the plan of the layer,
+ * with RANK 0 for no adapters. Prints the plan of the layer to stdout:
  *
  *   VARIANT BLOCK_ROWS STAGED SORT SHRINK13 SHRINK2 SUM W2     or       error: MESSAGE
  *
- * where STAGED is what stands in for a layer in one launch, - for others, and kernels that are not
- * needed are -, as they all are on a CPU; W2 is the projection's own, beside VARIANT or STAGED.
- * With arguments `formats W13 W2` before all others the weights are quantised: native, mxfp4, int4,
- * int4_g32, int4_zp, int4_zp_g32, fp8, fp8_g64, fp8_rows, or w8a8: fp8, and x, too. With a first
- * argument `listed` the answer is 1 or 0 for each shrink: whether it goes by listed segments; with
- * `splits` into how many parts the depth of w2 is cut, and of how many multiples of 128 each is.
- * With `delta` the lines are deltas of x [M, K] to [M, TOP_K, I], and the answer is
+ * STAGED is the variant that replaces a single-launch layer, - for others; kernels that are not
+ * used, as all on a CPU, are -; W2 is the variant of the second projection, next to VARIANT or
+ * STAGED. With arguments `formats W13 W2` before all others, weights are quantized: native, mxfp4,
+ * int4, int4_g32, int4_zp, int4_zp_g32, fp8, fp8_g64, fp8_rows, or w8a8: fp8 with quantized x.
+ * With a first argument `listed`, prints 1 or 0 for each shrink: whether it uses listed segments.
+ * With `splits`, prints the number of splits of w2's K, and the extent of each in multiples of
+ * 128. With `delta`, the lines are deltas of x [M, K] to [M, TOP_K, I]; prints
  *
  *   ONE ORDER SORT SHRINK SPLITS EXPAND WAVES
  *
- * where ONE is both halves in one launch. With `on SMS GB_PER_S` behind that the GPU has so many
- * SMs and such a memory, else 132 and one that is not known. With MOELORA_LOG=plan what layers
- * launch is on stderr.
+ * where ONE is the kernel for both halves in one launch. With `on SMS GB_PER_S` next, the GPU has
+ * so many SMs and that memory bandwidth, otherwise 132 and unknown. With MOELORA_LOG=plan, the
+ * launches of layers are printed to stderr.
  *
- * Arguments are tuned plans, nine words each:
+ * Other arguments are tuned plans, nine words each:
  *
- *   cpu|cuda COMPUTE_CAPABILITY SMS DTYPE E TOP_K K I M:VARIANT
- */
+ *   cpu|cuda COMPUTE_CAPABILITY SMS DTYPE E TOP_K K I M:VARIANT */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -44,7 +43,7 @@ static moelora_dtype parse_dtype(const char *name) {
   exit(2);
 }
 
-/* The format of a weight and what multiplies it. */
+/* Formats of a weight and of x. */
 typedef struct operands {
   moelora_format format;
   moelora_x_format x;
@@ -64,7 +63,7 @@ static operands parse_format(const char *name) {
   exit(2);
 }
 
-/* Contiguous weights of n rows of depth k. */
+/* Contiguous weights with n rows and K = k. */
 static moelora_weights weights_of(operands of, moelora_row_order order, int64_t n, int64_t k,
                                   const void *data) {
   const moelora_format format = of.format;
@@ -108,11 +107,10 @@ static void add_tuned_plan(char **words) {
     fprintf(stderr, "%s\n", moelora_error_message());
     exit(3);
   }
-  memset(variant, '?', strlen(variant)); /* the library must not keep it */
+  memset(variant, '?', strlen(variant)); /* the library must not keep the string */
 }
 
-/* Of a CTA, from the CUDA C++ programming guide, technical specifications per compute capability.
- */
+/* Per CTA; CUDA C++ programming guide, technical specifications per compute capability. */
 static int shared_kib(int capability) {
   switch (capability) {
   case 80:
@@ -160,15 +158,15 @@ int main(int argc, char **argv) {
   const int asked = 1 + deltas + listed + splits;
   const bool on = argc > asked + 2 && strcmp(argv[asked], "on") == 0;
   const int told = asked + 3 * on;
-  const bool quantised = argc > told + 2 && strcmp(argv[told], "formats") == 0;
-  const operands w13 = quantised ? parse_format(argv[told + 1]) : (operands){0};
-  const operands w2 = quantised ? parse_format(argv[told + 2]) : (operands){0};
-  for (int i = told + 3 * quantised; i + 9 <= argc; i += 9)
+  const bool quantized = argc > told + 2 && strcmp(argv[told], "formats") == 0;
+  const operands w13 = quantized ? parse_format(argv[told + 1]) : (operands){0};
+  const operands w2 = quantized ? parse_format(argv[told + 2]) : (operands){0};
+  for (int i = told + 3 * quantized; i + 9 <= argc; i += 9)
     add_tuned_plan(argv + i);
   char dtype[16], kind[8];
   long long tokens, top_k, experts, global, hidden, inner, rank;
   int level;
-  /* Any memory will do: a plan reads addresses for their alignment, never what is there. */
+  /* Any memory will do: plans only read the alignment of addresses. */
   static _Alignas(256) char memory[256];
   while (scanf("%15s %lld %lld %lld %lld %lld %lld %lld %7s %i", dtype, &tokens, &top_k, &experts,
                &global, &hidden, &inner, &rank, kind, &level) == 10) {

@@ -1,5 +1,5 @@
-/* Random problems for compare.c: larger than those of tests/c, with kernels to force that suit
- * them, and how results are compared. */
+/* Random problems for compare.c, larger than those of tests/c; kernels to force for them; and the
+ * comparison of results. */
 #ifndef EMULATION_PROBLEMS_H
 #define EMULATION_PROBLEMS_H
 
@@ -23,7 +23,7 @@ static inline moelora_exec gpu(bool invariant) {
   return (moelora_exec){.device = MOELORA_CUDA, .batch_invariant = invariant};
 }
 
-/* A kernel of what a case has: its dtype, and the format of its weights. */
+/* Whether a kernel supports the dtype and weight format of a case. */
 static inline bool suits(const char *name, moelora_dtype dtype, const moelora_layout *layout) {
   static const char *words[] = {"mxfp4", "int4", "w8a16", "w8a8", "nvfp4"};
   const moelora_format f = layout->format;
@@ -43,7 +43,7 @@ static inline bool suits(const char *name, moelora_dtype dtype, const moelora_la
   return word < 0;
 }
 
-/* One or two kernels of different roles; of four cases one has none. */
+/* Forces one or two kernels of different roles; none in one of four cases. */
 static inline void force_any(moelora_dtype dtype, const moelora_layout *layout) {
   static const char *names[512];
   static int count;
@@ -67,7 +67,7 @@ static inline void force_any(moelora_dtype dtype, const moelora_layout *layout) 
   }
 }
 
-/* Rows of what differs. `slack`: how much more than a rounding a row may be off. */
+/* Compares rows. `slack`: allowed deviation of a row, beyond one rounding. */
 static inline void compare(const char *what, const moelora_tensor *got, const moelora_tensor *want,
                            double slack) {
   const int64_t columns = got->size[got->ndim - 1], rows = count_of(got) / columns;
@@ -165,7 +165,7 @@ static inline int64_t draw_group(moelora_format f, int64_t k) {
   return columns < 64 ? columns : k % 64 == 0 && maybe() ? 64 : k;
 }
 
-/* Weights of a format: random bytes of tiles, with scales that keep sums near 1. */
+/* Weights of a format: random tiles, with scales that keep sums near 1. */
 static inline moelora_tensor draw_tiles(moelora_dtype dtype, sizes s, int64_t k,
                                         const moelora_layout *layout) {
   const moelora_format f = layout->format;
@@ -233,7 +233,7 @@ static inline double slack_of(const moelora_layout *layout) {
   return layout->x == MOELORA_X_NATIVE ? 2 : 10;
 }
 
-/* A part of the rows of a tensor whose first dimension is tokens (or rows of them). */
+/* A range of rows of a tensor whose first dimension is tokens, or rows of tokens. */
 static inline moelora_tensor part(const moelora_tensor *t, int64_t first, int64_t count) {
   moelora_tensor p = *t;
   if (!t->data)

@@ -1,8 +1,8 @@
-/* Alignment on the host: which launches a plan's sorts are, and their workspace. UNIFORM blocks
- * whose rows took two sorts are padded by another launch.
+/* Host side of alignment: plans the launches of a sort and their workspace. UNIFORM blocks whose
+ * key space needs two sorts are padded by an additional launch.
  *
- * All sort resolved routes (resolve.cuh), so that all CTAs and all launches see the same ids. A
- * launch overlaps with the one before it by programmatic dependent launch where the GPU has it. */
+ * All sorts use resolved routes (resolve.cuh), so that all CTAs and all launches see the same ids.
+ * A launch overlaps the previous one by programmatic dependent launch where the GPU supports it. */
 #include "cuda/align/align.h"
 #include "cuda/backend.h"
 #include "cuda/variant_ids.h"
@@ -11,7 +11,7 @@ static int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-/* What a call keeps in its workspace; NULL where it needs none. */
+/* Buffers of a call in its workspace; NULL if not needed. */
 struct scratch {
   uint32_t *table;
   int32_t *order;                          /* [M] */
@@ -43,7 +43,7 @@ static void take_scratch(const moelora_align_problem *problem, const moelora_ali
 
 /* ---- sorts ---- */
 
-/* How threads share the groups: lanes are powers of two. */
+/* Assigns threads to groups. The number of lanes per group is a power of two. */
 static void set_lanes(align_sort *sort) {
   const int64_t groups = sort->num_groups, ways = sort->ways;
   uint32_t shift = 0;
@@ -57,7 +57,7 @@ static void set_lanes(align_sort *sort) {
     sort->around_shift++;
 }
 
-/* The last step of a description: the rest must be there. */
+/* Completes a description; all other members must be set. */
 static void set_size(align_sort *sort, const moelora_sort_plan &plan, int64_t items, int64_t keys,
                      int64_t ways, const scratch &parts) {
   sort->num_items = (uint32_t)items;
@@ -75,7 +75,7 @@ static void set_size(align_sort *sort, const moelora_sort_plan &plan, int64_t it
   }
 }
 
-/* All of a problem but how its items are sorted. */
+/* Describes a problem, except for how its items are sorted. */
 static align_sort describe(const moelora_align_problem *problem) {
   align_sort sort = {};
   sort.routes = problem->routes;
@@ -97,7 +97,7 @@ static align_sort describe(const moelora_align_problem *problem) {
   return sort;
 }
 
-/* Tokens by adapter, unpadded, into parts.order. */
+/* Sorts tokens by adapter, unpadded, into parts.order. */
 static align_sort describe_tokens(const moelora_align_problem *problem,
                                   const moelora_sort_plan &plan, const scratch &parts) {
   align_sort sort = {};
@@ -112,8 +112,8 @@ static align_sort describe_tokens(const moelora_align_problem *problem,
   return sort;
 }
 
-/* What a layer asks beyond the public modes; rows in blocks of one, which the adapters alone ask
- * for, have nothing to be dealt to. */
+/* Adds what only a layer uses. Blocks of a single row, which only adapters use, need no balancing.
+ */
 static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
   if (!blocks)
     return;
@@ -128,7 +128,7 @@ static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
   sort->num_counters = blocks->num_counters;
 }
 
-/* from: routes that are to be resolved before; NULL: they are. */
+/* from: routes to resolve first; NULL: they are resolved already. */
 static moelora_status run_sort(const align_sort &sort, const moelora_sort_plan &plan,
                                const moelora_routes *from, const moelora_exec *exec) {
   if (from && plan.variant->id != CUDA_sort_i32_64_sm80)
@@ -193,7 +193,7 @@ static moelora_status run_two_sorts(const moelora_align_problem *problem,
   return align_launch_pad(pad, exec);
 }
 
-/* ---- the backend's slots ---- */
+/* ---- backend functions ---- */
 
 static moelora_status run(const moelora_align_problem *problem, const moelora_align_plan &plan,
                           const moelora_blocks *blocks, moelora_arena *arena,
@@ -205,7 +205,8 @@ static moelora_status run(const moelora_align_problem *problem, const moelora_al
                              : run_one_sort(problem, plan, blocks, parts, from, exec);
 }
 
-/* The problem over routes that lie in front of a sort's scratch memory. */
+/* Returns the problem with its resolved routes placed in the arena, before the sort's scratch
+ * memory. */
 static moelora_align_problem resolved(const moelora_align_problem *problem, moelora_arena *arena) {
   moelora_align_problem to = *problem;
   moelora_routes routes = problem->routes;
@@ -269,7 +270,7 @@ extern "C" moelora_status moelora_cuda_align_rows(const moelora_routes *from,
   return run(&problem, *plan, blocks, &arena, from, exec);
 }
 
-/* ---- rows one after the other ---- */
+/* ---- unpadded rows ---- */
 
 extern "C" moelora_sorted_rows moelora_cuda_take_sorted(const moelora_routes *routes,
                                                         const moelora_align_plan *plan,

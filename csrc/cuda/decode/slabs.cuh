@@ -20,7 +20,7 @@ constexpr int kStages = 12;
 constexpr int kSlabsOfTile = 4, kSlabValues = MOELORA_TILE_VALUES / kSlabsOfTile;
 
 template <moelora_kernel_format FORMAT>
-constexpr int kSlabBytes = FormatTraits<FORMAT>::MOST_ROW_BYTES / kSlabsOfTile;
+constexpr int kSlabBytes = FormatTraits<FORMAT>::MAX_ROW_BYTES / kSlabsOfTile;
 template <moelora_kernel_format FORMAT> constexpr int kPipelineBytes = kStages * kSlabBytes<FORMAT>;
 
 /* Where a warp's slabs come from; where they go is where the last one that it multiplied was. */

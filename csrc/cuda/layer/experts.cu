@@ -1,13 +1,12 @@
-/* One projection, and the layer: the order of launches and what lies in the workspace.
+/* Launch sequence and workspace of a single projection and of a layer:
  *
- *   resolve, align, [scale x], [x in FP8], shrink13, w13 + expand + activation [+ h in FP8],
- *                              [h in FP8], shrink2, w2 + expand, sum
+ *   resolve, align, [scale x], [quantize x], shrink13, w13 + expand + activation [+ quantize h],
+ *                              [quantize h], shrink2, w2 + expand, sum
  *
- * or, for a handful of tokens, all of it in decode.cu.
+ * or, for a few tokens, the single kernel of decode.cu.
  *
- * What stays between the projections lies by position in the blocks of rows: the shrink results xa,
- * h [position, I] and the unsummed outputs z [position, K], so that the copy engine reads and
- * writes them in boxes. */
+ * Intermediate results are ordered by position in the blocks of rows, so that TMA can access them
+ * in boxes: the shrink outputs xa, h [position, I], and the unsummed outputs z [position, K]. */
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/gemm/common/tile.cuh"
@@ -17,7 +16,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-/* out[p] = 0 for rows whose expert is not here; a warp per row. */
+/* out[p] = 0 for rows whose expert is not local; one warp per row. */
 __global__ void __launch_bounds__(kThreads)
     zero_skipped(const int32_t *experts, int32_t rows, int32_t top_k, uint16_t *out,
                  int64_t stride_m, int64_t stride_j, int64_t n) {
@@ -55,11 +54,11 @@ int64_t blocks_for(int64_t threads) {
 struct Alignment {
   moelora_routes routes; // resolved
   moelora_blocks blocks;
-  int32_t *tile_counters[MOELORA_PROJECTIONS]; // among those of `blocks`
+  int32_t *tile_counters[MOELORA_PROJECTIONS]; // within those of `blocks`
   void *scratch;
 };
 
-/* Of blocks of `variant`, for `count` projections. */
+/* Allocates the blocks of `variant`, for `count` projections. */
 Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
                          const moelora_variant *variant, const moelora_projection_plan *projections,
                          int count, const moelora_align_plan *plan, bool summed, bool weighted) {
@@ -69,7 +68,7 @@ Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
   moelora_blocks *blocks = &a.blocks;
   blocks->rows = variant->block_m;
   blocks->cluster = (int16_t)moelora_blocks_together(variant);
-  blocks->grain = moelora_tokens_first(variant->format, variant->block_m) ? 64 : 8;
+  blocks->grain = moelora_is_token_major(variant->format, variant->block_m) ? 64 : 8;
   blocks->max_blocks = moelora_max_blocks(routes, blocks->rows, blocks->cluster);
   const size_t most = (size_t)blocks->max_blocks, rows = most * blocks->rows;
   blocks->sorted_ids = (int32_t *)moelora_take(arena, 4 * rows);
@@ -100,14 +99,14 @@ Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
   return a;
 }
 
-/* The first launch waits for the end of what is before it: of kernels that start while those of
- * another layer still hold some SMs, those that follow would get them unevenly. */
+/* The first launch waits for all previous work (no PDL): otherwise the kernels that follow would
+ * start while another layer still occupies some SMs, and would be spread unevenly. */
 moelora_status align(const Alignment *a, const moelora_routes *from, const moelora_align_plan *plan,
                      const moelora_exec *exec) {
   return moelora_cuda_align_rows(from, &a->routes, &a->blocks, plan, a->scratch, exec);
 }
 
-/* Rows of what lies by position. */
+/* Rows of a buffer that is ordered by position. */
 size_t positions(const Alignment *a) {
   return (size_t)a->blocks.max_blocks * a->blocks.rows;
 }
@@ -148,7 +147,7 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
   return g;
 }
 
-/* The kernels of a variant's family and kernel format. */
+/* Dispatches on the variant's family and kernel format. */
 moelora_status launch_gemm(const moelora_gemm_launch *g, const moelora_variant *variant,
                            const moelora_projection_plan *plan, const moelora_exec *exec) {
   switch (variant->id) {
@@ -160,12 +159,12 @@ moelora_status launch_gemm(const moelora_gemm_launch *g, const moelora_variant *
   return moelora_no_kernel(variant->name, "is no projection");
 }
 
-/* x of a projection whose weights want it in FP8. */
+/* Quantized x of a projection with W8A8 weights. */
 struct QuantizedRows {
-  void *values; // NULL: they do not
+  void *values; // NULL: not quantized
   float *scales;
   int64_t rows, stride;
-  bool early; // x is the caller's
+  bool early; // x is an argument of the call
 };
 
 QuantizedRows take_quantized(moelora_arena *arena, const moelora_variant *variant,
@@ -182,7 +181,7 @@ QuantizedRows take_quantized(moelora_arena *arena, const moelora_variant *varian
   return q;
 }
 
-/* Fills them from a projection's tokens. */
+/* Quantizes a projection's tokens. */
 moelora_status quantize(const QuantizedRows *q, const moelora_gemm_launch *g,
                         const moelora_variant *variant, const moelora_exec *exec) {
   moelora_quantize_launch launch = {};
@@ -207,21 +206,21 @@ moelora_status quantize(const QuantizedRows *q, const moelora_gemm_launch *g,
   return moelora_cuda_quantize_rows(&launch, exec);
 }
 
-/* What a projection's kernel takes instead of its tokens. */
+/* The tokens that a projection's kernel reads after quantization. */
 moelora_tokens quantized_tokens(const QuantizedRows *q, const moelora_tokens *from,
                                 const moelora_variant *variant) {
   moelora_tokens tokens = *from;
   const bool bytes = variant->needs == MOELORA_SM90;
   tokens.x = q->values;
   tokens.stride = q->stride;
-  tokens.k = bytes ? (int32_t)q->stride : from->k; // bytes are zeros up to there
+  tokens.k = bytes ? (int32_t)q->stride : from->k; // bytes are zero-padded up to there
   tokens.scales = q->scales;
   tokens.scales_stride = q->rows;
   return tokens;
 }
 
-/* Rows that the projection before the one of `w` leaves in e4m3. */
-moelora_e4m3_rows stored_rows(const QuantizedRows *q, const moelora_weights *w) {
+/* Buffers for the e4m3 outputs of the projection before the one of `w`. */
+moelora_quantized_rows stored_rows(const QuantizedRows *q, const moelora_weights *w) {
   return {q->values, q->stride, q->scales, q->rows, w->x, w->x_scale};
 }
 
@@ -291,7 +290,7 @@ ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_ex
   l.z = moelora_take_array(&arena, moelora_times(moelora_times(rows, hidden), (size_t)plan->splits),
                            plan->partial_f32 ? 4 : 2);
   l.x_fp8 = take_quantized(&arena, plan->variant, &p->w13, (size_t)p->routes.num_tokens);
-  l.x_fp8.early = !plan->scales_x; // which scales x first
+  l.x_fp8.early = !plan->scales_x; // scale_rows writes x first
   l.h_fp8 = take_quantized(&arena, plan->w2, &p->w2, rows);
   l.bytes = arena.used;
   return l;
@@ -399,7 +398,7 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
 
 namespace {
 
-/* Of a plan for one launch, the plan for several. */
+/* Plan for separate launches, if the single launch does not fit. */
 moelora_experts_plan staged_plan(const moelora_experts_plan *plan) {
   moelora_experts_plan staged = *plan;
   staged.variant = plan->staged;

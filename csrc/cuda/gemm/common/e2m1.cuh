@@ -1,18 +1,18 @@
-/* e2m1 values as bf16 or fp16 numbers.
+/* Moves e2m1 bits to bf16 or fp16.
  *
- * Their bits go where a 16-bit float has its sign, the low end of its exponent and the high end of
- * its mantissa, so that each is a subnormal or a tiny number of the float's: too small by 2^126
- * (bf16) or 2^14 (fp16), which scales make up for. Words of a tile have the bits of three of four
- * values as far from each other as bf16 wants them, so that a shift and a mask are enough. */
+ * They become the sign, the lowest exponent bits and the highest mantissa bits of a 16-bit float.
+ * The result is too small by 2^126 (bf16) or 2^14 (fp16), which scales compensate. The tile layout
+ * spaces the bits of three of four values as bf16 needs them, so that a shift and a mask suffice.
+ */
 #ifndef MOELORA_CUDA_E2M1_CUH
 #define MOELORA_CUDA_E2M1_CUH
 
 #include "cuda/ptx/arithmetic.cuh"
 
-/* Numbers I of e2m1 of both halves of a word. */
+/* Extracts e2m1 values I of both halves of a word. */
 template <class T, int I> __device__ __forceinline__ uint32_t e2m1(uint32_t word) {
   if constexpr (Element<T>::is_bf16) {
-    // Copies of the last, by 2, 7 and 12 bits up, are in no other's way.
+    // The last value's bits are spread: the copies shifted by 2, 7 and 12 do not overlap.
     constexpr uint32_t COPIES = 1 << 12 | 1 << 7 | 1 << 2;
     const uint32_t moved = I < 3 ? word << 3 * I : (word >> 10 & 0x001b001bu) * COPIES;
     return moved & 0x81c081c0u;

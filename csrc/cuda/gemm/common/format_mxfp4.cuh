@@ -1,5 +1,5 @@
-/* MXFP4: e2m1 values times a power of two for every 32 columns, as bf16 or fp16 numbers, each
- * rounded once. Stored scales make up for the exponent that e2m1 of e2m1.cuh lacks. */
+/* Dequantizes MXFP4 to bf16 or fp16, rounding each value once. The stored scales compensate for the
+ * exponent that e2m1.cuh leaves out. */
 #ifndef MOELORA_CUDA_FORMAT_MXFP4_CUH
 #define MOELORA_CUDA_FORMAT_MXFP4_CUH
 
@@ -7,10 +7,11 @@
 #include "cuda/gemm/common/format.cuh"
 
 template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_MXFP4, T, ZEROS> {
-  uint32_t scales[2]; // of r and r + 8: low that of the first half of the depth, high of the second
+  uint32_t scales[2]; // of r and r + 8: low half for the first group of the tile, high half for the
+                      // second
 
   __device__ __forceinline__ void load(uint32_t scale, uint32_t, moelora_format) {
-    constexpr int EXPONENT = Element<T>::is_bf16 ? 7 : 10; // where the dtype has its own
+    constexpr int EXPONENT = Element<T>::is_bf16 ? 7 : 10; // position of the exponent in the dtype
     const uint32_t exponents = load_shared_4(scale);
     scales[0] = __byte_perm(exponents, 0, 0x4140) << EXPONENT;
     scales[1] = __byte_perm(exponents, 0, 0x4342) << EXPONENT;

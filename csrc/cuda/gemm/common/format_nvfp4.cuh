@@ -1,7 +1,8 @@
-/* NVFP4: e2m1 values times an e4m3 scale for every 16 columns, as bf16 or fp16 numbers, which are
- * exact. A tile holds scales as five bits of exponent, of which 22 is 2^0, and three of mantissa:
- * shifted, they are 16-bit floats. What exponents are short of in all is tile_scale_exponent, which
- * accumulators get with the scale of the tile. Values of a scale of 0 are zeros in the tile. */
+/* Dequantizes NVFP4 to bf16 or fp16, exactly, except for the scale of the tensor.
+ *
+ * A tile stores scales with a five-bit exponent (bias 22) and a three-bit mantissa, so that a shift
+ * makes 16-bit floats of them. The product of a value and its scale is too small by
+ * 2^TILE_SCALE_EXPONENT; the accumulators are multiplied by that and by the scale of the tensor. */
 #ifndef MOELORA_CUDA_FORMAT_NVFP4_CUH
 #define MOELORA_CUDA_FORMAT_NVFP4_CUH
 
@@ -9,7 +10,7 @@
 #include "cuda/gemm/common/format.cuh"
 
 template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_NVFP4, T, ZEROS> {
-  uint32_t scales[2][2]; // of r and r + 8: of k16 slabs 0 and 1, and 2 and 3
+  uint32_t scales[2][2]; // of r and r + 8: k16 slabs 0 and 1, then 2 and 3
 
   __device__ __forceinline__ void load(uint32_t at, uint32_t, moelora_format) {
 #pragma unroll
@@ -25,7 +26,8 @@ template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_NVFP4, T, ZEROS
   }
 
 private:
-  /* Two scales times 2^118 (bf16) or 2^7 (fp16). */
+  /* Two scales, too large by 2^118 (bf16) or 2^7 (fp16). Zeros become 2^96 in bf16: their values
+   * are zeros. */
   static __device__ __forceinline__ uint32_t to_floats(uint32_t two) {
     constexpr uint32_t EXPONENT = (127 + 118 - 22) << 7;
     return Element<T>::is_bf16 ? (two << 4) + EXPONENT * 0x10001u : two << 7;

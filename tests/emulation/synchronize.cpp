@@ -5,7 +5,7 @@
 namespace emulation {
 namespace {
 
-/* Of the word: arrivals wanted and still missing, bytes still missing, the phase. */
+/* Layout of the word: expected and pending arrivals, pending bytes, phase. */
 struct Mbarrier {
   int64_t bytes : 23;
   uint64_t wanted : 20, missing : 20, phase : 1;
@@ -44,7 +44,7 @@ void after_copies(std::function<void()> what) {
   Fiber *fiber = self;
   later([fiber, what] {
     for (Group &group : fiber->groups[COPIES])
-      perform(group); /* who waits still counts it */
+      perform(group); /* waiting fibers still count it */
     perform(fiber->open[COPIES]);
     what();
   });
@@ -138,7 +138,7 @@ void mbarrier_init(uint64_t *word, int arrivals) {
   memcpy(word, &barrier, 8);
 }
 
-void mbarrier_end(uint64_t *word) {
+void mbarrier_invalidate(uint64_t *word) {
   for (const Waiter &waiter : waiters)
     if (waiter.barrier == word)
       fail("a barrier ends while thread %u waits", waiter.fiber->thread);
@@ -160,7 +160,7 @@ static void settle(uint64_t *word, Mbarrier barrier) {
   progress++;
 }
 
-/* The barrier at `word`; `what` somebody does to one that is none is a fault. */
+/* Loads the barrier at `word`. Operation `what` on anything else is a fault. */
 static Mbarrier load(const uint64_t *word, const char *what) {
   Mbarrier barrier;
   memcpy(&barrier, word, sizeof barrier);

@@ -1,11 +1,10 @@
-/* Rows of x in e4m3 for weights of FP8 (moelora_x_format of moelora.h has the rule):
+/* Quantizes rows of x to e4m3 for FP8 weights (see moelora_x_format in moelora.h):
  *
- *   s = the scale of a group of depth, of a row, or given
- *   values [rows, K]       = e4m3(x / s) of a row's s, e4m3(x (1/s)) of others; as operands, which
- *                            hold all of e4m3
- *   scales [rows, groups]  = s, repeated where groups share it
+ *   s = scale of a K group, of a row, or given
+ *   values [rows, K]       = e4m3(x / s) for per-row s, otherwise e4m3(x (1/s)); stored as
+ * operands, which represent e4m3 exactly scales [rows, groups]  = s, repeated if groups share it
  *
- * A row depends on nothing but itself, whatever it is in a batch with. */
+ * The result of a row does not depend on the rest of the batch. */
 #include <math.h>
 #include <string.h>
 
@@ -15,12 +14,13 @@
 
 enum { LANES = 8, GROUP = 128 };
 
-moelora_e4m3_rows moelora_e4m3_take(const moelora_variant *variant, const moelora_weights *w,
-                                    int64_t rows, moelora_arena *arena) {
+moelora_quantized_rows moelora_quantized_rows_take(const moelora_variant *variant,
+                                                   const moelora_weights *w, int64_t rows,
+                                                   moelora_arena *arena) {
   if (w->x == MOELORA_X_NATIVE)
-    return (moelora_e4m3_rows){0};
+    return (moelora_quantized_rows){0};
   const int64_t groups = moelora_ceil_div(w->k, moelora_x_group(w->format));
-  return (moelora_e4m3_rows){
+  return (moelora_quantized_rows){
       .values = moelora_take(arena, moelora_operands_bytes(variant, rows, w->k)),
       .scales =
           moelora_take_array(arena, moelora_times((size_t)rows, (size_t)groups), sizeof(float)),
@@ -28,15 +28,15 @@ moelora_e4m3_rows moelora_e4m3_take(const moelora_variant *variant, const moelor
   };
 }
 
-typedef struct quantise_tasks {
+typedef struct quantize_tasks {
   const moelora_cpu_kernels *kernels;
   const moelora_weights *w;
   const char *x;
   int64_t x_stride;
-  const moelora_e4m3_rows *out;
-} quantise_tasks;
+  const moelora_quantized_rows *out;
+} quantize_tasks;
 
-/* Columns [k, k + count) of an operand row. */
+/* Loads columns [k, k + count) of an operand row. */
 static void read_columns(const moelora_cpu_kernels *kernels, const char *row, int64_t k,
                          int64_t count, float *to) {
   const char *from = row + (size_t)k * kernels->operand_bytes;
@@ -46,7 +46,7 @@ static void read_columns(const moelora_cpu_kernels *kernels, const char *row, in
     kernels->load(from, to, count);
 }
 
-/* The largest of `least` and all sizes; a NaN is none. */
+/* Maximum of `least` and all magnitudes; ignores NaN. */
 static float largest(const float *line, int64_t count, float least) {
   float most[LANES];
   for (int lane = 0; lane < LANES; lane++)
@@ -61,7 +61,7 @@ static float largest(const float *line, int64_t count, float least) {
   return most[0];
 }
 
-static float token_scale(const quantise_tasks *tasks, const char *row) {
+static float token_scale(const quantize_tasks *tasks, const char *row) {
   float line[GROUP], most = 0;
   for (int64_t k = 0; k < tasks->w->k; k += GROUP) {
     const int64_t count = moelora_min(GROUP, tasks->w->k - k);
@@ -72,9 +72,9 @@ static float token_scale(const quantise_tasks *tasks, const char *row) {
   return scale > least ? scale : least;
 }
 
-static void quantise_row(void *context, int64_t index, int32_t worker) {
+static void quantize_row(void *context, int64_t index, int32_t worker) {
   (void)worker;
-  const quantise_tasks *tasks = context;
+  const quantize_tasks *tasks = context;
   const moelora_weights *w = tasks->w;
   const moelora_cpu_kernels *kernels = tasks->kernels;
   const int64_t group = moelora_x_group(w->format);
@@ -87,7 +87,7 @@ static void quantise_row(void *context, int64_t index, int32_t worker) {
     read_columns(kernels, row, k, count, line);
     if (w->x == MOELORA_X_GROUP)
       scale = largest(line, count, 1e-10f) / MOELORA_E4M3_MAX;
-    /* engines divide by the scale of a token, and multiply by the inverse of others */
+    /* engines divide by per-token scales, and multiply by the inverse of others */
     const float inverse = 1.0f / scale;
     for (int64_t i = 0; i < count; i++)
       line[i] = moelora_round_e4m3(w->x == MOELORA_X_TOKEN ? line[i] / scale : line[i] * inverse);
@@ -96,10 +96,10 @@ static void quantise_row(void *context, int64_t index, int32_t worker) {
   }
 }
 
-void moelora_cpu_quantise(const moelora_variant *variant, const moelora_weights *w, const void *x,
-                          int64_t x_stride, int64_t rows, const moelora_e4m3_rows *out,
+void moelora_cpu_quantize(const moelora_variant *variant, const moelora_weights *w, const void *x,
+                          int64_t x_stride, int64_t rows, const moelora_quantized_rows *out,
                           const moelora_exec *exec) {
-  quantise_tasks tasks = {moelora_cpu_kernels_of(variant), w, x, x_stride, out};
+  quantize_tasks tasks = {moelora_cpu_kernels_of(variant), w, x, x_stride, out};
   if (out->values)
-    moelora_cpu_parallel(exec, rows, (double)rows * (double)w->k, quantise_row, &tasks);
+    moelora_cpu_parallel(exec, rows, (double)rows * (double)w->k, quantize_row, &tasks);
 }

@@ -1,5 +1,5 @@
-/* Quantised numbers to tiles and back (moelora.h has the layout of a tile). One task makes, or
- * reads, the tiles of 64 rows. */
+/* Packs quantized weights into tiles and unpacks them (moelora.h describes the layout of a tile).
+ * A task writes, or reads, the tiles of 64 rows. */
 #include <string.h>
 
 #include "core/format.h"
@@ -9,8 +9,7 @@
 
 /* ---- packing ---- */
 
-/* The values of rows r and r + 8 as they are packed: zeros past the end of the depth, in a row that
- * is not there (NULL), and in groups whose e4m3 scale is 0. */
+/* Loads the values of rows r and r + 8. Padding is zero, as are groups whose e4m3 scale is 0. */
 static void load_rows(const uint8_t *const *from, int64_t bytes, moelora_format format,
                       const uint8_t *tile, int32_t r, uint8_t rows[2][32]) {
   memset(rows, 0, 2 * sizeof *rows);
@@ -23,7 +22,7 @@ static void load_rows(const uint8_t *const *from, int64_t bytes, moelora_format 
   }
 }
 
-/* The 64 bytes of two rows, 8 apart. */
+/* Packs two rows, 8 apart, into their 64 bytes. */
 static void pack_words(uint8_t rows[2][32], uint8_t *words) {
   for (int q = 0; q < 4; q++)
     for (int s = 0; s < 4; s++, words += 4)
@@ -56,7 +55,7 @@ static void pack_scale(const moelora_quantized_problem *p, int64_t at, uint8_t *
   memcpy(to, &bits, sizeof bits);
 }
 
-/* Scales and zeros of row n, which is row r of the tile, at depth k. */
+/* Packs scales and zeros of row n, which is row r of the tile, at column k. */
 static void pack_groups(const moelora_quantized_problem *p, int64_t expert, int64_t n, int32_t r,
                         int64_t k, uint8_t *tile) {
   const int32_t groups = moelora_tile_groups(p->tiles.format);
@@ -162,7 +161,7 @@ typedef struct unpack_tasks {
   const moelora_cpu_kernels *kernels;
 } unpack_tasks;
 
-/* Operands of a row to the output, unless the row is not there. */
+/* Stores a row of operands to the output, if the row exists. */
 static void store_row(const unpack_tasks *tasks, int64_t expert, int64_t at, int64_t k,
                       int64_t count, const void *operands) {
   const moelora_quantized_problem *p = tasks->problem;
@@ -182,7 +181,7 @@ static void unpack_nibbles(const unpack_tasks *tasks, int64_t expert, int64_t fi
   const moelora_weights *w = &tasks->problem->tiles;
   float low[MOELORA_PACK], high[MOELORA_PACK]; /* or 16-bit operands */
   for (int32_t r = 0; r < MOELORA_PACK; r += r % 16 == 7 ? 9 : 1) {
-    tasks->kernels->dequantise(w->format, tile, w->stride_kt, 1, r, 0, low, high);
+    tasks->kernels->dequantize(w->format, tile, w->stride_kt, 1, r, 0, low, high);
     store_row(tasks, expert, first + r, k, count, low);
     store_row(tasks, expert, first + r + 8, k, count, high);
   }
@@ -212,7 +211,7 @@ static void unpack_rows(void *context, int64_t index, int32_t worker) {
                                                               moelora_min(depth, w->k - k), tile);
 }
 
-/* The best that this machine runs: all of them unpack to the same bits. */
+/* The best kernels of this machine; all of them unpack to the same bits. */
 static const moelora_cpu_kernels *best_kernels(moelora_dtype dtype) {
   const moelora_device_info *device = moelora_known_device(MOELORA_CPU, 0);
   const moelora_variant *best = NULL, *v;

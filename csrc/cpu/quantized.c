@@ -1,12 +1,12 @@
-/* Products with quantised weights, whose tiles become operand rows a few at a time.
+/* Products with quantized weights, which are dequantized to operand rows a few at a time.
  *
- * Rows r and r + 8 of a tile of four bits share their words, so MOELORA_DOT_N rows are two such
- * pairs, and their products leave `dot` for columns of c that do not follow each other. Those of
- * FP8 lie by themselves. What makes a sum is as in tile.c: the same passes over K of the same
- * operands, so these are the bits of the product with the unpacked weights.
+ * Rows r and r + 8 of a 4-bit tile share words, so MOELORA_DOT_N rows are two such pairs, and
+ * `dot` returns products for non-adjacent columns of c. FP8 rows are separate. Sums are formed as
+ * in tile.c, with the same passes over K of the same operands: results are bit-identical to
+ * products with the unpacked weights.
  *
- * Where x is in e4m3 as well, a pass is a group of depth. Its sum, of numbers without their scales,
- * joins c times both scales, in the order of depth, however many rows there are. */
+ * If x is e4m3, a pass covers a scale group of K. Its sum of unscaled products is multiplied by
+ * both scales and added to c, in the order of K, for any number of rows. */
 #include <string.h>
 
 #include "core/format.h"
@@ -15,12 +15,12 @@
 
 enum { PART_ROWS = 64 };
 
-/* Rows [begin, end) through all tiles; row begin + i gives column `column` + i * `step` of c. */
+/* Rows [begin, end) of tiles; row begin + i is column `column` + i * `step` of c. */
 typedef struct tile_rows {
   int64_t begin, end, column, step;
 } tile_rows;
 
-/* Rows [begin, end) of the weight, as rows of tiles: of gate, and of up. */
+/* Maps rows [begin, end) of the weight to rows of tiles: of gate, and of up. */
 static void find_rows(const moelora_weights *w, int64_t begin, int64_t end, tile_rows rows[2]) {
   const int64_t half = w->n / 2, up = w->half_tiles * MOELORA_PACK;
   if (w->order == MOELORA_ROWS_INTERLEAVED) {
@@ -37,25 +37,25 @@ static void find_rows(const moelora_weights *w, int64_t begin, int64_t end, tile
   }
 }
 
-/* The first of all tiles that row `at` is in, at depth k. */
+/* The expert's tile that contains row `at` of all tiles, at column k. */
 static const char *tile_of(const moelora_weights *w, int64_t at, int64_t k) {
   return (const char *)w->data + at / MOELORA_PACK * w->stride_nt +
          k / moelora_tile_depth(w->format) * w->stride_kt;
 }
 
-/* A pass over weight rows in `w`, operands `row_bytes` apart, of which row j gives column
- * columns[j] of c; one below 0 gives none. */
+/* A pass over weight rows in `w`, operands `row_bytes` apart; row j is column columns[j] of c, or
+ * none if negative. */
 typedef struct pass {
   int64_t depth, row_bytes;
   int64_t count; /* of rows, at most MOELORA_DOT_N */
   const char *w;
   int64_t columns[MOELORA_DOT_N];
-  /* scales of the rows, and the place of those of x; NULL: sums are what they are */
+  /* scales of the weight rows, and the index of x's scale; NULL: unscaled */
   const float *scales;
   int64_t group;
 } pass;
 
-/* c[columns[j]] += sums[j], times both scales. */
+/* c[columns[j]] += sums[j] times both scales. */
 static inline __attribute__((always_inline)) void add_sums(const pass *p, const float *sums,
                                                            float x_scale, bool adjacent, float *c) {
   for (int64_t j = 0; j < (adjacent ? MOELORA_DOT_N : p->count); j++) {
@@ -67,7 +67,7 @@ static inline __attribute__((always_inline)) void add_sums(const pass *p, const 
   }
 }
 
-/* c[i, columns[j]] += x_pass[i] . w[j], times both scales, for i < m */
+/* c[i, columns[j]] += x_pass[i] . w[j] times both scales, for i < m */
 static void multiply(const moelora_cpu_kernels *kernels, const pass *p, int64_t m, float *c,
                      int64_t ldc, moelora_scratch *scratch) {
   float part[PART_ROWS * MOELORA_DOT_N];
@@ -90,9 +90,9 @@ static void multiply(const moelora_cpu_kernels *kernels, const pass *p, int64_t 
   }
 }
 
-/* ---- four bits ---- */
+/* ---- 4-bit ---- */
 
-/* One pass over K, of `depth` from k on. */
+/* One pass over K, `depth` elements from k on. */
 static void multiply_nibbles(const moelora_variant *variant, const moelora_weights *w,
                              const tile_rows *rows, int64_t k, int64_t depth, int64_t m, float *c,
                              int64_t ldc, moelora_scratch *scratch) {
@@ -120,7 +120,7 @@ static void multiply_nibbles(const moelora_variant *variant, const moelora_weigh
       const int64_t ahead = r < 6 ? 2 * 64 : next_quarter;
       for (int32_t pair = 0; pair < MOELORA_DOT_N / 2; pair++) {
         char *low = scratch->w + 2 * pair * row_bytes;
-        kernels->dequantise(w->format, tile_of(w, base, k), w->stride_kt, tiles, quarter + r + pair,
+        kernels->dequantize(w->format, tile_of(w, base, k), w->stride_kt, tiles, quarter + r + pair,
                             ahead, low, low + row_bytes);
       }
       multiply(kernels, &p, m, c, ldc, scratch);
@@ -130,7 +130,7 @@ static void multiply_nibbles(const moelora_variant *variant, const moelora_weigh
 
 /* ---- FP8 ---- */
 
-/* Rows of weights from `at` on that one pass takes: of one tile. */
+/* Number of weight rows that one pass processes, starting at `at`: all in one tile. */
 static int64_t rows_of_pass(int64_t at, int64_t end) {
   return moelora_min(moelora_min(MOELORA_DOT_N, end - at), MOELORA_PACK - at % MOELORA_PACK);
 }
@@ -140,7 +140,7 @@ static void columns_of_pass(pass *p, const tile_rows *rows, int64_t at) {
     p->columns[j] = rows->column + (at + j - rows->begin) * rows->step;
 }
 
-/* The scales of row r of a tile, of both halves of its depth. */
+/* Scales of row r of a tile, for both halves of its K extent. */
 static void read_scales(const moelora_weights *w, const char *tile, int64_t r, float scale[2]) {
   const char *scales = tile + MOELORA_FP8_TILE_VALUES;
   if (moelora_has_row_scales(w->format)) {
@@ -151,7 +151,7 @@ static void read_scales(const moelora_weights *w, const char *tile, int64_t r, f
   }
 }
 
-/* Brings the row that the next pass reads when this one reads `at` into L2. */
+/* Prefetches into L2 the row that the next pass reads, if this one reads `at`. */
 static void fetch_ahead(const moelora_weights *w, const tile_rows *rows, int64_t at, int64_t k) {
   const int64_t next = moelora_min(at + MOELORA_DOT_N, rows->end - 1);
   const char *row = tile_of(w, next, k) + next % MOELORA_PACK * 128;
@@ -167,10 +167,10 @@ void moelora_cpu_fp8_row(const moelora_cpu_kernels *kernels, const moelora_weigh
     scale[i] = dtype == MOELORA_BF16
                    ? moelora_bf16_to_f32(moelora_f32_to_bf16(scale[i]))
                    : moelora_f16_to_f32(moelora_f32_to_f16(scale[i] * 0x1p8f)) * 0x1p-8f;
-  kernels->dequantise_fp8((const uint8_t *)tile + r * 128, (int32_t)(r % 8), scale, to);
+  kernels->dequantize_fp8((const uint8_t *)tile + r * 128, (int32_t)(r % 8), scale, to);
 }
 
-/* One pass over K, of `depth` from k on, of numbers that are rounded to the dtype. */
+/* One pass over K, `depth` elements from k on, dequantized and rounded to the dtype. */
 static void multiply_fp8(const moelora_variant *variant, const moelora_weights *w,
                          const tile_rows *rows, int64_t k, int64_t depth, int64_t m, float *c,
                          int64_t ldc, moelora_scratch *scratch) {
@@ -193,7 +193,7 @@ static void multiply_fp8(const moelora_variant *variant, const moelora_weights *
   }
 }
 
-/* The tiles at depth k, by x in e4m3. */
+/* The tiles at column k, with e4m3 x. */
 static void multiply_e4m3(const moelora_variant *variant, const moelora_weights *w,
                           const tile_rows *rows, int64_t k, int64_t m, float *c, int64_t ldc,
                           moelora_scratch *scratch) {
@@ -213,7 +213,7 @@ static void multiply_e4m3(const moelora_variant *variant, const moelora_weights 
       scales[0][j] = scale[0];
       scales[1][j] = scale[1];
       fetch_ahead(w, rows, at + j, k);
-      kernels->dequantise_fp8((const uint8_t *)tile + r * 128, (int32_t)(r % 8), ones,
+      kernels->dequantize_fp8((const uint8_t *)tile + r * 128, (int32_t)(r % 8), ones,
                               scratch->w + j * p.row_bytes);
     }
     const int64_t end = moelora_min(k + 128, w->k);
@@ -229,7 +229,7 @@ static void multiply_e4m3(const moelora_variant *variant, const moelora_weights 
   }
 }
 
-void moelora_cpu_quantised_tile(const moelora_variant *variant, const moelora_weights *w,
+void moelora_cpu_quantized_tile(const moelora_variant *variant, const moelora_weights *w,
                                 int64_t begin, int64_t end, int64_t m, float *c, int64_t ldc,
                                 moelora_scratch *scratch) {
   const size_t operand = moelora_cpu_kernels_of(variant)->operand_bytes;
