@@ -6,6 +6,8 @@ import torch
 from quantized_cases import FORMATS, fitted
 from test_plan import CUDA_ROWS, DECODE_ROWS, DTYPES, ROWS, TOKENS, answer, print_plan
 
+import moelora
+
 FIXTURES = (answer, print_plan)
 
 # Formats of weights, and the kernels that are written for them.
@@ -124,7 +126,7 @@ def test_one_launch_serves_what_its_tests_force_it_on(answer, name, dtype, capab
     """The variant that test_decode.py names, on layers of the formats and sizes that it has."""
     p = test_decode.made(test_decode.SMALL, name, getattr(torch, dtype))
     variant, code = test_decode.one_launch(p), p.w13.layout[0] if name in FORMATS else 0
-    layout = ["native", *KERNELS][code]
+    layout = moelora.formats.FORMATS[code].name.lower()
     sizes = set()
     for spec in test_decode.SPECS.values():
         s = spec if layout == "native" else fitted(spec, spec.dtype)
