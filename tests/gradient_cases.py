@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from unittest import mock
 
 import pytest
@@ -154,9 +155,10 @@ def assert_gradients(
     dtype,
     ref: dict | None = None,
 ) -> dict[str, float]:
-    """Fails unless each gradient is as accurate as that of the naive layer in `dtype`; the errors
-    over what the rule allows. `ref` are gradients in float64, by default the reference's. Several
-    gradients, of several grad_out, count as one: the largest error of either side."""
+    """Fails unless each gradient is as accurate as that of the naive layer in `dtype`. `ref` are
+    gradients in float64, by default the reference's. Several gradients, of several grad_out, count
+    as one: the largest error of either side. Returns root mean square errors over those of the
+    naive layer, for assert_accurate_on_average()."""
     if not isinstance(grads, list):
         grads, grad_out = [grads], [grad_out]
     limit = arguments.get("activation_limit")
@@ -173,12 +175,12 @@ def assert_gradients(
             assert got[name].shape == wanted.shape, name
             error = yardstick[name].cpu().double() - its_want[name]
             found.setdefault(name, []).append((got[name], wanted, wanted + error))
-    errors = {}
+    ratios = {}
     for name, triples in found.items():
         got, want, yardstick = (torch.stack(tensors) for tensors in zip(*triples, strict=True))
         scale = max(1.0, want.abs().max().item() if want.numel() else 0.0)
         try:
-            errors[name] = assert_close_to_ref(
+            assert_close_to_ref(
                 *(got, want, yardstick, got.dtype),
                 atol=FENCE * scale,
                 steps=CHAIN.get(dtype, 0.0),
@@ -186,7 +188,30 @@ def assert_gradients(
             )
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
-    return errors
+        # With what rounding the gradient itself costs on both sides: an error may be zero by luck.
+        errors = [(t.cpu().double() - want).square().mean().sqrt() for t in (got, yardstick)]
+        least = UNIT_ROUNDOFF[dtype] / 2 * want.square().mean().sqrt()
+        if want.numel() and least > 0:
+            ratios[name] = ((errors[0] + least) / (errors[1] + least)).item()
+    return ratios
+
+
+# What the largest errors of small problems cannot tell apart, an average over problems can. Those
+# of float32 are those of an order of summation.
+AVERAGE = {torch.float32: 2.0, torch.bfloat16: 1.25, torch.float16: 1.25}
+
+
+def assert_accurate_on_average(ratios: list[dict[str, float]], dtype) -> dict[str, float]:
+    """Fails unless the errors of each gradient are, in the geometric mean over problems, at most
+    AVERAGE times those of the naive layer; these means."""
+    logs: dict[str, list[float]] = {}
+    for each in ratios:
+        for name, ratio in each.items():
+            logs.setdefault(name.split("[")[0], []).append(math.log(ratio))
+    means = {name: math.exp(sum(values) / len(values)) for name, values in logs.items()}
+    worse = {name: f"{mean:.2f}" for name, mean in means.items() if mean > AVERAGE[dtype]}
+    assert not worse, f"errors over those of the naive layer, on average: {worse}"
+    return means
 
 
 # The error of a gradient is a sample: of a few terms one draw says little about how large it may
@@ -195,19 +220,22 @@ def assert_gradients(
 DRAWS = 8
 
 
-def hold_gradients(arguments: dict, dtype, compute=by_autograd, device="cpu") -> dict:
+def hold_gradients(
+    arguments: dict, dtype, compute=by_autograd, device="cpu"
+) -> tuple[dict, dict[str, float]]:
     """Fails unless `compute(arguments, grad_out)` is as accurate as the naive layer, in one draw of
-    grad_out or, where that is not enough to tell, in DRAWS; the gradients of the first."""
+    grad_out or, where that is not enough to tell, in DRAWS. Returns the gradients of the first and
+    what assert_gradients() does."""
     shape = arguments["hidden_states"].shape
     grad_outs = [grad_like(shape, dtype, device)]
     grads = [compute(arguments, grad_outs[0])]
     try:
-        assert_gradients(grads, arguments, grad_outs, dtype)
+        ratios = assert_gradients(grads, arguments, grad_outs, dtype)
     except AssertionError:
         grad_outs += [grad_like(shape, dtype, device, seed=1 + i) for i in range(1, DRAWS)]
         grads += [compute(arguments, grad_out) for grad_out in grad_outs[1:]]
-        assert_gradients(grads, arguments, grad_outs, dtype)
-    return grads[0]
+        ratios = assert_gradients(grads, arguments, grad_outs, dtype)
+    return grads[0], ratios
 
 
 # Where there is a backward. Bodies take a device, so that they run on others when these have one.
