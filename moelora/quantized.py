@@ -16,6 +16,7 @@ from moelora.fake import COMPUTE_DTYPES
 from moelora.formats import FORMATS, code_of
 from moelora.quantized_fp8 import ACTIVATIONS, Activations, FromFP8, GateUp, XFormat
 from moelora.quantized_readers import PerExpert
+from moelora.storage import check_held
 
 ORDERS: dict[GateUp | None, int] = {None: 0, "concatenated": 1, "interleaved": 2}
 X_FORMATS: tuple[XFormat, ...] = get_args(XFormat)
@@ -138,6 +139,8 @@ class QuantizedWeights(FromFP8):
             One of both is missing.
         """
         data, layout = state[f"{prefix}data"], state[f"{prefix}layout"]
+        check_held(f"{prefix}data", data)
+        check_held(f"{prefix}layout", layout)
         if layout.dtype != torch.int64 or layout.dim() != 1:
             got = f"has dtype {layout.dtype} and shape {tuple(layout.shape)}"
             raise ValueError(f"{prefix}layout {got}, expected int64 and {len(FIELDS)} numbers")

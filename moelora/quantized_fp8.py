@@ -16,6 +16,7 @@ from moelora.quantized_readers import (
     Stack,
     check_scales,
 )
+from moelora.storage import check_held
 
 TILE = 64  # rows of a tile
 DEPTH = 128  # columns of a tile
@@ -239,6 +240,9 @@ def read_tensor(weight: PerExpert, scales: PerExpert, gate_up: GateUp | None) ->
 
 def largest_scale(input_scale: PerExpert | float) -> float:
     several = input_scale if isinstance(input_scale, list | tuple) else [input_scale]
+    for expert, scale in enumerate(several):
+        if isinstance(scale, Tensor):
+            check_held(f"input_scale[{expert}]" if several is input_scale else "input_scale", scale)
     scales = torch.cat([torch.as_tensor(scale).float().cpu().reshape(-1) for scale in several])
     if not scales.numel():
         raise ValueError("input_scale has no numbers, expected at least 1")

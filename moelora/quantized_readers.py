@@ -13,6 +13,8 @@ from typing import Literal, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
+from moelora.storage import check_held
+
 PerExpert: TypeAlias = Tensor | Sequence[Tensor]
 Numbers: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 Format: TypeAlias = Literal["mxfp4", "nvfp4", "int4", "fp8"]  # of a number
@@ -49,6 +51,8 @@ class Stack:
         self.tensors = tensors if self.is_tensor else list(tensors)
         if not len(self.tensors):
             raise ValueError(f"{name} has no experts, expected at least 1")
+        for expert, tensor in enumerate([tensors] if self.is_tensor else self.tensors):
+            check_held(self._name(expert), tensor)
 
     def __len__(self) -> int:
         return len(self.tensors)
@@ -57,8 +61,10 @@ class Stack:
         return self.tensors[expert]
 
     def fail(self, expert: int, got: str, wanted: str) -> NoReturn:
-        name = self.name if self.is_tensor else f"{self.name}[{expert}]"
-        raise ValueError(f"{name} {got}, expected {wanted}")
+        raise ValueError(f"{self._name(expert)} {got}, expected {wanted}")
+
+    def _name(self, expert: int) -> str:
+        return self.name if self.is_tensor else f"{self.name}[{expert}]"
 
     def check(self, like: Stack, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
         """Every expert of `like` is here, of this shape and one of these dtypes."""

@@ -403,6 +403,8 @@ def test_a_wrong_call_says_what_python_says():
         moelora.moe_align_block_size(ids(M, TOP_K), 4)
     with pytest.raises(TypeError, match="unexpected keyword argument 'ranks'"):
         moelora.prepack_weights(zeros(E, K, K), ranks=None)
+    with pytest.raises(TypeError, match="^fused_experts_lora_saving: .*keyword argument 'out'"):
+        moelora.fused_experts_lora_saving(*[zeros(1)] * 5, out=None)
 
 
 def test_numbers_of_other_libraries_are_numbers():

@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 from cases import same_bits
-from glue_cases import DEVICES, E, I, K, inputs, op_calls, operator
+from glue_cases import DEVICES, E, I, K, R, inputs, op_calls, operator
 
 import moelora
 from moelora import trace
@@ -83,6 +83,76 @@ def test_weights_in_tiles():
     tiles.data.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match=f"w13 {REFUSED}"):
         moelora.fused_experts_lora(**{**given, "w13": tiles})
+
+
+def drawn(low, high, *shape, dtype=torch.int32):
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
+def checkpoint(name):
+    """The tensors of two experts of 64 x 64, by the arguments of a constructor."""
+    words, ones = drawn(0, 1 << 30, 2, 64, 8), torch.ones(2, 64, 1)
+    fp8 = drawn(0, 100, 2, 64, 64, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    return {
+        "from_mxfp4": {
+            "blocks": drawn(0, 256, 2, 64, 32, dtype=torch.uint8),
+            "scales": torch.full((2, 64, 2), 120, dtype=torch.uint8),
+        },
+        "from_gptq": {
+            "qweight": words.transpose(1, 2).contiguous(),
+            "scales": torch.ones(2, 1, 64),
+            "qzeros": words[:, :1].clone(),
+            "g_idx": torch.zeros(2, 64, dtype=torch.int32),
+        },
+        "from_awq": {
+            "qweight": words,
+            "scales": torch.ones(2, 1, 64),
+            "qzeros": words[:, :1].clone(),
+        },
+        "from_compressed_tensors": {"weight_packed": words, "weight_scale": ones},
+        "from_fp8_block": {"weight": fp8, "weight_scale_inv": torch.ones(2, 1, 1)},
+        "from_fp8_channel": {"weight": fp8, "weight_scale": ones},
+        "from_fp8_tensor": {
+            "weight": fp8,
+            "weight_scale": torch.ones(2),
+            "input_scale": torch.ones(2),
+        },
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("from_mxfp4", "from_gptq", "from_awq", "from_compressed_tensors"),
+        *("from_fp8_block", "from_fp8_channel", "from_fp8_tensor"),
+    ],
+)
+def test_quantized_checkpoints(name):
+    """Whole, and one of a list of experts: torch's own operators would read what is not there."""
+    make, given = getattr(moelora.QuantizedWeights, name), checkpoint(name)
+    make(**given)
+    for argument, value in given.items():
+        with pytest.raises(ValueError, match=f"{argument} {REFUSED}"):
+            make(**given | {argument: without_storage(value)})
+        with pytest.raises(ValueError, match=rf"{argument}\[1\] {REFUSED}"):
+            make(**given | {argument: [value[0], without_storage(value[1])]})
+    state = make(**given).state_dict()
+    for key, value in state.items():
+        with pytest.raises(ValueError, match=f"{key} {REFUSED}"):
+            moelora.QuantizedWeights.from_state_dict(state | {key: without_storage(value)})
+
+
+def test_factors_of_an_adapter():
+    layer = moelora.MoELayer("mlp.experts", num_experts=E, hidden_size=K, intermediate_size=I)
+    pool = moelora.AdapterPool([layer], 1, R, dtype=torch.float32)
+    a, b = torch.ones(E, R, I), torch.ones(E, K, R)
+    keys = [f"base_model.model.mlp.experts.down_proj.lora_{side}.weight" for side in "AB"]
+    config = {"peft_type": "LORA", "r": R, "lora_alpha": R}
+    for key, factors in zip(keys, ((without_storage(a), b), (a, without_storage(b))), strict=True):
+        with pytest.raises(ValueError, match=f"adapter 'x': {key} {REFUSED}"):
+            pool.add("x", dict(zip(keys, factors, strict=True)), config=config)
+    assert not pool.names()
+    pool.add("x", dict(zip(keys, (a, b), strict=True)), config=config)
 
 
 def test_the_meta_device_has_no_storage_to_free():

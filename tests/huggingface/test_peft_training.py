@@ -274,6 +274,19 @@ def test_biases_of_experts_are_no_targets():
         moelora_peft.attach(model)
 
 
+def test_factors_whose_storage_was_freed():
+    """As by FSDP and offloading: torch's own operators would read address 0."""
+    model, ids = adapted(make_model(qwen3)), tokens()
+    moelora_peft.attach(model)
+    factor = next(p for n, p in model.named_parameters() if "experts" in n and "lora_B" in n)
+    factor.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"lora_B.default of \w+ has elements .* it was freed"):
+        model(ids)
+    moelora_peft.detach(model)
+    with pytest.raises(ValueError, match=r"experts.*lora_B.default.weight has elements .* freed"):
+        moelora_peft.attach(model.eval())
+
+
 # ---- without PEFT ----
 
 
