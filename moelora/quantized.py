@@ -363,7 +363,7 @@ class QuantizedWeights(FromFP8):
         cls,
         qweight: PerExpert,
         scales: PerExpert,
-        qzeros: PerExpert,
+        qzeros: PerExpert | None = None,
         *,
         group_size: int | None = None,
         gate_up: GateUp | None = None,
@@ -380,8 +380,9 @@ class QuantizedWeights(FromFP8):
             Eight consecutive rows of a column in each word, in the order 0, 2, 4, 6, 1, 3, 5, 7.
         scales : Tensor, shape (E, K / group, N), or one for each expert
             float32, bfloat16 or float16; rounded to `dtype`.
-        qzeros : Tensor, shape (E, K / group, N / 8), int32, or one for each expert
-            Zero points in the order of `qweight`.
+        qzeros : Tensor, shape (E, K / group, N / 8), int32, or one for each expert, optional
+            Zero points in the order of `qweight`. If all are 8, as of symmetric checkpoints
+            (`zero_point: false`), they are dropped.
         group_size, gate_up, dtype
             As of `from_gptq`.
 

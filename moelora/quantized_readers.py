@@ -23,6 +23,7 @@ BLOCK = 32  # columns that share an MXFP4 scale
 NVFP4_BLOCK = 16  # that share one of NVFP4
 LARGEST_E8M0 = 128  # a scale of 2
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which column of eight each nibble of a word is
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # what is added to a stored zero
 
 
@@ -276,22 +277,22 @@ def _check_order(g_idx: Stack, values: Stack, columns: int, group: int) -> None:
 def awq(
     qweight: PerExpert,
     scales: PerExpert,
-    qzeros: PerExpert,
+    qzeros: PerExpert | None,
     group_size: int | None,
 ) -> Checkpoint:
-    values, scales, zeros = (
-        Stack("qweight", qweight),
-        Stack("scales", scales),
-        Stack("qzeros", qzeros),
-    )
+    values, scales = Stack("qweight", qweight), Stack("scales", scales)
     columns, eighth = values.matrix("[K, N/8] for each expert")
     rows, groups = 8 * eighth, scales.matrix("[K/group, N] for each expert")[0]
     if columns % 8:
         values.fail(0, f"has {columns} columns (K)", "a multiple of 8")
     values.check(values, (columns, eighth), torch.int32)
     scales.check(values, (groups, rows), *SCALES)
-    zeros.check(values, (groups, eighth), torch.int32)
     group = group_of(scales, columns, groups, group_size)
+    zeros = None
+    if qzeros is not None:
+        stored = Stack("qzeros", qzeros)
+        stored.check(values, (groups, eighth), torch.int32)
+        zeros = stored if _differ_from_8(stored, rows, 0) else None
 
     def by_columns(packed: Tensor) -> Tensor:
         stored = nibbles(words(packed)).unflatten(1, (-1, 8))
@@ -302,10 +303,10 @@ def awq(
         check_scales(scales, expert)
         numbers = by_columns(values[expert]).t()
         packed = numbers[:, 0::2] | numbers[:, 1::2] << 4
-        points = by_columns(zeros[expert]).t().contiguous()
+        points = None if zeros is None else by_columns(zeros[expert]).t().contiguous()
         return packed.contiguous(), scales[expert].t().contiguous(), points
 
-    return Checkpoint("int4", (len(values), rows, columns), group, True, read)
+    return Checkpoint("int4", (len(values), rows, columns), group, zeros is not None, read)
 
 
 def compressed_tensors(

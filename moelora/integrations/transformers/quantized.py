@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from moelora.fake import COMPUTE_DTYPES
 from moelora.files import file_in
 from moelora.integrations.transformers.calls import IMPLEMENTATION
-from moelora.integrations.transformers.folder import Folder, read_experts
+from moelora.integrations.transformers.folder import Folder, read_biases, read_experts
 from moelora.integrations.transformers.hub import local_folder
 from moelora.integrations.transformers.layers import is_offloaded, moe_layers, offloaded
+from moelora.integrations.transformers.names import expert_linears
 from moelora.integrations.transformers.projection import put_on
 from moelora.integrations.transformers.quantizer import Config, refuse_saving
 from moelora.quantized_fp8 import Activations
@@ -77,6 +79,7 @@ def load_quantized(
             got = f"{name} is {options[name]!r:.80}"
             raise ValueError(f"{got}, wanted none; give the folder that has these files")
     checkpoint = _checkpoint(folder)
+    checkpoint.check()
     config = _config(checkpoint.path)
     if model_class is None:
         model_class = _model_class(config.architectures)
@@ -97,12 +100,20 @@ def load_quantized(
     if info["mismatched_keys"] and not options.get("ignore_mismatched_sizes"):
         name, got, wanted = min(info["mismatched_keys"])
         raise ValueError(f"{folder}: {name} has shape {tuple(got)}, wanted {tuple(wanted)}")
-    missing = sorted(info["missing_keys"])
+    layers = moe_layers(model)
+    linears = expert_linears(model, layers, checkpoint.linears)
+    biases = {
+        f"{name}.{own}": bias
+        for name, (module, _) in layers.items()
+        for own, bias in read_biases(checkpoint, name, module, linears[name]).items()
+    }
+    missing = sorted(set(info["missing_keys"]) - set(biases))
     if missing:
         raise ValueError(
-            f"{folder} has no tensor {missing[0]} ({len(missing)} are missing); weights other than "
-            "those of experts must be there, unquantised"
+            f"{folder} has no tensor {missing[0]} ({len(missing)} are missing), which the model "
+            "wants"
         )
+    _refuse_biases(checkpoint, info["unexpected_keys"])
     if model.can_generate():
         _take_generation_config(model, checkpoint.path)
     load_quantized_experts(model, checkpoint, activations=activations)
@@ -147,7 +158,9 @@ def load_quantized_experts(
     FileNotFoundError
         `folder` is no folder, and not on the Hub.
     """
-    folder = folder if isinstance(folder, Folder) else _checkpoint(folder)
+    if not isinstance(folder, Folder):
+        folder = _checkpoint(folder)
+        folder.check()
     if getattr(model, "_moelora", None) is not None:
         raise RuntimeError("the model has adapters already; load them after its weights")
     layers = moe_layers(model)
@@ -155,15 +168,29 @@ def load_quantized_experts(
         block = model.get_submodule(name.rpartition(".")[0])
         if any(is_offloaded(part) for part in (module, *block.modules())):
             raise NotImplementedError(f"{offloaded(name)}; quantised experts stay on one device")
+    linears = expert_linears(model, layers, folder.linears)
     for name, (module, _) in layers.items():
         kind = dtype or module.down_proj.dtype
         if kind not in COMPUTE_DTYPES:
             raise ValueError(f"dtype of {name} is {kind}, wanted torch.bfloat16 or torch.float16")
-        up, down = read_experts(folder, name, module, kind, activations)
+        biases = read_biases(folder, name, module, linears[name])
+        up, down = read_experts(folder, name, module, linears[name], kind, activations)
         device = _device(model, name)
         refuse_saving(model)
         put_on(module, (up.to(device), down.to(device)))
+        for own, bias in biases.items():
+            old = module._parameters[own]
+            bias = bias.to(device, old.dtype)
+            module._parameters[own] = nn.Parameter(bias, requires_grad=old.requires_grad)
     model.set_experts_implementation(IMPLEMENTATION)
+
+
+def _refuse_biases(checkpoint: Folder, unexpected: Collection[str]) -> None:
+    """ValueError of a bias that a quantized layer has and the model has not, unless it is zero."""
+    for name in sorted(unexpected):
+        linear = name.removesuffix(".bias")
+        if linear in checkpoint.linears and name in checkpoint and checkpoint[name].float().any():
+            raise ValueError(f"{checkpoint.path}: {name} is a bias, which the model has not")
 
 
 def _config(folder: Path) -> PreTrainedConfig:
