@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
 
 import moelora.integrations.transformers as moelora_hf
 
@@ -70,9 +69,7 @@ def generation(model, exact, folder: Path) -> str:
     folders = {}
     for seed, name in enumerate(("one", "two")):
         torch.manual_seed(seed)
-        config = LoraConfig(
-            r=4, lora_alpha=4, target_parameters=targets, target_modules=["o_proj"]
-        )
+        config = LoraConfig(r=4, lora_alpha=4, target_parameters=targets, target_modules=["o_proj"])
         wrapped = get_peft_model(exact, config)
         for key, parameter in wrapped.named_parameters():
             if "lora_" in key:
