@@ -1,6 +1,6 @@
-"""Translate csrc/cuda, without the files that wrap PTX, to C++ for the engine: rewrites shared memory,
-launches in angle brackets, and loops that poll memory, which macros cannot express. Unchanged files keep
-their modification time.
+"""Translate csrc/cuda, without the files that wrap PTX, to C++ for the engine: rewrites shared
+memory, launches in angle brackets, and loops that poll memory, which macros cannot express.
+Unchanged files keep their modification time.
 
 python prepare.py csrc/cuda build/emulation/cuda [ROWS]
 
