@@ -1,4 +1,4 @@
-"""Quantised expert weights, in the tiles that kernels read (csrc/moelora.h has their layout)."""
+"""Quantized expert weights, in the tiles that kernels read (csrc/moelora.h has their layout)."""
 
 from __future__ import annotations
 
@@ -320,7 +320,7 @@ class QuantizedWeights(FromFP8):
             Zero points of eight rows in each word. If all are 8, as of symmetric checkpoints, they
             are dropped.
         g_idx : Tensor, shape (E, K), int32 or int64, or one for each expert, optional
-            Group of each column. Only `k // group_size` is taken: weights quantised in the order of
+            Group of each column. Only `k // group_size` is taken: weights quantized in the order of
             their activations (`desc_act`) are refused.
         bits : int
             4.

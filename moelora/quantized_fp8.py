@@ -76,7 +76,7 @@ class FromFP8:
         weight_scale_inv : Tensor, shape (E, N / rows, K / columns), or one for each expert
             Scales of the blocks, both sizes rounded up; float32, bfloat16, float16 or
             float8_e8m0fnu; finite, at most 255. Rows of blocks of a concatenated gate and up may
-            begin anew with up, 2 ceil(N / 2 / rows) of them, as of two weights quantised by
+            begin anew with up, 2 ceil(N / 2 / rows) of them, as of two weights quantized by
             themselves; else blocks run on.
         block : (int, int)
             Rows and columns of a block. Columns are a multiple of 64; of 128 where blocks of rows

@@ -29,7 +29,7 @@ ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # what is added to a stored zero
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Quantised weights that are still to be packed, expert by expert."""
+    """Quantized weights that are still to be packed, expert by expert."""
 
     format: Format
     shape: tuple[int, int, int]

@@ -43,10 +43,10 @@ static const shape_bound native_shapes[] = {
     {INT64_MAX, {144, 2}}, /* products alone count: weights shared by multicast */
 };
 
-/* Of quantised weights, which are made anew for each block: that is what an expert in two blocks
+/* Of quantized weights, which are made anew for each block: that is what an expert in two blocks
  * costs, and more than wider instructions do (gpt-oss-20b, Qwen3-30B-A3B, Mixtral-8x7B). With 144
  * tokens nearly every expert of 128 rows on average has one block, and one of 256 has two. */
-static const shape_bound quantised_shapes[] = {
+static const shape_bound quantized_shapes[] = {
     {8, {16, 1}},  {26, {32, 1}},   {44, {64, 1}},
     {82, {96, 1}}, {112, {128, 1}}, {INT64_MAX, {144, 1}},
 };
@@ -81,7 +81,7 @@ typedef struct access {
 /* Up to so many tokens, and so many rows of more than one, one launch is the faster one: on an H200
  * by 4 to 12 % without adapters, by 2 to 8 % with some of rank 16 (of rank 64, two tokens of top-8
  * take 5 % longer). Where experts are narrow and more rows bring more adapters, the adapters at the
- * end of each CTA decide, and seven launches win. With quantised weights, of which there are fewer
+ * end of each CTA decide, and seven launches win. With quantized weights, of which there are fewer
  * bytes to stream, they decide from two tokens on, with Hopper's kernels for them from one. */
 enum { FEW_TOKENS = 4, FEW_ROWS = 18 };
 
@@ -98,13 +98,13 @@ static shape pick_cuda_shape(int64_t rows, const access *access) {
       moelora_is_native_kernel(access->format) && moelora_is_native_kernel(access->second);
   const shape_bound *bound = native                                   ? native_shapes
                              : moelora_is_e4m3_kernel(access->format) ? w8a8_shapes
-                                                                      : quantised_shapes;
+                                                                      : quantized_shapes;
   while (rows > bound->rows)
     bound++;
   return bound->shape;
 }
 
-/* One tensor map covers all experts: rows that lie apart, or tiles that lie together. Of quantised
+/* One tensor map covers all experts: rows that lie apart, or tiles that lie together. Of quantized
  * weights one copy covers tiles of neighbouring depth. */
 static bool is_tma_weights(const moelora_weights *w, int32_t num_experts) {
   const int64_t tile = MOELORA_PACK * MOELORA_PACK;

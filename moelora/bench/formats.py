@@ -68,7 +68,7 @@ def _integers(
 
 @dataclass(frozen=True)
 class Format:
-    """One way to hold quantised weights, as checkpoints do."""
+    """One way to hold quantized weights, as checkpoints do."""
 
     about: str
     bits: float  # of a weight, its share of the scales included

@@ -9,7 +9,7 @@ import torch
 from cases import Problem, Spec, same_bits
 from conftest import needs_gpu
 from delta_cases import columns_of, delta_kwargs, delta_operator
-from quantized_cases import FORMATS, quantise
+from quantized_cases import FORMATS, quantize
 
 import moelora
 
@@ -31,8 +31,8 @@ def layer_case(p: Problem):
     return lambda: moelora.fused_experts_lora(**kwargs)
 
 
-def quantised_layer_case(p: Problem):
-    w13, w2 = (quantise(w.cpu(), FORMATS["mxfp4"]) for w in (p.w13, p.w2))
+def quantized_layer_case(p: Problem):
+    w13, w2 = (quantize(w.cpu(), FORMATS["mxfp4"]) for w in (p.w13, p.w2))
     kwargs = p.kwargs()
     kwargs["w13"] = w13.pack(p.spec.dtype, "concatenated").to("cuda")
     kwargs["w2"] = w2.pack(p.spec.dtype).to("cuda")
@@ -62,7 +62,7 @@ def delta_case(projection):
 
 CASES = {
     "layer": layer_case,
-    "quantised_layer": quantised_layer_case,
+    "quantized_layer": quantized_layer_case,
     "projection": projection_case,
     "gate_up_delta": delta_case("w13"),
     "down_delta": delta_case("w2"),

@@ -169,14 +169,14 @@ def assert_close(there, here, dtype):
     torch.testing.assert_close(there.cpu(), here, rtol=tolerance, atol=tolerance)
 
 
-def quantised_layers(role, formats, spec):
+def quantized_layers(role, formats, spec):
     """Calls for the rows of a role and a format, by both words of a row's name."""
-    from benchmarks.grid import quantised
+    from benchmarks.grid import quantized
 
     calls = {}
     for name in formats:
-        run = dict(quantised.calls("cuda", name, spec))["layer"]
-        calls.setdefault(f"{role}_{quantised.kernels_of(name)}", []).append(run)
+        run = dict(quantized.calls("cuda", name, spec))["layer"]
+        calls.setdefault(f"{role}_{quantized.kernels_of(name)}", []).append(run)
     return calls
 
 
@@ -194,10 +194,10 @@ def check_rows(share: Share) -> int:
         p, few = (replace(spec, tokens=tokens).build().to("cuda") for tokens in (40, 21))
         layer, few_rows = (grid.layers.layer(q)["layer"] for q in (p, few))
         vllm, sglang = grid.adapters.vllm(p, "w13", 16), grid.adapters.sglang(p)
-        four_bits, fp8 = grid.quantised.FORMATS, grid.quantised.FP8
+        four_bits, fp8 = grid.quantized.FORMATS, grid.quantized.FP8
         runs = {
-            **quantised_layers("gemm", (*four_bits, *fp8), spec),
-            **quantised_layers("decode", four_bits, replace(spec, tokens=1)),
+            **quantized_layers("gemm", (*four_bits, *fp8), spec),
+            **quantized_layers("decode", four_bits, replace(spec, tokens=1)),
             "sort": [layer, few_rows],
             "shrink": [layer, vllm["shrink"]],
             "expand": [vllm["expand"], sglang["gate_up_b"]],
@@ -206,7 +206,7 @@ def check_rows(share: Share) -> int:
             "sum": [layer],
         }
         usual = {kind: [run() for run in of_kind] for kind, of_kind in runs.items()}
-        formats = grid.quantised.KERNELS
+        formats = grid.quantized.KERNELS
         names = [n for n in grid.rows("cuda", dtype, *grid.BASE) if formats & set(n.split("_"))]
         names += grid.rows("cuda", dtype, *grid.AROUND, *grid.ALONE)
         for name in share.take(dict.fromkeys(names)):

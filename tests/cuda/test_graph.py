@@ -9,7 +9,7 @@ import torch
 from cases import Problem, Spec, same_bits
 from checks import assert_close_to_ref
 from conftest import needs_gpu
-from quantized_cases import NATIVE, Quantised, check_layer, dense, is_w8a8, made, with_dense
+from quantized_cases import NATIVE, Quantized, check_layer, dense, is_w8a8, made, with_dense
 
 import moelora
 from moelora import _C
@@ -57,7 +57,7 @@ class Captured:
 
 def layer_problem(
     tokens: int, dtype: torch.dtype, top_k: int = 2, form: str = NATIVE
-) -> Problem | Quantised:
+) -> Problem | Quantized:
     """All factors are finite, so that any slot may later have any rank and be on or off."""
     spec = Spec(
         tokens=tokens,
@@ -116,7 +116,7 @@ def overwrite(there: Problem, p: Problem) -> None:
         getattr(there, name).copy_(getattr(p, name))
 
 
-def check_projection(y: torch.Tensor, p: Problem | Quantised, projection: str) -> None:
+def check_projection(y: torch.Tensor, p: Problem | Quantized, projection: str) -> None:
     like = p if is_w8a8(p) else dense(p)
     naive = naive_fused_moe_lora_gemm(**like.gemm_kwargs(projection))
     ref = fused_moe_lora_gemm_ref(**p.gemm_kwargs(projection))
@@ -249,11 +249,11 @@ def test_work_is_queued_on_the_current_stream():
 
 def test_calls_do_not_synchronise():
     """The host is back from a call while the stream that it went to is still busy."""
-    p, *quantised = (layer_problem(33, torch.bfloat16, form=form).to("cuda") for form in FORMS)
+    p, *quantized = (layer_problem(33, torch.bfloat16, form=form).to("cuda") for form in FORMS)
     weights = torch.randn(4, 128, 128, device="cuda", dtype=torch.bfloat16)
 
     def every_operator():
-        for problem in (p, *quantised):
+        for problem in (p, *quantized):
             moelora.fused_experts_lora(**problem.kwargs())
             moelora.fused_moe_lora_gemm(**problem.gemm_kwargs())
         moelora.moe_align_block_size(p.topk_ids, 16, 8)

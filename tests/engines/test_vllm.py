@@ -51,7 +51,7 @@ def test_adapters_that_vllm_reads_wrong_are_told(vllm, lines, more, said):
 
 
 def test_the_interface_is_as_recorded(vllm):
-    parts = ("LAYERS", "DELTAS", "CONFIGS", "QUANTISED")
+    parts = ("LAYERS", "DELTAS", "CONFIGS", "QUANTIZED")
     problems = {part: vllm.interface.problem(getattr(vllm.interface, part)) for part in parts}
     assert problems == dict.fromkeys(parts)
     methods = {n: vllm.interface.problem(m) for n, m in vllm.interface.METHODS.items()}
@@ -342,13 +342,13 @@ def quant_config(name, *args, **kwargs):
     return getattr(load("vllm.model_executor.layers.fused_moe.config"), name)(*args, **kwargs)
 
 
-def test_a_quantised_base(vllm, lines):
+def test_a_quantized_base(vllm, lines):
     vllm.register()
     quant = quant_config("fp8_w8a8_moe_quant_config", torch.ones(1), torch.ones(1))
     layer = Layer(vllm, Spec(mix="absent").build(), quant=quant)
-    # vLLM quantises the input on the way, with an operator that the CPU has not.
+    # vLLM quantizes the input on the way, with an operator that the CPU has not.
     layer.kernel = vllm_stand_in.FusedMoEKernel(None, layer.experts)
-    own_path(layer, lines, "the base is quantised (torch.float8_e4m3fn)")
+    own_path(layer, lines, "the base is quantized (torch.float8_e4m3fn)")
 
 
 @pytest.mark.parametrize("name", ["GELU", "SILU_NO_MUL"])
@@ -360,7 +360,7 @@ def test_an_activation_that_is_not_there(vllm, lines, name):
     own_path(layer, lines, f"there is no activation {name.lower()!r}")
 
 
-def test_numbers_of_the_quantisations_config_go_first(vllm):
+def test_numbers_of_the_quantizations_config_go_first(vllm):
     vllm.register()
     numbers = {"gemm1_clamp_limit": 0.5, "gemm1_alpha": 1.2, "gemm1_beta": 1.0}
     others = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 0.5}
@@ -506,5 +506,5 @@ def test_other_classes_are_named(vllm, lines):
     for _ in range(2):
         vllm.FusedMoEKernel(vllm.MoEPrepareAndFinalizeNoDPEPModular(), theirs)
     assert lines == [
-        "moelora: vLLM gives unquantised layers to TritonExperts; vLLM's own path runs"
+        "moelora: vLLM gives unquantized layers to TritonExperts; vLLM's own path runs"
     ]

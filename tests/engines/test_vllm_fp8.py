@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import Spec, same_bits
-from vllm_quantized import Kind, QuantisedLayer, check_base_rows
+from vllm_quantized import Kind, QuantizedLayer, check_base_rows
 
 import moelora
 from moelora import QuantizedWeights
@@ -24,7 +24,7 @@ FP8 = {
 INPUT_SCALES = {"w13": torch.tensor(0.02), "w2": torch.tensor(0.03)}
 
 
-class Fp8Layer(QuantisedLayer):
+class Fp8Layer(QuantizedLayer):
     """`numbers` are (e4m3, scales) of w13 and w2."""
 
     backend = "TRITON"
@@ -34,14 +34,14 @@ class Fp8Layer(QuantisedLayer):
         self.scheme, self.block = kind, FP8[kind][1]
         super().__init__(vllm, kind, spec, **config)
 
-    def quantise(self, weights, name, seed):
+    def quantize(self, weights, name, seed):
         n, k = self.block or (weights.size(1) // (1 + (name == "w13")), weights.size(2))
         n = 1 if self.scheme == "fp8_compressed_channel" else n
         blocks = weights.float().unflatten(2, (-1, k)).unflatten(1, (-1, n))
         scales = blocks.abs().amax((2, 4)).clamp(min=1e-6) / 448
         numbers = (blocks / scales[:, :, None, :, None]).to(torch.float8_e4m3fn)
         return SimpleNamespace(
-            q=numbers.flatten(1, 2).flatten(2), scales=scales, dequantised=weights.to
+            q=numbers.flatten(1, 2).flatten(2), scales=scales, dequantized=weights.to
         )
 
     def construct(self, name, cls):

@@ -1,4 +1,4 @@
-"""Quantised layers of vLLM in moelora: from what its loader fills to a layer's result."""
+"""Quantized layers of vLLM in moelora: from what its loader fills to a layer's result."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import Spec
 from vllm_layer import load
-from vllm_quantized import KINDS, QuantisedLayer, check_base_rows
+from vllm_quantized import KINDS, QuantizedLayer, check_base_rows
 
 pytest_plugins = ["vllm_fixtures"]
 
@@ -29,7 +29,7 @@ def kind(request):
 @pytest.mark.parametrize("mix", ["absent", "all_different"])
 def test_a_layer_is_what_the_reference_says(vllm, lines, kind, mix):
     vllm.register()
-    layer = QuantisedLayer(vllm, kind, spec_of(kind, mix=mix))
+    layer = QuantizedLayer(vllm, kind, spec_of(kind, mix=mix))
     assert type(layer.experts).__name__ == OURS
     if mix != "absent":
         layer.step()
@@ -41,25 +41,25 @@ def test_a_layer_is_what_the_reference_says(vllm, lines, kind, mix):
 @pytest.mark.parametrize("kind", ["gpt_oss", "gptq"])
 def test_float16(vllm, kind):
     vllm.register()
-    layer = QuantisedLayer(vllm, kind, spec_of(kind, dtype=torch.float16)).step()
+    layer = QuantizedLayer(vllm, kind, spec_of(kind, dtype=torch.float16)).step()
     layer.check(layer())
 
 
 @pytest.mark.parametrize("options", [{"remote": 4, "top_k": 3}, {"sharing": "outer"}])
 def test_the_rest_of_a_layer(vllm, kind, options):
     vllm.register()
-    layer = QuantisedLayer(vllm, kind, spec_of(kind, **options)).step()
+    layer = QuantizedLayer(vllm, kind, spec_of(kind, **options)).step()
     layer.check(layer())
 
 
 def test_base_rows_keep_their_bits(vllm, kind):
-    check_base_rows(QuantisedLayer, vllm, kind, spec_of(kind))
+    check_base_rows(QuantizedLayer, vllm, kind, spec_of(kind))
 
 
 def test_nothing_of_the_loader_stays(vllm, kind):
     """Tiles are all that a layer holds, with its biases; the tensors that were loaded are freed."""
     vllm.register()
-    layer = QuantisedLayer(vllm, kind, spec_of(kind, hidden=256, inter=256))
+    layer = QuantizedLayer(vllm, kind, spec_of(kind, hidden=256, inter=256))
     held = {name for name, _ in layer.routed.named_parameters()}
     biases = {"w13_bias", "w2_bias"} if kind == "gpt_oss" else set()
     assert held == {"w13_weight", "w2_weight"} | biases
@@ -71,7 +71,7 @@ def test_nothing_of_the_loader_stays(vllm, kind):
 def test_sizes_are_not_rounded_up(vllm, kind):
     """vLLM's kernels round 2880 up to 3072 and 2944; ours take what blocks of 32 allow."""
     vllm.register()
-    layer = QuantisedLayer(vllm, kind, spec_of(kind, hidden=160, inter=96))
+    layer = QuantizedLayer(vllm, kind, spec_of(kind, hidden=160, inter=96))
     assert (layer.routed.hidden_size, layer.routed.intermediate_size_per_partition) == (160, 96)
     layer.check(layer.step()())
 
@@ -81,9 +81,9 @@ def test_a_share_that_is_no_whole_block_is_padded(vllm, kind, monkeypatch):
     """Tensor parallel: the last block of a rank may be partly empty, and adds nothing."""
     vllm.register()
     spec = spec_of(kind, hidden=64, inter=96, mix="absent")
-    plain = QuantisedLayer(vllm, kind, spec)()
+    plain = QuantizedLayer(vllm, kind, spec)()
 
-    class Padded(QuantisedLayer):
+    class Padded(QuantizedLayer):
         def make_method(self):
             method = super().make_method()
             self.moe_config.intermediate_size_per_partition += 32
@@ -125,7 +125,7 @@ def theirs(layer, lines, reason):
 
 
 def test_a_backend_that_was_asked_for(own, lines, kind):
-    layer = QuantisedLayer(own, kind, spec_of(kind), moe_backend="marlin")
+    layer = QuantizedLayer(own, kind, spec_of(kind), moe_backend="marlin")
     theirs(layer, lines, "moe_backend='marlin' is asked for")
 
 
@@ -137,7 +137,7 @@ def test_weights_in_host_memory(own, lines, kind):
         spec = spec_of(kind, hidden=256, inter=128)
     else:
         spec = spec_of(kind)
-    layer = QuantisedLayer(own, kind, spec, changes=offload)
+    layer = QuantizedLayer(own, kind, spec, changes=offload)
     theirs(layer, lines, "the expert weights are in host memory")
 
 
@@ -147,7 +147,7 @@ def test_scales_that_are_not_finite(own, lines, kind):
         name = "w2_scales" if hasattr(layer, "w2_scales") else "w2_weight_scale"
         getattr(layer, name).data[1, 0, 0] = float("nan")
 
-    layer = QuantisedLayer(own, kind, spec_of(kind), changes=spoil)
+    layer = QuantizedLayer(own, kind, spec_of(kind), changes=spoil)
     (line,) = lines
     assert "has a scale that is NaN" in line
     assert layer.experts is OWN
@@ -160,15 +160,15 @@ def test_scales_above_two(own, lines, kind):
     def spoil(layer):
         layer.w2_weight_scale.data[0, 0, 0] = 129
 
-    layer = QuantisedLayer(own, kind, spec_of(kind, hidden=256, inter=128), changes=spoil)
+    layer = QuantizedLayer(own, kind, spec_of(kind, hidden=256, inter=128), changes=spoil)
     assert layer.experts is OWN
     (line,) = lines
     assert "has the e8m0 byte 129" in line and line.endswith("vLLM's own path runs")
     with pytest.raises(ValueError, match=r"byte 129.*want the sizes \(256, 128\), not \(64, 96\)"):
-        QuantisedLayer(own, kind, spec_of(kind), changes=spoil)
+        QuantizedLayer(own, kind, spec_of(kind), changes=spoil)
 
 
-class WithoutKernels(QuantisedLayer):
+class WithoutKernels(QuantizedLayer):
     """vLLM has none that are batch invariant and take adapters, or any at all."""
 
     backend = None
@@ -214,18 +214,18 @@ def test_an_activation_that_is_not_there(own, lines, kind):
     reason = "silu with rows of gate and up in turns"
     if kind != "gpt_oss":
         reason = "swigluoai with rows of gate and up one behind the other"
-    theirs(QuantisedLayer(own, kind, spec), lines, reason)
+    theirs(QuantizedLayer(own, kind, spec), lines, reason)
 
 
 def test_a_subclass_keeps_its_own_way(own, kind):
-    layer = QuantisedLayer(own, kind, spec_of(kind), subclass=True)
+    layer = QuantizedLayer(own, kind, spec_of(kind), subclass=True)
     assert layer.experts is OWN
 
 
 def test_a_context_that_cannot_be_served_is_refused(vllm):
     """vLLM's kernels cannot read tiles: there is no way back any more."""
     vllm.register()
-    layer = QuantisedLayer(vllm, "gptq", spec_of("gptq"))
+    layer = QuantizedLayer(vllm, "gptq", spec_of("gptq"))
     context = layer.experts._lora_context
     context.fully_sharded = True
     with pytest.raises(RuntimeError, match="adapters are fully sharded; .* MOELORA_VLLM=0"):
@@ -234,8 +234,8 @@ def test_a_context_that_cannot_be_served_is_refused(vllm):
 
 def test_what_the_operator_refuses(vllm):
     vllm.register()
-    layer = QuantisedLayer(vllm, "gptq", spec_of("gptq", mix="absent"))
-    with pytest.raises(RuntimeError, match="quantised for bfloat16, .* MOELORA_VLLM=0"):
+    layer = QuantizedLayer(vllm, "gptq", spec_of("gptq", mix="absent"))
+    with pytest.raises(RuntimeError, match="quantized for bfloat16, .* MOELORA_VLLM=0"):
         layer(hidden_states=layer.p.hidden_states.to(torch.float16))
 
 
@@ -251,13 +251,13 @@ def test_methods_that_changed_are_left_alone(vllm, lines):
     (line,) = lines
     assert "['self', 'layer', 'device'], not ['self', 'layer']" in line
     assert line.endswith("vLLM's own path runs for layers of AutoGPTQMoEMethod")
-    QuantisedLayer(vllm, "awq", spec_of("awq"))
+    QuantizedLayer(vllm, "awq", spec_of("awq"))
 
 
 def test_the_class_that_drops_adapters_is_named(vllm, lines):
     """`TritonWNA16Experts` says that it supports LoRA; its apply never reads the context."""
     vllm.register()
-    layer = QuantisedLayer(vllm, "gptq", spec_of("gptq"))
+    layer = QuantizedLayer(vllm, "gptq", spec_of("gptq"))
     place = load("vllm.model_executor.layers.fused_moe.experts.triton_moe")
     theirs = place.TritonWNA16Experts(layer.moe_config, layer.method.moe_quant_config)
     vllm.FusedMoEKernel(vllm.MoEPrepareAndFinalizeNoDPEPModular(), theirs)

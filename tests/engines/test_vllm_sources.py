@@ -16,7 +16,7 @@ def sources(request):
     return Sources(request.param)
 
 
-@pytest.mark.parametrize("part", ["LAYERS", "DELTAS", "CONFIGS", "QUANTISED"])
+@pytest.mark.parametrize("part", ["LAYERS", "DELTAS", "CONFIGS", "QUANTIZED"])
 def test_a_release_has_what_is_needed(sources, part):
     assert interface.problem(getattr(interface, part), sources.parameters) is None
 
@@ -64,7 +64,7 @@ def test_what_is_read_of_a_method_is_there(sources, name):
     assert absent == []
 
 
-def test_how_a_release_quantises_activations(sources):
+def test_how_a_release_quantizes_activations(sources):
     """Whether it divides by a scale or takes its inverse, as docs/weight-formats.md says."""
 
     def body(file, function):

@@ -19,7 +19,7 @@ from quantized_cases import (
 
 import moelora
 from moelora import QuantizedWeights
-from moelora.reference.fp8 import quantised
+from moelora.reference.fp8 import quantized
 
 E4M3 = torch.float8_e4m3fn
 W8A8 = [name for name, format in FP8_FORMATS.items() if format.activations == "fp8"]
@@ -75,7 +75,7 @@ def test_every_number_comes_back(shape, name, device, dtype):
     given = fp8_numbers(name, shape)
     weights = given.pack(dtype).to(device)
     assert (weights.shape, weights.dtype) == (torch.Size(shape), dtype)
-    assert same_bits(weights.unpack().cpu(), given.dequantised(dtype))
+    assert same_bits(weights.unpack().cpu(), given.dequantized(dtype))
     there = QuantizedWeights.from_fp8_channel(given.q.to(device), torch.ones(shape[:2]).to(device))
     here = QuantizedWeights.from_fp8_channel(given.q, torch.ones(shape[:2]))
     assert torch.equal(there.data.cpu(), here.data), "both devices make the same tiles"
@@ -141,7 +141,7 @@ def once(x: torch.Tensor, w: QuantizedWeights) -> torch.Tensor:
     return moelora.fused_moe_lora_gemm(x, w, ids.float(), ids)[:, 0]
 
 
-def rows_to_quantise(columns: int, dtype: torch.dtype) -> torch.Tensor:
+def rows_to_quantize(columns: int, dtype: torch.dtype) -> torch.Tensor:
     """Of all sizes; the last ones lie between two numbers, so that the last bit of a scale, or of
     its inverse, decides which one they become."""
     make = torch.Generator().manual_seed(4)
@@ -160,7 +160,7 @@ def rows_to_quantise(columns: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("columns", [320, 200])
 @pytest.mark.parametrize("name", W8A8)
 def test_activations_become_the_numbers_of_engines(name, columns, device, dtype):
-    x = rows_to_quantise(columns, dtype)
+    x = rows_to_quantize(columns, dtype)
     values, scales = engines_rule(x, name)
     got = once(x.to(device), identity(name, columns, dtype).to(device))
     assert torch.equal(got.cpu().float(), (values * scales).to(dtype).float())
@@ -174,7 +174,7 @@ def test_activations_become_the_numbers_of_engines(name, columns, device, dtype)
 def test_groups_are_narrow_where_a_weight_is_wider_than_its_odd_blocks(
     wide, columns, group, device, dtype
 ):
-    x = rows_to_quantise(columns, dtype)
+    x = rows_to_quantize(columns, dtype)
     values, scales = rule_of_groups(x.float(), group)
     ones = torch.ones(1, -(-columns // 64), -(-columns // wide))
     w = QuantizedWeights.from_fp8_block(
@@ -182,7 +182,7 @@ def test_groups_are_narrow_where_a_weight_is_wider_than_its_odd_blocks(
     )
     got = once(x.to(device), w.to(device)).cpu().float()
     assert torch.equal(got, (values * scales).to(dtype).float())
-    assert torch.equal(got, quantised(x, w, dtype).to(dtype).float()), "so does the reference"
+    assert torch.equal(got, quantized(x, w, dtype).to(dtype).float()), "so does the reference"
     other, scales = rule_of_groups(x.float(), 192 - group)
     assert not torch.equal(got, (other * scales).to(dtype).float())
 
@@ -197,7 +197,7 @@ def vllm_ops():
     return torch.ops._C
 
 
-def quantised_by_vllm(ops, x: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized_by_vllm(ops, x: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """As `engines_rule` gives them."""
     kind = name.split("_")[1]
     operator = {
@@ -228,8 +228,8 @@ def quantised_by_vllm(ops, x: torch.Tensor, name: str) -> tuple[torch.Tensor, to
 @pytest.mark.parametrize("name", W8A8)
 def test_activations_become_the_numbers_of_vllm(name, dtype, vllm_ops):
     """By its own kernels; of the rule that other tests go by the scales are the same bits, too."""
-    x = rows_to_quantise(384, dtype)
-    values, scales = quantised_by_vllm(vllm_ops, x.cuda(), name)
+    x = rows_to_quantize(384, dtype)
+    values, scales = quantized_by_vllm(vllm_ops, x.cuda(), name)
     by_rule = engines_rule(x, name)
     assert same_bits(values, by_rule[0])
     assert same_bits(scales, by_rule[1])

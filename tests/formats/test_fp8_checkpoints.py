@@ -29,7 +29,7 @@ def test_blocks(kind, device, dtype):
     listed = QuantizedWeights.from_fp8_block([*q], [*blocks], dtype=dtype)
     assert (weights.format, weights.group_size, weights.x_format) == ("fp8", 128, "group")
     assert torch.equal(weights.data, listed.data)
-    assert same_bits(weights.unpack().cpu(), given.dequantised(dtype))
+    assert same_bits(weights.unpack().cpu(), given.dequantized(dtype))
 
 
 def test_blocks_of_gate_and_up():
@@ -42,7 +42,7 @@ def test_blocks_of_gate_and_up():
         weights = QuantizedWeights.from_fp8_block(q, scales, gate_up="concatenated")
         given = EightBits(q, scales[:, of_rows], of_rows, 128, FP8_FORMATS["fp8_block"])
         assert not weights.row_scales
-        assert same_bits(weights.unpack(), given.dequantised(torch.bfloat16))
+        assert same_bits(weights.unpack(), given.dequantized(torch.bfloat16))
     run_on = torch.rand(2, 2, 2, generator=make) + 0.5  # blocks of 192 that a tile is across
     weights = QuantizedWeights.from_fp8_block(
         q[:, :320], run_on, block=(160, 128), gate_up="interleaved"

@@ -1,4 +1,4 @@
-"""Quantised weights in the operators: values, bits, neutrality, what is refused."""
+"""Quantized weights in the operators: values, bits, neutrality, what is refused."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import ACTIVATIONS, EDGE_CASES, Spec, random_specs, same_bits
 from checks import assert_close_to_ref, assert_unchanged, guarded_empty
-from quantized_cases import ALL_FORMATS, DEVICES_AND_DTYPES, STEPS, Quantised, build
+from quantized_cases import ALL_FORMATS, DEVICES_AND_DTYPES, STEPS, Quantized, build
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import moelora
@@ -22,7 +22,7 @@ every_device = pytest.mark.parametrize("device, dtype", DEVICES_AND_DTYPES)
 every_format = pytest.mark.parametrize("name", ALL_FORMATS)
 
 
-def check_layer(p: Quantised, device: str) -> float:
+def check_layer(p: Quantized, device: str) -> float:
     there, dtype = p.to(device), p.dense.spec.dtype
     ref = fused_experts_lora_ref(**p.kwargs())
     naive = naive_fused_experts_lora(**(there if p.is_w8a8 else there.dense).kwargs())
@@ -36,7 +36,7 @@ def check_layer(p: Quantised, device: str) -> float:
     return assert_close_to_ref(y, ref, naive, dtype, **(STEPS if p.is_w8a8 else {}))
 
 
-def check_gemm(p: Quantised, projection: str, mul_routed_weight: bool, device: str) -> float:
+def check_gemm(p: Quantized, projection: str, mul_routed_weight: bool, device: str) -> float:
     there, dtype = p.to(device), p.dense.spec.dtype
     ref = fused_moe_lora_gemm_ref(**p.gemm_kwargs(projection, mul_routed_weight))
     like = there if p.is_w8a8 else there.dense
@@ -51,7 +51,7 @@ def check_gemm(p: Quantised, projection: str, mul_routed_weight: bool, device: s
     return assert_close_to_ref(y, ref, naive, dtype)
 
 
-def base_rows(p: Quantised) -> torch.Tensor:
+def base_rows(p: Quantized) -> torch.Tensor:
     dense = p.dense
     enabled = None if dense.adapter_enabled is None else dense.adapter_enabled.tolist()
     ranks = None if dense.lora_ranks is None else dense.lora_ranks.tolist()
@@ -60,7 +60,7 @@ def base_rows(p: Quantised) -> torch.Tensor:
     return torch.tensor([active_adapter(a, slots, enabled, ranks) < 0 for a in carried])
 
 
-def check_neutral(p: Quantised, device: str) -> None:
+def check_neutral(p: Quantized, device: str) -> None:
     there, rows = p.to(device), base_rows(p)
     y = moelora.fused_experts_lora(**there.kwargs()).cpu()
     base = moelora.fused_experts_lora(**there.base().kwargs()).cpu()
@@ -151,7 +151,7 @@ def test_formats_of_two_kinds(pair, tokens, hidden, inter, device, dtype):
 
 @every_device
 @pytest.mark.parametrize("which", ["w13", "w2"])
-def test_one_projection_quantised(which, device, dtype):
+def test_one_projection_quantized(which, device, dtype):
     p = build(Spec(tokens=9, hidden=128, inter=96, bias=True), ALL_FORMATS["mxfp4"], dtype)
     there = p.to(device)
     arguments = {**there.dense.kwargs(), which: getattr(there, which)}
@@ -298,8 +298,8 @@ GOOD = {"hidden": 96, "inter": 96, "tokens": 4, "mix": "absent"}
 
 
 @pytest.mark.parametrize("spec, changes, message", [
-    ({}, {"hidden_states": torch.zeros(4, 96)}, "w13 was quantised for bfloat16, expected float32"),
-    ({}, {"hidden_states": torch.zeros(4, 96).half()}, "w13 was quantised for bfloat16"),
+    ({}, {"hidden_states": torch.zeros(4, 96)}, "w13 was quantized for bfloat16, expected float32"),
+    ({}, {"hidden_states": torch.zeros(4, 96).half()}, "w13 was quantized for bfloat16"),
     ({}, {"hidden_states": torch.zeros(4, 80).bfloat16()}, r"w13.shape\[2\] is 96, expected 80"),
     ({"activation": "swigluoai"}, {"activation": "silu"}, "w13_layout.order is INTERLEAVED, expec"),
     ({}, {"activation": "swigluoai"}, "order is GATE_UP, expected INTERLEAVED, as the activation"),

@@ -11,7 +11,7 @@ from quantized_cases import (
     Numbers,
     by_bytes,
     by_words,
-    quantise,
+    quantize,
     refusal_tests,
     through_a_file,
 )
@@ -28,7 +28,7 @@ GATE_UP = (None, "concatenated", "interleaved")
 
 def numbers(name: str, shape=(2, 72, 96), seed: int = 0) -> Numbers:
     make = torch.Generator().manual_seed(seed)
-    return quantise(torch.randn(shape, generator=make), FORMATS[name], seed)
+    return quantize(torch.randn(shape, generator=make), FORMATS[name], seed)
 
 
 # ---- tiles ----
@@ -118,7 +118,7 @@ def test_every_number_comes_back(shape, gate_up, name, device, dtype):
     assert weights.nbytes == weights.data.numel()
     unpacked = weights.unpack()
     assert unpacked.shape == weights.shape
-    assert same_bits(unpacked.cpu(), given.dequantised(dtype))
+    assert same_bits(unpacked.cpu(), given.dequantized(dtype))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -127,7 +127,7 @@ def test_every_scale_of_mxfp4(dtype):
     scales = torch.arange(129, dtype=torch.uint8).view(1, 129, 1)
     q = torch.arange(32).remainder(16).view(1, 1, 32).expand(1, 129, 32)
     given = Numbers(q, scales, None, FORMATS["mxfp4"])
-    assert same_bits(given.pack(dtype).unpack(), given.dequantised(dtype))
+    assert same_bits(given.pack(dtype).unpack(), given.dequantized(dtype))
 
 
 @every_device
@@ -140,7 +140,7 @@ def test_every_scale_of_nvfp4(device, dtype):
         by_bytes(q).to(device), scales.to(device), given.of_tensor.to(device), dtype=dtype
     )
     unpacked = weights.unpack().cpu()
-    assert same_bits(unpacked[:, 1:], given.dequantised(dtype)[:, 1:])
+    assert same_bits(unpacked[:, 1:], given.dequantized(dtype)[:, 1:])
     assert not unpacked[:, 0].any()
 
 
@@ -167,7 +167,7 @@ def test_every_number_and_zero_point_of_int4(dtype):
     zeros = torch.arange(32).remainder(16).view(1, 32, 1)
     scales = torch.linspace(-3, 3, 32).bfloat16().float().view(1, 32, 1)
     given = Numbers(q, scales, zeros, FORMATS["int4_g32_zp"])
-    assert same_bits(given.pack(dtype).unpack(), given.dequantised(dtype))
+    assert same_bits(given.pack(dtype).unpack(), given.dequantized(dtype))
 
 
 def test_the_numbers_of_transformers():
@@ -201,7 +201,7 @@ def test_mxfp4(flat, device, dtype):
         blocks, scales = blocks.unflatten(2, (-1, 16)), scales.view(torch.float8_e8m0fnu)
     weights = both(lambda b, s: QuantizedWeights.from_mxfp4(b, s, dtype=dtype), blocks, scales)
     assert (weights.format, weights.group_size, weights.has_zeros) == ("mxfp4", 32, False)
-    assert same_bits(weights.unpack().cpu(), given.dequantised(dtype))
+    assert same_bits(weights.unpack().cpu(), given.dequantized(dtype))
 
 
 @every_device
@@ -229,7 +229,7 @@ def test_gptq(name, version, device, dtype):
     weights = both(make, qweight, scales, qzeros, g_idx)
     assert weights.has_zeros == (given.zeros is not None), "zero points of 8 are dropped"
     assert weights.group_size == group
-    assert same_bits(weights.unpack().cpu(), given.dequantised(dtype))
+    assert same_bits(weights.unpack().cpu(), given.dequantized(dtype))
     if given.zeros is None:
         assert torch.equal(weights.data, both(make, qweight, scales, None, None).data)
 
@@ -250,7 +250,7 @@ def test_awq(name, device, dtype):
     qzeros = by_words(given.zeros.transpose(1, 2), AWQ_ORDER).to(device)
     scales = given.scales.transpose(1, 2).contiguous().to(device)
     weights = both(lambda *t: QuantizedWeights.from_awq(*t, dtype=dtype), qweight, scales, qzeros)
-    assert same_bits(weights.unpack().cpu(), given.dequantised(dtype))
+    assert same_bits(weights.unpack().cpu(), given.dequantized(dtype))
 
 
 def test_awq_by_hand():
@@ -281,7 +281,7 @@ def test_compressed_tensors(name, device, dtype):
         lambda *t: QuantizedWeights.from_compressed_tensors(*t, dtype=dtype),
         *(packed, given.scales.bfloat16().to(device), zeros, shape),
     )
-    assert same_bits(weights.unpack().cpu(), given.dequantised(dtype))
+    assert same_bits(weights.unpack().cpu(), given.dequantized(dtype))
 
 
 TINY = [(1, 8, 8), (2, 8, 8), (1, 8, 16), (2, 16, 8), (1, 8, 32), (3, 8, 64)]
@@ -323,7 +323,7 @@ def test_checkpoints_of_few_rows_and_columns(shape, zeros, device, dtype):
             QuantizedWeights.from_awq(qweight, as_stored(scales).to(device), qzeros, **packed)
         )
     for weights in made:
-        assert same_bits(weights.unpack().cpu(), given.dequantised(dtype))
+        assert same_bits(weights.unpack().cpu(), given.dequantized(dtype))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
@@ -343,7 +343,7 @@ def test_checkpoints_of_few_rows_that_fill_no_word(rows):
         ),
     ]
     for found in weights:
-        assert same_bits(found.unpack(), given.dequantised(torch.bfloat16))
+        assert same_bits(found.unpack(), given.dequantized(torch.bfloat16))
 
 
 # ---- packed by others ----
@@ -360,7 +360,7 @@ def test_words_of_compressed_tensors(name):
 
     zeros = None if given.zeros is None else packed(given.zeros, 0)
     weights = QuantizedWeights.from_compressed_tensors(packed(given.q, 1), [*given.scales], zeros)
-    assert same_bits(weights.unpack(), given.dequantised(torch.bfloat16))
+    assert same_bits(weights.unpack(), given.dequantized(torch.bfloat16))
 
 
 @pytest.fixture(params=RELEASES, ids=lambda path: path.name)
@@ -386,7 +386,7 @@ def test_words_of_vllm(name, packers):
     def packed(pack, numbers):
         return [pack(e, 4, *e.shape) for e in numbers]
 
-    want = given.dequantised(torch.bfloat16)
+    want = given.dequantized(torch.bfloat16)
     stored = packed(pack_cols, zeros - 1)
     gptq = QuantizedWeights.from_gptq(packed(gptq_pack, q), scales, stored)
     assert same_bits(gptq.unpack(), want)

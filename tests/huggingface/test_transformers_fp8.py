@@ -57,7 +57,7 @@ def made(request, tmp_path_factory):
 
 
 def load(folder, **options):
-    """What `from_pretrained` makes where there is a GPU; without one it dequantises."""
+    """What `from_pretrained` makes where there is a GPU; without one it dequantizes."""
     options = {"attn_implementation": "eager", "dtype": torch.bfloat16} | options
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
@@ -76,7 +76,7 @@ def packed(model):
 @pytest.mark.parametrize("activations", [None, "native"])
 @torch.no_grad()
 def test_enable(made, activations):
-    """As `load_quantized` of the same folder, bit by bit, and as the weights dequantised."""
+    """As `load_quantized` of the same folder, bit by bit, and as the weights dequantized."""
     folder, exact = made
     model = load(folder)
     moelora_hf.enable(model, activations=activations)
@@ -121,8 +121,8 @@ def test_adapters_in_a_mixed_batch(made, tmp_path):
 
 
 @torch.no_grad()
-def test_unquantised_activations_with_adapters(made, tmp_path):
-    """`enable` first says which activations; against PEFT on the dequantised weights."""
+def test_unquantized_activations_with_adapters(made, tmp_path):
+    """`enable` first says which activations; against PEFT on the dequantized weights."""
     folder, exact = made
     adapters = make_adapters(exact, tmp_path)
     model = load(folder)

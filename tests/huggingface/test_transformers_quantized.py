@@ -1,4 +1,4 @@
-"""Quantised experts in transformers: folders as they are published, read and served."""
+"""Quantized experts in transformers: folders as they are published, read and served."""
 
 import copy
 import json
@@ -83,7 +83,7 @@ def test_experts_have_the_numbers_of_the_folder(made):
     }
 
 
-def test_no_stack_of_experts_is_ever_dequantised(made):
+def test_no_stack_of_experts_is_ever_dequantized(made):
     folder, exact = made
     own = "gate_up_proj" if native(folder) else "down_proj"  # whose tiles have half of its bytes
     stacks = [getattr(m, own) for m, _ in moelora_hf.moe_layers(exact).values()]
@@ -171,7 +171,7 @@ def test_adapters_in_a_mixed_batch(made, tmp_path):
 
 def test_the_example(capsys, monkeypatch):
     assert quantized.main() == 0
-    assert capsys.readouterr().out.endswith("as dequantised weights and PEFT: True\n")
+    assert capsys.readouterr().out.endswith("as dequantized weights and PEFT: True\n")
     load = moelora_hf.load_adapters
 
     def load_swapped(model, folders):
@@ -355,7 +355,7 @@ def test_bad_tensors(folders, tmp_path, kind, group, name, case):
             32,
             {"config_groups": {"g": {"weights": {}, "input_activations": {"num_bits": 8}}}},
             NotImplementedError,
-            "input_activations are quantised",
+            "input_activations are quantized",
         ),
         (
             "compressed-tensors",
@@ -373,7 +373,7 @@ def test_bad_settings(folders, tmp_path, kind, group, changes, error, message):
 
 
 @torch.no_grad()
-def test_activations_are_quantised_as_the_folder_says(folders):
+def test_activations_are_quantized_as_the_folder_says(folders):
     for kind, x_format in (("fp8", "group"), ("float-quantized", "token")):
         folder = folders[kind, 128 if kind == "fp8" else 0]
         model = moelora_hf.load_quantized(folder, attn_implementation="eager")
@@ -391,7 +391,7 @@ def test_activations_are_quantised_as_the_folder_says(folders):
 
 @torch.no_grad()
 def test_deepseek(tmp_path):
-    """With shared experts, a dense layer and a projection of attention that is not quantised."""
+    """With shared experts, a dense layer and a projection of attention that is not quantized."""
     config = transformers.DeepseekV3Config(
         **{**quantized_folders.COMMON, "num_key_value_heads": 4, "head_dim": 16},
         intermediate_size=192,

@@ -87,15 +87,15 @@ def test_gpt_oss_has_its_activation_biases_and_format(write):
 
 
 @pytest.mark.parametrize(
-    ("quantised", "format"),
+    ("quantized", "format"),
     [
         ({"quant_method": "gptq", "bits": 4}, "int4"),
         ({"quant_method": "awq", "w_bit": 4}, "int4"),
         (COMPRESSED, "int4"),
     ],
 )
-def test_the_format_is_the_checkpoints_unless_one_is_said(write, quantised, format):
-    path = write({**QWEN, "quantization_config": quantised})
+def test_the_format_is_the_checkpoints_unless_one_is_said(write, quantized, format):
+    path = write({**QWEN, "quantization_config": quantized})
     assert config.read(path)[1].format == format
     assert config.read(path, "bf16")[1].format is None
     assert config.read(path, "mxfp4")[1].format == "mxfp4"

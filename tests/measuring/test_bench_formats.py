@@ -1,4 +1,4 @@
-"""The bench of quantised weights: what it draws, counts, compares with and writes."""
+"""The bench of quantized weights: what it draws, counts, compares with and writes."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ import torch
 from benchmarks import formats, tables
 from moelora.__main__ import main
 from moelora.bench import baselines, cases, compare, machine, results, shapes
-from moelora.bench.baselines import Options, baselines_of, vllm_quantised
+from moelora.bench.baselines import Options, baselines_of, vllm_quantized
 from moelora.bench.baselines.ours import Ours
 from moelora.bench.formats import FORMATS
 from moelora.bench.layer import Layer
@@ -40,7 +40,7 @@ def bench(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2"])
-def test_quantised_layers_are_measured_beside_their_unpacked_weights(bench, format, activation):
+def test_quantized_layers_are_measured_beside_their_unpacked_weights(bench, format, activation):
     status, rows = bench("--format", format, shape=f"{SHAPE},{activation}")
     assert status == 0
     assert [(row["tokens"], row["format"], row["dtype"]) for row in rows] == [
@@ -65,8 +65,8 @@ def test_formats_by_model_and_weights_of_a_dtype(bench):
     assert "max_err_ratio" not in rows[0]
     key, model = shapes.find("mixtral:4@int4")
     assert (key, model.experts, model.format) == ("mixtral", 4, "int4")
-    (quantised,) = {compare.identity(row | {"format": "int4"}) for row in rows[:1]}
-    assert quantised != compare.identity(rows[0])
+    (quantized,) = {compare.identity(row | {"format": "int4"}) for row in rows[:1]}
+    assert quantized != compare.identity(rows[0])
     del rows[0]["format"]
     assert compare.identity(rows[0]) in {compare.identity(row | {"format": "bf16"}) for row in rows}
 
@@ -76,7 +76,7 @@ def test_formats_by_model_and_weights_of_a_dtype(bench):
     [
         (["--format", "int3"], "no format is called 'int3'; there are mxfp4, nvfp4, int4"),
         (["--format", "bf16", "--dtypes", "fp16"], "--format is bf16, but --dtypes is fp16"),
-        (["--format", "int4", "--dtypes", "fp32"], "quantised weights serve bf16 and fp16"),
+        (["--format", "int4", "--dtypes", "fp32"], "quantized weights serve bf16 and fp16"),
         (["--models", "gpt-oss-20b@int4"], "int4 takes multiples of 128"),
         (["--models", "qwen3", "--tp", "4", "--format", "int4"], "sizes of 2048 and 192"),
     ],
@@ -86,10 +86,10 @@ def test_what_no_format_holds_is_said_at_once(words, message, capsys):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_plans_are_not_tuned_for_quantised_weights(capsys, tmp_path):
+def test_plans_are_not_tuned_for_quantized_weights(capsys, tmp_path):
     words = ["tune", "--device", "cpu", "--models", "qwen3@int4", "--dir", str(tmp_path)]
     assert main(words) == 2
-    assert "weights that are not quantised" in capsys.readouterr().err
+    assert "weights that are not quantized" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_plans_are_not_tuned_for_quantised_weights(capsys, tmp_path):
     [("mxfp4", 4.25), ("nvfp4", 4.5), ("int4", 4.125), ("fp8_block", 8 + 32 / 2**14)],
 )
 def test_weights_count_as_a_checkpoint_holds_them(format, bits):
-    model = TOY.quantised(format)
+    model = TOY.quantized(format)
     generator = torch.Generator().manual_seed(0)
     layer = Layer(model, "bf16", [4], 3, generator)
     held = sum(t.nbytes for tensors in layer.checkpoint.values() for t in tensors)
@@ -112,17 +112,17 @@ def test_weights_count_as_a_checkpoint_holds_them(format, bits):
 
 
 def test_the_reference_unpacks_what_it_reads():
-    layer = Layer(TOY.quantised("int4"), "bf16", [4], 3, torch.Generator().manual_seed(0))
+    layer = Layer(TOY.quantized("int4"), "bf16", [4], 3, torch.Generator().manual_seed(0))
     for projection in ("w13", "w2"):
         whole = getattr(layer, projection).unpack()
         assert torch.equal(layer.weights_of(projection, 2), whole[2])
 
 
-def test_who_reads_no_quantised_weights_says_so():
-    layer = Layer(TOY.quantised("mxfp4"), "bf16", [4], 3, torch.Generator().manual_seed(0))
+def test_who_reads_no_quantized_weights_says_so():
+    layer = Layer(TOY.quantized("mxfp4"), "bf16", [4], 3, torch.Generator().manual_seed(0))
     found, absent = baselines_of(layer, ["loop", "unpacked", "marlin"], Options())
     assert [type(baseline).__name__ for baseline in found] == ["Ours", "Unpacked"]
-    assert absent["loop"] == "it reads no quantised weights"
+    assert absent["loop"] == "it reads no quantized weights"
     assert absent["marlin"] == "its kernels are for GPUs"
 
 
@@ -172,40 +172,40 @@ class Theirs:
 
 
 def theirs(monkeypatch, model):
-    monkeypatch.setattr(vllm_quantised, "load", lambda: Theirs)
-    monkeypatch.setattr(vllm_quantised, "require", lambda condition, why: None)
+    monkeypatch.setattr(vllm_quantized, "load", lambda: Theirs)
+    monkeypatch.setattr(vllm_quantized, "require", lambda condition, why: None)
     layer = Layer(model, "bf16", [4], 3, torch.Generator().manual_seed(0))
-    return layer, vllm_quantised.Marlin(layer, Options())
+    return layer, vllm_quantized.Marlin(layer, Options())
 
 
 def test_vllm_gets_our_values_padded_as_it_pads(monkeypatch):
     model = shapes.Model("toy", 2, 1, 288, 160, "swigluoai", bias=True, format="mxfp4")
     layer, marlin = theirs(monkeypatch, model)
     values, scales = layer.checkpoint["w13"]
-    padded, padded_scales, _ = marlin.weights.quantised(1, "w13")
+    padded, padded_scales, _ = marlin.weights.quantized(1, "w13")
     assert padded.shape == (2 * 256, 512 // 2)
     assert padded_scales.shape == (2 * 256, 512 // 32)
     halves = padded.view(2, 256, -1)
     assert torch.equal(halves[:, :160, :144].flatten(0, 1), values[1])
     assert not halves[:, 160:].any() and not halves[:, :, 144:].any()
-    padded, padded_scales, _ = marlin.weights.quantised(1, "w2")
+    padded, padded_scales, _ = marlin.weights.quantized(1, "w2")
     assert padded.shape == (512, 256 // 2) and padded_scales.shape == (512, 256 // 32)
     assert torch.equal(padded[:288, :80], layer.checkpoint["w2"][0][1])
     (a13, b13, a2, b2, _) = marlin.loras[4]
     columns = [a13[0].shape[-1], b13[0].shape[-2], a2.shape[-1], b2.shape[-2]]
     assert columns == [512, 256, 256, 512]
-    silu = vllm_quantised.computed(layer, "silu")
+    silu = vllm_quantized.computed(layer, "silu")
     assert (silu.model.activation, silu.b13) == ("silu", None)
     assert layer.b13 is not None
 
 
 def test_vllm_gets_our_fp8(monkeypatch):
-    monkeypatch.setattr(vllm_quantised, "load", lambda: Theirs)
-    monkeypatch.setattr(vllm_quantised, "require", lambda condition, why: None)
+    monkeypatch.setattr(vllm_quantized, "load", lambda: Theirs)
+    monkeypatch.setattr(vllm_quantized, "require", lambda condition, why: None)
     model = shapes.Model("toy", 2, 1, 256, 128, format="fp8_block")
     layer = Layer(model, "bf16", [4], 3, torch.Generator().manual_seed(0))
-    found = vllm_quantised.TritonFP8(layer, Options())
-    values, scales, _ = found.weights.quantised(1, "w13")
+    found = vllm_quantized.TritonFP8(layer, Options())
+    values, scales, _ = found.weights.quantized(1, "w13")
     assert (values.shape, values.dtype) == ((256, 256), torch.float8_e4m3fn)
     assert scales.shape == (2, 2)
     number = values[130, 5].double() * scales[1, 0].double()
@@ -220,11 +220,11 @@ def test_products_of_fp8_have_twice_the_rate(bench, monkeypatch, format, rate):
 
 
 def test_vllm_shares_what_needs_no_padding(monkeypatch):
-    layer, marlin = theirs(monkeypatch, TOY.quantised("int4"))
-    qweight, scales, _ = marlin.weights.quantised(3, "w2")
+    layer, marlin = theirs(monkeypatch, TOY.quantized("int4"))
+    qweight, scales, _ = marlin.weights.quantized(3, "w2")
     assert qweight.data_ptr() == layer.checkpoint["w2"][0][3].data_ptr()
     assert marlin.loras[4][0][0] is layer.stacks[4].a13[0]
-    assert vllm_quantised.computed(layer, "silu") is None
+    assert vllm_quantized.computed(layer, "silu") is None
 
 
 # ---- the command and the table ----

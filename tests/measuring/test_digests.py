@@ -164,7 +164,7 @@ def test_the_grid_calls_every_operator():
     with Seen() as seen:
         for name in (
             *("edges plain f32", "gemms small f32", "listed unaligned f32", "stages unaligned f32"),
-            *(PACKING, "quantised halves mxfp4 bf16", "alignments 13x5x16x4", "lists 13x5x16x4"),
+            *(PACKING, "quantized halves mxfp4 bf16", "alignments 13x5x16x4", "lists 13x5x16x4"),
             "gradients plain f32",
         ):
             assert worker.run(name)["refused"] == {}

@@ -1,4 +1,4 @@
-"""Checkpoints of the end-to-end benchmark: quantised ones say what their dense ones do."""
+"""Checkpoints of the end-to-end benchmark: quantized ones say what their dense ones do."""
 
 import json
 import shutil
@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import moelora
-from benchmarks import answers, vllm_gpt_oss, vllm_gpt_oss_check, vllm_quantise
+from benchmarks import answers, vllm_gpt_oss, vllm_gpt_oss_check, vllm_quantize
 
 
-def quantised_and_dense(tmp_path, format):
+def quantized_and_dense(tmp_path, format):
     base = tmp_path / "tiny" / "base"
     base.mkdir(parents=True)
     make = torch.Generator().manual_seed(0)
@@ -22,12 +22,12 @@ def quantised_and_dense(tmp_path, format):
     (base / "config.json").write_text(json.dumps({"num_hidden_layers": 1}))
     (tmp_path / "tiny" / "manifest.json").write_text(json.dumps({"base": str(base)}))
     out = tmp_path / f"tiny-{format}"
-    vllm_quantise.main(["--model", str(tmp_path / "tiny"), "--format", format, "--out", str(out)])
+    vllm_quantize.main(["--model", str(tmp_path / "tiny"), "--format", format, "--out", str(out)])
     found = [load_file(f / "base" / "m.safetensors") for f in (out, tmp_path / f"{out.name}-dense")]
     config = json.loads((out / "base" / "config.json").read_text())
     shutil.rmtree(tmp_path / f"{out.name}-dense")
-    again = ["--model", str(tmp_path / "tiny"), "--format", format, "--only-quantised"]
-    vllm_quantise.main([*again, "--out", str(out)])
+    again = ["--model", str(tmp_path / "tiny"), "--format", format, "--only-quantized"]
+    vllm_quantize.main([*again, "--out", str(out)])
     assert load_file(out / "base" / "m.safetensors").keys() == found[0].keys()
     assert not (tmp_path / f"{out.name}-dense").exists()
     return names, load_file(base / "m.safetensors"), *found, config["quantization_config"]
@@ -42,12 +42,12 @@ FOUR_BITS = {
 
 @pytest.mark.parametrize("format", FOUR_BITS)
 def test_checkpoints_of_four_bits_are_what_their_dense_ones_say(tmp_path, format):
-    (expert, gate), plain, quantised, dense, config = quantised_and_dense(tmp_path, format)
+    (expert, gate), plain, quantized, dense, config = quantized_and_dense(tmp_path, format)
     method = {"int4": "compressed-tensors"}.get(format, format)
     assert config["quant_method"] == method
     stem = expert.removesuffix("weight")
     make, names, options = FOUR_BITS[format]
-    parts = [quantised[f"{stem}{name}"][None] for name in names.split()]
+    parts = [quantized[f"{stem}{name}"][None] for name in names.split()]
     weights = getattr(moelora.QuantizedWeights, make)(*parts, group_size=128, **options)
     assert weights.has_zeros == (format == "awq")
     assert torch.equal(weights.unpack()[0], dense[expert])
@@ -55,30 +55,30 @@ def test_checkpoints_of_four_bits_are_what_their_dense_ones_say(tmp_path, format
     assert torch.equal(scales, scales.bfloat16().float())  # what an engine of that dtype loads
     error = (dense[expert] - plain[expert]).float().norm() / plain[expert].float().norm()
     assert 0 < error < 0.15
-    assert torch.equal(quantised[gate], plain[gate]) and torch.equal(dense[gate], plain[gate])
+    assert torch.equal(quantized[gate], plain[gate]) and torch.equal(dense[gate], plain[gate])
 
 
 def test_fp8_checkpoints_are_what_their_dense_ones_say(tmp_path):
-    (expert, _), _, quantised, dense, config = quantised_and_dense(tmp_path, "fp8")
+    (expert, _), _, quantized, dense, config = quantized_and_dense(tmp_path, "fp8")
     assert config["weight_block_size"] == [128, 128]
-    scales = quantised[expert.replace("weight", "weight_scale_inv")]
+    scales = quantized[expert.replace("weight", "weight_scale_inv")]
     assert scales.shape == (2, 1)
-    wanted = quantised[expert].float() * scales.repeat_interleave(128, 0)
+    wanted = quantized[expert].float() * scales.repeat_interleave(128, 0)
     assert torch.equal(wanted.bfloat16(), dense[expert])
 
 
 @pytest.mark.parametrize("format, shape", [("fp8_channel", (256, 1)), ("fp8_tensor", ())])
 def test_other_fp8_checkpoints_are_what_their_dense_ones_say(tmp_path, format, shape):
-    (expert, gate), plain, quantised, dense, config = quantised_and_dense(tmp_path, format)
+    (expert, gate), plain, quantized, dense, config = quantized_and_dense(tmp_path, format)
     assert "weight_block_size" not in config
-    scales = quantised[expert.replace("weight", "weight_scale")]
+    scales = quantized[expert.replace("weight", "weight_scale")]
     assert scales.shape == shape
     make = getattr(moelora.QuantizedWeights, f"from_{format}")
-    parts = quantised[expert][None], scales[None] if shape else scales.reshape(1)
+    parts = quantized[expert][None], scales[None] if shape else scales.reshape(1)
     assert torch.equal(make(*parts).unpack()[0], dense[expert])
     error = (dense[expert] - plain[expert]).float().norm() / plain[expert].float().norm()
     assert 0 < error < 0.05
-    assert torch.equal(quantised[gate], plain[gate])
+    assert torch.equal(quantized[gate], plain[gate])
 
 
 @pytest.fixture
@@ -93,10 +93,10 @@ def test_gpt_oss_of_random_numbers(tmp_path, small_gpt_oss):
     out = tmp_path / "oss"
     vllm_gpt_oss.main(["--out", str(out), "--layers", "1", "--ranks", "4"])
     layer = "layer-00.safetensors"
-    quantised, dense = (load_file(f / "base" / layer) for f in (out, tmp_path / "oss-dense"))
+    quantized, dense = (load_file(f / "base" / layer) for f in (out, tmp_path / "oss-dense"))
     for name in ("gate_up_proj", "down_proj"):
         stem = f"model.layers.0.mlp.experts.{name}"
-        parts = quantised[f"{stem}_blocks"], quantised[f"{stem}_scales"]
+        parts = quantized[f"{stem}_blocks"], quantized[f"{stem}_scales"]
         weights = moelora.QuantizedWeights.from_mxfp4(*parts)
         assert torch.equal(weights.unpack(), dense[stem].transpose(1, 2))
     (adapter,) = json.loads((out / "manifest.json").read_text())["adapters"]
@@ -105,9 +105,9 @@ def test_gpt_oss_of_random_numbers(tmp_path, small_gpt_oss):
     assert shapes["base_layer.lora_A.weight"] == (2 * 4, 96)
     assert shapes["lora_B.weight"] == (96, 4 * 2)
     alone = tmp_path / "alone"
-    vllm_gpt_oss.main(["--out", str(alone), "--layers", "1", "--ranks", "4", "--only-quantised"])
+    vllm_gpt_oss.main(["--out", str(alone), "--layers", "1", "--ranks", "4", "--only-quantized"])
     again = load_file(alone / "base" / layer)
-    assert all(torch.equal(again[name], quantised[name]) for name in quantised)
+    assert all(torch.equal(again[name], quantized[name]) for name in quantized)
     assert not (tmp_path / "alone-dense").exists()
 
 

@@ -7,14 +7,14 @@ import torch
 from cases import ACTIVATIONS, DTYPES, OAI, Problem, Spec, same_bits
 from checks import assert_close_to_ref, guarded_empty
 from conftest import CUDA_DTYPES, needs_gpu, on_gpu
-from quantized_cases import FORMATS, NATIVE, Quantised, build, dense, made
+from quantized_cases import FORMATS, NATIVE, Quantized, build, dense, made
 
 import moelora
 from moelora import _C
 from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "f16"}
-QUANTISED = "quantised"  # one of FORMATS
+QUANTIZED = "quantized"  # one of FORMATS
 
 
 def each(*forms: str):
@@ -28,7 +28,7 @@ def each(*forms: str):
 
 
 every_format = each(NATIVE, *FORMATS)
-native_and_not = each(NATIVE, QUANTISED)
+native_and_not = each(NATIVE, QUANTIZED)
 
 # Neither K nor I is a multiple of 16; three adapters, of which one is longer than a block of ranks.
 SMALL = Spec(tokens=4, top_k=3, experts=6, hidden=72, inter=40, ranks=(8, 16, 100))
@@ -73,17 +73,17 @@ def as_planned():
 
 
 def any_form(form: str, number: int) -> str:
-    """Of "quantised" a format, another one for the next number."""
-    return list(FORMATS)[number % len(FORMATS)] if form == QUANTISED else form
+    """Of "quantized" a format, another one for the next number."""
+    return list(FORMATS)[number % len(FORMATS)] if form == QUANTIZED else form
 
 
-def one_launch(p: Problem | Quantised) -> str:
+def one_launch(p: Problem | Quantized) -> str:
     """The variant that takes all of such a layer; plans without it do so where it is fastest."""
-    kernel = f"{p.w13.format}_" if isinstance(p, Quantised) else ""
+    kernel = f"{p.w13.format}_" if isinstance(p, Quantized) else ""
     return f"decode_{SHORT[dense(p).spec.dtype]}_{kernel}sm80"
 
 
-def run(p: Problem | Quantised, device: str, **kwargs) -> torch.Tensor:
+def run(p: Problem | Quantized, device: str, **kwargs) -> torch.Tensor:
     if device == "cuda":
         _C.force_variant(one_launch(p))
     y = moelora.fused_experts_lora(**p.to(device).kwargs(), **kwargs)
@@ -91,7 +91,7 @@ def run(p: Problem | Quantised, device: str, **kwargs) -> torch.Tensor:
     return y
 
 
-def check(p: Problem | Quantised, device: str) -> None:
+def check(p: Problem | Quantized, device: str) -> None:
     plain = dense(p)
     ref = fused_experts_lora_ref(**plain.kwargs())
     out = guarded_empty(ref.shape, plain.spec.dtype, device)
@@ -116,7 +116,7 @@ def test_every_number_of_tokens(tokens, form, device, dtype):
 
 @each(*FORMATS)
 @pytest.mark.parametrize("hidden, inter", [(64, 1088), (1600, 32), (1184, 992), (2880, 96)])
-def test_depths_of_quantised_weights(hidden, inter, form, device, dtype):
+def test_depths_of_quantized_weights(hidden, inter, form, device, dtype):
     """Spans of the warps that are longer than a pipeline and that are empty; tokens that fit shared
     memory and that do not; depth that ends within a tile."""
     spec = replace(SMALL, hidden=hidden, inter=inter, top_k=2, experts=3, ranks=(16, 8))

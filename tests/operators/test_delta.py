@@ -113,7 +113,7 @@ def test_shared_factors_need_no_number_of_experts(device_and_dtype):
 
 
 def test_deltas_around_an_activation_are_the_exact_layer(device_and_dtype):
-    """What an engine with a quantised base does: its own products, our deltas."""
+    """What an engine with a quantized base does: its own products, our deltas."""
     device, dtype = device_and_dtype
     p = Spec(tokens=11, top_k=2, hidden=96, inter=48, ranks=(8, 3), dtype=dtype).build()
     there = p.to(device)

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 from test_plan import CUDA_ROWS, DTYPES, ROWS, TOKENS, answer, print_plan
-from test_plan_quantized import quantised
+from test_plan_quantized import quantized
 
-FIXTURES = (answer, print_plan, quantised)
+FIXTURES = (answer, print_plan, quantized)
 
 # Of x as it is, and of x in FP8.
 KERNELS = {"fp8": "w8a16", "fp8_g64": "w8a16", "fp8_rows": "w8a16", "w8a8": "w8a8"}
@@ -16,7 +16,7 @@ PAIRS += [("w8a8", "w8a8"), ("w8a8", "fp8"), ("native", "w8a8"), ("w8a8", "int4"
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
 @pytest.mark.parametrize("name", KERNELS)
-def test_tiles_of_fp8_weights(quantised, name, dtype):
+def test_tiles_of_fp8_weights(quantized, name, dtype):
     """Sums of 128 tokens and the partial ones of x in FP8 are more than a thread's registers."""
     kernel = KERNELS[name]
     tiles = {1: 16, 64: 16, 129: 32, 416: 32, 417: 64, 704: 64, 705: 128, 131072: 128}
@@ -26,7 +26,7 @@ def test_tiles_of_fp8_weights(quantised, name, dtype):
         shape = f"{rows}x128x64"
         for capability in (80, 86, 89, 100, 120) + ((90,) if kernel == "w8a16" else ()):
             layer = {"tokens": tokens, "dtype": DTYPES[dtype]}
-            row, of_w2, _ = quantised(("cuda", capability), name, name, **layer)
+            row, of_w2, _ = quantized(("cuda", capability), name, name, **layer)
             assert row.name == of_w2.name == f"gemm_{dtype.lower()}_{kernel}_{shape}_sm80"
 
 
@@ -53,14 +53,14 @@ def test_tiles_of_fp8_fit_every_gpu():
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
-def test_hopper_tiles_of_fp8_weights_and_tokens(quantised, dtype):
+def test_hopper_tiles_of_fp8_weights_and_tokens(quantized, dtype):
     """By the rows of an expert, a sixteenth of the tokens."""
     tiles = {1: "16x128x128", 129: "32x128x128", 417: "64x128x128", 705: "96x256x128"}
     tiles |= {1281: "128x256x128x2", 1729: "96x256x128x2", 2817: "128x256x128x2"}
     last = {128: tiles[1], 416: tiles[129], 704: tiles[417], 1280: tiles[705]}
     last |= {1728: tiles[1281], 2816: tiles[1729], 131072: tiles[2817]}
     for tokens, shape in (tiles | last).items():
-        row, of_w2, _ = quantised(("cuda", 90), "w8a8", "w8a8", tokens=tokens, dtype=DTYPES[dtype])
+        row, of_w2, _ = quantized(("cuda", 90), "w8a8", "w8a8", tokens=tokens, dtype=DTYPES[dtype])
         assert row.name == of_w2.name == f"gemm_{dtype.lower()}_w8a8_{shape}_sm90"
 
 
@@ -77,9 +77,9 @@ def test_batch_invariant_calls_stay_with_one_kind_of_tensor_core_instruction(ans
         assert (forced == portable == force["MOELORA_FORCE_VARIANT"]) == (pair[0] == "w8a8")
 
 
-def test_fp8_rows_that_allow_no_vectors(quantised):
+def test_fp8_rows_that_allow_no_vectors(quantized):
     for tokens, name in itertools.product(TOKENS, KERNELS):
-        row, of_w2, _ = quantised(("cuda", 80), name, name, tokens=tokens, hidden=2050)
+        row, of_w2, _ = quantized(("cuda", 80), name, name, tokens=tokens, hidden=2050)
         assert row == of_w2 and row.block_m <= 32
 
 

@@ -19,7 +19,7 @@ PAIRS += [("nvfp4", "nvfp4"), ("nvfp4", "int4")]
 
 
 @pytest.fixture(scope="module")
-def quantised(answer):
+def quantized(answer):
     """(row of w13, row of w2, kernels around them) of one layer, or the message of the refusal."""
 
     def ask(device, w13, w2, *args, **problem):
@@ -40,7 +40,7 @@ def tile(row):
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
 @pytest.mark.parametrize("name", KERNELS)
-def test_tiles_of_quantised_weights(quantised, name, dtype):
+def test_tiles_of_quantized_weights(quantized, name, dtype):
     """Of 128 experts and top 8, of which each gets a sixteenth of the tokens."""
     tiles = {5: 16, 128: 16, 129: 32, 416: 32, 417: 64, 704: 64, 705: 96, 1312: 96, 1313: 128}
     tiles |= {1792: 128, 1793: 144, 131072: 144}
@@ -53,7 +53,7 @@ def test_tiles_of_quantised_weights(quantised, name, dtype):
             depth = 128 if hopper else 64
             want = f"{short}_{shape}x{depth}_{'sm90' if hopper else 'sm80'}"
             layer = {"tokens": tokens, "dtype": DTYPES[dtype]}
-            row, of_w2, _ = quantised(("cuda", capability), name, name, **layer)
+            row, of_w2, _ = quantized(("cuda", capability), name, name, **layer)
             assert row.name == of_w2.name == want
 
 
@@ -96,7 +96,7 @@ def test_few_rows_run_the_whole_layer_in_one_launch(answer, capability):
 
 @pytest.mark.parametrize("capability", [80, 90, 120])
 @pytest.mark.parametrize("name", KERNELS)
-def test_one_token_of_quantised_weights_is_one_launch_and_more_are_if_forced(
+def test_one_token_of_quantized_weights_is_one_launch_and_more_are_if_forced(
     answer, name, capability
 ):
     """But for Hopper, whose kernels are faster, where they can take the weights."""
@@ -139,25 +139,25 @@ def test_one_launch_serves_what_its_tests_force_it_on(answer, name, dtype, capab
         assert words.split()[0] == variant, problem
 
 
-def test_a_tile_that_one_format_has_alone_is_no_choice_for_two(quantised):
-    """Hopper has 144 rows natively in a cluster, quantised without; 96 and 128 of both."""
+def test_a_tile_that_one_format_has_alone_is_no_choice_for_two(quantized):
+    """Hopper has 144 rows natively in a cluster, quantized without; 96 and 128 of both."""
     gpu = ("cuda", 90)
     for pair in (("native", "mxfp4"), ("int4", "native")):
-        blocks = [quantised(gpu, *pair, tokens=tokens)[0].block_m for tokens in (500, 1024, 131072)]
+        blocks = [quantized(gpu, *pair, tokens=tokens)[0].block_m for tokens in (500, 1024, 131072)]
         assert blocks == [96, 96, 128]
-    assert quantised(gpu, "mxfp4", "int4", tokens=500)[0].block_m == 64
+    assert quantized(gpu, "mxfp4", "int4", tokens=500)[0].block_m == 64
     # Of the tiles of 128 rows an sm_80 holds the wide one, an sm_86 does not.
-    assert tile(quantised(("cuda", 80), "mxfp4", "native", tokens=4096)[1]) == "128x256x64_sm80"
-    assert tile(quantised(("cuda", 86), "mxfp4", "native", tokens=4096)[1]) == "128x128x64_sm80"
+    assert tile(quantized(("cuda", 80), "mxfp4", "native", tokens=4096)[1]) == "128x256x64_sm80"
+    assert tile(quantized(("cuda", 86), "mxfp4", "native", tokens=4096)[1]) == "128x128x64_sm80"
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_only_kernels_of_its_format_are_forced_on_a_layer(quantised, capability):
+def test_only_kernels_of_its_format_are_forced_on_a_layer(quantized, capability):
     gpu = ("cuda", capability)
-    usual = quantised(gpu, "mxfp4", "int4_zp", tokens=2)
+    usual = quantized(gpu, "mxfp4", "int4_zp", tokens=2)
     for row in CUDA_ROWS + DECODE_ROWS:
         env = {"MOELORA_FORCE_VARIANT": row.name}
-        got = quantised(gpu, "mxfp4", "int4_zp", tokens=2, env=env)
+        got = quantized(gpu, "mxfp4", "int4_zp", tokens=2, env=env)
         serves = row in CUDA_ROWS and row.dtype == "BF16" and row.format == "MXFP4"
         if serves and row.family in ("SM80", f"SM{capability}"):
             assert got[0] == row and got[1].name == row.name.replace("mxfp4", "int4")
@@ -165,11 +165,11 @@ def test_only_kernels_of_its_format_are_forced_on_a_layer(quantised, capability)
             assert got == usual, row
 
 
-def test_plans_tuned_for_other_formats_do_not_serve(quantised):
+def test_plans_tuned_for_other_formats_do_not_serve(quantized):
     key = ["cuda", "90", "132", "bfloat16", "128", "8", "2048", "768"]
 
     def tuned(variant):
-        row, of_w2, _ = quantised(("cuda", 90), "mxfp4", "mxfp4", *key, f"64:{variant}", tokens=64)
+        row, of_w2, _ = quantized(("cuda", 90), "mxfp4", "mxfp4", *key, f"64:{variant}", tokens=64)
         return row.name, of_w2.name
 
     others = "gemm_bf16_128x256x64_sm90", "decode_bf16_sm80", "gemm_bf16_int4_64x128x128_sm90"
@@ -178,9 +178,9 @@ def test_plans_tuned_for_other_formats_do_not_serve(quantised):
     assert tuned("gemm_bf16_mxfp4_64x128x128_sm90") == ("gemm_bf16_mxfp4_64x128x128_sm90",) * 2
 
 
-def test_adapters_and_limits_of_quantised_layers(quantised):
+def test_adapters_and_limits_of_quantized_layers(quantized):
     def ask(capability, **problem):
-        return quantised(("cuda", capability), "mxfp4", "int4", **problem)
+        return quantized(("cuda", capability), "mxfp4", "int4", **problem)
 
     for tokens in TOKENS:
         base = ask(90, tokens=tokens)[:2]
@@ -193,7 +193,7 @@ def test_adapters_and_limits_of_quantised_layers(quantised):
     [(90, "128x256x128_sm90", "128x256x64_sm90"), (80, "128x128x64_sm80", "128x128x64_sm80")],
 )
 def test_what_is_around_the_projections_does_not_depend_on_formats(
-    answer, quantised, capability, of_format, native
+    answer, quantized, capability, of_format, native
 ):
     """A shrink reads activations alone. Both have tiles of 128 rows, if not by their own choice."""
     forced, env = (
@@ -202,20 +202,20 @@ def test_what_is_around_the_projections_does_not_depend_on_formats(
     for tokens in (2048, 4096, 16384):
         for rank in (16, 64):
             problem = {"tokens": tokens, "rank": rank}
-            row, _, around = quantised(("cuda", capability), "mxfp4", "int4", env=forced, **problem)
+            row, _, around = quantized(("cuda", capability), "mxfp4", "int4", env=forced, **problem)
             words = answer(("cuda", capability), env=env, **problem).split()
             assert tile(row) == of_format
             assert words[3:7] == around and "-" not in around
 
 
-def test_quantised_rows_that_allow_no_vectors(quantised):
+def test_quantized_rows_that_allow_no_vectors(quantized):
     for tokens in TOKENS:
-        row, of_w2, _ = quantised(("cuda", 90), "int4", "mxfp4", tokens=tokens, hidden=2050)
+        row, of_w2, _ = quantized(("cuda", 90), "int4", "mxfp4", tokens=tokens, hidden=2050)
         assert row.family == of_w2.family == "SM80" and row.block_m <= 32
 
 
-def test_formats_without_a_kernel(quantised):
-    ask = quantised
+def test_formats_without_a_kernel(quantized):
+    ask = quantized
     assert ask(("cuda", 75), "mxfp4", "mxfp4") == (
         "no bfloat16 kernel for MXFP4 weights and CUDA compute capability 7.5"
     )

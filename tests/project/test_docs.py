@@ -19,6 +19,7 @@ import moelora
 from benchmarks import tables
 from moelora import _C, tuned
 from moelora.__main__ import main
+from moelora.bench import shapes
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -197,7 +198,19 @@ def test_every_table_is_on_a_page():
     text = "".join((ROOT / page).read_text() for page in tables.PAGES)
     wanted = {*tables.TABLES, *tables.MADE, *tables.SENTENCES}
     wanted |= {f"from {file}" for file, *_ in (*tables.TABLES.values(), *tables.MADE.values())}
-    assert wanted == set(re.findall(r"^<!-- (\w[\w -]*) -->$", text, re.M))
+    found = re.findall(r"^<!-- (?:site: )?(\w[\w ,-]*) -->$", text, re.M)
+    assert wanted == {name for names in found for name in names.split(", ")}
+
+
+def test_the_site_inserts_every_table_that_pages_leave_out():
+    text = (ROOT / "docs/measurements.md").read_text()
+    assert tables.section("layer_all") not in text
+    made = tables.for_site(text)
+    assert tables.section("layer_all") in made and "<!-- site" not in made
+
+
+def test_tables_name_models_as_the_benchmarks_do():
+    assert {key: (m.name, m.experts) for key, m in shapes.MODELS.items()} == tables.MODELS
 
 
 def test_the_message_in_the_page_is_the_librarys():

@@ -1,4 +1,4 @@
-"""Problems with quantised weights: those of cases.py, their weights brought to a format here.
+"""Problems with quantized weights: those of cases.py, their weights brought to a format here.
 
 What a checkpoint holds is made with plain torch, so that packing has something to be held against.
 """
@@ -29,7 +29,7 @@ GATE_UP = {"swigluoai": "interleaved", "relu2": None}  # others have gate rows b
 
 @dataclass(frozen=True)
 class Format:
-    """How a test quantises; group None is all columns."""
+    """How a test quantizes; group None is all columns."""
 
     name: str
     group: int | None
@@ -66,7 +66,7 @@ INPUT_SCALE = 0.0125  # that cuts off a few of the largest of x
 
 @dataclass
 class Numbers:
-    """Quantised numbers by rows: what every checkpoint says in its own order."""
+    """Quantized numbers by rows: what every checkpoint says in its own order."""
 
     q: Tensor  # (E, N, K) int64, 0 to 15
     scales: Tensor  # (E, N, K / group): e8m0 (MXFP4), e4m3, or float32 that bfloat16 has, too
@@ -74,7 +74,7 @@ class Numbers:
     format: Format
     of_tensor: Tensor | None = None  # NVFP4: (E, 1), or (E, 2) of the halves of the rows
 
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
         """In float64, rounded once. INT4 scales are those of the dtype; NVFP4's numbers are rounded
         to float32 before."""
         columns = self.q.size(2)
@@ -123,7 +123,7 @@ class EightBits:
     def spread(self) -> Tensor:
         return self.scales.repeat_interleave(self.wide, 2)[..., : self.q.size(2)]
 
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
         """In float64, rounded once. Scales are those of the dtype, of float16 256 times as much."""
         up = 256 if dtype == torch.float16 else 1
         scales = (self.spread() * up).to(dtype).double() / up
@@ -184,7 +184,7 @@ def by_words(q: Tensor, order=range(8), pad: bool = False) -> Tensor:
     return torch.where(total >= 2**31, total - 2**32, total).to(torch.int32)
 
 
-def quantise(w: Tensor, format: Format, seed: int = 0, halves: bool = False) -> Numbers | EightBits:
+def quantize(w: Tensor, format: Format, seed: int = 0, halves: bool = False) -> Numbers | EightBits:
     """Float weights (E, N, K) to the nearest numbers of a format, with scales for their groups."""
     if format.name.startswith("fp8"):
         return to_fp8(w, format, halves)
@@ -223,19 +223,19 @@ def fitted(spec: Spec, dtype: torch.dtype, unit: int = 32) -> Spec:
 
 
 @dataclass
-class Quantised:
-    """A problem whose dense weights are the numbers that its quantised ones stand for."""
+class Quantized:
+    """A problem whose dense weights are the numbers that its quantized ones stand for."""
 
     dense: Problem
     w13: QuantizedWeights
     w2: QuantizedWeights
     w13_plain: QuantizedWeights  # rows in plain order, for a projection by itself
 
-    def to(self, device) -> Quantised:
+    def to(self, device) -> Quantized:
         weights = (w.to(device) for w in (self.w13, self.w2, self.w13_plain))
-        return Quantised(self.dense.to(device), *weights)
+        return Quantized(self.dense.to(device), *weights)
 
-    def base(self) -> Quantised:
+    def base(self) -> Quantized:
         return replace(self, dense=self.dense.base())
 
     @property
@@ -252,7 +252,7 @@ class Quantised:
 
 def build(
     spec: Spec, format: Format, dtype: torch.dtype, format2: Format | None = None
-) -> Quantised:
+) -> Quantized:
     """The problem of a spec with w13 of one format and w2 of the same, or of another."""
     format2 = format2 or format
     narrow = any(f.name == "fp8_block" and f.group == 64 for f in (format, format2))
@@ -260,20 +260,20 @@ def build(
     gate_up = GATE_UP.get(spec.activation, "concatenated")
     if narrow and gate_up == "interleaved":  # 128 rows are gate and up rows of two tiles
         format, format2 = replace(format, rows=128), replace(format2, rows=128)
-    w13 = quantise(p.w13, format, spec.seed, gate_up == "concatenated")
-    w2 = quantise(p.w2, format2, spec.seed + 1)
-    dense = replace(p, w13=w13.dequantised(dtype), w2=w2.dequantised(dtype))
-    return Quantised(dense, w13.pack(dtype, gate_up), w2.pack(dtype), w13.pack(dtype))
+    w13 = quantize(p.w13, format, spec.seed, gate_up == "concatenated")
+    w2 = quantize(p.w2, format2, spec.seed + 1)
+    dense = replace(p, w13=w13.dequantized(dtype), w2=w2.dequantized(dtype))
+    return Quantized(dense, w13.pack(dtype, gate_up), w2.pack(dtype), w13.pack(dtype))
 
 
-def made(spec: Spec, form: str, dtype: torch.dtype) -> Problem | Quantised:
-    """Quantised weights ask for sizes that are multiples of 32."""
+def made(spec: Spec, form: str, dtype: torch.dtype) -> Problem | Quantized:
+    """Quantized weights ask for sizes that are multiples of 32."""
     if form == NATIVE:
         return replace(spec, dtype=dtype).build()
     return build(spec, ALL_FORMATS[form], dtype)
 
 
-def by_variants(names: list[str], p: Problem | Quantised) -> list[Tensor]:
+def by_variants(names: list[str], p: Problem | Quantized) -> list[Tensor]:
     """A layer's outputs with each of some kernels of Hopper, which must serve it."""
     if not set(names) <= set(_C.usable()):
         pytest.skip("tiles of Hopper")
@@ -297,20 +297,20 @@ def hopper_kernel(form: str, size: str, dtype: torch.dtype) -> str:
     return f"gemm_{kind}_{KERNELS[form.split('_')[0]]}{size}_sm90"
 
 
-def dense(p: Problem | Quantised) -> Problem:
-    return p.dense if isinstance(p, Quantised) else p
+def dense(p: Problem | Quantized) -> Problem:
+    return p.dense if isinstance(p, Quantized) else p
 
 
-def with_dense(p: Problem | Quantised, d: Problem) -> Problem | Quantised:
-    """Everything but quantised weights as in `d`."""
-    return replace(p, dense=d) if isinstance(p, Quantised) else d
+def with_dense(p: Problem | Quantized, d: Problem) -> Problem | Quantized:
+    """Everything but quantized weights as in `d`."""
+    return replace(p, dense=d) if isinstance(p, Quantized) else d
 
 
-def is_w8a8(p: Problem | Quantised) -> bool:
-    return isinstance(p, Quantised) and p.is_w8a8
+def is_w8a8(p: Problem | Quantized) -> bool:
+    return isinstance(p, Quantized) and p.is_w8a8
 
 
-def check_layer(y: Tensor, p: Problem | Quantised, there: Problem | Quantised | None = None):
+def check_layer(y: Tensor, p: Problem | Quantized, there: Problem | Quantized | None = None):
     """`there` is p on the device that the yardstick is computed on; None: on that of p."""
     like = there or p
     naive = naive_fused_experts_lora(**(like if is_w8a8(p) else dense(like)).kwargs())

@@ -108,7 +108,7 @@ class VLLM:
         return apply
 
     def chosen(self):
-        """The class that vLLM gives an unquantised layer."""
+        """The class that vLLM gives an unquantized layer."""
         oracle = load("vllm.model_executor.layers.fused_moe.oracle.unquantized")
         return oracle.backend_to_kernel_cls(self.UnquantizedMoeBackend.TRITON)[0]
 

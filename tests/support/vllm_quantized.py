@@ -1,4 +1,4 @@
-"""A quantised MoE layer in vLLM, loaded as its model loader does, for the tests of the drop-in."""
+"""A quantized MoE layer in vLLM, loaded as its model loader does, for the tests of the drop-in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 from cases import Spec, same_bits
-from quantized_cases import Format, Numbers, by_bytes, by_words, fitted, quantise
+from quantized_cases import Format, Numbers, by_bytes, by_words, fitted, quantize
 from torch import Tensor, nn
 from vllm_layer import VLLM, Layer, load
 
@@ -59,10 +59,10 @@ class Routed(nn.Module):
         return None
 
 
-class QuantisedLayer(Layer):
-    """`Layer` whose kernel its quantisation method makes, from what a loader filled.
+class QuantizedLayer(Layer):
+    """`Layer` whose kernel its quantization method makes, from what a loader filled.
 
-    `p` has the numbers that the quantised weights stand for. Parameters have the sizes that
+    `p` has the numbers that the quantized weights stand for. Parameters have the sizes that
     `maybe_roundup_sizes` asks for, which may be larger.
     """
 
@@ -74,16 +74,16 @@ class QuantisedLayer(Layer):
         self.changes = config.pop("changes", lambda layer: None)
         p = fitted(spec, spec.dtype).build()
         self.numbers = {
-            name: self.quantise(getattr(p, name), name, spec.seed + i)
+            name: self.quantize(getattr(p, name), name, spec.seed + i)
             for i, name in enumerate(("w13", "w2"))
         }
-        dense = {name: n.dequantised(spec.dtype) for name, n in self.numbers.items()}
+        dense = {name: n.dequantized(spec.dtype) for name, n in self.numbers.items()}
         self.moe_backend = config.pop("moe_backend", "auto")
         self.subclass = config.pop("subclass", False)
         super().__init__(vllm, replace(p, **dense), device, **config)
 
-    def quantise(self, weights: Tensor, name: str, seed: int):
-        return quantise(weights, self.kind.format, seed)
+    def quantize(self, weights: Tensor, name: str, seed: int):
+        return quantize(weights, self.kind.format, seed)
 
     def make_kernel(self, quant) -> None:
         p = self.p
@@ -215,7 +215,7 @@ class QuantisedLayer(Layer):
         return super().__call__(**weights | changes)
 
 
-def check_base_rows(cls: type[QuantisedLayer], vllm: VLLM, kind: str, spec: Spec) -> None:
+def check_base_rows(cls: type[QuantizedLayer], vllm: VLLM, kind: str, spec: Spec) -> None:
     """Rows without an adapter have the bits that they have in a layer without adapters."""
     vllm.register()
     layer = cls(vllm, kind, replace(spec, mix="half_base")).step()

@@ -1,4 +1,4 @@
-"""Stand-ins of vLLM's methods of quantised layers: what they are made from, and which parameters
+"""Stand-ins of vLLM's methods of quantized layers: what they are made from, and which parameters
 their `create_weights` registers, in 0.26 and 0.33.
 
 Mirrors vllm/model_executor/layers/quantization/{mxfp4,auto_gptq,auto_awq,fp8}.py and quantization/

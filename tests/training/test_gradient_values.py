@@ -147,7 +147,7 @@ def test_finite_differences(place):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("name", ALL_FORMATS)
-def test_quantised_weights(name, dtype):
+def test_quantized_weights(name, dtype):
     """Gradients are those of the numbers that tiles stand for, to the bit."""
     for number, activation in enumerate(("silu", "swigluoai", "relu2")):
         spec = Spec(

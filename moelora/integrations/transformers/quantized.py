@@ -1,4 +1,4 @@
-"""Models whose experts stay quantised: `load_quantized`, `load_quantized_experts`."""
+"""Models whose experts stay quantized: `load_quantized`, `load_quantized_experts`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def load_quantized(
     """A model from a checkpoint whose experts are of four bits or FP8, and stay so.
 
     transformers loads all but the experts, as it does in `from_pretrained`. No expert is ever
-    dequantised: beside their tiles there is never more than one layer as the folder has it.
+    dequantized: beside their tiles there is never more than one layer as the folder has it.
 
     Parameters
     ----------
@@ -47,12 +47,12 @@ def load_quantized(
         A folder with config.json and safetensors files, or its id on the Hub ("org/name"): MXFP4
         experts as of gpt-oss, or one GPTQ, AWQ, compressed-tensors ("pack-quantized",
         "float-quantized") or FP8 tensor set for each expert. All other weights must be plain, or
-        FP8: those are dequantised.
+        FP8: those are dequantized.
     dtype : torch.dtype
         bfloat16 or float16, of the model and of the activations that its experts take.
     activations : {"fp8", "native", "bf16"}, optional
         Of FP8 experts: what multiplies them (`QuantizedWeights.from_fp8_block`). By default FP8 if
-        the folder says that activations are quantised, as most do.
+        the folder says that activations are quantized, as most do.
     model_class : type, optional
         By default the one that config.json names first in `architectures`.
     **options
@@ -68,7 +68,7 @@ def load_quantized(
     ------
     ValueError
         As of `load_quantized_experts`, or a weight that is not an expert's is missing, as when it
-        is quantised, too, or of another shape.
+        is quantized, too, or of another shape.
     NotImplementedError
         As of `load_quantized_experts`.
     FileNotFoundError
@@ -127,7 +127,7 @@ def load_quantized_experts(
     dtype: torch.dtype | None = None,
     activations: Activations | None = None,
 ) -> None:
-    """Puts a checkpoint's quantised experts in place of those of `model`, layer by layer.
+    """Puts a checkpoint's quantized experts in place of those of `model`, layer by layer.
 
     For a model made in some other way than by `load_quantized`. The parameters that go may be on
     the meta device, and only their shapes are read; biases stay what they are. Tensors are looked
@@ -151,7 +151,7 @@ def load_quantized_experts(
         format wants; the message names it. The layers before it have their new weights. A file is
         damaged, links out of the folder, or is named by an index although it is not there.
     NotImplementedError
-        Another quantisation method or setting, experts that moelora cannot run, or that accelerate
+        Another quantization method or setting, experts that moelora cannot run, or that accelerate
         has offloaded.
     RuntimeError
         The model has adapters; they come after its weights.
@@ -167,7 +167,7 @@ def load_quantized_experts(
     for name, (module, _) in layers.items():
         block = model.get_submodule(name.rpartition(".")[0])
         if any(is_offloaded(part) for part in (module, *block.modules())):
-            raise NotImplementedError(f"{offloaded(name)}; quantised experts stay on one device")
+            raise NotImplementedError(f"{offloaded(name)}; quantized experts stay on one device")
     linears = expert_linears(model, layers, folder.linears)
     for name, (module, _) in layers.items():
         kind = dtype or module.down_proj.dtype

@@ -1,4 +1,4 @@
-"""Layers and projections of quantised weights, and their way to tiles and back."""
+"""Layers and projections of quantized weights, and their way to tiles and back."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -107,7 +107,7 @@ def calls(device: str, name: str, spec: Spec):
     yield from with_plans({"layer, base": partial(layer, p.base())}, portable(device))
 
 
-def quantised(device):
+def quantized(device):
     """Every format in every order of rows; w2 is of plain order."""
     for shape, spec in SPECS.items():
         for name in (*FORMATS, *FP8):

@@ -1,4 +1,4 @@
-"""vLLM's layers of quantised experts: Marlin, Triton of FP8, for gpt-oss OpenAI's triton_kernels.
+"""vLLM's layers of quantized experts: Marlin, Triton of FP8, for gpt-oss OpenAI's triton_kernels.
 
 Looked for in $MOELORA_PEERS, where `vk/vq_layer.py` drives vLLM's own kernels in vLLM's order, on
 the very values that we read. Of gpt-oss they leave out the biases and, but for triton_kernels
@@ -109,7 +109,7 @@ class Marlin:
         model, checkpoint = self.layer.model, self.layer.checkpoint
 
         class Drawn(self.vq.Weights):  # type: ignore[misc, name-defined] # of a module found by path
-            def quantised(self, expert: int, projection: str) -> tuple[Tensor, Tensor, None]:
+            def quantized(self, expert: int, projection: str) -> tuple[Tensor, Tensor, None]:
                 values, scales = (t[expert] for t in checkpoint[projection])
                 if (self.Hp, self.Ip) != (self.H, self.I):  # of [N, K / so many columns]
                     values, scales = (self.padded(t, projection) for t in (values, scales))

@@ -1,10 +1,10 @@
-"""A Qwen3-MoE checkpoint with quantised experts, and the same numbers unquantised.
+"""A Qwen3-MoE checkpoint with quantized experts, and the same numbers unquantized.
 
-    python -m benchmarks.vllm_quantise --model /tmp/tiny --format int4 --out /tmp/tiny-int4
+    python -m benchmarks.vllm_quantize --model /tmp/tiny --format int4 --out /tmp/tiny-int4
 
 Reads a folder of `benchmarks.engine_model` (manifest.json, base, adapters) and writes OUT, whose
-experts are quantised and whose other weights are not, and OUT-dense, whose experts are the numbers
-that OUT's stand for, rounded to bfloat16. Both have the adapters of the model. --only-quantised
+experts are quantized and whose other weights are not, and OUT-dense, whose experts are the numbers
+that OUT's stand for, rounded to bfloat16. Both have the adapters of the model. --only-quantized
 leaves OUT-dense out.
 
 int4         compressed-tensors, "pack-quantized", symmetric, groups of 128
@@ -14,7 +14,7 @@ fp8          blocks of 128 by 128
 fp8_channel  compressed-tensors, "float-quantized", a scale for each row
 fp8_tensor   a scale for each projection of each expert
 
-Activations of all kinds of FP8 are quantised on the way, nothing about them is in the checkpoint.
+Activations of all kinds of FP8 are quantized on the way, nothing about them is in the checkpoint.
 Scales of four bits are numbers of bfloat16 as well as of float16, so that no engine rounds them.
 """
 
@@ -154,8 +154,8 @@ def settings(format, layers):
     }
 
 
-def write(source, folders, quantise, device):
-    """Every file of weights, for `folders`: as quantised, and as what that stands for."""
+def write(source, folders, quantize, device):
+    """Every file of weights, for `folders`: as quantized, and as what that stands for."""
     maps = [{} for _ in folders]
     for file in sorted(source.glob("*.safetensors")):
         made = [{} for _ in folders]
@@ -164,7 +164,7 @@ def write(source, folders, quantise, device):
                 tensor = tensors.get_tensor(name)
                 if ".experts." in name:
                     stem = name.removesuffix("weight")
-                    parts, dense = quantise(tensor)
+                    parts, dense = quantize(tensor)
                     made[0].update({f"{stem}{n}": t.cpu() for n, t in parts.items()})
                     for group in made[1:]:
                         group[name] = dense.bfloat16().cpu()
@@ -185,7 +185,7 @@ def main(argv=None):
     p.add_argument("--model", type=pathlib.Path, required=True, help="folder with manifest.json")
     p.add_argument("--format", choices=FORMATS, required=True)
     p.add_argument("--out", type=pathlib.Path, required=True)
-    p.add_argument("--only-quantised", action="store_true", help="no OUT-dense")
+    p.add_argument("--only-quantized", action="store_true", help="no OUT-dense")
     args = p.parse_args(argv)
     manifest = json.loads((args.model / "manifest.json").read_text())
     source = pathlib.Path(manifest["base"])
@@ -193,7 +193,7 @@ def main(argv=None):
     extra = {"quantization_config": settings(args.format, config["num_hidden_layers"])}
     folders = []
     made = [(args.out, extra), (args.out.with_name(f"{args.out.name}-dense"), {})]
-    for out, more in made[:1] if args.only_quantised else made:
+    for out, more in made[:1] if args.only_quantized else made:
         shutil.rmtree(out, ignore_errors=True)
         base = out / "base"
         shutil.copytree(source, base, ignore=shutil.ignore_patterns("*.safetensors*"))
