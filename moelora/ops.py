@@ -1,6 +1,6 @@
 """The public operators: torch.ops.moelora.* with names, None for what is absent, and checks.
 
-All functions work on CPU and CUDA tensors, all on one device, never synchronise with the host,
+All functions work on CPU and CUDA tensors, all on one device, never synchronize with the host,
 and can be captured in a CUDA graph and traced by torch.compile. `fused_experts_lora` has a
 backward (moelora/training.py); the others raise where autograd would need one.
 """

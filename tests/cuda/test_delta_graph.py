@@ -114,7 +114,7 @@ def test_replays(name, tokens, device):
 
 
 @pytest.mark.parametrize("device", [on_gpu("cuda")])
-def test_calls_do_not_synchronise(device):
+def test_calls_do_not_synchronize(device):
     runs = [make(problem_for(name, 33).to(device)) for name, make in RUNS.items()]
     for run in runs:
         run()

@@ -247,7 +247,7 @@ def test_work_is_queued_on_the_current_stream():
     torch.cuda.synchronize()
 
 
-def test_calls_do_not_synchronise():
+def test_calls_do_not_synchronize():
     """The host is back from a call while the stream that it went to is still busy."""
     p, *quantized = (layer_problem(33, torch.bfloat16, form=form).to("cuda") for form in FORMS)
     weights = torch.randn(4, 128, 128, device="cuda", dtype=torch.bfloat16)

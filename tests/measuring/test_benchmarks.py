@@ -437,12 +437,12 @@ def test_turns_of_a_gpu(monkeypatch):
         return Graph(calls)
 
     timer.capture = capture
-    synchronises, ordinary = timing.Run(takes(0.003)), timing.Run(takes(0.002))
-    runs = {("loop", 8): synchronises, ("ours", 8): ordinary}
+    synchronizes, ordinary = timing.Run(takes(0.003)), timing.Run(takes(0.002))
+    runs = {("loop", 8): synchronizes, ("ours", 8): ordinary}
     times, peaks = timer.compare(runs, batches=[0, 1, 2], bytes_per_call=96e6, budget_ms=0)
     assert (times["ours", 8].median, times["loop", 8].median) == (2.0, 3.0)
     assert times["ours", 8].turns == 4, "five rounds, of which the first warms up"
-    assert synchronises.eager and not ordinary.eager
+    assert synchronizes.eager and not ordinary.eager
     assert {0, 1, 2} <= set(seen), "batches rotate"
     assert peaks.bound(flops=1e9, moved=1e6) == 1e-3
     assert timer.medians({"a": takes(0.004)}, [0], 1.0, 0) == {"a": 4.0}
