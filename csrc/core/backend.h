@@ -260,6 +260,7 @@ typedef struct moelora_device_info {
   uint32_t cpu_isa;            /* bits of moelora_isa */
   int32_t l2_bytes;            /* CUDA */
   int32_t shared_bytes;        /* CUDA: that a CTA may ask for */
+  int32_t clock_mhz;           /* CUDA: the highest of an SM; 0: unknown */
   int64_t memory_bytes_per_us; /* CUDA: peak bandwidth of its memory; 0: unknown */
   bool overlaps;               /* CUDA: the code that is loaded knows dependent launches */
   bool batch_invariant;        /* of one call: its kernels and numbers give a row one result */
