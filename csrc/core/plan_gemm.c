@@ -23,6 +23,21 @@ double moelora_expected_pairs(const moelora_routes *routes, int32_t adapters) {
 /* Multiples of MOELORA_SPLIT_DEPTH of a part of a tile, at least. */
 enum { LEAST_SPLIT = 10 };
 
+/* Up to so many tokens, and so many rows of more than one, one launch is the faster one: on an H200
+ * by 4 to 12 % without adapters, by 2 to 8 % with some of rank 16 (of rank 64, two tokens of top-8
+ * take 5 % longer). Where experts are narrow and more rows bring more adapters, the adapters at the
+ * end of each CTA decide, and seven launches win. With quantised weights, of which there are fewer
+ * bytes to stream, they decide from two tokens on, with Hopper's kernels for them from one. */
+enum { FEW_TOKENS = 4, FEW_ROWS = 18 };
+
+static bool is_few(const moelora_routes *routes, const access *access,
+                   const moelora_device_info *device) {
+  if (!moelora_is_native_kernel(access->format))
+    return routes->num_tokens == 1 && !(access->tma && moelora_family_of(device) == MOELORA_SM90);
+  return routes->num_tokens == 1 ||
+         (routes->num_tokens <= FEW_TOKENS && routes->num_rows <= FEW_ROWS);
+}
+
 /* One tensor map covers all experts: rows that lie apart, or tiles that lie together. Of quantised
  * weights one copy covers tiles of neighbouring depth. */
 static bool is_tma_weights(const moelora_weights *w, int32_t num_experts) {
@@ -281,7 +296,7 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                   !problem->apply_router_weight_on_input &&
                   problem->routes.num_tokens <= MOELORA_DECODE_TOKENS &&
                   problem->routes.num_rows <= MOELORA_DECODE_ROWS;
-  access.few = access.decode && moelora_are_few(&problem->routes, &access, device);
+  access.few = access.decode && is_few(&problem->routes, &access, device);
   const moelora_variant *picked;
   const int64_t rows = moelora_rows_per_expert(&problem->routes);
   MOELORA_TRY(check_room(&problem->routes, &problem->w13_lora, device));

@@ -2,7 +2,7 @@
  * the one to run has a reason against it:
  *
  *   it cannot run the problem, or not on this device                     misfit
- *   one launch for the whole layer is faster, or several are             are_few
+ *   one launch for the whole layer is faster, or several are             keep_layer
  *   the instructions of the device's own family serve                    keep_newest
  *   on a GPU that was measured, another tile was the fastest there       keep_measured
  *   on others a model of the device finds another one faster             keep_fastest
@@ -81,21 +81,6 @@ static bool is_nearer(const moelora_variant *v, const moelora_variant *best, sha
   if ((candidate >= want.block) != (known >= want.block))
     return candidate >= want.block;
   return candidate >= want.block ? candidate < known : candidate > known;
-}
-
-/* Up to so many tokens, and so many rows of more than one, one launch is the faster one: on an H200
- * by 4 to 12 % without adapters, by 2 to 8 % with some of rank 16 (of rank 64, two tokens of top-8
- * take 5 % longer). Where experts are narrow and more rows bring more adapters, the adapters at the
- * end of each CTA decide, and seven launches win. With quantised weights, of which there are fewer
- * bytes to stream, they decide from two tokens on, with Hopper's kernels for them from one. */
-enum { FEW_TOKENS = 4, FEW_ROWS = 18 };
-
-bool moelora_are_few(const moelora_routes *routes, const moelora_access *access,
-                     const moelora_device_info *device) {
-  if (!moelora_is_native_kernel(access->format))
-    return routes->num_tokens == 1 && !(access->tma && moelora_family_of(device) == MOELORA_SM90);
-  return routes->num_tokens == 1 ||
-         (routes->num_tokens <= FEW_TOKENS && routes->num_rows <= FEW_ROWS);
 }
 
 /* ---- what a row can run ---- */

@@ -44,9 +44,6 @@ const char *moelora_tile_misfit(const moelora_variant *variant, const moelora_ac
 const moelora_variant *moelora_tile_of_format(const moelora_variant *variant,
                                               moelora_kernel_format format,
                                               const moelora_device_info *device);
-/* So few tokens that a whole layer in one launch is the faster one. */
-bool moelora_are_few(const moelora_routes *routes, const moelora_access *access,
-                     const moelora_device_info *device);
 
 /* cost.c: the measured choices are those of this GPU. */
 bool moelora_is_measured(const moelora_device_info *device);

@@ -159,7 +159,9 @@ typedef struct moelora_sort_plan {
 typedef struct moelora_align_plan {
   moelora_sort_plan tokens; /* by adapter, before the rows by expert: keys of both are too many */
   moelora_sort_plan rows;
-  int64_t segments; /* that it can list; 0: none */
+  int64_t segments;   /* that it can list; 0: none */
+  bool resolves;      /* a launch reads the caller's tables; else the sort of blocks does */
+  int32_t list_parts; /* of lists: CTAs that fill one */
 } moelora_align_plan;
 
 typedef struct moelora_shrink_plan {
@@ -203,11 +205,12 @@ typedef enum moelora_grid_plan {
 typedef struct moelora_projection_plan {
   moelora_epilogue_plan epilogue;
   moelora_grid_plan grid;
-  bool vectors;          /* x, w and out allow 16-byte accesses */
-  bool a_vectors;        /* so do the factors A */
-  bool b_vectors;        /* and the factors B, which are more depth of w */
-  bool b_boxes;          /* and a tensor map covers each slice of these */
-  bool quantizes_x;      /* a launch before it brings x to e4m3 */
+  bool vectors;           /* x, w and out allow 16-byte accesses */
+  bool a_vectors;         /* so do the factors A */
+  bool b_vectors;         /* and the factors B, which are more depth of w */
+  bool b_boxes;           /* and a tensor map covers each slice of these */
+  bool quantizes_x;       /* a launch before it brings x to e4m3, */
+  bool quantizes_vectors; /* by 16-byte accesses */
   bool stores_e4m3;      /* its epilogue leaves outputs in e4m3, too, as the next projection's x, */
   bool stores_out;       /* and as they are, if somebody reads them */
   int64_t num_counters;  /* of its tile scheduler */

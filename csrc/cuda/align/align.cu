@@ -124,10 +124,11 @@ static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
   sort->num_counters = blocks->num_counters;
 }
 
-/* from: routes that are to be resolved before; NULL: they are. */
+/* from: routes that are to be resolved, by a launch before it or by the sort; NULL: they are. */
 static moelora_status run_sort(const align_sort &sort, const moelora_sort_plan &plan,
-                               const moelora_routes *from, const moelora_exec *exec) {
-  if (from && plan.variant->id != CUDA_sort_i32_64_sm80)
+                               const moelora_routes *from, bool resolves,
+                               const moelora_exec *exec) {
+  if (from && resolves)
     MOELORA_TRY(moelora_cuda_resolve(from, &sort.routes, NULL, NULL, false, exec));
   switch (plan.variant->id) {
   case CUDA_sort_i32_64_sm80:
@@ -154,7 +155,7 @@ static moelora_status run_one_sort(const moelora_align_problem *problem,
   sort.adapter_keys = moelora_divisor_of((uint32_t)adapters);
   set_size(&sort, plan.rows, problem->routes.num_rows, problem->routes.num_experts * adapters,
            problem->mode == MOELORA_ALIGN_SEGMENTED ? adapters : 1, parts);
-  return run_sort(sort, plan.rows, from, exec);
+  return run_sort(sort, plan.rows, from, plan.resolves, exec);
 }
 
 static moelora_status run_two_sorts(const moelora_align_problem *problem,
@@ -162,7 +163,7 @@ static moelora_status run_two_sorts(const moelora_align_problem *problem,
                                     const moelora_sort_scratch &parts, const moelora_routes *from,
                                     const moelora_exec *exec) {
   align_sort tokens = describe_tokens(problem, plan.tokens, parts);
-  MOELORA_TRY(run_sort(tokens, plan.tokens, from, exec));
+  MOELORA_TRY(run_sort(tokens, plan.tokens, from, plan.resolves, exec));
   align_sort rows = describe(problem);
   apply_blocks(&rows, blocks);
   align_pad pad = {};
@@ -179,7 +180,7 @@ static moelora_status run_two_sorts(const moelora_align_problem *problem,
     rows.num_post = parts.count;
   }
   set_size(&rows, plan.rows, problem->routes.num_rows, problem->routes.num_experts, 1, parts);
-  MOELORA_TRY(run_sort(rows, plan.rows, NULL, exec));
+  MOELORA_TRY(run_sort(rows, plan.rows, NULL, false, exec));
   if (problem->mode != MOELORA_ALIGN_UNIFORM)
     return MOELORA_OK;
   pad.row = parts.row;

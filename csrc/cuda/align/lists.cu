@@ -136,10 +136,8 @@ extern "C" moelora_status moelora_cuda_align_lists(const moelora_align_lists_pro
   lists.expert = l.sorted.expert;
   lists.adapter = l.sorted.adapter;
   lists.count = l.sorted.count;
-  /* Each part finds the layout by itself, which is worth a few thousand rows. */
-  const int64_t active = problem->lists.num_active, parts = problem->lists.rows / 4096;
-  const int64_t most = active <= INT32_MAX / 32 ? 32 : 1;
-  lists.parts = (int32_t)(parts < 1 ? 1 : parts < most ? parts : most);
-  return launch_sized<fill_lists>("align_lists", active * lists.parts, ALIGN_THREADS,
-                                  3 * sizeof(int32_t) * problem->routes.num_experts, exec, lists);
+  lists.parts = plan->list_parts;
+  return launch_sized<fill_lists>("align_lists", (int64_t)problem->lists.num_active * lists.parts,
+                                  ALIGN_THREADS, 3 * sizeof(int32_t) * problem->routes.num_experts,
+                                  exec, lists);
 }

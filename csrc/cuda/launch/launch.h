@@ -248,6 +248,7 @@ typedef struct moelora_quantize_launch {
   int32_t k;
   moelora_dtype dtype;
   bool bytes;
+  bool vectors;          /* x allows 16-byte accesses */
   moelora_format format; /* of the weights: FP8_G64 has groups of 64 */
   moelora_x_format rule;
   float x_scale;

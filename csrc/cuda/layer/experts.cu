@@ -184,7 +184,8 @@ QuantizedRows take_quantized(moelora_arena *arena, const moelora_variant *varian
 
 /* Fills them from a projection's tokens. */
 moelora_status quantize(const QuantizedRows *q, const moelora_gemm_launch *g,
-                        const moelora_variant *variant, const moelora_exec *exec) {
+                        const moelora_variant *variant, const moelora_projection_plan *plan,
+                        const moelora_exec *exec) {
   moelora_quantize_launch launch = {};
   launch.x = g->tokens.x;
   launch.x_stride = g->tokens.stride;
@@ -198,6 +199,7 @@ moelora_status quantize(const QuantizedRows *q, const moelora_gemm_launch *g,
   launch.k = g->tokens.k;
   launch.dtype = variant->dtype;
   launch.bytes = variant->needs == MOELORA_SM90;
+  launch.vectors = plan->quantizes_vectors;
   launch.format = g->weights.w.format;
   launch.rule = g->weights.w.x;
   launch.x_scale = g->weights.w.x_scale;
@@ -231,7 +233,7 @@ moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
                        const moelora_exec *exec) {
   moelora_tokens tokens = g->tokens;
   if (plan->quantizes_x)
-    MOELORA_TRY(quantize(quantized, g, variant, exec));
+    MOELORA_TRY(quantize(quantized, g, variant, plan, exec));
   if (quantized->values)
     tokens = quantized_tokens(quantized, &g->tokens, variant);
   if (g->schedule.blocks.packed_ranks) {
