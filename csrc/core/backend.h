@@ -262,14 +262,19 @@ typedef struct moelora_device_info {
   int32_t num_units;           /* SMs, or CPU threads */
   uint32_t cpu_isa;            /* bits of moelora_isa */
   int32_t l2_bytes;            /* CUDA */
-  int32_t shared_bytes;        /* CUDA: maximum shared memory per CTA */
-  int64_t memory_bytes_per_us; /* CUDA: peak memory bandwidth; 0: unknown */
-  bool overlaps;               /* CUDA: the loaded code supports programmatic dependent launch */
-  bool batch_invariant;        /* of one call: the result of a row must not depend on the batch */
+  int32_t shared_bytes;        /* CUDA: that a CTA may ask for */
+  int32_t clock_mhz;           /* CUDA: the highest of an SM; 0: unknown */
+  int64_t memory_bytes_per_us; /* CUDA: peak bandwidth of its memory; 0: unknown */
+  bool overlaps;               /* CUDA: the code that is loaded knows dependent launches */
+  bool batch_invariant;        /* of one call: its kernels and numbers give a row one result */
 } moelora_device_info;
 
 /* A backend executes plans. A NULL slot says that the operator is not supported; nothing else does.
- * The *_workspace functions are exact and depend on nothing but problem and plan. */
+ *
+ * Each operator describes its workspace in one function of (problem, plan, exec), which both slots
+ * call: the one that runs it for the parts of exec->workspace, and *_workspace, of an exec that has
+ * none, for their size. moelora_run admits the device and the workers of the latter alone, so both
+ * see the same layout. */
 typedef struct moelora_backend {
   const char *name;
   moelora_status (*count_devices)(int32_t *count);
@@ -278,7 +283,8 @@ typedef struct moelora_backend {
   moelora_status (*enter)(int32_t device_index, int32_t *outer);
   moelora_status (*leave)(int32_t device_index, int32_t outer);
   moelora_status (*device_info)(int32_t device_index, moelora_device_info *info);
-  size_t (*align_workspace)(const moelora_align_problem *problem, const moelora_align_plan *plan);
+  size_t (*align_workspace)(const moelora_align_problem *problem, const moelora_align_plan *plan,
+                            const moelora_exec *exec);
   moelora_status (*align)(const moelora_align_problem *problem, const moelora_align_plan *plan,
                           const moelora_exec *exec);
   size_t (*gemm_workspace)(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
@@ -300,7 +306,7 @@ typedef struct moelora_backend {
   moelora_status (*unpack_quantized)(const moelora_quantized_problem *problem,
                                      const moelora_exec *exec);
   size_t (*align_lists_workspace)(const moelora_align_lists_problem *problem,
-                                  const moelora_align_plan *plan);
+                                  const moelora_align_plan *plan, const moelora_exec *exec);
   moelora_status (*align_lists)(const moelora_align_lists_problem *problem,
                                 const moelora_align_plan *plan, const moelora_exec *exec);
   size_t (*delta_workspace)(const moelora_delta_problem *problem, const moelora_delta_plan *plan,
@@ -385,10 +391,9 @@ moelora_status moelora_fail(moelora_status status, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
 /* status.c: what a backend says where it and the plan disagree, which no arguments can bring about:
- * a variant that is not one of a launcher's; a layout of more than was asked for. Launchers have no
- * other refusals: what cannot run is refused by a check or a plan, before anything is queued. */
+ * a variant that is not one of a launcher's. Launchers have no other refusals: what cannot run is
+ * refused by a check or a plan, before anything is queued. */
 moelora_status moelora_no_kernel(const char *variant, const char *why);
-moelora_status moelora_check_layout(size_t used, const moelora_exec *exec);
 
 #define MOELORA_TRY(CALL)                                                                          \
   do {                                                                                             \
@@ -403,13 +408,20 @@ static inline size_t moelora_times(size_t a, size_t b) {
   return __builtin_mul_overflow(a, b, &product) ? SIZE_MAX : product;
 }
 
-/* Carves a workspace into aligned parts. With base == NULL the pointers are meaningless and `used`
- * is the size to ask for, so that one layout function serves both questions. `used` stays SIZE_MAX
- * once the parts are more than that; run.c then refuses the call. */
+/* Carves a workspace into aligned parts. With base == NULL the parts are NULL and `used` is the
+ * size to ask for. `used` stays SIZE_MAX once the parts are more than that; run.c then refuses the
+ * call.
+ */
 typedef struct moelora_arena {
   char *base;
   size_t used;
 } moelora_arena;
+
+/* All of the workspace of a call. */
+static inline moelora_arena moelora_workspace_of(const moelora_exec *exec) {
+  moelora_arena arena = {(char *)exec->workspace, 0};
+  return arena;
+}
 
 static inline void *moelora_take(moelora_arena *arena, size_t bytes) {
   const size_t at = arena->used;

@@ -6,7 +6,7 @@
 
 #include "core/check.h"
 #include "core/format.h"
-#include "core/plan.h"
+#include "core/plan_tile.h"
 
 static pthread_once_t environment_once = PTHREAD_ONCE_INIT;
 static _Atomic(int32_t) capability_limit; /* 0: none */
@@ -73,8 +73,7 @@ moelora_family moelora_family_of(const moelora_device_info *device) {
   return family_of(moelora_limited(device).compute_capability) == own ? own : MOELORA_SM80;
 }
 
-/* Shared memory of the pipeline of an sm_80 kernel. */
-static int32_t pipeline_bytes(const moelora_variant *v) {
+int32_t moelora_pipeline_bytes(const moelora_variant *v) {
   const int32_t tiles = v->block_n / MOELORA_PACK * (v->block_k / MOELORA_PACK);
   const int32_t weights = moelora_is_native_kernel(v->format)
                               ? v->block_n * v->block_k * 2
@@ -88,8 +87,8 @@ static bool has_family(const moelora_variant *variant, const moelora_device_info
   if (variant->needs != MOELORA_SM80)
     return variant->needs == (int32_t)family_of(device->compute_capability);
   if (variant->role != MOELORA_ROLE_GEMM)
-    return true; /* all other kernels fit every GPU */
-  return pipeline_bytes(variant) <= device->shared_bytes;
+    return true; /* all others are made for what every GPU has */
+  return moelora_pipeline_bytes(variant) <= device->shared_bytes;
 }
 
 bool moelora_variant_runs_on(const moelora_variant *variant, const moelora_device_info *device) {

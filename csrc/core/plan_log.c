@@ -126,11 +126,19 @@ static void log_sort(const char *what, const moelora_sort_plan *plan) {
              plan->row_chunks, plan->table_bytes);
 }
 
+/* The launch that reads the caller's tables. */
+static void log_resolve(bool resolves, const moelora_routes *routes) {
+  if (resolves)
+    log_part("resolve", "rows=%lld", (long long)routes->num_rows);
+}
+
 static void log_align(const moelora_align_plan *plan) {
   log_sort("sort_tokens", &plan->tokens);
   log_sort("sort", &plan->rows);
   if (plan->segments)
     log_part("segments", "listed=%lld", (long long)plan->segments);
+  if (plan->list_parts)
+    log_part("lists", "parts=%d", plan->list_parts);
 }
 
 static void log_shrink(const char *what, const moelora_shrink_plan *plan) {
@@ -152,10 +160,12 @@ static void log_projection(const char *what, const moelora_variant *variant,
                            const moelora_projection_plan *plan, int32_t splits) {
   log_part(what,
            "%s epilogue=%s grid=%s splits=%d vectors=%d a_vectors=%d b_vectors=%d b_boxes=%d "
-           "quantizes_x=%d stores_e4m3=%d stores_out=%d counters=%lld near_elements=%d",
+           "quantizes_x=%d quantizes_vectors=%d stores_e4m3=%d stores_out=%d counters=%lld "
+           "near_elements=%d",
            variant->name, epilogue_name(plan->epilogue), grid_name(plan->grid), splits,
            plan->vectors, plan->a_vectors, plan->b_vectors, plan->b_boxes, plan->quantizes_x,
-           plan->stores_e4m3, plan->stores_out, (long long)plan->num_counters, plan->near_elements);
+           plan->quantizes_vectors, plan->stores_e4m3, plan->stores_out,
+           (long long)plan->num_counters, plan->near_elements);
 }
 
 void moelora_note_align(const moelora_routes *routes, const moelora_device_info *device,
@@ -169,6 +179,7 @@ void moelora_note_align(const moelora_routes *routes, const moelora_device_info 
   char shape[32];
   snprintf(shape, sizeof shape, "max_loras=%d", routes->max_loras);
   log_plan("align", shape, "", routes, device, "", 0, NULL, NULL);
+  log_resolve(plan->resolves, routes);
   log_align(plan);
 }
 
@@ -186,6 +197,7 @@ void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device
            plan->variant->name, 1, plan->variant, NULL);
   if (device->device == MOELORA_CPU)
     return;
+  log_resolve(plan->align.resolves, &problem->routes);
   log_align(&plan->align);
   log_part("zero_skipped", "rows=%lld", (long long)problem->routes.num_rows);
   log_shrink("shrink", &plan->shrink);
@@ -218,6 +230,7 @@ void moelora_note_experts(const moelora_experts_problem *problem, const moelora_
   if (plan->staged)
     log_part("layer",
              "%s in one launch; where its CTAs do not fit the context:", plan->variant->name);
+  log_resolve(plan->align.resolves, &problem->routes);
   log_align(&plan->align);
   if (plan->scales_x)
     log_part("scale_x", "rows=%lld", (long long)problem->routes.num_tokens);
@@ -273,6 +286,7 @@ void moelora_note_delta(const char *operator, const moelora_routes *routes, moel
                                        [MOELORA_GROUPED] = "grouped",
                                        [MOELORA_SORTED] = "sorted",
                                        [MOELORA_LISTED] = "listed"};
+  log_resolve(!plan->one || plan->one->role != MOELORA_ROLE_MLP, routes);
   log_part("rows", "order=%s", orders[plan->order]);
   if (plan->one) {
     log_part("delta", "%s parts=%g", plan->one->name, plan->parts);

@@ -80,6 +80,7 @@ moelora_projection_plan moelora_plan_projection(const moelora_projection_load *l
       .vectors = is_vector_x(load, v) && is_vector_out(load) && moelora_is_vector_weights(load->w),
       .a_vectors = moelora_are_vector_factors(lora->a, lora->num_slices),
       .quantizes_x = e4m3_x && !load->x_is_quantized,
+      .quantizes_vectors = e4m3_x && moelora_is_vector_row(load->x, load->x_stride, load->w->k),
       .stores_out = true,
       .num_counters = num_counters_of(load, v),
       .near_elements = near_elements_of(v, device),

@@ -160,7 +160,9 @@ typedef struct moelora_align_plan {
   moelora_sort_plan tokens; /* sort of tokens by adapter, which precedes the rows by expert if there
                                are too many keys for one sort */
   moelora_sort_plan rows;
-  int64_t segments; /* number of segments to list; 0: none */
+  int64_t segments;   /* that it can list; 0: none */
+  bool resolves;      /* a launch reads the caller's tables; else the sort of blocks does */
+  int32_t list_parts; /* of lists: CTAs that fill one */
 } moelora_align_plan;
 
 typedef struct moelora_shrink_plan {
@@ -204,15 +206,16 @@ typedef enum moelora_grid_plan {
 typedef struct moelora_projection_plan {
   moelora_epilogue_plan epilogue;
   moelora_grid_plan grid;
-  bool vectors;          /* x, w and out allow 16-byte accesses */
-  bool a_vectors;        /* A does, too */
-  bool b_vectors;        /* B does, too */
-  bool b_boxes;          /* each slice of B has a tensor map */
-  bool quantizes_x;      /* a previous launch quantizes x to e4m3 */
-  bool stores_e4m3;      /* the epilogue also stores e4m3 outputs, the x of the next projection */
-  bool stores_out;       /* the epilogue stores unquantized outputs */
-  int64_t num_counters;  /* for the tile scheduler */
-  int32_t near_elements; /* elements of x that stay in L2 while weights stream through */
+  bool vectors;           /* x, w and out allow 16-byte accesses */
+  bool a_vectors;         /* so do the factors A */
+  bool b_vectors;         /* and the factors B, which are more depth of w */
+  bool b_boxes;           /* and a tensor map covers each slice of these */
+  bool quantizes_x;       /* a launch before it brings x to e4m3, */
+  bool quantizes_vectors; /* by 16-byte accesses */
+  bool stores_e4m3;      /* its epilogue leaves outputs in e4m3, too, as the next projection's x, */
+  bool stores_out;       /* and as they are, if somebody reads them */
+  int64_t num_counters;  /* of its tile scheduler */
+  int32_t near_elements; /* of x, that L2 keeps while weights stream by */
 } moelora_projection_plan;
 
 /* One grouped projection. A separate launch first zeros rows of out whose expert is not local. */

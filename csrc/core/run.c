@@ -50,9 +50,7 @@ typedef struct prepared {
   call_state state;
   const moelora_backend *backend;
   moelora_device_info device;
-  /* The workspace size was computed for these. */
-  moelora_device kind;
-  int32_t device_index, workers;
+  moelora_exec sized_for; /* whose workspace is the one to ask for: NULL */
   moelora_status (*launch)(const struct prepared *call, const moelora_exec *exec);
   union {
     struct {
@@ -103,9 +101,9 @@ static moelora_status begin(const void *args, const moelora_exec *exec, moelora_
   MOELORA_REQUIRE(call, "call is NULL");
   MOELORA_REQUIRE(exec->num_threads >= 0, "exec.num_threads is %d, expected 0 or more",
                   exec->num_threads);
-  (*prepared)->kind = exec->device;
-  (*prepared)->device_index = exec->device_index;
-  (*prepared)->workers = moelora_workers(exec);
+  (*prepared)->sized_for = *exec;
+  (*prepared)->sized_for.workspace = NULL;
+  (*prepared)->sized_for.workspace_bytes = 0;
   return moelora_find_device(exec, &(*prepared)->backend, &(*prepared)->device);
 }
 
@@ -129,7 +127,20 @@ static moelora_status finish(moelora_call *call, prepared *p, size_t workspace,
   return MOELORA_OK;
 }
 
-/* An empty batch runs too, since its outputs must be filled. */
+/* The same of a layer, forward or backward. */
+static moelora_status finish_layer(moelora_call *call, prepared *p, size_t workspace,
+                                   moelora_status (*launch)(const prepared *, const moelora_exec *),
+                                   const moelora_experts_problem *forward) {
+  const named_size sizes[] = {
+      {"K", forward->hidden},
+      {"I", forward->intermediate},
+      {"R of w13", forward->w13_lora.max_rank},
+      {"R of w2", forward->w2_lora.max_rank},
+  };
+  return finish(call, p, workspace, launch, &forward->routes, sizes, 4);
+}
+
+/* Alignment runs for an empty batch too, as its outputs must be filled. */
 
 static moelora_status launch_align(const prepared *call, const moelora_exec *exec) {
   moelora_note_align(&call->of.align.problem.routes, &call->device, &call->of.align.plan);
@@ -146,8 +157,8 @@ moelora_status moelora_prepare_align(const moelora_align_args *args, const moelo
     return unsupported(p, "moelora_align");
   moelora_align_plan *plan = &p->of.align.plan;
   MOELORA_TRY(moelora_plan_align(problem, &p->device, plan));
-  return finish(call, p, p->backend->align_workspace(problem, plan), launch_align, &problem->routes,
-                NULL, 0);
+  return finish(call, p, p->backend->align_workspace(problem, plan, &p->sized_for), launch_align,
+                &problem->routes, NULL, 0);
 }
 
 static moelora_status launch_gemm(const prepared *call, const moelora_exec *exec) {
@@ -169,7 +180,7 @@ moelora_status moelora_prepare_gemm(const moelora_gemm_args *args, const moelora
   MOELORA_TRY(moelora_plan_gemm(problem, &p->device, plan));
   const named_size sizes[] = {
       {"N", problem->w.n}, {"K", problem->w.k}, {"R", problem->lora.max_rank}};
-  return finish(call, p, p->backend->gemm_workspace(problem, plan, exec), launch_gemm,
+  return finish(call, p, p->backend->gemm_workspace(problem, plan, &p->sized_for), launch_gemm,
                 &problem->routes, sizes, 3);
 }
 
@@ -199,14 +210,8 @@ moelora_status moelora_prepare_experts(const moelora_experts_args *args, const m
                           p->backend->name);
   }
   MOELORA_TRY(moelora_plan_experts(problem, &p->device, plan));
-  const named_size sizes[] = {
-      {"K", problem->hidden},
-      {"I", problem->intermediate},
-      {"R of w13", problem->w13_lora.max_rank},
-      {"R of w2", problem->w2_lora.max_rank},
-  };
-  return finish(call, p, p->backend->experts_workspace(problem, plan, exec), launch_experts,
-                &problem->routes, sizes, 4);
+  return finish_layer(call, p, p->backend->experts_workspace(problem, plan, &p->sized_for),
+                      launch_experts, problem);
 }
 
 static moelora_status launch_experts_backward(const prepared *call, const moelora_exec *exec) {
@@ -226,15 +231,8 @@ moelora_status moelora_prepare_experts_backward(const moelora_experts_backward_a
   if (!p->backend->experts_backward)
     return unsupported(p, "moelora_experts_backward");
   MOELORA_TRY(moelora_plan_experts_backward(problem, &p->device, plan));
-  const moelora_experts_problem *forward = &problem->forward;
-  const named_size sizes[] = {
-      {"K", forward->hidden},
-      {"I", forward->intermediate},
-      {"R of w13", forward->w13_lora.max_rank},
-      {"R of w2", forward->w2_lora.max_rank},
-  };
-  return finish(call, p, p->backend->experts_backward_workspace(problem, plan, exec),
-                launch_experts_backward, &forward->routes, sizes, 4);
+  return finish_layer(call, p, p->backend->experts_backward_workspace(problem, plan, &p->sized_for),
+                      launch_experts_backward, &problem->forward);
 }
 
 static moelora_status launch_align_lists(const prepared *call, const moelora_exec *exec) {
@@ -254,8 +252,8 @@ moelora_status moelora_prepare_align_lists(const moelora_align_lists_args *args,
     return unsupported(p, "moelora_align_lists");
   moelora_align_plan *plan = &p->of.align_lists.plan;
   MOELORA_TRY(moelora_plan_align_lists(problem, &p->device, plan));
-  return finish(call, p, p->backend->align_lists_workspace(problem, plan), launch_align_lists,
-                &problem->routes, NULL, 0);
+  return finish(call, p, p->backend->align_lists_workspace(problem, plan, &p->sized_for),
+                launch_align_lists, &problem->routes, NULL, 0);
 }
 
 static moelora_status launch_delta(const prepared *call, const moelora_exec *exec) {
@@ -282,7 +280,7 @@ moelora_status moelora_prepare_delta(const moelora_delta_args *args, const moelo
   MOELORA_TRY(moelora_plan_delta(problem, &p->device, plan));
   const named_size sizes[] = {
       {"K", problem->k}, {"columns", problem->columns}, {"R", problem->lora.max_rank}};
-  return finish(call, p, p->backend->delta_workspace(problem, plan, exec), launch_delta,
+  return finish(call, p, p->backend->delta_workspace(problem, plan, &p->sized_for), launch_delta,
                 &problem->routes, sizes, 3);
 }
 
@@ -311,21 +309,22 @@ moelora_status moelora_prepare_mlp_delta(const moelora_mlp_delta_args *args,
       {"R of gate_up", problem->gate_up.max_rank},
       {"R of down", problem->down.max_rank},
   };
-  return finish(call, p, p->backend->mlp_delta_workspace(problem, plan, exec), launch_mlp_delta,
-                &problem->routes, sizes, 4);
+  return finish(call, p, p->backend->mlp_delta_workspace(problem, plan, &p->sized_for),
+                launch_mlp_delta, &problem->routes, sizes, 4);
 }
 
 /* ---- running ---- */
 
 /* The size of a workspace depends on the device and the number of threads. */
 static moelora_status check_same_device(const prepared *p, const moelora_exec *exec) {
-  MOELORA_REQUIRE(exec->device == p->kind && exec->device_index == p->device_index,
+  const moelora_exec *sized = &p->sized_for;
+  MOELORA_REQUIRE(exec->device == sized->device && exec->device_index == sized->device_index,
                   "exec is device %d, index %d; the call was prepared for device %d, index %d",
-                  (int)exec->device, exec->device_index, (int)p->kind, p->device_index);
-  MOELORA_REQUIRE(moelora_workers(exec) <= p->workers,
+                  (int)exec->device, exec->device_index, (int)sized->device, sized->device_index);
+  MOELORA_REQUIRE(moelora_workers(exec) <= moelora_workers(sized),
                   "exec.parallel_for runs %d threads, the call was prepared for %d: give "
                   "moelora_prepare_* the parallel_for and num_threads of moelora_run",
-                  moelora_workers(exec), p->workers);
+                  moelora_workers(exec), moelora_workers(sized));
   return MOELORA_OK;
 }
 

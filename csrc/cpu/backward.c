@@ -76,8 +76,7 @@ static float *take_ranks(moelora_arena *arena, int64_t rows, const moelora_facto
 }
 
 static backward_layout lay_out(const moelora_experts_backward_problem *problem,
-                               const moelora_backward_plan *plan, const moelora_exec *exec,
-                               void *base) {
+                               const moelora_backward_plan *plan, const moelora_exec *exec) {
   const moelora_experts_problem *forward = &problem->forward;
   const moelora_routes *routes = &forward->routes;
   const bool wide = plan->variant->dtype == MOELORA_F32;
@@ -85,7 +84,7 @@ static backward_layout lay_out(const moelora_experts_backward_problem *problem,
   const int64_t rows = routes->num_rows, tokens = routes->num_tokens;
   const int64_t depth = moelora_max(forward->hidden, forward->w13.n);
   const int64_t rank = moelora_max(forward->w13_lora.max_rank, forward->w2_lora.max_rank);
-  moelora_arena arena = {base, 0};
+  moelora_arena arena = moelora_workspace_of(exec);
   backward_layout layout = {0};
   moelora_sorted_take(routes, &arena, &layout.sorted);
   moelora_segments_take(routes, &arena, &layout.segments);
@@ -118,7 +117,7 @@ static backward_layout lay_out(const moelora_experts_backward_problem *problem,
 size_t moelora_cpu_experts_backward_workspace(const moelora_experts_backward_problem *problem,
                                               const moelora_backward_plan *plan,
                                               const moelora_exec *exec) {
-  return lay_out(problem, plan, exec, NULL).bytes;
+  return lay_out(problem, plan, exec).bytes;
 }
 
 /* Inputs of all steps. */
@@ -471,7 +470,7 @@ moelora_status moelora_cpu_experts_backward(const moelora_experts_backward_probl
       .forward = &forward,
       .variant = plan->variant,
       .exec = exec,
-      .layout = lay_out(problem, plan, exec, exec->workspace),
+      .layout = lay_out(problem, plan, exec),
       .want = find_wanted(problem),
       .x = forward.x,
       .x_stride = forward.x_stride,

@@ -191,7 +191,7 @@ void moelora_cpu_expand(const moelora_projection *projection, int64_t first, int
 
 /* Operators. */
 size_t moelora_cpu_align_workspace(const moelora_align_problem *problem,
-                                   const moelora_align_plan *plan);
+                                   const moelora_align_plan *plan, const moelora_exec *exec);
 moelora_status moelora_cpu_align(const moelora_align_problem *problem,
                                  const moelora_align_plan *plan, const moelora_exec *exec);
 size_t moelora_cpu_gemm_workspace(const moelora_gemm_problem *problem,
@@ -203,7 +203,7 @@ size_t moelora_cpu_experts_workspace(const moelora_experts_problem *problem,
 moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
                                    const moelora_experts_plan *plan, const moelora_exec *exec);
 size_t moelora_cpu_align_lists_workspace(const moelora_align_lists_problem *problem,
-                                         const moelora_align_plan *plan);
+                                         const moelora_align_plan *plan, const moelora_exec *exec);
 moelora_status moelora_cpu_align_lists(const moelora_align_lists_problem *problem,
                                        const moelora_align_plan *plan, const moelora_exec *exec);
 size_t moelora_cpu_delta_workspace(const moelora_delta_problem *problem,

@@ -207,10 +207,9 @@ static int64_t rows_of_x(const moelora_delta_problem *problem) {
 }
 
 static delta_layout delta_lay_out(const moelora_delta_problem *problem,
-                                  const moelora_delta_plan *plan, const moelora_exec *exec,
-                                  void *base) {
+                                  const moelora_delta_plan *plan, const moelora_exec *exec) {
   const moelora_routes *routes = &problem->routes;
-  moelora_arena arena = {base, 0};
+  moelora_arena arena = moelora_workspace_of(exec);
   delta_layout layout = {0};
   rows_take(routes, problem->lists.sorted_token_ids, &arena, &layout.rows);
   layout.scratch = moelora_scratch_take(plan->variant, exec, &arena);
@@ -227,13 +226,13 @@ static delta_layout delta_lay_out(const moelora_delta_problem *problem,
 
 size_t moelora_cpu_delta_workspace(const moelora_delta_problem *problem,
                                    const moelora_delta_plan *plan, const moelora_exec *exec) {
-  return delta_lay_out(problem, plan, exec, NULL).bytes;
+  return delta_lay_out(problem, plan, exec).bytes;
 }
 
 moelora_status moelora_cpu_delta(const moelora_delta_problem *problem,
                                  const moelora_delta_plan *plan, const moelora_exec *exec) {
   const moelora_routes *routes = &problem->routes;
-  delta_layout layout = delta_lay_out(problem, plan, exec, exec->workspace);
+  delta_layout layout = delta_lay_out(problem, plan, exec);
   if (problem->lists.sorted_token_ids)
     rows_of_lists(routes, &problem->lists, problem->lora.max_rank, &layout.rows);
   else
@@ -314,11 +313,10 @@ typedef struct mlp_layout {
 } mlp_layout;
 
 static mlp_layout mlp_lay_out(const moelora_mlp_delta_problem *problem,
-                              const moelora_delta_plan *plan, const moelora_exec *exec,
-                              void *base) {
+                              const moelora_delta_plan *plan, const moelora_exec *exec) {
   const moelora_routes *routes = &problem->routes;
   const moelora_variant *variant = plan->variant;
-  moelora_arena arena = {base, 0};
+  moelora_arena arena = moelora_workspace_of(exec);
   mlp_layout layout = {0};
   rows_take(routes, false, &arena, &layout.rows);
   layout.scratch = moelora_scratch_take(variant, exec, &arena);
@@ -337,13 +335,13 @@ static mlp_layout mlp_lay_out(const moelora_mlp_delta_problem *problem,
 
 size_t moelora_cpu_mlp_delta_workspace(const moelora_mlp_delta_problem *problem,
                                        const moelora_delta_plan *plan, const moelora_exec *exec) {
-  return mlp_lay_out(problem, plan, exec, NULL).bytes;
+  return mlp_lay_out(problem, plan, exec).bytes;
 }
 
 moelora_status moelora_cpu_mlp_delta(const moelora_mlp_delta_problem *problem,
                                      const moelora_delta_plan *plan, const moelora_exec *exec) {
   const moelora_routes *routes = &problem->routes;
-  mlp_layout layout = mlp_lay_out(problem, plan, exec, exec->workspace);
+  mlp_layout layout = mlp_lay_out(problem, plan, exec);
   const int32_t max_rank = problem->gate_up.max_rank < problem->down.max_rank
                                ? problem->gate_up.max_rank
                                : problem->down.max_rank;

@@ -24,11 +24,10 @@ typedef struct experts_layout {
 } experts_layout;
 
 static experts_layout lay_out(const moelora_experts_problem *problem,
-                              const moelora_experts_plan *plan, const moelora_exec *exec,
-                              void *base) {
+                              const moelora_experts_plan *plan, const moelora_exec *exec) {
   const moelora_routes *routes = &problem->routes;
   const moelora_variant *variant = plan->variant;
-  moelora_arena arena = {base, 0};
+  moelora_arena arena = moelora_workspace_of(exec);
   experts_layout layout = {0};
   moelora_sorted_take(routes, &arena, &layout.sorted);
   layout.scratch13 = moelora_scratch_take(variant, exec, &arena);
@@ -54,13 +53,13 @@ static experts_layout lay_out(const moelora_experts_problem *problem,
 
 size_t moelora_cpu_experts_workspace(const moelora_experts_problem *problem,
                                      const moelora_experts_plan *plan, const moelora_exec *exec) {
-  return lay_out(problem, plan, exec, NULL).bytes;
+  return lay_out(problem, plan, exec).bytes;
 }
 
 moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
                                    const moelora_experts_plan *plan, const moelora_exec *exec) {
   const moelora_routes *routes = &problem->routes;
-  experts_layout layout = lay_out(problem, plan, exec, exec->workspace);
+  experts_layout layout = lay_out(problem, plan, exec);
   moelora_factors lora13 = problem->w13_lora, lora2 = problem->w2_lora;
   moelora_sort_rows(routes, &layout.sorted);
   moelora_cpu_round_factors(plan->variant, problem, problem->hidden, &layout.rounded13, &lora13,

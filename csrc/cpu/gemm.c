@@ -192,9 +192,9 @@ static int64_t rows_of_x(const moelora_gemm_problem *problem) {
 }
 
 static gemm_layout gemm_lay_out(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
-                                const moelora_exec *exec, void *base) {
+                                const moelora_exec *exec) {
   const moelora_routes *routes = &problem->routes;
-  moelora_arena arena = {base, 0};
+  moelora_arena arena = moelora_workspace_of(exec);
   gemm_layout layout = {0};
   moelora_sorted_take(routes, &arena, &layout.sorted);
   layout.scratch = moelora_scratch_take(plan->variant, exec, &arena);
@@ -210,7 +210,7 @@ static gemm_layout gemm_lay_out(const moelora_gemm_problem *problem, const moelo
 
 size_t moelora_cpu_gemm_workspace(const moelora_gemm_problem *problem,
                                   const moelora_gemm_plan *plan, const moelora_exec *exec) {
-  return gemm_lay_out(problem, plan, exec, NULL).bytes;
+  return gemm_lay_out(problem, plan, exec).bytes;
 }
 
 static void emit_out(const moelora_projection *p, int64_t at, int64_t begin, int64_t count,
@@ -230,7 +230,7 @@ static void emit_out(const moelora_projection *p, int64_t at, int64_t begin, int
 moelora_status moelora_cpu_gemm(const moelora_gemm_problem *problem, const moelora_gemm_plan *plan,
                                 const moelora_exec *exec) {
   const moelora_routes *routes = &problem->routes;
-  gemm_layout layout = gemm_lay_out(problem, plan, exec, exec->workspace);
+  gemm_layout layout = gemm_lay_out(problem, plan, exec);
   moelora_sort_rows(routes, &layout.sorted);
   moelora_projection projection = {
       .variant = plan->variant,

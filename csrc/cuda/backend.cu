@@ -48,12 +48,13 @@ static moelora_status leave(int32_t device_index, int32_t outer) {
 }
 
 static moelora_status device_info(int32_t device_index, moelora_device_info *info) {
-  int major = 0, minor = 0, sms = 0, l2 = 0, shared = 0, khz = 0, bits = 0;
+  int major = 0, minor = 0, sms = 0, l2 = 0, shared = 0, clock = 0, khz = 0, bits = 0;
   MOELORA_TRY(attribute(cudaDevAttrComputeCapabilityMajor, device_index, &major));
   MOELORA_TRY(attribute(cudaDevAttrComputeCapabilityMinor, device_index, &minor));
   MOELORA_TRY(attribute(cudaDevAttrMultiProcessorCount, device_index, &sms));
   MOELORA_TRY(attribute(cudaDevAttrL2CacheSize, device_index, &l2));
   MOELORA_TRY(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_index, &shared));
+  MOELORA_TRY(attribute(cudaDevAttrClockRate, device_index, &clock));
   MOELORA_TRY(attribute(cudaDevAttrMemoryClockRate, device_index, &khz));
   MOELORA_TRY(attribute(cudaDevAttrGlobalMemoryBusWidth, device_index, &bits));
   *info = {};
@@ -62,7 +63,8 @@ static moelora_status device_info(int32_t device_index, moelora_device_info *inf
   info->num_units = sms;
   info->l2_bytes = l2;
   info->shared_bytes = shared;
-  info->memory_bytes_per_us = (int64_t)khz * 2 * bits / 8 / 1000; // two transfers per clock
+  info->clock_mhz = clock / 1000;
+  info->memory_bytes_per_us = (int64_t)khz * 2 * bits / 8 / 1000; // two transfers a clock
   return ask_overlaps(&info->overlaps);
 }
 

@@ -10,7 +10,7 @@ extern "C" {
 
 /* align.cu */
 size_t moelora_cuda_align_workspace(const moelora_align_problem *problem,
-                                    const moelora_align_plan *plan);
+                                    const moelora_align_plan *plan, const moelora_exec *exec);
 moelora_status moelora_cuda_align(const moelora_align_problem *problem,
                                   const moelora_align_plan *plan, const moelora_exec *exec);
 
@@ -26,7 +26,7 @@ moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem *problem,
 
 /* align/lists.cu */
 size_t moelora_cuda_align_lists_workspace(const moelora_align_lists_problem *problem,
-                                          const moelora_align_plan *plan);
+                                          const moelora_align_plan *plan, const moelora_exec *exec);
 moelora_status moelora_cuda_align_lists(const moelora_align_lists_problem *problem,
                                         const moelora_align_plan *plan, const moelora_exec *exec);
 

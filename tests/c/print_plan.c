@@ -17,9 +17,14 @@
  *
  *   ONE ORDER SORT SHRINK SPLITS EXPAND WAVES
  *
- * where ONE is the kernel for both halves in one launch. With `on SMS GB_PER_S` next, the GPU has
- * so many SMs and that memory bandwidth, otherwise 132 and unknown. With MOELORA_LOG=plan, the
- * launches of layers are printed to stderr.
+ * where ONE is both halves in one launch. With `tiles` it is every row that can run the layer, as
+ * several launches, with the model's nanoseconds for 1000 weights, the one to run in brackets:
+ *
+ *   NAME=NS [NAME=NS] ...
+ *
+ * With `on SMS GB_PER_S` behind that the GPU has so many
+ * SMs and such a memory, else 132 and one that is not known. With MOELORA_LOG=plan what layers
+ * launch is on stderr.
  *
  * Other arguments are tuned plans, nine words each:
  *
@@ -30,7 +35,7 @@
 
 #include "core/backend.h"
 #include "core/format.h"
-#include "core/plan.h"
+#include "core/plan_tile.h"
 
 static const moelora_dtype dtypes[] = {MOELORA_F32, MOELORA_BF16, MOELORA_F16};
 static const char *dtype_names[] = {"float32", "bfloat16", "float16"};
@@ -151,11 +156,39 @@ static void print_delta(const moelora_experts_problem *layer, const moelora_devi
            name_of(plan.expand[0].variant), plan.expand[0].waves);
 }
 
+/* Of contiguous weights, which Hopper's kernels take, too. */
+static void print_tiles(const moelora_experts_problem *layer, const moelora_device_info *device) {
+  const moelora_access access = {
+      .vectors = true,
+      .tma = true,
+      .layer = true,
+      .x_rows = layer->routes.num_tokens,
+      .x_stride = layer->x_stride,
+      .k = layer->hidden,
+      .format = moelora_kernel_format_of(layer->w13.format, layer->w13.x),
+      .second = moelora_kernel_format_of(layer->w2.format, layer->w2.x),
+  };
+  moelora_tile tiles[MOELORA_MOST_TILES];
+  const int32_t count = moelora_list_tiles(moelora_rows_per_expert(&layer->routes), layer->dtype,
+                                           &access, device, tiles);
+  const char *space = "";
+  for (int32_t i = 0; i < count; i++) {
+    if (tiles[i].ns <= 0)
+      continue;
+    const bool chosen = !tiles[i].why_not;
+    printf("%s%s%s=%.5f%s", space, chosen ? "[" : "", tiles[i].variant->name, tiles[i].ns,
+           chosen ? "]" : "");
+    space = " ";
+  }
+  printf("\n");
+}
+
 int main(int argc, char **argv) {
   const bool deltas = argc > 1 && strcmp(argv[1], "delta") == 0;
   const bool listed = argc > 1 && strcmp(argv[1], "listed") == 0;
   const bool splits = argc > 1 && strcmp(argv[1], "splits") == 0;
-  const int asked = 1 + deltas + listed + splits;
+  const bool tiles = argc > 1 && strcmp(argv[1], "tiles") == 0;
+  const int asked = 1 + deltas + listed + splits + tiles;
   const bool on = argc > asked + 2 && strcmp(argv[asked], "on") == 0;
   const int told = asked + 3 * on;
   const bool quantized = argc > told + 2 && strcmp(argv[told], "formats") == 0;
@@ -212,6 +245,10 @@ int main(int argc, char **argv) {
     if (deltas) {
       problem.w2_lora.slice_n = inner;
       print_delta(&problem, &device);
+      continue;
+    }
+    if (tiles) {
+      print_tiles(&problem, &device);
       continue;
     }
     moelora_experts_plan plan;

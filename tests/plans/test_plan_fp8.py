@@ -24,7 +24,7 @@ def test_tiles_of_fp8_weights(quantized, name, dtype):
         tiles = {1: 16, 128: 16, 129: 32, 416: 32, 417: 64, 131072: 64}
     for tokens, rows in tiles.items():
         shape = f"{rows}x128x64"
-        for capability in (80, 86, 89, 100, 120) + ((90,) if kernel == "w8a16" else ()):
+        for capability in (80, 90) if kernel == "w8a16" else (80,):
             layer = {"tokens": tokens, "dtype": DTYPES[dtype]}
             row, of_w2, _ = quantized(("cuda", capability), name, name, **layer)
             assert row.name == of_w2.name == f"gemm_{dtype.lower()}_{kernel}_{shape}_sm80"

@@ -32,8 +32,9 @@ def launches(tmp_path_factory):
 
 
 def test_launches_come_in_their_order(launches):
-    assert [*launches(H200, tokens=64)] == ["sort", "w13", "w2", "sum"]
-    with_adapters = ["sort", "shrink13", "w13", "shrink2", "w2", "sum"]
+    assert [*launches(H200, tokens=64)] == ["resolve", "sort", "w13", "w2", "sum"]
+    assert [*launches(H200, tokens=8)] == ["sort", "w13", "w2", "sum"], "which reads tables itself"
+    with_adapters = ["resolve", "sort", "shrink13", "w13", "shrink2", "w2", "sum"]
     assert [part for part in launches(H200, tokens=64, rank=16) if part != "segments"] == (
         with_adapters
     )
@@ -72,6 +73,7 @@ def test_activations_become_e4m3_once(launches):
     assert small["w13"]["quantizes_x"] == small["w2"]["quantizes_x"] == "1"
     assert small["w13"]["stores_e4m3"] == "0"
     assert (large["w13"]["quantizes_x"], large["w2"]["quantizes_x"]) == ("1", "0")
+    assert large["w13"]["quantizes_vectors"] == "1"
     assert (large["w13"]["stores_e4m3"], large["w13"]["stores_out"]) == ("1", "0")
     adapted = launches(H200, "w8a8", tokens=4096, rank=16)
     assert adapted["w13"]["stores_out"] == "1", "adapters of w2 read h as it is"

@@ -102,8 +102,8 @@ struct ListsLayout {
 };
 
 ListsLayout lay_out(const moelora_align_lists_problem *problem, const moelora_align_plan *plan,
-                    void *base) {
-  moelora_arena arena = {(char *)base, 0};
+                    const moelora_exec *exec) {
+  moelora_arena arena = moelora_workspace_of(exec);
   ListsLayout l;
   l.routes = moelora_cuda_take_routes(&problem->routes, false, &arena);
   l.lists = moelora_cuda_take_lists(&problem->lists, problem->routes.max_loras, false, &arena);
@@ -115,8 +115,9 @@ ListsLayout lay_out(const moelora_align_lists_problem *problem, const moelora_al
 } // namespace
 
 extern "C" size_t moelora_cuda_align_lists_workspace(const moelora_align_lists_problem *problem,
-                                                     const moelora_align_plan *plan) {
-  return lay_out(problem, plan, nullptr).bytes;
+                                                     const moelora_align_plan *plan,
+                                                     const moelora_exec *exec) {
+  return lay_out(problem, plan, exec).bytes;
 }
 
 extern "C" moelora_status moelora_cuda_align_lists(const moelora_align_lists_problem *problem,
@@ -124,8 +125,7 @@ extern "C" moelora_status moelora_cuda_align_lists(const moelora_align_lists_pro
                                                    const moelora_exec *exec) {
   if (problem->lists.num_active == 0)
     return MOELORA_OK;
-  const ListsLayout l = lay_out(problem, plan, exec->workspace);
-  MOELORA_TRY(moelora_check_layout(l.bytes, exec));
+  const ListsLayout l = lay_out(problem, plan, exec);
   MOELORA_TRY(
       moelora_cuda_resolve(&problem->routes, &l.routes, &problem->lists, &l.lists, true, exec));
   MOELORA_TRY(moelora_cuda_sort_rows(&l.routes, &l.sorted, plan, exec));
@@ -136,10 +136,8 @@ extern "C" moelora_status moelora_cuda_align_lists(const moelora_align_lists_pro
   lists.expert = l.sorted.expert;
   lists.adapter = l.sorted.adapter;
   lists.count = l.sorted.count;
-  /* Each part computes the layout redundantly, which pays off from a few thousand rows on. */
-  const int64_t active = problem->lists.num_active, parts = problem->lists.rows / 4096;
-  const int64_t most = active <= INT32_MAX / 32 ? 32 : 1;
-  lists.parts = (int32_t)(parts < 1 ? 1 : parts < most ? parts : most);
-  return launch_sized<fill_lists>("align_lists", active * lists.parts, ALIGN_THREADS,
-                                  3 * sizeof(int32_t) * problem->routes.num_experts, exec, lists);
+  lists.parts = plan->list_parts;
+  return launch_sized<fill_lists>("align_lists", (int64_t)problem->lists.num_active * lists.parts,
+                                  ALIGN_THREADS, 3 * sizeof(int32_t) * problem->routes.num_experts,
+                                  exec, lists);
 }

@@ -192,20 +192,30 @@ moelora_status moelora_cuda_resolve(const moelora_routes *from, const moelora_ro
                                     const moelora_list_blocks *to_lists, bool overlaps,
                                     const moelora_exec *exec);
 
-/* align.cu: fills the blocks from resolved `routes`. If `from` is not NULL, resolves it first,
- * after the previous kernel has completed. */
-size_t moelora_cuda_align_rows_workspace(const moelora_routes *routes,
-                                         const moelora_align_plan *plan);
+/* What the sorts of an alignment need beside their results; NULL where they do not. */
+typedef struct moelora_sort_scratch {
+  uint32_t *table;
+  int32_t *order;                          /* [M] */
+  int32_t *row, *expert, *adapter, *count; /* [P], [P], [P], [1] */
+} moelora_sort_scratch;
+
+/* align.cu: takes it for blocks, and fills these. `routes` are resolved; of `from`, where that is
+ * not NULL, behind the end of the kernel before. */
+moelora_sort_scratch moelora_cuda_take_scratch(const moelora_routes *routes,
+                                               moelora_align_mode mode,
+                                               const moelora_align_plan *plan,
+                                               moelora_arena *arena);
 moelora_status moelora_cuda_align_rows(const moelora_routes *from, const moelora_routes *routes,
                                        const moelora_blocks *blocks, const moelora_align_plan *plan,
-                                       void *workspace, const moelora_exec *exec);
+                                       const moelora_sort_scratch *scratch,
+                                       const moelora_exec *exec);
 
 /* Unpadded routed rows, sorted by expert, then adapter; `count` of P entries are valid. */
 typedef struct moelora_sorted_rows {
   int32_t *row, *expert, *adapter; /* [P]; adapter -1: none */
   int32_t *count;                  /* [1] */
   moelora_segment *segments;       /* as in moelora_blocks; NULL: not listed */
-  void *scratch;
+  moelora_sort_scratch scratch;
 } moelora_sorted_rows;
 /* align.cu: allocates and fills them. */
 moelora_sorted_rows moelora_cuda_take_sorted(const moelora_routes *routes,
@@ -238,6 +248,7 @@ typedef struct moelora_quantize_launch {
   int32_t k;
   moelora_dtype dtype;
   bool bytes;
+  bool vectors;          /* x allows 16-byte accesses */
   moelora_format format; /* of the weights: FP8_G64 has groups of 64 */
   moelora_x_format rule;
   float x_scale;

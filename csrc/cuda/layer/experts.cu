@@ -54,8 +54,8 @@ int64_t blocks_for(int64_t threads) {
 struct Alignment {
   moelora_routes routes; // resolved
   moelora_blocks blocks;
-  int32_t *tile_counters[MOELORA_PROJECTIONS]; // within those of `blocks`
-  void *scratch;
+  int32_t *tile_counters[MOELORA_PROJECTIONS]; // among those of `blocks`
+  moelora_sort_scratch scratch;
 };
 
 /* Allocates the blocks of `variant`, for `count` projections. */
@@ -95,7 +95,7 @@ Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
   blocks->segments =
       segments ? (moelora_segment *)moelora_take(arena, segments * sizeof(moelora_segment))
                : nullptr;
-  a.scratch = moelora_take(arena, moelora_cuda_align_rows_workspace(routes, plan));
+  a.scratch = moelora_cuda_take_scratch(routes, MOELORA_ALIGN_SEGMENTED, plan, arena);
   return a;
 }
 
@@ -103,7 +103,7 @@ Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
  * start while another layer still occupies some SMs, and would be spread unevenly. */
 moelora_status align(const Alignment *a, const moelora_routes *from, const moelora_align_plan *plan,
                      const moelora_exec *exec) {
-  return moelora_cuda_align_rows(from, &a->routes, &a->blocks, plan, a->scratch, exec);
+  return moelora_cuda_align_rows(from, &a->routes, &a->blocks, plan, &a->scratch, exec);
 }
 
 /* Rows of a buffer that is ordered by position. */
@@ -183,7 +183,8 @@ QuantizedRows take_quantized(moelora_arena *arena, const moelora_variant *varian
 
 /* Quantizes a projection's tokens. */
 moelora_status quantize(const QuantizedRows *q, const moelora_gemm_launch *g,
-                        const moelora_variant *variant, const moelora_exec *exec) {
+                        const moelora_variant *variant, const moelora_projection_plan *plan,
+                        const moelora_exec *exec) {
   moelora_quantize_launch launch = {};
   launch.x = g->tokens.x;
   launch.x_stride = g->tokens.stride;
@@ -197,6 +198,7 @@ moelora_status quantize(const QuantizedRows *q, const moelora_gemm_launch *g,
   launch.k = g->tokens.k;
   launch.dtype = variant->dtype;
   launch.bytes = variant->needs == MOELORA_SM90;
+  launch.vectors = plan->quantizes_vectors;
   launch.format = g->weights.w.format;
   launch.rule = g->weights.w.x;
   launch.x_scale = g->weights.w.x_scale;
@@ -230,7 +232,7 @@ moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
                        const moelora_exec *exec) {
   moelora_tokens tokens = g->tokens;
   if (plan->quantizes_x)
-    MOELORA_TRY(quantize(quantized, g, variant, exec));
+    MOELORA_TRY(quantize(quantized, g, variant, plan, exec));
   if (quantized->values)
     tokens = quantized_tokens(quantized, &g->tokens, variant);
   if (g->schedule.blocks.packed_ranks) {
@@ -253,8 +255,9 @@ struct GemmLayout {
   size_t bytes;
 };
 
-GemmLayout lay_out_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *plan, void *base) {
-  moelora_arena arena = {(char *)base, 0};
+GemmLayout lay_out_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *plan,
+                        const moelora_exec *exec) {
+  moelora_arena arena = moelora_workspace_of(exec);
   GemmLayout l;
   l.alignment = take_alignment(&arena, &p->routes, plan->variant, &plan->projection, 1,
                                &plan->align, false, p->mul_routed_weight);
@@ -275,8 +278,8 @@ struct ExpertsLayout {
 };
 
 ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_experts_plan *plan,
-                              void *base) {
-  moelora_arena arena = {(char *)base, 0};
+                              const moelora_exec *exec) {
+  moelora_arena arena = moelora_workspace_of(exec);
   ExpertsLayout l;
   l.alignment = take_alignment(&arena, &p->routes, plan->variant, plan->projection,
                                MOELORA_PROJECTIONS, &plan->align, true, false);
@@ -299,9 +302,8 @@ ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_ex
 template <class T>
 moelora_status run_experts(const moelora_experts_problem *p, const moelora_experts_plan *plan,
                            const moelora_exec *exec) {
-  ExpertsLayout l = lay_out_experts(p, plan, exec->workspace);
+  const ExpertsLayout l = lay_out_experts(p, plan, exec);
   const moelora_routes *routes = &l.alignment.routes;
-  MOELORA_TRY(moelora_check_layout(l.bytes, exec));
   MOELORA_TRY(align(&l.alignment, &p->routes, &plan->align, exec));
 
   moelora_gemm_launch g =
@@ -369,15 +371,13 @@ moelora_status run_experts(const moelora_experts_problem *p, const moelora_exper
 
 size_t moelora_cuda_gemm_workspace(const moelora_gemm_problem *problem,
                                    const moelora_gemm_plan *plan, const moelora_exec *exec) {
-  (void)exec;
-  return lay_out_gemm(problem, plan, nullptr).bytes;
+  return lay_out_gemm(problem, plan, exec).bytes;
 }
 
 moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *plan,
                                  const moelora_exec *exec) {
-  const GemmLayout l = lay_out_gemm(p, plan, exec->workspace);
+  const GemmLayout l = lay_out_gemm(p, plan, exec);
   const moelora_routes *routes = &l.alignment.routes;
-  MOELORA_TRY(moelora_check_layout(l.bytes, exec));
   MOELORA_TRY(align(&l.alignment, &p->routes, &plan->align, exec));
   MOELORA_TRY(launch_kernel<zero_skipped>(
       "zero_skipped", blocks_for(32 * routes->num_rows), kThreads, 0, exec,
@@ -416,10 +416,10 @@ moelora_status run_staged(const moelora_experts_problem *problem, const moelora_
 size_t moelora_cuda_experts_workspace(const moelora_experts_problem *problem,
                                       const moelora_experts_plan *plan, const moelora_exec *exec) {
   if (!plan->staged)
-    return lay_out_experts(problem, plan, nullptr).bytes;
+    return lay_out_experts(problem, plan, exec).bytes;
   const moelora_experts_plan staged = staged_plan(plan);
   const size_t one = moelora_cuda_decode_workspace(problem, exec);
-  const size_t several = lay_out_experts(problem, &staged, nullptr).bytes;
+  const size_t several = lay_out_experts(problem, &staged, exec).bytes;
   return one > several ? one : several;
 }
 

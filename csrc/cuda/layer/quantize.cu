@@ -138,13 +138,12 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class T, bool BYTES>
 moelora_status launch(const moelora_quantize_launch *q, const moelora_exec *exec) {
-  const bool vectors = (uintptr_t)q->x % 16 == 0 && q->x_stride % 8 == 0 && q->k % 8 == 0;
   const int64_t tiles = q->rule == MOELORA_X_TOKEN && q->k ? TILES : (q->k + 127) / 128;
   const int64_t share = kThreads / 32 * TILES, work = (q->rows * tiles + share - 1) / share;
-  return vectors ? launch_kernel<quantize_rows<T, BYTES, true>>("quantize_rows", work, kThreads, 0,
-                                                                exec, *q)
-                 : launch_kernel<quantize_rows<T, BYTES, false>>("quantize_rows", work, kThreads, 0,
-                                                                 exec, *q);
+  return q->vectors ? launch_kernel<quantize_rows<T, BYTES, true>>("quantize_rows", work, kThreads,
+                                                                   0, exec, *q)
+                    : launch_kernel<quantize_rows<T, BYTES, false>>("quantize_rows", work, kThreads,
+                                                                    0, exec, *q);
 }
 
 } // namespace

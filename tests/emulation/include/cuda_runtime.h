@@ -271,6 +271,7 @@ enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount,
   cudaDevAttrL2CacheSize,
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
+  cudaDevAttrClockRate,
   cudaDevAttrMemoryClockRate,
   cudaDevAttrGlobalMemoryBusWidth
 };
@@ -358,6 +359,7 @@ inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr name, int) 
   case cudaDevAttrMaxSharedMemoryPerBlockOptin:
     *value = capability == 80 ? 163 << 10 : (int)emulation::kDynamic;
     break;
+  case cudaDevAttrClockRate:
   case cudaDevAttrMemoryClockRate:
   case cudaDevAttrGlobalMemoryBusWidth:
     *value = 0;
