@@ -36,6 +36,7 @@ typedef enum moelora_role {
   MOELORA_ROLE_DELTA,  /* both, of few rows */
   MOELORA_ROLE_MLP,    /* both of both projections, of few tokens */
   MOELORA_ROLE_SUM,    /* over top_k */
+  MOELORA_ROLE_BACK,   /* one grouped product of a backward */
   MOELORA_ROLES,
 } moelora_role;
 
@@ -74,6 +75,10 @@ typedef struct moelora_variant {
 /* What the kernel of a whole layer has room for. */
 #define MOELORA_DECODE_TOKENS 8
 #define MOELORA_DECODE_ROWS 64
+
+/* CUDA: rows of a block up to which portable kernels take what allows no 16-byte accesses; larger
+ * tiles would spill registers. */
+#define MOELORA_ELEMENT_ROWS 32
 
 /* CUDA: rows of a block up to which a projection can leave its results in float32. */
 #define MOELORA_FLOAT_ROWS 16
@@ -243,9 +248,32 @@ typedef struct moelora_experts_plan {
   const moelora_variant *sum;
 } moelora_experts_plan;
 
+/* One product with weights as they lie, and the shrink before it. */
+typedef struct moelora_back_product_plan {
+  const moelora_variant *variant;
+  bool vectors;         /* y, w and what is written allow 16-byte accesses */
+  bool a_vectors;       /* so do the factors A, which are more depth of w, */
+  bool a_boxes;         /* and a tensor map covers each slice of these */
+  bool shrinks_vectors; /* y and the factors B */
+  int64_t num_counters; /* of its tile scheduler */
+  int32_t near_elements;
+} moelora_back_product_plan;
+
+/* Intermediate results of a backward that some wanted gradient depends on. */
+typedef struct moelora_backward_needs {
+  bool v;  /* and dgu, h, dt */
+  bool dz;
+  bool yb2, yb13, xa13, xa2;
+} moelora_backward_needs;
+
 /* The backward of a layer. */
 typedef struct moelora_backward_plan {
-  const moelora_variant *variant; /* CPU: whose kernels */
+  moelora_backward_needs needs;
+  const moelora_variant *variant; /* CPU: whose kernels; CUDA: of both products */
+  /* CUDA */
+  moelora_back_product_plan product[2]; /* with w2, which ends in the activation; with w13 */
+  moelora_align_plan align;
+  const moelora_variant *sum;
 } moelora_backward_plan;
 
 /* Where the rows of adapters alone come from, in which order. */

@@ -54,6 +54,19 @@ static const moelora_variant variants[] = {
    .block_k = BLOCK_K,                                                                             \
    .stages = STAGES,                                                                               \
    .cluster = CLUSTER},
+#define MOELORA_CUDA_BACK(NAME, DTYPE, FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER)         \
+  {.name = #NAME,                                                                                  \
+   .device = MOELORA_CUDA,                                                                         \
+   .dtype = MOELORA_##DTYPE,                                                                       \
+   .role = MOELORA_ROLE_BACK,                                                                      \
+   .format = MOELORA_KERNEL_NATIVE,                                                                \
+   .needs = MOELORA_##FAMILY,                                                                      \
+   .id = CUDA_##NAME,                                                                              \
+   .block_m = BLOCK_M,                                                                             \
+   .block_n = BLOCK_N,                                                                             \
+   .block_k = BLOCK_K,                                                                             \
+   .stages = STAGES,                                                                               \
+   .cluster = CLUSTER},
 /* An item is 16 weight rows by 8 tokens; a warp has 256 of its depth in flight, in tiles 768. */
 #define MOELORA_CUDA_DECODE(NAME, DTYPE, FORMAT, FAMILY)                                           \
   ROW(NAME, DTYPE, FAMILY, LAYER, .format = MOELORA_KERNEL_##FORMAT,                               \

@@ -80,6 +80,14 @@ template <class E, EpilogueMode MODE> struct Epilogue {
    * branch for each output would cost as much as the rest of a plain epilogue. */
   template <class T, int N>
   __device__ __forceinline__ void begin(float (&d)[2][N / 2], const moelora_gemm_launch &g) const {
+    add_bias<T, N>(d, g);
+    square<N>(d, g);
+  }
+
+  /* The parts of it. */
+  template <class T, int N>
+  __device__ __forceinline__ void add_bias(float (&d)[2][N / 2],
+                                           const moelora_gemm_launch &g) const {
     constexpr int MISSING = E::Format::template MISSING_EXPONENT<T>;
     if (MISSING > 0) {
 #pragma unroll
@@ -91,6 +99,9 @@ template <class E, EpilogueMode MODE> struct Epilogue {
       for (int i = 0; i < N; i++)
         d[i % 2][i / 2] += bias[i % 2 * 2 + i / 2 % 4 / 2];
     }
+  }
+  template <int N>
+  __device__ __forceinline__ void square(float (&d)[2][N / 2], const moelora_gemm_launch &g) const {
     if (MODE != EpilogueMode::GATED && MODE != EpilogueMode::SILU &&
         g.epilogue.activation.kind == MOELORA_RELU2) {
 #pragma unroll

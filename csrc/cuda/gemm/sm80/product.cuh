@@ -15,6 +15,8 @@
 #ifndef MOELORA_CUDA_SM80_PRODUCT_CUH
 #define MOELORA_CUDA_SM80_PRODUCT_CUH
 
+#include <type_traits>
+
 #include "cuda/gemm/common/tile.cuh"
 
 /* Room for the scales of an FP8 tile. */
@@ -89,6 +91,28 @@ template <class E, class T> struct WeightFragments<E, T, MOELORA_KERNEL_NATIVE> 
   }
 };
 
+/* Where in a stage this lane reads the first 16 of depth of an m64 tile that is TRANSPOSED. */
+__device__ __forceinline__ uint32_t transposed_offset() {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+  const int row = (lane >> 4) * 8 + (lane & 7), chunk = warp * 2 + (lane >> 3 & 1);
+  return row * kRowBytes + ((chunk ^ lane & 7) << 4);
+}
+constexpr int kSlabBytes = 16 * kRowBytes; // 16 of depth
+
+/* Of weights that lie transposed: ldmatrix brings outputs to rows. */
+template <class E, class T> struct TransposedFragments {
+  uint32_t a[2][E::TILES][4];
+
+  static __device__ __forceinline__ uint32_t offset() { return transposed_offset(); }
+
+  template <int K>
+  __device__ __forceinline__ void load(uint32_t stage, uint32_t offset, moelora_format, int) {
+#pragma unroll
+    for (int m64 = 0; m64 < E::TILES; m64++)
+      load_matrix_x4_trans(a[K % 2][m64], stage + offset + K * kSlabBytes + m64 * kM64Bytes);
+  }
+};
+
 /* Of weights of four bits, from what a lane has of whole tiles. */
 template <class E, class T, moelora_kernel_format FORMAT> struct WeightFragments {
   uint32_t a[2][E::TILES][4];
@@ -159,10 +183,14 @@ struct WeightFragments<E, T, MOELORA_KERNEL_FP8> : Fp8Fragments<E, T> {};
 template <class E, class T>
 struct WeightFragments<E, T, MOELORA_KERNEL_W8A8> : Fp8Fragments<E, T> {};
 
+template <class E, class T>
+using FragmentsOf =
+    std::conditional_t<E::TRANSPOSED, TransposedFragments<E, T>, WeightFragments<E, T>>;
+
 /* Operands of 16 of depth: the weights, and the first n8 tiles of a warp's tokens. */
-template <class E, class T> struct Fragments : WeightFragments<E, T> {
+template <class E, class T> struct Fragments : FragmentsOf<E, T> {
   using S = WarpTile<E>;
-  using WeightFragments<E, T>::a;
+  using FragmentsOf<E, T>::a;
   uint32_t b[(S::N8_TILES + 1) / 2][4];
 
   static __device__ __forceinline__ uint32_t offset_b() {

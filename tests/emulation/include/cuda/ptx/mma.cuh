@@ -131,6 +131,12 @@ template <int WORDS> void load_alone(uint32_t (&v)[WORDS], const void *from) {
 inline void load_matrix_x4(uint32_t (&v)[4], uint32_t at) {
   emulation::load_matrices(v, 4, at);
 }
+inline void load_matrix_x4_trans(uint32_t (&v)[4], uint32_t at) {
+  uint32_t straight[4];
+  emulation::load_matrices(straight, 4, at);
+  for (int i = 0; i < 4; i++)
+    v[i] = emulation::transpose(straight[i]);
+}
 inline void load_matrix_x2(uint32_t (&v)[2], uint32_t at) {
   emulation::load_matrices(v, 2, at);
 }
