@@ -216,6 +216,20 @@ void load_matrices(uint32_t *v, int count, uint32_t at) {
       &mine);
 }
 
+void load_matrices_transposed(uint32_t *v, int count, uint32_t at) {
+  Matrices mine = {v, count, at};
+  meet(
+      ~0u,
+      [](void *const(&lanes)[32], uint32_t) {
+        for_each_row(lanes, "ldmatrix", [&](int i, int row, const char *from) {
+          for (int column = 0; column < 8; column++)
+            memcpy((uint16_t *)&((Matrices *)lanes[column * 4 + row / 2])->v[i] + row % 2,
+                   from + 2 * column, 2);
+        });
+      },
+      &mine);
+}
+
 void store_matrices(const uint32_t *v, int count, uint32_t at) {
   Matrices mine = {(uint32_t *)v, count, at};
   meet(

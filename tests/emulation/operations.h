@@ -22,6 +22,7 @@ inline void check_aligned(const void *p, size_t to) {
 }
 void copy_async(uint32_t to, const void *from, int size, int bytes);
 void load_matrices(uint32_t *v, int count, uint32_t at);
+void load_matrices_transposed(uint32_t *v, int count, uint32_t at);
 void store_matrices(const uint32_t *v, int count, uint32_t at);
 void store_matrices_transposed(const uint32_t *v, int count, uint32_t at);
 uint32_t transpose(uint32_t v);

@@ -56,6 +56,7 @@ typedef struct moelora_gradient_rows {
   int32_t *position, *row;         /* [P] by position of the blocks, flat row */
   float *weight;                   /* [P] routing weight; NULL: not asked for */
   moelora_segment *segments;       /* [E * (max_loras + 1)] as in moelora_blocks */
+  int32_t *begin;                  /* [max_loras * E + 1] first row of each (adapter, expert) */
   moelora_gradient_parts pairs;    /* of (adapter, expert) */
   moelora_gradient_parts adapters; /* of adapters; part is NULL if not asked for */
   bool zeroes;                     /* what has no rows is a part of 0 rows */

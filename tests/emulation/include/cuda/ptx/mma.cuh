@@ -132,10 +132,7 @@ inline void load_matrix_x4(uint32_t (&v)[4], uint32_t at) {
   emulation::load_matrices(v, 4, at);
 }
 inline void load_matrix_x4_trans(uint32_t (&v)[4], uint32_t at) {
-  uint32_t straight[4];
-  emulation::load_matrices(straight, 4, at);
-  for (int i = 0; i < 4; i++)
-    v[i] = emulation::transpose(straight[i]);
+  emulation::load_matrices_transposed(v, 4, at);
 }
 inline void load_matrix_x2(uint32_t (&v)[2], uint32_t at) {
   emulation::load_matrices(v, 2, at);
