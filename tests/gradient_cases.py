@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import DTYPES
 from checks import assert_close_to_ref
+from conftest import CUDA_DTYPES, on_gpu
 from torch import Tensor
 
 import moelora
@@ -63,11 +65,22 @@ def by_hand(arguments: dict, grad_out: Tensor, **options) -> dict:
     return flat(grads._asdict())
 
 
+def on_cpu(arguments: dict) -> dict:
+    def moved(value):
+        if isinstance(value, list):
+            return [moved(v) for v in value]
+        return value.detach().cpu() if isinstance(value, Tensor) else value
+
+    return {name: moved(value) for name, value in arguments.items()}
+
+
 def assert_gradients(
     grads: dict, arguments: dict, grad_out: Tensor, dtype, ref: dict | None = None
 ) -> dict[str, float]:
     """Fails unless each gradient is as accurate as that of the naive layer in `dtype`; the errors
-    over what the rule allows. `ref` are gradients in float64, by default the reference's."""
+    over what the rule allows. `ref` are gradients in float64, by default the reference's. Both run
+    on the CPU."""
+    arguments, grad_out = on_cpu(arguments), grad_out.cpu()
     ref = ref or flat(fused_experts_lora_backward_ref(grad_out, **arguments))
     naive = flat(naive_fused_experts_lora_backward(grad_out, **arguments))
     assert set(grads) == set(ref)
@@ -88,9 +101,10 @@ def assert_gradients(
     return errors
 
 
-# Where there is a backward. Bodies take a device, so that they run on others when these have one.
-DEVICES = ["cpu"]
+DEVICES = ["cpu", on_gpu("cuda")]
 PLACES = [
-    pytest.param(("cpu", dtype), id=f"cpu-{str(dtype)[6:]}")
-    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    *(pytest.param(("cpu", d), id=f"cpu-{str(d)[6:]}") for d in DTYPES),
+    *(on_gpu(("cuda", d), id=f"cuda-{str(d)[6:]}") for d in CUDA_DTYPES),
 ]
+# Of each device one of few bits, and float32.
+FEW_PLACES = [PLACES[0], PLACES[1], PLACES[3]]

@@ -54,6 +54,8 @@ const moelora_variant *moelora_plan_sum(moelora_dtype dtype, bool vectors,
 moelora_status moelora_check_room(const moelora_routes *routes, const moelora_factors *lora,
                                   const moelora_device_info *device);
 moelora_status moelora_check_native(const moelora_experts_problem *problem);
+/* plan_gemm.c: one tensor map covers the weights of all experts. */
+bool moelora_are_map_weights(const moelora_weights *w, int32_t num_experts);
 /* plan_gemm.c: how float32 factors lie once they are rounded to the dtype of a call, contiguous, in
  * the workspace; others as they are. */
 moelora_factors moelora_rounded_layout(const moelora_factors *factors, int64_t depth,

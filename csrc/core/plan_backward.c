@@ -49,13 +49,35 @@ static bool is_vector_product(const back_load *load) {
          moelora_is_vector_row(load->y, load->y_stride, load->w->n);
 }
 
-static const moelora_variant *choose(const moelora_experts_problem *p, bool vectors,
+/* What both products let a kernel do. */
+typedef struct back_access {
+  bool vectors, tma;
+} back_access;
+
+/* Hopper's kernels count all 16 bytes of a dout that they gather in 32 bits. */
+static back_access find_access(const moelora_experts_backward_problem *problem,
+                               const back_load loads[2]) {
+  const moelora_routes *routes = &problem->forward.routes;
+  back_access access = {.vectors = is_vector_product(&loads[0]) && is_vector_product(&loads[1])};
+  access.tma = access.vectors && routes->num_tokens * (problem->dout_stride / 8) <= UINT32_MAX;
+  for (int32_t i = 0; i < 2; i++)
+    access.tma = access.tma && moelora_are_map_weights(loads[i].w, routes->num_experts);
+  return access;
+}
+
+static bool serves(const moelora_variant *v, const back_access *access) {
+  if (v->needs == MOELORA_SM90)
+    return access->tma;
+  return access->vectors || v->block_m <= MOELORA_ELEMENT_ROWS;
+}
+
+static const moelora_variant *choose(const moelora_experts_problem *p, const back_access *access,
                                      const moelora_device_info *device) {
   const moelora_variant *best = NULL, *v;
   const int32_t wanted = rows_of_block(moelora_rows_per_expert(&p->routes));
   for (int32_t i = 0; (v = moelora_variant_at(i)); i++) {
     if (v->role != MOELORA_ROLE_BACK || v->dtype != p->dtype ||
-        !moelora_variant_runs_on(v, device) || (!vectors && v->block_m > MOELORA_ELEMENT_ROWS))
+        !moelora_variant_runs_on(v, device) || !serves(v, access))
       continue;
     const bool newer = best && v->needs > best->needs;
     const bool nearer = best && v->needs == best->needs &&
@@ -68,11 +90,19 @@ static const moelora_variant *choose(const moelora_experts_problem *p, bool vect
   return best;
 }
 
-static bool serves(const moelora_variant *v, bool vectors) {
-  return v && (vectors || v->block_m <= MOELORA_ELEMENT_ROWS);
+/* A tile scheduler's counter, and where tiles are assigned dynamically, behind it, which tile
+ * follows each. */
+static int64_t num_counters(const moelora_routes *routes, const moelora_weights *w,
+                            const moelora_variant *v) {
+  if (v->needs != MOELORA_SM90)
+    return 1;
+  const int64_t blocks = moelora_max_blocks(routes, v->block_m, moelora_blocks_together(v));
+  return (int64_t)moelora_times((size_t)blocks + 1,
+                                (size_t)moelora_divide_up(w->k, v->block_n));
 }
 
-static moelora_back_product_plan plan_product(const back_load *load, const moelora_variant *v,
+static moelora_back_product_plan plan_product(const moelora_routes *routes, const back_load *load,
+                                              const moelora_variant *v,
                                               const moelora_device_info *device) {
   const moelora_factors *lora = &load->lora;
   const bool a_vectors = moelora_are_vector_factors(lora->a, lora->num_slices);
@@ -80,12 +110,10 @@ static moelora_back_product_plan plan_product(const back_load *load, const moelo
       .variant = v,
       .vectors = is_vector_product(load),
       .a_vectors = a_vectors && load->w->k % 8 == 0,
-      .a_boxes = a_vectors && load->w->k % 8 == 0 &&
-                 moelora_are_map_factors(lora->a, lora->num_slices, lora->max_rank),
       .shrinks_vectors = moelora_is_vector_row(load->y, load->y_stride, load->w->n) &&
                          lora->slice_n % 8 == 0 && lora->max_rank % 8 == 0 &&
                          moelora_are_vector_factors(lora->b, lora->num_slices),
-      .num_counters = 1,
+      .num_counters = num_counters(routes, load->w, v),
       .near_elements = device->l2_bytes / 4 / 2,
   };
 }
@@ -114,16 +142,16 @@ static moelora_status plan_cuda(const moelora_experts_backward_problem *problem,
        .y_stride = p->w13.n,
        .rows_are_vectors = p->hidden % 8 == 0},
   };
-  const bool vectors = is_vector_product(&loads[0]) && is_vector_product(&loads[1]);
+  const back_access access = find_access(problem, loads);
   const moelora_variant *forced = moelora_forced(MOELORA_ROLE_BACK, p->dtype, device);
-  plan->variant = serves(forced, vectors) ? forced : choose(p, vectors, device);
+  plan->variant = forced && serves(forced, &access) ? forced : choose(p, &access, device);
   if (!plan->variant)
     return moelora_fail(MOELORA_UNSUPPORTED,
                         "no %s kernel for a backward and CUDA compute capability %d.%d",
                         moelora_dtype_name(p->dtype), device->compute_capability / 10,
                         device->compute_capability % 10);
   for (int32_t i = 0; i < 2; i++)
-    plan->product[i] = plan_product(&loads[i], plan->variant, device);
+    plan->product[i] = plan_product(routes, &loads[i], plan->variant, device);
   moelora_plan_blocks(routes, plan->variant->block_m, moelora_blocks_together(plan->variant),
                       device, NULL, &plan->align);
   plan->sum = moelora_plan_sum(

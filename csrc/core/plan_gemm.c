@@ -106,7 +106,7 @@ static shape pick_cuda_shape(int64_t rows, const access *access) {
 
 /* One tensor map covers all experts: rows that lie apart, or tiles that lie together. Of quantised
  * weights one copy covers tiles of neighbouring depth. */
-static bool is_tma_weights(const moelora_weights *w, int32_t num_experts) {
+bool moelora_are_map_weights(const moelora_weights *w, int32_t num_experts) {
   const int64_t tile = MOELORA_PACK * MOELORA_PACK;
   if (moelora_is_quantized(w->format))
     return w->stride_kt == moelora_tile_size(w->format);
@@ -318,7 +318,7 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                    moelora_is_vector_row(problem->x, problem->x_stride, problem->w.k) &&
                    moelora_is_vector_row(problem->out, problem->out_stride[0], problem->w.n) &&
                    problem->out_stride[1] % 8 == 0;
-  access.tma = access.vectors && is_tma_weights(&problem->w, routes->num_experts);
+  access.tma = access.vectors && moelora_are_map_weights(&problem->w, routes->num_experts);
   access.halves = moelora_x_group(problem->w.format) == 64;
   *plan = (moelora_gemm_plan){0};
   MOELORA_TRY(moelora_check_room(routes, &problem->lora, device));
@@ -479,8 +479,8 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                    (!saves || moelora_is_vector_row(problem->saved.gate_up,
                                                     problem->saved.gate_up_stride, problem->w13.n));
   /* A box of packed rows is one tile: all of it gate rows or all of it up rows. */
-  access.tma = access.vectors && is_tma_weights(&problem->w13, experts) &&
-               is_tma_weights(&problem->w2, experts) &&
+  access.tma = access.vectors && moelora_are_map_weights(&problem->w13, experts) &&
+               moelora_are_map_weights(&problem->w2, experts) &&
                !(problem->w13.packed && moelora_is_gated(activation) &&
                  (moelora_is_interleaved(activation) || problem->intermediate % 64 != 0));
   access.halves =

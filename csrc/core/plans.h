@@ -252,8 +252,7 @@ typedef struct moelora_experts_plan {
 typedef struct moelora_back_product_plan {
   const moelora_variant *variant;
   bool vectors;         /* y, w and what is written allow 16-byte accesses */
-  bool a_vectors;       /* so do the factors A, which are more depth of w, */
-  bool a_boxes;         /* and a tensor map covers each slice of these */
+  bool a_vectors;       /* so do the factors A, which are more depth of w */
   bool shrinks_vectors; /* y and the factors B */
   int64_t num_counters; /* of its tile scheduler */
   int32_t near_elements;

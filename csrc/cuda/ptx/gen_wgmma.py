@@ -17,6 +17,8 @@ HEAD = """\
  * mma_registers: A is in registers, as mma.m16n8k16 has it: of the thread's two rows, columns
  * 2(t%4) and the next are a[0] and a[1], those 8 further on a[2] and a[3].
  *
+ * mma_transposed: A has its 64 rows contiguous instead, 128 bytes of each of 16 of depth.
+ *
  * mma_e4m3: 32 of depth, bytes of e4m3; d begins at zero if it does not `add`. */
 #ifndef MOELORA_CUDA_PTX_WGMMA_CUH
 #define MOELORA_CUDA_PTX_WGMMA_CUH
@@ -33,6 +35,15 @@ template <> struct Wgmma<{n}> {{
 #define MOELORA_WGMMA(TYPE) \\
   asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32." TYPE "." TYPE \\
                " {{{regs}}}, %{a}, %{b}, 1, 1, 1, 0, 0;" \\
+               : {outs} : "l"(a), "l"(b))
+    if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
+#undef MOELORA_WGMMA
+  }}
+  template <bool IS_BF16>
+  static __device__ __forceinline__ void mma_transposed(float *d, uint64_t a, uint64_t b) {{
+#define MOELORA_WGMMA(TYPE) \\
+  asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32." TYPE "." TYPE \\
+               " {{{regs}}}, %{a}, %{b}, 1, 1, 1, 1, 0;" \\
                : {outs} : "l"(a), "l"(b))
     if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
 #undef MOELORA_WGMMA

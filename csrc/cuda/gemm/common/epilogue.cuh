@@ -50,6 +50,7 @@ enum class EpilogueMode {
   SILU,      // the most frequent one of them, without a limit
   PLAIN,     // bias, relu^2 or nothing
   PLAIN_F32, // the same, left in float32
+  THROUGH,   // of a backward, through the activation
 };
 
 /* What an epilogue adds: bias[2 half + m8] of this thread's four rows. */

@@ -213,9 +213,6 @@ __device__ __forceinline__ void store_any(WarpTile<E> &sum, const moelora_back_l
   }
 }
 
-template <class E> using LaunchOf =
-    std::conditional_t<E::TRANSPOSED, moelora_back_launch, moelora_gemm_launch>;
-
 template <class E, class T, int STAGES, bool VECTORS>
 __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 ? 2 : 1)
     gemm_sm80(const __grid_constant__ LaunchOf<E> g) {

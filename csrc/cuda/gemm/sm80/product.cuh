@@ -15,9 +15,7 @@
 #ifndef MOELORA_CUDA_SM80_PRODUCT_CUH
 #define MOELORA_CUDA_SM80_PRODUCT_CUH
 
-#include <type_traits>
-
-#include "cuda/gemm/common/tile.cuh"
+#include "cuda/gemm/common/transposed.cuh"
 
 /* Room for the scales of an FP8 tile. */
 constexpr int kFp8Scales = 256;
@@ -90,14 +88,6 @@ template <class E, class T> struct WeightFragments<E, T, MOELORA_KERNEL_NATIVE> 
       load_matrix_x4(a[K % 2][m64], (stage + offset ^ K << 5) + m64 * kM64Bytes);
   }
 };
-
-/* Where in a stage this lane reads the first 16 of depth of an m64 tile that is TRANSPOSED. */
-__device__ __forceinline__ uint32_t transposed_offset() {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
-  const int row = (lane >> 4) * 8 + (lane & 7), chunk = warp * 2 + (lane >> 3 & 1);
-  return row * kRowBytes + ((chunk ^ lane & 7) << 4);
-}
-constexpr int kSlabBytes = 16 * kRowBytes; // 16 of depth
 
 /* Of weights that lie transposed: ldmatrix brings outputs to rows. */
 template <class E, class T> struct TransposedFragments {

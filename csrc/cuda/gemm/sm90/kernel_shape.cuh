@@ -44,6 +44,9 @@ struct KernelShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   // Epilogue buffers of a consumer that alias no pipeline stage.
   static constexpr int OWN_BUFFERS = 2;
 
+  // Whether the others alias the last stage of a tile.
+  static constexpr bool ALIASES = TOKENS_ > kEpilogueTokens;
+
   // Traits that the shapes of kernels hide.
   static constexpr bool SWAP_AB = true;          // operand A is weights, operand B tokens
   static constexpr bool UNPAIRED_BLOCKS = false; // both CTAs of a cluster may share a block
