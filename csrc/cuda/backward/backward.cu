@@ -8,6 +8,8 @@
  * h and dgu, parts of dt, and dz. dz waits for its sum over top_k in the dtype, however many rows
  * there are: no bit of a token depends on the rest of the batch. Steps whose results nothing wants
  * are left out; nothing depends on what device data holds. */
+#include <math.h>
+
 #include "cuda/backward/backward.h"
 #include "cuda/backward/gradients.h"
 #include "cuda/backward/products.h"
@@ -215,6 +217,16 @@ moelora_status multiply(moelora_back_launch *g, const moelora_back_product_plan 
                                         : moelora_cuda_back_SM80(g, variant, plan, exec);
 }
 
+moelora_activation_gradient gradient_of(const moelora_activation_problem *p) {
+  moelora_activation_gradient g = {p->alpha, 0.f, 0.f, p->limit, 88.f / fabsf(p->alpha),
+                                   moelora_is_gated(p->kind)};
+  if (p->kind == MOELORA_GELU)
+    g.a = 1.5957691216057308f, g.b = 0.07135481627159729f, g.saturated = 16.f;
+  if (p->kind == MOELORA_SWIGLUOAI || p->kind == MOELORA_SWIGLUOAI_UNINTERLEAVE)
+    g.c = 1.f;
+  return g;
+}
+
 /* yb2, v, and through the activation: h, dgu, dt. */
 moelora_status back_through_w2(const moelora_experts_backward_problem *b,
                                const moelora_backward_plan *plan, const BackwardLayout *l,
@@ -235,6 +247,7 @@ moelora_status back_through_w2(const moelora_experts_backward_problem *b,
   g.through.dgu = l->dgu;
   g.through.dt = l->dt;
   g.through.dt_parts = l->dt_parts;
+  g.through.activation = gradient_of(&p->activation);
   return multiply(&g, &plan->product[0], &l->alignment.routes, l->yb2, false, exec);
 }
 

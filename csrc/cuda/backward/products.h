@@ -14,6 +14,18 @@ extern "C" {
 /* Outputs of which a warp adds up v h by itself; the sum over them is one part of dt. */
 #define MOELORA_DT_OUTPUTS 16
 
+/* The derivative of a gated activation, which is g' q (u' + c) of clamped g' and u', with q =
+ * sigmoid(g' (a + b g'^2)) and d = a + 3 b g'^2:
+ *
+ *   dg = q (1 + g' d (1 - q)) (u' + c) dh   du = g' q dh
+ *
+ * A clamp passes the gradient where it changes nothing, its ends included. */
+typedef struct moelora_activation_gradient {
+  float a, b, c, limit;
+  float saturated; /* |g'| from which on q is 0 or 1 to float32 */
+  bool gated;      /* else it is relu2 */
+} moelora_activation_gradient;
+
 /* What becomes of v:
  *
  *   h = act(gate_up), dgu = act'(gate_up) t v, both rounded, and the parts of dt = <v, h> */
@@ -24,6 +36,7 @@ typedef struct moelora_through_activation {
   void *dgu;   /* [position, N] */
   float *dt;   /* [position, dt_parts] */
   int32_t dt_parts;
+  moelora_activation_gradient activation;
 } moelora_through_activation;
 
 /* A projection of which `tokens` are rows of y, and `weights` [E, tokens.k, n_out]. adapters.xa is

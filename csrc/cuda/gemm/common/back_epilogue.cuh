@@ -10,43 +10,24 @@
 #include "cuda/gemm/common/epilogue.cuh"
 #include "cuda/gemm/common/gate_up.cuh"
 
-/* The derivative of what epilogue.cuh's Activation is: with clamped g' and u', q = sigmoid(g' (a + b
- * g'^2)) and d = a + 3 b g'^2,
- *
- *   h = g' q (u' + c)   dg = q (1 + g' d (1 - q)) (u' + c) dh   du = g' q dh
- *
- * A clamp passes the gradient where it changes nothing, its ends included. */
-struct ActivationGradient {
-  float a, b = 0.f, c = 0.f, limit, saturated; // where q is 0 or 1 to float32
-  bool gated;
-
-  __device__ __forceinline__ explicit ActivationGradient(const moelora_activation_problem &p)
-      : a(p.alpha), limit(p.limit), saturated(88.f / fabsf(p.alpha)),
-        gated(p.kind != MOELORA_RELU2) {
-    if (p.kind == MOELORA_GELU)
-      a = 1.5957691216057308f, b = 0.07135481627159729f, saturated = 16.f;
-    if (p.kind == MOELORA_SWIGLUOAI || p.kind == MOELORA_SWIGLUOAI_UNINTERLEAVE)
-      c = 1.f;
+/* h; gate and up become their gradients. */
+__device__ __forceinline__ float back_through(const moelora_activation_gradient &p, float &gate,
+                                              float &up, float dh) {
+  if (!p.gated) {
+    const float g = gate < 0.f ? 0.f : gate;
+    gate = 2.f * g * dh;
+    return g * g;
   }
-
-  /* gate and up become their gradients; returns h. */
-  __device__ __forceinline__ float operator()(float &gate, float &up, float dh) const {
-    if (!gated) {
-      const float g = gate < 0.f ? 0.f : gate;
-      gate = 2.f * g * dh;
-      return g * g;
-    }
-    const float g = min_nan(gate, limit);
-    const float u = max_nan(min_nan(up, limit), -limit) + c;
-    const float q = sigmoid_of_power(-Activation::LOG2E * g * fmaf(b * g, g, a));
-    const float r = max_nan(min_nan(g, saturated), -saturated), s = g * q;
-    const float slope = r * fmaf(3.f * b * r, r, a);
-    const float dg = q * fmaf(slope, 1.f - q, 1.f) * u * dh;
-    gate = gate > limit ? 0.f : dg;
-    up = up > limit || up < -limit ? 0.f : s * dh;
-    return s * u;
-  }
-};
+  const float g = min_nan(gate, p.limit);
+  const float u = max_nan(min_nan(up, p.limit), -p.limit) + p.c;
+  const float q = sigmoid_of_power(-Activation::LOG2E * g * fmaf(p.b * g, g, p.a));
+  const float r = max_nan(min_nan(g, p.saturated), -p.saturated), s = g * q;
+  const float slope = r * fmaf(3.f * p.b * r, r, p.a);
+  const float dg = q * fmaf(slope, 1.f - q, 1.f) * u * dh;
+  gate = gate > p.limit ? 0.f : dg;
+  up = fabsf(up) > p.limit ? 0.f : s * dh;
+  return s * u;
+}
 
 /* An element of a pair. */
 template <class T, int HALF> __device__ __forceinline__ float element_of(uint32_t pair) {
@@ -83,7 +64,8 @@ template <class T, bool VECTORS> struct BackTile {
     pairs[1].load(row.gate_up, form, column + 8, inter, row.there);
   }
 
-  __device__ __forceinline__ float2 finish(const float *v, const ActivationGradient &activation,
+  __device__ __forceinline__ float2 finish(const float *v,
+                                           const moelora_activation_gradient &activation,
                                            const BackRow &row, GateUp form, int first, int inter,
                                            float2 weight, bool wants_h) {
     float dt[2] = {0.f, 0.f};
@@ -96,7 +78,7 @@ template <class T, bool VECTORS> struct BackTile {
 #pragma unroll
       for (int q = 0; q < 2; q++) {
         const float of = v[2 * m8 + q];
-        h[q] = activation(gate[q], up[q], (q ? weight.y : weight.x) * of);
+        h[q] = back_through(activation, gate[q], up[q], (q ? weight.y : weight.x) * of);
         h[q] = Element<T>::to_float(Element<T>::round(h[q]));
         dt[q] += of * h[q];
       }
@@ -120,8 +102,7 @@ template <class T, bool VECTORS> struct BackTile {
 /* An m64 tile's accumulators d of eight tokens from `position` on, `count` of which there are. */
 template <class T, bool VECTORS>
 __device__ __forceinline__ void store_through(const float *d, const moelora_back_launch &g,
-                                              const ActivationGradient &activation, int first,
-                                              int64_t position, int count) {
+                                              int first, int64_t position, int count) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, inter = g.weights.n_out;
   const int output = first + warp * 16, mine = 2 * (lane & 3);
   if (output >= inter)
@@ -137,7 +118,7 @@ __device__ __forceinline__ void store_through(const float *d, const moelora_back
   BackTile<T, VECTORS> tile;
   tile.load(row, form, output, inter);
   const float2 dt =
-      tile.finish(d, activation, row, form, output, inter, weight, g.through.h != nullptr);
+      tile.finish(d, g.through.activation, row, form, output, inter, weight, g.through.h != nullptr);
   float *to = g.through.dt + position * g.through.dt_parts + output / MOELORA_DT_OUTPUTS;
   if (lane < 4 && mine < count)
     to[mine * g.through.dt_parts] = dt.x;

@@ -193,7 +193,6 @@ __device__ __forceinline__ void store_any(WarpTile<E> &sum, const moelora_back_l
   using S = WarpTile<E>;
   if (!g.through.dgu)
     return store_tile<EpilogueMode::PLAIN, E, T, VECTORS>(sum, g, tile, count);
-  const ActivationGradient activation(g.epilogue.activation);
 #pragma unroll 1
   for (int j = 0; j < S::N8_TILES; j++) {
     const int token = S::first_token() + j * S::NEXT;
@@ -207,7 +206,7 @@ __device__ __forceinline__ void store_any(WarpTile<E> &sum, const moelora_back_l
 #pragma unroll
         for (int q = 0; q < 4; q++)
           d[q] = i == 0 || i == j ? sum.d[m64 / 2][i][m64 % 2][q] : d[q];
-      store_through<T, VECTORS>(d, g, activation, first_output<E>(g, tile, m64),
+      store_through<T, VECTORS>(d, g, first_output<E>(g, tile, m64),
                                 (int64_t)tile.block * E::TOKENS + token, count - token);
     }
   }

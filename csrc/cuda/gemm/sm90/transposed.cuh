@@ -40,28 +40,30 @@ template <class S, class T> struct TransposedAdapters {
     const int slabs = SlabsHeader::read(header).slabs;
     const uint32_t sA = warp.smem.sW(stage) + 2 * warp.consumer * kM64Bytes + transposed_offset();
     const uint32_t sYb = warp.smem.sX(stage) + token_offset();
-    const int mine = 2 * (threadIdx.x & 3); // of eight tokens
 #pragma unroll 1
     for (int j = 0; j < slabs; j++) {
       const SlabTokens tokens = SlabTokens::read(header, j);
+      // From the slab's first token to the first of this lane's two, and to the end.
+      int ahead = 2 * (int)(threadIdx.x & 3) - tokens.low;
+      const uint32_t length = tokens.high - tokens.low;
       uint32_t rA[2][4];
 #pragma unroll
       for (int t = 0; t < 2; t++)
         load_matrix_x4_trans(rA[t], sA + t * kM64Bytes + j * kSlabBytes);
 #pragma unroll
-      for (int i = 0; i < (N + 8) / 16; i++) {
+      for (int i = 0; i < (N + 8) / 16; i++, ahead += 16) {
+        asm volatile("" : "+r"(ahead)); // nothing that follows from it is found ahead of time
         if (16 * i >= tokens.high || 16 * i + 16 <= tokens.low)
           continue;
         uint32_t rYb[4];
         load_matrix_x4(rYb, (sYb ^ j << 5) + i * 16 * kRowBytes);
 #pragma unroll
         for (int half = 0; half < 2 && 16 * i + 8 * half < N; half++) {
-          const int n8 = 16 * i + 8 * half, at = n8 / 2;
-          const bool carries[2] = {n8 + mine >= tokens.low && n8 + mine < tokens.high,
-                                   n8 + mine + 1 >= tokens.low && n8 + mine + 1 < tokens.high};
+          const bool carries[2] = {(uint32_t)(ahead + 8 * half) < length,
+                                   (uint32_t)(ahead + 8 * half + 1) < length};
 #pragma unroll
           for (int t = 0; t < 2; t++) {
-            float *d = &rAcc[t][at];
+            float *d = &rAcc[t][8 * i + 4 * half];
             float more[4] = {d[0], d[1], d[2], d[3]};
             mma_16816<T>(more, rA[t], rYb + 2 * half);
 #pragma unroll
@@ -106,7 +108,6 @@ template <class S, class T> struct ThroughEpilogue {
                                                const moelora_back_launch &g,
                                                const TileHeader &header,
                                                const WarpContext<S> &warp) {
-    const ActivationGradient activation(g.epilogue.activation);
     const int64_t position = (int64_t)header.tile.block * S::TOKENS;
     // One body for all eights of tokens: more code would not fit the instruction cache.
 #pragma unroll 1
@@ -121,8 +122,7 @@ template <class S, class T> struct ThroughEpilogue {
 #pragma unroll
           for (int q = 0; q < 4; q++)
             d[q] = i == 0 || i == j ? rAcc[t][4 * i + q] : d[q];
-        store_through<T, true>(d, g, activation,
-                               first_output<S>(g, header.tile, 2 * warp.consumer + t),
+        store_through<T, true>(d, g, first_output<S>(g, header.tile, 2 * warp.consumer + t),
                                position + 8 * j, header.count - 8 * j);
       }
     }
