@@ -9,11 +9,13 @@ from checks import guarded_empty
 from gradient_cases import (
     FEW_PLACES,
     PLACES,
+    assert_accurate_on_average,
     assert_gradients,
     by_autograd,
     by_hand,
     flat,
     grad_like,
+    hold_gradients,
 )
 from quantized_cases import ALL_FORMATS, build
 
@@ -26,13 +28,22 @@ FACTORS = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
 
 def check(p, device="cpu"):
     arguments = p.to(device).kwargs()
-    grad_out = grad_like(p.hidden_states.shape, p.spec.dtype, device)
-    grads = by_autograd(arguments, grad_out)
-    assert_gradients(grads, arguments, grad_out, p.spec.dtype)
-    by_operators = by_hand(arguments, grad_out)
+    grads, ratios = hold_gradients(arguments, p.spec.dtype, device=device)
+    by_operators = by_hand(arguments, grad_like(p.hidden_states.shape, p.spec.dtype, device))
     assert set(by_operators) == set(grads)
     for name, grad in by_operators.items():
         assert same_bits(grad, grads[name]), name
+    return ratios
+
+
+def check_random(count, first_seed, place):
+    ratios = []
+    for spec in random_specs(count, first_seed=first_seed, dtypes=(place[1],)):
+        try:
+            ratios.append(check(spec.build(), place[0]))
+        except Exception as error:
+            raise AssertionError(f"{spec}: {error}") from error
+    assert_accurate_on_average(ratios, place[1])
 
 
 @pytest.mark.parametrize("place", FEW_PLACES)
@@ -43,11 +54,14 @@ def test_edge_cases(name, place):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_random_problems(place):
-    for spec in random_specs(25, first_seed=500, dtypes=(place[1],)):
-        try:
-            check(spec.build(), place[0])
-        except Exception as error:
-            raise AssertionError(f"{spec}: {error}") from error
+    check_random(25, 500, place)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first_seed", range(20_000, 21_000, 250))
+@pytest.mark.parametrize("place", PLACES)
+def test_thousands_of_random_problems(first_seed, place):
+    check_random(250, first_seed, place)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
