@@ -295,7 +295,6 @@ typedef struct moelora_backend {
                               const moelora_experts_plan *plan, const moelora_exec *exec);
   moelora_status (*experts)(const moelora_experts_problem *problem,
                             const moelora_experts_plan *plan, const moelora_exec *exec);
-  /* NULL: a layer cannot save for its backward, and takes no float32 factors. */
   size_t (*experts_backward_workspace)(const moelora_experts_backward_problem *problem,
                                        const moelora_backward_plan *plan, const moelora_exec *exec);
   moelora_status (*experts_backward)(const moelora_experts_backward_problem *problem,

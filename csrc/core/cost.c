@@ -90,7 +90,7 @@ static double expected_blocks(double rows, double block) {
 /* Rows that a block multiplies: kernels take the narrowest width that holds those it has, from half
  * of block_m on, by 16 of them, or by 64 where they are operand A. */
 static double expected_width(const moelora_variant *v, double rows_of_block) {
-  const bool first = moelora_tokens_first(v->format, v->block_m) && v->needs == MOELORA_SM90;
+  const bool first = moelora_is_token_major(v->format, v->block_m) && v->needs == MOELORA_SM90;
   const double step = first ? 64 : 16;
   const double least = first ? 64 : (v->block_m + 31) / 32 * 16;
   return fmax(least, fmin(v->block_m, rows_of_block + step / 2));

@@ -48,7 +48,19 @@ const moelora_variant *moelora_plan_sum(moelora_dtype dtype, bool vectors,
                                         const moelora_variant *tuned,
                                         const moelora_device_info *device);
 
-/* Inputs of the plan of a projection, besides its kernel. */
+/* plan_gemm.c: refuses what kernels of a layer or a projection, and the sort before them, have no
+ * room for; refuses quantized weights, of which a GPU has no backward. */
+moelora_status moelora_check_room(const moelora_routes *routes, const moelora_factors *lora,
+                                  const moelora_device_info *device);
+moelora_status moelora_check_native(const moelora_experts_problem *problem);
+/* plan_gemm.c: one tensor map covers the weights of all experts. */
+bool moelora_are_map_weights(const moelora_weights *w, int32_t num_experts);
+/* plan_gemm.c: how float32 factors lie once they are rounded to the dtype of a call, contiguous, in
+ * the workspace; others as they are. */
+moelora_factors moelora_rounded_layout(const moelora_factors *factors, int64_t depth,
+                                       int32_t num_experts);
+
+/* One projection over an alignment: what its plan depends on besides its kernel. */
 typedef struct moelora_projection_load {
   const moelora_routes *routes;
   const moelora_weights *w;

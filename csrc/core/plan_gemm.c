@@ -40,7 +40,7 @@ static bool is_few(const moelora_routes *routes, const access *access,
 
 /* One tensor map covers all experts: rows that lie apart, or tiles that lie together. Of quantized
  * weights one copy covers tiles of neighbouring depth. */
-static bool is_tma_weights(const moelora_weights *w, int32_t num_experts) {
+bool moelora_are_map_weights(const moelora_weights *w, int32_t num_experts) {
   const int64_t tile = MOELORA_PACK * MOELORA_PACK;
   if (moelora_is_quantized(w->format))
     return w->stride_kt == moelora_tile_size(w->format);
@@ -117,9 +117,8 @@ moelora_status moelora_plan_cpu(moelora_dtype dtype, const moelora_device_info *
   return pick_variant(1, dtype, &any, device, picked);
 }
 
-/* What every kernel of a layer or a projection, and the sort before it, has room for. */
-static moelora_status check_room(const moelora_routes *routes, const moelora_factors *lora,
-                                 const moelora_device_info *device) {
+moelora_status moelora_check_room(const moelora_routes *routes, const moelora_factors *lora,
+                                  const moelora_device_info *device) {
   if (device->device == MOELORA_CPU)
     return MOELORA_OK;
   if (lora->num_slices > 0 && lora->max_rank >= MOELORA_RANKS)
@@ -161,10 +160,10 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
                    moelora_is_vector_row(problem->x, problem->x_stride, problem->w.k) &&
                    moelora_is_vector_row(problem->out, problem->out_stride[0], problem->w.n) &&
                    problem->out_stride[1] % 8 == 0;
-  access.tma = access.vectors && is_tma_weights(&problem->w, routes->num_experts);
+  access.tma = access.vectors && moelora_are_map_weights(&problem->w, routes->num_experts);
   access.halves = moelora_x_group(problem->w.format) == 64;
   *plan = (moelora_gemm_plan){0};
-  MOELORA_TRY(check_room(routes, &problem->lora, device));
+  MOELORA_TRY(moelora_check_room(routes, &problem->lora, device));
   MOELORA_TRY(pick_variant(moelora_rows_per_expert(routes), problem->dtype, &access, device,
                            &plan->variant));
   if (device->device == MOELORA_CPU)
@@ -231,6 +230,10 @@ static void plan_around(const moelora_experts_problem *p, const moelora_variant 
                         const moelora_device_info *device, const moelora_device_info *seen,
                         moelora_experts_plan *plan) {
   const moelora_routes *routes = &p->routes;
+  const moelora_factors w13_lora =
+      moelora_rounded_layout(&p->w13_lora, p->hidden, routes->num_experts);
+  const moelora_factors w2_lora =
+      moelora_rounded_layout(&p->w2_lora, p->intermediate, routes->num_experts);
   const moelora_variant *tuned_shrink = tuned_for(MOELORA_ROLE_SHRINK, p, device, seen);
   const bool adapters = routes->token_lora_mapping.data && p->w2_lora.num_slices > 0;
   /* Scaled hidden states, h, and the outputs of both lie in the workspace. */
@@ -238,7 +241,7 @@ static void plan_around(const moelora_experts_problem *p, const moelora_variant 
   const moelora_projection_load first = {
       .routes = routes,
       .w = &p->w13,
-      .lora = &p->w13_lora,
+      .lora = &w13_lora,
       .x = plan->scales_x ? NULL : p->x,
       .x_stride = plan->scales_x ? p->hidden : p->x_stride,
       .x_rows_each = routes->top_k,
@@ -252,7 +255,7 @@ static void plan_around(const moelora_experts_problem *p, const moelora_variant 
   const moelora_projection_load second = {
       .routes = routes,
       .w = &p->w2,
-      .lora = &p->w2_lora,
+      .lora = &w2_lora,
       .x_stride = p->intermediate,
       .n_out = p->hidden,
       .out_f32 = plan->partial_f32,
@@ -269,10 +272,42 @@ static void plan_around(const moelora_experts_problem *p, const moelora_variant 
                                tuned_for(MOELORA_ROLE_SUM, p, device, seen), device);
 }
 
+moelora_factors moelora_rounded_layout(const moelora_factors *factors, int64_t depth,
+                                       int32_t num_experts) {
+  moelora_factors to = *factors;
+  to.wide = false;
+  for (int32_t i = 0; factors->wide && i < factors->num_slices; i++) {
+    moelora_factor *both[] = {&to.a[i], &to.b[i]};
+    for (int32_t j = 0; j < 2; j++) {
+      const int64_t rows = j ? to.slice_n : to.max_rank, columns = j ? to.max_rank : depth;
+      *both[j] = (moelora_factor){
+          .stride_l = (both[j]->stride_e ? num_experts : 1) * rows * columns,
+          .stride_e = both[j]->stride_e ? rows * columns : 0,
+          .stride_i = columns,
+      };
+    }
+  }
+  return to;
+}
+
+moelora_status moelora_check_native(const moelora_experts_problem *p) {
+  const moelora_weights *const weights[] = {&p->w13, &p->w2};
+  for (int32_t i = 0; i < 2; i++)
+    if (moelora_is_quantized(weights[i]->format))
+      return moelora_fail(MOELORA_UNSUPPORTED,
+                          "w%s is quantized: on cuda a layer has a backward if its weights are in "
+                          "the dtype of hidden_states",
+                          i ? "2" : "13");
+  return MOELORA_OK;
+}
+
 moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                                     const moelora_device_info *device, moelora_experts_plan *plan) {
   const moelora_activation activation = problem->activation.kind;
   const int32_t experts = problem->routes.num_experts;
+  const bool saves = problem->saved.gate_up != NULL;
+  if (saves && device->device == MOELORA_CUDA)
+    MOELORA_TRY(moelora_check_native(problem));
   access access = {.layer = true,
                    .format = moelora_kernel_format_of(problem->w13.format, problem->w13.x),
                    .x_rows = problem->routes.num_tokens,
@@ -282,10 +317,12 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
   access.second = moelora_kernel_format_of(problem->w2.format, problem->w2.x);
   access.vectors = moelora_is_vector_weights(&problem->w13) &&
                    moelora_is_vector_weights(&problem->w2) &&
-                   moelora_is_vector_row(problem->x, problem->x_stride, problem->hidden);
+                   moelora_is_vector_row(problem->x, problem->x_stride, problem->hidden) &&
+                   (!saves || moelora_is_vector_row(problem->saved.gate_up,
+                                                    problem->saved.gate_up_stride, problem->w13.n));
   /* A box of packed rows is one tile: all of it gate rows or all of it up rows. */
-  access.tma = access.vectors && is_tma_weights(&problem->w13, experts) &&
-               is_tma_weights(&problem->w2, experts) &&
+  access.tma = access.vectors && moelora_are_map_weights(&problem->w13, experts) &&
+               moelora_are_map_weights(&problem->w2, experts) &&
                !(problem->w13.packed && moelora_is_gated(activation) &&
                  (moelora_is_interleaved(activation) || problem->intermediate % 64 != 0));
   access.halves =
@@ -299,8 +336,8 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
   access.few = access.decode && is_few(&problem->routes, &access, device);
   const moelora_variant *picked;
   const int64_t rows = moelora_rows_per_expert(&problem->routes);
-  MOELORA_TRY(check_room(&problem->routes, &problem->w13_lora, device));
-  MOELORA_TRY(check_room(&problem->routes, &problem->w2_lora, device));
+  MOELORA_TRY(moelora_check_room(&problem->routes, &problem->w13_lora, device));
+  MOELORA_TRY(moelora_check_room(&problem->routes, &problem->w2_lora, device));
   MOELORA_TRY(pick_variant(rows, problem->dtype, &access, device, &picked));
   const moelora_device_info seen = moelora_limited(device);
   *plan = (moelora_experts_plan){0};

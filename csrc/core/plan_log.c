@@ -248,6 +248,10 @@ void moelora_note_experts_backward(const moelora_experts_backward_problem *probl
                                    const moelora_backward_plan *plan) {
   last.count = 0;
   name_variant("backward", plan->variant);
+  if (device->device == MOELORA_CUDA) {
+    name_sorts(&plan->align);
+    name_variant("sum", plan->sum);
+  }
   if (moelora_log() < MOELORA_LOG_PLAN)
     return;
   char shape[64];
@@ -255,6 +259,17 @@ void moelora_note_experts_backward(const moelora_experts_backward_problem *probl
            (long long)problem->forward.intermediate);
   log_plan("experts_backward", shape, moelora_dtype_name(problem->forward.dtype),
            &problem->forward.routes, device, plan->variant->name, 1, plan->variant, NULL);
+  if (device->device == MOELORA_CPU)
+    return;
+  log_align(&plan->align);
+  static const char *const products[] = {"w2", "w13"};
+  for (int32_t i = 0; i < 2; i++)
+    log_part(products[i],
+             "%s vectors=%d a_vectors=%d shrinks_vectors=%d counters=%lld near_elements=%d",
+             plan->product[i].variant->name, plan->product[i].vectors, plan->product[i].a_vectors,
+             plan->product[i].shrinks_vectors, (long long)plan->product[i].num_counters,
+             plan->product[i].near_elements);
+  log_part("sum", "%s", plan->sum->name);
 }
 
 void moelora_note_delta(const char *operator, const moelora_routes *routes, moelora_dtype dtype,

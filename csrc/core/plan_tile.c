@@ -135,7 +135,9 @@ const char *moelora_tile_misfit(const moelora_variant *v, const moelora_access *
     return access->layer || takes_any_output(v) ? NULL : "it stores outputs of whole layers alone";
   }
   /* Element by element, larger tiles would spill registers. */
-  return access->vectors || v->block_m <= 32 ? NULL : "something allows no 16-byte accesses";
+  return access->vectors || v->block_m <= MOELORA_ELEMENT_ROWS
+             ? NULL
+             : "something allows no 16-byte accesses";
 }
 
 /* ---- which of those that can ---- */

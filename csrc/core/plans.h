@@ -32,10 +32,11 @@ typedef enum moelora_role {
   MOELORA_ROLE_LAYER,  /* a whole layer for few tokens */
   MOELORA_ROLE_SORT,   /* sort of routed rows by (expert, adapter) */
   MOELORA_ROLE_SHRINK, /* x A^T */
-  MOELORA_ROLE_EXPAND, /* xa B^T, if not fused into a GEMM */
-  MOELORA_ROLE_DELTA,  /* shrink and expand in one launch, for few rows */
-  MOELORA_ROLE_MLP,    /* adapter MLP in one launch, for few tokens */
-  MOELORA_ROLE_SUM,    /* sum over top_k */
+  MOELORA_ROLE_EXPAND, /* xa B^T, where no GEMM takes it along */
+  MOELORA_ROLE_DELTA,  /* both, of few rows */
+  MOELORA_ROLE_MLP,    /* both of both projections, of few tokens */
+  MOELORA_ROLE_SUM,    /* over top_k */
+  MOELORA_ROLE_BACK,   /* one grouped product of a backward */
   MOELORA_ROLES,
 } moelora_role;
 
@@ -75,7 +76,11 @@ typedef struct moelora_variant {
 #define MOELORA_DECODE_TOKENS 8
 #define MOELORA_DECODE_ROWS 64
 
-/* CUDA: largest block, in rows, for which a projection can store float32 results. */
+/* CUDA: rows of a block up to which portable kernels take what allows no 16-byte accesses; larger
+ * tiles would spill registers. */
+#define MOELORA_ELEMENT_ROWS 32
+
+/* CUDA: rows of a block up to which a projection can leave its results in float32. */
 #define MOELORA_FLOAT_ROWS 16
 
 /* CTAs per SM of Hopper GEMMs with such small blocks. 4-bit weights: three, because per warp
@@ -247,9 +252,31 @@ typedef struct moelora_experts_plan {
   const moelora_variant *sum;
 } moelora_experts_plan;
 
+/* One product with weights as they lie, and the shrink before it. */
+typedef struct moelora_back_product_plan {
+  const moelora_variant *variant;
+  bool vectors;         /* y, w and what is written allow 16-byte accesses */
+  bool a_vectors;       /* so do the factors A, which are more depth of w */
+  bool shrinks_vectors; /* y and the factors B */
+  int64_t num_counters; /* of its tile scheduler */
+  int32_t near_elements;
+} moelora_back_product_plan;
+
+/* Intermediate results of a backward that some wanted gradient depends on. */
+typedef struct moelora_backward_needs {
+  bool v; /* and dgu, h, dt */
+  bool dz;
+  bool yb2, yb13, xa13, xa2;
+} moelora_backward_needs;
+
 /* The backward of a layer. */
 typedef struct moelora_backward_plan {
-  const moelora_variant *variant; /* CPU: the kernels to use */
+  moelora_backward_needs needs;
+  const moelora_variant *variant; /* CPU: whose kernels; CUDA: of both products */
+  /* CUDA */
+  moelora_back_product_plan product[2]; /* with w2, which ends in the activation; with w13 */
+  moelora_align_plan align;
+  const moelora_variant *sum;
 } moelora_backward_plan;
 
 /* Source and order of rows, for adapters alone. */

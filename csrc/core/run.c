@@ -200,15 +200,6 @@ moelora_status moelora_prepare_experts(const moelora_experts_args *args, const m
     return nothing_to_do(p);
   if (!p->backend->experts)
     return unsupported(p, "moelora_experts");
-  if (!p->backend->experts_backward) {
-    if (problem->saved.gate_up)
-      return unsupported(p, "moelora_experts with saved tensors, for a backward,");
-    if (problem->w13_lora.wide || problem->w2_lora.wide)
-      return moelora_fail(MOELORA_UNSUPPORTED,
-                          "float32 factors beside 16-bit hidden_states are not supported on %s: "
-                          "convert them to the dtype of hidden_states",
-                          p->backend->name);
-  }
   MOELORA_TRY(moelora_plan_experts(problem, &p->device, plan));
   return finish_layer(call, p, p->backend->experts_workspace(problem, plan, &p->sized_for),
                       launch_experts, problem);

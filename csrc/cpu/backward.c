@@ -18,36 +18,6 @@
 
 #include "cpu/backward.h"
 
-/* Which intermediate results are needed. */
-typedef struct wanted {
-  bool v;  /* with dgu, h, dt */
-  bool dz; /* with yb13 */
-  bool yb2, yb13, xa13, xa2;
-} wanted;
-
-static bool any(const moelora_gradient *gradients, int32_t count) {
-  for (int32_t i = 0; i < count; i++)
-    if (gradients[i].data)
-      return true;
-  return false;
-}
-
-static wanted find_wanted(const moelora_experts_backward_problem *problem) {
-  const moelora_experts_problem *forward = &problem->forward;
-  const bool adapters = forward->routes.token_lora_mapping.data != NULL;
-  const bool lora13 = adapters && forward->w13_lora.num_slices > 0;
-  const bool lora2 = adapters && forward->w2_lora.num_slices > 0;
-  wanted want = {0};
-  want.dz = problem->dx || (problem->dtopk_weights && forward->apply_router_weight_on_input);
-  want.yb13 = lora13 && (want.dz || any(problem->a13, 2));
-  want.xa13 = lora13 && any(problem->b13, 2);
-  want.v = want.dz || problem->dtopk_weights || want.yb13 || want.xa13 || problem->bias13.data ||
-           problem->a2.data;
-  want.yb2 = lora2 && want.v;
-  want.xa2 = lora2 && problem->b2.data;
-  return want;
-}
-
 typedef struct backward_layout {
   moelora_sorted sorted;
   moelora_segments segments;
@@ -80,7 +50,7 @@ static backward_layout lay_out(const moelora_experts_backward_problem *problem,
   const moelora_experts_problem *forward = &problem->forward;
   const moelora_routes *routes = &forward->routes;
   const bool wide = plan->variant->dtype == MOELORA_F32;
-  const wanted want = find_wanted(problem);
+  const moelora_backward_needs *want = &plan->needs;
   const int64_t rows = routes->num_rows, tokens = routes->num_tokens;
   const int64_t depth = moelora_max(forward->hidden, forward->w13.n);
   const int64_t rank = moelora_max(forward->w13_lora.max_rank, forward->w2_lora.max_rank);
@@ -95,20 +65,20 @@ static backward_layout lay_out(const moelora_experts_backward_problem *problem,
     layout.x = take_floats(&arena, tokens, forward->hidden);
   if (!wide)
     layout.dout = take_floats(&arena, tokens, forward->hidden);
-  if (want.v) {
+  if (want->v) {
     layout.h = take_floats(&arena, rows, forward->intermediate);
     layout.dgu = take_floats(&arena, rows, forward->w13.n);
     layout.dt = take_floats(&arena, rows, dt_parts(forward));
   }
-  if (want.dz)
+  if (want->dz)
     layout.dz = take_floats(&arena, rows, forward->hidden);
-  if (want.xa13)
+  if (want->xa13)
     layout.xa13 = take_ranks(&arena, rows, &forward->w13_lora);
-  if (want.yb13)
+  if (want->yb13)
     layout.yb13 = take_ranks(&arena, rows, &forward->w13_lora);
-  if (want.xa2)
+  if (want->xa2)
     layout.xa2 = take_ranks(&arena, rows, &forward->w2_lora);
-  if (want.yb2)
+  if (want->yb2)
     layout.yb2 = take_ranks(&arena, rows, &forward->w2_lora);
   layout.bytes = arena.used;
   return layout;
@@ -127,7 +97,7 @@ typedef struct backward {
   const moelora_variant *variant;
   const moelora_exec *exec;
   backward_layout layout;
-  wanted want;
+  moelora_backward_needs want;
   const float *x, *dout; /* by token */
   int64_t x_stride, dout_stride;
   const float *weight; /* [P] t, NULL: 1 */
@@ -471,7 +441,7 @@ moelora_status moelora_cpu_experts_backward(const moelora_experts_backward_probl
       .variant = plan->variant,
       .exec = exec,
       .layout = lay_out(problem, plan, exec),
-      .want = find_wanted(problem),
+      .want = plan->needs,
       .x = forward.x,
       .x_stride = forward.x_stride,
       .dout = problem->dout,

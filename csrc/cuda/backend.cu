@@ -1,6 +1,7 @@
 /* Function table of the CUDA backend, and device queries. */
 #include "cuda/backend.h"
 #include "cuda/adapters/delta.h"
+#include "cuda/backward/backward.h"
 #include "cuda/launch/launch.h"
 
 extern "C" moelora_status moelora_cuda_check(cudaError_t error, const char *what) {
@@ -88,8 +89,8 @@ extern "C" const moelora_backend moelora_cuda_backend = {
     moelora_cuda_gemm,
     moelora_cuda_experts_workspace,
     moelora_cuda_experts,
-    nullptr, // layer backward
-    nullptr,
+    moelora_cuda_experts_backward_workspace,
+    moelora_cuda_experts_backward,
     moelora_cuda_pack,
     moelora_cuda_pack_quantized,
     moelora_cuda_unpack_quantized,

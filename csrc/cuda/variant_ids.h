@@ -4,6 +4,7 @@
 
 enum {
 #define MOELORA_CUDA_GEMM(NAME, ...) CUDA_##NAME,
+#define MOELORA_CUDA_BACK(NAME, ...) CUDA_##NAME,
 #define MOELORA_CUDA_DECODE(NAME, ...) CUDA_##NAME,
 #define MOELORA_CUDA_SORT(STEM, ...) CUDA_sort_i32_##STEM,
 #define MOELORA_CUDA_SHRINK(STEM, ...) CUDA_shrink_bf16_##STEM, CUDA_shrink_f16_##STEM,

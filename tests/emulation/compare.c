@@ -4,10 +4,11 @@
  *
  *   compare KIND FIRST COUNT [NAME]
  *
- * KIND: experts, gemm, delta, mlp, align, pack, devices or all. NAME: substring of forced
- * variants; "-": none. Prints a hash of all outputs, to compare builds. */
+ * KIND: experts, training, gemm, delta, mlp, align, pack, devices or all; NAME: what forced
+ * variants have in common, "-": none. Prints a hash of all outputs, for builds that should agree.
+ */
 #define _POSIX_C_SOURCE 200112L /* setenv */
-#include "problems.h"
+#include "training.h"
 
 static void test_experts(uint64_t number) {
   seed(number + 1000);
@@ -489,9 +490,9 @@ int main(int argc, char **argv) {
   static const struct {
     const char *name;
     void (*test)(uint64_t);
-  } kinds[] = {{"experts", test_experts}, {"gemm", test_gemm},   {"delta", test_delta},
-               {"mlp", test_mlp},         {"align", test_align}, {"pack", test_pack},
-               {"devices", test_devices}};
+  } kinds[] = {{"experts", test_experts}, {"training", test_training}, {"gemm", test_gemm},
+               {"delta", test_delta},     {"mlp", test_mlp},           {"align", test_align},
+               {"pack", test_pack},       {"devices", test_devices}};
   const uint64_t first = strtoull(argv[2], NULL, 10), count = strtoull(argv[3], NULL, 10);
   for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
     for (uint64_t n = first; n < first + count; n++)

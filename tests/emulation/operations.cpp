@@ -109,6 +109,19 @@ void read_rows(Type type, uint64_t descriptor, int first, int count, double *to,
     }
 }
 
+/* Columns [first, first + 16) of 16 of depth, rows of 64 elements in the swizzle of 128 bytes: MN-major
+ * in the words of PTX. */
+void read_columns(Type type, uint64_t descriptor, int first, double *to) {
+  if (descriptor >> 62 != 1)
+    fail("a transposed matrix without the swizzle of 128 bytes");
+  for (int k = 0; k < 16; k++)
+    for (int chunk = 0; chunk < 2; chunk++) {
+      const char *from = checked(described(descriptor, k, first * 2 + chunk * 16), 16);
+      for (int i = 0; i < 8; i++)
+        to[(chunk * 8 + i) * 16 + k] = value_of(type, from + i * 2);
+    }
+}
+
 struct Mma {
   bool is_bf16;
   float *d;
@@ -127,7 +140,7 @@ struct Product {
   float *d;
   const uint32_t *a_registers;
   uint64_t a, b;
-  bool add;
+  bool add, a_transposed;
 };
 
 bool inside(const CUtensorMap &map, const int64_t *at) {
@@ -299,8 +312,8 @@ void mma(bool is_bf16, float *d, const uint32_t *a, const uint32_t *b) {
 }
 
 void wgmma(Type type, int n, float *d, const uint32_t *a_registers, uint64_t a, uint64_t b,
-           bool add) {
-  Product mine = {type, n, d, a_registers, a, b, add};
+           bool add, bool a_transposed) {
+  Product mine = {type, n, d, a_registers, a, b, add, a_transposed};
   meet(
       ~0u,
       [](void *const(&lanes)[32], uint32_t) {
@@ -324,6 +337,8 @@ void wgmma(Type type, int n, float *d, const uint32_t *a_registers, uint64_t a, 
           double rows[16 * 32], columns[32 * 256];
           if (p.a_registers)
             registers_to_rows(p.type, all.a, rows);
+          else if (p.a_transposed)
+            read_columns(p.type, p.a, warp * 16, rows);
           else
             read_rows(p.type, p.a, warp * 16, 16, rows, k, 1);
           read_rows(p.type, p.b, 0, p.n, columns, 1, p.n);

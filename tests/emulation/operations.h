@@ -28,7 +28,7 @@ void store_matrices_transposed(const uint32_t *v, int count, uint32_t at);
 uint32_t transpose(uint32_t v);
 void mma(bool is_bf16, float *d, const uint32_t *a, const uint32_t *b);
 void wgmma(Type type, int n, float *d, const uint32_t *a_registers, uint64_t a, uint64_t b,
-           bool add);
+           bool add, bool a_transposed = false);
 
 void load_box(uint32_t to, const CUtensorMap &map, std::array<int, 5> at, uint32_t barrier,
               bool multicast);

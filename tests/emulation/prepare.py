@@ -5,7 +5,7 @@ express. Unchanged files keep their modification time.
 
 python prepare.py csrc/cuda build/emulation/cuda [ROWS]
 
-ROWS: a regular expression; GEMM variants whose name does not match are left out.
+ROWS: a regular expression; GEMM variants, of a backward too, whose name does not match are left out.
 """
 
 import re
@@ -16,7 +16,7 @@ DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];"
 STATIC = re.compile(
     r"^( *)__shared__ (__align__\(\w+\) )?(typename [\w:]+|\w+(?:<[^;]*?>)?) ([^;]*);", re.M
 )
-GEMM_ROW = re.compile(r"^MOELORA_CUDA_GEMM\((\w+), .*\n", re.M)
+GEMM_ROW = re.compile(r"^MOELORA_CUDA_(?:GEMM|BACK)\((\w+), .*\n", re.M)
 SPIN = re.compile(r"^( *while \()([^;{}]*)\);$", re.M)  # without a body, or behind that of a `do`
 LAUNCH = re.compile(r"\b(\w+(?:<[^<>;()]*>)?)<<<(.*?)>>>", re.S)
 

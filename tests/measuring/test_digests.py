@@ -184,13 +184,13 @@ def test_the_grid_forces_rows_of_every_role(monkeypatch):
     names = set()
     for kind, stem in re.findall(r"^MOELORA_CUDA_([A-Z_]+)\((\w+), .+\)$", table, re.M):
         role, dtypes = kind.split("_")[0].lower(), ("bf16", "f16")
-        whole = role in ("gemm", "decode")
+        whole = role in ("gemm", "decode", "back")
         dtypes = ("i32",) if role == "sort" else dtypes
         names |= {stem} if whole else {f"{role}_{dtype}_{stem}" for dtype in dtypes}
     assert len(names) > 100
     monkeypatch.setattr(calls._C, "usable", lambda: sorted(names))
     dtypes = grid.DTYPES["cuda"].values()
-    kinds = *grid.BASE, *grid.AROUND, *grid.ALONE
+    kinds = *grid.BASE, *grid.BACK, *grid.AROUND, *grid.ALONE
     assert {name for dtype in dtypes for name in grid.rows("cuda", dtype, *kinds)} == names
     assert grid.rows("cpu", torch.float32, *grid.AROUND) == []
 
@@ -200,7 +200,7 @@ def test_the_grid_forces_rows_of_every_role(monkeypatch):
         forced |= {how.rpartition(", ")[2] for how, _ in layers.around("cuda", p)}
         others = adapters._forced("cuda", p.spec, adapters.sglang(p), adapters.FORCED[0])
         forced |= {how.rpartition(", ")[2] for how, _ in others}
-    assert forced == {name for name in names if not name.startswith(grid.BASE)}
+    assert forced == {name for name in names if not name.startswith((*grid.BASE, *grid.BACK))}
 
 
 def test_the_grid_has_every_kind_of_problem():

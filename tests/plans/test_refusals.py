@@ -21,6 +21,8 @@ NO_KERNEL = {
     "align/align.cu": 1,
     "decode/decode.cu": 1,
     "gemm/common/variants.cuh": 1,
+    "gemm/sm80/back.cu": 1,
+    "gemm/sm90/back.cu": 1,
     "gemm/sm90/launch.cuh": 1,
     "layer/experts.cu": 1,
     "layer/quantized.cu": 2,

@@ -156,7 +156,7 @@ def op_calls(device="cpu", dtype=torch.float32):
         ("fused_experts_lora", clamped),
         ("fused_experts_lora_out", (*experts, torch.empty_like(experts[0]))),
         ("prepack_weights", (given["w13"],)),
-        *(training_calls(experts, base) if device == "cpu" else []),  # CUDA has none yet
+        *training_calls(experts, base),
         *quantized_calls(device),
         (
             "moe_lora_align_block_size_out",

@@ -7,7 +7,9 @@ from unittest import mock
 
 import pytest
 import torch
+from cases import DTYPES
 from checks import FLOOR_ROUNDINGS, UNIT_ROUNDOFF, assert_close_to_ref
+from conftest import CUDA_DTYPES, on_gpu
 from torch import Tensor
 
 import moelora
@@ -18,7 +20,7 @@ from moelora.reference import (
     naive_fused_experts_lora_backward,
 )
 from moelora.reference.backward import TRAINED
-from moelora.reference.fp8 import numbers_of
+from moelora.reference.fp8 import to_floats
 from moelora.reference.layer import activate
 from moelora.reference.routing import expert_per_choice
 
@@ -88,7 +90,7 @@ def by_hand(arguments: dict, grad_out: Tensor, **options) -> dict:
 def _local_rows(arguments: dict) -> tuple[list[int], list[int]]:
     """Flat rows with an expert of this rank, as they come, and by expert."""
     experts = expert_per_choice(
-        arguments["topk_ids"], numbers_of(arguments["w13"]).size(0), arguments.get("expert_map")
+        arguments["topk_ids"], to_floats(arguments["w13"]).size(0), arguments.get("expert_map")
     )
     flat_experts = [e for row in experts for e in row]
     rows = [p for p, e in enumerate(flat_experts) if e >= 0]
@@ -148,6 +150,15 @@ def naive_gradients(arguments: dict, grad_out: Tensor) -> tuple[dict, Tensor | N
 # ---- the rule ----
 
 
+def on_cpu(arguments: dict) -> dict:
+    def moved(value):
+        if isinstance(value, list):
+            return [moved(v) for v in value]
+        return value.detach().cpu() if isinstance(value, Tensor) else value
+
+    return {name: moved(value) for name, value in arguments.items()}
+
+
 def assert_gradients(
     grads: dict | list[dict],
     arguments: dict,
@@ -158,13 +169,15 @@ def assert_gradients(
     """Fails unless each gradient is as accurate as that of the naive layer in `dtype`. `ref` are
     gradients in float64, by default the reference's. Several gradients, of several grad_out, count
     as one: the largest error of either side. Returns root mean square errors over those of the
-    naive layer, for assert_accurate_on_average()."""
+    naive layer, for assert_accurate_on_average(). Both of these run on the CPU."""
     if not isinstance(grads, list):
         grads, grad_out = [grads], [grad_out]
     limit = arguments.get("activation_limit")
     gate_up = None if limit is None else moelora.fused_experts_lora_saving(**arguments)[1].gate_up
+    arguments = on_cpu(arguments)
     found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
-    for got, given in zip(grads, grad_out, strict=True):
+    for got, of in zip(grads, grad_out, strict=True):
+        given = of.cpu()
         want = ref or reference_gradients(arguments, given, gate_up)
         yardstick, its_gate_up = naive_gradients(arguments, given)
         its_want = (
@@ -239,8 +252,10 @@ def hold_gradients(
 
 
 # Where there is a backward. Bodies take a device, so that they run on others when these have one.
-DEVICES = ["cpu"]
+DEVICES = ["cpu", on_gpu("cuda")]
 PLACES = [
-    pytest.param(("cpu", dtype), id=f"cpu-{str(dtype)[6:]}")
-    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    *(pytest.param(("cpu", d), id=f"cpu-{str(d)[6:]}") for d in DTYPES),
+    *(on_gpu(("cuda", d), id=f"cuda-{str(d)[6:]}") for d in CUDA_DTYPES),
 ]
+# Of each device one of few bits, and float32.
+FEW_PLACES = [PLACES[0], PLACES[1], PLACES[3]]

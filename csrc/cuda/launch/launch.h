@@ -132,6 +132,13 @@ typedef struct moelora_epilogue {
   bool out_unread;
 } moelora_epilogue;
 
+/* What a gated or activated projection leaves of itself from before its activation, for a backward:
+ * rows of w, by flat row. */
+typedef struct moelora_before_activation {
+  void *rows; /* [P, N]; NULL: nothing */
+  int64_t stride;
+} moelora_before_activation;
+
 /* One grouped projection:
  *   out[p] = act(x[p / divisor] w[e]^T + xa[p] B[l, e]^T + bias[e]) * weight */
 typedef struct moelora_gemm_launch {
@@ -140,6 +147,7 @@ typedef struct moelora_gemm_launch {
   moelora_weight_rows weights;
   moelora_lora_operands adapters;
   moelora_epilogue epilogue;
+  moelora_before_activation before; /* of kernels that save it */
 } moelora_gemm_launch;
 
 /* Shrink of the same rows:
@@ -272,6 +280,16 @@ moelora_status moelora_cuda_sum(const moelora_sum_launch *s, const moelora_varia
       const moelora_gemm_launch *g, const moelora_variant *variant,                                \
       const moelora_projection_plan *plan, const moelora_exec *exec);
 #include "cuda/variants.inc"
+
+/* The same, with what is before the activation saved: native weights, activated projections. */
+moelora_status moelora_cuda_saving_gemm_SM80(const moelora_gemm_launch *g,
+                                             const moelora_variant *variant,
+                                             const moelora_projection_plan *plan,
+                                             const moelora_exec *exec);
+moelora_status moelora_cuda_saving_gemm_SM90(const moelora_gemm_launch *g,
+                                             const moelora_variant *variant,
+                                             const moelora_projection_plan *plan,
+                                             const moelora_exec *exec);
 
 /* decode.cu: the whole layer in one launch. */
 size_t moelora_cuda_decode_workspace(const moelora_experts_problem *problem,

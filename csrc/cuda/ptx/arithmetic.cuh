@@ -50,9 +50,28 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   return a;
 }
 
-/* g' sigmoid(g' (a + b g'^2)) (u' + c) of the clamped g' and u'; a and b include a factor of
- * -log2(e). A single asm statement: otherwise the compiler interleaves all outputs of a thread and
- * runs out of registers. */
+/* The smaller; NaN if one is. */
+__device__ __forceinline__ float min_nan(float a, float b) {
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+  return a;
+}
+
+/* 1 / (1 + 2^x) */
+__device__ __forceinline__ float sigmoid_of_power(float x) {
+  float y;
+  asm("{\n"
+      "ex2.approx.ftz.f32 %0, %1;\n"
+      "add.f32 %0, %0, 0f3F800000;\n"
+      "rcp.approx.ftz.f32 %0, %0;\n"
+      "}"
+      : "=&f"(y)
+      : "f"(x));
+  return y;
+}
+
+/* g' sigmoid(g' (a + b g'^2)) (u' + c) of the clamped g' and u', with -log2(e) in a and b. One asm
+ * statement: given its parts, the compiler starts them for all outputs of a thread at once and runs
+ * out of registers. */
 __device__ __forceinline__ float gated_activation(float gate, float up, float a, float b, float c,
                                                   float limit) {
   float y;

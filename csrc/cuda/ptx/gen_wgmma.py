@@ -18,6 +18,8 @@ HEAD = """\
  * mma_registers: A is in registers, with the layout of mma.m16n8k16: of the thread's two rows, a[0]
  * and a[1] hold columns 2(t%4) and the next, a[2] and a[3] the columns 8 further on.
  *
+ * mma_transposed: A has its 64 rows contiguous instead, 128 bytes for each of 16 columns of K.
+ *
  * mma_e4m3: K is 32 e4m3 elements; d starts at zero unless `add` is set. */
 #ifndef MOELORA_CUDA_PTX_WGMMA_CUH
 #define MOELORA_CUDA_PTX_WGMMA_CUH
@@ -34,6 +36,15 @@ template <> struct Wgmma<{n}> {{
 #define MOELORA_WGMMA(TYPE) \\
   asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32." TYPE "." TYPE \\
                " {{{regs}}}, %{a}, %{b}, 1, 1, 1, 0, 0;" \\
+               : {outs} : "l"(a), "l"(b))
+    if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
+#undef MOELORA_WGMMA
+  }}
+  template <bool IS_BF16>
+  static __device__ __forceinline__ void mma_transposed(float *d, uint64_t a, uint64_t b) {{
+#define MOELORA_WGMMA(TYPE) \\
+  asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32." TYPE "." TYPE \\
+               " {{{regs}}}, %{a}, %{b}, 1, 1, 1, 1, 0;" \\
                : {outs} : "l"(a), "l"(b))
     if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
 #undef MOELORA_WGMMA

@@ -8,7 +8,9 @@
  * mma_registers: A is in registers, with the layout of mma.m16n8k16: of the thread's two rows, a[0]
  * and a[1] hold columns 2(t%4) and the next, a[2] and a[3] the columns 8 further on.
  *
- * mma_e4m3: K is 32 e4m3 elements; d starts at zero unless `add` is set. */
+ * mma_transposed: A has its 64 rows contiguous instead, 128 bytes of each of 16 of depth.
+ *
+ * mma_e4m3: 32 of depth, bytes of e4m3; d begins at zero if it does not `add`. */
 #ifndef MOELORA_CUDA_PTX_WGMMA_CUH
 #define MOELORA_CUDA_PTX_WGMMA_CUH
 
@@ -22,6 +24,15 @@ template <> struct Wgmma<8> {
 #define MOELORA_WGMMA(TYPE) \
   asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32." TYPE "." TYPE \
                " {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 0, 0;" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a), "l"(b))
+    if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
+#undef MOELORA_WGMMA
+  }
+  template <bool IS_BF16>
+  static __device__ __forceinline__ void mma_transposed(float *d, uint64_t a, uint64_t b) {
+#define MOELORA_WGMMA(TYPE) \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32." TYPE "." TYPE \
+               " {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 1, 0;" \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a), "l"(b))
     if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
 #undef MOELORA_WGMMA
@@ -59,6 +70,15 @@ template <> struct Wgmma<16> {
 #undef MOELORA_WGMMA
   }
   template <bool IS_BF16>
+  static __device__ __forceinline__ void mma_transposed(float *d, uint64_t a, uint64_t b) {
+#define MOELORA_WGMMA(TYPE) \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." TYPE "." TYPE \
+               " {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, 1, 1, 1, 1, 0;" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]) : "l"(a), "l"(b))
+    if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
+#undef MOELORA_WGMMA
+  }
+  template <bool IS_BF16>
   static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4],
                                                        uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
@@ -86,6 +106,15 @@ template <> struct Wgmma<24> {
 #define MOELORA_WGMMA(TYPE) \
   asm volatile("wgmma.mma_async.sync.aligned.m64n24k16.f32." TYPE "." TYPE \
                " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, %12, %13, 1, 1, 1, 0, 0;" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]) : "l"(a), "l"(b))
+    if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
+#undef MOELORA_WGMMA
+  }
+  template <bool IS_BF16>
+  static __device__ __forceinline__ void mma_transposed(float *d, uint64_t a, uint64_t b) {
+#define MOELORA_WGMMA(TYPE) \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n24k16.f32." TYPE "." TYPE \
+               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, %12, %13, 1, 1, 1, 1, 0;" \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]) : "l"(a), "l"(b))
     if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
 #undef MOELORA_WGMMA
@@ -123,6 +152,15 @@ template <> struct Wgmma<32> {
 #undef MOELORA_WGMMA
   }
   template <bool IS_BF16>
+  static __device__ __forceinline__ void mma_transposed(float *d, uint64_t a, uint64_t b) {
+#define MOELORA_WGMMA(TYPE) \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE \
+               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, 1, 1, 1, 1, 0;" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]) : "l"(a), "l"(b))
+    if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
+#undef MOELORA_WGMMA
+  }
+  template <bool IS_BF16>
   static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4],
                                                        uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
@@ -150,6 +188,15 @@ template <> struct Wgmma<48> {
 #define MOELORA_WGMMA(TYPE) \
   asm volatile("wgmma.mma_async.sync.aligned.m64n48k16.f32." TYPE "." TYPE \
                " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, %24, %25, 1, 1, 1, 0, 0;" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]) : "l"(a), "l"(b))
+    if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
+#undef MOELORA_WGMMA
+  }
+  template <bool IS_BF16>
+  static __device__ __forceinline__ void mma_transposed(float *d, uint64_t a, uint64_t b) {
+#define MOELORA_WGMMA(TYPE) \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n48k16.f32." TYPE "." TYPE \
+               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, %24, %25, 1, 1, 1, 1, 0;" \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]) : "l"(a), "l"(b))
     if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
 #undef MOELORA_WGMMA
@@ -187,6 +234,15 @@ template <> struct Wgmma<64> {
 #undef MOELORA_WGMMA
   }
   template <bool IS_BF16>
+  static __device__ __forceinline__ void mma_transposed(float *d, uint64_t a, uint64_t b) {
+#define MOELORA_WGMMA(TYPE) \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE \
+               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, 1, 1, 1, 1, 0;" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]) : "l"(a), "l"(b))
+    if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
+#undef MOELORA_WGMMA
+  }
+  template <bool IS_BF16>
   static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4],
                                                        uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
@@ -214,6 +270,15 @@ template <> struct Wgmma<80> {
 #define MOELORA_WGMMA(TYPE) \
   asm volatile("wgmma.mma_async.sync.aligned.m64n80k16.f32." TYPE "." TYPE \
                " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39}, %40, %41, 1, 1, 1, 0, 0;" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]) : "l"(a), "l"(b))
+    if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
+#undef MOELORA_WGMMA
+  }
+  template <bool IS_BF16>
+  static __device__ __forceinline__ void mma_transposed(float *d, uint64_t a, uint64_t b) {
+#define MOELORA_WGMMA(TYPE) \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n80k16.f32." TYPE "." TYPE \
+               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39}, %40, %41, 1, 1, 1, 1, 0;" \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]) : "l"(a), "l"(b))
     if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
 #undef MOELORA_WGMMA
@@ -251,6 +316,15 @@ template <> struct Wgmma<96> {
 #undef MOELORA_WGMMA
   }
   template <bool IS_BF16>
+  static __device__ __forceinline__ void mma_transposed(float *d, uint64_t a, uint64_t b) {
+#define MOELORA_WGMMA(TYPE) \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n96k16.f32." TYPE "." TYPE \
+               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, %48, %49, 1, 1, 1, 1, 0;" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]) : "l"(a), "l"(b))
+    if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
+#undef MOELORA_WGMMA
+  }
+  template <bool IS_BF16>
   static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4],
                                                        uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
@@ -278,6 +352,15 @@ template <> struct Wgmma<112> {
 #define MOELORA_WGMMA(TYPE) \
   asm volatile("wgmma.mma_async.sync.aligned.m64n112k16.f32." TYPE "." TYPE \
                " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55}, %56, %57, 1, 1, 1, 0, 0;" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]) : "l"(a), "l"(b))
+    if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
+#undef MOELORA_WGMMA
+  }
+  template <bool IS_BF16>
+  static __device__ __forceinline__ void mma_transposed(float *d, uint64_t a, uint64_t b) {
+#define MOELORA_WGMMA(TYPE) \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n112k16.f32." TYPE "." TYPE \
+               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55}, %56, %57, 1, 1, 1, 1, 0;" \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]) : "l"(a), "l"(b))
     if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
 #undef MOELORA_WGMMA
@@ -315,6 +398,15 @@ template <> struct Wgmma<128> {
 #undef MOELORA_WGMMA
   }
   template <bool IS_BF16>
+  static __device__ __forceinline__ void mma_transposed(float *d, uint64_t a, uint64_t b) {
+#define MOELORA_WGMMA(TYPE) \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE \
+               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, 1, 1, 1, 1, 0;" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]) : "l"(a), "l"(b))
+    if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
+#undef MOELORA_WGMMA
+  }
+  template <bool IS_BF16>
   static __device__ __forceinline__ void mma_registers(float *d, const uint32_t (&a)[4],
                                                        uint64_t b) {
 #define MOELORA_WGMMA(TYPE) \
@@ -342,6 +434,15 @@ template <> struct Wgmma<144> {
 #define MOELORA_WGMMA(TYPE) \
   asm volatile("wgmma.mma_async.sync.aligned.m64n144k16.f32." TYPE "." TYPE \
                " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71}, %72, %73, 1, 1, 1, 0, 0;" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]) : "l"(a), "l"(b))
+    if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
+#undef MOELORA_WGMMA
+  }
+  template <bool IS_BF16>
+  static __device__ __forceinline__ void mma_transposed(float *d, uint64_t a, uint64_t b) {
+#define MOELORA_WGMMA(TYPE) \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n144k16.f32." TYPE "." TYPE \
+               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71}, %72, %73, 1, 1, 1, 1, 0;" \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]) : "l"(a), "l"(b))
     if constexpr (IS_BF16) MOELORA_WGMMA("bf16"); else MOELORA_WGMMA("f16");
 #undef MOELORA_WGMMA

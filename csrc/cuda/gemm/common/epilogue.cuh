@@ -47,9 +47,10 @@ struct Activation {
 enum class EpilogueMode {
   GENERAL,   // all options
   GATED,     // bias, gated activation
-  SILU,      // GATED with silu and no limit
-  PLAIN,     // bias, relu^2 or no activation
-  PLAIN_F32, // PLAIN with float32 outputs
+  SILU,      // the most frequent one of them, without a limit
+  PLAIN,     // bias, relu^2 or nothing
+  PLAIN_F32, // the same, left in float32
+  THROUGH,   // of a backward, through the activation
 };
 
 /* Per-thread state of an epilogue: bias[2 half + m8] of the thread's four rows. */
@@ -79,8 +80,15 @@ template <class E, EpilogueMode MODE> struct Epilogue {
   /* Called before `apply_activation`, for all tokens: adds the bias and applies relu^2. Options
    * that most layers lack are skipped by one branch, rather than by one branch per output. */
   template <class T, int N>
-  __device__ __forceinline__ void apply_bias(float (&d)[2][N / 2],
-                                             const moelora_gemm_launch &g) const {
+  __device__ __forceinline__ void begin(float (&d)[2][N / 2], const moelora_gemm_launch &g) const {
+    add_bias<T, N>(d, g);
+    square<N>(d, g);
+  }
+
+  /* The parts of it. */
+  template <class T, int N>
+  __device__ __forceinline__ void add_bias(float (&d)[2][N / 2],
+                                           const moelora_gemm_launch &g) const {
     constexpr int MISSING = E::Format::template MISSING_EXPONENT<T>;
     if (MISSING > 0) {
 #pragma unroll
@@ -92,6 +100,9 @@ template <class E, EpilogueMode MODE> struct Epilogue {
       for (int i = 0; i < N; i++)
         d[i % 2][i / 2] += bias[i % 2 * 2 + i / 2 % 4 / 2];
     }
+  }
+  template <int N>
+  __device__ __forceinline__ void square(float (&d)[2][N / 2], const moelora_gemm_launch &g) const {
     if (MODE != EpilogueMode::GATED && MODE != EpilogueMode::SILU &&
         g.epilogue.activation.kind == MOELORA_RELU2) {
 #pragma unroll

@@ -6,6 +6,7 @@
 
 #include "cuda/gemm/common/segments.cuh"
 #include "cuda/gemm/sm80/product.cuh"
+#include "cuda/gemm/sm80/transposed.cuh"
 
 /* Rows of B in the weight part of a stage: four (as in X), two or one slab side by side. */
 template <class E> struct FactorRows {
@@ -58,7 +59,7 @@ template <class E, int STAGES> struct TileAdapters {
     segments.find(g.adapters.lora.max_rank);
     list.find(g, tile, segments);
     const int lane = threadIdx.x & 31, slice = lane / E::TILES;
-    const bool all = has_gate_up_slices(g) || g.adapters.lora.num_slices == 1;
+    const bool all = E::TRANSPOSED || has_gate_up_slices(g) || g.adapters.lora.num_slices == 1;
     overlaps =
         __ballot_sync(0xffffffffu, all || (slice < g.adapters.lora.num_slices &&
                                            m64_overlaps_slice<E>(g, tile, lane % E::TILES, slice)));
@@ -185,9 +186,17 @@ __device__ __forceinline__ void load_slabs(const moelora_gemm_launch &g, const T
 #pragma unroll 1
     for (int t = slab.low + row; t < slab.high; t += WarpTile<E>::THREADS >> shift)
       copy_async_16(w + E::W_BYTES + t * kRowBytes + ((to ^ (t & 7)) << 4), from + t * stride, 16);
+    if constexpr (E::TRANSPOSED) {
+      if (g.weights.factors_vectors)
+        load_factor_depth<E, T, true>(g, tile, slab, thread, w + j * kSlabBytes);
+      else
+        load_factor_depth<E, T, false>(g, tile, slab, thread, w + j * kSlabBytes);
+    }
   }
   if (thread == 0)
     adapters.write(step, cursor);
+  if constexpr (E::TRANSPOSED)
+    return;
   if ((thread & (2 * FactorRows<E>::SLABS - 1)) / 2 >= count)
     return;
   if (g.weights.factors_vectors)
@@ -208,9 +217,13 @@ __device__ __forceinline__ void expand(WarpTile<E> &sum, bool gate_up,
   const int row = warp * 16 + (lane & 15);
   uint32_t a[E::TILES][4];
 #pragma unroll
-  for (int m64 = 0; m64 < E::TILES; m64++)
-    load_matrix_x4(a[m64], w + m64 * FactorRows<E>::M64_BYTES +
-                               FactorRows<E>::at(row, 2 * slot + (lane >> 4)));
+  for (int m64 = 0; m64 < E::TILES; m64++) {
+    if constexpr (E::TRANSPOSED)
+      load_matrix_x4_trans(a[m64], w + m64 * kM64Bytes + slot * kSlabBytes + transposed_offset());
+    else
+      load_matrix_x4(a[m64], w + m64 * FactorRows<E>::M64_BYTES +
+                                 FactorRows<E>::at(row, 2 * slot + (lane >> 4)));
+  }
   const Subtile subtile = adapters.subtile(step, slot);
   // The second half of b is for m64 tiles of up rows.
   const int chunk = first_chunk(gate_up, slot) + (lane >> 3 & 1) + (gate_up ? lane >> 4 << 1 : 0);

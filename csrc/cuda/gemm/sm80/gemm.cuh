@@ -17,7 +17,7 @@
 #include "cuda/gemm/sm80/adapters.cuh"
 #include "cuda/gemm/sm80/operands.cuh"
 #include "cuda/gemm/sm80/promotion.cuh"
-#include "cuda/gemm/common/epilogue.cuh"
+#include "cuda/gemm/common/back_epilogue.cuh"
 #include "cuda/gemm/common/tile_order.cuh"
 #include "cuda/gemm/common/variants.cuh"
 
@@ -151,7 +151,15 @@ __device__ __forceinline__ void store_tile(WarpTile<E> &sum, const moelora_gemm_
     uint16_t *const to = (uint16_t *)g.epilogue.out + output_offset(g, block * 8 + lane / 4, row);
 #pragma unroll
     for (int row_group = 0; row_group < S::ROW_GROUPS; row_group++) {
-      epilogues[row_group].template apply_bias<T, 8>(sum.d[row_group][j], g);
+      if constexpr (E::SAVES) {
+        epilogues[row_group].template add_bias<T, 8>(sum.d[row_group][j], g);
+        save_before<E, T, VECTORS>(sum.d[row_group][j][0], sum.d[row_group][j][1], g, tile,
+                                   row_group, block_row<N8Extent>(g, block, lane / 4),
+                                   lane / 4 < left);
+        epilogues[row_group].template square<8>(sum.d[row_group][j], g);
+      } else {
+        epilogues[row_group].template begin<T, 8>(sum.d[row_group][j], g);
+      }
       epilogues[row_group].template apply_activation<8>(sum.d[row_group][j], g, block, 0);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
@@ -169,9 +177,47 @@ __device__ __forceinline__ void store_tile(WarpTile<E> &sum, const moelora_gemm_
   }
 }
 
+/* In the mode that a launch asks for. */
+template <class E, class T, bool VECTORS>
+__device__ __forceinline__ void store_any(WarpTile<E> &sum, const moelora_gemm_launch &g,
+                                          const Tile &tile, int count) {
+  if (g.epilogue.weighted)
+    store_tile<EpilogueMode::GENERAL, E, T, VECTORS>(sum, g, tile, count);
+  else if (g.weights.gated)
+    store_tile<EpilogueMode::GATED, E, T, VECTORS>(sum, g, tile, count);
+  else
+    store_tile<EpilogueMode::PLAIN, E, T, VECTORS>(sum, g, tile, count);
+}
+
+/* Of a backward: through the activation, or as it is. */
+template <class E, class T, bool VECTORS>
+__device__ __forceinline__ void store_any(WarpTile<E> &sum, const moelora_back_launch &g,
+                                          const Tile &tile, int count) {
+  using S = WarpTile<E>;
+  if (!g.through.dgu)
+    return store_tile<EpilogueMode::PLAIN, E, T, VECTORS>(sum, g, tile, count);
+#pragma unroll 1
+  for (int j = 0; j < S::N8_TILES; j++) {
+    const int token = S::first_token() + j * S::NEXT;
+    if (token >= count)
+      break;
+#pragma unroll
+    for (int m64 = 0; m64 < E::TILES; m64++) {
+      float d[4]; // chosen without a branch: accumulators stay in registers
+#pragma unroll
+      for (int i = 0; i < S::N8_TILES; i++)
+#pragma unroll
+        for (int q = 0; q < 4; q++)
+          d[q] = i == 0 || i == j ? sum.d[m64 / 2][i][m64 % 2][q] : d[q];
+      store_through<T, VECTORS>(d, g, first_output<E>(g, tile, m64),
+                                (int64_t)tile.block * E::TOKENS + token, count - token);
+    }
+  }
+}
+
 template <class E, class T, int STAGES, bool VECTORS>
 __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 ? 2 : 1)
-    gemm_sm80(const __grid_constant__ moelora_gemm_launch g) {
+    gemm_sm80(const __grid_constant__ LaunchOf<E> g) {
   using S = WarpTile<E>;
   constexpr int LEAST = S::N8_TILES < 4 ? S::N8_TILES : S::N8_TILES / 2;
   extern __shared__ __align__(128) char shared[];
@@ -223,15 +269,9 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
       if (threadIdx.x == 32)
         next = fetched;
     }
-    // Epilogue of the previous tile, while the first stages of this one are in flight.
-    if (finished_count > 0) {
-      if (g.epilogue.weighted)
-        store_tile<EpilogueMode::GENERAL, E, T, VECTORS>(sum, g, finished, finished_count);
-      else if (g.weights.gated)
-        store_tile<EpilogueMode::GATED, E, T, VECTORS>(sum, g, finished, finished_count);
-      else
-        store_tile<EpilogueMode::PLAIN, E, T, VECTORS>(sum, g, finished, finished_count);
-    }
+    // While the first stages of a tile are on their way, the one before is stored.
+    if (finished_count > 0)
+      store_any<E, T, VECTORS>(sum, g, finished, finished_count);
     if (last)
       break;
     sum.clear();
@@ -277,13 +317,10 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
   }
 }
 
-template <moelora_kernel_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
-struct LaunchSm80 {
-  static_assert(CLUSTER == 1, "portable");
-  using E = StageExtent<BLOCK_M, BLOCK_N / 64, FORMAT>;
-
+/* The kernel of extents E. */
+template <class E, class T, int STAGES> struct KernelSm80 {
   template <bool VECTORS>
-  static moelora_status run_as(const moelora_gemm_launch *g, const moelora_exec *exec) {
+  static moelora_status run_as(const LaunchOf<E> *g, const moelora_exec *exec) {
     constexpr int SHARED =
         STAGES * E::STAGE_BYTES + E::SLOTS * E::SLOT_BYTES + TileAdapters<E, STAGES>::BYTES;
     static_assert(SHARED <= 166912, "163 KB of shared memory on sm_80");
@@ -295,12 +332,22 @@ struct LaunchSm80 {
         "gemm_sm80", g->schedule.blocks.max_blocks * tile_columns<E>(*g), WarpTile<E>::THREADS,
         SHARED, exec, *g);
   }
-  static moelora_status run(const moelora_gemm_launch *g, const moelora_projection_plan *plan,
-                            const moelora_exec *exec) {
-    if constexpr (BLOCK_M <= kMaxUnalignedTokens)
-      if (!plan->vectors)
+  static moelora_status run(const LaunchOf<E> *g, bool vectors, const moelora_exec *exec) {
+    if constexpr (E::TOKENS <= kMaxUnalignedTokens)
+      if (!vectors)
         return run_as<false>(g, exec);
     return run_as<true>(g, exec);
+  }
+};
+
+template <moelora_kernel_format FORMAT, class T, int BLOCK_M, int BLOCK_N, int STAGES, int CLUSTER>
+struct LaunchSm80 {
+  static_assert(CLUSTER == 1, "portable");
+  using E = StageExtent<BLOCK_M, BLOCK_N / 64, FORMAT>;
+
+  static moelora_status run(const moelora_gemm_launch *g, const moelora_projection_plan *plan,
+                            const moelora_exec *exec) {
+    return KernelSm80<E, T, STAGES>::run(g, plan->vectors, exec);
   }
 };
 

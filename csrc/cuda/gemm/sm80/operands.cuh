@@ -2,26 +2,9 @@
 #ifndef MOELORA_CUDA_SM80_OPERANDS_CUH
 #define MOELORA_CUDA_SM80_OPERANDS_CUH
 
-#include <type_traits>
-
+#include "cuda/gemm/sm80/copies.cuh"
 #include "cuda/gemm/sm80/product.cuh"
-
-/* Copies eight elements of a row, of which `left` are valid; the rest are zero-filled. Takes no
- * cache policy: with one, ptxas 13.0 emits an invalid descriptor register (64-token tile). */
-template <bool VECTORS, class T>
-__device__ __forceinline__ void copy_chunk(uint32_t to, const T *from, int left, bool wanted) {
-  if (VECTORS)
-    copy_async_16<256>(to, from, left > 0 ? 16 : 0,
-                       wanted); // completes with the next stage's copies
-  else if (wanted)
-    copy_elements(to, from, max(0, min(8, left)));
-}
-
-/* Offset of a thread's chunk within a stage. */
-__device__ __forceinline__ uint32_t row_chunk() {
-  const int thread = threadIdx.x;
-  return thread / 8 * kRowBytes + ((thread & 7 ^ thread / 8 & 7) << 4);
-}
+#include "cuda/gemm/sm80/transposed.cuh"
 
 /* Row-major or packed native weights: a thread copies its chunk of every STEP-th row. */
 template <class E, class T, bool VECTORS, bool NATIVE = E::Format::IS_NATIVE> struct WeightLoader {
@@ -171,8 +154,9 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
 /* Copies a thread's share of a stage, weights and token rows, in PARTS parts that are interleaved
  * with MMAs. */
 template <class E, class T, bool VECTORS> struct OperandLoader {
-  using W = WeightLoader<E, T, VECTORS>;
-  static constexpr int STEP = WarpTile<E>::THREADS / 8; // distance between two rows of a thread
+  using W = std::conditional_t<E::TRANSPOSED, TransposedLoader<E, T, VECTORS>,
+                               WeightLoader<E, T, VECTORS>>;
+  static constexpr int STEP = WarpTile<E>::THREADS / 8; // rows between two rows of one thread
   static constexpr int X_ROWS = E::TOKENS / STEP;
   static_assert(E::TOKENS % STEP == 0, "all threads copy as many rows");
   static constexpr int PARTS = 3;

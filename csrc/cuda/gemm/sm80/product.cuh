@@ -17,7 +17,7 @@
 #ifndef MOELORA_CUDA_SM80_PRODUCT_CUH
 #define MOELORA_CUDA_SM80_PRODUCT_CUH
 
-#include "cuda/gemm/common/tile.cuh"
+#include "cuda/gemm/common/transposed.cuh"
 
 /* Bytes reserved for the scales of an FP8 tile. */
 constexpr int kFp8Scales = 256;
@@ -106,7 +106,21 @@ template <class E, class T> struct WeightFragments<E, T, MOELORA_KERNEL_NATIVE> 
   }
 };
 
-/* 4-bit weights: dequantized from a lane's part of whole tiles. */
+/* Of weights that lie transposed: ldmatrix brings outputs to rows. */
+template <class E, class T> struct TransposedFragments {
+  uint32_t a[2][E::TILES][4];
+
+  static __device__ __forceinline__ uint32_t offset() { return transposed_offset(); }
+
+  template <int K>
+  __device__ __forceinline__ void load(uint32_t stage, uint32_t offset, moelora_format, int) {
+#pragma unroll
+    for (int m64 = 0; m64 < E::TILES; m64++)
+      load_matrix_x4_trans(a[K % 2][m64], stage + offset + K * kSlabBytes + m64 * kM64Bytes);
+  }
+};
+
+/* Of weights of four bits, from what a lane has of whole tiles. */
 template <class E, class T, moelora_kernel_format FORMAT> struct WeightFragments {
   uint32_t a[2][E::TILES][4];
   TileFragment<E::FORMAT, T> tiles[E::TILES];
@@ -176,10 +190,14 @@ struct WeightFragments<E, T, MOELORA_KERNEL_FP8> : Fp8Fragments<E, T> {};
 template <class E, class T>
 struct WeightFragments<E, T, MOELORA_KERNEL_W8A8> : Fp8Fragments<E, T> {};
 
-/* Operand fragments of a k16 slab: weights, and a warp's first n8 tiles of tokens. */
-template <class E, class T> struct Fragments : WeightFragments<E, T> {
+template <class E, class T>
+using FragmentsOf =
+    std::conditional_t<E::TRANSPOSED, TransposedFragments<E, T>, WeightFragments<E, T>>;
+
+/* Operands of 16 of depth: the weights, and the first n8 tiles of a warp's tokens. */
+template <class E, class T> struct Fragments : FragmentsOf<E, T> {
   using S = WarpTile<E>;
-  using WeightFragments<E, T>::a;
+  using FragmentsOf<E, T>::a;
   uint32_t b[(S::N8_TILES + 1) / 2][4];
 
   static __device__ __forceinline__ uint32_t offset_b() {

@@ -3,6 +3,7 @@
 #ifndef MOELORA_CUDA_SM90_ADAPTER_LOADS_CUH
 #define MOELORA_CUDA_SM90_ADAPTER_LOADS_CUH
 
+#include "cuda/gemm/common/transposed.cuh"
 #include "cuda/gemm/sm90/adapter_layout.cuh"
 #include "cuda/gemm/sm90/tensor_map.h"
 #include "cuda/gemm/sm90/tile_scheduler.cuh"
@@ -49,8 +50,8 @@ __device__ __forceinline__ int find_adapters(const moelora_gemm_launch &g, const
 template <class S>
 __device__ __forceinline__ AdaptersHeader adapters_header(const SegmentList<S> &list, int tokens,
                                                           int stages) {
-  if (stages == 0)
-    return {0, false, false};
+  if (stages == 0 || S::TRANSPOSED) // there products leave tokens and ranks out
+    return {stages, false, false};
   const Slab first = list.at(0);
   bool ragged = false;
 #pragma unroll 1
@@ -123,7 +124,49 @@ copy_factors(const moelora_gemm_launch &g, const Tile &tile, const SegmentList<S
   __threadfence_block(); // cp.async.mbarrier.arrive only orders asynchronous copies
 }
 
-/* Copies a stage's rows of xa for the first `tokens` tokens, with THREADS threads. */
+/* Rows of factors A, 16 of depth in each slab: zeros beyond the true rank and behind the last
+ * output; the gather warps. */
+template <class S, class T, bool VECTORS, int THREADS>
+__device__ __forceinline__ void copy_factor_depth(const moelora_gemm_launch &g, const Tile &tile,
+                                                  const SegmentList<S> &list, int slabs,
+                                                  SlabIterator cursor, const SharedMemory<S> &smem,
+                                                  int stage, int thread) {
+  static_assert(THREADS % 8 == 0, "a thread has the same chunk of all rows");
+  const int chunk = thread & 7;
+  for (int j = 0; j < slabs; j++) {
+    const Slab slab = cursor.next(list);
+    const moelora_factor &a = g.adapters.lora.a[slab.slice];
+    const T *gA = factor_row<T>(a, slab.packed / kRanks, tile.expert, slab.rank);
+    const int ranks = slab.packed % kRanks - slab.rank;
+    const uint32_t sA = smem.sW(stage) + j * kSlabBytes;
+#pragma unroll 2
+    for (int i = thread / 8; i < S::TILES * kSlabDepth; i += THREADS / 8) {
+      const int m64 = i / kSlabDepth, r = i % kSlabDepth;
+      const int output = first_output<S>(g, tile, m64) + chunk * 8;
+      const int count = r < ranks ? g.weights.n_out - output : 0;
+      const T *from = count > 0 ? gA + r * a.stride_i + output : gA;
+      const uint32_t to = sA + m64 * kM64Bytes + r * kRowBytes + ((chunk ^ r & 7) << 4);
+      if (VECTORS)
+        copy_async_16(to, from, count > 0 ? 16 : 0);
+      else
+        copy_elements(to, from, max(0, min(8, count)));
+    }
+  }
+  if (!VECTORS)
+    __threadfence_block(); // cp.async.mbarrier.arrive orders asynchronous copies only
+}
+
+/* What consumers that leave tokens out have to know of a stage; one lane. */
+template <class S>
+__device__ __forceinline__ void write_slab_tokens(const SegmentList<S> &list, int slabs,
+                                                  SlabIterator &cursor, uint32_t header) {
+  for (int j = 0; j < slabs; j++) {
+    const Slab slab = cursor.next(list);
+    SlabTokens{slab.low, slab.high}.write(header, j);
+  }
+}
+
+/* A stage's rows of xa, of the first `tokens`, by THREADS threads. */
 template <class S, class T, int THREADS>
 __device__ __forceinline__ void
 copy_xa(const moelora_gemm_launch &g, const Tile &tile, const SegmentList<S> &list, int slabs,

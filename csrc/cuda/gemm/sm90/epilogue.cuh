@@ -6,6 +6,7 @@
 #define MOELORA_CUDA_SM90_EPILOGUE_CUH
 
 #include "cuda/gemm/common/epilogue.cuh"
+#include "cuda/gemm/common/gate_up.cuh"
 #include "cuda/gemm/sm90/warp_context.cuh"
 #include "cuda/gemm/sm90/epilogue_e4m3.cuh"
 #include "cuda/gemm/sm90/tensor_map.h"
@@ -48,7 +49,23 @@ __device__ __forceinline__ void store_rows(const moelora_gemm_launch &g, int fir
   }
 }
 
-/* Compiled once for all N: the code must fit the instruction cache along with the main loops. */
+/* What a consumer's accumulators hold before the activation, to flat rows. */
+template <class S, class T>
+__device__ __forceinline__ void save_tile(const float (&rAcc)[2][S::TOKENS / 2],
+                                          const moelora_gemm_launch &g, const TileHeader &header,
+                                          int consumer) {
+  const int token = (threadIdx.x & 31) / 4;
+#pragma unroll
+  for (int j = 0; j < S::TOKENS / 8; j++) {
+    if (8 * j >= header.count)
+      break;
+    const bool there = 8 * j + token < header.count;
+    const int32_t row = there ? block_row<S>(g, header.tile.block, 8 * j + token) : 0;
+    save_before<S, T, true>(&rAcc[0][4 * j], &rAcc[1][4 * j], g, header.tile, consumer, row, there);
+  }
+}
+
+/* One body for tiles of all N: little code fits the instruction cache beside the main loops. */
 template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
   static constexpr int N = S::TOKENS, BUFFERS = WarpContext<S>::BUFFERS;
   static constexpr bool GENERAL = MODE == EpilogueMode::GENERAL;
@@ -69,7 +86,13 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
 
     // Add the bias, and apply what needs no per-token data.
     const Epilogue<S, MODE> epilogue(g, header.tile, warp.consumer, T());
-    epilogue.template apply_bias<T, N>(rAcc, g);
+    if constexpr (S::SAVES) {
+      epilogue.template add_bias<T, N>(rAcc, g);
+      save_tile<S, T>(rAcc, g, header, warp.consumer);
+      epilogue.template square<N>(rAcc, g);
+    } else {
+      epilogue.template begin<T, N>(rAcc, g);
+    }
     if (!f32 && WarpContext<S>::ALIASED_BUFFERS == 0)
       warp.wait_stores_read();
 

@@ -29,6 +29,7 @@
 #ifndef MOELORA_CUDA_SM90_GEMM_CUH
 #define MOELORA_CUDA_SM90_GEMM_CUH
 
+#include "cuda/gemm/common/transposed.cuh"
 #include "cuda/gemm/sm90/dequantize.cuh"
 #include "cuda/gemm/sm90/few_rows.cuh"
 #include "cuda/gemm/sm90/fp8_token_major.cuh"
@@ -103,7 +104,7 @@ __device__ __forceinline__ PendingCheck multiply_fitting(float (&rAcc)[2][S::TOK
 
 /* Consumer warpgroup. */
 template <class Mainloop, EpilogueMode MODE, class S, class T>
-__device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_gemm_launch &g,
+__device__ __forceinline__ void consume(const RowMaps *out_maps, const LaunchOf<S> &g,
                                         WarpContext<S> &warp) {
   const int lane = threadIdx.x & 31;
   for (;;) {
@@ -122,6 +123,8 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_g
       if (g.epilogue.weighted && i * 32 + lane < header.count)
         prefetch(&g.schedule.blocks.weights[position]);
     }
+    if constexpr (MODE == EpilogueMode::THROUGH)
+      Mainloop::template Epilogue<MODE>::prefetch_rows(g, header, warp);
 
     // Main loop and adapter stages.
     float rAcc[2][S::TOKENS / 2];
@@ -132,7 +135,9 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const moelora_g
       FixupPass<S>(warp.smem).request();
 
     // Epilogue.
-    if (MODE == EpilogueMode::GATED && g.epilogue.plain_silu)
+    if constexpr (MODE == EpilogueMode::THROUGH)
+      Mainloop::template Epilogue<MODE>::store(rAcc, g, header, warp);
+    else if (MODE == EpilogueMode::GATED && g.epilogue.plain_silu)
       Mainloop::template Epilogue<EpilogueMode::SILU>::store(rAcc, out_maps, g, header, warp);
     else
       Mainloop::template Epilogue<MODE>::store(rAcc, out_maps, g, header, warp);
@@ -154,7 +159,7 @@ template <class S, class T, EpilogueMode MODE>
 __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
     gemm_sm90(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ RowMaps x_maps,
               const __grid_constant__ RowMaps out_maps, const __grid_constant__ FactorMaps b_maps,
-              const __grid_constant__ moelora_gemm_launch g) {
+              const __grid_constant__ LaunchOf<S> g) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Mainloop = typename S::template Mainloop<S, T>;
   static_assert(S::TOKENS > MOELORA_FLOAT_ROWS || S::RESIDENT == moelora_float_ctas(S::FORMAT),

@@ -61,7 +61,7 @@ struct LaunchSm90 {
       else
         return launch<WithHalfTiles<S>, EpilogueMode::PLAIN>(g, plan, 2, maps, exec);
     case MOELORA_EPILOGUE_PLAIN_F32:
-      if constexpr (BLOCK_M <= MOELORA_FLOAT_ROWS)
+      if constexpr (BLOCK_M <= MOELORA_FLOAT_ROWS && !S::SAVES)
         return g->epilogue.splits > 1 ? launch<WithSplitK<S>, EpilogueMode::PLAIN_F32>(
                                             g, plan, g->epilogue.splits, maps, exec)
                                       : launch<S, EpilogueMode::PLAIN_F32>(g, plan, 1, maps, exec);

@@ -182,7 +182,9 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
         header.write(smem.header(pipeline.stage));
         barrier_arrive_expect_tx(pipeline.full(),
                                  g.weights.factors_boxes ? slabs * S::TILES * kSlabM64Bytes : 0);
-        if (g.weights.factors_boxes)
+        if constexpr (S::TRANSPOSED)
+          write_slab_tokens(list, slabs, cursor, smem.header(pipeline.stage));
+        else if (g.weights.factors_boxes)
           load_factors<S>(b_maps, g, tile, list, header, cursor, smem, pipeline, policy);
       }
       __syncwarp();
@@ -257,7 +259,14 @@ __device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
     for (int i = 0; i < adapter_stages; i++, pipeline.advance()) {
       const int slabs = slabs_in(g, list, i);
       pipeline.wait_empty();
-      if (!g.weights.factors_boxes)
+      if constexpr (S::TRANSPOSED) {
+        if (g.weights.factors_vectors)
+          copy_factor_depth<S, T, true, S::GATHERERS>(g, tile, list, slabs, cursor, smem,
+                                                      pipeline.stage, thread);
+        else
+          copy_factor_depth<S, T, false, S::GATHERERS>(g, tile, list, slabs, cursor, smem,
+                                                       pipeline.stage, thread);
+      } else if (!g.weights.factors_boxes)
         copy_factors<S, T, S::GATHERERS>(g, tile, list, slabs, cursor, smem, pipeline.stage,
                                          thread);
       copy_xa<S, T, S::GATHERERS>(g, tile, list, slabs, cursor, count, smem, pipeline.stage,

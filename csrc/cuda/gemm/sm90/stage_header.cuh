@@ -62,4 +62,18 @@ struct SlabsHeader {
   }
 };
 
+/* In an adapter stage whose consumers leave tokens out: those of slab `slab`, in place of the tile.
+ */
+struct SlabTokens {
+  int low, high;
+
+  __device__ __forceinline__ void write(uint32_t at, int slab) const {
+    store_shared_4(at + 4 * slab, low | high << 16);
+  }
+  static __device__ __forceinline__ SlabTokens read(uint32_t at, int slab) {
+    const uint32_t v = uniform(load_shared_4(at + 4 * slab));
+    return {(int)(v & 0xffff), (int)(v >> 16)};
+  }
+};
+
 #endif

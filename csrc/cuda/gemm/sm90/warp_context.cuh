@@ -17,8 +17,7 @@ template <class S> struct WarpContext {
   static constexpr int OWN_BUFFERS = S::OWN_BUFFERS;
   static constexpr int OWN_BYTES = sizeof(SharedStorage<S>::sOut[0][0]);
   static constexpr int ALIASED_BUFFERS =
-      S::TOKENS <= kEpilogueTokens ? 0
-                                   : (int)sizeof(typename S::Stage) / S::CONSUMERS / kEpilogueBytes;
+      S::ALIASES ? (int)sizeof(typename S::Stage) / S::CONSUMERS / kEpilogueBytes : 0;
   static constexpr int BUFFERS = OWN_BUFFERS + ALIASED_BUFFERS;
 
   SharedMemory<S> smem;
