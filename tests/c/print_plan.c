@@ -17,7 +17,8 @@
  *
  *   ONE ORDER SORT SHRINK SPLITS EXPAND WAVES
  *
- * where ONE is both halves in one launch. With `on SMS GB_PER_S` behind that the GPU has so many
+ * where ONE is both halves in one launch. With `backward` they are backwards of a layer, and the
+ * answer is VARIANT BLOCK_ROWS SORT SUM. With `on SMS GB_PER_S` behind that the GPU has so many
  * SMs and such a memory, else 132 and one that is not known. With MOELORA_LOG=plan what layers
  * launch is on stderr.
  *
@@ -152,11 +153,31 @@ static void print_delta(const moelora_experts_problem *layer, const moelora_devi
            name_of(plan.expand[0].variant), plan.expand[0].waves);
 }
 
+static void print_backward(const moelora_experts_problem *layer,
+                           const moelora_device_info *device) {
+  moelora_experts_backward_problem problem = {
+      .forward = *layer,
+      .dout = layer->x,
+      .dout_stride = layer->hidden,
+      .dx = (void *)layer->x,
+      .dx_stride = layer->hidden,
+  };
+  problem.forward.saved.gate_up = (void *)layer->x;
+  problem.forward.saved.gate_up_stride = layer->w13.n;
+  moelora_backward_plan plan;
+  if (moelora_plan_experts_backward(&problem, device, &plan) != MOELORA_OK)
+    printf("error: %s\n", moelora_error_message());
+  else
+    printf("%s %d %s %s\n", plan.variant->name, plan.variant->block_m,
+           name_of(plan.align.rows.variant), name_of(plan.sum));
+}
+
 int main(int argc, char **argv) {
   const bool deltas = argc > 1 && strcmp(argv[1], "delta") == 0;
   const bool listed = argc > 1 && strcmp(argv[1], "listed") == 0;
   const bool splits = argc > 1 && strcmp(argv[1], "splits") == 0;
-  const int asked = 1 + deltas + listed + splits;
+  const bool backward = argc > 1 && strcmp(argv[1], "backward") == 0;
+  const int asked = 1 + deltas + listed + splits + backward;
   const bool on = argc > asked + 2 && strcmp(argv[asked], "on") == 0;
   const int told = asked + 3 * on;
   const bool quantised = argc > told + 2 && strcmp(argv[told], "formats") == 0;
@@ -213,6 +234,10 @@ int main(int argc, char **argv) {
     if (deltas) {
       problem.w2_lora.slice_n = inner;
       print_delta(&problem, &device);
+      continue;
+    }
+    if (backward) {
+      print_backward(&problem, &device);
       continue;
     }
     moelora_experts_plan plan;
