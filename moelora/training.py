@@ -190,7 +190,7 @@ def fused_experts_lora_backward(
     The weights of experts are frozen. Every sum is float32 in a fixed order: the same arguments
     give the same bits, an adapter's gradients do not depend on other adapters of the batch, and the
     gradient of a token without an adapter has the bits that it has without adapters. Activations
-    that quantised weights round to FP8 have the gradient of the identity there.
+    that quantized weights round to FP8 have the gradient of the identity there.
     """
     args, last = layer_arguments(hidden_states, w13, w2, topk_weights, topk_ids, **options)
     present = [

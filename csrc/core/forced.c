@@ -1,5 +1,4 @@
-/* What plans are told from outside: forced variants and batch invariance, by functions or by the
- * environment. */
+/* External control of plans, by API or environment: forced variants and batch invariance. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -16,7 +15,7 @@ static _Atomic(bool) invariant_unknown; /* MOELORA_BATCH_INVARIANT is neither 0 
 
 static const char unknown[] = "no such variant";
 
-/* The variants of a list of names, by role; NULL, or what is wrong with the list. */
+/* Parses a list of variant names into one variant per role. Returns NULL, or what is wrong. */
 static const char *parse_names(const char *names,
                                const moelora_variant *(*variants)[MOELORA_ROLES]) {
   memset(*variants, 0, sizeof *variants);

@@ -80,10 +80,10 @@ static const moelora_variant *choose(const moelora_experts_problem *p, const bac
         !moelora_variant_runs_on(v, device) || !serves(v, access))
       continue;
     const bool newer = best && v->needs > best->needs;
-    const bool nearer = best && v->needs == best->needs &&
-                        (v->block_m >= wanted
-                             ? best->block_m < wanted || v->block_m < best->block_m
-                             : best->block_m < wanted && v->block_m > best->block_m);
+    const bool nearer =
+        best && v->needs == best->needs &&
+        (v->block_m >= wanted ? best->block_m < wanted || v->block_m < best->block_m
+                              : best->block_m < wanted && v->block_m > best->block_m);
     if (!best || newer || nearer)
       best = v;
   }
@@ -97,8 +97,7 @@ static int64_t num_counters(const moelora_routes *routes, const moelora_weights 
   if (v->needs != MOELORA_SM90)
     return 1;
   const int64_t blocks = moelora_max_blocks(routes, v->block_m, moelora_blocks_together(v));
-  return (int64_t)moelora_times((size_t)blocks + 1,
-                                (size_t)moelora_divide_up(w->k, v->block_n));
+  return (int64_t)moelora_times((size_t)blocks + 1, (size_t)moelora_divide_up(w->k, v->block_n));
 }
 
 static moelora_back_product_plan plan_product(const moelora_routes *routes, const back_load *load,

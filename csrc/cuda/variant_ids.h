@@ -1,4 +1,4 @@
-/* A number for every row of variants.inc. */
+/* Enumerates the rows of variants.inc. */
 #ifndef MOELORA_CUDA_VARIANT_IDS_H
 #define MOELORA_CUDA_VARIANT_IDS_H
 

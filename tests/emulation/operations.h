@@ -1,5 +1,5 @@
-/* Instructions that move or multiply matrices, on the engine. A step of depth of a product is
- * summed without rounding and added to the accumulator with one, in mma as in wgmma. */
+/* Matrix loads, stores and MMAs on the engine. For each K step of an instruction, products are
+ * summed exactly and added to the accumulator with a single rounding, for mma and wgmma alike. */
 #ifndef EMULATION_OPERATIONS_H
 #define EMULATION_OPERATIONS_H
 
@@ -14,7 +14,7 @@ namespace emulation {
 
 enum Type { BF16, F16, E4M3 };
 
-/* a b + c of two elements each, rounded once. */
+/* Packed a * b + c, rounded once. */
 uint32_t fma_pair(bool is_bf16, uint32_t a, uint32_t b, uint32_t c);
 inline void check_aligned(const void *p, size_t to) {
   if ((uintptr_t)p % to)

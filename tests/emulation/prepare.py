@@ -1,11 +1,11 @@
-"""Write csrc/cuda, without the files that wrap PTX, as C++ for the engine: shared memory, launches
-in angle brackets, and loops that wait for another thread's write, are all that macros cannot say.
-Files that stay equal keep their time.
+"""Translate csrc/cuda, without the files that wrap PTX, to C++ for the engine.
+
+Rewrites shared memory, launches in angle brackets, and loops that poll memory, which macros cannot
+express. Unchanged files keep their modification time.
 
 python prepare.py csrc/cuda build/emulation/cuda [ROWS]
 
-ROWS: a regular expression; GEMM variants, of a backward too, whose name has no match of it are left
-out.
+ROWS: a regular expression; GEMM variants, of a backward too, whose name does not match are left out.
 """
 
 import re

@@ -57,8 +57,8 @@ static inline moelora_saved new_saved(moelora_dtype dtype, const moelora_experts
   const int64_t rows = args->routing.topk_ids.size[0] * args->routing.topk_ids.size[1];
   const moelora_lora *w13 = &args->w13_lora, *w2 = &args->w2_lora;
   const bool packed = args->w13.ndim == 5, adapters = args->adapters.token_lora_mapping.data;
-  moelora_saved saved = {.gate_up = new_tensor(
-                             dtype, SIZES(rows, args->w13.size[1] * (packed ? 64 : 1)))};
+  moelora_saved saved = {.gate_up =
+                             new_tensor(dtype, SIZES(rows, args->w13.size[1] * (packed ? 64 : 1)))};
   if (adapters && w13->num_slices)
     saved.w13_shrink = new_tensor(dtype, SIZES(rows, w13->num_slices, w13->a[0].size[2]));
   if (adapters && w2->num_slices)

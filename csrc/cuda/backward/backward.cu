@@ -128,27 +128,26 @@ moelora_gradients_launch describe_gradients(const moelora_experts_backward_probl
 }
 
 BackwardLayout lay_out(const moelora_experts_backward_problem *b, const moelora_backward_plan *plan,
-                       void *base) {
+                       const moelora_exec *exec) {
   const moelora_experts_problem *p = &b->forward;
   const moelora_backward_needs *needs = &plan->needs;
   const FactorGradients factors(b);
   const bool weighted = !p->apply_router_weight_on_input;
-  moelora_arena arena = {(char *)base, 0};
+  moelora_arena arena = moelora_workspace_of(exec);
   BackwardLayout l = {};
   l.rounded[0] = moelora_cuda_take_rounded(&p->w13_lora, p->hidden, &p->routes, p->dtype, &arena);
   l.rounded[1] =
       moelora_cuda_take_rounded(&p->w2_lora, p->intermediate, &p->routes, p->dtype, &arena);
   const int64_t of_w2 = plan->product[0].num_counters, of_w13 = plan->product[1].num_counters;
-  l.alignment =
-      take_alignment(&arena, &p->routes, plan->variant, of_w2 > of_w13 ? of_w2 : of_w13,
-                     MOELORA_PROJECTIONS, &plan->align, true, weighted);
+  l.alignment = take_alignment(&arena, &p->routes, plan->variant, of_w2 > of_w13 ? of_w2 : of_w13,
+                               MOELORA_PROJECTIONS, &plan->align, true, weighted);
   const size_t rows = positions(&l.alignment);
   const auto take = [&](size_t columns, size_t bytes) {
     return moelora_take_array(&arena, moelora_times(rows, columns), bytes);
   };
   if (!weighted && b->a13[0].data)
-    l.x = moelora_take_array(
-        &arena, moelora_times((size_t)p->routes.num_tokens, (size_t)p->hidden), 2);
+    l.x = moelora_take_array(&arena, moelora_times((size_t)p->routes.num_tokens, (size_t)p->hidden),
+                             2);
   if (needs->yb2)
     l.yb2 = take((size_t)moelora_padded_columns(&p->w2_lora), 2);
   if (needs->yb13)
@@ -218,8 +217,8 @@ moelora_status multiply(moelora_back_launch *g, const moelora_back_product_plan 
 }
 
 moelora_activation_gradient gradient_of(const moelora_activation_problem *p) {
-  moelora_activation_gradient g = {p->alpha, 0.f, 0.f, p->limit, 88.f / fabsf(p->alpha),
-                                   moelora_is_gated(p->kind)};
+  moelora_activation_gradient g = {
+      p->alpha, 0.f, 0.f, p->limit, 88.f / fabsf(p->alpha), moelora_is_gated(p->kind)};
   if (p->kind == MOELORA_GELU)
     g.a = 1.5957691216057308f, g.b = 0.07135481627159729f, g.saturated = 16.f;
   if (p->kind == MOELORA_SWIGLUOAI || p->kind == MOELORA_SWIGLUOAI_UNINTERLEAVE)
@@ -319,15 +318,23 @@ moelora_status finish_biases(const moelora_experts_backward_problem *b, const Ba
   const moelora_experts_problem *p = &b->forward;
   const bool weighted = !p->apply_router_weight_on_input;
   const moelora_bias_launch biases[] = {
-      {{l->dgu, p->w13.n, MOELORA_ROW_POSITION}, p->w13.n, p->dtype, false, b->bias13,
+      {{l->dgu, p->w13.n, MOELORA_ROW_POSITION},
+       p->w13.n,
+       p->dtype,
+       false,
+       b->bias13,
        b->accumulate},
-      {{b->dout, b->dout_stride, MOELORA_ROW_TOKEN}, p->hidden, p->dtype, weighted, b->bias2,
+      {{b->dout, b->dout_stride, MOELORA_ROW_TOKEN},
+       p->hidden,
+       p->dtype,
+       weighted,
+       b->bias2,
        b->accumulate},
   };
   for (const moelora_bias_launch &bias : biases)
     if (bias.gradient.data)
-      MOELORA_TRY(moelora_cuda_bias_gradient(&bias, &l->alignment.routes, &l->alignment.blocks,
-                                             exec));
+      MOELORA_TRY(
+          moelora_cuda_bias_gradient(&bias, &l->alignment.routes, &l->alignment.blocks, exec));
   return MOELORA_OK;
 }
 
@@ -357,9 +364,9 @@ moelora_cuda_experts_backward_workspace(const moelora_experts_backward_problem *
   return problem->forward.routes.num_rows ? lay_out(problem, plan, nullptr).bytes : 0;
 }
 
-extern "C" moelora_status
-moelora_cuda_experts_backward(const moelora_experts_backward_problem *b,
-                              const moelora_backward_plan *plan, const moelora_exec *exec) {
+extern "C" moelora_status moelora_cuda_experts_backward(const moelora_experts_backward_problem *b,
+                                                        const moelora_backward_plan *plan,
+                                                        const moelora_exec *exec) {
   const moelora_experts_problem *p = &b->forward;
   MOELORA_TRY(zero_gradients(b, exec));
   if (p->routes.num_rows == 0)
@@ -373,8 +380,7 @@ moelora_cuda_experts_backward(const moelora_experts_backward_problem *b,
     MOELORA_TRY(moelora_cuda_scale_rows(p->x, p->x_stride, routes, p->hidden, p->dtype, l.x, exec));
   const moelora_gradients_launch gradients = describe_gradients(b, &l);
   if (gradients.count)
-    MOELORA_TRY(
-        moelora_cuda_list_gradient_rows(&l.rows, routes, &l.alignment.blocks, exec));
+    MOELORA_TRY(moelora_cuda_list_gradient_rows(&l.rows, routes, &l.alignment.blocks, exec));
   if (plan->needs.v)
     MOELORA_TRY(back_through_w2(b, plan, &l, exec));
   if (plan->needs.dz || plan->needs.yb13)

@@ -32,9 +32,9 @@ typedef struct moelora_activation_gradient {
 typedef struct moelora_through_activation {
   const void *gate_up; /* [P, N] by flat row */
   int64_t gate_up_stride;
-  void *h;     /* [position, I]; NULL: not wanted */
-  void *dgu;   /* [position, N] */
-  float *dt;   /* [position, dt_parts] */
+  void *h;   /* [position, I]; NULL: not wanted */
+  void *dgu; /* [position, N] */
+  float *dt; /* [position, dt_parts] */
   int32_t dt_parts;
   moelora_activation_gradient activation;
 } moelora_through_activation;
@@ -60,6 +60,5 @@ moelora_status moelora_cuda_back_SM90(const moelora_back_launch *g, const moelor
 moelora_status moelora_cuda_back_shrink(const moelora_gemm_launch *g, const float *scalings,
                                         void *yb, bool vectors, moelora_dtype dtype,
                                         const moelora_exec *exec);
-
 }
 #endif

@@ -56,9 +56,8 @@ extern "C" moelora_status moelora_cuda_weight_gradients(const moelora_weight_gra
                                                         moelora_dtype dtype,
                                                         const moelora_exec *exec) {
   const int64_t work = (s->num_rows + kWarps - 1) / kWarps;
-  return dtype == MOELORA_BF16
-             ? launch_kernel<weight_gradients<__nv_bfloat16>>("weight_gradients", work, kThreads, 0,
-                                                              exec, *s)
-             : launch_kernel<weight_gradients<__half>>("weight_gradients", work, kThreads, 0, exec,
-                                                       *s);
+  return dtype == MOELORA_BF16 ? launch_kernel<weight_gradients<__nv_bfloat16>>(
+                                     "weight_gradients", work, kThreads, 0, exec, *s)
+                               : launch_kernel<weight_gradients<__half>>("weight_gradients", work,
+                                                                         kThreads, 0, exec, *s);
 }

@@ -1,4 +1,5 @@
-/* The shrinks of a backward: yb[position, slice * xa_slice + r] = round(s[l] sum_n y[n] B[l, e, n, r])
+/* The shrinks of a backward: yb[position, slice * xa_slice + r] = round(s[l] sum_n y[n] B[l, e, n,
+ * r])
  *
  * for rows of adapter l, r below its true rank; zero from there to the next multiple of 16. B lies
  * with its ranks side by side: operand A of a product has them as rows, and ldmatrix transposes.
@@ -169,13 +170,13 @@ __global__ void __launch_bounds__(kThreads, 3)
     const int64_t position = (int64_t)block * blocks.rows + part * kTokens;
     Segments<kTokens / 32> segments;
     segments.load(blocks, most, position, count);
-    BackShrink<T, VECTORS, TILES> shrink = {
-        p, shared_address(shared), position, slice, chunk, blocks.expert_ids[block], {}};
+    BackShrink<T, VECTORS, TILES> shrink = {p,     shared_address(shared),   position, slice,
+                                            chunk, blocks.expert_ids[block], {}};
     shrink.find_rows(count);
     for (int low = 0, high; low < count; low = high) {
       high = segments.next(low + 1, count);
-      const int packed = __shfl_sync(
-          0xffffffffu, low < 32 ? segments.packed[0] : segments.packed[1], low % 32);
+      const int packed =
+          __shfl_sync(0xffffffffu, low < 32 ? segments.packed[0] : segments.packed[1], low % 32);
       if (packed >= 0 && packed % kRanks > chunk * 16 * TILES)
         shrink.run({low, high, packed});
     }

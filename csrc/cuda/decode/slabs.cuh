@@ -20,7 +20,7 @@ constexpr int kStages = 12;
 constexpr int kSlabsOfTile = 4, kSlabValues = MOELORA_TILE_VALUES / kSlabsOfTile;
 
 template <moelora_kernel_format FORMAT>
-constexpr int kSlabBytes = FormatTraits<FORMAT>::MOST_TILE_BYTES / kSlabsOfTile;
+constexpr int kSlabBytes = FormatTraits<FORMAT>::MAX_ROW_BYTES / kSlabsOfTile;
 template <moelora_kernel_format FORMAT> constexpr int kPipelineBytes = kStages * kSlabBytes<FORMAT>;
 
 /* Where a warp's slabs come from; where they go is where the last one that it multiplied was. */
@@ -73,6 +73,15 @@ __device__ __forceinline__ void unpark(const DecodeParams &p, SlabProducer &s,
   s.left = parked.left;
 }
 
+/* The first tile of a span. */
+__device__ __forceinline__ const char *first_tile_of(const DecodeParams &p, const Tables &t,
+                                                     const WorkItem &item, const TileSpan &span) {
+  const moelora_weights &w = weights_in_tiles(p, item.kind);
+  return (const char *)w.data + t.expert[span.active] * w.stride_e +
+         (item.tile / kSlabsOfTile + span.part * w.half_tiles) * w.stride_nt +
+         span.first * w.stride_kt;
+}
+
 /* To the next span that has slabs, if there is one. */
 __device__ __forceinline__ void open_span(const DecodeParams &p, const Tables &t, SlabProducer &s) {
   while (s.left == 0 && is_there(t, s.work)) {
@@ -87,9 +96,7 @@ __device__ __forceinline__ void open_span(const DecodeParams &p, const Tables &t
     }
     const moelora_weights &w = weights_in_tiles(p, item.kind);
     const unsigned slab = item.tile % kSlabsOfTile;
-    s.from = (const char *)w.data + t.expert[span.active] * w.stride_e +
-             (item.tile / kSlabsOfTile + span.part * w.half_tiles) * w.stride_nt +
-             span.first * w.stride_kt + slab * kSlabValues + threadIdx.x % 32 * 16;
+    s.from = first_tile_of(p, t, item, span) + slab * kSlabValues + threadIdx.x % 32 * 16;
     s.step = w.stride_kt;
     s.scales = offset_of_scales(w.format, slab);
     s.left = span.tiles;
@@ -251,14 +258,20 @@ multiply_tiles(const DecodeParams &p, const Tables &t, const WorkItem &item, int
     const TileSpan span = tile_span_of(p, item, work);
     TokenColumns x = columns_of(p, t, item.kind, tokens, staged, span);
     float d[2][4] = {};
+    [[maybe_unused]] float tile_scale;
+    if constexpr (FormatTraits<FORMAT>::HAS_TILE_SCALE)
+      tile_scale = FormatTraits<FORMAT>::template tile_scale<T>(first_tile_of(p, t, item, span));
     if (x.staged)
       multiply_slabs<T, FORMAT, true>(p, t, format, span.tiles, x, producer, pipeline, d);
     else
       multiply_slabs<T, FORMAT, false>(p, t, format, span.tiles, x, producer, pipeline, d);
     constexpr int MISSING = TileFragment<FORMAT, T>::MISSING;
 #pragma unroll
-    for (int i = 0; MISSING > 0 && i < 8; i++)
-      d[i / 4][i % 4] *= (float)(1 << MISSING);
+    for (int i = 0; i < 8; i++)
+      if constexpr (FormatTraits<FORMAT>::HAS_TILE_SCALE)
+        d[i / 4][i % 4] *= tile_scale;
+      else if constexpr (MISSING > 0)
+        d[i / 4][i % 4] *= (float)(1 << MISSING);
     add_weighted(t, item.kind, span.active, d, total);
     work.block += span.tiles;
   }

@@ -10,11 +10,11 @@ struct Alignment {
   moelora_routes routes; // resolved
   moelora_blocks blocks;
   int32_t *tile_counters[MOELORA_PROJECTIONS]; // among those of `blocks`
-  void *scratch;
+  moelora_sort_scratch scratch;
 };
 
-/* Of blocks of `variant`, for `count` projections whose tile schedulers need so many counters each.
- * summed: positions are asked for; weighted: weights. */
+/* Allocates the blocks of `variant`, for `count` projections whose tile schedulers need `counters`
+ * counters each. summed: with positions; weighted: with weights. */
 inline Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
                                 const moelora_variant *variant, int64_t counters, int count,
                                 const moelora_align_plan *plan, bool summed, bool weighted) {
@@ -24,7 +24,7 @@ inline Alignment take_alignment(moelora_arena *arena, const moelora_routes *from
   moelora_blocks *blocks = &a.blocks;
   blocks->rows = variant->block_m;
   blocks->cluster = (int16_t)moelora_blocks_together(variant);
-  blocks->grain = moelora_tokens_first(variant->format, variant->block_m) ? 64 : 8;
+  blocks->grain = moelora_is_token_major(variant->format, variant->block_m) ? 64 : 8;
   blocks->max_blocks = moelora_max_blocks(routes, blocks->rows, blocks->cluster);
   const size_t most = (size_t)blocks->max_blocks, rows = most * blocks->rows;
   blocks->sorted_ids = (int32_t *)moelora_take(arena, 4 * rows);
@@ -46,18 +46,18 @@ inline Alignment take_alignment(moelora_arena *arena, const moelora_routes *from
   blocks->segments =
       segments ? (moelora_segment *)moelora_take(arena, segments * sizeof(moelora_segment))
                : nullptr;
-  a.scratch = moelora_take(arena, moelora_cuda_align_rows_workspace(routes, plan));
+  a.scratch = moelora_cuda_take_scratch(routes, MOELORA_ALIGN_SEGMENTED, plan, arena);
   return a;
 }
 
-/* The first launch waits for the end of what is before it: of kernels that start while those of
- * another layer still hold some SMs, those that follow would get them unevenly. */
-inline moelora_status align(const Alignment *a, const moelora_routes *from, const moelora_align_plan *plan,
-                     const moelora_exec *exec) {
-  return moelora_cuda_align_rows(from, &a->routes, &a->blocks, plan, a->scratch, exec);
+/* The first launch waits for all previous work (no PDL): otherwise the kernels that follow would
+ * start while another layer still occupies some SMs, and would be spread unevenly. */
+inline moelora_status align(const Alignment *a, const moelora_routes *from,
+                            const moelora_align_plan *plan, const moelora_exec *exec) {
+  return moelora_cuda_align_rows(from, &a->routes, &a->blocks, plan, &a->scratch, exec);
 }
 
-/* Rows of what lies by position. */
+/* Rows of a buffer that is ordered by position. */
 inline size_t positions(const Alignment *a) {
   return (size_t)a->blocks.max_blocks * a->blocks.rows;
 }

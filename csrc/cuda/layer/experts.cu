@@ -1,9 +1,9 @@
-/* One projection, and the layer: the order of launches and what lies in the workspace.
+/* Launch sequence and workspace of a single projection and of a layer:
  *
- *   resolve, align, [scale x], [x in FP8], shrink13, w13 + expand + activation [+ h in FP8],
- *                              [h in FP8], shrink2, w2 + expand, sum
+ *   resolve, align, [scale x], [quantize x], shrink13, w13 + expand + activation [+ quantize h],
+ *                              [quantize h], shrink2, w2 + expand, sum
  *
- * or, for a handful of tokens, all of it in decode.cu.
+ * or, for a few tokens, the single kernel of decode.cu.
  *
  * What stays between the projections lies by position in the blocks of rows: the shrink results xa,
  * h [position, I] and the unsummed outputs z [position, K], so that the copy engine reads and
@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-/* out[p] = 0 for rows whose expert is not here; a warp per row. */
+/* out[p] = 0 for rows whose expert is not local; one warp per row. */
 __global__ void __launch_bounds__(kThreads)
     zero_skipped(const int32_t *experts, int32_t rows, int32_t top_k, uint16_t *out,
                  int64_t stride_m, int64_t stride_j, int64_t n) {
@@ -78,7 +78,7 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
   return g;
 }
 
-/* The kernels of a variant's family and kernel format. */
+/* Dispatches on the variant's family and kernel format. */
 moelora_status launch_gemm(const moelora_gemm_launch *g, const moelora_variant *variant,
                            const moelora_projection_plan *plan, const moelora_exec *exec) {
   if (g->before.rows)
@@ -93,12 +93,12 @@ moelora_status launch_gemm(const moelora_gemm_launch *g, const moelora_variant *
   return moelora_no_kernel(variant->name, "is no projection");
 }
 
-/* x of a projection whose weights want it in FP8. */
+/* Quantized x of a projection with W8A8 weights. */
 struct QuantizedRows {
-  void *values; // NULL: they do not
+  void *values; // NULL: not quantized
   float *scales;
   int64_t rows, stride;
-  bool early; // x is the caller's
+  bool early; // x is an argument of the call
 };
 
 QuantizedRows take_quantized(moelora_arena *arena, const moelora_variant *variant,
@@ -115,9 +115,10 @@ QuantizedRows take_quantized(moelora_arena *arena, const moelora_variant *varian
   return q;
 }
 
-/* Fills them from a projection's tokens. */
+/* Quantizes a projection's tokens. */
 moelora_status quantize(const QuantizedRows *q, const moelora_gemm_launch *g,
-                        const moelora_variant *variant, const moelora_exec *exec) {
+                        const moelora_variant *variant, const moelora_projection_plan *plan,
+                        const moelora_exec *exec) {
   moelora_quantize_launch launch = {};
   launch.x = g->tokens.x;
   launch.x_stride = g->tokens.stride;
@@ -131,6 +132,7 @@ moelora_status quantize(const QuantizedRows *q, const moelora_gemm_launch *g,
   launch.k = g->tokens.k;
   launch.dtype = variant->dtype;
   launch.bytes = variant->needs == MOELORA_SM90;
+  launch.vectors = plan->quantizes_vectors;
   launch.format = g->weights.w.format;
   launch.rule = g->weights.w.x;
   launch.x_scale = g->weights.w.x_scale;
@@ -140,21 +142,21 @@ moelora_status quantize(const QuantizedRows *q, const moelora_gemm_launch *g,
   return moelora_cuda_quantize_rows(&launch, exec);
 }
 
-/* What a projection's kernel takes instead of its tokens. */
+/* The tokens that a projection's kernel reads after quantization. */
 moelora_tokens quantized_tokens(const QuantizedRows *q, const moelora_tokens *from,
                                 const moelora_variant *variant) {
   moelora_tokens tokens = *from;
   const bool bytes = variant->needs == MOELORA_SM90;
   tokens.x = q->values;
   tokens.stride = q->stride;
-  tokens.k = bytes ? (int32_t)q->stride : from->k; // bytes are zeros up to there
+  tokens.k = bytes ? (int32_t)q->stride : from->k; // bytes are zero-padded up to there
   tokens.scales = q->scales;
   tokens.scales_stride = q->rows;
   return tokens;
 }
 
-/* Rows that the projection before the one of `w` leaves in e4m3. */
-moelora_e4m3_rows stored_rows(const QuantizedRows *q, const moelora_weights *w) {
+/* Buffers for the e4m3 outputs of the projection before the one of `w`. */
+moelora_quantized_rows stored_rows(const QuantizedRows *q, const moelora_weights *w) {
   return {q->values, q->stride, q->scales, q->rows, w->x, w->x_scale};
 }
 
@@ -175,7 +177,7 @@ moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
                        const moelora_exec *exec) {
   moelora_tokens tokens = g->tokens;
   if (plan->quantizes_x)
-    MOELORA_TRY(quantize(quantized, g, variant, exec));
+    MOELORA_TRY(quantize(quantized, g, variant, plan, exec));
   if (quantized->values)
     tokens = quantized_tokens(quantized, &g->tokens, variant);
   if (g->schedule.blocks.packed_ranks) {
@@ -193,12 +195,12 @@ struct GemmLayout {
   size_t bytes;
 };
 
-GemmLayout lay_out_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *plan, void *base) {
-  moelora_arena arena = {(char *)base, 0};
+GemmLayout lay_out_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *plan,
+                        const moelora_exec *exec) {
+  moelora_arena arena = moelora_workspace_of(exec);
   GemmLayout l;
-  l.alignment =
-      take_alignment(&arena, &p->routes, plan->variant, plan->projection.num_counters, 1,
-                     &plan->align, false, p->mul_routed_weight);
+  l.alignment = take_alignment(&arena, &p->routes, plan->variant, plan->projection.num_counters, 1,
+                               &plan->align, false, p->mul_routed_weight);
   l.xa = take_xa(&arena, &l.alignment, &p->lora);
   l.quantized = take_quantized(&arena, plan->variant, &p->w,
                                (size_t)(p->x_per_row ? p->routes.num_rows : p->routes.num_tokens));
@@ -216,8 +218,8 @@ struct ExpertsLayout {
 };
 
 ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_experts_plan *plan,
-                              void *base) {
-  moelora_arena arena = {(char *)base, 0};
+                              const moelora_exec *exec) {
+  moelora_arena arena = moelora_workspace_of(exec);
   ExpertsLayout l;
   const int64_t of_w13 = plan->projection[0].num_counters, of_w2 = plan->projection[1].num_counters;
   l.alignment = take_alignment(&arena, &p->routes, plan->variant, of_w13 > of_w2 ? of_w13 : of_w2,
@@ -232,7 +234,7 @@ ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_ex
   l.z = moelora_take_array(&arena, moelora_times(moelora_times(rows, hidden), (size_t)plan->splits),
                            plan->partial_f32 ? 4 : 2);
   l.x_fp8 = take_quantized(&arena, plan->variant, &p->w13, (size_t)p->routes.num_tokens);
-  l.x_fp8.early = !plan->scales_x; // which scales x first
+  l.x_fp8.early = !plan->scales_x; // scale_rows writes x first
   l.h_fp8 = take_quantized(&arena, plan->w2, &p->w2, rows);
   l.bytes = arena.used;
   return l;
@@ -267,9 +269,8 @@ moelora_status save_rows(const moelora_experts_problem *p, const ExpertsLayout *
 /* saves_alone: out is left to another kernel. */
 moelora_status run_staged(const moelora_experts_problem *p, const moelora_experts_plan *plan,
                           bool saves_alone, const moelora_exec *exec) {
-  const ExpertsLayout l = lay_out_experts(p, plan, exec->workspace);
+  const ExpertsLayout l = lay_out_experts(p, plan, exec);
   const moelora_routes *routes = &l.alignment.routes;
-  MOELORA_TRY(moelora_check_layout(l.bytes, exec));
   MOELORA_TRY(align(&l.alignment, &p->routes, &plan->align, exec));
 
   moelora_gemm_launch g =
@@ -342,15 +343,13 @@ moelora_status run_staged(const moelora_experts_problem *p, const moelora_expert
 
 size_t moelora_cuda_gemm_workspace(const moelora_gemm_problem *problem,
                                    const moelora_gemm_plan *plan, const moelora_exec *exec) {
-  (void)exec;
-  return lay_out_gemm(problem, plan, nullptr).bytes;
+  return lay_out_gemm(problem, plan, exec).bytes;
 }
 
 moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *plan,
                                  const moelora_exec *exec) {
-  const GemmLayout l = lay_out_gemm(p, plan, exec->workspace);
+  const GemmLayout l = lay_out_gemm(p, plan, exec);
   const moelora_routes *routes = &l.alignment.routes;
-  MOELORA_TRY(moelora_check_layout(l.bytes, exec));
   MOELORA_TRY(align(&l.alignment, &p->routes, &plan->align, exec));
   MOELORA_TRY(launch_kernel<zero_skipped>(
       "zero_skipped", blocks_for(32 * routes->num_rows), kThreads, 0, exec,
@@ -371,7 +370,7 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
 
 namespace {
 
-/* Of a plan for one launch, the plan for several. */
+/* Plan for separate launches, if the single launch does not fit. */
 moelora_experts_plan staged_plan(const moelora_experts_plan *plan) {
   moelora_experts_plan staged = *plan;
   staged.variant = plan->staged;
@@ -405,10 +404,10 @@ Prepared prepare(const moelora_experts_problem *p, const moelora_exec *exec, voi
 size_t layer_bytes(const moelora_experts_problem *problem, const moelora_experts_plan *plan,
                    const moelora_exec *exec) {
   if (!plan->staged)
-    return lay_out_experts(problem, plan, nullptr).bytes;
+    return lay_out_experts(problem, plan, exec).bytes;
   const moelora_experts_plan staged = staged_plan(plan);
   const size_t one = moelora_cuda_decode_workspace(problem, exec);
-  const size_t several = lay_out_experts(problem, &staged, nullptr).bytes;
+  const size_t several = lay_out_experts(problem, &staged, exec).bytes;
   return one > several ? one : several;
 }
 

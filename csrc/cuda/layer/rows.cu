@@ -50,11 +50,10 @@ __global__ void __launch_bounds__(kThreads)
 template <class T>
 moelora_status scale(const void *x, int64_t x_stride, const moelora_routes *routes, int64_t k,
                      void *out, const moelora_exec *exec) {
-  return launch_kernel<scale_rows<T>>("scale_rows",
-                                      (routes->num_tokens * k + kThreads - 1) / kThreads, kThreads,
-                                      0, exec, (const T *)x, x_stride, routes->topk_weights,
-                                      routes->topk_weights_stride[0], (T *)out, routes->num_tokens,
-                                      k);
+  return launch_kernel<scale_rows<T>>(
+      "scale_rows", (routes->num_tokens * k + kThreads - 1) / kThreads, kThreads, 0, exec,
+      (const T *)x, x_stride, routes->topk_weights, routes->topk_weights_stride[0], (T *)out,
+      routes->num_tokens, k);
 }
 
 } // namespace

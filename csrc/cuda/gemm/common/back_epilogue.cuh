@@ -117,8 +117,8 @@ __device__ __forceinline__ void store_through(const float *d, const moelora_back
     weight.y = weights[position + mine + 1];
   BackTile<T, VECTORS> tile;
   tile.load(row, form, output, inter);
-  const float2 dt =
-      tile.finish(d, g.through.activation, row, form, output, inter, weight, g.through.h != nullptr);
+  const float2 dt = tile.finish(d, g.through.activation, row, form, output, inter, weight,
+                                g.through.h != nullptr);
   float *to = g.through.dt + position * g.through.dt_parts + output / MOELORA_DT_OUTPUTS;
   if (lane < 4 && mine < count)
     to[mine * g.through.dt_parts] = dt.x;

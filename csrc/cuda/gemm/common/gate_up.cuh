@@ -1,7 +1,7 @@
 /* Rows of w13's outputs from before the activation, which a forward saves and its backward reads:
- * gate and up, by flat row. Memory has a row's outputs side by side, accumulators those of a token in
- * different lanes: movmatrix turns 8 x 8 tiles on their way, of which a lane then has token lane / 4,
- * outputs 2 (lane % 4) and the next. */
+ * gate and up, by flat row. Memory has a row's outputs side by side, accumulators those of a token
+ * in different lanes: movmatrix turns 8 x 8 tiles on their way, of which a lane then has token lane
+ * / 4, outputs 2 (lane % 4) and the next. */
 #ifndef MOELORA_CUDA_GATE_UP_CUH
 #define MOELORA_CUDA_GATE_UP_CUH
 

@@ -1,6 +1,6 @@
-/* Tiles of weights that a backward takes as they lie: an m64 tile of a stage is 64 of depth in rows of
- * 64 outputs, chunk c of row r at c ^ (r & 7). ldmatrix transposes while it loads, wgmma takes the
- * tile as an MN-major operand. */
+/* Tiles of weights that a backward takes as they lie: an m64 tile of a stage is 64 of depth in rows
+ * of 64 outputs, chunk c of row r at c ^ (r & 7). ldmatrix transposes while it loads, wgmma takes
+ * the tile as an MN-major operand. */
 #ifndef MOELORA_CUDA_TRANSPOSED_CUH
 #define MOELORA_CUDA_TRANSPOSED_CUH
 

@@ -1,6 +1,7 @@
-/* The epilogue where weight rows are operand A: from accumulators through epilogue tiles to global
- * memory, 32 tokens at a time. Where outputs lie by position TMA stores whole boxes, which end
- * within the block, while the next tile is multiplied. */
+/* Epilogue of the weight-major kernels: converts accumulators, stages them in epilogue tiles in
+ * shared memory and stores them to global memory, 32 tokens at a time. Outputs that are ordered by
+ * position are stored by TMA in whole boxes, which never cross the end of the block; these stores
+ * overlap the next tile's main loop. */
 #ifndef MOELORA_CUDA_SM90_EPILOGUE_CUH
 #define MOELORA_CUDA_SM90_EPILOGUE_CUH
 
@@ -10,8 +11,8 @@
 #include "cuda/gemm/sm90/epilogue_e4m3.cuh"
 #include "cuda/gemm/sm90/tensor_map.h"
 
-/* Rounds an m64 tile's outputs of up to 32 tokens from c on and transposes them into an epilogue
- * tile: a token's 64 outputs are a swizzled row of 128 bytes. */
+/* Rounds the outputs of up to 32 tokens of an m64 tile, starting at token c, and transposes them
+ * into an epilogue tile: each token's 64 outputs form a swizzled row of 128 bytes. */
 template <class T, int N>
 __device__ __forceinline__ void write_epilogue_tile(const float (&rAcc)[N / 2], int c,
                                                     uint32_t sOut) {
@@ -33,7 +34,7 @@ __device__ __forceinline__ void write_epilogue_tile(const float (&rAcc)[N / 2], 
   }
 }
 
-/* Stores an epilogue tile by flat row: a warp writes whole 128-byte lines. */
+/* Stores an epilogue tile to flat rows. Each warp writes whole 128-byte lines. */
 template <class S, class T>
 __device__ __forceinline__ void store_rows(const moelora_gemm_launch &g, int first, int c,
                                            const TileHeader &header, int32_t rows, uint32_t sOut) {
@@ -83,7 +84,7 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
                      (GENERAL && S::TOKENS <= MOELORA_FLOAT_ROWS && g.epilogue.out_f32);
     const int halves = gated ? 1 : 2; // m64 tiles of outputs
 
-    // Bias, and what all tokens have in common.
+    // Add the bias, and apply what needs no per-token data.
     const Epilogue<S, MODE> epilogue(g, header.tile, warp.consumer, T());
     if constexpr (S::SAVES) {
       epilogue.template add_bias<T, N>(rAcc, g);
@@ -100,18 +101,19 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
       if (c > 0 && c >= header.count)
         break;
 
-      // Activation and routing weight.
-      epilogue.template finish<N>(rAcc, g, header.tile.block, c);
+      // Apply the activation and the routing weight.
+      epilogue.template apply_activation<N>(rAcc, g, header.tile.block, c);
       const int32_t rows = by_position ? 0 : block_row<S>(g, header.tile.block, c + lane);
 
-      // Wait for epilogue buffers: the aliased stage, or a store from an own buffer.
+      // Wait until the epilogue buffers are free: for the aliased stage, or for earlier TMA
+      // stores.
       const int buffer = c / kEpilogueTokens * halves, end = buffer + halves;
       if (!f32 && buffer <= S::OWN_BUFFERS && end > S::OWN_BUFFERS)
-        warp.sync_all(); // all have multiplied the stage
+        warp.sync_all(); // both consumers have finished reading the stage
       if (!f32 && end > BUFFERS)
         warp.template wait_stores_read<WarpContext<S>::ALIASED_BUFFERS / 4>();
 
-      // To shared memory, or in float32 to global memory.
+      // Write the outputs to shared memory, or float32 outputs to global memory.
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         if (half == halves)
@@ -126,7 +128,7 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
       if (f32)
         continue;
 
-      // From shared memory to global memory: the warps take turns to issue the TMA stores.
+      // Store from shared memory to global memory. The warps take turns at issuing the TMA stores.
       fence_async_proxy();
       warp.sync();
 #pragma unroll
@@ -139,18 +141,18 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
           store_rows<S, T>(g, first, c, header, rows, sOut);
         else if (threadIdx.x % 128 == (buffer + half) % 4 * 32 &&
                  !(STORES_E4M3 && g.epilogue.out_unread))
-          tma_store_2d(c + kEpilogueTokens <= S::TOKENS ? &out_maps->many : &out_maps->few, first,
-                       header.tile.block * S::TOKENS + c, sOut);
+          tma_store_2d(c + kEpilogueTokens <= S::TOKENS ? &out_maps->box : &out_maps->rest_box,
+                       first, header.tile.block * S::TOKENS + c, sOut);
       }
     }
 
-    // The same outputs in e4m3: each consumer has half of a group.
+    // Store the same outputs in e4m3. Each consumer holds half of a scale group.
     if constexpr (STORES_E4M3)
       if (g.epilogue.e4m3.values) {
         warp.sync_all();
         store_e4m3<S, T, 128 * S::CONSUMERS>(g, header.tile, 0, header.count,
                                              [&](int half, int i) { return warp.sOut(half, i); });
-        warp.sync_all(); // before buffers are reused, or outputs fixed up
+        warp.sync_all(); // before buffers are reused or outputs are fixed up
       }
   }
 };

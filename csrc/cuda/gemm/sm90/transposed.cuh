@@ -1,12 +1,12 @@
 /* Grouped products of a backward for Hopper, y W with W as it lies: the kernel of native.cuh with
  * weights as an MN-major operand. Rows of W are depth, its columns outputs, operand A:
  *
- *   sW [TILES][64 of depth]          a TMA box for an m64 tile: rows of 64 outputs, 128-byte swizzle
- *   sX [TOKENS]                      rows of y, 64 of depth
+ *   sW [TILES][64 of depth]          a TMA box for an m64 tile: rows of 64 outputs, 128-byte
+ * swizzle sX [TOKENS]                      rows of y, 64 of depth
  *
  * In an adapter stage sW holds rows of factors A, [TILES][4 slabs][16 ranks] of 64 outputs, and sX
- * rows of yb. Its products are mma.sync: accumulators are in registers by then, where tokens that do
- * not carry a slab's adapter can be left out, whatever A holds. Both round alike. */
+ * rows of yb. Its products are mma.sync: accumulators are in registers by then, where tokens that
+ * do not carry a slab's adapter can be left out, whatever A holds. Both round alike. */
 #ifndef MOELORA_CUDA_SM90_TRANSPOSED_CUH
 #define MOELORA_CUDA_SM90_TRANSPOSED_CUH
 
@@ -84,8 +84,8 @@ template <class S, class T> struct TransposedAdapters {
 
 /* Through the activation, straight from accumulators. */
 template <class S, class T> struct ThroughEpilogue {
-  /* Brings what it reads of gate_up to L2, while the tile is multiplied: a consumer's 128 outputs of
-   * each row, from one place or two. */
+  /* Brings what it reads of gate_up to L2, while the tile is multiplied: a consumer's 128 outputs
+   * of each row, from one place or two. */
   static __device__ __forceinline__ void prefetch_rows(const moelora_back_launch &g,
                                                        const TileHeader &header,
                                                        const WarpContext<S> &warp) {
@@ -162,9 +162,9 @@ template <class S, class T> struct TransposedMainloop {
 
   /* Consumer: the k steps of a tile, with N tokens. Returns the last stage, not yet released. */
   template <int N>
-  static __device__ __forceinline__ int
-  main_loop(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &, WarpContext<S> &warp,
-            const TileHeader &, int k_steps) {
+  static __device__ __forceinline__ int main_loop(float (&rAcc)[2][S::TOKENS / 2],
+                                                  const moelora_gemm_launch &, WarpContext<S> &warp,
+                                                  const TileHeader &, int k_steps) {
     GemmPipeline<S> &pipeline = warp.pipeline;
     int previous = 0;
 #pragma unroll 1
