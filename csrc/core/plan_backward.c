@@ -32,7 +32,7 @@ static moelora_backward_needs find_needs(const moelora_experts_backward_problem 
 /* Rows of a block, from the average rows of an expert: as forwards, room above the average keeps
  * nearly every expert together. */
 static int32_t rows_of_block(int64_t rows) {
-  return rows <= 8 ? 16 : rows <= 24 ? 32 : rows <= 52 ? 64 : 128;
+  return rows <= 8 ? 16 : rows <= 26 ? 32 : rows <= 80 ? 64 : 128;
 }
 
 /* One product, of y (NULL: in the workspace) with rows of `w`, as the kernels see it. */

@@ -17,7 +17,8 @@
  *
  *   ONE ORDER SORT SHRINK SPLITS EXPAND WAVES
  *
- * where ONE is both halves in one launch. With `tiles` it is every row that can run the layer, as
+ * where ONE is both halves in one launch. With `backward` they are backwards of a layer, and the
+ * answer is VARIANT BLOCK_ROWS SORT SUM. With `tiles` it is every row that can run the layer, as
  * several launches, with the model's nanoseconds for 1000 weights, the one to run in brackets:
  *
  *   NAME=NS [NAME=NS] ...
@@ -156,6 +157,25 @@ static void print_delta(const moelora_experts_problem *layer, const moelora_devi
            name_of(plan.expand[0].variant), plan.expand[0].waves);
 }
 
+static void print_backward(const moelora_experts_problem *layer,
+                           const moelora_device_info *device) {
+  moelora_experts_backward_problem problem = {
+      .forward = *layer,
+      .dout = layer->x,
+      .dout_stride = layer->hidden,
+      .dx = (void *)layer->x,
+      .dx_stride = layer->hidden,
+  };
+  problem.forward.saved.gate_up = (void *)layer->x;
+  problem.forward.saved.gate_up_stride = layer->w13.n;
+  moelora_backward_plan plan;
+  if (moelora_plan_experts_backward(&problem, device, &plan) != MOELORA_OK)
+    printf("error: %s\n", moelora_error_message());
+  else
+    printf("%s %d %s %s\n", plan.variant->name, plan.variant->block_m,
+           name_of(plan.align.rows.variant), name_of(plan.sum));
+}
+
 /* Of contiguous weights, which Hopper's kernels take, too. */
 static void print_tiles(const moelora_experts_problem *layer, const moelora_device_info *device) {
   const moelora_access access = {
@@ -188,7 +208,8 @@ int main(int argc, char **argv) {
   const bool listed = argc > 1 && strcmp(argv[1], "listed") == 0;
   const bool splits = argc > 1 && strcmp(argv[1], "splits") == 0;
   const bool tiles = argc > 1 && strcmp(argv[1], "tiles") == 0;
-  const int asked = 1 + deltas + listed + splits + tiles;
+  const bool backward = argc > 1 && strcmp(argv[1], "backward") == 0;
+  const int asked = 1 + deltas + listed + splits + tiles + backward;
   const bool on = argc > asked + 2 && strcmp(argv[asked], "on") == 0;
   const int told = asked + 3 * on;
   const bool quantized = argc > told + 2 && strcmp(argv[told], "formats") == 0;
@@ -245,6 +266,10 @@ int main(int argc, char **argv) {
     if (deltas) {
       problem.w2_lora.slice_n = inner;
       print_delta(&problem, &device);
+      continue;
+    }
+    if (backward) {
+      print_backward(&problem, &device);
       continue;
     }
     if (tiles) {

@@ -167,6 +167,9 @@ template <class S, class T> struct NonFinite {
         ((float *)g.epilogue.out)[at] = __int_as_float(0x7fffffff);
       else
         ((T *)g.epilogue.out)[at] = Element<T>::round(__int_as_float(0x7fffffff));
+      if constexpr (S::SAVES)
+        ((T *)g.before.rows)[g.schedule.blocks.sorted_ids[position] * g.before.stride + row] =
+            Element<T>::round(__int_as_float(0x7fffffff));
       const moelora_quantized_rows &e4m3 = g.epilogue.e4m3;
       if (S::Format::IS_W8A8 && e4m3.values)
         ((uint8_t *)e4m3.values)[position * e4m3.stride + quad_position(output)] = kNanE4m3;
