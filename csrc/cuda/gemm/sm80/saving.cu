@@ -1,5 +1,6 @@
 /* sm_80 and up: activated projections of native weights that save what is before the activation. */
 #include "cuda/gemm/sm80/gemm.cuh"
+#include "cuda/gemm/common/variants.cuh"
 
 namespace {
 

@@ -1,5 +1,6 @@
 /* Hopper: activated projections of native weights that save what is before the activation. */
 #include "cuda/gemm/sm90/launch.cuh"
+#include "cuda/gemm/common/variants.cuh"
 
 namespace {
 
