@@ -16,7 +16,7 @@ GPU_ARCHS = $$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/
   sort -u | sed 's/\.//; s/^90$$/90a/' | paste -sd ';' -)
 C_FILES = $(shell find csrc tests/c tests/cuda examples/c -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test build lint conformance test-c test-py test-lowest test-newest test-pythons \
+.PHONY: demo test nightly build lint conformance test-c test-py test-lowest test-newest test-pythons \
         sanitize fuzz test-gpu sanitize-gpu emulate emulate-few bench-cpu bench-gpu tables docs types \
         wheel check-wheel sdist clean
 
@@ -34,6 +34,14 @@ test: export MOELORA_WERROR = 1
 test: build
 	$(MAKE) --no-print-directory -j 2 lint types conformance test-c
 	$(MAKE) --no-print-directory test-py
+
+# `make test` and the checks that CI has no time for: all parametrizations and slow tests
+# (tests/support/covering.py), all GEMM variants and architectures, the emulation of both families
+# with all copies, sanitizers, random arguments, the lowest versions of transformers and PEFT.
+nightly: export MOELORA_NIGHTLY = 1
+nightly: export MOELORA_CUDA_ARCH ?= release
+nightly: test
+	$(MAKE) --no-print-directory emulate sanitize fuzz test-lowest
 
 # torch by itself first: the other packages then find it there and cannot pull in another one.
 $(VENV)/.ready: requirements-torch.txt requirements.txt

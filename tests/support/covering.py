@@ -1,4 +1,5 @@
-"""Which parametrizations of a test run in CI: a covering set. `make nightly` runs all of them.
+"""Which tests run in CI: a covering set of parametrizations, and none that are marked slow.
+`make nightly` runs everything (MOELORA_NIGHTLY=1).
 
 A test of few parametrizations runs with all. Of others every value of every argument occurs, and
 where arguments are more than two every pair of values of two arguments does: what goes wrong with
@@ -57,12 +58,15 @@ def covering(choices: Sequence[Mapping[str, Hashable]]) -> list[int]:
 
 
 def thin(items):
-    """(those of pytest's items that run, others). Items that need a GPU all run."""
-    by_function = defaultdict(list)
+    """(those of pytest's items that run, others, slow ones among them). On a GPU all run."""
+    by_function, dropped = defaultdict(list), set()
     for item in items:
-        if hasattr(item, "callspec") and not item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu"):
+            continue
+        if item.get_closest_marker("slow"):
+            dropped.add(id(item))
+        elif hasattr(item, "callspec"):
             by_function[item.parent.nodeid, item.originalname].append(item)
-    dropped = set()
     for members in by_function.values():
         # A value is one object in all parametrizations that have it.
         choices = [{k: id(v) for k, v in item.callspec.params.items()} for item in members]
