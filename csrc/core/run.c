@@ -235,6 +235,8 @@ moelora_status moelora_prepare_experts_backward(const moelora_experts_backward_a
   if (!p->backend->experts_backward)
     return unsupported(p, "moelora_experts_backward");
   MOELORA_TRY(moelora_plan_experts_backward(problem, &p->device, plan));
+  for (int32_t i = 0; i < 2; i++)
+    MOELORA_TRY(check_built(plan->product[i].variant));
   return finish_layer(call, p, p->backend->experts_backward_workspace(problem, plan, &p->sized_for),
                       launch_experts_backward, &problem->forward);
 }

@@ -70,7 +70,9 @@ static moelora_status device_info(int32_t device_index, moelora_device_info *inf
 }
 
 static bool is_built(const moelora_variant *variant) {
-  return variant->role != MOELORA_ROLE_GEMM || moelora_cuda_gemm_launchers[variant->id];
+  return variant->role == MOELORA_ROLE_GEMM   ? moelora_cuda_gemm_launchers[variant->id] != nullptr
+         : variant->role == MOELORA_ROLE_BACK ? moelora_cuda_back_launchers[variant->id] != nullptr
+                                              : true;
 }
 
 extern "C" int32_t moelora_cuda_num_sms(int32_t device_index) {

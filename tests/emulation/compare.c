@@ -5,9 +5,9 @@
  *   compare KIND FIRST COUNT [NAME]
  *
  * KIND: experts, training, gemm, delta, mlp, align, pack, devices or all. NAME: substring of
- * forced variants; "-": none. COUNT cases run of each kind: those that no variant of this name suits, or
- * that need a kernel left out of this build, are not counted. Prints a hash of all outputs, to
- * compare builds. */
+ * forced variants; "-": none. COUNT cases run of each kind: those that no variant of this name
+ * suits, or that need a kernel left out of this build, are not counted. Prints a hash of all
+ * outputs, to compare builds. */
 #define _POSIX_C_SOURCE 200112L /* setenv */
 #include "training.h"
 

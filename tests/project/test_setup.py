@@ -31,16 +31,21 @@ PROJECT = {
         for family in ("sm80", "sm90")
     ),
     "csrc/cuda/gemm/launchers.h": "typedef int moelora_gemm_launcher(void);\n"
+    "typedef int moelora_back_launcher(void);\n"
     "enum { CUDA_gemm_bf16_sm80, CUDA_gemm_bf16_sm90, CUDA_gemm_f16_sm80, CUDA_gemm_f16_sm90,\n"
     "       MOELORA_CUDA_ROWS };\n"
-    "moelora_gemm_launcher moelora_cuda_gemm_bf16_sm80, moelora_cuda_gemm_bf16_sm90,\n"
-    "    moelora_cuda_gemm_f16_sm80, moelora_cuda_gemm_f16_sm90;\n"
-    "extern moelora_gemm_launcher *const moelora_cuda_gemm_launchers[];\n",
+    + "".join(
+        f"int moelora_cuda_{kind}gemm_{dtype}_{family}(void);\n"
+        for kind in ("", "saving_")
+        for dtype in ("bf16", "f16")
+        for family in ("sm80", "sm90")
+    ),
 }
 # Beside setup.py itself, from here.
 BUILDERS = ("setup.py", "csrc/compiling.py", "csrc/cuda/gemm/rows.py")
 GEMMS = {
-    f"build/generated/cuda/gemm/{family}/gemm_{dtype}_native_1.cu"
+    f"build/generated/cuda/gemm/{family}/{kind}_{dtype}_native_1.cu"
+    for kind in ("gemm", "saving")
     for dtype in ("bf16", "f16")
     for family in ("sm80", "sm90")
 }
@@ -185,7 +190,7 @@ def test_variants_that_are_left_out(project):
     assert "compiling 1 of" in said and "launchers.c" in said
     assert "[CUDA_gemm_bf16_sm90] = moelora_cuda_gemm_bf16_sm90,\n}" in table.read_text()
     assert {str(path.relative_to(project.root)) for path in table.parent.rglob("*.cu")} == {
-        "build/generated/cuda/gemm/sm90/gemm_bf16_native_1.cu"
+        f"build/generated/cuda/gemm/sm90/{kind}_bf16_native_1.cu" for kind in ("gemm", "saving")
     }
     assert "compiling" not in project.build(**environment)
     for wrong, why in (("gemm_f64", "which no GEMM variant matches"), ("(", "expected a regular")):
@@ -259,7 +264,7 @@ def test_builds_with_cuda_and_without_share_what_they_can(project):
     environment = project.nvcc()
     assert "compiling 3 of 3" in project.build()
     cuda = project.build(**environment)
-    assert cuda.startswith(f"moelora for CPU and CUDA ({environment['NVCC']}): compiling 8 of 10")
+    assert cuda.startswith(f"moelora for CPU and CUDA ({environment['NVCC']}): compiling 12 of 14")
     assert "csrc/cpu/device.c" in cuda
     assert set(project.nvcc_commands()) == CUDA
     assert project.build() == "moelora for CPU (MOELORA_CUDA=0): linked\n"
@@ -267,7 +272,7 @@ def test_builds_with_cuda_and_without_share_what_they_can(project):
     assert "compiling" not in project.build("build_core")
     assert "compiling" not in project.build("build_core", "--cuda", **environment)
     archives = [project.root / f"build/{name}/libmoelora.a" for name in ("core", "core-cuda")]
-    assert [len(output("ar", "t", str(path)).split()) for path in archives] == [2, 9]
+    assert [len(output("ar", "t", str(path)).split()) for path in archives] == [2, 13]
 
 
 PORTABLE = {

@@ -274,16 +274,6 @@ moelora_status moelora_cuda_quantize_rows(const moelora_quantize_launch *q,
 moelora_status moelora_cuda_sum(const moelora_sum_launch *s, const moelora_variant *variant,
                                 const moelora_exec *exec);
 
-/* gemm/sm80, gemm/sm90: projections that save what is before the activation: native weights, activated projections. */
-moelora_status moelora_cuda_saving_gemm_SM80(const moelora_gemm_launch *g,
-                                             const moelora_variant *variant,
-                                             const moelora_projection_plan *plan,
-                                             const moelora_exec *exec);
-moelora_status moelora_cuda_saving_gemm_SM90(const moelora_gemm_launch *g,
-                                             const moelora_variant *variant,
-                                             const moelora_projection_plan *plan,
-                                             const moelora_exec *exec);
-
 /* decode.cu: the whole layer in one launch. */
 size_t moelora_cuda_decode_workspace(const moelora_experts_problem *problem,
                                      const moelora_exec *exec);

@@ -80,10 +80,8 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
 
 moelora_status launch_gemm(const moelora_gemm_launch *g, const moelora_variant *variant,
                            const moelora_projection_plan *plan, const moelora_exec *exec) {
-  if (g->before.rows)
-    return variant->needs == MOELORA_SM90 ? moelora_cuda_saving_gemm_SM90(g, variant, plan, exec)
-                                          : moelora_cuda_saving_gemm_SM80(g, variant, plan, exec);
-  moelora_gemm_launcher *const launch = moelora_cuda_gemm_launchers[variant->id];
+  moelora_gemm_launcher *const launch = g->before.rows ? moelora_cuda_saving_launchers[variant->id]
+                                                       : moelora_cuda_gemm_launchers[variant->id];
   return launch ? launch(g, plan, exec) : moelora_no_kernel(variant->name, "is not built");
 }
 
