@@ -125,6 +125,7 @@ SPARED_BYTES_OF = {
     r"gemm_\w+_int4_\d+": 336,
     r"gemm_\w+_mxfp4_\d+": 224,
     "shrink": 32,
+    r"back_\w+_\d+": 64,
 }
 
 
