@@ -316,6 +316,7 @@ typedef struct moelora_backend {
                                 const moelora_delta_plan *plan, const moelora_exec *exec);
   moelora_status (*mlp_delta)(const moelora_mlp_delta_problem *problem,
                               const moelora_delta_plan *plan, const moelora_exec *exec);
+  bool (*is_built)(const moelora_variant *variant); /* NULL: all rows of its table are */
 } moelora_backend;
 
 extern const moelora_backend moelora_cpu_backend;

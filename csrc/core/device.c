@@ -121,11 +121,16 @@ const char *moelora_cpu_features(void) {
   return text;
 }
 
-/* Variant of this index among those whose backend is compiled. */
+bool moelora_is_built(const moelora_variant *variant) {
+  const moelora_backend *backend = backend_of(variant->device);
+  return backend && (!backend->is_built || backend->is_built(variant));
+}
+
+/* Variant of this index among those that are compiled. */
 static const moelora_variant *compiled_variant(int32_t index) {
   const moelora_variant *variant;
   for (int32_t i = 0; index >= 0 && (variant = moelora_variant_at(i)); i++)
-    if (backend_of(variant->device) && index-- == 0)
+    if (moelora_is_built(variant) && index-- == 0)
       return variant;
   return NULL;
 }

@@ -16,6 +16,10 @@ const moelora_variant *moelora_find_variant(const char *name, size_t length);
  */
 const moelora_variant *moelora_variant_like(const moelora_variant *like);
 
+/* device.c: whether this build has the kernels of the variant. One that MOELORA_VARIANTS left out
+ * is planned as any other, then refused. */
+bool moelora_is_built(const moelora_variant *variant);
+
 /* family.c: checks the environment's limit of the compute capability; applies it to a device. */
 moelora_status moelora_check_limit(void);
 moelora_device_info moelora_limited(const moelora_device_info *device);

@@ -161,6 +161,15 @@ moelora_status moelora_prepare_align(const moelora_align_args *args, const moelo
                 &problem->routes, NULL, 0);
 }
 
+static moelora_status check_built(const moelora_variant *variant) {
+  if (!variant || moelora_is_built(variant))
+    return MOELORA_OK;
+  return moelora_fail(MOELORA_UNSUPPORTED,
+                      "%s is not built: MOELORA_VARIANTS left it out of this build; build without "
+                      "it, or force a variant that is there (MOELORA_FORCE_VARIANT)",
+                      variant->name);
+}
+
 static moelora_status launch_gemm(const prepared *call, const moelora_exec *exec) {
   moelora_note_gemm(&call->of.gemm.problem, &call->device, &call->of.gemm.plan);
   return call->backend->gemm(&call->of.gemm.problem, &call->of.gemm.plan, exec);
@@ -178,6 +187,7 @@ moelora_status moelora_prepare_gemm(const moelora_gemm_args *args, const moelora
   if (!p->backend->gemm)
     return unsupported(p, "moelora_gemm");
   MOELORA_TRY(moelora_plan_gemm(problem, &p->device, plan));
+  MOELORA_TRY(check_built(plan->variant));
   const named_size sizes[] = {
       {"N", problem->w.n}, {"K", problem->w.k}, {"R", problem->lora.max_rank}};
   return finish(call, p, p->backend->gemm_workspace(problem, plan, &p->sized_for), launch_gemm,
@@ -201,6 +211,9 @@ moelora_status moelora_prepare_experts(const moelora_experts_args *args, const m
   if (!p->backend->experts)
     return unsupported(p, "moelora_experts");
   MOELORA_TRY(moelora_plan_experts(problem, &p->device, plan));
+  const moelora_variant *const needed[] = {plan->variant, plan->w2, plan->staged};
+  for (int32_t i = 0; i < 3; i++)
+    MOELORA_TRY(check_built(needed[i]));
   return finish_layer(call, p, p->backend->experts_workspace(problem, plan, &p->sized_for),
                       launch_experts, problem);
 }
@@ -222,6 +235,8 @@ moelora_status moelora_prepare_experts_backward(const moelora_experts_backward_a
   if (!p->backend->experts_backward)
     return unsupported(p, "moelora_experts_backward");
   MOELORA_TRY(moelora_plan_experts_backward(problem, &p->device, plan));
+  for (int32_t i = 0; i < 2; i++)
+    MOELORA_TRY(check_built(plan->product[i].variant));
   return finish_layer(call, p, p->backend->experts_backward_workspace(problem, plan, &p->sized_for),
                       launch_experts_backward, &problem->forward);
 }

@@ -15,6 +15,7 @@ enum {
 #define MOELORA_CUDA_MLP(STEM, ...) CUDA_mlp_bf16_##STEM, CUDA_mlp_f16_##STEM,
 #define MOELORA_CUDA_SUM(STEM, ...) CUDA_sum_bf16_##STEM, CUDA_sum_f16_##STEM,
 #include "cuda/variants.inc"
+  MOELORA_CUDA_ROWS
 };
 
 #endif

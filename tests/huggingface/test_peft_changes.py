@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from covering import extent
 from hf_models import (
     COMMON,
     make_model,
@@ -243,7 +244,7 @@ def test_threads(model):
 
     def serve(thread):
         wrong = 0
-        for n in range(300):
+        for n in range(extent(nightly=300, ci=90)):
             which = (thread + n) % 3
             wrong += not torch.equal(model(batches[which]).logits, wanted[which])
         return wrong

@@ -212,8 +212,8 @@ moelora_status multiply(moelora_back_launch *g, const moelora_back_product_plan 
   }
   if (shrinks_alone)
     return MOELORA_OK;
-  return variant->needs == MOELORA_SM90 ? moelora_cuda_back_SM90(g, variant, plan, exec)
-                                        : moelora_cuda_back_SM80(g, variant, plan, exec);
+  moelora_back_launcher *const launch = moelora_cuda_back_launchers[variant->id];
+  return launch ? launch(g, plan, exec) : moelora_no_kernel(variant->name, "is not built");
 }
 
 moelora_activation_gradient gradient_of(const moelora_activation_problem *p) {

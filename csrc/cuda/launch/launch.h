@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include "core/backend.h"
+#include "cuda/gemm/launchers.h"
 #include "cuda/launch/divisor.h"
 
 #ifdef __cplusplus
@@ -272,24 +273,6 @@ moelora_status moelora_cuda_quantize_rows(const moelora_quantize_launch *q,
 /* layer/sum.cu */
 moelora_status moelora_cuda_sum(const moelora_sum_launch *s, const moelora_variant *variant,
                                 const moelora_exec *exec);
-
-/* gemm/sm80, gemm/sm90: moelora_cuda_gemm_<FAMILY>_<FORMAT>, one file per kernel format that has
- * rows of the family in variants.inc. */
-#define MOELORA_CUDA_GEMM(NAME, DTYPE, FORMAT, FAMILY, ...)                                        \
-  moelora_status moelora_cuda_gemm_##FAMILY##_##FORMAT(                                            \
-      const moelora_gemm_launch *g, const moelora_variant *variant,                                \
-      const moelora_projection_plan *plan, const moelora_exec *exec);
-#include "cuda/variants.inc"
-
-/* The same, with what is before the activation saved: native weights, activated projections. */
-moelora_status moelora_cuda_saving_gemm_SM80(const moelora_gemm_launch *g,
-                                             const moelora_variant *variant,
-                                             const moelora_projection_plan *plan,
-                                             const moelora_exec *exec);
-moelora_status moelora_cuda_saving_gemm_SM90(const moelora_gemm_launch *g,
-                                             const moelora_variant *variant,
-                                             const moelora_projection_plan *plan,
-                                             const moelora_exec *exec);
 
 /* decode.cu: the whole layer in one launch. */
 size_t moelora_cuda_decode_workspace(const moelora_experts_problem *problem,

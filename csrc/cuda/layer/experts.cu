@@ -78,19 +78,11 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
   return g;
 }
 
-/* Dispatches on the variant's family and kernel format. */
 moelora_status launch_gemm(const moelora_gemm_launch *g, const moelora_variant *variant,
                            const moelora_projection_plan *plan, const moelora_exec *exec) {
-  if (g->before.rows)
-    return variant->needs == MOELORA_SM90 ? moelora_cuda_saving_gemm_SM90(g, variant, plan, exec)
-                                          : moelora_cuda_saving_gemm_SM80(g, variant, plan, exec);
-  switch (variant->id) {
-#define MOELORA_CUDA_GEMM(NAME, DTYPE, FORMAT, FAMILY, ...)                                        \
-  case CUDA_##NAME:                                                                                \
-    return moelora_cuda_gemm_##FAMILY##_##FORMAT(g, variant, plan, exec);
-#include "cuda/variants.inc"
-  }
-  return moelora_no_kernel(variant->name, "is no projection");
+  moelora_gemm_launcher *const launch = g->before.rows ? moelora_cuda_saving_launchers[variant->id]
+                                                       : moelora_cuda_gemm_launchers[variant->id];
+  return launch ? launch(g, plan, exec) : moelora_no_kernel(variant->name, "is not built");
 }
 
 /* Quantized x of a projection with W8A8 weights. */

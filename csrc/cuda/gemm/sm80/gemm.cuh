@@ -19,7 +19,6 @@
 #include "cuda/gemm/sm80/promotion.cuh"
 #include "cuda/gemm/common/back_epilogue.cuh"
 #include "cuda/gemm/common/tile_order.cuh"
-#include "cuda/gemm/common/variants.cuh"
 
 namespace {
 

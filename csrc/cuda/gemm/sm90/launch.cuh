@@ -3,7 +3,6 @@
 #ifndef MOELORA_CUDA_SM90_LAUNCH_CUH
 #define MOELORA_CUDA_SM90_LAUNCH_CUH
 
-#include "cuda/gemm/common/variants.cuh"
 #include "cuda/gemm/sm90/gemm.cuh"
 #include "cuda/gemm/sm90/maps.cuh"
 #include "cuda/launch/kernel_launch.cuh"

@@ -1,4 +1,7 @@
 /* Hopper: products of a backward, with native weights as they lie. */
+#ifndef MOELORA_CUDA_SM90_BACK_CUH
+#define MOELORA_CUDA_SM90_BACK_CUH
+
 #include "cuda/gemm/sm90/launch.cuh"
 #include "cuda/gemm/sm90/transposed.cuh"
 
@@ -22,7 +25,8 @@ moelora_status map_transposed_weights(const moelora_back_launch *g, bool is_bf16
 template <class T, int BLOCK_M, int BLOCK_N, int STAGES> struct LaunchBack {
   static constexpr bool BF16 = Element<T>::is_bf16;
 
-  static moelora_status run(const moelora_back_launch *g, const moelora_exec *exec) {
+  static moelora_status run(const moelora_back_launch *g, const moelora_back_product_plan *,
+                            const moelora_exec *exec) {
     return g->through.dgu ? run_as<true, EpilogueMode::THROUGH>(g, exec)
                           : run_as<false, EpilogueMode::PLAIN>(g, exec);
   }
@@ -49,21 +53,4 @@ template <class T, int BLOCK_M, int BLOCK_N, int STAGES> struct LaunchBack {
 
 } // namespace
 
-extern "C" moelora_status moelora_cuda_back_SM90(const moelora_back_launch *g,
-                                                 const moelora_variant *variant,
-                                                 const moelora_back_product_plan *plan,
-                                                 const moelora_exec *exec) {
-  (void)plan;
-  switch (variant->id) {
-#define LAUNCH_SM80(...)
-#define LAUNCH_SM90(NAME, T, BLOCK_M, BLOCK_N, STAGES)                                             \
-  case CUDA_##NAME:                                                                                \
-    return LaunchBack<T, BLOCK_M, BLOCK_N, STAGES>::run(g, exec);
-#define MOELORA_CUDA_BACK(NAME, T, FAMILY, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CLUSTER)             \
-  LAUNCH_##FAMILY(NAME, T, BLOCK_M, BLOCK_N, STAGES)
-#include "cuda/variants.inc"
-#undef LAUNCH_SM90
-#undef LAUNCH_SM80
-  }
-  return moelora_no_kernel(variant->name, "is no product of a backward for sm_90");
-}
+#endif

@@ -1,4 +1,7 @@
 /* Hopper: activated projections of native weights that save what is before the activation. */
+#ifndef MOELORA_CUDA_SM90_SAVING_CUH
+#define MOELORA_CUDA_SM90_SAVING_CUH
+
 #include "cuda/gemm/sm90/launch.cuh"
 
 namespace {
@@ -19,9 +22,4 @@ struct LaunchSaving {
 
 } // namespace
 
-moelora_status moelora_cuda_saving_gemm_SM90(const moelora_gemm_launch *g,
-                                             const moelora_variant *variant,
-                                             const moelora_projection_plan *plan,
-                                             const moelora_exec *exec) {
-  return launch_variant<MOELORA_SM90, MOELORA_KERNEL_NATIVE, LaunchSaving>(g, variant, plan, exec);
-}
+#endif
