@@ -64,17 +64,30 @@ class Gradients(NamedTuple):
     w2_bias: Tensor | None = None
 
 
+# What `**options` stands for: the keywords of `fused_experts_lora`, in their order.
+OPTIONS = {
+    p.name: p
+    for p in inspect.signature(fused_experts_lora).parameters.values()
+    if p.kind is p.KEYWORD_ONLY and p.name != "out"
+}
+
+
 def _with_options(function: Callable[P, T]) -> Callable[P, T]:
-    """Has `**options` be seen as what it stands for: the options of `fused_experts_lora`."""
+    """Has `**options` be seen as what it stands for."""
     own = inspect.signature(function)
-    theirs = inspect.signature(fused_experts_lora).parameters
     taken = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    names = {p.name for p in taken} | {"out"}
-    options = [p for p in theirs.values() if p.name not in names]
     hints = typing.get_type_hints(fused_experts_lora)
-    function.__signature__ = own.replace(parameters=[*taken, *options])  # type: ignore[attr-defined]
-    function.__annotations__ |= {p.name: hints[p.name] for p in options}
+    function.__signature__ = own.replace(parameters=[*taken, *OPTIONS.values()])  # type: ignore[attr-defined]
+    function.__annotations__ |= {name: hints[name] for name in OPTIONS}
     return function
+
+
+def _values(options: dict[str, Any]) -> list[Any]:
+    """The options as `fused_experts_lora` would have them, with its defaults."""
+    for name in options:
+        if name not in OPTIONS:
+            raise TypeError(f"got an unexpected keyword argument {name!r}")
+    return [options.get(name, p.default) for name, p in OPTIONS.items()]
 
 
 @typed
@@ -110,7 +123,7 @@ def fused_experts_lora_saving(
     NotImplementedError
         The device has no kernel for it: on CUDA weights must be in the dtype of hidden_states.
     """
-    args, last = layer_arguments(hidden_states, w13, w2, topk_weights, topk_ids, **options)
+    args, last = layer_arguments(hidden_states, w13, w2, topk_weights, topk_ids, *_values(options))
     out, *saved = run(operators.fused_experts_lora_saving.default, *args, *last)
     return out, Saved(*saved)
 
@@ -192,7 +205,7 @@ def fused_experts_lora_backward(
     gradient of a token without an adapter has the bits that it has without adapters. Activations
     that quantized weights round to FP8 have the gradient of the identity there.
     """
-    args, last = layer_arguments(hidden_states, w13, w2, topk_weights, topk_ids, **options)
+    args, last = layer_arguments(hidden_states, w13, w2, topk_weights, topk_ids, *_values(options))
     present = [
         *("hidden_states", "topk_weights"),
         *(name for name in FACTORS if factor_list(options.get(name))),

@@ -34,9 +34,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/backend.h"
-#include "core/format.h"
 #include "core/plan_tile.h"
+#include "plans.h"
 
 static const moelora_dtype dtypes[] = {MOELORA_F32, MOELORA_BF16, MOELORA_F16};
 static const char *dtype_names[] = {"float32", "bfloat16", "float16"};
@@ -57,8 +56,8 @@ typedef struct operands {
 
 static operands parse_format(const char *name) {
   static const char *const names[MOELORA_FORMATS] = {
-      "native", "mxfp4", "int4", "int4_g32", "int4_zp", "int4_zp_g32", "fp8", "fp8_g64", "fp8_rows",
-      "nvfp4",
+      "native",      "mxfp4", "int4",    "int4_g32", "int4_zp",
+      "int4_zp_g32", "fp8",   "fp8_g64", "fp8_rows", "nvfp4",
   };
   if (strcmp(name, "w8a8") == 0)
     return (operands){MOELORA_FP8, MOELORA_X_GROUP};
@@ -67,32 +66,6 @@ static operands parse_format(const char *name) {
       return (operands){(moelora_format)i, MOELORA_X_NATIVE};
   fprintf(stderr, "format %s\n", name);
   exit(2);
-}
-
-/* Contiguous weights with n rows and K = k. */
-static moelora_weights weights_of(operands of, moelora_row_order order, int64_t n, int64_t k,
-                                  const void *data) {
-  const moelora_format format = of.format;
-  if (format == MOELORA_NATIVE)
-    return (moelora_weights){.data = data,
-                             .n = n,
-                             .k = k,
-                             .stride_e = n * k,
-                             .stride_n = k,
-                             .stride_nt = MOELORA_PACK * k,
-                             .stride_kt = MOELORA_PACK};
-  const int64_t tile = moelora_tile_size(format);
-  const int64_t row = moelora_depth_tiles(format, k) * tile;
-  return (moelora_weights){.data = data,
-                           .n = n,
-                           .k = k,
-                           .stride_e = moelora_row_tiles(order, n) * row,
-                           .stride_nt = row,
-                           .stride_kt = tile,
-                           .format = format,
-                           .order = order,
-                           .half_tiles = moelora_half_tiles(order, n),
-                           .x = of.x};
 }
 
 static void add_tuned_plan(char **words) {
@@ -220,8 +193,6 @@ int main(int argc, char **argv) {
   char dtype[16], kind[8];
   long long tokens, top_k, experts, global, hidden, inner, rank;
   int level;
-  /* Any memory will do: plans only read the alignment of addresses. */
-  static _Alignas(256) char memory[256];
   while (scanf("%15s %lld %lld %lld %lld %lld %lld %lld %7s %i", dtype, &tokens, &top_k, &experts,
                &global, &hidden, &inner, &rank, kind, &level) == 10) {
     moelora_experts_problem problem = {
@@ -243,8 +214,8 @@ int main(int argc, char **argv) {
         .x_stride = hidden,
         .out = memory,
         .out_stride = hidden,
-        .w13 = weights_of(w13, MOELORA_ROWS_GATE_UP, 2 * inner, hidden, memory),
-        .w2 = weights_of(w2, MOELORA_ROWS_PLAIN, hidden, inner, memory),
+        .w13 = weights_of(w13.format, w13.x, MOELORA_ROWS_GATE_UP, 2 * inner, hidden),
+        .w2 = weights_of(w2.format, w2.x, MOELORA_ROWS_PLAIN, hidden, inner),
         .w13_lora = {.num_slices = rank ? 2 : 0, .max_rank = (int32_t)rank, .slice_n = inner},
         .w2_lora = {.num_slices = rank ? 1 : 0, .max_rank = (int32_t)rank, .slice_n = hidden},
     };

@@ -95,14 +95,10 @@ def moe_lora_a(
         Shrink factors of gate and up.
     weight_indices : Tensor, shape (M,), int32 or int64
         Adapter slot of each token, -1 for none.
-    lora_ranks : Tensor, shape (max_loras,), int32, optional
-        True ranks. Absent: `R`.
-    adapter_enabled : Tensor, shape (max_loras,) or (max_loras + 1,), bool or int, optional
-        Zero turns an adapter off.
-    num_experts : int, optional
-        Experts, where the factors are shared by all. Unknown: every id from 0 up is one.
-    batch_invariant : bool
-        As in `fused_moe_lora_gemm`.
+    {lora_ranks?}
+    {adapter_enabled?}
+    {num_experts?}
+    {batch_invariant}
     out : Tensor, shape (M, top_k, R), optional
         Where to write; rows without an adapter keep their bits. None: a new tensor, 0 there.
 
@@ -113,15 +109,7 @@ def moe_lora_a(
 
     Raises
     ------
-    ValueError
-        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
-    TypeError
-        An argument is of another type than in the signature, or a table of ids, ranks or switches
-        is not of integers.
-    RuntimeError
-        An argument requires a gradient, and grad mode is on: there is no backward.
-    NotImplementedError
-        This build or this device has no kernel for it.
+    {errors}
     """
     if out is None:
         out = x.new_zeros((*expert_ids.shape, lora_a.size(-2)))
@@ -164,15 +152,7 @@ def moe_lora_gate_up_b(
 
     Raises
     ------
-    ValueError
-        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
-    TypeError
-        An argument is of another type than in the signature, or a table of ids, ranks or switches
-        is not of integers.
-    RuntimeError
-        An argument requires a gradient, and grad mode is on: there is no backward.
-    NotImplementedError
-        This build or this device has no kernel for it.
+    {errors}
     """
     if out is None:
         out = intermediate_a.new_zeros((*expert_ids.shape, gate_up_b.size(-2) // 2))
@@ -232,15 +212,7 @@ def moe_lora_down_combine(
 
     Raises
     ------
-    ValueError
-        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
-    TypeError
-        An argument is of another type than in the signature, or a table of ids, ranks or switches
-        is not of integers.
-    RuntimeError
-        An argument requires a gradient, and grad mode is on: there is no backward.
-    NotImplementedError
-        This build or this device has no kernel for it.
+    {errors}
     """
     who = _who(
         [down_a, down_b],
@@ -300,15 +272,7 @@ def moe_lora_fused(
 
     Raises
     ------
-    ValueError
-        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
-    TypeError
-        An argument is of another type than in the signature, or a table of ids, ranks or switches
-        is not of integers.
-    RuntimeError
-        An argument requires a gradient, and grad mode is on: there is no backward.
-    NotImplementedError
-        This build or this device has no kernel for it.
+    {errors}
     """
     who = _who(
         [gate_up_a, gate_up_b, down_a, down_b],
@@ -374,8 +338,7 @@ def run_moe_lora(
         Expand factors of down.
     output : Tensor, shape (M, K)
         The base layer's output. Tokens without an adapter keep their bits.
-    batch_invariant : bool
-        As in `fused_moe_lora_gemm`.
+    {batch_invariant}
 
     Returns
     -------
@@ -384,14 +347,11 @@ def run_moe_lora(
 
     Raises
     ------
-    ValueError
-        A shape, dtype, stride or value is not as above, or the tensors are on different devices.
+    {ValueError}
     TypeError
         An argument is of another type than in the signature.
-    RuntimeError
-        An argument requires a gradient, and grad mode is on: there is no backward.
-    NotImplementedError
-        This build or this device has no kernel for it.
+    {RuntimeError}
+    {NotImplementedError}
     """
     info = moe_lora_info
     adapters = (info.weight_indices, info.lora_ranks)
