@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import transformers
 
-from moelora.integrations.transformers.calls import BASE, no_adapters
+from moelora.adapters.pool import BASE
+from moelora.integrations.transformers.calls import no_adapters
 from moelora.integrations.transformers.serving import Serving
 
 ADAPTER = "adapter_name"  # the argument of a request
