@@ -317,6 +317,17 @@ def test_quantized_experts(kind, device, tmp_path):
     assert relative(base[::2], wanted[::2]) > 0.3, "adapters must be seen"
 
 
+def test_calls_under_grad_mode(tmp_path):
+    """The commonest first call of all says what to do."""
+    model = make_whole_model(qwen3)
+    moelora_hf.load_adapters(model, write_adapters(model, tmp_path))
+    with pytest.raises(RuntimeError, match=r"q_proj: adapters .* under torch.no_grad\(\)"):
+        model(tokens(), adapter_names=ROWS)
+    with torch.no_grad():
+        wanted = model(tokens(), adapter_names=ROWS).logits
+    assert torch.equal(model.requires_grad_(False)(tokens(), adapter_names=ROWS).logits, wanted)
+
+
 # ---- models that change ----
 
 
