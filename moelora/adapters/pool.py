@@ -30,6 +30,16 @@ from moelora.adapters.layers import Adapter, LinearLayer, MoELayer
 from moelora.adapters.linears import LinearFactors, LinearStacks, StagedLinears
 from moelora.adapters.stacks import DTYPES, ExpertStacks, Place, StagedExperts
 
+BASE = "__base__"  # PEFT's name for rows without an adapter
+
+
+def check_name(name: object) -> None:
+    """Raises ValueError for what no adapter can be called."""
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"name is {name!r}, wanted a non-empty string")
+    if name == BASE:
+        raise ValueError(f"name is {name!r}, which stands for no adapter; wanted another one")
+
 
 class _Use:
     """A batch that holds adapters; gone with the call that made it, however that ends."""
@@ -225,8 +235,7 @@ class AdapterPool:
         RuntimeError
             No slot can be freed.
         """
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"name is {name!r}, wanted a non-empty string")
+        check_name(name)
         with self._lock:
             self._check_add(name, replace)
         try:

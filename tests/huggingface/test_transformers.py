@@ -316,6 +316,8 @@ def test_misuse(tmp_path):
         moelora_hf.load_adapters(model, str(folder))
     with pytest.raises(ValueError, match=r"called \['a', 'a'\], two the same"):
         moelora_hf.load_adapters(model, [folder, folder])
+    with pytest.raises(ValueError, match="name is '__base__', which stands for no adapter"):
+        moelora_hf.load_adapters(model, {"__base__": folder})
     with pytest.raises(ValueError, match="2 adapters do not fit into max_loras=1"):
         moelora_hf.load_adapters(model, {"a": folder, "b": folder}, max_loras=1)
     moelora_hf.load_adapters(model, {"a": folder})

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from moelora.adapters import AdapterPool
+from moelora.adapters.pool import BASE
 from moelora.integrations import training
 from moelora.integrations.peft import linears, sources
-from moelora.integrations.transformers.calls import BASE, batch_shape, check_implementation
+from moelora.integrations.transformers.calls import batch_shape, check_implementation
 from moelora.integrations.transformers.projection import expert_weights
 
 if TYPE_CHECKING:

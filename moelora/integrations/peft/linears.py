@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from moelora.adapters.pool import BASE
 from moelora.integrations.peft.sources import base_of, wrapped_layers
-from moelora.integrations.transformers.calls import BASE
 from moelora.integrations.transformers.deltas import Products
 
 if TYPE_CHECKING:
