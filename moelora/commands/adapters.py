@@ -1,4 +1,4 @@
-"""`moelora adapters`: what an adapter is, whether it loads, and which of its keys is in the way."""
+"""`moelora adapters`: describe an adapter, and report whether it loads and which keys prevent it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: nothing is in the way; 1: something is; 2: there is no adapter, or no such model."""
+    """Exit status 0: it loads; 1: it does not; 2: there is no adapter, or no such model."""
     try:
         found = describe(args.folder)
     except (OSError, ValueError) as error:
@@ -76,7 +76,7 @@ def _factors(groups: list[Group]) -> Table:
 
 
 def _fits(folder: str, model: str, layout: Layout | None) -> tuple[str, list[str]]:
-    """How a model serves an adapter, in words, and what is in the way."""
+    """How a model would serve an adapter, and what prevents it."""
     from moelora.integrations.transformers import moe_layers
     from moelora.integrations.transformers.empty import empty_model
     from moelora.integrations.transformers.enable import own_experts
