@@ -42,7 +42,7 @@ def nbytes(args: Sequence[Any]) -> int:
 
 
 def write(path: Path, op: str, args: Sequence[Any], error: Exception) -> None:
-    """Create a file that only its owner can read; never follows a link, and leaves no partial file."""
+    """Create a file that only its owner can read; never follows links or leaves a partial file."""
     tensors: list[Tensor] = []
     content = {
         "op": op,

@@ -68,7 +68,7 @@ def _is_absent(tensor: Tensor) -> bool:
 
 @dataclass
 class Operator:
-    """Description of an operator from csrc/glue/ops.inc: its tensors by name, and what it returns."""
+    """Description of an operator from csrc/glue/ops.inc: its tensors by name, and its results."""
 
     shapes: dict[str, list[str]] = field(default_factory=dict)  # of tensors, as names of sizes
     on_host: set[str] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""`moelora adapters`: describe an adapter, and report whether it loads and which keys prevent it."""
+"""`moelora adapters`: describe an adapter and report whether it loads, or what prevents it."""
 
 from __future__ import annotations
 
