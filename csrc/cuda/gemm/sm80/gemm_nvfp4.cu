@@ -1,4 +1,4 @@
-/* sm_80 and up: NVFP4 weights. */
+/* Portable GEMM: NVFP4 weights. */
 #include "cuda/gemm/sm80/gemm.cuh"
 
 moelora_status moelora_cuda_gemm_SM80_NVFP4(const moelora_gemm_launch *g,

@@ -1,4 +1,4 @@
-/* Hopper: NVFP4 weights. */
+/* Hopper GEMM: NVFP4 weights. */
 #include "cuda/gemm/sm90/launch.cuh"
 
 moelora_status moelora_cuda_gemm_SM90_NVFP4(const moelora_gemm_launch *g,
