@@ -1,11 +1,11 @@
-"""What autograd does with the operators: it records a layer, and nothing else.
+"""Autograd support: layers are recorded, other operators raise.
 
-A kernel at the Autograd key asks for every operator, however it is called: by its wrapper, as
-torch.ops.moelora.*, under torch.compile, inside torch.func. Wrappers take `call`, which asks the
-same in a tenth of the time and passes the kernel by. Under inference mode neither runs.
+Every operator has a kernel at the Autograd key, which sees it however it is called: by its wrapper,
+as torch.ops.moelora.*, under torch.compile, inside torch.func. Wrappers use `call`, which performs
+the same check in a tenth of the time and bypasses the kernel. Under inference mode neither runs.
 
-A call that autograd would record runs `fused_experts_lora_saving` if it is of a layer, and raises
-otherwise, instead of losing the gradient. Nothing has a second or a forward-mode derivative.
+If autograd would record a call, a layer runs `fused_experts_lora_saving`; other operators raise
+instead of losing the gradient. There are no second or forward-mode derivatives.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from moelora.trace import name_of
 
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 _written: dict[Any, tuple[int, ...]] = {}
-_library = torch.library.Library("moelora", "FRAGMENT")  # its kernels live as long as it does
+_library = torch.library.Library(
+    "moelora", "FRAGMENT"
+)  # its kernels live as long as the library object
 
 
 def call(op: Any, args: tuple[Any, ...]) -> Any:
-    """`op(*args)` from a wrapper.
+    """Call `op(*args)` from a wrapper.
 
     Raises
     ------
     RuntimeError
-        An argument that has no gradient requires one and grad mode is on, or has a tangent.
+        An argument without gradient support requires one and grad mode is on, or has a tangent.
     """
     if torch.is_inference_mode_enabled() or _transformed():
         return op(*args)
@@ -44,7 +46,7 @@ def call(op: Any, args: tuple[Any, ...]) -> Any:
 
 
 def register(names: Sequence[str]) -> None:
-    """Gives the operators of these names their Autograd kernel."""
+    """Register the Autograd kernels of these operators."""
     for name in names:
         op = getattr(torch.ops.moelora, name).default
         arguments = enumerate(op._schema.arguments)
@@ -66,7 +68,7 @@ def _kernel_of(op: Any) -> Callable[..., Any]:
 
 
 def _transformed() -> bool:
-    """Whether what a tensor requires may hide below wrappers, or is a tangent."""
+    """Whether a tensor may be wrapped by a functional transform, or is a tangent."""
     return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
 
 
@@ -81,7 +83,7 @@ def _has_tangent(value: Any) -> bool:
 def _is_recorded(args: tuple[Any, ...]) -> bool:
     if not torch.is_grad_enabled():
         return False
-    for value in args:  # most of the microsecond that grad mode costs a call
+    for value in args:  # this loop is most of the microsecond that grad mode costs per call
         if type(value) is list:
             for item in value:
                 if item.requires_grad:
@@ -92,7 +94,7 @@ def _is_recorded(args: tuple[Any, ...]) -> bool:
 
 
 def _record(op: Any, args: tuple[Any, ...]) -> Any:
-    """The call as autograd records it."""
+    """Call the operator such that autograd records it."""
     name = name_of(op)
     if name in ("fused_experts_lora", "fused_experts_lora_saving"):
         args = (*args, *(a.default_value for a in op._schema.arguments[len(args) :]))
@@ -144,7 +146,7 @@ def _refuse(
     reasons: dict[str, str],
     what: str = "requires a gradient",
 ) -> None:
-    """Raises for the first argument with a reason that is recorded, if one is."""
+    """Raise for the first argument that would be recorded, if any."""
     for argument, value in zip(op._schema.arguments, args, strict=False):
         items = enumerate(value) if isinstance(value, list) else [(None, value)]
         for index, item in items:
@@ -155,7 +157,9 @@ def _refuse(
 
 
 def _count_writes(op: Any, args: tuple[Any, ...]) -> None:
-    """A backward that saved what was written here must notice, as with any in-place operator."""
+    """Bump version counters, as any in-place operator must: a backward that saved the tensor then
+    notices.
+    """
     written = _written[op]
     if written:
         torch.autograd.graph.increment_version(_flat(tuple(args[i] for i in written)))
@@ -163,7 +167,7 @@ def _count_writes(op: Any, args: tuple[Any, ...]) -> None:
 
 # ---- a layer ----
 
-# Bits of `wanted` of fused_experts_lora_backward, by the arguments that have gradients.
+# Bits of `wanted` of fused_experts_lora_backward, by argument.
 WANTED = {
     "hidden_states": 1,
     "topk_weights": 2,
@@ -174,7 +178,7 @@ WANTED = {
     "w13_bias": 64,
     "w2_bias": 128,
 }
-_ARGUMENTS = 20  # of a layer, before those that say how weights lie
+_ARGUMENTS = 20  # of a layer, before the layout arguments
 _PLACES = {"hidden_states": 0, "topk_weights": 3, "w13_bias": 13, "w2_bias": 14} | {
     "w13_lora_a": 6,
     "w13_lora_b": 7,
@@ -188,7 +192,7 @@ def _flat(args: tuple[Any, ...]) -> list[Any]:
 
 
 def _nested(counts: list[int], flat: Sequence[Any]) -> list[Any]:
-    """`flat` in lists of `counts` elements; below 0: no list."""
+    """`flat` split into lists of `counts` elements; negative: not a list."""
     values = iter(flat)
     return [next(values) if count < 0 else [next(values) for _ in range(count)] for count in counts]
 
@@ -198,10 +202,10 @@ def _is_absent(value: Tensor) -> bool:
 
 
 class _Layer(torch.autograd.Function):
-    """fused_experts_lora_saving, whose arguments come with their lists unfolded.
+    """fused_experts_lora_saving, with its list arguments flattened.
 
-    Saves tensors as autograd does everywhere, so that one that is written to between forward and
-    backward is refused; absent ones, which all calls share, are constants.
+    Saves tensors with autograd, so that in-place writes between forward and backward are detected;
+    absent ones, which all calls share, are constants.
     """
 
     @staticmethod
@@ -222,13 +226,13 @@ class _Layer(torch.autograd.Function):
         nothing = [None] * (1 + len(ctx.saves))
         if grad_out is None:
             return tuple(nothing)
-        tensors, rest = iter(ctx.saved_tensors), iter(ctx.rest)  # unpacks them, which is done once
+        tensors, rest = iter(ctx.saved_tensors), iter(ctx.rest)  # unpacked only once
         saved = [next(tensors) for _ in range(3)]
         args = _nested(ctx.counts, [next(tensors) if s else next(rest) for s in ctx.saves])
         needs = _nested(ctx.counts, ctx.needs_input_grad[1:])
         wanted = sum(bit for name, bit in WANTED.items() if any(_flat((needs[_PLACES[name]],))))
         if grad_out.size(-1) > 1 and grad_out.stride(-1) != 1:
-            # contiguous() leaves a tensor without elements in any strides
+            # contiguous() keeps any strides of a tensor without elements
             grad_out = grad_out.clone(memory_format=torch.contiguous_format)
         common, last = args[:_ARGUMENTS], args[_ARGUMENTS:]
         found = torch.ops.moelora.fused_experts_lora_backward.default(
@@ -243,7 +247,7 @@ class _Layer(torch.autograd.Function):
 
 
 def by_argument(found: Sequence[Tensor], slices: int) -> dict[str, Any]:
-    """What fused_experts_lora_backward returns, by argument; w13 has `slices`."""
+    """Outputs of fused_experts_lora_backward by argument; w13 has `slices`."""
     dx, dt, a0, a1, b0, b1, a2, b2, bias13, bias2 = found
     grads = dx, dt, [a0, a1][:slices], [b0, b1][:slices], [a2], [b2], bias13, bias2
     return dict(zip(WANTED, grads, strict=True))

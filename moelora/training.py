@@ -1,7 +1,7 @@
-"""The backward of a layer by hand: the forward that saves for it, and the gradients.
+"""Explicit backward of a layer: the forward that saves for it, and the gradients.
 
-Autograd runs both for `fused_experts_lora`; called directly, they serve graphs of other kinds, and
-gradients that are added to given buffers.
+Autograd runs both for `fused_experts_lora`. Call them directly without autograd, or to accumulate
+gradients into given buffers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FactorGradients: TypeAlias = Tensor | list[Tensor] | None
 
 
 class Saved(NamedTuple):
-    """What a forward saves, by flat row `p = m * top_k + j`, in the dtype of `hidden_states`.
+    """Tensors saved by a forward, by flat row `p = m * top_k + j`, in the dtype of `hidden_states`.
 
     Attributes
     ----------
@@ -49,9 +49,9 @@ class Saved(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients by the argument of `fused_experts_lora`; None where it is absent or not wanted.
+    """Gradients by argument of `fused_experts_lora`; None if absent or not requested.
 
-    Those of factors are a list where the factors are a sequence.
+    Those of factors are a list if the factors are a sequence.
     """
 
     hidden_states: Tensor | None = None
@@ -73,7 +73,7 @@ OPTIONS = {
 
 
 def _with_options(function: Callable[P, T]) -> Callable[P, T]:
-    """Has `**options` be seen as what it stands for."""
+    """Replace `**options` in the signature by the options of `fused_experts_lora`."""
     own = inspect.signature(function)
     taken = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
     hints = typing.get_type_hints(fused_experts_lora)
@@ -243,7 +243,7 @@ def fused_experts_lora_backward(
 
 
 def _in_form(found: Any, argument: Any, dtype: torch.dtype | None) -> Any:
-    """A gradient as its argument came: one factor or a sequence of them, in `dtype` if given."""
+    """Gradient in the form of its argument: a factor or a sequence of them, in `dtype` if given."""
     if isinstance(found, list):
         return found[0] if isinstance(argument, Tensor) else found
     return found if dtype is None else found.to(dtype)

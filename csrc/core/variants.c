@@ -67,7 +67,8 @@ static const moelora_variant variants[] = {
    .block_k = BLOCK_K,                                                                             \
    .stages = STAGES,                                                                               \
    .cluster = CLUSTER},
-/* An item is 16 weight rows by 8 tokens; a warp has 256 of its depth in flight, in tiles 768. */
+/* A work item is 16 weight rows by 8 tokens; a warp has 256 elements of K in flight, in tiles 768.
+ */
 #define MOELORA_CUDA_DECODE(NAME, DTYPE, FORMAT, FAMILY)                                           \
   ROW(NAME, DTYPE, FAMILY, LAYER, .format = MOELORA_KERNEL_##FORMAT,                               \
       .block_m = MOELORA_DECODE_TOKENS, .block_n = 16,                                             \

@@ -1,4 +1,4 @@
-"""`moelora adapters`: what an adapter is, whether it loads, and which of its keys is in the way."""
+"""`moelora adapters`: describe an adapter and report whether it loads, or what prevents it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: nothing is in the way; 1: something is; 2: there is no adapter, or no such model."""
+    """Exit status 0: it loads; 1: it does not; 2: there is no adapter, or no such model."""
     try:
         found = describe(args.folder)
     except (OSError, ValueError) as error:
@@ -87,7 +87,7 @@ def _factors(groups: list[Group]) -> Table:
 
 
 def _fits(folder: str, model: str, layout: Layout | None) -> tuple[list[str], list[str]]:
-    """How a model serves an adapter, in lines of words, and what is in the way."""
+    """How a model would serve an adapter, in lines of text, and what prevents it."""
     from moelora.integrations.transformers import moe_layers
     from moelora.integrations.transformers.empty import empty_model
     from moelora.integrations.transformers.enable import own_experts

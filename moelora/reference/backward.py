@@ -11,7 +11,7 @@ from torch import Tensor
 from moelora.reference.layer import fused_experts_lora_ref
 from moelora.reference.naive import naive_fused_experts_lora
 
-# The arguments that have gradients.
+# Arguments with gradients.
 TRAINED = (
     *("hidden_states", "topk_weights", "w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b"),
     *("w13_bias", "w2_bias"),
@@ -26,7 +26,7 @@ def _gradients(
     arguments: dict[str, Any],
     convert: Callable[[Tensor], Tensor],
 ) -> GradientsByName:
-    """By argument, in its form; zeros where nothing contributes."""
+    """Gradients by argument, in its form; zeros where nothing contributes."""
     leaves: list[Tensor] = []
 
     def leaf(value: Any) -> Any:
@@ -67,7 +67,8 @@ def fused_experts_lora_backward_ref(grad_out: Tensor, **arguments: Any) -> Gradi
     """
 
     def layer(**given: Any) -> Tensor:
-        # Of W8A8 weights activations are rounded to the compute dtype first: it says to which.
+        # With W8A8 weights, activations are first rounded to the compute dtype, which this
+        # specifies.
         return fused_experts_lora_ref(**given, dtype=arguments["hidden_states"].dtype)
 
     return _gradients(layer, grad_out, arguments, lambda t: t.cpu().double())

@@ -7,8 +7,8 @@
 
 namespace {
 
-/* Boxes of 64 outputs by 64 of depth. Row-major weights are [E, 1, depth, outputs]; packed ones [E
- * * depth / 64, outputs / 64, 64, 64]. What is past the end reads as zeros. */
+/* Boxes of 64 outputs by 64 elements of K. Row-major weights are [E, 1, K, outputs]; packed ones
+ * [E * K / 64, outputs / 64, 64, 64]. Out-of-bounds elements read as zero. */
 moelora_status map_transposed_weights(const moelora_back_launch *g, bool is_bf16,
                                       CUtensorMap *map) {
   const moelora_weights *w = &g->weights.w;
