@@ -17,13 +17,12 @@ from pathlib import Path
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
 
 import moelora.integrations.transformers as moelora_hf
 
-# Largest relative error of a weight, in the norm of a matrix, by the bits of its numbers: of
-# normal numbers, rounded to the nearest with a scale for 128.
-BOUND = {"INT8": 0.02, "FP8": 0.05, "4": 0.25}
+# Largest relative error of a weight, in the norm of a matrix: normal numbers of four bits are a
+# tenth away from what they were. Rows or columns of another place are farther away than their size.
+BOUND = 0.25
 IDS = torch.randint(3, 256, (4, 7), generator=torch.Generator().manual_seed(1))
 ROWS = ["one", "__base__", "two", "one"]
 
@@ -55,7 +54,7 @@ def check(folder: Path, source: Path) -> str:
     found = weights_of(model)
     for name, weight in exact.named_parameters():
         rough = error(found[name], weight)
-        if rough > BOUND["4"] or found[name].shape != weight.shape:
+        if rough > BOUND or found[name].shape != weight.shape:
             return f"WRONG: {name} is {rough:.3f} away"
         weight.copy_(found[name])
     with tempfile.TemporaryDirectory() as adapters:
@@ -70,9 +69,7 @@ def generation(model, exact, folder: Path) -> str:
     folders = {}
     for seed, name in enumerate(("one", "two")):
         torch.manual_seed(seed)
-        config = LoraConfig(
-            r=4, lora_alpha=4, target_parameters=targets, target_modules=["o_proj"]
-        )
+        config = LoraConfig(r=4, lora_alpha=4, target_parameters=targets, target_modules=["o_proj"])
         wrapped = get_peft_model(exact, config)
         for key, parameter in wrapped.named_parameters():
             if "lora_" in key:

@@ -31,9 +31,17 @@ COMMON = {
     "intermediate_size": 256,
 }
 DEEPSEEK = {
-    **{"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1},
-    **{"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64},
-    **{"v_head_dim": 64, "num_key_value_heads": 4, "first_k_dense_replace": 1},
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
 }
 ARCHITECTURES = {
     "qwen3_moe": ("Qwen3MoeConfig", {"num_experts": 4, "moe_intermediate_size": 256}),
@@ -44,9 +52,13 @@ ARCHITECTURES = {
     "qwen3_next": (
         "Qwen3NextConfig",
         {
-            **{"num_experts": 4, "moe_intermediate_size": 256},
-            **{"shared_expert_intermediate_size": 256, "linear_num_value_heads": 4},
-            **{"linear_num_key_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+            "num_experts": 4,
+            "moe_intermediate_size": 256,
+            "shared_expert_intermediate_size": 256,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
         },
     ),
 }
@@ -103,11 +115,9 @@ def llm_compressor(source: Path, target: Path, scheme: str) -> None:
     if scheme.endswith("kv_cache"):
         cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
         what["kv_cache_scheme"] = {**cache, "dynamic": False}
-        import datasets
-
-        ids = torch.randint(3, 256, (4, 16), generator=torch.Generator().manual_seed(0)).tolist()
-        rows = {"input_ids": ids, "attention_mask": [[1] * 16] * 4}
-        options["dataset"] = datasets.Dataset.from_dict(rows)
+        ids = torch.randint(3, 256, (4, 16), generator=torch.Generator().manual_seed(0))
+        rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids]
+        options["dataset"] = torch.utils.data.DataLoader(rows)
         options |= {"num_calibration_samples": 4, "max_seq_length": 16}
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     recipe = QuantizationModifier(**what, ignore=ignore)
@@ -157,9 +167,7 @@ def word_tokenizer():
 GPTQMODEL = {  # of QuantizeConfig
     "gptq": {"bits": 4, "group_size": 128, "sym": True, "desc_act": False},
     "gptq_asym": {"bits": 4, "group_size": 128, "sym": False, "desc_act": False},
-    "gptq_act_order": {
-        **{"bits": 4, "group_size": 128, "desc_act": True, "act_group_aware": False}
-    },
+    "gptq_act_order": {"bits": 4, "group_size": 128, "desc_act": True, "act_group_aware": False},
     "gptq_8bit": {"bits": 8, "group_size": 128, "desc_act": False},
     "awq": {"bits": 4, "group_size": 128, "quant_method": "awq", "format": "gemm"},
 }

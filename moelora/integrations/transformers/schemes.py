@@ -201,7 +201,7 @@ def _gptq_scheme(method: str, settings: Mapping[str, Any], form: str) -> Scheme:
     name = f"INT{bits} of {method}"
     scheme = Scheme(name, *tensors, dense.gptq, of_dense, rows=1)
     if bits != 4:
-        return scheme._replace(refusal=f"experts of integers have four bits here: {WAY_OUT}")
+        return scheme._replace(refusal=f"no kernel reads integers of {bits} bits: {WAY_OUT}")
     options = {"bits": bits, "group_size": group_size, "sym": settings.get("sym")}
     options |= {"checkpoint_format": form}
     return scheme._replace(make=QuantizedWeights.from_gptq, options=options)
@@ -316,7 +316,7 @@ def _compressed_tensors(config: Mapping[str, Any], linear: str, parts: Collectio
     if kind == "float" and bits == 8:
         if size == 32:
             tensors = ("weight", "weight_scale"), ()
-            refusal = f"no kernel reads scales of 32 columns with FP8: {WAY_OUT}"
+            refusal = f"no kernel reads FP8 with scales for 32 columns: {WAY_OUT}"
             return Scheme(f"MXFP8 of {name}", *tensors, dense.mxfp8, {}, refusal=refusal)
         return _float_quantized(weights, inputs, strategy)
     if kind == "float" and bits == 4 and strategy == "tensor_group":
@@ -395,7 +395,7 @@ def _integers(
     if not is_packed:
         _wanted("compressed-tensors", weights, num_bits=(8,))
         tensors = ("weight", "weight_scale", *zeros), ("weight_zero_point", "input_scale")
-        refusal = f"no kernel reads integers of eight bits: {WAY_OUT}"
+        refusal = f"no kernel reads integers of 8 bits: {WAY_OUT}"
         return Scheme(name, *tensors, _int8, {}, refusal=refusal)
     _wanted("compressed-tensors", weights, num_bits=(4, 8, 2))
     optional = "weight_zero_point", "weight_shape", "weight_g_idx"
@@ -403,9 +403,11 @@ def _integers(
     settings = {"bits": bits, "group_size": group_size}
     scheme = Scheme(name, *tensors, dense.packed, settings)
     if bits != 4:
-        return scheme._replace(refusal=f"experts of integers have four bits here: {WAY_OUT}")
+        return scheme._replace(refusal=f"no kernel reads integers of {bits} bits: {WAY_OUT}")
     if inputs:
-        return scheme._replace(refusal=f"activations of {width} bits beside INT4: {WAY_OUT}")
+        return scheme._replace(
+            refusal=f"no kernel takes activations of {width} bits with INT4: {WAY_OUT}"
+        )
     return scheme._replace(make=_packed, options={"group_size": group_size})
 
 
