@@ -149,6 +149,10 @@ def auto_round(source: Path, target: Path, scheme: str) -> None:
     options = {"iters": 0, "nsamples": 1, "seqlen": 16, "disable_opt_rtn": True}
     rounder = AutoRound(model, tokenizer, bits=bits, group_size=group, sym=sym, **options)
     rounder.quantize_and_save(str(target), format=form)
+    for inner in target.glob("*-w*g*"):  # where newer releases put the files
+        for file in inner.iterdir():
+            file.rename(target / file.name)
+        inner.rmdir()
 
 
 def word_tokenizer():
@@ -174,6 +178,10 @@ GPTQMODEL = {  # of QuantizeConfig
 
 
 def gptqmodel(source: Path, target: Path, scheme: str) -> None:
+    import os
+
+    cores = os.cpu_count() or 1
+    os.cpu_count = lambda: max(4, cores)  # gptqmodel 7.7 fails with fewer
     from gptqmodel import GPTQModel, QuantizeConfig
 
     model = GPTQModel.load(str(source), QuantizeConfig(**GPTQMODEL[scheme]), device="cpu")

@@ -195,7 +195,7 @@ class Folder:
         try:
             numbers = scheme.numbers(**found, **scheme.settings).to(dtype)
             if not numbers.isfinite().all():
-                raise ValueError(f"numbers are beyond {dtype}")
+                raise ValueError(f"weight is beyond {dtype}, wanted numbers")
         except ValueError as error:
             raise ValueError(f"{self.shard_of(linear)}: {linear}.{error}") from None
         return numbers, sum(tensor.nbytes for tensor in found.values())
