@@ -360,8 +360,7 @@ extern "C" size_t
 moelora_cuda_experts_backward_workspace(const moelora_experts_backward_problem *problem,
                                         const moelora_backward_plan *plan,
                                         const moelora_exec *exec) {
-  (void)exec;
-  return problem->forward.routes.num_rows ? lay_out(problem, plan, nullptr).bytes : 0;
+  return problem->forward.routes.num_rows ? lay_out(problem, plan, exec).bytes : 0;
 }
 
 extern "C" moelora_status moelora_cuda_experts_backward(const moelora_experts_backward_problem *b,
@@ -371,9 +370,8 @@ extern "C" moelora_status moelora_cuda_experts_backward(const moelora_experts_ba
   MOELORA_TRY(zero_gradients(b, exec));
   if (p->routes.num_rows == 0)
     return MOELORA_OK;
-  const BackwardLayout l = lay_out(b, plan, exec->workspace);
+  const BackwardLayout l = lay_out(b, plan, exec);
   const moelora_routes *routes = &l.alignment.routes;
-  MOELORA_TRY(moelora_check_layout(l.bytes, exec));
   MOELORA_TRY(moelora_cuda_round_factors(l.rounded, 2, &p->routes, p->dtype, exec));
   MOELORA_TRY(align(&l.alignment, &p->routes, &plan->align, exec));
   if (l.x)

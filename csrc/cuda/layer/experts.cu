@@ -377,8 +377,7 @@ moelora_experts_plan staged_plan(const moelora_experts_plan *plan) {
   return staged;
 }
 
-/* What a layer computes with: the problem with factors in its dtype, and the workspace behind
- * those. */
+/* The problem with factors in the dtype of the layer, and the workspace after them. */
 struct Prepared {
   moelora_rounded_factors rounded[2];
   moelora_experts_problem problem;
@@ -386,8 +385,8 @@ struct Prepared {
   size_t bytes;
 };
 
-Prepared prepare(const moelora_experts_problem *p, const moelora_exec *exec, void *base) {
-  moelora_arena arena = {(char *)base, 0};
+Prepared prepare(const moelora_experts_problem *p, const moelora_exec *exec) {
+  moelora_arena arena = moelora_workspace_of(exec);
   Prepared prepared = {{}, *p, *exec, 0};
   prepared.rounded[0] =
       moelora_cuda_take_rounded(&p->w13_lora, p->hidden, &p->routes, p->dtype, &arena);
@@ -396,8 +395,10 @@ Prepared prepare(const moelora_experts_problem *p, const moelora_exec *exec, voi
   prepared.problem.w13_lora = prepared.rounded[0].to;
   prepared.problem.w2_lora = prepared.rounded[1].to;
   prepared.bytes = arena.used;
-  prepared.exec.workspace = (char *)exec->workspace + (base ? arena.used : 0);
-  prepared.exec.workspace_bytes -= base ? arena.used : 0;
+  if (exec->workspace) {
+    prepared.exec.workspace = (char *)exec->workspace + arena.used;
+    prepared.exec.workspace_bytes -= arena.used;
+  }
   return prepared;
 }
 
@@ -415,7 +416,7 @@ size_t layer_bytes(const moelora_experts_problem *problem, const moelora_experts
 
 size_t moelora_cuda_experts_workspace(const moelora_experts_problem *problem,
                                       const moelora_experts_plan *plan, const moelora_exec *exec) {
-  const Prepared prepared = prepare(problem, exec, nullptr);
+  const Prepared prepared = prepare(problem, exec);
   const size_t layer = layer_bytes(&prepared.problem, plan, exec);
   size_t all;
   return __builtin_add_overflow(prepared.bytes, layer, &all) ? SIZE_MAX : all;
@@ -423,9 +424,8 @@ size_t moelora_cuda_experts_workspace(const moelora_experts_problem *problem,
 
 moelora_status moelora_cuda_experts(const moelora_experts_problem *p,
                                     const moelora_experts_plan *plan, const moelora_exec *exec) {
-  const Prepared prepared = prepare(p, exec, exec->workspace);
+  const Prepared prepared = prepare(p, exec);
   const moelora_experts_problem *problem = &prepared.problem;
-  MOELORA_TRY(moelora_check_layout(prepared.bytes, exec));
   MOELORA_TRY(moelora_cuda_round_factors(prepared.rounded, 2, &p->routes, p->dtype, exec));
   if (!plan->staged)
     return run_staged(problem, plan, false, &prepared.exec);
