@@ -21,7 +21,7 @@ from moelora.reference import (
     naive_fused_experts_lora_backward,
 )
 from moelora.reference.backward import TRAINED
-from moelora.reference.fp8 import to_floats
+from moelora.reference.fp8 import numbers_of
 from moelora.reference.layer import activate
 from moelora.reference.routing import expert_per_choice
 
@@ -91,7 +91,7 @@ def by_hand(arguments: dict, grad_out: Tensor, **options) -> dict:
 def _local_rows(arguments: dict) -> tuple[list[int], list[int]]:
     """Flat rows with an expert of this rank, as they come, and by expert."""
     experts = expert_per_choice(
-        arguments["topk_ids"], to_floats(arguments["w13"]).size(0), arguments.get("expert_map")
+        arguments["topk_ids"], numbers_of(arguments["w13"]).size(0), arguments.get("expert_map")
     )
     flat_experts = [e for row in experts for e in row]
     rows = [p for p, e in enumerate(flat_experts) if e >= 0]
