@@ -1,11 +1,12 @@
-"""Autograd support: layers are recorded, other operators raise.
+"""Autograd support: layers, projections and deltas are recorded, other operators raise.
 
 Every operator has a kernel at the Autograd key, which sees it however it is called: by its wrapper,
 as torch.ops.moelora.*, under torch.compile, inside torch.func. Wrappers use `call`, which performs
 the same check in a tenth of the time and bypasses the kernel. Under inference mode neither runs.
 
-If autograd would record a call, a layer runs `fused_experts_lora_saving`; other operators raise
-instead of losing the gradient. There are no second or forward-mode derivatives.
+If autograd would record a call, a layer runs `fused_experts_lora_saving`; projections and deltas
+save nothing but their arguments; other operators raise instead of losing the gradient. There are no
+second or forward-mode derivatives.
 """
 
 from __future__ import annotations
@@ -96,12 +97,15 @@ def _is_recorded(args: tuple[Any, ...]) -> bool:
 def _record(op: Any, args: tuple[Any, ...]) -> Any:
     """Call the operator such that autograd records it."""
     name = name_of(op)
-    if name in ("fused_experts_lora", "fused_experts_lora_saving"):
+    if name in ("fused_experts_lora", "fused_experts_lora_saving", *PROJECTIONS):
         args = (*args, *(a.default_value for a in op._schema.arguments[len(args) :]))
         _refuse(op, args, _requires, FROZEN)
         if torch._C._are_functorch_transforms_active():
             _refuse(op, args, _requires, dict.fromkeys(_names(op), NO_TRANSFORM))
         counts = [len(a) if isinstance(a, list) else -1 for a in args]
+        if name in PROJECTIONS:
+            result = _Projection.apply(op, counts, *_flat(args))  # type: ignore[no-untyped-call]
+            return None if _written[op] else result
         results = _Layer.apply(counts, *_flat(args))  # type: ignore[no-untyped-call] # of torch
         return results[0] if name == "fused_experts_lora" else results
     _refuse(op, args, _requires, dict.fromkeys(_names(op), NO_BACKWARD.get(name, NONE)))
@@ -118,10 +122,14 @@ WEIGHTS = (
 NO_BACKWARD = {
     "fused_experts_lora_out": "there is no backward of a call with out=: leave it out, or call "
     "under torch.no_grad()",
+    "fused_moe_lora_gemm_out": "there is no backward of a call with out=: leave it out, or call "
+    "under torch.no_grad()",
+    "fused_moe_lora_gemm_backward": TWICE,
     "fused_experts_lora_backward": TWICE,
     "fused_experts_lora_backward_out": TWICE,
 }
 FROZEN = {
+    "w": WEIGHTS,
     "w13": WEIGHTS,
     "w2": WEIGHTS,
     "lora_scalings": "a scaling has no gradient: pass {name}.detach(), and multiply the factors by "
@@ -251,3 +259,87 @@ def by_argument(found: Sequence[Tensor], slices: int) -> dict[str, Any]:
     dx, dt, a0, a1, b0, b1, a2, b2, bias13, bias2 = found
     grads = dx, dt, [a0, a1][:slices], [b0, b1][:slices], [a2], [b2], bias13, bias2
     return dict(zip(WANTED, grads, strict=True))
+
+
+# ---- projections, and the deltas of adapters alone ----
+
+PROJECTIONS = ("fused_moe_lora_gemm", "moe_lora_gate_up_delta", "moe_lora_down_delta")
+
+# Bits of `wanted` of fused_moe_lora_gemm_backward, by the arguments that have gradients.
+WANTED_OF_PROJECTION = {"x": 1, "topk_weights": 2, "lora_a": 4, "lora_b": 8, "bias": 16}
+
+
+class _Projection(torch.autograd.Function):
+    """An operator of PROJECTIONS, whose arguments come with their lists unfolded. A delta writes to
+    its first argument, to which it adds or not."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Any, counts: list[int], *flat: Any) -> Any:
+        args = _nested(counts, flat)
+        with torch._C._AutoDispatchBelowAutograd():
+            out = op(*args)
+        ctx.op, ctx.counts = op, counts
+        saves = [isinstance(v, Tensor) and not _is_absent(v) for v in flat]
+        if _written[op]:
+            out, saves[0] = flat[0], False
+            _count_writes(op, tuple(args))
+            ctx.mark_dirty(out)
+        ctx.save_for_backward(*(v for v, s in zip(flat, saves, strict=True) if s))
+        ctx.saves = saves
+        ctx.rest = [None if v is out else v for v, s in zip(flat, saves, strict=True) if not s]
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None) -> Any:
+        if grad_out is None:
+            return tuple([None] * (2 + len(ctx.saves)))
+        tensors, rest = iter(ctx.saved_tensors), iter(ctx.rest)
+        args = _nested(ctx.counts, [next(tensors) if s else next(rest) for s in ctx.saves])
+        names = _names(ctx.op)
+        given = dict(zip(names, args, strict=True))
+        needs = dict(zip(names, _nested(ctx.counts, ctx.needs_input_grad[2:]), strict=True))
+        wanted = sum(
+            bit for name, bit in WANTED_OF_PROJECTION.items() if any(_flat((needs.get(name),)))
+        )
+        result = [[None] * count if count >= 0 else None for count in ctx.counts]
+        if wanted:
+            found = _projection_backward(grad_out.contiguous(), given, wanted)
+            for name, bit in WANTED_OF_PROJECTION.items():
+                if bit & wanted:
+                    result[names.index(name)] = found[name]
+        if needs.get("out") and given["add_inputs"]:
+            result[0] = grad_out
+        return None, None, *_flat(tuple(result))
+
+
+def _projection_backward(grad_out: Tensor, given: dict[str, Any], wanted: int) -> dict[str, Any]:
+    """Gradients by argument, of the arguments of an operator of PROJECTIONS."""
+    absent = given["x"].new_empty(0)
+    a, b = given["lora_a"], given["lora_b"]
+    dx, dt, *factors, bias = torch.ops.moelora.fused_moe_lora_gemm_backward.default(
+        grad_out,
+        given["x"],
+        given.get("w", absent),
+        given["topk_weights"],
+        given["topk_ids"],
+        given["token_lora_mapping"],
+        a,
+        b,
+        given["lora_ranks"],
+        given["lora_scalings"],
+        given["adapter_enabled"],
+        given.get("bias", absent),
+        given["expert_map"],
+        given["mul_routed_weight"],
+        given.get("num_experts", 0),
+        wanted,
+        False,
+        *(
+            given[n]
+            for n in ("w_format", "w_order", "w_rows", "w_x_format", "w_x_scale")
+            if n in given
+        ),
+    )
+    grads = dx, dt, factors[: len(a)], factors[4 : 4 + len(b)], bias
+    return dict(zip(WANTED_OF_PROJECTION, grads, strict=True))

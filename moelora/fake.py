@@ -183,10 +183,26 @@ def _gradients(given: dict[str, Any]) -> tuple[Tensor, ...]:
     )
 
 
-# Operators that return an empty placeholder for some tensors.
+def _projection_gradients(given: dict[str, Any]) -> tuple[Tensor, ...]:
+    """What a projection's backward returns."""
+
+    def like(name: str, at: int = 0) -> Tensor:
+        of = given[name] if isinstance(given[name], list) else [given[name]]
+        bit = autograd.WANTED_OF_PROJECTION[name]
+        if not given["wanted"] & bit or at >= len(of) or _is_absent(of[at]):
+            return given["x"].new_empty((0,), dtype=torch.float32)
+        own = name in ("x", "topk_weights") or not given["float32"]
+        return of[at].new_empty(of[at].shape, dtype=of[at].dtype if own else torch.float32)
+
+    factors = [like(name, at) for name in ("lora_a", "lora_b") for at in range(4)]
+    return (like("x"), like("topk_weights"), *factors, like("bias"))
+
+
+# Of operators that return nothing in the place of some tensors.
 OUTPUTS: dict[str, Callable[[dict[str, Any]], tuple[Tensor, ...]]] = {
     "fused_experts_lora_saving": _saved,
     "fused_experts_lora_backward": _gradients,
+    "fused_moe_lora_gemm_backward": _projection_gradients,
 }
 
 

@@ -157,6 +157,9 @@ void moelora_note_gemm(const moelora_gemm_problem *problem, const moelora_device
                        const moelora_gemm_plan *plan);
 void moelora_note_experts(const moelora_experts_problem *problem, const moelora_device_info *device,
                           const moelora_experts_plan *plan);
+void moelora_note_gemm_backward(const moelora_gemm_backward_problem *problem,
+                                const moelora_device_info *device,
+                                const moelora_backward_plan *plan);
 void moelora_note_experts_backward(const moelora_experts_backward_problem *problem,
                                    const moelora_device_info *device,
                                    const moelora_backward_plan *plan);

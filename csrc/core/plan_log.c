@@ -243,6 +243,20 @@ void moelora_note_experts(const moelora_experts_problem *problem, const moelora_
              plan->splits, plan->split_tiles * MOELORA_SPLIT_DEPTH);
 }
 
+void moelora_note_gemm_backward(const moelora_gemm_backward_problem *problem,
+                                const moelora_device_info *device,
+                                const moelora_backward_plan *plan) {
+  last.count = 0;
+  name_variant("backward", plan->variant);
+  if (moelora_log() < MOELORA_LOG_PLAN)
+    return;
+  char shape[64];
+  snprintf(shape, sizeof shape, "N=%lld K=%lld", (long long)problem->forward.w.n,
+           (long long)problem->forward.w.k);
+  log_plan("gemm_backward", shape, moelora_dtype_name(problem->forward.dtype),
+           &problem->forward.routes, device, plan->variant->name, 1, plan->variant, NULL);
+}
+
 void moelora_note_experts_backward(const moelora_experts_backward_problem *problem,
                                    const moelora_device_info *device,
                                    const moelora_backward_plan *plan) {

@@ -62,6 +62,10 @@ typedef struct prepared {
       moelora_gemm_plan plan;
     } gemm;
     struct {
+      moelora_gemm_backward_problem problem;
+      moelora_backward_plan plan;
+    } gemm_backward;
+    struct {
       moelora_experts_problem problem;
       moelora_experts_plan plan;
     } experts;
@@ -239,6 +243,29 @@ moelora_status moelora_prepare_experts_backward(const moelora_experts_backward_a
     MOELORA_TRY(check_built(plan->product[i].variant));
   return finish_layer(call, p, p->backend->experts_backward_workspace(problem, plan, &p->sized_for),
                       launch_experts_backward, &problem->forward);
+}
+
+static moelora_status launch_gemm_backward(const prepared *call, const moelora_exec *exec) {
+  const moelora_gemm_backward_problem *problem = &call->of.gemm_backward.problem;
+  moelora_note_gemm_backward(problem, &call->device, &call->of.gemm_backward.plan);
+  return call->backend->gemm_backward(problem, &call->of.gemm_backward.plan, exec);
+}
+
+moelora_status moelora_prepare_gemm_backward(const moelora_gemm_backward_args *args,
+                                             const moelora_exec *exec, moelora_call *call) {
+  prepared *p = NULL;
+  MOELORA_TRY(begin(args, exec, call, &p));
+  moelora_gemm_backward_problem *problem = &p->of.gemm_backward.problem;
+  moelora_backward_plan *plan = &p->of.gemm_backward.plan;
+  MOELORA_TRY(moelora_check_gemm_backward(args, problem));
+  if (!p->backend->gemm_backward)
+    return unsupported(p, "moelora_gemm_backward");
+  MOELORA_TRY(moelora_plan_gemm_backward(problem, &p->device, plan));
+  const named_size sizes[] = {{"N", problem->forward.w.n},
+                              {"K", problem->forward.w.k},
+                              {"R", problem->forward.lora.max_rank}};
+  return finish(call, p, p->backend->gemm_backward_workspace(problem, plan, &p->sized_for),
+                launch_gemm_backward, &problem->forward.routes, sizes, 3);
 }
 
 static moelora_status launch_align_lists(const prepared *call, const moelora_exec *exec) {
