@@ -2,11 +2,9 @@
  *
  * Nothing is staged: a warp loads what it multiplies, 16 bytes for every lane, rows of A as the M
  * side and tokens as the N side of m16n8k16. Lane t has row t/4 of eight, and of a step of 32 of
- * depth the elements 8 (t%4) to 8 (t%4) + 7: the first four are what the instruction calls columns
- * 2 (t%4), 2 (t%4) + 1, 2 (t%4) + 8 and 2 (t%4) + 9, the others those of a second one. The order
- * within the depth is the same on both sides, so that the sum is over the same products. Rows of A
- * or tokens that are not there repeat the last ones: their sums reach no other row, and nobody
- * stores them.
+ * depth the elements 8 (t%4) to 8 (t%4) + 7; lanes exchange what makes two products of 16
+ * neighbours of that, as those of all kernels are. Rows of A or tokens that are not there repeat
+ * the last ones: their sums reach no other row, and nobody stores them.
  *
  * TEAMS teams of warps have TEAM_RANKS rows of A each; the DEPTHS warps of a team share the depth,
  * each a k-span of whole lines of 64, and what they found is added up in that order. */
@@ -15,6 +13,7 @@
 
 #include "cuda/adapters/factors.cuh"
 #include "cuda/launch/launch.h"
+#include "cuda/launch/warp.cuh"
 #include "cuda/ptx/mma.cuh"
 
 constexpr int kStep = 32, kLine = 64; // of depth
@@ -141,8 +140,12 @@ __device__ __forceinline__ void multiply(const Operands &operands, int column, i
 #pragma unroll
       for (int slot = 0; slot < STEPS; slot++) {
 #pragma unroll
+        for (int n = 0; n < N; n++)
+          x[slot][n] = neighbors_16(x[slot][n]);
+#pragma unroll
         for (int m = 0; m < M; m++) {
-          const uint4 low = a[slot][2 * m], high = a[slot][2 * m + 1];
+          const uint4 low = neighbors_16(a[slot][2 * m]),
+                      high = neighbors_16(a[slot][2 * m + 1]);
           const uint32_t a0[4] = {low.x, high.x, low.y, high.y};
           const uint32_t a1[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll
