@@ -25,7 +25,7 @@ PROJECT = {
     "csrc/cuda/align/small.cu": "",
     "csrc/cuda/gemm/sm80/gemm.cu": "",
     "csrc/cuda/gemm/sm90/gemm.cu": "",
-    "csrc/cuda/adapters/shrink_sm90.cu": "",
+    "csrc/cuda/shrink/segments_sm90.cu": "",
 }
 # Compiles nothing but does what setup.py relies on; tells its arguments to nvcc.log.
 NVCC = """\

@@ -60,7 +60,7 @@ typedef struct moelora_projection_load {
   const void *out;     /* NULL: by position, in the workspace */
   int64_t out_stride[2];
   int64_t n_out; /* outputs of a row */
-  bool gated, interleaved, weighted, out_f32;
+  bool gated, interleaved, weighted;
   const moelora_weights *next; /* of the projection that takes out as its x; NULL: none */
   bool next_reads_out;         /* and its adapters out as it is */
   bool x_is_quantized;         /* by the projection before */

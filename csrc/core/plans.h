@@ -33,8 +33,6 @@ typedef enum moelora_role {
   MOELORA_ROLE_SORT,   /* routed rows by (expert, adapter) */
   MOELORA_ROLE_SHRINK, /* x A^T */
   MOELORA_ROLE_EXPAND, /* xa B^T, where no GEMM takes it along */
-  MOELORA_ROLE_DELTA,  /* both, of few rows */
-  MOELORA_ROLE_MLP,    /* both of both projections, of few tokens */
   MOELORA_ROLE_SUM,    /* over top_k */
   MOELORA_ROLES,
 } moelora_role;
@@ -63,7 +61,7 @@ typedef struct moelora_variant {
    * depth (of an expand ranks). */
   int32_t block_m, block_n, block_k;
   int32_t stages;
-  int32_t cluster; /* CUDA: CTAs that share weight rows; of adapters the most that share a depth */
+  int32_t cluster; /* CUDA: CTAs that share weight rows */
   int32_t warps;   /* CUDA: of a CTA; 0: nobody asks */
   int32_t ctas;    /* CUDA: of an SM, as registers allow */
   int32_t spans;   /* CUDA: warps of a CTA that share the depth */
@@ -74,15 +72,6 @@ typedef struct moelora_variant {
 /* What the kernel of a whole layer has room for. */
 #define MOELORA_DECODE_TOKENS 8
 #define MOELORA_DECODE_ROWS 64
-
-/* CUDA: rows of a block up to which a projection can leave its results in float32. */
-#define MOELORA_FLOAT_ROWS 16
-
-/* CTAs of an SM that Hopper GEMMs with blocks of so few rows leave room for: of four bits, to make
- * numbers takes a warp longer than their bytes take to come. */
-static MOELORA_CONSTEXPR int32_t moelora_float_ctas(moelora_kernel_format format) {
-  return moelora_is_four_bits(moelora_format_of_kernel(format)) ? 3 : 2;
-}
 
 /* What follows from the row of a Hopper GEMM; its kernels assert the same. Tiles of 128 weight rows
  * have one warpgroup of consumers, two or three CTAs of which share an SM; those of 256 have two,
@@ -110,10 +99,6 @@ static MOELORA_CONSTEXPR bool moelora_stores_e4m3(moelora_kernel_format format, 
 
 /* Tiles of a projection that become halves, at most; see TileScheduler. */
 #define MOELORA_MOST_HALVED 128
-
-/* Split-K: parts of a tile's depth, at most, and what all kernels take in whole steps of it. */
-#define MOELORA_MOST_SPLITS 4
-#define MOELORA_SPLIT_DEPTH 128
 
 /* Whether tokens are operand A of a Hopper GEMM's wgmma, which then takes 64 of them at a time, and
  * otherwise n8 tiles. */
@@ -169,7 +154,6 @@ typedef struct moelora_shrink_plan {
   int32_t group;                  /* blocks that CTAs which run together work on */
   bool listed;                    /* CTAs share evenly what segments the sort has listed */
   bool few;                       /* of blocks: one look of all CTAs finds everything */
-  int32_t splits;                 /* CTAs of a cluster, which share the depth */
   int32_t window;                 /* rows */
   int32_t span;                   /* of whole segments: depth of each of the sums that are added */
   int64_t work;                   /* CTAs that there would be something for */
@@ -186,10 +170,9 @@ typedef struct moelora_expand_plan {
 
 /* The epilogue that the kernel of a projection ends in. */
 typedef enum moelora_epilogue_plan {
-  MOELORA_EPILOGUE_GENERAL,   /* any */
-  MOELORA_EPILOGUE_PLAIN,     /* bias, relu2 or nothing; as all below without routing weights */
-  MOELORA_EPILOGUE_PLAIN_F32, /* the same, left in float32 */
-  MOELORA_EPILOGUE_GATED,     /* bias and a gated activation */
+  MOELORA_EPILOGUE_GENERAL, /* any */
+  MOELORA_EPILOGUE_PLAIN,   /* bias, relu2 or nothing; as all below without routing weights */
+  MOELORA_EPILOGUE_GATED,   /* bias and a gated activation */
 } moelora_epilogue_plan;
 
 /* When CTAs start, where there are fewer than the GPU holds at once. */
@@ -232,10 +215,7 @@ typedef struct moelora_experts_plan {
   /* Of a whole layer in one launch: what serves both projections where the context holds fewer of
    * its CTAs at once than the device, as under a green context. Its workspace is asked for, too. */
   const moelora_variant *staged;
-  bool partial_f32; /* rows of w2 wait for the top-k sum in float32, else in the compute dtype */
   /* CUDA */
-  int32_t splits, split_tiles; /* split-K: parts of w2's depth that the sum adds up, and how many
-                                * times MOELORA_SPLIT_DEPTH each but the last has */
   moelora_projection_plan projection[2]; /* of w13, of w2; of `staged`, where there is one */
   bool scales_x;                         /* a launch multiplies x by routing weights */
   moelora_align_plan align;
@@ -260,14 +240,11 @@ typedef enum moelora_delta_order {
 typedef struct moelora_delta_plan {
   const moelora_variant *variant; /* CPU: whose kernels; NULL on CUDA */
   /* CUDA */
-  moelora_family family;      /* whose kernels may be used */
-  const moelora_variant *one; /* all of it in one launch; NULL: it takes those below */
+  moelora_family family; /* whose kernels may be used */
   moelora_delta_order order;
   moelora_align_plan align; /* MOELORA_SORTED */
   moelora_shrink_plan shrink[2];
   moelora_expand_plan expand[2];
-  double parts;     /* of one launch for both halves: clusters that are likely to have something */
-  bool waiting_f32; /* rows that wait for their sum do so in float32 */
   const moelora_variant *sum;
 } moelora_delta_plan;
 

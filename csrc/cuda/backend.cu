@@ -1,6 +1,6 @@
 /* The CUDA backend's table, and what its files ask of the device. */
 #include "cuda/backend.h"
-#include "cuda/adapters/delta.h"
+#include "cuda/delta/delta.h"
 #include "cuda/launch/launch.h"
 
 extern "C" moelora_status moelora_cuda_check(cudaError_t error, const char *what) {

@@ -147,16 +147,14 @@ static void print_delta(const moelora_experts_problem *layer, const moelora_devi
   if (moelora_plan_delta(&problem, device, &plan) != MOELORA_OK)
     printf("error: %s\n", moelora_error_message());
   else
-    printf("%s %s %s %s %d %s %d\n", name_of(plan.one), orders[plan.order],
-           name_of(plan.align.rows.variant), name_of(plan.shrink[0].variant), plan.shrink[0].splits,
-           name_of(plan.expand[0].variant), plan.expand[0].waves);
+    printf("%s %s %s %s %d\n", orders[plan.order], name_of(plan.align.rows.variant),
+           name_of(plan.shrink[0].variant), name_of(plan.expand[0].variant), plan.expand[0].waves);
 }
 
 int main(int argc, char **argv) {
   const bool deltas = argc > 1 && strcmp(argv[1], "delta") == 0;
   const bool listed = argc > 1 && strcmp(argv[1], "listed") == 0;
-  const bool splits = argc > 1 && strcmp(argv[1], "splits") == 0;
-  const int asked = 1 + deltas + listed + splits;
+  const int asked = 1 + deltas + listed;
   const bool on = argc > asked + 2 && strcmp(argv[asked], "on") == 0;
   const int told = asked + 3 * on;
   const bool quantised = argc > told + 2 && strcmp(argv[told], "formats") == 0;
@@ -204,8 +202,7 @@ int main(int argc, char **argv) {
                                      .memory_bytes_per_us = on ? atoll(argv[asked + 2]) * 1000 : 0,
                                      .l2_bytes = 60 << 20,
                                      .shared_bytes = shared_kib(level) * 1024,
-                                     .overlaps = level >= 90,
-                                     .batch_invariant = moelora_is_batch_invariant()};
+                                     .overlaps = level >= 90};
     for (int i = 0; i < 2; i++) {
       problem.w13_lora.a[i] = problem.w2_lora.a[i] = (moelora_factor){memory, 8, 8, hidden};
       problem.w13_lora.b[i] = problem.w2_lora.b[i] = (moelora_factor){memory, 8, 8, rank};
@@ -219,8 +216,6 @@ int main(int argc, char **argv) {
     const bool planned = moelora_plan_experts(&problem, &device, &plan) == MOELORA_OK;
     if (planned && listed)
       printf("%d %d\n", plan.shrink[0].listed, plan.shrink[1].listed);
-    else if (planned && splits)
-      printf("%d %d\n", plan.splits, plan.split_tiles);
     else if (planned)
       printf("%s %d %s %s %s %s %s %s\n", plan.variant->name, plan.variant->block_m,
              name_of(plan.staged), name_of(plan.align.rows.variant),

@@ -4,7 +4,7 @@
 #define MOELORA_CUDA_DECODE_SCHEDULER_CUH
 
 #include "cuda/decode/tables.cuh"
-#include "cuda/adapters/factors.cuh"
+#include "cuda/launch/factors.cuh"
 #include "cuda/launch/divisor.h"
 
 namespace decode {

@@ -119,11 +119,7 @@ typedef struct moelora_epilogue {
   moelora_activation_problem activation; /* counts where gated, or relu2; else there is none */
   bool plain_silu; /* it is silu without a limit, known once instead of for every tile */
   bool weighted;
-  bool out_f32;
   bool out_by_position; /* rows out_stride[0] apart */
-  /* Split-K, of out_f32 by position: parts of MOELORA_SPLIT_DEPTH times so much of the depth, the
-   * last of what is left, whose results lie one after the other, max_blocks of blocks apart */
-  int16_t splits, split_tiles;
   void *out; /* else row p at (p / top_k) * out_stride[0] + (p % top_k) * out_stride[1] */
   int64_t out_stride[2];
   /* out as the next projection wants it, from Hopper's kernels of FP8 with 256 weight rows; out
@@ -161,9 +157,6 @@ typedef struct moelora_sum_launch {
   moelora_routes routes; /* resolved */
   const void *z;         /* [, z_stride] */
   int64_t z_stride;
-  bool z_f32;
-  int32_t splits;     /* z is in so many parts, */
-  int64_t split_rows; /* so many rows apart */
   /* of a layer: where the rows of z are that weights belong to */
   const int32_t *positions; /* [P] of each flat row, -1: skipped; NULL: z is [P], of adapters */
   const float *weights;     /* [M, top_k]; NULL: 1 */
@@ -214,10 +207,10 @@ moelora_status moelora_cuda_sort_rows(const moelora_routes *routes,
                                       const moelora_sorted_rows *sorted,
                                       const moelora_align_plan *plan, const moelora_exec *exec);
 
-/* shrink.cu: as planned, in blocks or of whole segments. */
+/* shrink/blocks.cu: as planned, in blocks or of whole segments. */
 moelora_status moelora_cuda_shrink(const moelora_shrink_launch *s, const moelora_shrink_plan *plan,
                                    const moelora_exec *exec);
-/* shrink_segments.cu, shrink_sm90.cu: of whole segments, which the blocks must list. */
+/* segments.cu, segments_sm90.cu: of whole segments, which the blocks must list. */
 moelora_status moelora_cuda_shrink_segments(const moelora_shrink_launch *s,
                                             const moelora_shrink_plan *plan,
                                             const moelora_exec *exec);

@@ -20,7 +20,7 @@
 #ifndef MOELORA_CUDA_TILE_CUH
 #define MOELORA_CUDA_TILE_CUH
 
-#include "cuda/adapters/factors.cuh"
+#include "cuda/launch/factors.cuh"
 #include "cuda/gemm/common/format.cuh"
 #include "cuda/launch/launch.h"
 #include "cuda/ptx/mma.cuh"
@@ -52,27 +52,13 @@ struct Extent {
   static constexpr int W_BYTES = weight_bytes<FORMAT>(TILES), X_BYTES = TOKENS * kRowBytes;
   static constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
   static constexpr bool HALF_TILES = false; // some tiles have half as many rows
-  static constexpr bool SPLIT_K = false;    // tiles have a part of the depth
 };
 
 /* A half tile has the first half of a column's m64 tiles (1) or the second (2), as its tiles 0, 1
- * and so on; a whole one has half 0. With split-K a tile has part `split` of the depth. */
+ * and so on; a whole one has half 0. */
 struct Tile {
-  int32_t block, column, expert, half, split;
+  int32_t block, column, expert, half;
 };
-
-/* Whether a tile has the last part of the depth, and with it bias and adapters. */
-template <class E>
-__device__ __forceinline__ bool is_last_split(const moelora_gemm_launch &g, const Tile &tile) {
-  return !E::SPLIT_K || tile.split + 1 == g.epilogue.splits;
-}
-
-/* The block at whose place the results of a tile are stored: with split-K those of all parts come
- * one after the other. */
-template <class E>
-__device__ __forceinline__ int out_block(const moelora_gemm_launch &g, const Tile &tile) {
-  return tile.block + (E::SPLIT_K ? tile.split * (int)g.schedule.blocks.max_blocks : 0);
-}
 
 /* Output that row 0 of an m64 tile stands for; its row r stands for output first + r. */
 template <class E>

@@ -62,14 +62,12 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
     const int lane = threadIdx.x & 31;
     const bool gated = GENERAL ? g.weights.gated : IS_GATED;
     const bool by_position = !GENERAL || g.epilogue.out_by_position;
-    const bool f32 = MODE == EpilogueMode::PLAIN_F32 ||
-                     (GENERAL && S::TOKENS <= MOELORA_FLOAT_ROWS && g.epilogue.out_f32);
     const int halves = gated ? 1 : 2; // m64 tiles of outputs
 
     // Bias, and what all tokens have in common.
     const Epilogue<S, MODE> epilogue(g, header.tile, warp.consumer, T());
     epilogue.template begin<T, N>(rAcc, g);
-    if (!f32 && WarpContext<S>::ALIASED_BUFFERS == 0)
+    if (WarpContext<S>::ALIASED_BUFFERS == 0)
       warp.wait_stores_read();
 
 #pragma unroll
@@ -83,25 +81,18 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
 
       // Wait for epilogue buffers: the aliased stage, or a store from an own buffer.
       const int buffer = c / kEpilogueTokens * halves, end = buffer + halves;
-      if (!f32 && buffer <= S::OWN_BUFFERS && end > S::OWN_BUFFERS)
+      if (buffer <= S::OWN_BUFFERS && end > S::OWN_BUFFERS)
         warp.sync_all(); // all have multiplied the stage
-      if (!f32 && end > BUFFERS)
+      if (end > BUFFERS)
         warp.template wait_stores_read<WarpContext<S>::ALIASED_BUFFERS / 4>();
 
-      // To shared memory, or in float32 to global memory.
+      // To shared memory.
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         if (half == halves)
           break;
-        if (f32)
-          store_f32<S, N, !GENERAL>(rAcc[half], g,
-                                    first_output<S>(g, header.tile, 2 * warp.consumer + half), c,
-                                    out_block<S>(g, header.tile), header.count, rows);
-        else
-          write_epilogue_tile<T, N>(rAcc[half], c, warp.sOut(warp.consumer, buffer + half));
+        write_epilogue_tile<T, N>(rAcc[half], c, warp.sOut(warp.consumer, buffer + half));
       }
-      if (f32)
-        continue;
 
       // From shared memory to global memory: the warps take turns to issue the TMA stores.
       fence_async_proxy();

@@ -158,13 +158,10 @@ template <class S, class T> struct NonFinite {
       if (!nonfinite)
         continue;
       const int64_t at =
-          output_offset(g, out_block<S>(g, header.tile) * S::TOKENS + t,
+          output_offset(g, header.tile.block * S::TOKENS + t,
                         g.epilogue.out_by_position ? 0 : g.schedule.blocks.sorted_ids[position]) +
           output;
-      if (g.epilogue.out_f32)
-        ((float *)g.epilogue.out)[at] = __int_as_float(0x7fffffff);
-      else
-        ((T *)g.epilogue.out)[at] = Element<T>::round(__int_as_float(0x7fffffff));
+      ((T *)g.epilogue.out)[at] = Element<T>::round(__int_as_float(0x7fffffff));
       const moelora_e4m3_rows &e4m3 = g.epilogue.e4m3;
       if (S::Format::IS_W8A8 && e4m3.values)
         ((uint8_t *)e4m3.values)[position * e4m3.stride + quad_place(output)] = kNanE4m3;

@@ -110,11 +110,11 @@ template <class S> struct TokenScales {
         next[i] = kNoRow;
   }
   /* From here on `copy` is about the rows that were found, from k step `first` on. */
-  __device__ __forceinline__ void begin(const moelora_gemm_launch &g, int first) {
+  __device__ __forceinline__ void begin(const moelora_gemm_launch &g) {
 #pragma unroll
     for (int i = 0; i < EACH; i++)
       row[i] = next[i];
-    gXScale = g.tokens.scales + first * g.tokens.scales_stride;
+    gXScale = g.tokens.scales;
   }
   /* Those of the next k step. */
   __device__ __forceinline__ void copy(const moelora_gemm_launch &g, const SharedMemory<S> &smem,

@@ -63,11 +63,6 @@ template <int PRODUCER, int CONSUMERS> struct RegisterBudget {
   static constexpr bool REALLOCATES = CONSUMER_REGISTERS > START;
 };
 
-/* The shape with split-K, for a projection whose results are summed in float32 anyway. */
-template <class S> struct WithSplitK : S {
-  static constexpr bool SPLIT_K = true;
-};
-
 template <class S> __device__ __forceinline__ bool is_half(const Tile &tile) {
   return S::HALF_TILES && tile.half;
 }

@@ -1,7 +1,7 @@
 /* Shrink of long segments: both sides through shared memory.
  *
  * An item is up to TOKENS rows of x and up to RANKS rows of A; its sums are over all of the depth.
- * They are those of shrink_product.cuh to the bit: instructions get the same operands, and every
+ * They are those of shrink/product.cuh to the bit: instructions get the same operands, and every
  * `span` of depth sums begin anew and are added up in that order.
  *
  * Loads run STAGES - 1 steps of depth ahead of the products, across the ends of items, so that they
@@ -14,7 +14,7 @@
 #ifndef MOELORA_CUDA_SHRINK_STAGED_CUH
 #define MOELORA_CUDA_SHRINK_STAGED_CUH
 
-#include "cuda/adapters/shrink_product.cuh"
+#include "cuda/shrink/product.cuh"
 
 /* Of whose warps an SM holds kResidentWarps, two CTAs: one has products while the other waits. */
 template <int RANKS_> struct Staged {

@@ -1,4 +1,4 @@
-/* Shrink of long segments on Hopper: xa[position, slice * xa_slice + r] as in shrink.cu.
+/* Shrink of long segments on Hopper: xa[position, slice * xa_slice + r] as in blocks.cu.
  *
  *   TMA warp        A(0) A(1) A(2)  ...   rows of A of k step i
  *   gather warps    X(0) X(1) X(2)  ...   rows of x of k step i, wherever they lie
@@ -11,10 +11,10 @@
  * third 64 tokens may end among the rows of A.
  *
  * Every `span` of depth sums begin anew and are added up in that order, as those of
- * shrink_product.cuh are. 128 columns leave registers for that with 128 tokens. */
+ * shrink/product.cuh are. 128 columns leave registers for that with 128 tokens. */
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/wgmma.cuh"
-#include "cuda/adapters/shrink_segments.cuh"
+#include "cuda/shrink/segments.cuh"
 #include "cuda/gemm/sm90/gather.cuh"
 #include "cuda/gemm/sm90/pipeline.cuh"
 #include "cuda/gemm/sm90/tensor_map.h"
