@@ -1,6 +1,5 @@
 /* From a problem and a device to the kernels of a projection or a layer. Those of the base product
- * depend on shapes, dtype and device, never on adapters: a base row must meet the same kernel
- * whatever the batch carries. */
+ * depend on shapes, dtype and device; whichever they are, a row has the same bits. */
 #include <math.h>
 
 #include "core/check.h"
@@ -75,19 +74,20 @@ typedef struct access {
   bool halves; /* some FP8 scales are of 64 of depth, for which Hopper has no kernel */
 } access;
 
-/* Up to so many tokens, and so many rows of more than one, one launch is the faster one: on an H200
- * by 4 to 12 % without adapters, by 2 to 8 % with some of rank 16 (of rank 64, two tokens of top-8
- * take 5 % longer). Where experts are narrow and more rows bring more adapters, the adapters at the
- * end of each CTA decide, and seven launches win. With quantised weights, of which there are fewer
- * bytes to stream, they decide from two tokens on, with Hopper's kernels for them from one. */
-enum { FEW_TOKENS = 4, FEW_ROWS = 18 };
+/* Up to so many tokens, and so many rows of more than one, one launch is the faster one (measured on
+ * an H100 with Qwen3-30B-A3B and Mixtral). With adapters, which come at the end of each product,
+ * several launches are, from two tokens on; with Hopper's kernels for quantized weights from one. */
+enum { FEW_TOKENS = 2, FEW_ROWS = 18 };
 
-static bool is_few(const moelora_routes *routes, const access *access,
+static bool is_few(const moelora_experts_problem *p, const access *access,
                    const moelora_device_info *device) {
+  const moelora_routes *routes = &p->routes;
   if (!moelora_is_native_kernel(access->format))
     return routes->num_tokens == 1 && !(access->tma && moelora_family_of(device) == MOELORA_SM90);
+  const bool adapters =
+      routes->token_lora_mapping.data && p->w13_lora.num_slices + p->w2_lora.num_slices > 0;
   return routes->num_tokens == 1 ||
-         (routes->num_tokens <= FEW_TOKENS && routes->num_rows <= FEW_ROWS);
+         (!adapters && routes->num_tokens <= FEW_TOKENS && routes->num_rows <= FEW_ROWS);
 }
 
 static shape pick_cuda_shape(int64_t rows, const access *access) {
@@ -430,7 +430,7 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                   !problem->apply_router_weight_on_input &&
                   problem->routes.num_tokens <= MOELORA_DECODE_TOKENS &&
                   problem->routes.num_rows <= MOELORA_DECODE_ROWS;
-  access.few = access.decode && is_few(&problem->routes, &access, device);
+  access.few = access.decode && is_few(problem, &access, device);
   const moelora_variant *picked;
   const int64_t rows = moelora_rows_per_expert(&problem->routes);
   MOELORA_TRY(check_room(&problem->routes, &problem->w13_lora, device));

@@ -12,7 +12,6 @@ enum {
   FEW_TOKENS = 32,        /* of an item, where larger ones would leave CTAs idle */
   MANY_TOKENS = 48,       /* of an item: A is read once for so many */
   NARROW = 32,            /* rows of A up to which one warp has them all */
-  LONG_DEPTH = 4096,      /* from here on there are eight spans of it */
   STAGED_RANKS = 64,      /* of whole segments by mma.sync, which leaves no registers for more */
   HALF_ROWS = 16,         /* more wait for memory: a GEMM behind them can have the registers */
   BLOCK_SHARES = 8,       /* of a block, for every tile of ranks */
@@ -29,7 +28,7 @@ typedef struct long_segment {
   int32_t tokens, rows_of_unit;
 } long_segment;
 
-static const long_segment long_portable = {40, 128}, /* of a depth below LONG_DEPTH */
+static const long_segment long_portable = {40, 128}, /* of a depth below MOELORA_LONG_DEPTH */
     long_narrow = {32, 7},                           /* sm_90, up to NARROW rows of A */
     long_wide = {8, 7};                              /* sm_90, x twice as much where it is gathered,
                                                       * for segments of an x that lies by position
@@ -51,11 +50,6 @@ static const moelora_variant *find(const moelora_shrink_load *load, moelora_meth
                                                  .spans = spans,
                                                  .ctas = ctas,
                                                  .elements = !load->vectors});
-}
-
-/* Parts of the depth that are summed apart and then added up, of every shrink of a row. */
-static int32_t spans_of(const moelora_shrink_load *load) {
-  return load->vectors && load->depth >= LONG_DEPTH ? 8 : 4;
 }
 
 /* Whose kernels of whole segments serve. */
@@ -82,7 +76,7 @@ static bool serves(const moelora_variant *v, const moelora_shrink_load *load,
     return false;
   if (v->method == MOELORA_SHRINK_SEGMENTS)
     return load->listed && (v->needs != MOELORA_SM90 || load->boxes);
-  return v->method == method && v->spans == spans_of(load);
+  return v->method == method && v->spans == moelora_shrink_spans(load->depth, load->vectors);
 }
 
 /* The forced row, the tuned one, or the table's. */
@@ -97,11 +91,10 @@ static const moelora_variant *prefer(const moelora_variant *usual, const moelora
 static moelora_shrink_plan plan_segments(const moelora_variant *variant,
                                          const moelora_shrink_load *load,
                                          const moelora_device_info *device) {
-  const int64_t lines = moelora_divide_up(load->depth, MOELORA_LINE);
   return (moelora_shrink_plan){
       .variant = variant,
       .shares = 1,
-      .span = (int32_t)(moelora_divide_up(lines, spans_of(load)) * MOELORA_LINE),
+      .span = moelora_shrink_span(load->depth, load->vectors),
       .work = (int64_t)device->num_units * variant->ctas};
 }
 
@@ -109,7 +102,7 @@ static moelora_shrink_plan plan_segments(const moelora_variant *variant,
 
 static bool are_long_blocks(const moelora_shrink_load *load, const moelora_device_info *device) {
   const bool sm90 = segments_family(load) == MOELORA_SM90;
-  if (!load->listed || !load->vectors || (!sm90 && load->depth >= LONG_DEPTH))
+  if (!load->listed || !load->vectors || (!sm90 && load->depth >= MOELORA_LONG_DEPTH))
     return false;
   const long_segment from = !sm90                    ? long_portable
                             : load->columns > NARROW ? long_wide
@@ -122,7 +115,7 @@ static bool are_long_blocks(const moelora_shrink_load *load, const moelora_devic
 moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
                                                const moelora_device_info *device) {
   const int64_t rows = load->rows, segments = load->segments, columns = load->columns;
-  const int32_t spans = spans_of(load);
+  const int32_t spans = moelora_shrink_spans(load->depth, load->vectors);
   /* A deep and narrow one waits for memory all the same: half of an SM's registers are left to the
    * GEMM behind it, whose weights then stream meanwhile. */
   const bool half = spans == 8 && columns <= NARROW && rows > HALF_ROWS;
@@ -205,7 +198,7 @@ static const moelora_variant *choose_windows(const moelora_shrink_load *load,
   if (load->vectors && load->listed && long_segments &&
       load->rows >= (int64_t)LONG_WINDOW_ROWS * device->num_units)
     return find_segments(load);
-  const int32_t spans = spans_of(load);
+  const int32_t spans = moelora_shrink_spans(load->depth, load->vectors);
   const moelora_method windows = MOELORA_SHRINK_WINDOWS;
   if (load->vectors) {
     const moelora_variant *wide = spans == 4 ? find(load, windows, 64, spans, 0) : NULL;

@@ -116,6 +116,18 @@ static inline int32_t moelora_blocks_together(const moelora_variant *v) {
 /* Depth, of 128 bytes, that no kernel of adapters cuts. */
 #define MOELORA_LINE 64
 
+#define MOELORA_LONG_DEPTH 4096
+/* Parts of the depth that every shrink of a row sums apart and then adds up in order, and the depth
+ * of each but the last. `vectors`: x and A allow 16-byte accesses. */
+static inline int32_t moelora_shrink_spans(int64_t depth, bool vectors) {
+  return vectors && depth >= MOELORA_LONG_DEPTH ? 8 : 4;
+}
+static inline int32_t moelora_shrink_span(int64_t depth, bool vectors) {
+  const int64_t spans = moelora_shrink_spans(depth, vectors);
+  const int64_t lines = (depth + MOELORA_LINE - 1) / MOELORA_LINE;
+  return (int32_t)((lines + spans - 1) / spans * MOELORA_LINE);
+}
+
 /* What the kernels of a sort have room for: items of a CTA at once, those that it ranks by
  * comparing them with each other, and keys whose counts fit the 99 KiB of shared memory that every
  * GPU gives a CTA: three bins of 4 bytes each, beside 5 KiB of static memory. */
