@@ -91,8 +91,8 @@ typedef struct moelora_exec {
    * is done. NULL runs serially. Each thread has scratch of its own in the workspace. */
   void (*parallel_for)(int64_t count, moelora_task task, void *context);
   int32_t num_threads; /* how many threads parallel_for spreads over; 0 counts as 1 */
-  /* Read by moelora_prepare_*: the bits of a row depend on nothing else in the batch, nor on how
-   * many rows there are. So does moelora_set_batch_invariant, for every call. */
+  /* Ignored, and to be removed in the next release: the bits of a row depend on nothing else in the
+   * batch, nor on how many rows there are, in every call. */
   bool batch_invariant;
 } moelora_exec;
 
@@ -482,9 +482,9 @@ moelora_status moelora_force_variant(const char *names);
  * it, of kernels that both can run; 0 lifts the limit. The environment variable MOELORA_MAX_CC sets
  * it at start; what is no such number then fails every gemm and layer. */
 moelora_status moelora_limit_capability(int32_t compute_capability);
-/* From now on every call that is prepared is batch invariant, see moelora_exec, or those alone
- * whose exec says so. MOELORA_BATCH_INVARIANT=1 sets it at start; what is neither 0 nor 1 then
- * fails every operator. On a CPU all calls are. */
+/* Every call is batch invariant, see moelora_exec: the first does nothing, the second returns true.
+ * Both are to be removed in the next release, as is the environment variable
+ * MOELORA_BATCH_INVARIANT, which nobody reads. */
 void moelora_set_batch_invariant(bool on);
 bool moelora_is_batch_invariant(void);
 /* A measured choice: on such a device, layers of these sizes run `variant` when they have at most

@@ -11,15 +11,13 @@
  * needed are -, as they all are on a CPU; W2 is the projection's own, beside VARIANT or STAGED.
  * With arguments `formats W13 W2` before all others the weights are quantised: native, mxfp4, int4,
  * int4_g32, int4_zp, int4_zp_g32, fp8, fp8_g64, fp8_rows, or w8a8: fp8, and x, too. With a first
- * argument `listed` the answer is 1 or 0 for each shrink: whether it goes by listed segments; with
- * `splits` into how many parts the depth of w2 is cut, and of how many multiples of 128 each is.
- * With `delta` the lines are deltas of x [M, K] to [M, TOP_K, I], and the answer is
+ * argument `listed` the answer is 1 or 0 for each shrink: whether it goes by listed segments. With
+ * `delta` the lines are deltas of x [M, K] to [M, TOP_K, I], and the answer is
  *
- *   ONE ORDER SORT SHRINK SPLITS EXPAND WAVES
+ *   ORDER SORT SHRINK EXPAND WAVES
  *
- * where ONE is both halves in one launch. With `on SMS GB_PER_S` behind that the GPU has so many
- * SMs and such a memory, else 132 and one that is not known. With MOELORA_LOG=plan what layers
- * launch is on stderr.
+ * With `on SMS GB_PER_S` behind that the GPU has so many SMs and such a memory, else 132 and one
+ * that is not known. With MOELORA_LOG=plan what layers launch is on stderr.
  *
  * Arguments are tuned plans, nine words each:
  *

@@ -18,8 +18,8 @@ static inline void hash_tensor(const moelora_tensor *t) {
 
 #define DESCRIBE(...) snprintf(drawn + strlen(drawn), sizeof drawn - strlen(drawn), __VA_ARGS__)
 
-static inline moelora_exec gpu(bool invariant) {
-  return (moelora_exec){.device = MOELORA_CUDA, .batch_invariant = invariant};
+static inline moelora_exec gpu(void) {
+  return (moelora_exec){.device = MOELORA_CUDA};
 }
 
 /* A kernel of what a case has: its dtype, and the format of its weights. */
